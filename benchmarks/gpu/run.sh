@@ -1,0 +1,181 @@
+#!/usr/bin/env bash
+# Builds, tests and measures everything on a machine with a CUDA GPU and without network, in under nine
+# minutes: C++ and Python tests (CPU, CUDA, NCCL with several ranks on one GPU) and every benchmark.
+# A phase that fails does not stop the ones after it; the last thing printed is a table of all phases.
+#
+#   benchmarks/gpu/prepare.sh       once, where GoogleTest's source is; take .carry along
+#   benchmarks/gpu/run.sh           there
+#   benchmarks/gpu/run.sh --only "configure build ddp_1"     some phases only
+#   benchmarks/gpu/run.sh --dry-run     on a machine without a GPU: configures with CUDA, shows what would
+#                                       be built, and runs the Python phases on the CPU with the
+#                                       interpreter and the apex of DRY_PYTHON and PYTHONPATH
+#
+# Needs: nvcc, CMake, ninja, a C++ compiler, and a Python with a CUDA build of torch, nanobind and pytest.
+# Writes JSON, plots and logs to $OUT if that is set (eight files at most), else to benchmarks/results.
+#
+# Environment: PYTHON (default python3), OUT, APEX_GPU_BUILD (build folder, default build/gpu),
+# APEX_GPU_ARCHITECTURES (default 90), APEX_GPU_SECONDS (for everything, default 525), JOBS.
+set -uo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+dry_run=no
+only=
+while [ $# -gt 0 ]; do
+  case $1 in
+    --dry-run) dry_run=yes; shift ;;
+    --only) only=" $2 "; shift 2 ;;
+    -h | --help) sed -n '2,21s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    *) echo "run.sh: unknown argument '$1'; --help shows what there is." >&2; exit 2 ;;
+  esac
+done
+
+SECONDS=0
+seconds=${APEX_GPU_SECONDS:-525}
+python=$(command -v "${PYTHON:-python3}") || { echo "run.sh: there is no ${PYTHON:-python3} here." >&2; exit 1; }
+build=${APEX_GPU_BUILD:-$root/build/gpu}
+results=${OUT:-$root/benchmarks/results}
+jobs=${JOBS:-$(nproc)}
+work=$(mktemp -d)
+logs=$work/gpu-logs
+trap 'rm -rf "$work"' EXIT
+mkdir -p "$results" "$build" "$logs"
+# Tools that came with the Python packages, and a toolkit that is not on PATH.
+PATH=$PATH:$(dirname "$python"):/usr/local/cuda/bin
+export PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+cd "$root" || exit 1
+
+table=()   # one line per phase
+failed=0
+
+# phase NAME SECONDS COMMAND...: run it under a limit, keep its output in logs/NAME.log.
+phase() {
+  local name=$1 limit=$2 left status begin took verdict note
+  shift 2
+  [ -z "$only" ] || [[ $only == *" $name "* ]] || return 0
+  left=$((seconds - SECONDS))
+  if [ "$left" -lt 5 ]; then
+    table+=("$(printf '%-12s %-8s %5s  %s' "$name" "no time" "" "")")
+    failed=$((failed + 1))
+    return 1
+  fi
+  [ "$limit" -le "$left" ] || limit=$left
+  echo "== $name (at most $limit s): $*"
+  begin=$SECONDS
+  # Of its own process group, so that ranks that outlive their parent go, too.
+  timeout -k 5 "$limit" "$@" >"$logs/$name.log" 2>&1 </dev/null
+  status=$?
+  took=$((SECONDS - begin))
+  verdict=ok
+  if [ "$status" -eq 124 ] || [ "$status" -eq 137 ]; then
+    verdict=TIMEOUT
+  elif [ "$status" -ne 0 ]; then
+    verdict="FAIL $status"
+  fi
+  note=$(grep -aE '[0-9]+ (passed|failed|skipped)|tests passed|tests failed|CUDA parts|^PROVISIONAL' \
+    "$logs/$name.log" | tail -n 1 | cut -c 1-90)
+  table+=("$(printf '%-12s %-8s %5d  %s' "$name" "$verdict" "$took" "$note")")
+  [ "$verdict" = ok ] && return 0
+  failed=$((failed + 1))
+  tail -n 25 "$logs/$name.log" | cut -c 1-300 | sed 's/^/   /'
+  return 1
+}
+
+# --- build ---
+
+configure() { # configure ON|OFF: with or without the Python module
+  local gtest=()
+  [ ! -d .carry/googletest ] ||
+    gtest=("-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST=$root/.carry/googletest" -DBUILD_GMOCK=OFF)
+  cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DAPEX_CUDA=ON \
+    "-DAPEX_CUDA_ARCHITECTURES=${APEX_GPU_ARCHITECTURES:-90}" "-DAPEX_BUILD_PYTHON=$1" \
+    -DAPEX_BUILD_TESTS=ON -DAPEX_BUILD_EXAMPLES=OFF "-DPython_EXECUTABLE=$python" "${gtest[@]}"
+}
+
+# The package as an import path: the sources' Python files beside what was built.
+stage() {
+  rm -rf "$build/stage" && mkdir "$build/stage" && cp -r python/apex "$build/stage/apex" &&
+    find "$build/stage" \( -name '_core*.so' -o -name _build_info.py -o -type l \) -delete &&
+    ln -s "$build"/python/src/_core*.so "$build/stage/apex/" &&
+    cp "$build/python/src/_build_info.py" "$build/stage/apex/" &&
+    cd / && PYTHONPATH=$build/stage "$python" -c 'import apex.parallel; print(apex.parallel.__file__)'
+}
+export -f configure stage
+export root build python
+
+phase machine 30 bash -c 'nvidia-smi; nvcc --version; "$python" -c "
+import torch
+print(torch.__version__, torch.version.cuda, torch.cuda.is_available())
+if torch.cuda.is_available(): print(torch.cuda.get_device_name(), torch.cuda.nccl.version())"
+  cmake --version; ninja --version; nproc; free -g'
+
+phase configure 90 bash -c 'configure ON' ||
+  # Without Python's headers or nanobind the C++ tests can still be built.
+  phase configure 90 bash -c 'configure OFF'
+if [ $dry_run = yes ]; then
+  python=${DRY_PYTHON:-$python}
+  phase build 60 ninja -C "$build" -n
+  phase ctest 60 ctest --test-dir "$build" -N
+else
+  phase build 260 cmake --build "$build" --parallel "$jobs" -- -k 0
+  phase stage 30 bash -c stage
+  export PYTHONPATH=$build/stage
+  phase ctest 180 ctest --test-dir "$build" --output-on-failure -j 4 -L 'unit|processes|cuda'
+fi
+
+# --- tests in Python ---
+
+pytest() {
+  # From another folder, so that what was staged is imported, and not the sources.
+  cd "$work" && exec "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider \
+    -q "$root/python/tests" "$@"
+}
+export -f pytest
+export python work
+parallel= parallel_gpu=
+if "$python" -c 'import xdist' 2>/dev/null; then parallel="-n 8" parallel_gpu="-n 4"; fi
+if [ $dry_run = yes ]; then collect=--collect-only; else collect=; fi
+phase pytest_gpu 120 bash -c "pytest -m 'cuda or nccl' $parallel_gpu $collect"
+phase pytest_cpu 75 bash -c "pytest -m 'not cuda and not nccl and not processes and not slow' $parallel $collect"
+
+# --- benchmarks ---
+
+if [ $dry_run = yes ]; then
+  device=(--device cpu --backend gloo --quick --seconds 3)
+else
+  device=(--device cuda --backend nccl)
+fi
+output=(--output "$work")
+phase ddp_1 130 "$python" benchmarks/ddp.py "${device[@]}" --ranks 1 --rounds 40 --seconds 7 \
+  --name gpu-ddp-1 "${output[@]}"
+# Two ranks that share a GPU by sockets: right or not, not how fast.
+phase ddp_2 60 "$python" benchmarks/ddp.py "${device[@]}" --ranks 2 --rounds 8 --warmup 3 --seconds 5 \
+  --models small resnet18 --variants none torch apex apex_view --no-plot --name gpu-ddp-2 "${output[@]}"
+if [ $dry_run = yes ]; then
+  phase overhead 60 "$python" benchmarks/overhead.py --quick --name gpu-overhead "${output[@]}"
+  phase sync_bn 60 "$python" benchmarks/sync_batch_norm.py --rounds 2 --batch 2 --max-elements 100000 --name gpu-sync-batch-norm "${output[@]}"
+else
+  phase overhead 60 "$python" benchmarks/overhead.py "${device[@]}" --name gpu-overhead "${output[@]}"
+  phase sync_bn 60 "$python" benchmarks/sync_batch_norm.py --device cuda \
+    --name gpu-sync-batch-norm "${output[@]}"
+fi
+
+# --- what comes out ---
+
+cp "$work"/gpu-*.json "$work"/gpu-*.png "$results/" 2>/dev/null
+for name in ddp_1 ddp_2 overhead sync_bn; do
+  [ -f "$logs/$name.log" ] || continue
+  echo
+  echo "-- $name"
+  grep -aE '^([|#]|.* left out:)' "$logs/$name.log" | cut -c 1-160
+done
+cp "$build"/test-results/*.xml "$logs/" 2>/dev/null
+tar -czf "$results/gpu-logs.tar.gz" -C "$work" gpu-logs
+{
+  echo
+  printf '%-12s %-8s %5s  %s\n' phase result s note
+  printf '%s\n' "${table[@]}"
+  printf '%-12s %-8s %5d  %s\n' all "$([ $failed -eq 0 ] && echo ok || echo "$failed bad")" "$SECONDS" \
+    "results in $results"
+} | tee "$results/gpu-summary.txt"
+[ $failed -eq 0 ]

@@ -1,0 +1,284 @@
+"""What the benchmarks share: ranks as processes, statistics, the machine, tables, JSON."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import json
+import os
+import platform
+import shlex
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+RESULTS = Path(__file__).resolve().parent / "results"
+TIMEOUT = datetime.timedelta(seconds=120)
+
+
+# --- ranks ---
+
+
+def share_one_gpu(rank: int) -> None:
+    """Set the environment in which NCCL lets several ranks use one GPU; before the group is made.
+
+    NCCL 2.30 has a switch for it. Earlier ones refuse two ranks with the same GPU on one host, so
+    each rank says that it is another host and they talk over loopback sockets. For tests, not for
+    speed.
+    """
+    if torch.cuda.nccl.version()[:2] >= (2, 30):
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    else:
+        os.environ["NCCL_HOSTID"] = f"rank{rank}"
+        os.environ["NCCL_NET"] = "Socket"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def _join(backend: str, device: str, rank: int, world_size: int, init_method: str) -> None:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    options = {}
+    if device == "cuda":
+        count = torch.cuda.device_count()
+        if backend == "nccl" and world_size > count:
+            share_one_gpu(rank)
+        torch.cuda.set_device(rank % count)
+        if backend == "nccl":
+            options["device_id"] = torch.device("cuda", rank % count)
+    dist.init_process_group(
+        backend,
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=TIMEOUT,
+        **options,
+    )
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _child(
+    rank: int,
+    body: Callable[..., Any],
+    backend: str,
+    device: str,
+    world_size: int,
+    path: str,
+    args: Any,
+) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    _join(backend, device, rank, world_size, f"file://{path}/group")
+    try:
+        result = body(*args)
+        if rank == 0:
+            torch.save(result, f"{path}/result")
+    finally:
+        dist.destroy_process_group()
+
+
+def run(
+    body: Callable[..., Any], ranks: int, backend: str, device: str, args: Sequence[Any] = ()
+) -> Any | None:
+    """Run ``body(*args)`` in a process group and return what rank 0 returned (None on other ranks).
+
+    Under a launcher (RANK is set) this process is one rank, else ``ranks`` processes are started.
+    """
+    if "RANK" in os.environ:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if not dist.is_initialized():
+            # Once: a launcher's store keeps what a group that is gone has written.
+            _join(backend, device, rank, size, "env://")
+            atexit.register(_leave)
+        result = body(*args)
+        return result if rank == 0 else None
+    with tempfile.TemporaryDirectory() as path:
+        mp.spawn(_child, (body, backend, device, ranks, path, tuple(args)), nprocs=ranks)
+        return torch.load(f"{path}/result", weights_only=False)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Turns:
+    """Times functions that take turns (A B C, B C A, ...), so that what disturbs one disturbs all.
+
+    Before and after each, the ranks meet at a barrier; a time is that of the slowest rank. Every
+    method is collective.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+        self.control = dist.new_group(backend="gloo")
+
+    def timed(self, body: Callable[[], None]) -> float:
+        """Seconds that one call took, on this rank."""
+        self.synchronize()
+        dist.barrier(self.control)
+        start = time.perf_counter()
+        body()
+        self.synchronize()
+        elapsed = time.perf_counter() - start
+        dist.barrier(self.control)
+        return elapsed
+
+    def take(
+        self, bodies: Sequence[Callable[[], None]], rounds: int, seconds: float
+    ) -> list[list[float]]:
+        """For each function its times; ``rounds`` of them, or fewer when ``seconds`` are over."""
+        times: list[list[float]] = []
+        begin = time.perf_counter()
+        for i in range(rounds):
+            row = [0.0] * len(bodies)
+            for k in range(len(bodies)):
+                index = (i + k) % len(bodies)
+                row[index] = self.timed(bodies[index])
+            times.append(row)
+            over = torch.tensor(float(time.perf_counter() - begin > seconds))
+            dist.all_reduce(over, op=dist.ReduceOp.MAX, group=self.control)
+            if over.item() and len(times) >= 5:
+                break
+        return [list(column) for column in zip(*self.slowest(times), strict=True)]
+
+    def slowest(self, times: Sequence[Sequence[float]]) -> list[list[float]]:
+        """The largest value on any rank, number by number."""
+        largest = torch.tensor(times, dtype=torch.float64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.control)
+        return largest.tolist()
+
+
+# --- numbers ---
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles; with fewer than four values, their extremes for quartiles."""
+    if len(values) < 4:
+        low, high = min(values), max(values)
+    else:
+        low, _, high = statistics.quantiles(values, n=4)
+    return {"median": statistics.median(values), "q1": low, "q3": high, "count": len(values)}
+
+
+def ratios(values: Sequence[float], base: Sequence[float]) -> dict[str, float]:
+    """Quartiles of value / base, round by round, so that what slows both cancels out."""
+    return quartiles([value / b for value, b in zip(values, base, strict=True)])
+
+
+def show(quartile: dict[str, float], scale: float = 1.0, digits: int = 2) -> str:
+    median, q1, q3 = (quartile[key] * scale for key in ("median", "q1", "q3"))
+    return f"{median:.{digits}f} ({q1:.{digits}f}-{q3:.{digits}f})"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table, aligned for reading as it is."""
+    rows = [[str(cell) for cell in row] for row in [head, *rows]]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+# --- the machine ---
+
+
+def _first_line(path: str, key: str) -> str:
+    try:
+        for line in Path(path).read_text().splitlines():
+            if line.startswith(key):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return ""
+
+
+def _commit() -> str:
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return described.stdout.strip()
+
+
+def _command() -> str:
+    """The command line as one types it in the repository: no paths of this machine.
+
+    A script that calls this one says in BENCHMARK_COMMAND what was typed.
+    """
+    if "BENCHMARK_COMMAND" in os.environ:
+        return os.environ["BENCHMARK_COMMAND"]
+    script = Path(sys.argv[0]).resolve()
+    root = Path(__file__).resolve().parents[1]
+    if script.is_relative_to(root):
+        script = script.relative_to(root)
+    words = sys.argv[1:]
+    if "--output" in words:
+        at = words.index("--output")
+        words = words[:at] + words[at + 2 :]
+    return shlex.join(["python", str(script), *words])
+
+
+def machine() -> dict[str, Any]:
+    """Processor, memory, GPU, versions, load and command line: what a result must be read with."""
+    import apex._build_info as build
+
+    memory = _first_line("/proc/meminfo", "MemTotal").split()
+    described: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": _command(),
+        "commit": _commit(),
+        "processor": _first_line("/proc/cpuinfo", "model name") or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(int(memory[0]) / 1e6, 1) if memory else None,
+        "load_at_start": os.getloadavg()[0],
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "apex": build.version,
+        "threads_per_rank": int(os.environ.get("OMP_NUM_THREADS", "1")),
+    }
+    if torch.cuda.is_available():
+        described["gpu"] = torch.cuda.get_device_name()
+        described["cuda"] = torch.version.cuda
+        described["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return described
+
+
+def warn_if_busy(described: dict[str, Any]) -> None:
+    if described["load_at_start"] > 0.5:
+        print(
+            f"PROVISIONAL: the load was {described['load_at_start']:.1f} at the start; something "
+            "else is running, so these numbers are not for publication.",
+            flush=True,
+        )
+
+
+def write(name: str, result: dict[str, Any], folder: str | None) -> Path:
+    """Write ``result`` as NAME.json into ``folder`` (default: benchmarks/results)."""
+    target = Path(folder) if folder else RESULTS
+    target.mkdir(parents=True, exist_ok=True)
+    path = target / f"{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path

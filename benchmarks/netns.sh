@@ -1,0 +1,149 @@
+#!/usr/bin/env bash
+# Two hosts on one machine: two network namespaces joined by a rate-limited link, one rank in each, Gloo
+# across. Shows how much of the communication hides behind backward, against the size of the buckets
+# (--script ddp), or behind the next forward as well (--script overlapped_optimizer).
+#
+#   benchmarks/netns.sh [--links "1gbit/0 200mbit/1ms"] [--script ddp] [ARGUMENT of the script ...]
+#
+# A link is RATE/DELAY in tc's words, DELAY (0, or a number of ms) being that of one direction. Frames are
+# jumbo frames of 9000 bytes. Needs root, ip and tc (iproute2) and the kernel's veth and tbf; for a delay
+# netem, or without it TUN devices, which delayed_link.py joins. Makes the namespaces apex-a-PID and
+# apex-b-PID and removes them at the end. PYTHON chooses the interpreter (default: python3), OUT or --output
+# the folder for the results (default: benchmarks/results). Takes about six minutes a link (ddp), or three.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+python=${PYTHON:-python3}
+links="1gbit/0 200mbit/1ms"
+output=${OUT:-$here/results}
+mtu=9000
+script=ddp
+arguments=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --links) links=$2; shift 2 ;;
+    --output) output=$2; shift 2 ;;
+    --script) script=$2; shift 2 ;;
+    -h | --help) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    *) arguments+=("$1"); shift ;;
+  esac
+done
+# For the record, without the folder: a path of this machine.
+command="benchmarks/netns.sh --links '$links'"
+[ "$script" = ddp ] || command+=" --script $script"
+command+="${arguments[*]:+ ${arguments[*]}}"
+if [ ${#arguments[@]} -eq 0 ] && [ "$script" = ddp ]; then
+  # Rounds until the seconds are over: a step takes 0.2 s on one link and 2 s on another.
+  arguments=(--models resnet18 --bucket-mb 0.5 1 4 10 25 --rounds 40 --warmup 2 --seconds 210)
+fi
+
+fail() {
+  echo "netns.sh: $*" >&2
+  exit 1
+}
+[ -f "$here/$script.py" ] || fail "there is no benchmark '$script'."
+[ "$(id -u)" = 0 ] || fail "making network namespaces needs root: run it with sudo."
+for tool in ip tc; do
+  command -v "$tool" >/dev/null || fail "there is no '$tool' here: install iproute2."
+done
+"$python" -c 'import apex.parallel' || fail "$python cannot import apex.parallel: set PYTHON, or install apex-parallel."
+
+a=apex-a-$$ b=apex-b-$$
+children=()
+relay=
+stop_relay() {
+  [ -n "$relay" ] || return 0
+  kill "$relay" 2>/dev/null || true
+  wait "$relay" 2>/dev/null || true # its devices go with it
+  relay=
+}
+cleanup() {
+  for child in "${children[@]}"; do kill "$child" 2>/dev/null || true; done
+  stop_relay
+  ip netns del "$a" 2>/dev/null || true
+  ip netns del "$b" 2>/dev/null || true
+}
+trap cleanup EXIT
+trap 'exit 130' INT TERM
+
+ip netns add "$a" || fail "this kernel or container does not allow network namespaces."
+ip netns add "$b"
+for namespace in "$a" "$b"; do ip -n "$namespace" link set lo up; done
+
+bring_up() {
+  ip -n "$a" addr add 10.99.0.1/24 dev link0
+  ip -n "$b" addr add 10.99.0.2/24 dev link0
+  for namespace in "$a" "$b"; do ip -n "$namespace" link set link0 mtu "$mtu" up; done
+}
+
+join_by_veth() { # join_by_veth RATE DELAY
+  ip -n "$a" link add link0 type veth peer name link0 netns "$b" || fail "this kernel has no veth."
+  bring_up
+  for namespace in "$a" "$b"; do
+    # Segments of 64 KB would pass a rate limit in lumps that no wire has.
+    ip netns exec "$namespace" ethtool -K link0 tso off gso off gro off >/dev/null 2>&1 ||
+      echo "netns.sh: no ethtool: packets of up to 64 KB will pass the rate limit in lumps"
+    if [ "$2" = 0 ]; then
+      tc -n "$namespace" qdisc add dev link0 root tbf rate "$1" burst 64kb latency 50ms ||
+        fail "tc could not limit the rate to $1: the kernel lacks the queue discipline tbf."
+    else
+      tc -n "$namespace" qdisc add dev link0 root netem delay "$2" rate "$1" limit 10000
+    fi
+  done
+}
+
+join_by_relay() { # join_by_relay RATE DELAY, in mbit or gbit and in ms
+  local mbit=${1%?bit}
+  case $1 in
+    *mbit) ;;
+    *gbit) mbit=${mbit}000 ;;
+    *) fail "without netem a rate is given in mbit or gbit, not as $1." ;;
+  esac
+  "$python" "$here/delayed_link.py" "apxa$$" "apxb$$" --mbit "$mbit" --delay-ms "${2%ms}" --mtu "$mtu" &
+  relay=$!
+  until [ -e "/sys/class/net/apxb$$" ]; do
+    kill -0 "$relay" 2>/dev/null || fail "without netem a delay needs the kernel's TUN devices."
+    sleep 0.1
+  done
+  ip link set "apxa$$" name link0 netns "$a"
+  ip link set "apxb$$" name link0 netns "$b"
+  bring_up
+}
+
+rank_in() { # rank_in NAMESPACE RANK NAME LINK
+  exec ip netns exec "$1" env RANK="$2" WORLD_SIZE=2 MASTER_ADDR=10.99.0.1 MASTER_PORT=29541 \
+    GLOO_SOCKET_IFNAME=link0 BENCHMARK_COMMAND="$command" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" \
+    "$python" "$here/$script.py" --output "$output" --name "$3" --link "$4" "${arguments[@]}"
+}
+
+# What cannot be delayed by the queue discipline is delayed by the relay.
+ip -n "$a" link add probe0 type dummy 2>/dev/null || ip -n "$a" link add probe0 type veth
+have_netem=false
+tc -n "$a" qdisc add dev probe0 root netem delay 1ms 2>/dev/null && have_netem=true
+ip -n "$a" link del probe0
+
+status=0
+set -f
+for link in $links; do
+  rate=${link%/*} delay=${link#*/}
+  by=tbf name=netns-$rate
+  [ "$delay" = 0 ] || by=netem name=netns-$rate-$delay
+  [ "$script" = ddp ] || name+=-$script
+  if [ "$by" = netem ] && ! $have_netem; then
+    by=relay
+    join_by_relay "$rate" "$delay"
+  else
+    join_by_veth "$rate" "$delay"
+  fi
+  described="$rate, delay $delay each way, MTU $mtu, by $by"
+  echo "== link: $described"
+  ip netns exec "$a" ping -q -c 20 -i 0.01 10.99.0.2 2>/dev/null | tail -1 || true
+  rank_in "$b" 1 "$name" "$described" >/dev/null & # its messages are those of rank 0
+  children=($!)
+  (rank_in "$a" 0 "$name" "$described") || status=$?
+  wait "${children[0]}" || status=$?
+  children=()
+  stop_relay
+  ip -n "$a" link del link0 2>/dev/null || true
+done
+exit "$status"

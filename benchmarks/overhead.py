@@ -1,0 +1,325 @@
+"""What a data-parallel wrapper costs by itself: world size 1, so nothing travels.
+
+    python benchmarks/overhead.py
+    python benchmarks/overhead.py --device cuda --backend nccl
+    python benchmarks/overhead.py --instructions      # counts with valgrind instead, no times
+
+Prints, for torch's DistributedDataParallel and apex's:
+
+- time added to a step: microseconds per step and per parameter, from a line through steps with
+  different numbers of parameters. The model's own work is one autograd node that hands out
+  gradients, so that what is left is accumulating them and the wrapper;
+- time added to a wrapped forward, of one small linear layer and of 40 batch norms (whose buffers
+  torch broadcasts before every forward, and apex does if asked to);
+- collectives and copied gradients per step (apex's own counters), operators dispatched and bytes
+  allocated per step, and on CUDA kernels and copies launched per step (the profiler's counts);
+- with --instructions, in place of all that, machine instructions per step and per parameter, which
+  do not depend on the load of the machine: see instructions.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from apex.parallel import DistributedDataParallel as ApexDDP
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+WRAPPERS: dict[str, tuple[str, Wrap]] = {
+    "none": ("no DDP", lambda module: module),
+    "torch": ("torch", lambda module: TorchDDP(module)),
+    "torch_view": (
+        "torch, gradient_as_bucket_view",
+        lambda module: TorchDDP(module, gradient_as_bucket_view=True),
+    ),
+    "torch_static": ("torch, static_graph", lambda module: TorchDDP(module, static_graph=True)),
+    "apex": ("apex", lambda module: ApexDDP(module)),
+    "apex_view": (
+        "apex, gradient_as_bucket_view",
+        lambda module: ApexDDP(module, gradient_as_bucket_view=True),
+    ),
+    "apex_buffers": (
+        "apex, broadcast_buffers",
+        lambda module: ApexDDP(module, broadcast_buffers=True),
+    ),
+}
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cudaMemcpyAsync")
+STEP_WRAPPERS = ["none", "torch", "torch_view", "torch_static", "apex", "apex_view"]
+FORWARDS = 20  # per measurement
+FORWARD_WRAPPERS = ["none", "torch", "apex", "apex_buffers"]
+
+
+class _HandOut(torch.autograd.Function):
+    """A scalar whose gradient with respect to each parameter is a given tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.gradients)
+
+
+class Parameters(nn.Module):
+    """``count`` parameters of ``numel`` elements and next to no work of its own."""
+
+    def __init__(self, count: int, numel: int, device: str) -> None:
+        super().__init__()
+        self.items = nn.ParameterList(
+            nn.Parameter(torch.zeros(numel, device=device)) for _ in range(count)
+        )
+        self.flat = list(self.items)
+        self.gradients = [torch.ones(numel, device=device) for _ in range(count)]
+
+    def forward(self) -> Tensor:
+        return _HandOut.apply(self.gradients, *self.flat)
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _take_turns(
+    calls: dict[str, Callable[[], None]], rounds: int, device: str
+) -> dict[str, list[float]]:
+    """Seconds per call, one of each per round, the order rotated."""
+    names = list(calls)
+    for _ in range(5):
+        for name in names:
+            calls[name]()
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(rounds):
+        for k in range(len(names)):
+            name = names[(i + k) % len(names)]
+            _synchronize(device)
+            start = time.perf_counter()
+            calls[name]()
+            _synchronize(device)
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def _stepper(
+    wrapper: str, count: int, numel: int, device: str
+) -> tuple[nn.Module, Callable[[], None]]:
+    module = WRAPPERS[wrapper][1](Parameters(count, numel, device))
+
+    def step() -> None:
+        module.zero_grad(set_to_none=True)
+        module().backward()
+
+    return module, step
+
+
+def _added(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Microseconds on top of no DDP, round by round."""
+    base = times["none"]
+    return {
+        name: harness.quartiles([(t - b) * 1e6 for t, b in zip(column, base, strict=True)])
+        for name, column in times.items()
+        if name != "none"
+    }
+
+
+def measure_steps(device: str, rounds: int, numels: list[int], counts: list[int]) -> list[dict]:
+    results = []
+    for numel in numels:
+        points: dict[str, list[float]] = {}
+        base, raw = [], {}
+        for count in counts:
+            # Fewer large ones: copies of 100 x 65536 floats are 26 MB a variant.
+            calls = {name: _stepper(name, count, numel, device)[1] for name in STEP_WRAPPERS}
+            times = _take_turns(calls, rounds, device)
+            raw[str(count)] = _added(times)
+            base.append(harness.quartiles(times["none"])["median"] * 1e6)
+            for name, added in raw[str(count)].items():
+                points.setdefault(name, []).append(added["median"])
+        entry: dict[str, Any] = {"numel": numel, "counts": counts, "added_us": raw, "none_us": base}
+        entry["line"] = {}
+        for name, medians in points.items():
+            slope, intercept = numpy.polyfit(counts, medians, 1)
+            entry["line"][name] = {
+                "per_parameter_us": float(slope),
+                "per_step_us": float(intercept),
+            }
+        results.append(entry)
+    return results
+
+
+def measure_forwards(device: str, rounds: int) -> list[dict]:
+    linear = nn.Linear(8, 8).to(device)
+    norms = nn.Sequential(*(nn.BatchNorm1d(64) for _ in range(40))).to(device)
+    results = []
+    for title, module, batch in (
+        ("one linear layer", linear, torch.randn(4, 8, device=device)),
+        ("40 batch norms", norms, torch.randn(8, 64, device=device)),
+    ):
+        calls: dict[str, Callable[[], None]] = {}
+        for name in FORWARD_WRAPPERS:
+            wrapped = WRAPPERS[name][1](copy.deepcopy(module))
+
+            def forward(wrapped: nn.Module = wrapped, batch: Tensor = batch) -> None:
+                for _ in range(FORWARDS):
+                    wrapped(batch)
+
+            calls[name] = forward
+        times = {
+            n: [t / FORWARDS for t in c] for n, c in _take_turns(calls, rounds, device).items()
+        }
+        own = harness.quartiles(times["none"])["median"] * 1e6
+        results.append({"title": title, "none_us": own, "added_us": _added(times)})
+    return results
+
+
+def _profiled(step: Callable[[], None], device: str) -> dict[str, int]:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    _synchronize(device)
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step()
+        _synchronize(device)
+    events = profile.events()
+    counts = {
+        "operators": sum(event.name.startswith(("aten::", "c10d::")) for event in events),
+        "allocated_bytes": sum(max(0, event.self_cpu_memory_usage) for event in events),
+    }
+    if device == "cuda":
+        counts["launches"] = sum(event.name in LAUNCHES for event in events)
+    return counts
+
+
+def measure_counts(device: str, count: int, numel: int) -> dict[str, Any]:
+    """Exact counts of one step in the steady state, less those without a wrapper."""
+    counts: dict[str, Any] = {}
+    for name in STEP_WRAPPERS:
+        module, step = _stepper(name, count, numel, device)
+        for _ in range(5):
+            step()
+        before = module.statistics() if isinstance(module, ApexDDP) else None
+        step()
+        entry: dict[str, int] = {}
+        if before is not None:
+            after = module.statistics()
+            gone = {key: after[key] - before[key] for key in after}
+            entry["collectives"] = gone["launched_in_backward"] + gone["launched_at_end"]
+            entry["copies"] = gone["gradients_copied"]
+        entry.update(_profiled(step, device))
+        counts[name] = entry
+    for key in ("operators", "allocated_bytes", "launches"):
+        if key not in counts["none"]:
+            continue
+        for name in counts:
+            if name != "none":
+                counts[name][f"added_{key}"] = counts[name][key] - counts["none"][key]
+    return {"count": count, "numel": numel, "wrappers": counts}
+
+
+def measure(device: str, rounds: int, numels: list[int], counts: list[int]) -> dict[str, Any]:
+    return {
+        "steps": measure_steps(device, rounds, numels, counts),
+        "forwards": measure_forwards(device, rounds),
+        "per_step": measure_counts(device, max(counts), numels[0]),
+    }
+
+
+# --- report ---
+
+COUNTS = ("collectives", "copies", "added_operators", "added_allocated_bytes", "added_launches")
+
+
+def report(result: dict[str, Any]) -> str:
+    text = []
+    for entry in result["steps"]:
+        rows = [
+            [
+                WRAPPERS[name][0],
+                f"{line['per_step_us']:.1f}",
+                f"{line['per_parameter_us']:.2f}",
+                harness.show(entry["added_us"][str(entry["counts"][-1])][name], digits=1),
+            ]
+            for name, line in entry["line"].items()
+        ]
+        head = ["added", "us a step", "us a parameter", f"us, {entry['counts'][-1]} parameters"]
+        title = f"Step, parameters of {entry['numel']} elements"
+        text.append(f"\n### {title}\n\n{harness.table(head, rows)}")
+    for entry in result["forwards"]:
+        rows = [[WRAPPERS[n][0], harness.show(a, digits=1)] for n, a in entry["added_us"].items()]
+        text.append(
+            f"\n### Forward of {entry['title']} (its own: {entry['none_us']:.1f} us)\n\n"
+            + harness.table(["added", "us (quartiles)"], rows)
+        )
+    counts = result["per_step"]
+    keys = [key for key in COUNTS if any(key in entry for entry in counts["wrappers"].values())]
+    rows = [
+        [WRAPPERS[name][0], *(f"{entry[key]}" if key in entry else "" for key in keys)]
+        for name, entry in counts["wrappers"].items()
+        if name != "none"
+    ]
+    text.append(
+        f"\n### Per step, {counts['count']} parameters of {counts['numel']} elements\n\n"
+        + harness.table(["", *(key.replace("_", " ") for key in keys)], rows)
+    )
+    return "\n".join(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--numel", type=int, nargs="+", default=[64, 4096, 65536])
+    parser.add_argument("--counts", type=int, nargs="+", default=[20, 50, 100])
+    parser.add_argument("--instructions", action="store_true",
+                        help="count instructions with valgrind, no times")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="20 rounds, sizes 64 and 4096")
+    parser.add_argument("--output", help="folder for the JSON (default: benchmarks/results)")
+    parser.add_argument("--name", help="file name without suffix (default: overhead, with "
+                        "--instructions overhead-instructions)")  # fmt: skip
+    arguments = parser.parse_args()
+    if arguments.name is None:
+        arguments.name = "overhead-instructions" if arguments.instructions else "overhead"
+    if arguments.quick:
+        arguments.rounds, arguments.numel = 20, [64, 4096]
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here")
+    described = harness.machine()
+    if arguments.instructions:
+        import instructions
+
+        lacking = instructions.missing()
+        if lacking or arguments.device != "cpu":
+            parser.error(f"--instructions: {lacking or 'only the processor is counted'}")
+        result = {"instructions": instructions.measure()}
+        print(instructions.report(result["instructions"]))
+    else:
+        result = harness.run(
+            measure,
+            1,
+            arguments.backend,
+            arguments.device,
+            (arguments.device, arguments.rounds, arguments.numel, arguments.counts),
+        )
+        print(report(result))
+    settings = {key: value for key, value in vars(arguments).items() if key != "output"}
+    complete = {"machine": described, "settings": settings, **result}
+    print(f"\nwrote {harness.write(arguments.name, complete, arguments.output)}")
+    if not arguments.instructions:
+        harness.warn_if_busy(described)
+
+
+if __name__ == "__main__":
+    main()

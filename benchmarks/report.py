@@ -1,0 +1,128 @@
+"""Puts the tables of benchmarks/results/*.json into docs/performance.md.
+
+    python benchmarks/report.py
+
+The page has places `<!-- results: NAME -->` ... `<!-- end -->`; what is between is replaced by the
+machine, the command and the tables of NAME.json, and the plot NAME.png where there is one.
+NAME.json was written by ddp.py, overlapped_optimizer.py, overhead.py or Google Benchmark.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import ddp
+import harness
+import instructions
+import overhead
+import sync_batch_norm
+import overlapped_optimizer
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+PLACE = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def describe(data: dict[str, Any]) -> str:
+    machine = data["machine"]
+    parts = [
+        machine.get("gpu", ""),
+        f"{machine['processor']}, {machine['cores']} cores",
+        f"torch {machine['torch']}",
+        f"NCCL {machine['nccl']}" if machine.get("nccl") else "",
+        f"{machine['threads_per_rank']} thread(s) a rank",
+        f"commit {machine['commit']}" if machine["commit"] else "",
+        machine["date"][:10],
+    ]
+    text = f"`{machine['command']}`: {', '.join(part for part in parts if part)}."
+    if data["settings"].get("link"):
+        text += f" Link: {data['settings']['link']}."
+    if machine["load_at_start"] > 0.5 and "instructions" not in data:
+        text += (
+            f" **Provisional**: the load was {machine['load_at_start']:.1f} when it started, so "
+            "something else was running."
+        )
+    return text
+
+
+def google_benchmark(data: dict[str, Any]) -> str:
+    """What Google Benchmark wrote with --benchmark_repetitions and only aggregates."""
+    context = data["context"]
+    parts = [
+        context.get("processor", ""),
+        f"{context['num_cpus']} cores",
+        f"torch {context['torch']}" if "torch" in context else "",
+        f"commit {context['commit']}" if "commit" in context else "",
+        context["date"][:10],
+    ]
+    text = f"`apex_benchmarks`: {', '.join(part for part in parts if part)}."
+    if context["load_avg"][0] > 0.5:
+        text += (
+            f" **Provisional**: the load was {context['load_avg'][0]:.1f} when it started, so "
+            "something else was running."
+        )
+    runs: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def place(run: dict[str, Any]) -> tuple[int, int]:  # interleaved runs come in random order
+        return run["family_index"], run["per_family_instance_index"]
+
+    for run in sorted(data["benchmarks"], key=place):
+        runs.setdefault(run["run_name"], {})[run["aggregate_name"]] = run
+    rows = []
+    for name, run in runs.items():
+        median = run["median"]
+        scale = {"ns": 1e-3, "us": 1.0, "ms": 1e3}[median["time_unit"]]
+        bandwidth = median.get("bytes_per_second")
+        rows.append(
+            [
+                name,
+                f"{median['real_time'] * scale:.2f}",
+                f"{100 * run['cv']['real_time']:.0f} %",
+                f"{bandwidth / 1e9:.1f}" if bandwidth else "",
+            ]
+        )
+    repetitions = next(iter(runs.values()))["median"]["repetitions"]
+    head = ["benchmark", f"us (median of {repetitions})", "deviation", "GB/s"]
+    return f"{text}\n\n{harness.table(head, rows)}\n"
+
+
+def lowered(tables: str) -> str:
+    """Headings one level deeper, below those of the page."""
+    return re.sub(r"^### ", "#### ", tables, flags=re.MULTILINE)
+
+
+def section(name: str) -> str:
+    path = harness.RESULTS / f"{name}.json"
+    if not path.exists():
+        return "Not measured yet.\n"
+    data = json.loads(path.read_text())
+    if "context" in data:
+        return google_benchmark(data)
+    if "instructions" in data:
+        tables = instructions.report(data["instructions"])
+    elif "results" in data and "steps" in data["settings"]:
+        tables = "\n".join(overlapped_optimizer.report(result) for result in data["results"])
+    elif "batch_norm" in data:
+        tables = sync_batch_norm.report(data["batch_norm"])
+    elif "results" in data:
+        tables = "\n".join(ddp.report(result) for result in data["results"])
+    else:
+        tables = overhead.report(data)
+    plot = path.with_suffix(".png")
+    picture = f"\n![{name}](../benchmarks/results/{plot.name})\n" if plot.exists() else ""
+    return f"{describe(data)}\n{picture}{lowered(tables)}\n"
+
+
+def main() -> int:
+    text = PAGE.read_text()
+    names = [match[1] for match in PLACE.findall(text)]
+    PAGE.write_text(PLACE.sub(lambda m: f"{m[1]}\n{section(m[2])}\n{m[3]}", text))
+    print(f"{PAGE}: {', '.join(names)}")
+    return 0 if names else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

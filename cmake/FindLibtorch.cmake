@@ -1,0 +1,212 @@
+# FindLibtorch
+# ------------
+# Finds libtorch inside a PyTorch wheel or an unpacked libtorch archive, without torch's own
+# find_package(Torch): that one fails when a CUDA build meets a machine without the whole CUDA
+# toolkit, and it edits CMAKE_CUDA_ARCHITECTURES and CMAKE_CUDA_FLAGS of the project that calls it.
+#
+# Where it looks, in this order:
+#   Libtorch_ROOT (CMake or environment variable), Torch_ROOT, TORCH_INSTALL_PREFIX,
+#   Torch_DIR (share/cmake/Torch of a torch), an entry of CMAKE_PREFIX_PATH that holds a torch,
+#   the torch of the Python interpreter in Python_EXECUTABLE or, without one, of python3.
+#
+# Sets
+#   Libtorch_FOUND, Libtorch_VERSION (2.13.0), Libtorch_FULL_VERSION (2.13.0+cpu)
+#   Libtorch_PREFIX, Libtorch_INCLUDE_DIRS, Libtorch_LIBRARY_DIR
+#   Libtorch_CUDA          ON when this libtorch was built for CUDA
+#   Libtorch_CUDA_VERSION  its CUDA version (13.0), empty for CPU builds
+#   Libtorch_CXX11_ABI     0 or 1, as libtorch was built
+#   Libtorch_CXX_STANDARD  the least C++ standard that its headers compile with
+# and the imported targets
+#   Libtorch::libtorch       headers, libtorch_cpu, libc10 and the macros they need
+#   Libtorch::libtorch_cuda  adds libtorch_cuda and libc10_cuda (CUDA builds only)
+#   Libtorch::python         libtorch_python (wheels only; never part of the C++ library)
+#
+# No network, no try_run, no look at the machine's GPU.
+
+# Imported targets are visible in the folder of the call and below, or everywhere where
+# CMAKE_FIND_PACKAGE_TARGETS_GLOBAL is on (as CMake does by itself since 3.24).
+#
+# No include_guard: variables live in the scope of each caller, targets are made once.
+
+include(FindPackageHandleStandardArgs)
+
+# A folder is a libtorch when it has the umbrella header and libc10.
+function(_libtorch_is_prefix out candidate)
+  if(EXISTS "${candidate}/include/torch/csrc/api/include/torch/torch.h"
+     AND EXISTS "${candidate}/lib/libc10${CMAKE_SHARED_LIBRARY_SUFFIX}")
+    set(${out} TRUE PARENT_SCOPE)
+  else()
+    set(${out} FALSE PARENT_SCOPE)
+  endif()
+endfunction()
+
+function(_libtorch_ask_python out)
+  set(${out} "" PARENT_SCOPE)
+  if(Python_EXECUTABLE)
+    set(interpreter "${Python_EXECUTABLE}")
+  elseif(PYTHON_EXECUTABLE)
+    set(interpreter "${PYTHON_EXECUTABLE}")
+  else()
+    find_program(LIBTORCH_PYTHON_PROGRAM NAMES python3 python)
+    mark_as_advanced(LIBTORCH_PYTHON_PROGRAM)
+    set(interpreter "${LIBTORCH_PYTHON_PROGRAM}")
+  endif()
+  if(NOT interpreter)
+    return()
+  endif()
+  # find_spec locates the package without importing it (an import takes seconds).
+  execute_process(
+    COMMAND "${interpreter}" -c
+      "import importlib.util as u; s = u.find_spec('torch'); print(list(s.submodule_search_locations)[0] if s else '')"
+    OUTPUT_VARIABLE location OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET RESULT_VARIABLE status)
+  if(status EQUAL 0 AND location)
+    set(${out} "${location}" PARENT_SCOPE)
+  endif()
+endfunction()
+
+set(_libtorch_candidates)
+foreach(_libtorch_hint IN ITEMS
+    "${Libtorch_ROOT}" "$ENV{Libtorch_ROOT}" "${Torch_ROOT}" "$ENV{Torch_ROOT}"
+    "${TORCH_INSTALL_PREFIX}" "$ENV{TORCH_INSTALL_PREFIX}")
+  if(_libtorch_hint)
+    list(APPEND _libtorch_candidates "${_libtorch_hint}" "${_libtorch_hint}/torch")
+  endif()
+endforeach()
+if(Torch_DIR)
+  get_filename_component(_libtorch_hint "${Torch_DIR}/../../.." ABSOLUTE)
+  list(APPEND _libtorch_candidates "${_libtorch_hint}")
+endif()
+foreach(_libtorch_hint IN LISTS CMAKE_PREFIX_PATH)
+  # torch.utils.cmake_prefix_path is <torch>/share/cmake.
+  get_filename_component(_libtorch_up "${_libtorch_hint}/../.." ABSOLUTE)
+  list(APPEND _libtorch_candidates "${_libtorch_hint}" "${_libtorch_hint}/torch" "${_libtorch_up}")
+endforeach()
+
+set(Libtorch_PREFIX "")
+foreach(_libtorch_hint IN LISTS _libtorch_candidates)
+  _libtorch_is_prefix(_libtorch_ok "${_libtorch_hint}")
+  if(_libtorch_ok)
+    get_filename_component(Libtorch_PREFIX "${_libtorch_hint}" ABSOLUTE)
+    break()
+  endif()
+endforeach()
+if(NOT Libtorch_PREFIX)
+  _libtorch_ask_python(_libtorch_hint)
+  if(_libtorch_hint)
+    _libtorch_is_prefix(_libtorch_ok "${_libtorch_hint}")
+    if(_libtorch_ok)
+      set(Libtorch_PREFIX "${_libtorch_hint}")
+    endif()
+  endif()
+endif()
+
+if(Libtorch_PREFIX)
+  set(Libtorch_INCLUDE_DIRS
+    "${Libtorch_PREFIX}/include" "${Libtorch_PREFIX}/include/torch/csrc/api/include")
+  set(Libtorch_LIBRARY_DIR "${Libtorch_PREFIX}/lib")
+
+  # Version: a wheel says it in version.py, an archive in build-version, both in a header.
+  set(Libtorch_FULL_VERSION "")
+  set(Libtorch_CUDA_VERSION "")
+  if(EXISTS "${Libtorch_PREFIX}/version.py")
+    file(STRINGS "${Libtorch_PREFIX}/version.py" _libtorch_lines)
+    foreach(_libtorch_line IN LISTS _libtorch_lines)
+      if(_libtorch_line MATCHES "^__version__ = '([^']+)'")
+        set(Libtorch_FULL_VERSION "${CMAKE_MATCH_1}")
+      elseif(_libtorch_line MATCHES "^cuda.*= '([0-9.]+)'")
+        set(Libtorch_CUDA_VERSION "${CMAKE_MATCH_1}")
+      endif()
+    endforeach()
+  elseif(EXISTS "${Libtorch_PREFIX}/build-version")
+    file(READ "${Libtorch_PREFIX}/build-version" Libtorch_FULL_VERSION)
+    string(STRIP "${Libtorch_FULL_VERSION}" Libtorch_FULL_VERSION)
+  endif()
+  set(_libtorch_header "")
+  foreach(_libtorch_hint IN ITEMS
+      torch/headeronly/version.h torch/csrc/api/include/torch/version.h)
+    if(EXISTS "${Libtorch_PREFIX}/include/${_libtorch_hint}")
+      file(READ "${Libtorch_PREFIX}/include/${_libtorch_hint}" _libtorch_text)
+      string(APPEND _libtorch_header "${_libtorch_text}")
+    endif()
+  endforeach()
+  if(_libtorch_header MATCHES "TORCH_VERSION_MAJOR ([0-9]+)")
+    set(Libtorch_VERSION "${CMAKE_MATCH_1}")
+    if(_libtorch_header MATCHES "TORCH_VERSION_MINOR ([0-9]+)")
+      string(APPEND Libtorch_VERSION ".${CMAKE_MATCH_1}")
+    endif()
+    if(_libtorch_header MATCHES "TORCH_VERSION_PATCH ([0-9]+)")
+      string(APPEND Libtorch_VERSION ".${CMAKE_MATCH_1}")
+    endif()
+  endif()
+  if(NOT Libtorch_FULL_VERSION)
+    set(Libtorch_FULL_VERSION "${Libtorch_VERSION}")
+  endif()
+
+  # Flavour: what the package holds, never what the machine has.
+  if(EXISTS "${Libtorch_LIBRARY_DIR}/libtorch_cuda${CMAKE_SHARED_LIBRARY_SUFFIX}")
+    set(Libtorch_CUDA ON)
+    if(NOT Libtorch_CUDA_VERSION AND Libtorch_FULL_VERSION MATCHES "cu([0-9]+)([0-9])$")
+      set(Libtorch_CUDA_VERSION "${CMAKE_MATCH_1}.${CMAKE_MATCH_2}")
+    endif()
+  else()
+    set(Libtorch_CUDA OFF)
+    set(Libtorch_CUDA_VERSION "")
+  endif()
+
+  # C++ ABI, as the package's own CMake file records it.
+  set(Libtorch_CXX11_ABI 1)
+  set(_libtorch_config "${Libtorch_PREFIX}/share/cmake/Torch/TorchConfig.cmake")
+  if(EXISTS "${_libtorch_config}")
+    file(READ "${_libtorch_config}" _libtorch_text)
+    if(_libtorch_text MATCHES "_GLIBCXX_USE_CXX11_ABI=([01])")
+      set(Libtorch_CXX11_ABI "${CMAKE_MATCH_1}")
+    endif()
+  endif()
+
+  if(Libtorch_VERSION VERSION_LESS 2.14)
+    set(Libtorch_CXX_STANDARD 17)
+  else()
+    set(Libtorch_CXX_STANDARD 20)
+  endif()
+endif()
+
+find_package_handle_standard_args(Libtorch
+  REQUIRED_VARS Libtorch_PREFIX
+  VERSION_VAR Libtorch_VERSION
+  REASON_FAILURE_MESSAGE
+    "No libtorch was found. Install PyTorch into the Python that runs this build (pip install torch), or pass -DLibtorch_ROOT=<folder of an unpacked libtorch archive or of the torch package>."
+)
+
+if(Libtorch_FOUND AND NOT TARGET Libtorch::libtorch)
+  set(_libtorch_global "")
+  if(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL)
+    set(_libtorch_global GLOBAL)
+  endif()
+  foreach(_libtorch_name IN ITEMS c10 torch_cpu torch c10_cuda torch_cuda torch_python)
+    set(_libtorch_file
+      "${Libtorch_LIBRARY_DIR}/lib${_libtorch_name}${CMAKE_SHARED_LIBRARY_SUFFIX}")
+    if(EXISTS "${_libtorch_file}")
+      add_library(Libtorch::_${_libtorch_name} SHARED IMPORTED ${_libtorch_global})
+      set_target_properties(Libtorch::_${_libtorch_name} PROPERTIES
+        IMPORTED_LOCATION "${_libtorch_file}")
+    endif()
+  endforeach()
+
+  add_library(Libtorch::libtorch INTERFACE IMPORTED ${_libtorch_global})
+  # Torch's headers are not ours to warn about, hence SYSTEM (the default of imported targets).
+  target_include_directories(Libtorch::libtorch INTERFACE ${Libtorch_INCLUDE_DIRS})
+  target_compile_definitions(Libtorch::libtorch INTERFACE
+    _GLIBCXX_USE_CXX11_ABI=${Libtorch_CXX11_ABI})
+  target_compile_features(Libtorch::libtorch INTERFACE cxx_std_${Libtorch_CXX_STANDARD})
+  target_link_libraries(Libtorch::libtorch INTERFACE Libtorch::_torch_cpu Libtorch::_c10)
+
+  if(Libtorch_CUDA)
+    add_library(Libtorch::libtorch_cuda INTERFACE IMPORTED ${_libtorch_global})
+    target_link_libraries(Libtorch::libtorch_cuda INTERFACE
+      Libtorch::libtorch Libtorch::_torch_cuda Libtorch::_c10_cuda)
+  endif()
+  if(TARGET Libtorch::_torch_python)
+    add_library(Libtorch::python INTERFACE IMPORTED ${_libtorch_global})
+    target_link_libraries(Libtorch::python INTERFACE Libtorch::libtorch Libtorch::_torch_python)
+  endif()
+endif()

@@ -1,0 +1,61 @@
+# Decides whether the CUDA parts are built and says why. Sets APEX_WITH_CUDA and apex_cuda_reason.
+#
+# What is needed: a libtorch that was built for CUDA, and an nvcc of the same CUDA major version
+# with the runtime's headers and library beside it. Nothing else of the toolkit is used, so a
+# partial toolkit is enough. The parent's CMAKE_CUDA_ARCHITECTURES and flags are left alone.
+
+set(APEX_WITH_CUDA OFF)
+set(apex_cuda_reason "")
+
+if(NOT APEX_CUDA)
+  set(apex_cuda_reason "APEX_CUDA is OFF")
+elseif(NOT Libtorch_CUDA)
+  set(apex_cuda_reason "this libtorch is a CPU build")
+else()
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(NOT CMAKE_CUDA_COMPILER)
+    set(apex_cuda_reason "no working nvcc was found (set CUDACXX or put it on PATH)")
+  else()
+    enable_language(CUDA)
+    # The standard library of modules for the toolkit takes no part in a try_run or a GPU probe.
+    find_package(CUDAToolkit QUIET)
+    string(REGEX MATCH "^[0-9]+" apex_nvcc_major "${CMAKE_CUDA_COMPILER_VERSION}")
+    string(REGEX MATCH "^[0-9]+" apex_torch_cuda_major "${Libtorch_CUDA_VERSION}")
+    if(NOT TARGET CUDA::cudart)
+      set(apex_cuda_reason
+        "nvcc ${CMAKE_CUDA_COMPILER_VERSION} has no CUDA runtime library and headers beside it")
+    elseif(apex_torch_cuda_major AND NOT apex_nvcc_major STREQUAL apex_torch_cuda_major)
+      set(apex_cuda_reason
+        "nvcc is ${CMAKE_CUDA_COMPILER_VERSION}, but this libtorch was built for CUDA ${Libtorch_CUDA_VERSION}")
+    else()
+      set(APEX_WITH_CUDA ON)
+      set(apex_cuda_reason
+        "nvcc ${CMAKE_CUDA_COMPILER_VERSION}, libtorch for CUDA ${Libtorch_CUDA_VERSION}")
+    endif()
+  endif()
+endif()
+
+if(APEX_CUDA AND NOT APEX_CUDA STREQUAL "AUTO" AND NOT APEX_WITH_CUDA)
+  message(FATAL_ERROR
+    "APEX_CUDA=${APEX_CUDA} asks for the CUDA parts, but ${apex_cuda_reason}; "
+    "install what is missing or pass -DAPEX_CUDA=OFF.")
+endif()
+
+# The architectures of our own targets: the user's choice if there is one, else every data-centre
+# and consumer generation that this nvcc knows since Turing, and PTX of the last for later ones.
+if(APEX_WITH_CUDA)
+  if(NOT APEX_CUDA_ARCHITECTURES)
+    if(apex_top_level AND CMAKE_CUDA_ARCHITECTURES AND DEFINED CACHE{CMAKE_CUDA_ARCHITECTURES}
+       AND NOT "$CACHE{CMAKE_CUDA_ARCHITECTURES}" STREQUAL "52"
+       AND NOT "$CACHE{CMAKE_CUDA_ARCHITECTURES}" STREQUAL "75")
+      set(apex_cuda_architectures "${CMAKE_CUDA_ARCHITECTURES}")
+    elseif(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
+      set(apex_cuda_architectures 75-real 80-real 86-real 89-real 90-real 100-real 120)
+    else()
+      set(apex_cuda_architectures 75-real 80-real 86-real 89-real 90)
+    endif()
+  else()
+    set(apex_cuda_architectures ${APEX_CUDA_ARCHITECTURES})
+  endif()
+endif()

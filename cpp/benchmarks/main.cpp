@@ -1,0 +1,13 @@
+#include <benchmark/benchmark.h>
+
+#include <ATen/Parallel.h>
+
+// One thread, so that what is measured is the work and not how it is spread.
+int main(int argc, char** argv) {
+  at::set_num_threads(1);
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
+  benchmark::RunSpecifiedBenchmarks();
+  benchmark::Shutdown();
+  return 0;
+}

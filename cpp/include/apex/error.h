@@ -1,0 +1,54 @@
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include <apex/export.h>
+
+/// The errors this library throws. Each message says what happened, on which rank and for which
+/// parameter where that is known, the likely cause, and what to do. In Python they arrive as the
+/// built-in exception named beside each class.
+
+namespace apex {
+
+/// Base of all errors below (Python: RuntimeError). The state of the object that threw is still
+/// valid unless its documentation says otherwise.
+class APEX_API Error : public std::runtime_error {
+ public:
+  explicit Error(const std::string& message);
+  ~Error() override;
+};
+
+/// An argument or a combination of options that cannot be honoured (Python: ValueError). Thrown
+/// before anything is changed or sent.
+class APEX_API InvalidArgument : public Error {
+ public:
+  explicit InvalidArgument(const std::string& message);
+  ~InvalidArgument() override;
+};
+
+/// The ranks of a process group do not agree on what they are about to do (Python: RuntimeError).
+/// Thrown on every rank that takes part, so that none is left waiting.
+class APEX_API RankMismatch : public Error {
+ public:
+  explicit RankMismatch(const std::string& message);
+  ~RankMismatch() override;
+};
+
+/// A collective failed or timed out (Python: RuntimeError). The process group is usually unusable
+/// afterwards and has to be created anew.
+class APEX_API CommunicationError : public Error {
+ public:
+  explicit CommunicationError(const std::string& message);
+  ~CommunicationError() override;
+};
+
+/// A rank contributed a gradient that is infinite or NaN, and ReducerOptions::check_finite asked to be
+/// told (Python: RuntimeError). Thrown on every rank; gradients are reduced, and not finite.
+class APEX_API NonFiniteGradient : public Error {
+ public:
+  explicit NonFiniteGradient(const std::string& message);
+  ~NonFiniteGradient() override;
+};
+
+}  // namespace apex

@@ -1,0 +1,20 @@
+#pragma once
+
+/// All of apex's C++ interface.
+
+#include <apex/amp/autocast.h>
+#include <apex/amp/loss_scaler.h>
+#include <apex/distributed/launch_environment.h>
+#include <apex/distributed/process_group.h>
+#include <apex/error.h>
+#include <apex/parallel/bucket.h>
+#include <apex/parallel/bucket_assignment.h>
+#include <apex/parallel/comm_hook.h>
+#include <apex/parallel/distributed_data_parallel.h>
+#include <apex/parallel/larc.h>
+#include <apex/parallel/overlapped_optimizer.h>
+#include <apex/parallel/model_sync.h>
+#include <apex/parallel/output_tensors.h>
+#include <apex/parallel/reducer.h>
+#include <apex/parallel/sync_batch_norm.h>
+#include <apex/version.h>

@@ -1,0 +1,98 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+
+#include <apex/export.h>
+
+/// Which gradients travel together. Pure functions: no tensors, no communication, no state.
+
+namespace apex::parallel {
+
+/// What the assignment needs to know of one parameter.
+struct ParameterInfo {
+  int64_t numel = 0;                                ///< elements; 0 is allowed
+  at::ScalarType dtype = at::ScalarType::Float;     ///< dtype of the gradient
+  at::Device device = at::Device(at::DeviceType::CPU);
+  bool sparse = false;  ///< its gradient has sparse layout: a bucket of its own
+};
+
+/// How large a bucket may grow. Sizes are counted per (dtype, device), since a bucket holds one
+/// dtype on one device.
+struct BucketLimits {
+  enum class Unit { kElements, kBytes };
+
+  /// A bucket is closed as soon as it holds at least this much; a parameter that reaches it alone
+  /// is a bucket of its own (and can be reduced where it is, without a copy). Must be positive.
+  int64_t cap = 10'000'000;
+
+  /// The same for the first bucket of each (dtype, device); 0 means `cap`. A small first bucket
+  /// starts the communication early.
+  int64_t first_cap = 0;
+
+  Unit unit = Unit::kElements;
+};
+
+/// A partition of parameters into buckets.
+struct BucketPlan {
+  /// Parameter indices by bucket, buckets in the order in which every rank launches them: by the
+  /// time at which the last member of each becomes ready.
+  std::vector<std::vector<int64_t>> buckets;
+
+  bool operator==(const BucketPlan& other) const { return buckets == other.buckets; }
+};
+
+/// Assigns parameters to buckets in the order in which their gradients become ready.
+///
+/// @param parameters   all parameters, by index.
+/// @param ready_order  indices into `parameters`, each at most once, first ready first; parameters
+///                     that are not listed are in no bucket.
+/// @param limits       the size at which a bucket is closed.
+/// @param closing      indices at which every open bucket is closed (with the parameter inside),
+///                     whatever its size; when not empty, `limits` is ignored and what follows the
+///                     last of them forms the last buckets.
+/// @throws InvalidArgument when a limit is not positive, or an index is out of range or repeated.
+/// Thread safe; the same input gives the same plan on every rank and platform.
+APEX_API BucketPlan assign_buckets(const std::vector<ParameterInfo>& parameters,
+                                   const std::vector<int64_t>& ready_order,
+                                   const BucketLimits& limits,
+                                   const std::vector<int64_t>& closing = {});
+
+/// What it costs to reduce a bucket: `latency_s + bytes * seconds_per_byte`, one bucket after the other,
+/// after its gradients were copied together, `copy_seconds_per_byte` (a gradient that is a bucket of its
+/// own is not copied).
+struct ReduceCost {
+  double latency_s = 0;
+  double seconds_per_byte = 0;
+  double copy_seconds_per_byte = 0;
+};
+
+/// A plan and when, under the cost it was made for, its last bucket is reduced: seconds on the clock of
+/// the ready times.
+struct TimedPlan {
+  BucketPlan plan;
+  double end_s = 0;
+};
+
+/// Assigns parameters to buckets so that the last one is reduced as early as possible.
+///
+/// A bucket can start when its last gradient is there and the bucket before it is done. Merging saves
+/// latencies, splitting starts earlier. Over all ways to cut the ready order into runs, dynamic programming
+/// finds the one that ends first: end(j) = min over i < j of max(end(i), ready(j)) + cost(i..j), which is
+/// optimal since a run can only gain if the ones before it end earlier. Source: S. Shi, X. Chu, B. Li,
+/// "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms", INFOCOM 2019,
+/// section IV, which merges greedily under the same model. A run of several dtypes or devices is one bucket
+/// for each of them. Time O(n^2) in the number of listed parameters.
+///
+/// @param parameters, ready_order  as for assign_buckets().
+/// @param ready_s  by position in `ready_order`: when that gradient is ready; taken as not decreasing.
+/// @throws InvalidArgument for sizes that differ, negative or non-finite costs, or bad indices.
+APEX_API TimedPlan assign_buckets_by_time(const std::vector<ParameterInfo>& parameters,
+                                          const std::vector<int64_t>& ready_order,
+                                          const std::vector<double>& ready_s,
+                                          const ReduceCost& cost);
+
+}  // namespace apex::parallel

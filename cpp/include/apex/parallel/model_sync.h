@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <apex/export.h>
+
+/// Making the ranks of a process group hold the same model. All functions here are collective: every
+/// rank of the group has to call them in the same order. They block the host until the result is on
+/// its way (CPU backends) or enqueued on the current streams (NCCL), except where they say otherwise.
+/// Not thread safe with respect to other collectives on the same group.
+
+namespace apex::parallel {
+
+/// A tensor of a model, by the name that error messages use.
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+
+/// Checks that every rank holds the same tensors: their number, then for each its name, shape,
+/// strides, dtype, layout and requires_grad. `settings` are compared first, as "key=value".
+///
+/// Sends 24 bytes a rank when the ranks agree. Blocks the host.
+/// @throws RankMismatch on every rank, naming the first rank and the first tensor that differ from
+///         rank 0's.
+APEX_API void verify_same_model(const std::vector<NamedTensor>& tensors,
+                                const std::vector<std::string>& settings,
+                                const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+/// Overwrites every tensor with that of rank `root`, bit for bit. Tensors may have any strided
+/// dtype, shape, strides and device; those of one device travel together, as bytes, in messages of
+/// at most `chunk_bytes`. Tensors without elements, on the meta device, or the same tensor given
+/// twice are passed over. Autograd does not see it.
+/// @throws InvalidArgument for a tensor that is not strided.
+APEX_API void broadcast_coalesced(const std::vector<at::Tensor>& tensors,
+                                  const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                  int64_t root = 0, int64_t chunk_bytes = int64_t{64} << 20);
+
+/// Replaces every tensor by the sum over ranks times `scale`, in place; one message per dtype and
+/// device. Floating and complex dtypes.
+/// @throws InvalidArgument for a tensor of another dtype or layout.
+APEX_API void all_reduce_coalesced(const std::vector<at::Tensor>& tensors,
+                                   const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                   double scale);
+
+/// The device on which small control messages of this group travel: the CPU if the group has a CPU
+/// backend, else `fallback` (a device of the model).
+APEX_API at::Device control_device(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                   at::Device fallback);
+
+}  // namespace apex::parallel

@@ -1,0 +1,142 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/nn/cloneable.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/common.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include <apex/export.h>
+
+/// Batch norm whose statistics are those of all ranks of a process group, for CPU and CUDA.
+///
+/// Shapes: input [N, C] or [N, C, *] with any number of further dimensions, or [N, *, C] with
+/// `channel_last`. Any strides; torch's channels-last memory formats are computed in place and kept
+/// in the output, other strided inputs are copied. dtypes: float16, bfloat16, float32, float64
+/// input; per-channel tensors of any floating type. Elements are computed in float32 (float64 for
+/// float64), per-channel values in float64.
+///
+/// Blocking: on CPU the host, until the other ranks have come; on CUDA only the current stream.
+/// Everything with a process group is collective: each of its ranks calls it, in the same order.
+/// Thread safety: like any torch operator; two calls must not share running statistics.
+/// Derivatives of any order are supported.
+///
+/// Algorithm: S. Ioffe and C. Szegedy, "Batch Normalization" (2015), with mean and variance merged
+/// over chunks, threads and ranks after Chan, Golub and LeVeque (The American Statistician 37(3),
+/// 1983). One collective per direction: an all-gather of mean, squared deviations and the exact
+/// count in float64, and an all-reduce of two sums.
+
+namespace apex::parallel {
+
+/// What a call of sync_batch_norm needs besides the input. Absent tensors are undefined.
+struct SyncBatchNormArguments {
+  at::Tensor z;                    // added before the ReLU; shape and dtype of the input
+  at::Tensor weight;               // [C], 1 if absent
+  at::Tensor bias;                 // [C], 0 if absent
+  at::Tensor running_mean;         // [C], updated in place in training
+  at::Tensor running_var;          // [C], updated in place with the unbiased variance
+  at::Tensor num_batches_tracked;  // int64 scalar, counts training batches
+  std::optional<double> momentum = 0.1;  // weight of this batch; none: average over all batches
+  double eps = 1e-5;
+  bool channel_last = false;
+  bool fuse_relu = false;
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group;  // null: this rank alone
+};
+
+/// Normalizes by the statistics of this batch over all ranks and updates the running ones.
+/// Throws c10::ValueError for one value per channel in all (on CUDA with a process group, where the
+/// host cannot know, the running statistics keep their values instead), for fewer than two
+/// dimensions, and for per-channel tensors or a z that do not fit.
+APEX_API at::Tensor sync_batch_norm(const at::Tensor& input,
+                                    const SyncBatchNormArguments& arguments);
+
+/// Normalizes by running_mean and running_var, which have to be there. No communication.
+APEX_API at::Tensor batch_norm_inference(const at::Tensor& input,
+                                         const SyncBatchNormArguments& arguments);
+
+/// The name under which operators find `group` (torch.ops.apex.*): its own where c10d knows it by
+/// that, else one that is registered here. Empty for null.
+APEX_API std::string process_group_name(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+struct SyncBatchNormOptions {
+  explicit SyncBatchNormOptions(int64_t channels) : num_features(channels) {}
+
+  int64_t num_features;
+  double eps = 1e-5;
+  std::optional<double> momentum = 0.1;  // none: cumulative average
+  bool affine = true;
+  bool track_running_stats = true;
+  bool channel_last = false;
+  bool fuse_relu = false;
+  // In training; null: this rank alone. Give it a group of its own, so that its collectives never
+  // queue behind gradient buckets.
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group;
+};
+
+/// The module. Parameters `weight`, `bias`; buffers `running_mean`, `running_var`,
+/// `num_batches_tracked`: named as torch::nn::BatchNorm2d's, so that archives fit both ways.
+/// In evaluation it uses the running statistics, or without them those of its own batch.
+class APEX_API SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
+ public:
+  explicit SyncBatchNormImpl(SyncBatchNormOptions options);
+  explicit SyncBatchNormImpl(int64_t num_features);
+
+  /// A module around tensors that exist, e.g. those of a torch::nn::BatchNorm2d.
+  SyncBatchNormImpl(SyncBatchNormOptions options, at::Tensor weight, at::Tensor bias,
+                    at::Tensor running_mean, at::Tensor running_var,
+                    at::Tensor num_batches_tracked);
+
+  /// Makes parameters and buffers anew: weight 1, bias 0, mean 0, variance 1.
+  void reset() override;
+  void reset_running_stats();
+  void pretty_print(std::ostream& stream) const override;
+
+  at::Tensor forward(const at::Tensor& input, const at::Tensor& z = {});
+
+  SyncBatchNormOptions options;
+  at::Tensor weight;
+  at::Tensor bias;
+  at::Tensor running_mean;
+  at::Tensor running_var;
+  at::Tensor num_batches_tracked;
+
+  /// The number of spatial dimensions of the BatchNorm this was converted from (1, 2, 3), or none.
+  std::optional<int> converted_from;
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(at::Tensor())})
+};
+
+TORCH_MODULE(SyncBatchNorm);
+
+/// Replaces, in place, every torch::nn::BatchNorm1d/2d/3d in `model` by a SyncBatchNorm around the
+/// same tensors, with the same name, training flag and requires_grad; a BatchNorm that occurs twice
+/// is replaced by one module. Not collective.
+///
+/// What can be replaced are the elements of torch::nn::Sequential, ModuleList and ModuleDict,
+/// wherever these are: in each other, or as children of modules of any type. A BatchNorm that is
+/// itself a typed member of a module cannot be exchanged from outside, since libtorch's modules are
+/// called by their static types: apex::InvalidArgument names it, and nothing is changed. Declare
+/// such a member as apex::parallel::SyncBatchNorm, or as a Sequential with the BatchNorm in it.
+/// Elements of ModuleList and ModuleDict must afterwards be asked for as SyncBatchNormImpl.
+APEX_API void convert_sync_batch_norm(
+    torch::nn::Module& model, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group = {},
+    bool channel_last = false);
+
+/// The same, but returns a new Sequential: `model` is left as it was, and the elements that are no
+/// BatchNorms are shared with it. So a BatchNorm inside one of these is refused by name.
+APEX_API torch::nn::Sequential convert_sync_batch_norm(
+    const torch::nn::Sequential& model,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& process_group = {}, bool channel_last = false);
+
+/// The inverse: every converted SyncBatchNorm becomes the BatchNorm it was. One that was not
+/// converted, or that fuses a ReLU, is refused by name with apex::InvalidArgument.
+APEX_API void revert_sync_batch_norm(torch::nn::Module& model);
+APEX_API torch::nn::Sequential revert_sync_batch_norm(const torch::nn::Sequential& model);
+
+}  // namespace apex::parallel

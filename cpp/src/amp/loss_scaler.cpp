@@ -1,0 +1,186 @@
+#include <apex/amp/loss_scaler.h>
+
+#include <cmath>
+#include <string>
+
+#include <ATen/ATen.h>
+
+#include <apex/error.h>
+
+namespace apex::amp {
+
+namespace {
+
+using DeviceKey = std::pair<c10::DeviceType, c10::DeviceIndex>;
+
+DeviceKey key_of(at::Device device) { return {device.type(), device.index()}; }
+
+void require(bool condition, const std::string& message) {
+  if (!condition) throw InvalidArgument("LossScaler: " + message);
+}
+
+bool is_positive(double value) { return std::isfinite(value) && value > 0; }
+
+void check(const LossScalerOptions& options) {
+  require(is_positive(options.init_scale), "init_scale is " + std::to_string(options.init_scale) +
+                                               "; it must be positive and finite.");
+  require(std::isfinite(options.growth_factor) && options.growth_factor > 1,
+          "growth_factor is " + std::to_string(options.growth_factor) + "; it must be above 1.");
+  require(options.backoff_factor > 0 && options.backoff_factor < 1,
+          "backoff_factor is " + std::to_string(options.backoff_factor) +
+              "; it must be between 0 and 1.");
+  require(options.growth_interval >= 1 && options.growth_interval <= INT32_MAX,
+          "growth_interval is " + std::to_string(options.growth_interval) +
+              "; it must be between 1 and 2^31 - 1.");
+  require(!options.min_scale || is_positive(*options.min_scale),
+          "min_scale must be positive and finite.");
+  require(!options.max_scale || is_positive(*options.max_scale),
+          "max_scale must be positive and finite.");
+  require(!options.min_scale || !options.max_scale || *options.min_scale <= *options.max_scale,
+          "min_scale is above max_scale; swap them.");
+}
+
+/// The values to multiply: a sparse gradient's stored elements, else the gradient itself.
+at::Tensor values_of(const at::Tensor& grad) {
+  require(at::isFloatingType(grad.scalar_type()),
+          std::string("a gradient has dtype ") + c10::toString(grad.scalar_type()) +
+              "; only floating gradients can be unscaled.");
+  if (!grad.is_sparse()) return grad;
+  require(grad.is_coalesced(), "a sparse gradient is not coalesced; call coalesce() on it first.");
+  return grad._values();
+}
+
+/// `tensor` on `device`. A copy to the host has to be complete when the host reads it.
+at::Tensor on_device(const at::Tensor& tensor, at::Device device) {
+  return tensor.to(device, /*non_blocking=*/!device.is_cpu());
+}
+
+struct LikeKind {
+  bool operator()(const at::Tensor& a, const at::Tensor& b) const {
+    const auto rank = [](const at::Tensor& t) {
+      return std::make_pair(key_of(t.device()), t.scalar_type());
+    };
+    return rank(a) < rank(b);
+  }
+};
+
+}  // namespace
+
+LossScaler::LossScaler(const LossScalerOptions& options) : options_(options) {
+  check(options_);
+  scale_ = at::full({1}, options_.init_scale, at::kFloat);
+  growth_tracker_ = at::zeros({1}, at::kInt);
+}
+
+LossScaler::~LossScaler() = default;
+
+void LossScaler::move_to(at::Device device) {
+  if (scale_.device() == device) return;
+  scale_ = on_device(scale_, device);
+  growth_tracker_ = on_device(growth_tracker_, device);
+}
+
+at::Tensor LossScaler::scale(const at::Tensor& loss) {
+  {
+    at::NoGradGuard no_grad;
+    move_to(loss.device());
+  }
+  // Autograd keeps the factor, and update() writes to scale_: hence the copy.
+  return loss.to(at::kFloat) * scale_.clone().squeeze(0);
+}
+
+at::Tensor& LossScaler::found_inf_on(at::Device device) {
+  at::Tensor& flag = found_inf_[key_of(device)];
+  if (!flag.defined()) flag = at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(device));
+  return flag;
+}
+
+void LossScaler::unscale_(const std::vector<at::Tensor>& grads) {
+  at::NoGradGuard no_grad;
+  std::map<at::Tensor, std::vector<at::Tensor>, LikeKind> groups;
+  for (const at::Tensor& grad : grads) {
+    at::Tensor values = values_of(grad);
+    if (values.numel() > 0) groups[values].push_back(std::move(values));
+  }
+  if (groups.empty()) return;
+  if (scale_.is_cpu()) move_to(groups.begin()->first.device());
+  const at::Tensor inverse = scale_.reciprocal();
+  for (const auto& [kind, group] : groups) {
+    const at::Tensor factor = on_device(inverse, kind.device());
+    if (options_.dynamic) {
+      at::_amp_foreach_non_finite_check_and_unscale_(group, found_inf_on(kind.device()), factor);
+    } else {
+      at::_foreach_mul_(group, factor.squeeze(0));
+    }
+  }
+}
+
+at::Tensor LossScaler::found_inf() const {
+  at::NoGradGuard no_grad;
+  at::Tensor found = at::zeros_like(scale_);
+  for (const auto& [device, flag] : found_inf_) {
+    found = at::maximum(found, on_device(flag, found.device()));
+  }
+  return found;
+}
+
+void LossScaler::synchronize(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  if (!options_.dynamic || group->getSize() == 1) return;
+  at::NoGradGuard no_grad;
+  std::vector<at::Tensor> flags{found_inf()};
+  c10d::AllreduceOptions maximum;
+  maximum.reduceOp = c10d::ReduceOp::MAX;
+  try {
+    group->allreduce(flags, maximum)->wait();
+  } catch (const std::exception& error) {
+    throw CommunicationError(
+        "LossScaler::synchronize: rank " + std::to_string(group->getRank()) +
+        " could not combine the overflow flags; every rank of the group has to take part, and all "
+        "must be alive. " + error.what());
+  }
+  // At least as large as every device's own flag, so those may stay.
+  found_inf_on(flags[0].device()).copy_(flags[0]);
+}
+
+bool LossScaler::overflowed() const { return found_inf().item<float>() > 0; }
+
+void LossScaler::clear_found_inf() {
+  at::NoGradGuard no_grad;
+  for (auto& [device, flag] : found_inf_) flag.zero_();
+}
+
+void LossScaler::update() {
+  if (!options_.dynamic) return;
+  at::NoGradGuard no_grad;
+  at::_amp_update_scale_(scale_, growth_tracker_, found_inf(), options_.growth_factor,
+                         options_.backoff_factor, options_.growth_interval);
+  if (options_.min_scale || options_.max_scale) {
+    std::optional<at::Scalar> low, high;
+    if (options_.min_scale) low = *options_.min_scale;
+    if (options_.max_scale) high = *options_.max_scale;
+    // The counter is zero exactly after a change; a scale that was set by hand stays until then.
+    scale_.copy_(at::where(growth_tracker_ == 0, scale_.clamp(low, high), scale_));
+  }
+  clear_found_inf();
+}
+
+double LossScaler::get_scale() const { return scale_.item<float>(); }
+
+void LossScaler::set_scale(double scale) {
+  require(is_positive(scale),
+          "the scale cannot be set to " + std::to_string(scale) +
+              "; it must be positive and finite.");
+  at::NoGradGuard no_grad;
+  scale_.fill_(scale);
+}
+
+int64_t LossScaler::growth_tracker() const { return growth_tracker_.item<int32_t>(); }
+
+void LossScaler::set_growth_tracker(int64_t count) {
+  require(count >= 0 && count <= INT32_MAX, "the number of clean updates cannot be " +
+                                                std::to_string(count) + "; it counts from 0.");
+  at::NoGradGuard no_grad;
+  growth_tracker_.fill_(count);
+}
+
+}  // namespace apex::amp

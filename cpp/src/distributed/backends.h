@@ -1,0 +1,44 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <apex/distributed/process_group.h>
+
+/// The backends, each made in a translation unit of its own: gloo.cpp, and nccl.cpp or, in builds
+/// without NCCL, no_nccl.cpp.
+
+namespace apex::distributed {
+
+struct BackendRequest {
+  c10::intrusive_ptr<c10d::Store> store;
+  int rank = 0;
+  int size = 1;
+  std::chrono::milliseconds timeout{0};
+  std::string group_name;
+  /// Empty for the default group, as in torch.distributed.
+  std::vector<uint64_t> global_ranks;
+  NcclOptions nccl;
+};
+
+/// Connects to all ranks; blocks for at most the timeout.
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request);
+
+/// Returns at once; NCCL connects at the first collective.
+c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& request);
+
+/// Throws apex::InvalidArgument in a build without NCCL.
+void require_nccl();
+
+/// GPUs that this process sees; 0 without a driver and in a build without NCCL.
+int visible_gpus();
+
+/// Makes GPU `index` the current device of the calling thread.
+void use_gpu(int index);
+
+}  // namespace apex::distributed

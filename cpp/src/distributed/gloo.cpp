@@ -1,0 +1,20 @@
+// Libtorch exports its Gloo backend, but plain wheels ship none of Gloo's headers. Where they are
+// missing, gloo_standin/ declares the few names that ProcessGroupGloo.hpp mentions. Objects of
+// those types are made, used and destroyed inside libtorch alone; here they are only behind
+// pointers, and no symbol of theirs may be emitted by this file.
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include <distributed/backends.h>
+
+namespace apex::distributed {
+
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request) {
+  // Heeds GLOO_SOCKET_IFNAME, else binds to the address of this machine's host name.
+  auto options = c10d::ProcessGroupGloo::Options::create_default(request.timeout);
+  options->group_name = request.group_name;
+  options->global_ranks_in_group = request.global_ranks;
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(
+      request.store, request.rank, request.size, std::move(options));
+}
+
+}  // namespace apex::distributed

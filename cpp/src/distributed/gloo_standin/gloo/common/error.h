@@ -1,0 +1,3 @@
+#pragma once
+
+// Stand-in, see gloo.cpp. Nothing of this header is used.

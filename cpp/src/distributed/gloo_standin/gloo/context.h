@@ -1,0 +1,14 @@
+#pragma once
+
+// Stand-in, see gloo.cpp.
+
+#include <chrono>
+
+namespace gloo {
+
+class Context {
+ public:
+  void setTimeout(std::chrono::milliseconds timeout);
+};
+
+}  // namespace gloo

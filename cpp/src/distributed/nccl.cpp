@@ -1,0 +1,26 @@
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+
+#include <c10/cuda/CUDAFunctions.h>
+
+#include <distributed/backends.h>
+
+namespace apex::distributed {
+
+c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& request) {
+  auto options = c10d::ProcessGroupNCCL::Options::create(request.nccl.high_priority_stream);
+  if (request.nccl.min_ctas) options->config.minCTAs = *request.nccl.min_ctas;
+  if (request.nccl.max_ctas) options->config.maxCTAs = *request.nccl.max_ctas;
+  options->timeout = request.timeout;
+  options->group_name = request.group_name;
+  options->global_ranks_in_group = request.global_ranks;
+  return c10::make_intrusive<c10d::ProcessGroupNCCL>(
+      request.store, request.rank, request.size, std::move(options));
+}
+
+void require_nccl() {}
+
+int visible_gpus() { return c10::cuda::device_count(); }
+
+void use_gpu(int index) { c10::cuda::set_device(static_cast<c10::DeviceIndex>(index)); }
+
+}  // namespace apex::distributed

@@ -1,0 +1,23 @@
+#include <apex/error.h>
+
+#include <distributed/backends.h>
+
+namespace apex::distributed {
+
+void require_nccl() {
+  throw InvalidArgument(
+      "NCCL was asked for, but this apex was built without it: build apex against a libtorch for "
+      "CUDA with the CUDA toolkit and nccl.h at hand (the configure summary says what is missing), "
+      "or use the gloo backend");
+}
+
+c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest&) {
+  require_nccl();
+  return {};
+}
+
+int visible_gpus() { return 0; }
+
+void use_gpu(int) { require_nccl(); }
+
+}  // namespace apex::distributed

@@ -1,0 +1,348 @@
+#include <apex/distributed/process_group.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <apex/distributed/launch_environment.h>
+#include <apex/error.h>
+#include <distributed/backends.h>
+#include <distributed/rendezvous.h>
+
+namespace apex::distributed {
+namespace {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using BackendType = c10d::ProcessGroup::BackendType;
+
+constexpr std::chrono::minutes kDefaultTimeout{30};
+constexpr std::chrono::minutes kDefaultNcclTimeout{10};
+
+/// What init_process_group() made.
+struct World {
+  Group group;
+  /// The default group's store; those of other groups are nested in it.
+  c10::intrusive_ptr<c10d::Store> store;
+  std::vector<DeviceBackend> backends;
+  std::optional<std::chrono::milliseconds> timeout;
+  int local_rank = 0;
+  int device_index = -1;  // -1: no GPU was set
+  int next_name = 1;
+  std::vector<Group> subgroups;
+};
+
+// Note [Groups at process end]
+// A program may end without destroy_process_group(). A group whose last reference goes away with
+// the static objects takes its threads down after parts of libtorch that they need are gone, and
+// its destructor may wait for a collective that other ranks never join. So the slot that holds the
+// default group and its subgroups is never destroyed: what is left in it ends with the process.
+std::mutex& world_mutex() {
+  static auto* mutex = new std::mutex;
+  return *mutex;
+}
+
+std::unique_ptr<World>& world_slot() {
+  static auto* slot = new std::unique_ptr<World>;
+  return *slot;
+}
+
+World& require_world() {
+  if (!world_slot()) {
+    throw InvalidArgument(
+        "there is no default process group: call apex::distributed::init_process_group() first");
+  }
+  return *world_slot();
+}
+
+bool uses_nccl(const std::vector<DeviceBackend>& backends) {
+  return std::any_of(backends.begin(), backends.end(), [](const DeviceBackend& entry) {
+    return entry.backend == "nccl";
+  });
+}
+
+std::chrono::milliseconds resolve_timeout(
+    const std::optional<std::chrono::milliseconds>& timeout,
+    const std::vector<DeviceBackend>& backends) {
+  if (!timeout) {
+    return uses_nccl(backends) ? kDefaultNcclTimeout : kDefaultTimeout;
+  }
+  if (timeout->count() <= 0) {
+    throw InvalidArgument(
+        "the timeout is " + std::to_string(timeout->count()) + " ms, but it must be positive");
+  }
+  return *timeout;
+}
+
+void check_nccl_options(const NcclOptions& nccl) {
+  const auto check = [](const std::optional<int>& value, const char* name) {
+    if (value && *value < 1) {
+      throw InvalidArgument(std::string("nccl.") + name + " is " + std::to_string(*value) +
+                            ", but a collective needs at least 1 CTA");
+    }
+  };
+  check(nccl.min_ctas, "min_ctas");
+  check(nccl.max_ctas, "max_ctas");
+  if (nccl.min_ctas && nccl.max_ctas && *nccl.min_ctas > *nccl.max_ctas) {
+    throw InvalidArgument("nccl.min_ctas is " + std::to_string(*nccl.min_ctas) +
+                          ", more than nccl.max_ctas, " + std::to_string(*nccl.max_ctas));
+  }
+}
+
+const char* device_name(c10::DeviceType device) {
+  return device == c10::DeviceType::CPU ? "cpu" : "cuda";
+}
+
+// Note [Store layout]
+// torch.distributed keeps the keys of a backend under "default_pg" (default group only), then
+// "<group name>/", then "<device>/", where the default group is called "0", later ones by their
+// number, and a backend that serves all devices lies under the first of them. The same nesting
+// here lets C++ and Python ranks find each other. Each PrefixStore adds a "/" of its own.
+Group make_group(
+    const std::string& name, const std::string& description,
+    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<DeviceBackend>& backends,
+    BackendRequest request) {
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, request.rank, request.size);
+  group->setDefaultBackend(uses_nccl(backends) ? BackendType::NCCL : BackendType::GLOO);
+  request.group_name = name;
+  const bool one_backend =
+      std::all_of(backends.begin(), backends.end(), [&](const DeviceBackend& entry) {
+        return entry.backend == backends.front().backend;
+      });
+  c10::intrusive_ptr<c10d::Backend> backend;
+  for (const DeviceBackend& entry : backends) {
+    if (!backend || !one_backend) {
+      request.store = c10::make_intrusive<c10d::PrefixStore>(
+          std::string(device_name(entry.device)) + "/", store);
+      backend = entry.backend == "nccl" ? make_nccl_backend(request) : make_gloo_backend(request);
+    }
+    group->setBackend(
+        entry.device, entry.backend == "nccl" ? BackendType::NCCL : BackendType::GLOO, backend);
+  }
+  group->setGroupName(name);
+  group->setGroupDesc(description);
+  c10d::register_process_group(name, group);
+  return group;
+}
+
+// make_group() with errors that say what to look at.
+Group connect_group(
+    const std::string& who, const std::string& name, const std::string& description,
+    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<DeviceBackend>& backends,
+    const BackendRequest& request) {
+  try {
+    return make_group(
+        name, description, c10::make_intrusive<c10d::PrefixStore>(name + "/", store), backends,
+        request);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw CommunicationError(
+        who + " could not connect to the " + std::to_string(request.size) +
+        " ranks of its group within " + std::to_string(request.timeout.count()) +
+        " ms: check that all of them were started with the same world size and backend, that none "
+        "has failed, and that the machines reach each other (GLOO_SOCKET_IFNAME or "
+        "NCCL_SOCKET_IFNAME choose the network interface) (" + message_of(error) + ")");
+  }
+}
+
+// Rank, size and meeting place from the options, the address and the launcher, in this order.
+Rendezvous plan_rendezvous(
+    const ProcessGroupOptions& options, const std::optional<LaunchRanks>& launched) {
+  const InitMethod method = parse_init_method(options.init_method);
+  if (options.rank.has_value() != options.world_size.has_value()) {
+    throw InvalidArgument("options.rank and options.world_size: give both or neither");
+  }
+  Rendezvous plan;
+  plan.kind = method.kind;
+  plan.path = method.path;
+  const auto rank = options.rank ? options.rank : method.rank;
+  const auto world_size = options.world_size ? options.world_size : method.world_size;
+  if ((!rank || !world_size) && !launched) {
+    throw InvalidArgument(
+        "RANK and WORLD_SIZE are not set: start the program with torchrun --no-python, srun or "
+        "mpirun, set both variables, or give options.rank and options.world_size");
+  }
+  plan.rank = rank ? *rank : launched->rank;
+  plan.world_size = world_size ? *world_size : launched->world_size;
+  if (plan.world_size < 1 || plan.rank < 0 || plan.rank >= plan.world_size) {
+    throw InvalidArgument(
+        "the rank is " + std::to_string(plan.rank) + " and the world size is " +
+        std::to_string(plan.world_size) + ": ranks go from 0 to the world size minus 1");
+  }
+  const bool agent = process_environment("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
+  if (method.kind == InitMethod::Kind::kEnv) {
+    plan.master = read_master_address(launched);
+    plan.agent_store = agent;
+  } else if (method.kind == InitMethod::Kind::kTcp) {
+    plan.master = {method.host, method.port};
+    // The agent listens at its own address only.
+    plan.agent_store = agent && process_environment("MASTER_ADDR") == method.host &&
+                       process_environment("MASTER_PORT") == std::to_string(method.port);
+  }
+  return plan;
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
+    const std::string& backend, const ProcessGroupOptions& options) {
+  const std::lock_guard<std::mutex> lock(world_mutex());
+  if (world_slot()) {
+    throw InvalidArgument(
+        "init_process_group() was called twice: call destroy_process_group() in between");
+  }
+  check_nccl_options(options.nccl);
+  auto world = std::make_unique<World>();
+  world->backends = parse_backend(backend);
+  world->timeout = options.timeout;
+  const auto launched = read_launch_ranks();
+  Rendezvous plan = plan_rendezvous(options, launched);
+  plan.timeout = resolve_timeout(options.timeout, world->backends);
+
+  std::optional<int> local = options.local_rank;
+  if (!local && launched) {
+    local = launched->local_rank;
+  }
+  world->local_rank = local.value_or(plan.rank);
+  if (uses_nccl(world->backends)) {
+    require_nccl();
+    const int gpus = visible_gpus();
+    if (options.device_index) {
+      world->device_index = choose_gpu(*options.device_index, gpus);
+    } else {
+      world->device_index = choose_gpu(local ? *local : plan.rank % std::max(gpus, 1), gpus);
+    }
+    use_gpu(world->device_index);
+  }
+
+  const auto job_store = connect_store(plan);
+  check_peers(job_store, plan);
+  BackendRequest request;
+  request.rank = plan.rank;
+  request.size = plan.world_size;
+  request.timeout = plan.timeout;
+  request.nccl = options.nccl;
+  const auto default_store = c10::make_intrusive<c10d::PrefixStore>("default_pg", job_store);
+  world->group = connect_group(
+      plan.describe(), "0", "default_pg", default_store, world->backends, request);
+  world->store = c10::make_intrusive<c10d::PrefixStore>("0/", default_store);
+  world_slot() = std::move(world);
+  return world_slot()->group;
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> new_group(
+    const std::vector<int>& ranks, const std::string& backend,
+    std::optional<std::chrono::milliseconds> timeout, const NcclOptions& nccl) {
+  check_nccl_options(nccl);
+  const std::lock_guard<std::mutex> lock(world_mutex());
+  World& world = require_world();
+  const int self = world.group->getRank();
+  std::vector<int> members = ranks;
+  std::sort(members.begin(), members.end());
+  if (members.empty()) {
+    throw InvalidArgument("new_group() needs at least one rank");
+  }
+  for (size_t i = 0; i < members.size(); ++i) {
+    if (members[i] < 0 || members[i] >= world.group->getSize()) {
+      throw InvalidArgument(
+          "new_group(): there is no rank " + std::to_string(members[i]) + " in a world of " +
+          std::to_string(world.group->getSize()));
+    }
+    if (i > 0 && members[i] == members[i - 1]) {
+      throw InvalidArgument(
+          "new_group(): rank " + std::to_string(members[i]) + " is listed twice");
+    }
+  }
+  const auto backends = backend.empty() ? world.backends : parse_backend(backend);
+  BackendRequest request;
+  request.nccl = nccl;
+  request.timeout = resolve_timeout(timeout ? timeout : world.timeout, backends);
+  if (uses_nccl(backends)) {
+    require_nccl();
+    if (world.device_index < 0) {
+      const int gpus = visible_gpus();
+      world.device_index = choose_gpu(world.local_rank, gpus);
+      use_gpu(world.device_index);
+    }
+  }
+  // Counted on every rank, members or not, so that names agree.
+  const std::string name = std::to_string(world.next_name++);
+  const auto position = std::find(members.begin(), members.end(), self);
+  if (position == members.end()) {
+    return {};
+  }
+  request.rank = static_cast<int>(position - members.begin());
+  request.size = static_cast<int>(members.size());
+  request.global_ranks.assign(members.begin(), members.end());
+  auto group = connect_group(
+      "rank " + std::to_string(self), name, "undefined", world.store, backends, request);
+  world.subgroups.push_back(group);
+  return group;
+}
+
+bool is_initialized() {
+  const std::lock_guard<std::mutex> lock(world_mutex());
+  return world_slot() != nullptr;
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> get_default_group() {
+  const std::lock_guard<std::mutex> lock(world_mutex());
+  return require_world().group;
+}
+
+int rank(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  return group ? group->getRank() : get_default_group()->getRank();
+}
+
+int world_size(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  return group ? group->getSize() : get_default_group()->getSize();
+}
+
+int local_rank() {
+  const std::lock_guard<std::mutex> lock(world_mutex());
+  return require_world().local_rank;
+}
+
+void barrier(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  const Group target = group ? group : get_default_group();
+  c10d::BarrierOptions options;
+  {
+    const std::lock_guard<std::mutex> lock(world_mutex());
+    // NCCL would guess the GPU from the rank.
+    if (world_slot() && world_slot()->device_index >= 0 &&
+        target->getBackendType() == BackendType::NCCL) {
+      options.device_ids = {world_slot()->device_index};
+    }
+  }
+  try {
+    target->barrier(options)->wait();
+  } catch (const std::exception& error) {
+    throw CommunicationError(
+        "barrier() failed on rank " + std::to_string(target->getRank()) + " of " +
+        std::to_string(target->getSize()) + ": another rank has ended or does not arrive (" +
+        message_of(error) + ")");
+  }
+}
+
+void destroy_process_group() {
+  std::unique_ptr<World> world;
+  {
+    const std::lock_guard<std::mutex> lock(world_mutex());
+    world = std::move(world_slot());
+  }
+  if (!world) {
+    return;
+  }
+  // Newest first: a group may have been split from an older one.
+  for (auto group = world->subgroups.rbegin(); group != world->subgroups.rend(); ++group) {
+    c10d::unregister_process_group((*group)->getGroupName());
+    (*group)->shutdown();
+  }
+  c10d::unregister_process_group(world->group->getGroupName());
+  world->group->shutdown();
+}
+
+}  // namespace apex::distributed

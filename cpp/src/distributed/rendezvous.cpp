@@ -1,0 +1,149 @@
+#include <distributed/rendezvous.h>
+
+#include <unistd.h>
+
+#include <atomic>
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <apex/error.h>
+#include <distributed/tcp_probe.h>
+
+namespace apex::distributed {
+namespace {
+
+bool contains(const std::string& text, const char* part) {
+  return text.find(part) != std::string::npos;
+}
+
+[[noreturn]] void throw_not_joined(const Rendezvous& rendezvous, const std::string& why) {
+  throw CommunicationError(
+      rendezvous.describe() + " could not join within " +
+      std::to_string(rendezvous.timeout.count()) + " ms: " + why);
+}
+
+// The likely cause and what to do about it, from what libtorch's store says.
+std::string advice(const std::string& message, const Rendezvous& rendezvous) {
+  const std::string port = std::to_string(rendezvous.master.port);
+  if (contains(message, "EADDRINUSE") || contains(message, "address already in use")) {
+    return "port " + port +
+           " is in use on this machine: set MASTER_PORT to a free one on every rank, and start "
+           "only one process as rank 0";
+  }
+  if (contains(message, "waiting for clients")) {
+    return "not every rank arrived: check that " + std::to_string(rendezvous.world_size) +
+           " processes were started and that they can reach this machine";
+  }
+  if (contains(message, "Ping failed")) {
+    return "another program listens at " + rendezvous.master.host + ":" + port +
+           ": set MASTER_PORT to a free port on every rank";
+  }
+  return "the store of rank 0 does not answer: check that MASTER_ADDR and MASTER_PORT are those of "
+         "this job and that rank 0 is alive";
+}
+
+std::string identity() {
+  char host[256] = "";
+  gethostname(host, sizeof(host) - 1);
+  return "process " + std::to_string(getpid()) + " on " + host;
+}
+
+// Writes `value` unless another process has written there; returns what is there now.
+std::string claim(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::string& key,
+    const std::string& value) {
+  return store->compareSet(key, std::string(), value);
+}
+
+}  // namespace
+
+std::string Rendezvous::describe() const {
+  const std::string place =
+      kind == InitMethod::Kind::kFile
+          ? "file://" + path
+          : "tcp://" + master.host + ":" + std::to_string(master.port);
+  return "rank " + std::to_string(rank) + " of " + std::to_string(world_size) + " at " + place;
+}
+
+std::string message_of(const std::exception& error) {
+  std::string text;
+  if (const auto* torch_error = dynamic_cast<const c10::Error*>(&error)) {
+    text = torch_error->what_without_backtrace();
+  } else {
+    text = error.what();
+  }
+  return text.substr(0, text.find('\n'));
+}
+
+c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous) {
+  const bool is_server = rendezvous.rank == 0 && !rendezvous.agent_store;
+  if (rendezvous.kind != InitMethod::Kind::kFile && !is_server) {
+    const std::string why = wait_for_listener(
+        rendezvous.master.host, rendezvous.master.port, rendezvous.timeout);
+    if (!why.empty()) {
+      throw_not_joined(
+          rendezvous, (rendezvous.agent_store ? "the launcher's agent" : "rank 0") +
+                          std::string(" was not reached, ") + why +
+                          ": check MASTER_ADDR and MASTER_PORT, that rank 0 was started, and the "
+                          "firewall");
+    }
+  }
+  try {
+    if (rendezvous.kind == InitMethod::Kind::kFile) {
+      auto store =
+          c10::make_intrusive<c10d::FileStore>(rendezvous.path, rendezvous.world_size);
+      store->setTimeout(rendezvous.timeout);
+      return store;
+    }
+    c10d::TCPStoreOptions options;
+    options.port = static_cast<std::uint16_t>(rendezvous.master.port);
+    options.isServer = is_server;
+    options.numWorkers = rendezvous.world_size;
+    options.timeout = rendezvous.timeout;
+    options.multiTenant = !rendezvous.agent_store;
+    options.useLibUV = process_environment("USE_LIBUV").value_or("1") == "1";
+    auto store = c10::make_intrusive<c10d::TCPStore>(rendezvous.master.host, options);
+    store->setTimeout(rendezvous.timeout);
+    return store;
+  } catch (const std::exception& error) {
+    const std::string message = message_of(error);
+    throw_not_joined(
+        rendezvous,
+        (rendezvous.kind == InitMethod::Kind::kFile
+             ? "the file could not be used: check that its folder exists and can be written"
+             : advice(message, rendezvous)) +
+            " (" + message + ")");
+  }
+}
+
+void check_peers(
+    const c10::intrusive_ptr<c10d::Store>& store, const Rendezvous& rendezvous) {
+  // A process that joins a second time must not meet its own notes of the first.
+  static std::atomic<int> joins{0};
+  const auto notes = c10::make_intrusive<c10d::PrefixStore>(
+      "apex/" + std::to_string(joins++), store);
+
+  const std::string size = std::to_string(rendezvous.world_size);
+  const std::string other_size = claim(notes, "world_size", size);
+  if (other_size != size) {
+    throw InvalidArgument(
+        rendezvous.describe() + " was started with world size " + size +
+        " but another rank with world size " + other_size +
+        ": WORLD_SIZE has to be the same on every rank");
+  }
+  const std::string self = identity();
+  const std::string other = claim(notes, "rank" + std::to_string(rendezvous.rank), self);
+  if (other != self) {
+    throw InvalidArgument(
+        rendezvous.describe() + " (" + self + ") is there already: " + other +
+        " has the same rank; " +
+        (rendezvous.kind == InitMethod::Kind::kFile
+             ? "if that is from an earlier job, delete the file, else give every process its rank"
+             : "RANK has to be different in every process"));
+  }
+}
+
+}  // namespace apex::distributed

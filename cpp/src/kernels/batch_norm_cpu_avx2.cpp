@@ -1,0 +1,19 @@
+// The CPU kernels for one instruction set. The build gives this file its compiler flags; at::vec
+// asks for the two macros.
+#define CPU_CAPABILITY AVX2
+#define CPU_CAPABILITY_AVX2
+#define APEX_CPU_VARIANT cpu_avx2
+
+#include "batch_norm_cpu_rows.h"
+#include "batch_norm_cpu_variants.h"
+
+namespace apex::kernels {
+
+const CpuVariant& cpu_variant_avx2() {
+  static const CpuVariant variant{
+      "avx2", &kernels_of_this_variant<float>(), &kernels_of_this_variant<double>(),
+      &kernels_of_this_variant<at::Half>(), &kernels_of_this_variant<at::BFloat16>()};
+  return variant;
+}
+
+}  // namespace apex::kernels

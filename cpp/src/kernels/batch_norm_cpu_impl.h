@@ -1,0 +1,345 @@
+#pragma once
+
+#include <algorithm>
+
+#include "batch_norm_cpu_vec.h"
+
+/// The bodies of CpuKernels, included by one source per instruction set.
+
+namespace apex::kernels {
+inline namespace APEX_CPU_VARIANT {
+
+// Note [Chunks]
+// The first chunk of a channel is read twice: for its mean, then for deviations from it, the second
+// time from the first-level cache. Every later chunk is read once: its shift is the mean of all
+// before it, which are at least as many values, and that is close enough: see
+// Note [Error of the statistics]. So the first chunk is short, unless it is the only one, and chunks
+// grow to the size that bounds the error.
+constexpr int64_t kFirstElements = 1024;
+constexpr int64_t kChunkElements = 4096;
+constexpr int64_t kFirstRows = 32;
+constexpr int64_t kChunkRows = 128;
+
+/// How much the next chunk may hold, after `count` values (or rows) of at most `most`.
+inline int64_t next_chunk(int64_t count, int64_t first, int64_t most) {
+  return count == 0 ? first : std::min(count, most);
+}
+
+/// Calls full(offset) for whole packs of [0, n), then tail(offset, elements) for what is left.
+template <int64_t kWidth, typename Full, typename Tail>
+inline void for_each_pack(int64_t n, const Full& full, const Tail& tail) {
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) {
+    full(i);
+  }
+  if (i < n) {
+    tail(i, n - i);
+  }
+}
+
+/// The same for a plane: see Note [The end of a plane].
+template <int64_t kWidth, typename Full, typename Short>
+inline void for_each_pack_of_plane(int64_t n, const Full& full, const Short& shorter) {
+  if (n < kWidth) {
+    if (n > 0) {
+      shorter(n);
+    }
+    return;
+  }
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) {
+    full(i);
+  }
+  if (i < n) {
+    full(n - kWidth);
+  }
+}
+
+// Note [The end of a plane]
+// A plane that is no whole number of packs ends with the pack that ends where the plane does, which
+// overlaps the one before. Writing the same results twice is harmless; sums multiply the lanes that
+// were counted already by zero. A plane shorter than a pack is loaded and stored in part.
+
+// ---- planes: [N, C, S], one channel ------------------------------------------------------------
+
+/// The mean of `segments` runs of `length` elements, `stride` apart.
+template <typename T>
+double chunk_mean(const T* x, int64_t stride, int64_t segments, int64_t length) {
+  using P = Pack<T>;
+  constexpr int64_t kWidth = P::kWidth;
+  const P lanes = P::last_lanes(length % kWidth);
+  P sum0 = P::fill(0);
+  P sum1 = P::fill(0);
+  for (int64_t s = 0; s < segments; ++s) {
+    const T* p = x + s * stride;
+    int64_t i = 0;
+    for (; i + 2 * kWidth <= length; i += 2 * kWidth) {
+      sum0 = sum0 + P::load(p + i);
+      sum1 = sum1 + P::load(p + i + kWidth);
+    }
+    for (; i + kWidth <= length; i += kWidth) {
+      sum0 = sum0 + P::load(p + i);
+    }
+    if (i < length) {
+      sum1 = sum1 + (length > kWidth ? P::load(p + length - kWidth) * lanes : P::load(p, length));
+    }
+  }
+  return (sum0 + sum1).sum() / static_cast<double>(segments * length);
+}
+
+/// Merges `segments` runs of `length` elements, `stride` apart: see Note [Chunks].
+template <typename T>
+void chunk_statistics(const T* x, int64_t stride, int64_t segments, int64_t length,
+                      Welford<double>& all) {
+  using P = Pack<T>;
+  using Acc = typename P::Acc;
+  constexpr int64_t kWidth = P::kWidth;
+  const double count = static_cast<double>(segments * length);
+  const Acc shift = static_cast<Acc>(
+      all.count >= count ? all.mean : chunk_mean(x, stride, segments, length));
+  const P lanes = P::last_lanes(length % kWidth);
+  const P center = P::fill(shift);
+  P sum0 = P::fill(0);
+  P sum1 = P::fill(0);
+  P square0 = P::fill(0);
+  P square1 = P::fill(0);
+  for (int64_t s = 0; s < segments; ++s) {
+    const T* p = x + s * stride;
+    int64_t i = 0;
+    for (; i + 2 * kWidth <= length; i += 2 * kWidth) {
+      const P d0 = P::load(p + i) - center;
+      const P d1 = P::load(p + i + kWidth) - center;
+      sum0 = sum0 + d0;
+      sum1 = sum1 + d1;
+      square0 = fma(d0, d0, square0);
+      square1 = fma(d1, d1, square1);
+    }
+    const auto add = [&](const P& d) {
+      sum0 = sum0 + d;
+      square0 = fma(d, d, square0);
+    };
+    for (; i + kWidth <= length; i += kWidth) {
+      add(P::load(p + i) - center);
+    }
+    if (i < length) {
+      add(length > kWidth ? (P::load(p + length - kWidth) - center) * lanes
+                          : P::load(p, length).keep_first(length, center) - center);
+    }
+  }
+  all.merge_shifted(static_cast<double>(shift), (sum0 + sum1).sum(), (square0 + square1).sum(),
+                    count);
+}
+
+template <typename T>
+Welford<double> planes_statistics(const T* x, Planes sizes, int64_t channel) {
+  Welford<double> all;
+  const int64_t plane = sizes.plane;
+  const int64_t stride = sizes.channels * plane;
+  const T* first = x + channel * plane;
+  const int64_t first_chunk =
+      sizes.batch * plane <= kChunkElements ? kChunkElements : kFirstElements;
+  for (int64_t n = 0, s = 0; plane > 0 && n < sizes.batch;) {
+    const int64_t most =
+        next_chunk(static_cast<int64_t>(all.count), first_chunk, kChunkElements);
+    const T* start = first + n * stride + s;
+    if (s == 0 && plane <= most) {  // several planes
+      const int64_t segments = std::min(most / plane, sizes.batch - n);
+      chunk_statistics(start, stride, segments, plane, all);
+      n += segments;
+    } else {  // part of one
+      const int64_t length = std::min(most, plane - s);
+      chunk_statistics(start, stride, 1, length, all);
+      s += length;
+      if (s == plane) {
+        s = 0;
+        ++n;
+      }
+    }
+  }
+  return all;
+}
+
+template <typename T, bool kAdd, bool kRelu>
+void planes_normalize_as(const T* x, const T* z, T* y, Planes sizes, int64_t channel,
+                         NormalizeCoefficients<typename Pack<T>::Acc> k) {
+  using P = Pack<T>;
+  const P high = P::fill(k.high);
+  const P scale = P::fill(k.scale);
+  const P shift = P::fill(k.shift);
+  const auto apply = [&](const P& value, const P& added) {
+    P result = fma(value - high, scale, shift);
+    if constexpr (kAdd) {
+      result = result + added;
+    }
+    if constexpr (kRelu) {
+      result = relu(result);
+    }
+    return result;
+  };
+  for (int64_t n = 0; n < sizes.batch; ++n) {
+    const int64_t start = (n * sizes.channels + channel) * sizes.plane;
+    const T* from = x + start;
+    const T* plus = kAdd ? z + start : from;
+    T* to = y + start;
+    for_each_pack_of_plane<P::kWidth>(
+        sizes.plane,
+        [&](int64_t i) { apply(P::load(from + i), P::load(plus + i)).store(to + i); },
+        [&](int64_t n) { apply(P::load(from, n), P::load(plus, n)).store(to, n); });
+  }
+}
+
+template <typename T>
+void planes_normalize(const T* x, const T* z, T* y, Planes sizes, int64_t channel,
+                      NormalizeCoefficients<typename Pack<T>::Acc> k, bool relu) {
+  if (z != nullptr) {
+    (relu ? planes_normalize_as<T, true, true> : planes_normalize_as<T, true, false>)(
+        x, z, y, sizes, channel, k);
+  } else {
+    (relu ? planes_normalize_as<T, false, true> : planes_normalize_as<T, false, false>)(
+        x, z, y, sizes, channel, k);
+  }
+}
+
+/// dy behind the ReLU. `centered` is x - high, `output` is only looked at for kOutput.
+template <typename T, ReluMask kMask>
+inline Pack<T> masked(const Pack<T>& dy, const Pack<T>& centered, const Pack<T>& output,
+                      const Pack<T>& scale, const Pack<T>& shift) {
+  if constexpr (kMask == ReluMask::kRecompute) {
+    return relu_gradient(dy, fma(centered, scale, shift));
+  } else if constexpr (kMask == ReluMask::kOutput) {
+    return relu_gradient(dy, output);
+  } else {
+    return dy;
+  }
+}
+
+template <typename T, ReluMask kMask>
+ReduceResult planes_reduce_as(const T* dy, const T* x, const T* y, Planes sizes, int64_t channel,
+                              NormalizeCoefficients<typename Pack<T>::Acc> k) {
+  using P = Pack<T>;
+  constexpr int64_t kWidth = P::kWidth;
+  const P high = P::fill(k.high);
+  const P scale = P::fill(k.scale);
+  const P shift = P::fill(k.shift);
+  const int64_t usual = std::min(kChunkElements, sizes.plane);
+  const P usual_lanes = P::last_lanes(usual % kWidth);
+  ReduceResult total{0, 0};
+  P sum0 = P::fill(0), sum1 = P::fill(0), dot0 = P::fill(0), dot1 = P::fill(0);
+  int64_t pending = 0;
+  const auto flush = [&] {
+    total.sum_dy += (sum0 + sum1).sum();
+    total.sum_dy_xmu += (dot0 + dot1).sum();
+    sum0 = sum1 = dot0 = dot1 = P::fill(0);
+    pending = 0;
+  };
+  const auto add = [&](P& sum, P& dot, const P& gradient, const P& value, const P& output) {
+    const P centered = value - high;
+    const P g = masked<T, kMask>(gradient, centered, output, scale, shift);
+    sum = sum + g;
+    dot = fma(g, centered, dot);
+  };
+  for (int64_t n = 0; n < sizes.batch; ++n) {
+    const int64_t start = (n * sizes.channels + channel) * sizes.plane;
+    for (int64_t s = 0; s < sizes.plane; s += kChunkElements) {
+      const int64_t length = std::min(kChunkElements, sizes.plane - s);
+      const T* g = dy + start + s;
+      const T* v = x + start + s;
+      const T* o = kMask == ReluMask::kOutput ? y + start + s : v;
+      const P lanes = length == usual ? usual_lanes : P::last_lanes(length % kWidth);
+      int64_t i = 0;
+      for (; i + 2 * kWidth <= length; i += 2 * kWidth) {
+        add(sum0, dot0, P::load(g + i), P::load(v + i), P::load(o + i));
+        add(sum1, dot1, P::load(g + i + kWidth), P::load(v + i + kWidth), P::load(o + i + kWidth));
+      }
+      for (; i + kWidth <= length; i += kWidth) {
+        add(sum0, dot0, P::load(g + i), P::load(v + i), P::load(o + i));
+      }
+      if (i < length && length > kWidth) {
+        i = length - kWidth;
+        add(sum1, dot1, P::load(g + i) * lanes, P::load(v + i), P::load(o + i));
+      } else if (i < length) {  // beyond the end dy is 0 and x is the center: nothing is added
+        add(sum1, dot1, P::load(g, length), P::load(v, length).keep_first(length, high),
+            P::load(o, length));
+      }
+      pending += length;
+      if (pending >= kChunkElements) {
+        flush();
+      }
+    }
+  }
+  flush();
+  return total;
+}
+
+template <typename T>
+ReduceResult planes_reduce(const T* dy, const T* x, const T* y, Planes sizes, int64_t channel,
+                           NormalizeCoefficients<typename Pack<T>::Acc> k, ReluMask mask) {
+  switch (mask) {
+    case ReluMask::kRecompute:
+      return planes_reduce_as<T, ReluMask::kRecompute>(dy, x, y, sizes, channel, k);
+    case ReluMask::kOutput:
+      return planes_reduce_as<T, ReluMask::kOutput>(dy, x, y, sizes, channel, k);
+    default:
+      return planes_reduce_as<T, ReluMask::kNone>(dy, x, y, sizes, channel, k);
+  }
+}
+
+template <typename T, ReluMask kMask>
+void planes_gradient_as(const T* dy, const T* x, const T* y, T* dx, T* dz, Planes sizes,
+                        int64_t channel, NormalizeCoefficients<typename Pack<T>::Acc> f,
+                        GradientCoefficients<typename Pack<T>::Acc> b) {
+  using P = Pack<T>;
+  const P high = P::fill(f.high);
+  const P scale = P::fill(f.scale);
+  const P shift = P::fill(f.shift);
+  const P dy_scale = P::fill(b.dy_scale);
+  const P x_scale = P::fill(b.x_scale);
+  const P constant = P::fill(b.shift);
+  for (int64_t n = 0; n < sizes.batch; ++n) {
+    const int64_t start = (n * sizes.channels + channel) * sizes.plane;
+    const T* g = dy + start;
+    const T* v = x + start;
+    const T* o = kMask == ReluMask::kOutput ? y + start : v;
+    const auto result = [&](const P& gradient, const P& value) {
+      return fma(gradient, dy_scale, fma(value - high, x_scale, constant));
+    };
+    const auto through = [&](const P& gradient, const P& value, const P& output) {
+      return masked<T, kMask>(gradient, value - high, output, scale, shift);
+    };
+    for_each_pack_of_plane<P::kWidth>(
+        sizes.plane,
+        [&](int64_t i) {
+          const P value = P::load(v + i);
+          const P gradient = through(P::load(g + i), value, P::load(o + i));
+          result(gradient, value).store(dx + start + i);
+          if (dz != nullptr) {
+            gradient.store(dz + start + i);
+          }
+        },
+        [&](int64_t n) {
+          const P value = P::load(v, n);
+          const P gradient = through(P::load(g, n), value, P::load(o, n));
+          result(gradient, value).store(dx + start, n);
+          if (dz != nullptr) {
+            gradient.store(dz + start, n);
+          }
+        });
+  }
+}
+
+template <typename T>
+void planes_gradient(const T* dy, const T* x, const T* y, T* dx, T* dz, Planes sizes,
+                     int64_t channel, NormalizeCoefficients<typename Pack<T>::Acc> f,
+                     GradientCoefficients<typename Pack<T>::Acc> b, ReluMask mask) {
+  switch (mask) {
+    case ReluMask::kRecompute:
+      return planes_gradient_as<T, ReluMask::kRecompute>(dy, x, y, dx, dz, sizes, channel, f, b);
+    case ReluMask::kOutput:
+      return planes_gradient_as<T, ReluMask::kOutput>(dy, x, y, dx, dz, sizes, channel, f, b);
+    default:
+      return planes_gradient_as<T, ReluMask::kNone>(dy, x, y, dx, dz, sizes, channel, f, b);
+  }
+}
+
+}  // namespace APEX_CPU_VARIANT
+}  // namespace apex::kernels

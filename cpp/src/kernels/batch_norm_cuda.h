@@ -1,0 +1,83 @@
+#pragma once
+
+#include <cstdint>
+
+#include "batch_norm_index.h"
+#include "batch_norm_math.h"
+#include "channel_param.h"
+
+/// Batch norm on CUDA: launches on raw device pointers and a stream, nothing of torch's tensors.
+///
+/// Each direction is two launches: `launch_statistics`, [collective], `launch_normalize`, and
+/// `launch_reduce`, [collective], `launch_gradient`. Nothing here waits for the device; errors of a
+/// launch are returned as cudaError_t (0 is success). Thread safe for different streams and work
+/// areas.
+
+namespace apex::kernels {
+
+enum class ElementType : int { kFloat32, kFloat64, kFloat16, kBFloat16 };
+
+/// What all four launches share. `rows` selects channels last, with batch * plane rows.
+struct CudaCall {
+  ElementType type;
+  bool rows;
+  Planes sizes;
+  bool aligned;  // every element pointer of the call is a multiple of 16 bytes
+  DeviceLimits limits;
+  void* stream;        // cudaStream_t
+  double* partial;     // partial_length(call) values, uninitialized
+  unsigned* counters;  // counters_length(call) zeros; zeros again when the launch is done
+};
+
+int64_t partial_length(const CudaCall& call);
+int64_t counters_length(const CudaCall& call);
+
+/// Writes mean[C], m2[C], count of this rank to `record` and adds one to *num_batches_tracked
+/// (which may be null).
+int launch_statistics(const CudaCall& call, const void* x, double* record,
+                      int64_t* num_batches_tracked);
+
+struct NormalizeArguments {
+  const void* x;
+  const void* z;  // may be null
+  void* y;
+  ChannelParam weight;
+  ChannelParam bias;
+  bool relu;
+  double eps;
+  // Training: the records of all ranks; what follows from them is written below. Evaluation: null,
+  // and the running statistics are what is normalized with.
+  const double* records;
+  int64_t ranks;
+  double momentum;  // negative: cumulative average by num_batches
+  const int64_t* num_batches;  // after this batch; may be null
+  ChannelParam running_mean;
+  ChannelParam running_var;
+  double* mean;
+  double* invstd;
+  int64_t* count;
+};
+
+int launch_normalize(const CudaCall& call, const NormalizeArguments& arguments);
+
+struct GradientArguments {
+  const void* dy;
+  const void* x;
+  const void* y;  // for ReluMask::kOutput
+  void* dx;       // may be null
+  void* dz;       // may be null
+  ReluMask mask;
+  ChannelParam weight;
+  ChannelParam bias;
+  const double* mean;
+  const double* invstd;
+  const int64_t* count;  // null: the statistics are constants
+  double* sums;          // sum_dy[C], sum_dy_xmu[C]: written by reduce, read by gradient
+  ChannelParam dweight;  // written by reduce
+  ChannelParam dbias;
+};
+
+int launch_reduce(const CudaCall& call, const GradientArguments& arguments);
+int launch_gradient(const CudaCall& call, const GradientArguments& arguments);
+
+}  // namespace apex::kernels

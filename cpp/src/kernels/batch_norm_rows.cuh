@@ -1,0 +1,404 @@
+#pragma once
+
+#include "batch_norm_device.cuh"
+
+/// Channels last: a block works on a tile of channels over a range of rows; a thread stays with its
+/// `kVector` channels.
+
+namespace apex::kernels {
+
+/// Where a thread of a block works.
+struct RowsPlace {
+  int64_t tile;
+  int split;
+  int x;
+  int y;
+  int64_t channel;  // the thread's first
+  bool inside;      // its channels exist
+
+  __device__ __forceinline__ RowsPlace(const RowsPlan& plan, int64_t block)
+      : tile(block % plan.tiles),
+        split(static_cast<int>(block / plan.tiles)),
+        x(static_cast<int>(threadIdx.x) % plan.threads_x),
+        y(static_cast<int>(threadIdx.x) / plan.threads_x),
+        channel(tile * plan.tile_channels() + x * plan.vector),
+        inside(channel < plan.channels) {}
+};
+
+/// The sums of a tile, over the rows of the block and then over the blocks that share the tile.
+/// Returns the tile's totals, [2][tile_channels], in the last block and null in the others.
+template <int kVector>
+__device__ __forceinline__ const double* merge_tile(const RowsPlan& plan, const RowsPlace& place,
+                                                    Sums (&mine)[kVector], double* partial,
+                                                    unsigned* counters) {
+  __shared__ double warps[kRowsThreads / 32][2][kMaxTileChannels];
+  __shared__ double totals[2 * kMaxTileChannels];
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    for (int offset = plan.threads_x; offset < 32; offset *= 2) {
+      mine[i].first += __shfl_xor_sync(0xffffffffu, mine[i].first, offset);
+      mine[i].second += __shfl_xor_sync(0xffffffffu, mine[i].second, offset);
+    }
+    if (lane < plan.threads_x) {
+      warps[threadIdx.x / 32][0][lane * kVector + i] = mine[i].first;
+      warps[threadIdx.x / 32][1][lane * kVector + i] = mine[i].second;
+    }
+  }
+  __syncthreads();
+  const int width = plan.tile_channels();
+  double* slots = partial + place.tile * plan.splits * 2 * width;
+  for (int i = threadIdx.x; i < 2 * width; i += kRowsThreads) {
+    double sum = 0;
+    for (int warp = 0; warp < kRowsThreads / 32; ++warp) {
+      sum += warps[warp][i / width][i % width];
+    }
+    (plan.splits == 1 ? totals : slots + place.split * 2 * width)[i] = sum;
+  }
+  if (plan.splits == 1) {
+    __syncthreads();
+    return totals;
+  }
+  if (!is_last_block(counters + place.tile, plan.splits)) {
+    return nullptr;
+  }
+  // Several threads per sum, each over every n-th split. 2 * width and kRowsThreads are powers of
+  // two, and width is at most kMaxTileChannels, so that n >= 4.
+  double* scratch = &warps[0][0][0];
+  const int n = kRowsThreads / (2 * width);
+  const int column = threadIdx.x % (2 * width);
+  const int group = threadIdx.x / (2 * width);
+  double sum = 0;
+  for (int split = group; split < plan.splits; split += n) {
+    sum += __ldcg(slots + split * 2 * width + column);
+  }
+  scratch[threadIdx.x] = sum;
+  __syncthreads();
+  if (group == 0) {
+    for (int i = 1; i < n; ++i) {
+      sum += scratch[i * 2 * width + column];
+    }
+    totals[column] = sum;
+  }
+  __syncthreads();
+  return totals;
+}
+
+template <typename T, int kVector>
+__global__ void __launch_bounds__(kRowsThreads)
+    rows_statistics_kernel(RowsPlan plan, const T* __restrict__ x, double* __restrict__ record,
+                           double* partial, unsigned* counters, int64_t* num_batches) {
+  using A = Acc<T>;
+  const RowsPlace place(plan, blockIdx.x);
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    record[2 * plan.channels] = static_cast<double>(plan.rows);
+    if (num_batches != nullptr) {
+      *num_batches += 1;
+    }
+  }
+  A origin[kVector];
+  A mean[kVector] = {};
+  A m2[kVector] = {};
+  A count = 0;
+  if (place.inside && plan.rows > 0) {
+    const Packed<T, kVector> first = load<T, kVector>(x + place.channel);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      origin[i] = widen(first.values[i]);
+    }
+    const int64_t end = plan.end(place.split);
+    int64_t row = plan.begin(place.split) + place.y;
+    for (; row + (kLoadsInFlight - 1) * plan.threads_y < end;
+         row += kLoadsInFlight * plan.threads_y) {
+      Packed<T, kVector> in[kLoadsInFlight];
+#pragma unroll
+      for (int r = 0; r < kLoadsInFlight; ++r) {
+        in[r] = load<T, kVector>(x + (row + r * plan.threads_y) * plan.channels + place.channel);
+      }
+      const A total = count + A(kLoadsInFlight);
+      const A share = A(kLoadsInFlight) / total;
+      const A weight = count * share;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        A sum = 0;
+#pragma unroll
+        for (int r = 0; r < kLoadsInFlight; ++r) {
+          sum += widen(in[r].values[i]) - origin[i];
+        }
+        const A center = sum * (A(1) / A(kLoadsInFlight));
+        A squares = 0;
+#pragma unroll
+        for (int r = 0; r < kLoadsInFlight; ++r) {
+          const A d = widen(in[r].values[i]) - origin[i] - center;
+          squares += d * d;
+        }
+        const A delta = center - mean[i];  // Chan's merge; the shares are common to all channels
+        mean[i] += delta * share;
+        m2[i] += squares + delta * delta * weight;
+      }
+      count = total;
+    }
+    for (; row < end; row += plan.threads_y) {
+      const Packed<T, kVector> in = load<T, kVector>(x + row * plan.channels + place.channel);
+      const A share = A(1) / (count + A(1));
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const A delta = widen(in.values[i]) - origin[i] - mean[i];
+        mean[i] += delta * share;
+        m2[i] += delta * delta * count * share;
+      }
+      count += A(1);
+    }
+  }
+  Sums mine[kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    mine[i] = to_moments(mean[i], m2[i], count);
+  }
+  const double* totals = merge_tile(plan, place, mine, partial, counters);
+  if (totals == nullptr) {
+    return;
+  }
+  const int width = plan.tile_channels();
+  for (int i = threadIdx.x; i < width; i += kRowsThreads) {
+    const int64_t channel = place.tile * width + i;
+    if (channel < plan.channels) {
+      const double start = plan.rows > 0 ? static_cast<double>(widen(x[channel])) : 0.0;
+      from_moments({totals[i], totals[width + i]}, start, static_cast<double>(plan.rows),
+                   record + channel, record + plan.channels + channel);
+    }
+  }
+}
+
+template <typename T, int kVector>
+__global__ void __launch_bounds__(kRowsThreads)
+    rows_normalize_kernel(RowsPlan plan, NormalizeArguments a) {
+  using A = Acc<T>;
+  // Back to front: the statistics launch has just read the end, which may still be in the cache.
+  const RowsPlace place(plan, gridDim.x - 1 - static_cast<int64_t>(blockIdx.x));
+  __shared__ NormalizeCoefficients<A> shared[kMaxTileChannels];
+  const int width = plan.tile_channels();
+  for (int i = threadIdx.x / 32; i < width; i += kRowsThreads / 32) {  // one warp per channel
+    const int64_t channel = place.tile * width + i;
+    if (channel >= plan.channels) {
+      continue;
+    }
+    double mean, invstd;
+    if (a.records != nullptr) {
+      const Welford<double> all = warp_merge_ranks(a.records, a.ranks, plan.channels, channel);
+      mean = all.mean;
+      invstd = inverse_deviation(all, a.eps);
+      if (place.split == 0 && threadIdx.x % 32 == 0) {
+        finish_channel(a, channel, all, invstd);
+      }
+    } else {
+      mean = a.running_mean.load(channel, 0);
+      invstd = 1.0 / sqrt(a.running_var.load(channel, 1) + a.eps);
+    }
+    if (threadIdx.x % 32 == 0) {
+      shared[i] = normalize_coefficients<A>(mean, invstd, a.weight.load(channel, 1),
+                                            a.bias.load(channel, 0));
+    }
+  }
+  __syncthreads();
+  if (!place.inside) {
+    return;
+  }
+  NormalizeCoefficients<A> k[kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    k[i] = shared[place.x * kVector + i];
+  }
+  const T* x = static_cast<const T*>(a.x);
+  const T* z = static_cast<const T*>(a.z);
+  T* y = static_cast<T*>(a.y);
+  const auto apply = [&](const Packed<T, kVector>& in, int64_t at) {
+    Packed<T, kVector> added, out;
+    if (z != nullptr) {
+      added = load<T, kVector>(z + at);
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      A value = fma(widen(in.values[i]) - k[i].high, k[i].scale, k[i].shift);
+      if (z != nullptr) {
+        value += widen(added.values[i]);
+      }
+      out.values[i] = static_cast<T>(a.relu ? relu(value) : value);
+    }
+    store<T, kVector>(y + at, out);
+  };
+  const int64_t end = plan.end(place.split);
+  const int64_t step = plan.threads_y * plan.channels;
+  int64_t row = plan.begin(place.split) + place.y;
+  for (; row + (kLoadsInFlight - 1) * plan.threads_y < end;
+       row += kLoadsInFlight * plan.threads_y) {
+    const int64_t at = row * plan.channels + place.channel;
+    Packed<T, kVector> in[kLoadsInFlight];
+#pragma unroll
+    for (int r = 0; r < kLoadsInFlight; ++r) {
+      in[r] = load<T, kVector>(x + at + r * step);
+    }
+#pragma unroll
+    for (int r = 0; r < kLoadsInFlight; ++r) {
+      apply(in[r], at + r * step);
+    }
+  }
+  for (; row < end; row += plan.threads_y) {
+    const int64_t at = row * plan.channels + place.channel;
+    apply(load<T, kVector>(x + at), at);
+  }
+}
+
+template <typename T, int kVector>
+__global__ void __launch_bounds__(kRowsThreads)
+    rows_reduce_kernel(RowsPlan plan, GradientArguments a, double* partial, unsigned* counters) {
+  using A = Acc<T>;
+  const RowsPlace place(plan, blockIdx.x);
+  __shared__ NormalizeCoefficients<A> shared[kMaxTileChannels];
+  for (int i = threadIdx.x; i < plan.tile_channels(); i += kRowsThreads) {
+    const int64_t channel = place.tile * plan.tile_channels() + i;
+    if (channel < plan.channels) {
+      shared[i] = forward_coefficients<A>(a, channel);
+    }
+  }
+  __syncthreads();
+  Sums mine[kVector] = {};
+  if (place.inside) {
+    NormalizeCoefficients<A> k[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      k[i] = shared[place.x * kVector + i];
+    }
+    const T* x = static_cast<const T*>(a.x);
+    const T* dy = static_cast<const T*>(a.dy);
+    const T* y = static_cast<const T*>(a.y);
+    A sum[kVector] = {};
+    A dot[kVector] = {};
+    const auto add = [&](const Packed<T, kVector>& g, const Packed<T, kVector>& v, int64_t at) {
+      Packed<T, kVector> out = v;
+      if (a.mask == ReluMask::kOutput) {
+        out = load<T, kVector>(y + at);
+      }
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const A centered = widen(v.values[i]) - k[i].high;
+        const A d = masked(a.mask, widen(g.values[i]), centered, widen(out.values[i]), k[i]);
+        sum[i] += d;
+        dot[i] = fma(d, centered, dot[i]);
+      }
+    };
+    const int64_t end = plan.end(place.split);
+    const int64_t step = plan.threads_y * plan.channels;
+    int64_t row = plan.begin(place.split) + place.y;
+    for (; row + (kLoadsInFlight - 1) * plan.threads_y < end;
+         row += kLoadsInFlight * plan.threads_y) {
+      const int64_t at = row * plan.channels + place.channel;
+      Packed<T, kVector> g[kLoadsInFlight], v[kLoadsInFlight];
+#pragma unroll
+      for (int r = 0; r < kLoadsInFlight; ++r) {
+        g[r] = load<T, kVector>(dy + at + r * step);
+        v[r] = load<T, kVector>(x + at + r * step);
+      }
+#pragma unroll
+      for (int r = 0; r < kLoadsInFlight; ++r) {
+        add(g[r], v[r], at + r * step);
+      }
+    }
+    for (; row < end; row += plan.threads_y) {
+      const int64_t at = row * plan.channels + place.channel;
+      add(load<T, kVector>(dy + at), load<T, kVector>(x + at), at);
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      mine[i] = {static_cast<double>(sum[i]), static_cast<double>(dot[i])};
+    }
+  }
+  const double* totals = merge_tile(plan, place, mine, partial, counters);
+  if (totals == nullptr) {
+    return;
+  }
+  const int width = plan.tile_channels();
+  for (int i = threadIdx.x; i < width; i += kRowsThreads) {
+    const int64_t channel = place.tile * width + i;
+    if (channel < plan.channels) {
+      finish_reduction(a, channel, plan.channels, {totals[i], totals[width + i]},
+                       static_cast<double>(static_cast<A>(a.mean[channel])));
+    }
+  }
+}
+
+template <typename T, int kVector>
+__global__ void __launch_bounds__(kRowsThreads)
+    rows_gradient_kernel(RowsPlan plan, GradientArguments a) {
+  using A = Acc<T>;
+  const RowsPlace place(plan, gridDim.x - 1 - static_cast<int64_t>(blockIdx.x));
+  __shared__ NormalizeCoefficients<A> forward[kMaxTileChannels];
+  __shared__ GradientCoefficients<A> backward[kMaxTileChannels];
+  const int width = plan.tile_channels();
+  for (int i = threadIdx.x; i < width; i += kRowsThreads) {
+    const int64_t channel = place.tile * width + i;
+    if (channel < plan.channels) {
+      forward[i] = forward_coefficients<A>(a, channel);
+      backward[i] = backward_coefficients<A>(a, channel, plan.channels);
+    }
+  }
+  __syncthreads();
+  if (!place.inside) {
+    return;
+  }
+  NormalizeCoefficients<A> k[kVector];
+  GradientCoefficients<A> b[kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    k[i] = forward[place.x * kVector + i];
+    b[i] = backward[place.x * kVector + i];
+  }
+  const T* x = static_cast<const T*>(a.x);
+  const T* dy = static_cast<const T*>(a.dy);
+  const T* y = static_cast<const T*>(a.y);
+  T* dx = static_cast<T*>(a.dx);
+  T* dz = static_cast<T*>(a.dz);
+  const auto apply = [&](const Packed<T, kVector>& g, const Packed<T, kVector>& v, int64_t at) {
+    Packed<T, kVector> out = v, to_x, to_z;
+    if (a.mask == ReluMask::kOutput) {
+      out = load<T, kVector>(y + at);
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const A centered = widen(v.values[i]) - b[i].high;
+      const A d = masked(a.mask, widen(g.values[i]), centered, widen(out.values[i]), k[i]);
+      to_x.values[i] =
+          static_cast<T>(fma(d, b[i].dy_scale, fma(centered, b[i].x_scale, b[i].shift)));
+      to_z.values[i] = static_cast<T>(d);
+    }
+    if (dx != nullptr) {
+      store<T, kVector>(dx + at, to_x);
+    }
+    if (dz != nullptr) {
+      store<T, kVector>(dz + at, to_z);
+    }
+  };
+  const int64_t end = plan.end(place.split);
+  const int64_t step = plan.threads_y * plan.channels;
+  int64_t row = plan.begin(place.split) + place.y;
+  for (; row + (kLoadsInFlight - 1) * plan.threads_y < end;
+       row += kLoadsInFlight * plan.threads_y) {
+    const int64_t at = row * plan.channels + place.channel;
+    Packed<T, kVector> g[kLoadsInFlight], v[kLoadsInFlight];
+#pragma unroll
+    for (int r = 0; r < kLoadsInFlight; ++r) {
+      g[r] = load<T, kVector>(dy + at + r * step);
+      v[r] = load<T, kVector>(x + at + r * step);
+    }
+#pragma unroll
+    for (int r = 0; r < kLoadsInFlight; ++r) {
+      apply(g[r], v[r], at + r * step);
+    }
+  }
+  for (; row < end; row += plan.threads_y) {
+    const int64_t at = row * plan.channels + place.channel;
+    apply(load<T, kVector>(dy + at), load<T, kVector>(x + at), at);
+  }
+}
+
+}  // namespace apex::kernels

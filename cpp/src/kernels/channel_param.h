@@ -1,0 +1,59 @@
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+
+#include "host_device.h"
+
+/// A per-channel array of any floating type: weight, bias, running statistics and their gradients.
+/// Read and written once per channel, so the type is a run-time value, not a template argument.
+
+namespace apex::kernels {
+
+enum class ParamType : int { kNone, kFloat32, kFloat64, kFloat16, kBFloat16 };
+
+struct ChannelParam {
+  void* data = nullptr;
+  ParamType type = ParamType::kNone;
+
+  APEX_HOST_DEVICE bool present() const { return type != ParamType::kNone; }
+
+  APEX_HOST_DEVICE double load(int64_t channel, double absent) const {
+    switch (type) {
+      case ParamType::kFloat32:
+        return static_cast<const float*>(data)[channel];
+      case ParamType::kFloat64:
+        return static_cast<const double*>(data)[channel];
+      case ParamType::kFloat16:
+        return static_cast<double>(static_cast<float>(static_cast<const c10::Half*>(data)[channel]));
+      case ParamType::kBFloat16:
+        return static_cast<double>(
+            static_cast<float>(static_cast<const c10::BFloat16*>(data)[channel]));
+      default:
+        return absent;
+    }
+  }
+
+  APEX_HOST_DEVICE void store(int64_t channel, double value) const {
+    switch (type) {
+      case ParamType::kFloat32:
+        static_cast<float*>(data)[channel] = static_cast<float>(value);
+        break;
+      case ParamType::kFloat64:
+        static_cast<double*>(data)[channel] = value;
+        break;
+      case ParamType::kFloat16:
+        static_cast<c10::Half*>(data)[channel] = c10::Half(static_cast<float>(value));
+        break;
+      case ParamType::kBFloat16:
+        static_cast<c10::BFloat16*>(data)[channel] = c10::BFloat16(static_cast<float>(value));
+        break;
+      default:
+        break;
+    }
+  }
+};
+
+}  // namespace apex::kernels

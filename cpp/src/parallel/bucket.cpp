@@ -1,0 +1,429 @@
+#include <apex/parallel/bucket.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include <ATen/Dispatch.h>
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <apex/error.h>
+
+#include "parallel/multi_tensor.h"
+
+namespace apex::parallel {
+
+namespace {
+
+/// Slots start at multiples of this, so that vector loads and stores are aligned.
+constexpr int64_t kSlotAlignmentBytes = 16;
+
+/// Gradients and buffers are handled below autograd: no versions, no view tracking, no graph.
+using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
+
+at::ScalarType wire_type(at::ScalarType dtype, bool always_fp32) {
+  if (at::isComplexType(dtype)) return c10::toRealValueType(dtype);
+  if (always_fp32 && (dtype == at::kHalf || dtype == at::kBFloat16)) return at::kFloat;
+  return dtype;
+}
+
+/// `buffer`, from `offset` on, seen as `like`: its shape, and its strides if they leave no gaps.
+at::Tensor view_like(const at::Tensor& buffer, int64_t offset, const at::Tensor& like,
+                     at::ScalarType dtype) {
+  at::Tensor flat = buffer.narrow(0, offset, like.numel() * (at::isComplexType(dtype) ? 2 : 1));
+  if (at::isComplexType(dtype)) flat = at::view_as_complex(flat.view({-1, 2}));
+  if (like.is_non_overlapping_and_dense()) {
+    return flat.as_strided(like.sizes(), like.strides(), flat.storage_offset());
+  }
+  return flat.view(like.sizes());
+}
+
+/// The gradient without its history, if it has one (backward with create_graph=True), and strided.
+at::Tensor dense(const at::Tensor& grad) {
+  at::Tensor plain = grad.requires_grad() ? grad.detach() : grad;
+  return plain.layout() == at::kStrided ? plain : plain.to_dense();
+}
+
+/// True if the gradient is the slot's view of the buffer, or lies where it lies.
+bool lies_in(const at::Tensor& grad, const Bucket::Slot& slot) {
+  return slot.numel > 0 && grad.layout() == at::kStrided &&
+         grad.const_data_ptr() == slot.view.const_data_ptr();
+}
+
+}  // namespace
+
+Bucket::Bucket(Kind kind, const std::vector<int64_t>& parameters,
+               const std::vector<at::Tensor>& variables, std::vector<int64_t> reported,
+               at::Device device, const BucketOptions& options)
+    : kind_(kind), device_(device), options_(options), reported_(std::move(reported)) {
+  if (!variables.empty()) {
+    wire_dtype_ = wire_type(variables.front().scalar_type(), options_.allreduce_always_fp32);
+  }
+  const int64_t alignment =
+      std::max<int64_t>(1, kSlotAlignmentBytes / static_cast<int64_t>(c10::elementSize(wire_dtype_)));
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    Slot slot;
+    slot.parameter = parameters[i];
+    slot.variable = variables[i];
+    slot.numel = variables[i].numel();
+    slot.offset = data_numel_;
+    const int64_t wire_numel = slot.numel * (variables[i].is_complex() ? 2 : 1);
+    data_numel_ += kind_ == Kind::kFlat
+                       ? (wire_numel + alignment - 1) / alignment * alignment
+                       : wire_numel;
+    slots_.push_back(std::move(slot));
+  }
+}
+
+void Bucket::allocate() {
+  if (buffer_.defined()) return;
+  const BelowAutograd guard;
+  const auto wire = at::TensorOptions().dtype(wire_dtype_).device(device_);
+  const int64_t numbers = static_cast<int64_t>(reported_.size()) + options_.signals + options_.stamped;
+  // Padding is zero from here on and stays so: it is only ever summed with zeros.
+  const int64_t numel = data_numel_ + numbers;
+  buffer_ = options_.allocate ? options_.allocate(numel, wire) : at::zeros({numel}, wire);
+  home_ = buffer_;
+  if (kind_ != Kind::kFlat) return;
+  const at::ScalarType dtype = slots_.front().variable.scalar_type();
+  if (options_.gradient_as_bucket_view && c10::toRealValueType(dtype) != wire_dtype_) {
+    home_ = at::zeros({data_numel_}, wire.dtype(dtype));
+  }
+  for (Slot& slot : slots_) {
+    const bool same = c10::toRealValueType(dtype) == home_.scalar_type();
+    slot.view = view_like(home_, slot.offset, slot.variable, same ? dtype : home_.scalar_type());
+  }
+}
+
+// Note [Gradients that move into their bucket]
+//
+// With gradient_as_bucket_view a gradient that was copied is not needed any more. It is let go of at once,
+// and not when the bucket is full: the memory then serves the next gradients of the same backward, while
+// it is in the cache, where otherwise a bucket's worth of it would be mapped and faulted in anew in every
+// step. Until unpack() sets it to the view, .grad is undefined rather than the view: a further gradient of
+// this backward must not be added to what was scaled already. It arrives alone instead, and is scaled
+// before it is added.
+
+void Bucket::copy_early(size_t index, double scale) {
+  if (kind_ != Kind::kFlat || !device_.is_cpu()) return;
+  const BelowAutograd guard;
+  allocate();
+  Slot& slot = slots_[index];
+  at::Tensor& grad = slot.variable.mutable_grad();
+  if (!grad.defined() || home_.data_ptr() != buffer_.data_ptr() || lies_in(grad, slot)) return;
+  if (slot.moved) {
+    slot.view.add_(dense(grad), slot.early_scale);
+    grad = at::Tensor();
+    return;
+  }
+  slot.early = at::Tensor();
+  if (grad.layout() != at::kStrided || grad.requires_grad()) return;
+  if (!copy_in_one_pass(slot.view, grad, scale)) return;
+  slot.early_scale = scale;
+  if (options_.gradient_as_bucket_view) {
+    slot.moved = true;
+    grad = at::Tensor();
+  } else {
+    slot.early = grad;
+    slot.early_version = grad._version();
+  }
+}
+
+/// Whether the buffer holds the gradient of this slot, times `scale`, already.
+bool Bucket::is_copied(const Slot& slot, double scale) const {
+  const at::Tensor& grad = slot.variable.grad();
+  if (slot.moved) return !grad.defined();
+  return slot.early.defined() && slot.early.is_same(grad) &&
+         slot.early._version() == slot.early_version && slot.early_scale == scale;
+}
+
+void Bucket::pack(const std::vector<uint8_t>& used, double scale, const BucketNumbers& numbers) {
+  const BelowAutograd guard;
+  copied_ = copied_early_ = 0;
+  packed_ = true;
+  has_unused_ = false;
+  for (Slot& slot : slots_) {
+    slot.used = used[slot.parameter] != 0;
+    has_unused_ |= !slot.used;
+    slot.stash = at::Tensor();
+  }
+  switch (kind_) {
+    case Kind::kFlat:
+    case Kind::kUsage:
+      pack_flat(used, scale, numbers);
+      break;
+    case Kind::kInPlace:
+      pack_in_place(scale);
+      break;
+    case Kind::kSparse:
+      pack_sparse(scale);
+      break;
+  }
+}
+
+void Bucket::pack_flat(const std::vector<uint8_t>& used, double scale, const BucketNumbers& numbers) {
+  allocate();
+  const bool separate_home = home_.data_ptr() != buffer_.data_ptr();
+  // Where gradients are copied in, scaling costs nothing on top.
+  const double while_copying = device_.is_cpu() && !separate_home ? scale : 1.0;
+  std::vector<at::Tensor> targets;
+  std::vector<at::Tensor> sources;
+  targets.reserve(slots_.size());
+  sources.reserve(slots_.size());
+  for (Slot& slot : slots_) {
+    const at::Tensor& grad = slot.variable.grad();
+    const bool copied = is_copied(slot, while_copying);
+    slot.early = at::Tensor();
+    slot.moved &= copied;  // else somebody has set another gradient since
+    if (copied) {
+      ++copied_early_;
+    } else if (!grad.defined()) {
+      slot.view.zero_();
+    } else if (lies_in(grad, slot)) {
+      // Already in the buffer. An unused one may have to be put back as it was.
+      if (!slot.used) slot.stash = slot.view.clone();
+      if (while_copying != 1.0) slot.view.mul_(while_copying);
+    } else {
+      targets.push_back(slot.view);
+      sources.push_back(dense(grad));
+    }
+  }
+  copied_ = copied_early_ + static_cast<int64_t>(targets.size());
+  multi_tensor_copy(std::move(targets), std::move(sources), while_copying);
+  if (separate_home) buffer_.narrow(0, 0, data_numel_).copy_(home_);
+  if (!reported_.empty()) {
+    at::Tensor usage = buffer_.narrow(0, data_numel_, static_cast<int64_t>(reported_.size()));
+    usage.fill_(1.0);
+    for (size_t i = 0; i < reported_.size(); ++i) {
+      if (!used[reported_[i]]) usage.select(0, static_cast<int64_t>(i)).zero_();
+    }
+  }
+  if (options_.signals) buffer_.narrow(0, signal_place(), 1).fill_(numbers.signal ? 1.0 : 0.0);
+  stamp_ = numbers.stamp;
+  if (options_.stamped) buffer_.narrow(0, buffer_.numel() - 1, 1).fill_(stamp_);
+  message_ = buffer_;
+  number_scale_ = scale != while_copying ? scale : 1.0;
+  if (number_scale_ != 1.0) message_.mul_(number_scale_);
+}
+
+void Bucket::pack_in_place(double scale) {
+  Slot& slot = slots_.front();
+  at::Tensor grad = slot.variable.grad();
+  if (grad.defined()) grad = dense(grad);
+  // An unused gradient must be left as it is until it is known whether another rank used it.
+  in_place_ = slot.used && grad.defined() && !grad.is_conj() && !grad.is_neg() &&
+              same_dense_layout(grad, slot.variable) &&
+              c10::toRealValueType(grad.scalar_type()) == wire_dtype_;
+  if (in_place_) {
+    slot.view = grad;
+  } else {
+    slot.view = at::empty_strided(slot.variable.sizes(), slot.variable.strides(),
+                                  slot.variable.options().dtype(slot.variable.is_complex()
+                                                                    ? slot.variable.scalar_type()
+                                                                    : wire_dtype_));
+    if (grad.defined()) {
+      slot.view.copy_(grad);
+      copied_ = 1;
+    } else {
+      slot.view.zero_();
+    }
+  }
+  message_ = flat_alias(slot.view);
+  if (scale != 1.0) message_.mul_(scale);
+}
+
+void Bucket::pack_sparse(double scale) {
+  Slot& slot = slots_.front();
+  at::Tensor grad = slot.variable.grad();
+  if (!grad.defined()) {
+    grad = at::_sparse_coo_tensor_with_dims(
+        options_.sparse_dim, slot.variable.dim() - options_.sparse_dim, slot.variable.sizes(),
+        slot.variable.options().layout(at::kSparse));
+  } else if (grad.layout() != at::kSparse || grad.sparse_dim() != options_.sparse_dim) {
+    // Ranks exchange entries of one form, the one that was learnt.
+    grad = dense(grad).to_sparse(options_.sparse_dim);
+  }
+  message_ = grad.coalesce();
+  // Values may alias the gradient's own: scale a copy.
+  if (scale != 1.0 || message_.is_same(grad)) message_ = message_.mul(scale);
+}
+
+at::Tensor Bucket::gradients_buffer() const {
+  if (kind_ != Kind::kFlat) return message_;
+  return home_.defined() ? home_.narrow(0, 0, data_numel_) : at::Tensor();
+}
+
+at::Tensor Bucket::data() const {
+  return kind_ == Kind::kInPlace ? message_ : buffer_.narrow(0, 0, data_numel_);
+}
+
+std::vector<at::Tensor> Bucket::data_views() const {
+  const BelowAutograd guard;
+  std::vector<at::Tensor> views;
+  for (const Slot& slot : slots_) {
+    if (kind_ == Kind::kFlat && home_.data_ptr() != buffer_.data_ptr()) {
+      views.push_back(view_like(buffer_, slot.offset, slot.variable, wire_dtype_));
+    } else {
+      views.push_back(slot.view);
+    }
+  }
+  return views;
+}
+
+void Bucket::assign(const at::Tensor& result) {
+  const BelowAutograd guard;
+  at::Tensor target = data();
+  if (result.numel() != target.numel()) {
+    throw InvalidArgument("a communication hook returned " + std::to_string(result.numel()) +
+                          " elements for a bucket of " + std::to_string(target.numel()) +
+                          "; its future must yield a tensor like bucket.buffer()");
+  }
+  if (result.const_data_ptr() != target.const_data_ptr()) target.copy_(result.view({-1}));
+}
+
+void Bucket::assign_sparse(at::Tensor result) { message_ = std::move(result); }
+
+void Bucket::unpack(double scale) {
+  const BelowAutograd guard;
+  packed_ = false;
+  if (kind_ == Kind::kUsage) return;
+  if (scale != 1.0) message_.mul_(scale);
+  number_scale_ *= scale;
+  if (kind_ == Kind::kSparse) {
+    Slot& slot = slots_.front();
+    if (slot.used) slot.variable.mutable_grad() = message_;
+    return;
+  }
+  if (kind_ == Kind::kFlat && home_.data_ptr() != buffer_.data_ptr()) {
+    home_.copy_(buffer_.narrow(0, 0, data_numel_));
+  }
+  std::vector<at::Tensor> targets;
+  std::vector<at::Tensor> sources;
+  for (Slot& slot : slots_) {
+    if (!slot.used) continue;
+    at::Tensor& grad = slot.variable.mutable_grad();
+    if (std::exchange(slot.moved, false) && !grad.defined()) {
+      grad = slot.view;
+      continue;
+    }
+    if (!grad.defined() || lies_in(grad, slot)) continue;  // undefined: the caller took it away
+    const bool view_fits = slot.view.scalar_type() == slot.variable.scalar_type();
+    if (options_.gradient_as_bucket_view && view_fits) {
+      grad = slot.view;
+      continue;
+    }
+    if (grad.requires_grad() || grad.layout() != at::kStrided) {
+      // A gradient with a history keeps it for whoever holds it; the reduced one is a new tensor.
+      grad = at::empty_like(slot.view, slot.variable.options(), at::MemoryFormat::Preserve);
+    }
+    targets.push_back(grad);
+    sources.push_back(slot.view);
+  }
+  multi_tensor_copy(std::move(targets), std::move(sources));
+}
+
+void Bucket::settle(const std::vector<uint8_t>& used_by_any) {
+  if (!has_unused_) return;
+  const BelowAutograd guard;
+  for (Slot& slot : slots_) {
+    if (slot.used) continue;
+    if (!used_by_any[slot.parameter]) {
+      if (slot.stash.defined()) slot.view.copy_(slot.stash);
+      slot.stash = at::Tensor();
+      continue;
+    }
+    at::Tensor& grad = slot.variable.mutable_grad();
+    if (kind_ == Kind::kSparse) {
+      grad = message_;
+    } else if (grad.defined() && lies_in(grad, slot)) {
+      // A view of the buffer: the reduced values are there.
+    } else if (grad.defined() && !grad.requires_grad() && grad.layout() == at::kStrided) {
+      grad.copy_(slot.view);
+    } else if (slot.view.scalar_type() == slot.variable.scalar_type() &&
+               (kind_ == Kind::kInPlace || options_.gradient_as_bucket_view)) {
+      grad = slot.view;
+    } else {
+      grad = at::empty_like(slot.view, slot.variable.options(), at::MemoryFormat::Preserve);
+      grad.copy_(slot.view);
+    }
+    slot.stash = at::Tensor();
+  }
+}
+
+void Bucket::reported_usage(std::vector<uint8_t>& used_by_any) const {
+  if (reported_.empty()) return;
+  const BelowAutograd guard;
+  const at::Tensor numbers =
+      message_.narrow(0, data_numel_, static_cast<int64_t>(reported_.size()))
+          .to(at::TensorOptions().dtype(at::kFloat).device(at::kCPU))
+          .contiguous();
+  const float* values = numbers.const_data_ptr<float>();
+  for (size_t i = 0; i < reported_.size(); ++i) {
+    if (values[i] > 0) used_by_any[reported_[i]] = 1;
+  }
+}
+
+bool Bucket::stamps_agree(int summed) const {
+  if (!options_.stamped || !message_.defined()) return true;
+  const BelowAutograd guard;
+  const double sum = message_.narrow(0, message_.numel() - 1, 1).item<double>();
+  const double expected = number_scale_ * summed * stamp_;
+  double epsilon = 0;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, message_.scalar_type(), "epsilon", [&] {
+    epsilon = static_cast<double>(std::numeric_limits<scalar_t>::epsilon());
+  });
+  // A sum of small integers is off by at most as many roundings of it as there are addends.
+  const double rounding = summed * epsilon * std::max(std::abs(sum), expected);
+  const double one_apart = number_scale_ * (summed > 1 ? 1.0 : 0.0);
+  return std::abs(sum - expected) <= 0.5 * one_apart + rounding;
+}
+
+bool Bucket::signalled() const {
+  const BelowAutograd guard;
+  return message_.narrow(0, signal_place(), 1).item<double>() > 0;
+}
+
+at::Tensor Bucket::largest_values() const {
+  const BelowAutograd guard;
+  std::vector<at::Tensor> values;
+  std::vector<size_t> places;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    at::Tensor grad = slots_[i].moved ? slots_[i].view : slots_[i].variable.grad();
+    if (!slots_[i].used || !grad.defined()) continue;
+    if (grad.layout() == at::kSparse) grad = grad.coalesce().values();
+    if (grad.requires_grad()) grad = grad.detach();
+    if (grad.numel() == 0) continue;
+    values.push_back(grad);
+    places.push_back(i);
+  }
+  at::Tensor result =
+      at::zeros({static_cast<int64_t>(slots_.size())}, at::TensorOptions(device_).dtype(at::kDouble));
+  if (values.empty()) return result;
+  std::vector<at::Tensor> norms = at::_foreach_norm(values, std::numeric_limits<double>::infinity());
+  for (at::Tensor& norm : norms) norm = norm.to(at::kDouble);
+  const at::Tensor found = at::stack(norms);
+  if (places.size() == slots_.size()) return found;
+  std::vector<int64_t> indices(places.begin(), places.end());
+  return result.index_copy_(0, at::tensor(indices, at::kLong).to(device_), found);
+}
+
+void Bucket::abandon() {
+  const BelowAutograd guard;
+  const bool packed = std::exchange(packed_, false);
+  message_ = at::Tensor();
+  for (Slot& slot : slots_) {
+    at::Tensor& grad = slot.variable.mutable_grad();
+    // What was moved is this rank's own gradient until it is packed.
+    if (slot.moved && !packed && !grad.defined()) grad = slot.view.div(slot.early_scale);
+    slot.moved = false;
+    slot.stash = slot.early = at::Tensor();
+  }
+  // In-flight collectives keep their reference to the old buffer and write to nobody's memory.
+  buffer_ = home_ = at::Tensor();
+  for (Slot& slot : slots_) slot.view = at::Tensor();
+}
+
+}  // namespace apex::parallel

@@ -1,0 +1,180 @@
+#include <sstream>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <apex/error.h>
+#include <apex/parallel/comm_hook.h>
+
+#include "parallel/collective.h"
+
+namespace apex::parallel {
+
+namespace {
+
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+void check_wire(const GroupPtr& group, at::ScalarType wire) {
+  if (!group) throw InvalidArgument("a communication hook needs a process group");
+  if (wire == at::kHalf || wire == at::kBFloat16) return;
+  std::ostringstream out;
+  out << "gradients can travel as float16 or bfloat16, not as " << wire;
+  throw InvalidArgument(out.str());
+}
+
+FuturePtr completed(const at::Tensor& value) {
+  std::vector<c10::Device> devices;
+  if (!value.is_cpu()) devices.push_back(value.device());
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), devices);
+  future->markCompleted(c10::IValue(value));
+  return future;
+}
+
+/// c10d moves bytes; not every backend knows every dtype.
+at::Tensor bytes(const at::Tensor& tensor) { return tensor.view(at::kByte); }
+
+class CompressHook final : public CommHook {
+ public:
+  CompressHook(GroupPtr group, at::ScalarType wire) : group_(std::move(group)), wire_(wire) {}
+
+  bool may_chain() const override { return false; }
+
+  FuturePtr run(GradientBucket& bucket) override {
+    const bool narrows = static_cast<size_t>(bucket.buffer.element_size()) > c10::elementSize(wire_);
+    std::vector<at::Tensor> message{narrows ? bucket.buffer.to(wire_) : bucket.buffer};
+    message.front().div_(group_->getSize());
+    return call_collective("compressed all-reduce", *group_, [&] {
+             return group_->allreduce(message);
+           })->getFuture();
+  }
+
+ private:
+  const GroupPtr group_;
+  const at::ScalarType wire_;
+};
+
+class Fp32AccumulateHook final : public CommHook {
+ public:
+  Fp32AccumulateHook(GroupPtr group, at::ScalarType wire)
+      : group_(std::move(group)), world_(group_->getSize()), wire_(wire) {}
+
+  bool may_chain() const override { return false; }
+
+  // On the CPU the second collective is issued at the end of backward: from a callback it would come in
+  // another order on every rank. On a device both are enqueued at once, on a stream of their own.
+  bool has_finish(const GradientBucket& bucket) const override {
+    return world_ > 1 && bucket.buffer.is_cpu();
+  }
+
+  FuturePtr run(GradientBucket& bucket) override {
+    if (world_ == 1) return completed(bucket.buffer.to(wire_));  // rounded as anywhere else
+    if (!bucket.buffer.is_cpu()) return run_on_device(bucket);
+    Exchange exchange = scatter(bucket.buffer);
+    FuturePtr future = exchange.work->getFuture();
+    exchanges_[bucket.index] = std::move(exchange);
+    // Its own value may be anything of the backend's; finish() takes what was received.
+    const at::Tensor buffer = bucket.buffer;
+    return future->then(
+        [buffer](c10::ivalue::Future& done) {
+          if (done.hasError()) std::rethrow_exception(done.exception_ptr());
+          return c10::IValue(buffer);
+        },
+        c10::TensorType::get());
+  }
+
+  FuturePtr finish(GradientBucket& bucket, const at::Tensor&) override {
+    const auto found = exchanges_.find(bucket.index);
+    if (found == exchanges_.end()) throw Error("finish() of a bucket that was not sent");
+    const at::Tensor share = sum(found->second);
+    exchanges_.erase(found);
+    at::Tensor gathered = at::empty({world_ * share.numel()}, share.options());
+    const auto work = gather(gathered, share);
+    const int64_t numel = bucket.buffer.numel();
+    return work->getFuture()->then(
+        [gathered, numel](c10::ivalue::Future& done) {
+          if (done.hasError()) std::rethrow_exception(done.exception_ptr());
+          return c10::IValue(gathered.narrow(0, 0, numel));
+        },
+        c10::TensorType::get());
+  }
+
+ private:
+  struct Exchange {
+    at::Tensor sent;      ///< [world, share] in wire
+    at::Tensor received;  ///< [world, share] in wire: this rank's share, by rank
+    c10::intrusive_ptr<c10d::Work> work;
+  };
+
+  Exchange scatter(const at::Tensor& buffer) {
+    const int64_t share = (buffer.numel() + world_ - 1) / world_;
+    Exchange exchange;
+    exchange.sent = at::empty({world_ * share}, buffer.options().dtype(wire_));
+    exchange.sent.narrow(0, 0, buffer.numel()).copy_(buffer);
+    exchange.sent.narrow(0, buffer.numel(), world_ * share - buffer.numel()).zero_();
+    exchange.received = at::empty_like(exchange.sent);
+    at::Tensor input = bytes(exchange.sent);
+    at::Tensor output = bytes(exchange.received);
+    std::vector<int64_t> even;
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // its new name is not in torch 2.11
+    exchange.work = call_collective("all-to-all of narrow gradients", *group_, [&] {
+      return group_->alltoall_base(output, input, even, even);
+    });
+#pragma GCC diagnostic pop
+    return exchange;
+  }
+
+  /// This rank's share of the average, [share] in wire.
+  at::Tensor sum(const Exchange& exchange) const {
+    at::Tensor total = at::sum(exchange.received.view({world_, -1}), {0}, false, at::kFloat);
+    return total.div_(world_).to(wire_);
+  }
+
+  c10::intrusive_ptr<c10d::Work> gather(const at::Tensor& gathered, const at::Tensor& share) {
+    return all_gather_flat("all-gather of narrow averages", *group_, bytes(gathered), bytes(share));
+  }
+
+  FuturePtr run_on_device(GradientBucket& bucket) {
+    const c10::Device device = bucket.buffer.device();
+    const c10::impl::VirtualGuardImpl guard_of(device.type());
+    if (!stream_) stream_ = guard_of.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+    c10::Event packed(device.type());
+    packed.record(guard_of.getStream(device));
+    packed.block(*stream_);
+    const c10::StreamGuard guard(*stream_);
+    bucket.buffer.record_stream(*stream_);
+    const Exchange exchange = scatter(bucket.buffer);
+    wait_collective(exchange.work, "all-to-all of narrow gradients", *group_);
+    const at::Tensor share = sum(exchange);
+    at::Tensor gathered = at::empty({world_ * share.numel()}, share.options());
+    wait_collective(gather(gathered, share), "all-gather of narrow averages", *group_);
+    return completed(gathered.narrow(0, 0, bucket.buffer.numel()));
+  }
+
+  const GroupPtr group_;
+  const int64_t world_;
+  const at::ScalarType wire_;
+  std::unordered_map<int64_t, Exchange> exchanges_;  ///< by bucket, between run() and finish()
+  std::optional<c10::Stream> stream_;
+};
+
+}  // namespace
+
+std::shared_ptr<CommHook> make_compress_hook(GroupPtr group, at::ScalarType wire) {
+  check_wire(group, wire);
+  return std::make_shared<CompressHook>(std::move(group), wire);
+}
+
+std::shared_ptr<CommHook> make_fp32_accumulate_hook(GroupPtr group, at::ScalarType wire) {
+  check_wire(group, wire);
+  return std::make_shared<Fp32AccumulateHook>(std::move(group), wire);
+}
+
+}  // namespace apex::parallel

@@ -1,0 +1,237 @@
+#include <apex/parallel/larc.h>
+
+#include <cmath>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <tuple>
+
+#include <ATen/ATen.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <apex/error.h>
+
+namespace apex::parallel {
+
+namespace {
+
+using torch::optim::Optimizer;
+using torch::optim::OptimizerOptions;
+using torch::optim::OptimizerParamGroup;
+using Tensors = std::vector<at::Tensor>;
+
+template <typename Options>
+double* weight_decay_in(OptimizerOptions& options) {
+  auto* known = dynamic_cast<Options*>(&options);
+  return known ? &known->weight_decay() : nullptr;
+}
+
+/// Where the options of a group keep their weight decay; null where they have none.
+double* weight_decay_of(OptimizerParamGroup& group) {
+  if (!group.has_options()) return nullptr;
+  OptimizerOptions& options = group.options();
+  for (const auto find :
+       {&weight_decay_in<torch::optim::SGDOptions>, &weight_decay_in<torch::optim::AdamOptions>,
+        &weight_decay_in<torch::optim::AdamWOptions>, &weight_decay_in<torch::optim::AdagradOptions>,
+        &weight_decay_in<torch::optim::RMSpropOptions>}) {
+    if (double* decay = find(options)) return decay;
+  }
+  return nullptr;
+}
+
+/// Weight decay of every group, which is zero while this lives.
+class WeightDecays {
+ public:
+  explicit WeightDecays(std::vector<OptimizerParamGroup>& groups) {
+    for (OptimizerParamGroup& group : groups) {
+      double* place = weight_decay_of(group);
+      places_.push_back(place);
+      values_.push_back(place ? *place : 0);
+      if (place) *place = 0;
+    }
+  }
+  ~WeightDecays() {
+    for (size_t i = 0; i < places_.size(); ++i) {
+      if (places_[i]) *places_[i] = values_[i];
+    }
+  }
+  WeightDecays(const WeightDecays&) = delete;
+  WeightDecays& operator=(const WeightDecays&) = delete;
+
+  const std::vector<double>& values() const { return values_; }
+
+ private:
+  std::vector<double*> places_;  // in options, which stay where they are when groups move
+  std::vector<double> values_;
+};
+
+/// Parameters of one group, device and type, with their gradients.
+struct Alike {
+  Tensors params;
+  Tensors grads;
+};
+
+using Kind = std::tuple<c10::DeviceType, c10::DeviceIndex, at::ScalarType, at::ScalarType>;
+
+void check_gradient(const at::Tensor& grad, size_t group, size_t index) {
+  if (grad.layout() == at::kStrided && at::isFloatingType(grad.scalar_type())) return;
+  throw InvalidArgument("LARC needs dense real gradients; parameter " + std::to_string(index) +
+                        " of group " + std::to_string(group) + " has a " +
+                        c10::toString(grad.scalar_type()) + " one" +
+                        (grad.layout() == at::kStrided ? "" : " that is sparse") +
+                        ". Leave such parameters to another optimizer.");
+}
+
+std::map<Kind, Alike> sort_by_kind(const OptimizerParamGroup& group) {
+  std::map<Kind, Alike> kinds;
+  for (const at::Tensor& param : group.params()) {
+    const at::Tensor& grad = param.grad();
+    if (!grad.defined()) continue;
+    Alike& alike = kinds[{param.device().type(), param.device().index(), param.scalar_type(),
+                          grad.scalar_type()}];
+    alike.params.push_back(param);
+    alike.grads.push_back(grad);
+  }
+  return kinds;
+}
+
+/// Multiplies the gradients by their factors, after their share of weight decay was added. Each
+/// factor stays a tensor of its device: the host never sees it.
+void adapt_alike(const Alike& alike, double lr, double decay, const LARCOptions& options) {
+  const at::ScalarType dtype =
+      c10::promoteTypes(alike.params[0].scalar_type(), at::ScalarType::Float);
+  const at::Tensor param_norms = at::stack(at::_foreach_norm(alike.params, 2, dtype));
+  const at::Tensor grad_norms = at::stack(at::_foreach_norm(alike.grads, 2, dtype));
+  at::Tensor factors = param_norms * options.trust_coefficient;
+  factors = factors / (grad_norms + param_norms * decay + options.eps);
+  if (options.clip) factors = (factors / lr).clamp_max(1);
+  const at::Tensor usable = (param_norms != 0).logical_and(grad_norms != 0);
+  factors = at::where(usable, factors, 1);
+  at::_foreach_mul_(alike.grads, factors.to(alike.grads[0].scalar_type()).unbind());
+  if (decay != 0) {
+    const at::Tensor shares =
+        at::where(usable, factors * decay, 0).to(alike.params[0].scalar_type());
+    at::_foreach_addcmul_(alike.grads, alike.params, shares.unbind());
+  }
+}
+
+std::unique_ptr<OptimizerOptions> defaults_of(const std::unique_ptr<Optimizer>& optimizer) {
+  if (!optimizer) throw InvalidArgument("LARC was given no optimizer to wrap; pass one.");
+  return optimizer->defaults().clone();
+}
+
+}  // namespace
+
+/// Swaps the groups and the state of a LARC with those of the wrapped optimizer, which are empty
+/// otherwise, and back. Options and states are held by pointer, and the elements of a swapped vector
+/// stay where they are: references that the wrapped optimizer holds while a closure runs stay good.
+class LARC::Lent {
+ public:
+  explicit Lent(LARC& owner) : owner_(owner) { swap(); }
+  ~Lent() { swap(); }
+  Lent(const Lent&) = delete;
+  Lent& operator=(const Lent&) = delete;
+
+  /// Gives back for as long as it lives.
+  class Returned {
+   public:
+    explicit Returned(Lent& lent) : lent_(lent) { lent_.swap(); }
+    ~Returned() { lent_.swap(); }
+    Returned(const Returned&) = delete;
+    Returned& operator=(const Returned&) = delete;
+
+   private:
+    Lent& lent_;
+  };
+
+ private:
+  void swap() noexcept {
+    std::swap(owner_.param_groups_, owner_.wrapped_->param_groups());
+    std::swap(owner_.state_, owner_.wrapped_->state());
+  }
+
+  LARC& owner_;
+};
+
+LARC::LARC(std::unique_ptr<Optimizer> optimizer, const LARCOptions& options)
+    : Optimizer(std::vector<OptimizerParamGroup>{}, defaults_of(optimizer)),
+      wrapped_(std::move(optimizer)),
+      options_(options) {
+  if (!(options.trust_coefficient > 0) || !std::isfinite(options.trust_coefficient)) {
+    throw InvalidArgument("LARC: trust_coefficient is " +
+                          std::to_string(options.trust_coefficient) +
+                          "; it must be positive and finite.");
+  }
+  if (!(options.eps >= 0) || !std::isfinite(options.eps)) {
+    throw InvalidArgument("LARC: eps is " + std::to_string(options.eps) +
+                          "; it must be finite and not negative.");
+  }
+  std::swap(param_groups_, wrapped_->param_groups());
+  std::swap(state_, wrapped_->state());
+}
+
+LARC::~LARC() = default;
+LARC::LARC(LARC&&) = default;
+LARC& LARC::operator=(LARC&&) = default;
+
+torch::Tensor LARC::step(LossClosure closure) {
+  WeightDecays decays(param_groups_);
+  if (!closure) {
+    adapt(decays.values());
+    Lent lent(*this);
+    return wrapped_->step();
+  }
+  Lent lent(*this);
+  return wrapped_->step([&] {
+    const Lent::Returned returned(lent);
+    torch::Tensor loss = closure();
+    adapt(decays.values());
+    return loss;
+  });
+}
+
+void LARC::adapt(const std::vector<double>& decays) {
+  at::NoGradGuard no_grad;
+  for (size_t i = 0; i < param_groups_.size(); ++i) {
+    const Tensors& params = param_groups_[i].params();
+    for (size_t j = 0; j < params.size(); ++j) {
+      if (params[j].grad().defined()) check_gradient(params[j].grad(), i, j);
+    }
+  }
+  for (size_t i = 0; i < param_groups_.size(); ++i) {
+    const double lr = param_groups_[i].options().get_lr();
+    for (const auto& [kind, alike] : sort_by_kind(param_groups_[i])) {
+      adapt_alike(alike, lr, decays.at(i), options_);
+    }
+  }
+}
+
+void LARC::save(torch::serialize::OutputArchive& archive) const {
+  // Copies share the tensors, and this object is const.
+  auto& groups = wrapped_->param_groups();
+  auto& state = wrapped_->state();
+  const auto clear = [&] {
+    groups.clear();
+    state.clear();
+  };
+  try {
+    for (const OptimizerParamGroup& group : param_groups_) groups.emplace_back(group);
+    for (const auto& [param, own] : state_) state[param] = own->clone();
+    wrapped_->save(archive);
+  } catch (...) {
+    clear();
+    throw;
+  }
+  clear();
+}
+
+void LARC::load(torch::serialize::InputArchive& archive) {
+  const Lent lent(*this);
+  wrapped_->load(archive);
+}
+
+}  // namespace apex::parallel

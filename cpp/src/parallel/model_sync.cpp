@@ -1,0 +1,281 @@
+#include <apex/parallel/model_sync.h>
+
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+#include <unordered_set>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <apex/error.h>
+
+#include "parallel/collective.h"
+
+namespace apex::parallel {
+
+namespace {
+
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+template <typename Range>
+std::string join(const Range& range) {
+  std::ostringstream out;
+  out << '[';
+  const char* separator = "";
+  for (const auto& value : range) {
+    out << separator << value;
+    separator = ", ";
+  }
+  out << ']';
+  return out.str();
+}
+
+/// One line per tensor. Two ranks agree exactly when their descriptions are equal, and the first
+/// line that differs is the message.
+std::string describe(const NamedTensor& entry) {
+  const at::Tensor& tensor = entry.tensor;
+  std::ostringstream out;
+  out << "'" << entry.name << "' " << tensor.scalar_type() << ' ' << join(tensor.sizes());
+  if (tensor.layout() == at::kStrided) {
+    out << " strides " << join(tensor.strides());
+  } else {
+    out << " layout " << tensor.layout();
+  }
+  out << (tensor.requires_grad() ? ", trainable" : ", frozen");
+  return out.str();
+}
+
+std::vector<std::string> split_lines(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream in(text);
+  for (std::string line; std::getline(in, line);) lines.push_back(line);
+  return lines;
+}
+
+/// FNV-1a, 64 bit (Fowler, Noll, Vo): a fingerprint, not a defence.
+int64_t fingerprint(const std::string& text) {
+  uint64_t hash = 14695981039346656037ull;
+  for (const char c : text) {
+    hash ^= static_cast<unsigned char>(c);
+    hash *= 1099511628211ull;
+  }
+  return static_cast<int64_t>(hash);
+}
+
+/// All-gathers one tensor of the same shape from each rank; result on the CPU, [world, ...].
+at::Tensor all_gather_host(const at::Tensor& mine, at::Device device, const GroupPtr& group) {
+  std::vector<at::Tensor> inputs{mine.to(device)};
+  std::vector<std::vector<at::Tensor>> outputs(1);
+  for (int rank = 0; rank < group->getSize(); ++rank) {
+    outputs[0].push_back(at::empty_like(inputs[0]));
+  }
+  wait_collective(call_collective("all-gather", *group, [&] { return group->allgather(outputs, inputs); }),
+                  "all-gather", *group);
+  return at::stack(outputs[0]).cpu();
+}
+
+std::string difference(int64_t rank, const std::string& reference, const std::string& other,
+                       size_t settings_count) {
+  const auto expected = split_lines(reference);
+  const auto actual = split_lines(other);
+  std::ostringstream out;
+  size_t i = 0;
+  while (i < expected.size() && i < actual.size() && expected[i] == actual[i]) ++i;
+  out << "rank " << rank << "'s model differs from rank 0's: ";
+  if (i < settings_count) {
+    out << "rank 0 was constructed with " << (i < expected.size() ? expected[i] : "nothing")
+        << ", rank " << rank << " with " << (i < actual.size() ? actual[i] : "nothing");
+  } else {
+    const size_t index = i - settings_count;
+    out << "parameter " << index << " is ";
+    out << (i < expected.size() ? expected[i] : "missing") << " on rank 0 and "
+        << (i < actual.size() ? actual[i] : "missing") << " on rank " << rank << " ("
+        << expected.size() - settings_count << " and " << actual.size() - settings_count
+        << " parameters in all)";
+  }
+  out << ". Construct the same model, with the same options, in the same order on every rank.";
+  return out.str();
+}
+
+}  // namespace
+
+at::Device control_device(const GroupPtr& group, at::Device fallback) {
+  if (group->hasBackendForDeviceType(at::DeviceType::CPU)) return at::Device(at::kCPU);
+  return fallback;
+}
+
+void verify_same_model(const std::vector<NamedTensor>& tensors,
+                       const std::vector<std::string>& settings, const GroupPtr& group) {
+  const int world = group->getSize();
+  if (world == 1) return;
+  std::string text;
+  for (const std::string& setting : settings) text += setting + '\n';
+  at::Device fallback(at::kCPU);
+  for (const NamedTensor& entry : tensors) {
+    text += describe(entry) + '\n';
+    if (fallback.is_cpu() && !entry.tensor.is_meta()) fallback = entry.tensor.device();
+  }
+  const at::Device device = control_device(group, fallback);
+
+  const at::Tensor mine = at::tensor({static_cast<int64_t>(tensors.size()),
+                                      static_cast<int64_t>(text.size()), fingerprint(text)},
+                                     at::kLong);
+  const at::Tensor all = all_gather_host(mine, device, group);
+  if (all.eq(all[0]).all().item<bool>()) return;
+
+  // The ranks differ, and since all of them hold the same table all of them come here.
+  const int64_t longest = all.select(1, 1).max().item<int64_t>();
+  at::Tensor padded = at::zeros({std::max<int64_t>(longest, 1)}, at::kByte);
+  std::memcpy(padded.data_ptr(), text.data(), text.size());
+  const at::Tensor texts = all_gather_host(padded, device, group).contiguous();
+  std::vector<std::string> of_rank;
+  for (int rank = 0; rank < world; ++rank) {
+    const char* data = reinterpret_cast<const char*>(texts[rank].data_ptr<uint8_t>());
+    of_rank.emplace_back(data, static_cast<size_t>(all[rank][1].item<int64_t>()));
+  }
+  for (int rank = 1; rank < world; ++rank) {
+    if (of_rank[rank] != of_rank[0]) {
+      throw RankMismatch(difference(rank, of_rank[0], of_rank[rank], settings.size()));
+    }
+  }
+}
+
+namespace {
+
+/// Tensors that can travel in one message.
+struct Batch {
+  at::Device device;
+  at::ScalarType dtype;
+  std::vector<at::Tensor> tensors;
+};
+
+std::vector<at::Tensor> distinct(const std::vector<at::Tensor>& tensors, const char* what) {
+  std::vector<at::Tensor> result;
+  std::unordered_set<const void*> seen;
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.defined() || tensor.is_meta() || tensor.numel() == 0) continue;
+    if (tensor.layout() != at::kStrided) {
+      std::ostringstream out;
+      out << what << " takes strided tensors, got one of layout " << tensor.layout()
+          << " and shape " << join(tensor.sizes());
+      throw InvalidArgument(out.str());
+    }
+    if (seen.insert(tensor.unsafeGetTensorImpl()).second) result.push_back(tensor.detach());
+  }
+  return result;
+}
+
+Batch& batch_for(std::vector<Batch>& batches, at::Device device, at::ScalarType dtype) {
+  for (Batch& batch : batches) {
+    if (batch.device == device && batch.dtype == dtype) return batch;
+  }
+  batches.push_back({device, dtype, {}});
+  return batches.back();
+}
+
+/// The elements of a tensor as a flat byte tensor, in logical order.
+at::Tensor as_bytes(const at::Tensor& tensor) {
+  return tensor.contiguous().view(-1).view(at::kByte);
+}
+
+constexpr int64_t kInPlaceBytes = int64_t{1} << 20;
+
+void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group, int64_t root) {
+  std::vector<at::Tensor> pieces;
+  for (const at::Tensor& tensor : chunk) pieces.push_back(as_bytes(tensor));
+  // A single large tensor is received where it lies; others by way of a copy, so that those that have
+  // not changed are not written.
+  const bool where_it_lies = pieces.size() == 1 && pieces[0].numel() >= kInPlaceBytes;
+  at::Tensor flat = where_it_lies ? pieces[0] : at::cat(pieces);
+  std::vector<at::Tensor> message{flat};
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  options.rootTensor = 0;
+  wait_collective(call_collective("broadcast", *group, [&] { return group->broadcast(message, options); }),
+                  "broadcast", *group);
+  if (group->getRank() == root) return;
+  int64_t offset = 0;
+  for (size_t i = 0; i < chunk.size(); ++i) {
+    at::Tensor target = chunk[i];
+    const int64_t bytes = pieces[i].numel();
+    if (flat.data_ptr() == target.data_ptr()) {
+      target.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
+    } else {
+      const at::Tensor received = flat.narrow(0, offset, bytes);
+      // The offset inside the message need not be aligned to the dtype: clone aligns it.
+      const at::Tensor value = received.clone().view(target.scalar_type()).view(target.sizes());
+      // What has not changed is not written: a forward that awaits its backward may have saved it.
+      if (!target.is_cpu() || !target.equal(value)) target.copy_(value);
+    }
+    offset += bytes;
+  }
+}
+
+}  // namespace
+
+void broadcast_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr& group,
+                         int64_t root, int64_t chunk_bytes) {
+  if (root < 0 || root >= group->getSize()) {
+    throw InvalidArgument("broadcast_coalesced: root rank " + std::to_string(root) +
+                          " is not in the group of " + std::to_string(group->getSize()));
+  }
+  at::NoGradGuard no_grad;
+  std::vector<Batch> batches;
+  for (const at::Tensor& tensor : distinct(tensors, "broadcast_coalesced")) {
+    batch_for(batches, tensor.device(), at::kByte).tensors.push_back(tensor);
+  }
+  if (group->getSize() == 1) return;
+  for (const Batch& batch : batches) {
+    const c10::OptionalDeviceGuard guard(batch.device);
+    std::vector<at::Tensor> chunk;
+    int64_t bytes = 0;
+    for (const at::Tensor& tensor : batch.tensors) {
+      const int64_t size = static_cast<int64_t>(tensor.numel() * tensor.element_size());
+      if (!chunk.empty() && bytes + size > chunk_bytes) {
+        broadcast_chunk(chunk, group, root);
+        chunk.clear();
+        bytes = 0;
+      }
+      chunk.push_back(tensor);
+      bytes += size;
+    }
+    if (!chunk.empty()) broadcast_chunk(chunk, group, root);
+  }
+}
+
+void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr& group,
+                          double scale) {
+  at::NoGradGuard no_grad;
+  std::vector<Batch> batches;
+  for (const at::Tensor& tensor : distinct(tensors, "all_reduce_coalesced")) {
+    const at::ScalarType dtype = tensor.scalar_type();
+    if (!at::isFloatingType(dtype) && !at::isComplexType(dtype)) {
+      std::ostringstream out;
+      out << "all_reduce_coalesced averages floating and complex tensors, got " << dtype;
+      throw InvalidArgument(out.str());
+    }
+    batch_for(batches, tensor.device(), dtype).tensors.push_back(tensor);
+  }
+  for (const Batch& batch : batches) {
+    const c10::OptionalDeviceGuard guard(batch.device);
+    std::vector<at::Tensor> pieces;
+    for (const at::Tensor& tensor : batch.tensors) pieces.push_back(tensor.reshape(-1));
+    at::Tensor flat = at::cat(pieces);
+    std::vector<at::Tensor> message{at::isComplexType(batch.dtype) ? at::view_as_real(flat) : flat};
+    wait_collective(call_collective("all-reduce", *group, [&] { return group->allreduce(message); }),
+                    "all-reduce", *group);
+    if (scale != 1.0) flat.mul_(scale);
+    std::vector<at::Tensor> results;
+    int64_t offset = 0;
+    for (const at::Tensor& tensor : batch.tensors) {
+      results.push_back(flat.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
+      offset += tensor.numel();
+    }
+    at::_foreach_copy_(batch.tensors, results);
+  }
+}
+
+}  // namespace apex::parallel

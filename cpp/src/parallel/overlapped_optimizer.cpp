@@ -1,0 +1,165 @@
+#include <apex/parallel/overlapped_optimizer.h>
+
+#include <exception>
+#include <string>
+#include <utility>
+
+#include <torch/types.h>
+
+#include <apex/error.h>
+
+namespace apex::parallel {
+
+// See Note [Steps that are taken later] in python/apex/parallel/overlapped_optimizer.py.
+
+namespace {
+
+void clear(at::Tensor parameter, bool set_to_none) {
+  at::Tensor& grad = parameter.mutable_grad();
+  if (!grad.defined()) return;
+  if (set_to_none) {
+    grad.reset();
+  } else {
+    grad.detach_().zero_();
+  }
+}
+
+}  // namespace
+
+OverlappedOptimizer::OverlappedOptimizer(torch::optim::Optimizer& optimizer, Reducer& reducer)
+    : optimizer_(optimizer), reducer_(reducer) {
+  const auto& parameters = reducer.parameters();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    index_[parameters[i].tensor.unsafeGetTensorImpl()] = static_cast<int64_t>(i);
+  }
+  reducer_.set_deferred(true);
+  reducer_.set_bucket_callback([this](const ReducedBucket& bucket) { arrived(bucket); });
+}
+
+OverlappedOptimizer::~OverlappedOptimizer() {
+  try {
+    reducer_.wait();
+    reducer_.set_bucket_callback(nullptr);
+    reducer_.set_deferred(false);
+  } catch (const std::exception&) {
+    // The group is broken, and whoever waits next hears of it.
+    try {
+      reducer_.set_bucket_callback(nullptr);
+    } catch (const std::exception&) {
+    }
+  }
+}
+
+OverlappedOptimizer::Settings OverlappedOptimizer::settings() const {
+  Settings settings;
+  for (const auto& group : optimizer_.param_groups()) settings.push_back(group.options().clone());
+  return settings;
+}
+
+OverlappedOptimizer::Tensors OverlappedOptimizer::in_flight() const {
+  Tensors tensors;
+  for (const int64_t i : reducer_.in_flight()) {
+    tensors.insert(reducer_.parameters()[i].tensor.unsafeGetTensorImpl());
+  }
+  return tensors;
+}
+
+/// Steps these parameters only, with these options of the groups (nullptr: the present ones).
+void OverlappedOptimizer::update(const Tensors& parameters, const Settings* settings) {
+  auto& groups = optimizer_.param_groups();
+  std::vector<std::vector<at::Tensor>> all;
+  Settings present;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    all.push_back(groups[g].params());
+    std::vector<at::Tensor> some;
+    for (const at::Tensor& parameter : all.back()) {
+      if (parameters.count(parameter.unsafeGetTensorImpl()) != 0) some.push_back(parameter);
+    }
+    groups[g].params() = std::move(some);
+    if (settings == nullptr) continue;
+    present.push_back(groups[g].options().clone());
+    groups[g].set_options((*settings)[g]->clone());
+  }
+  const auto restore = [&] {
+    for (size_t g = 0; g < groups.size(); ++g) {
+      groups[g].params() = std::move(all[g]);
+      if (settings != nullptr) groups[g].set_options(std::move(present[g]));
+    }
+  };
+  try {
+    optimizer_.step();
+  } catch (...) {
+    restore();
+    throw;
+  }
+  restore();
+}
+
+void OverlappedOptimizer::arrived(const ReducedBucket& bucket) {
+  if (!later_) return;
+  Tensors due;
+  std::vector<at::Tensor> tensors;
+  for (const int64_t i : bucket.parameters) {
+    const NamedTensor& parameter = reducer_.parameters()[i];
+    if (later_->parameters.erase(parameter.tensor.unsafeGetTensorImpl()) == 0) continue;
+    if (!parameter.tensor.grad().defined()) {
+      throw Error("the gradient of parameter '" + parameter.name +
+                  "' was cleared while it was on its way, so its update is lost: clear gradients by "
+                  "OverlappedOptimizer::zero_grad()");
+    }
+    due.insert(parameter.tensor.unsafeGetTensorImpl());
+    tensors.push_back(parameter.tensor);
+  }
+  if (due.empty()) return;
+  update(due, &later_->settings);
+  if (later_->clear) {
+    for (const at::Tensor& tensor : tensors) clear(tensor, *later_->clear);
+  }
+  if (later_->parameters.empty()) later_.reset();
+}
+
+void OverlappedOptimizer::step() {
+  if (later_) synchronize();
+  Tensors waiting = in_flight();
+  Tensors rest;
+  for (const auto& group : optimizer_.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) rest.insert(parameter.unsafeGetTensorImpl());
+  }
+  Tensors later;
+  for (const auto* parameter : waiting) {
+    if (rest.erase(parameter) != 0) later.insert(parameter);
+  }
+  if (later.empty()) {
+    optimizer_.step();
+    return;
+  }
+  later_ = Later{std::move(later), settings(), std::nullopt};
+  update(rest, nullptr);
+}
+
+void OverlappedOptimizer::zero_grad(bool set_to_none) {
+  Tensors waiting = in_flight();
+  if (!waiting.empty() && !later_) {  // step() was not called: they are not needed
+    synchronize();
+    waiting.clear();
+  }
+  for (const auto& group : optimizer_.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (waiting.count(parameter.unsafeGetTensorImpl()) == 0) clear(parameter, set_to_none);
+    }
+  }
+  if (!waiting.empty()) later_->clear = set_to_none;
+}
+
+void OverlappedOptimizer::wait_for(const std::vector<at::Tensor>& parameters) {
+  std::vector<int64_t> indices;
+  for (const at::Tensor& parameter : parameters) {
+    const auto found = index_.find(parameter.unsafeGetTensorImpl());
+    if (found != index_.end()) indices.push_back(found->second);
+  }
+  reducer_.wait_for(indices);
+}
+
+void OverlappedOptimizer::synchronize() { reducer_.wait(); }
+
+}  // namespace apex::parallel

@@ -1,0 +1,266 @@
+#pragma once
+
+/// The inside of Reducer. Split by phase: reducer.cpp (construction, hooks, public functions),
+/// reducer_plan.cpp (learning and building the buckets), reducer_backward.cpp (one backward),
+/// reducer_finish.cpp (its end), reducer_defer.cpp (an end that does not wait), reducer_join.cpp (uneven
+/// inputs).
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+#include <c10/core/Stream.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <apex/error.h>
+#include <apex/parallel/bucket.h>
+#include <apex/parallel/reducer.h>
+
+#include "parallel/bucket_tuner.h"
+
+namespace apex::parallel::detail {
+
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+/// torch up to 2.11 hands out a std::shared_ptr, later versions an intrusive_ptr.
+using AccumulatorPtr =
+    decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+class BackwardScope;
+
+/// A range in torch's profiler (and in NVTX under emit_nvtx). Costs a few nanoseconds without one.
+class ProfilerRange {
+ public:
+  explicit ProfilerRange(const char* name) : function_(at::RecordScope::USER_SCOPE) {
+    if (function_.isActive()) function_.before(name);
+  }
+
+ private:
+  at::RecordFunction function_;
+};
+
+class ReducerState : public std::enable_shared_from_this<ReducerState> {
+ public:
+  ReducerState(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups,
+               ReducerOptions options);
+  ~ReducerState();
+
+  // reducer.cpp
+  void synchronize_model();
+  void hook_parameters();
+  void unhook_parameters();
+  bool parameters_changed() const;
+  void follow_change();
+  void refresh();
+  void release();
+
+  // reducer_backward.cpp: called by autograd
+  void output_reached();
+  void gradient_ready(size_t index);
+
+  // reducer_finish.cpp: called by the scope of a backward
+  void finish(BackwardScope* scope);
+  void abandon(BackwardScope* scope) noexcept;
+
+  // reducer_defer.cpp
+  void wait_for(const std::vector<int64_t>& parameters);
+  void complete_deferred();
+  std::vector<int64_t> parameters_in_flight() const;
+
+  // reducer_tune.cpp
+  void preset_plan(const BucketPlan& plan);
+
+  // reducer_join.cpp
+  JoinEvent exchange_event(bool active, JoinEvent::Kind kind, int64_t argument);
+  void shadow_backward_begin(bool kept);
+  void shadow_backward_end();
+  int64_t last_with_data(bool followed) const;
+
+  // reducer_plan.cpp
+  void learn();
+  void build_buckets();
+  void forget_plan();
+
+  struct Parameter {
+    std::string name;
+    at::Tensor variable;
+    bool trainable_anywhere = false;  ///< on some rank, when the plan was learnt
+    // What the hooks were made for; another value means that they have to be made anew.
+    bool trainable = false;
+    at::ScalarType dtype = at::kFloat;
+    at::Device device = at::Device(at::kCPU);
+    AccumulatorPtr accumulator;
+    uintptr_t hook = 0;
+
+    int64_t bucket = -1;      ///< index into entries_, -1: in no bucket
+    size_t slot = 0;          ///< its place in that bucket
+    int32_t expected = 1;     ///< times it fires per backward, as this rank has learnt
+    int32_t fired = 0;        ///< times it fired in this backward
+    int64_t last_fired = 0;   ///< when, in steps of the learning backward
+    bool touched = false;     ///< got a gradient since the last synchronized backward
+    bool sparse = false;      ///< its gradient has sparse layout
+    int64_t sparse_dim = 0;   ///< and over how many of its dimensions
+
+    // Without averaging, and under join(): the gradient as the last synchronized backward left it.
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> reduced{
+        c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+    uint32_t reduced_version = 0;
+    bool stale = false;  ///< it is there still, and this backward adds to it
+    bool overtaken = false;  ///< this backward began before its last gradient was awaited
+  };
+
+  /// A bucket and its message in flight.
+  struct Entry {
+    Bucket bucket;
+    int64_t members = 0;  ///< parameters that have to fire before it is launched
+    int64_t pending = 0;  ///< of these, how many have not
+    bool launched = false;
+    bool completed = false;  ///< awaited and unpacked, and its callback was called
+    bool average_on_wire = false;
+    bool bypasses_hook = false;  ///< all-reduced although there is a communication hook
+    c10::intrusive_ptr<c10d::Work> work;
+    c10::intrusive_ptr<c10::ivalue::Future> future;  ///< of a communication hook
+    GradientBucket hooked;                           ///< what that hook was given
+    std::vector<c10::Stream> producers;              ///< where its gradients were produced
+    at::Tensor largest;  ///< with check_finite: of each gradient, its largest absolute value
+
+    explicit Entry(Bucket b) : bucket(std::move(b)) {}
+    /// What a communication hook, if there is one, is asked to reduce.
+    bool goes_through_hook() const {
+      return !bypasses_hook &&
+             (bucket.kind() == Bucket::Kind::kFlat || bucket.kind() == Bucket::Kind::kInPlace);
+    }
+  };
+
+  const GroupPtr& group_of(size_t bucket) const { return groups_[bucket % groups_.size()]; }
+  std::string describe_bucket(size_t index) const;
+
+  const ReducerOptions options_;
+  std::vector<GroupPtr> groups_;  ///< none after release()
+  const int rank_;
+  const int world_size_;
+  std::vector<NamedTensor> named_;
+  std::vector<Parameter> parameters_;
+  std::shared_ptr<CommHook> comm_hook_;
+  std::atomic<bool> synchronizing_{true};
+  std::atomic<int64_t> forwards_{0};
+
+  /// Guards everything below. Recursive, so that a bucket callback may ask for statistics.
+  mutable std::recursive_mutex mutex_;
+  using Lock = std::lock_guard<std::recursive_mutex>;
+  BackwardScope* scope_ = nullptr;  ///< the backward in progress
+  bool learning_ = true;
+  bool ever_trainable_ = false;  ///< a parameter required a gradient at some time
+  bool plan_for_once_ = false;   ///< the plan holds a parameter that was frozen with a local gradient
+  bool asks_to_relearn_ = false; ///< parameters were frozen or thawed on this rank; the others are told
+  bool relearn_agreed_ = false;  ///< a rank asked for it in this backward
+  bool defers_ = false;          ///< backward may end before its buckets have arrived
+  bool in_flight_ = false;       ///< one has
+  int64_t backwards_with_plan_ = 0;
+  bool preset_in_force_ = false; ///< the plan was given by the user: left as it is
+  BucketPlan plan_;
+  std::vector<Entry> entries_;     ///< the plan's buckets, then perhaps a usage bucket
+  bool watches_unplanned_ = false; ///< the last entry tells of parameters outside the plan
+  size_t next_launch_ = 0;
+  int64_t clock_ = 0;
+  std::vector<uint8_t> used_;      ///< by parameter: contributes to this backward
+  std::vector<uint8_t> used_by_any_;  ///< by parameter, at the end of backward, where it was asked for
+  std::function<void(const ReducedBucket&)> callback_;
+  bool joining_ = false;
+  bool divide_by_initial_ = true;
+  int64_t active_ranks_;           ///< that have data, while joining_
+  int local_task_ = -1;            ///< the backward announced last that is not synchronized
+  std::shared_ptr<BackwardScope> shadow_;
+  BucketTuner tuner_;
+  BucketPlan preset_;              ///< used instead of one made from sizes, where it fits
+  std::chrono::steady_clock::time_point begin_;  ///< of this backward
+  std::string deferred_error_;     ///< thrown when the other ranks have been served
+  ReducerStatistics statistics_;
+
+ private:
+  void begin_backward();
+  void prepare_backward();
+  void announce_local_backward();
+  void launch(size_t index);
+  void launch_ready();
+  bool waits_for_chain(size_t index) const;
+  void run_second_phases();
+  void await(Entry& entry, const std::string& what, const GroupPtr& group);
+  void await(size_t index);
+  void complete_bucket(size_t index);
+  void complete_buckets();
+  void complete(bool learnt_now);
+  void or_drop_messages(const std::function<void()>& body);
+  bool may_defer() const;
+  void overtake_deferred();
+  std::string describe_overtaken(const Parameter& parameter) const;
+  size_t arrived_in_order() const;
+  void send_first_needed_first(size_t arrived);
+  void settle_usage();
+  void reduce_apart(const std::vector<int64_t>& late);
+  void extend_plan(const std::vector<int64_t>& late);
+  void relearn_now();
+  void call_back(int64_t index, const std::vector<Bucket::Slot>& slots, bool all_used);
+  void check_stamps();
+  std::string find_non_finite();
+  void remember_reduced();
+  at::Tensor agree(const at::Tensor& mine, c10d::ReduceOp::RedOpType op,
+                   const std::string& what) const;
+  void tune();
+  void note_gradient(size_t index);
+  double seconds_since_begin() const;
+  ReduceCost probe_cost();
+  std::vector<BucketPlan> propose_plans(const std::vector<double>& ready_s);
+  std::vector<BucketPlan> broadcast_plans(const std::vector<BucketPlan>& plans);
+  void adopt(const BucketPlan& plan);
+  void reset_counters();
+  void drop_messages() noexcept;
+  [[noreturn]] void throw_with_lost_ranks(const CommunicationError& error) const;
+  BucketNumbers numbers() const {
+    return {static_cast<int>(forwards_.load() % 8), asks_to_relearn_};
+  }
+  int64_t divisor() const { return joining_ && !divide_by_initial_ ? active_ranks_ : world_size_; }
+  bool averages_itself(const Entry& entry) const;
+  bool averages_first(const Entry& entry) const;
+  double scale_before(const Entry& entry) const;
+  double scale_after(const Entry& entry) const;
+  void join_producers(Entry& entry);
+  std::vector<ParameterInfo> parameter_infos() const;
+  at::Tensor allocate_registered(const GroupPtr& group, int64_t numel,
+                                 const at::TensorOptions& options);
+  std::function<at::Tensor(int64_t, const at::TensorOptions&)> allocator_for(size_t bucket);
+  Bucket make_bucket(const std::vector<int64_t>& members, std::vector<int64_t> reported,
+                     bool may_be_in_place, bool stamped = false, bool signals = false);
+};
+
+/// Lives exactly as long as the autograd engine may still call back for one backward: the engine
+/// holds it in a final callback, and drops it unrun when the backward fails. See
+/// Note [The end of a backward] in reducer_backward.cpp.
+class BackwardScope {
+ public:
+  explicit BackwardScope(std::shared_ptr<ReducerState> state) : state_(std::move(state)) {}
+  BackwardScope(const BackwardScope&) = delete;
+  BackwardScope& operator=(const BackwardScope&) = delete;
+  ~BackwardScope() {
+    if (!ended_) state_->abandon(this);
+  }
+  void end() {
+    ended_ = true;
+    state_->finish(this);
+  }
+  void dismiss() { ended_ = true; }
+
+ private:
+  std::shared_ptr<ReducerState> state_;
+  bool ended_ = false;
+};
+
+}  // namespace apex::parallel::detail

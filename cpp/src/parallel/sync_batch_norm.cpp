@@ -1,0 +1,154 @@
+#include <apex/parallel/sync_batch_norm.h>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <atomic>
+
+#include "sync_batch_norm_ops.h"
+
+namespace apex::parallel {
+namespace {
+
+std::optional<at::Tensor> if_defined(const at::Tensor& tensor) {
+  return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
+}
+
+/// c10d asserts on unknown names; asking is the only way to know.
+bool is_registered_as(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                      const std::string& name) {
+  try {
+    return c10d::resolve_process_group(name) == group;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+}  // namespace
+
+std::string process_group_name(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  if (!group) {
+    return "";
+  }
+  std::string own = group->getGroupName();
+  if (!own.empty() && is_registered_as(group, own)) {
+    return own;
+  }
+  static std::atomic<int64_t> next{0};
+  const std::string name = "apex_group_" + std::to_string(next++);
+  c10d::register_process_group(name, group);
+  if (own.empty()) {
+    group->setGroupName(name);
+  }
+  return name;
+}
+
+at::Tensor sync_batch_norm(const at::Tensor& input, const SyncBatchNormArguments& a) {
+  return std::get<0>(detail::call_forward(
+      input, if_defined(a.z), if_defined(a.weight), if_defined(a.bias),
+      if_defined(a.running_mean), if_defined(a.running_var), if_defined(a.num_batches_tracked),
+      a.momentum, a.eps, a.channel_last, a.fuse_relu, process_group_name(a.process_group)));
+}
+
+at::Tensor batch_norm_inference(const at::Tensor& input, const SyncBatchNormArguments& a) {
+  TORCH_CHECK_VALUE(a.running_mean.defined() && a.running_var.defined(),
+                    "batch_norm_inference: running_mean and running_var are what it normalizes "
+                    "by; pass both, or call sync_batch_norm.");
+  return detail::call_inference(input, if_defined(a.z), if_defined(a.weight), if_defined(a.bias),
+                                a.running_mean, a.running_var, a.eps, a.channel_last,
+                                a.fuse_relu);
+}
+
+SyncBatchNormImpl::SyncBatchNormImpl(SyncBatchNormOptions options_)
+    : options(std::move(options_)) {
+  reset();
+}
+
+SyncBatchNormImpl::SyncBatchNormImpl(int64_t num_features)
+    : SyncBatchNormImpl(SyncBatchNormOptions(num_features)) {}
+
+SyncBatchNormImpl::SyncBatchNormImpl(SyncBatchNormOptions options_, at::Tensor weight_,
+                                     at::Tensor bias_, at::Tensor running_mean_,
+                                     at::Tensor running_var_, at::Tensor num_batches_tracked_)
+    : options(std::move(options_)) {
+  const auto parameter = [this](const char* name, const at::Tensor& tensor) {
+    return register_parameter(name, tensor, tensor.defined() && tensor.requires_grad());
+  };
+  const auto buffer = [this](const char* name, const at::Tensor& tensor) {
+    return tensor.defined() ? register_buffer(name, tensor) : tensor;
+  };
+  options.affine = weight_.defined();
+  options.track_running_stats = running_mean_.defined();
+  weight = parameter("weight", weight_);
+  bias = parameter("bias", bias_);
+  running_mean = buffer("running_mean", running_mean_);
+  running_var = buffer("running_var", running_var_);
+  num_batches_tracked = buffer("num_batches_tracked", num_batches_tracked_);
+}
+
+void SyncBatchNormImpl::reset() {
+  const int64_t channels = options.num_features;
+  weight = register_parameter("weight", options.affine ? at::ones({channels}) : at::Tensor(),
+                              options.affine);
+  bias = register_parameter("bias", options.affine ? at::zeros({channels}) : at::Tensor(),
+                            options.affine);
+  if (options.track_running_stats) {
+    running_mean = register_buffer("running_mean", at::zeros({channels}));
+    running_var = register_buffer("running_var", at::ones({channels}));
+    num_batches_tracked =
+        register_buffer("num_batches_tracked", at::zeros({}, at::TensorOptions(at::kLong)));
+  }
+}
+
+void SyncBatchNormImpl::reset_running_stats() {
+  if (options.track_running_stats) {
+    running_mean.zero_();
+    running_var.fill_(1);
+    num_batches_tracked.zero_();
+  }
+}
+
+void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
+  stream << std::boolalpha << "apex::parallel::SyncBatchNorm(" << options.num_features
+         << ", eps=" << options.eps << ", momentum=";
+  if (options.momentum.has_value()) {
+    stream << *options.momentum;
+  } else {
+    stream << "None";
+  }
+  stream << ", affine=" << options.affine
+         << ", track_running_stats=" << options.track_running_stats
+         << ", channel_last=" << options.channel_last << ", fuse_relu=" << options.fuse_relu << ")";
+}
+
+at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor& z) {
+  SyncBatchNormArguments a;
+  a.z = z;
+  a.weight = weight;
+  a.bias = bias;
+  a.momentum = options.momentum;
+  a.eps = options.eps;
+  a.channel_last = options.channel_last;
+  a.fuse_relu = options.fuse_relu;
+  if (is_training() || !options.track_running_stats) {
+    if (is_training()) {
+      a.process_group = options.process_group;
+      a.running_mean = running_mean;
+      a.running_var = running_var;
+      if (num_batches_tracked.defined() && num_batches_tracked.scalar_type() != at::kLong) {
+        // libtorch's Module::to(dtype) casts every buffer, counters too.
+        num_batches_tracked.set_data(num_batches_tracked.to(at::kLong));
+      }
+      a.num_batches_tracked = num_batches_tracked;
+    }
+    return sync_batch_norm(input, a);
+  }
+  a.running_mean = running_mean;
+  a.running_var = running_var;
+  return batch_norm_inference(input, a);
+}
+
+}  // namespace apex::parallel

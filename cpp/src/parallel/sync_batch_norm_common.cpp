@@ -1,0 +1,156 @@
+#include "sync_batch_norm_common.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <sstream>
+
+namespace apex::parallel::detail {
+
+int64_t channel_dim(const at::Tensor& input, bool channel_last) {
+  return channel_last ? input.dim() - 1 : 1;
+}
+
+MemoryLayout layout_of(const at::Tensor& input, bool channel_last) {
+  if (channel_last || input.dim() == 2) {
+    return MemoryLayout::kRows;
+  }
+  if (!input.is_contiguous() && input.movedim(1, -1).is_contiguous()) {
+    return MemoryLayout::kMovedRows;
+  }
+  return MemoryLayout::kPlanes;
+}
+
+at::Tensor to_layout(const at::Tensor& tensor, MemoryLayout layout) {
+  if (layout == MemoryLayout::kMovedRows) {
+    return tensor.movedim(1, -1).contiguous().movedim(-1, 1);
+  }
+  return tensor.contiguous();
+}
+
+at::Tensor empty_in_layout(const at::Tensor& like, MemoryLayout layout) {
+  if (layout == MemoryLayout::kMovedRows) {
+    return at::empty_symint(like.movedim(1, -1).sym_sizes(), like.options()).movedim(-1, 1);
+  }
+  return at::empty_symint(like.sym_sizes(), like.options());
+}
+
+Sizes sizes_of(const at::Tensor& input, MemoryLayout layout) {
+  const int64_t dim = layout == MemoryLayout::kRows ? input.dim() - 1 : 1;
+  const int64_t channels = input.size(dim);
+  int64_t plane = 1;
+  for (int64_t d = 1; d < input.dim(); ++d) {
+    plane *= d == dim ? 1 : input.size(d);
+  }
+  // With one value per plane the two layouts are the same memory, and rows are read faster.
+  return {layout != MemoryLayout::kPlanes || plane == 1, {input.size(0), channels, plane}};
+}
+
+namespace {
+
+void check_channels(const OptionalTensor& tensor, const c10::SymInt& channels, const char* name) {
+  if (tensor.has_value() && tensor->defined()) {
+    TORCH_CHECK_VALUE(tensor->dim() == 1 && tensor->sym_size(0) == channels,
+                      "apex sync batch norm: ", name, " has shape ", tensor->sym_sizes(),
+                      " but the input has ", channels,
+                      " channels; pass one value per channel (and check channel_last).");
+  }
+}
+
+}  // namespace
+
+void check_forward(const at::Tensor& input, const OptionalTensor& z, const OptionalTensor& weight,
+                   const OptionalTensor& bias, const OptionalTensor& running_mean,
+                   const OptionalTensor& running_var, bool channel_last) {
+  TORCH_CHECK_VALUE(input.dim() >= 2, "expected at least 2D input (got ", input.dim(),
+                    "D input): apex sync batch norm takes [N, C, *], or [N, *, C] with "
+                    "channel_last=True.");
+  const c10::SymInt channels = input.sym_size(channel_dim(input, channel_last));
+  check_channels(weight, channels, "weight");
+  check_channels(bias, channels, "bias");
+  check_channels(running_mean, channels, "running_mean");
+  check_channels(running_var, channels, "running_var");
+  if (z.has_value() && z->defined()) {
+    TORCH_CHECK_VALUE(z->sym_sizes() == input.sym_sizes() && z->dtype() == input.dtype(),
+                      "apex sync batch norm: z is ", z->dtype(), " ", z->sym_sizes(),
+                      " and the input ", input.dtype(), " ", input.sym_sizes(),
+                      "; z is added element by element and has to be of the same kind.");
+  }
+}
+
+void check_more_than_one_value(const at::Tensor& input, int64_t values_over_all_ranks) {
+  if (values_over_all_ranks == 1) {
+    std::ostringstream sizes;
+    for (int64_t d = 0; d < input.dim(); ++d) {
+      sizes << (d == 0 ? "" : ", ") << input.size(d);
+    }
+    TORCH_CHECK_VALUE(false,
+                      "Expected more than 1 value per channel when training, got input size "
+                      "torch.Size([",
+                      sizes.str(), "])");
+  }
+}
+
+kernels::ChannelParam channel_param(const OptionalTensor& tensor) {
+  using kernels::ParamType;
+  if (!tensor.has_value() || !tensor->defined()) {
+    return {};
+  }
+  TORCH_CHECK_VALUE(tensor->is_contiguous(),
+                    "apex sync batch norm: per-channel tensors have to be contiguous.");
+  switch (tensor->scalar_type()) {
+    case at::kFloat:
+      return {tensor->data_ptr(), ParamType::kFloat32};
+    case at::kDouble:
+      return {tensor->data_ptr(), ParamType::kFloat64};
+    case at::kHalf:
+      return {tensor->data_ptr(), ParamType::kFloat16};
+    case at::kBFloat16:
+      return {tensor->data_ptr(), ParamType::kBFloat16};
+    default:
+      TORCH_CHECK_TYPE(false, "apex sync batch norm: a per-channel tensor is ",
+                       tensor->scalar_type(), "; it has to be of a floating type.");
+  }
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> find_group(c10::string_view name) {
+  if (name.empty()) {
+    return {};
+  }
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  try {
+    group = c10d::resolve_process_group(std::string(name));
+  } catch (const std::exception&) {
+    TORCH_CHECK(false, "apex sync batch norm: no process group is registered as '",
+                std::string(name),
+                "'; it was destroyed, or never made on this rank. Create it on every rank, and "
+                "pass its group_name.");
+  }
+  return group->getSize() > 1 ? group : c10::intrusive_ptr<c10d::ProcessGroup>();
+}
+
+at::Tensor all_gather(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor local) {
+  at::Tensor gathered = at::empty({group->getSize() * local.numel()}, local.options());
+  c10d::AllgatherOptions options;
+  options.asyncOp = false;  // NCCL: on the current stream, without an event in between
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // its new name is not in torch 2.11
+  const auto work = group->_allgather_base(gathered, local, options);
+#pragma GCC diagnostic pop
+  if (work) {
+    work->wait();
+  }
+  return gathered;
+}
+
+void all_reduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor& tensor) {
+  std::vector<at::Tensor> tensors{tensor};
+  c10d::AllreduceOptions options;
+  options.asyncOp = false;
+  const auto work = group->allreduce(tensors, options);
+  if (work) {
+    work->wait();
+  }
+}
+
+}  // namespace apex::parallel::detail

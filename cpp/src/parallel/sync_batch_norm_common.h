@@ -1,0 +1,88 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/string_view.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "kernels/batch_norm_cpu.h"
+#include "kernels/channel_param.h"
+
+/// What the CPU, CUDA and fake implementations of the batch-norm operators have in common.
+
+namespace apex::parallel::detail {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+/// Where the channels of a tensor lie in memory.
+enum class MemoryLayout {
+  kPlanes,     // [N, C, *] contiguous
+  kRows,       // [N, *, C] contiguous (channel_last), or [N, C]
+  kMovedRows,  // [N, C, *] whose memory is [N, *, C]: torch.channels_last and its like
+};
+
+/// The layout the operators compute `input` in; any other strides are copied into kPlanes.
+MemoryLayout layout_of(const at::Tensor& input, bool channel_last);
+at::Tensor to_layout(const at::Tensor& tensor, MemoryLayout layout);
+at::Tensor empty_in_layout(const at::Tensor& like, MemoryLayout layout);
+
+/// The sizes that kernels see. With `rows` there are batch * plane rows of `channels` values.
+struct Sizes {
+  bool rows;
+  kernels::Planes planes;
+  int64_t values_per_channel() const { return planes.batch * planes.plane; }
+};
+Sizes sizes_of(const at::Tensor& input, MemoryLayout layout);
+
+/// The dimension of `input` that holds the channels.
+int64_t channel_dim(const at::Tensor& input, bool channel_last);
+
+/// Refuses, with a ValueError, what the operators cannot honour. Works on fake tensors, too.
+void check_forward(const at::Tensor& input, const OptionalTensor& z, const OptionalTensor& weight,
+                   const OptionalTensor& bias, const OptionalTensor& running_mean,
+                   const OptionalTensor& running_var, bool channel_last);
+
+/// Raises torch's own error for a training batch that has one value per channel.
+void check_more_than_one_value(const at::Tensor& input, int64_t values_over_all_ranks);
+
+kernels::ChannelParam channel_param(const OptionalTensor& tensor);
+
+/// The group of that name, or null for "" and for a group of one rank. Throws a RuntimeError that
+/// says what to do for a name nobody registered.
+c10::intrusive_ptr<c10d::ProcessGroup> find_group(c10::string_view name);
+
+/// Every rank's `local`, one after the other. Blocks the stream (CUDA) or the host (CPU).
+at::Tensor all_gather(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor local);
+
+/// Sums `tensor` over the ranks in place. Blocks the stream (CUDA) or the host (CPU).
+void all_reduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor& tensor);
+
+using ForwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using BackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+/// Which gradients the caller wants: input, z, weight, bias.
+using OutputMask = std::array<bool, 4>;
+
+/// Calls `f` with a value of the C++ type of `type`.
+template <typename F>
+void visit_element_type(at::ScalarType type, F&& f) {
+  switch (type) {
+    case at::kFloat:
+      return f(float{});
+    case at::kDouble:
+      return f(double{});
+    case at::kHalf:
+      return f(at::Half{});
+    case at::kBFloat16:
+      return f(at::BFloat16{});
+    default:
+      TORCH_CHECK_TYPE(false, "apex sync batch norm: the input is ", type,
+                       "; it takes float16, bfloat16, float32 and float64.");
+  }
+}
+
+}  // namespace apex::parallel::detail

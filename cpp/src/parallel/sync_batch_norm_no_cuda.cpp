@@ -1,0 +1,21 @@
+// Takes the place of sync_batch_norm_cuda.cpp where the CUDA parts are not built: a CUDA tensor
+// meets one clear sentence instead of the dispatcher's list of backends.
+
+#include <torch/library.h>
+
+namespace {
+
+void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
+  TORCH_CHECK(false, op.operator_name(),
+              ": this apex was built without its CUDA kernels, so it cannot take CUDA tensors; "
+              "reinstall it where nvcc of torch's CUDA version is on PATH (apex.build_info() says "
+              "why they were left out).");
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(apex, CUDA, m) {
+  for (const char* name : {"sync_batch_norm", "sync_batch_norm_backward", "batch_norm_inference"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  }
+}

@@ -1,0 +1,186 @@
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+
+#include <ATen/ATen.h>
+
+#include <apex/distributed/process_group.h>
+#include <apex/parallel/comm_hook.h>
+#include <apex/parallel/reducer.h>
+#include <support/processes.h>
+#include <support/toy_model.h>
+
+// The reducer on real processes over Gloo, compared with one process on the whole batch in float64.
+
+namespace {
+
+using apex::parallel::Reducer;
+using apex::parallel::ReducerOptions;
+using apex::testing::require;
+using apex::testing::ToyModel;
+
+bool flag(const char* name) {
+  const char* value = std::getenv(name);
+  return value != nullptr && std::string(value) == "1";
+}
+
+void train() {
+  const auto group = apex::distributed::init_process_group("gloo");
+  const int rank = group->getRank();
+  const int world = group->getSize();
+  const at::ScalarType dtype = flag("TEST_BFLOAT16") ? at::kBFloat16 : at::kFloat;
+  ToyModel model = ToyModel::mlp({6, 300, 300, 3}, 10 + rank, dtype);
+  ReducerOptions options;
+  options.limits.cap = 1000;
+  options.gradient_as_bucket_view = flag("TEST_VIEWS");
+  Reducer reducer(model.parameters, {group}, options);
+  ToyModel reference = ToyModel::mlp({6, 300, 300, 3}, 10, dtype).clone(at::kDouble);
+  for (int step = 0; step < 4; ++step) {
+    const at::Tensor batch = apex::testing::random_batch(12, 6, step);
+    model.zero_grad();
+    reducer.prepare_for_forward();
+    const at::Tensor y = model.forward(apex::testing::rows_of_rank(batch, rank, world));
+    reducer.watch_outputs({y});
+    y.to(at::kFloat).square().mean().backward();
+    reference.zero_grad();
+    reference.forward(batch).square().mean().backward();
+    for (size_t i = 0; i < model.size(); ++i) {
+      const double error = apex::testing::relative_error(model[i].grad(), reference[i].grad());
+      require(error < (dtype == at::kFloat ? 2e-5 : 0.1),
+              "step " + std::to_string(step) + ", " + model.parameters[i].name + ": error " +
+                  std::to_string(error));
+    }
+    model.sgd_step(1e-3);
+    // The reference follows the model, so that rounding does not add up.
+    at::NoGradGuard no_grad;
+    for (size_t i = 0; i < model.size(); ++i) reference[i].copy_(model[i]);
+  }
+  require(reducer.statistics().launched_in_backward > 0, "nothing overlapped");
+
+  // Bitwise the same on every rank.
+  for (size_t i = 0; i < model.size(); ++i) {
+    std::vector<at::Tensor> mine{model[i].detach().to(at::kFloat).contiguous()};
+    std::vector<std::vector<at::Tensor>> all(1);
+    for (int r = 0; r < world; ++r) all[0].push_back(at::empty_like(mine[0]));
+    group->allgather(all, mine)->wait();
+    for (int r = 0; r < world; ++r) require(all[0][r].equal(mine[0]), "ranks differ");
+  }
+  apex::distributed::destroy_process_group();
+}
+
+const apex::testing::Scenario kTrain("reducer_train", train);
+
+/// Rank TEST_LOST ends in the middle of the third backward; the others must be told, not left waiting.
+void lose_a_rank() {
+  const std::string lost = std::getenv("TEST_LOST");
+  apex::distributed::ProcessGroupOptions group_options;
+  group_options.timeout = std::chrono::seconds(5);
+  const auto group = apex::distributed::init_process_group("gloo", group_options);
+  const int rank = group->getRank();
+  ToyModel model = ToyModel::mlp({6, 40, 40, 3}, 1);
+  ReducerOptions options;
+  options.limits.cap = 1;
+  Reducer reducer(model.parameters, {group}, options);
+  for (int step = 0; step < 3; ++step) {
+    model.zero_grad();
+    const at::Tensor y = model.forward(apex::testing::random_batch(4, 6, step));
+    reducer.watch_outputs({y});
+    if (step == 2 && std::to_string(rank) == lost) {
+      y.register_hook([](const at::Tensor&) -> void { std::_Exit(0); });
+    }
+    try {
+      y.square().mean().backward();
+    } catch (const std::exception& error) {
+      const std::string text = error.what();
+      require(step == 2, "too early: " + text);
+      require(text.find("all-reduce of bucket") != std::string::npos &&
+                  text.find("'fc") != std::string::npos,
+              "the message names neither bucket nor parameter: " + text);
+      // Rank 0 keeps the store: without it the others know no more than that it is gone.
+      const std::string expected = lost == "0" ? "ended with the rank that keeps it, as a rule rank 0"
+                                               : "rank " + lost + " has not reported this failure within";
+      require(text.find(expected) != std::string::npos,
+              "the message does not say which rank is lost: " + text);
+      std::_Exit(0);  // the group is broken
+    }
+  }
+  require(false, "backward() returned although a rank was gone");
+}
+
+const apex::testing::Scenario kLoseARank("reducer_lose_a_rank", lose_a_rank);
+
+/// Gradients that travel as bfloat16 and are summed in float32 are rounded once, and alike everywhere.
+void narrow_wire() {
+  const auto group = apex::distributed::init_process_group("gloo");
+  const int rank = group->getRank();
+  const int world = group->getSize();
+  ToyModel model = ToyModel::mlp({6, 300, 3}, 10);
+  ReducerOptions options;
+  options.limits.cap = 1000;
+  Reducer reducer(model.parameters, {group}, options);
+  reducer.set_comm_hook(apex::parallel::make_fp32_accumulate_hook(group, at::kBFloat16));
+  for (int step = 0; step < 3; ++step) {
+    model.zero_grad();
+    reducer.prepare_for_forward();
+    const at::Tensor y = model.forward(apex::testing::random_batch(5, 6, 10 * step + rank));
+    reducer.watch_outputs({y});
+    y.square().mean().backward();
+    std::vector<at::Tensor> sums(model.size());
+    for (int r = 0; r < world; ++r) {
+      ToyModel other = model.clone(at::kFloat);
+      other.forward(apex::testing::random_batch(5, 6, 10 * step + r)).square().mean().backward();
+      for (size_t i = 0; i < model.size(); ++i) {
+        const at::Tensor narrow = other[i].grad().to(at::kBFloat16).to(at::kFloat);
+        sums[i] = sums[i].defined() ? sums[i] + narrow : narrow;
+      }
+    }
+    for (size_t i = 0; i < model.size(); ++i) {
+      const at::Tensor expected = (sums[i] / world).to(at::kBFloat16).to(at::kFloat);
+      require(model[i].grad().equal(expected), "rounded otherwise: " + model.parameters[i].name);
+    }
+  }
+  require(reducer.statistics().launched_in_backward > 0, "nothing overlapped");
+  apex::distributed::destroy_process_group();
+}
+
+const apex::testing::Scenario kNarrowWire("reducer_narrow_wire", narrow_wire);
+
+}  // namespace
+
+namespace apex::testing {
+namespace {
+
+class ReducerProcesses : public ::testing::TestWithParam<std::tuple<int, bool, bool>> {};
+
+TEST_P(ReducerProcesses, Training_OverGloo_EqualsTheWholeBatchAndKeepsRanksEqual) {
+  const auto [world, views, bfloat16] = GetParam();
+  EXPECT_EQ(failures_of(run_processes(ranks_of(
+                "reducer_train", world,
+                {{"TEST_VIEWS", views ? "1" : "0"}, {"TEST_BFLOAT16", bfloat16 ? "1" : "0"}}))),
+            "");
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, ReducerProcesses,
+                         ::testing::Values(std::tuple(2, false, false), std::tuple(3, false, false),
+                                           std::tuple(2, true, false), std::tuple(2, false, true)));
+
+TEST(ReducerProcessesWire, NarrowSummedInFloat32_Gradients_AreRoundedOnce) {
+  EXPECT_EQ(failures_of(run_processes(ranks_of("reducer_narrow_wire", 3))), "");
+}
+
+class ReducerProcessesFailure : public ::testing::TestWithParam<int> {};
+
+TEST_P(ReducerProcessesFailure, RankEndsInMidBackward_OthersThrowWithinTheTimeout) {
+  RunOptions options;
+  options.stop_at_failure = false;
+  EXPECT_EQ(failures_of(run_processes(
+                ranks_of("reducer_lose_a_rank", 3, {{"TEST_LOST", std::to_string(GetParam())}}),
+                options)),
+            "");
+}
+
+INSTANTIATE_TEST_SUITE_P(RankThatEnds, ReducerProcessesFailure, ::testing::Values(0, 1));
+
+}  // namespace
+}  // namespace apex::testing

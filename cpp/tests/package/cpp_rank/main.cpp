@@ -1,0 +1,70 @@
+// One rank of a job whose other ranks may be Python programs (python/tests/test_cpp_python_job.py):
+// trains a small model for a few steps with the optimizer named in the second argument, sgd or larc, and
+// writes its parameters, as raw float32, to the file named in the first.
+
+#include <cstdio>
+#include <exception>
+#include <fstream>
+#include <memory>
+#include <string>
+
+#include <torch/torch.h>
+
+#include <apex/parallel.h>
+
+namespace {
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    fc1 = register_module("fc1", torch::nn::Linear(6, 16));
+    fc2 = register_module("fc2", torch::nn::Linear(16, 3));
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return fc2(torch::tanh(fc1(x))); }
+  torch::nn::Linear fc1{nullptr}, fc2{nullptr};
+};
+TORCH_MODULE(Net);
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
+                                                        const std::vector<torch::Tensor>& parameters) {
+  const auto options = torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.01);
+  auto sgd = std::make_unique<torch::optim::SGD>(parameters, options);
+  if (name == "sgd") return sgd;
+  if (name == "larc") return std::make_unique<apex::parallel::LARC>(std::move(sgd));
+  throw std::invalid_argument("the optimizer is sgd or larc, not " + name);
+}
+
+void train(const char* path, const std::string& optimizer_name) {
+  namespace dist = apex::distributed;
+  dist::init_process_group("gloo");
+  const int rank = dist::rank();
+  torch::manual_seed(100 + rank);  // the wrapper has to make the ranks equal
+  apex::parallel::DistributedDataParallel model{Net()};
+  const auto optimizer = make_optimizer(optimizer_name, model.parameters());
+  for (int step = 0; step < 6; ++step) {
+    const auto x = torch::sin(torch::arange(48, torch::kFloat32).view({8, 6}) + (10 * step + rank));
+    optimizer->zero_grad();
+    (model.forward(x) - x.slice(1, 0, 3)).square().mean().backward();
+    optimizer->step();
+  }
+  std::ofstream file(path, std::ios::binary);
+  for (const auto& parameter : model.parameters()) {
+    const auto values = parameter.detach().contiguous();
+    file.write(static_cast<const char*>(values.data_ptr()),
+               static_cast<std::streamsize>(values.nbytes()));
+  }
+  file.close();
+  dist::destroy_process_group();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    if (argc != 3) throw std::invalid_argument("name the file to write and the optimizer");
+    train(argv[1], argv[2]);
+    return 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "cpp_rank: %s\n", error.what());
+    return 1;
+  }
+}

@@ -1,0 +1,42 @@
+# A tree configured for the static library, its archive taken from ARCHIVE instead of compiled; installed
+# from there, found by a consumer and by pkg-config. The program has to hold the operators, which only
+# static initializers mention, and must not need a shared apex. Run with cmake -P; needs SOURCE, CONSUME,
+# BINARY, GENERATOR, MAKE_PROGRAM, CXX, ARCHIVE, TORCH, CUDA, READELF and PKG_CONFIG (may be empty).
+set(tree ${BINARY}/tree)
+set(prefix ${BINARY}/prefix)
+file(REMOVE_RECURSE "${BINARY}")
+
+function(run)
+  execute_process(COMMAND ${ARGN} OUTPUT_VARIABLE output ERROR_VARIABLE output RESULT_VARIABLE status)
+  if(NOT status EQUAL 0)
+    message(FATAL_ERROR "${ARGN}: ${output}")
+  endif()
+  set(output "${output}" PARENT_SCOPE)
+endfunction()
+
+run(${CMAKE_COMMAND} -S ${SOURCE} -B ${tree} -G ${GENERATOR} -DCMAKE_MAKE_PROGRAM=${MAKE_PROGRAM}
+  -DCMAKE_CXX_COMPILER=${CXX} -DBUILD_SHARED_LIBS=OFF -DAPEX_BUILD_TESTS=OFF
+  -DAPEX_BUILD_EXAMPLES=OFF -DAPEX_CUDA=${CUDA} -DLibtorch_ROOT=${TORCH})
+if(NOT output MATCHES "static library")
+  message(FATAL_ERROR "BUILD_SHARED_LIBS=OFF does not give a static library: ${output}")
+endif()
+file(COPY_FILE "${ARCHIVE}" "${tree}/cpp/libapex_parallel.a")
+run(${CMAKE_COMMAND} --install ${tree} --prefix ${prefix} --component apex_cpp)
+
+foreach(where IN ITEMS "apex_DIR=${tree}" "apex_ROOT=${prefix}")
+  run(${CMAKE_COMMAND} -DSOURCE=${SOURCE}/cpp/tests/package/consumer -DBINARY=${BINARY}/consumer
+    -DGENERATOR=${GENERATOR} -DPROGRAM=consumer -DEXPECT=refused,\ operators\ registered
+    "-DOPTIONS=-D${where}|-DCMAKE_MAKE_PROGRAM=${MAKE_PROGRAM}|-DCMAKE_CXX_COMPILER=${CXX}|-DCONSUMER_OPERATORS=ON"
+    -P ${CONSUME})
+  message("${output}")
+  run(${READELF} -d ${BINARY}/consumer/consumer)
+  if(output MATCHES "libapex")
+    message(FATAL_ERROR "the program needs a shared apex: ${output}")
+  endif()
+endforeach()
+
+if(PKG_CONFIG)
+  run(${CMAKE_COMMAND} -DPKG_CONFIG=${PKG_CONFIG} -DCXX=${CXX} -DPREFIX=${prefix}
+    -DSOURCE=${SOURCE}/cpp/tests/package/consumer/main.cpp -DBINARY=${BINARY}/pkg_config
+    -DEXPECT=refused -P ${SOURCE}/cpp/tests/package/pkg_config.cmake)
+endif()

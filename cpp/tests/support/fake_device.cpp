@@ -1,0 +1,188 @@
+#include <support/fake_device.h>
+
+#include <cstdlib>
+#include <memory>
+#include <utility>
+
+#include <ATen/ATen.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace apex::testing::fake {
+namespace {
+
+using Clock = RaceDetector::Clock;
+using Block = RaceDetector::Block;
+
+/// Behind each storage: where the detector knows it.
+struct Memory {
+  Block block;
+  void* data;
+};
+
+void free_memory(void* context) {
+  const std::unique_ptr<Memory> memory(static_cast<Memory*>(context));
+  detector().free(memory->block);
+  std::free(memory->data);
+}
+
+const Memory* memory_of(const c10::DataPtr& pointer) {
+  if (pointer.get_deleter() != &free_memory) return nullptr;
+  return static_cast<const Memory*>(pointer.get_context());
+}
+
+/// Each thread begins on stream 0, as on other devices.
+thread_local c10::StreamId current = 0;
+
+c10::Stream stream_of(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, device(), id); }
+
+class FakeAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    auto memory = std::make_unique<Memory>();
+    // Even an empty tensor has an address of its own.
+    memory->data = std::malloc(bytes == 0 ? 1 : bytes);
+    if (memory->data == nullptr) throw std::bad_alloc();
+    memory->block = detector().allocate(current);
+    void* const data = memory->data;
+    return {data, memory.release(), &free_memory, device()};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_memory; }
+  void copy_data(void* target, const void* source, size_t bytes) const override {
+    default_copy_data(target, source, bytes);
+  }
+};
+
+/// Streams are numbers, and an event is the clock that was recorded.
+class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
+ public:
+  c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
+  c10::Device exchangeDevice(c10::Device) const override { return device(); }
+  c10::Device getDevice() const override { return device(); }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+
+  c10::Stream getStream(c10::Device) const override { return current_stream(); }
+  c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
+  c10::Stream getNewStream(c10::Device, int = 0) const override { return new_stream("new"); }
+  // A pool would order its users by chance.
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return new_stream("pool"); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    return stream_of(std::exchange(current, stream.id()));
+  }
+
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Clock;
+    *static_cast<Clock*>(*event) = detector().record(stream.id());
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr) detector().wait(stream.id(), *static_cast<Clock*>(event));
+  }
+  bool queryEvent(void* event) const override {
+    return event == nullptr || detector().host_knows(*static_cast<Clock*>(event));
+  }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    delete static_cast<Clock*>(event);
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) detector().host_waits(*static_cast<Clock*>(event), "synchronizing an event");
+  }
+
+  bool queryStream(const c10::Stream& stream) const override {
+    return detector().host_knows(detector().record(stream.id()));
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    detector().host_waits(detector().record(stream.id()), "synchronizing a stream");
+  }
+  void synchronizeDevice(c10::DeviceIndex) const override {
+    detector().host_waits(detector().record_all(), "synchronizing the device");
+  }
+
+  void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
+    const Memory* const memory = memory_of(pointer);
+    if (memory != nullptr) detector().used_on(memory->block, stream.id());
+  }
+};
+
+/// Says that the device is there: autograd asks before it looks after its streams.
+class FakeHooks final : public at::PrivateUse1HooksInterface {
+ public:
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  // All memory is the host's, where a copy that does not block needs nothing special.
+  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(at::kCPU); }
+};
+
+// Before any tensor, for the life of the program: torch keeps these pointers.
+const bool registered = [] {
+  c10::impl::registerDeviceGuard(c10::DeviceType::PrivateUse1, new FakeGuard);
+  c10::SetAllocator(c10::DeviceType::PrivateUse1, new FakeAllocator);
+  at::RegisterPrivateUse1HooksInterface(new FakeHooks);
+  c10::register_privateuse1_backend("fake");
+  return true;
+}();
+
+}  // namespace
+
+c10::Device device() { return {c10::DeviceType::PrivateUse1, 0}; }
+
+c10::Stream current_stream() { return stream_of(current); }
+
+c10::Stream new_stream(const std::string& name) { return stream_of(detector().new_stream(name)); }
+
+void order(const c10::Stream& earlier, const c10::Stream& later) {
+  c10::Event event(c10::DeviceType::PrivateUse1);
+  event.record(earlier);
+  event.block(later);
+}
+
+RaceDetector& detector() {
+  // Never destroyed: static tensors are freed after it.
+  static RaceDetector* const instance = [] {
+    auto* made = new RaceDetector;
+    made->new_stream("default");
+    return made;
+  }();
+  return *instance;
+}
+
+std::vector<RaceDetector::Access> access(const at::Tensor& tensor, bool writes) {
+  if (!tensor.defined() || tensor.numel() == 0 || !tensor.is_privateuseone()) return {};
+  const Memory* const memory = memory_of(tensor.storage().data_ptr());
+  if (memory == nullptr) return {};
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  const size_t begin = static_cast<size_t>(tensor.storage_offset()) * tensor.element_size();
+  const size_t end = begin + static_cast<size_t>(last + 1) * tensor.element_size();
+  return {{memory->block, begin, end, writes}};
+}
+
+void operate(const c10::Stream& stream, const std::string& what, const std::vector<at::Tensor>& reads,
+             const std::vector<at::Tensor>& writes) {
+  std::vector<RaceDetector::Access> accesses;
+  const auto add = [&](const std::vector<at::Tensor>& tensors, bool are_written) {
+    for (const at::Tensor& tensor : tensors) {
+      const auto more = access(tensor, are_written);
+      accesses.insert(accesses.end(), more.begin(), more.end());
+    }
+  };
+  add(reads, false);
+  add(writes, true);
+  detector().operate(stream.id(), what, accesses);
+}
+
+void used_on(const at::Tensor& tensor, const c10::Stream& stream) {
+  const Memory* const memory = memory_of(tensor.storage().data_ptr());
+  if (memory != nullptr) detector().used_on(memory->block, stream.id());
+}
+
+}  // namespace apex::testing::fake

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <support/race_detector.h>
+
+/// A device that is not there, under torch's PrivateUse1 key: tensors lie in host memory and operators run
+/// at once, so that values are right, but each is entered into a RaceDetector under the stream that is
+/// current on the calling thread, as if streams ran apart. A program that is right here orders its streams
+/// by events, keeps memory for them, and waits on the host only where the detector says so.
+///
+/// Linking fake_device.cpp and fake_operators.cpp into a program makes it torch's accelerator there:
+/// autograd then runs each node on the stream of its forward and orders the streams, as on a GPU.
+///
+/// What waits on the host: reading a value (item()), copies to and from the CPU unless they are
+/// non_blocking, and synchronizing events, streams and the device.
+namespace apex::testing::fake {
+
+/// The one device.
+c10::Device device();
+
+c10::Stream current_stream();
+/// A new stream, ordered with no other.
+c10::Stream new_stream(const std::string& name);
+
+/// Makes `later` wait for what `earlier` has been asked for so far.
+void order(const c10::Stream& earlier, const c10::Stream& later);
+
+RaceDetector& detector();
+
+/// The memory of a tensor of this device as a tensor of the CPU, behind the detector's back.
+at::Tensor host_alias(const at::Tensor& tensor);
+
+/// Its value, behind the detector's back: for looking at results without ordering anything.
+at::Tensor peek(const at::Tensor& tensor);
+
+/// Tells the detector of one operation that is not torch's.
+void operate(const c10::Stream& stream, const std::string& what, const std::vector<at::Tensor>& reads,
+             const std::vector<at::Tensor>& writes);
+
+/// What an operation does to the bytes of a tensor, from its first to its last element; nothing if it has
+/// none.
+std::vector<RaceDetector::Access> access(const at::Tensor& tensor, bool writes);
+
+/// Keeps the memory behind a tensor for `stream`; what Tensor::record_stream() does.
+void used_on(const at::Tensor& tensor, const c10::Stream& stream);
+
+}  // namespace apex::testing::fake

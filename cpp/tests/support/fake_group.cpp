@@ -1,0 +1,126 @@
+#include <support/fake_group.h>
+
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/StreamGuard.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <support/fake_device.h>
+
+namespace apex::testing::fake {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+class MirrorWork final : public c10d::Work {
+ public:
+  MirrorWork(c10d::OpType type, c10::Stream stream, Tensors kept, const Tensors& outputs)
+      : c10d::Work(0, type),
+        stream_(stream),
+        done_(detector().record(stream.id())),
+        kept_(std::move(kept)) {
+    const c10::StreamGuard guard(stream_);
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                       std::vector<c10::Device>{device()});
+    future_->markCompleted(c10::IValue(outputs));
+  }
+
+  ~MirrorWork() override {
+    // A work that nobody waits for is held by the backend until it is over, on the device.
+    for (const at::Tensor& tensor : kept_) used_on(tensor, stream_);
+  }
+
+  bool wait(std::chrono::milliseconds = kNoTimeout) override {
+    detector().wait(current_stream().id(), done_);
+    kept_.clear();
+    return true;
+  }
+  void synchronize() override { wait(); }
+  bool isCompleted() override { return detector().host_knows(done_); }
+  bool isSuccess() const override { return true; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+ private:
+  const c10::Stream stream_;
+  const RaceDetector::Clock done_;
+  Tensors kept_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+class MirrorBackend final : public c10d::Backend {
+ public:
+  MirrorBackend(int world_size, const std::string& name)
+      : c10d::Backend(0, world_size), stream_(new_stream(name)) {}
+
+  const std::string getBackendName() const override { return "mirror"; }
+
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override {
+    const bool sums = options.reduceOp == c10d::ReduceOp::SUM;
+    return issue("all-reduce", c10d::OpType::ALLREDUCE, tensors, tensors, [&] {
+      for (const at::Tensor& tensor : tensors) {
+        if (sums) host_alias(tensor).mul_(size_);
+      }
+    });
+  }
+
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions&) override {
+    return issue("broadcast", c10d::OpType::BROADCAST, tensors, tensors, [] {});
+  }
+
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                           std::vector<at::Tensor>& inputs,
+                                           const c10d::AllgatherOptions&) override {
+    return issue("all-gather", c10d::OpType::ALLGATHER, inputs, outputs.at(0), [&] {
+      for (const at::Tensor& output : outputs.at(0)) host_alias(output).copy_(host_alias(inputs.at(0)));
+    });
+  }
+
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions&) override {
+    return issue("all-gather", c10d::OpType::_ALLGATHER_BASE, {input}, {output}, [&] {
+      host_alias(output).view({size_, -1}).copy_(host_alias(input).view({1, -1}));
+    });
+  }
+
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
+                                               std::vector<int64_t>&, std::vector<int64_t>&,
+                                               const c10d::AllToAllOptions&) override {
+    // Every other rank sends what this one sends to itself.
+    return issue("all-to-all", c10d::OpType::ALLTOALL_BASE, {input}, {output}, [&] {
+      host_alias(output).view({size_, -1}).copy_(host_alias(input).view({size_, -1}).narrow(0, 0, 1));
+    });
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> issue(const std::string& what, c10d::OpType type, const Tensors& inputs,
+                                       const Tensors& outputs, const std::function<void()>& compute) {
+    order(current_stream(), stream_);
+    operate(stream_, what, inputs, outputs);
+    compute();
+    Tensors kept = inputs;
+    kept.insert(kept.end(), outputs.begin(), outputs.end());
+    return c10::make_intrusive<MirrorWork>(type, stream_, std::move(kept), outputs);
+  }
+
+  const c10::Stream stream_;
+};
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::ProcessGroup> make_mirror_group(int world_size, const std::string& name) {
+  auto group =
+      c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(), 0, world_size);
+  const c10::intrusive_ptr<c10d::Backend> backend = c10::make_intrusive<MirrorBackend>(world_size, name);
+  group->setBackend(c10::DeviceType::PrivateUse1, c10d::ProcessGroup::BackendType::CUSTOM, backend);
+  group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
+  return group;
+}
+
+}  // namespace apex::testing::fake

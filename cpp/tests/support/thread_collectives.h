@@ -1,0 +1,72 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+/// The arithmetic of the collectives of ThreadBackend: no threads, no state.
+
+namespace apex::testing {
+
+using ReduceOpType = c10d::ReduceOp::RedOpType;
+
+/// One collective as one rank issued it.
+struct CollectiveRecord {
+  /// Position in the order in which this rank issued its collectives on this group, from 0.
+  uint64_t seq = 0;
+  /// "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base",
+  /// "allgather_into_tensor_coalesced", "reduce_scatter", "_reduce_scatter_base" or "barrier".
+  std::string op;
+  /// Elements that this rank puts in, over all tensors.
+  int64_t numel = 0;
+  /// Type of the first tensor; Undefined for a barrier.
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  /// UNUSED where nothing is reduced.
+  ReduceOpType reduce_op = ReduceOpType::UNUSED;
+  /// Root rank of broadcast and reduce, else -1.
+  int64_t root = -1;
+  /// Address of the first input tensor on this rank.
+  const void* data_ptr = nullptr;
+  /// Number of input tensors.
+  int64_t tensor_count = 0;
+  /// Sizes of every input tensor.
+  std::vector<std::vector<int64_t>> sizes;
+
+  /// For messages, e.g. "allreduce(SUM) of Float [4, 2]".
+  std::string describe() const;
+};
+
+/// What one rank brings to one collective. `inputs[i]` and `outputs[i]` belong to the i-th tensor;
+/// a tensor that is exchanged in world-size pieces has one entry per rank, others have one entry.
+struct Contribution {
+  CollectiveRecord record;
+  std::vector<std::vector<at::Tensor>> inputs;
+  std::vector<std::vector<at::Tensor>> outputs;
+  /// Copies of the inputs at the time of issue, to notice a caller that writes to a buffer that is
+  /// still being reduced.
+  std::vector<at::Tensor> snapshots;
+};
+
+/// Throws when a tensor is not a dense CPU tensor or `op` does not exist for its dtype, as the
+/// real backends do.
+void check_contribution(const Contribution& contribution);
+
+/// Fills `contribution.snapshots` and the fields of `contribution.record` that follow from the
+/// tensors.
+void complete_contribution(Contribution& contribution);
+
+/// Why two ranks cannot be in the same collective, or nothing when they can.
+std::optional<std::string> find_mismatch(
+    int rank_a, const CollectiveRecord& a, int rank_b, const CollectiveRecord& b);
+
+/// Runs a collective. `contributions[r]` is that of rank r. Sums and other reductions are formed in
+/// the tensors' own dtype as ((rank 0 + rank 1) + rank 2) + ..., so every run has the same bits.
+/// Throws when an input changed since it was issued.
+void run_collective(std::vector<Contribution>& contributions);
+
+}  // namespace apex::testing

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+#include <apex/parallel/reducer.h>
+
+namespace apex::testing {
+
+/// A multilayer perceptron as a list of parameters, small enough to compare with float64 and large
+/// enough to fill several buckets. No torch::nn: its headers take half a minute to compile.
+struct ToyModel {
+  std::vector<apex::parallel::NamedTensor> parameters;
+
+  /// Layers of the given widths: 'fc0.weight', 'fc0.bias', 'fc1.weight', ...
+  static ToyModel mlp(const std::vector<int64_t>& widths, uint64_t seed,
+                      at::ScalarType dtype = at::kFloat);
+
+  at::Tensor& operator[](size_t index) { return parameters[index].tensor; }
+  const at::Tensor& operator[](size_t index) const { return parameters[index].tensor; }
+  size_t size() const { return parameters.size(); }
+
+  /// tanh between the layers; rows of x are samples.
+  at::Tensor forward(const at::Tensor& x) const;
+
+  /// The same values as independent leaves of another dtype.
+  ToyModel clone(at::ScalarType dtype) const;
+
+  void zero_grad();
+  void sgd_step(double learning_rate);
+};
+
+/// Seeded inputs, the same on every rank; rank r of w takes rows [r*n/w, (r+1)*n/w).
+at::Tensor random_batch(int64_t rows, int64_t columns, uint64_t seed);
+at::Tensor rows_of_rank(const at::Tensor& batch, int rank, int world);
+
+/// Largest |a-b| relative to the largest |b|; 0 if both are undefined, infinity if one is.
+double relative_error(const at::Tensor& a, const at::Tensor& b);
+
+}  // namespace apex::testing

@@ -1,0 +1,327 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <sstream>
+#include <stdexcept>
+#include <vector>
+
+#include <torch/optim.h>
+#include <torch/optim/schedulers/step_lr.h>
+#include <torch/serialize.h>
+#include <torch/types.h>
+
+#include <apex/error.h>
+#include <apex/parallel/larc.h>
+
+namespace apex::parallel {
+namespace {
+
+using torch::Tensor;
+using torch::optim::SGD;
+using torch::optim::SGDOptions;
+using Tensors = std::vector<Tensor>;
+using Numbers = std::vector<double>;
+
+Tensor parameter(const Tensor& value) { return value.clone().requires_grad_(); }
+
+Tensors random_parameters(at::ScalarType dtype = at::kFloat) {
+  Tensors params;
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{3, 4}, {5}, {}, {2, 1, 3}}) {
+    params.push_back(parameter(torch::randn(shape, at::kDouble).to(dtype)));
+  }
+  return params;
+}
+
+void set_gradients(const Tensors& params, double size = 1) {
+  for (const Tensor& param : params) {
+    param.mutable_grad() = (torch::randn(param.sizes(), at::kDouble) * size).to(param.scalar_type());
+  }
+}
+
+Numbers numbers(const Tensor& tensor) {
+  const Tensor flat = tensor.detach().to(at::kDouble).flatten().contiguous();
+  return Numbers(flat.data_ptr<double>(), flat.data_ptr<double>() + flat.numel());
+}
+
+/// One parameter after a LARC step around plain SGD, on plain numbers.
+Numbers reference(const Numbers& p, const Numbers& g, double lr, double decay,
+                  const LARCOptions& options) {
+  double p_norm = 0, g_norm = 0;
+  for (size_t i = 0; i < p.size(); ++i) {
+    p_norm += p[i] * p[i];
+    g_norm += g[i] * g[i];
+  }
+  p_norm = std::sqrt(p_norm);
+  g_norm = std::sqrt(g_norm);
+  double factor = 1, share = 0;
+  if (p_norm != 0 && g_norm != 0) {
+    const double local =
+        options.trust_coefficient * p_norm / (g_norm + decay * p_norm + options.eps);
+    factor = options.clip ? std::min(local / lr, 1.0) : local;
+    share = decay * factor;
+  }
+  Numbers result;
+  for (size_t i = 0; i < p.size(); ++i) result.push_back(p[i] - lr * (factor * g[i] + share * p[i]));
+  return result;
+}
+
+void expect_near(const Tensor& mine, const Numbers& expected, double tolerance) {
+  const Numbers got = numbers(mine);
+  ASSERT_EQ(got.size(), expected.size());
+  for (size_t i = 0; i < got.size(); ++i) {
+    EXPECT_NEAR(got[i], expected[i], tolerance * std::max(1.0, std::abs(expected[i])));
+  }
+}
+
+LARCOptions larc_options(double trust, bool clip, double eps = 1e-8) {
+  LARCOptions options;
+  options.trust_coefficient = trust;
+  options.clip = clip;
+  options.eps = eps;
+  return options;
+}
+
+TEST(LARC, Step_AnySizeDecayAndOptions_MatchesFloat64Reference) {
+  torch::manual_seed(1);
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
+    for (const bool clip : {true, false}) {
+      for (const double decay : {0.0, 0.1}) {
+        for (const double size : {1e-4, 1.0, 1e4}) {
+          const LARCOptions options = larc_options(size == 1 ? 0.5 : 0.02, clip);
+          const Tensors params = random_parameters(dtype);
+          LARC optimizer(SGD(params, SGDOptions(0.1).weight_decay(decay)), options);
+          for (int step = 0; step < 2; ++step) {
+            set_gradients(params, size);
+            std::vector<Numbers> expected;
+            for (const Tensor& p : params) {
+              expected.push_back(reference(numbers(p), numbers(p.grad()), 0.1, decay, options));
+            }
+            optimizer.step();
+            for (size_t i = 0; i < params.size(); ++i) {
+              expect_near(params[i], expected[i], dtype == at::kFloat ? 1e-5 : 1e-12);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(LARC, Step_ZeroNormsAndMissingGradients_LeftAlone) {
+  const Tensor zero = parameter(torch::zeros({2}));
+  const Tensor without = parameter(torch::ones({2}));
+  const Tensor silent = parameter(torch::ones({2}));
+  LARC optimizer(SGD(Tensors{zero, without, silent}, SGDOptions(0.5).weight_decay(0.1)));
+  zero.mutable_grad() = torch::ones({2});
+  silent.mutable_grad() = torch::zeros({2});
+  optimizer.step();
+  EXPECT_EQ(numbers(zero), Numbers({-0.5, -0.5})) << "a parameter of norm zero takes a plain step";
+  EXPECT_EQ(numbers(without), Numbers({1, 1}));
+  EXPECT_EQ(numbers(silent), Numbers({1, 1})) << "no gradient, no decay";
+}
+
+TEST(LARC, Step_GroupsWithOwnSettingsAndMixedTypes_EachByItsOwn) {
+  torch::manual_seed(2);
+  const Tensors floats = random_parameters(at::kFloat), doubles = random_parameters(at::kDouble);
+  Tensors first{floats[0], doubles[0], floats[1]}, second{doubles[1], floats[2]};
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(first, std::make_unique<SGDOptions>(SGDOptions(0.1).weight_decay(0.2)));
+  groups.emplace_back(second, std::make_unique<SGDOptions>(SGDOptions(0.01)));
+  LARC optimizer(SGD(groups, SGDOptions(1.0)));
+  set_gradients(first);
+  set_gradients(second);
+  std::vector<Numbers> expected;
+  for (const Tensor& p : first) {
+    expected.push_back(reference(numbers(p), numbers(p.grad()), 0.1, 0.2, optimizer.options()));
+  }
+  for (const Tensor& p : second) {
+    expected.push_back(reference(numbers(p), numbers(p.grad()), 0.01, 0, optimizer.options()));
+  }
+  optimizer.step();
+  for (size_t i = 0; i < 3; ++i) expect_near(first[i], expected[i], 1e-5);
+  for (size_t i = 0; i < 2; ++i) expect_near(second[i], expected[3 + i], 1e-5);
+  const auto& options = static_cast<SGDOptions&>(optimizer.param_groups()[0].options());
+  EXPECT_EQ(options.weight_decay(), 0.2) << "decay is zero during the step only";
+}
+
+TEST(LARC, Step_LowPrecision_NormsDoNotOverflow) {
+  for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16}) {
+    const Tensor param = parameter(torch::full({1000}, 60, dtype));
+    param.mutable_grad() = torch::full({1000}, 4096, dtype);  // its square is beyond float16
+    const auto expected = reference(numbers(param), numbers(param.grad()), 0.1, 0, LARCOptions());
+    LARC optimizer(SGD(Tensors{param}, SGDOptions(0.1)));
+    optimizer.step();
+    EXPECT_TRUE(param.isfinite().all().item<bool>());
+    expect_near(param, expected, 1e-2);
+    EXPECT_LT(param.grad().abs().max().item<float>(), 4096) << "the gradient was not adapted";
+  }
+}
+
+/// A step with a gradient of ones, decay 0.1 and a rate of 1 leaves the gradient that LARC makes.
+void expect_decay_folded_in(LARC& optimizer, const Tensor& param) {
+  param.mutable_grad() = torch::ones_like(param);
+  const double p_norm = param.detach().norm().item<double>();
+  const double g_norm = std::sqrt(static_cast<double>(param.numel()));
+  const double factor = std::min(0.02 * p_norm / (g_norm + 0.1 * p_norm + 1e-8), 1.0);
+  const Tensor expected = (1 + 0.1 * param.detach()) * factor;
+  optimizer.step();
+  EXPECT_TRUE(torch::allclose(param.grad(), expected, 1e-5)) << param.grad();
+}
+
+TEST(LARC, Step_EveryOptimizerOfTorch_TakesItsWeightDecay) {
+  using namespace torch::optim;
+  // Not parallel to the gradient of ones: else decay would cancel out.
+  const Tensor param = parameter(torch::tensor({-9.0f, 3.0f, 5.0f, 20.0f}));
+  const Tensors params{param};
+  LARC sgd(SGD(params, SGDOptions(1.0).weight_decay(0.1)));
+  expect_decay_folded_in(sgd, param);
+  LARC adam(Adam(params, AdamOptions(1.0).weight_decay(0.1)));
+  expect_decay_folded_in(adam, param);
+  LARC adamw(AdamW(params, AdamWOptions(1.0).weight_decay(0.1)));
+  expect_decay_folded_in(adamw, param);
+  LARC adagrad(Adagrad(params, AdagradOptions(1.0).weight_decay(0.1)));
+  expect_decay_folded_in(adagrad, param);
+  LARC rmsprop(RMSprop(params, RMSpropOptions(1.0).weight_decay(0.1)));
+  expect_decay_folded_in(rmsprop, param);
+}
+
+TEST(LARC, Step_Closure_AdaptsAfterEachEvaluationAndReturnsTheLoss) {
+  torch::manual_seed(3);
+  const Tensor param = parameter(torch::randn({6}));
+  LARC optimizer(torch::optim::LBFGS(Tensors{param},
+                                     torch::optim::LBFGSOptions(1.0).max_iter(4)));
+  int evaluations = 0;
+  std::vector<double> norms;
+  const Tensor loss = optimizer.step([&] {
+    if (param.grad().defined()) norms.push_back(param.grad().norm().item<double>());
+    optimizer.zero_grad();  // the groups are LARC's own while the closure runs
+    EXPECT_FALSE(param.grad().defined());
+    EXPECT_EQ(optimizer.param_groups().size(), 1u);
+    const Tensor value = (param * torch::arange(1, 7)).square().sum();
+    value.backward();
+    ++evaluations;
+    return value;
+  });
+  EXPECT_GT(evaluations, 1);
+  EXPECT_GT(loss.item<double>(), 0);
+  for (const double norm : norms) EXPECT_LT(norm, 1) << "a gradient was not adapted";
+  EXPECT_EQ(optimizer.state().size(), 1u);
+}
+
+TEST(LARC, Step_ClosureThrows_GroupsStateAndDecayAreWhereTheyWere) {
+  const Tensor param = parameter(torch::ones({2}));
+  LARC optimizer(SGD(Tensors{param}, SGDOptions(0.1).momentum(0.9).weight_decay(0.5)));
+  param.mutable_grad() = torch::ones({2});
+  optimizer.step();
+  EXPECT_THROW(optimizer.step([]() -> Tensor { throw std::runtime_error("no data"); }),
+               std::runtime_error);
+  ASSERT_EQ(optimizer.param_groups().size(), 1u);
+  EXPECT_EQ(optimizer.state().size(), 1u);
+  const auto& options = static_cast<SGDOptions&>(optimizer.param_groups()[0].options());
+  EXPECT_EQ(options.weight_decay(), 0.5);
+  const double before = param[0].item<double>();
+  optimizer.step();
+  EXPECT_NE(param[0].item<double>(), before);
+}
+
+TEST(LARC, Step_GradientItCannotAdapt_ThrowsAndChangesNothing) {
+  const Tensor dense = parameter(torch::ones({3})), sparse = parameter(torch::ones({3}));
+  LARC optimizer(SGD(Tensors{dense, sparse}, SGDOptions(0.1).weight_decay(0.5)));
+  dense.mutable_grad() = torch::ones({3});
+  sparse.mutable_grad() = torch::ones({3}).to_sparse();
+  try {
+    optimizer.step();
+    FAIL() << "no error";
+  } catch (const InvalidArgument& error) {
+    EXPECT_NE(std::string(error.what()).find("parameter 1 of group 0"), std::string::npos);
+  }
+  EXPECT_EQ(numbers(dense), Numbers({1, 1, 1}));
+  EXPECT_EQ(numbers(dense.grad()), Numbers({1, 1, 1}));
+  EXPECT_EQ(static_cast<SGDOptions&>(optimizer.param_groups()[0].options()).weight_decay(), 0.5);
+}
+
+TEST(LARC, Optimizer_ItsWholeInterface_ConcernsTheWrappedOne) {
+  const Tensor param = parameter(torch::ones({2})), added = parameter(torch::ones({3}));
+  auto wrapped = std::make_unique<SGD>(Tensors{param}, SGDOptions(0.1).momentum(0.9));
+  LARC larc(std::move(wrapped));
+  torch::optim::Optimizer& optimizer = larc;
+  EXPECT_EQ(optimizer.param_groups()[0].params().size(), 1u);
+  EXPECT_EQ(optimizer.defaults().get_lr(), 0.1);
+  optimizer.add_param_group(torch::optim::OptimizerParamGroup(Tensors{added}));
+  EXPECT_EQ(optimizer.param_groups().size(), 2u);
+  EXPECT_EQ(optimizer.param_groups()[1].options().get_lr(), 0.1) << "from the wrapped defaults";
+  set_gradients({param, added});
+  optimizer.step();
+  EXPECT_EQ(optimizer.state().size(), 2u) << "momentum of both groups";
+  optimizer.zero_grad();
+  EXPECT_FALSE(param.grad().defined() || added.grad().defined());
+  torch::optim::StepLR scheduler(optimizer, 1, 0.5);
+  scheduler.step();
+  scheduler.step();
+  EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.05);
+  // With clipping the step of a huge gradient is trust * |p|, whatever the rate is.
+  param.mutable_grad() = torch::full({2}, 1e4);
+  added.mutable_grad() = torch::full({3}, 1e4);
+  larc.state().clear();
+  const Tensor before = param.detach().clone();
+  optimizer.step();
+  EXPECT_NEAR((param.detach() - before).norm().item<double>(), 0.02 * before.norm().item<double>(),
+              1e-5);
+}
+
+TEST(LARC, Archive_SavedAndLoaded_GoesOnAsTheOneThatWasSaved) {
+  torch::manual_seed(4);
+  const Tensors params = random_parameters();
+  LARC optimizer(SGD(params, SGDOptions(0.1).momentum(0.9).weight_decay(0.1)));
+  set_gradients(params);
+  optimizer.step();
+  std::stringstream archive;
+  const LARC& saved = optimizer;
+  torch::save(saved, archive);
+  EXPECT_EQ(optimizer.state().size(), params.size());
+
+  Tensors copies;
+  for (const Tensor& param : params) copies.push_back(parameter(param.detach()));
+  LARC other(SGD(copies, SGDOptions(7.0)));
+  torch::load(other, archive);
+  EXPECT_EQ(other.param_groups()[0].options().get_lr(), 0.1);
+  set_gradients(params);
+  for (size_t i = 0; i < params.size(); ++i) {
+    copies[i].mutable_grad() = params[i].grad().clone();
+  }
+  optimizer.step();
+  other.step();
+  for (size_t i = 0; i < params.size(); ++i) EXPECT_TRUE(torch::equal(params[i], copies[i]));
+
+  std::stringstream once_more;
+  torch::save(saved, once_more);
+  SGD bare(copies, SGDOptions(7.0));
+  torch::load(bare, once_more);
+  EXPECT_EQ(bare.state().size(), params.size()) << "the archive is that of the wrapped optimizer";
+}
+
+TEST(LARC, Moved_Itself_KeepsItsOptimizer) {
+  const Tensor param = parameter(torch::ones({2}));
+  LARC first(SGD(Tensors{param}, SGDOptions(1.0)), larc_options(0.5, true));
+  LARC second(std::move(first));
+  EXPECT_EQ(second.options().trust_coefficient, 0.5);
+  param.mutable_grad() = torch::full({2}, 1e4);
+  second.step();
+  EXPECT_NEAR(param[0].item<double>(), 0.5, 1e-5);
+}
+
+TEST(LARC, Options_OutOfRange_ThrowInvalidArgument) {
+  const Tensors params{parameter(torch::ones({1}))};
+  const auto make = [&](const LARCOptions& options) { LARC(SGD(params, SGDOptions(0.1)), options); };
+  EXPECT_NO_THROW(make(larc_options(0.02, true, 0)));
+  EXPECT_THROW(make(larc_options(0, true)), InvalidArgument);
+  EXPECT_THROW(make(larc_options(-1, true)), InvalidArgument);
+  EXPECT_THROW(make(larc_options(NAN, true)), InvalidArgument);
+  EXPECT_THROW(make(larc_options(0.02, true, -1)), InvalidArgument);
+  EXPECT_THROW(make(larc_options(0.02, true, INFINITY)), InvalidArgument);
+  EXPECT_THROW(LARC(std::unique_ptr<torch::optim::Optimizer>()), InvalidArgument);
+}
+
+}  // namespace
+}  // namespace apex::parallel

@@ -1,0 +1,219 @@
+#include <gtest/gtest.h>
+
+#include <ATen/ATen.h>
+
+#include <apex/amp/loss_scaler.h>
+#include <apex/error.h>
+#include <support/thread_backend.h>
+
+#include <limits>
+#include <vector>
+
+namespace apex::amp {
+namespace {
+
+using apex::testing::run_ranks;
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+LossScalerOptions options(double scale, int64_t interval = 2000) {
+  LossScalerOptions result;
+  result.init_scale = scale;
+  result.growth_interval = interval;
+  return result;
+}
+
+/// One update with a gradient that holds `value`.
+void update_with(LossScaler& scaler, float value) {
+  scaler.unscale_({at::full({3}, value)});
+  scaler.update();
+}
+
+TEST(LossScaler, Scale_HalfLoss_IsFloat32AndDifferentiable) {
+  LossScaler scaler(options(8));
+  at::Tensor loss = at::full({}, 1.5, at::kHalf).requires_grad_();
+  const at::Tensor scaled = scaler.scale(loss);
+  EXPECT_EQ(scaled.scalar_type(), at::kFloat);
+  EXPECT_EQ(scaled.dim(), 0);
+  EXPECT_EQ(scaled.item<float>(), 12);
+  scaled.backward();
+  EXPECT_EQ(loss.grad().item<float>(), 8);
+}
+
+TEST(LossScaler, Scale_UpdateBeforeBackward_BackwardUsesTheScaleOfForward) {
+  LossScaler scaler(options(8));
+  at::Tensor loss = at::full({}, 1.0).requires_grad_();
+  const at::Tensor scaled = scaler.scale(loss);
+  update_with(scaler, kInf);
+  scaled.backward();
+  EXPECT_EQ(loss.grad().item<float>(), 8);
+}
+
+TEST(LossScaler, Unscale_MixedDtypes_DividesEachInPlace) {
+  LossScaler scaler(options(4));
+  std::vector<at::Tensor> grads;
+  for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16, at::kDouble, at::kFloat}) {
+    grads.push_back(at::full({2, 3}, 6, dtype));
+  }
+  const std::vector<at::Tensor> same = grads;
+  scaler.unscale_(grads);
+  for (const at::Tensor& grad : same) {
+    EXPECT_TRUE(at::equal(grad, at::full({2, 3}, 1.5, grad.options())));
+  }
+  EXPECT_FALSE(scaler.overflowed());
+}
+
+TEST(LossScaler, Unscale_SparseCoalesced_DividesStoredValues) {
+  LossScaler scaler(options(2));
+  const at::Tensor dense = at::tensor({0.f, 4.f, 0.f, 6.f});
+  const at::Tensor sparse = dense.to_sparse();
+  scaler.unscale_({sparse});
+  EXPECT_TRUE(at::equal(sparse.to_dense(), dense / 2));
+  EXPECT_THROW(scaler.unscale_({sparse + sparse, at::ones({2}).to_sparse()._coalesced_(false)}),
+               InvalidArgument);
+}
+
+TEST(LossScaler, Unscale_IntegerGradient_ThrowsAndChangesNothing) {
+  LossScaler scaler(options(2));
+  const at::Tensor first = at::ones({2});
+  EXPECT_THROW(scaler.unscale_({first, at::ones({2}, at::kLong)}), InvalidArgument);
+  EXPECT_TRUE(at::equal(first, at::ones({2})));
+}
+
+TEST(LossScaler, Unscale_NothingOrEmpty_FindsNothing) {
+  LossScaler scaler;
+  scaler.unscale_({});
+  scaler.unscale_({at::empty({0})});
+  EXPECT_FALSE(scaler.overflowed());
+}
+
+TEST(LossScaler, Overflow_InfOrNanAnywhere_BacksOffAndRestartsTheCounter) {
+  for (const float bad : {kInf, -kInf, kNan}) {
+    for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
+      LossScaler scaler(options(64));
+      update_with(scaler, 1);
+      EXPECT_EQ(scaler.growth_tracker(), 1);
+      at::Tensor grad = at::ones({1000}, dtype);
+      grad[999].fill_(bad);
+      scaler.unscale_({at::ones({2}), grad});
+      EXPECT_TRUE(scaler.overflowed());
+      scaler.update();
+      EXPECT_EQ(scaler.get_scale(), 32);
+      EXPECT_EQ(scaler.growth_tracker(), 0);
+      EXPECT_FALSE(scaler.overflowed());
+    }
+  }
+}
+
+TEST(LossScaler, Growth_IntervalOfCleanUpdates_DoublesOnceAndCountsAnew) {
+  LossScaler scaler(options(16, /*interval=*/3));
+  std::vector<double> scales;
+  for (int i = 0; i < 7; ++i) {
+    update_with(scaler, 1);
+    scales.push_back(scaler.get_scale());
+  }
+  EXPECT_EQ(scales, (std::vector<double>{16, 16, 32, 32, 32, 64, 64}));
+  EXPECT_EQ(scaler.growth_tracker(), 1);
+}
+
+TEST(LossScaler, Limits_AtFloorAndCap_ScaleStays) {
+  LossScalerOptions limited = options(8, /*interval=*/1);
+  limited.min_scale = 4;
+  limited.max_scale = 16;
+  LossScaler scaler(limited);
+  update_with(scaler, 1);
+  update_with(scaler, 1);
+  EXPECT_EQ(scaler.get_scale(), 16);
+  for (int i = 0; i < 4; ++i) update_with(scaler, kInf);
+  EXPECT_EQ(scaler.get_scale(), 4);
+}
+
+TEST(LossScaler, Limits_ScaleSetByHandAboveCap_StaysUntilItChanges) {
+  LossScalerOptions limited = options(8, /*interval=*/2);
+  limited.max_scale = 16;
+  LossScaler scaler(limited);
+  scaler.set_scale(1024);
+  update_with(scaler, 1);
+  EXPECT_EQ(scaler.get_scale(), 1024);
+  update_with(scaler, 1);
+  EXPECT_EQ(scaler.get_scale(), 16);
+}
+
+TEST(LossScaler, Static_InfGradient_ScaleStaysAndNothingIsFound) {
+  LossScalerOptions fixed = options(10);
+  fixed.dynamic = false;
+  LossScaler scaler(fixed);
+  const at::Tensor grad = at::tensor({kInf, 20.f});
+  scaler.unscale_({grad});
+  EXPECT_FALSE(scaler.overflowed());
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 10);
+  EXPECT_FLOAT_EQ(grad[1].item<float>(), 2);
+}
+
+TEST(LossScaler, FoundInf_SeveralUnscales_IsRememberedUntilCleared) {
+  LossScaler scaler;
+  scaler.unscale_({at::full({1}, kInf)});
+  scaler.unscale_({at::ones({1})});
+  const at::Tensor found = scaler.found_inf();
+  scaler.clear_found_inf();
+  EXPECT_FALSE(scaler.overflowed());
+  EXPECT_EQ(found.item<float>(), 1) << "a returned flag is a copy";
+}
+
+TEST(LossScaler, State_SetAndRead_RoundTrips) {
+  LossScaler scaler;
+  const void* address = scaler.scale_tensor().data_ptr();
+  scaler.set_scale(3.5);
+  scaler.set_growth_tracker(7);
+  update_with(scaler, 1);
+  EXPECT_EQ(scaler.get_scale(), 3.5);
+  EXPECT_EQ(scaler.growth_tracker(), 8);
+  EXPECT_EQ(scaler.scale_tensor().data_ptr(), address) << "graphs capture the address";
+}
+
+TEST(LossScaler, Synchronize_OverflowOnOneRank_EveryRankBacksOff) {
+  run_ranks(3, [](int rank, const Group& group) {
+    LossScaler scaler(options(64));
+    scaler.unscale_({at::full({4}, rank == 1 ? kInf : 1.f)});
+    scaler.synchronize(group);
+    EXPECT_TRUE(scaler.overflowed());
+    scaler.update();
+    EXPECT_EQ(scaler.get_scale(), 32);
+    scaler.unscale_({at::ones({4})});
+    scaler.synchronize(group);
+    EXPECT_FALSE(scaler.overflowed()) << "an old overflow came back";
+  });
+}
+
+TEST(LossScaler, Synchronize_RankWithoutGradients_TakesPart) {
+  run_ranks(2, [](int rank, const Group& group) {
+    LossScaler scaler;
+    if (rank == 0) scaler.unscale_({at::full({4}, kNan)});
+    scaler.synchronize(group);
+    EXPECT_TRUE(scaler.overflowed());
+  });
+}
+
+TEST(LossScaler, Options_OutOfRange_ThrowInvalidArgument) {
+  const auto refused = [](void (*change)(LossScalerOptions&)) {
+    LossScalerOptions bad;
+    change(bad);
+    EXPECT_THROW(LossScaler{bad}, InvalidArgument);
+  };
+  refused([](LossScalerOptions& o) { o.init_scale = 0; });
+  refused([](LossScalerOptions& o) { o.init_scale = kInf; });
+  refused([](LossScalerOptions& o) { o.growth_factor = 1; });
+  refused([](LossScalerOptions& o) { o.backoff_factor = 1; });
+  refused([](LossScalerOptions& o) { o.growth_interval = 0; });
+  refused([](LossScalerOptions& o) { o.min_scale = -1; });
+  refused([](LossScalerOptions& o) { o.min_scale = 2, o.max_scale = 1; });
+  LossScaler scaler;
+  EXPECT_THROW(scaler.set_scale(kNan), InvalidArgument);
+  EXPECT_THROW(scaler.set_growth_tracker(-1), InvalidArgument);
+}
+
+}  // namespace
+}  // namespace apex::amp

@@ -1,0 +1,134 @@
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <torch/torch.h>
+
+#include <apex/error.h>
+#include <apex/parallel/distributed_data_parallel.h>
+#include <apex/parallel/overlapped_optimizer.h>
+#include <support/thread_backend.h>
+
+namespace apex::parallel {
+namespace {
+
+using apex::testing::run_ranks;
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+constexpr int kSteps = 9;  // the plan is learnt in the first and ordered after the third
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    for (int i = 0; i < 4; ++i) {
+      layers.push_back(register_module("fc" + std::to_string(i), torch::nn::Linear(6, 6)));
+    }
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (auto& layer : layers) {
+      if (before) before(*layer);
+      x = torch::tanh(layer(x));
+    }
+    return x;
+  }
+  std::vector<torch::nn::Linear> layers;
+  std::function<void(const torch::nn::Module&)> before;
+};
+TORCH_MODULE(Net);
+
+DistributedDataParallelOptions options_for(const Group& group, bool views) {
+  DistributedDataParallelOptions options;
+  options.process_group = group;
+  options.limits.cap = 1;
+  options.gradient_as_bucket_view = views;
+  return options;
+}
+
+Net make() {
+  static std::mutex mutex;  // the seed is the process's, and ranks are threads of it
+  const std::lock_guard<std::mutex> lock(mutex);
+  torch::manual_seed(0);
+  return Net();
+}
+
+at::Tensor batch(int rank, int step) {
+  return torch::sin(torch::arange(24).to(at::kFloat).view({4, 6}) * (step + 1) + 3 * rank);
+}
+
+template <typename Optimizer, typename Model>
+void train(Model& model, Optimizer& optimizer, torch::optim::SGD& sgd, int rank) {
+  for (int step = 0; step < kSteps; ++step) {
+    optimizer.zero_grad();
+    model.forward(batch(rank, step)).square().mean().backward();
+    optimizer.step();
+    // As a scheduler does, before the updates that are left.
+    static_cast<torch::optim::SGDOptions&>(sgd.param_groups()[0].options()).lr(0.5 / (step + 2));
+  }
+}
+
+class OverlappedOptimizerTest : public ::testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(CopiesAndViews, OverlappedOptimizerTest, ::testing::Bool());
+
+TEST_P(OverlappedOptimizerTest, Parameters_AreThoseOfThePlainLoopBitForBit) {
+  run_ranks(2, [&](int rank, const Group& group) {
+    Net net = make();
+    DistributedDataParallel plain(make(), options_for(group, GetParam()));
+    torch::optim::SGD plain_sgd(plain.parameters(), torch::optim::SGDOptions(0.5).momentum(0.9));
+    train(plain, plain_sgd, plain_sgd, rank);
+
+    DistributedDataParallel model(net, options_for(group, GetParam()));
+    torch::optim::SGD sgd(model.parameters(), torch::optim::SGDOptions(0.5).momentum(0.9));
+    {
+      OverlappedOptimizer optimizer(sgd, model.reducer());
+      net->before = [&](const torch::nn::Module& module) { optimizer.wait_for(module); };
+      train(model, optimizer, sgd, rank);
+      EXPECT_GE(model.reducer().statistics().deferred, kSteps - 4);
+      EXPECT_FALSE(model.reducer().in_flight().empty());
+    }  // makes the updates that are left
+    net->before = nullptr;
+    EXPECT_TRUE(model.reducer().in_flight().empty());
+    for (size_t i = 0; i < plain.parameters().size(); ++i) {
+      EXPECT_TRUE(model.parameters()[i].equal(plain.parameters()[i])) << i;
+    }
+    // And the reducer is as it was.
+    const int64_t deferred = model.reducer().statistics().deferred;
+    model.forward(batch(rank, 0)).square().mean().backward();
+    EXPECT_EQ(model.reducer().statistics().deferred, deferred);
+  });
+}
+
+TEST_P(OverlappedOptimizerTest, ForwardThatDoesNotWait_NextBackward_Throws) {
+  run_ranks(2, [&](int rank, const Group& group) {
+    Net net = make();
+    DistributedDataParallel model(net, options_for(group, GetParam()));
+    torch::optim::SGD sgd(model.parameters(), torch::optim::SGDOptions(0.5));
+    OverlappedOptimizer optimizer(sgd, model.reducer());
+    EXPECT_THROW(train(model, optimizer, sgd, rank), std::exception);
+  });
+}
+
+TEST_P(OverlappedOptimizerTest, GradientClearedByOthers_Synchronize_ThrowsNamingIt) {
+  run_ranks(2, [&](int rank, const Group& group) {
+    Net net = make();
+    DistributedDataParallel model(net, options_for(group, GetParam()));
+    torch::optim::SGD sgd(model.parameters(), torch::optim::SGDOptions(0.5));
+    OverlappedOptimizer optimizer(sgd, model.reducer());
+    net->before = [&](const torch::nn::Module& module) { optimizer.wait_for(module); };
+    train(model, optimizer, sgd, rank);
+    ASSERT_FALSE(model.reducer().in_flight().empty());
+    // Those that are reduced in place: views come when all is there.
+    model.zero_grad();
+    try {
+      optimizer.synchronize();
+      EXPECT_TRUE(GetParam());
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("OverlappedOptimizer::zero_grad()"), std::string::npos);
+    }
+    net->before = nullptr;
+  });
+}
+
+}  // namespace
+}  // namespace apex::parallel

@@ -1,0 +1,294 @@
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+#include <apex/error.h>
+#include <apex/parallel/comm_hook.h>
+#include <apex/parallel/reducer.h>
+#include <support/thread_backend.h>
+#include <support/toy_model.h>
+
+// Bucket callbacks, opt-in checks, uneven inputs, chained hooks, and letting go of groups.
+
+namespace apex::parallel {
+namespace {
+
+using apex::testing::random_batch;
+using apex::testing::relative_error;
+using apex::testing::run_ranks;
+using apex::testing::ThreadBackendControl;
+using apex::testing::ToyModel;
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+ReducerOptions small_buckets(int64_t cap = 1) {
+  ReducerOptions options;
+  options.limits.cap = cap;
+  return options;
+}
+
+void backward(Reducer& reducer, ToyModel& model, const at::Tensor& batch) {
+  reducer.prepare_for_forward();
+  const at::Tensor y = model.forward(batch);
+  reducer.watch_outputs({y});
+  y.square().mean().backward();
+}
+
+template <typename Exception, typename Call>
+void expect_throws(Call&& call, const std::string& part) {
+  try {
+    call();
+    ADD_FAILURE() << "nothing was thrown, expected: " << part;
+  } catch (const Exception& error) {
+    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+  }
+}
+
+TEST(ReducerBucketCallback, LaterBucketOnItsWay_IsCalledForTheEarlierOne) {
+  const auto control = ThreadBackendControl::create(2);
+  run_ranks(control, [&](int rank, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 8, 8, 2}, 1);
+    Reducer reducer(model.parameters, {group}, small_buckets());
+    backward(reducer, model, random_batch(4, 4, 0));
+    // Every collective of this backward but the first waits for the first bucket's callback.
+    const uint64_t first = control->issued(rank);
+    const size_t buckets = reducer.plan()->buckets.size();
+    for (uint64_t seq = first + 1; seq < first + buckets; ++seq) control->hold(seq);
+    std::vector<int64_t> order;
+    std::vector<int64_t> parameters;
+    reducer.set_bucket_callback([&](const ReducedBucket& bucket) {
+      order.push_back(bucket.index);
+      parameters.insert(parameters.end(), bucket.parameters.begin(), bucket.parameters.end());
+      EXPECT_EQ(reducer.statistics().backwards, 1);  // the engine may be asked
+      for (uint64_t seq = first + 1; seq < first + buckets; ++seq) control->release(seq);
+    });
+    model.zero_grad();
+    backward(reducer, model, random_batch(4, 4, 1));
+    ASSERT_EQ(order.size(), buckets);
+    EXPECT_GT(buckets, 1u);
+    EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
+    std::sort(parameters.begin(), parameters.end());
+    for (size_t i = 0; i < parameters.size(); ++i) EXPECT_EQ(parameters[i], static_cast<int64_t>(i));
+    EXPECT_EQ(parameters.size(), model.size());
+  });
+}
+
+TEST(ReducerRegisteredBuffers, BackendWithMemory_Buckets_LieThereAndGradientsAreRight) {
+  for (const bool views : {false, true}) {
+    const auto control = ThreadBackendControl::create(2);
+    control->allocate_tensors();
+    run_ranks(control, [&](int rank, const Group& group) {
+      ToyModel model = ToyModel::mlp({4, 8, 8, 2}, 1);
+      ReducerOptions options = small_buckets();
+      options.registered_buffers = true;
+      options.gradient_as_bucket_view = views;
+      Reducer reducer(model.parameters, {group}, options);
+      for (int step = 0; step < 3; ++step) {
+        model.zero_grad();
+        backward(reducer, model, random_batch(4, 4, step));  // the same on both ranks
+        ToyModel reference = model.clone(at::kDouble);
+        reference.forward(random_batch(4, 4, step)).square().mean().backward();
+        for (size_t i = 0; i < model.size(); ++i) {
+          EXPECT_LT(apex::testing::relative_error(model[i].grad(), reference[i].grad()), 1e-5);
+        }
+      }
+      EXPECT_GT(reducer.statistics().buffers_registered, 0);
+      const auto there = control->allocated();
+      size_t messages = 0;
+      for (const auto& record : control->log(rank)) messages += there.count(record.data_ptr);
+      EXPECT_GE(messages, static_cast<size_t>(3 * reducer.statistics().buffers_registered));
+    });
+  }
+}
+
+TEST(ReducerRegisteredBuffers, BackendWithoutMemoryOrOutOfIt_Buckets_LieInTorchsMemory) {
+  for (const bool fails : {false, true}) {
+    const auto control = ThreadBackendControl::create(2);
+    if (fails) control->allocate_tensors(/*fails=*/true);
+    run_ranks(control, [&](int rank, const Group& group) {
+      ToyModel model = ToyModel::mlp({4, 8, 2}, 1);
+      ReducerOptions options = small_buckets();
+      options.registered_buffers = true;
+      Reducer reducer(model.parameters, {group}, options);
+      backward(reducer, model, random_batch(4, 4, rank));
+      EXPECT_EQ(reducer.statistics().buffers_registered, 0);
+      EXPECT_EQ(reducer.statistics().backwards, 1);
+    });
+  }
+}
+
+TEST(ReducerCheckFinite, NanOnOneRank_ThrowsOnEveryRankNamingRankAndParameter) {
+  for (const bool views : {false, true}) {
+    run_ranks(3, [&](int rank, const Group& group) {
+      ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
+      ReducerOptions options = small_buckets(20);
+      options.check_finite = true;
+      options.gradient_as_bucket_view = views;
+      Reducer reducer(model.parameters, {group}, options);
+      backward(reducer, model, random_batch(4, 4, 0));
+      auto hook = model[2].register_hook([rank](const at::Tensor& grad) {
+        return rank == 2 ? at::full_like(grad, std::numeric_limits<double>::quiet_NaN()) : grad;
+      });
+      model.zero_grad();
+      expect_throws<NonFiniteGradient>(
+          [&] { backward(reducer, model, random_batch(4, 4, 1)); },
+          "rank 2 contributed a gradient that is infinite or NaN for parameter '" +
+              model.parameters[2].name + "' (1 of 3 ranks");
+      model[2].remove_hook(hook);
+      model.zero_grad();
+      backward(reducer, model, random_batch(4, 4, 2));  // goes on
+      EXPECT_EQ(reducer.statistics().backwards, 3);
+    });
+  }
+}
+
+TEST(ReducerCheckSteps, RankThatSkippedABackward_ThrowsOnEveryRank) {
+  run_ranks(3, [](int rank, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
+    ReducerOptions options = small_buckets(20);
+    options.check_steps = true;
+    Reducer reducer(model.parameters, {group}, options);
+    backward(reducer, model, random_batch(4, 4, 0));
+    if (rank == 1) reducer.prepare_for_forward();
+    model.zero_grad();
+    expect_throws<Error>([&] { backward(reducer, model, random_batch(4, 4, 1)); },
+                         "a rank has skipped a backward");
+  });
+}
+
+TEST(ReducerRelease, BackwardAfterIt_Throws_AndTheGroupIsFree) {
+  run_ranks(2, [](int, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
+    const size_t before = group.use_count();
+    Reducer reducer(model.parameters, {group}, small_buckets());
+    backward(reducer, model, random_batch(4, 4, 0));
+    const at::Tensor kept = model.forward(random_batch(4, 4, 0));
+    reducer.watch_outputs({kept});
+    EXPECT_GT(group.use_count(), before);
+    reducer.release();
+    reducer.release();
+    EXPECT_EQ(group.use_count(), before);  // although the graph of `kept` holds the reducer
+    expect_throws<Error>([&] { kept.sum().backward(); }, "let go of its process groups");
+    reducer.prepare_for_forward();
+    EXPECT_FALSE(reducer.plan().has_value());
+  });
+}
+
+TEST(ReducerJoin, RankWithoutData_FollowsTheOthersWithZeros) {
+  for (const bool by_world : {true, false}) {
+    for (const bool views : {false, true}) {
+      run_ranks(3, [&](int rank, const Group& group) {
+        const int64_t steps_of[] = {3, 1, 0};
+        ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
+        ReducerOptions options = small_buckets(20);
+        options.gradient_as_bucket_view = views;
+        Reducer reducer(model.parameters, {group}, options);
+        reducer.begin_join(by_world);
+        for (int64_t step = 0; step < steps_of[rank]; ++step) {
+          const auto active = reducer.announce(JoinEvent::kForward, 0).active.size();
+          EXPECT_EQ(active, step == 0 ? 2u : 1u);
+          model.zero_grad();
+          backward(reducer, model, random_batch(4, 4, 10 * static_cast<int>(step) + rank));
+          std::vector<at::Tensor> expected(model.size());
+          for (int r = 0; r < 2; ++r) {
+            if (step >= steps_of[r]) continue;
+            ToyModel reference = model.clone(at::kDouble);
+            reference.forward(random_batch(4, 4, 10 * static_cast<int>(step) + r))
+                .square().mean().backward();
+            const double share = 1.0 / (by_world ? 3.0 : static_cast<double>(active));
+            for (size_t i = 0; i < model.size(); ++i) {
+              const at::Tensor part = reference[i].grad() * share;
+              expected[i] = expected[i].defined() ? expected[i] + part : part;
+            }
+          }
+          for (size_t i = 0; i < model.size(); ++i) {
+            EXPECT_LT(relative_error(model[i].grad(), expected[i]), 1e-5) << step << " " << i;
+          }
+        }
+        int64_t forwards = 0, backwards = 0;
+        for (;;) {
+          const JoinEvent event = reducer.await_event();
+          if (event.kind == JoinEvent::kEnd) break;
+          forwards += event.kind == JoinEvent::kForward;
+          if (event.kind != JoinEvent::kBackward) continue;
+          ++backwards;
+          reducer.shadow_backward_begin(event.argument != 0);
+          reducer.shadow_backward_end();
+        }
+        reducer.end_join();
+        EXPECT_EQ(forwards, 3 - steps_of[rank]);
+        EXPECT_EQ(backwards, 3 - steps_of[rank]);
+        EXPECT_EQ(reducer.statistics().backwards, 3);
+      });
+    }
+  }
+}
+
+TEST(ReducerJoin, ActiveRanksThatDoDifferentThings_ThrowsRankMismatchOnAll) {
+  run_ranks(3, [](int rank, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
+    Reducer reducer(model.parameters, {group}, small_buckets());
+    reducer.begin_join(true);
+    const auto say = [&] {
+      if (rank == 2) return reducer.await_event();
+      return reducer.announce(rank == 0 ? JoinEvent::kForward : JoinEvent::kCustom, 5);
+    };
+    expect_throws<RankMismatch>(say, "do different things at the same time");
+    reducer.end_join();
+  });
+}
+
+/// Issues a second all-reduce from the callback of its first, as PowerSGD does.
+class ChainingHook final : public CommHook {
+ public:
+  explicit ChainingHook(Group group) : group_(std::move(group)) {}
+  c10::intrusive_ptr<c10::ivalue::Future> run(GradientBucket& bucket) override {
+    auto result = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+    std::vector<at::Tensor> first{bucket.buffer};
+    group_->allreduce(first)->getFuture()->addCallback(
+        [result, group = group_, buffer = bucket.buffer](c10::ivalue::Future&) {
+          std::vector<at::Tensor> second{buffer};
+          group->allreduce(second)->getFuture()->addCallback(
+              [result, buffer](c10::ivalue::Future&) { result->markCompleted(buffer); });
+        });
+    return result;
+  }
+
+ private:
+  Group group_;
+};
+
+TEST(ReducerCommHook, CollectivesFromCallbacks_ComeInOneOrderOnEveryRank) {
+  // The backend fails when ranks issue different collectives at the same position.
+  for (int round = 0; round < 20; ++round) {
+    run_ranks(3, [](int, const Group& group) {
+      ToyModel model = ToyModel::mlp({4, 16, 9, 5, 2}, 1);
+      Reducer reducer(model.parameters, {group}, small_buckets());
+      reducer.set_comm_hook(std::make_shared<ChainingHook>(group));
+      for (int step = 0; step < 3; ++step) {
+        model.zero_grad();
+        backward(reducer, model, random_batch(4, 4, step));
+        ToyModel reference = model.clone(at::kDouble);
+        reference.forward(random_batch(4, 4, step)).square().mean().backward();
+        for (size_t i = 0; i < model.size(); ++i) {
+          // Summed twice over three ranks that hold the same.
+          EXPECT_LT(relative_error(model[i].grad(), reference[i].grad() * 9), 1e-5);
+        }
+      }
+    });
+  }
+}
+
+TEST(ReducerCommHook, WiresOfOtherDtypes_AreRefused) {
+  run_ranks(1, [](int, const Group& group) {
+    expect_throws<InvalidArgument>([&] { make_compress_hook(group, at::kFloat); },
+                                   "float16 or bfloat16, not as Float");
+    expect_throws<InvalidArgument>([&] { make_fp32_accumulate_hook({}, at::kHalf); },
+                                   "needs a process group");
+  });
+}
+
+}  // namespace
+}  // namespace apex::parallel

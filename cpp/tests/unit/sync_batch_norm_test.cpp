@@ -1,0 +1,241 @@
+// The C++ door: functional calls, module and conversion, with ranks as threads.
+
+#include <apex/error.h>
+#include <apex/parallel/sync_batch_norm.h>
+#include <gtest/gtest.h>
+#include <support/thread_backend.h>
+#include <torch/nn/functional/batchnorm.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/moduledict.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/types.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace apex::parallel {
+namespace {
+
+using apex::testing::ThreadBackendControl;
+using apex::testing::run_ranks;
+
+TEST(SyncBatchNorm, Forward_NoGroup_EqualsBatchNorm) {
+  SyncBatchNorm ours(3);
+  torch::nn::BatchNorm2d theirs(3);
+  for (const bool training : {true, true, false}) {
+    ours->train(training);
+    theirs->train(training);
+    const auto x = torch::randn({4, 3, 5, 7});
+    EXPECT_TRUE(torch::allclose(ours(x), theirs(x), 1e-5, 1e-6));
+  }
+  EXPECT_TRUE(torch::allclose(ours->running_var, theirs->running_var));
+  EXPECT_EQ(ours->num_batches_tracked.item<int64_t>(), 2);
+}
+
+TEST(SyncBatchNorm, Forward_ThreeUnevenRanks_EqualsWholeBatch) {
+  const auto all = torch::randn({6, 4, 5}, torch::kDouble);
+  const int64_t cuts[] = {0, 1, 1, 6};  // 1, 0 and 5 samples
+  const auto whole = all.clone().requires_grad_();
+  const auto want =
+      torch::nn::functional::batch_norm(whole, {}, {},
+                                        torch::nn::functional::BatchNormFuncOptions().training(true));
+  want.pow(3).sum().backward();
+  run_ranks(3, [&](int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+    SyncBatchNormOptions options(4);
+    options.affine = false;
+    options.process_group = group;
+    SyncBatchNorm module(options);
+    module->to(torch::kDouble);
+    const auto x = all.slice(0, cuts[rank], cuts[rank + 1]).clone().requires_grad_();
+    const auto y = module(x);
+    y.pow(3).sum().backward();
+    const auto slice = [&](const at::Tensor& t) { return t.slice(0, cuts[rank], cuts[rank + 1]); };
+    EXPECT_TRUE(torch::allclose(y, slice(want), 1e-9, 1e-10)) << "rank " << rank;
+    EXPECT_TRUE(torch::allclose(x.grad(), slice(whole.grad()), 1e-9, 1e-10)) << "rank " << rank;
+    EXPECT_TRUE(torch::allclose(module->running_var,
+                                all.transpose(0, 1).reshape({4, -1}).var(1) * 0.1 + 0.9));
+  });
+}
+
+TEST(SyncBatchNorm, Forward_OneValueInAll_ThrowsValueErrorOnEveryRank) {
+  run_ranks(2, [](int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+    SyncBatchNormArguments arguments;
+    arguments.process_group = group;
+    EXPECT_THROW(sync_batch_norm(torch::randn({rank, 3}), arguments), c10::ValueError);
+    EXPECT_NO_THROW(sync_batch_norm(torch::randn({1, 3}), arguments));
+  });
+}
+
+TEST(SyncBatchNorm, Inference_WithoutStatistics_ThrowsValueError) {
+  EXPECT_THROW(batch_norm_inference(torch::randn({2, 3}), {}), c10::ValueError);
+}
+
+TEST(SyncBatchNorm, Forward_AddAndRelu_AreFused) {
+  SyncBatchNormOptions options(3);
+  options.fuse_relu = true;
+  options.channel_last = true;
+  SyncBatchNorm module(options);
+  const auto x = torch::randn({4, 5, 3}), z = torch::randn({4, 5, 3});
+  torch::nn::BatchNorm1d plain(3);
+  const auto want = (plain(x.transpose(1, 2)).transpose(1, 2) + z).relu();
+  EXPECT_TRUE(torch::allclose(module(x, z), want, 1e-5, 1e-6));
+}
+
+TEST(SyncBatchNorm, Clone_SharesGroupAndCopiesTensors) {
+  SyncBatchNormOptions options(2);
+  options.momentum = std::nullopt;
+  SyncBatchNorm module(options);
+  module(torch::randn({3, 2}));
+  const auto copy = std::dynamic_pointer_cast<SyncBatchNormImpl>(module->clone());
+  EXPECT_TRUE(torch::equal(copy->running_mean, module->running_mean));
+  EXPECT_NE(copy->running_mean.data_ptr(), module->running_mean.data_ptr());
+  EXPECT_FALSE(copy->options.momentum.has_value());
+}
+
+torch::nn::Sequential small_model() {
+  torch::nn::Sequential model;
+  model->push_back("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3)));
+  model->push_back("bn", torch::nn::BatchNorm2d(torch::nn::BatchNorm2dOptions(4).eps(1e-3)));
+  model->push_back("relu", torch::nn::ReLU());
+  return model;
+}
+
+TEST(SyncBatchNormConvert, Sequential_KeepsTensorsNamesAndOutput) {
+  auto model = small_model();
+  auto* bn = model->ptr(1)->as<torch::nn::BatchNorm2dImpl>();
+  bn->weight.set_requires_grad(false);
+  bn->eval();
+  auto converted = convert_sync_batch_norm(model);
+  auto* sync = converted->ptr(1)->as<SyncBatchNormImpl>();
+  EXPECT_TRUE(sync->weight.is_same(bn->weight));
+  EXPECT_TRUE(sync->running_var.is_same(bn->running_var));
+  EXPECT_FALSE(sync->weight.requires_grad());
+  EXPECT_FALSE(sync->is_training());
+  EXPECT_EQ(sync->options.eps, 1e-3);
+  EXPECT_EQ(converted->ptr(0), model->ptr(0));
+  std::vector<std::string> names, wanted;
+  for (const auto& p : converted->named_parameters()) names.push_back(p.key());
+  for (const auto& p : model->named_parameters()) wanted.push_back(p.key());
+  EXPECT_EQ(names, wanted);
+  const auto x = torch::randn({2, 3, 8, 8});
+  EXPECT_TRUE(torch::allclose(converted->forward(x), model->forward(x), 1e-5, 1e-6));
+
+  auto back = revert_sync_batch_norm(converted);
+  auto* plain = back->ptr(1)->as<torch::nn::BatchNorm2dImpl>();
+  EXPECT_EQ(plain->weight.data_ptr(), bn->weight.data_ptr());
+  EXPECT_FALSE(plain->weight.requires_grad());
+  EXPECT_TRUE(torch::allclose(back->forward(x), model->forward(x)));
+}
+
+struct BlockImpl : torch::nn::Module {
+  BlockImpl() { bn = register_module("bn", torch::nn::BatchNorm2d(4)); }
+  at::Tensor forward(const at::Tensor& x) { return bn(x); }
+  torch::nn::BatchNorm2d bn{nullptr};
+};
+TORCH_MODULE(Block);
+
+std::string refusal(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const apex::InvalidArgument& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(SyncBatchNormConvert, TypedMember_IsRefusedByNameAndNothingChanges) {
+  torch::nn::Sequential model;
+  model->push_back("bn", torch::nn::BatchNorm2d(4));
+  model->push_back("block", Block());
+  for (const auto& message : {refusal([&] { convert_sync_batch_norm(model); }),
+                              refusal([&] { convert_sync_batch_norm(*model); })}) {
+    EXPECT_NE(message.find("'block.bn'"), std::string::npos) << message;
+  }
+  EXPECT_NE(model->ptr(0)->as<torch::nn::BatchNorm2dImpl>(), nullptr);
+}
+
+TEST(SyncBatchNormConvert, ModelItselfInPlace_IsRefused) {
+  torch::nn::BatchNorm2d bn(4);
+  EXPECT_NE(refusal([&] { convert_sync_batch_norm(*bn); }), "");
+}
+
+/// Children of every kind in which a BatchNorm can be exchanged.
+struct NetworkImpl : torch::nn::Module {
+  NetworkImpl() {
+    shared = torch::nn::BatchNorm2d(4);
+    body = register_module("body", small_model());
+    list = register_module("list", torch::nn::ModuleList());
+    list->push_back(torch::nn::Conv2d(torch::nn::Conv2dOptions(4, 4, 1)));
+    list->push_back(shared);
+    torch::nn::ModuleDict inner;
+    inner->update(std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>>{
+        {"again", shared.ptr()}, {"deep", small_model().ptr()}});
+    dict = register_module("dict", inner);
+  }
+  at::Tensor forward(at::Tensor x) {
+    x = body->forward(x);
+    for (const auto& module : {list->ptr(1), dict[std::string("again")]}) {
+      if (auto* sync = module->as<SyncBatchNormImpl>()) {
+        x = sync->forward(x);
+      } else {
+        x = module->as<torch::nn::BatchNorm2dImpl>()->forward(x);
+      }
+    }
+    return x;
+  }
+  torch::nn::BatchNorm2d shared{nullptr};
+  torch::nn::Sequential body{nullptr};
+  torch::nn::ModuleList list{nullptr};
+  torch::nn::ModuleDict dict{nullptr};
+};
+TORCH_MODULE(Network);
+
+TEST(SyncBatchNormConvert, ContainersInAModuleInPlace_KeepNamesSharingAndOutput) {
+  Network model;
+  const auto names = [&] {
+    std::vector<std::string> all;
+    for (const auto& entry : model->named_modules()) all.push_back(entry.key());
+    for (const auto& entry : model->named_parameters()) all.push_back(entry.key());
+    return all;
+  };
+  const auto count = [&](auto* type) {
+    size_t found = 0;
+    for (const auto& module : model->modules()) {
+      found += module->as<std::remove_pointer_t<decltype(type)>>() != nullptr;
+    }
+    return found;
+  };
+  const auto before = names();
+  const auto x = torch::randn({2, 3, 8, 8});
+  const auto want = model->forward(x);
+
+  convert_sync_batch_norm(*model);
+  EXPECT_EQ(names(), before);
+  EXPECT_EQ(count(static_cast<SyncBatchNormImpl*>(nullptr)), 4);  // one of them twice
+  EXPECT_EQ(count(static_cast<torch::nn::BatchNorm2dImpl*>(nullptr)), 0);
+  EXPECT_EQ(model->list->ptr(1), model->dict[std::string("again")]);
+  EXPECT_EQ(model->body->ptr(1), model->body->named_children()["bn"]);
+  EXPECT_TRUE(torch::allclose(model->forward(x), want, 1e-5, 1e-6));
+  model->eval();
+  EXPECT_FALSE(model->list->ptr(1)->is_training());
+
+  revert_sync_batch_norm(*model);
+  EXPECT_EQ(names(), before);
+  EXPECT_EQ(count(static_cast<torch::nn::BatchNorm2dImpl*>(nullptr)), 4);
+}
+
+TEST(SyncBatchNormConvert, RevertOfBuiltModule_IsRefusedByName) {
+  torch::nn::Sequential model;
+  model->push_back("bn", SyncBatchNorm(4));
+  EXPECT_NE(refusal([&] { revert_sync_batch_norm(model); }).find("'bn'"), std::string::npos);
+  EXPECT_NE(refusal([&] { revert_sync_batch_norm(*model); }).find("'bn'"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace apex::parallel

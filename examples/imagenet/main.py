@@ -1,0 +1,365 @@
+"""Train a ResNet on ImageNet, or on made-up images, in mixed precision on one GPU or many.
+
+python main.py --synthetic 1000
+python main.py --opt-level O2 /data/imagenet
+python -m apex.parallel.multiproc main.py --opt-level O1 --sync_bn /data/imagenet
+torchrun --nproc_per_node=8 main.py --opt-level O2 --channels-last /data/imagenet
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import images
+import resnet
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from apex import amp
+from apex.parallel import DistributedDataParallel as DDP
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+from tqdm import tqdm
+
+WARMUP_EPOCHS = 5
+# What must be as it was when a run goes on from a checkpoint.
+RESUMED_SETTINGS = ("arch", "opt_level", "sync_bn")
+
+
+class Job(NamedTuple):
+    """Where this process stands among all the processes of the run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="ResNets in mixed precision on one GPU or many.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "data", type=Path, nargs="?", help="folder with train/CLASS/ and val/CLASS/ of images"
+    )
+    parser.add_argument(
+        "--synthetic", type=positive_int, metavar="N", help="train on N made-up images instead"
+    )
+    parser.add_argument(
+        "--num-classes", type=positive_int, default=10, metavar="N", help="of made-up images"
+    )
+    parser.add_argument(
+        "--image-size", type=positive_int, default=224, metavar="N", help="height and width"
+    )
+    parser.add_argument("-a", "--arch", default="resnet18", metavar="NAME", help="of the network")
+    parser.add_argument(
+        "-j", "--workers", type=int, default=4, metavar="N", help="loader processes per rank"
+    )
+    parser.add_argument("--epochs", type=positive_int, default=90, metavar="N", help="in all")
+    parser.add_argument(
+        "-b", "--batch-size", type=positive_int, default=256, metavar="N", help="images per rank"
+    )
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=0.1,
+        help="learning rate for steps of 256 images; scaled with the images of a step",
+    )
+    parser.add_argument("--momentum", type=float, default=0.9, metavar="M", help="of SGD")
+    parser.add_argument("--weight-decay", type=float, default=1e-4, metavar="W", help="of SGD")
+    parser.add_argument(
+        "--steps", type=positive_int, metavar="N", help="end every epoch after N steps"
+    )
+    parser.add_argument(
+        "-p", "--print-freq", type=positive_int, default=10, metavar="N", help="print every N steps"
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="PATH", help="write one after each epoch"
+    )
+    parser.add_argument("--resume", type=Path, metavar="PATH", help="continue from this checkpoint")
+    parser.add_argument("-e", "--evaluate", action="store_true", help="only evaluate")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, order and augmentation")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="choose kernels that repeat their bits"
+    )
+    parser.add_argument("--sync_bn", action="store_true", help="batch norm over all ranks")
+    parser.add_argument("--opt-level", default="O1", help="of apex.amp: O0, O1, O2 or O3")
+    parser.add_argument(
+        "--keep-batchnorm-fp32", metavar="BOOL", help="True or False, instead of the level's choice"
+    )
+    parser.add_argument(
+        "--loss-scale", metavar="S", help="a number or 'dynamic', instead of the level's choice"
+    )
+    parser.add_argument("--channels-last", action="store_true", help="memory layout NHWC")
+    parser.add_argument("--no-cuda", action="store_true", help="train on the CPU even with a GPU")
+    parser.add_argument(
+        "--local_rank",
+        "--local-rank",
+        type=int,
+        default=int(os.environ.get("LOCAL_RANK", 0)),
+        metavar="R",
+        help="index of this process on its machine; launchers set it",
+    )
+    args = parser.parse_args(argv)
+    if args.checkpoint is not None and not args.checkpoint.absolute().parent.is_dir():
+        parser.error(f"cannot write to {args.checkpoint}: its folder does not exist")
+    if args.resume is not None and not args.resume.is_file():
+        parser.error(f"there is no checkpoint {args.resume} to resume from")
+    return args
+
+
+def positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def start_job(args: argparse.Namespace) -> Job:
+    """Choose the device, and join the other processes; alone, be a job of one process."""
+    if "WORLD_SIZE" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    use_cuda = torch.cuda.is_available() and not args.no_cuda
+    device = torch.device("cuda", args.local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = not args.deterministic
+        torch.backends.cudnn.deterministic = args.deterministic
+    dist.init_process_group("nccl" if use_cuda else "gloo", init_method="env://")
+    return Job(dist.get_rank(), dist.get_world_size(), device)
+
+
+def build_network(args: argparse.Namespace, num_classes: int) -> nn.Module:
+    """By name from torchvision's ResNet family, or from resnet.py where it is not installed."""
+    try:
+        from torchvision.models import get_model, list_models
+    except ImportError:
+        known, build = list(resnet.LAYOUTS), resnet.build
+    else:
+        known = [name for name in list_models() if name.startswith(("resne", "wide_resnet"))]
+        build = get_model
+    if args.arch not in known:
+        sys.exit(f"main.py: there is no network {args.arch}, only {', '.join(known)}.")
+    return build(args.arch, num_classes=num_classes)
+
+
+def make_loader(dataset: torch.utils.data.Dataset, train: bool, args: argparse.Namespace, job: Job):
+    """Batches of this rank's share of the data, [N, 3, H, W] and [N]; in training, whole ones."""
+    sampler = DistributedSampler(
+        dataset, num_replicas=job.world_size, rank=job.rank, shuffle=train, seed=args.seed
+    )
+    return DataLoader(
+        dataset,
+        batch_size=args.batch_size,
+        sampler=sampler,
+        num_workers=args.workers,
+        pin_memory=job.device.type == "cuda",
+        drop_last=train,
+    )
+
+
+def run(args: argparse.Namespace, job: Job) -> None:
+    torch.manual_seed(args.seed)
+    data = images.load(args)
+    model = build_network(args, data.num_classes)
+    if args.sync_bn:
+        import apex
+
+        model = apex.parallel.convert_syncbn_model(model)
+    layout = torch.channels_last if args.channels_last else torch.contiguous_format
+    model = model.to(job.device, memory_format=layout)
+    optimizer = torch.optim.SGD(
+        model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay
+    )
+    # First the types of parameters, then the checkpoint, which amp puts into them; then DDP, which
+    # must see the parameters as they stay.
+    model, optimizer = amp.initialize(
+        model,
+        optimizer,
+        opt_level=args.opt_level,
+        keep_batchnorm_fp32=args.keep_batchnorm_fp32,
+        loss_scale=args.loss_scale,
+        verbosity=0,
+    )
+    done, best = 0, 0.0
+    if args.resume is not None:
+        done, best = load_checkpoint(model, optimizer, args, job)
+    ddp = DDP(model)
+
+    loader = make_loader(data.train, True, args, job)
+    val_loader = make_loader(data.val, False, args, job)
+    if len(loader) == 0 and not args.evaluate:
+        sys.exit(
+            f"main.py: {len(data.train)} images give {job.world_size} rank(s) no whole batch of "
+            f"{args.batch_size}: lower --batch-size."
+        )
+    if args.evaluate:
+        report_accuracy(evaluate(model, val_loader, layout, job), "evaluated", job)
+        return
+    for epoch in range(done, args.epochs):
+        train_epoch(ddp, optimizer, loader, layout, epoch, args, job)
+        accuracy = evaluate(model, val_loader, layout, job)
+        best = max(best, accuracy[0])
+        report_accuracy(accuracy, f"epoch {epoch + 1}/{args.epochs}", job)
+        if job.rank == 0 and args.checkpoint is not None:
+            save_checkpoint(model, optimizer, epoch + 1, best, args)
+    if job.rank == 0:
+        print(f"final: best top-1 accuracy {best:.2f} %, {job.world_size} rank(s)", flush=True)
+
+
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer,
+    epoch: int,
+    fraction: float,
+    args: argparse.Namespace,
+    job: Job,
+) -> None:
+    """Linear warm-up, then a tenth at epochs 30, 60 and 80; in proportion to the images of a step.
+
+    Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017, section 2.
+
+    Args:
+        optimizer: whose learning rates are set.
+        epoch: from 0.
+        fraction: of this epoch that is done, 0 to 1.
+        args: the command line.
+        job: whose number of ranks counts.
+    """
+    lr = args.lr * args.batch_size * job.world_size / 256
+    lr *= 0.1 ** sum(epoch >= milestone for milestone in (30, 60, 80))
+    lr *= min(1.0, (epoch + fraction) / WARMUP_EPOCHS + 1e-3)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def train_epoch(
+    ddp: DDP,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader,
+    layout: torch.memory_format,
+    epoch: int,
+    args: argparse.Namespace,
+    job: Job,
+) -> None:
+    """One pass over this rank's share, or --steps steps; rank 0 prints losses and throughput."""
+    ddp.train()
+    loader.sampler.set_epoch(epoch)
+    # The augmentation of an epoch is the same whether or not the epochs before were trained here.
+    torch.manual_seed(args.seed + 1_000_003 * (epoch * job.world_size + job.rank))
+    steps = min(len(loader), args.steps or len(loader))
+    title = f"epoch {epoch + 1}/{args.epochs}"
+    losses = torch.zeros((), device=job.device)
+    since, counted = time.perf_counter(), 0
+    bar = tqdm(total=steps, desc=title, unit="step", leave=False, disable=job.rank != 0)
+    for step, (x, labels) in zip(range(steps), loader, strict=False):
+        set_learning_rate(optimizer, epoch, step / steps, args, job)
+        x = x.to(job.device, non_blocking=True, memory_format=layout)
+        labels = labels.to(job.device, non_blocking=True)
+        loss = F.cross_entropy(ddp(x), labels)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses += loss.detach()
+        counted += 1
+        bar.update()
+        if counted == args.print_freq or step + 1 == steps:
+            # The only place where the host waits for the GPU: the time is that of finished steps.
+            dist.all_reduce(losses)
+            mean = losses.item() / counted / job.world_size
+            seconds = (time.perf_counter() - since) / counted
+            speed = args.batch_size * job.world_size / seconds
+            if job.rank == 0:
+                bar.write(
+                    f"{title}, step {step + 1}/{steps}: loss {mean:.4f}, "
+                    f"{1000 * seconds:.1f} ms per step, {speed:.1f} images/s",
+                    file=sys.stdout,
+                )
+                sys.stdout.flush()
+            losses.zero_()
+            since, counted = time.perf_counter(), 0
+    bar.close()
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, loader: DataLoader, layout: torch.memory_format, job: Job
+) -> tuple[float, float]:
+    """Top-1 and top-5 accuracy in percent, over all ranks; the same on every rank.
+
+    Where the images do not divide evenly, the sampler repeats some, which then count twice.
+    """
+    model.eval()
+    counts = torch.zeros(3, dtype=torch.float64, device=job.device)  # first, among five, seen
+    for x, labels in tqdm(loader, desc="validation", leave=False, disable=job.rank != 0):
+        output = model(x.to(job.device, non_blocking=True, memory_format=layout))
+        best = output.topk(min(5, output.shape[1]), dim=1).indices
+        right = best == labels.to(job.device, non_blocking=True)[:, None]
+        counts[0] += right[:, 0].sum()
+        counts[1] += right.any(dim=1).sum()
+        counts[2] += len(labels)
+    dist.all_reduce(counts)
+    first, five, seen = counts.tolist()
+    return 100 * first / seen, 100 * five / seen
+
+
+def report_accuracy(accuracy: tuple[float, float], title: str, job: Job) -> None:
+    if job.rank == 0:
+        print(f"{title}: top-1 {accuracy[0]:.2f} %, top-5 {accuracy[1]:.2f} %", flush=True)
+
+
+def save_checkpoint(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    epoch: int,
+    best: float,
+    args: argparse.Namespace,
+) -> None:
+    """Write the state after `epoch` epochs, whole or not at all. Rank 0 only."""
+    state = {
+        "epoch": epoch,
+        "best": best,
+        "settings": {name: getattr(args, name) for name in RESUMED_SETTINGS},
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "amp": amp.state_dict(),
+    }
+    unfinished = args.checkpoint.with_name(args.checkpoint.name + ".part")
+    torch.save(state, unfinished)
+    os.replace(unfinished, args.checkpoint)
+
+
+def load_checkpoint(
+    model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Namespace, job: Job
+) -> tuple[int, float]:
+    """Restore what `save_checkpoint` wrote; returns the epochs trained and the best accuracy."""
+    state = torch.load(args.resume, map_location=job.device, weights_only=True)
+    for name, value in state["settings"].items():
+        if value != getattr(args, name):
+            sys.exit(
+                f"main.py: {args.resume} was trained with {name.replace('_', '-')} {value}, not "
+                f"{getattr(args, name)}: choose the same to continue that run."
+            )
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    amp.load_state_dict(state["amp"])
+    return state["epoch"], state["best"]
+
+
+def main() -> None:
+    args = parse_args()
+    try:
+        run(args, start_job(args))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,460 @@
+"""Train a small network on handwritten digits, on one process or on many.
+
+Start it in any of these ways:
+
+    python main.py
+    torchrun --nproc_per_node=2 main.py
+    python -m torch.distributed.launch --nproc_per_node=2 main.py
+
+Everything that turns the one-process program into a distributed one stands between the lines
+``#=====START: ADDED FOR DISTRIBUTED======`` and ``#=====END:   ADDED FOR DISTRIBUTED======``.
+
+Every rank takes its own slice of the same global batches, and the network has neither batch norm
+nor dropout, so the losses are those of a one-process run up to float32 rounding, whatever the
+number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+# isort: off
+#=====START: ADDED FOR DISTRIBUTED======
+import torch.distributed as dist
+
+from apex.parallel import DistributedDataParallel as DDP
+#=====END:   ADDED FOR DISTRIBUTED======
+
+
+# What must be as it was when a run goes on from a checkpoint.
+RESUMED_SETTINGS = ("dataset", "seed", "batch_size", "lr", "gamma", "momentum")
+
+
+class Job(NamedTuple):
+    """Where this process stands among all the processes of the run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    backend: str  # "none" when there is no process group
+
+
+class Split(NamedTuple):
+    """Images [N, 1, H, W] float32 and their labels [N] int64, both on the training device."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Handwritten digits with apex.parallel.DistributedDataParallel.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--dataset",
+        choices=("digits", "mnist"),
+        default="digits",
+        help="digits: the 1,797 images of 8x8 pixels that scikit-learn ships, 1,437 to train on "
+        "and 360 to test on; mnist: torchvision's MNIST, 60,000 and 10,000 images of 28x28 pixels",
+    )
+    parser.add_argument(
+        "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="where MNIST's files are"
+    )
+    parser.add_argument("--download", action="store_true", help="fetch MNIST into --data-dir")
+    parser.add_argument(
+        "--batch-size",
+        type=positive_int,
+        default=64,
+        metavar="N",
+        help="samples per step over all ranks together",
+    )
+    parser.add_argument(
+        "--test-batch-size",
+        type=positive_int,
+        default=1000,
+        metavar="N",
+        help="samples per forward pass of one rank while testing",
+    )
+    parser.add_argument(
+        "--epochs", type=positive_int, default=30, metavar="N", help="epochs in all"
+    )
+    parser.add_argument("--lr", type=float, default=0.1, help="learning rate of the first epoch")
+    parser.add_argument(
+        "--gamma", type=float, default=0.93, help="factor on the learning rate after every epoch"
+    )
+    parser.add_argument("--momentum", type=float, default=0.9, metavar="M", help="momentum of SGD")
+    parser.add_argument("--seed", type=int, default=1, help="seeds the weights and the shuffling")
+    parser.add_argument("--no-cuda", action="store_true", help="train on the CPU even with a GPU")
+    parser.add_argument(
+        "--save", type=Path, metavar="PATH", help="write a checkpoint here after every epoch"
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="PATH",
+        help="continue from this checkpoint, with the same settings as it was made with; every "
+        "rank must be able to read it",
+    )
+    parser.add_argument(
+        "--loss-log", type=Path, metavar="FILE", help="write the loss of every step here, as JSON"
+    )
+    #=====START: ADDED FOR DISTRIBUTED======
+    # torch.distributed.launch passes --local-rank=R (older versions: --local_rank=R), torchrun
+    # and others set LOCAL_RANK.
+    parser.add_argument(
+        "--local-rank",
+        "--local_rank",
+        type=int,
+        default=int(os.environ.get("LOCAL_RANK", 0)),
+        metavar="R",
+        help="index of this process on its machine; launchers set it",
+    )
+    #=====END:   ADDED FOR DISTRIBUTED======
+    args = parser.parse_args(argv)
+    for path in (args.save, args.loss_log):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            parser.error(f"cannot write to {path}: it must be a file in a folder that exists")
+    return args
+
+
+def positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def start_job(args: argparse.Namespace) -> Job:
+    """Choose the device and, when a launcher started several processes, join them."""
+    use_cuda = torch.cuda.is_available() and not args.no_cuda
+    device = torch.device("cuda" if use_cuda else "cpu")
+    job = Job(rank=0, world_size=1, device=device, backend="none")
+    #=====START: ADDED FOR DISTRIBUTED======
+    # A launcher tells each process its place through the environment; without it, train alone.
+    if "WORLD_SIZE" in os.environ:
+        if use_cuda:
+            gpus = torch.cuda.device_count()
+            if args.local_rank >= gpus:
+                sys.exit(
+                    f"main.py: local rank {args.local_rank} has no GPU of its own, this machine "
+                    f"has {gpus}: start at most {gpus} processes here, or pass --no-cuda."
+                )
+            device = torch.device("cuda", args.local_rank)
+            torch.cuda.set_device(device)
+        backend = "nccl" if use_cuda else "gloo"
+        dist.init_process_group(backend=backend, init_method="env://")
+        job = Job(dist.get_rank(), dist.get_world_size(), device, backend)
+        if args.batch_size < job.world_size:
+            sys.exit(
+                f"main.py: a global --batch-size of {args.batch_size} leaves some of the "
+                f"{job.world_size} ranks without samples: raise it to {job.world_size} or more."
+            )
+    #=====END:   ADDED FOR DISTRIBUTED======
+    # Images of 8x8 pixels are too small for several threads to share; torchrun chooses 1 as well.
+    if device.type == "cpu" and args.dataset == "digits" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    return job
+
+
+def load_data(args: argparse.Namespace, job: Job) -> tuple[Split, Split]:
+    """The training and the test split, whole, on this rank's device."""
+    splits = load_mnist(args, job) if args.dataset == "mnist" else load_digits()
+    train, test = (
+        Split(images.to(job.device), labels.to(job.device)) for images, labels in splits
+    )
+    return train, test
+
+
+def load_digits() -> tuple[Split, Split]:
+    """1,437 training and 360 test images; the split is stratified by digit and always the same."""
+    try:
+        from sklearn.datasets import load_digits as load
+        from sklearn.model_selection import train_test_split
+    except ImportError:
+        sys.exit("main.py: the digits come with scikit-learn: run `pip install scikit-learn`.")
+    pixels, digits = load(return_X_y=True)  # [1797, 64] in 0..16, [1797] in 0..9
+    images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    labels = torch.tensor(digits, dtype=torch.int64)
+    kept, held_out = train_test_split(
+        range(len(labels)), test_size=360, random_state=0, stratify=digits
+    )
+    return Split(images[kept], labels[kept]), Split(images[held_out], labels[held_out])
+
+
+def load_mnist(args: argparse.Namespace, job: Job) -> tuple[Split, Split]:
+    """60,000 training and 10,000 test images, normalized by the first ones' mean and deviation."""
+    try:
+        from torchvision.datasets import MNIST
+    except ImportError:
+        sys.exit("main.py: --dataset mnist needs torchvision: run `pip install torchvision`.")
+    if args.download:
+        downloads = True
+        #=====START: ADDED FOR DISTRIBUTED======
+        # One process per machine downloads, the others wait for it.
+        downloads = args.local_rank == 0
+        #=====END:   ADDED FOR DISTRIBUTED======
+        if downloads:
+            MNIST(args.data_dir, download=True)
+        #=====START: ADDED FOR DISTRIBUTED======
+        if job.backend != "none":
+            dist.barrier()
+        #=====END:   ADDED FOR DISTRIBUTED======
+    splits = []
+    for train in (True, False):
+        try:
+            mnist = MNIST(args.data_dir, train=train)
+        except RuntimeError:
+            sys.exit(
+                f"main.py: MNIST is not in {args.data_dir}: run again with --download, or name "
+                "its folder with --data-dir."
+            )
+        images = (mnist.data.unsqueeze(1).to(torch.float32) / 255 - 0.1307) / 0.3081
+        splits.append(Split(images, mnist.targets))
+    return splits[0], splits[1]
+
+
+class Net(nn.Module):
+    """Two convolutions and two linear layers for square one-channel images [N, 1, H, H].
+
+    All of it is smooth: where a ReLU or a max-pooling sits on its kink, a difference in the last
+    bit decides between two gradients, and two runs that round differently part for good.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv2d(32, 64, kernel_size=3, stride=2, padding=1)
+        self.fc1 = nn.Linear(64 * ((size + 1) // 2) ** 2, 128)
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.conv1(x))
+        x = F.gelu(self.conv2(x))
+        x = F.gelu(self.fc1(x.flatten(1)))
+        return self.fc2(x)
+
+
+def shift(images: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Move every image [N, 1, H, H] by its own offsets [N, 2] in -1..1, down and right."""
+    padded = F.pad(images, (1, 1, 1, 1))
+    pixel = torch.arange(images.shape[-1], device=images.device)
+    rows = 1 - offsets[:, 0, None] + pixel
+    columns = 1 - offsets[:, 1, None] + pixel
+    sample = torch.arange(len(images), device=images.device)
+    return padded[sample[:, None, None], 0, rows[:, :, None], columns[:, None, :]].unsqueeze(1)
+
+
+def train_epoch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    train: Split,
+    args: argparse.Namespace,
+    epoch: int,
+    job: Job,
+) -> list[float]:
+    """Train on every sample once; returns each step's mean loss over the global batch."""
+    model.train()
+    for group in optimizer.param_groups:
+        group["lr"] = args.lr * args.gamma ** (epoch - 1)
+    # The same order and the same shifts on every rank, at every number of ranks, and whether or
+    # not the epochs before were trained by this process.
+    generator = torch.Generator().manual_seed(args.seed + epoch)
+    count = len(train.labels)
+    order = torch.randperm(count, generator=generator).to(job.device)
+    offsets = torch.randint(-1, 2, (count, 2), generator=generator).to(job.device)
+    batches = order.split(args.batch_size)
+    loss_sums = torch.zeros(len(batches), dtype=torch.float64, device=job.device)
+    title = f"epoch {epoch}/{args.epochs}"
+    bar = tqdm(batches, desc=title, unit="step", leave=False, disable=job.rank != 0)
+    for step, batch in enumerate(bar):
+        samples = batch
+        #=====START: ADDED FOR DISTRIBUTED======
+        samples = batch.tensor_split(job.world_size)[job.rank]
+        #=====END:   ADDED FOR DISTRIBUTED======
+        output = model(shift(train.images[samples], offsets[samples]))
+        loss_sum = F.cross_entropy(output, train.labels[samples], reduction="sum")
+        loss = loss_sum / len(batch)
+        #=====START: ADDED FOR DISTRIBUTED======
+        # DDP averages the ranks' gradients, so that these add up to the gradient of the global
+        # batch's mean loss, also where the ranks' slices differ in size.
+        loss = loss * job.world_size
+        #=====END:   ADDED FOR DISTRIBUTED======
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss_sums[step] = loss_sum.detach()
+    #=====START: ADDED FOR DISTRIBUTED======
+    if job.backend != "none":
+        dist.all_reduce(loss_sums)
+    #=====END:   ADDED FOR DISTRIBUTED======
+    return [total / len(batch) for total, batch in zip(loss_sums.tolist(), batches, strict=True)]
+
+
+@torch.no_grad()
+def count_correct(model: nn.Module, test: Split, args: argparse.Namespace, job: Job) -> int:
+    """How many of all the test samples are classified right; each is looked at by one rank."""
+    model.eval()
+    images, labels = test
+    #=====START: ADDED FOR DISTRIBUTED======
+    images = images.tensor_split(job.world_size)[job.rank]
+    labels = labels.tensor_split(job.world_size)[job.rank]
+    #=====END:   ADDED FOR DISTRIBUTED======
+    counts = torch.zeros(2, dtype=torch.int64, device=job.device)  # right, seen
+    size = args.test_batch_size
+    for x, y in zip(images.split(size), labels.split(size), strict=True):
+        counts[0] += (model(x).argmax(dim=1) == y).sum()
+        counts[1] += len(y)
+    #=====START: ADDED FOR DISTRIBUTED======
+    if job.backend != "none":
+        dist.all_reduce(counts)
+    #=====END:   ADDED FOR DISTRIBUTED======
+    correct, seen = counts.tolist()
+    if seen != len(test.labels):
+        raise RuntimeError(f"{seen} test samples were counted instead of {len(test.labels)}")
+    return correct
+
+
+def save_checkpoint(
+    path: Path,
+    net: Net,
+    optimizer: torch.optim.Optimizer,
+    args: argparse.Namespace,
+    epoch: int,
+) -> None:
+    """Write the state after `epoch`, whole or not at all."""
+    unfinished = path.with_name(path.name + ".part")
+    state = {
+        "epoch": epoch,
+        "settings": {name: getattr(args, name) for name in RESUMED_SETTINGS},
+        "model": net.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
+    torch.save(state, unfinished)
+    os.replace(unfinished, path)
+
+
+def load_checkpoint(
+    path: Path,
+    net: Net,
+    optimizer: torch.optim.Optimizer,
+    args: argparse.Namespace,
+    device: torch.device,
+) -> int:
+    """Restore what `save_checkpoint` wrote; returns the number of epochs already trained."""
+    if not path.is_file():
+        sys.exit(f"main.py: there is no checkpoint {path} to resume from.")
+    state = torch.load(path, map_location=device, weights_only=True)
+    for name, value in state["settings"].items():
+        if value != getattr(args, name):
+            sys.exit(
+                f"main.py: {path} was trained with --{name.replace('_', '-')} {value}, not "
+                f"{getattr(args, name)}: pass the same value to continue that run."
+            )
+    net.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["epoch"]
+
+
+#=====START: ADDED FOR DISTRIBUTED======
+def check_ranks_agree(net: Net, job: Job) -> str:
+    """Compare a digest of all the parameters over all ranks; says so, or fails on every rank."""
+    if job.backend == "none":
+        return "1 process"
+    sha = hashlib.sha256()
+    for parameter in net.parameters():
+        sha.update(parameter.detach().cpu().numpy().tobytes())
+    digest = torch.tensor(list(sha.digest()), dtype=torch.uint8, device=job.device)
+    digests = [torch.empty_like(digest) for _ in range(job.world_size)]
+    dist.all_gather(digests, digest)
+    differing = [rank for rank, other in enumerate(digests) if not torch.equal(other, digests[0])]
+    if differing:
+        raise RuntimeError(f"the parameters of ranks {differing} differ from those of rank 0")
+    return f"{job.world_size} ranks ({job.backend}), parameters bitwise equal"
+#=====END:   ADDED FOR DISTRIBUTED======
+
+
+def run(args: argparse.Namespace, job: Job) -> None:
+    train, test = load_data(args, job)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = True
+    net = Net(size=train.images.shape[-1]).to(job.device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=args.momentum)
+    done = 0
+    if args.resume is not None:
+        done = load_checkpoint(args.resume, net, optimizer, args, job.device)
+    model: nn.Module = net
+    #=====START: ADDED FOR DISTRIBUTED======
+    # Wrap last: the wrapper broadcasts rank 0's parameters, so that all ranks start alike.
+    if job.backend != "none":
+        model = DDP(net)
+    #=====END:   ADDED FOR DISTRIBUTED======
+
+    losses: list[float] = []
+    seconds = 0.0
+    correct = count_correct(model, test, args, job)
+    for epoch in range(done + 1, args.epochs + 1):
+        start = time.perf_counter()
+        epoch_losses = train_epoch(model, optimizer, train, args, epoch, job)
+        seconds += time.perf_counter() - start
+        losses += epoch_losses
+        correct = count_correct(model, test, args, job)
+        if job.rank == 0:
+            mean_loss = sum(epoch_losses) / len(epoch_losses)
+            accuracy = 100 * correct / len(test.labels)
+            print(
+                f"epoch {epoch}/{args.epochs}: loss {mean_loss:.4f}, "
+                f"test accuracy {accuracy:.2f} % ({correct} of {len(test.labels)})",
+                flush=True,
+            )
+            if args.save is not None:
+                save_checkpoint(args.save, net, optimizer, args, epoch)
+
+    agreement = check_ranks_agree(net, job)
+    if job.rank == 0:
+        if args.loss_log is not None:
+            log = {"world_size": job.world_size, "epochs_before": done, "losses": losses}
+            args.loss_log.write_text(json.dumps(log))
+        samples = (args.epochs - done) * len(train.labels) if losses else 0
+        speed = f"{samples / seconds:.0f} samples/s" if losses else "nothing left to train"
+        print(
+            f"final: test accuracy {100 * correct / len(test.labels):.2f} %, "
+            f"trained {seconds:.1f} s, {speed}, {agreement}",
+            flush=True,
+        )
+
+
+def stop(signum: int, _frame: object) -> None:
+    """On Ctrl-C or a launcher's stop signal: leave through main's `finally`, with no traceback."""
+    print(f"main.py: stopped by {signal.Signals(signum).name}.", file=sys.stderr, flush=True)
+    sys.exit(128 + signum)
+
+
+def main() -> None:
+    args = parse_args()
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        run(args, start_job(args))
+    finally:
+        #=====START: ADDED FOR DISTRIBUTED======
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        #=====END:   ADDED FOR DISTRIBUTED======
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Train the digits example on a fresh machine: make a virtual environment, install torch and this
+# package into it, train on two ranks (on one per GPU where there are several) and print the
+# result. What is there already is used again. Arguments are passed on to main.py.
+#
+# Environment: APEX_VENV, the folder of the virtual environment (default: .venv in the repository),
+# and what scripts/venv.sh lists.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=../../scripts/venv.sh
+source "$here/../../scripts/venv.sh"
+venv=${APEX_VENV:-$apex_root/.venv}
+
+apex_ensure_venv "$venv" -r "$here/requirements.txt"
+apex_install_package "$venv"
+
+ranks=2
+options=()
+gpus=$("$venv/bin/python" -c 'import torch; print(torch.cuda.device_count())')
+if [ "$gpus" -ge 2 ]; then
+  ranks=$gpus
+  echo "training on $ranks ranks, one per GPU"
+elif [ "$gpus" -eq 1 ]; then
+  # Two ranks cannot share a GPU.
+  options=(--no-cuda)
+  echo "training on $ranks ranks on the CPU: this machine has one GPU, and two ranks need two"
+else
+  echo "training on $ranks ranks on the CPU"
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec "$venv/bin/python" -m torch.distributed.run --standalone --local-addr localhost \
+  --nproc_per_node="$ranks" "$here/main.py" ${options[@]+"${options[@]}"} "$@"

@@ -1,0 +1,375 @@
+"""Train on handwritten digits in processes that the script itself starts with `mp.spawn`.
+
+    python main.py                                       one machine: a process per GPU, else one
+    python main.py --processes 2                         two processes
+    python main.py --processes 2 --model-parallel        each of them with two stages
+    python main.py --world-size 2 --rank 0 --dist-url tcp://NODE0:23456     on node 0
+    python main.py --world-size 2 --rank 1 --dist-url tcp://NODE0:23456     on node 1
+
+`--world-size` and `--rank` count machines here; every process computes its own rank from them.
+With the same settings and number of processes, a run ends with the same bits as before, also when
+it was interrupted and resumed in between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from apex.parallel import DistributedDataParallel as DDP
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+from tqdm import tqdm
+
+# What must be as it was when a run goes on from a checkpoint.
+RESUMED_SETTINGS = ("seed", "batch_size", "lr", "momentum")
+
+
+class Place(NamedTuple):
+    """Where a process stands in the job, and the devices of its model's two stages."""
+
+    rank: int
+    world_size: int
+    stages: tuple[torch.device, torch.device]
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Handwritten digits in processes started by mp.spawn.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--world-size", type=positive_int, default=1, metavar="N", help="machines of the job"
+    )
+    parser.add_argument(
+        "--rank",
+        type=int,
+        default=int(os.environ.get("NODE_RANK", 0)),
+        metavar="R",
+        help="rank of this machine, 0 to world-size - 1",
+    )
+    parser.add_argument(
+        "--processes",
+        type=positive_int,
+        metavar="N",
+        help="processes on each machine; by default as many as its GPUs serve, or 1 without a GPU",
+    )
+    parser.add_argument(
+        "--dist-url",
+        metavar="URL",
+        help="where the processes meet: tcp://HOST:PORT with a free port of machine 0, env:// for "
+        "MASTER_ADDR and MASTER_PORT from the environment, or file:///PATH on a disk all of them "
+        "see; one machine alone needs none",
+    )
+    parser.add_argument(
+        "--dist-backend", metavar="NAME", help="by default nccl on GPUs, gloo on the CPU"
+    )
+    parser.add_argument(
+        "--model-parallel",
+        action="store_true",
+        help="put the first half of the model on one GPU and the second on another; each process "
+        "uses two GPUs. Without GPUs, both halves are on the CPU",
+    )
+    parser.add_argument("--epochs", type=positive_int, default=10, metavar="N", help="in all")
+    parser.add_argument(
+        "-b",
+        "--batch-size",
+        type=positive_int,
+        default=64,
+        metavar="N",
+        help="samples per step over all processes together",
+    )
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate")
+    parser.add_argument("--momentum", type=float, default=0.9, metavar="M", help="of SGD")
+    parser.add_argument(
+        "-j", "--workers", type=int, default=0, metavar="N", help="loader processes per machine"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        help="seed everything and use deterministic kernels only, which are slower on GPUs; "
+        "without it, each run differs",
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="PATH", help="write one here after every epoch"
+    )
+    parser.add_argument("--resume", type=Path, metavar="PATH", help="continue from this checkpoint")
+    parser.add_argument("--no-cuda", action="store_true", help="train on the CPU even with a GPU")
+    args = parser.parse_args(argv)
+    if not 0 <= args.rank < args.world_size:
+        parser.error(f"--rank {args.rank} is not one of {args.world_size} machines")
+    if args.world_size > 1 and args.dist_url is None:
+        parser.error("several machines need to know where to meet: give --dist-url")
+    if args.checkpoint is not None and not args.checkpoint.absolute().parent.is_dir():
+        parser.error(f"cannot write to {args.checkpoint}: its folder does not exist")
+    return args
+
+
+def positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+class Net(nn.Module):
+    """Convolutions on one device, linear layers on another, which may be the same.
+
+    Images [N, 1, 8, 8] on any device; the logits [N, 10] are on the second device. The second
+    stage waits for the first: this is for models that one GPU cannot hold, not for speed.
+    """
+
+    def __init__(self, stages: tuple[torch.device, torch.device]) -> None:
+        super().__init__()
+        self.stages = stages
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 32, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, kernel_size=3, stride=2, padding=1),
+            nn.ReLU(),
+        ).to(stages[0])
+        self.classifier = nn.Sequential(
+            nn.Flatten(), nn.Linear(64 * 4 * 4, 128), nn.ReLU(), nn.Linear(128, 10)
+        ).to(stages[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.features(x.to(self.stages[0], non_blocking=True))
+        return self.classifier(x.to(self.stages[1], non_blocking=True))
+
+
+def load_digits() -> tuple[TensorDataset, TensorDataset]:
+    """1,437 training and 360 test images [1, 8, 8] in 0..1; the split is always the same."""
+    from sklearn.datasets import load_digits as load
+    from sklearn.model_selection import train_test_split
+
+    pixels, digits = load(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    labels = torch.tensor(digits, dtype=torch.int64)
+    kept, held_out = train_test_split(
+        range(len(labels)), test_size=360, random_state=0, stratify=digits
+    )
+    return (
+        TensorDataset(images[kept], labels[kept]),
+        TensorDataset(images[held_out], labels[held_out]),
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed this process's generators, and use only kernels that give the same bits every time."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
+
+
+def take_place(local_rank: int, args: argparse.Namespace) -> Place:
+    """Compute this process's rank, choose its devices, and join the process group."""
+    world_size = args.world_size * args.processes
+    rank = args.rank * args.processes + local_rank
+    if args.gpus:
+        per_process = 2 if args.model_parallel else 1
+        first = torch.device("cuda", local_rank * per_process)
+        stages = (first, torch.device("cuda", local_rank * per_process + per_process - 1))
+        torch.cuda.set_device(first)
+    else:
+        stages = (torch.device("cpu"), torch.device("cpu"))
+    dist.init_process_group(
+        args.dist_backend or ("nccl" if args.gpus else "gloo"),
+        init_method=args.dist_url,
+        world_size=world_size,
+        rank=rank,
+    )
+    return Place(rank, world_size, stages)
+
+
+def main_worker(local_rank: int, args: argparse.Namespace) -> None:
+    """What each process runs; `mp.spawn` passes the first argument."""
+    if not args.gpus:
+        torch.set_num_threads(1)
+    if args.seed is not None:
+        seed_everything(args.seed)
+    place = take_place(local_rank, args)
+    try:
+        train(place, args)
+    finally:
+        dist.destroy_process_group()
+
+
+def train(place: Place, args: argparse.Namespace) -> None:
+    train_set, test_set = load_digits()
+    net = Net(place.stages)
+    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=args.momentum)
+    done = 0
+    if args.resume is not None:
+        done = load_checkpoint(net, optimizer, place, args)
+    # Wrap last: the wrapper broadcasts rank 0's parameters, so that all ranks start alike. No
+    # device_ids: the model may be on two devices.
+    model = DDP(net)
+
+    sampler = DistributedSampler(
+        train_set, num_replicas=place.world_size, rank=place.rank, seed=args.seed or 0
+    )
+    loader = DataLoader(
+        train_set,
+        # Divided, so that the batch is the same size whatever the number of processes.
+        batch_size=max(1, args.batch_size // place.world_size),
+        sampler=sampler,
+        num_workers=-(-args.workers // args.processes),
+        pin_memory=args.gpus > 0,
+    )
+    for epoch in range(done, args.epochs):
+        sampler.set_epoch(epoch)  # another order each time, the same one on every rank
+        loss = train_epoch(model, optimizer, loader, epoch, place, args)
+        correct = count_correct(net, test_set, place)
+        if place.rank == 0:
+            print(
+                f"epoch {epoch + 1}/{args.epochs}: loss {loss:.4f}, test accuracy "
+                f"{100 * correct / len(test_set):.2f} %",
+                flush=True,
+            )
+            if args.checkpoint is not None:
+                save_checkpoint(net, optimizer, epoch + 1, args)
+
+    digests: list[str | None] = [None] * place.world_size
+    dist.all_gather_object(digests, digest(net))
+    if len(set(digests)) != 1:
+        raise RuntimeError(f"the ranks hold different parameters: {digests}")
+    if place.rank == 0:
+        print(f"final: {place.world_size} rank(s), parameters {digests[0]} on all", flush=True)
+
+
+def train_epoch(
+    model: DDP,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader,
+    epoch: int,
+    place: Place,
+    args: argparse.Namespace,
+) -> float:
+    """Train on this rank's share of every sample; returns the mean loss over all ranks."""
+    model.train()
+    losses = torch.zeros(len(loader), device=place.stages[1])
+    title = f"epoch {epoch + 1}/{args.epochs}"
+    bar = tqdm(loader, desc=title, unit="step", leave=False, disable=place.rank != 0)
+    for step, (images, labels) in enumerate(bar):
+        output = model(images)
+        loss = F.cross_entropy(output, labels.to(output.device, non_blocking=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses[step] = loss.detach()
+    mean = losses.mean().to(place.stages[0])
+    dist.all_reduce(mean)
+    return mean.item() / place.world_size
+
+
+@torch.no_grad()
+def count_correct(net: Net, test_set: TensorDataset, place: Place) -> int:
+    """How many of the test samples are classified right; each is looked at by one rank."""
+    net.eval()
+    images, labels = (t.tensor_split(place.world_size)[place.rank] for t in test_set.tensors)
+    right = (net(images).argmax(dim=1).cpu() == labels).sum().to(place.stages[0])
+    dist.all_reduce(right)
+    return int(right.item())
+
+
+def save_checkpoint(
+    net: Net, optimizer: torch.optim.Optimizer, epoch: int, args: argparse.Namespace
+) -> None:
+    """Write the state after `epoch` epochs, whole or not at all. Rank 0 only."""
+    state = {
+        "epoch": epoch,
+        "settings": {name: getattr(args, name) for name in RESUMED_SETTINGS},
+        "state_dict": net.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
+    unfinished = args.checkpoint.with_name(args.checkpoint.name + ".part")
+    torch.save(state, unfinished)
+    os.replace(unfinished, args.checkpoint)
+
+
+def load_checkpoint(
+    net: Net, optimizer: torch.optim.Optimizer, place: Place, args: argparse.Namespace
+) -> int:
+    """Restore what `save_checkpoint` wrote; returns the number of epochs already trained.
+
+    The tensors were saved from rank 0's GPU. Without `map_location`, every process of the machine
+    would load them onto that GPU first.
+    """
+    state = torch.load(args.resume, map_location=place.stages[0], weights_only=True)
+    for name, value in state["settings"].items():
+        if value != getattr(args, name):
+            raise SystemExit(
+                f"main.py: {args.resume} was trained with --{name.replace('_', '-')} {value}, not "
+                f"{getattr(args, name)}: pass the same value to continue that run."
+            )
+    net.load_state_dict(state["state_dict"])  # copies to each parameter's own device
+    optimizer.load_state_dict(state["optimizer"])
+    return state["epoch"]
+
+
+def digest(net: Net) -> str:
+    """The first 12 hexadecimal digits of a SHA-256 over all parameters' bits."""
+    sha = hashlib.sha256()
+    for parameter in net.parameters():
+        sha.update(parameter.detach().cpu().numpy().tobytes())
+    return sha.hexdigest()[:12]
+
+
+def complete(args: argparse.Namespace) -> None:
+    """Fill in what depends on this machine: GPUs to use, processes, and a meeting point."""
+    args.gpus = 0 if args.no_cuda else torch.cuda.device_count()
+    per_process = 2 if args.model_parallel else 1
+    if args.gpus and args.gpus < per_process * (args.processes or 1):
+        sys.exit(
+            f"main.py: {args.processes or 1} process(es) with {per_process} GPU(s) each do not fit "
+            f"this machine's {args.gpus}: start fewer, or pass --no-cuda."
+        )
+    if args.processes is None:
+        args.processes = max(1, args.gpus // per_process)
+    if args.dist_url is None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            args.dist_url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    if args.resume is not None and not args.resume.is_file():
+        sys.exit(f"main.py: there is no checkpoint {args.resume} to resume from.")
+    try:
+        load_digits()
+    except ImportError:
+        sys.exit("main.py: the digits come with scikit-learn: run `pip install scikit-learn`.")
+
+
+def stop(signum: int, _frame: object) -> None:
+    """On Ctrl-C or SIGTERM: end the processes that were started, then this one."""
+    print(f"main.py: stopped by {signal.Signals(signum).name}.", file=sys.stderr, flush=True)
+    for process in mp.active_children():
+        process.terminate()
+    sys.exit(128 + signum)
+
+
+def main() -> None:
+    args = parse_args()
+    complete(args)
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        mp.spawn(main_worker, nprocs=args.processes, args=(args,))
+    except mp.ProcessExitedException as error:
+        # The process has said why; one that raised is shown with its traceback instead.
+        sys.exit(error.exit_code if error.exit_code > 0 else 128 - error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Train a small CNN on handwritten digits with synchronized batch norm.
+
+    python main.py                                   # one process
+    torchrun --nproc-per-node 4 main.py              # four ranks, the same curve
+    torchrun --nproc-per-node 4 main.py --norm local --batch-per-rank 2
+
+``--batch-per-rank`` makes the batch grow with the ranks; without it ``--batch`` is split among
+them, and every number of ranks takes the same steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from apex.parallel import DistributedDataParallel, convert_syncbn_model
+
+
+def digits(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """1797 images of 8x8; every fifth is kept for the test."""
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=dtype).unsqueeze(1) / 16
+    labels = torch.tensor(data.target)
+    test = torch.arange(len(labels)) % 5 == 0
+    return images[~test], labels[~test], images[test], labels[test]
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1, stride=2, bias=False),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 16, 64, bias=False),
+        nn.BatchNorm1d(64),  # one value per image and channel: the one that needs a large batch
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--norm", choices=["sync", "local"], default="sync")
+    parser.add_argument("--batch", type=int, default=64, help="images per step over all ranks")
+    parser.add_argument("--batch-per-rank", type=int, help="instead of --batch")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--double", action="store_true", help="train in float64")
+    parser.add_argument("--output", help="write losses and accuracy to this JSON file")
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)
+    distributed = "RANK" in os.environ
+    if distributed:
+        dist.init_process_group("gloo")
+    rank = dist.get_rank() if distributed else 0
+    ranks = dist.get_world_size() if distributed else 1
+
+    dtype = torch.float64 if options.double else torch.float32
+    images, labels, test_images, test_labels = digits(dtype)
+    torch.manual_seed(0)
+    model = build_model().to(dtype)
+    if options.norm == "sync":
+        model = convert_syncbn_model(model)
+    if distributed:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
+
+    batch = options.batch if options.batch_per_rank is None else options.batch_per_rank * ranks
+    order = torch.Generator().manual_seed(1)
+    losses = []
+    for step in range(options.steps):
+        chosen = torch.randint(len(labels), (batch,), generator=order)
+        mine = chosen.tensor_split(ranks)[rank]  # every rank draws the same batch, takes its part
+        optimizer.zero_grad()
+        # A mean over the whole batch, also where ranks have parts of different sizes: the sum over
+        # this rank's images, times the ranks, which DistributedDataParallel divides by again.
+        total = F.cross_entropy(model(images[mine]), labels[mine], reduction="sum")
+        (total * ranks / batch).backward()
+        optimizer.step()
+        loss = total.detach() / batch
+        if distributed:
+            dist.all_reduce(loss)
+        losses.append(loss.item())
+        if rank == 0 and step % 20 == 0:
+            print(f"step {step:4d}  loss {losses[-1]:.6f}", flush=True)
+
+    # Each rank tests the model it has. With local statistics the ranks' models differ: their
+    # running statistics are those of their own batches; rank 0's is what a checkpoint would hold.
+    model.eval()
+    with torch.no_grad():
+        right = (model(test_images).argmax(1) == test_labels).double().mean().item()
+    if rank == 0:
+        print(f"{options.norm} batch norm, {ranks} rank(s), batch {batch}: accuracy {right:.4f}")
+        if options.output:
+            with open(options.output, "w") as file:
+                json.dump({"losses": losses, "accuracy": right, "ranks": ranks}, file)
+    if distributed:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

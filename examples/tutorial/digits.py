@@ -1,0 +1,80 @@
+"""The data of the tutorial: MNIST where it can be had, else scikit-learn's digits in its size."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that all scripts of the tutorial have for their data."""
+    parser.add_argument(
+        "--data",
+        choices=("auto", "mnist", "digits"),
+        default="auto",
+        help="mnist: 60,000 images through torchvision; digits: the 1,797 images of scikit-learn, "
+        "enlarged from 8x8 to 28x28 pixels; auto (default): mnist if it is there, else digits",
+    )
+    parser.add_argument(
+        "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="where MNIST's files are"
+    )
+    parser.add_argument("--download", action="store_true", help="fetch MNIST into --data-dir")
+
+
+def training_set(args: argparse.Namespace, say: bool) -> TensorDataset:
+    """Images [N, 1, 28, 28] float32 in 0..1, and labels [N] int64, on the CPU.
+
+    Call it once in the process that the user starts, so that the download happens once and missing
+    data ends the script with a sentence before any other process is there.
+
+    Args:
+        args: with the options that ``add_arguments`` adds.
+        say: print which data it is.
+    """
+    data = args.data
+    if data == "auto":
+        data = "mnist" if args.download or _mnist(args, download=False) is not None else "digits"
+    if data == "mnist":
+        dataset = _mnist(args, args.download)
+        if dataset is None:
+            sys.exit(
+                f"{_script()}: MNIST is not in {args.data_dir}, or torchvision is not installed: "
+                "run `pip install torchvision` and start with --download, or use --data digits."
+            )
+    else:
+        dataset = _digits()
+    if say:
+        name = "MNIST" if data == "mnist" else "scikit-learn's digits, enlarged to 28x28"
+        print(f"data: {name}, {len(dataset)} images", flush=True)
+    return dataset
+
+
+def _script() -> str:
+    return Path(sys.argv[0]).name
+
+
+def _mnist(args: argparse.Namespace, download: bool) -> TensorDataset | None:
+    try:
+        from torchvision.datasets import MNIST
+
+        mnist = MNIST(str(args.data_dir), train=True, download=download)
+    except (ImportError, RuntimeError):
+        return None
+    return TensorDataset(mnist.data.unsqueeze(1).to(torch.float32) / 255, mnist.targets)
+
+
+def _digits() -> TensorDataset:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        sys.exit(f"{_script()}: the digits come with scikit-learn: run `pip install scikit-learn`.")
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    # 8x8 -> 24x24, and a margin of 2 pixels, as MNIST's digits have one.
+    images = F.pad(F.interpolate(images, scale_factor=3, mode="bilinear"), (2, 2, 2, 2))
+    return TensorDataset(images, torch.tensor(labels, dtype=torch.int64))

@@ -1,0 +1,32 @@
+"""Data-parallel and mixed-precision training for PyTorch.
+
+``apex.parallel``, ``apex.amp`` and ``apex.fp16_utils`` with the interfaces that scripts written for
+NVIDIA's Apex use, on an engine in C++ (``apex._core``).
+"""
+
+from apex import _check
+
+_check.installation()
+
+from apex import _core  # noqa: E402  (after the check: it says what is wrong, a linker error does not)
+from apex._check import DeprecatedFeatureWarning  # noqa: E402
+
+__version__ = _core.__version__
+
+import torch  # noqa: E402
+
+from apex import amp, fp16_utils, multi_tensor_apply, normalization, optimizers  # noqa: E402
+
+if torch.distributed.is_available():
+    from apex import parallel  # noqa: E402
+
+__all__ = [
+    "DeprecatedFeatureWarning",
+    "__version__",
+    "amp",
+    "fp16_utils",
+    "multi_tensor_apply",
+    "normalization",
+    "optimizers",
+    "parallel",
+]

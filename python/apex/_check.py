@@ -1,0 +1,61 @@
+"""What has to be true of an installation before the extension module is loaded.
+
+A module built against another torch fails with an undefined symbol, or later; these checks turn that
+into one sentence with the command that mends it.
+"""
+
+import importlib.metadata
+
+REBUILD = (
+    "pip install --no-build-isolation --force-reinstall --no-deps <the apex-parallel sources>"
+)
+
+
+class DeprecatedFeatureWarning(FutureWarning):
+    """The warning category that NVIDIA's Apex used for its deprecated features.
+
+    Nothing here emits it; it exists for scripts that filter it.
+    """
+
+
+def installation() -> None:
+    """Raise ImportError, saying what to do, if this package cannot work in this environment."""
+    _no_other_apex()
+    _built_for_this_torch()
+
+
+def _no_other_apex() -> None:
+    # NVIDIA's Apex and an unrelated package of PyPI both install themselves as "apex" and would
+    # share this folder.
+    try:
+        other = importlib.metadata.version("apex")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    raise ImportError(
+        f"the distribution 'apex' {other} is installed beside 'apex-parallel' and both provide the "
+        "package 'apex': remove it with `pip uninstall apex`, then reinstall apex-parallel."
+    )
+
+
+def _built_for_this_torch() -> None:
+    import torch
+
+    try:
+        from apex import _build_info
+    except ImportError as error:
+        raise ImportError(
+            "apex has not been built: this is a source folder, not an installation; run "
+            "`pip install --no-build-isolation .` in the sources and start Python elsewhere."
+        ) from error
+    built, present = _build_info.torch_version, str(torch.__version__)
+    if built != present:
+        raise ImportError(
+            f"apex was built against torch {built}, but torch {present} is installed, and C++ "
+            f"libraries of two versions do not fit together: rebuild apex with `{REBUILD}`."
+        )
+    abi = bool(torch._C._GLIBCXX_USE_CXX11_ABI)
+    if _build_info.cxx11_abi != abi:
+        raise ImportError(
+            f"apex was built with _GLIBCXX_USE_CXX11_ABI={int(_build_info.cxx11_abi)}, but this torch "
+            f"uses {int(abi)}: rebuild apex with `{REBUILD}`."
+        )

@@ -1,0 +1,80 @@
+"""The state shared by the modules of :mod:`apex.amp`.
+
+Scripts written for Apex read and write some of these attributes directly (``loss_scalers``,
+``opt_properties``, ``allow_incoming_model_not_fp32``, ``handle``), which is why they live on one
+plain object. Not thread safe: call :func:`apex.amp.initialize` from one thread.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .frontend import Properties
+    from .handle import AmpHandle, NoOpHandle
+    from .scaler import LossScaler
+
+
+class AmpState:
+    """What :func:`apex.amp.initialize` and :func:`apex.amp.init` decided.
+
+    ``opt_properties`` does not exist before the first ``initialize``.
+    """
+
+    opt_properties: Properties
+
+    def __init__(self) -> None:
+        #: Turns the errors about unusual arguments of ``initialize`` into warnings.
+        self.hard_override = False
+        #: Lets ``initialize`` accept models that hold float16 or bfloat16 parameters already.
+        self.allow_incoming_model_not_fp32 = False
+        self.verbosity = 1
+        self.handle: AmpHandle | NoOpHandle | None = None
+        self.loss_scalers: list[LossScaler] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.min_loss_scale: float | None = None
+        self.max_loss_scale: float = 2.0**24
+        #: Who takes part in the decision to skip a step: None (all ranks), a group, or False.
+        self.overflow_group: Any = None
+
+
+_amp_state = AmpState()
+
+
+def is_rank_zero() -> bool:
+    """Whether this process is the one that prints: rank 0, or the only process."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return True
+    return distributed.get_rank() == 0
+
+
+def maybe_print(message: str, rank0: bool = True) -> None:
+    """Print `message` when the verbosity is above 0 (on rank 0 only, unless `rank0` is False)."""
+    if _amp_state.verbosity > 0 and (not rank0 or is_rank_zero()):
+        print(message)
+
+
+def warn_or_err(message: str) -> None:
+    """Raise RuntimeError with `message`, or only warn when ``hard_override`` is set."""
+    if _amp_state.hard_override:
+        warnings.warn(message, stacklevel=3)
+        return
+    raise RuntimeError(
+        f"{message} If you are sure, set apex.amp._amp_state.hard_override = True to turn this "
+        "error into a warning."
+    )
+
+
+def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield every parameter `optimizer` updates: the float32 masters where there are masters.
+
+    Use it for clipping: ``clip_grad_norm_(amp.master_params(optimizer), max_norm)`` between the
+    end of ``scale_loss`` and ``optimizer.step()``. Works for :class:`apex.parallel.LARC.LARC`.
+    """
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -1,0 +1,121 @@
+"""Functions the user names to run in a given type, and :func:`init`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from ._amp_state import _amp_state
+from .handle import AmpHandle, NoOpHandle
+from .patch import Function, wrap_float32, wrap_low_precision, wrap_promote
+
+Wrap = Callable[[AmpHandle, Function], Function]
+
+#: (module, name, wrap) registered since the last activation.
+_registry: list[tuple[Any, str, Wrap]] = []
+
+
+def _decorate(function: Function, wrap: Wrap) -> Function:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        handle = _amp_state.handle
+        if not isinstance(handle, AmpHandle) or not handle.is_active():
+            return function(*args, **kwargs)
+        return wrap(handle, function)(*args, **kwargs)
+
+    return wrapper
+
+
+def half_function(function: Function) -> Function:
+    """Decorator: at O1, cast floating arguments of `function` to the low-precision type.
+
+    Arguments inside lists, tuples and dicts, and keyword arguments, are cast, too.
+    """
+    return _decorate(function, wrap_low_precision)
+
+
+def float_function(function: Function) -> Function:
+    """Decorator: at O1, cast low-precision arguments of `function` to float32."""
+    return _decorate(function, wrap_float32)
+
+
+def promote_function(function: Function) -> Function:
+    """Decorator: at O1, cast floating arguments of `function` to the widest type among them."""
+    return _decorate(function, wrap_promote)
+
+
+def _register(module: Any, name: str, wrap: Wrap) -> None:
+    if not hasattr(module, name):
+        raise ValueError(f"{module} has no function named {name!r} to register with amp.")
+    _registry.append((module, name, wrap))
+
+
+def register_half_function(module: Any, function_name: str) -> None:
+    """Like :func:`half_function` for ``module.function_name``, from the next initialisation on.
+
+    Raises:
+        ValueError: `module` has no such attribute.
+    """
+    _register(module, function_name, wrap_low_precision)
+
+
+def register_float_function(module: Any, function_name: str) -> None:
+    """Like :func:`float_function` for ``module.function_name``, from the next initialisation on.
+
+    Raises:
+        ValueError: `module` has no such attribute.
+    """
+    _register(module, function_name, wrap_float32)
+
+
+def register_promote_function(module: Any, function_name: str) -> None:
+    """Like :func:`promote_function` for ``module.function_name``, from the next initialisation on.
+
+    Raises:
+        ValueError: `module` has no such attribute.
+    """
+    _register(module, function_name, wrap_promote)
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: str | float = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    dtype: torch.dtype = torch.float16,
+    device_types: Collection[str] | None = None,
+) -> AmpHandle | NoOpHandle:
+    """Turn on the casts of level O1, without touching models or optimizers.
+
+    An earlier handle is deactivated first. Functions registered since then take effect now.
+
+    Args:
+        enabled: False returns a handle that does nothing.
+        loss_scale: accepted for old scripts; losses are scaled by :func:`apex.amp.scale_loss`
+            after :func:`apex.amp.initialize`.
+        enable_caching: keep cast parameters for one iteration.
+        verbose: print every cast.
+        allow_banned: run ``binary_cross_entropy`` on low-precision inputs in float32 instead of
+            raising NotImplementedError.
+        dtype: the low-precision type.
+        device_types: device types whose tensors are cast; None: CUDA where there is one, else CPU.
+
+    Returns:
+        The handle, also at ``_amp_state.handle``.
+    """
+    del loss_scale
+    if _amp_state.handle is not None:
+        _amp_state.handle._deactivate()
+    if not enabled:
+        _amp_state.handle = NoOpHandle()
+        return _amp_state.handle
+    handle = AmpHandle(dtype, device_types, enable_caching, verbose, allow_banned)
+    while _registry:
+        module, name, wrap = _registry.pop(0)
+        handle._patches.replace(module, name, functools.partial(wrap, handle))
+    _amp_state.handle = handle
+    return handle

@@ -1,0 +1,296 @@
+""":func:`initialize`, its optimization levels, and the state dict of the loss scalers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from ._amp_state import _amp_state, maybe_print, warn_or_err
+from ._initialize import fp16_optimizer, setup
+
+
+class Properties:
+    """The choices of one level, with overrides; attributes, and a dict at ``options``.
+
+    Setting an attribute checks it against the others, so set ``opt_level`` first.
+    """
+
+    options: dict[str, Any]
+    #: The type level O1 casts to.
+    low_precision: torch.dtype
+
+    def __init__(self) -> None:
+        vars(self)["low_precision"] = torch.float16
+        vars(self)["options"] = {
+            "enabled": False,
+            "opt_level": None,
+            "cast_model_type": None,
+            "patch_torch_functions": False,
+            "keep_batchnorm_fp32": None,
+            "master_weights": None,
+            "loss_scale": 1.0,
+            "cast_model_outputs": None,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return vars(self)["options"][name]
+        except KeyError:
+            raise AttributeError(f"amp has no property {name!r}.") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.options:
+            raise AttributeError(f"amp has no property {name!r}.")
+        check = getattr(self, f"_check_{name}", None)
+        self.options[name] = value if check is None else check(value)
+
+    def _patches(self) -> bool:
+        return LEVELS[self.opt_level].patch_torch_functions if self.opt_level else False
+
+    def _check_cast_model_type(self, value: Any) -> Any:
+        # False means "do not cast".
+        if self._patches() and value not in (None, False, torch.float32):
+            warn_or_err(
+                "O1 casts the inputs of functions, not the model, so cast_model_type must be None, "
+                f"False or torch.float32 with it, not {value}; use O2 or O3 to cast the model."
+            )
+        return value
+
+    def _check_patch_torch_functions(self, value: Any) -> Any:
+        if self.opt_level and value and not self._patches():
+            warn_or_err(
+                f"patch_torch_functions=True belongs to O1, not to {self.opt_level}; use "
+                'opt_level="O1".'
+            )
+        return value
+
+    def _check_keep_batchnorm_fp32(self, value: Any) -> Any:
+        if self._patches() and value is not None:
+            warn_or_err(
+                "O1 leaves the model in float32, batch normalization included, so "
+                "keep_batchnorm_fp32 must be None with it."
+            )
+        if isinstance(value, str):
+            if value not in ("True", "False"):
+                raise AssertionError(
+                    f"keep_batchnorm_fp32 is {value!r}; it must be a bool, None, 'True' or 'False'."
+                )
+            value = value == "True"
+        if value not in (True, False, None):
+            raise AssertionError(
+                f"keep_batchnorm_fp32 is {value!r}; it must be a bool, None, 'True' or 'False'."
+            )
+        return value
+
+    def _check_master_weights(self, value: Any) -> Any:
+        if self._patches() and value is not None:
+            warn_or_err(
+                "O1 leaves the parameters in float32, so they are their own masters and "
+                "master_weights must be None with it."
+            )
+        return value
+
+    def _check_loss_scale(self, value: Any) -> Any:
+        return value if value == "dynamic" else float(value)
+
+
+class Level:
+    """One optimization level: a sentence about it, and the property values it stands for."""
+
+    def __init__(self, brief: str, low_precision: torch.dtype, **values: Any) -> None:
+        self.brief = brief
+        self.low_precision = low_precision
+        self.values = values
+        self.patch_torch_functions: bool = values["patch_torch_functions"]
+
+    def __call__(self, properties: Properties, name: str) -> Properties:
+        """Write the level's values into `properties`, unchecked."""
+        vars(properties)["low_precision"] = self.low_precision
+        properties.options.update(enabled=True, opt_level=name, **self.values)
+        return properties
+
+
+def _level(brief: str, dtype: torch.dtype, row: tuple[Any, ...]) -> Level:
+    names = (
+        "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights",
+        "loss_scale",
+    )  # fmt: skip
+    return Level(brief, dtype, **dict(zip(names, row, strict=True)))
+
+
+_HALF, _BF16 = torch.float16, torch.bfloat16
+#: The levels. bfloat16 has the exponent range of float32, so its levels do not scale the loss.
+LEVELS = {
+    "O0": _level("float32 training", _HALF, (torch.float32, False, None, False, 1.0)),
+    "O1": _level("casts around functions, float16", _HALF, (None, True, None, None, "dynamic")),
+    "O2": _level(
+        "float16 model, float32 batch norm and master weights", _HALF,
+        (_HALF, False, True, True, "dynamic"),
+    ),
+    "O3": _level("float16 training", _HALF, (_HALF, False, False, False, 1.0)),
+    "O1-bf16": _level("casts around functions, bfloat16", _BF16, (None, True, None, None, 1.0)),
+    "O2-bf16": _level(
+        "bfloat16 model, float32 batch norm and master weights", _BF16,
+        (_BF16, False, True, True, 1.0),
+    ),
+    "O3-bf16": _level("bfloat16 training", _BF16, (_BF16, False, False, False, 1.0)),
+}  # fmt: skip
+opt_levels = LEVELS
+
+
+def _unknown_level(opt_level: Any) -> RuntimeError:
+    hint = ""
+    if isinstance(opt_level, str) and opt_level.startswith("0"):
+        hint = " Levels start with the letter O, not the digit zero."
+    elif opt_level in ("O4", "O5"):
+        hint = f" For bfloat16 use {'O1-bf16' if opt_level == 'O4' else 'O2-bf16'}."
+    return RuntimeError(
+        f"Unexpected optimization level {opt_level!r}; choose one of {', '.join(LEVELS)}.{hint}"
+    )
+
+
+def _show(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        maybe_print(f"{name:<22} : {value}")
+
+
+def _as_list(value: Any, kind: tuple[type, ...], what: str) -> list[Any]:
+    if isinstance(value, kind):
+        return [value]
+    if isinstance(value, list):
+        return list(value)
+    raise TypeError(f"amp.initialize takes {what} or a list of them, not {type(value).__name__}.")
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    overflow_group: Any = None,
+) -> Any:
+    """Prepare models and optimizers for mixed-precision training, in place.
+
+    Call it once, with everything, after the models are on their devices and before they are
+    wrapped for data parallelism.
+
+    Args:
+        models: a module, or a list of modules.
+        optimizers: an optimizer, a list of optimizers, or None for inference.
+        enabled: False returns the arguments untouched, and ``scale_loss`` yields its loss.
+        opt_level: O0 (float32), O1 (casts around functions), O2 (low-precision model with float32
+            masters), O3 (low-precision throughout), or O1-bf16, O2-bf16, O3-bf16.
+        cast_model_type: type of the model; False: do not cast.
+        patch_torch_functions: casts around functions; O1 only.
+        keep_batchnorm_fp32: leave affine batch norm in float32; also "True" or "False".
+        master_weights: let the optimizer update float32 copies.
+        loss_scale: a number, or "dynamic"; also as a string.
+        cast_model_outputs: type of the models' floating outputs; None: float32 where the model is
+            cast, unchanged otherwise.
+        num_losses: number of loss scalers, told apart by ``loss_id`` of ``scale_loss``.
+        verbosity: 0 prints nothing, 1 the options and skipped steps, 2 also the casts of O1.
+        min_loss_scale: floor of dynamic scales.
+        max_loss_scale: cap of dynamic scales.
+        overflow_group: the process group whose ranks decide together whether to skip a step;
+            None: all ranks, if a default process group exists; False: each rank by itself.
+
+    Returns:
+        ``models``, or ``(models, optimizers)`` if optimizers were given; lists stay lists.
+
+    Raises:
+        RuntimeError: an unknown level, options that contradict each other, a model that is
+            low-precision or wrapped already, an optimizer passed twice or an FP16_Optimizer.
+        TypeError: tuples, or other types, where models and optimizers belong.
+        AssertionError: another string as `keep_batchnorm_fp32`.
+
+    Not thread safe. At O1 casts happen in the calling thread, like those of ``torch.autocast``.
+    """
+    given_optimizers = optimizers is not None
+    _amp_state.verbosity = verbosity
+    if not enabled:
+        _amp_state.opt_properties = Properties()
+        return (models, optimizers) if given_optimizers else models
+    if opt_level not in LEVELS:
+        raise _unknown_level(opt_level)
+    overrides = {
+        "cast_model_type": cast_model_type,
+        "patch_torch_functions": patch_torch_functions,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+        "cast_model_outputs": cast_model_outputs,
+    }
+    properties = LEVELS[opt_level](Properties(), opt_level)
+    maybe_print(f"Selected optimization level {opt_level}: {LEVELS[opt_level].brief}.")
+    maybe_print("Defaults for this optimization level are:")
+    _show(properties.options)
+    maybe_print("Processing user overrides (additional kwargs that are not None)...")
+    for name, value in overrides.items():
+        if value is not None:
+            setattr(properties, name, value)
+    maybe_print("After processing overrides, optimization options are:")
+    _show(properties.options)
+
+    model_list = _as_list(models, (torch.nn.Module,), "a torch.nn.Module")
+    optimizer_list = (
+        _as_list(optimizers, (torch.optim.Optimizer, fp16_optimizer()), "a torch optimizer")
+        if given_optimizers
+        else []
+    )
+    _amp_state.min_loss_scale = min_loss_scale
+    _amp_state.max_loss_scale = max_loss_scale
+    _amp_state.overflow_group = overflow_group
+    setup(model_list, optimizer_list, properties, num_losses)
+    _amp_state.opt_properties = properties
+    returned = model_list if isinstance(models, list) else model_list[0]
+    if not given_optimizers:
+        return returned
+    return returned, optimizer_list if isinstance(optimizers, list) else optimizer_list[0]
+
+
+def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
+    """The loss scalers: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``.
+
+    Written into `destination` where given. Plain numbers; waits for the device.
+    """
+    if destination is None:
+        destination = OrderedDict()
+    for index, scaler in enumerate(_amp_state.loss_scalers):
+        destination[f"loss_scaler{index}"] = scaler.state_dict()
+    return destination
+
+
+def load_state_dict(state: dict[str, Any]) -> None:
+    """Restore the loss scalers; call it after :func:`initialize`.
+
+    Says so if the number of scalers differs, and loads those that exist.
+
+    Raises:
+        RuntimeError: a key that is not a loss scaler's.
+    """
+    unknown = [key for key in state if "loss_scaler" not in key]
+    if unknown:
+        raise RuntimeError(
+            f"amp.load_state_dict found unexpected key(s) {', '.join(map(repr, unknown))}; pass "
+            "what amp.state_dict() returned."
+        )
+    if len(state) != len(_amp_state.loss_scalers):
+        print(
+            f"Warning: the state has {len(state)} loss scaler(s), amp was initialized with "
+            f"{len(_amp_state.loss_scalers)}; those that fit are loaded."
+        )
+    for index, scaler in enumerate(_amp_state.loss_scalers):
+        if f"loss_scaler{index}" in state:
+            scaler.load_state_dict(state[f"loss_scaler{index}"])

@@ -1,0 +1,243 @@
+"""Wrappers that cast arguments, and a registry that installs and removes them.
+
+Note [Autocast is the switch]
+Level O1 turns ``torch.autocast`` on for the thread that called ``initialize``, and patches the
+functions whose old behaviour autocast does not have (most of them on the CPU, few on CUDA), or
+which need the parameter cache. Every wrapper asks autocast whether casting is on for the device of
+a tensor. So ``disable_casts``, ``torch.autocast(..., enabled=False)``, activation checkpointing
+(which restores the autocast state of the forward in its recomputation) and libraries that look at
+``torch.is_autocast_enabled`` all agree. Autocast's own cache of weights is off: a copy made under
+``no_grad`` would be used for training and lose the gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import lists
+from .casts import floating_tensors, is_low_precision, map_tensors
+
+if TYPE_CHECKING:
+    from .handle import AmpHandle
+
+Function = Callable[..., Any]
+_MISSING = object()
+
+
+class PatchSet:
+    """Attributes replaced on modules and classes; :meth:`restore` puts every one back."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(self, namespace: Any, name: str, wrap: Callable[[Function], Function]) -> None:
+        """Set ``namespace.name`` to ``wrap(namespace.name)``."""
+        original = getattr(namespace, name)
+        own = vars(namespace).get(name, _MISSING)
+        self._replaced.append((namespace, name, own))
+        setattr(namespace, name, wrap(original))
+
+    def restore(self) -> None:
+        """Undo all replacements, last one first. May be called again."""
+        while self._replaced:
+            namespace, name, own = self._replaced.pop()
+            if own is _MISSING:
+                delattr(namespace, name)
+            else:
+                setattr(namespace, name, own)
+
+
+def _writes_to_out(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("out") is not None
+
+
+def _cast_low(handle: AmpHandle, original: Function, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """`args` and `kwargs` in the low-precision type, unless everything floating is double."""
+    if _writes_to_out(kwargs):
+        return args, kwargs
+    dtypes = {tensor.dtype for tensor in floating_tensors((*args, *kwargs.values()))}
+    if dtypes <= {torch.float64}:
+        return args, kwargs
+    cast = handle.caster(handle.dtype, original)
+    return map_tensors(cast, args), map_tensors(cast, kwargs)
+
+
+def wrap_low_precision(handle: AmpHandle, original: Function) -> Function:
+    """Cast floating arguments to the handle's low-precision type. All-double calls stay double."""
+    cast = handle.caster(handle.dtype, original)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not handle.any_casting():
+            return original(*args, **kwargs)
+        if not kwargs:
+            # The way of almost every call, with as little work as possible.
+            simple = []
+            for arg in args:
+                if isinstance(arg, torch.Tensor):
+                    if arg.dtype is torch.float64:
+                        break
+                    simple.append(cast(arg))
+                elif isinstance(arg, (list, tuple, dict)):
+                    break
+                else:
+                    simple.append(arg)
+            else:
+                return original(*simple)
+        args, kwargs = _cast_low(handle, original, args, kwargs)
+        return original(*args, **kwargs)
+
+    return wrapper
+
+
+def wrap_recurrent(handle: AmpHandle, original: Function) -> Function:
+    """Like :func:`wrap_low_precision`, for the kernels of ``torch._VF``.
+
+    Autocast has a float16 cast for cuDNN's recurrent networks that also lays the weights out as
+    cuDNN wants them, so that is left to it. It knows float16 only, and must not see bfloat16.
+    """
+    cell = original.__name__.endswith("_cell")
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        by_autocast = handle.dtype == torch.float16 and not cell and args[0].is_cuda
+        if by_autocast or not handle.any_casting():
+            return original(*args, **kwargs)
+        args, kwargs = _cast_low(handle, original, args, kwargs)
+        with handle.casts_disabled():
+            return original(*args, **kwargs)
+
+    return wrapper
+
+
+def wrap_float32(handle: AmpHandle, original: Function) -> Function:
+    """Cast low-precision arguments to float32."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not handle.any_casting() or _writes_to_out(kwargs):
+            return original(*args, **kwargs)
+        widen = handle.caster(torch.float32, original)
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return widen(tensor) if is_low_precision(tensor) else tensor
+
+        return original(*map_tensors(cast, args), **map_tensors(cast, kwargs))
+
+    return wrapper
+
+
+def wrap_promote(handle: AmpHandle, original: Function) -> Function:
+    """Cast floating arguments to the widest floating type among them."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not handle.any_casting() or _writes_to_out(kwargs):
+            return original(*args, **kwargs)
+        dtypes = {tensor.dtype for tensor in floating_tensors((*args, *kwargs.values()))}
+        if len(dtypes) < 2:
+            return original(*args, **kwargs)
+        cast = handle.caster(functools.reduce(torch.promote_types, dtypes), original)
+        return original(*map_tensors(cast, args), **map_tensors(cast, kwargs))
+
+    return wrapper
+
+
+def wrap_cast_to_self(handle: AmpHandle, original: Function) -> Function:
+    """For in-place methods: cast the other floating arguments to the type of the first."""
+
+    @functools.wraps(original)
+    def wrapper(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not handle.is_casting(self) or not self.is_floating_point():
+            return original(self, *args, **kwargs)
+        cast = handle.caster(self.dtype, original)
+        return original(self, *map_tensors(cast, args), **map_tensors(cast, kwargs))
+
+    return wrapper
+
+
+def wrap_in_place_float32(handle: AmpHandle, original: Function, name: str) -> Function:
+    """Refuse an in-place float32 function on a low-precision tensor."""
+
+    @functools.wraps(original)
+    def wrapper(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if is_low_precision(self) and handle.is_casting(self):
+            raise NotImplementedError(
+                f"Tensor.{name} works in float32 under amp O1 and cannot write its result into a "
+                f"{self.dtype} tensor; use the out-of-place form, or cast to float32 first."
+            )
+        return original(self, *args, **kwargs)
+
+    return wrapper
+
+
+def wrap_banned(handle: AmpHandle, original: Function, name: str, remedy: str) -> Function:
+    """Refuse low-precision arguments, or cast them to float32 if the handle allows it."""
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if is_low_precision(tensor) else tensor
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        tensors = list(floating_tensors((*args, *kwargs.values())))
+        if not any(handle.is_casting(tensor) for tensor in tensors):
+            return original(*args, **kwargs)
+        if any(map(is_low_precision, tensors)):
+            if not handle.allow_banned:
+                raise NotImplementedError(
+                    f"{name} is not safe on float16 or bfloat16 under amp O1: {remedy}."
+                )
+            args = map_tensors(widen, args)
+            kwargs = map_tensors(widen, kwargs)
+        # torch.autocast refuses this function on CUDA, even for float32 inputs.
+        with handle.casts_disabled():
+            return original(*args, **kwargs)
+
+    return wrapper
+
+
+def wrap_backward(handle: AmpHandle, original: Function) -> Function:
+    """Run the backward pass with casts off, as torch.autocast recommends."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with handle.casts_disabled():
+            return original(*args, **kwargs)
+
+    return wrapper
+
+
+def install(handle: AmpHandle, patches: PatchSet) -> None:
+    """Patch everything that :mod:`apex.amp.lists` names, and the entry points of autograd."""
+    wraps: list[tuple[tuple[str, ...], Callable[[AmpHandle, Function], Function]]] = [
+        (lists.LOW_PRECISION, wrap_low_precision),
+        (lists.FLOAT32, wrap_float32),
+        (lists.PROMOTE, wrap_promote),
+    ]
+    for names, wrap in wraps:
+        for name in names:
+            for namespace in lists.NAMESPACES:
+                if hasattr(namespace, name):
+                    patches.replace(namespace, name, functools.partial(wrap, handle))
+    for name in lists.LOW_PRECISION_RECURRENT:
+        patches.replace(torch._VF, name, functools.partial(wrap_recurrent, handle))
+    for name in lists.FLOAT32_METHODS:
+        patches.replace(torch.Tensor, name, functools.partial(wrap_float32, handle))
+    for name in lists.CAST_TO_SELF:
+        patches.replace(torch.Tensor, name, functools.partial(wrap_cast_to_self, handle))
+    for name in lists.in_place_float32():
+        patches.replace(
+            torch.Tensor, name, functools.partial(wrap_in_place_float32, handle, name=name)
+        )
+    for name, remedy in lists.BANNED.items():
+        patches.replace(
+            torch.nn.functional,
+            name,
+            functools.partial(wrap_banned, handle, name=name, remedy=remedy),
+        )
+    for name in ("backward", "grad"):
+        patches.replace(torch.autograd, name, functools.partial(wrap_backward, handle))

@@ -1,0 +1,182 @@
+"""Loss scaling: multiply the loss, divide the gradients, and adapt the factor to overflows.
+
+The work is done by ``apex::amp::LossScaler`` in C++; this class adds the names scripts use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import _core
+
+
+class LossScaler:
+    """One loss's scaler, with the attributes scripts use: ``loss_scale()``, ``_loss_scale``,
+    ``_unskipped``, ``dynamic``.
+
+    Args:
+        loss_scale: a positive number (never changes, never skips) or ``"dynamic"``.
+        init_scale: first scale of a dynamic scaler, lowered to `max_loss_scale` where larger.
+        scale_factor: what the scale is divided by on overflow and multiplied by on growth.
+        scale_window: number of clean iterations in a row before the scale grows.
+        min_loss_scale: floor of a dynamic scale; None: none.
+        max_loss_scale: cap of a dynamic scale.
+
+    Raises:
+        ValueError: a scale that is not positive and finite, or an unknown string.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
+        self.dynamic = loss_scale == "dynamic"
+        if self.dynamic:
+            first = min(max_loss_scale, init_scale)
+        else:
+            try:
+                first = float(loss_scale)
+            except ValueError:
+                raise ValueError(
+                    f"loss_scale is {loss_scale!r}; pass a positive number or 'dynamic'."
+                ) from None
+        self._policy = _core.LossScaler(
+            init_scale=first,
+            dynamic=self.dynamic,
+            growth_factor=scale_factor,
+            backoff_factor=1.0 / scale_factor,
+            growth_interval=scale_window,
+            min_scale=min_loss_scale,
+            max_scale=max_loss_scale,
+        )
+        self._static = None if self.dynamic else first
+        self._scale_factor = scale_factor
+        self._scale_seq_len = scale_window
+        self._min_loss_scale = min_loss_scale
+        self._max_loss_scale = max_loss_scale
+        #: Counts changes of the scale, so that gradients left scaled can be told apart.
+        self._generation = 0
+
+    def loss_scale(self) -> float:
+        """The current scale. Dynamic: copies one number from the device, and waits for it."""
+        return self._policy.get_scale() if self._static is None else self._static
+
+    @property
+    def _loss_scale(self) -> float:
+        return self.loss_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self._policy.set_scale(float(value))
+        if self._static is not None:
+            self._static = float(value)
+        self._generation += 1
+
+    @property
+    def _unskipped(self) -> int:
+        return self._policy.growth_tracker()
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self._policy.set_growth_tracker(int(value))
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss.float()`` times the scale, on the loss's device. Blocks nothing."""
+        return self._policy.scale(loss)
+
+    def scale_tensor(self) -> torch.Tensor:
+        """The scale as a float32 tensor of shape [1] on its device; later updates may change it."""
+        return self._policy.scale_tensor()
+
+    def unscale_(self, grads: Sequence[torch.Tensor]) -> None:
+        """Multiply `grads` by 1/scale in place; remember inf or nan in them if dynamic.
+
+        Any mix of floating dtypes and devices; sparse COO gradients must be coalesced. Blocks
+        nothing.
+
+        Raises:
+            ValueError: a gradient that is not floating, or sparse and not coalesced.
+        """
+        if self._static != 1.0:
+            self._policy.unscale_(list(grads))
+
+    def found_inf(self) -> torch.Tensor:
+        """Float32 tensor of shape [1]: 1 if a gradient since the last update was not finite."""
+        return self._policy.found_inf()
+
+    def clear_overflow_state(self) -> None:
+        """Forget non-finite gradients seen since the last update."""
+        self._policy.clear_found_inf()
+
+    def synchronize(self, group: Any = None) -> None:
+        """Make the overflow flag the same on every rank of `group` (None: all ranks).
+
+        One all-reduce (maximum) of one number for a dynamic scaler; nothing for a static one,
+        with one rank, or without an initialised process group. Every rank of the group must call
+        it. On Gloo it blocks the host, on NCCL only the stream.
+        """
+        if not self.dynamic or not torch.distributed.is_available():
+            return
+        distributed = torch.distributed
+        if not distributed.is_initialized() or distributed.get_world_size(group) < 2:
+            return
+        group = distributed.group.WORLD if group is None else group
+        self._policy.synchronize(group.group_name)
+
+    def update_scale_async(self) -> torch.Tensor:
+        """Adapt the scale on the device and return the flag that decided; blocks nothing."""
+        found_inf = self._policy.found_inf()
+        self._policy.update()
+        self._generation += 1
+        return found_inf
+
+    def update_scale(self) -> bool:
+        """Adapt the scale and return whether this step must be skipped.
+
+        Waits for the device, once (dynamic only): the host has to know whether to skip.
+        """
+        if not self.dynamic:
+            self._policy.clear_found_inf()
+            return False
+        return bool(self.update_scale_async().item())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "dynamic": self.dynamic,
+            "_loss_scale": self.loss_scale(),
+            "_unskipped": self._unskipped,
+            "_scale_factor": self._scale_factor,
+            "_scale_seq_len": self._scale_seq_len,
+            "_min_loss_scale": self._min_loss_scale,
+            "_max_loss_scale": self._max_loss_scale,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Also takes the attributes of a scaler that Apex pickled.
+        LossScaler.__init__(
+            self,
+            "dynamic" if state["dynamic"] else state["_loss_scale"],
+            scale_factor=state.get("_scale_factor", 2.0),
+            scale_window=state["_scale_seq_len"],
+            min_loss_scale=state["_min_loss_scale"],
+            max_loss_scale=state["_max_loss_scale"],
+        )
+        self._loss_scale = state["_loss_scale"]
+        self._unskipped = state["_unskipped"]
+
+    def state_dict(self) -> dict[str, float | int]:
+        """``{"loss_scale": float, "unskipped": int}``, plain numbers. Waits for the device."""
+        return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
+
+    def load_state_dict(self, state: dict[str, float | int]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        self._loss_scale = float(state["loss_scale"])
+        self._unskipped = int(state["unskipped"])

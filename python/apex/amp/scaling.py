@@ -1,0 +1,186 @@
+""":func:`scale_loss`: the context around a backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from apex import _pending
+
+from . import _device_skip
+from ._amp_state import _amp_state, maybe_print
+from ._process_optimizer import OptimizerStash, find_stash, process_optimizer
+from .scaler import LossScaler
+
+
+def _stashes(optimizers: Any) -> list[OptimizerStash]:
+    if not isinstance(optimizers, (list, tuple)):
+        optimizers = [optimizers]
+    stashes = []
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                "amp.scale_loss takes an optimizer or a list of optimizers, not "
+                f"{type(optimizer).__name__}."
+            )
+        stash = find_stash(optimizer)
+        if stash is None:
+            # Made after initialize, as some scripts do.
+            process_optimizer(optimizer, bool(_amp_state.opt_properties.master_weights))
+            stash = find_stash(optimizer)
+        assert stash is not None
+        stashes.append(stash)
+    return stashes
+
+
+def _scaler(loss_id: int) -> LossScaler:
+    try:
+        return _amp_state.loss_scalers[loss_id]
+    except IndexError:
+        raise RuntimeError(
+            f"amp.scale_loss was called with loss_id={loss_id}, but amp.initialize was told of "
+            f"{len(_amp_state.loss_scalers)} loss(es); pass a larger num_losses to it."
+        ) from None
+
+
+def _skips_on_device(stashes: list[OptimizerStash]) -> bool:
+    """Whether every optimizer can skip a step without the host knowing: see ``_device_skip.py``."""
+    return all(
+        _device_skip.takes_flag(stash._optimizer) or _device_skip.can_be_undone(stash._optimizer)
+        for stash in stashes
+    )
+
+
+def _skip_on_device(stash: OptimizerStash, found_inf: torch.Tensor) -> None:
+    optimizer: Any = stash._optimizer
+    takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
+    earlier = getattr(optimizer, "found_inf", None) if takes_flag else stash.skip_flag
+    if earlier is not None:
+        found_inf = torch.maximum(found_inf, earlier.to(found_inf.device))
+    if takes_flag:
+        optimizer.grad_scale = None
+        optimizer.found_inf = found_inf.reshape(())
+    else:
+        stash.skip_flag = found_inf
+
+
+def _skip_next_step(stash: OptimizerStash, loss_id: int, scaler: LossScaler) -> None:
+    """Replace ``optimizer.step``, once, by a method that does nothing but say so."""
+    if stash.already_patched:
+        return
+    stash.already_patched = True
+    optimizer: Any = stash._optimizer
+    replaced = optimizer.step
+
+    def skip_step(self: Any, closure: Any = None) -> None:
+        if closure is not None:
+            raise RuntimeError(
+                "optimizer.step(closure) cannot be skipped after a gradient overflow; call "
+                "backward inside amp.scale_loss and step() without a closure."
+            )
+        maybe_print(
+            f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to "
+            f"{scaler.loss_scale()}"
+        )
+        stash.drop_master_grads()
+        # A scheduler that follows would warn that no step came before it.
+        self._opt_called = True
+        self.step = replaced
+        stash.already_patched = False
+
+    optimizer.step = types.MethodType(skip_step, optimizer)
+
+
+def _check_overflow(stashes: list[OptimizerStash], loss_id: int, scaler: LossScaler) -> None:
+    if _amp_state.overflow_group is not False:
+        scaler.synchronize(_amp_state.overflow_group)
+    if scaler.dynamic and _skips_on_device(stashes):
+        found_inf = scaler.update_scale_async()
+        for stash in stashes:
+            _skip_on_device(stash, found_inf)
+        return
+    overflow = scaler.update_scale()
+    for stash in stashes:
+        # An earlier loss of this iteration may have left its decision on the device.
+        if stash.take_skip_flag() or overflow:
+            _skip_next_step(stash, loss_id, scaler)
+
+
+@contextlib.contextmanager
+def scale_loss(
+    loss: torch.Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[torch.Tensor]:
+    """Context that yields the scaled loss; call ``backward()`` on it inside.
+
+    On exit the gradients of the optimizers' parameters (of the masters, where there are masters)
+    are unscaled and added to those of earlier contexts, the scale is adapted, and after an
+    overflow the next ``step()`` of each optimizer does nothing, once. The overflow flag is
+    combined over the ranks first, so every rank skips or none does: with a dynamic scale every
+    rank of the group must leave as many of these contexts as the others.
+
+    Args:
+        loss: a floating-point scalar.
+        optimizers: the optimizer, or list of optimizers, whose parameters get gradients from this
+            loss. :class:`~apex.parallel.LARC.LARC` and optimizers made after ``initialize`` are
+            accepted.
+        loss_id: which of ``num_losses`` scalers to use.
+        model: ignored; kept for old scripts.
+        delay_unscale: leave the gradients scaled, for a later context without it.
+        delay_overflow_check: neither adapt the scale nor skip; the next context of the same
+            ``loss_id`` without it counts what this one found.
+
+    Raises:
+        RuntimeError: before ``initialize``, or an unknown `loss_id`.
+        TypeError: `optimizers` is something else.
+
+    Waits for the device once if the scale is dynamic, and not at all if every optimizer is, on an
+    accelerator, one of torch's fused ones or a capturable one that has made its first step (then
+    no overflow message is printed).
+    """
+    del model
+    if not hasattr(_amp_state, "opt_properties"):
+        raise RuntimeError("amp.scale_loss was called before amp.initialize; call that first.")
+    properties = _amp_state.opt_properties
+    if not properties.enabled:
+        yield loss
+        return
+    scaler = _scaler(loss_id)
+    handle = _amp_state.handle if properties.patch_torch_functions else None
+    stashes = _stashes(optimizers)
+    try:
+        if not properties.master_weights and scaler._static == 1.0:
+            yield loss.float()
+            return
+        _pending.complete()
+        for stash in stashes:
+            if stash.params_have_scaled_gradients:
+                stash.match_scale(scaler)
+            else:
+                stash.prepare_backward()
+        try:
+            yield scaler.scale(loss)
+            _pending.complete()  # an OverlappedOptimizer's: what is read now has to be there
+        except BaseException:
+            for stash in stashes:
+                stash.abort_backward()
+            raise
+        if delay_unscale:
+            for stash in stashes:
+                stash.delay_unscale(scaler)
+            return
+        for stash in stashes:
+            stash.finish_backward(scaler)
+        if not delay_overflow_check:
+            _check_overflow(stashes, loss_id, scaler)
+    finally:
+        if handle is not None:
+            handle._clear_cache()

@@ -1,0 +1,283 @@
+"""An optimizer wrapper with float32 masters and loss scaling, driven by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..amp._amp_state import is_rank_zero
+from ..amp.casts import is_low_precision
+from ..amp.scaler import LossScaler
+from .fp16util import (
+    clip_grad_norm,
+    master_params_to_model_params,
+    model_grads_to_master_grads,
+)
+
+#: Evaluations of a closure that overflow in a row before step() gives up.
+_MAX_CLOSURE_RETRIES = 100
+
+
+class FP16_Optimizer:  # noqa: N801
+    """Wrap `init_optimizer` so that it updates float32 masters of low-precision parameters.
+
+    Use ``optimizer.backward(loss)`` instead of ``loss.backward()``. New scripts are better served
+    by :func:`apex.amp.initialize`.
+
+    Args:
+        init_optimizer: any torch optimizer, :class:`~apex.parallel.LARC.LARC` included; its
+            ``param_groups`` hold the masters from now on.
+        static_loss_scale: the loss scale, unless dynamic.
+        dynamic_loss_scale: adapt the scale and skip steps that overflow, on all ranks of the
+            attribute ``overflow_group`` alike (every one of them has to call
+            :meth:`update_master_grads` as often as the others).
+        dynamic_loss_args: keyword arguments of the dynamic scaler (``init_scale``,
+            ``scale_factor``, ``scale_window``, ``min_loss_scale``, ``max_loss_scale``).
+        verbose: announce skipped steps, on rank 0.
+
+    Not thread safe.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        self.optimizer = init_optimizer
+        self.verbose = verbose
+        #: Low-precision parameters, their masters, and float32 parameters; one list per group.
+        self.fp16_groups: list[list[torch.Tensor]] = []
+        self.fp32_from_fp16_groups: list[list[torch.Tensor]] = []
+        self.fp32_from_fp32_groups: list[list[torch.Tensor]] = []
+        for group in self.optimizer.param_groups:
+            self._make_masters(group["params"])
+        self.all_fp16_params = [p for group in self.fp16_groups for p in group]
+        self.all_fp32_from_fp16_params = [p for group in self.fp32_from_fp16_groups for p in group]
+        self.all_fp32_from_fp32_params = [p for group in self.fp32_from_fp32_groups for p in group]
+        self.dynamic_loss_scale = dynamic_loss_scale
+        if dynamic_loss_scale:
+            self.loss_scaler = LossScaler("dynamic", **(dynamic_loss_args or {}))
+        else:
+            self.loss_scaler = LossScaler(static_loss_scale)
+        #: Whose ranks skip together: None (all), a process group, or False (this rank alone).
+        self.overflow_group: Any = None
+        self.overflow = False
+        self.first_closure_call_this_step = True
+        self.clip_grad_norm = clip_grad_norm
+
+    def _make_masters(self, params: list[torch.Tensor]) -> None:
+        fp16: list[torch.Tensor] = []
+        masters: list[torch.Tensor] = []
+        fp32: list[torch.Tensor] = []
+        state = self.optimizer.state
+        for index, param in enumerate(params):
+            if not param.requires_grad:
+                continue
+            if not is_low_precision(param):
+                fp32.append(param)
+                continue
+            master = torch.nn.Parameter(param.detach().float().clone())
+            params[index] = master
+            fp16.append(param)
+            masters.append(master)
+            if param in state:
+                state[master] = {
+                    key: value.float()
+                    if torch.is_tensor(value) and is_low_precision(value)
+                    else value
+                    for key, value in state.pop(param).items()
+                }
+        self.fp16_groups.append(fp16)
+        self.fp32_from_fp16_groups.append(masters)
+        self.fp32_from_fp32_groups.append(fp32)
+
+    def _print(self, message: str) -> None:
+        if self.verbose and is_rank_zero():
+            print(message)
+
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803
+        """Zero the gradients of the masters and of the model, or set them to None."""
+        self.optimizer.zero_grad(set_to_none=set_grads_to_None)
+        for param in self.all_fp16_params:
+            if set_grads_to_None or param.grad is None:
+                param.grad = None
+            else:
+                param.grad = torch.zeros_like(param.grad)
+
+    def backward(
+        self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False
+    ) -> None:
+        """Scale `loss` in float32 and run its backward pass.
+
+        Args:
+            loss: a scalar; it is not changed.
+            update_master_grads: also call :meth:`update_master_grads`. Pass False to add up
+                several losses, or to work on the model's scaled gradients first, and call it
+                yourself before :meth:`step`.
+            retain_graph: as of ``Tensor.backward``.
+        """
+        self.loss_scaler.scale(loss).backward(retain_graph=retain_graph)
+        if update_master_grads:
+            self.update_master_grads()
+
+    @torch.no_grad()
+    def update_master_grads(self) -> None:
+        """Copy the model's gradients to the masters, unscale, and look for overflow.
+
+        Sets ``overflow`` and adapts a dynamic scale. Waits for the device if the scale is dynamic.
+        """
+        model_grads_to_master_grads(self.all_fp16_params, self.all_fp32_from_fp16_params)
+        params = self.all_fp32_from_fp16_params + self.all_fp32_from_fp32_params
+        self.loss_scaler.unscale_([param.grad for param in params if param.grad is not None])
+        if self.overflow_group is not False:
+            self.loss_scaler.synchronize(self.overflow_group)
+        self.overflow = self.loss_scaler.update_scale()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the wrapped optimizer's step and copy the masters to the model.
+
+        Does nothing while ``overflow`` is set. A closure must call ``zero_grad`` and ``backward``
+        of this object and return the loss; when a dynamic scale overflows in it, it is evaluated
+        again.
+
+        Raises:
+            RuntimeError: the closure overflowed 100 times in a row.
+        """
+        if self.overflow:
+            self._print(
+                "Gradient overflow.  Skipping step, reducing loss scale to "
+                f"{self.loss_scaler.loss_scale()}"
+            )
+            return None
+        if closure is None:
+            result = self.optimizer.step()
+        else:
+            result = self._step_with_closure(closure)
+        self._copy_masters()
+        return result
+
+    def _copy_masters(self) -> None:
+        master_params_to_model_params(self.all_fp16_params, self.all_fp32_from_fp16_params)
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        def wrapped() -> Any:
+            if not self.first_closure_call_this_step:
+                self._copy_masters()
+            self.first_closure_call_this_step = False
+            loss = closure()
+            for _ in range(_MAX_CLOSURE_RETRIES):
+                if not self.overflow:
+                    return loss
+                self._print(
+                    "Gradient overflow in a closure; evaluating it again with loss scale "
+                    f"{self.loss_scaler.loss_scale()}"
+                )
+                loss = closure()
+            raise RuntimeError(
+                f"FP16_Optimizer.step: the closure overflowed {_MAX_CLOSURE_RETRIES} times in a "
+                "row; the gradients are inf or nan at any loss scale."
+            )
+
+        try:
+            return self.optimizer.step(wrapped)
+        finally:
+            self.first_closure_call_this_step = True
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip the norm of all masters' gradients; call after :meth:`update_master_grads`.
+
+        Returns:
+            The norm before clipping (a tensor), or -1 after an overflow.
+        """
+        if self.overflow:
+            return -1
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return self.clip_grad_norm(params, max_norm, norm_type)
+
+    def inspect_master_grad_data(self) -> list[list[torch.Tensor | None]] | None:
+        """The unscaled gradients, one list per parameter group; None after an overflow."""
+        if self.overflow:
+            self._print(
+                "Gradients overflowed and are invalid; call backward again before looking at them."
+            )
+            return None
+        return [
+            [None if param.grad is None else param.grad.detach() for param in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to resume, as tensors and plain values; tensors are not copied."""
+        return {
+            "loss_scaler": self.loss_scaler.state_dict(),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": [[m.detach() for m in group] for group in self.fp32_from_fp16_groups],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned; the masters are also copied to the model.
+
+        Raises:
+            ValueError: the masters of `state_dict` do not match this optimizer's.
+        """
+        saved = [master for group in state_dict["fp32_from_fp16"] for master in group]
+        current = self.all_fp32_from_fp16_params
+        if [tuple(m.shape) for m in saved] != [tuple(m.shape) for m in current]:
+            raise ValueError(
+                f"FP16_Optimizer.load_state_dict: the state has {len(saved)} master weights, this "
+                f"optimizer has {len(current)}, or their shapes differ; load the state of the "
+                "same model."
+            )
+        scaler = state_dict["loss_scaler"]
+        if not isinstance(scaler, dict):
+            # A scaler object, as Apex saved it.
+            scaler = {"loss_scale": scaler._loss_scale, "unskipped": scaler._unskipped}
+        self.loss_scaler.load_state_dict(scaler)
+        self.overflow = bool(state_dict["overflow"])
+        self.first_closure_call_this_step = bool(state_dict["first_closure_call_this_step"])
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        for master, value in zip(current, saved, strict=True):
+            master.copy_(value)
+        self._copy_masters()
+
+    def __getstate__(self) -> Any:
+        raise RuntimeError("FP16_Optimizer cannot be pickled; save its state_dict().")
+
+    def __setstate__(self, state: Any) -> None:
+        raise RuntimeError("FP16_Optimizer cannot be unpickled; use load_state_dict().")
+
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale; may be set."""
+        return self.loss_scaler.loss_scale()
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler._loss_scale = value
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's groups, with the masters."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value

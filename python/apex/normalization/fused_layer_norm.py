@@ -1,0 +1,81 @@
+"""Layer normalization and root-mean-square normalization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class FusedLayerNorm(torch.nn.LayerNorm):
+    """``torch.nn.LayerNorm``. Input ``[*, *normalized_shape]``, output of the same shape.
+
+    Args:
+        normalized_shape, eps, elementwise_affine: as of torch.
+        memory_efficient: accepted and ignored.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        del memory_efficient
+        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
+
+
+class FusedRMSNorm(torch.nn.RMSNorm):
+    """``torch.nn.RMSNorm``. Input ``[*, *normalized_shape]``, output of the same shape.
+
+    Args:
+        normalized_shape, eps, elementwise_affine: as of torch.
+        memory_efficient: accepted and ignored.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        del memory_efficient
+        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
+
+
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """:class:`FusedLayerNorm` whose output has the type of its weight, whatever the input's."""
+
+    def __init__(
+        self, normalized_shape: int | list[int] | torch.Size, eps: float = 1e-5, **kwargs: Any
+    ) -> None:
+        _require_affine(kwargs)
+        super().__init__(normalized_shape, eps=eps, **kwargs)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalize `input` in the type of the weight."""
+        return super().forward(input.to(self.weight.dtype))
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """:class:`FusedRMSNorm` whose output has the type of its weight, whatever the input's."""
+
+    def __init__(
+        self, normalized_shape: int | list[int] | torch.Size, eps: float = 1e-5, **kwargs: Any
+    ) -> None:
+        _require_affine(kwargs)
+        super().__init__(normalized_shape, eps=eps, **kwargs)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalize `input` in the type of the weight."""
+        return super().forward(input.to(self.weight.dtype))
+
+
+def _require_affine(kwargs: dict[str, Any]) -> None:
+    if not kwargs.pop("elementwise_affine", True):
+        raise ValueError(
+            "The mixed variants follow the type of their weight, so elementwise_affine must be "
+            "True; use FusedLayerNorm or FusedRMSNorm without one."
+        )

@@ -1,0 +1,28 @@
+"""Data-parallel training: gradients averaged over processes while backward is still running.
+
+``LARC`` and ``multiproc`` are modules, as in NVIDIA's Apex: ``from apex.parallel.LARC import LARC``,
+``python -m apex.parallel.multiproc script.py``.
+"""
+
+from torch.distributed import ReduceOp
+
+from apex.parallel.distributed import DistributedDataParallel, Reducer, flat_dist_call
+from apex.parallel.overlapped_optimizer import OverlappedOptimizer
+from apex.parallel.sync_batchnorm import SyncBatchNorm
+from apex.parallel.syncbn_convert import (
+    convert_syncbn_model,
+    create_syncbn_process_group,
+    revert_syncbn_model,
+)
+
+__all__ = [
+    "DistributedDataParallel",
+    "OverlappedOptimizer",
+    "ReduceOp",
+    "Reducer",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+    "flat_dist_call",
+    "revert_syncbn_model",
+]

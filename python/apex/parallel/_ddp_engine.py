@@ -1,0 +1,169 @@
+"""The engine of a DistributedDataParallel: made of its options, and anew when its module has changed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from apex import _core
+from apex.parallel import _options
+from apex.parallel._groups import end_groups_at_exit, require_group
+from apex.parallel._join import Join
+from apex.parallel._mixed_precision import MixedPrecision
+
+
+class EngineOwner(nn.Module):
+    """What all parts of the wrapper share. Its attributes are set by DistributedDataParallel."""
+
+    module: nn.Module
+    message_size: int | str
+    bucket_cap_mb: float | None
+    delay_allreduce: bool
+    num_allreduce_streams: int
+    allreduce_always_fp32: bool
+    retain_allreduce_buffers: bool
+    gradient_as_bucket_view: bool
+    gradient_average: bool
+    gradient_predivide_factor: float
+    broadcast_buffers: bool
+    static_graph: bool
+    check_finite: bool
+    check_reduction: bool
+    registered_buffers: bool
+    process_group: dist.ProcessGroup
+    world_size: float
+    _trigger_params: list[nn.Parameter]
+    _mixed_precision: MixedPrecision | None
+    _join: Join | None  # the one in force
+    _reducer: _core.Reducer | None
+    _groups: list[dist.ProcessGroup]
+    _splits_graphs: bool
+    _parameters_seen: list[nn.Parameter]
+    _engines_made: int = 0  # tells one engine from the next; a reference would keep its hooks alive
+    _overlap: Any  # the OverlappedOptimizer, if there is one
+    _watch: _core.ModuleWatch  # of the module that _reducer was made for
+
+    # --- construction, also after unpickling and when the module has changed ---
+
+    def _connect(
+        self, process_group: dist.ProcessGroup | None, given: Any, init_sync: bool
+    ) -> None:
+        self.process_group = require_group(process_group, type(self).__name__)
+        end_groups_at_exit(self)
+        self.world_size = float(dist.get_world_size(self.process_group))
+        # With one rank, or if all gradients come or go at the end of backward, nothing can overlap.
+        self._splits_graphs = (
+            self.world_size > 1 and not self.delay_allreduce and self._mixed_precision is None
+        )
+        self._groups = _options.communicators(
+            self.num_allreduce_streams, given, self.process_group
+        )
+        self._build_reducer(init_sync)
+        if init_sync and self.broadcast_buffers:
+            self._sync_buffers()
+
+    def _build_reducer(self, init_sync: bool) -> None:
+        names, parameters = [], []
+        for name, parameter in self.module.named_parameters():
+            names.append(name)
+            parameters.append(parameter)
+        self._parameters_seen = parameters
+        self._watch = _core.ModuleWatch(
+            [d for m in self.module.modules() for d in (m._parameters, m._modules)]
+        )
+        if self._reducer is not None:
+            self._reducer.wait()  # what it still has on its way would be lost with it
+        in_bytes = self.bucket_cap_mb is not None
+        size = _options.MESSAGE_SIZE if self.message_size == "auto" else self.message_size
+        cap = max(1, int(self.bucket_cap_mb * (1 << 20))) if in_bytes else size
+        self._engines_made += 1
+        synchronizing = self._reducer is None or self._reducer.synchronizing
+        self._reducer = _core.Reducer(
+            names,
+            parameters,
+            [group.group_name for group in self._groups],
+            cap=cap,
+            first_cap=min(cap, _options.FIRST_BUCKET_BYTES) if in_bytes else 0,
+            cap_in_bytes=in_bytes,
+            delay_allreduce=self.delay_allreduce,
+            trigger_parameters=_options.trigger_indices(self._trigger_params, names, parameters),
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            allreduce_always_fp32=self.allreduce_always_fp32,
+            gradient_average=self.gradient_average,
+            gradient_predivide_factor=self.gradient_predivide_factor,
+            static_graph=self.static_graph,
+            auto_buckets=self.message_size == "auto",
+            init_sync=init_sync,
+            check_finite=self.check_finite,
+            check_steps=self.check_reduction,
+            registered_buffers=self.registered_buffers,
+        )
+        self._reducer.synchronizing = synchronizing
+        self._install_hooks(self._reducer)
+
+    def _install_hooks(self, engine: _core.Reducer) -> None:
+        """Gives a new engine what was registered with the one before it."""
+
+    def _sync_buffers(self, root: int = 0) -> None:
+        buffers = _options.synchronized_buffers(self.module)
+        if buffers:
+            _core.broadcast_coalesced(buffers, self.process_group.group_name, root)
+
+    @property
+    def _engine(self) -> _core.Reducer:
+        if self._reducer is None:
+            self._connect(None, None, init_sync=False)
+        return self._reducer
+
+    # --- accumulation ---
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it backward does not communicate: gradients accumulate in this process.
+
+        What accumulated is part of the next synchronized backward. It is the backward that counts, not
+        the forward. May be nested, and may be left by an exception. Every process has to do the same.
+        """
+        before = self._engine.synchronizing
+        self._engine.synchronizing = False
+        try:
+            yield
+        finally:
+            self._engine.synchronizing = before
+
+    def disable_allreduce(self) -> None:
+        """From now on, backward does not communicate; see :meth:`no_sync`."""
+        self._engine.synchronizing = False
+
+    def enable_allreduce(self) -> None:
+        """From now on, backward communicates; the next one takes along what has accumulated."""
+        self._engine.synchronizing = True
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward that begins now communicates."""
+        return self._engine.synchronizing
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, on: bool) -> None:
+        self._engine.synchronizing = bool(on)
+
+    # --- pickling: the reducer and the groups belong to the process ---
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in ("_reducer", "_watch", "_groups", "process_group", "_parameters_seen"):
+            state.pop(name, None)
+        for name in ("_bucket_callback", "_join", "_torch_join", "_overlap"):
+            state[name] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # The first forward that trains connects to the default group; evaluation needs none. The
+        # parameters are what was pickled, so nothing is broadcast.
+        self._reducer = None

@@ -1,0 +1,89 @@
+"""Process groups: finding them, naming them for the engine, and ending them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.nn.functional as dist_functional
+
+
+def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
+    """Return ``process_group`` or the default group.
+
+    Raises:
+        RuntimeError: if torch.distributed is not initialized, or this process is not in the group.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{who} needs a process group: call torch.distributed.init_process_group() first "
+            "(scripts started by torchrun or apex.parallel.multiproc need no arguments but the "
+            "backend; a single process may use "
+            'init_process_group("gloo", init_method="tcp://localhost:29500", rank=0, world_size=1)).'
+        )
+    if process_group is None:
+        return dist.group.WORLD
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise RuntimeError(
+            f"{who}: rank {dist.get_rank()} is not a member of the process group it was given; "
+            "construct it only on the ranks that are."
+        )
+    return process_group
+
+
+# Note [Who holds a process group at exit]
+#
+# Gloo's threads end with the last reference to their group. A process that runs its static destructors
+# while they are alive aborts now and then ("terminate called without an active exception"). References
+# that outlive the script:
+# - the graph of a loss that is still held: its hooks hold the reducer, which holds its groups;
+# - wrappers in global variables, which the interpreter may clear after c10d's own state;
+# - default arguments in torch.distributed.nn.functional (``group=group.WORLD``), if that module is first
+#   imported after init_process_group(), as it is by torch._dynamo, as that is by every optimizer. It is
+#   imported above so that this file, normally imported first, leaves no group in them.
+_in_use = False
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def end_groups_at_exit(holder: Any = None) -> None:
+    """Destroy the process groups when the interpreter exits, if the script does not.
+
+    Scripts written for NVIDIA's Apex never end their groups. NCCL's are left to torch, which may have to
+    wait for other ranks to end them.
+    ``holder``, if given, keeps process groups in its attributes ``process_group``, ``_groups`` and
+    ``_reducer``; it lets go of them then.
+    """
+    global _in_use
+    _in_use = True
+    if holder is not None:
+        _holders.add(holder)
+
+
+@atexit.register  # now, so that it runs after the handlers of a script, which may use its groups
+def _end_groups() -> None:
+    if not _in_use:
+        return
+    for holder in list(_holders):
+        reducer = holder.__dict__.get("_reducer")
+        if reducer is not None:
+            with contextlib.suppress(RuntimeError):  # a backward is running in another thread
+                reducer.release()
+        for name in ("_reducer", "_groups", "process_group"):
+            if name in holder.__dict__:
+                holder.__dict__[name] = None
+    _forget_default_groups()
+    if dist.is_initialized() and "gloo" in str(dist.get_backend_config()):
+        with contextlib.suppress(Exception):  # the process is ending; its result is not at stake
+            dist.destroy_process_group()
+
+
+def _forget_default_groups() -> None:
+    for function in vars(dist_functional).values():
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(isinstance(value, dist.ProcessGroup) for value in defaults):
+            function.__defaults__ = tuple(
+                None if isinstance(value, dist.ProcessGroup) else value for value in defaults
+            )

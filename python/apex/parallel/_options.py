@@ -1,0 +1,194 @@
+"""The constructor arguments of DistributedDataParallel: what they mean, and which exclude each other."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+MESSAGE_SIZE = 10_000_000  # elements, NVIDIA Apex's default
+FIRST_BUCKET_BYTES = 1 << 20  # torch's default for the first bucket
+
+
+def positive_message_size(message_size: Any) -> int | str:
+    if message_size == "auto":
+        return "auto"
+    if isinstance(message_size, bool) or not isinstance(message_size, int):
+        raise TypeError(
+            'message_size is a number of elements (int) or "auto", got '
+            f"{type(message_size).__name__}; device_ids "
+            "and the other arguments of torch.nn.parallel.DistributedDataParallel go by keyword."
+        )
+    if message_size <= 0:
+        raise ValueError(f"message_size must be positive, got {message_size}.")
+    return message_size
+
+
+def check_exclusive(
+    *,
+    message_size: int,
+    bucket_cap_mb: float | None,
+    delay_allreduce: bool,
+    shared_param: Any,
+    allreduce_trigger_params: Any,
+    num_allreduce_streams: int,
+    allreduce_communicators: Any,
+    process_group: Any,
+    device_mesh: Any,
+    gradient_predivide_factor: float,
+) -> None:
+    """Raise ValueError for arguments that contradict each other or are out of range."""
+    if shared_param is not None:
+        raise ValueError(
+            "shared_param is not an option any more: a parameter used in several places is "
+            "recognized by itself; remove the argument."
+        )
+    if bucket_cap_mb is not None:
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}.")
+        if message_size != MESSAGE_SIZE:
+            raise ValueError(
+                "message_size (elements) and bucket_cap_mb (MiB) both set the size of a bucket: give "
+                "one of them."
+            )
+    if delay_allreduce and allreduce_trigger_params:
+        raise ValueError(
+            "delay_allreduce sends everything at the end of backward, so allreduce_trigger_params "
+            "cannot have an effect: give one of them."
+        )
+    if delay_allreduce and num_allreduce_streams > 1:
+        raise ValueError(
+            "delay_allreduce sends everything at the end of backward, so num_allreduce_streams > 1 "
+            "cannot have an effect: give one of them."
+        )
+    if num_allreduce_streams < 1:
+        raise ValueError(f"num_allreduce_streams must be at least 1, got {num_allreduce_streams}.")
+    if allreduce_communicators is not None:
+        if num_allreduce_streams == 1:
+            raise ValueError(
+                "allreduce_communicators needs num_allreduce_streams > 1, the number of groups."
+            )
+        groups, streams = allreduce_communicators
+        if len(groups) != num_allreduce_streams or len(streams) != num_allreduce_streams:
+            raise ValueError(
+                f"allreduce_communicators holds {len(groups)} groups and {len(streams)} streams, but "
+                f"num_allreduce_streams is {num_allreduce_streams}: give as many of each."
+            )
+    if process_group is not None and device_mesh is not None:
+        raise ValueError("process_group and device_mesh both name the ranks: give one of them.")
+    if not gradient_predivide_factor > 0:
+        raise ValueError(
+            f"gradient_predivide_factor must be positive, got {gradient_predivide_factor}."
+        )
+
+
+def trigger_indices(
+    triggers: Iterable[nn.Parameter] | None, names: Sequence[str], parameters: Sequence[nn.Parameter]
+) -> list[int]:
+    """Positions in ``parameters`` of the given parameters, which are compared by identity."""
+    index = {id(parameter): i for i, parameter in enumerate(parameters)}
+    result = []
+    for trigger in triggers or ():
+        if id(trigger) not in index:
+            raise ValueError(
+                f"allreduce_trigger_params holds a tensor of shape {tuple(trigger.shape)} that is no "
+                "parameter of the wrapped module."
+            )
+        if not trigger.requires_grad:
+            name = names[index[id(trigger)]]
+            raise ValueError(f"allreduce_trigger_params holds '{name}', which requires no gradient.")
+        result.append(index[id(trigger)])
+    return result
+
+
+def single_device(
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    parameters: Sequence[nn.Parameter],
+) -> tuple[torch.device | None, torch.device | None]:
+    """The devices that inputs and outputs are moved to, None for left where they are.
+
+    A process drives one device; a module on the CPU is left there whatever device_ids says, so that
+    a script written for GPUs runs on a machine without.
+    """
+    if device_ids is None or len(device_ids) == 0:
+        if output_device is not None:
+            raise ValueError("output_device needs device_ids=[the device of this process].")
+        return None, None
+    if len(device_ids) > 1:
+        raise ValueError(
+            f"device_ids names {len(device_ids)} devices, but a process drives one: start one process "
+            "per device (torchrun --nproc_per_node=N) and pass device_ids=[its device]."
+        )
+    devices = {parameter.device for parameter in parameters}
+    if devices <= {torch.device("cpu")}:
+        return None, None
+    if len(devices) > 1:
+        raise ValueError(
+            f"the module's parameters are on {len(devices)} devices "
+            f"({', '.join(sorted(map(str, devices)))}): for a module split over devices leave out "
+            "device_ids and output_device."
+        )
+    kind = next(iter(devices)).type
+    device = device_ids[0]
+    target = torch.device(kind, device) if isinstance(device, int) else torch.device(device)
+    output = output_device
+    if output is not None and not isinstance(output, torch.device):
+        output = torch.device(kind, output) if isinstance(output, int) else torch.device(output)
+    return target, output
+
+
+def communicators(
+    count: int, given: Any, group: dist.ProcessGroup
+) -> list[dist.ProcessGroup]:
+    """The groups that buckets use in turn; new ones over the same ranks where none are given."""
+    if count == 1:
+        return [group]
+    if given is not None:
+        return list(given[0])
+    ranks = dist.get_process_group_ranks(group)
+    return [group] + [dist.new_group(ranks) for _ in range(count - 1)]
+
+
+def warn_ignored(gradient_average_split_factor: Any) -> None:
+    if gradient_average_split_factor is not None:
+        warnings.warn(
+            "gradient_average_split_factor has no effect; gradient_predivide_factor splits the "
+            "division by the world size.",
+            stacklevel=3,
+        )
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """Tensors in nested tuples, lists and dicts moved to ``device``; everything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple):
+        moved = [move(item, device) for item in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
+    if isinstance(value, list):
+        return [move(item, device) for item in value]
+    if isinstance(value, dict):
+        return type(value)((key, move(item, device)) for key, item in value.items())
+    return value
+
+
+def synchronized_buffers(module: nn.Module) -> list[torch.Tensor]:
+    """All buffers, in one order on every rank.
+
+    Batch norm's running statistics come as ``.data``: writing to them does not count as a change of what a
+    forward that awaits its backward has saved, just as batch norm's own update of them does not (backward
+    in training reads the statistics of the batch). Other buffers count their changes, so that a backward
+    that would read another value than its forward did is an error.
+    """
+    buffers: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        own = isinstance(part, nn.modules.batchnorm._NormBase)
+        for buffer in part._buffers.values():
+            if buffer is not None and id(buffer) not in buffers:
+                buffers[id(buffer)] = buffer.data if own else buffer
+    return list(buffers.values())

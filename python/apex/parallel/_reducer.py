@@ -1,0 +1,90 @@
+"""Averaging on demand: Reducer and flat_dist_call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from apex import _core
+from apex.parallel._groups import end_groups_at_exit, require_group
+
+
+class Reducer:
+    """Averages gradients, or given tensors, over all processes when asked to.
+
+    Args:
+        module_or_grads_list: a module, whose parameters are taken from rank 0 now and whose gradients
+            ``reduce()`` averages; or tensors in (nested) lists and tuples, which ``reduce()`` averages
+            in place.
+        process_group: the processes that take part; default all.
+
+    Backward alone never communicates. Collective and blocking, as ``DistributedDataParallel``.
+    """
+
+    def __init__(
+        self,
+        module_or_grads_list: nn.Module | Iterable[Any],
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.process_group = require_group(process_group, type(self).__name__)
+        end_groups_at_exit(self)
+        if isinstance(module_or_grads_list, nn.Module):
+            self.module = module_or_grads_list
+            named = list(self.module.named_parameters())
+            names, parameters = [n for n, _ in named], [p for _, p in named]
+            group = self.process_group.group_name
+            _core.verify_same_model(names, parameters, [], group)
+            _core.broadcast_coalesced(parameters, group)
+        else:
+            self.module = None
+            self.grads = list(_flatten(module_or_grads_list))
+
+    def reduce(self) -> None:
+        """Average every gradient that is not None, in place, grouped by dtype and device.
+
+        The same gradients must be present on every process. Blocks until they are averaged (CPU), or
+        until that is enqueued on the current stream (CUDA).
+        """
+        if self.module is not None:
+            tensors = [p.grad for p in self.module.parameters() if p.grad is not None]
+        else:
+            tensors = self.grads
+        world = dist.get_world_size(self.process_group)
+        _core.all_reduce_coalesced(tensors, self.process_group.group_name, 1.0 / world)
+
+
+def _flatten(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+        return
+    for value in values:
+        yield from _flatten(value)
+
+
+def flat_dist_call(
+    tensors: Sequence[torch.Tensor],
+    call: Callable[..., Any],
+    extra_args: Sequence[Any] | None = None,
+) -> None:
+    """Run ``call(flat, *extra_args)`` on the tensors of each dtype and device as one flat tensor.
+
+    The results are copied back in place; after ``torch.distributed.all_reduce`` they are divided by the
+    number of processes, so that they are averages.
+    """
+    by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for members in by_type.values():
+        with torch.no_grad():
+            flat = torch.cat([member.reshape(-1) for member in members])
+            call(flat, *(extra_args or ()))
+            if call is dist.all_reduce:
+                flat /= dist.get_world_size()
+            pieces = flat.split([member.numel() for member in members])
+            torch._foreach_copy_(
+                members, [p.view_as(m) for p, m in zip(pieces, members, strict=True)]
+            )

@@ -1,0 +1,132 @@
+"""``torch.distributed.algorithms.join.Join`` with the wrapper, e.g. beside a ZeroRedundancyOptimizer.
+
+Note [Iterations of torch's Join]
+
+Torch's Join counts iterations: a rank with data tells the others at its first collective of each, and a
+rank without runs the main_hook() of every object once for it. Our join() announces each forward and
+backward, until all ranks have ended. Here the first frames the second: a synchronized forward begins an
+iteration of torch's, and in its main_hook() a rank without data follows our announcements up to the
+backward; then the other objects have their turn. So an iteration has one forward and one backward. Those
+in no_sync() are not part of any, and are not announced.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.algorithms import join as torch_join
+
+from apex.parallel import _join
+
+
+class TorchJoinHook(torch_join.JoinHook):
+    """Held by torch's Join alone, so that the wrapper is freed from one that an exception has ended."""
+
+    def __init__(self, state: TorchJoin) -> None:
+        super().__init__()
+        self._state = state
+        weakref.finalize(self, state.end).atexit = False
+
+    def main_hook(self) -> None:
+        """Takes part in one iteration of the ranks with data."""
+        self._state.follow_iteration()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Takes over what a rank that trained to the end has; the wrapper is an ordinary one again."""
+        self._state.finish(not is_last_joiner)
+
+
+class TorchJoin(_join.Join):
+    """A wrapper's part in one of torch's Join."""
+
+    def __init__(self, ddp: Any, divide_by_initial_world_size: bool) -> None:
+        super().__init__(ddp, divide_by_initial_world_size, False, [])
+        self.config: Any = None  # torch's _JoinConfig
+        self._announces = False
+        # Synchronized backwards before the forward that was announced last; None: there was none.
+        self._backwards: int | None = None
+
+    def begin(self, config: Any) -> None:
+        """Called when torch's Join is constructed.
+
+        Raises:
+            ValueError: if the wrapper is not the first of its objects.
+            RuntimeError: in another join.
+        """
+        ddp = self._ddp
+        if not config.enable:
+            return
+        if not config.is_first_joinable:
+            raise ValueError(
+                "Join([...]): give the DistributedDataParallel first, and only one, since its forward "
+                "begins an iteration. Wrap modules that are trained together in one; optimizers come "
+                "after it."
+            )
+        if isinstance(ddp._join, TorchJoin):
+            ddp._join.end()  # an exception has ended it, and its Join is held still
+        elif ddp._join is not None:
+            raise RuntimeError("torch's Join inside join(): use one of them.")
+        self.config = config
+        ddp._join = self
+
+    def end(self) -> None:
+        if self._ddp._join is self:
+            self._end()
+
+    # --- while this rank has data ---
+
+    def announce_forward(self, synchronizes_buffers: bool) -> int:
+        ddp, engine = self._ddp, self._ddp._engine
+        _join.set_current(self)
+        self._announces = engine.synchronizing
+        if not self._announces:
+            if ddp.check_reduction:
+                raise RuntimeError(
+                    "no_sync() with check_reduction=True under torch's Join: ranks without data do not "
+                    "see these forwards, and would be taken to have skipped them. Use "
+                    "DistributedDataParallel.join()."
+                )
+            engine.end_join()
+            return 0
+        backwards = engine.statistics()["backwards"]
+        if self._backwards is not None and backwards != self._backwards + 1:
+            raise RuntimeError(
+                f"rank {dist.get_rank(ddp.process_group)}: {backwards - self._backwards} synchronized "
+                "backwards after the last forward; under torch's Join each forward with gradients, "
+                "outside no_sync(), is followed by one, which ranks without data follow. "
+                "DistributedDataParallel.join() takes any number."
+            )
+        self._backwards = None
+        work = torch_join.Join.notify_join_context(ddp)
+        if work is not None:
+            work.wait()
+        self._backwards = backwards
+        engine.begin_join(self._divide_by_initial_world_size)
+        return super().announce_forward(synchronizes_buffers)
+
+    def announce_batch_norm(self, module: Any, goes_backward: bool) -> None:
+        if not self._announces:
+            raise RuntimeError(
+                "SyncBatchNorm in no_sync() under torch's Join: ranks without data follow synchronized "
+                "forwards only. DistributedDataParallel.join() covers it."
+            )
+        super().announce_batch_norm(module, goes_backward)
+
+    # --- when it has none ---
+
+    def follow_iteration(self) -> None:
+        engine = self._ddp._engine
+        engine.begin_join(self._divide_by_initial_world_size)
+        kind = _join.FORWARD
+        while kind in (_join.FORWARD, _join.BATCH_NORM):
+            event = engine.await_event()
+            kind = event[0]
+            self._follow(*event)
+
+    def finish(self, followed: bool) -> None:
+        try:
+            self._take_final_state(followed)
+        finally:
+            self.end()

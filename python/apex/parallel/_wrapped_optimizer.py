@@ -1,0 +1,49 @@
+"""What optimizers around another optimizer share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class WrappedOptimizer(torch.optim.Optimizer):
+    """Groups, state and defaults are those of the wrapped optimizer, ``optim``.
+
+    So schedulers, checkpoints and :mod:`apex.amp` work on either object.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optim = optimizer
+        # Sets up the hooks of Optimizer; its constructor would make groups of its own.
+        super().__setstate__({})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's groups."""
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = value
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state."""
+        return self.optim.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optim.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults."""
+        return self.optim.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.optim.defaults = value
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optim!r})"

@@ -1,0 +1,325 @@
+"""OverlappedOptimizer: the end of a step's communication hidden under the next step's forward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apex import _pending
+from apex.parallel._ddp_hooks import ReducedBucket
+from apex.parallel._wrapped_optimizer import WrappedOptimizer
+from apex.parallel.distributed import DistributedDataParallel
+
+# Note [Steps that are taken later]
+#
+# backward() returns while buckets are still on their way, and step() then updates the parameters whose
+# gradients have arrived. The others are updated in the next forward: before each module, the buckets that
+# hold its own parameters are waited for, and the engine calls _bucket_arrived() for each. By then a
+# scheduler may have changed the learning rate, and gradients may have been asked to be cleared for the next
+# step. So step() keeps the values of all groups, and each later update is made with these; zero_grad() in
+# between clears a gradient when it has been used.
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return torch.equal(left, right)
+    return left is right or bool(left == right)
+
+
+class _LaterSteps:
+    """The parameters that a step() has not updated yet, and with what they will be."""
+
+    def __init__(self, parameters: set[nn.Parameter], groups: list[dict[str, Any]]) -> None:
+        self.parameters = parameters
+        self.settings = [{k: _copy(v) for k, v in _settings(group).items()} for group in groups]
+        self.clear: bool | None = None  # zero_grad was called, with this set_to_none
+
+
+class _Hook:
+    """Before a module's forward. Copies and pickles of the module leave the optimizer behind."""
+
+    def __init__(self, optimizer: OverlappedOptimizer | None = None) -> None:
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is not None:
+            self._run(optimizer, module)
+
+    def _run(self, optimizer: OverlappedOptimizer, module: nn.Module) -> None:
+        optimizer._before_forward(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
+class _StateHook(_Hook):
+    """Before a module's state_dict()."""
+
+    def _run(self, optimizer: OverlappedOptimizer, module: nn.Module) -> None:
+        optimizer.synchronize()
+
+
+class OverlappedOptimizer(WrappedOptimizer):
+    """Lets the last buckets of a backward arrive while the next forward is already running.
+
+    Each module waits, in the next forward, for the gradients of its own parameters only, and they are
+    updated then; buckets are sent in the order in which forward will ask for them. Results are the same
+    bit for bit as without it (with three processes or more: with the same bucket plan, on which the order
+    depends in which their values are added). Worth it where the network is the bottleneck, with buckets of
+    one to a few MiB, so that the first layers do not wait for all others::
+
+        model = DistributedDataParallel(model, bucket_cap_mb=2)
+        optimizer = OverlappedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss_function(model(x), y).backward()
+            optimizer.step()
+        optimizer.synchronize()
+
+    Between backward and the next forward gradients and parameters are not final. Call
+    :meth:`synchronize` before reading or changing them: gradient clipping, ``GradScaler.unscale_``,
+    norms, averaging of weights, and after the last step. ``state_dict()`` of the model and of this object,
+    ``GradScaler.step``, ``apex.amp.scale_loss`` and a bucket plan learnt anew do so themselves. Clear
+    gradients by this object's ``zero_grad()``.
+
+    Source: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration"
+    (ByteScheduler), SOSP 2019; the order is fixed here, since all processes must send alike.
+
+    Args:
+        optimizer: any optimizer that treats each parameter by itself and keeps no state in its groups.
+            Its step hooks run once for each part of a step.
+        model: the wrapper of the module whose parameters it updates. Parameters of others may be among
+            them; they are updated by :meth:`step` at once.
+
+    Raises:
+        TypeError: for other objects.
+        ValueError: if ``model`` has ``mixed_precision``, or an OverlappedOptimizer already, or for an
+            optimizer that is known not to step parameters one by one.
+
+    A parameter has to be used in the forward of the module that owns it or of one that contains that
+    (compiled modules are waited for as a whole), in later steps as in the first ones. For one that was used
+    in another way before it was updated, backward raises RuntimeError: ours, or torch's, that a variable was
+    modified by an inplace operation. Backwards are waited for at once, as ever, in the cases that
+    ``Reducer::set_deferred`` in apex/parallel/reducer.h lists. Construction: on every process. Not thread
+    safe.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"expected an optimizer, got {type(optimizer).__name__}.")
+        if not isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                f"expected an apex.parallel.DistributedDataParallel, got {type(model).__name__}."
+            )
+        kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+        for name in ("ZeroRedundancyOptimizer", "LBFGS"):
+            if name in kinds:
+                raise ValueError(f"a step of {name} cannot be taken in parts: use it as it is.")
+        if model._mixed_precision is not None:
+            raise ValueError(
+                "mixed_precision casts all parameters before forward, so that nothing could be hidden "
+                "under it: use torch.autocast, or no OverlappedOptimizer."
+            )
+        if model._overlap is not None:
+            raise ValueError("this model has an OverlappedOptimizer already; it can have one.")
+        super().__init__(optimizer)
+        self._model = model
+        self._later: _LaterSteps | None = None
+        engine = model._engine
+        model._overlap = self
+        model._install_hooks(engine)
+        self._called: set[nn.Module] = set()
+        self._waits: tuple[int, dict[nn.Module, list[int]]] = (0, {})  # for which engine
+        self._handles = list(self._hook_modules(model.module))
+        _pending.holders.add(self)
+
+    # --- waiting, module by module ---
+
+    # Some modules use the parameters of a child without calling it (nn.MultiheadAttention, for one). While
+    # nothing is on its way yet it is seen which modules are called; the parameters of others are waited for
+    # by the nearest one above them that is.
+
+    def _hook_modules(self, module: nn.Module) -> Iterator[Any]:
+        yield module.register_forward_pre_hook(_Hook(self), prepend=True)
+        yield module.register_state_dict_pre_hook(_StateHook(self))
+        if not hasattr(module, "_orig_mod"):  # what is compiled is waited for as a whole
+            for child in module.children():
+                yield from self._hook_modules(child)
+
+    def _before_forward(self, module: nn.Module) -> None:
+        engine = self._model._engine
+        if self._waits[0] != self._model._engines_made:
+            if not engine.in_flight():
+                self._called.add(module)
+                return
+            self._waits = (self._model._engines_made, self._assign())
+        parameters = self._waits[1].get(module)
+        if not parameters:
+            return
+        if torch.compiler.is_compiling():
+            _wait_untraced(engine, parameters)
+        else:
+            engine.wait_for(parameters)
+
+    def _assign(self) -> dict[nn.Module, list[int]]:
+        """For each module, the indices of the parameters that its forward waits for."""
+        index = {p: i for i, p in enumerate(self._model._parameters_seen)}
+        waits: dict[nn.Module, list[int]] = {}
+
+        def visit(module: nn.Module, above: nn.Module) -> None:
+            caller = module if module in self._called else above
+            own = [index[p] for p in module.parameters(recurse=False) if p in index]
+            for waiting in {module, caller}:
+                waits.setdefault(waiting, []).extend(own)
+            for child in module.children():
+                visit(child, caller)
+
+        visit(self._model.module, self._model.module)
+        return waits
+
+    def synchronize(self) -> None:
+        """Returns when all gradients are complete and all updates that were asked for are made.
+
+        On CPU backends the host waits, on NCCL the current stream.
+        """
+        self._model._engine.wait()
+
+    def _in_flight(self) -> set[nn.Parameter]:
+        seen = self._model._parameters_seen
+        return {seen[i] for i in self._model._engine.in_flight()}
+
+    def _bucket_arrived(self, bucket: ReducedBucket) -> None:
+        later = self._later
+        if later is None:
+            return
+        due = [p for p in bucket.parameters if p in later.parameters]
+        for parameter in due:
+            if parameter.grad is None:
+                name = next(n for n, p in self._model.module.named_parameters() if p is parameter)
+                raise RuntimeError(
+                    f"the gradient of parameter '{name}' was cleared while it was on its way, so its "
+                    "update is lost: clear gradients by OverlappedOptimizer.zero_grad()."
+                )
+        later.parameters.difference_update(due)
+        self._update(set(due), later.settings)
+        if later.clear is not None:
+            _clear(due, later.clear)
+        if not later.parameters:
+            self._later = None
+
+    # --- the optimizer ---
+
+    @torch.no_grad()
+    def _update(self, parameters: set[nn.Parameter], settings: list[dict[str, Any]] | None) -> None:
+        """Steps these parameters only, with these settings of the groups (None: the present ones)."""
+        groups = self.optim.param_groups
+        present = [dict(group) for group in groups]
+        used = present if settings is None else settings
+        try:
+            for group, values in zip(groups, used, strict=True):
+                group.update(_settings(values))
+                group["params"] = [p for p in group["params"] if p in parameters]
+            self.optim.step()
+            for group, values in zip(groups, used, strict=True):
+                changed = [k for k, v in _settings(values).items() if not _same(group[k], v)]
+                if changed:
+                    raise RuntimeError(
+                        f"{type(self.optim).__name__}.step() changes '{changed[0]}' of its groups, so it "
+                        "cannot be taken in parts: use it without OverlappedOptimizer."
+                    )
+        finally:
+            for group, values in zip(groups, present, strict=True):
+                group.update(values)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters whose gradients have arrived, and has the others updated when theirs do.
+
+        Args:
+            closure: evaluated first, once.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if self._later is not None:
+            self.synchronize()
+        waiting = self._in_flight()
+        everything = {p for group in self.optim.param_groups for p in group["params"]}
+        waiting &= everything
+        if not waiting:
+            self.optim.step()
+            return result
+        self._later = _LaterSteps(waiting, self.optim.param_groups)
+        self._update(everything - waiting, None)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients; those that are still needed, when they have been used."""
+        waiting = self._in_flight()
+        if waiting and self._later is None:  # step() was not called: they are not needed
+            self.synchronize()
+            waiting = set()
+        everything = [p for group in self.optim.param_groups for p in group["params"]]
+        _clear([p for p in everything if p not in waiting], set_to_none)
+        if waiting:
+            self._later.clear = set_to_none
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch's GradScaler asks before it looks at gradients in its step().
+        self.synchronize()
+        return False
+
+    # --- what belongs to the wrapped optimizer ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state dict, after :meth:`synchronize`."""
+        self.synchronize()
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the wrapped optimizer's state dict, after :meth:`synchronize`."""
+        self.synchronize()
+        self.optim.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the wrapped optimizer, after :meth:`synchronize`."""
+        self.synchronize()
+        self.optim.add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "an OverlappedOptimizer belongs to a process and its model: save its state_dict(), or its "
+            "'optim' after synchronize()."
+        )
+
+
+def _clear(parameters: list[nn.Parameter], set_to_none: bool) -> None:
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if set_to_none:
+            parameter.grad = None
+        else:
+            parameter.grad.detach_().zero_()
+
+
+def _wait(engine: Any, parameters: list[int]) -> None:
+    engine.wait_for(parameters)
+
+
+# While torch.compile traces a module, the graph is broken here; see _forward_untraced in distributed.py.
+_wait_untraced = torch._disable_dynamo(_wait)

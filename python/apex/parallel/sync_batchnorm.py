@@ -1,0 +1,153 @@
+"""Batch norm whose statistics are those of all ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import apex._core  # noqa: F401  (registers torch.ops.apex)
+
+from . import _join
+from .syncbn_group import default_group_name, group_name_of
+
+__all__ = ["SyncBatchNorm"]
+
+
+class SyncBatchNorm(_BatchNorm):
+    r"""Batch norm over the batches of all ranks of a process group.
+
+    In training, mean and variance of each channel are those of the values of all ranks together,
+    however many each has (ranks may have different batch sizes, or none). In evaluation, and
+    without an initialised process group, it is plain batch norm and never communicates. Runs on
+    CPU and CUDA; one collective per direction, no host synchronization on CUDA.
+
+    Args:
+        num_features: number of channels ``C``.
+        eps: added to the variance.
+        momentum: weight of the newest batch in the running statistics; None for their plain
+            average over all batches seen.
+        affine: learn ``weight`` and ``bias`` of shape ``[C]``.
+        track_running_stats: keep running statistics and use them in evaluation. Without them,
+            evaluation uses the statistics of its own batch on its own rank.
+        process_group: the ranks to synchronize with, None for all. By default the collectives use
+            a communicator of their own, made in the first training forward.
+        channel_last: input and output are ``[N, *, C]`` (2-D input is ``[N, C]`` in any case).
+        fuse_relu: apply ReLU to the result, after ``z`` was added.
+
+    Shapes: input ``[N, C]`` or ``[N, C, *]`` with any number of further dimensions, or
+    ``[N, *, C]`` with ``channel_last``; the output has the input's shape, dtype and memory format
+    (``torch.channels_last`` is neither copied nor lost). Input float16, bfloat16, float32 or
+    float64; parameters and running statistics of any floating dtype (float32 with 16-bit input is
+    usual). Statistics are merged in float64; elements are computed in float32, or in float64 for
+    float64 input.
+
+    Gradients of ``weight`` and ``bias`` are sums over this rank's values only, as with every other
+    parameter: DistributedDataParallel averages them. All of it can be differentiated again.
+
+    Raises:
+        ValueError: one value per channel over all ranks in training (CUDA with a process group
+            cannot know without stopping the host, and leaves the running statistics alone
+            instead); input with fewer than two dimensions or another number of channels.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
+        self.channel_last = channel_last
+        self.fuse_relu = fuse_relu
+        self.process_group = process_group
+
+    @property
+    def process_group(self) -> Any:
+        """The group given by the user; None for all ranks."""
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, group: Any) -> None:
+        self._process_group_name = group_name_of(group)
+        self._process_group = group
+
+    def _specify_process_group(self, process_group: Any) -> None:
+        self.process_group = process_group
+
+    def _specify_channel_last(self, channel_last: bool) -> None:
+        self.channel_last = channel_last
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        """Normalize ``input``, add ``z`` (same shape and dtype) if given, apply ReLU if fused.
+
+        In training a collective: every rank of the group has to call it, in the same order as its
+        other synchronized modules. Blocks the host on CPU and only the stream on CUDA.
+        """
+        if not self.training and self.running_mean is not None and self.running_var is not None:
+            return torch.ops.apex.batch_norm_inference(
+                input, z, self.weight, self.bias, self.running_mean, self.running_var, self.eps,
+                self.channel_last, self.fuse_relu,
+            )  # fmt: skip
+        group_name = ""
+        if self.training:
+            joining = _join.current()
+            if joining is not None:
+                joining.announce_batch_norm(self, self._goes_backward(input, z))
+            group_name = self._process_group_name
+            if group_name is None:
+                group_name = default_group_name()
+        update = self.training and self.track_running_stats
+        return torch.ops.apex.sync_batch_norm(
+            input, z, self.weight, self.bias,
+            self.running_mean if update else None,
+            self.running_var if update else None,
+            self.num_batches_tracked if update else None,
+            self.momentum, self.eps, self.channel_last, self.fuse_relu, group_name,
+        )[0]  # fmt: skip
+
+    def _goes_backward(self, input: Tensor, z: Tensor | None) -> bool:
+        tensors = (input, z, self.weight, self.bias)
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        if self.channel_last:
+            text += ", channel_last=True"
+        if self.fuse_relu:
+            text += ", fuse_relu=True"
+        return text
+
+    # A process group belongs to this process: a copy shares it, a pickle leaves it behind (and
+    # synchronizes with all ranks where it is loaded, unless it is given another).
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        replica = self.__class__.__new__(self.__class__)
+        memo[id(self)] = replica
+        if self._process_group is not None:
+            memo[id(self._process_group)] = self._process_group
+        replica.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return replica
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state["_process_group"] = None
+        state["_process_group_name"] = None
+        return state

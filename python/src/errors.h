@@ -1,0 +1,10 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace apex::python {
+
+/// Registers the translation of apex::Error and its kin to Python's built-in exceptions.
+void init_errors(nanobind::module_& m);
+
+}  // namespace apex::python

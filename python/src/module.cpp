@@ -1,0 +1,23 @@
+#include <nanobind/nanobind.h>
+
+#include <apex/version.h>
+
+#include "errors.h"
+#include "loss_scaler.h"
+#include "module_watch.h"
+#include "python_comm_hook.h"
+#include "reducer.h"
+
+namespace nb = nanobind;
+
+NB_MODULE(_core, m) {
+  m.doc() = "C++ engine of apex: gradient reducer, synchronized batch norm, loss scaler.";
+  m.attr("__version__") = APEX_VERSION;
+  // A hook may refer to the wrapper that owns it; such cycles end with the process.
+  nb::set_leak_warnings(false);
+  apex::python::init_errors(m);
+  apex::python::init_loss_scaler(m);
+  apex::python::init_module_watch(m);
+  apex::python::init_python_comm_hook(m);
+  apex::python::init_reducer(m);
+}

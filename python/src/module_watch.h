@@ -1,0 +1,10 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace apex::python {
+
+/// ModuleWatch: notices parameters and submodules that were added, removed or replaced.
+void init_module_watch(nanobind::module_& m);
+
+}  // namespace apex::python

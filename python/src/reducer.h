@@ -1,0 +1,10 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace apex::python {
+
+/// Reducer, GradBucket and the functions of apex/parallel/model_sync.h.
+void init_reducer(nanobind::module_& m);
+
+}  // namespace apex::python

@@ -1,0 +1,377 @@
+"""Ranks as processes that are started once and serve many cases, and what the tests compare with.
+
+A test runs a module-level function ``body(rank, world, *args)`` on several ranks::
+
+    def _averages(rank, world, factor): ...
+
+    def test_gradients_two_ranks_average(ranks):
+        ranks.run(2, _averages, 3.0)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import faulthandler
+import os
+import pickle
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+GROUP_TIMEOUT_S = 45
+REPLY_TIMEOUT_S = int(os.environ.get("APEX_TEST_TIMEOUT_S", "60"))
+# How long a process may take to start and import.
+START_TIMEOUT_S = 240
+# How long ranks may take that wait for one that has failed already, before they are ended.
+GRACE_S = 5
+
+# Largest error by dtype, relative to the largest contribution.
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.complex128: 1e-12,
+    torch.float32: 2e-6,
+    torch.complex64: 2e-6,
+    torch.float16: 3e-3,
+    torch.bfloat16: 2e-2,
+}
+
+
+class RanksFailed(AssertionError):
+    """Raised in the test's process with what every failing rank reported."""
+
+
+def init_group(rank: int, world: int, store: str, timeout_s: float = GROUP_TIMEOUT_S) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def _serve(rank: int, pipe: connection.Connection) -> None:
+    """The life of one rank: take a task, join its group, run it, reply."""
+    torch.set_num_threads(1)
+    pipe.send("started")
+    current = None
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            break
+        if not message:
+            break
+        try:
+            timeout_s, store, world, body, args = pickle.loads(message)
+            faulthandler.dump_traceback_later(timeout_s - 5)
+            if store != current:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                init_group(rank, world, store)
+                current = store
+            torch.manual_seed(0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                reply = ("ok", body(rank, world, *args))
+        except BaseException:  # noqa: BLE001  (everything goes to the test)
+            reply = ("error", traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send(reply)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class RankPool:
+    """Processes that serve as ranks 0 to ``size - 1`` for one call of :meth:`run` after the other.
+
+    The default process group lives on while the world size stays and no rank fails; otherwise the
+    next call makes a new one. Processes that do not reply are ended, and started anew when needed.
+    """
+
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+        self._processes: list[mp.Process] = []
+        self._pipes: list[connection.Connection] = []
+        self._starting: list[connection.Connection] = []
+        self._folder = tempfile.TemporaryDirectory()
+        self._world = 0
+        self._generation = 0
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        world: int,
+        body: Callable[..., Any],
+        *args: Any,
+        lost: tuple[int, ...] = (),
+        timeout_s: float = REPLY_TIMEOUT_S,
+    ) -> list[Any]:
+        """The results of ``body(rank, world, *args)`` by rank, within ``timeout_s``.
+
+        Ranks in ``lost`` are expected to end their process; their result is their exit code.
+
+        Raises:
+            RanksFailed: with the tracebacks of all ranks that raised or did not reply.
+        """
+        self._start(world)
+        if world != self._world:
+            self._world = world
+            self._generation += 1
+        store = os.path.join(self._folder.name, f"store{self._generation}")
+        task = pickle.dumps((timeout_s, store, world, body, args))
+        for pipe in self._pipes[:world]:
+            pipe.send_bytes(task)
+        replies = self._collect(world, lost, timeout_s)
+        errors = []
+        for rank in range(world):
+            kind, value = replies.get(rank, ("error", "no reply in time: the process was ended\n"))
+            if kind == "gone" and rank not in lost:
+                kind, value = "error", f"the process ended with exit code {value}\n"
+            if kind == "error":
+                errors.append(f"--- rank {rank} of {world}: {value}")
+        if errors or lost:
+            self._world = 0  # the next call makes a new group
+        if any(replies.get(rank, ("gone",))[0] == "gone" for rank in range(world)):
+            self._stop()
+        if errors:
+            raise RanksFailed("\n" + "".join(errors))
+        return [replies[rank][1] for rank in range(world)]
+
+    def _collect(
+        self, world: int, lost: tuple[int, ...], timeout_s: float
+    ) -> dict[int, tuple[str, Any]]:
+        replies: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(replies) < world:
+            waiting = [self._pipes[rank] for rank in range(world) if rank not in replies]
+            ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    replies[rank] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join()
+                    replies[rank] = ("gone", self._processes[rank].exitcode)
+                if replies[rank][0] != "ok" and rank not in lost:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return replies
+
+    def _start(self, world: int) -> None:
+        """Start the processes that are missing for ``world`` ranks."""
+        if world > self.size:
+            raise ValueError(f"{world} ranks asked of a pool of {self.size}")
+        context = mp.get_context("spawn")
+        for rank in range(len(self._processes), world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+            self._starting.append(ours)
+        for pipe in self._starting:
+            if not pipe.poll(START_TIMEOUT_S):
+                raise RanksFailed(f"a process did not start within {START_TIMEOUT_S} s")
+            pipe.recv()
+        self._starting.clear()
+
+    def _stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        self._world = 0
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(b"")
+        for process in self._processes:
+            process.join(10)
+        self._stop()
+        self._folder.cleanup()
+
+
+# --- models at high precision ---
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def to_reference(model: nn.Module) -> nn.Module:
+    """A copy with float64 (complex128) parameters and buffers, sharing as in the original."""
+    reference = copy.deepcopy(model)
+    for tensor in [*reference.parameters(), *reference.buffers()]:
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.data = tensor.data.to(wide(tensor.dtype))
+    reference.zero_grad()
+    return reference
+
+
+def widen(value: Any) -> Any:
+    """Floating tensors in nested lists, tuples and dicts at high precision."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() or value.is_complex():
+            return value.detach().to(wide(value.dtype)).requires_grad_(value.requires_grad)
+        return value
+    if isinstance(value, dict):
+        return {key: widen(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(widen(item) for item in value)
+    return value
+
+
+def dense(grad: Tensor | None) -> Tensor | None:
+    if grad is None:
+        return None
+    return (grad.to_dense() if grad.is_sparse else grad).detach()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Copies of the gradients, dense, by name; names without the wrapper's prefix."""
+    result = {}
+    for name, parameter in model.named_parameters():
+        grad = dense(parameter.grad)
+        result[name.removeprefix("module.")] = None if grad is None else grad.clone()
+    return result
+
+
+# --- assertions: processes of the pool run without pytest's rewriting, so these say what they saw ---
+
+
+def check(condition: Any, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
+
+
+def check_equal(actual: Any, expected: Any, what: str) -> None:
+    if isinstance(actual, Tensor) and isinstance(expected, Tensor):
+        same = (
+            actual.shape == expected.shape
+            and actual.dtype == expected.dtype
+            and torch.equal(actual, expected)
+        )
+    else:
+        same = actual == expected
+    check(same, f"{what}: expected {expected}, got {actual}")
+
+
+def check_near(
+    actual: Tensor | None,
+    expected: Tensor | None,
+    what: str,
+    tolerance: float | None = None,
+    scale: float = 0.0,
+) -> None:
+    """``None`` only where expected; else the largest error against the largest value (or scale)."""
+    if expected is None or actual is None:
+        check(actual is None and expected is None, f"{what}: expected {expected}, got {actual}")
+        return
+    check(
+        actual.shape == expected.shape,
+        f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}",
+    )
+    if actual.numel() == 0:
+        return
+    limit = TOLERANCE[actual.dtype] if tolerance is None else tolerance
+    expected = expected.detach().to(wide(expected.dtype))
+    error = (actual.detach().to(wide(actual.dtype)) - expected).abs().max().item()
+    scale = max(scale, expected.abs().max().item(), 1e-12)
+    check(
+        error <= limit * scale,
+        f"{what}: error {error:.3g} at scale {scale:.3g}, allowed {limit * scale:.3g}\n"
+        f"got {actual}\nexpected {expected}",
+    )
+
+
+def check_gradients(
+    model: nn.Module, expected: dict[str, Tensor | None], what: str, tolerance: float | None = None
+) -> None:
+    actual = gradients(model)
+    check_equal(sorted(actual), sorted(expected), f"{what}: names")
+    for name, grad in actual.items():
+        check_near(grad, expected[name], f"{what}: gradient of {name}", tolerance)
+
+
+def check_same_on_all_ranks(tensors: list[Tensor | None], what: str) -> None:
+    """Bitwise the same on every rank of the default group, None included."""
+    mine = [None if tensor is None else dense(tensor).contiguous() for tensor in tensors]
+    present = torch.tensor([tensor is not None for tensor in mine], dtype=torch.int32)
+    sums = present.clone()
+    dist.all_reduce(sums)
+    check_equal(sums, present * dist.get_world_size(), f"{what}: which tensors are there")
+    values = [t.resolve_conj().resolve_neg() for t in mine if t is not None and t.numel() > 0]
+    pieces = [t.reshape(-1).view(torch.uint8) for t in values]
+    if pieces:
+        bits = torch.cat(pieces)
+        first = bits.clone()
+        dist.broadcast(first, 0)
+        check(
+            torch.equal(bits, first), f"{what}: rank {dist.get_rank()} differs from rank 0 in bits"
+        )
+
+
+def mean_over_ranks(per_rank: list[dict[str, Tensor | None]]) -> dict[str, Tensor | None]:
+    """Average with zeros for ranks without a gradient, None where no rank has one."""
+    result: dict[str, Tensor | None] = {}
+    for name in per_rank[0]:
+        present = [dense(g[name]) for g in per_rank if g[name] is not None]
+        result[name] = (
+            sum(p.to(wide(p.dtype)) for p in present) / len(per_rank) if present else None
+        )
+    return result
+
+
+def alone(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Tensor | None]:
+    """The gradients of one rank's loss, computed without the wrapper."""
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    loss(plain).backward()
+    return gradients(plain)
+
+
+def check_step(
+    ddp: nn.Module, loss: Callable[[nn.Module, int], Tensor], what: str
+) -> None:
+    """One backward from cleared gradients yields the mean over ranks."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    expected = mean_over_ranks([alone(ddp.module, lambda m, r=r: loss(m, r)) for r in range(world)])
+    ddp.zero_grad()
+    loss(ddp, rank).backward()
+    check_gradients(ddp, expected, what, 1e-5)
+    check_same_on_all_ranks([p.grad for p in ddp.parameters()], what)
+
+
+@contextlib.contextmanager
+def raises(kind: type[BaseException], *fragments: str) -> Iterator[None]:
+    """``pytest.raises`` for processes of the pool: the message holds all of ``fragments``."""
+    try:
+        yield
+    except kind as error:
+        for fragment in fragments:
+            check(fragment in str(error), f"expected {fragment!r} in: {error}")
+    else:
+        raise AssertionError(f"expected {kind.__name__}, nothing was raised")

@@ -1,0 +1,93 @@
+"""Shared by the tests of SyncBatchNorm: an obvious float64 reference, and ranks as processes."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 5e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+}
+
+
+def fresh_seed() -> int:
+    """A new seed per run; APEX_TEST_SEED repeats one."""
+    return int(os.environ.get("APEX_TEST_SEED", int.from_bytes(os.urandom(4), "little")))
+
+
+def reference_batch_norm(
+    x: Tensor,
+    z: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    channel_last: bool,
+    relu: bool,
+    statistics: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch norm written with primitive operations: output, mean, biased variance."""
+    channel = x.dim() - 1 if channel_last or x.dim() == 2 else 1
+    others = [d for d in range(x.dim()) if d != channel]
+    shape = [1] * x.dim()
+    shape[channel] = -1
+    if statistics is None:
+        mean = x.mean(others)
+        var = ((x - mean.view(shape)) ** 2).mean(others)
+    else:
+        mean, var = statistics
+    y = (x - mean.view(shape)) / (var.view(shape) + eps).sqrt()
+    if weight is not None:
+        y = y * weight.view(shape)
+    if bias is not None:
+        y = y + bias.view(shape)
+    if z is not None:
+        y = y + z
+    return (y.relu() if relu else y), mean, var
+
+
+def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> None:
+    """The largest error against the largest value is within the dtype's tolerance."""
+    actual = actual.detach().double()
+    expected = expected.detach().double()
+    assert actual.shape == expected.shape, f"{what}: {actual.shape} for {expected.shape}"
+    if actual.numel() == 0:
+        return
+    error = (actual - expected).abs().max().item()
+    scale = max(1.0, expected.abs().max().item())
+    assert error <= TOLERANCE[dtype] * scale, f"{what}: error {error:.3g} at scale {scale:.3g}"
+
+
+def _rank_main(rank: int, world_size: int, path: str, body: Callable[..., None], args: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path}",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    try:
+        body(rank, world_size, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_ranks(world_size: int, body: Callable[..., None], *args: Any) -> None:
+    """Run ``body(rank, world_size, *args)`` in that many processes over Gloo."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(
+            _rank_main,
+            args=(world_size, os.path.join(folder, "store"), body, args),
+            nprocs=world_size,
+        )

@@ -1,0 +1,437 @@
+"""Level O1: which type each class of functions runs in, and switching it off."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from amp_support import DEVICES, fresh_amp  # noqa: F401
+from apex import amp
+from apex.amp import _amp_state
+from torch import nn
+
+DTYPES = [torch.float16, torch.bfloat16]
+
+
+def start(device: str, dtype: torch.dtype = torch.float16, **options: object) -> object:
+    return amp.init(dtype=dtype, device_types=(device,), **options)
+
+
+def matrix(device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    # Positive and below 1: in the domain of every function of the tables.
+    return torch.linspace(0.1, 0.9, 16, device=device).reshape(4, 4).to(dtype)
+
+
+def image(device: str, dtype: torch.dtype = torch.float32, dims: int = 2) -> torch.Tensor:
+    return torch.rand(2, 3, *[6] * dims, device=device).to(dtype)
+
+
+def kernel(device: str, dims: int) -> torch.Tensor:
+    return torch.rand(3, 3, *[3] * dims, device=device)
+
+
+LOW = {
+    "linear": lambda x: F.linear(x, torch.rand_like(x, dtype=torch.float32)),
+    "matmul": lambda x: torch.matmul(x, x),
+    "tensor_matmul": lambda x: x.matmul(x.float()),
+    "operator": lambda x: x @ x.float(),
+    "mm": lambda x: torch.mm(x, x.float()),
+    "mv": lambda x: torch.mv(x, x.float()[0]),
+    "addmm": lambda x: torch.addmm(x, x.float(), x),
+    "addmv": lambda x: torch.addmv(x[0], x, x[0].float()),
+    "addr": lambda x: torch.addr(x, x[0], x[0].float()),
+    "bmm": lambda x: torch.bmm(x[None], x[None].float()),
+    "addbmm": lambda x: torch.addbmm(x, x[None], x[None].float()),
+    "baddbmm": lambda x: torch.baddbmm(x[None], x[None], x[None].float()),
+    "prelu": lambda x: F.prelu(x, torch.rand(1, device=x.device)),
+    "keyword": lambda x: F.linear(input=x, weight=x.float()),
+}
+FLOAT32 = {
+    "softmax": lambda x: F.softmax(x, dim=1),
+    "torch_softmax": lambda x: torch.softmax(x, 1),
+    "tensor_softmax": lambda x: x.softmax(1),
+    "log_softmax": lambda x: F.log_softmax(x, dim=1),
+    "softmin": lambda x: F.softmin(x, dim=1),
+    "softplus": lambda x: F.softplus(x),
+    "gelu": lambda x: F.gelu(x),
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "normalize": lambda x: F.normalize(x),
+    "cosine_similarity": lambda x: F.cosine_similarity(x, x),
+    "local_response_norm": lambda x: F.local_response_norm(x[None], 2),
+    "interpolate": lambda x: F.interpolate(x[None], scale_factor=2),
+    "grid_sample": lambda x: F.grid_sample(x[None, None], x[None, :, :2, None].expand(1, 4, 2, 2),
+                                           align_corners=False),
+    "l1_loss": lambda x: F.l1_loss(x, x),
+    "mse_loss": lambda x: F.mse_loss(x, x.float()),
+    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, x),
+    "huber_loss": lambda x: F.huber_loss(x, x),
+    "kl_div": lambda x: F.kl_div(x, x, reduction="batchmean"),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.arange(4, device=x.device)),
+    "nll_loss": lambda x: F.nll_loss(x, torch.arange(4, device=x.device)),
+    "bce_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, x),
+    "cosine_embedding": lambda x: F.cosine_embedding_loss(x, x, torch.ones(4, device=x.device)),
+    "pow": lambda x: x.pow(2),
+    "operator_pow": lambda x: x**2,
+    "operator_rpow": lambda x: 2**x,
+    "tensor_cpu": lambda x: x.cpu(),
+    "norm": lambda x: x.norm(),
+    "renorm": lambda x: x.renorm(2, 0, 1.0),
+    "dist": lambda x: torch.dist(x, x),
+    **{
+        f"torch_{name}": (lambda x, name=name: getattr(torch, name)(x))
+        for name in "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan "
+        "prod std sum var".split()
+    },
+    **{
+        f"tensor_{name}": (lambda x, name=name: getattr(x, name)(0))
+        for name in "cumprod cumsum prod std sum var".split()
+    },
+}  # fmt: skip
+FOLLOW = {
+    "relu": F.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "add": lambda x: x + x,
+    "mul": lambda x: x * 2,
+    "max_pool": lambda x: F.max_pool1d(x, 2),
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "transpose": lambda x: x.t(),
+    "mean": lambda x: x.mean(),
+    "batch_norm": lambda x: F.batch_norm(
+        x, torch.zeros(4, device=x.device), torch.ones(4, device=x.device), training=True
+    ),
+}
+PROMOTE = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: torch.sub(x, y),
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / y,
+    "atan2": torch.atan2,
+    "addcmul": lambda x, y: torch.addcmul(x, y, x),
+    "addcdiv": lambda x, y: torch.addcdiv(x, y, x),
+    "dot": lambda x, y: torch.dot(x[0], y[0]),
+    "tensor_dot": lambda x, y: x[0].dot(y[0]),
+    "vdot": lambda x, y: torch.vdot(x[0], y[0]),
+    "inner": lambda x, y: torch.inner(x[0], y[0]),
+    "cross": lambda x, y: torch.cross(x[:, :3], y[:, :3], dim=1),
+    "cat": lambda x, y: torch.cat([x, y]),
+    "stack": lambda x, y: torch.stack((x, y)),
+    "bilinear": lambda x, y: F.bilinear(x, y, torch.rand(2, 4, 4, device=x.device)),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("low", DTYPES, ids=str)
+@pytest.mark.parametrize("name", LOW)
+def test_o1_low_precision_function_casts_every_argument(
+    name: str, low: torch.dtype, device: str
+) -> None:
+    start(device, low)
+    for dtype in (torch.float32, low):
+        x = matrix(device, dtype).requires_grad_()
+        y = LOW[name](x)
+        assert y.dtype == low
+        y.float().sum().backward()
+        assert x.grad is not None and x.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("low", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_o1_convolution_runs_in_low_precision(
+    transposed: bool, dims: int, low: torch.dtype, device: str
+) -> None:
+    start(device, low)
+    function = getattr(F, f"conv_transpose{dims}d" if transposed else f"conv{dims}d")
+    for dtype in (torch.float32, low):
+        x = image(device, dtype, dims).requires_grad_()
+        y = function(x, kernel(device, dims))
+        assert y.dtype == low
+        y.float().sum().backward()
+        assert x.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("low", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FLOAT32)
+def test_o1_float32_function_casts_up(name: str, low: torch.dtype, device: str) -> None:
+    start(device, low)
+    for dtype in (torch.float32, low):
+        x = matrix(device, dtype).requires_grad_()
+        y = FLOAT32[name](x)
+        assert y.dtype == torch.float32
+        y.sum().backward()
+        assert x.grad is not None and x.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FOLLOW)
+def test_o1_unlisted_function_follows_its_input(name: str, device: str) -> None:
+    start(device)
+    for dtype in (torch.float32, torch.float16):
+        assert FOLLOW[name](matrix(device, dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", PROMOTE)
+def test_o1_promoting_function_takes_the_widest_type(name: str, device: str) -> None:
+    start(device)
+    half, single = matrix(device, torch.float16), matrix(device)
+    assert PROMOTE[name](half, single).dtype == torch.float32
+    assert PROMOTE[name](single, half).dtype == torch.float32
+    if name != "bilinear":
+        assert PROMOTE[name](half, half).dtype == torch.float16
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["exp_", "log_", "pow_", "rsqrt_", "expm1_", "reciprocal_"])
+def test_o1_in_place_float32_function_refuses_half(name: str, device: str) -> None:
+    start(device)
+    arguments = (2,) if name == "pow_" else ()
+    with pytest.raises(NotImplementedError, match="out-of-place"):
+        getattr(matrix(device, torch.float16), name)(*arguments)
+    assert getattr(matrix(device), name)(*arguments).dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: x.add_(y),
+        lambda x, y: x.mul_(y),
+        lambda x, y: x.atan2_(y),
+        lambda x, y: x.addcmul_(y, y),
+        lambda x, y: x.addmm_(y, y),
+        lambda x, y: x.addmv_(y, y[0]) if x.dim() == 1 else x.add_(y),
+    ],
+)
+def test_o1_in_place_function_keeps_the_type_of_self(function: object, device: str) -> None:
+    start(device)
+    for mine, other in ((torch.float16, torch.float32), (torch.float32, torch.float16)):
+        x = matrix(device, mine)
+        assert function(x, matrix(device, other)) is x
+        assert x.dtype == mine
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_o1_integers_and_doubles_stay(device: str) -> None:
+    start(device)
+    index = torch.arange(4, device=device)
+    assert index.sum().dtype == torch.int64
+    assert (index @ index).dtype == torch.int64
+    double = matrix(device, torch.float64)
+    assert (double @ double).dtype == torch.float64
+    assert torch.exp(double).dtype == torch.float64
+    assert (double @ matrix(device)).dtype == torch.float16
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_o1_binary_cross_entropy_on_half_raises_unless_allowed(device: str) -> None:
+    half, single = matrix(device, torch.float16), matrix(device)
+    expected = F.binary_cross_entropy(half.float(), half.float())
+    handle = start(device)
+    with pytest.raises(NotImplementedError, match="binary_cross_entropy_with_logits"):
+        F.binary_cross_entropy(half, half)
+    with pytest.raises(NotImplementedError):
+        nn.BCELoss()(half, single)
+    assert F.binary_cross_entropy(single, single).dtype == torch.float32
+    handle._deactivate()
+    start(device, allow_banned=True)
+    assert torch.equal(F.binary_cross_entropy(half, half), expected)
+
+
+RECURRENT = [
+    (module, as_low)
+    for as_low in (False, True)
+    for module in (
+        lambda: nn.RNN(4, 5, num_layers=2),
+        lambda: nn.RNN(4, 5, nonlinearity="relu", bias=False),
+        lambda: nn.LSTM(4, 5, bidirectional=True),
+        lambda: nn.LSTM(4, 5, batch_first=True, num_layers=2, dropout=0.1),
+        lambda: nn.GRU(4, 5),
+        lambda: nn.RNNCell(4, 5),
+        lambda: nn.LSTMCell(4, 5),
+        lambda: nn.GRUCell(4, 5),
+    )
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("low", DTYPES, ids=str)
+@pytest.mark.parametrize("make, as_low", RECURRENT)
+def test_o1_recurrent_module_runs_in_low_precision_and_trains(
+    make: object, as_low: bool, low: torch.dtype, device: str
+) -> None:
+    module = make().to(device)
+    shape = (3, 2, 4) if isinstance(module, nn.RNNBase) else (2, 4)
+    start(device, low)
+    inputs = low if as_low else torch.float32
+    x = torch.rand(shape, device=device).to(inputs).requires_grad_()
+    output = module(x)
+    output = output[0] if isinstance(output, tuple) else output
+    assert output.dtype == low
+    output.float().sum().backward()
+    assert x.grad.dtype == inputs
+    for name, param in module.named_parameters():
+        assert param.grad is not None and param.grad.dtype == torch.float32, name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_o1_packed_sequence_runs_in_half(device: str) -> None:
+    start(device)
+    lstm = nn.LSTM(4, 5).to(device)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.rand(3, 2, 4, device=device), [3, 2])
+    output, (hidden, _) = lstm(packed)
+    assert output.data.dtype == hidden.dtype == torch.float16
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_o1_attention_module_runs_in_half(device: str) -> None:
+    start(device)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).to(device)
+    x = torch.rand(2, 3, 8, device=device, requires_grad=True)
+    output, _ = attention(x, x, x)
+    assert output.dtype == torch.float16
+    output.float().sum().backward()
+    assert attention.in_proj_weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_o1_function_newer_than_the_lists_follows_autocast(device: str) -> None:
+    start(device)
+    x = matrix(device)
+    assert torch.einsum("ij,jk->ik", x, x.half()).dtype == torch.float16
+    q = torch.rand(1, 2, 4, 8, device=device)
+    assert F.scaled_dot_product_attention(q, q.half(), q).dtype == torch.float16
+
+
+def test_disable_casts_nested_restores_in_order() -> None:
+    handle = start("cpu")
+    x = matrix("cpu")
+    with amp.disable_casts():
+        assert not handle.is_active()
+        assert (x @ x).dtype == torch.float32
+        with amp.disable_casts():
+            assert torch.exp(x.half()).dtype == torch.float16
+        assert (x @ x).dtype == torch.float32
+    assert handle.is_active()
+    assert (x @ x).dtype == torch.float16
+
+
+def test_torch_autocast_disabled_inside_o1_is_respected() -> None:
+    start("cpu")
+    x = matrix("cpu")
+    with torch.autocast("cpu", enabled=False):
+        assert (x @ x).dtype == torch.float32
+    assert (x @ x).dtype == torch.float16
+
+
+def test_deactivate_restores_every_patched_function_and_autocast() -> None:
+    owners = (torch, F, torch.Tensor, torch._VF, torch.autograd)
+    before = [dict(vars(owner)) for owner in owners]
+    handle = start("cpu")
+    assert torch.is_autocast_enabled("cpu") and torch.Tensor.exp is not before[2].get("exp")
+    assert [dict(vars(owner)) for owner in owners] != before
+    handle._deactivate()
+    handle._deactivate()
+    assert not handle.is_active()
+    assert [dict(vars(owner)) for owner in owners] == before
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_init_disabled_handle_does_nothing() -> None:
+    handle = amp.init(enabled=False)
+    assert not handle.is_active() and _amp_state.handle is handle
+    handle._clear_cache()
+    handle._deactivate()
+
+
+def test_out_argument_is_written_to_and_not_cast() -> None:
+    start("cpu")
+    x, out = matrix("cpu"), torch.empty(4, 4)
+    torch.matmul(x, x, out=out)
+    with amp.disable_casts():
+        assert torch.equal(out, torch.matmul(x, x))
+
+
+def test_verbose_handle_names_the_cast(capsys: pytest.CaptureFixture[str]) -> None:
+    start("cpu", verbose=True)
+    torch.mm(matrix("cpu"), matrix("cpu"))
+    assert "torch.float32 -> torch.float16 (mm)" in capsys.readouterr().out
+
+
+class Functions:
+    """A stand-in for a module with functions of the user."""
+
+    @staticmethod
+    def kinds(x: torch.Tensor, others: list[torch.Tensor], last: torch.Tensor) -> set[torch.dtype]:
+        return {x.dtype, *(other.dtype for other in others), last.dtype}
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [("half", torch.float16), ("float", torch.float32), ("promote", torch.float32)],
+)
+def test_user_function_decorated_or_registered_casts_nested_arguments(
+    kind: str, expected: torch.dtype
+) -> None:
+    half, single = matrix("cpu", torch.float16), matrix("cpu")
+    call = (half, [single, half])
+    original = Functions.kinds
+    decorated = getattr(amp, f"{kind}_function")(original)
+    register = getattr(amp, f"register_{kind}_function")
+    register(Functions, "kinds")
+    mixed = {torch.float16, torch.float32}
+    assert decorated(*call, last=single) == mixed and Functions.kinds(*call, last=single) == mixed
+    handle = start("cpu")
+    assert decorated(*call, last=single) == {expected}
+    assert Functions.kinds(*call, last=single) == {expected}
+    with amp.disable_casts():
+        assert decorated(*call, last=single) == mixed
+    handle._deactivate()
+    assert Functions.kinds is original
+    start("cpu")
+    assert Functions.kinds is original, "the registry was not emptied"
+    with pytest.raises(ValueError, match="no_such"):
+        register(Functions, "no_such")
+
+
+def test_checkpointed_segment_recomputes_with_the_same_types() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(dim=1), nn.Linear(4, 2))
+    twin = copy.deepcopy(model)
+    start("cpu")
+    x = matrix("cpu")
+    model(x).float().sum().backward()
+    for reentrant in (False, True):
+        twin.zero_grad()
+        y = torch.utils.checkpoint.checkpoint(
+            twin, x.clone().requires_grad_(), use_reentrant=reentrant
+        )
+        y.float().sum().backward()
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+
+
+def test_backward_runs_without_casts() -> None:
+    start("cpu")
+    seen = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            seen.append((x @ x).dtype)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            seen.append((grad @ grad).dtype)
+            return grad
+
+    x = matrix("cpu").requires_grad_()
+    Probe.apply(x).sum().backward()
+    torch.autograd.grad(Probe.apply(x).sum(), x)
+    assert seen == [torch.float16, torch.float32] * 2

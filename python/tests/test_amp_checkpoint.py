@@ -1,0 +1,154 @@
+"""Checkpoints: a resumed run equals, bit for bit, one that never stopped."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from amp_support import fresh_amp  # noqa: F401
+from apex import amp
+from apex.amp import _amp_state
+from apex.parallel.LARC import LARC
+from torch import nn
+
+LEVELS = ["O0", "O1", "O2", "O3", "O1-bf16", "O2-bf16", "O3-bf16"]
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-4),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3, eps=1e-4),
+    "larc": lambda p: LARC(torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-4)),
+}
+
+
+def build(seed: int, optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    return model, OPTIMIZERS[optimizer](model.parameters())
+
+
+def initialize(model: nn.Module, optimizer: Any, level: str) -> tuple[nn.Module, Any]:
+    return amp.initialize(
+        model, optimizer, opt_level=level, loss_scale="dynamic", num_losses=2, verbosity=0
+    )
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, overflow_at: int = -1) -> list[float]:
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 6, generator=generator)
+        target = torch.randint(0, 3, (8,), generator=generator)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x).float(), target)
+        with amp.scale_loss(loss, optimizer, loss_id=step % 2) as scaled:
+            scaled.backward()
+            if step == overflow_at:
+                model[0].weight.grad[0, 0] = float("inf")
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def through_file(state: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def restore(order: str, saved: dict[str, Any], optimizer_name: str, level: str) -> tuple[Any, Any]:
+    model, optimizer = build(99, optimizer_name)
+    if order == "load, initialize":
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        model, optimizer = initialize(model, optimizer, level)
+    else:
+        model, optimizer = initialize(model, optimizer, level)
+        if order == "train first":
+            train(model, optimizer, range(50, 52))
+        parts = [(model, "model"), (optimizer, "optimizer")]
+        for part, name in parts if "model first" in order else reversed(parts):
+            part.load_state_dict(saved[name])
+    amp.load_state_dict(saved["amp"])
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "order",
+    ["load, initialize", "initialize, model first", "initialize, optimizer first", "train first"],
+)
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_checkpoint_resumed_run_is_bit_for_bit_the_same(
+    level: str, optimizer_name: str, order: str
+) -> None:
+    model, optimizer = initialize(*build(0, optimizer_name), level)
+    train(model, optimizer, range(4), overflow_at=2)
+    saved = through_file(
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "amp": amp.state_dict(),
+        }
+    )
+    expected = train(model, optimizer, range(4, 8))
+    final = {name: value.clone() for name, value in model.state_dict().items()}
+    scalers = amp.state_dict()
+
+    model, optimizer = restore(order, saved, optimizer_name, level)
+    assert train(model, optimizer, range(4, 8)) == expected
+    assert amp.state_dict() == scalers
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, final[name]), name
+
+
+@pytest.mark.parametrize("source", ["O0", "O1", "O2", "O2-bf16"])
+@pytest.mark.parametrize("target", ["O0", "O1", "O2", "O3-bf16"])
+def test_checkpoint_of_one_level_loads_at_another(source: str, target: str) -> None:
+    model, optimizer = initialize(*build(0, "sgd"), source)
+    train(model, optimizer, range(2))
+    state = model.state_dict()
+    other, other_optimizer = initialize(*build(1, "sgd"), target)
+    other.load_state_dict(state)
+    other_optimizer.load_state_dict(optimizer.state_dict())
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(value, state[name], rtol=1e-2, atol=1e-3)
+    train(other, other_optimizer, range(2, 4))
+
+
+def test_checkpoint_loaded_weights_survive_the_next_step() -> None:
+    model, optimizer = initialize(*build(0, "sgd"), "O2")
+    train(model, optimizer, range(2))
+    other = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(other)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(model, optimizer, range(2, 3))
+    assert not model[0].weight.any(), "the masters of before came back"
+
+
+def test_state_dict_has_plain_values_in_apex_format() -> None:
+    initialize(*build(0, "sgd"), "O2")
+    state = amp.state_dict()
+    assert state == {
+        "loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0},
+        "loss_scaler1": {"loss_scale": 65536.0, "unskipped": 0},
+    }
+    assert [type(v) for v in state["loss_scaler0"].values()] == [float, int]
+    mine: Any = {"epoch": 1}
+    assert amp.state_dict(destination=mine) is mine and "loss_scaler1" in mine
+
+
+def test_load_state_dict_other_number_of_scalers_warns_and_loads_what_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    initialize(*build(0, "sgd"), "O2")
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 7}})
+    assert "1 loss scaler(s)" in capsys.readouterr().out
+    assert _amp_state.loss_scalers[0].loss_scale() == 4.0
+    assert _amp_state.loss_scalers[0]._unskipped == 7
+    assert _amp_state.loss_scalers[1].loss_scale() == 65536.0
+    with pytest.raises(RuntimeError, match="'epoch'"):
+        amp.load_state_dict({"loss_scaler0": {}, "epoch": 1})

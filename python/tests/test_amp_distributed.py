@@ -1,0 +1,224 @@
+"""Several ranks: an overflow on one of them skips the step on all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from amp_support import fresh_amp, run_ranks  # noqa: F401
+from apex import amp
+from apex.amp import _amp_state
+from apex.fp16_utils import FP16_Optimizer
+from apex.parallel import DistributedDataParallel
+from torch import nn
+
+pytestmark = pytest.mark.processes
+
+
+def build(level: str, **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=1, **options)
+
+
+def iterate(model: nn.Module, optimizer: Any, overflow: bool) -> None:
+    """One step whose gradients no data-parallel wrapper reduces."""
+    optimizer.zero_grad()
+    with amp.scale_loss(model(torch.ones(2, 3)).float().mean(), optimizer) as scaled:
+        scaled.backward()
+        if overflow:
+            model.weight.grad[0, 0] = float("nan")
+    optimizer.step()
+
+
+def assert_same_on_all_ranks(value: float) -> None:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    assert len(set(values)) == 1, values
+
+
+def _skips_together(rank: int) -> None:
+    # One pair of processes for all levels: starting them takes longest.
+    for level in ("O1", "O2", "O3"):
+        _skips_together_at(rank, level)
+
+
+def _skips_together_at(rank: int, level: str) -> None:
+    model, optimizer = build(level, loss_scale="dynamic")
+    for step in range(4):
+        before = model.weight.detach().clone()
+        # Step 0: rank 1 overflows, step 2: rank 0, steps 1 and 3: nobody.
+        iterate(model, optimizer, overflow=(step, rank) in ((0, 1), (2, 0)))
+        assert torch.equal(before, model.weight) == (step in (0, 2)), step
+        assert_same_on_all_ranks(model.weight.float().sum().item())
+    scaler = _amp_state.loss_scalers[0]
+    assert (scaler.loss_scale(), scaler._unskipped) == (2.0**14, 1)
+
+
+def test_overflow_on_one_rank_skips_on_all() -> None:
+    run_ranks(2, _skips_together)
+
+
+def _prints_once(rank: int, folder: str) -> None:
+    import contextlib
+    import pathlib
+
+    with open(pathlib.Path(folder) / str(rank), "w") as out, contextlib.redirect_stdout(out):
+        model, optimizer = build("O2")
+        iterate(model, optimizer, overflow=rank == 1)
+
+
+def test_overflow_message_and_options_are_printed_by_rank_0_only(tmp_path: Any) -> None:
+    run_ranks(2, _prints_once, str(tmp_path))
+    first, second = ((tmp_path / str(rank)).read_text() for rank in range(2))
+    assert "Gradient overflow" in first and "optimization level" in first and second == ""
+
+
+def _alone(rank: int) -> None:
+    model, optimizer = build("O2", overflow_group=False)
+    if rank == 1:
+        # Only this rank scales a loss, so nothing may wait for the other.
+        iterate(model, optimizer, overflow=True)
+        assert _amp_state.loss_scalers[0].loss_scale() == 2.0**15
+    else:
+        assert _amp_state.loss_scalers[0].loss_scale() == 2.0**16
+    model, optimizer = build("O2", loss_scale=128.0)
+    if rank == 0:
+        iterate(model, optimizer, overflow=False)
+
+
+def test_overflow_group_false_or_static_scale_does_not_communicate() -> None:
+    run_ranks(2, _alone)
+
+
+def _in_groups(rank: int) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    model, optimizer = build("O2", overflow_group=groups[rank // 2])
+    iterate(model, optimizer, overflow=rank == 1)
+    assert _amp_state.loss_scalers[0].loss_scale() == (2.0**16 if rank == 2 else 2.0**15)
+
+
+def test_overflow_group_limits_who_skips() -> None:
+    run_ranks(3, _in_groups)
+
+
+def _fp16_optimizer(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3).half()
+    optimizer = FP16_Optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True, verbose=False
+    )
+    for step in range(2):
+        optimizer.zero_grad()
+        optimizer.backward(model(torch.ones(2, 3).half()).float().mean(), False)
+        if (rank, step) == (1, 0):
+            model.weight.grad[0, 0] = float("inf")
+        optimizer.update_master_grads()
+        assert optimizer.overflow == (step == 0)
+        optimizer.step()
+        assert_same_on_all_ranks(model.weight.float().sum().item())
+    assert optimizer.loss_scale == 2.0**15
+
+
+def test_fp16_optimizer_overflow_on_one_rank_skips_on_all() -> None:
+    run_ranks(2, _fp16_optimizer)
+
+
+WRAPPERS = {
+    "apex": DistributedDataParallel,
+    "torch": nn.parallel.DistributedDataParallel,
+}
+
+
+def _wrapped(rank: int) -> None:
+    for name in WRAPPERS:
+        for level in ("O1", "O2"):
+            _wrapped_at(rank, level, name)
+
+
+def _wrapped_at(rank: int, level: str, wrapper: str) -> None:
+    model, optimizer = build(level)
+    wrapped = WRAPPERS[wrapper](model)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.full((2, 3), float("inf") if (rank, step) == (1, 1) else 0.5 + rank / 4)
+        before = model.weight.detach().clone()
+        with amp.scale_loss(wrapped(x).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert torch.equal(before, model.weight) == (step == 1), (wrapper, level, step)
+        assert model.weight.isfinite().all()
+        assert_same_on_all_ranks(model.weight.float().sum().item())
+    assert _amp_state.loss_scalers[0].loss_scale() == 2.0**15
+
+
+def test_wrapped_model_overflow_on_one_rank_skips_on_all() -> None:
+    run_ranks(2, _wrapped)
+
+
+#: Largest difference of a loss from that of one process in float32, relative to it.
+TOLERANCE = {"O0": 1e-5, "O1": 0.01, "O2": 0.01, "O3": 0.02, "O1-bf16": 0.05, "O2-bf16": 0.05}
+STEPS = 12
+
+
+def regression() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A small network, eight inputs and their targets: the same on every rank."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+    return model, torch.randn(8, 6), torch.randn(8, 2)
+
+
+def float32_losses() -> list[float]:
+    model, x, y = regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _follows_one_process(rank: int, want: list[float]) -> None:
+    for level, tolerance in TOLERANCE.items():
+        for accumulate in (False, True):
+            model, x, y = regression()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            # From a scale that does not overflow, or the curves would differ by a skipped step.
+            model, optimizer = amp.initialize(
+                model, optimizer, opt_level=level, verbosity=0, max_loss_scale=2.0**8
+            )
+            wrapped = DistributedDataParallel(model)
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                total = 0.0
+                # Each rank has half of the batch, at once or in two parts.
+                parts = [slice(4 * rank, 4 * rank + 4)]
+                if accumulate:
+                    parts = [slice(4 * rank, 4 * rank + 2), slice(4 * rank + 2, 4 * rank + 4)]
+                for part in parts:
+                    loss = nn.functional.mse_loss(wrapped(x[part]).float(), y[part]) / len(parts)
+                    with amp.scale_loss(loss, optimizer) as scaled:
+                        scaled.backward()
+                    total += loss.item()
+                nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), 100.0)
+                optimizer.step()
+                mean = torch.tensor(total)
+                dist.all_reduce(mean)
+                error = abs(mean.item() / 2 - want[step])
+                assert error <= tolerance * want[step], (level, accumulate, step, error)
+            for param in amp.master_params(optimizer):
+                assert_same_on_all_ranks(param.double().sum().item())
+            if _amp_state.handle is not None:
+                _amp_state.handle._deactivate()
+
+
+def test_apex_ddp_and_amp_two_ranks_follow_one_process_in_float32() -> None:
+    want = float32_losses()
+    assert want[-1] < 0.5 * want[0], "the reference itself does not learn"
+    run_ranks(2, _follows_one_process, want)

@@ -1,0 +1,456 @@
+"""Optimizers under amp: several of everything, overflow, delays, masters, new groups."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from amp_support import fresh_amp  # noqa: F401
+from apex import amp
+from apex.amp import _amp_state, scaling
+from apex.parallel.LARC import LARC
+from torch import nn
+
+X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+
+
+class Toy(nn.Module):
+    """Small whole numbers, so that gradients are exact in every type."""
+
+    def __init__(self, offset: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(offset + torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        self.gain = nn.Parameter(offset + torch.tensor([1.0, 2.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Small enough for float16 at the first dynamic scale of 2**16.
+        return (F.linear(x, self.weight).float() * self.gain).sum() * 2.0**-12
+
+
+#: name: for each loss, the models it uses and the optimizers it is for; for each optimizer, its
+#: models; and the loss ids.
+SCENARIOS = {
+    "two losses, one optimizer, one model": ([((0,), (0,)), ((0,), (0,))], [(0,)], (0, 0)),
+    "two losses with ids, one optimizer, one model": ([((0,), (0,)), ((0,), (0,))], [(0,)], (0, 1)),
+    "two models, two losses, one optimizer": ([((0,), (0,)), ((1,), (0,))], [(0, 1)], (0, 0)),
+    "two models, two losses with ids, one optimizer": (
+        [((0,), (0,)), ((1,), (0,))],
+        [(0, 1)],
+        (0, 1),
+    ),
+    "three losses, two models, two optimizers": (
+        [((0,), (0,)), ((1,), (1,)), ((0, 1), (0, 1))],
+        [(0,), (1,)],
+        (0, 1, 2),
+    ),
+    "three losses, one id, two optimizers": (
+        [((0,), (0,)), ((1,), (1,)), ((0, 1), (0, 1))],
+        [(0,), (1,)],
+        (0, 0, 0),
+    ),
+}
+LEVELS = [
+    ("O0", {"loss_scale": "dynamic"}),
+    ("O1", {}),
+    ("O2", {}),
+    ("O2", {"loss_scale": 128.0}),
+    ("O2-bf16", {"loss_scale": "dynamic"}),
+    ("O3", {"loss_scale": "dynamic"}),
+]
+STEPS = 4
+
+
+def train(
+    scenario: str, level: str | None, options: dict, bad: tuple[int, int] | None, zero: str
+) -> list[torch.Tensor]:
+    """Train and return the parameters; `bad` is the (step, loss) whose gradient gets an inf."""
+    losses, owners, ids = SCENARIOS[scenario]
+    models: list[nn.Module] = [Toy(0.0), Toy(1.0)]
+    # One parameter of each optimizer is float32 at every level.
+    extras = [nn.Parameter(torch.tensor([float(i + 1)])) for i in range(len(owners))]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(
+            [p for m in owned for p in models[m].parameters()] + [extras[i]],
+            lr=2.0**4,
+            momentum=0.5,
+        )
+        for i, owned in enumerate(owners)
+    ]
+    if level is not None:
+        models, optimizers = amp.initialize(
+            models, optimizers, opt_level=level, num_losses=3, verbosity=0, **options
+        )
+    for step in range(STEPS):
+        skipped = set()
+        for number, (used, targets) in enumerate(losses):
+            loss = sum(models[m](X) for m in used) + sum(extras[o][0] * 2.0**-10 for o in targets)
+            chosen = [optimizers[o] for o in targets]
+            context = (
+                contextlib.nullcontext(loss)
+                if level is None
+                else amp.scale_loss(loss, chosen, loss_id=ids[number])
+            )
+            with context as scaled:
+                scaled.backward()
+                if (step, number) == bad:
+                    skipped |= set(targets)
+                    if level is not None:
+                        models[used[0]].weight.grad[0, 0] = float("inf")
+        for number, optimizer in enumerate(optimizers):
+            if level is not None or number not in skipped:
+                optimizer.step()
+        for thing in optimizers if zero == "optimizer" or level is None else models:
+            thing.zero_grad()
+        if zero != "optimizer":
+            for extra in extras:
+                extra.grad = None
+    params = [p for m in models for p in m.parameters()]
+    return [p.detach().float() for p in params + extras]
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "model"])
+@pytest.mark.parametrize("bad", [None, (0, 0), (1, 1), (2, 0)], ids=str)
+@pytest.mark.parametrize("level, options", LEVELS, ids=str)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_multiple_everything_matches_float32(
+    scenario: str, level: str, options: dict, bad: tuple[int, int] | None, zero: str
+) -> None:
+    if options.get("loss_scale") == 128.0:
+        bad = None  # a static scale never skips
+    mine = train(scenario, level, options, bad, zero)
+    want = train(scenario, None, {}, bad, zero)
+    tolerance = 2e-2 if "bf16" in level else 2e-3
+    for a, b in zip(mine, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def one(level: str, **options: object) -> tuple[Toy, torch.optim.Optimizer]:
+    model = Toy(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**4)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+def backward(
+    model: nn.Module, optimizer: object, bad: bool = False, **options: object
+) -> torch.Tensor:
+    with amp.scale_loss(model(X), optimizer, **options) as scaled:
+        scaled.backward()
+        if bad:
+            model.weight.grad[0, 0] = float("nan")
+    return scaled
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_overflow_skips_one_step_halves_the_scale_and_says_so(
+    level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = one(level, loss_scale="dynamic")
+    _amp_state.verbosity = 1
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    step = optimizer.step
+    backward(model, optimizer, bad=True)
+    optimizer.step()
+    scheduler.step()
+    assert capsys.readouterr().out == (
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+    )
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(p.grad is None for p in amp.master_params(optimizer)) or level != "O2"
+    assert optimizer.step == step
+    assert _amp_state.loss_scalers[0].loss_scale() == 2.0**15
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+    assert not torch.equal(before[0], model.weight)
+
+
+def test_scale_loss_yields_float32_loss_times_scale() -> None:
+    model, optimizer = one("O2", loss_scale=64.0)
+    loss = torch.tensor(1.5, dtype=torch.float16, requires_grad=True)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled.dtype == torch.float32 and scaled.item() == 96.0
+    model, optimizer = one("O0")
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled.dtype == torch.float32 and scaled.item() == 1.5
+
+
+def test_scale_loss_leaves_model_grads_scaled_and_master_grads_unscaled() -> None:
+    model, optimizer = one("O2", loss_scale=4.0)
+    backward(model, optimizer)
+    for param, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
+        assert param.dtype == param.grad.dtype == torch.float16
+        assert master.dtype == master.grad.dtype == torch.float32
+        assert torch.equal(param.grad.float(), 4 * master.grad)
+    assert optimizer._amp_stash.all_fp16_params == list(model.parameters())
+    assert optimizer._amp_stash.all_fp32_from_fp16_params == list(amp.master_params(optimizer))
+
+
+def test_scale_loss_body_that_raises_keeps_earlier_gradients() -> None:
+    model, optimizer = one("O1", loss_scale=4.0)
+    backward(model, optimizer)
+    before = model.weight.grad.clone()
+    with pytest.raises(KeyError), amp.scale_loss(model(X), optimizer) as scaled:
+        scaled.backward()
+        raise KeyError
+    assert torch.equal(model.weight.grad, before)
+    backward(model, optimizer)
+    assert torch.equal(model.weight.grad, 2 * before)
+
+
+def test_scale_loss_other_than_optimizers_raises() -> None:
+    model, _ = one("O2")
+    with pytest.raises(TypeError, match="not Toy"), amp.scale_loss(model(X), model):
+        pass
+
+
+def test_scale_loss_optimizer_made_after_initialize_works() -> None:
+    model = amp.initialize(Toy(0.0), opt_level="O2", verbosity=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**4)
+    before = model.weight.detach().clone()
+    backward(model, optimizer)
+    optimizer.step()
+    assert not torch.equal(before, model.weight)
+    assert next(amp.master_params(optimizer)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O2-bf16"])
+def test_delay_unscale_accumulates_like_plain_contexts(level: str) -> None:
+    grads = []
+    for delays in ((False, False, False), (True, True, False), (False, True, False)):
+        model, optimizer = one(level, loss_scale="dynamic")
+        for number, delay in enumerate(delays):
+            backward(model, optimizer, delay_unscale=delay)
+            assert optimizer._amp_stash.params_have_scaled_gradients == delay, number
+        grads.append([p.grad.clone() for p in amp.master_params(optimizer)])
+        assert _amp_state.loss_scalers[0]._unskipped == delays.count(False)
+        amp._amp_state.handle and amp._amp_state.handle._deactivate()
+    for other in grads[1:]:
+        for a, b in zip(grads[0], other, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_delay_unscale_scale_changed_in_between_is_accounted_for() -> None:
+    model, optimizer = one("O2", loss_scale="dynamic", num_losses=2)
+    backward(model, optimizer)
+    once = model.weight.grad.float() / 2.0**16
+    optimizer.zero_grad()
+    backward(model, optimizer, delay_unscale=True)
+    _amp_state.loss_scalers[1]._loss_scale = 2.0**10
+    backward(model, optimizer, loss_id=1)
+    master = next(amp.master_params(optimizer))
+    torch.testing.assert_close(master.grad, 2 * once)
+
+
+def test_delay_overflow_check_defers_scale_update_and_skip() -> None:
+    model, optimizer = one("O2")
+    step = optimizer.step
+    backward(model, optimizer, bad=True, delay_overflow_check=True)
+    assert _amp_state.loss_scalers[0].loss_scale() == 2.0**16 and optimizer.step == step
+    before = model.weight.detach().clone()
+    backward(model, optimizer)
+    assert _amp_state.loss_scalers[0].loss_scale() == 2.0**15
+    optimizer.step()
+    assert torch.equal(before, model.weight), "the overflow that was deferred was forgotten"
+
+
+def test_zero_grad_drops_everything_that_was_accumulated() -> None:
+    for level in ("O1", "O2"):
+        for set_to_none in (True, False):
+            model, optimizer = one(level, loss_scale=2.0)
+            backward(model, optimizer)
+            want = [p.grad.clone() for p in amp.master_params(optimizer)]
+            backward(model, optimizer, delay_unscale=True)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+            assert (model.weight.grad is None) == set_to_none
+            backward(model, optimizer)
+            for a, b in zip(amp.master_params(optimizer), want, strict=True):
+                assert torch.equal(a.grad, b)
+
+
+def test_clip_of_master_params_acts_on_unscaled_gradients() -> None:
+    norms = []
+    for level in ("O0", "O1", "O2", "O3"):
+        model, optimizer = one(level, loss_scale=64.0)
+        backward(model, optimizer)
+        norms.append(nn.utils.clip_grad_norm_(amp.master_params(optimizer), 2.0**-8).float())
+        again = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 100.0)
+        torch.testing.assert_close(again.float(), torch.tensor(2.0**-8), rtol=1e-2, atol=0)
+        amp._amp_state.handle and amp._amp_state.handle._deactivate()
+    for norm in norms:
+        torch.testing.assert_close(norm, norms[0], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1, 2])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O2-bf16"])
+def test_add_param_group_mid_training_matches_float32(level: str, bad: int | None) -> None:
+    def run(level: str | None) -> list[torch.Tensor]:
+        models: list[nn.Module] = [Toy(0.0), Toy(1.0)]
+        optimizer = torch.optim.SGD(models[0].parameters(), lr=2.0**4, momentum=0.5)
+        if level is not None:
+            models, optimizer = amp.initialize(
+                models, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0
+            )
+        for step in range(4):
+            if step == 1:
+                # In the middle of an iteration's gradients, with another learning rate.
+                optimizer.add_param_group({"params": models[1].parameters(), "lr": 2.0**3})
+            loss = models[0](X) + models[1](X)
+            context = contextlib.nullcontext(loss) if level is None else None
+            with context or amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+                if step == bad and level is not None:
+                    models[0].weight.grad[0, 0] = float("inf")
+            if level is not None or step != bad:
+                optimizer.step()
+            for model in models:
+                model.zero_grad()
+        return [p.detach().float() for m in models for p in m.parameters()]
+
+    mine, want = run(level), run(None)
+    tolerance = 2e-2 if "bf16" in level else 2e-3
+    for a, b in zip(mine, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_add_param_group_makes_masters_at_once_and_refuses_duplicates() -> None:
+    model, optimizer = one("O2")
+    other = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    named = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer.add_param_group({"params": [other]})
+    assert optimizer.param_groups[1]["params"][0].dtype == torch.float32
+    for duplicate in (other, model.weight):
+        with pytest.raises(ValueError, match="group"):
+            optimizer.add_param_group({"params": [duplicate]})
+    assert len(optimizer.param_groups) == 2
+    optimizer.add_param_group({"params": [named]})
+    assert all(p.dtype == torch.float32 for p in amp.master_params(optimizer))
+
+
+def test_frozen_parameter_gets_no_master_until_it_is_unfrozen() -> None:
+    model = Toy(0.0)
+    model.gain.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**4)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    backward(model, optimizer)
+    optimizer.step()
+    assert list(amp.master_params(optimizer))[1] is model.gain
+    assert torch.equal(model.gain, torch.tensor([1.0, 2.0], dtype=torch.float16))
+    model.gain.requires_grad_(True)
+    backward(model, optimizer)
+    optimizer.step()
+    assert list(amp.master_params(optimizer))[1].dtype == torch.float32
+    assert not torch.equal(model.gain, torch.tensor([1.0, 2.0], dtype=torch.float16))
+
+
+def test_master_weights_are_made_lazily_and_by_the_hooks_scripts_call() -> None:
+    for call in (
+        lambda o: o.zero_grad(),
+        lambda o: o._amp_lazy_init(),
+        lambda o: o._lazy_init_maybe_master_weights(),
+        lambda o: o.load_state_dict(o.state_dict()),
+    ):
+        model, optimizer = one("O2")
+        assert next(amp.master_params(optimizer)) is model.weight
+        call(optimizer)
+        optimizer._amp_stash.lazy_init_called = True
+        master = next(amp.master_params(optimizer))
+        assert master.dtype == torch.float32 and master.requires_grad
+        backward(model, optimizer)
+        assert next(amp.master_params(optimizer)) is master
+
+
+def test_masters_keep_the_precision_the_model_lost() -> None:
+    model = Toy(1e-4)
+    exact = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    optimizer.zero_grad()
+    assert torch.equal(next(amp.master_params(optimizer)), exact)
+    assert not torch.equal(model.weight.float(), exact)
+
+
+def test_masters_of_a_parameter_written_after_initialize_follow_it() -> None:
+    model, optimizer = one("O2")
+    with torch.no_grad():
+        model.weight.fill_(7)
+    optimizer.zero_grad()
+    assert torch.equal(next(amp.master_params(optimizer)), torch.full((2, 2), 7.0))
+
+
+def test_step_with_closure_raises_with_masters_and_works_without() -> None:
+    model, optimizer = one("O2")
+    with pytest.raises(RuntimeError, match="closure"):
+        optimizer.step(lambda: None)
+    model = Toy(0.0)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale=1.0, verbosity=0)
+    types, losses = [], []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        types.append((X @ X).dtype)
+        loss = (model(X) - 3).pow(2)
+        losses.append(loss.item())
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert len(types) > 1 and set(types) == {torch.float16}, "casts were off inside the closure"
+    assert losses[-1] < losses[0], "a stale cast was used after the parameters changed"
+
+
+def test_step_runs_with_casts_off() -> None:
+    class Recorder(torch.optim.SGD):
+        def step(self, closure: Callable | None = None) -> None:
+            self.kind = (X @ X).dtype
+            super().step()
+
+    model = Toy(0.0)
+    optimizer = Recorder(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    backward(model, optimizer)
+    optimizer.step()
+    assert optimizer.kind == torch.float32 and (X @ X).dtype == torch.float16
+
+
+# Not O3: torch cannot add sparse float16 tensors on the CPU.
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_sparse_gradients_are_unscaled(level: str) -> None:
+    table = nn.Embedding(5, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    table, optimizer = amp.initialize(
+        table, optimizer, opt_level=level, loss_scale=8.0, verbosity=0
+    )
+    before = table.weight.detach().float().clone()
+    for _ in range(2):
+        with amp.scale_loss(table(torch.tensor([1, 1, 3])).float().sum(), optimizer) as scaled:
+            scaled.backward()
+    optimizer.step()
+    moved = (before - table.weight.detach().float()).round()
+    assert torch.equal(moved[:, 0], torch.tensor([0.0, 4.0, 0.0, 2.0, 0.0]))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("wrap", ["before", "after"])
+def test_larc_before_or_after_initialize_trains_and_skips(level: str, wrap: str) -> None:
+    model = Toy(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**4, weight_decay=0.1)
+    if wrap == "before":
+        optimizer = LARC(optimizer)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if wrap == "after":
+        optimizer = LARC(optimizer)
+    start = model.weight.detach().clone()
+    backward(model, optimizer, bad=True)
+    optimizer.step()
+    assert torch.equal(start, model.weight)
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+    assert not torch.equal(start, model.weight) and model.weight.isfinite().all()
+    assert all(p.dtype == torch.float32 for p in amp.master_params(optimizer))

@@ -1,0 +1,190 @@
+"""The loss scaler's Python face: policy, attributes, limits."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from amp_support import fresh_amp  # noqa: F401
+from apex import amp
+from apex.amp import _amp_state, scaling
+from apex.amp.scaler import LossScaler
+
+
+def update(scaler: LossScaler, *, overflow: bool) -> bool:
+    scaler.unscale_([torch.full((2,), float("inf") if overflow else 1.0)])
+    return scaler.update_scale()
+
+
+def test_dynamic_scaler_follows_the_documented_policy() -> None:
+    scaler = LossScaler("dynamic", scale_window=3)
+    history = []
+    for overflow in (False, False, True, False, False, False, False):
+        assert update(scaler, overflow=overflow) is overflow
+        history.append((scaler.loss_scale(), scaler._unskipped))
+    scales = [2.0**16] * 2 + [2.0**15] * 3 + [2.0**16] * 2
+    assert history == list(zip(scales, [1, 2, 0, 1, 2, 0, 1], strict=True))
+
+
+def test_dynamic_scaler_default_window_is_2000() -> None:
+    scaler = LossScaler("dynamic")
+    scaler._unskipped = 1998
+    update(scaler, overflow=False)
+    assert scaler.loss_scale() == 2.0**16
+    update(scaler, overflow=False)
+    assert scaler.loss_scale() == 2.0**17 and scaler._unskipped == 0
+
+
+def test_dynamic_scaler_starts_at_most_at_the_cap_and_keeps_limits() -> None:
+    scaler = LossScaler("dynamic", max_loss_scale=1024.0, min_loss_scale=512.0, scale_window=1)
+    assert scaler.loss_scale() == 1024.0
+    update(scaler, overflow=False)
+    assert scaler.loss_scale() == 1024.0
+    for _ in range(3):
+        update(scaler, overflow=True)
+    assert scaler.loss_scale() == 512.0
+
+
+def test_static_scaler_never_changes_and_never_skips() -> None:
+    scaler = LossScaler(128.0)
+    assert not update(scaler, overflow=True) and scaler.loss_scale() == 128.0
+    assert not scaler.dynamic and LossScaler("dynamic").dynamic
+
+
+def test_scaler_scale_can_be_written_directly() -> None:
+    for scaler in (LossScaler("dynamic"), LossScaler(2.0)):
+        scaler._loss_scale = 32.0
+        assert scaler.loss_scale() == scaler._loss_scale == 32.0
+        assert scaler.scale(torch.ones(())).item() == 32.0
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan"), "big"])
+def test_scaler_impossible_scale_raises(scale: object) -> None:
+    with pytest.raises(ValueError):
+        LossScaler(scale)
+
+
+@pytest.mark.parametrize("scale", ["dynamic", 4.0])
+def test_scaler_pickled_or_copied_goes_on_where_it_was(scale: object) -> None:
+    scaler = LossScaler(scale, scale_window=3, min_loss_scale=2.0, scale_factor=4.0)
+    update(scaler, overflow=True)
+    update(scaler, overflow=False)
+    for twin in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert twin.state_dict() == scaler.state_dict()
+        for _ in range(2):
+            update(twin, overflow=False)
+        assert twin.loss_scale() == (2.0**16 if scale == "dynamic" else 4.0)
+
+
+def test_scaler_pickled_by_apex_is_understood() -> None:
+    scaler = LossScaler.__new__(LossScaler)
+    scaler.__setstate__(
+        {
+            "dynamic": True,
+            "_loss_scale": 32.0,
+            "_max_loss_scale": 2.0**24,
+            "_min_loss_scale": None,
+            "_unskipped": 1999,
+            "_has_overflow": False,
+            "_overflow_buf": torch.zeros(1, dtype=torch.int32),
+            "_scale_seq_len": 2000,
+        }
+    )
+    update(scaler, overflow=False)
+    assert scaler.loss_scale() == 64.0
+
+
+def test_initialize_passes_limits_and_makes_one_scaler_per_loss() -> None:
+    model = torch.nn.Linear(2, 2)
+    amp.initialize(
+        model,
+        opt_level="O2",
+        num_losses=3,
+        min_loss_scale=4.0,
+        max_loss_scale=8.0,
+        verbosity=0,
+    )
+    assert [scaler.loss_scale() for scaler in _amp_state.loss_scalers] == [8.0] * 3
+    for _ in range(4):
+        update(_amp_state.loss_scalers[1], overflow=True)
+    assert [scaler.loss_scale() for scaler in _amp_state.loss_scalers] == [8.0, 4.0, 8.0]
+
+
+class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts operations; ``_local_scalar_dense`` is the one that brings a number to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "level, scale, fused, syncs",
+    [
+        ("O1", "dynamic", False, 1),
+        ("O2", "dynamic", False, 1),
+        ("O3", "dynamic", False, 1),
+        ("O2", 128.0, False, 0),
+        ("O2-bf16", None, False, 0),
+        ("O1", "dynamic", True, 0),
+        ("O2", "dynamic", True, 0),
+    ],
+)
+def test_iteration_waits_for_the_device_only_to_decide_a_skip(
+    level: str, scale: object, fused: bool, syncs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Fused optimizers skip by themselves on accelerators; here they are made to on the CPU.
+    monkeypatch.setattr(scaling, "_skips_on_device", lambda stashes: fused)
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(5)])
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale=scale, verbosity=0
+    )
+
+    def iterate() -> None:
+        loss = model(torch.ones(2, 4)).float().mean()
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    iterate()
+    with Calls() as calls:
+        iterate()
+    assert calls.names["_local_scalar_dense"] == syncs
+    unscales = calls.names["_amp_foreach_non_finite_check_and_unscale_"]
+    assert unscales == (1 if _amp_state.loss_scalers[0].dynamic else 0), "not one call for all"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_iteration_with_fused_optimizer_on_cuda_never_waits(level: str) -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)]).cuda()
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    x = torch.ones(2, 8, device="cuda")
+    bad = torch.tensor(float("inf"), device="cuda")
+
+    def iterate(factor: torch.Tensor | float) -> None:
+        optimizer.zero_grad()
+        with amp.scale_loss(model(x).float().mean() * factor, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    iterate(1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        iterate(bad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert _amp_state.loss_scalers[0].loss_scale() == 2.0**15

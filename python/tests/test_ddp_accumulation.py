@@ -1,0 +1,263 @@
+"""Gradient accumulation: no_sync(), disable_allreduce(), and what the next step takes along."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_models import build, data
+from ddp_support import (
+    RankPool,
+    check,
+    check_equal,
+    check_gradients,
+    check_same_on_all_ranks,
+    check_step,
+    gradients,
+    mean_over_ranks,
+    raises,
+)
+from torch import Tensor, nn
+
+from apex.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.processes
+
+OPTIONS = pytest.mark.parametrize("options", [
+    {"message_size": 20}, {"message_size": 20, "gradient_as_bucket_view": True},
+    {"delay_allreduce": True},
+], ids=["copies", "views", "delayed"])  # fmt: skip
+
+EVERY = [0, 1, 2]
+
+
+def _loss(model: nn.Module, rank: int, step: int = 0, used: Any = EVERY) -> Tensor:
+    return model(data(rank, step), used).square().mean()
+
+
+def _accumulated(model: nn.Module, rank: int, steps: list[tuple[int, Any]]) -> Any:
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    for step, used in steps:
+        _loss(plain, rank, step, used).backward()
+    return gradients(plain)
+
+
+def _launched(ddp: DistributedDataParallel) -> int:
+    statistics = ddp.statistics()
+    return statistics["launched_in_backward"] + statistics["launched_at_end"]
+
+
+def _accumulates(rank: int, world: int, options: dict[str, Any], how: str) -> None:
+    ddp = DistributedDataParallel(build(), **options)
+    for round_ in range(4):
+        steps = [(10 * round_ + i, EVERY) for i in range(3)]
+        locally = [_accumulated(ddp.module, r, steps) for r in range(world)]
+        ddp.zero_grad(set_to_none=round_ % 2 == 0)
+        before = _launched(ddp)
+        for step, _ in steps[:-1]:
+            if how == "no_sync":
+                with ddp.no_sync():
+                    _loss(ddp, rank, step).backward()
+            elif how == "nested":
+                with ddp.no_sync():
+                    with ddp.no_sync():
+                        pass
+                    check(not ddp.require_backward_grad_sync, "the outer no_sync() was left")
+                    _loss(ddp, rank, step).backward()
+            elif how == "at_backward":
+                loss = _loss(ddp, rank, step)
+                with ddp.no_sync():
+                    loss.backward()
+            elif how == "disable":
+                ddp.disable_allreduce()
+                _loss(ddp, rank, step).backward()
+                ddp.enable_allreduce()
+            else:
+                ddp.require_backward_grad_sync = False
+                _loss(ddp, rank, step).backward()
+                ddp.require_backward_grad_sync = True
+        check_equal(_launched(ddp), before, "collectives while accumulating")
+        partly = _accumulated(ddp.module, rank, steps[:-1])
+        check_gradients(ddp, partly, f"round {round_}, before the last", 1e-5)
+        _loss(ddp, rank, steps[-1][0]).backward()
+        check_gradients(ddp, mean_over_ranks(locally), f"round {round_}", 1e-5)
+        check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"round {round_}")
+
+
+@OPTIONS
+@pytest.mark.parametrize("how", ["no_sync", "nested", "at_backward", "disable", "attribute"])
+def test_accumulation_last_backward_averages_the_total(
+    ranks: RankPool, how: str, options: dict[str, Any]
+) -> None:
+    ranks.run(2, _accumulates, options, how)
+
+
+def _forward_in_no_sync_only(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(build(), message_size=20)
+    for step in range(3):
+        with ddp.no_sync():
+            loss = _loss(ddp, rank, step)
+        expected = mean_over_ranks([_accumulated(ddp.module, r, [(step, EVERY)]) for r in range(world)])
+        ddp.zero_grad()
+        loss.backward()
+        check_gradients(ddp, expected, f"step {step}", 1e-5)
+
+
+def test_no_sync_around_forward_only_backward_averages(ranks: RankPool) -> None:
+    ranks.run(2, _forward_in_no_sync_only)
+
+
+def _different_layers(rank: int, world: int, options: dict[str, Any]) -> None:
+    """What accumulated for a layer that the last backward does not use is averaged, too."""
+    ddp = DistributedDataParallel(build(), **options)
+    uses = [
+        [[[1], [0]], [[0, 2], [0]]],  # [rank][micro]
+        [[[0], [0]], [[1, 2], [0]]],
+    ]
+    for step in range(4):
+        mine = [(step * 10 + i, used) for i, used in enumerate(uses[rank][step % 2])]
+        locally = [
+            _accumulated(
+                ddp.module, r, [(step * 10 + i, used) for i, used in enumerate(uses[r][step % 2])]
+            )
+            for r in range(world)
+        ]
+        ddp.zero_grad()
+        with ddp.no_sync():
+            _loss(ddp, rank, *mine[0]).backward()
+        _loss(ddp, rank, *mine[1]).backward()
+        check_gradients(ddp, mean_over_ranks(locally), f"step {step}", 1e-5)
+        check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"step {step}")
+
+
+@OPTIONS
+def test_accumulation_of_other_layers_averages_the_total(
+    ranks: RankPool, options: dict[str, Any]
+) -> None:
+    ranks.run(2, _different_layers, options)
+
+
+def _leaves_by_exception(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(build(), message_size=20)
+    with raises(KeyError):
+        with ddp.no_sync():
+            raise KeyError("on purpose")
+    check(ddp.require_backward_grad_sync, "no_sync() is still in force")
+    for step in range(2):
+        check_step(ddp, _loss, f"step {step}")
+    with raises(ZeroDivisionError):
+        with ddp.no_sync():
+            _loss(ddp, rank, 3).backward()
+            raise ZeroDivisionError
+    ddp.zero_grad()
+    check_step(ddp, _loss, "after a failure between two backwards")
+    ddp.disable_allreduce()
+    with ddp.no_sync():
+        pass
+    check(not ddp.require_backward_grad_sync, "no_sync() switched disabled all-reduces on")
+    ddp.enable_allreduce()
+    check_step(ddp, _loss, "enabled again")
+
+
+def test_no_sync_left_by_exception_synchronizes_again(ranks: RankPool) -> None:
+    ranks.run(2, _leaves_by_exception)
+
+
+def _never_synchronized(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(build(), message_size=20)
+    with ddp.no_sync():
+        _loss(ddp, rank).backward()
+    check_gradients(ddp, _accumulated(ddp.module, rank, [(0, EVERY)]), "local", 1e-5)
+    check_equal(ddp.statistics()["backwards"], 0, "synchronized backwards")
+    if rank == 0:  # no other rank has to come
+        with ddp.no_sync():
+            _loss(ddp, rank).backward()
+    dist.barrier()
+
+
+def test_no_sync_backward_alone_is_local(ranks: RankPool) -> None:
+    ranks.run(2, _never_synchronized)
+
+
+# --- bit for bit ---
+
+
+class _Exact(nn.Module):
+    """Gradients that floating point holds exactly, whatever the order of summation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 4)
+        self.second = nn.Linear(4, 3)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randint(-3, 4, parameter.shape).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+def _exact_batch(rank: int, micro: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank * 10 + micro)
+    return torch.randint(-4, 5, (2, 5), generator=generator).float()
+
+
+def _bit_for_bit(rank: int, world: int, options: dict[str, Any], micros: int) -> None:
+    model = build(_Exact)
+    big = copy.deepcopy(model)
+    ddp = DistributedDataParallel(model, **options)
+    for step in range(3):
+        ddp.zero_grad()
+        big.zero_grad()
+        for micro in range(micros):
+            loss = ddp(_exact_batch(rank, step * 10 + micro)).sum() / micros
+            if micro + 1 < micros:
+                with ddp.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        whole = [_exact_batch(r, step * 10 + m) for r in range(world) for m in range(micros)]
+        (big(torch.cat(whole)).sum() / (micros * world)).backward()
+        for (name, ours), theirs in zip(model.named_parameters(), big.parameters(), strict=True):
+            check_equal(ours.grad, theirs.grad, f"step {step}: {name}")
+
+
+@OPTIONS
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("micros", [1, 4])
+def test_accumulation_equals_big_batch_bit_for_bit(
+    ranks: RankPool, micros: int, world: int, options: dict[str, Any]
+) -> None:
+    ranks.run(world, _bit_for_bit, options, micros)
+
+
+def _rounds_once(rank: int, world: int, dtype: torch.dtype) -> None:
+    """With two ranks the only rounding is that of one addition: (a + b) / 2."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(50, generator=generator).to(dtype) for _ in range(2 * 3)]
+
+    class Vector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(50, dtype=dtype))
+            self.other = nn.Parameter(torch.zeros(50, dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.weight * x).sum() + (self.other * (x + 1)).sum()
+
+    ddp = DistributedDataParallel(Vector())
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(inputs[2 * step + rank]).backward()
+        a, b = inputs[2 * step], inputs[2 * step + 1]
+        check_equal(ddp.module.weight.grad, (a + b) / 2, f"step {step}")
+        check_equal(ddp.module.other.grad, ((a + 1) + (b + 1)) / 2, f"step {step}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_average_of_two_ranks_rounds_once(ranks: RankPool, dtype: torch.dtype) -> None:
+    ranks.run(2, _rounds_once, dtype)

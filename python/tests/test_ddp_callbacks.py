@@ -1,0 +1,412 @@
+"""Bucket callbacks, built-in communication hooks, the non-finite check, and ranks in different steps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_models import Mlp
+from ddp_support import (
+    RankPool,
+    check,
+    check_equal,
+    check_near,
+    check_same_on_all_ranks,
+    gradients,
+    to_reference,
+)
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from apex.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.processes
+
+
+def make(seed: int = 0) -> Mlp:
+    torch.manual_seed(seed)
+    return Mlp()
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.sin(torch.arange(24, dtype=torch.float32).view(4, 6) + 10 * step + 3 * rank)
+
+
+def backward(ddp: torch.nn.Module, rank: int, step: int) -> None:
+    ddp(batch(rank, step)).square().sum().backward()
+
+
+def mean_gradients(model: torch.nn.Module, world: int, step: int) -> dict[str, Any]:
+    reference = to_reference(model)
+    for rank in range(world):
+        (reference(batch(rank, step).double()).square().sum() / world).backward()
+    return gradients(reference)
+
+
+def raised(what: str, error: BaseException | None) -> None:
+    check(error is not None, f"nothing was raised, expected: {what}")
+    check(what in str(error), f"expected {what!r} in: {error}")
+
+
+# --- bucket callbacks ---
+
+
+def _steps_by_bucket(rank: int, world: int, options: dict[str, Any]) -> None:
+    """An optimizer per parameter, stepped by the callback, does what one step at the end does."""
+    ddp = DistributedDataParallel(make(), message_size=30, **options)
+    plain = DistributedDataParallel(make(), message_size=30, **options)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.05)
+    each = {p: torch.optim.Adam([p], lr=0.05) for p in ddp.parameters()}
+    seen: list[Any] = []
+
+    def step_bucket(bucket: Any) -> None:
+        ddp.statistics()  # the engine may be asked from within
+        seen.append(bucket)
+        for parameter in bucket.parameters:
+            each[parameter].step()
+
+    ddp.register_bucket_callback(step_bucket)
+    for step in range(4):
+        seen.clear()
+        ddp.zero_grad()
+        plain.zero_grad()
+        if step == 2:
+            with ddp.no_sync(), plain.no_sync():
+                backward(ddp, rank, 10 + step)
+                backward(plain, rank, 10 + step)
+            check_equal(len(seen), 0, "calls without synchronization")
+        backward(ddp, rank, step)
+        backward(plain, rank, step)
+        optimizer.step()
+        called = [p for bucket in seen for p in bucket.parameters]
+        check(len(seen) > 1, f"{len(seen)} buckets")
+        check_equal(len(called), len(list(ddp.parameters())), "parameters called")
+        check_equal([b.index for b in seen], list(range(len(seen))), "order")
+        for mine, other in zip(ddp.parameters(), plain.parameters(), strict=True):
+            check_equal(mine.data, other.data, f"step {step}")
+    ddp.register_bucket_callback(None)
+    seen.clear()
+    backward(ddp, rank, 0)
+    check_equal(len(seen), 0, "calls after it was taken away")
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"])
+def test_bucket_callback_steps_like_one_step(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks.run(2, _steps_by_bucket, options)
+
+
+class Branches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.never = (torch.nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, left: bool, right: bool) -> torch.Tensor:
+        x = torch.tanh(self.left(x)) if left else x * 1.0
+        return torch.tanh(self.right(x)) if right else x * 1.0
+
+
+def _calls_for_used(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Branches(), message_size=1)
+    names = {parameter: name for name, parameter in ddp.module.named_parameters()}
+    called: list[str] = []
+    grads: list[Any] = []
+
+    def callback(bucket: Any) -> None:
+        called.extend(names[p] for p in bucket.parameters)
+        grads.extend(p.grad.clone() for p in bucket.parameters)
+
+    ddp.register_bucket_callback(callback)
+    # (left, right) by rank; the first step learns with the right branch only: then the left is late.
+    steps = [((False, True), (False, True)), ((True, True), (False, True)), ((False, False),) * 2,
+             ((True, False), (False, True))]  # fmt: skip
+    for choices in steps:
+        called.clear()
+        grads.clear()
+        ddp.zero_grad()
+        x = batch(rank, 0).requires_grad_()
+        ddp(x, *choices[rank]).sum().backward()
+        expected = []
+        for i, branch in enumerate(("left", "right")):
+            if any(choice[i] for choice in choices):
+                expected += [f"{branch}.bias", f"{branch}.weight"]
+        check_equal(sorted(called), sorted(expected), f"{choices}")
+        for name, grad in zip(called, grads, strict=True):
+            check_equal(grad, dict(ddp.module.named_parameters())[name].grad, name)
+
+
+def test_bucket_callback_unused_parameters_called_where_any_rank_used_them(ranks: RankPool) -> None:
+    ranks.run(2, _calls_for_used)
+
+
+def _raises_in_callback(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make(), message_size=30)
+
+    def fail(bucket: Any) -> None:
+        raise KeyError("in the callback")
+
+    ddp.register_bucket_callback(fail)
+    for step in range(2):
+        ddp.zero_grad()
+        error = None
+        try:
+            backward(ddp, rank, step)
+        except RuntimeError as caught:
+            error = caught
+        raised("in the callback", error)
+        # All buckets are complete all the same.
+        expected = mean_gradients(ddp.module, world, step)
+        for name, grad in gradients(ddp).items():
+            check_near(grad, expected[name], name, 1e-4)
+
+    def relearn(bucket: Any) -> None:
+        ddp.relearn()
+
+    ddp.register_bucket_callback(relearn)
+    try:
+        backward(ddp, rank, 0)
+    except RuntimeError as caught:
+        error = caught
+    raised("while a backward is running", error)
+
+
+def test_bucket_callback_that_raises_leaves_gradients_complete(ranks: RankPool) -> None:
+    ranks.run(2, _raises_in_callback)
+
+
+# --- built-in hooks ---
+
+
+def _narrow_wire(rank: int, world: int, name: str, options: dict[str, Any]) -> None:
+    ddp = DistributedDataParallel(make(), **options)
+    ddp.register_builtin_comm_hook(name)
+    tolerance = 2e-3 if name.startswith("fp16") else 1.5e-2
+    for step in range(3):
+        ddp.zero_grad()
+        backward(ddp, rank, step)
+        expected = mean_gradients(ddp.module, world, step)
+        for parameter, grad in gradients(ddp).items():
+            check_near(grad, expected[parameter], f"step {step}, {parameter}", tolerance)
+            narrow = torch.float16 if name.startswith("fp16") else torch.bfloat16
+            check_equal(grad, grad.to(narrow).to(grad.dtype), "values that fit the wire")
+        check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"step {step}")
+    check(ddp.statistics()["launched_in_backward"] > 0, "nothing overlapped")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"message_size": 1, "gradient_as_bucket_view": True}],
+                         ids=["one_bucket", "alone_views"])  # fmt: skip
+@pytest.mark.parametrize("name", ["fp16", "bf16", "fp16_fp32_sum", "bf16_fp32_sum"])
+def test_builtin_comm_hook_averages(
+    ranks: RankPool, name: str, options: dict[str, Any], world: int
+) -> None:
+    ranks.run(world, _narrow_wire, name, options)
+
+
+def _sums_in_float32(rank: int, world: int) -> None:
+    """The gradient is the average of narrow values, rounded once."""
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(world, 1, 1000, generator=generator)
+    expected = values.to(torch.bfloat16).to(torch.float32).sum(0).div(world).to(torch.bfloat16)
+    same = {}
+    for name in ("bf16", "bf16_fp32_sum"):
+        model = torch.nn.Linear(1000, 1, bias=False)
+        ddp = DistributedDataParallel(model)
+        ddp.register_builtin_comm_hook(name)
+        ddp(values[rank]).sum().backward()
+        same[name] = torch.equal(model.weight.grad, expected.float())
+    check(same["bf16_fp32_sum"], "rounded more than once")
+    check(not same["bf16"], "the test cannot tell the wires apart")
+
+
+def test_builtin_comm_hook_fp32_sum_rounds_once(ranks: RankPool) -> None:
+    ranks.run(4, _sums_in_float32)
+
+
+def _refuses_hooks(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make())
+    error: BaseException | None = None
+    try:
+        ddp.register_builtin_comm_hook("int8")
+    except ValueError as caught:
+        error = caught
+    raised("choose fp16, bf16, fp16_fp32_sum or bf16_fp32_sum", error)
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    try:
+        ddp.register_builtin_comm_hook("bf16")
+    except RuntimeError as caught:
+        error = caught
+    raised("registered already", error)
+
+
+def test_builtin_comm_hook_errors_name_the_choices(ranks: RankPool) -> None:
+    ranks.run(1, _refuses_hooks)
+
+
+# --- non-finite gradients ---
+
+
+def _finds_non_finite(rank: int, world: int, value: float, options: dict[str, Any]) -> None:
+    ddp = DistributedDataParallel(make(), check_finite=True, **options)
+    for step in range(4):
+        ddp.zero_grad()
+        output = ddp(batch(rank, step))
+        bad = step == 2 and rank > 0
+        if bad:
+            ddp.module.b.weight.register_hook(lambda grad: torch.full_like(grad, value))
+        error = None
+        try:
+            output.square().sum().backward()
+        except RuntimeError as caught:
+            error = caught
+        if step < 2:
+            check(error is None, f"step {step}: {error}")
+        if step == 2:
+            raised("rank 1 contributed a gradient that is infinite or NaN for parameter 'b.weight' "
+                   f"({world - 1} of {world} ranks", error)  # fmt: skip
+            ddp.module.b.weight._backward_hooks.clear() if bad else None
+    check(error is None, f"afterwards: {error}")
+    check_same_on_all_ranks([p.grad for p in ddp.parameters()], "afterwards")
+
+
+@pytest.mark.parametrize("options", [{}, {"message_size": 1}, {"gradient_as_bucket_view": True}],
+                         ids=["one_bucket", "alone", "views"])  # fmt: skip
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_check_finite_names_rank_and_parameter(
+    ranks: RankPool, value: float, options: dict[str, Any]
+) -> None:
+    ranks.run(3, _finds_non_finite, value, options)
+
+
+# --- ranks in different steps ---
+
+
+def _skips_a_backward(rank: int, world: int, options: dict[str, Any]) -> None:
+    """Rank 1 leaves out the backward of step 2; its step 3 then meets the others' step 2."""
+    ddp = DistributedDataParallel(make(), check_reduction=True, **options)
+    for step in range(3):
+        ddp.zero_grad()
+        output = ddp(batch(rank, step))
+        if rank == 1 and step == 2:
+            output = ddp(batch(rank, step + 1))
+        error = None
+        try:
+            output.square().sum().backward()
+        except RuntimeError as caught:
+            error = caught
+        if step < 2:
+            check(error is None, f"step {step}: {error}")
+    raised("a rank has skipped a backward", error)
+    raised(f"rank {rank}: before this backward it has run {4 if rank == 1 else 3} forwards", error)
+
+
+@pytest.mark.parametrize("options", [{}, {"message_size": 1}, {"gradient_as_bucket_view": True}],
+                         ids=["one_bucket", "alone", "views"])  # fmt: skip
+def test_check_reduction_ranks_in_different_steps_raise_on_all(
+    ranks: RankPool, options: dict[str, Any]
+) -> None:
+    ranks.run(3, _skips_a_backward, options)
+
+
+# --- sums that would be summed again ---
+
+
+def _keeps_sums(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make(), gradient_average=False)
+    backward(ddp, rank, 0)
+    with_two = None
+    try:
+        backward(ddp, rank, 1)
+    except RuntimeError as caught:
+        with_two = caught
+    raised("still held the gradient that the last synchronized backward summed", with_two)
+    for set_to_none in (True, False):
+        ddp.zero_grad(set_to_none=set_to_none)
+        with ddp.no_sync():
+            backward(ddp, rank, 0)
+        backward(ddp, rank, 1)
+    first, second = (mean_gradients(ddp.module, world, step) for step in (0, 1))
+    for name, grad in gradients(ddp).items():
+        check_near(grad, world * (first[name] + second[name]), name, 1e-4)
+
+
+def test_sums_not_cleared_between_backwards_raise(ranks: RankPool) -> None:
+    ranks.run(2, _keeps_sums)
+
+
+# --- mixed_precision ---
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor, scale: dict[str, torch.Tensor]) -> torch.Tensor:
+        hidden = torch.tanh(self.norm(self.a(x)))
+        self.seen = [x.dtype, scale["by"].dtype, self.a.weight.dtype, self.norm.running_mean.dtype,
+                     hidden.dtype]  # fmt: skip
+        return self.b(hidden * scale["by"])
+
+
+def _runs_narrow(rank: int, world: int, wire: str | None) -> None:
+    torch.manual_seed(0)
+    model = Normed()
+    narrow = torch.bfloat16
+    policy = _MixedPrecision(
+        param_dtype=narrow,
+        buffer_dtype=narrow,
+        reduce_dtype={None: None, "fp32": torch.float32, "fp16": torch.float16}[wire],
+    )
+    ddp = DistributedDataParallel(model, mixed_precision=policy)
+    means = {}
+    for r in range(world):
+        # What one rank computes: the module itself in bfloat16.
+        other = copy.deepcopy(model).to(narrow)
+        other(batch(r, 0).to(narrow), {"by": torch.tensor(2.0, dtype=narrow)}).float().square().sum().backward()
+        for name, grad in gradients(other).items():
+            means[name] = means.get(name, 0) + grad.float() / world
+        if r == rank:
+            running = other.norm.running_mean.float()
+    ddp(batch(rank, 0), scale={"by": torch.tensor(2.0)}).float().square().sum().backward()
+    check_equal(model.seen, [narrow] * 5, "dtypes in forward")
+    check_near(model.norm.running_mean, running, "running mean", 1e-6)
+    for name, grad in gradients(ddp).items():
+        check_equal(grad.dtype, torch.float32, name)
+        check_near(grad, means[name], name, 1e-2)
+    on_wire = {None: narrow, "fp16": torch.float16}.get(wire)
+    fits = all(torch.equal(g, g.to(on_wire).float()) for g in gradients(ddp).values()) if on_wire else None
+    check(fits in (True, None), f"gradients did not travel as {on_wire}")
+    check_same_on_all_ranks([p.grad for p in ddp.parameters()], "gradients")
+    # A hook of the user's takes the place of the wire.
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+@pytest.mark.parametrize("wire", [None, "fp32", "fp16"])
+def test_mixed_precision_casts_forward_and_wire(ranks: RankPool, wire: str | None) -> None:
+    ranks.run(2, _runs_narrow, wire)
+
+
+# --- profiler ranges ---
+
+
+def _shows_ranges(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make(), prof=True, message_size=30)
+    for _ in range(2):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            ddp.zero_grad()
+            backward(ddp, rank, 0)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    check_equal(counts.get("apex.DistributedDataParallel.forward"), 1, "forward")
+    buckets = len(ddp._reducer.plan())
+    check(buckets > 1, "one bucket")
+    check_equal(counts.get("apex::reducer::launch_bucket"), buckets, "launches")
+    check_equal(counts.get("apex::reducer::finish_backward"), 1, "ends of backward")
+
+
+def test_profiler_shows_forward_buckets_and_end(ranks: RankPool) -> None:
+    ranks.run(2, _shows_ranges)

@@ -1,0 +1,469 @@
+"""torch.compile: graphs that are split by bucket, so that compiled backwards overlap with all-reduces."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.compiled_autograd
+from ddp_support import (
+    RankPool,
+    check,
+    check_equal,
+    check_gradients,
+    check_same_on_all_ranks,
+    gradients,
+    raises,
+    to_reference,
+)
+from torch import Tensor, nn
+
+from apex.parallel import DistributedDataParallel, _compile
+
+pytestmark = pytest.mark.processes
+
+splits = pytest.mark.skipif(
+    not _compile.splits_graphs(), reason=f"torch {torch.__version__} does not ask a wrapper of ours"
+)
+
+# Compiling takes seconds, and longer on a busy machine.
+TIMEOUT_S = 400
+WIDTH = 512
+# A layer holds a little more than 1 MiB, less than which torch's compiler does not split by.
+LAYER = WIDTH * WIDTH + WIDTH
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Broken(nn.Module):
+    """The compiler has to make two graphs of it in any case."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.back = Stack(2), Stack(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        torch._dynamo.graph_break()
+        return self.back(x)
+
+
+def stack_of(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "sequential":
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    return Broken() if kind == "broken" else Stack()
+
+
+def batch(rank: int, step: int, rows: int = 3) -> Tensor:
+    values = torch.arange(rows * WIDTH, dtype=torch.float32)
+    return torch.sin(values.view(rows, WIDTH) + 7 * rank + 3 * step)
+
+
+class Pieces:
+    """A backend that counts graphs, and notes what was on its way when each piece's backward began."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.ddp: Any = None
+        self.launched: list[int] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        from torch._dynamo.backends.common import aot_autograd
+
+        self.graphs += 1
+        return aot_autograd(fw_compiler=_boxed, bw_compiler=self._backward)(graph, inputs)
+
+    def _backward(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        run = _boxed(graph, inputs)
+
+        def noting(values: list[Any]) -> Any:
+            self.launched.append(self.ddp.statistics()["launched_in_backward"])
+            return run(values)
+
+        noting._boxed_call = True
+        return noting
+
+
+def _boxed(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    def run(values: list[Any]) -> Any:
+        return graph(*values)
+
+    run._boxed_call = True
+    return run
+
+
+def wrap(
+    model: nn.Module, backend: Any, inside: bool, dynamic: bool | None = None, **options: Any
+) -> tuple[DistributedDataParallel, nn.Module]:
+    """The wrapper, and what a script calls."""
+    torch._dynamo.reset()
+    options = {"message_size": LAYER, **options}
+    if inside:
+        ddp = DistributedDataParallel(
+            torch.compile(model, backend=backend, dynamic=dynamic), **options
+        )
+        called: nn.Module = ddp
+    else:
+        ddp = DistributedDataParallel(model, **options)
+        called = torch.compile(ddp, backend=backend, dynamic=dynamic)
+    if isinstance(backend, Pieces):
+        backend.ddp = ddp
+    return ddp, called
+
+
+def check_compiled_step(
+    model: nn.Module, called: nn.Module, rank: int, step: int, rows: int = 3, tolerance: float = 1e-4
+) -> None:
+    """Gradients are those of the mean loss over two ranks, computed without compiling."""
+    reference = to_reference(model)
+    for other in range(2):
+        (reference(batch(other, step, rows).double()).square().sum() / 2).backward()
+    model.zero_grad()
+    called(batch(rank, step, rows)).square().sum().backward()
+    check_gradients(model, gradients(reference), f"step {step}", tolerance)
+    check_same_on_all_ranks([p.grad for p in model.parameters()], f"step {step}")
+
+
+# --- the split ---
+
+
+def _overlaps(rank: int, world: int, kind: str, inside: bool) -> None:
+    pieces = Pieces()
+    model = stack_of(kind)
+    ddp, called = wrap(model, pieces, inside)
+    check_compiled_step(model, called, rank, 0)
+    check(pieces.graphs >= 3, f"{pieces.graphs} graphs for {len(ddp.bucket_plan())} buckets")
+    check_equal(len(pieces.launched), pieces.graphs, "pieces of the backward")
+    compiled = pieces.graphs
+    for step in range(1, 4):
+        before = ddp.statistics()["launched_in_backward"]
+        pieces.launched = []
+        check_compiled_step(model, called, rank, step)
+        launched = [count - before for count in pieces.launched]
+        # Before the last piece has begun, the buckets of those before it are on their way.
+        check_equal(launched[0], 0, "buckets launched before backward")
+        check(launched[-1] >= len(launched) - 2, f"launched before each piece: {launched}")
+        check(launched[-1] >= 1, f"launched before each piece: {launched}")
+    check_equal(pieces.graphs, compiled, "graphs after the first step")
+
+
+@splits
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("kind", ["stack", "sequential", "broken"])
+def test_compile_several_buckets_launches_between_pieces(
+    ranks: RankPool, kind: str, inside: bool
+) -> None:
+    ranks.run(2, _overlaps, kind, inside, timeout_s=TIMEOUT_S)
+
+
+def _is_whole(rank: int, world: int, how: str) -> None:
+    pieces = Pieces()
+    model = stack_of("stack")
+    registry = _compile.registry
+    try:
+        if how == "no_interface":
+            _compile.registry = _compile._find_registry(object())
+        torch._dynamo.config.optimize_ddp = how != "turned_off"
+        options = {"delayed": {"delay_allreduce": True}, "one_bucket": {"message_size": 9 * LAYER}}
+        ddp, called = wrap(model, pieces, True, **options.get(how, {}))
+        for step in range(2):
+            pieces.launched = []
+            check_compiled_step(model, called, rank, step)
+    finally:
+        _compile.registry = registry
+        torch._dynamo.config.optimize_ddp = True
+    # torch cuts off a first piece of 1 MiB, whatever the bucket size.
+    check_equal(pieces.graphs, 2 if how == "one_bucket" else 1, "graphs")
+    check_equal(pieces.launched, [0] * pieces.graphs, "launched before each piece")
+
+
+@splits
+@pytest.mark.parametrize("how", ["turned_off", "delayed", "no_interface", "one_bucket"])
+def test_compile_nothing_to_overlap_keeps_the_graph(ranks: RankPool, how: str) -> None:
+    ranks.run(2, _is_whole, how, timeout_s=TIMEOUT_S)
+
+
+def test_compile_this_torch_asks_for_the_wrapper() -> None:
+    assert _compile.splits_graphs(), (
+        f"torch {torch.__version__} has no DistributedDataParallel._active_ddp_module: compiled modules "
+        "train, but their graphs are not split by bucket, see apex/parallel/_compile.py"
+    )
+
+
+def _compiles_late(rank: int, world: int) -> None:
+    pieces = Pieces()
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = stack_of("stack")
+            self.compiled: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.compiled is None and x.dtype == torch.float32:
+                self.compiled = torch.compile(self.body.forward, backend=pieces)
+            return (self.compiled or self.body)(x)
+
+    model = Late()
+    reference = to_reference(model)
+    torch._dynamo.reset()
+    ddp = DistributedDataParallel(model, message_size=LAYER)
+    pieces.ddp = ddp
+    for _ in range(2):
+        reference.zero_grad()
+        for other in range(2):
+            (reference(batch(other, 0).double()).square().sum() / 2).backward()
+        model.zero_grad()
+        ddp(batch(rank, 0)).square().sum().backward()
+        check_gradients(model, gradients(reference), "gradients", 1e-4)
+    check(pieces.graphs >= 3, f"{pieces.graphs} graphs")
+
+
+@splits
+def test_compile_within_the_first_forward_is_split(ranks: RankPool) -> None:
+    ranks.run(2, _compiles_late, timeout_s=TIMEOUT_S)
+
+
+# --- shapes, dtypes, backends ---
+
+
+def _varies(rank: int, world: int, dynamic: bool | None, inside: bool) -> None:
+    pieces = Pieces()
+    model = stack_of("stack")
+    ddp, called = wrap(model, pieces, inside, dynamic)
+    for step, rows in enumerate([3, 5, 2, 7, 5]):
+        check_compiled_step(model, called, rank, step, rows)
+    # One set of graphs for any number of rows; without being told, one more for the first number.
+    sets = 1 if dynamic else 2
+    check(pieces.graphs % sets == 0 and pieces.graphs // sets >= 3, f"{pieces.graphs} graphs")
+
+
+@splits
+@pytest.mark.parametrize("dynamic", [None, True], ids=["found_out", "told"])
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+def test_compile_dynamic_shapes_averages(
+    ranks: RankPool, inside: bool, dynamic: bool | None
+) -> None:
+    ranks.run(2, _varies, dynamic, inside, timeout_s=TIMEOUT_S)
+
+
+def _narrows(rank: int, world: int, inside: bool) -> None:
+    model = stack_of("stack")
+    precision = SimpleNamespace(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=None
+    )
+    pieces = Pieces()
+    _, called = wrap(model, pieces, inside, mixed_precision=precision)
+    for step in range(3):
+        check_compiled_step(model, called, rank, step, tolerance=5e-2)
+    # The casts of all parameters come first, so their backward comes last: a split has no use.
+    check_equal(pieces.graphs, 1, "graphs")
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+def test_compile_mixed_precision_averages(ranks: RankPool, inside: bool) -> None:
+    ranks.run(2, _narrows, inside, timeout_s=TIMEOUT_S)
+
+
+def _profiles(rank: int, world: int, inside: bool) -> None:
+    model = stack_of("stack")
+    _, called = wrap(model, "aot_eager", inside, prof=True)
+    check_compiled_step(model, called, rank, 0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        check_compiled_step(model, called, rank, 1)
+    ranges = [event.name for event in profile.events()]
+    check_equal(ranges.count("apex.DistributedDataParallel.forward"), 1, "ranges of the forward")
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+def test_compile_with_prof_emits_the_range(ranks: RankPool, inside: bool) -> None:
+    ranks.run(2, _profiles, inside, timeout_s=TIMEOUT_S)
+
+
+def _accumulates(rank: int, world: int) -> None:
+    pieces = Pieces()
+    model = stack_of("stack")
+    ddp, called = wrap(model, pieces, True)
+    reference = to_reference(model)
+    for _ in range(3):
+        reference.zero_grad()
+        for other in range(2):
+            for step in range(2):
+                (reference(batch(other, step).double()).square().sum() / 2).backward()
+        model.zero_grad()
+        with ddp.no_sync():
+            called(batch(rank, 0)).square().sum().backward()
+        called(batch(rank, 1)).square().sum().backward()
+        check_gradients(model, gradients(reference), "gradients", 1e-4)
+    # What is compiled in no_sync() serves the synchronized steps as well.
+    check(pieces.graphs >= 3, f"{pieces.graphs} graphs")
+
+
+@splits
+def test_compile_in_no_sync_is_split(ranks: RankPool) -> None:
+    ranks.run(2, _accumulates, timeout_s=TIMEOUT_S)
+
+
+def _inductor(rank: int, world: int, inside: bool) -> None:
+    from torch._inductor.compile_fx import compile_fx
+
+    graphs = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return compile_fx(graph, inputs)
+
+    model = stack_of("stack")
+    ddp, called = wrap(model, counting, inside)
+    for step in range(3):
+        check_compiled_step(model, called, rank, step)
+    check(len(graphs) >= 3, f"{len(graphs)} graphs")
+    check(ddp.statistics()["launched_in_backward"] > 0, f"{ddp.statistics()}")
+
+
+@splits
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+def test_compile_inductor_averages(ranks: RankPool, inside: bool) -> None:
+    ranks.run(2, _inductor, inside, timeout_s=TIMEOUT_S)
+
+
+# --- whom the compiler is told of ---
+
+
+class Probe(nn.Module):
+    """Notes which wrapper the compiler would be told of."""
+
+    def __init__(self, raises: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.raises = raises
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(nn.parallel.DistributedDataParallel._get_active_ddp_module())
+        if self.raises:
+            raise ValueError("on purpose")
+        return x * self.weight
+
+
+def _tells(rank: int, world: int) -> None:
+    def active() -> Any:
+        return nn.parallel.DistributedDataParallel._get_active_ddp_module()
+
+    first, second = Probe(), Probe()
+    inner = DistributedDataParallel(first)
+    outer = DistributedDataParallel(nn.Sequential(inner, second))
+    outer(torch.ones(2))
+    check(first.seen == [inner], "the inner module's forward")
+    check(second.seen == [outer], "the outer module's forward, after the inner one")
+    check(active() is None, "after forward")
+
+    with torch.no_grad():
+        outer(torch.ones(2))
+    check(first.seen[1:] == second.seen[1:] == [None], "evaluation")
+
+    failing = DistributedDataParallel(Probe(raises=True))
+    around = DistributedDataParallel(nn.Sequential(Probe(), failing))
+    with raises(ValueError, "on purpose"):
+        around(torch.ones(2))
+    check(active() is None, "after an exception")
+
+    delayed = DistributedDataParallel(Probe(), delay_allreduce=True)
+    delayed(torch.ones(2))
+    check_equal(delayed.module.seen, [None], "delay_allreduce")
+
+
+@splits
+def test_compile_active_wrapper_is_restored(ranks: RankPool) -> None:
+    ranks.run(2, _tells)
+
+
+def _has_bytes(rank: int, world: int) -> None:
+    floor = 1 << 20
+    model = nn.Linear(1024, 1024, bias=False)  # 4 MiB
+    for options, wanted in [
+        ({}, 40_000_000),
+        ({"message_size": "auto"}, 40_000_000),
+        ({"message_size": 500_000}, 2_000_000),
+        ({"message_size": 10}, floor),
+        ({"bucket_cap_mb": 3}, 3 * floor),
+        ({"bucket_cap_mb": 0.1}, floor),
+    ]:
+        cap = DistributedDataParallel(model, **options).bucket_bytes_cap
+        check_equal(cap, wanted, f"bucket_bytes_cap with {options}")
+    half = DistributedDataParallel(nn.Linear(4, 4).half())
+    check_equal(half.bucket_bytes_cap, 20_000_000, "bucket_bytes_cap of float16")
+
+
+def test_compile_bucket_bytes_follow_the_options(ranks: RankPool) -> None:
+    ranks.run(2, _has_bytes)
+
+
+EAGER = """
+import sys, torch, torch.distributed as dist
+from apex.parallel import DistributedDataParallel
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+model = DistributedDataParallel(torch.nn.Linear(2, 2))
+model(torch.ones(1, 2)).sum().backward()
+assert "torch._dynamo" not in sys.modules, "an eager step has imported torch._dynamo"
+"""
+
+
+def test_compile_eager_step_does_not_import_the_compiler(tmp_path: Any) -> None:
+    command = [sys.executable, "-c", EAGER, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# --- compiled autograd ---
+
+
+def _refuses(rank: int, world: int, how: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    torch._dynamo.reset()
+    ddp = DistributedDataParallel(model)
+    x = torch.full((2, 4), rank + 1.0)
+
+    def step() -> None:
+        ddp(x).sum().backward()
+
+    reason = "cannot be traced by compiled autograd"
+    if how == "within_a_compiled_step":
+        torch._dynamo.config.compiled_autograd = True
+        try:
+            with raises(RuntimeError, reason):
+                torch.compile(step, backend="eager")()
+        finally:
+            torch._dynamo.config.compiled_autograd = False
+    else:
+        compiler = torch.compile(backend="eager")
+        with raises(RuntimeError, reason), torch._dynamo.compiled_autograd._enable(compiler):
+            step()
+    # It was refused before anything was sent, so ordinary steps go on.
+    torch._dynamo.reset()
+    for _ in range(2):
+        ddp.zero_grad()
+        step()
+        check_same_on_all_ranks([p.grad for p in ddp.parameters()], "gradients")
+    check_equal(ddp.statistics()["backwards"], 2, "synchronized backwards")
+
+
+@pytest.mark.parametrize("how", ["within_a_compiled_step", "enabled"])
+def test_compile_compiled_autograd_is_refused(ranks: RankPool, how: str) -> None:
+    ranks.run(2, _refuses, how, timeout_s=TIMEOUT_S)

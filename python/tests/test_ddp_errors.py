@@ -1,0 +1,356 @@
+"""What DistributedDataParallel says when it cannot do its work, and that it never hangs."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_models import build, data
+from ddp_support import RankPool, check, check_equal, check_step, raises
+from torch import Tensor, nn
+
+from apex.parallel import DistributedDataParallel, Reducer
+
+pytestmark = pytest.mark.processes
+
+
+def _loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
+    return model(data(rank, step), [0, 1, 2]).square().mean()
+
+
+# --- construction ---
+
+
+@pytest.mark.parametrize("kind", [DistributedDataParallel, Reducer])
+def test_construction_without_process_group_says_how_to_make_one(kind: type) -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match=r"init_process_group\(\) first"):
+        kind(nn.Linear(2, 2))
+
+
+def _not_a_member(rank: int, world: int) -> None:
+    group = dist.new_group([0])
+    if rank == 0:
+        DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    else:
+        with raises(RuntimeError, "rank 1 is not a member of the process group"):
+            DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+
+
+def test_construction_outside_of_its_group_raises(ranks: RankPool) -> None:
+    ranks.run(2, _not_a_member)
+
+
+def _layer(inputs: int = 4, outputs: int = 3, **options: Any) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(inputs, outputs, **options))
+
+
+def _renamed() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4)).append(nn.Sequential(nn.Linear(4, 3)))
+
+
+def _transposed() -> nn.Module:
+    model = _layer()
+    model[1].weight = nn.Parameter(torch.zeros(4, 3).t())
+    return model
+
+
+def _frozen() -> nn.Module:
+    model = _layer()
+    model[1].weight.requires_grad_(False)
+    return model
+
+
+MISMATCHES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "shape": (lambda: _layer(outputs=5), ("'1.weight'", "[3, 4]", "[5, 4]")),
+    "dtype": (lambda: _layer(dtype=torch.float64), ("'1.weight'",)),
+    "fewer": (lambda: _layer(bias=False), ("'1.bias'", "missing", "parameters in all")),
+    "more": (lambda: _layer().append(nn.Linear(1, 1)), ("'2.weight'", "missing")),
+    "name": (_renamed, ("'1.weight'", "'1.0.weight'")),
+    "strides": (_transposed, ("'1.weight'", "strides")),
+    "frozen": (_frozen, ("'1.weight'", "trainable", "frozen")),
+    "nothing": (nn.Identity, ("'0.weight'", "missing")),
+}
+
+
+def _mismatched(rank: int, world: int, name: str, culprit: int) -> None:
+    other, fragments = MISMATCHES[name]
+    model = other() if rank == culprit else _layer()
+    # Compared with rank 0's: if that is the odd one, the first of the others is named.
+    named = culprit or 1
+    with raises(RuntimeError, f"rank {named}'s model differs from rank 0's", *fragments):
+        DistributedDataParallel(model)
+    check_step(
+        DistributedDataParallel(build()), _loss, "the next construction, with the same model"
+    )
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_mismatched_models_raise_on_every_rank(
+    ranks: RankPool, name: str, culprit: int
+) -> None:
+    ranks.run(3, _mismatched, name, culprit)
+
+
+def _other_options(rank: int, world: int, name: str, values: list[Any], said: str) -> None:
+    with raises(RuntimeError, "rank 1's model differs from rank 0's", said):
+        DistributedDataParallel(nn.Linear(2, 2), **{name: values[rank]})
+
+
+@pytest.mark.parametrize(("name", "values", "said"), [
+    ("message_size", [10, 20], "bucket size=10"),
+    ("delay_allreduce", [False, True], "delay_allreduce"),
+    ("gradient_average", [False, True], "gradient_average"),
+    ("gradient_predivide_factor", [1.0, 2.0], "gradient_predivide_factor"),
+    ("allreduce_always_fp32", [True, False], "allreduce_always_fp32"),
+    ("static_graph", [True, False], "static_graph"),
+])  # fmt: skip
+def test_options_that_differ_between_ranks_raise(
+    ranks: RankPool, name: str, values: list[Any], said: str
+) -> None:
+    ranks.run(2, _other_options, name, values, said)
+
+
+FOREIGN = nn.Parameter(torch.zeros(2))
+
+REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("zero", {"message_size": 0}, ValueError, "message_size must be positive, got 0"),
+    ("negative", {"message_size": -1}, ValueError, "message_size must be positive, got -1"),
+    ("float", {"message_size": 1.5}, TypeError, "got float"),
+    ("text", {"message_size": "10"}, TypeError, "got str"),
+    ("bool", {"message_size": True}, TypeError, "got bool"),
+    ("cap_zero", {"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb must be positive"),
+    ("cap_nan", {"bucket_cap_mb": float("nan")}, ValueError, "bucket_cap_mb must be positive"),
+    ("two_sizes", {"message_size": 5, "bucket_cap_mb": 1}, ValueError, "give one of them"),
+    ("shared_param", {"shared_param": True}, ValueError, "shared_param is not an option"),
+    ("delay_streams", {"delay_allreduce": True, "num_allreduce_streams": 2}, ValueError,
+     "num_allreduce_streams > 1"),
+    ("no_stream", {"num_allreduce_streams": 0}, ValueError, "at least 1"),
+    ("communicators_one_stream", {"allreduce_communicators": ([None], [None])}, ValueError,
+     "needs num_allreduce_streams > 1"),
+    ("communicators_count", {"num_allreduce_streams": 2,
+     "allreduce_communicators": ([None], [None])}, ValueError, "1 groups and 1 streams"),
+    ("predivide_zero", {"gradient_predivide_factor": 0.0}, ValueError, "must be positive"),
+    ("predivide_nan", {"gradient_predivide_factor": float("nan")}, ValueError, "must be positive"),
+    ("predivide_inf", {"gradient_predivide_factor": float("inf")}, ValueError, "finite"),
+    ("mixed_precision", {"mixed_precision": object()}, TypeError, "param_dtype is 'missing'"),
+    ("two_devices", {"device_ids": [0, 1]}, ValueError, "one process per device"),
+    ("output_device", {"output_device": 0}, ValueError, "needs device_ids"),
+    ("foreign_trigger", {"allreduce_trigger_params": [FOREIGN]}, ValueError, "no parameter of"),
+]  # fmt: skip
+
+
+def _refuses(rank: int, world: int, options: dict[str, Any], kind: Any, said: str) -> None:
+    with raises(kind, said):
+        DistributedDataParallel(nn.Linear(2, 2), **options)
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=[case[0] for case in REFUSED])
+def test_argument_out_of_range_or_contradictory_raises(ranks: RankPool, case: Any) -> None:
+    ranks.run(1, _refuses, *case[1:])
+
+
+def _refuses_more(rank: int, world: int) -> None:
+    model = nn.Linear(2, 2)
+    with raises(ValueError, "allreduce_trigger_params", "give one of them"):
+        DistributedDataParallel(
+            model, delay_allreduce=True, allreduce_trigger_params=[model.weight]
+        )
+    model.bias.requires_grad_(False)
+    with raises(ValueError, "'bias', which requires no gradient"):
+        DistributedDataParallel(model, allreduce_trigger_params=[model.bias])
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    with raises(ValueError, "process_group and device_mesh"):
+        DistributedDataParallel(model, process_group=dist.group.WORLD, device_mesh=mesh)
+    ddp = DistributedDataParallel(model, device_mesh=mesh)
+    with raises(TypeError, "function", "int"):
+        ddp.register_comm_hook(None, 3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DistributedDataParallel(model, gradient_average_split_factor=2.0)
+    check("no effect" in str(caught[0].message), f"warnings: {caught}")
+    check_equal(caught[0].filename, __file__, "where the warning points")
+
+
+def test_contradictory_parameters_and_groups_raise(ranks: RankPool) -> None:
+    ranks.run(1, _refuses_more)
+
+
+def _unknown_dtype(rank: int, world: int) -> None:
+    class Eight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fine = nn.Parameter(torch.zeros(3))
+            self.odd = nn.Parameter(torch.zeros(3).to(torch.float8_e4m3fn))
+
+    with raises(ValueError, f"rank {rank}", "'odd'", "cannot be averaged", "requires_grad_(False)"):
+        DistributedDataParallel(Eight())
+    model = Eight()
+    model.odd.requires_grad_(False)
+    DistributedDataParallel(model)
+
+
+def test_unknown_dtype_names_the_parameter(ranks: RankPool) -> None:
+    ranks.run(2, _unknown_dtype)
+
+
+def _integers(rank: int, world: int) -> None:
+    model = build()
+    model.table = nn.Parameter(torch.full((5,), rank), requires_grad=False)
+    model.flag = nn.Parameter(torch.tensor([rank == 0]), requires_grad=False)
+    ddp = DistributedDataParallel(model)
+    check_equal(model.table.data, torch.zeros(5, dtype=torch.int64), "broadcast integers")
+    check_equal(model.flag.data, torch.tensor([True]), "broadcast flag")
+    for step in range(2):
+        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
+
+
+def test_integer_parameter_frozen_is_fine(ranks: RankPool) -> None:
+    ranks.run(2, _integers)
+
+
+def _nothing_trainable(rank: int, world: int, parameters: bool) -> None:
+    model = nn.Linear(4, 4).requires_grad_(False) if parameters else nn.Tanh()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ddp = DistributedDataParallel(model)
+        x = data(rank).requires_grad_()
+        for _ in range(3):
+            ddp(x).sum().backward()
+    check_equal(len(caught), 1, f"number of warnings: {[str(w.message) for w in caught]}")
+    check("nothing is synchronized" in str(caught[0].message), str(caught[0].message))
+    check_equal(caught[0].filename, __file__, "where the warning points")
+    check(x.grad is not None, "no gradient of the input")
+    check_equal(ddp.statistics()["backwards"], 0, "synchronized backwards")
+
+
+@pytest.mark.parametrize("parameters", [True, False])
+def test_module_without_trainable_parameter_warns_once(
+    ranks: RankPool, parameters: bool
+) -> None:
+    ranks.run(2, _nothing_trainable, parameters)
+
+
+# --- while training ---
+
+
+def _static_graph_broken(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(build(), static_graph=True)
+    ddp(data(rank), [0, 1]).sum().backward()
+    with raises(RuntimeError, f"rank {rank}", "'layers.2.", "static_graph=True", "relearn()"):
+        ddp(data(rank), [0, 2]).sum().backward()
+    ddp.relearn()
+    check_step(ddp, _loss, "learnt anew")
+
+
+def test_static_graph_broken_names_the_parameter(ranks: RankPool) -> None:
+    ranks.run(2, _static_graph_broken)
+
+
+def _dies(rank: int, world: int, when: int, options: dict[str, Any]) -> str | None:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=5))
+    ddp = DistributedDataParallel(build(), process_group=group, **options)
+
+    def leave(grad: Tensor) -> None:
+        os._exit(7)
+
+    for step in range(when):
+        _loss(ddp, rank, step).backward()
+    if rank == 1:
+        ddp.module.layers[1].weight.register_hook(leave)
+    begin = time.monotonic()
+    try:
+        _loss(ddp, rank, when).backward()
+    except RuntimeError as error:
+        check(time.monotonic() - begin < 30, "the error came long after the group's timeout")
+        return str(error)
+    raise AssertionError("backward() returned although a rank was lost")
+
+
+@pytest.mark.parametrize("options", [{}, {"message_size": 20}, {"delay_allreduce": True}],
+                         ids=["one_bucket", "buckets", "delayed"])  # fmt: skip
+@pytest.mark.parametrize("when", [0, 2])
+def test_rank_that_dies_in_backward_survivors_raise(
+    ranks: RankPool, when: int, options: dict[str, Any]
+) -> None:
+    first, code, third = ranks.run(3, _dies, when, options, lost=(1,))
+    assert code == 7
+    for rank, message in ((0, first), (2, third)):
+        assert f"rank {rank} of 3" in message
+        assert "another rank has probably stopped" in message
+        if when:
+            assert "bucket" in message and "parameter 'layers." in message
+
+
+def _never_arrives(rank: int, world: int) -> None:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
+    for step in range(2):
+        _loss(ddp, rank, step).backward()
+    if rank == 0:
+        with raises(RuntimeError, "rank 0 of 2", "bucket 0", "parameter 'layers.2."):
+            _loss(ddp, rank).backward()
+    dist.barrier()
+    # The default group is whole: a new wrapper works, once the old one and its hooks are gone.
+    module = ddp.module
+    del ddp
+    again = DistributedDataParallel(module, message_size=20)
+    for step in range(3):
+        check_step(again, lambda m, r, s=step: _loss(m, r, s), f"constructed anew, step {step}")
+
+
+def test_rank_that_never_arrives_raises_and_next_construction_works(ranks: RankPool) -> None:
+    ranks.run(2, _never_arrives)
+
+
+def _hook_fails(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(build())
+    fails = [True]
+
+    def hook(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        if fails[0]:
+            raise LookupError("on purpose")
+        work = dist.all_reduce(bucket.buffer().div_(world), async_op=True)
+        return work.get_future().then(lambda f: f.value()[0])
+
+    ddp.register_comm_hook(None, hook)
+    with raises(Exception, "on purpose"):
+        _loss(ddp, rank).backward()
+    fails[0] = False
+    for step in range(3):
+        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
+
+
+def test_comm_hook_that_raises_reaches_backward(ranks: RankPool) -> None:
+    ranks.run(2, _hook_fails)
+
+
+def _hook_returns(rank: int, world: int, what: str) -> None:
+    def hook(state: object, bucket: Any) -> Any:
+        future: Any = torch.futures.Future()
+        if what == "no_future":
+            return bucket.buffer()
+        if what == "wrong_size":
+            future.set_result(bucket.buffer()[1:])
+        elif what == "failed":
+            future.set_exception(ValueError("from the future"))
+        return future
+
+    ddp = DistributedDataParallel(build())
+    ddp.register_comm_hook(None, hook)
+    said = {"no_future": "torch.futures.Future", "wrong_size": "elements", "failed": "the future"}
+    with raises(Exception, said[what]):
+        _loss(ddp, rank).backward()
+
+
+@pytest.mark.parametrize("what", ["no_future", "wrong_size", "failed"])
+def test_comm_hook_that_returns_nonsense_raises(ranks: RankPool, what: str) -> None:
+    ranks.run(1, _hook_returns, what)

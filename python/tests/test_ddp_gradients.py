@@ -1,0 +1,297 @@
+"""Gradients of DistributedDataParallel against the same model on the concatenated batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_models import MODELS, Model, batch, loss_of, whole_batch
+from ddp_support import (
+    TOLERANCE,
+    RankPool,
+    check,
+    check_equal,
+    check_gradients,
+    check_near,
+    check_same_on_all_ranks,
+    gradients,
+    mean_over_ranks,
+    to_reference,
+    widen,
+)
+from torch import Tensor, nn
+
+from apex.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.processes
+
+# Arguments as a script gives them; what has to be made from the model is named with an underscore.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "message_size_1": {"message_size": 1},
+    "message_size_40": {"message_size": 40},
+    "message_size_large": {"message_size": 1 << 40},
+    "bucket_cap_mb": {"bucket_cap_mb": 25},
+    "bucket_cap_small": {"bucket_cap_mb": 1e-4},
+    "delay_allreduce": {"delay_allreduce": True},
+    "views": {"gradient_as_bucket_view": True},
+    "views_small": {"gradient_as_bucket_view": True, "message_size": 1},
+    "retained": {"retain_allreduce_buffers": True, "message_size": 40},
+    "always_fp32": {"allreduce_always_fp32": True},
+    "always_fp32_views": {"allreduce_always_fp32": True, "gradient_as_bucket_view": True},
+    "sums": {"gradient_average": False},
+    "predivide": {"gradient_predivide_factor": 3.0},
+    "predivide_sums": {"gradient_average": False, "gradient_predivide_factor": 4.0},
+    "triggers": {"_triggers": True},
+    "two_streams": {"num_allreduce_streams": 2, "message_size": 20},
+    "communicators": {"num_allreduce_streams": 2, "message_size": 20, "_communicators": True},
+    "static_graph": {"static_graph": True, "message_size": 40},
+    "no_init_sync": {"init_sync": False},
+    "torch_family": {"find_unused_parameters": True, "bucket_cap_mb": 1, "check_reduction": True},
+}
+
+
+def wrap(model: nn.Module, options: dict[str, Any]) -> DistributedDataParallel:
+    options = dict(options)
+    if options.pop("_triggers", False):
+        options["allreduce_trigger_params"] = list(model.parameters())[1::2]
+    if options.pop("_communicators", False):
+        options["allreduce_communicators"] = ([dist.new_group(), dist.new_group()], [None, None])
+    return DistributedDataParallel(model, **options)
+
+
+def factor(options: dict[str, Any], world: int) -> float:
+    """What the average is multiplied by, because of the options."""
+    if options.get("gradient_average", True):
+        return 1.0
+    return world / options.get("gradient_predivide_factor", 1.0)
+
+
+def _scaled(grads: dict[str, Tensor | None], by: float) -> dict[str, Tensor | None]:
+    return {name: None if grad is None else grad * by for name, grad in grads.items()}
+
+
+def _local(model: nn.Module, spec: Model, rank: int, step: int) -> dict[str, Tensor | None]:
+    alone = copy.deepcopy(model)
+    alone.zero_grad()
+    loss_of(alone(*batch(spec, rank, step))).backward()
+    return gradients(alone)
+
+
+def _trains_right(rank: int, world: int, name: str, options: dict[str, Any]) -> dict[str, int]:
+    spec = MODELS[name]
+    # Other values on other ranks: rank 0's have to win.
+    plain = spec.make(seed=0)
+    ddp = wrap(spec.make(seed=rank if options.get("init_sync", True) else 0), options)
+    reference = to_reference(plain)
+    loosely = {torch.float32: 1e-4, torch.float64: 1e-12, torch.float16: 2e-2}.get(spec.dtype, 8e-2)
+    if spec.dtype is None and name != "mixed_dtypes":
+        loosely = 1e-4
+    for step in range(4):
+        ddp.zero_grad(set_to_none=step % 2 == 0)
+        reference.zero_grad()
+        loss_of(ddp(*batch(spec, rank, step))).backward()
+        loss_of(reference(*widen(whole_batch(spec, world, step)))).backward()
+        times = factor(options, world)
+        what = f"{name}, step {step}"
+        check_gradients(ddp, _scaled(gradients(reference), times), f"{what}, whole batch", loosely)
+        locally = [_local(plain, spec, r, step) for r in range(world)]
+        mean = _scaled(mean_over_ranks(locally), times)
+        for key, grad in gradients(ddp).items():
+            scale = max(local[key].abs().max().item() if grad.numel() else 0.0 for local in locally)
+            check_near(grad, mean[key], f"{what}, mean of ranks: {key}", None, scale * times)
+        check_same_on_all_ranks([p.grad for p in ddp.parameters()], what)
+        for parameter in ddp.parameters():
+            check_equal(parameter.grad.dtype, parameter.dtype, f"{what}: dtype of the gradient")
+    return ddp.statistics()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_every_model_equal_whole_batch(ranks: RankPool, name: str, world: int) -> None:
+    ranks.run(world, _trains_right, name, {"message_size": 40})
+
+
+@pytest.mark.parametrize("name", ["mlp", "mixed_dtypes", "complex", "odd_parameters", "tied",
+                                  "sparse_embedding", "mlp_float16"])  # fmt: skip
+@pytest.mark.parametrize("option", OPTIONS)
+def test_gradients_every_option_equal_whole_batch(
+    ranks: RankPool, option: str, name: str
+) -> None:
+    ranks.run(3, _trains_right, name, OPTIONS[option])
+
+
+def test_message_size_small_launches_in_backward(ranks: RankPool) -> None:
+    for statistics in ranks.run(2, _trains_right, "mlp", {"message_size": 20}):
+        assert statistics["launched_in_backward"] > 0
+        assert statistics["plans_learnt"] == 1
+        assert statistics["backwards"] == 4
+
+
+def test_delay_allreduce_launches_at_the_end_only(ranks: RankPool) -> None:
+    for statistics in ranks.run(2, _trains_right, "mlp", {"delay_allreduce": True}):
+        assert statistics["launched_in_backward"] == 0
+        assert statistics["launched_at_end"] == 4
+
+
+# --- that each option does something ---
+
+
+class _Vector(nn.Module):
+    """Its gradient is its input."""
+
+    def __init__(self, count: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(count, dtype=dtype))
+        self.b = nn.Parameter(torch.zeros(count, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a * x).sum() + (self.b * x).sum()
+
+
+def _step(ddp: nn.Module, value: float, dtype: torch.dtype) -> Tensor:
+    ddp.zero_grad()
+    ddp(torch.full((4,), value, dtype=dtype)).backward()
+    check_equal(ddp.module.a.grad, ddp.module.b.grad, "both gradients")
+    return ddp.module.a.grad
+
+
+def _sums_half(rank: int, world: int, views: bool) -> None:
+    for always, expected in ((False, float("inf")), (True, 40000.0)):
+        ddp = DistributedDataParallel(
+            _Vector(4, torch.float16), allreduce_always_fp32=always, gradient_as_bucket_view=views
+        )
+        for _ in range(3):
+            grad = _step(ddp, 40000.0, torch.float16)
+            check_equal(grad, torch.full_like(grad, expected), f"allreduce_always_fp32={always}")
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_always_fp32_sum_beyond_half_range_is_finite(ranks: RankPool, views: bool) -> None:
+    ranks.run(2, _sums_half, views)
+
+
+def _predivides(rank: int, world: int) -> None:
+    # Without it the sum overflows; divided by 8 first it does not.
+    ddp = DistributedDataParallel(_Vector(4, torch.float16), gradient_predivide_factor=8.0)
+    for _ in range(2):
+        grad = _step(ddp, 40000.0, torch.float16)
+        check_equal(grad, torch.full_like(grad, 40000.0), "predivided")
+
+
+def test_predivide_sum_beyond_half_range_is_finite(ranks: RankPool) -> None:
+    ranks.run(2, _predivides)
+
+
+def _plans(rank: int, world: int, options: dict[str, Any]) -> list[list[str]]:
+    spec = MODELS["mlp"]
+    ddp = wrap(spec.make(), options)
+    check(ddp.needs_refresh, "a plan before the first backward")
+    loss_of(ddp(*batch(spec, rank))).backward()
+    check(not ddp.needs_refresh, "no plan after the first backward")
+    names = [name for name, _ in ddp.module.named_parameters()]
+    return [[names[index] for index in bucket] for bucket in ddp._reducer.plan()]
+
+
+def test_trigger_params_plan_closes_at_triggers(ranks: RankPool) -> None:
+    plans = ranks.run(2, _plans, {"_triggers": True})
+    # Every bias is a trigger: no bucket goes on after one.
+    for plan in plans:
+        assert plan == plans[0]
+        assert all(not name.endswith("bias") for bucket in plan for name in bucket[:-1])
+        assert len(plan) >= 3
+
+
+def test_message_size_plan_counts_elements(ranks: RankPool) -> None:
+    sizes = {"a.weight": 54, "a.bias": 9, "b.weight": 63, "b.bias": 7, "c.weight": 28, "c.bias": 4}
+    for plan in ranks.run(2, _plans, {"message_size": 70}):
+        assert len(plan) == 2
+        counts = [sizes[name] for name in plan[0]]
+        assert sum(counts) >= 70 > sum(counts[:-1])
+    assert all(len(p) == 1 for p in ranks.run(2, _plans, {"message_size": 165}))
+    assert all(len(p) == 6 for p in ranks.run(2, _plans, {"message_size": 1}))
+
+
+def test_bucket_cap_plan_counts_bytes(ranks: RankPool) -> None:
+    # 165 float32 elements are 660 bytes, the largest parameter has 252.
+    assert all(len(p) == 1 for p in ranks.run(2, _plans, {"bucket_cap_mb": 661 / (1 << 20)}))
+    assert all(len(p) == 2 for p in ranks.run(2, _plans, {"bucket_cap_mb": 253 / (1 << 20)}))
+
+
+def _uses_groups(rank: int, world: int) -> None:
+    groups = [dist.new_group(), dist.new_group()]
+    spec = MODELS["mlp"]
+    ddp = DistributedDataParallel(
+        spec.make(),
+        message_size=1,
+        num_allreduce_streams=2,
+        allreduce_communicators=(groups, [None, None]),
+    )
+    world_group = dist.group.WORLD
+    loss_of(ddp(*batch(spec, rank))).backward()
+    before = [g._get_sequence_number_for_group() for g in (*groups, world_group)]
+    loss_of(ddp(*batch(spec, rank))).backward()
+    after = [g._get_sequence_number_for_group() for g in (*groups, world_group)]
+    check_equal([a - b for a, b in zip(after, before, strict=True)], [3, 3, 0], "collectives")
+
+
+def test_communicators_given_are_used_in_turn(ranks: RankPool) -> None:
+    ranks.run(2, _uses_groups)
+
+
+def _retains(rank: int, world: int) -> None:
+    spec = MODELS["mlp"]
+    ddp = DistributedDataParallel(spec.make(), retain_allreduce_buffers=True, message_size=40)
+    check_equal(ddp.allreduce_buffers, [], "buffers before the first backward")
+    for step in range(3):
+        ddp.zero_grad(set_to_none=step != 1)
+        loss_of(ddp(*batch(spec, rank, step))).backward()
+        buffers = ddp.allreduce_buffers
+        check_equal(len(buffers), len(ddp._reducer.plan()), "number of buffers")
+        storages = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+        for name, parameter in ddp.named_parameters():
+            there = parameter.grad.untyped_storage().data_ptr() in storages
+            check(there, f"the gradient of {name} is no view of a buffer in step {step}")
+
+
+def test_retained_buffers_gradients_are_views(ranks: RankPool) -> None:
+    ranks.run(2, _retains)
+
+
+def _keeps_sparse(rank: int, world: int) -> None:
+    spec = MODELS["sparse_embedding"]
+    ddp = DistributedDataParallel(spec.make())
+    for step in range(3):
+        ddp.zero_grad()
+        loss_of(ddp(*batch(spec, rank, step))).backward()
+        check(ddp.module.table.weight.grad.is_sparse, f"the gradient is dense in step {step}")
+
+
+def test_sparse_embedding_gradient_stays_sparse(ranks: RankPool) -> None:
+    ranks.run(2, _keeps_sparse)
+
+
+def _large_in_place(rank: int, world: int, views: bool) -> None:
+    model = nn.Sequential(nn.Linear(200, 150), nn.Linear(150, 200))
+    plain = copy.deepcopy(model)
+    ddp = DistributedDataParallel(model, message_size=1000, gradient_as_bucket_view=views)
+    for step in range(3):
+        ddp.zero_grad()
+        x = torch.randn(2, 200, generator=torch.Generator().manual_seed(10 * step + rank))
+        ddp(x).pow(2).mean().backward()
+        locally = []
+        for r in range(world):
+            plain.zero_grad()
+            x = torch.randn(2, 200, generator=torch.Generator().manual_seed(10 * step + r))
+            plain(x).pow(2).mean().backward()
+            locally.append(gradients(plain))
+        check_gradients(ddp, mean_over_ranks(locally), f"step {step}", TOLERANCE[torch.float32])
+    check(ddp.statistics()["reduced_in_place"] > 0, "nothing was reduced in place")
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_large_parameters_are_reduced_in_place(ranks: RankPool, views: bool) -> None:
+    ranks.run(2, _large_in_place, views)

@@ -1,0 +1,381 @@
+"""The wrapper as scripts see it: state, copies, optimizers, compilers, hooks; Reducer."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_models import MODELS, batch, build, data, loss_of, whole_batch
+from ddp_support import (
+    RankPool,
+    check,
+    check_equal,
+    check_gradients,
+    check_near,
+    check_same_on_all_ranks,
+    check_step,
+    gradients,
+    to_reference,
+    widen,
+)
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from apex.parallel import DistributedDataParallel, Reducer
+from apex.parallel.distributed import flat_dist_call
+
+pytestmark = pytest.mark.processes
+
+SPEC = MODELS["mlp"]
+
+
+def _loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
+    return loss_of(model(*batch(SPEC, rank, step)))
+
+
+# --- state and attributes ---
+
+
+def _state(rank: int, world: int) -> None:
+    model = SPEC.make()
+    ddp = DistributedDataParallel(model, message_size=77, delay_allreduce=True)
+    check_equal(list(ddp.state_dict()), [f"module.{name}" for name in model.state_dict()], "keys")
+    other = DistributedDataParallel(SPEC.make(seed=5))
+    other.load_state_dict(ddp.state_dict())
+    for (name, a), b in zip(ddp.named_parameters(), other.parameters(), strict=True):
+        check_equal(a.data, b.data, f"{name}, loaded")
+    plain = SPEC.make(seed=6)
+    plain.load_state_dict({k.removeprefix("module."): v for k, v in ddp.state_dict().items()})
+    check(ddp.module is model, "module is another object")
+    check(not isinstance(ddp, nn.parallel.DistributedDataParallel), "a subclass of torch's class")
+    check_equal((ddp.world_size, type(ddp.world_size)), (float(world), float), "world_size")
+    check_equal((ddp.message_size, ddp.delay_allreduce), (77, True), "options")
+    check_equal([p.shape for p in ddp.active_params], [p.shape for p in model.parameters()], "")
+    check_equal((ddp.needs_refresh, ddp.allreduce_buffers), (True, []), "before the first step")
+    check(ddp.train() is ddp and model.training, "train()")
+    check(ddp.eval() is ddp and not model.training, "eval()")
+    check_equal(ddp.zero_grad(), None, "zero_grad()")
+
+
+def test_state_dict_and_attributes_as_scripts_expect(ranks: RankPool) -> None:
+    ranks.run(2, _state)
+
+
+def _copies(rank: int, world: int, how: str, trained: bool) -> None:
+    ddp = DistributedDataParallel(
+        SPEC.make(), message_size=30, gradient_as_bucket_view=True, gradient_predivide_factor=2.0
+    )
+    if trained:
+        check_step(ddp, _loss, "before")
+    if how == "deepcopy":
+        twin = copy.deepcopy(ddp)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(ddp))
+    else:
+        file = io.BytesIO()
+        torch.save(ddp, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    check_equal((twin.message_size, twin.gradient_predivide_factor), (30, 2.0), "options")
+    for a, b in zip(ddp.parameters(), twin.parameters(), strict=True):
+        check(a is not b and torch.equal(a, b), "parameters are shared or differ")
+    with torch.no_grad():
+        check_equal(twin(*batch(SPEC, 0)), ddp(*batch(SPEC, 0)), "output")
+    for step in range(3):
+        check_step(twin, lambda m, r, s=step: _loss(m, r, s), f"the copy, step {step}")
+        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"the original, step {step}")
+    with twin.no_sync():
+        _loss(twin, rank).backward()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch_save"])
+def test_copy_of_the_wrapper_trains(ranks: RankPool, how: str, trained: bool) -> None:
+    ranks.run(2, _copies, how, trained)
+
+
+def test_pickled_wrapper_without_group_evaluates(ranks: RankPool) -> None:
+    content = ranks.run(1, _pickled)[0]
+    assert not dist.is_initialized()
+    ddp = pickle.loads(content)
+    with torch.no_grad():
+        assert ddp(*batch(SPEC, 0)).shape == (3, 4)
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        ddp(*batch(SPEC, 0))
+
+
+def _pickled(rank: int, world: int) -> bytes:
+    return pickle.dumps(DistributedDataParallel(SPEC.make()))
+
+
+@pytest.mark.parametrize("arguments", [
+    ((), {"device_ids": [0]}), ((), {"device_ids": [0], "output_device": 0}), (([0],), {}),
+    (([torch.device("cpu")],), {}), ((), {"device_ids": []}), ((), {"dim": 0}),
+    ((), {"device_ids": None, "output_device": None, "find_unused_parameters": True}),
+])  # fmt: skip
+def test_device_ids_on_cpu_are_accepted(ranks: RankPool, arguments: Any) -> None:
+    ranks.run(2, _with_arguments, *arguments)
+
+
+def _with_arguments(rank: int, world: int, args: Any, kwargs: Any) -> None:
+    ddp = DistributedDataParallel(SPEC.make(), *args, **kwargs)
+    check_equal(ddp.message_size, 10_000_000, "message_size")
+    check_step(ddp, _loss, f"{args} {kwargs}")
+
+
+def _subgroup(rank: int, world: int) -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    mine = groups[rank % 2]
+    ddp = DistributedDataParallel(SPEC.make(seed=rank), process_group=mine)
+    check_equal(ddp.world_size, float(mine.size()), "world_size")
+    plain = to_reference(SPEC.make(seed=rank % 2))
+    for r in range(rank % 2, world, 2):
+        (loss_of(plain(*widen(batch(SPEC, r)))) / mine.size()).backward()
+    _loss(ddp, rank).backward()
+    check_gradients(ddp, gradients(plain), "in a group of its own", 1e-4)
+
+
+def test_process_group_averages_over_its_ranks_only(ranks: RankPool) -> None:
+    ranks.run(3, _subgroup)
+
+
+class _WithBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("number", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x))
+
+
+def _buffers(rank: int, world: int, options: dict[str, Any], kept: bool) -> None:
+    model = build(_WithBuffers)
+    model.number.fill_(rank)
+    ddp = DistributedDataParallel(model, **options)
+    check_equal(int(model.number), rank if kept else 0, "buffer after construction")
+    for step in range(2):
+        model.number.fill_(rank + 10)
+        ddp(data(rank, step)).sum().backward()
+        check_equal(int(model.number), rank + 10 if kept else 10, f"buffer in step {step}")
+    model.number.fill_(rank + 20)
+    with ddp.no_sync():
+        ddp(data(rank))
+    ddp.eval()
+    ddp(data(rank))
+    check_equal(int(model.number), rank + 20, "buffer after no_sync() and evaluation")
+    ddp.train()
+    ddp(data(rank))
+    means = [torch.zeros(4) for _ in range(world)]
+    dist.all_gather(means, model.norm.running_mean)
+    check(not torch.equal(*means), "running means agree though batches differ")
+
+
+@pytest.mark.parametrize(("options", "kept"), [
+    ({}, True), ({"broadcast_buffers": True}, False), ({"forward_sync_buffers": True}, False),
+    ({"broadcast_buffers": False}, True),
+])  # fmt: skip
+def test_buffers_are_left_alone_unless_asked(
+    ranks: RankPool, options: dict[str, Any], kept: bool
+) -> None:
+    ranks.run(2, _buffers, options, kept)
+
+
+def _two_forwards_with_buffers(rank: int, world: int) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("scale", torch.full((4,), 2.0))
+            self.register_buffer("shift", torch.full((3,), 2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.scale + self.shift.sum()  # scale is kept for backward
+
+    ddp = DistributedDataParallel(build(Scaled), broadcast_buffers=True)
+    for step in range(2):
+
+        def loss(model: nn.Module, r: int, step: int = step) -> Tensor:
+            return (model(data(r, step)) + model(data(r, step + 7))).sum()
+
+        check_step(ddp, loss, f"step {step}")
+
+
+def test_broadcast_buffers_two_forwards_before_a_backward(ranks: RankPool) -> None:
+    ranks.run(2, _two_forwards_with_buffers)
+
+
+# --- training ---
+
+
+def _trains(rank: int, world: int, name: str) -> None:
+    plain = SPEC.make().double()
+    ddp = DistributedDataParallel(SPEC.make().double(), message_size=30)
+    if name == "zero":
+        ours: Any = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.05)
+        theirs: Any = torch.optim.Adam(plain.parameters(), lr=0.05)
+    else:
+        kind = getattr(torch.optim, name)
+        ours, theirs = kind(ddp.parameters(), lr=0.05), kind(plain.parameters(), lr=0.05)
+    losses = []
+    for step in range(30):
+        ours.zero_grad()
+        theirs.zero_grad()
+        _loss(ddp, rank, step % 3).backward()
+        whole = loss_of(plain(*whole_batch(SPEC, world, step % 3)))
+        whole.backward()
+        ours.step()
+        theirs.step()
+        losses.append(whole.item())
+        for (key, a), b in zip(ddp.named_parameters(), plain.parameters(), strict=True):
+            check_near(a.data, b.data, f"{key} after step {step}", 1e-8)
+    check(losses[-1] < 0.5 * losses[0], f"the loss does not fall: {losses}")
+    check_same_on_all_ranks([p.data for p in ddp.parameters()], "parameters")
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "zero"])
+def test_training_follows_one_process(ranks: RankPool, name: str) -> None:
+    ranks.run(2, _trains, name)
+
+
+def _compiles(rank: int, world: int, backend: str, inside: bool) -> None:
+    torch._dynamo.reset()
+    model = SPEC.make()
+    if inside:
+        ddp = DistributedDataParallel(torch.compile(model, backend=backend), message_size=30)
+        called: nn.Module = ddp
+    else:
+        ddp = DistributedDataParallel(model, message_size=30)
+        called = torch.compile(ddp, backend=backend)
+    for step in range(4):
+        reference = to_reference(model)
+        loss_of(reference(*widen(whole_batch(SPEC, world, step)))).backward()
+        ddp.zero_grad()
+        _loss(called, rank, step).backward()
+        check_gradients(model, gradients(reference), f"step {step}", 1e-4)
+        check_same_on_all_ranks([p.grad for p in model.parameters()], f"step {step}")
+    check_equal(ddp.statistics()["backwards"], 4, "synchronized backwards")
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_model_averages(ranks: RankPool, backend: str, inside: bool) -> None:
+    ranks.run(2, _compiles, backend, inside, timeout_s=240)
+
+
+# --- communication hooks of torch ---
+
+
+def _hooked(rank: int, world: int, name: str, options: dict[str, Any]) -> None:
+    ddp = DistributedDataParallel(SPEC.make(), **options)
+    state: Any = None
+    if name == "powerSGD_hook":
+        # Rank 1 of these matrices is an approximation from its third step on.
+        state = power_sgd.PowerSGDState(
+            None, matrix_approximation_rank=4, start_powerSGD_iter=2, min_compression_rate=0.1
+        )
+        hook = power_sgd.powerSGD_hook
+    else:
+        hook = getattr(default_hooks, name)
+    ddp.register_comm_hook(state, hook)
+    tolerance = {"fp16_compress_hook": 5e-3, "bf16_compress_hook": 3e-2}.get(name, 1e-5)
+    for step in range(5):
+        if name == "powerSGD_hook" and step >= 2:
+            tolerance = 1.0
+        check_step_near(ddp, rank, world, step, tolerance)
+
+
+def check_step_near(ddp: Any, rank: int, world: int, step: int, tolerance: float) -> None:
+    reference = to_reference(ddp.module)
+    loss_of(reference(*widen(whole_batch(SPEC, world, step)))).backward()
+    ddp.zero_grad()
+    _loss(ddp, rank, step).backward()
+    check_gradients(ddp, gradients(reference), f"step {step}", tolerance)
+    check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"step {step}")
+
+
+@pytest.mark.parametrize("options", [{}, {"message_size": 30},
+                                     {"message_size": 1, "gradient_as_bucket_view": True}],
+                         ids=["one_bucket", "buckets", "alone_views"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook"]
+)
+def test_comm_hook_of_torch_averages(
+    ranks: RankPool, name: str, options: dict[str, Any]
+) -> None:
+    ranks.run(2, _hooked, name, options)
+
+
+# --- Reducer and flat_dist_call ---
+
+
+def _reduces_module(rank: int, world: int) -> None:
+    model = SPEC.make(seed=rank)
+    reducer = Reducer(model)
+    check_same_on_all_ranks([p.data for p in model.parameters()], "parameters")
+    model.c.bias.requires_grad_(False)
+    for step in range(2):
+        reference = to_reference(model)
+        loss_of(reference(*widen(whole_batch(SPEC, world, step)))).backward()
+        model.zero_grad()
+        _loss(model, rank, step).backward()
+        local = gradients(model)
+        check(not torch.allclose(local["a.weight"], gradients(reference)["a.weight"].float()), "")
+        reducer.reduce()
+        check_gradients(model, gradients(reference), f"step {step}", 1e-4)
+    check(model.c.bias.grad is None, "a frozen parameter got a gradient")
+
+
+def test_reducer_of_a_module_averages_when_asked(ranks: RankPool) -> None:
+    ranks.run(2, _reduces_module)
+
+
+def _reduces_list(rank: int, world: int) -> None:
+    tensors = [
+        torch.full((3,), float(rank)),
+        [torch.full((2, 2), 4.0 * rank, dtype=torch.float64), (torch.full((1,), 2.0 * rank),)],
+        torch.full((2,), 6.0 * rank, dtype=torch.bfloat16),
+        torch.arange(6.0).reshape(2, 3).t() * rank,
+    ]
+    reducer = Reducer(tensors)
+    reducer.reduce()
+    check_equal(tensors[0], torch.full((3,), 0.5), "first")
+    check_equal(tensors[1][0], torch.full((2, 2), 2.0, dtype=torch.float64), "float64")
+    check_equal(tensors[1][1][0], torch.full((1,), 1.0), "nested")
+    check_equal(tensors[2], torch.full((2,), 3.0, dtype=torch.bfloat16), "bfloat16")
+    check_equal(tensors[3], torch.arange(6.0).reshape(2, 3).t() * 0.5, "transposed")
+
+
+def test_reducer_of_tensors_averages_in_place(ranks: RankPool) -> None:
+    ranks.run(2, _reduces_list)
+
+
+def _calls_flat(rank: int, world: int) -> None:
+    def make() -> list[Tensor]:
+        return [
+            torch.full((3,), 1.0 + rank),
+            torch.full((2, 2), 2.0 + rank, dtype=torch.float64),
+            torch.arange(6.0).reshape(2, 3).t() + rank,
+        ]
+
+    tensors = make()
+    flat_dist_call(tensors, dist.all_reduce)
+    check_equal(tensors[0], torch.full((3,), 1.5), "averaged")
+    check_equal(tensors[2], torch.arange(6.0).reshape(2, 3).t() + 0.5, "averaged, transposed")
+    tensors = make()
+    flat_dist_call(tensors, dist.broadcast, (1,))
+    check_equal(tensors[0], torch.full((3,), 2.0), "broadcast from rank 1")
+    check_equal(tensors[1], torch.full((2, 2), 3.0, dtype=torch.float64), "broadcast, float64")
+    flat_dist_call([], dist.all_reduce)
+
+
+def test_flat_dist_call_averages_and_broadcasts(ranks: RankPool) -> None:
+    ranks.run(2, _calls_flat)

@@ -1,0 +1,288 @@
+"""Uneven inputs: join() with gradients, buffers, SyncBatchNorm, scalers, accumulation."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_models import Mlp
+from ddp_support import (
+    RankPool,
+    check,
+    check_near,
+    check_same_on_all_ranks,
+    gradients,
+    to_reference,
+)
+from torch import nn
+
+from apex.parallel import DistributedDataParallel, SyncBatchNorm
+
+pytestmark = pytest.mark.processes
+
+ROWS = 4
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.sin(torch.arange(ROWS * 6, dtype=torch.float32).view(ROWS, 6) + 10 * step + 3 * rank)
+
+
+def make(seed: int = 0) -> Mlp:
+    torch.manual_seed(seed)
+    return Mlp()
+
+
+def reference_step(
+    reference: nn.Module, active: list[int], divide_by: int, steps: list[int], rate: float
+) -> dict[str, Any]:
+    """One synchronized step in float64 on the batches of the active ranks; gradients by name."""
+    reference.zero_grad()
+    for rank in active:
+        for step in steps:
+            (reference(batch(rank, step).double()).square().sum() / divide_by).backward()
+    result = gradients(reference)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter -= rate * parameter.grad
+    return result
+
+
+def _follows_reference(
+    rank: int, world: int, counts: list[int], initial: bool, options: dict[str, Any]
+) -> None:
+    ddp = DistributedDataParallel(make(), **options)
+    reference = to_reference(ddp.module)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    mine = []
+    with ddp.join(divide_by_initial_world_size=initial):
+        for step in range(counts[rank]):
+            optimizer.zero_grad()
+            ddp(batch(rank, step)).square().sum().backward()
+            mine.append(gradients(ddp))
+            optimizer.step()
+    for step in range(max(counts)):
+        active = [r for r in range(world) if step < counts[r]]
+        expected = reference_step(reference, active, world if initial else len(active), [step], 0.01)
+        if step < counts[rank]:
+            for name, grad in mine[step].items():
+                check_near(grad, expected[name], f"step {step}, {name}", 1e-4)
+    for (name, parameter), wanted in zip(
+        ddp.module.named_parameters(), reference.parameters(), strict=True
+    ):
+        check_near(parameter, wanted, f"final {name}", 1e-4)
+    check_same_on_all_ranks([p.data for p in ddp.parameters()], "final parameters")
+    # Afterwards it is an ordinary wrapper again.
+    ddp.zero_grad()
+    ddp(batch(rank, 0)).square().sum().backward()
+    check_same_on_all_ranks([p.grad for p in ddp.parameters()], "after join()")
+
+
+OPTIONS = [
+    {},
+    {"message_size": 1, "gradient_as_bucket_view": True},
+    {"message_size": 30, "allreduce_always_fp32": True},
+    {"gradient_predivide_factor": 2.0},
+    {"delay_allreduce": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "default")
+@pytest.mark.parametrize("initial", [True, False], ids=["by_world", "by_active"])
+def test_join_uneven_counts_equal_one_process(
+    ranks: RankPool, initial: bool, options: dict[str, Any]
+) -> None:
+    ranks.run(3, _follows_reference, [2, 5, 3], initial, options)
+
+
+@pytest.mark.parametrize("counts", [[0, 2], [2, 0], [3, 3], [0, 0], [1, 4]], ids=str)
+def test_join_any_counts_equal_one_process(ranks: RankPool, counts: list[int]) -> None:
+    ranks.run(2, _follows_reference, counts, True, {})
+
+
+# --- accumulation, several backwards ---
+
+
+def _accumulates(rank: int, world: int) -> None:
+    counts = [2, 6]
+    ddp = DistributedDataParallel(make(), message_size=30)
+    reference = to_reference(ddp.module)
+    with ddp.join():
+        for step in range(0, counts[rank], 2):
+            ddp.zero_grad()
+            with ddp.no_sync():
+                ddp(batch(rank, step)).square().sum().backward()
+            output = ddp(batch(rank, step + 1))
+            output.square().sum().backward()
+            active = [r for r in range(world) if step < counts[r]]
+            expected = reference_step(reference, active, world, [step, step + 1], 0.0)
+            for name, grad in gradients(ddp).items():
+                check_near(grad, expected[name], f"step {step}, {name}", 1e-4)
+
+
+def test_join_with_accumulation_equals_one_process(ranks: RankPool) -> None:
+    ranks.run(2, _accumulates)
+
+
+# --- batch norm and buffers ---
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.a, self.norm_a = nn.Linear(6, 8), norm(8)
+        self.b, self.norm_b = nn.Linear(8, 5), norm(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.norm_a(self.a(x.to(self.a.weight.dtype))))
+        return self.norm_b(self.b(x)) * torch.linspace(-1, 1, 5)
+
+
+def _normalizes(rank: int, world: int, accumulate: bool) -> None:
+    counts = [1, 4, 2]
+    torch.manual_seed(0)
+    model = Normed(SyncBatchNorm)
+    torch.manual_seed(0)
+    reference = Normed(nn.BatchNorm1d).double()
+    ddp = DistributedDataParallel(model)
+    with ddp.join(divide_by_initial_world_size=False):
+        for step in range(counts[rank]):
+            ddp.zero_grad()
+            if accumulate:
+                with ddp.no_sync():
+                    (0.5 * torch.sin(ddp(batch(rank, step)))).sum().backward()
+                (0.5 * torch.sin(ddp(batch(rank, step)))).sum().backward()
+            else:
+                torch.sin(ddp(batch(rank, step))).sum().backward()
+            active = [r for r in range(world) if step < counts[r]]
+            reference.zero_grad()
+            for _ in range(2 if accumulate else 1):
+                whole = torch.cat([batch(r, step) for r in active]).double()
+                loss = torch.sin(reference(whole)).sum() / len(active)
+                (loss * (0.5 if accumulate else 1.0)).backward()
+            expected = gradients(reference)
+            for name, grad in gradients(ddp).items():
+                check_near(grad, expected[name], f"step {step}, {name}", 2e-3, scale=1.0)
+    # Running statistics come from the rank that went to the end.
+    for step in range(counts[rank], max(counts)):
+        active = [r for r in range(world) if step < counts[r]]
+        for _ in range(2 if accumulate else 1):
+            reference(torch.cat([batch(r, step) for r in active]).double())
+    check_same_on_all_ranks(list(model.buffers()), "buffers")
+    for name, value in model.named_buffers():
+        if value.is_floating_point():
+            check_near(value, dict(reference.named_buffers())[name], name, 1e-4)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_join_sync_batch_norm_equals_one_process(ranks: RankPool, accumulate: bool) -> None:
+    ranks.run(3, _normalizes, accumulate)
+
+
+class Counter(nn.Module):
+    """Its buffer says what the rank has seen; the loss depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += x.sum()
+        return x * self.scale + self.seen
+
+
+def _broadcasts_buffers(rank: int, world: int) -> None:
+    counts = [1, 3]
+    ddp = DistributedDataParallel(Counter(), broadcast_buffers=True)
+    with ddp.join():
+        for step in range(counts[rank]):
+            ddp(batch(rank, step)).sum().backward()
+    # Step 0: rank 0's buffer is taken; then only rank 1 is left, with its own.
+    seen = batch(1, 0).sum() + batch(1, 1).sum() + batch(1, 2).sum()
+    check_near(ddp.module.seen, seen, "buffer", 1e-4)
+
+
+def test_join_broadcast_buffers_from_a_rank_with_data(ranks: RankPool) -> None:
+    ranks.run(2, _broadcasts_buffers)
+
+
+# --- scalers ---
+
+
+def _scales(rank: int, world: int) -> None:
+    counts = [1, 4]
+    ddp = DistributedDataParallel(make())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    with ddp.join(scalers=[scaler]):
+        for step in range(counts[rank]):
+            optimizer.zero_grad()
+            scaler.scale(ddp(batch(rank, step)).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    check(scaler.get_scale() == 8.0 * 2**4, f"scale {scaler.get_scale()}")
+
+
+def test_join_takes_over_the_scaler(ranks: RankPool) -> None:
+    ranks.run(2, _scales)
+
+
+# --- the edges ---
+
+
+def _throws(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make())
+    try:
+        with ddp.join(throw_on_early_termination=True):
+            for step in itertools.count() if rank == 1 else range(1):
+                ddp(batch(rank, step)).sum().backward()
+    except RuntimeError as error:
+        check("ranks [0] have run out of data" in str(error), str(error))
+    else:
+        raise AssertionError("nothing was raised")
+
+
+def test_join_throw_on_early_termination_raises_on_all(ranks: RankPool) -> None:
+    ranks.run(2, _throws)
+
+
+def _is_disabled(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make())
+    with ddp.join(enable=False):
+        ddp(batch(rank, 0)).sum().backward()
+    check_same_on_all_ranks([p.grad for p in ddp.parameters()], "gradients")
+    with ddp.join():
+        try:
+            with ddp.join():
+                pass
+        except RuntimeError as error:
+            check("join() inside join()" in str(error), str(error))
+        else:
+            raise AssertionError("nesting was not refused")
+
+
+def test_join_disabled_and_nested(ranks: RankPool) -> None:
+    ranks.run(2, _is_disabled)
+
+
+def _disagrees(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make())
+    try:
+        with ddp.join():
+            output = ddp(batch(rank, 0))
+            if rank == 0:
+                ddp(batch(rank, 1))  # a second forward, while rank 1 goes backward
+            output.sum().backward()
+    except RuntimeError as error:
+        check("do different things" in str(error), str(error))
+    else:
+        raise AssertionError("nothing was raised")
+    dist.barrier()
+
+
+def test_join_ranks_that_disagree_raise_on_all(ranks: RankPool) -> None:
+    ranks.run(2, _disagrees)

@@ -1,0 +1,386 @@
+"""What training programs do with DistributedDataParallel: skip, freeze, replace, accumulate."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_models import build, data
+from ddp_support import (
+    RankPool,
+    alone,
+    check,
+    check_equal,
+    check_gradients,
+    check_near,
+    check_same_on_all_ranks,
+    check_step,
+    gradients,
+    mean_over_ranks,
+    raises,
+)
+from torch import Tensor, nn
+
+from apex.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.processes
+
+VIEWS = pytest.mark.parametrize("options", [
+    {"message_size": 20}, {"message_size": 20, "gradient_as_bucket_view": True},
+    {"delay_allreduce": True},
+], ids=["copies", "views", "delayed"])  # fmt: skip
+
+
+# --- parameters without a gradient ---
+
+USED: dict[str, list[list[list[int]]]] = {  # [step][rank]
+    "on_no_rank": [[[0, 2], [0, 2]]] * 3,
+    "on_one_rank": [[[0, 1], [0, 1, 2]]] * 3,
+    "on_the_other_rank": [[[0, 1, 2], [2]]] * 3,
+    "by_turns": [[[0], [1]], [[1], [2]], [[2], [0]], [[0, 1, 2], [0, 1, 2]]],
+    "later_on_all": [[[0], [0]], [[0, 1], [0, 1]], [[0, 1, 2], [0, 1, 2]], [[0], [0]]],
+    "later_on_one": [[[0], [0]], [[0], [0, 1]], [[0, 2], [0]], [[2], [1]]],
+    "less_and_less": [[[0, 1, 2], [0, 1, 2]], [[0, 1], [0]], [[], [0]], [[0, 2], [2]]],
+    "none_on_one_rank": [[[0, 1, 2], []], [[], [0, 1, 2]], [[], [1]]],
+    "none_at_all_then_some": [[[], []], [[0], [1]], [[], []], [[2], [2]]],
+}
+
+
+def _skips(rank: int, world: int, name: str, options: dict[str, Any]) -> dict[str, int]:
+    ddp = DistributedDataParallel(build(), **options)
+    for step, used in enumerate(USED[name]):
+
+        def loss(model: nn.Module, r: int, step: int = step, used: Any = used) -> Tensor:
+            x = data(r, step).requires_grad_()
+            return (x * 1.0 + model(x * 1.0, used[r])).square().mean()
+
+        check_step(ddp, loss, f"{name}, step {step}")
+    return ddp.statistics()
+
+
+@VIEWS
+@pytest.mark.parametrize("name", USED)
+def test_unused_parameters_average_with_zeros_or_none(
+    ranks: RankPool, name: str, options: dict[str, Any]
+) -> None:
+    ranks.run(2, _skips, name, options)
+
+
+def test_unused_parameters_no_rank_misses_one_reads_nothing(ranks: RankPool) -> None:
+    for statistics in ranks.run(2, _skips, "less_and_less", {}):
+        assert statistics["plans_learnt"] == 1
+    spec = [[[0, 1, 2], [0, 1, 2]]] * 3
+    for statistics in ranks.run(2, _all_used, spec):
+        assert statistics["usage_reads"] == 0
+
+
+def _all_used(rank: int, world: int, steps: Any) -> dict[str, int]:
+    ddp = DistributedDataParallel(build(), message_size=20)
+    for used in steps:
+        ddp(data(rank), used[rank]).sum().backward()
+    return ddp.statistics()
+
+
+def _keeps_old(rank: int, world: int, options: dict[str, Any]) -> None:
+    ddp = DistributedDataParallel(build(), **options)
+    ddp(data(rank), [0, 1, 2]).sum().backward()
+    before = gradients(ddp)
+    # Not cleared: layer 2 is used by nobody now, layer 1 by rank 1 only.
+    ddp(data(rank, 1), [[0], [0, 1]][rank]).sum().backward()
+    for name, grad in gradients(ddp).items():
+        if "layers.2" in name:
+            check_equal(grad, before[name], f"{name}, which nobody used")
+    plain = build()
+    added = [
+        alone(plain, lambda m, r=r: m(data(r, 1), [[0], [0, 1]][r]).sum()) for r in range(world)
+    ]
+    for name, more in mean_over_ranks(added).items():
+        expected = before[name] if more is None else before[name] + more
+        check_near(gradients(ddp)[name], expected, name, 1e-5)
+
+
+@VIEWS
+def test_unused_parameter_not_cleared_keeps_its_gradient(
+    ranks: RankPool, options: dict[str, Any]
+) -> None:
+    ranks.run(2, _keeps_old, options)
+
+
+def _no_parameter(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(build(), message_size=20)
+
+    def loss(model: nn.Module, r: int) -> Tensor:
+        x = data(r).requires_grad_()
+        out = model(x * 1.0, [0, 1, 2])
+        # Rank 0's loss takes the outputs, but no gradient flows through them to a parameter.
+        return out.sum() if r == 1 else (out.detach() * x).sum() + 0 * model(x * 1.0, []).sum()
+
+    for step in range(3):
+        check_step(ddp, loss, f"step {step}")
+
+
+def test_loss_that_reaches_no_parameter_on_one_rank_averages(ranks: RankPool) -> None:
+    ranks.run(2, _no_parameter)
+
+
+# --- parameters that change ---
+
+
+def _plain_loss(model: nn.Module, rank: int) -> Tensor:
+    return model(data(rank), [0, 1, 2]).square().sum()
+
+
+def _freezes(rank: int, world: int, options: dict[str, Any]) -> None:
+    ddp = DistributedDataParallel(build(), **options)
+    layers = ddp.module.layers
+    check_equal(len(ddp.active_params), 6, "active parameters")
+    check_step(ddp, _plain_loss, "all")
+    for parameter in layers[1].parameters():
+        parameter.requires_grad_(False)
+    check_step(ddp, _plain_loss, "layer 1 frozen")
+    check(layers[1].weight.grad is None, "a frozen parameter has a gradient")
+    check_equal(len(ddp.active_params), 4, "active parameters")
+    check_step(ddp, _plain_loss, "layer 1 frozen, again")
+    layers[1].weight.requires_grad_(True)
+    check_step(ddp, _plain_loss, "its weight thawed")
+    check_step(ddp, _plain_loss, "its weight thawed, again")
+    for parameter in ddp.parameters():
+        parameter.requires_grad_(False)
+    x = data(rank).requires_grad_()
+    ddp(x, [0]).sum().backward()
+    check(x.grad is not None, "no gradient of the input of a frozen model")
+    for parameter in ddp.parameters():
+        parameter.requires_grad_(True)
+    check_step(ddp, _plain_loss, "all thawed")
+
+
+@VIEWS
+def test_frozen_and_thawed_parameters_average(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks.run(2, _freezes, options)
+
+
+def _frozen_from_the_start(rank: int, world: int) -> None:
+    model = build()
+    model.layers[0].requires_grad_(False)
+    with torch.no_grad():
+        model.layers[0].weight.add_(rank)
+    ddp = DistributedDataParallel(model)
+    check_same_on_all_ranks(list(ddp.parameters()), "frozen parameters after construction")
+    check_step(ddp, _plain_loss, "frozen")
+    model.layers[0].requires_grad_(True)
+    check_step(ddp, _plain_loss, "thawed")
+
+
+def test_frozen_parameters_are_broadcast_and_can_be_thawed(ranks: RankPool) -> None:
+    ranks.run(2, _frozen_from_the_start)
+
+
+def _replaces(rank: int, world: int, options: dict[str, Any]) -> None:
+    ddp = DistributedDataParallel(build(), **options)
+    module = ddp.module
+    check_step(ddp, _plain_loss, "before")
+    with torch.random.fork_rng():
+        torch.manual_seed(rank)  # each rank makes its own; rank 0's counts
+        module.layers[1] = nn.Linear(4, 4)
+    ddp(data(rank), [0])
+    check_same_on_all_ranks(list(ddp.parameters()), "parameters after a layer was replaced")
+    check_step(ddp, _plain_loss, "a layer replaced")
+    module.layers[0].weight = nn.Parameter(torch.full((4, 4), 0.1))
+    check_step(ddp, _plain_loss, "a parameter replaced")
+    module.layers.append(nn.Linear(4, 4))
+    every = [0, 1, 2, 3]
+    check_step(ddp, lambda m, r: m(data(r), every).sum(), "a layer added")
+    check_step(ddp, lambda m, r: m(data(r), every).sum(), "a layer added, again")
+    module.layers[2].weight = module.layers[1].weight
+    check_step(ddp, lambda m, r: m(data(r), every).sum(), "two weights tied")
+    del module.layers[3]
+    check_step(ddp, _plain_loss, "a layer removed")
+    module.layers[0].bias = None
+    check_step(ddp, _plain_loss, "a bias removed")
+    module.double()
+    check_step(ddp, lambda m, r: m(data(r).double(), [0, 1, 2]).sum(), "another dtype")
+
+
+@VIEWS
+def test_parameters_replaced_and_added_average(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks.run(2, _replaces, options)
+
+
+def _reused(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(build(), message_size=20)
+    for step, used in enumerate([[0, 0, 1], [1, 1, 1, 2], [0, 1, 0, 2, 0]]):
+        check_step(ddp, lambda m, r, u=used: m(data(r), u).sum(), f"step {step}")
+
+
+def test_parameter_used_several_times_averages(ranks: RankPool) -> None:
+    ranks.run(2, _reused)
+
+
+# --- several forwards and backwards ---
+
+
+def _several_backwards(rank: int, world: int, options: dict[str, Any]) -> None:
+    ddp = DistributedDataParallel(build(), **options)
+    for step in range(3):
+
+        def parts(model: nn.Module, r: int, step: int = step) -> list[Tensor]:
+            out = model(data(r, step), [0, 1, 2])
+            return [out[:, 0].sum(), out[:, 1].square().sum(), out[:, 2:].sin().sum()]
+
+        expected = mean_over_ranks([
+            alone(ddp.module, lambda m, r=r: sum(parts(m, r))) for r in range(world)
+        ])  # fmt: skip
+        ddp.zero_grad()
+        for part in parts(ddp, rank):
+            part.backward(retain_graph=True)
+        check_gradients(ddp, expected, f"step {step}", 1e-5)
+        check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"step {step}")
+
+
+@VIEWS
+def test_several_backwards_per_forward_average(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks.run(2, _several_backwards, options)
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Linear(4, 4)
+        self.critic = nn.Linear(4, 1)
+
+
+def _gan(rank: int, world: int, options: dict[str, Any]) -> None:
+    plain = build(Gan)
+    generator = DistributedDataParallel(copy.deepcopy(plain.generator), **options)
+    critic = DistributedDataParallel(copy.deepcopy(plain.critic), **options)
+
+    def critic_loss(g: nn.Module, c: nn.Module, r: int, step: int) -> list[Tensor]:
+        return [c(data(r, step)).sum(), c(g(data(r, step + 50)).detach()).square().sum()]
+
+    for step in range(3):
+        # Two forwards of the critic, then a backward each; or one backward for both.
+        expected = mean_over_ranks([
+            alone(plain.critic, lambda c, r=r, s=step: sum(critic_loss(plain.generator, c, r, s)))
+            for r in range(world)
+        ])  # fmt: skip
+        critic.zero_grad()
+        real, fake = critic_loss(generator, critic, rank, step)
+        if step == 1:
+            (real + fake).backward()
+        else:
+            real.backward()
+            fake.backward()
+        check_gradients(critic, expected, f"critic, step {step}", 1e-5)
+        # The generator's step goes through the critic: both are averaged.
+        def fool(model: Gan, r: int, step: int = step) -> Tensor:
+            return -model.critic(torch.tanh(model.generator(data(r, step)))).square().sum()
+
+        both = mean_over_ranks([alone(plain, lambda m, r=r: fool(m, r)) for r in range(world)])
+        generator.zero_grad()
+        critic.zero_grad()
+        (-critic(torch.tanh(generator(data(rank, step)))).square().sum()).backward()
+        found = {f"generator.{n}": g for n, g in gradients(generator).items()}
+        found |= {f"critic.{n}": g for n, g in gradients(critic).items()}
+        for name, grad in both.items():
+            check_near(found[name], grad, f"{name}, step {step}", 1e-5)
+
+
+@VIEWS
+def test_two_wrapped_models_gan_style_average(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks.run(2, _gan, options)
+
+
+def _gradient_penalty(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(build(), message_size=20)
+
+    def loss(model: nn.Module, r: int) -> Tensor:
+        x = data(r).requires_grad_()
+        out = model(x, [0, 1, 2])
+        slope = torch.autograd.grad(out.sum(), x, create_graph=True)[0]
+        return out.square().mean() + (slope.norm() - 1).square()
+
+    for step in range(3):
+        check_step(ddp, loss, f"step {step}")
+    launches = ddp.statistics()["launched_in_backward"] + ddp.statistics()["launched_at_end"]
+    torch.autograd.grad(ddp(data(rank), [0, 1]).sum(), list(ddp.parameters())[:2])
+    after = ddp.statistics()["launched_in_backward"] + ddp.statistics()["launched_at_end"]
+    check_equal(after, launches, "collectives of autograd.grad, which accumulates nothing")
+
+
+def test_double_backward_averages(ranks: RankPool) -> None:
+    ranks.run(2, _gradient_penalty)
+
+
+def _selected_inputs(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(build(), message_size=20)
+    weight = ddp.module.layers[1].weight
+    for step in range(3):
+        expected = mean_over_ranks([alone(ddp.module, lambda m, r=r: _plain_loss(m, r))
+                                    for r in range(world)])  # fmt: skip
+        ddp.zero_grad()
+        _plain_loss(ddp, rank).backward(inputs=[weight])
+        for name, parameter in ddp.module.named_parameters():
+            wanted = expected[name] if parameter is weight else None
+            check_near(parameter.grad, wanted, f"{name}, step {step}", 1e-5)
+
+
+def test_backward_with_inputs_averages_these_only(ranks: RankPool) -> None:
+    ranks.run(2, _selected_inputs)
+
+
+def _evaluates_between(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(build(), message_size=20)
+    for step in range(3):
+        check_step(ddp, _plain_loss, f"step {step}")
+        ddp.eval()
+        if rank == 0:  # evaluation needs no other rank
+            with torch.no_grad():
+                ddp(data(rank), [0])
+        ddp.train()
+        # A forward that is never followed by a backward.
+        ddp(data(rank), [0, 1])
+
+
+def test_evaluation_and_abandoned_forwards_between_steps(ranks: RankPool) -> None:
+    ranks.run(2, _evaluates_between)
+
+
+# --- what users see of an exception ---
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("on purpose")
+
+
+def _fails_then_goes_on(rank: int, world: int, options: dict[str, Any], when: int) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    ddp = DistributedDataParallel(model, **options)
+    for step in range(5):
+        if step == when:
+            h = model[1](model[0](data(rank)))
+            with raises(ArithmeticError, "on purpose"):
+                ddp.module[3](ddp.module[2](_Raises.apply(h))).sum().backward()
+            # Through the wrapper, so that the failure comes after some gradients.
+            hook = model[1].register_forward_hook(lambda m, a, out: _Raises.apply(out))
+            with raises(ArithmeticError, "on purpose"):
+                ddp(data(rank)).sum().backward()
+            hook.remove()
+            dist.barrier()
+        check_step(ddp, lambda m, r, s=step: m(data(r, s)).square().sum(), f"step {step}")
+
+
+@VIEWS
+@pytest.mark.parametrize("when", [0, 1, 3])
+def test_exception_in_backward_next_step_is_right(
+    ranks: RankPool, options: dict[str, Any], when: int
+) -> None:
+    ranks.run(2, _fails_then_goes_on, options, when)

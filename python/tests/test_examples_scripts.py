@@ -1,0 +1,452 @@
+"""The scripts of these folders run: on one process, on two CPU ranks, and say what is missing.
+
+examples/ has more; the others have tests of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("sklearn")
+pytest.importorskip("tqdm")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# Against hangs only; nothing here takes nearly as long.
+TIMEOUT_S = 240
+LAUNCHER = [sys.executable, "-m", "apex.parallel.multiproc", "--nproc=2"]
+TORCHRUN = [
+    *[sys.executable, "-m", "torch.distributed.run", "--standalone"],
+    *["--local-addr=localhost", "--nproc_per_node=2"],
+]
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script with a small workload.
+
+    Args:
+        path: below examples/.
+        arguments: that make the workload small.
+        two_ranks: arguments for two processes, or None: a launcher starts them.
+        loss: at most, printed for the last epoch; None: the script prints no losses.
+        final: a regular expression that the output of N ranks contains; {ranks} becomes N.
+        needs: without which it ends with a sentence: the sentence's start, or None.
+    """
+
+    path: str
+    arguments: tuple[str, ...]
+    two_ranks: tuple[str, ...] | None = None
+    loss: float | None = None
+    final: str | None = None
+    needs: str | None = "the digits come with scikit-learn"
+
+    def command(self, ranks: int, extra: Sequence[object] = ()) -> list[str]:
+        start = LAUNCHER if ranks == 2 and self.two_ranks is None else [sys.executable]
+        chosen = self.two_ranks if ranks == 2 and self.two_ranks is not None else ()
+        script = str(EXAMPLES / self.path)
+        return [*start, script, *self.arguments, *chosen, *map(str, extra)]
+
+
+# Losses begin at ln 10 = 2.3. The bounds are about twice what was measured on two ranks.
+SCRIPTS = {
+    "simple_ddp_amp": Script("seeds/simple_ddp_amp.py", ("--epochs=3",), loss=0.6),
+    "simple_ddp_amp O2": Script(
+        "seeds/simple_ddp_amp.py", ("--epochs=2", "--opt-level=O2"), loss=0.9
+    ),
+    "syncbn_layer": Script(
+        "seeds/syncbn_layer.py",
+        ("--steps=5",),
+        final=r"{ranks} rank\(s\), 5 batches: .* is \d\.\de-\d\d\.",
+        needs=None,
+    ),
+    "syncbn_convert": Script(
+        "seeds/syncbn_convert.py",
+        ("--epochs=2",),
+        loss=0.4,
+        final=r"2 batch norms are synchronized over {ranks} rank\(s\)",
+    ),
+    "spawn": Script(
+        "spawn/main.py",
+        ("--epochs=3", "--seed=1"),
+        two_ranks=("--processes=2",),
+        loss=0.9,
+        final=r"final: {ranks} rank\(s\), parameters [0-9a-f]{{12}} on all",
+    ),
+    "spawn model parallel": Script(
+        "spawn/main.py",
+        ("--epochs=3", "--seed=1", "--model-parallel", "--workers=1"),
+        two_ranks=("--processes=2",),
+        loss=0.9,
+        final=r"final: {ranks} rank\(s\), parameters [0-9a-f]{{12}} on all",
+    ),
+    "mnist-distributed": Script(
+        "tutorial/mnist-distributed.py",
+        ("--data=digits",),
+        two_ranks=("-n=1", "-g=2", "-nr=0"),
+        loss=1.5,
+    ),
+    "mnist-mixed": Script(
+        "tutorial/mnist-mixed.py",
+        ("--data=digits", "--epochs=1"),
+        two_ranks=("-n=1", "-g=2", "-nr=0"),
+        loss=2.2,
+    ),
+    "fp16_optimizer": Script("fp16_optimizer/main.py", ("--epochs=2", "--clip=1"), loss=0.25),
+    "fp16_optimizer static": Script(
+        "fp16_optimizer/main.py", ("--epochs=2", "--static-loss-scale=128"), loss=0.25
+    ),
+    **{
+        f"imagenet {name}": Script(
+            "imagenet/main.py",
+            (*("--synthetic=16", "--image-size=32", "-b=4", "--epochs=1", "-j=0", "-p=1"), *more),
+            final=r"step 2/2: loss \d\.\d+, \d+\.\d ms per step, \d+\.\d images/s(.|\n)*"
+            r"final: best top-1 accuracy .*, {ranks} rank\(s\)",
+            needs=None,
+        )
+        for name, more in {
+            "O0 sync_bn": ("--steps=2", "--opt-level=O0", "--sync_bn", "-j=1"),
+            "O1": ("--steps=2", "--opt-level=O1"),
+            "O2 sync_bn": ("--steps=2", "--opt-level=O2", "--sync_bn", "--channels-last"),
+            "O3": ("--steps=2", "--opt-level=O3", "--keep-batchnorm-fp32=True"),
+        }.items()
+    },
+}
+#: One process only.
+SINGLE = {"mnist": Script("tutorial/mnist.py", ("--data=digits", "--epochs=2"), loss=1.0)}
+ALL = {**SCRIPTS, **SINGLE}
+#: One row per script, without the rows that differ in arguments only.
+EACH_SCRIPT = list({script.path: name for name, script in reversed(ALL.items())}.values())
+
+pytestmark = pytest.mark.processes
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This process's environment without launchers' variables and GPUs, with a free port."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
+    kept = {name: value for name, value in os.environ.items() if name not in launcher}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    cpu = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    return {**kept, **cpu, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **changes}
+
+
+def run(command: Sequence[str], folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+def losses(stdout: str) -> list[float]:
+    """The loss of each epoch, from lines like `epoch 1/2: loss 1.2345`."""
+    return [
+        float(loss) for loss in re.findall(r"^epoch \d+/\d+: loss (\S+?),?(?: |$)", stdout, re.M)
+    ]
+
+
+def check_output(script: Script, ranks: int, done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stderr
+    if script.final is not None:
+        assert re.search(script.final.format(ranks=ranks), done.stdout), done.stdout
+    if script.loss is not None:
+        found = losses(done.stdout)
+        assert found, done.stdout
+        assert found[-1] < script.loss
+        assert sorted(found, reverse=True) == found
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_script_one_process_trains(name: str, tmp_path: Path) -> None:
+    script = ALL[name]
+    done = run(script.command(1), tmp_path)
+    check_output(script, 1, done)
+    assert re.search(r"\d+/\d+ \[", done.stderr), "no progress bar"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_two_ranks_train(name: str, tmp_path: Path) -> None:
+    script = SCRIPTS[name]
+    done = run(script.command(2), tmp_path)
+    check_output(script, 2, done)
+    assert re.search(r"\d+/\d+ \[", done.stderr), "no progress bar"
+    if script.two_ranks is None:
+        assert not re.search(r"\d+/\d+ \[|epoch", (tmp_path / "GPU_1.log").read_text())
+    else:
+        # The ranks share the terminal: only one of them may print.
+        lines = [line for line in done.stdout.splitlines() if line.startswith("epoch ")]
+        assert len(lines) == len(set(line.partition(":")[0] for line in lines))
+
+
+@pytest.mark.parametrize("launcher", ["run", "launch"])
+def test_script_torch_launchers_start_it(launcher: str, tmp_path: Path) -> None:
+    script = SCRIPTS["simple_ddp_amp"]
+    start = [part.replace("distributed.run", f"distributed.{launcher}") for part in TORCHRUN]
+    check_output(script, 2, run([*start, str(EXAMPLES / script.path), *script.arguments], tmp_path))
+
+
+@pytest.mark.parametrize("name", EACH_SCRIPT)
+def test_help_describes_the_options(name: str, tmp_path: Path) -> None:
+    done = run([sys.executable, str(EXAMPLES / ALL[name].path), "--help"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
+    assert "--epochs" in done.stdout or "--steps" in done.stdout
+
+
+def without_scikit_learn(folder: Path) -> str:
+    (folder / "hidden" / "sklearn").mkdir(parents=True)
+    (folder / "hidden/sklearn/__init__.py").write_text("raise ImportError('none here')\n")
+    path = os.environ.get("PYTHONPATH")
+    return f"{folder / 'hidden'}{os.pathsep}{path}" if path else str(folder / "hidden")
+
+
+@pytest.mark.parametrize("name", [name for name in EACH_SCRIPT if ALL[name].needs])
+def test_missing_data_fails_with_one_sentence(name: str, tmp_path: Path) -> None:
+    script = ALL[name]
+    done = run(script.command(1), tmp_path, PYTHONPATH=without_scikit_learn(tmp_path))
+    assert_one_sentence(done, f"{Path(script.path).name}: {script.needs}")
+
+
+def assert_one_sentence(done: subprocess.CompletedProcess[str], sentence: str) -> None:
+    assert done.returncode not in (0, None)
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if ".py: " in line]
+    assert len(lines) == 1, done.stderr
+    assert sentence in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "sentence"),
+    [
+        ("imagenet/main.py", (), "main.py: name the folder with the images"),
+        ("imagenet/main.py", ("nowhere",), "main.py: there is no folder nowhere/train"),
+        ("imagenet/main.py", ("--synthetic=4", "-a=vgg16"), "main.py: there is no network vgg16"),
+        ("imagenet/main.py", ("--synthetic=4", "-b=8"), "no whole batch of 8"),
+        ("imagenet/main.py", ("--resume=nowhere.pt",), "there is no checkpoint nowhere.pt"),
+        ("fp16_optimizer/main.py", ("--resume=nowhere.pt",), "there is no checkpoint nowhere.pt"),
+        ("spawn/main.py", ("--resume=nowhere.pt",), "there is no checkpoint nowhere.pt"),
+        ("spawn/main.py", ("--rank=1",), "--rank 1 is not one of 1 machines"),
+        ("spawn/main.py", ("--world-size=2",), "give --dist-url"),
+        ("tutorial/mnist.py", ("--data=mnist",), "mnist.py: MNIST is not in data"),
+        ("tutorial/mnist-distributed.py", ("-nr=1",), "-nr 1 is not one of 1 machines"),
+    ],
+)
+def test_bad_argument_fails_with_one_sentence(
+    script: str, arguments: tuple[str, ...], sentence: str, tmp_path: Path
+) -> None:
+    done = run([sys.executable, str(EXAMPLES / script), *arguments], tmp_path)
+    assert_one_sentence(done, sentence)
+
+
+# --- what the READMEs promise of single scripts ---
+
+
+def spawn(ranks: int, folder: Path, *arguments: str) -> str:
+    """The digest of all parameters that the run ends with."""
+    command = [sys.executable, str(EXAMPLES / "spawn/main.py"), f"--processes={ranks}", "--seed=5"]
+    done = run([*command, *arguments], folder)
+    assert done.returncode == 0, done.stderr
+    match = re.search(r"parameters ([0-9a-f]{12}) on all", done.stdout)
+    assert match is not None, done.stdout
+    return match[1]
+
+
+def test_spawn_same_seed_ends_with_the_same_bits(tmp_path: Path) -> None:
+    first = spawn(2, tmp_path, "--epochs=1")
+    assert spawn(2, tmp_path, "--epochs=1") == first
+    assert spawn(2, tmp_path, "--epochs=1", "--seed=6") != first
+
+
+def test_spawn_model_parallel_on_the_cpu_computes_the_same(tmp_path: Path) -> None:
+    first = spawn(1, tmp_path, "--epochs=1")
+    assert spawn(1, tmp_path, "--epochs=1", "--model-parallel") == first
+
+
+def test_spawn_resumed_ends_with_the_bits_of_one_run(tmp_path: Path) -> None:
+    whole = spawn(2, tmp_path, "--epochs=2")
+    assert spawn(2, tmp_path, "--epochs=1", "--checkpoint=half.pt") != whole
+    assert spawn(2, tmp_path, "--epochs=2", "--resume=half.pt") == whole
+
+
+def test_spawn_two_machines_are_one_job(tmp_path: Path) -> None:
+    url = f"--dist-url=file://{tmp_path / 'meeting'}"
+    command = [sys.executable, str(EXAMPLES / "spawn/main.py"), "--seed=5", "--epochs=1"]
+    machines = [
+        subprocess.Popen(
+            [*command, "--world-size=2", f"--rank={rank}", url],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    outputs = [machine.communicate(timeout=TIMEOUT_S)[0] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0]
+    assert "final: 2 rank(s)" in outputs[0]
+    assert outputs[1] == ""
+    # Where the processes run makes no difference to what they compute.
+    assert spawn(2, tmp_path, "--epochs=1") in outputs[0]
+
+
+def test_spawn_other_settings_are_refused(tmp_path: Path) -> None:
+    spawn(1, tmp_path, "--epochs=1", "--checkpoint=one.pt")
+    arguments = ["--resume=one.pt", "--seed=5", "--batch-size=32"]
+    done = run([sys.executable, str(EXAMPLES / "spawn/main.py"), *arguments], tmp_path)
+    assert_one_sentence(done, "was trained with --batch-size 64, not 32")
+
+
+def imagenet(folder: Path, *arguments: str) -> list[str]:
+    """The losses that are printed."""
+    small = ["--synthetic=16", "--image-size=32", "-b=4", "-j=0", "-p=1", "--opt-level=O2"]
+    command = [*LAUNCHER, str(EXAMPLES / "imagenet/main.py"), *small, "--steps=1", *arguments]
+    done = run(command, folder)
+    assert done.returncode == 0, done.stderr
+    return re.findall(r"loss (\d\.\d+)", done.stdout)
+
+
+def test_imagenet_resumed_continues_with_the_same_losses(tmp_path: Path) -> None:
+    whole = imagenet(tmp_path, "--epochs=3")
+    assert len(whole) == 3
+    assert imagenet(tmp_path, "--epochs=1", "--checkpoint=one.pt") == whole[:1]
+    assert imagenet(tmp_path, "--epochs=3", "--resume=one.pt") == whole[1:]
+
+
+def test_imagenet_resumed_at_another_level_is_refused(tmp_path: Path) -> None:
+    imagenet(tmp_path, "--epochs=1", "--checkpoint=one.pt")
+    arguments = ["--synthetic=16", "--resume=one.pt", "--opt-level=O0"]
+    done = run([sys.executable, str(EXAMPLES / "imagenet/main.py"), *arguments], tmp_path)
+    assert_one_sentence(done, "was trained with opt-level O2, not O0")
+
+
+def picture_folder(folder: Path) -> Path:
+    """Two classes, as ImageNet lays them out: mostly red, and mostly blue, of several sizes."""
+    image = pytest.importorskip("PIL.Image")
+    for part, count in (("train", 12), ("val", 4)):
+        for number in range(count):
+            name, colour = ("red", (200, 30, 20)) if number % 2 else ("blue", (20, 40, 210))
+            path = folder / part / name / f"{number}.{'png' if number % 3 else 'JPEG'}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image.new("RGB" if number % 5 else "RGBA", (40 + number, 60 - number), colour).convert(
+                "RGB"
+            ).save(path)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_imagenet_images_in_folders_train(ranks: int, tmp_path: Path) -> None:
+    folder = picture_folder(tmp_path / "pictures")
+    start = LAUNCHER if ranks == 2 else [sys.executable]
+    small = ["--image-size=32", f"-b={6 // ranks}", "--epochs=1", "-j=1", "--opt-level=O0", "-p=1"]
+    done = run([*start, str(EXAMPLES / "imagenet/main.py"), str(folder), *small], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"step 2/2: loss \d\.\d+", done.stdout), done.stdout
+    assert re.search(rf"final: best top-1 accuracy \d+\.\d+ %, {ranks} rank", done.stdout)
+
+
+@pytest.fixture
+def imagenet_images() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(EXAMPLES / "imagenet"))
+    yield importlib.import_module("images")
+    sys.path.pop(0)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_imagenet_folder_gives_normalized_images_and_their_labels(
+    train: bool, imagenet_images: ModuleType, tmp_path: Path
+) -> None:
+    folder = picture_folder(tmp_path)
+    found = imagenet_images.FolderImages(folder / "train", ["blue", "red"], 24, train)
+    assert len(found) == 12
+    for image, label in (found[index] for index in range(len(found))):
+        assert image.shape == (3, 24, 24) and image.dtype == torch.float32
+        red, _, blue = (
+            image.mean((1, 2)) * torch.tensor(imagenet_images.DEVIATION)
+            + torch.tensor(imagenet_images.MEAN)
+        ).tolist()
+        assert (red, blue) == pytest.approx(
+            (200 / 255, 20 / 255) if label == 1 else (20 / 255, 210 / 255), abs=0.03
+        )
+
+
+def test_imagenet_folder_without_images_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    for part in ("train", "val"):
+        (tmp_path / part / "nothing").mkdir(parents=True)
+    done = run([sys.executable, str(EXAMPLES / "imagenet/main.py"), str(tmp_path)], tmp_path)
+    assert_one_sentence(done, "main.py: there are no images in")
+
+
+def test_imagenet_parts_of_images_lie_inside(imagenet_images: ModuleType) -> None:
+    for width, height in ((500, 375), (30, 200), (1, 1)):
+        parts = [imagenet_images.random_part(width, height) for _ in range(200)]
+        for left, top, right, bottom in [imagenet_images.middle(width, height), *parts]:
+            assert 0 <= left < right <= width + 1e-9
+            assert 0 <= top < bottom <= height + 1e-9
+
+
+def trained(script: str, folder: Path, *arguments: str) -> list[float]:
+    """The losses that two ranks print, one per epoch."""
+    done = run([*LAUNCHER, str(EXAMPLES / script), *arguments], folder)
+    assert done.returncode == 0, done.stderr
+    return losses(done.stdout)
+
+
+def test_fp16_optimizer_resumed_continues_with_the_same_losses(tmp_path: Path) -> None:
+    script = "fp16_optimizer/main.py"
+    whole = trained(script, tmp_path, "--epochs=3")
+    assert len(whole) == 3
+    assert trained(script, tmp_path, "--epochs=1", "--checkpoint=one.pt") == whole[:1]
+    assert trained(script, tmp_path, "--epochs=3", "--resume=one.pt") == whole[1:]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_simple_ddp_amp_losses_agree_with_float32(level: str, tmp_path: Path) -> None:
+    script = "seeds/simple_ddp_amp.py"
+    exact = trained(script, tmp_path, "--epochs=1", "--opt-level=O0")
+    assert len(exact) == 1
+    found = trained(script, tmp_path, "--epochs=1", f"--opt-level={level}")
+    assert found == pytest.approx(exact, rel=0.02)
+
+
+@pytest.mark.cuda
+@pytest.mark.nccl
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if "model parallel" not in name])
+def test_script_one_rank_per_gpu_trains(name: str, tmp_path: Path) -> None:
+    script = SCRIPTS[name]
+    gpus = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+    path = str(EXAMPLES / script.path)
+    if script.two_ranks is None:
+        command = [*LAUNCHER[:-1], f"--nproc={gpus}", path, *script.arguments]
+    else:
+        ranks = [part.replace("=2", f"={gpus}") for part in script.two_ranks]
+        command = [sys.executable, path, *script.arguments, *ranks]
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_VISIBLE_DEVICES": visible}
+    check_output(script, gpus, run(command, tmp_path, **env))
+
+
+def test_table_names_every_script() -> None:
+    folders = {Path(script.path).parent.name for script in ALL.values()}
+    scripts = {
+        str(path.relative_to(EXAMPLES))
+        for path in EXAMPLES.glob("*/*.py")
+        if path.parent.name in folders and "__main__" in path.read_text()
+    }
+    assert scripts == {script.path for script in ALL.values()}

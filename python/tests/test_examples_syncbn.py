@@ -1,0 +1,43 @@
+"""examples/syncbn: trained on 2 and 4 ranks, a CNN follows the one-process curve."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+MAIN = pathlib.Path(__file__).parents[2] / "examples" / "syncbn" / "main.py"
+
+
+def _run(folder: pathlib.Path, ranks: int) -> dict:
+    output = folder / f"{ranks}.json"
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    result = subprocess.run(
+        [*launcher, str(MAIN), "--steps", "20", "--batch", "30", "--double", "--output", output],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads(output.read_text())
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_syncbn_example_ranks_follow_the_one_process_curve(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("sklearn")
+    one = _run(tmp_path, 1)
+    assert one["losses"][-1] < 0.7 * one["losses"][0]
+    for ranks in (2, 4):  # 30 images on 4 ranks: parts of 8, 8, 7 and 7
+        several = _run(tmp_path, ranks)
+        assert several["ranks"] == ranks
+        assert several["losses"] == pytest.approx(one["losses"], rel=1e-7)
+        assert several["accuracy"] == one["accuracy"]

@@ -1,0 +1,270 @@
+"""FP16_Optimizer against float32 training."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from apex.amp.scaler import LossScaler
+from apex.fp16_utils import FP16_Optimizer, convert_network
+from apex.parallel.LARC import LARC
+from torch import nn
+
+HALF, F32 = torch.float16, torch.float32
+
+
+def net(dtype: torch.dtype | None = HALF) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2))
+    return model if dtype is None else convert_network(model, dtype)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.rand(8, 4, generator=generator), torch.rand(8, 2, generator=generator)
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    x, y = batch(step)
+    return (model(x.to(model[0].weight.dtype)).float() - y).pow(2).mean()
+
+
+def wrap(model: nn.Module, larc: bool = False, **options: Any) -> FP16_Optimizer:
+    inner: Any = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    return FP16_Optimizer(LARC(inner) if larc else inner, **options)
+
+
+OPTIONS = {
+    "static 1": {},
+    "static 128": {"static_loss_scale": 128.0},
+    "dynamic": {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**10}},
+    "dynamic args": {
+        "dynamic_loss_scale": True,
+        "dynamic_loss_args": {"init_scale": 2.0**8, "scale_window": 3, "scale_factor": 4.0},
+    },
+}
+
+
+@pytest.mark.parametrize("larc", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16, F32])
+def test_training_matches_float32(dtype: torch.dtype, name: str, larc: bool) -> None:
+    model, reference = net(dtype), net(None)
+    optimizer = wrap(model, larc, **OPTIONS[name])
+    plain: Any = torch.optim.SGD(reference.parameters(), lr=0.2, momentum=0.9)
+    plain = LARC(plain) if larc else plain
+    for step in range(8):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, step))
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(reference, step).backward()
+        plain.step()
+    tolerance = {HALF: 4e-3, torch.bfloat16: 3e-2, F32: 1e-6}[dtype]
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    for master, want in zip(masters, reference.parameters(), strict=True):
+        assert master.dtype == F32
+        torch.testing.assert_close(master, want, rtol=tolerance, atol=tolerance)
+    for param, master in zip(model.parameters(), masters, strict=True):
+        assert torch.equal(param, master.to(dtype))
+    if name == "dynamic args":
+        assert optimizer.loss_scale == 2.0**8 * 4**2
+
+
+def test_update_master_grads_by_hand_sums_several_losses() -> None:
+    model, reference = net(), net(None)
+    optimizer = wrap(model, static_loss_scale=16.0)
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model, 0), update_master_grads=False)
+    optimizer.backward(loss_of(model, 1), update_master_grads=False, retain_graph=True)
+    optimizer.update_master_grads()
+    (loss_of(reference, 0) + loss_of(reference, 1)).backward()
+    grads = optimizer.inspect_master_grad_data()
+    for grad, want in zip(grads[0], reference.parameters(), strict=True):
+        torch.testing.assert_close(grad, want.grad, rtol=1e-2, atol=2e-3)
+
+
+def overflow(optimizer: FP16_Optimizer, model: nn.Module) -> None:
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model, 0), update_master_grads=False)
+    model[0].weight.grad[0, 0] = float("nan")
+    optimizer.update_master_grads()
+
+
+def test_overflow_skips_the_step_and_lowers_the_scale(capsys: pytest.CaptureFixture[str]) -> None:
+    model = net()
+    optimizer = wrap(model, dynamic_loss_scale=True)
+    before = model[0].weight.detach().clone()
+    overflow(optimizer, model)
+    assert optimizer.overflow and optimizer.loss_scale == 2.0**15
+    assert optimizer.clip_master_grads(1.0) == -1
+    assert optimizer.inspect_master_grad_data() is None
+    optimizer.step()
+    assert torch.equal(before, model[0].weight)
+    assert "Gradient overflow" in capsys.readouterr().out
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model, 0))
+    optimizer.step()
+    assert not optimizer.overflow and not torch.equal(before, model[0].weight)
+
+
+def test_static_scale_does_not_look_for_overflow() -> None:
+    model = net()
+    optimizer = wrap(model, static_loss_scale=2.0, verbose=False)
+    overflow(optimizer, model)
+    assert not optimizer.overflow and optimizer.loss_scale == 2.0
+    optimizer.loss_scale = 8.0
+    assert optimizer.loss_scale == 8.0
+
+
+def test_clip_master_grads_limits_the_unscaled_norm() -> None:
+    model = net()
+    optimizer = wrap(model, static_loss_scale=64.0)
+    optimizer.backward(loss_of(model, 0))
+    norm = optimizer.clip_master_grads(1e-3)
+    assert 1e-3 < norm < 10
+    grads = [grad.flatten() for grad in optimizer.inspect_master_grad_data()[0]]
+    assert torch.cat(grads).norm() == pytest.approx(1e-3, rel=1e-4)
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_zero_grad_clears_masters_and_model(set_to_none: bool) -> None:
+    model = net()
+    optimizer = wrap(model)
+    optimizer.backward(loss_of(model, 0))
+    optimizer.zero_grad(set_grads_to_None=set_to_none)
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    for param in list(model.parameters()) + masters:
+        assert (param.grad is None) if set_to_none else not param.grad.any()
+
+
+def test_closure_with_lbfgs_matches_float32() -> None:
+    model, reference = net(), net(None)
+    options = {"lr": 0.1, "max_iter": 4}
+    optimizer = FP16_Optimizer(
+        torch.optim.LBFGS(model.parameters(), **options), static_loss_scale=64.0
+    )
+    plain = torch.optim.LBFGS(reference.parameters(), **options)
+    calls = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        calls.append(loss.item())
+        optimizer.backward(loss)
+        return loss
+
+    def plain_closure() -> torch.Tensor:
+        plain.zero_grad()
+        loss = loss_of(reference, 0)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        loss = optimizer.step(closure)
+        want = plain.step(plain_closure)
+        torch.testing.assert_close(loss, want, rtol=1e-2, atol=1e-3)
+    assert len(calls) > 3 and calls[-1] < calls[0]
+    assert optimizer.first_closure_call_this_step
+
+
+def test_closure_that_overflows_is_evaluated_again_but_not_forever() -> None:
+    model = net()
+    optimizer = wrap(model, dynamic_loss_scale=True, verbose=False)
+    bad = [True, True, False]
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        optimizer.backward(loss, update_master_grads=False)
+        if bad.pop(0):
+            model[0].weight.grad[0, 0] = float("inf")
+        optimizer.update_master_grads()
+        return loss
+
+    optimizer.step(closure)
+    assert not bad and optimizer.loss_scale == 2.0**14
+    bad = [True] * 200
+    with pytest.raises(RuntimeError, match="in a row"):
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_state_dict_loads_safely_and_resumes_bit_for_bit(name: str) -> None:
+    model = net()
+    optimizer = wrap(model, verbose=False, **OPTIONS[name])
+
+    def train(model: nn.Module, optimizer: FP16_Optimizer, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            optimizer.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    train(model, optimizer, range(3))
+    if "dynamic" in name:
+        overflow(optimizer, model)
+    state = optimizer.state_dict()
+    assert set(state) == {
+        "loss_scaler",
+        "dynamic_loss_scale",
+        "overflow",
+        "first_closure_call_this_step",
+        "optimizer_state_dict",
+        "fp32_from_fp16",
+    }
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": state}, buffer)
+    expected = train(model, optimizer, range(3, 6))
+
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    twin = net()
+    resumed = wrap(twin, verbose=False, **OPTIONS[name])
+    twin.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    assert train(twin, resumed, range(3, 6)) == expected
+    assert resumed.loss_scale == optimizer.loss_scale
+
+
+def test_load_state_dict_of_another_model_or_of_apex() -> None:
+    model = net()
+    optimizer = wrap(model, dynamic_loss_scale=True)
+    other = nn.Linear(3, 3).half()
+    foreign = FP16_Optimizer(torch.optim.SGD(other.parameters(), lr=0.1)).state_dict()
+    with pytest.raises(ValueError, match="2 master weights"):
+        optimizer.load_state_dict(foreign)
+
+    # Apex put the scaler object itself into the state.
+    scaler = LossScaler("dynamic")
+    scaler._loss_scale, scaler._unskipped = 32.0, 5
+    state = optimizer.state_dict()
+    state["loss_scaler"] = pickle.loads(pickle.dumps(scaler))
+    optimizer.load_state_dict(state)
+    assert optimizer.loss_scale == 32.0 and optimizer.loss_scaler._unskipped == 5
+
+
+def test_pickling_raises_and_attributes_are_those_of_the_inner_optimizer() -> None:
+    model = net()
+    optimizer = wrap(model)
+    with pytest.raises(RuntimeError, match="state_dict"):
+        pickle.dumps(optimizer)
+    inner = optimizer.optimizer
+    assert optimizer.state is inner.state and optimizer.param_groups is inner.param_groups
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert inner.param_groups[0]["lr"] == 0.5
+
+
+def test_frozen_parameters_get_no_master() -> None:
+    model = net()
+    model[0].weight.requires_grad_(False)
+    optimizer = wrap(model)
+    assert len(optimizer.all_fp32_from_fp16_params) == 5
+    optimizer.backward(loss_of(model, 0))
+    optimizer.step()

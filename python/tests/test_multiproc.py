@@ -1,0 +1,446 @@
+"""python -m apex.parallel.multiproc: what it starts, what scripts are given, and how a job ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from apex.parallel import _multiproc_script as script_options
+from apex.parallel import multiproc
+
+# Against hangs only; nothing here takes nearly as long.
+TIMEOUT_S = 120
+
+linux_only = pytest.mark.skipif(
+    not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc"
+)
+
+#: Every rank tells what it was given, as one line of JSON in a file of its own.
+REPORT = """
+    import json, os, pathlib, sys
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
+    told = {name: os.environ[name] for name in names.split()}
+    path = pathlib.Path(os.environ["REPORT_TO"]) / told["RANK"]
+    path.write_text(json.dumps({"env": told, "argv": sys.argv[1:], "pid": os.getpid()}))
+"""
+TAKES_ALL = """
+    import argparse
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--world-size", type=int)
+    parser.add_argument("--local_rank", type=int)
+    parser.add_argument("--lr")
+    parser.parse_args()
+"""
+#: Every rank waits until the launcher ends it; rank 0 says when all of them are there.
+WAIT = """
+    import os, sys, time
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if os.environ["RANK"] == "0":
+        print("all here", flush=True)
+    while True:
+        time.sleep(0.1)
+"""
+#: Like torch's own tests of hanging jobs: this rank fails, the others wait for it in a collective.
+FAIL = """
+    import os, signal, sys
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if os.environ["RANK"] == os.environ["FAILING_RANK"]:
+        how = sys.argv[1]
+        if how == "raise":
+            raise ValueError("no more apples")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit(int(how))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    while True:
+        signal.pause()
+"""
+
+
+class Job:
+    """A launcher in a folder of its own, and what its ranks said."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.reports = folder / "reports"
+        self.reports.mkdir()
+        self.launchers: list[subprocess.Popen[str]] = []
+
+    def write(self, *sources: str) -> None:
+        (self.folder / "job.py").write_text("".join(map(textwrap.dedent, sources)))
+
+    def start(self, *command: str, **env: str) -> subprocess.Popen[str]:
+        launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        kept = {name: value for name, value in os.environ.items() if name not in launchers}
+        kept.pop("OMP_NUM_THREADS", None)
+        # The ranks inherit the pipes: at their end, no process of the job is left.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "apex.parallel.multiproc", *command],
+            cwd=self.folder,
+            env={**kept, "REPORT_TO": str(self.reports), "GLOO_SOCKET_IFNAME": "lo", **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.launchers.append(process)
+        return process
+
+    def run(self, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return self.finish(self.start(*command, **env))
+
+    def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+        """Wait until the launcher and whatever has its output open are gone."""
+        out, err = process.communicate(timeout=TIMEOUT_S)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def report(self, rank: int) -> dict:
+        return json.loads((self.reports / str(rank)).read_text())
+
+    def ranks(self) -> list[int]:
+        return sorted(int(path.name) for path in self.reports.iterdir())
+
+    def living(self) -> list[int]:
+        """Processes that were started with this folder in their environment, zombies apart."""
+        mark = f"REPORT_TO={self.reports}".encode()
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (process / "environ").read_bytes().split(b"\0"):
+                    found.append(int(process.name))
+            except OSError:
+                continue
+        return found
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    for process in job.launchers:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+# --- what is started ---
+
+
+@pytest.mark.processes
+def test_environment_every_rank_is_complete(job: Job) -> None:
+    job.write(REPORT)
+    done = job.run("--nproc", "3", "job.py")
+    assert done.returncode == 0, done.stderr
+    assert job.ranks() == [0, 1, 2]
+    reports = [job.report(rank)["env"] for rank in range(3)]
+    for rank, env in enumerate(reports):
+        assert env["RANK"] == env["LOCAL_RANK"] == str(rank)
+        assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "3"
+        assert int(env["OMP_NUM_THREADS"]) >= 1
+    assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in reports}) == 1
+
+
+@pytest.mark.processes
+def test_master_given_reaches_every_rank(job: Job) -> None:
+    job.write(REPORT)
+    port = free_port()
+    done = job.run("--nproc=2", "--master-addr=127.0.0.1", f"--master-port={port}", "job.py")
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        env = job.report(rank)["env"]
+        assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("127.0.0.1", port)
+
+
+@pytest.mark.processes
+def test_two_nodes_ranks_are_numbered_through_and_meet(job: Job) -> None:
+    job.write(REPORT, "import torch.distributed as dist\n", 'dist.init_process_group("gloo")\n')
+    with (job.folder / "job.py").open("a") as file:
+        file.write("assert dist.get_world_size() == 4\ndist.barrier()\n")
+        file.write("dist.destroy_process_group()\n")
+    nodes = ["--nproc=2", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    launchers = [job.start(*nodes, f"--node-rank={node}", "job.py") for node in (0, 1)]
+    for launcher in launchers:
+        done = job.finish(launcher)
+        assert done.returncode == 0, done.stderr
+    assert job.ranks() == [0, 1, 2, 3]
+    assert [job.report(rank)["env"]["LOCAL_RANK"] for rank in range(4)] == ["0", "1", "0", "1"]
+    assert (job.folder / "GPU_3.log").is_file()
+
+
+def test_processes_default_is_gpus_or_else_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiproc.torch.cuda, "device_count", lambda: 8)
+    assert multiproc.default_processes() == 8
+    monkeypatch.setattr(multiproc.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(multiproc, "_cores", lambda: 6)
+    assert multiproc.default_processes() == 6
+
+
+@pytest.mark.processes
+def test_output_rank_0_on_terminal_others_in_logs(job: Job) -> None:
+    job.write(
+        "import os, sys\n",
+        'print("out of", os.environ["RANK"])\n',
+        'print("err of", os.environ["RANK"], file=sys.stderr)\n',
+    )
+    done = job.run("--nproc=2", "--log-dir=logs/new", "job.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "out of 0\n"
+    assert "err of 0" in done.stderr
+    assert "of 1" not in done.stdout + done.stderr
+    assert (job.folder / "logs/new/GPU_1.log").read_text() == "out of 1\nerr of 1\n"
+    assert [path.name for path in (job.folder / "logs/new").iterdir()] == ["GPU_1.log"]
+
+
+# --- what scripts are given ---
+
+
+@pytest.mark.processes
+def test_options_script_takes_them_each_rank_gets_its_own(job: Job) -> None:
+    job.write(REPORT, TAKES_ALL)
+    done = job.run("--nproc=2", "job.py", "--lr", "0.1")
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        expected = ["--rank", str(rank), "--world-size", "2", "--local_rank", str(rank)]
+        assert job.report(rank)["argv"] == ["--lr", "0.1", *expected]
+
+
+@pytest.mark.processes
+def test_options_script_takes_none_gets_its_arguments_alone(job: Job) -> None:
+    job.write(REPORT)
+    # The agent substitutes ${local_rank} and $$ in what it is given; these must arrive untouched.
+    arguments = ["--name", "a b", "$$x", "${local_rank}", "--", "--nproc=7"]
+    done = job.run("--nproc=2", "job.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert job.report(0)["argv"] == job.report(1)["argv"] == arguments
+
+
+@pytest.mark.processes
+def test_world_size_of_script_is_the_number_of_processes(job: Job) -> None:
+    job.write(REPORT, TAKES_ALL)
+    done = job.run("job.py", "--world-size", "3", "--lr=1")
+    assert done.returncode == 0, done.stderr
+    assert job.ranks() == [0, 1, 2]
+    expected = ["--world-size", "3", "--lr=1", "--rank", "2", "--local_rank", "2"]
+    assert job.report(2)["argv"] == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        ("p.add_argument('--local_rank', default=-1)", {"--local_rank"}),
+        ("p.add_argument('-r', '--rank')", {"--rank"}),
+        ("a.b().add_argument(\n  '--world_size')", {"--world_size"}),
+        ("p.add_argument('--local-rank', '--local_rank')", {"--local-rank", "--local_rank"}),
+        ("# p.add_argument('--rank')", set()),
+        ("print('--rank')", set()),
+        ("p.add_argument('--ranking')", set()),
+        ("this is no python", set()),
+    ],
+)
+def test_options_taken_source_is_read(tmp_path: Path, source: str, options: set[str]) -> None:
+    (tmp_path / "script.py").write_text(source)
+    assert script_options.options_taken(tmp_path / "script.py") == options
+
+
+@pytest.mark.parametrize(
+    ("takes", "arguments", "choice", "expected"),
+    [
+        ({"--rank", "--local_rank"}, [], None, ("--rank", "--local_rank")),
+        ({"--local-rank", "--local_rank"}, [], None, ("--local_rank",)),
+        ({"--rank"}, ["--rank", "5"], None, ()),
+        ({"--rank"}, ["--rank=5"], None, ()),
+        ({"--rank", "--world-size"}, [], (), ()),
+        (set(), [], ("--local_rank",), ("--local_rank",)),
+        (set(), ["--local-rank=0"], ("--local_rank",), ()),
+    ],
+)
+def test_appended_choice_and_given_options_win(
+    takes: set[str], arguments: list[str], choice: tuple[str, ...] | None, expected: tuple[str, ...]
+) -> None:
+    assert script_options.appended(frozenset(takes), arguments, choice) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keep", "expected"),
+    [
+        (["--world-size", "4", "x"], False, (["x"], 4)),
+        (["--world_size=4", "x"], False, (["x"], 4)),
+        (["a", "--world-size", "4"], True, (["a", "--world-size", "4"], 4)),
+        (["--world-size", "many"], False, (["--world-size", "many"], None)),
+        (["--world-size"], False, (["--world-size"], None)),
+        ([], False, ([], None)),
+    ],
+)
+def test_split_world_size_finds_every_spelling(
+    arguments: list[str], keep: bool, expected: tuple[list[str], int | None]
+) -> None:
+    assert script_options.split_world_size(arguments, keep) == expected
+
+
+# --- how a job ends ---
+
+
+@pytest.mark.processes
+@linux_only
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "code", "complaint"),
+    [
+        ("raise", 1, "ValueError: no more apples"),
+        ("7", 7, "failed with exit code 7"),
+        ("kill", 137, "failed with signal SIGKILL"),
+    ],
+)
+def test_failing_rank_stops_all_and_is_shown(
+    job: Job, failing: int, how: str, code: int, complaint: str
+) -> None:
+    job.write(FAIL)
+    done = job.run("--nproc=2", "job.py", how, FAILING_RANK=str(failing))
+    assert done.returncode == code, done.stderr
+    assert complaint in done.stderr
+    assert f"multiproc: rank {failing} failed with " in done.stderr
+    assert f"rank {1 - failing} failed" not in done.stderr
+    assert done.stderr.count("Traceback") == (how == "raise")
+    assert job.living() == []
+
+
+@pytest.mark.processes
+def test_failing_ranks_each_is_named_with_its_traceback(job: Job) -> None:
+    job.write('import os\nraise ValueError("fault of " + os.environ["RANK"])\n')
+    done = job.run("--nproc=1", "job.py")
+    assert done.returncode == 1
+    assert "ValueError: fault of 0" in done.stderr
+    assert "rank 0 failed with exit code 1; its messages are above." in done.stderr
+
+
+@pytest.mark.processes
+@linux_only
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_launcher_leaves_no_process(job: Job, number: signal.Signals) -> None:
+    # A rank may have processes of its own, in a session of their own.
+    job.write(
+        "import subprocess, sys\n",
+        'sleeper = "import time; time.sleep(1000)"\n',
+        "subprocess.Popen([sys.executable, '-c', sleeper], start_new_session=True)\n",
+        WAIT,
+    )
+    launcher = job.start("--nproc=2", "job.py")
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "all here\n"
+    assert len(job.living()) == 5
+    launcher.send_signal(number)
+    done = job.finish(launcher)
+    assert done.returncode == 128 + number
+    assert f"multiproc: stopped by {number.name}" in done.stderr
+    assert job.living() == []
+
+
+@pytest.mark.processes
+@linux_only
+def test_killed_launcher_leaves_no_rank(job: Job) -> None:
+    job.write(WAIT)
+    launcher = job.start("--nproc=2", "job.py")
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "all here\n"
+    launcher.kill()
+    job.finish(launcher)  # returns when the ranks have let go of the pipes
+    assert job.living() == []
+
+
+@pytest.mark.processes
+@linux_only
+@pytest.mark.parametrize("failing", [0, 1])
+def test_failing_node_stops_the_other(job: Job, failing: int) -> None:
+    job.write(FAIL)
+    nodes = ["--nproc=1", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    launchers = [
+        job.start(*nodes, f"--node-rank={node}", "job.py", "raise", FAILING_RANK=str(failing))
+        for node in (0, 1)
+    ]
+    ends = [job.finish(launcher) for launcher in launchers]
+    assert [done.returncode for done in ends] == [1, 1]
+    assert "ValueError: no more apples" in ends[failing].stderr
+    assert f"multiproc: node {failing} has failed." in ends[1 - failing].stderr
+    assert job.living() == []
+
+
+@pytest.mark.processes
+def test_missing_node_fails_with_one_sentence(job: Job) -> None:
+    job.write(REPORT)
+    nodes = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    done = job.run("--nproc=1", *nodes, "--node-rank=1", "--timeout-s=1", "job.py")
+    assert done.returncode == 1
+    assert "multiproc: node 1 could not meet the others at 127.0.0.1:" in done.stderr
+    assert job.ranks() == []
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["nowhere.py"], "there is no script nowhere.py."),
+        (["--nproc=0", "job.py"], "0 is not a positive number"),
+        (["--master-port=70000", "job.py"], "70000 is not a port number"),
+        (["--append=ranks", "job.py"], "'ranks' is none of rank, world-size"),
+        (["--nnodes=2", "job.py"], "give every one of them the --master-addr of node 0."),
+        (["--node-rank=1", "job.py"], "--node-rank 1 is not one of 1 nodes"),
+        (["--nproc=2", "job.py", "--world-size", "3"], "is not the script's --world-size 3"),
+        (["job.py", "--world-size=0"], "--world-size 0 cannot be divided over 1 node(s)"),
+        (["--log-dir=job.py", "job.py"], "cannot make the --log-dir job.py"),
+    ],
+)
+def test_bad_argument_fails_with_one_sentence(
+    arguments: list[str],
+    complaint: str,
+    job: Job,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(job.folder)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    job.write(REPORT)
+    with pytest.raises(SystemExit) as stopped:
+        multiproc.main(arguments)
+    assert stopped.value.code == 2
+    assert complaint in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_plan_several_nodes_environment_gives_the_meeting_point(
+    job: Job, parse: Callable[..., multiproc.Job]
+) -> None:
+    there = {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
+    assert parse("--nnodes=2", "job.py", env=there).master == ("node0", 1234)
+    assert parse("--nnodes=2", "--master-port=99", "job.py", env=there).master == ("node0", 99)
+    assert parse("job.py", env=there).master is None
+    assert parse("--nnodes=2", "job.py", "--world-size=6", env=there).processes == 3
+
+
+@pytest.fixture
+def parse(job: Job, monkeypatch: pytest.MonkeyPatch) -> Callable[..., multiproc.Job]:
+    monkeypatch.chdir(job.folder)
+    job.write(REPORT)
+
+    def planned(*arguments: str, env: dict[str, str]) -> multiproc.Job:
+        return multiproc.plan(multiproc.build_parser().parse_args(arguments), env)
+
+    return planned

@@ -1,0 +1,194 @@
+"""DistributedDataParallel over NCCL with two ranks on one GPU, against one process in float64."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.nccl,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+    pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL"),
+]
+
+
+def _rank_main(rank: int, world_size: int, path: str, body: Callable[..., None], args: Any) -> None:
+    # NCCL refuses two ranks with the same GPU on one host, so each says that it is another host;
+    # from NCCL 2.30 on a switch allows it.
+    os.environ["NCCL_HOSTID"] = f"rank{rank}"
+    os.environ["NCCL_NET"] = "Socket"
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"file://{path}/group",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=60),
+        device_id=device,
+    )
+    try:
+        body(rank, world_size, *args)
+        torch.cuda.synchronize()
+    finally:
+        dist.destroy_process_group()
+
+
+def run_ranks(world_size: int, body: Callable[..., None], *args: Any) -> None:
+    with tempfile.TemporaryDirectory() as path:
+        mp.spawn(_rank_main, (world_size, path, body, args), nprocs=world_size)
+
+
+def _mlp(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = nn.Sequential(
+        nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 3)
+    )
+    return layers.to(dtype)
+
+
+def _batch(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(12, 6, generator=generator, dtype=torch.float64)
+
+
+def _assert_near(actual: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    error = ((actual - expected).abs().max() / expected.abs().max()).item()
+    assert error < tolerance, f"{what}: error {error:.3g}"
+
+
+def _trains_like_one_process(rank: int, world_size: int, dtype: torch.dtype, options: dict) -> None:
+    model = copy.deepcopy(_mlp()).to("cuda", dtype)
+    if rank > 0:  # rank 0's values are taken at construction
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+    ddp = DistributedDataParallel(model, message_size=1000, **options)
+    reference = _mlp(dtype).double()
+    rows = 12 // world_size
+    for step in range(4):
+        batch = _batch(step)
+        ddp.zero_grad(set_to_none=True)
+        reference.zero_grad(set_to_none=True)
+        mine = batch[rank * rows : (rank + 1) * rows].to("cuda", dtype)
+        ddp(mine).float().square().mean().backward()
+        reference(batch).square().mean().backward()
+        for (name, got), want in zip(
+            ddp.module.named_parameters(), reference.parameters(), strict=True
+        ):
+            _assert_near(got.grad, want.grad, 2e-5 if dtype == torch.float32 else 0.1, name)
+        with torch.no_grad():
+            for parameter, follower in zip(
+                ddp.module.parameters(), reference.parameters(), strict=True
+            ):
+                parameter.sub_(parameter.grad, alpha=1e-3)
+                follower.copy_(parameter)  # so that rounding does not add up
+    in_backward = ddp.statistics()["launched_in_backward"]
+    assert (in_backward == 0) if options.get("delay_allreduce") else (in_backward > 0)
+    for name, parameter in ddp.module.named_parameters():
+        everyone = [torch.empty_like(parameter) for _ in range(world_size)]
+        dist.all_gather(everyone, parameter.detach().contiguous())
+        assert all(torch.equal(other, parameter) for other in everyone), f"{name} differs"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"delay_allreduce": True},
+        {"num_allreduce_streams": 2},
+        {"gradient_predivide_factor": 2.0},
+    ],
+    ids=lambda options: next(iter(options), "default"),
+)
+def test_training_two_nccl_ranks_equals_one_process(options: dict) -> None:
+    run_ranks(2, _trains_like_one_process, torch.float32, options)
+
+
+@pytest.mark.parametrize("options", [{}, {"allreduce_always_fp32": True}], ids=["bf16", "fp32_sum"])
+def test_training_bfloat16_two_nccl_ranks_equals_one_process(options: dict) -> None:
+    run_ranks(2, _trains_like_one_process, torch.bfloat16, options)
+
+
+def _overflows_only_as_a_sum(rank: int, world_size: int) -> None:
+    for average in (True, False):
+        parameter = nn.Parameter(torch.zeros(100, device="cuda", dtype=torch.float16))
+        module = nn.Module()
+        module.register_parameter("weight", parameter)
+        module.forward = lambda p=parameter: (p.float() * 60000.0).sum()
+        ddp = DistributedDataParallel(module, gradient_average=average)
+        for step in range(2):  # the first learns the order, the second follows it
+            ddp.zero_grad(set_to_none=True)
+            ddp().backward()
+            value = parameter.grad.max().item()
+            assert value == (60000.0 if average else float("inf")), f"step {step}: {value}"
+
+
+def test_average_float16_sum_overflows_is_taken_on_the_wire() -> None:
+    run_ranks(2, _overflows_only_as_a_sum)
+
+
+def _accumulates(rank: int, world_size: int) -> None:
+    model = nn.Linear(4, 1, bias=False, device="cuda")
+    ddp = DistributedDataParallel(model)
+    ones = torch.ones(1, 4, device="cuda")
+    with ddp.no_sync():
+        ddp(ones * (rank + 1)).sum().backward()
+    assert model.weight.grad.max().item() == rank + 1
+    ddp(ones * (rank + 1)).sum().backward()
+    expected = 2 * sum(range(1, world_size + 1)) / world_size
+    assert model.weight.grad.max().item() == expected
+
+
+def test_no_sync_two_nccl_ranks_reduces_what_accumulated() -> None:
+    run_ranks(2, _accumulates)
+
+
+class _Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.convolution(x)).relu().mean((2, 3)))
+
+
+def _normalizes_over_ranks(rank: int, world_size: int) -> None:
+    torch.manual_seed(3)
+    reference = _Normalized().double()
+    model = convert_syncbn_model(copy.deepcopy(reference)).to("cuda", torch.float64)
+    assert isinstance(model.norm, SyncBatchNorm)
+    ddp = DistributedDataParallel(model)
+    x = torch.randn(8, 3, 9, 9, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    rows = 8 // world_size
+    for _ in range(2):
+        ddp.zero_grad(set_to_none=True)
+        reference.zero_grad(set_to_none=True)
+        ddp(x[rank * rows : (rank + 1) * rows].cuda()).square().mean().backward()
+        reference(x).square().mean().backward()
+    for (name, got), want in zip(model.named_parameters(), reference.parameters(), strict=True):
+        _assert_near(got.grad, want.grad, 1e-9, name)
+    _assert_near(model.norm.running_var, reference.norm.running_var, 1e-9, "running_var")
+
+
+def test_sync_batch_norm_under_ddp_two_nccl_ranks_equals_one_process() -> None:
+    run_ranks(2, _normalizes_over_ranks)

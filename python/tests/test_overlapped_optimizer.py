@@ -1,0 +1,412 @@
+"""OverlappedOptimizer: updates made in the next forward, the same bit for bit as those made at once."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ddp_support import RankPool, check, check_equal, check_same_on_all_ranks, raises
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.checkpoint import checkpoint
+
+from apex import amp
+from apex.parallel import DistributedDataParallel, OverlappedOptimizer
+
+pytestmark = pytest.mark.processes
+
+STEPS = 9  # the plan is learnt in the first, ordered after the third; later ones are deferred
+
+
+class Net(nn.Module):
+    """Several buckets of unequal size, a norm, a parameter of its own, a shared layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 40)
+        self.norm = nn.BatchNorm1d(40)
+        self.middle = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(40))
+        self.last = nn.Linear(40, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.norm(self.first(x)))
+        for layer in self.middle:
+            h = torch.tanh(layer(h)) + 0.5 * h
+        h = torch.tanh(self.middle[0](h))
+        return self.last(h * self.scale)
+
+
+def make(**options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(Net(), message_size=150, **options)
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.sin(torch.arange(48, dtype=torch.float32).view(8, 6) * (step + 1) + 3 * rank)
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adam, one tensor at a time": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False),
+}
+
+
+def train(ddp: nn.Module, optimizer: Any, rank: int, *, clear_first: bool, steps: int = STEPS) -> list[Any]:
+    """Losses of a loop with a scheduler, as people write it."""
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    losses = []
+    for step in range(steps):
+        if clear_first:
+            optimizer.zero_grad()
+        loss = ddp(batch(rank, step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        if not clear_first:
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        losses.append(loss.item())
+    return losses
+
+
+def check_either_way(
+    make_ddp: Callable[[], Any], run: Callable[[Any, Any], None], make_optimizer: Make
+) -> Any:
+    """``run(ddp, optimizer)`` leaves the same parameters with an OverlappedOptimizer as without."""
+    results = []
+    for overlap in (False, True):
+        torch.manual_seed(0)
+        ddp = make_ddp()
+        optimizer: Any = make_optimizer(ddp.parameters())
+        if overlap:
+            optimizer = OverlappedOptimizer(optimizer, ddp)
+        run(ddp, optimizer)
+        if overlap:
+            optimizer.synchronize()
+        results.append([p.detach().clone() for p in ddp.parameters()])
+    check(all(torch.equal(a, b) for a, b in zip(*results, strict=True)), "parameters differ")
+    return ddp
+
+
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def _same_as_at_once(rank: int, world: int, name: str, options: dict[str, Any]) -> None:
+    for clear_first in (True, False):
+        plain = make(**options)
+        if world > 2:
+            # The order of a sum of three depends on where in its bucket a number lies.
+            plan = [[n for n, _ in reversed(list(plain.module.named_parameters()))][i::4] for i in range(4)]
+            plain.load_bucket_plan(plan)
+        expected = train(plain, OPTIMIZERS[name](plain.parameters()), rank, clear_first=clear_first)
+        ddp = make(**options)
+        if world > 2:
+            ddp.load_bucket_plan(plan)
+        optimizer = OverlappedOptimizer(OPTIMIZERS[name](ddp.parameters()), ddp)
+        losses = train(ddp, optimizer, rank, clear_first=clear_first)
+        check_equal(losses, expected, f"losses, clear_first={clear_first}")
+        check(ddp.statistics()["deferred"] >= STEPS - 4, f"hardly deferred: {ddp.statistics()}")
+        check(len(ddp.bucket_plan()) > 3, "too few buckets to tell")
+        optimizer.synchronize()
+        for (n, p), q in zip(ddp.named_parameters(), plain.parameters(), strict=True):
+            check(torch.equal(p, q), f"{n} differs, clear_first={clear_first}")
+        check_same_on_all_ranks(list(ddp.parameters()), "parameters")
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_losses_and_parameters_are_those_of_the_plain_loop(
+    ranks: RankPool, world: int, name: str, options: dict[str, Any]
+) -> None:
+    ranks.run(world, _same_as_at_once, name, options)
+
+
+def _updates_in_forward(rank: int, world: int) -> None:
+    ddp = make()
+    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp)
+    train(ddp, optimizer, rank, clear_first=True)
+    waiting: list[set[str]] = []
+    names = {p: n for n, p in ddp.module.named_parameters()}
+
+    def record(*_: Any) -> None:
+        waiting.append({names[p] for p in optimizer._in_flight()})
+
+    waiting_after_step = {names[p] for p in optimizer._in_flight()}
+    check(waiting_after_step, "nothing is on its way after step()")
+    handles = [m.register_forward_hook(record) for m in (ddp.module.first, ddp.module.middle[0])]
+    optimizer.zero_grad()
+    ddp(batch(rank, 0)).sum().backward()
+    for handle in handles:
+        handle.remove()
+    check("first.weight" not in waiting[0], f"first was used while on its way: {waiting}")
+    check("middle.3.weight" in waiting[0], f"the first module waited for a later one, too: {waiting}")
+    check("middle.0.weight" in waiting[0] - waiting[1], f"middle.0 was used on its way: {waiting}")
+    check("middle.3.weight" in waiting[1], f"middle.0 waited for a later one, too: {waiting}")
+
+
+def test_forward_waits_for_each_module_alone(ranks: RankPool) -> None:
+    ranks.run(2, _updates_in_forward)
+
+
+def _reading_the_state(rank: int, world: int) -> None:
+    ddp, plain = make(), make()
+    optimizer = OverlappedOptimizer(torch.optim.Adam(ddp.parameters(), lr=0.01), ddp)
+    at_once = torch.optim.Adam(plain.parameters(), lr=0.01)
+    train(ddp, optimizer, rank, clear_first=True)
+    train(plain, at_once, rank, clear_first=True)
+    check(optimizer._in_flight(), "nothing is on its way")
+    check_equal(
+        [t.tolist() for t in ddp.module.middle[3].state_dict().values()],
+        [t.tolist() for t in plain.module.middle[3].state_dict().values()],
+        "state_dict of a part of the model",
+    )
+    train(ddp, optimizer, rank, clear_first=True, steps=1)
+    train(plain, at_once, rank, clear_first=True, steps=1)
+    check(optimizer._in_flight(), "nothing is on its way")
+    mine, other = optimizer.state_dict(), at_once.state_dict()
+    check_equal(len(optimizer._in_flight()), 0, "parameters on their way after state_dict()")
+    for i, entry in other["state"].items():
+        for key, value in entry.items():
+            check(torch.equal(torch.as_tensor(mine["state"][i][key]), torch.as_tensor(value)), f"{i} {key}")
+    ddp.eval()
+    plain.eval()
+    with torch.no_grad():
+        train_batch = batch(rank, 1)
+        check(torch.equal(ddp.module(train_batch), plain.module(train_batch)), "evaluation")
+    copied = copy.deepcopy(ddp)  # leaves the optimizer behind
+    check(copied._overlap is None, "the copy has the optimizer of the original")
+    pickle.loads(pickle.dumps(ddp)).module(batch(rank, 1))
+    with raises(TypeError, "state_dict()"):
+        pickle.dumps(optimizer)
+
+
+def test_state_dicts_and_evaluation_see_the_update(ranks: RankPool) -> None:
+    ranks.run(2, _reading_the_state)
+
+
+def _accumulates(rank: int, world: int) -> None:
+    def run(model: Any, optimizer: Any) -> None:
+        for step in range(STEPS):
+            with model.no_sync():
+                model(batch(rank, step)).square().mean().backward()
+            model(batch(rank, step + 50)).square().mean().backward()
+            if step != 6:  # as a scaler that found an infinity
+                optimizer.step()
+            optimizer.zero_grad()
+
+    ddp = check_either_way(make, run, plain_sgd)
+    check(ddp.statistics()["deferred"] > 0, "nothing was deferred")
+
+
+def test_accumulation_and_a_skipped_step(ranks: RankPool) -> None:
+    ranks.run(2, _accumulates)
+
+
+class Checkpointed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x))
+        for layer in self.middle:
+            h = checkpoint(lambda h, layer=layer: torch.tanh(layer(h)), h, use_reentrant=False)
+        return self.last(h * self.scale)
+
+
+def _checkpointed(rank: int, world: int) -> None:
+    ddp = check_either_way(
+        lambda: DistributedDataParallel(Checkpointed(), message_size=150),
+        lambda ddp, optimizer: train(ddp, optimizer, rank, clear_first=True),
+        plain_sgd,
+    )
+    check(ddp.statistics()["deferred"] > 0, "nothing was deferred")
+
+
+def test_checkpointed_segments_run_again_in_backward(ranks: RankPool) -> None:
+    ranks.run(2, _checkpointed)
+
+
+def _scaler(rank: int, world: int) -> None:
+    def run(ddp: Any, optimizer: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            scaler.scale(ddp(batch(rank, step)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    ddp = check_either_way(make, run, plain_sgd)
+    check(ddp.statistics()["deferred"] > 0, "nothing was deferred")
+
+
+def test_torch_grad_scaler_waits(ranks: RankPool) -> None:
+    ranks.run(2, _scaler)
+
+
+def _amp(rank: int, world: int) -> None:
+    results = []
+    for overlap in (False, True):
+        torch.manual_seed(0)
+        net = Net()
+        optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, optimizer = amp.initialize(net, optimizer, opt_level="O0", loss_scale=128.0, verbosity=0)
+        ddp = DistributedDataParallel(net, message_size=150)
+        inner = optimizer
+        if overlap:
+            optimizer = OverlappedOptimizer(optimizer, ddp)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            with amp.scale_loss(ddp(batch(rank, step)).square().mean(), inner) as loss:
+                loss.backward()
+            optimizer.step()
+        if overlap:
+            check(ddp.statistics()["deferred"] > 0, "nothing was deferred")
+            optimizer.synchronize()
+        results.append([p.detach().clone() for p in ddp.parameters()])
+    check(all(torch.equal(a, b) for a, b in zip(*results, strict=True)), "parameters differ")
+
+
+def test_apex_amp_waits_before_it_unscales(ranks: RankPool) -> None:
+    ranks.run(2, _amp)
+
+
+def _attention(rank: int, world: int) -> None:
+    """Attention uses the weight of a child, a linear layer, without calling it."""
+
+    def make_ddp() -> DistributedDataParallel:
+        layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(3)]
+        return DistributedDataParallel(nn.Sequential(*layers), message_size=1)
+
+    def run(ddp: Any, optimizer: Any) -> None:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x = torch.sin(torch.arange(320.0).view(4, 5, 16) * (step + rank + 1))
+            ddp(x).square().mean().backward()
+            optimizer.step()
+
+    ddp = check_either_way(make_ddp, run, plain_sgd)
+    check(ddp.statistics()["deferred"] > 0, "nothing was deferred")
+
+
+def test_parameters_used_by_the_module_above_are_waited_for_there(ranks: RankPool) -> None:
+    ranks.run(2, _attention)
+
+
+# --- what would be wrong without a word ---
+
+
+class Functional(Net):
+    """Uses a parameter of the last layer without calling the layer, from some step on."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        self.calls += 1
+        if self.calls < 7:
+            return self.last(h)
+        if self.name == "weight":
+            return nn.functional.linear(h, self.last.weight) + 0 * self.last.bias
+        return h[:, :3] + self.last.bias + 0 * self.last.weight.sum()
+
+
+def _used_functionally(rank: int, world: int, name: str, fragments: list[str]) -> None:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Functional(name), message_size=1, static_graph=True)
+    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp)
+    with raises(RuntimeError, *fragments):
+        train(ddp, optimizer, rank, clear_first=True)
+    # With what the message says it works.
+    for step in range(STEPS):
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        ddp(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+    check_same_on_all_ranks(list(ddp.parameters()), "parameters")
+
+
+@pytest.mark.parametrize(
+    ("name", "fragments"),
+    [
+        ("bias", ["'last.", "before it was updated", "synchronize()"]),
+        ("weight", ["modified by an inplace operation"]),  # torch's: backward needs its old value
+    ],
+)
+def test_parameter_used_past_its_module_is_an_error(
+    ranks: RankPool, name: str, fragments: list[str]
+) -> None:
+    ranks.run(2, _used_functionally, name, fragments)
+
+
+def _cleared_behind_its_back(rank: int, world: int) -> None:
+    ddp = make()
+    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp)
+    train(ddp, optimizer, rank, clear_first=True)
+    ddp.module.zero_grad()
+    with raises(RuntimeError, "OverlappedOptimizer.zero_grad()"):
+        ddp(batch(rank, 0))
+
+
+def test_gradients_cleared_by_others_are_an_error(ranks: RankPool) -> None:
+    ranks.run(2, _cleared_behind_its_back)
+
+
+class CountsInGroup(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        return super().step(closure)
+
+
+def _refuses(rank: int, world: int) -> None:
+    ddp = make()
+    with raises(TypeError, "DistributedDataParallel"):
+        OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp.module)
+    with raises(TypeError, "optimizer"):
+        OverlappedOptimizer(ddp, ddp)
+    with raises(ValueError, "LBFGS"):
+        OverlappedOptimizer(torch.optim.LBFGS(ddp.parameters()), ddp)
+    with raises(ValueError, "ZeroRedundancyOptimizer"):
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+        OverlappedOptimizer(zero, ddp)
+    inner = CountsInGroup(ddp.parameters(), lr=0.1)
+    for group in inner.param_groups:
+        group["step"] = 0
+    optimizer = OverlappedOptimizer(inner, ddp)
+    with raises(ValueError, "already"):
+        OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp)
+    with raises(RuntimeError, "CountsInGroup", "'step'"):
+        train(ddp, optimizer, rank, clear_first=True)
+    mixed = type("Mixed", (), {"param_dtype": torch.bfloat16, "reduce_dtype": None, "buffer_dtype": None})
+    other = make(mixed_precision=mixed())
+    with raises(ValueError, "mixed_precision"):
+        OverlappedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other)
+
+
+def test_wrong_use_is_refused(ranks: RankPool) -> None:
+    ranks.run(2, _refuses)
+
+
+def _module_changes(rank: int, world: int) -> None:
+    def run(ddp: Any, optimizer: Any) -> None:
+        train(ddp, optimizer, rank, clear_first=True)
+        ddp.module.first.requires_grad_(False)
+        train(ddp, optimizer, rank, clear_first=True)
+        ddp.module.extra = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(ddp.module.extra.weight)
+        train(ddp, optimizer, rank, clear_first=True)
+
+    ddp = check_either_way(make, run, plain_sgd)
+    check_equal(ddp.statistics()["deferred"], 0, "deferred with a parameter that gets no gradient")
+
+
+def test_frozen_and_added_parameters_lose_no_update(ranks: RankPool) -> None:
+    ranks.run(2, _module_changes)

@@ -1,0 +1,66 @@
+"""What an installation that cannot work says at import: apex._check."""
+
+import importlib.metadata
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import apex
+from apex import _build_info, _check
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **facts: object) -> None:
+    """Make apex look as if it had been built against a torch with these facts."""
+    built = {"torch_version": str(torch.__version__), "cxx11_abi": torch.compiled_with_cxx11_abi()}
+    fake = SimpleNamespace(**(built | facts))
+    monkeypatch.setitem(sys.modules, "apex._build_info", fake)
+    monkeypatch.setattr(apex, "_build_info", fake)
+
+
+def test_installation_as_it_is_accepted() -> None:
+    _check.installation()
+    assert _build_info.torch_version == str(torch.__version__)
+    assert _build_info.version == apex.__version__
+
+
+def test_installation_other_torch_version_names_both_and_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend(monkeypatch)
+    _check.installation()  # the pretence itself is fine
+    pretend(monkeypatch, torch_version="1.2.3+cpu")
+    with pytest.raises(ImportError) as error:
+        _check.installation()
+    message = str(error.value)
+    assert "1.2.3+cpu" in message and str(torch.__version__) in message
+    assert "pip install --no-build-isolation --force-reinstall" in message
+    assert "\n" not in message
+
+
+def test_installation_other_cxx_abi_names_both_and_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend(monkeypatch, cxx11_abi=not torch.compiled_with_cxx11_abi())
+    with pytest.raises(ImportError, match="_GLIBCXX_USE_CXX11_ABI=.*pip install") as error:
+        _check.installation()
+    assert "\n" not in str(error.value)
+
+
+def test_installation_other_distribution_named_apex_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "0.9.10" if name == "apex" else real(name)
+    )
+    with pytest.raises(ImportError, match="'apex' 0.9.10 .*pip uninstall apex"):
+        _check.installation()
+
+
+def test_installation_not_built_says_how_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(apex, "_build_info")
+    monkeypatch.setitem(sys.modules, "apex._build_info", None)
+    with pytest.raises(ImportError, match="has not been built.*pip install --no-build-isolation"):
+        _check.installation()

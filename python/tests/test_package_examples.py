@@ -1,0 +1,88 @@
+"""The C++ examples as users start them: torchrun --no-python."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from package_support import ROOT, cpp_program, torchrun
+
+
+def run(*command: str | Path) -> str:
+    result = subprocess.run(
+        [str(part) for part in command],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def mnist(processes: int, *arguments: str | Path) -> list[tuple[float, float]]:
+    """Loss and test accuracy in percent after every epoch, on so many processes."""
+    program = cpp_program("cpp", "examples", "mnist", "mnist")
+    command = [program] if processes == 1 else [*torchrun(processes), program]
+    output = run(*command, *arguments)
+    assert "parameters bitwise equal" in output
+    lines = re.findall(r"^epoch \d+: loss ([\d.]+), test accuracy ([\d.]+) %$", output, re.M)
+    return [(float(loss), float(accuracy)) for loss, accuracy in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_mnist_two_ranks_learn_the_digits_as_one_process_does() -> None:
+    alone = mnist(1, "--epochs=12")
+    together = mnist(2, "--epochs=12")
+    assert alone[-1][1] >= 96
+    assert together[-1][1] >= 96
+    for (loss, _), (expected, _) in zip(together[:3], alone[:3], strict=True):
+        assert loss == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.processes
+def test_mnist_resumed_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    whole = mnist(2, "--epochs", "3")
+    mnist(2, "--epochs", "2", "--save", tmp_path / "checkpoint")
+    rest = mnist(2, "--epochs", "3", "--resume", tmp_path / "checkpoint")
+    assert rest == whole[2:]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mnist_mixed_precision_learns_on_other_bits(precision: str) -> None:
+    exact = mnist(2, "--epochs=1")
+    mixed = mnist(2, "--epochs=6", f"--precision={precision}")
+    assert mixed[0] != exact[0]  # the flag does something
+    assert mixed[-1][1] >= 90
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [("--epoch=3", "unknown argument --epoch"), ("--precision=fp8", "fp32, bf16 or fp16")],
+)
+def test_mnist_bad_argument_one_sentence(argument: str, words: str) -> None:
+    program = cpp_program("cpp", "examples", "mnist", "mnist")
+    result = subprocess.run([program, argument], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert words in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_mnist_data_file_is_what_the_script_writes(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    import runpy
+
+    folder = ROOT / "cpp" / "examples" / "mnist"
+    runpy.run_path(str(folder / "make_digits.py"))["main"](tmp_path / "digits.bin")
+    assert (tmp_path / "digits.bin").read_bytes() == (folder / "digits.bin").read_bytes()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_resnet_two_ranks_train(precision: str) -> None:
+    program = cpp_program("cpp", "examples", "resnet", "resnet")
+    flags = ["--batch-size=2", "--image-size=32", "--steps=2", f"--precision={precision}"]
+    output = run(*torchrun(2), program, *flags)
+    assert re.search(rf"final: loss [\d.]+, [\d.]+ images/s, 2 ranks, {precision}\n", output)

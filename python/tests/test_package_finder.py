@@ -1,0 +1,299 @@
+"""cmake/FindLibtorch.cmake and the configure summary, with torch packages of every kind.
+
+Most of them are folders of empty files: configuring looks at names and versions, and compiles
+nothing of torch's.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from package_support import ROOT
+
+CMAKE = shutil.which("cmake")
+pytestmark = pytest.mark.skipif(CMAKE is None, reason="there is no cmake on PATH")
+
+FINDER = f"""
+cmake_minimum_required(VERSION 3.22)
+project(finder NONE)
+set(CMAKE_SHARED_LIBRARY_SUFFIX .so)
+list(APPEND CMAKE_MODULE_PATH "{ROOT}/cmake")
+find_package(Libtorch)
+foreach(name IN ITEMS FOUND PREFIX VERSION FULL_VERSION CUDA CUDA_VERSION CXX11_ABI CXX_STANDARD)
+  message(STATUS "${{name}}=${{Libtorch_${{name}}}}")
+endforeach()
+foreach(name IN ITEMS libtorch libtorch_cuda python)
+  if(TARGET Libtorch::${{name}})
+    message(STATUS "target=${{name}}")
+  endif()
+endforeach()
+"""
+
+
+def make_torch(
+    folder: Path, version: str, cuda: str | None = None, archive: bool = False, abi: int = 1
+) -> Path:
+    """A folder that looks like a torch package, or like an unpacked libtorch archive."""
+    major, minor, patch = version.split("+")[0].split(".")
+    files = {
+        "include/torch/csrc/api/include/torch/torch.h": "",
+        "include/ATen/ATen.h": "",
+        "include/torch/headeronly/version.h": (
+            f"#define TORCH_VERSION_MAJOR {major}\n"
+            f"#define TORCH_VERSION_MINOR {minor}\n"
+            f"#define TORCH_VERSION_PATCH {patch}\n"
+        ),
+        "share/cmake/Torch/TorchConfig.cmake": f'set(FLAGS "-D_GLIBCXX_USE_CXX11_ABI={abi}")\n',
+        "lib/libc10.so": "",
+        "lib/libtorch_cpu.so": "",
+        "lib/libtorch.so": "",
+    }
+    if cuda is not None:
+        files |= {"lib/libc10_cuda.so": "", "lib/libtorch_cuda.so": ""}
+    if archive:
+        files["build-version"] = version + "\n"
+    else:
+        files["lib/libtorch_python.so"] = ""
+        files["version.py"] = f"__version__ = '{version}'\ncuda: Optional[str] = {cuda!r}\n"
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def cmake(*arguments: str, **environment: str) -> tuple[int, str]:
+    """Exit code and output of cmake, in an environment that names no torch."""
+    hidden = (
+        "Libtorch_ROOT", "Torch_ROOT", "TORCH_INSTALL_PREFIX", "CMAKE_PREFIX_PATH", "NCCL_ROOT",
+        "SKBUILD",
+    )  # fmt: skip
+    env = {name: value for name, value in os.environ.items() if name not in hidden} | environment
+    result = subprocess.run(
+        [str(CMAKE), *arguments],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    return result.returncode, result.stdout
+
+
+def find(tmp_path: Path, *options: str, **environment: str) -> dict[str, str]:
+    """What FindLibtorch says; "targets" are the names of the targets it made."""
+    (tmp_path / "CMakeLists.txt").write_text(FINDER)
+    build = str(tmp_path / "build")
+    status, output = cmake("-S", str(tmp_path), "-B", build, *options, **environment)
+    assert status == 0, output
+    said = [line[3:].split("=", 1) for line in output.splitlines() if "=" in line]
+    found = {name: value for name, value in said if name != "target"}
+    return found | {"targets": " ".join(value for name, value in said if name == "target")}
+
+
+def configure(tmp_path: Path, *options: str, **environment: str) -> tuple[int, str]:
+    """Configures this project, without tests."""
+    off = ["-DAPEX_BUILD_TESTS=OFF", "-DAPEX_BUILD_EXAMPLES=OFF"]
+    return cmake("-S", str(ROOT), "-B", str(tmp_path / "build"), *off, *options, **environment)
+
+
+def words(text: str) -> str:
+    """CMake breaks the lines of its messages; tests do not care where."""
+    return " ".join(text.split())
+
+
+def test_finder_torch_of_this_environment_described_right(tmp_path: Path) -> None:
+    found = find(tmp_path, f"-DPython_EXECUTABLE={sys.executable}")
+    assert Path(found["PREFIX"]) == Path(torch.__file__).parent
+    assert found["FULL_VERSION"] == str(torch.__version__)
+    assert found["VERSION"] == str(torch.__version__).split("+")[0]
+    assert found["CXX11_ABI"] == str(int(torch.compiled_with_cxx11_abi()))
+    assert (found["CUDA"], found["CUDA_VERSION"]) == (
+        ("ON", torch.version.cuda) if torch.version.cuda else ("OFF", "")
+    )
+    assert "libtorch" in found["targets"].split() and "python" in found["targets"].split()
+
+
+def test_finder_cpu_wheel_no_cuda_target(tmp_path: Path) -> None:
+    package = make_torch(tmp_path / "torch", "2.13.0+cpu")
+    found = find(tmp_path, f"-DLibtorch_ROOT={package}")
+    assert (found["CUDA"], found["CUDA_VERSION"], found["CXX_STANDARD"]) == ("OFF", "", "17")
+    assert found["targets"] == "libtorch python"
+
+
+def test_finder_cuda_wheel_described_from_the_package_alone(tmp_path: Path) -> None:
+    package = make_torch(tmp_path / "torch", "2.15.0+cu132", cuda="13.2")
+    found = find(tmp_path, f"-DLibtorch_ROOT={package}", CUDACXX="/nowhere/nvcc")
+    assert (found["CUDA"], found["CUDA_VERSION"], found["CXX_STANDARD"]) == ("ON", "13.2", "20")
+    assert found["targets"] == "libtorch libtorch_cuda python"
+
+
+@pytest.mark.parametrize("abi", [0, 1])
+def test_finder_unpacked_archive_described_without_version_py(tmp_path: Path, abi: int) -> None:
+    package = make_torch(tmp_path / "libtorch", "2.12.1+cu126", cuda="", archive=True, abi=abi)
+    found = find(tmp_path, f"-DLibtorch_ROOT={package}")
+    assert (found["VERSION"], found["FULL_VERSION"]) == ("2.12.1", "2.12.1+cu126")
+    assert (found["CUDA_VERSION"], found["CXX11_ABI"]) == ("12.6", str(abi))
+    assert found["targets"] == "libtorch libtorch_cuda"
+
+
+@pytest.mark.parametrize("variable", ["Torch_ROOT", "TORCH_INSTALL_PREFIX", "Torch_DIR"])
+def test_finder_variables_of_torch_understood(tmp_path: Path, variable: str) -> None:
+    package = make_torch(tmp_path / "torch", "2.13.0+cpu")
+    value = package / "share" / "cmake" / "Torch" if variable == "Torch_DIR" else package
+    assert Path(find(tmp_path, f"-D{variable}={value}")["PREFIX"]) == package
+
+
+def test_finder_torchs_cmake_prefix_path_understood(tmp_path: Path) -> None:
+    package = make_torch(tmp_path / "torch", "2.13.0+cpu")
+    found = find(tmp_path, f"-DCMAKE_PREFIX_PATH=/usr;{package / 'share' / 'cmake'}")
+    assert Path(found["PREFIX"]) == package
+
+
+def test_finder_environment_variable_before_python(tmp_path: Path) -> None:
+    package = make_torch(tmp_path / "torch", "2.13.0+cpu")
+    python = f"-DPython_EXECUTABLE={sys.executable}"
+    assert Path(find(tmp_path, python, Libtorch_ROOT=str(package))["PREFIX"]) == package
+
+
+def test_configure_no_torch_one_sentence(tmp_path: Path) -> None:
+    status, output = configure(tmp_path, "-DPython_EXECUTABLE=/bin/false")
+    assert status != 0
+    assert "install it into the Python that runs this build (pip install torch" in words(output)
+    assert output.count("CMake Error") == 1 and "Call Stack" not in output
+
+
+def test_configure_old_torch_one_sentence(tmp_path: Path) -> None:
+    package = make_torch(tmp_path / "torch", "2.10.0+cpu")
+    status, output = configure(tmp_path, f"-DLibtorch_ROOT={package}")
+    assert status != 0
+    assert "apex needs PyTorch 2.11 or newer" in words(output)
+    assert output.count("CMake Error") == 1 and "Call Stack" not in output
+
+
+def test_configure_cpu_torch_summary_says_why_cuda_is_off(tmp_path: Path) -> None:
+    package = make_torch(tmp_path / "torch", "2.13.0+cpu")
+    status, output = configure(tmp_path, f"-DLibtorch_ROOT={package}")
+    assert status == 0, output
+    assert "CUDA parts    OFF  (this libtorch is a CPU build)" in output
+    assert "NCCL backend  OFF  (the CUDA parts are off)" in output
+    assert f"libtorch      2.13.0+cpu in {package}" in output
+
+
+def test_configure_cuda_torch_without_nvcc_builds_cpu_parts_and_says_so(tmp_path: Path) -> None:
+    package = make_torch(tmp_path / "torch", "2.13.0+cu130", cuda="13.0")
+    options = (f"-DLibtorch_ROOT={package}",)
+    status, output = configure(tmp_path, *options, CUDACXX="/nowhere/nvcc")
+    assert status == 0, output
+    assert "CUDA parts    OFF  (no working nvcc was found" in output
+    status, output = configure(tmp_path, *options, "-DAPEX_CUDA=ON", CUDACXX="/nowhere/nvcc")
+    assert status != 0
+    assert "asks for the CUDA parts, but no working nvcc was found" in words(output)
+
+
+def nvcc_major() -> str:
+    """The major version of the nvcc here; skips the test where there is none."""
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("there is no nvcc here")
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    return text.partition("release ")[2].partition(".")[0]
+
+
+def test_configure_cuda_torch_with_nvcc_builds_cuda_parts(tmp_path: Path) -> None:
+    major = nvcc_major()
+    package = make_torch(tmp_path / "torch", f"2.13.0+cu{major}9", cuda=f"{major}.9")
+    status, output = configure(tmp_path, f"-DLibtorch_ROOT={package}")
+    assert status == 0, output
+    assert f"CUDA parts    ON   (nvcc {major}." in output
+    assert f"libtorch for CUDA {major}.9; architectures " in output
+
+
+def make_cuda_torch(tmp_path: Path) -> Path:
+    """A torch for the CUDA of the nvcc here, with the headers of CUDA's libraries beside it."""
+    major = nvcc_major()
+    for name in ("cublas_v2.h", "cusolverDn.h", "cusparse.h"):
+        header = tmp_path / "nvidia" / f"cu{major}" / "include" / name
+        header.parent.mkdir(parents=True, exist_ok=True)
+        header.touch()
+    return make_torch(tmp_path / "torch", f"2.13.0+cu{major}9", cuda=f"{major}.9")
+
+
+def make_nccl(prefix: Path, version: str) -> Path:
+    """An NCCL that is a header and an empty library."""
+    numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
+    text = "".join(f"#define NCCL_{name} {number}\n" for name, number in numbers)
+    for name, content in {"include/nccl.h": text, "lib/libnccl.so": ""}.items():
+        (prefix / name).parent.mkdir(parents=True, exist_ok=True)
+        (prefix / name).write_text(content)
+    return prefix
+
+
+def nccl_found(tmp_path: Path, output: str) -> tuple[str, str]:
+    """What the summary says of NCCL, and the library that was found."""
+    line = next(line for line in output.splitlines() if "NCCL backend" in line)
+    cache = (tmp_path / "build" / "CMakeCache.txt").read_text().splitlines()
+    library = next(line for line in cache if line.startswith("NCCL_LIBRARY:"))
+    return line.partition("NCCL backend")[2].strip(), library.partition("=")[2]
+
+
+def test_configure_nccl_beside_torch_found_and_reported(tmp_path: Path) -> None:
+    package = make_cuda_torch(tmp_path)
+    nccl = make_nccl(tmp_path / "nvidia" / "nccl", "2.28.9")
+    status, output = configure(tmp_path, f"-DLibtorch_ROOT={package}")
+    assert status == 0, output
+    assert nccl_found(tmp_path, output) == (
+        f"ON   (NCCL 2.28.9, {nccl}/include)", f"{nccl}/lib/libnccl.so"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["option", "environment"])
+@pytest.mark.parametrize("wheel", [True, False])
+def test_configure_nccl_root_comes_before_the_wheel(tmp_path: Path, how: str, wheel: bool) -> None:
+    package = make_cuda_torch(tmp_path)
+    if wheel:
+        make_nccl(tmp_path / "nvidia" / "nccl", "2.28.9")
+    mine = make_nccl(tmp_path / "mine", "2.99.1")
+    options = [f"-DLibtorch_ROOT={package}"]
+    environment = {}
+    if how == "option":
+        options.append(f"-DNCCL_ROOT={mine}")
+    else:
+        environment["NCCL_ROOT"] = str(mine)
+    status, output = configure(tmp_path, *options, **environment)
+    assert status == 0, output
+    assert nccl_found(tmp_path, output) == (
+        f"ON   (NCCL 2.99.1, {mine}/include)", f"{mine}/lib/libnccl.so"
+    )  # fmt: skip
+
+
+def test_configure_nccl_of_the_system_found(tmp_path: Path) -> None:
+    package = make_cuda_torch(tmp_path)
+    system = make_nccl(tmp_path / "usr", "2.27.3")
+    options = [f"-DLibtorch_ROOT={package}", f"-DCMAKE_PREFIX_PATH={system}"]
+    status, output = configure(tmp_path, *options)
+    assert status == 0, output
+    assert nccl_found(tmp_path, output) == (
+        f"ON   (NCCL 2.27.3, {system}/include)", f"{system}/lib/libnccl.so"
+    )  # fmt: skip
+
+
+def test_configure_no_nccl_anywhere_off_and_says_what_to_set(tmp_path: Path) -> None:
+    if Path("/usr/include/nccl.h").exists() or Path("/usr/local/cuda/include/nccl.h").exists():
+        pytest.skip("there is an NCCL on this system")
+    package = make_cuda_torch(tmp_path)
+    status, output = configure(tmp_path, f"-DLibtorch_ROOT={package}")
+    assert status == 0, output
+    assert "NCCL backend  OFF  (no nccl.h was found (set NCCL_ROOT))" in output
+
+
+def test_configure_nvcc_of_another_major_version_off_with_both_versions(tmp_path: Path) -> None:
+    other = int(nvcc_major()) - 1
+    package = make_torch(tmp_path / "torch", f"2.13.0+cu{other}4", cuda=f"{other}.4")
+    status, output = configure(tmp_path, f"-DLibtorch_ROOT={package}")
+    assert status == 0, output
+    assert f"but this libtorch was built for CUDA {other}.4)" in output

@@ -1,0 +1,130 @@
+"""The C++ guide, docs/cpp.md, followed from an empty folder: one process, two, two nodes."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from package_support import ROOT, torchrun
+from test_package_finder import CMAKE, cmake
+from test_package_wheel import generator, prefix  # noqa: F401  (a fixture)
+
+pytestmark = [
+    pytest.mark.skipif(CMAKE is None, reason="there is no cmake on PATH"),
+    pytest.mark.slow,
+    pytest.mark.processes,
+]
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1"}
+
+
+def blocks(title: str, language: str) -> list[str]:
+    """The code blocks of a section of the guide."""
+    section = (ROOT / "docs" / "cpp.md").read_text().partition(f"\n## {title}\n")[2]
+    return re.findall(rf"```{language}\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def programs(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:  # noqa: F811
+    """The guide's two programs, each built as the guide says."""
+    built = {}
+    for name, title in {"one": "One process", "many": "Two processes"}.items():
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "train.cpp").write_text(blocks(title, "cpp")[0])
+        (folder / "CMakeLists.txt").write_text(blocks("Building it", "cmake")[0])
+        build = str(folder / "build")
+        options = ["-B", build, f"-Dapex_ROOT={prefix}", *generator()]
+        status, output = cmake("-S", str(folder), *options)
+        assert status == 0, output
+        status, output = cmake("--build", build)
+        assert status == 0, output
+        built[name] = folder / "build" / "train"
+    return built
+
+
+def losses(output: str) -> list[float]:
+    found = [float(loss) for loss in re.findall(r"^epoch \d: ([\d.e-]+)$", output, re.M)]
+    assert len(found) == 10, output
+    return found
+
+
+def run(*command: str | Path, **environment: str) -> str:
+    result = subprocess.run(
+        [str(part) for part in command],
+        env=ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+def run_together(commands: list[list[str]], environments: list[dict[str, str]]) -> str:
+    """What several commands that wait for each other print, all together."""
+    started = [
+        subprocess.Popen(
+            command,
+            env=ENVIRONMENT | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command, environment in zip(commands, environments, strict=True)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * len(started), outputs
+    return "".join(outputs)
+
+
+@pytest.fixture(scope="module")
+def expected(programs: dict[str, Path]) -> list[float]:
+    """The losses of the one-process program."""
+    alone = losses(run(programs["one"]))
+    assert alone[-1] < alone[0]
+    return alone
+
+
+def test_guide_torchrun_two_ranks_print_the_losses_of_one_process(
+    programs: dict[str, Path], expected: list[float]
+) -> None:
+    assert losses(run(*torchrun(2), programs["many"])) == pytest.approx(expected, rel=1e-4)
+
+
+def test_guide_environment_by_hand_two_ranks_print_the_losses_of_one_process(
+    programs: dict[str, Path], expected: list[float]
+) -> None:
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environments = [place | {"RANK": str(rank)} for rank in range(2)]
+    output = run_together([[str(programs["many"])]] * 2, environments)
+    assert losses(output) == pytest.approx(expected, rel=1e-4)
+
+
+def test_guide_two_nodes_two_ranks_each_print_the_losses_of_one_process(
+    programs: dict[str, Path], expected: list[float]
+) -> None:
+    # Each node is an agent of torchrun with a host name of its own.
+    node = [
+        sys.executable, "-m", "torch.distributed.run", "--no-python", "--nnodes=2",
+        "--nproc_per_node=2", "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{free_port()}",
+    ]  # fmt: skip
+    commands = [
+        [*node, f"--local-addr={address}", str(programs["many"])]
+        for address in ("127.0.0.1", "localhost")
+    ]
+    output = run_together(commands, [{}, {}])
+    assert losses(output) == pytest.approx(expected, rel=1e-4)

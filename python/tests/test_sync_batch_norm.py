@@ -1,0 +1,306 @@
+"""SyncBatchNorm in one process: plain batch norm in every mode, layout and dtype."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from sync_batch_norm_support import TOLERANCE, assert_near, reference_batch_norm
+from torch import Tensor
+from torch.library import opcheck
+
+from apex.parallel import SyncBatchNorm
+
+OPS = torch.ops.apex
+
+
+def _inputs(shape: list[int], dtype: torch.dtype, channels: int, seed: int = 0) -> list[Tensor]:
+    """x, z, weight, bias, all requiring gradients."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(size: list[int], to: torch.dtype) -> Tensor:
+        values = torch.randn(size, generator=generator, dtype=torch.float64)
+        return values.to(to).requires_grad_()
+
+    parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return [
+        draw(shape, dtype),
+        draw(shape, dtype),
+        draw([channels], parameter_dtype),
+        draw([channels], parameter_dtype),
+    ]
+
+
+# Planes shorter than a vector, not a multiple of one, longer than a chunk; odd channel counts.
+SHAPES = [(4, 3, 1), (3, 5, 7, 7), (2, 70, 3, 3), (2, 3, 4100), (2, 2, 3, 64, 64), (300, 33), (7, 1)]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sync_batch_norm_training_matches_float64(shape: tuple, dtype: torch.dtype) -> None:
+    for channel_last, relu, add in itertools.product([False, True], repeat=3):
+        sizes = list(shape)
+        channels = sizes[1]
+        if channel_last:
+            sizes = [sizes[0], *sizes[2:], channels]
+        x, z, weight, bias = _inputs(sizes, dtype, channels)
+        added = z if add else None
+        leaves = [x, weight, bias] + ([z] if add else [])
+        doubles = [t.detach().double().requires_grad_() for t in (x, weight, bias, z)]
+        args = (doubles[0], doubles[3] if add else None, doubles[1], doubles[2], 1e-5, channel_last)
+        before_relu = reference_batch_norm(*args, False)[0].detach()
+        dy = torch.randn(sizes).to(dtype) * (before_relu.abs() > 0.05)
+        y = OPS.sync_batch_norm(
+            x, added, weight, bias, None, None, None, 0.1, 1e-5, channel_last, relu, ""
+        )[0]
+        want = reference_batch_norm(*args, relu)[0]
+        assert_near(y, want, dtype, "output")
+        grads = torch.autograd.grad(y, leaves, dy)
+        wants = torch.autograd.grad(want, doubles[: len(leaves)], dy.double())
+        for index, (got, expected) in enumerate(zip(grads, wants, strict=True)):
+            assert got.dtype == leaves[index].dtype
+            assert_near(got, expected, dtype, f"gradient {index}")
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("track", [True, False])
+@pytest.mark.parametrize("momentum", [None, 0.0, 0.25])
+@pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5), (4, 3, 2, 3), (4, 3, 2, 2, 2)], ids=str)
+def test_sync_batch_norm_modes_match_torch(
+    shape: tuple, momentum: float | None, track: bool, affine: bool
+) -> None:
+    kind = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d}
+    plain = kind.get(len(shape), torch.nn.BatchNorm3d)(
+        3, eps=1e-3, momentum=momentum, affine=affine, track_running_stats=track
+    )
+    module = SyncBatchNorm(3, 1e-3, momentum, affine, track)
+    for training in [True, True, False, True, False]:
+        plain.train(training)
+        module.train(training)
+        x = torch.randn(shape, requires_grad=True)
+        other = x.detach().clone().requires_grad_()
+        torch.testing.assert_close(module(x), plain(other))
+        dy = torch.randn(shape)
+        module(x).backward(dy)
+        plain(other).backward(dy)
+        torch.testing.assert_close(x.grad, other.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dict(module.state_dict()), dict(plain.state_dict()))
+    torch.testing.assert_close(
+        [p.grad for p in module.parameters()],
+        [p.grad for p in plain.parameters()],
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("channel_last", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("relu", [False, True])
+def test_sync_batch_norm_gradcheck_first_and_second(
+    training: bool, relu: bool, channel_last: bool
+) -> None:
+    shape = [3, 2, 2, 3] if channel_last else [3, 3, 2, 2]
+    x, z, weight, bias = _inputs(shape, torch.float64, 3, seed=4)
+    mean, var = torch.randn(3).double(), torch.rand(3).double() + 0.5
+
+    def call(x: Tensor, z: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
+        if training:
+            return OPS.sync_batch_norm(
+                x, z, weight, bias, None, None, None, 0.1, 1e-2, channel_last, relu, ""
+            )[0]
+        return OPS.batch_norm_inference(x, z, weight, bias, mean, var, 1e-2, channel_last, relu)
+
+    def without_z(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return call(x, None, weight, bias)
+
+    assert torch.autograd.gradcheck(call, (x, z, weight, bias))
+    assert torch.autograd.gradgradcheck(call, (x, z, weight, bias))
+    assert torch.autograd.gradgradcheck(without_z, (x, weight, bias))
+
+
+def test_sync_batch_norm_third_derivative_matches_numeric() -> None:
+    x, _, weight, bias = _inputs([3, 2], torch.float64, 2, seed=1)
+
+    def first(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        y = OPS.sync_batch_norm(
+            x, None, weight, bias, None, None, None, 0.1, 1e-2, False, False, ""
+        )[0]
+        return torch.autograd.grad((y**3).sum(), x, create_graph=True)[0]
+
+    assert torch.autograd.gradgradcheck(first, (x, weight, bias))
+
+
+def test_sync_batch_norm_large_mean_keeps_float64_accuracy() -> None:
+    # Mean 1e4, deviation 1: what is left is the rounding of the input and of the output.
+    for channel_last in (False, True):
+        shape = (64, 33, 33, 8) if channel_last else (64, 8, 33, 33)
+        x = (torch.randn(shape, dtype=torch.float64) + 1e4).float()
+        y, mean, invstd, count = OPS.sync_batch_norm(
+            x, None, None, None, None, None, None, 0.1, 0.0, channel_last, False, ""
+        )
+        want, want_mean, want_var = reference_batch_norm(
+            x.double(), None, None, None, 0.0, channel_last, False
+        )
+        assert ((mean - want_mean).abs() / want_mean).max() < 1e-11
+        assert ((invstd**-2 - want_var).abs() / want_var).max() < 1e-6
+        assert (y - want).abs().max() < 2e-6
+        assert int(count) == 64 * 33 * 33
+
+
+def test_sync_batch_norm_memory_format_is_kept_without_a_copy() -> None:
+    for shape, memory_format in [
+        ((2, 3, 4, 5), torch.channels_last),
+        ((2, 3, 2, 4, 5), torch.channels_last_3d),
+    ]:
+        x = torch.randn(shape).to(memory_format=memory_format).requires_grad_()
+        module = SyncBatchNorm(3)
+        y = module(x)
+        assert y.is_contiguous(memory_format=memory_format)
+        (dx,) = torch.autograd.grad(y.square().sum(), x)
+        assert dx.is_contiguous(memory_format=memory_format)
+        with torch.profiler.profile() as profile:
+            module(x)
+        copies = {"aten::copy_", "aten::clone", "aten::contiguous"}
+        assert not copies & {event.name for event in profile.events()}
+
+
+def test_sync_batch_norm_strided_input_is_right() -> None:
+    base = torch.randn(4, 6, 5, 7, requires_grad=True)
+    x = base[:, ::2, :, 1:].transpose(2, 3)
+    y = SyncBatchNorm(3)(x)
+    want = reference_batch_norm(x.double(), None, None, None, 1e-5, False, False)[0]
+    assert_near(y, want, torch.float32, "output")
+    (got,) = torch.autograd.grad((y**3).sum(), base)
+    (expected,) = torch.autograd.grad((want**3).sum(), base)
+    assert_near(got, expected, torch.float32, "gradient")
+
+
+def test_sync_batch_norm_half_input_with_float32_parameters() -> None:
+    module = SyncBatchNorm(4)
+    y = module(torch.randn(3, 4, 5, dtype=torch.float16))
+    assert y.dtype == torch.float16
+    y.float().square().sum().backward()
+    assert module.weight.grad.dtype == torch.float32
+    half = SyncBatchNorm(4, dtype=torch.bfloat16)
+    assert half(torch.randn(3, 4, 5, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_sync_batch_norm_wrong_input_raises_value_error() -> None:
+    module = SyncBatchNorm(4)
+    with pytest.raises(ValueError, match="at least 2D input"):
+        module(torch.randn(4))
+    with pytest.raises(ValueError, match="one value per channel"):
+        module(torch.randn(2, 3, 5))
+    with pytest.raises(ValueError, match="z is"):
+        module(torch.randn(2, 4, 5), torch.randn(2, 4, 6))
+    with pytest.raises(ValueError, match=r"more than 1 value per channel.*torch.Size\(\[1, 4\]\)"):
+        module(torch.randn(1, 4))
+    with pytest.raises(TypeError, match="float64"):
+        module(torch.ones(2, 4, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="no process group is registered as 'gone'"):
+        OPS.sync_batch_norm(
+            torch.randn(2, 4), None, None, None, None, None, None, 0.1, 1e-5, False, False, "gone"
+        )
+    assert int(module.num_batches_tracked) == 0
+
+
+def test_sync_batch_norm_running_statistics_changed_before_backward_is_noticed() -> None:
+    module = SyncBatchNorm(4)
+    module.eval()
+    y = module(torch.randn(2, 4, requires_grad=True))
+    module.train()
+    module(torch.randn(2, 4))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_sync_batch_norm_inference_mode_and_no_grad_work() -> None:
+    module = SyncBatchNorm(4)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert not module(torch.randn(2, 4)).requires_grad
+            other = SyncBatchNorm(4)
+            other(torch.randn(2, 4))
+            assert int(other.num_batches_tracked) == 1
+
+
+def test_sync_batch_norm_copies_and_pickles() -> None:
+    module = SyncBatchNorm(4, momentum=None, channel_last=True, fuse_relu=True)
+    x = torch.randn(3, 5, 4)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        torch.testing.assert_close(twin(x), module(x))
+        assert twin.channel_last and twin.fuse_relu and twin.process_group is None
+    assert "fuse_relu=True" in repr(module)
+
+
+def _operator_arguments() -> list[tuple]:
+    cases = []
+    for channel_last, relu, add, memory_format in [
+        (False, False, False, torch.contiguous_format),
+        (False, True, True, torch.channels_last),
+        (True, True, False, torch.contiguous_format),
+    ]:
+        shape = [2, 3, 2, 5] if channel_last else [2, 5, 3, 2]
+        x, z, weight, bias = _inputs(shape, torch.float32, 5)
+        x = x.detach().to(memory_format=memory_format).requires_grad_()
+        cases.append((x, z if add else None, weight, bias, channel_last, relu))
+    return cases
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_sync_batch_norm_operators_pass_opcheck(index: int) -> None:
+    x, z, weight, bias, channel_last, relu = _operator_arguments()[index]
+    statistics = (torch.zeros(5), torch.ones(5))
+    forward = (x, z, weight, bias, *statistics, torch.tensor(0), 0.1, 1e-5, channel_last, relu, "")
+    opcheck(OPS.sync_batch_norm, forward)
+    opcheck(
+        OPS.batch_norm_inference, (x, z, weight, bias, *statistics, 1e-5, channel_last, relu)
+    )
+    y, mean, invstd, count = OPS.sync_batch_norm(*forward)
+    output = y.detach() if relu and z is not None else None
+    needs = [True, z is not None, True, True]
+    opcheck(
+        OPS.sync_batch_norm_backward,
+        (torch.randn_like(y), x, output, weight, bias, mean.detach(), invstd.detach(), count, 1e-5,
+         channel_last, relu, needs, ""),
+    )  # fmt: skip
+    opcheck(OPS.all_reduce_sum, (torch.randn(3, requires_grad=True), ""))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_sync_batch_norm_compiled_fullgraph_matches_eager(backend: str) -> None:
+    eager = SyncBatchNorm(5, fuse_relu=True)
+    module = SyncBatchNorm(5, fuse_relu=True)
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    for step in range(2):
+        x = torch.randn(4 + step, 5, 3, requires_grad=True)
+        other = x.detach().clone().requires_grad_()
+        torch.testing.assert_close(compiled(x), eager(other))
+        compiled(x).square().sum().backward()
+        eager(other).square().sum().backward()
+        torch.testing.assert_close(x.grad, other.grad)
+    torch.testing.assert_close(dict(module.state_dict()), dict(eager.state_dict()))
+    module.eval()
+    eager.eval()
+    torch.testing.assert_close(compiled(x), eager(x))
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_sync_batch_norm_other_instruction_sets_are_right(capability: str) -> None:
+    # torch picks its instruction set when it is loaded, so each runs in a process of its own.
+    environment = {"ATEN_CPU_CAPABILITY": capability}
+    test = f"{__file__}::test_sync_batch_norm_training_matches_float64"
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr

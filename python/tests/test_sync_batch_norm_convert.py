@@ -1,0 +1,177 @@
+"""convert_syncbn_model and revert_syncbn_model lose nothing and flatten nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from apex.parallel import SyncBatchNorm, convert_syncbn_model, revert_syncbn_model
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(4, eps=1e-3, momentum=None)
+        self.norm = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+        self.again = self.bn
+        self.parts = nn.ModuleList([nn.Sequential(nn.BatchNorm1d(3), nn.ReLU()), nn.BatchNorm3d(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.norm(self.bn(x)))
+
+
+def test_convert_model_keeps_everything_else() -> None:
+    model = Block()
+    model.bn.eval()
+    model.bn.weight.requires_grad_(False)
+    model.bn.running_mean.fill_(2.0)
+    model.bn.num_batches_tracked.fill_(7)
+    model.bn.note = "kept"
+    model.parts[1].double()
+    calls: list[str] = []
+    handle = model.bn.register_forward_hook(lambda *_: calls.append("hook"))
+    names = [name for name, _ in model.named_modules()]
+    before = dict(model.named_parameters()) | dict(model.named_buffers())
+    keys = list(model.state_dict())
+
+    converted = convert_syncbn_model(model)
+
+    assert converted is model
+    assert [name for name, _ in model.named_modules()] == names
+    assert list(model.state_dict()) == keys
+    after = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert all(after[name] is tensor for name, tensor in before.items())
+    assert isinstance(model.bn, SyncBatchNorm) and model.again is model.bn
+    assert not model.bn.training and model.parts[1].training
+    assert not model.bn.weight.requires_grad and model.bn.bias.requires_grad
+    assert model.bn.momentum is None and model.bn.eps == 1e-3 and model.bn.note == "kept"
+    assert model.bn.num_batches_tracked == 7
+    assert model.parts[1].weight.dtype == torch.float64
+    assert type(model.norm) is nn.InstanceNorm2d
+    model(torch.randn(2, 4, 3, 3))
+    assert calls == ["hook", "hook"]
+    handle.remove()
+    model(torch.randn(2, 4, 3, 3))
+    assert calls == ["hook", "hook"]
+
+
+def test_convert_bare_batch_norm_returns_new_module() -> None:
+    plain = nn.BatchNorm2d(3)
+    module = convert_syncbn_model(plain, channel_last=True)
+    assert isinstance(module, SyncBatchNorm) and module is not plain and module.channel_last
+    assert module.weight is plain.weight and module.running_var is plain.running_var
+    assert module(torch.randn(2, 4, 4, 3)).shape == (2, 4, 4, 3)
+
+
+def test_convert_output_is_that_of_batch_norm() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    other.load_state_dict(plain.state_dict())
+    convert_syncbn_model(other)
+    for training in (True, False):
+        plain.train(training)
+        other.train(training)
+        x = torch.randn(2, 3, 8, 8)
+        torch.testing.assert_close(plain(x), other(x))
+    torch.testing.assert_close(dict(plain.state_dict()), dict(other.state_dict()))
+
+
+def test_convert_batch_norm_without_bias_keeps_it_so() -> None:
+    try:
+        plain = nn.BatchNorm2d(3, bias=False)
+    except TypeError:
+        pytest.skip("this torch has no batch norm without bias")
+    plain.weight.data.uniform_()
+    x, other = (torch.ones(2, 3, 4, 4).cumsum(-1).requires_grad_() for _ in range(2))
+    module = convert_syncbn_model(plain)
+    assert module.bias is None
+    y = module(x)
+    twin = nn.BatchNorm2d(3, bias=False)
+    twin.load_state_dict(plain.state_dict())
+    want = twin(other)
+    torch.testing.assert_close(y, want)
+    y.exp().sum().backward()
+    want.exp().sum().backward()
+    torch.testing.assert_close(module.weight.grad, twin.weight.grad)
+    assert revert_syncbn_model(module).bias is None
+
+
+def test_convert_torch_sync_batch_norm_is_converted() -> None:
+    module = convert_syncbn_model(nn.Sequential(nn.SyncBatchNorm(3)))[0]
+    assert type(module) is SyncBatchNorm and module.process_group is None
+
+
+def test_convert_twice_changes_nothing_more() -> None:
+    model = convert_syncbn_model(Block())
+    first = model.bn
+    assert convert_syncbn_model(model).bn is first
+
+
+class Scaled(nn.BatchNorm2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+class Renamed(nn.BatchNorm2d):
+    """Only another way to construct it."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+
+
+def test_convert_subclass_with_behaviour_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.Sequential(Scaled(4)))
+    with pytest.raises(TypeError, match=r"'1\.0' is a .*Scaled, which defines forward"):
+        convert_syncbn_model(model)
+    assert type(model[0]) is nn.BatchNorm2d
+
+
+def test_convert_subclass_without_behaviour_is_converted_and_reverted() -> None:
+    model = convert_syncbn_model(nn.Sequential(Renamed()))
+    assert type(model[0]) is SyncBatchNorm
+    assert type(revert_syncbn_model(model)[0]) is Renamed
+
+
+def test_convert_lazy_batch_norm_is_refused() -> None:
+    with pytest.raises(TypeError, match="LazyBatchNorm2d"):
+        convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm2d()))
+
+
+def test_revert_restores_classes_and_output() -> None:
+    model = convert_syncbn_model(Block(), channel_last=True)
+    weight = model.bn.weight
+    revert_syncbn_model(model)
+    assert type(model.bn) is nn.BatchNorm2d and model.again is model.bn
+    assert type(model.parts[0][0]) is nn.BatchNorm1d and type(model.parts[1]) is nn.BatchNorm3d
+    assert model.bn.weight is weight
+    assert set(model.bn.__dict__) == set(nn.BatchNorm2d(4).__dict__)
+    with pytest.raises(ValueError, match="expected 4D input"):
+        model.bn(torch.randn(2, 4, 3))
+
+
+def test_revert_module_built_directly_takes_any_rank() -> None:
+    module = SyncBatchNorm(4)
+    plain = revert_syncbn_model(module)
+    assert not isinstance(plain, SyncBatchNorm)
+    for shape in [(3, 4), (3, 4, 2), (3, 4, 2, 2, 2)]:
+        x = torch.randn(shape)
+        torch.testing.assert_close(plain(x), SyncBatchNorm(4)(x))
+
+
+def test_revert_what_plain_batch_norm_cannot_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="'0' fuses a ReLU"):
+        revert_syncbn_model(nn.Sequential(SyncBatchNorm(4, fuse_relu=True)))
+    with pytest.raises(ValueError, match="channel_last"):
+        revert_syncbn_model(nn.Sequential(SyncBatchNorm(4, channel_last=True)))
+
+
+def test_convert_state_dict_hook_sees_the_new_module() -> None:
+    plain = nn.BatchNorm1d(2)
+    seen: list[nn.Module] = []
+    plain.register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    module = convert_syncbn_model(plain)
+    del plain
+    module.load_state_dict(SyncBatchNorm(2).state_dict())
+    assert seen == [module]

@@ -1,0 +1,166 @@
+"""scripts/venv.sh: what it refuses, and when it builds the package again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "venv.sh"
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("bash") is None or shutil.which("git") is None, reason="needs bash and git"
+)
+
+
+def bash(script: Path, command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", f"set -euo pipefail; source {script}; {command}"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+        timeout=60,
+    )
+
+
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+class Checkout:
+    """A small repository with venv.sh in it, and an environment whose pip only takes notes."""
+
+    def __init__(self, root: Path) -> None:
+        self.script = root / "scripts" / "venv.sh"
+        self.source = root / "cpp" / "src" / "engine.cpp"
+        self.test = root / "cpp" / "tests" / "engine_test.cpp"
+        self.venv = root / "venv"
+        self.pip_calls = root / "pip-calls"
+        self.pip_fails = root / "pip-fails"
+        for file in (self.source, self.test, root / "CMakeLists.txt", self.script):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("1")
+        shutil.copy(SCRIPT, self.script)
+        subprocess.run(["git", "init", "-q", str(root)], check=True)
+        (root / ".git" / "info" / "exclude").write_text("/venv\n/pip-*\n")
+        executable(
+            self.venv / "bin" / "python",
+            f"""#!/bin/sh
+if [ "$1 $2" = "-m pip" ]; then
+  echo "$@" >>{self.pip_calls}
+  echo "output of pip"
+  [ ! -e {self.pip_fails} ]
+  exit
+fi
+exec {sys.executable} "$@"
+""",
+        )
+
+    def install(self) -> subprocess.CompletedProcess[str]:
+        return bash(self.script, f"apex_install_package {self.venv}", CXX="sh")
+
+    def builds(self) -> int:
+        return len(self.pip_calls.read_text().splitlines()) if self.pip_calls.exists() else 0
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def test_ensure_venv_old_python_fails_with_one_sentence(tmp_path: Path) -> None:
+    old = executable(tmp_path / "python3.9", "#!/bin/sh\nexit 1\n")
+    done = bash(SCRIPT, f"apex_ensure_venv {tmp_path}/venv", PYTHON=str(old))
+    assert done.returncode != 0
+    assert done.stderr == (
+        f"error: {old} is not a working Python 3.10 or newer: set PYTHON to one.\n"
+    )
+    assert not (tmp_path / "venv").exists()
+
+
+def test_ensure_venv_no_python_fails_with_one_sentence(tmp_path: Path) -> None:
+    done = bash(SCRIPT, f"apex_ensure_venv {tmp_path}/venv", PYTHON="/nowhere/python3")
+    assert done.returncode != 0
+    assert len(done.stderr.splitlines()) == 1
+    assert "there is no /nowhere/python3 here" in done.stderr
+
+
+def test_install_package_unchanged_sources_builds_once(checkout: Checkout) -> None:
+    assert checkout.install().returncode == 0
+    again = checkout.install()
+    assert again.returncode == 0
+    assert again.stdout == f"apex-parallel in {checkout.venv} is up to date\n"
+    assert checkout.builds() == 1
+
+
+def test_install_package_changed_or_new_source_builds_again(checkout: Checkout) -> None:
+    checkout.install()
+    checkout.source.write_text("2")
+    assert checkout.install().returncode == 0
+    assert checkout.builds() == 2
+    checkout.source.with_name("new.cpp").write_text("1")
+    checkout.install()
+    assert checkout.builds() == 3
+    checkout.source.unlink()
+    checkout.install()
+    assert checkout.builds() == 4
+
+
+def test_install_package_changed_test_does_not_build_again(checkout: Checkout) -> None:
+    checkout.install()
+    checkout.test.write_text("2")
+    checkout.install()
+    assert checkout.builds() == 1
+
+
+def test_install_package_outside_git_sees_changes_too(checkout: Checkout) -> None:
+    shutil.rmtree(checkout.venv.parent / ".git")
+    checkout.install()
+    checkout.install()
+    assert checkout.builds() == 1
+    checkout.source.write_text("2")
+    checkout.install()
+    assert checkout.builds() == 2
+
+
+def test_install_package_failed_build_shows_why_and_is_tried_again(checkout: Checkout) -> None:
+    checkout.pip_fails.touch()
+    failed = checkout.install()
+    assert failed.returncode != 0
+    assert "output of pip" in failed.stderr
+    checkout.pip_fails.unlink()
+    good = checkout.install()
+    assert good.returncode == 0
+    assert "output of pip" not in good.stdout + good.stderr
+    assert checkout.builds() == 2
+
+
+def test_install_package_no_compiler_fails_with_one_sentence(checkout: Checkout) -> None:
+    # A PATH with the tools that the script itself needs, and no compiler.
+    tools = checkout.venv.parent / "pip-tools"
+    tools.mkdir()
+    for tool in ("cat", "dirname", "git", "mktemp", "rm", "awk", "getconf", "sh"):
+        found = shutil.which(tool)
+        if found:
+            (tools / tool).symlink_to(found)
+    done = subprocess.run(
+        [
+            shutil.which("bash") or "bash",
+            "-c",
+            f"set -euo pipefail; source {checkout.script}; apex_install_package {checkout.venv}",
+        ],
+        capture_output=True,
+        text=True,
+        env={**{k: v for k, v in os.environ.items() if k != "CXX"}, "PATH": str(tools)},
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert "there is no C++ compiler here" in done.stderr
+    assert checkout.builds() == 0

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Build and run every GoogleTest and every pytest that this machine can, from nothing: makes a virtual
+# environment, installs torch and what building and testing need, builds the package once with its C++
+# tests and examples, and prints "N passed, N failed, N skipped" for both together as its last line.
+# What is built or installed already is used again.
+#
+# Environment: APEX_VENV, the folder of the virtual environment (default: .venv in the repository), what
+# scripts/venv.sh lists, and PYTEST_ADDOPTS. Arguments are passed on to pytest.
+set -uo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=venv.sh
+source "$here/venv.sh"
+cd "$apex_root" || exit 1
+venv=${APEX_VENV:-$apex_root/.venv}
+results=$apex_root/build/test-results
+
+# GoogleTest comes with the system where it can, else CMake fetches a pinned release.
+if [ ! -e /usr/include/gtest/gtest.h ] && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+  echo "installing GoogleTest (libgtest-dev)"
+  { apex_quiet apt-get update && apex_quiet apt-get install -y --no-install-recommends libgtest-dev; } ||
+    echo "that failed; CMake will fetch GoogleTest instead"
+fi
+
+apex_ensure_venv "$venv" "pytest>=8" scikit-learn tqdm pillow mypy || exit 1
+build=$(apex_build_folder "$venv") || exit 1
+for part in TESTS EXAMPLES; do
+  if ! grep -qs "^APEX_BUILD_$part:[A-Z]*=ON" "$build/CMakeCache.txt"; then
+    rm -f "$venv/.apex-package-stamp" # what is installed was built without them
+  fi
+done
+apex_install_package "$venv" -Ccmake.define.APEX_BUILD_TESTS=ON \
+  -Ccmake.define.APEX_BUILD_EXAMPLES=ON || exit 1
+apex_quiet "$venv/bin/cmake" --build "$build" --parallel "$(apex_build_jobs)" || exit 1
+
+rm -rf "$results" "$build/test-results"
+mkdir -p "$results"
+
+# Tests find the C++ programs here, and the cmake, ninja and torchrun of the environment.
+export APEX_CPP_BUILD=$build
+export PATH="$venv/bin:$PATH"
+
+echo "C++ tests in $build"
+"$venv/bin/ctest" --test-dir "$build" --output-on-failure --no-tests=error \
+  --output-junit "$results/ctest.xml"
+cpp_status=$?
+cp "$build"/test-results/*.xml "$results/" 2>/dev/null
+
+echo "Python tests"
+# From another folder, so that the installed package is tested and not the sources.
+(cd "$results" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$venv/bin/python" -m pytest \
+  -c "$apex_root/pyproject.toml" --rootdir "$apex_root" "$apex_root/python/tests" \
+  -q --junit-xml "$results/pytest.xml" "$@")
+python_status=$?
+
+"$venv/bin/python" "$here/test_summary.py" "$results" || exit 1
+[ "$cpp_status" -eq 0 ] && [ "$python_status" -eq 0 ]

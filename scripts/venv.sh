@@ -1,0 +1,157 @@
+# shellcheck shell=bash
+# Functions to make a virtual environment with torch in it and to install this package there.
+# Source this file from bash; it runs nothing by itself.
+#
+#   apex_ensure_venv DIR [REQUIREMENT...]   make DIR if it is missing, complete it with torch, what
+#                                           the build needs and the REQUIREMENTs
+#   apex_install_package DIR [OPTION...]    build and install the package into DIR, unless the
+#                                           package in DIR was built from these very sources;
+#                                           OPTIONs are pip's
+#   apex_build_folder DIR                   print the folder in which that was built
+#
+# Environment:
+#   PYTHON       the Python that makes the environment (default: python3), 3.10 or newer
+#   APEX_TORCH   what pip installs where DIR has no torch, options included; default: torch on
+#                machines with an NVIDIA GPU, torch==2.13.0 elsewhere
+#   CXX          the C++ compiler
+#   CMAKE_BUILD_PARALLEL_LEVEL   compilers at a time; default: one per core and 2 GiB free memory
+
+apex_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+# apex_quiet COMMAND...: run it, and show its output only if it fails.
+apex_quiet() {
+  local log status=0
+  log=$(mktemp)
+  "$@" >"$log" 2>&1 || status=$?
+  if [ "$status" -ne 0 ]; then cat "$log" >&2; fi
+  rm -f "$log"
+  return "$status"
+}
+
+apex_error() {
+  echo "error: $*" >&2
+  return 1
+}
+
+apex_python_is_new_enough() {
+  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
+}
+
+apex_has_module() {
+  # From /, so that no folder that happens to lie here is taken for the module.
+  (cd / && "$1" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$2') is None)")
+}
+
+apex_ensure_venv() {
+  local dir=$1 python=${PYTHON:-python3} options=()
+  shift
+  if [ ! -x "$dir/bin/python" ]; then
+    command -v "$python" >/dev/null ||
+      apex_error "there is no $python here: install Python 3.10 or newer, or set PYTHON to one." ||
+      return 1
+    apex_python_is_new_enough "$python" ||
+      apex_error "$python is not a working Python 3.10 or newer: set PYTHON to one." || return 1
+    if apex_has_module "$python" torch && ! apex_has_module "$python" apex; then
+      echo "making the virtual environment $dir, with the packages of $python visible in it"
+      options=(--system-site-packages)
+    else
+      echo "making the virtual environment $dir"
+    fi
+    if ! apex_quiet "$python" -m venv ${options[@]+"${options[@]}"} "$dir"; then
+      rm -rf "$dir"
+      apex_error "$python cannot make virtual environments (Debian and Ubuntu: install python3-venv)."
+      return 1
+    fi
+  fi
+  apex_python_is_new_enough "$dir/bin/python" ||
+    apex_error "the Python in $dir does not work or is older than 3.10: delete that folder." ||
+    return 1
+
+  local torch
+  if ! apex_has_module "$dir/bin/python" torch; then
+    torch=${APEX_TORCH:-torch==2.13.0}
+    if [ -z "${APEX_TORCH:-}" ] && command -v nvidia-smi >/dev/null; then torch=torch; fi
+    echo "installing $torch (a large download)"
+    # Unquoted: APEX_TORCH may hold options of pip as well.
+    # shellcheck disable=SC2086
+    apex_quiet "$dir/bin/python" -m pip install $torch || return 1
+  elif [ -n "${APEX_TORCH:-}" ]; then
+    echo "keeping the torch that is in $dir; APEX_TORCH is for environments without one"
+  fi
+  # Takes a second where everything is there already.
+  apex_quiet "$dir/bin/python" -m pip install numpy "scikit-build-core>=0.10" "nanobind>=2.4" \
+    "cmake>=3.22" ninja "$@"
+}
+
+# apex_package_stamp DIR: one line that changes with the sources of the package, and with the
+# Python and the torch that it is built for.
+apex_package_stamp() {
+  (cd "$apex_root" && "$1/bin/python" - <<'PYTHON'
+import hashlib
+import pathlib
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+
+sources = ["CMakeLists.txt", "pyproject.toml", "cmake", "cpp", "python"]
+unused = ("cpp/tests/", "cpp/examples/", "cpp/benchmarks/", "python/tests/")
+names = []
+if shutil.which("git"):
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *sources]
+    names = subprocess.run(command, capture_output=True).stdout.decode().split("\0")
+if not any(names):  # not a checkout, but an unpacked archive: take every file
+    names = sources + [str(file) for source in sources for file in pathlib.Path(source).rglob("*")]
+digest = hashlib.sha256()
+for name in sorted(set(names)):
+    file = pathlib.Path(name)
+    if name and file.is_file() and not name.startswith(unused) and "__pycache__" not in name:
+        digest.update(name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+print(digest.hexdigest(), sys.version.split()[0], version("torch"))
+PYTHON
+  )
+}
+
+# apex_build_jobs: how many compilers to run at a time; one of them takes up to 2 GiB.
+apex_build_jobs() {
+  local jobs memory
+  jobs=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+  if [ -r /proc/meminfo ]; then
+    memory=$(awk '/^MemAvailable:/ { print int($2 / 2097152) }' /proc/meminfo)
+    if [ "$memory" -lt "$jobs" ]; then jobs=$memory; fi
+  fi
+  if [ "$jobs" -lt 1 ]; then jobs=1; fi
+  echo "$jobs"
+}
+
+apex_install_package() {
+  local dir stamp stamp_file jobs
+  dir=$(cd "$1" && pwd) || return 1
+  shift
+  stamp_file=$dir/.apex-package-stamp
+  stamp=$(apex_package_stamp "$dir") || return 1
+  if [ -f "$stamp_file" ] && [ "$(cat "$stamp_file")" = "$stamp" ] &&
+    apex_has_module "$dir/bin/python" apex; then
+    echo "apex-parallel in $dir is up to date"
+    return 0
+  fi
+  command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null ||
+    apex_error "there is no C++ compiler here: install one (Debian and Ubuntu: g++), or set CXX." ||
+    return 1
+  jobs=${CMAKE_BUILD_PARALLEL_LEVEL:-$(apex_build_jobs)}
+  echo "building and installing apex-parallel into $dir ($jobs at a time; minutes the first time)"
+  rm -f "$stamp_file"
+  PATH="$dir/bin:$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$jobs \
+    apex_quiet "$dir/bin/python" -m pip install --no-build-isolation "$@" "$apex_root" || return 1
+  echo "$stamp" >"$stamp_file"
+}
+
+# apex_build_folder DIR: where scikit-build-core builds for the Python of DIR.
+apex_build_folder() {
+  local tag
+  tag=$("$1/bin/python" -c 'import sys, sysconfig
+version = f"cp{sys.version_info.major}{sys.version_info.minor}"
+platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+print(f"{version}-{version}-{platform}")') || return 1
+  echo "$apex_root/build/$tag"
+}
