@@ -70,6 +70,26 @@ std::string message_of(const std::exception_ptr& error) {
   }
 }
 
+// MKL looks up the kernel of a vector function in that function's first call. Where two threads make that
+// call at once, one of them may be given a kernel of low accuracy for it (oneMKL before 2025.0, which
+// torch's wheels hold; pytorch/pytorch#188792): a rank's activations are off by 1e-4, once. So one thread
+// calls them before there are ranks.
+void settle_vector_functions() {
+  using Function = at::Tensor (*)(const at::Tensor&);
+  static const bool settled = [] {
+    for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
+      const at::Tensor x = at::full({64}, 0.5, dtype);
+      for (const Function function :
+           {Function{at::tanh}, Function{at::sqrt}, Function{at::exp}, Function{at::log},
+            Function{at::sin}, Function{at::cos}, Function{at::erf}}) {
+        function(x);
+      }
+    }
+    return true;
+  }();
+  static_cast<void>(settled);
+}
+
 }  // namespace
 
 ThreadBackend::ThreadBackend(int rank, std::shared_ptr<ThreadBackendControl> control)
@@ -232,6 +252,7 @@ void run_ranks(int world_size, const RankFunction& body) {
 void run_ranks(
     const std::shared_ptr<ThreadBackendControl>& control, const RankFunction& body,
     const std::string& group_name) {
+  settle_vector_functions();
   std::mutex mutex;
   std::optional<RankError> first;
   // The registry of groups by name is one per process; in this mode it is one per thread.
