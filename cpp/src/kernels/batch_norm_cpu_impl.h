@@ -161,8 +161,9 @@ Welford<double> planes_statistics(const T* x, Planes sizes, int64_t channel) {
 
 template <typename T, bool kAdd, bool kRelu>
 void planes_normalize_as(const T* x, const T* z, T* y, Planes sizes, int64_t channel,
-                         NormalizeCoefficients<typename Pack<T>::Acc> k) {
+                         NormalizeCoefficients<typename Pack<T>::Acc> k, Stores stores) {
   using P = Pack<T>;
+  const bool streams = may_stream(stores, y, sizes.plane);
   const P high = P::fill(k.high);
   const P scale = P::fill(k.scale);
   const P shift = P::fill(k.shift);
@@ -183,20 +184,21 @@ void planes_normalize_as(const T* x, const T* z, T* y, Planes sizes, int64_t cha
     T* to = y + start;
     for_each_pack_of_plane<P::kWidth>(
         sizes.plane,
-        [&](int64_t i) { apply(P::load(from + i), P::load(plus + i)).store(to + i); },
+        [&](int64_t i) { put(apply(P::load(from + i), P::load(plus + i)), to + i, streams); },
         [&](int64_t n) { apply(P::load(from, n), P::load(plus, n)).store(to, n); });
   }
+  end_streaming();
 }
 
 template <typename T>
 void planes_normalize(const T* x, const T* z, T* y, Planes sizes, int64_t channel,
-                      NormalizeCoefficients<typename Pack<T>::Acc> k, bool relu) {
+                      NormalizeCoefficients<typename Pack<T>::Acc> k, bool relu, Stores stores) {
   if (z != nullptr) {
     (relu ? planes_normalize_as<T, true, true> : planes_normalize_as<T, true, false>)(
-        x, z, y, sizes, channel, k);
+        x, z, y, sizes, channel, k, stores);
   } else {
     (relu ? planes_normalize_as<T, false, true> : planes_normalize_as<T, false, false>)(
-        x, z, y, sizes, channel, k);
+        x, z, y, sizes, channel, k, stores);
   }
 }
 
@@ -287,8 +289,10 @@ ReduceResult planes_reduce(const T* dy, const T* x, const T* y, Planes sizes, in
 template <typename T, ReluMask kMask>
 void planes_gradient_as(const T* dy, const T* x, const T* y, T* dx, T* dz, Planes sizes,
                         int64_t channel, NormalizeCoefficients<typename Pack<T>::Acc> f,
-                        GradientCoefficients<typename Pack<T>::Acc> b) {
+                        GradientCoefficients<typename Pack<T>::Acc> b, Stores stores) {
   using P = Pack<T>;
+  const bool streams = may_stream(stores, dx, sizes.plane);
+  const bool streams_z = dz != nullptr && may_stream(stores, dz, sizes.plane);
   const P high = P::fill(f.high);
   const P scale = P::fill(f.scale);
   const P shift = P::fill(f.shift);
@@ -311,9 +315,9 @@ void planes_gradient_as(const T* dy, const T* x, const T* y, T* dx, T* dz, Plane
         [&](int64_t i) {
           const P value = P::load(v + i);
           const P gradient = through(P::load(g + i), value, P::load(o + i));
-          result(gradient, value).store(dx + start + i);
+          put(result(gradient, value), dx + start + i, streams);
           if (dz != nullptr) {
-            gradient.store(dz + start + i);
+            put(gradient, dz + start + i, streams_z);
           }
         },
         [&](int64_t n) {
@@ -325,20 +329,17 @@ void planes_gradient_as(const T* dy, const T* x, const T* y, T* dx, T* dz, Plane
           }
         });
   }
+  end_streaming();
 }
 
 template <typename T>
 void planes_gradient(const T* dy, const T* x, const T* y, T* dx, T* dz, Planes sizes,
                      int64_t channel, NormalizeCoefficients<typename Pack<T>::Acc> f,
-                     GradientCoefficients<typename Pack<T>::Acc> b, ReluMask mask) {
-  switch (mask) {
-    case ReluMask::kRecompute:
-      return planes_gradient_as<T, ReluMask::kRecompute>(dy, x, y, dx, dz, sizes, channel, f, b);
-    case ReluMask::kOutput:
-      return planes_gradient_as<T, ReluMask::kOutput>(dy, x, y, dx, dz, sizes, channel, f, b);
-    default:
-      return planes_gradient_as<T, ReluMask::kNone>(dy, x, y, dx, dz, sizes, channel, f, b);
-  }
+                     GradientCoefficients<typename Pack<T>::Acc> b, ReluMask mask, Stores stores) {
+  const auto run = mask == ReluMask::kRecompute ? planes_gradient_as<T, ReluMask::kRecompute>
+                   : mask == ReluMask::kOutput  ? planes_gradient_as<T, ReluMask::kOutput>
+                                                : planes_gradient_as<T, ReluMask::kNone>;
+  run(dy, x, y, dx, dz, sizes, channel, f, b, stores);
 }
 
 }  // namespace APEX_CPU_VARIANT

@@ -174,8 +174,9 @@ void rows_statistics(const T* x, int64_t begin, int64_t end, int64_t channels, d
 template <typename T, bool kAdd, bool kRelu>
 void rows_normalize_as(const T* x, const T* z, T* y, int64_t begin, int64_t end, int64_t channels,
                        const typename Pack<T>::Acc* high, const typename Pack<T>::Acc* scale,
-                       const typename Pack<T>::Acc* shift) {
+                       const typename Pack<T>::Acc* shift, Stores stores) {
   using P = Pack<T>;
+  const bool streams = may_stream(stores, y, channels);
   const auto finish = [](P value, const P& added) {
     if constexpr (kAdd) {
       value = value + added;
@@ -195,7 +196,8 @@ void rows_normalize_as(const T* x, const T* z, T* y, int64_t begin, int64_t end,
         [&](int64_t c) {
           const P h = P::load_acc(high + c), k = P::load_acc(scale + c), s = P::load_acc(shift + c);
           for (int64_t i = c, r = 0; r < rows(); ++r, i += channels) {
-            finish(fma(P::load(from + i) - h, k, s), P::load(plus + i)).store(to + i);
+            const P value = finish(fma(P::load(from + i) - h, k, s), P::load(plus + i));
+            put(value, to + i, streams);
           }
         },
         [&](int64_t c, int64_t n) {
@@ -207,18 +209,19 @@ void rows_normalize_as(const T* x, const T* z, T* y, int64_t begin, int64_t end,
         });
   };
   for_each_band_backwards(begin, end, channels * static_cast<int64_t>(sizeof(T)), band);
+  end_streaming();
 }
 
 template <typename T>
 void rows_normalize(const T* x, const T* z, T* y, int64_t begin, int64_t end, int64_t channels,
                     const typename Pack<T>::Acc* high, const typename Pack<T>::Acc* scale,
-                    const typename Pack<T>::Acc* shift, bool relu) {
+                    const typename Pack<T>::Acc* shift, bool relu, Stores stores) {
   if (z != nullptr) {
     (relu ? rows_normalize_as<T, true, true> : rows_normalize_as<T, true, false>)(
-        x, z, y, begin, end, channels, high, scale, shift);
+        x, z, y, begin, end, channels, high, scale, shift, stores);
   } else {
     (relu ? rows_normalize_as<T, false, true> : rows_normalize_as<T, false, false>)(
-        x, z, y, begin, end, channels, high, scale, shift);
+        x, z, y, begin, end, channels, high, scale, shift, stores);
   }
 }
 
@@ -287,8 +290,10 @@ template <typename T, ReluMask kMask>
 void rows_gradient_as(const T* dy, const T* x, const T* y, T* dx, T* dz, int64_t begin,
                       int64_t end, int64_t channels,
                       const typename Pack<T>::Acc* const forward[3],
-                      const typename Pack<T>::Acc* const backward[3]) {
+                      const typename Pack<T>::Acc* const backward[3], Stores stores) {
   using P = Pack<T>;
+  const bool streams = may_stream(stores, dx, channels);
+  const bool streams_z = dz != nullptr && may_stream(stores, dz, channels);
   const auto* high = forward[0];
   const auto* scale = forward[1];
   const auto* shift = forward[2];
@@ -307,9 +312,9 @@ void rows_gradient_as(const T* dy, const T* x, const T* y, T* dx, T* dz, int64_t
           for (int64_t i = start + c, r = 0; r < rows(); ++r, i += channels) {
             const P centered = P::load(x + i) - h;
             const P g = masked<T, kMask>(P::load(dy + i), centered, P::load(outputs + i), k, s);
-            fma(g, a, fma(centered, b, d)).store(dx + i);
+            put(fma(g, a, fma(centered, b, d)), dx + i, streams);
             if (dz != nullptr) {
-              g.store(dz + i);
+              put(g, dz + i, streams_z);
             }
           }
         },
@@ -330,16 +335,17 @@ void rows_gradient_as(const T* dy, const T* x, const T* y, T* dx, T* dz, int64_t
         });
   };
   for_each_band_backwards(begin, end, channels * static_cast<int64_t>(sizeof(T)), band);
+  end_streaming();
 }
 
 template <typename T>
 void rows_gradient(const T* dy, const T* x, const T* y, T* dx, T* dz, int64_t begin, int64_t end,
                    int64_t channels, const typename Pack<T>::Acc* const forward[3],
-                   const typename Pack<T>::Acc* const backward[3], ReluMask mask) {
+                   const typename Pack<T>::Acc* const backward[3], ReluMask mask, Stores stores) {
   const auto run = mask == ReluMask::kRecompute ? rows_gradient_as<T, ReluMask::kRecompute>
                    : mask == ReluMask::kOutput  ? rows_gradient_as<T, ReluMask::kOutput>
                                                 : rows_gradient_as<T, ReluMask::kNone>;
-  run(dy, x, y, dx, dz, begin, end, channels, forward, backward);
+  run(dy, x, y, dx, dz, begin, end, channels, forward, backward, stores);
 }
 
 template <typename T>
