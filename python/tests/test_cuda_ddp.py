@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from apex.parallel import DistributedDataParallel
 
@@ -101,3 +102,44 @@ def test_step_views_with_gradients_kept_copies_nothing(group: None) -> None:
     ddp.zero_grad(set_to_none=False)
     ddp(x).sum().backward()
     assert ddp.statistics()["gradients_copied"] == before
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_step_captured_in_a_graph_replays_like_the_plain_loop(group: None, views: bool) -> None:
+    torch.manual_seed(5)
+    reference = _chain(5)
+    follower = torch.optim.SGD(reference.parameters(), lr=0.1)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    x = torch.zeros(4, 16, device="cuda")
+    with torch.cuda.stream(stream):
+        # Wrapped on a stream that can be captured: gradients are accumulated on the stream that was
+        # current when the hooks were made.
+        ddp = DistributedDataParallel(copy.deepcopy(reference), gradient_as_bucket_view=views)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+        def step(model: nn.Module, batch: Tensor, optimizer: torch.optim.Optimizer) -> None:
+            optimizer.zero_grad(set_to_none=True)
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+        warm_up = [torch.randn(4, 16, device="cuda") for _ in range(4)]
+        for batch in warm_up:  # learns the plan
+            step(ddp, batch, optimizer)
+    torch.cuda.synchronize()
+    for batch in warm_up:
+        step(reference, batch, follower)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        step(ddp, x, optimizer)
+    reads = ddp.statistics()["usage_reads"]
+    for _ in range(3):
+        batch = torch.randn(4, 16, device="cuda")
+        x.copy_(batch)
+        graph.replay()
+        step(reference, batch, follower)
+    assert reads == 0
+    for (name, got), want in zip(
+        ddp.module.named_parameters(), reference.parameters(), strict=True
+    ):
+        torch.testing.assert_close(got, want, msg=name)

@@ -192,3 +192,44 @@ def _normalizes_over_ranks(rank: int, world_size: int) -> None:
 
 def test_sync_batch_norm_under_ddp_two_nccl_ranks_equals_one_process() -> None:
     run_ranks(2, _normalizes_over_ranks)
+
+
+def _replays(rank: int, world_size: int) -> None:
+    torch.manual_seed(3)
+    reference = _Normalized().double()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    rows = 8 // world_size
+    generator = torch.Generator().manual_seed(4)
+    batches = [torch.randn(8, 3, 9, 9, generator=generator, dtype=torch.float64) for _ in range(6)]
+    x = torch.empty(rows, 3, 9, 9, device="cuda", dtype=torch.float64)
+    follower = torch.optim.SGD(reference.parameters(), lr=0.1)
+
+    def step(model: nn.Module, batch: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    with torch.cuda.stream(stream):
+        model = convert_syncbn_model(copy.deepcopy(reference)).to("cuda", torch.float64)
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in batches[:3]:
+            x.copy_(batch[rank * rows : (rank + 1) * rows])
+            step(ddp, x, optimizer)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        step(ddp, x, optimizer)
+    for batch in batches[3:]:
+        x.copy_(batch[rank * rows : (rank + 1) * rows])
+        graph.replay()
+    for batch in batches:
+        step(reference, batch, follower)
+    for (name, got), want in zip(model.named_parameters(), reference.parameters(), strict=True):
+        _assert_near(got, want, 1e-9, name)
+    _assert_near(model.norm.running_var, reference.norm.running_var, 1e-9, "running_var")
+
+
+def test_step_with_sync_batch_norm_captured_in_a_graph_two_nccl_ranks_equals_one_process() -> None:
+    run_ranks(2, _replays)
