@@ -68,13 +68,16 @@ class OutputHook final : public torch::autograd::FunctionPreHook {
 
 void check_options(const ReducerOptions& options, size_t parameters, size_t groups) {
   if (groups == 0) throw InvalidArgument("a reducer needs at least one process group");
-  if (options.limits.cap <= 0) {
+  if (options.limits.cap < 0) {
     throw InvalidArgument("the bucket size (message_size, bucket_cap_mb) must be positive, got " +
                           std::to_string(options.limits.cap));
   }
   if (options.limits.first_cap < 0) {
     throw InvalidArgument("the size of the first bucket must not be negative, got " +
                           std::to_string(options.limits.first_cap));
+  }
+  if (options.limits.cap == 0 && options.limits.first_cap > 0) {
+    throw InvalidArgument("the size of the first bucket goes with one for the others (limits.cap)");
   }
   const double factor = options.gradient_predivide_factor;
   if (!(factor > 0) || !std::isfinite(factor)) {

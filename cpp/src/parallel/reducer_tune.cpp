@@ -17,7 +17,7 @@ namespace apex::parallel::detail {
 // and how long a backward takes. Then all-reduces of two sizes are timed, and assign_buckets_by_time()
 // proposes plans, for the latency that was measured, for a fourth and for four times of it. A model that
 // leaves out what it costs to communicate while computing must not have the last word, so plans with
-// buckets of 1, 4 and 10 MiB, small ones first, are proposed beside them. Each is tried for a few backwards,
+// buckets of 1, 4, 10 and 25 MiB, small ones first, are proposed beside them. Each is tried for a few backwards,
 // and the one that was fastest on the slowest rank is kept; the learnt one, unless another is clearly
 // faster. After a thousand backwards it is all done anew. Everything that leads to a decision is exchanged,
 // so that ranks decide alike; they are asked at the same backward, since they all count the same ones.
@@ -30,7 +30,7 @@ constexpr int64_t kSmallProbe = int64_t{1} << 10;  // float32 elements
 constexpr int64_t kLargeProbe = int64_t{1} << 20;
 constexpr int kProbes = 4;
 constexpr int64_t kMebi = int64_t{1} << 20;
-constexpr int64_t kCaps[] = {kMebi, 4 * kMebi, 10 * kMebi};  // bytes
+constexpr int64_t kCaps[] = {kMebi, 4 * kMebi, 10 * kMebi, 25 * kMebi};  // bytes
 constexpr int64_t kMostPlans = 1 + 3 + std::size(kCaps);     // in force, by the model, by size
 
 }  // namespace

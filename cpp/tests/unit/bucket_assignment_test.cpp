@@ -34,6 +34,7 @@ TEST_P(BucketAssignmentTable, Plan_Assigned_MatchesTable) {
   EXPECT_EQ(assign_buckets(c.parameters, c.order, c.limits, c.closing).buckets, c.expected);
 }
 
+constexpr int64_t kMebi = int64_t{1} << 20;
 const BucketLimits kTen{10, 0, BucketLimits::Unit::kElements};
 const at::Device kGpu0(at::kCUDA, 0);
 const at::Device kGpu1(at::kCUDA, 1);
@@ -85,6 +86,26 @@ INSTANTIATE_TEST_SUITE_P(
              {10, 4, BucketLimits::Unit::kElements},
              {},
              {{0}, {1, 2, 3}}},
+        Case{"DefaultOnTheCpuIsFourMebibytesBehindOne",
+             {parameter(kMebi / 8), parameter(kMebi / 8), parameter(kMebi / 2), parameter(kMebi),
+              parameter(kMebi / 2), parameter(1)},
+             {0, 1, 2, 3, 4, 5},
+             {},
+             {},
+             {{0, 1}, {3}, {2, 4}, {5}}},  // 1 MiB, 4 MiB alone, 4 MiB together, the rest
+        Case{"DefaultOneBucketIsEnoughIsOneBucket",
+             {parameter(kMebi / 2), parameter(kMebi / 4), parameter(4)},
+             {0, 1, 2},
+             {},
+             {},
+             {{0, 1, 2}}},
+        Case{"DefaultElsewhereCountsElements",
+             {parameter(4'000'000, at::kHalf, kGpu0), parameter(4'000'000, at::kHalf, kGpu0),
+              parameter(4'000'000, at::kHalf, kGpu0), parameter(10'000'000, at::kHalf, kGpu0)},
+             {0, 1, 2, 3},
+             {},
+             {},
+             {{0}, {1, 2}, {3}}},
         Case{"TriggersCloseEveryOpenBucketAndIgnoreSizes",
              {parameter(100), parameter(1, at::kHalf), parameter(1), parameter(100)},
              {0, 1, 2, 3},
@@ -143,7 +164,7 @@ TEST(BucketAssignment, RandomInput_Assigned_IsAnOrderedPartitionWithinLimits) {
 
 TEST(BucketAssignment, BadInput_Assigned_ThrowsInvalidArgument) {
   const std::vector<ParameterInfo> two{parameter(1), parameter(1)};
-  EXPECT_THROW(assign_buckets(two, {0, 1}, {0, 0, BucketLimits::Unit::kElements}),
+  EXPECT_THROW(assign_buckets(two, {0, 1}, {0, 1, BucketLimits::Unit::kElements}),
                InvalidArgument);
   EXPECT_THROW(assign_buckets(two, {0, 1}, {-5, 0, BucketLimits::Unit::kElements}),
                InvalidArgument);

@@ -119,7 +119,7 @@ TEST(ReducerConstruction, BadOptions_Construct_ThrowsInvalidArgument) {
       change(options);
       return message_of<InvalidArgument>([&] { Reducer reducer({{"p", p}}, {group}, options); });
     };
-    expect_contains(construct([](auto& o) { o.limits.cap = 0; }), "must be positive, got 0");
+    expect_contains(construct([](auto& o) { o.limits.first_cap = 1; }), "goes with one for the others");
     expect_contains(construct([](auto& o) { o.limits.cap = -3; }), "must be positive, got -3");
     expect_contains(construct([](auto& o) { o.gradient_predivide_factor = 0; }), "predivide");
     expect_contains(construct([](auto& o) { o.gradient_predivide_factor = NAN; }), "predivide");

@@ -46,11 +46,14 @@ def bucket_bytes(
     parameters: Iterable[nn.Parameter], message_size: int | str, bucket_cap_mb: float | None
 ) -> int:
     """The size of a bucket in bytes, for the compiler, which refuses less than its first bucket's."""
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    by_device = message_size in ("auto", _options.MESSAGE_SIZE)
     if bucket_cap_mb is not None:
         cap = int(bucket_cap_mb * (1 << 20))
+    elif by_device and all(parameter.device.type == "cpu" for parameter in trainable):
+        cap = _options.CPU_BUCKET_BYTES
     else:
-        elements = _options.MESSAGE_SIZE if message_size == "auto" else message_size
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        elements = _options.MESSAGE_SIZE if by_device else message_size
         held = sum(parameter.numel() for parameter in trainable)
         held_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
         cap = elements * held_bytes // max(1, held)

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-MESSAGE_SIZE = 10_000_000  # elements, NVIDIA Apex's default
+#: Elements, NVIDIA Apex's default. It stands for "by device", see BucketLimits in C++.
+MESSAGE_SIZE = 10_000_000
+CPU_BUCKET_BYTES = 4 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # torch's default for the first bucket
 
 

@@ -26,11 +26,13 @@ struct BucketLimits {
   enum class Unit { kElements, kBytes };
 
   /// A bucket is closed as soon as it holds at least this much; a parameter that reaches it alone
-  /// is a bucket of its own (and can be reduced where it is, without a copy). Must be positive.
-  int64_t cap = 10'000'000;
+  /// is a bucket of its own (and can be reduced where it is, without a copy). 0 means by device: on the
+  /// CPU 4 MiB, elsewhere the 10,000,000 elements of NVIDIA Apex, the first bucket 1 MiB where there has
+  /// to be more than one.
+  int64_t cap = 0;
 
   /// The same for the first bucket of each (dtype, device); 0 means `cap`. A small first bucket
-  /// starts the communication early.
+  /// starts the communication early. Excludes a `cap` of 0.
   int64_t first_cap = 0;
 
   Unit unit = Unit::kElements;
@@ -54,7 +56,7 @@ struct BucketPlan {
 /// @param closing      indices at which every open bucket is closed (with the parameter inside),
 ///                     whatever its size; when not empty, `limits` is ignored and what follows the
 ///                     last of them forms the last buckets.
-/// @throws InvalidArgument when a limit is not positive, or an index is out of range or repeated.
+/// @throws InvalidArgument when a limit is negative or excludes another, or an index is out of range or repeated.
 /// Thread safe; the same input gives the same plan on every rank and platform.
 APEX_API BucketPlan assign_buckets(const std::vector<ParameterInfo>& parameters,
                                    const std::vector<int64_t>& ready_order,

@@ -29,12 +29,12 @@ namespace detail {
 class ReducerState;
 }
 
-/// Everything that can be chosen; the defaults are those of NVIDIA Apex.
+/// Everything that can be chosen; the defaults are those of NVIDIA Apex, but for the size of buckets.
 struct ReducerOptions {
-  /// Size at which a bucket is closed: 10,000,000 elements.
+  /// Size at which a bucket is closed; by default it goes by the device.
   BucketLimits limits;
 
-  /// Buckets tune themselves: `limits` is where they begin; in the first forty or so backwards other
+  /// Buckets tune themselves: `limits` is where they begin; in the first fifty or so backwards other
   /// partitions, made from the times that were measured, are tried and the fastest is kept. Measured
   /// anew after a thousand backwards and when the plan is learnt anew. No effect with one rank. Excludes
   /// delay_allreduce and trigger_parameters. On devices other than the CPU, times are those of the host.
