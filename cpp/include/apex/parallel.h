@@ -12,9 +12,10 @@
 #include <apex/parallel/comm_hook.h>
 #include <apex/parallel/distributed_data_parallel.h>
 #include <apex/parallel/larc.h>
-#include <apex/parallel/overlapped_optimizer.h>
 #include <apex/parallel/model_sync.h>
 #include <apex/parallel/output_tensors.h>
+#include <apex/parallel/overlap_report.h>
+#include <apex/parallel/overlapped_optimizer.h>
 #include <apex/parallel/reducer.h>
 #include <apex/parallel/sync_batch_norm.h>
 #include <apex/version.h>

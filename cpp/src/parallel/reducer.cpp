@@ -452,6 +452,18 @@ std::vector<at::Tensor> Reducer::buffers() const {
 
 const std::vector<NamedTensor>& Reducer::parameters() const { return state_->named_; }
 
+void Reducer::record_overlap(bool on) {
+  const ReducerState::Lock lock(state_->mutex_);
+  check_between_backwards(*state_, "record_overlap()");
+  if (on == (state_->overlap_ != nullptr)) return;
+  state_->overlap_ = on ? std::make_unique<detail::OverlapRecorder>() : nullptr;
+}
+
+std::optional<OverlapReport> Reducer::overlap_report() const {
+  const ReducerState::Lock lock(state_->mutex_);
+  return state_->overlap_report();
+}
+
 ReducerStatistics Reducer::statistics() const {
   const ReducerState::Lock lock(state_->mutex_);
   return state_->statistics_;

@@ -40,6 +40,7 @@ namespace apex::parallel::detail {
 
 void ReducerState::prepare_backward() {
   if (options_.auto_buckets) begin_ = std::chrono::steady_clock::now();
+  if (overlap_) time_begin();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
     const at::Tensor& grad = parameter.variable.grad();
@@ -130,6 +131,7 @@ void ReducerState::gradient_ready(size_t index) {
         "accumulate under no_sync().";
   }
   parameter.last_fired = ++clock_;
+  if (overlap_) overlap_->gradient(index);
   if (learning_) return;
   if (parameter.bucket < 0) {
     if (options_.static_graph && !asks_to_relearn_ && deferred_error_.empty()) {
@@ -274,7 +276,9 @@ void ReducerState::launch(size_t index) {
     view.buffer = entry.bucket.data();
     view.gradients = entry.bucket.data_views();
     for (const Bucket::Slot& slot : entry.bucket.slots()) view.parameters.push_back(slot.variable);
+    if (overlap_) time_launch(index);
     entry.future = comm_hook_->run(view);
+    if (overlap_) overlap_->in_flight(index, entry.future);
     return;
   }
   if (entry.bucket.kind() == Bucket::Kind::kSparse) return;  // see await()
@@ -282,8 +286,10 @@ void ReducerState::launch(size_t index) {
   c10d::AllreduceOptions options;
   options.reduceOp = entry.average_on_wire ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
   std::vector<at::Tensor> message{entry.bucket.message()};
+  if (overlap_) time_launch(index);
   entry.work = call_collective(describe_bucket(index), *group,
                                [&] { return group->allreduce(message, options); });
+  if (overlap_) overlap_->in_flight(index, entry.work);
 }
 
 }  // namespace apex::parallel::detail

@@ -43,8 +43,8 @@ void keep_for_current_stream(const Bucket& bucket, const std::vector<c10::Stream
 
 }  // namespace
 
-void ReducerState::await(Entry& entry, const std::string& what, const GroupPtr& group) {
-  const c10::OptionalDeviceGuard guard(entry.bucket.device());
+/// Waits for the message of a bucket; the bucket's device is current.
+void ReducerState::receive(Entry& entry, const std::string& what, const GroupPtr& group) {
   if (entry.future) {
     entry.future->waitAndThrow();
     const c10::IValue value = entry.future->value();
@@ -59,21 +59,35 @@ void ReducerState::await(Entry& entry, const std::string& what, const GroupPtr& 
     // exchanged here, when all others are on their way.
     entry.bucket.assign_sparse(sparse_all_reduce(entry.bucket.message(), group));
   }
+}
+
+/// And hands out its gradients.
+void ReducerState::unpack(Entry& entry) {
   keep_for_current_stream(entry.bucket, entry.producers);
   entry.bucket.unpack(scale_after(entry));
 }
 
 void ReducerState::await(size_t index) {
-  await(entries_[index], describe_bucket(index), group_of(index));
+  Entry& entry = entries_[index];
+  const c10::OptionalDeviceGuard guard(entry.bucket.device());
+  if (overlap_) {
+    if (entry.bucket.kind() == Bucket::Kind::kSparse) time_launch(index);  // it is sent only now
+    overlap_->awaiting(index);
+  }
+  receive(entry, describe_bucket(index), group_of(index));
+  if (overlap_) overlap_->arrived(index);
+  unpack(entry);
 }
 
 void ReducerState::run_second_phases() {
   if (!comm_hook_) return;
-  for (Entry& entry : entries_) {
+  for (size_t b = 0; b < entries_.size(); ++b) {
+    Entry& entry = entries_[b];
     if (!entry.future || !comm_hook_->has_finish(entry.hooked)) continue;
     const c10::OptionalDeviceGuard guard(entry.bucket.device());
     entry.future->waitAndThrow();
     entry.future = comm_hook_->finish(entry.hooked, tensor_of(entry.future->value()));
+    if (overlap_) overlap_->in_flight(b, entry.future);
   }
 }
 
@@ -237,7 +251,8 @@ void ReducerState::reduce_apart(const std::vector<int64_t>& late) {
   std::vector<uint8_t> used_by_any(parameters_.size(), 1);
   for (Entry& entry : round) {
     const c10::OptionalDeviceGuard guard(entry.bucket.device());
-    await(entry, what, group);
+    receive(entry, what, group);
+    unpack(entry);
     entry.bucket.settle(used_by_any);
     call_back(-1, entry.bucket.slots(), true);
   }
@@ -297,6 +312,7 @@ void ReducerState::finish(BackwardScope* scope) {
     scope_ = nullptr;
     in_flight_ = true;
     ++statistics_.deferred;
+    if (overlap_) overlap_->ended();
     return;
   }
   complete(learnt_now);
@@ -321,6 +337,7 @@ void ReducerState::complete(bool learnt_now) {
     run_second_phases();
     if (options_.check_finite && !parameters_.empty()) non_finite = find_non_finite();
     complete_buckets();
+    if (overlap_) overlap_->completed();
     check_stamps();
     if (relearn_agreed_) {
       relearn_now();
@@ -350,6 +367,7 @@ void ReducerState::drop_messages() noexcept {
     entry.bucket.abandon();
   }
   deferred_error_.clear();
+  if (overlap_) overlap_->drop();
   reset_counters();
 }
 

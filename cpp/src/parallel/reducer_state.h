@@ -3,7 +3,7 @@
 /// The inside of Reducer. Split by phase: reducer.cpp (construction, hooks, public functions),
 /// reducer_plan.cpp (learning and building the buckets), reducer_backward.cpp (one backward),
 /// reducer_finish.cpp (its end), reducer_defer.cpp (an end that does not wait), reducer_join.cpp (uneven
-/// inputs).
+/// inputs), reducer_overlap.cpp (taking times).
 
 #include <atomic>
 #include <chrono>
@@ -25,6 +25,7 @@
 #include <apex/parallel/reducer.h>
 
 #include "parallel/bucket_tuner.h"
+#include "parallel/overlap_recorder.h"
 
 namespace apex::parallel::detail {
 
@@ -83,6 +84,9 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   void shadow_backward_begin(bool kept);
   void shadow_backward_end();
   int64_t last_with_data(bool followed) const;
+
+  // reducer_overlap.cpp
+  std::optional<OverlapReport> overlap_report() const;
 
   // reducer_plan.cpp
   void learn();
@@ -183,6 +187,7 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   BucketPlan preset_;              ///< used instead of one made from sizes, where it fits
   std::chrono::steady_clock::time_point begin_;  ///< of this backward
   std::string deferred_error_;     ///< thrown when the other ranks have been served
+  std::unique_ptr<OverlapRecorder> overlap_;  ///< only while times are taken
   ReducerStatistics statistics_;
 
  private:
@@ -193,7 +198,8 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   void launch_ready();
   bool waits_for_chain(size_t index) const;
   void run_second_phases();
-  void await(Entry& entry, const std::string& what, const GroupPtr& group);
+  void receive(Entry& entry, const std::string& what, const GroupPtr& group);
+  void unpack(Entry& entry);
   void await(size_t index);
   void complete_bucket(size_t index);
   void complete_buckets();
@@ -216,6 +222,8 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
                    const std::string& what) const;
   void tune();
   void note_gradient(size_t index);
+  void time_begin();
+  void time_launch(size_t index);
   double seconds_since_begin() const;
   ReduceCost probe_cost();
   std::vector<BucketPlan> propose_plans(const std::vector<double>& ready_s);

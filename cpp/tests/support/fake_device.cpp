@@ -1,7 +1,9 @@
 #include <support/fake_device.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <memory>
+#include <numeric>
 #include <utility>
 
 #include <ATen/ATen.h>
@@ -35,6 +37,8 @@ const Memory* memory_of(const c10::DataPtr& pointer) {
 
 /// Each thread begins on stream 0, as on other devices.
 thread_local c10::StreamId current = 0;
+
+std::atomic<bool> timed_events{false};
 
 c10::Stream stream_of(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, device(), id); }
 
@@ -90,6 +94,14 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) detector().host_waits(*static_cast<Clock*>(event), "synchronizing an event");
   }
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex index) const override {
+    if (!timed_events.load()) return DeviceGuardImplInterface::elapsedTime(first, second, index);
+    const auto operations = [](void* event) {
+      const Clock& clock = *static_cast<Clock*>(event);
+      return std::accumulate(clock.begin(), clock.end(), int64_t{0});
+    };
+    return static_cast<double>(operations(second) - operations(first));
+  }
 
   bool queryStream(const c10::Stream& stream) const override {
     return detector().host_knows(detector().record(stream.id()));
@@ -144,6 +156,8 @@ void order(const c10::Stream& earlier, const c10::Stream& later) {
   event.record(earlier);
   event.block(later);
 }
+
+void set_timed_events(bool on) { timed_events.store(on); }
 
 RaceDetector& detector() {
   // Never destroyed: static tensors are freed after it.

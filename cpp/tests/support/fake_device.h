@@ -31,6 +31,10 @@ c10::Stream new_stream(const std::string& name);
 /// Makes `later` wait for what `earlier` has been asked for so far.
 void order(const c10::Stream& earlier, const c10::Stream& later);
 
+/// Whether events have times; off at first. One operation of any stream is a millisecond: the time of an
+/// event is how many are over when it is.
+void set_timed_events(bool on);
+
 RaceDetector& detector();
 
 /// The memory of a tensor of this device as a tensor of the CPU, behind the detector's back.

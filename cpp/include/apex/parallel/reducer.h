@@ -14,6 +14,7 @@
 #include <apex/parallel/bucket_assignment.h>
 #include <apex/parallel/comm_hook.h>
 #include <apex/parallel/model_sync.h>
+#include <apex/parallel/overlap_report.h>
 
 /// The engine of data-parallel training: averages gradients over the ranks of a process group while
 /// backward is still running.
@@ -264,6 +265,24 @@ class APEX_API Reducer {
   const std::vector<NamedTensor>& parameters() const;
 
   ReducerStatistics statistics() const;
+
+  /// Takes the times of each synchronized backward from the next one on, for overlap_report(); off: one
+  /// branch. On: a clock is read per gradient and a few times per bucket; on devices other than the CPU a
+  /// timed event is recorded each time, and another stream of torch's pool waits for each bucket, but
+  /// neither the host nor the stream of backward does. Not while a device's graph is captured. Off forgets
+  /// the last report. Waits for a deferred backward.
+  /// @throws Error while a backward is running; what wait() throws.
+  void record_overlap(bool on);
+
+  /// What the last synchronized backward of this rank hid, of those that were recorded and whose buckets
+  /// were all awaited: after a deferred backward, the one before it until wait() or wait_for() have
+  /// completed it. nullopt if there is none. Without what is exchanged to learn or tune a plan, and late
+  /// gradients that were reduced apart from it.
+  /// On the CPU does not block, and arrivals are told by the backend, when the future of its Work is
+  /// complete; by a backend without futures, when the wait for the bucket returned, which is later. On
+  /// another device the host waits until its streams are through with that backward; if its events give no
+  /// times (OverlapClock::kHostOnly), times are those of the host.
+  std::optional<OverlapReport> overlap_report() const;
 
  private:
   std::shared_ptr<detail::ReducerState> state_;
