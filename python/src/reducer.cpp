@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -14,6 +15,7 @@
 
 #include <apex/error.h>
 #include <apex/parallel/model_sync.h>
+#include <apex/parallel/overlap_report.h>
 #include <apex/parallel/reducer.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
@@ -30,6 +32,8 @@ namespace {
 using parallel::BucketLimits;
 using parallel::JoinEvent;
 using parallel::NamedTensor;
+using parallel::OverlapClock;
+using parallel::OverlapReport;
 using parallel::Reducer;
 using parallel::ReducerOptions;
 using parallel::ReducerStatistics;
@@ -66,6 +70,38 @@ nb::dict to_dict(const ReducerStatistics& statistics) {
   result["buffers_registered"] = statistics.buffers_registered;
   result["deferred"] = statistics.deferred;
   result["usage_reads"] = statistics.usage_reads;
+  return result;
+}
+
+const char* name_of(OverlapClock clock) {
+  if (clock == OverlapClock::kHost) return "host";
+  return clock == OverlapClock::kDevice ? "device" : "host only";
+}
+
+nb::dict to_dict(const OverlapReport& report) {
+  nb::list buckets;
+  for (const parallel::BucketOverlap& bucket : report.buckets) {
+    nb::dict row;
+    row["parameters"] = bucket.parameters;
+    row["names"] = bucket.names;
+    row["bytes"] = bucket.bytes;
+    row["ready_s"] = bucket.ready_s;
+    row["launched_s"] = bucket.launched_s;
+    row["arrived_s"] = bucket.arrived_s;
+    row["awaited_s"] = bucket.awaited_s;
+    row["exposed_s"] = bucket.exposed_s;
+    buckets.append(row);
+  }
+  nb::dict result;
+  result["clock"] = name_of(report.clock);
+  result["last_gradient_s"] = report.last_gradient_s;
+  result["backward_s"] = report.backward_s;
+  result["communication_s"] = report.communication_s;
+  result["exposed_s"] = report.exposed_s;
+  result["hidden_s"] = report.hidden_s;
+  result["hidden_fraction"] = report.hidden_fraction;
+  result["buckets"] = buckets;
+  result["text"] = parallel::to_string(report);
   return result;
 }
 
@@ -207,6 +243,18 @@ void init_reducer(nb::module_& m) {
            },
            nb::arg("buckets"), release(), "Collective: rank 0's plan counts.")
       .def("buffers", &Reducer::buffers, release())
+      .def("record_overlap", &Reducer::record_overlap, nb::arg("on"), release())
+      .def("overlap_report",
+           [](const Reducer& self) -> std::optional<nb::dict> {
+             std::optional<OverlapReport> report;
+             {
+               const nb::gil_scoped_release no_gil;
+               report = self.overlap_report();
+             }
+             if (!report) return std::nullopt;
+             return to_dict(*report);
+           },
+           "The fields of apex.parallel.OverlapReport, or None.")
       .def("statistics", [](const Reducer& self) {
         ReducerStatistics statistics;
         {

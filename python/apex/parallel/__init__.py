@@ -7,6 +7,7 @@
 from torch.distributed import ReduceOp
 
 from apex.parallel.distributed import DistributedDataParallel, Reducer, flat_dist_call
+from apex.parallel.overlap_report import BucketOverlap, OverlapReport
 from apex.parallel.overlapped_optimizer import OverlappedOptimizer
 from apex.parallel.sync_batchnorm import SyncBatchNorm
 from apex.parallel.syncbn_convert import (
@@ -16,7 +17,9 @@ from apex.parallel.syncbn_convert import (
 )
 
 __all__ = [
+    "BucketOverlap",
     "DistributedDataParallel",
+    "OverlapReport",
     "OverlappedOptimizer",
     "ReduceOp",
     "Reducer",

@@ -14,6 +14,7 @@ from torch import nn
 from apex.parallel import _compile, _options
 from apex.parallel._ddp_hooks import BucketHooks, ReducedBucket
 from apex.parallel._ddp_join import UnevenInputs
+from apex.parallel._ddp_overlap import OverlapTimes
 from apex.parallel._ddp_plan import BucketPlan
 from apex.parallel._mixed_precision import MixedPrecision
 from apex.parallel._reducer import Reducer, flat_dist_call
@@ -23,7 +24,7 @@ __all__ = ["DistributedDataParallel", "ReducedBucket", "Reducer", "flat_dist_cal
 _NO_RANGE = contextlib.nullcontext()
 
 
-class DistributedDataParallel(BucketHooks, UnevenInputs, BucketPlan):
+class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPlan):
     r"""Averages the gradients of a module over the processes of a group, during backward.
 
     Each process holds the whole module and works on its own part of the batch. At construction the
