@@ -280,9 +280,6 @@ def main() -> None:
                         help=f"of: {' '.join(TITLES)}")  # fmt: skip
     parser.add_argument("--bucket-mb", nargs="+", metavar="MB", default=[],
                         help="also torch and apex with such buckets, and the overlap")  # fmt: skip
-    parser.add_argument("--ranks", type=int, default=2, help="processes (a launcher's number wins)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--backend", choices=["gloo", "nccl", "mpi"], default="gloo")
     parser.add_argument("--rounds", type=int, help="default 60, with --quick 8")
     parser.add_argument("--warmup", type=int, help="untimed steps, default 5, with --quick 3")
     parser.add_argument("--seconds", type=float, help="at most, per model; default 180")
@@ -290,10 +287,7 @@ def main() -> None:
                         help="zero gradients in place instead of dropping them")  # fmt: skip
     parser.add_argument("--quick", action="store_true",
                         help="two models unless --models, 8 rounds, 20 s")  # fmt: skip
-    parser.add_argument("--output", help="folder for JSON and plot (default: benchmarks/results)")
-    parser.add_argument("--name", default="ddp", help="file name without suffix")
-    parser.add_argument("--link", help="what joins the hosts, in words, for the record")
-    parser.add_argument("--no-plot", action="store_true")
+    harness.add_arguments(parser, "ddp")
     arguments = parser.parse_args()
     everything = {"models": list(models.MODELS), "rounds": 60, "warmup": 5, "seconds": 180.0}
     quick = {"models": ["small", "resnet18"], "rounds": 8, "warmup": 3, "seconds": 20.0}
@@ -307,40 +301,9 @@ def main() -> None:
     if arguments.bucket_mb:
         names = list(arguments.variants or SWEPT)
         names += [f"{kind}@{size}" for size in arguments.bucket_mb for kind in ("torch", "apex")]
-    described = harness.machine()
-    settings = {key: value for key, value in vars(arguments).items() if key != "output"}
-    results: list[dict[str, Any]] = []
-    complete = {"machine": described, "settings": settings, "titles": TITLES, "results": results}
-    for model in arguments.models:
-        # A process group per model: what one leaves behind does not weigh on the next.
-        outcome = harness.run(
-            measure,
-            arguments.ranks,
-            arguments.backend,
-            arguments.device,
-            (
-                model,
-                names,
-                arguments.device,
-                arguments.rounds,
-                arguments.warmup,
-                arguments.seconds,
-                arguments.keep_gradients,
-            ),
-        )
-        if outcome is None:
-            continue
-        results.append(outcome)
-        print(report(outcome), flush=True)
-        path = harness.write(arguments.name, complete, arguments.output)
-    if not results:
-        return  # not rank 0
-    print(f"\nwrote {path}")
-    if not arguments.no_plot:
-        import plot
-
-        print(f"wrote {plot.draw(path)}")
-    harness.warn_if_busy(described)
+    options = (names, arguments.device, arguments.rounds, arguments.warmup, arguments.seconds,
+               arguments.keep_gradients)  # fmt: skip
+    harness.run_models(arguments, TITLES, measure, options, report)
 
 
 if __name__ == "__main__":

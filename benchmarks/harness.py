@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import datetime
 import json
@@ -282,3 +283,46 @@ def write(name: str, result: dict[str, Any], folder: str | None) -> Path:
     path = target / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """The arguments of every benchmark that runs models in several processes."""
+    parser.add_argument("--ranks", type=int, default=2, help="processes (a launcher's number wins)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--backend", choices=["gloo", "nccl", "mpi"], default="gloo")
+    parser.add_argument("--output", help="folder for JSON and plot (default: benchmarks/results)")
+    parser.add_argument("--name", default=name, help="file name without suffix")
+    parser.add_argument("--link", help="what joins the hosts, in words, for the record")
+    parser.add_argument("--no-plot", action="store_true")
+
+
+def run_models(
+    arguments: argparse.Namespace,
+    titles: dict[str, str],
+    measure: Callable[..., Any],
+    options: tuple[Any, ...],
+    report: Callable[[dict[str, Any]], str],
+) -> None:
+    """``measure(model, *options)`` on all ranks, model by model; reports what rank 0 returns."""
+    described = machine()
+    settings = {key: value for key, value in vars(arguments).items() if key != "output"}
+    results: list[dict[str, Any]] = []
+    complete = {"machine": described, "settings": settings, "titles": titles, "results": results}
+    for model in arguments.models:
+        # A process group per model: what one leaves behind does not weigh on the next.
+        outcome = run(
+            measure, arguments.ranks, arguments.backend, arguments.device, (model, *options)
+        )
+        if outcome is None:
+            continue
+        results.append(outcome)
+        print(report(outcome), flush=True)
+        path = write(arguments.name, complete, arguments.output)
+    if not results:
+        return  # not rank 0
+    print(f"\nwrote {path}")
+    if not arguments.no_plot:
+        import plot
+
+        print(f"wrote {plot.draw(path)}")
+    warn_if_busy(described)

@@ -263,16 +263,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(models.MODELS), default=["resnet18"])
     parser.add_argument("--variants", nargs="+", metavar="VARIANT", default=VARIANTS,
                         help=f"default: {' '.join(VARIANTS)}; KIND@MIB: buckets")  # fmt: skip
-    parser.add_argument("--ranks", type=int, default=2, help="processes (a launcher's number wins)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--backend", choices=["gloo", "nccl", "mpi"], default="gloo")
     parser.add_argument("--steps", type=int, default=5, help="between two barriers")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=240.0, help="at most, per model")
-    parser.add_argument("--output", help="folder for JSON and plot (default: benchmarks/results)")
-    parser.add_argument("--name", default="overlapped_optimizer", help="file name without suffix")
-    parser.add_argument("--link", help="what joins the hosts, in words, for the record")
-    parser.add_argument("--no-plot", action="store_true")
+    harness.add_arguments(parser, "overlapped_optimizer")
     arguments = parser.parse_args()
     unknown = [
         n for n in arguments.variants if n not in TITLES and n.partition("@")[0] not in TITLES
@@ -280,38 +274,9 @@ def main() -> None:
     if unknown or BASE not in arguments.variants:
         parser.error(f"--variants: {BASE} has to be among them, and {unknown} is unknown")
 
-    described = harness.machine()
-    settings = {key: value for key, value in vars(arguments).items() if key != "output"}
-    results: list[dict[str, Any]] = []
-    complete = {"machine": described, "settings": settings, "titles": TITLES, "results": results}
-    for model in arguments.models:
-        outcome = harness.run(
-            measure,
-            arguments.ranks,
-            arguments.backend,
-            arguments.device,
-            (
-                model,
-                arguments.variants,
-                arguments.device,
-                arguments.steps,
-                arguments.rounds,
-                arguments.seconds,
-            ),
-        )
-        if outcome is None:
-            continue
-        results.append(outcome)
-        print(report(outcome), flush=True)
-        path = harness.write(arguments.name, complete, arguments.output)
-    if not results:
-        return  # not rank 0
-    print(f"\nwrote {path}")
-    if not arguments.no_plot:
-        import plot
-
-        print(f"wrote {plot.draw(path)}")
-    harness.warn_if_busy(described)
+    options = (arguments.variants, arguments.device, arguments.steps, arguments.rounds,
+               arguments.seconds)  # fmt: skip
+    harness.run_models(arguments, TITLES, measure, options, report)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ import ddp
 import harness
 import instructions
 import overhead
-import sync_batch_norm
 import overlapped_optimizer
+import sync_batch_norm
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 PLACE = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -144,7 +144,13 @@ def measure_row(
     if device.type == "cuda" and dist.is_initialized():
         variants["torch"] = nn.SyncBatchNorm(shape[1], device=device)
     seconds, copy = measure(variants, x, dy, rounds)
-    return {"input": list(shape), "dtype": dtype_name, "layout": layout, "seconds": seconds, "copy_s": copy}
+    return {
+        "input": list(shape),
+        "dtype": dtype_name,
+        "layout": layout,
+        "seconds": seconds,
+        "copy_s": copy,
+    }
 
 
 def report(rows: list[dict[str, Any]]) -> str:
