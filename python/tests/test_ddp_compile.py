@@ -398,8 +398,8 @@ def _has_bytes(rank: int, world: int) -> None:
     floor = 1 << 20
     model = nn.Linear(1024, 1024, bias=False)  # 4 MiB
     for options, wanted in [
-        ({}, 4 * floor),
-        ({"message_size": "auto"}, 4 * floor),
+        ({}, 8 * floor),
+        ({"message_size": "auto"}, 8 * floor),
         ({"message_size": 500_000}, 2_000_000),
         ({"message_size": 10}, floor),
         ({"bucket_cap_mb": 3}, 3 * floor),

@@ -15,8 +15,9 @@ constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 constexpr int64_t kMebi = int64_t{1} << 20;
 
 // Where nothing was chosen. A step over a link of 1 Gbit/s between CPUs takes 6 to 12 % longer with buckets of
-// 25 or 40 MiB than with any size from 0.5 to 4 MiB, which do not differ (docs/performance.md).
-constexpr int64_t kCpuBytes = 4 * kMebi;
+// 25 or 40 MiB than with any size from 0.5 to 4 MiB, which do not differ (docs/performance.md). On one
+// machine it is the number of collectives that costs.
+constexpr int64_t kCpuBytes = 8 * kMebi;
 constexpr int64_t kDeviceElements = 10'000'000;
 constexpr int64_t kFirstBytes = kMebi;
 

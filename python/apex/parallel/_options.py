@@ -12,7 +12,7 @@ from torch import nn
 
 #: Elements, NVIDIA Apex's default. It stands for "by device", see BucketLimits in C++.
 MESSAGE_SIZE = 10_000_000
-CPU_BUCKET_BYTES = 4 << 20
+CPU_BUCKET_BYTES = 8 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # torch's default for the first bucket
 
 

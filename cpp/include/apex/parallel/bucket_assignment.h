@@ -27,7 +27,7 @@ struct BucketLimits {
 
   /// A bucket is closed as soon as it holds at least this much; a parameter that reaches it alone
   /// is a bucket of its own (and can be reduced where it is, without a copy). 0 means by device: on the
-  /// CPU 4 MiB, elsewhere the 10,000,000 elements of NVIDIA Apex, the first bucket 1 MiB where there has
+  /// CPU 8 MiB, elsewhere the 10,000,000 elements of NVIDIA Apex, the first bucket 1 MiB where there has
   /// to be more than one.
   int64_t cap = 0;
 
