@@ -22,11 +22,6 @@ enum class ReluMask {
   kOutput,     // something was added before the ReLU: its sign is that of the output
 };
 
-/// How results are written. Streaming stores go past the caches: a line is not read before it is
-/// overwritten, and what the caches hold stays. For results that are too large to be still in a cache
-/// when somebody reads them. Taken where whole vectors are aligned, else as kCached.
-enum class Stores { kCached, kStreaming };
-
 /// Sizes of the channels-first layout.
 struct Planes {
   int64_t batch;
@@ -78,7 +73,7 @@ struct CpuKernels {
   Welford<double> (*planes_statistics)(const T* x, Planes sizes, int64_t channel);
   /// y = normalize(x) [+ z] [then ReLU]; z may be null.
   void (*planes_normalize)(const T* x, const T* z, T* y, Planes sizes, int64_t channel,
-                           NormalizeCoefficients<Acc> coefficients, bool relu, Stores stores);
+                           NormalizeCoefficients<Acc> coefficients, bool relu);
   /// `y` is read for ReluMask::kOutput only. sum_dy_xmu is relative to coefficients.high.
   ReduceResult (*planes_reduce)(const T* dy, const T* x, const T* y, Planes sizes,
                                 int64_t channel, NormalizeCoefficients<Acc> coefficients,
@@ -86,7 +81,7 @@ struct CpuKernels {
   /// `dz` (may be null) gets the masked dy.
   void (*planes_gradient)(const T* dy, const T* x, const T* y, T* dx, T* dz, Planes sizes,
                           int64_t channel, NormalizeCoefficients<Acc> forward,
-                          GradientCoefficients<Acc> backward, ReluMask mask, Stores stores);
+                          GradientCoefficients<Acc> backward, ReluMask mask);
 
   /// Merges the rows' statistics into mean[channels] and m2[channels], which summarize `count` rows.
   void (*rows_statistics)(const T* x, int64_t begin, int64_t end, int64_t channels, double* mean,
@@ -94,7 +89,7 @@ struct CpuKernels {
   /// Coefficients are arrays of one entry per channel: high, scale, shift.
   void (*rows_normalize)(const T* x, const T* z, T* y, int64_t begin, int64_t end,
                          int64_t channels, const Acc* high, const Acc* scale, const Acc* shift,
-                         bool relu, Stores stores);
+                         bool relu);
   /// Adds to sum_dy[channels] and sum_dy_xmu[channels] (relative to high).
   void (*rows_reduce)(const T* dy, const T* x, const T* y, int64_t begin, int64_t end,
                       int64_t channels, const Acc* high, const Acc* scale, const Acc* shift,
@@ -102,7 +97,7 @@ struct CpuKernels {
   /// `forward` is {high, scale, shift}, `backward` {dy_scale, x_scale, shift}.
   void (*rows_gradient)(const T* dy, const T* x, const T* y, T* dx, T* dz, int64_t begin,
                         int64_t end, int64_t channels, const Acc* const forward[3],
-                        const Acc* const backward[3], ReluMask mask, Stores stores);
+                        const Acc* const backward[3], ReluMask mask);
 };
 
 /// The kernels for this machine. Thread safe.

@@ -161,9 +161,8 @@ Welford<double> planes_statistics(const T* x, Planes sizes, int64_t channel) {
 
 template <typename T, bool kAdd, bool kRelu>
 void planes_normalize_as(const T* x, const T* z, T* y, Planes sizes, int64_t channel,
-                         NormalizeCoefficients<typename Pack<T>::Acc> k, Stores stores) {
+                         NormalizeCoefficients<typename Pack<T>::Acc> k) {
   using P = Pack<T>;
-  const bool streams = may_stream(stores, y, sizes.plane);
   const P high = P::fill(k.high);
   const P scale = P::fill(k.scale);
   const P shift = P::fill(k.shift);
@@ -184,21 +183,20 @@ void planes_normalize_as(const T* x, const T* z, T* y, Planes sizes, int64_t cha
     T* to = y + start;
     for_each_pack_of_plane<P::kWidth>(
         sizes.plane,
-        [&](int64_t i) { put(apply(P::load(from + i), P::load(plus + i)), to + i, streams); },
+        [&](int64_t i) { apply(P::load(from + i), P::load(plus + i)).store(to + i); },
         [&](int64_t n) { apply(P::load(from, n), P::load(plus, n)).store(to, n); });
   }
-  end_streaming();
 }
 
 template <typename T>
 void planes_normalize(const T* x, const T* z, T* y, Planes sizes, int64_t channel,
-                      NormalizeCoefficients<typename Pack<T>::Acc> k, bool relu, Stores stores) {
+                      NormalizeCoefficients<typename Pack<T>::Acc> k, bool relu) {
   if (z != nullptr) {
     (relu ? planes_normalize_as<T, true, true> : planes_normalize_as<T, true, false>)(
-        x, z, y, sizes, channel, k, stores);
+        x, z, y, sizes, channel, k);
   } else {
     (relu ? planes_normalize_as<T, false, true> : planes_normalize_as<T, false, false>)(
-        x, z, y, sizes, channel, k, stores);
+        x, z, y, sizes, channel, k);
   }
 }
 
@@ -289,10 +287,8 @@ ReduceResult planes_reduce(const T* dy, const T* x, const T* y, Planes sizes, in
 template <typename T, ReluMask kMask>
 void planes_gradient_as(const T* dy, const T* x, const T* y, T* dx, T* dz, Planes sizes,
                         int64_t channel, NormalizeCoefficients<typename Pack<T>::Acc> f,
-                        GradientCoefficients<typename Pack<T>::Acc> b, Stores stores) {
+                        GradientCoefficients<typename Pack<T>::Acc> b) {
   using P = Pack<T>;
-  const bool streams = may_stream(stores, dx, sizes.plane);
-  const bool streams_z = dz != nullptr && may_stream(stores, dz, sizes.plane);
   const P high = P::fill(f.high);
   const P scale = P::fill(f.scale);
   const P shift = P::fill(f.shift);
@@ -315,9 +311,9 @@ void planes_gradient_as(const T* dy, const T* x, const T* y, T* dx, T* dz, Plane
         [&](int64_t i) {
           const P value = P::load(v + i);
           const P gradient = through(P::load(g + i), value, P::load(o + i));
-          put(result(gradient, value), dx + start + i, streams);
+          result(gradient, value).store(dx + start + i);
           if (dz != nullptr) {
-            put(gradient, dz + start + i, streams_z);
+            gradient.store(dz + start + i);
           }
         },
         [&](int64_t n) {
@@ -329,17 +325,20 @@ void planes_gradient_as(const T* dy, const T* x, const T* y, T* dx, T* dz, Plane
           }
         });
   }
-  end_streaming();
 }
 
 template <typename T>
 void planes_gradient(const T* dy, const T* x, const T* y, T* dx, T* dz, Planes sizes,
                      int64_t channel, NormalizeCoefficients<typename Pack<T>::Acc> f,
-                     GradientCoefficients<typename Pack<T>::Acc> b, ReluMask mask, Stores stores) {
-  const auto run = mask == ReluMask::kRecompute ? planes_gradient_as<T, ReluMask::kRecompute>
-                   : mask == ReluMask::kOutput  ? planes_gradient_as<T, ReluMask::kOutput>
-                                                : planes_gradient_as<T, ReluMask::kNone>;
-  run(dy, x, y, dx, dz, sizes, channel, f, b, stores);
+                     GradientCoefficients<typename Pack<T>::Acc> b, ReluMask mask) {
+  switch (mask) {
+    case ReluMask::kRecompute:
+      return planes_gradient_as<T, ReluMask::kRecompute>(dy, x, y, dx, dz, sizes, channel, f, b);
+    case ReluMask::kOutput:
+      return planes_gradient_as<T, ReluMask::kOutput>(dy, x, y, dx, dz, sizes, channel, f, b);
+    default:
+      return planes_gradient_as<T, ReluMask::kNone>(dy, x, y, dx, dz, sizes, channel, f, b);
+  }
 }
 
 }  // namespace APEX_CPU_VARIANT

@@ -174,9 +174,8 @@ void rows_statistics(const T* x, int64_t begin, int64_t end, int64_t channels, d
 template <typename T, bool kAdd, bool kRelu>
 void rows_normalize_as(const T* x, const T* z, T* y, int64_t begin, int64_t end, int64_t channels,
                        const typename Pack<T>::Acc* high, const typename Pack<T>::Acc* scale,
-                       const typename Pack<T>::Acc* shift, Stores stores) {
+                       const typename Pack<T>::Acc* shift) {
   using P = Pack<T>;
-  const bool streams = may_stream(stores, y, channels);
   const auto finish = [](P value, const P& added) {
     if constexpr (kAdd) {
       value = value + added;
@@ -196,8 +195,7 @@ void rows_normalize_as(const T* x, const T* z, T* y, int64_t begin, int64_t end,
         [&](int64_t c) {
           const P h = P::load_acc(high + c), k = P::load_acc(scale + c), s = P::load_acc(shift + c);
           for (int64_t i = c, r = 0; r < rows(); ++r, i += channels) {
-            const P value = finish(fma(P::load(from + i) - h, k, s), P::load(plus + i));
-            put(value, to + i, streams);
+            finish(fma(P::load(from + i) - h, k, s), P::load(plus + i)).store(to + i);
           }
         },
         [&](int64_t c, int64_t n) {
@@ -209,19 +207,18 @@ void rows_normalize_as(const T* x, const T* z, T* y, int64_t begin, int64_t end,
         });
   };
   for_each_band_backwards(begin, end, channels * static_cast<int64_t>(sizeof(T)), band);
-  end_streaming();
 }
 
 template <typename T>
 void rows_normalize(const T* x, const T* z, T* y, int64_t begin, int64_t end, int64_t channels,
                     const typename Pack<T>::Acc* high, const typename Pack<T>::Acc* scale,
-                    const typename Pack<T>::Acc* shift, bool relu, Stores stores) {
+                    const typename Pack<T>::Acc* shift, bool relu) {
   if (z != nullptr) {
     (relu ? rows_normalize_as<T, true, true> : rows_normalize_as<T, true, false>)(
-        x, z, y, begin, end, channels, high, scale, shift, stores);
+        x, z, y, begin, end, channels, high, scale, shift);
   } else {
     (relu ? rows_normalize_as<T, false, true> : rows_normalize_as<T, false, false>)(
-        x, z, y, begin, end, channels, high, scale, shift, stores);
+        x, z, y, begin, end, channels, high, scale, shift);
   }
 }
 
@@ -290,10 +287,8 @@ template <typename T, ReluMask kMask>
 void rows_gradient_as(const T* dy, const T* x, const T* y, T* dx, T* dz, int64_t begin,
                       int64_t end, int64_t channels,
                       const typename Pack<T>::Acc* const forward[3],
-                      const typename Pack<T>::Acc* const backward[3], Stores stores) {
+                      const typename Pack<T>::Acc* const backward[3]) {
   using P = Pack<T>;
-  const bool streams = may_stream(stores, dx, channels);
-  const bool streams_z = dz != nullptr && may_stream(stores, dz, channels);
   const auto* high = forward[0];
   const auto* scale = forward[1];
   const auto* shift = forward[2];
@@ -312,9 +307,9 @@ void rows_gradient_as(const T* dy, const T* x, const T* y, T* dx, T* dz, int64_t
           for (int64_t i = start + c, r = 0; r < rows(); ++r, i += channels) {
             const P centered = P::load(x + i) - h;
             const P g = masked<T, kMask>(P::load(dy + i), centered, P::load(outputs + i), k, s);
-            put(fma(g, a, fma(centered, b, d)), dx + i, streams);
+            fma(g, a, fma(centered, b, d)).store(dx + i);
             if (dz != nullptr) {
-              put(g, dz + i, streams_z);
+              g.store(dz + i);
             }
           }
         },
@@ -335,17 +330,16 @@ void rows_gradient_as(const T* dy, const T* x, const T* y, T* dx, T* dz, int64_t
         });
   };
   for_each_band_backwards(begin, end, channels * static_cast<int64_t>(sizeof(T)), band);
-  end_streaming();
 }
 
 template <typename T>
 void rows_gradient(const T* dy, const T* x, const T* y, T* dx, T* dz, int64_t begin, int64_t end,
                    int64_t channels, const typename Pack<T>::Acc* const forward[3],
-                   const typename Pack<T>::Acc* const backward[3], ReluMask mask, Stores stores) {
+                   const typename Pack<T>::Acc* const backward[3], ReluMask mask) {
   const auto run = mask == ReluMask::kRecompute ? rows_gradient_as<T, ReluMask::kRecompute>
                    : mask == ReluMask::kOutput  ? rows_gradient_as<T, ReluMask::kOutput>
                                                 : rows_gradient_as<T, ReluMask::kNone>;
-  run(dy, x, y, dx, dz, begin, end, channels, forward, backward, stores);
+  run(dy, x, y, dx, dz, begin, end, channels, forward, backward);
 }
 
 template <typename T>

@@ -5,7 +5,6 @@
 #include <c10/util/Half.h>
 
 #include <cstdint>
-#include <cstring>
 #include <tuple>
 
 #include "batch_norm_cpu.h"
@@ -36,7 +35,6 @@ struct Pack {
   using Acc = typename ElementwiseType<T>::type;
   static constexpr int64_t kHalf = Vec<Acc>::size();
   static constexpr int64_t kWidth = 2 * kHalf;
-  static constexpr uintptr_t kStreamAlignment = sizeof(Vec<T>);
 
   Vec<Acc> a;
   Vec<Acc> b;
@@ -96,31 +94,6 @@ struct Pack {
     }
   }
 
-  /// store() past the caches; `p` is aligned to kStreamAlignment.
-  void stream(T* p) const {
-#if defined(CPU_CAPABILITY_AVX512)
-    const auto put = [](const Vec<T>& v, T* to) {
-      __m512i bits;
-      std::memcpy(&bits, &v, sizeof(bits));
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits);
-    };
-#elif defined(CPU_CAPABILITY_AVX2)
-    const auto put = [](const Vec<T>& v, T* to) {
-      __m256i bits;
-      std::memcpy(&bits, &v, sizeof(bits));
-      _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bits);
-    };
-#else
-    const auto put = [](const Vec<T>& v, T* to) { v.store(to); };
-#endif
-    if constexpr (std::is_same_v<T, Acc>) {
-      put(a, p);
-      put(b, p + kHalf);
-    } else {
-      put(narrow<T>(a, b), p);
-    }
-  }
-
   APEX_HOST_DEVICE void store_acc(Acc* p) const {
     a.store(p);
     b.store(p + kHalf);
@@ -159,30 +132,6 @@ struct Pack {
     return total;
   }
 };
-
-/// Whether results at `p` and at every multiple of `step` elements behind it may be streamed.
-template <typename T>
-inline bool may_stream(Stores stores, const T* p, int64_t step) {
-  constexpr uintptr_t kAlignment = Pack<T>::kStreamAlignment;
-  return stores == Stores::kStreaming && reinterpret_cast<uintptr_t>(p) % kAlignment == 0 &&
-         static_cast<uintptr_t>(step) * sizeof(T) % kAlignment == 0;
-}
-
-template <typename T>
-inline void put(const Pack<T>& value, T* p, bool streams) {
-  if (streams) {
-    value.stream(p);
-  } else {
-    value.store(p);
-  }
-}
-
-/// Before other threads may read what was streamed.
-inline void end_streaming() {
-#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
-  _mm_sfence();
-#endif
-}
 
 template <typename T>
 inline Pack<T> operator+(const Pack<T>& x, const Pack<T>& y) {

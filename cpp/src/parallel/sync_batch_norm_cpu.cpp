@@ -8,7 +8,6 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
-#include <unistd.h>
 #endif
 
 #include <algorithm>
@@ -22,7 +21,6 @@ namespace {
 using kernels::ChannelParam;
 using kernels::CpuKernels;
 using kernels::ReluMask;
-using kernels::Stores;
 using kernels::Welford;
 
 // Below this many elements a thread costs more than it saves (at::parallel_for's usual grain).
@@ -48,19 +46,6 @@ at::Tensor new_result(const at::Tensor& like, MemoryLayout layout) {
   }
 #endif
   return result;
-}
-
-/// A result that would push itself out of the last cache while it is written, next to what it is made
-/// from, is written past the caches.
-Stores stores_for(const at::Tensor& result) {
-  static const size_t cache_bytes = [] {
-#if defined(_SC_LEVEL3_CACHE_SIZE)
-    const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    if (bytes > 0) return static_cast<size_t>(bytes);
-#endif
-    return size_t{32} << 20;
-  }();
-  return result.nbytes() > cache_bytes / 2 ? Stores::kStreaming : Stores::kCached;
 }
 
 template <typename T>
@@ -158,7 +143,7 @@ struct Affine {
 
 template <typename T>
 void normalize(const T* x, const T* z, T* y, const Sizes& sizes, const double* mean,
-               const double* invstd, const Affine& affine, bool relu, Stores stores) {
+               const double* invstd, const Affine& affine, bool relu) {
   using Acc = typename CpuKernels<T>::Acc;
   const CpuKernels<T>& k = kernels::cpu_kernels<T>();
   const int64_t channels = sizes.planes.channels;
@@ -166,7 +151,7 @@ void normalize(const T* x, const T* z, T* y, const Sizes& sizes, const double* m
     at::parallel_for(0, channels, grain(sizes.values_per_channel()), [&](int64_t b, int64_t e) {
       for (int64_t c = b; c < e; ++c) {
         k.planes_normalize(x, z, y, sizes.planes, c,
-                           affine.coefficients<Acc>(c, mean[c], invstd[c]), relu, stores);
+                           affine.coefficients<Acc>(c, mean[c], invstd[c]), relu);
       }
     });
     return;
@@ -178,7 +163,7 @@ void normalize(const T* x, const T* z, T* y, const Sizes& sizes, const double* m
   }
   at::parallel_for(0, sizes.values_per_channel(), grain(channels), [&](int64_t b, int64_t e) {
     k.rows_normalize(x, z, y, b, e, channels, rows.columns[0], rows.columns[1], rows.columns[2],
-                     relu, stores);
+                     relu);
   });
 }
 
@@ -201,7 +186,6 @@ ForwardResult forward_cpu(const at::Tensor& input, const OptionalTensor& z,
 
   const auto float64 = input.options().dtype(at::kDouble);
   at::Tensor output = new_result(x, layout);
-  const Stores stores = stores_for(output);
   at::Tensor mean = at::empty({channels}, float64);
   at::Tensor invstd = at::empty({channels}, float64);
   at::Tensor count = at::empty({1}, input.options().dtype(at::kLong));
@@ -238,7 +222,7 @@ ForwardResult forward_cpu(const at::Tensor& input, const OptionalTensor& z,
         for (int64_t c = b; c < e; ++c) {
           finish_channel(c, k.planes_statistics(from, sizes.planes, c));
           k.planes_normalize(from, plus, to, sizes.planes, c,
-                             affine.coefficients<Acc>(c, means[c], invstds[c]), fuse_relu, stores);
+                             affine.coefficients<Acc>(c, means[c], invstds[c]), fuse_relu);
         }
       });
       *count.mutable_data_ptr<int64_t>() = sizes.values_per_channel();
@@ -260,7 +244,7 @@ ForwardResult forward_cpu(const at::Tensor& input, const OptionalTensor& z,
       finish_channel(c, kernels::merge_ranks(records, ranks, channels, c));
     }
     *count.mutable_data_ptr<int64_t>() = static_cast<int64_t>(total);
-    normalize(from, plus, to, sizes, means, invstds, affine, fuse_relu, stores);
+    normalize(from, plus, to, sizes, means, invstds, affine, fuse_relu);
   });
   if (counts_batches) {
     *num_batches_tracked->mutable_data_ptr<int64_t>() = batches;
@@ -290,7 +274,7 @@ at::Tensor inference_cpu(const at::Tensor& input, const OptionalTensor& z,
     using T = decltype(tag);
     normalize(x.const_data_ptr<T>(), data_or_null<T>(added), output.mutable_data_ptr<T>(), sizes,
               mean.data(), invstd.data(), Affine{channel_param(weight), channel_param(bias)},
-              fuse_relu, stores_for(output));
+              fuse_relu);
   });
   return output;
 }
@@ -355,7 +339,6 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
                : none();
   };
   at::Tensor dx = needs[0] ? new_result(x, layout) : none();
-  const Stores stores = stores_for(x);
   at::Tensor dz = needs[1] && fuse_relu ? new_result(x, layout) : none();
   at::Tensor dweight = param_gradient(needs[2], weight);
   at::Tensor dbias = param_gradient(needs[3], bias);
@@ -417,7 +400,7 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
           }
           if (writes_elements) {
             k.planes_gradient(gradient, values, outputs, to_x, to_z, sizes.planes, c,
-                              forward_of(c), backward_of(c, sums.sum_dy, sums.sum_dy_xmu), mask, stores);
+                              forward_of(c), backward_of(c, sums.sum_dy, sums.sum_dy_xmu), mask);
           }
         }
       });
@@ -444,7 +427,7 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
       at::parallel_for(0, channels, grain(sizes.values_per_channel()), [&](int64_t b, int64_t e) {
         for (int64_t c = b; c < e; ++c) {
           k.planes_gradient(gradient, values, outputs, to_x, to_z, sizes.planes, c, forward_of(c),
-                            backward_of(c, sum_dy[c], sum_dy_xmu[c]), mask, stores);
+                            backward_of(c, sum_dy[c], sum_dy_xmu[c]), mask);
         }
       });
       return;
@@ -456,7 +439,7 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
     }
     at::parallel_for(0, sizes.values_per_channel(), grain(channels), [&](int64_t b, int64_t e) {
       k.rows_gradient(gradient, values, outputs, to_x, to_z, b, e, channels, forward.columns,
-                      backward.columns, mask, stores);
+                      backward.columns, mask);
     });
   });
   return {dx, dz, dweight, dbias};

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
 #include <iostream>
 #include <random>
 #include <string>
@@ -162,68 +161,13 @@ TYPED_TEST(BatchNormCpu, PlanesNormalize_Neighbours_AreLeftAlone) {
       const auto x = this->random_values(6 * plane, 0);
       std::vector<T> y(x.size(), static_cast<T>(77.0f));
       kernels_of<T>(*variant).planes_normalize(x.data(), nullptr, y.data(), sizes, 1,
-                                               {Acc(0.5), Acc(2), Acc(1)}, true, Stores::kCached);
+                                               {Acc(0.5), Acc(2), Acc(1)}, true);
       for (size_t i = 0; i < x.size(); ++i) {
         const bool written = static_cast<int64_t>(i) / plane % 3 == 1;
         const double want =
             written ? std::max(0.0, (static_cast<double>(x[i]) - 0.5) * 2 + 1) : 77.0;
         EXPECT_NEAR(static_cast<double>(y[i]), want, 0.01 * std::fabs(want) + 1e-6)
             << variant->name << " " << plane << " " << i;
-      }
-    }
-  }
-}
-
-/// An array of T at an address that vectors are aligned to, `shift` elements off.
-template <typename T>
-class Aligned {
- public:
-  Aligned(int64_t count, int64_t shift) : memory_(count + 128, T(77.0f)), count_(count) {
-    const auto address = reinterpret_cast<uintptr_t>(memory_.data());
-    start_ = memory_.data() + ((address + 63) / 64 * 64 - address) / sizeof(T) + shift;
-  }
-  Aligned(Aligned&&) = default;
-  Aligned(const Aligned&) = delete;
-  T* data() { return start_; }
-  bool operator==(const Aligned& other) const {
-    return std::memcmp(start_, other.start_, sizeof(T) * count_) == 0;
-  }
-
- private:
-  std::vector<T> memory_;
-  int64_t count_;
-  T* start_;
-};
-
-TYPED_TEST(BatchNormCpu, Results_Streamed_AreTheSameBits) {
-  using T = TypeParam;
-  using Acc = typename CpuKernels<T>::Acc;
-  const std::vector<Acc> high(96, Acc(0.5)), scale(96, Acc(2)), shift(96, Acc(0.25));
-  const Acc* const columns[3] = {high.data(), scale.data(), shift.data()};
-  for (const CpuVariant* variant : usable_variants()) {
-    const auto& kernels = kernels_of<T>(*variant);
-    for (const int64_t width : {1, 16, 31, 32, 48, 64, 96}) {  // of a plane, or of a row
-      for (const int64_t off : {0, 1}) {
-        const int64_t count = 6 * width;
-        const auto x = this->random_values(count, 0), dy = this->random_values(count, 0);
-        const Planes sizes{2, 3, width};
-        const auto results = [&](Stores stores) {
-          std::vector<Aligned<T>> all;
-          for (int i = 0; i < 6; ++i) all.emplace_back(count, off);
-          kernels.planes_normalize(x.data(), dy.data(), all[0].data(), sizes, 1,
-                                   {high[0], scale[0], shift[0]}, true, stores);
-          kernels.planes_gradient(dy.data(), x.data(), nullptr, all[1].data(), all[2].data(), sizes, 1,
-                                  {high[0], scale[0], shift[0]},
-                                  {high[0], scale[0], high[0], shift[0]},
-                                  ReluMask::kRecompute, stores);
-          kernels.rows_normalize(x.data(), nullptr, all[3].data(), 0, 6, width, high.data(),
-                                 scale.data(), shift.data(), false, stores);
-          kernels.rows_gradient(dy.data(), x.data(), nullptr, all[4].data(), all[5].data(), 0, 6, width,
-                                columns, columns, ReluMask::kRecompute, stores);
-          return all;
-        };
-        EXPECT_TRUE(results(Stores::kStreaming) == results(Stores::kCached))
-            << variant->name << " " << width << " " << off;
       }
     }
   }
