@@ -30,15 +30,16 @@ int64_t grain(int64_t elements_per_item) {
   return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_per_item));
 }
 
-/// A new result of the size of the input. From 32 MiB on (the most that glibc's allocator ever keeps
-/// for itself) it consists of pages that the system has not handed out yet, and meeting them 4 KiB
-/// at a time costs more than the arithmetic: ask for huge pages. A hint only; nothing depends on it.
+/// A new result of the size of the input. A large one often consists of pages that the system has not handed
+/// out yet: the allocator has returned those of the last step, at the top of its heap or beyond the 32 MiB
+/// that it keeps at most. Meeting them 4 KiB at a time costs more than the arithmetic: ask for huge pages. A
+/// hint only; nothing depends on it.
 at::Tensor new_result(const at::Tensor& like, MemoryLayout layout) {
   at::Tensor result = empty_in_layout(like, layout);
 #if defined(__linux__)
-  constexpr size_t kAlwaysFresh = size_t{32} << 20;
+  constexpr size_t kLarge = size_t{4} << 20;
   constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
-  if (result.nbytes() >= kAlwaysFresh) {
+  if (result.nbytes() >= kLarge) {
     const auto start = reinterpret_cast<uintptr_t>(result.data_ptr());
     const uintptr_t first = (start + kHugePage - 1) & ~(kHugePage - 1);
     const uintptr_t last = (start + result.nbytes()) & ~(kHugePage - 1);
