@@ -89,11 +89,6 @@ def google_benchmark(data: dict[str, Any]) -> str:
     return f"{text}\n\n{harness.table(head, rows)}\n"
 
 
-def lowered(tables: str) -> str:
-    """Headings one level deeper, below those of the page."""
-    return re.sub(r"^### ", "#### ", tables, flags=re.MULTILINE)
-
-
 def section(name: str) -> str:
     path = harness.RESULTS / f"{name}.json"
     if not path.exists():
@@ -113,7 +108,7 @@ def section(name: str) -> str:
         tables = overhead.report(data)
     plot = path.with_suffix(".png")
     picture = f"\n![{name}](../benchmarks/results/{plot.name})\n" if plot.exists() else ""
-    return f"{describe(data)}\n{picture}{lowered(tables)}\n"
+    return f"{describe(data)}\n{picture}{tables}\n"
 
 
 def main() -> int:
