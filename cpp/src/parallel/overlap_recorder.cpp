@@ -133,10 +133,9 @@ OverlapReport OverlapRecorder::report_of(const Backward& backward, OverlapClock 
     for (const int64_t parameter : stamps.parameters) {
       const Stamp& gradient = backward.gradients[parameter];
       has_all = has_all && gradient.host;
-      if (!gradient.host) continue;
-      bucket.ready_s = std::max(bucket.ready_s, seconds(gradient));
-      last_gradient_s = std::max(last_gradient_s, seconds(gradient));
+      if (gradient.host) bucket.ready_s = std::max(bucket.ready_s, seconds(gradient));
     }
+    last_gradient_s = std::max(last_gradient_s, bucket.ready_s);
     if (!has_all) bucket.ready_s = bucket.launched_s;
     bucket.awaited_s = seconds(stamps.awaiting);
     bucket.arrived_s = seconds(stamps.arrived);

@@ -24,16 +24,6 @@ inline std::string why_no_gpu() {
     if (!apex_reason.empty()) GTEST_SKIP() << apex_reason;                      \
   } while (false)
 
-inline ToyModel on_cuda(const ToyModel& model) {
-  ToyModel moved;
-  for (const auto& parameter : model.parameters) {
-    moved.parameters.push_back(
-        {parameter.name,
-         parameter.tensor.detach().to(at::kCUDA).requires_grad_(parameter.tensor.requires_grad())});
-  }
-  return moved;
-}
-
 /// Ranks over NCCL that share the first GPU. Before NCCL 2.30 that is only possible if each rank claims
 /// to be another host, so that they talk over sockets; from then on a switch allows it.
 inline std::vector<ProcessSpec> ranks_on_one_gpu(

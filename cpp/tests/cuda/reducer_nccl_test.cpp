@@ -52,7 +52,7 @@ void train() {
   const at::ScalarType dtype = flag("TEST_BFLOAT16") ? at::kBFloat16 : at::kFloat;
   const std::vector<int64_t> widths{6, 300, 300, 3};
   // Another seed per rank: rank 0's values are taken at construction.
-  ToyModel model = apex::testing::on_cuda(ToyModel::mlp(widths, 10 + rank, dtype));
+  ToyModel model = ToyModel::mlp(widths, 10 + rank, dtype).clone(at::device(at::kCUDA));
   ToyModel reference = ToyModel::mlp(widths, 10, dtype).clone(at::kDouble);
   ReducerOptions options;
   options.limits.cap = 1000;

@@ -125,7 +125,7 @@ TEST_P(CudaReducer, GradientsProducedOnSideStreams_AreComplete) {
 
 TEST_P(CudaReducer, BackwardCalledOnASideStream_GradientsAreReadyThere) {
   // The results are used on the stream that called backward(), without waiting on the host.
-  ToyModel model = on_cuda(ToyModel::mlp({6, 300, 300, 3}, 1));
+  ToyModel model = ToyModel::mlp({6, 300, 300, 3}, 1).clone(at::device(at::kCUDA));
   ToyModel reference = ToyModel::mlp({6, 300, 300, 3}, 1).clone(at::kDouble);
   ReducerOptions options;
   options.limits.cap = 1000;
@@ -152,7 +152,7 @@ TEST_P(CudaReducer, BackwardCalledOnASideStream_GradientsAreReadyThere) {
 }
 
 TEST_P(CudaReducer, GradientsZeroedInPlace_ViewsAreNotCopied) {
-  ToyModel model = on_cuda(ToyModel::mlp({6, 50, 3}, 1));
+  ToyModel model = ToyModel::mlp({6, 50, 3}, 1).clone(at::device(at::kCUDA));
   ReducerOptions options;
   options.gradient_as_bucket_view = GetParam();
   Reducer reducer(model.parameters, {group_}, options);

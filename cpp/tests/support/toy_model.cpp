@@ -33,12 +33,11 @@ at::Tensor ToyModel::forward(const at::Tensor& x) const {
   return h;
 }
 
-ToyModel ToyModel::clone(at::ScalarType dtype) const {
+ToyModel ToyModel::clone(const at::TensorOptions& options) const {
   ToyModel copy;
-  for (const auto& parameter : parameters) {
-    copy.parameters.push_back(
-        {parameter.name, parameter.tensor.detach().to(dtype, false, true).requires_grad_(
-                             parameter.tensor.requires_grad())});
+  for (const auto& [name, tensor] : parameters) {
+    const at::Tensor value = tensor.detach().to(options, /*non_blocking=*/false, /*copy=*/true);
+    copy.parameters.push_back({name, value.requires_grad_(tensor.requires_grad())});
   }
   return copy;
 }

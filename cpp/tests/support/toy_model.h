@@ -26,8 +26,8 @@ struct ToyModel {
   /// tanh between the layers; rows of x are samples.
   at::Tensor forward(const at::Tensor& x) const;
 
-  /// The same values as independent leaves of another dtype.
-  ToyModel clone(at::ScalarType dtype) const;
+  /// The same values as independent leaves of another dtype, or on another device.
+  ToyModel clone(const at::TensorOptions& options) const;
 
   void zero_grad();
   void sgd_step(double learning_rate);

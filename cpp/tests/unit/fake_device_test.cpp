@@ -57,10 +57,7 @@ TEST_F(FakeDevice, Operators_ComputeWhatTheCpuComputes) {
 
 TEST_F(FakeDevice, Autograd_ComputesWhatTheCpuComputes) {
   ToyModel reference = ToyModel::mlp({6, 9, 3}, 3);
-  ToyModel model;
-  for (const auto& parameter : reference.parameters) {
-    model.parameters.push_back({parameter.name, on_device(parameter.tensor.detach()).requires_grad_()});
-  }
+  ToyModel model = reference.clone(fake::device());
   const at::Tensor batch = random_batch(4, 6, 5);
   for (int step = 0; step < 2; ++step) {  // the second accumulates
     reference.forward(batch).square().mean().backward();

@@ -27,15 +27,6 @@ using Strings = std::vector<std::string>;
 
 constexpr int kWorld = 2;
 
-ToyModel on_fake_device(const ToyModel& model) {
-  ToyModel moved;
-  for (const auto& parameter : model.parameters) {
-    moved.parameters.push_back(
-        {parameter.name, parameter.tensor.detach().to(fake::device()).requires_grad_()});
-  }
-  return moved;
-}
-
 class FakeDeviceOverlap : public ::testing::Test {
  protected:
   FakeDeviceOverlap() { fake::detector().reset(); }
@@ -79,7 +70,7 @@ class FakeDeviceOverlap : public ::testing::Test {
   }
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_ = fake::make_mirror_group(kWorld, "wire");
-  ToyModel model_ = on_fake_device(ToyModel::mlp({6, 20, 20, 20, 3}, 1));
+  ToyModel model_ = ToyModel::mlp({6, 20, 20, 20, 3}, 1).clone(fake::device());
 };
 
 TEST_F(FakeDeviceOverlap, TimedEvents_TimesAreThoseOfTheStreams) {

@@ -45,6 +45,16 @@ void backward(Reducer& reducer, ToyModel& model, int seed) {
   y.square().mean().backward();
 }
 
+/// The first layer's gradient, the last to be computed, comes after the first bucket has arrived.
+void backward_behind_first_bucket(ThreadBackendControl& control, Reducer& reducer, ToyModel& model,
+                                  int rank) {
+  const uint64_t first = control.issued(rank);
+  const auto hook =
+      model[0].register_hook([&](const at::Tensor&) { control.wait_until_completed(first); });
+  backward(reducer, model, rank);
+  model[0].remove_hook(hook);
+}
+
 void expect_in_order(const OverlapReport& report) {
   EXPECT_LE(0, report.last_gradient_s);
   EXPECT_LE(report.last_gradient_s, report.backward_s);
@@ -130,12 +140,7 @@ TEST(ReducerOverlap, BucketThatArrivesDuringBackward_IsHidden) {
     Reducer reducer(model.parameters, {group}, small_buckets());
     backward(reducer, model, rank);
     reducer.record_overlap(true);
-    const uint64_t first = control->issued(rank);
-    // The first layer's gradient, the last to be computed, comes after the first bucket has arrived.
-    const auto hook =
-        model[0].register_hook([&](const at::Tensor&) { control->wait_until_completed(first); });
-    backward(reducer, model, rank);
-    model[0].remove_hook(hook);
+    backward_behind_first_bucket(*control, reducer, model, rank);
     const auto report = reducer.overlap_report();
     ASSERT_TRUE(report);
     expect_in_order(*report);
@@ -266,11 +271,7 @@ TEST(ReducerOverlap, CommunicationHook_IsTimedByItsFuture) {
     reducer.set_comm_hook(make_compress_hook(group, at::kHalf));
     backward(reducer, model, rank);
     reducer.record_overlap(true);
-    const uint64_t first = control->issued(rank);
-    const auto hook =
-        model[0].register_hook([&](const at::Tensor&) { control->wait_until_completed(first); });
-    backward(reducer, model, rank);
-    model[0].remove_hook(hook);
+    backward_behind_first_bucket(*control, reducer, model, rank);
     const auto report = reducer.overlap_report();
     ASSERT_TRUE(report);
     expect_in_order(*report);

@@ -37,15 +37,6 @@ const std::vector<int64_t> kWidths{6, 20, 20, 20, 3};
 
 at::TensorOptions on_device() { return at::device(fake::device()); }
 
-ToyModel on_fake_device(const ToyModel& model) {
-  ToyModel moved;
-  for (const auto& parameter : model.parameters) {
-    moved.parameters.push_back(
-        {parameter.name, parameter.tensor.detach().to(fake::device()).requires_grad_()});
-  }
-  return moved;
-}
-
 int64_t host_waits() { return static_cast<int64_t>(fake::detector().host_waits().size()); }
 
 /// The waits of the host since there were `before` of them.
@@ -82,7 +73,7 @@ class FakeDeviceReducer : public ::testing::TestWithParam<bool> {
 /// A model whose ranks all see the same batches, so that averages are its own gradients, next to a float64
 /// reference on the CPU.
 struct Training {
-  ToyModel model = on_fake_device(ToyModel::mlp(kWidths, 1));
+  ToyModel model = ToyModel::mlp(kWidths, 1).clone(on_device());
   ToyModel reference = ToyModel::mlp(kWidths, 1).clone(at::kDouble);
   std::vector<at::Tensor> batches;
   std::vector<at::Tensor> device_batches;
@@ -240,7 +231,7 @@ TEST_P(FakeDeviceReducer, OptimizerInTheBucketCallback_HasNoRace) {
 }
 
 TEST_P(FakeDeviceReducer, ParameterWithoutGradient_IsAllTheHostWaitsFor) {
-  ToyModel model = on_fake_device(ToyModel::mlp(kWidths, 1));
+  ToyModel model = ToyModel::mlp(kWidths, 1).clone(on_device());
   Reducer reducer(model.parameters, {group_}, options_);
   const at::Tensor x = at::ones({2, 6}, on_device());
   int64_t before = 0;

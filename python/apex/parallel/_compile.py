@@ -47,7 +47,7 @@ def bucket_bytes(
 ) -> int:
     """The size of a bucket in bytes, for the compiler, which refuses less than its first bucket's."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    by_device = message_size in ("auto", _options.MESSAGE_SIZE)
+    by_device = _options.size_by_device(message_size)
     if bucket_cap_mb is not None:
         cap = int(bucket_cap_mb * (1 << 20))
     elif by_device and all(parameter.device.type == "cpu" for parameter in trainable):

@@ -78,8 +78,7 @@ class EngineOwner(nn.Module):
         if self._reducer is not None:
             self._reducer.wait()  # what it still has on its way would be lost with it
         in_bytes = self.bucket_cap_mb is not None
-        by_device = self.message_size in ("auto", _options.MESSAGE_SIZE)
-        cap = 0 if by_device else self.message_size
+        cap = 0 if _options.size_by_device(self.message_size) else self.message_size
         if in_bytes:
             cap = max(1, int(self.bucket_cap_mb * (1 << 20)))
         self._engines_made += 1

@@ -30,6 +30,11 @@ def positive_message_size(message_size: Any) -> int | str:
     return message_size
 
 
+def size_by_device(message_size: int | str) -> bool:
+    """Whether the size of a bucket was left to the device."""
+    return message_size in ("auto", MESSAGE_SIZE)
+
+
 def check_exclusive(
     *,
     message_size: int,
