@@ -65,7 +65,8 @@ struct ElementwiseType<double> {
   using type = double;
 };
 
-/// T: float, double, at::Half, at::BFloat16. Pointers are to the start of the whole array.
+/// T: float, double, at::Half, at::BFloat16. Pointers are to the start of the whole array. `stream` asks for
+/// results to be written past the caches, for those that are larger.
 template <typename T>
 struct CpuKernels {
   using Acc = typename ElementwiseType<T>::type;
@@ -73,7 +74,7 @@ struct CpuKernels {
   Welford<double> (*planes_statistics)(const T* x, Planes sizes, int64_t channel);
   /// y = normalize(x) [+ z] [then ReLU]; z may be null.
   void (*planes_normalize)(const T* x, const T* z, T* y, Planes sizes, int64_t channel,
-                           NormalizeCoefficients<Acc> coefficients, bool relu);
+                           NormalizeCoefficients<Acc> coefficients, bool relu, bool stream);
   /// `y` is read for ReluMask::kOutput only. sum_dy_xmu is relative to coefficients.high.
   ReduceResult (*planes_reduce)(const T* dy, const T* x, const T* y, Planes sizes,
                                 int64_t channel, NormalizeCoefficients<Acc> coefficients,
@@ -81,7 +82,7 @@ struct CpuKernels {
   /// `dz` (may be null) gets the masked dy.
   void (*planes_gradient)(const T* dy, const T* x, const T* y, T* dx, T* dz, Planes sizes,
                           int64_t channel, NormalizeCoefficients<Acc> forward,
-                          GradientCoefficients<Acc> backward, ReluMask mask);
+                          GradientCoefficients<Acc> backward, ReluMask mask, bool stream);
 
   /// Merges the rows' statistics into mean[channels] and m2[channels], which summarize `count` rows.
   void (*rows_statistics)(const T* x, int64_t begin, int64_t end, int64_t channels, double* mean,
@@ -89,7 +90,7 @@ struct CpuKernels {
   /// Coefficients are arrays of one entry per channel: high, scale, shift.
   void (*rows_normalize)(const T* x, const T* z, T* y, int64_t begin, int64_t end,
                          int64_t channels, const Acc* high, const Acc* scale, const Acc* shift,
-                         bool relu);
+                         bool relu, bool stream);
   /// Adds to sum_dy[channels] and sum_dy_xmu[channels] (relative to high).
   void (*rows_reduce)(const T* dy, const T* x, const T* y, int64_t begin, int64_t end,
                       int64_t channels, const Acc* high, const Acc* scale, const Acc* shift,
@@ -97,7 +98,7 @@ struct CpuKernels {
   /// `forward` is {high, scale, shift}, `backward` {dy_scale, x_scale, shift}.
   void (*rows_gradient)(const T* dy, const T* x, const T* y, T* dx, T* dz, int64_t begin,
                         int64_t end, int64_t channels, const Acc* const forward[3],
-                        const Acc* const backward[3], ReluMask mask);
+                        const Acc* const backward[3], ReluMask mask, bool stream);
 };
 
 /// The kernels for this machine. Thread safe.

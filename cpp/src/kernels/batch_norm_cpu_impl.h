@@ -10,11 +10,12 @@ namespace apex::kernels {
 inline namespace APEX_CPU_VARIANT {
 
 // Note [Chunks]
-// The first chunk of a channel is read twice: for its mean, then for deviations from it, the second
-// time from the first-level cache. Every later chunk is read once: its shift is the mean of all
-// before it, which are at least as many values, and that is close enough: see
-// Note [Error of the statistics]. So the first chunk is short, unless it is the only one, and chunks
-// grow to the size that bounds the error.
+// Deviations are taken from a value near the mean. For the first chunk of rows that is its own mean, so that
+// it is read twice, the second time from the first-level cache; it is short, unless it is the only one. For
+// the first chunk of a plane it is the mean of its first few values; where these turn out to have been far
+// from the others, its sums are taken again from the mean, which is known by then. Every later chunk is read
+// once: its shift is the mean of all before it, which are at least as many values. That is close enough: see
+// Note [Error of the statistics]. So chunks grow to the size that bounds the error.
 constexpr int64_t kFirstElements = 1024;
 constexpr int64_t kChunkElements = 4096;
 constexpr int64_t kFirstRows = 32;
@@ -62,43 +63,43 @@ inline void for_each_pack_of_plane(int64_t n, const Full& full, const Short& sho
 
 // ---- planes: [N, C, S], one channel ------------------------------------------------------------
 
-/// The mean of `segments` runs of `length` elements, `stride` apart.
+// A plane of less than a page ends before the processor has noticed that it is being read through, and the
+// next one of the channel is somewhere else: it has to be asked for.
+constexpr int64_t kShortPlaneBytes = 4096;
+
+/// Asks for the pack at `p`; outside of the data that is harmless.
 template <typename T>
-double chunk_mean(const T* x, int64_t stride, int64_t segments, int64_t length) {
-  using P = Pack<T>;
-  constexpr int64_t kWidth = P::kWidth;
-  const P lanes = P::last_lanes(length % kWidth);
-  P sum0 = P::fill(0);
-  P sum1 = P::fill(0);
-  for (int64_t s = 0; s < segments; ++s) {
-    const T* p = x + s * stride;
-    int64_t i = 0;
-    for (; i + 2 * kWidth <= length; i += 2 * kWidth) {
-      sum0 = sum0 + P::load(p + i);
-      sum1 = sum1 + P::load(p + i + kWidth);
-    }
-    for (; i + kWidth <= length; i += kWidth) {
-      sum0 = sum0 + P::load(p + i);
-    }
-    if (i < length) {
-      sum1 = sum1 + (length > kWidth ? P::load(p + length - kWidth) * lanes : P::load(p, length));
-    }
+inline void prefetch(const T* p) {
+#if defined(__GNUC__)
+  constexpr int64_t kLine = 64;
+  constexpr int64_t kBytes = Pack<T>::kWidth * static_cast<int64_t>(sizeof(T));
+  for (int64_t offset = 0; offset < kBytes; offset += kLine) {
+    __builtin_prefetch(reinterpret_cast<const char*>(p) + offset);
   }
-  return (sum0 + sum1).sum() / static_cast<double>(segments * length);
+#endif
 }
 
-/// Merges `segments` runs of `length` elements, `stride` apart: see Note [Chunks].
+/// How far ahead a pass over planes of this size asks for data: 0 for not at all.
 template <typename T>
-void chunk_statistics(const T* x, int64_t stride, int64_t segments, int64_t length,
-                      Welford<double>& all) {
+inline int64_t stride_ahead(Planes sizes) {
+  return sizes.plane * static_cast<int64_t>(sizeof(T)) < kShortPlaneBytes
+             ? sizes.channels * sizes.plane
+             : 0;
+}
+
+struct ShiftedSums {
+  double sum;
+  double squares;
+};
+
+/// Of the deviations from `shift` of `segments` runs of `length` elements, `stride` apart.
+template <typename T>
+ShiftedSums shifted_sums(const T* x, int64_t stride, int64_t segments, int64_t length,
+                            typename Pack<T>::Acc shift, int64_t ahead) {
   using P = Pack<T>;
-  using Acc = typename P::Acc;
   constexpr int64_t kWidth = P::kWidth;
-  const double count = static_cast<double>(segments * length);
-  const Acc shift = static_cast<Acc>(
-      all.count >= count ? all.mean : chunk_mean(x, stride, segments, length));
-  const P lanes = P::last_lanes(length % kWidth);
   const P center = P::fill(shift);
+  const P last = P::last_elements(length % kWidth);
   P sum0 = P::fill(0);
   P sum1 = P::fill(0);
   P square0 = P::fill(0);
@@ -107,6 +108,10 @@ void chunk_statistics(const T* x, int64_t stride, int64_t segments, int64_t leng
     const T* p = x + s * stride;
     int64_t i = 0;
     for (; i + 2 * kWidth <= length; i += 2 * kWidth) {
+      if (ahead > 0) {
+        prefetch(p + ahead + i);
+        prefetch(p + ahead + i + kWidth);
+      }
       const P d0 = P::load(p + i) - center;
       const P d1 = P::load(p + i + kWidth) - center;
       sum0 = sum0 + d0;
@@ -118,16 +123,45 @@ void chunk_statistics(const T* x, int64_t stride, int64_t segments, int64_t leng
       sum0 = sum0 + d;
       square0 = fma(d, d, square0);
     };
+    if (ahead > 0) {
+      prefetch(p + ahead + i);
+      prefetch(p + ahead + i + kWidth);
+    }
     for (; i + kWidth <= length; i += kWidth) {
       add(P::load(p + i) - center);
     }
     if (i < length) {
-      add(length > kWidth ? (P::load(p + length - kWidth) - center) * lanes
-                          : P::load(p, length).keep_first(length, center) - center);
+      add(length > kWidth
+              ? (P::load(p + length - kWidth) - center) * last
+              : select(P::first_elements(length), P::load(p, length), center) - center);
     }
   }
-  all.merge_shifted(static_cast<double>(shift), (sum0 + sum1).sum(), (square0 + square1).sum(),
-                    count);
+  return {(sum0 + sum1).sum(), (square0 + square1).sum()};
+}
+
+/// Merges `segments` runs of `length` elements, `stride` apart: see Note [Chunks].
+template <typename T>
+void chunk_statistics(const T* x, int64_t stride, int64_t segments, int64_t length, int64_t ahead,
+                      Welford<double>& all) {
+  using Acc = typename Pack<T>::Acc;
+  constexpr int64_t kWidth = Pack<T>::kWidth;
+  const double count = static_cast<double>(segments * length);
+  Acc shift = static_cast<Acc>(all.mean);
+  if (all.count < count) {
+    // Whole packs, and a power of two of them: the sum of equal values is exact.
+    const int64_t sample = length >= 4 * kWidth   ? 4 * kWidth
+                           : length >= 2 * kWidth ? 2 * kWidth
+                                                  : std::min(kWidth, length);
+    const double sum = shifted_sums(x, 0, 1, sample, Acc(0), 0).sum;
+    shift = static_cast<Acc>(sum / static_cast<double>(sample));
+  }
+  ShiftedSums sums = shifted_sums(x, stride, segments, length, shift, ahead);
+  const double offset = sums.sum / count;
+  if (all.count < count && 2 * sums.sum * offset > sums.squares) {
+    shift = static_cast<Acc>(static_cast<double>(shift) + offset);
+    sums = shifted_sums(x, stride, segments, length, shift, 0);
+  }
+  all.merge_shifted(static_cast<double>(shift), sums.sum, sums.squares, count);
 }
 
 template <typename T>
@@ -135,6 +169,7 @@ Welford<double> planes_statistics(const T* x, Planes sizes, int64_t channel) {
   Welford<double> all;
   const int64_t plane = sizes.plane;
   const int64_t stride = sizes.channels * plane;
+  const int64_t ahead = stride_ahead<T>(sizes);
   const T* first = x + channel * plane;
   const int64_t first_chunk =
       sizes.batch * plane <= kChunkElements ? kChunkElements : kFirstElements;
@@ -144,11 +179,11 @@ Welford<double> planes_statistics(const T* x, Planes sizes, int64_t channel) {
     const T* start = first + n * stride + s;
     if (s == 0 && plane <= most) {  // several planes
       const int64_t segments = std::min(most / plane, sizes.batch - n);
-      chunk_statistics(start, stride, segments, plane, all);
+      chunk_statistics(start, stride, segments, plane, ahead, all);
       n += segments;
     } else {  // part of one
       const int64_t length = std::min(most, plane - s);
-      chunk_statistics(start, stride, 1, length, all);
+      chunk_statistics(start, stride, 1, length, 0, all);
       s += length;
       if (s == plane) {
         s = 0;
@@ -159,7 +194,27 @@ Welford<double> planes_statistics(const T* x, Planes sizes, int64_t channel) {
   return all;
 }
 
-template <typename T, bool kAdd, bool kRelu>
+// Note [Past the caches]
+// A result that the caches cannot hold until somebody reads it is stored past them, where the processor can:
+// a usual store first fetches the line that it is about to overwrite. That takes whole, aligned vectors, and
+// lines that follow each other.
+
+/// Whether vectors of T can be streamed to `to`, `step` elements apart from the first of one run to the next.
+template <typename T>
+inline bool can_stream(const T* to, int64_t step) {
+  constexpr int64_t kVector = static_cast<int64_t>(sizeof(Vec<float>));
+  return to == nullptr || (reinterpret_cast<uintptr_t>(to) % kVector == 0 &&
+                           step * static_cast<int64_t>(sizeof(T)) % kVector == 0);
+}
+
+/// What was streamed becomes visible to other threads before what is stored from now on.
+inline void end_stream() {
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
+  _mm_sfence();
+#endif
+}
+
+template <typename T, bool kAdd, bool kRelu, Store kStore>
 void planes_normalize_as(const T* x, const T* z, T* y, Planes sizes, int64_t channel,
                          NormalizeCoefficients<typename Pack<T>::Acc> k) {
   using P = Pack<T>;
@@ -183,21 +238,32 @@ void planes_normalize_as(const T* x, const T* z, T* y, Planes sizes, int64_t cha
     T* to = y + start;
     for_each_pack_of_plane<P::kWidth>(
         sizes.plane,
-        [&](int64_t i) { apply(P::load(from + i), P::load(plus + i)).store(to + i); },
+        [&](int64_t i) {
+          apply(P::load(from + i), P::load(plus + i)).template store<kStore>(to + i);
+        },
         [&](int64_t n) { apply(P::load(from, n), P::load(plus, n)).store(to, n); });
+  }
+}
+
+template <typename T, bool kAdd, bool kRelu>
+void planes_normalize_to(const T* x, const T* z, T* y, Planes sizes, int64_t channel,
+                         NormalizeCoefficients<typename Pack<T>::Acc> k, bool stream) {
+  if (stream && sizes.plane % Pack<T>::kWidth == 0 && can_stream(y, sizes.plane)) {
+    planes_normalize_as<T, kAdd, kRelu, Store::kStream>(x, z, y, sizes, channel, k);
+    end_stream();
+  } else {
+    planes_normalize_as<T, kAdd, kRelu, Store::kCached>(x, z, y, sizes, channel, k);
   }
 }
 
 template <typename T>
 void planes_normalize(const T* x, const T* z, T* y, Planes sizes, int64_t channel,
-                      NormalizeCoefficients<typename Pack<T>::Acc> k, bool relu) {
-  if (z != nullptr) {
-    (relu ? planes_normalize_as<T, true, true> : planes_normalize_as<T, true, false>)(
-        x, z, y, sizes, channel, k);
-  } else {
-    (relu ? planes_normalize_as<T, false, true> : planes_normalize_as<T, false, false>)(
-        x, z, y, sizes, channel, k);
-  }
+                      NormalizeCoefficients<typename Pack<T>::Acc> k, bool relu, bool stream) {
+  const auto run = z != nullptr ? (relu ? planes_normalize_to<T, true, true>
+                                        : planes_normalize_to<T, true, false>)
+                                : (relu ? planes_normalize_to<T, false, true>
+                                        : planes_normalize_to<T, false, false>);
+  run(x, z, y, sizes, channel, k, stream);
 }
 
 /// dy behind the ReLU. `centered` is x - high, `output` is only looked at for kOutput.
@@ -222,7 +288,8 @@ ReduceResult planes_reduce_as(const T* dy, const T* x, const T* y, Planes sizes,
   const P scale = P::fill(k.scale);
   const P shift = P::fill(k.shift);
   const int64_t usual = std::min(kChunkElements, sizes.plane);
-  const P usual_lanes = P::last_lanes(usual % kWidth);
+  const P usual_last = P::last_elements(usual % kWidth);
+  const int64_t ahead = stride_ahead<T>(sizes);
   ReduceResult total{0, 0};
   P sum0 = P::fill(0), sum1 = P::fill(0), dot0 = P::fill(0), dot1 = P::fill(0);
   int64_t pending = 0;
@@ -245,21 +312,33 @@ ReduceResult planes_reduce_as(const T* dy, const T* x, const T* y, Planes sizes,
       const T* g = dy + start + s;
       const T* v = x + start + s;
       const T* o = kMask == ReluMask::kOutput ? y + start + s : v;
-      const P lanes = length == usual ? usual_lanes : P::last_lanes(length % kWidth);
+      const P last = length == usual ? usual_last : P::last_elements(length % kWidth);
+      const auto ask = [&](int64_t i) {
+        prefetch(g + ahead + i);
+        prefetch(v + ahead + i);
+      };
       int64_t i = 0;
       for (; i + 2 * kWidth <= length; i += 2 * kWidth) {
+        if (ahead > 0) {
+          ask(i);
+          ask(i + kWidth);
+        }
         add(sum0, dot0, P::load(g + i), P::load(v + i), P::load(o + i));
         add(sum1, dot1, P::load(g + i + kWidth), P::load(v + i + kWidth), P::load(o + i + kWidth));
+      }
+      if (ahead > 0) {
+        ask(i);
+        ask(i + kWidth);
       }
       for (; i + kWidth <= length; i += kWidth) {
         add(sum0, dot0, P::load(g + i), P::load(v + i), P::load(o + i));
       }
       if (i < length && length > kWidth) {
         i = length - kWidth;
-        add(sum1, dot1, P::load(g + i) * lanes, P::load(v + i), P::load(o + i));
+        add(sum1, dot1, P::load(g + i) * last, P::load(v + i), P::load(o + i));
       } else if (i < length) {  // beyond the end dy is 0 and x is the center: nothing is added
-        add(sum1, dot1, P::load(g, length), P::load(v, length).keep_first(length, high),
-            P::load(o, length));
+        add(sum1, dot1, P::load(g, length),
+            select(P::first_elements(length), P::load(v, length), high), P::load(o, length));
       }
       pending += length;
       if (pending >= kChunkElements) {
@@ -274,17 +353,13 @@ ReduceResult planes_reduce_as(const T* dy, const T* x, const T* y, Planes sizes,
 template <typename T>
 ReduceResult planes_reduce(const T* dy, const T* x, const T* y, Planes sizes, int64_t channel,
                            NormalizeCoefficients<typename Pack<T>::Acc> k, ReluMask mask) {
-  switch (mask) {
-    case ReluMask::kRecompute:
-      return planes_reduce_as<T, ReluMask::kRecompute>(dy, x, y, sizes, channel, k);
-    case ReluMask::kOutput:
-      return planes_reduce_as<T, ReluMask::kOutput>(dy, x, y, sizes, channel, k);
-    default:
-      return planes_reduce_as<T, ReluMask::kNone>(dy, x, y, sizes, channel, k);
-  }
+  const auto run = mask == ReluMask::kRecompute ? planes_reduce_as<T, ReluMask::kRecompute>
+                   : mask == ReluMask::kOutput  ? planes_reduce_as<T, ReluMask::kOutput>
+                                                : planes_reduce_as<T, ReluMask::kNone>;
+  return run(dy, x, y, sizes, channel, k);
 }
 
-template <typename T, ReluMask kMask>
+template <typename T, ReluMask kMask, Store kStore>
 void planes_gradient_as(const T* dy, const T* x, const T* y, T* dx, T* dz, Planes sizes,
                         int64_t channel, NormalizeCoefficients<typename Pack<T>::Acc> f,
                         GradientCoefficients<typename Pack<T>::Acc> b) {
@@ -311,34 +386,43 @@ void planes_gradient_as(const T* dy, const T* x, const T* y, T* dx, T* dz, Plane
         [&](int64_t i) {
           const P value = P::load(v + i);
           const P gradient = through(P::load(g + i), value, P::load(o + i));
-          result(gradient, value).store(dx + start + i);
-          if (dz != nullptr) {
-            gradient.store(dz + start + i);
+          result(gradient, value).template store<kStore>(dx + start + i);
+          if (kMask != ReluMask::kNone && dz != nullptr) {
+            gradient.template store<kStore>(dz + start + i);
           }
         },
         [&](int64_t n) {
           const P value = P::load(v, n);
           const P gradient = through(P::load(g, n), value, P::load(o, n));
           result(gradient, value).store(dx + start, n);
-          if (dz != nullptr) {
+          if (kMask != ReluMask::kNone && dz != nullptr) {
             gradient.store(dz + start, n);
           }
         });
   }
 }
 
+template <typename T, ReluMask kMask>
+void planes_gradient_to(const T* dy, const T* x, const T* y, T* dx, T* dz, Planes sizes,
+                        int64_t channel, NormalizeCoefficients<typename Pack<T>::Acc> f,
+                        GradientCoefficients<typename Pack<T>::Acc> b, bool stream) {
+  if (stream && sizes.plane % Pack<T>::kWidth == 0 && can_stream(dx, sizes.plane) &&
+      can_stream(dz, sizes.plane)) {
+    planes_gradient_as<T, kMask, Store::kStream>(dy, x, y, dx, dz, sizes, channel, f, b);
+    end_stream();
+  } else {
+    planes_gradient_as<T, kMask, Store::kCached>(dy, x, y, dx, dz, sizes, channel, f, b);
+  }
+}
+
 template <typename T>
 void planes_gradient(const T* dy, const T* x, const T* y, T* dx, T* dz, Planes sizes,
                      int64_t channel, NormalizeCoefficients<typename Pack<T>::Acc> f,
-                     GradientCoefficients<typename Pack<T>::Acc> b, ReluMask mask) {
-  switch (mask) {
-    case ReluMask::kRecompute:
-      return planes_gradient_as<T, ReluMask::kRecompute>(dy, x, y, dx, dz, sizes, channel, f, b);
-    case ReluMask::kOutput:
-      return planes_gradient_as<T, ReluMask::kOutput>(dy, x, y, dx, dz, sizes, channel, f, b);
-    default:
-      return planes_gradient_as<T, ReluMask::kNone>(dy, x, y, dx, dz, sizes, channel, f, b);
-  }
+                     GradientCoefficients<typename Pack<T>::Acc> b, ReluMask mask, bool stream) {
+  const auto run = mask == ReluMask::kRecompute ? planes_gradient_to<T, ReluMask::kRecompute>
+                   : mask == ReluMask::kOutput  ? planes_gradient_to<T, ReluMask::kOutput>
+                                                : planes_gradient_to<T, ReluMask::kNone>;
+  run(dy, x, y, dx, dz, sizes, channel, f, b, stream);
 }
 
 }  // namespace APEX_CPU_VARIANT

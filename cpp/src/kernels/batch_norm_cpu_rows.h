@@ -18,49 +18,57 @@ namespace apex::kernels {
 inline namespace APEX_CPU_VARIANT {
 
 // Note [Bands]
-// Rows are taken in bands of a few: side by side, so that what belongs to a channel (coefficients,
-// sums) is loaded once per band, and each row in the order of memory, as caches like it. A column of
-// many rows would be fewer loads still, but with a power of two of channels all its rows fall into
-// the same few sets of the cache.
+// One row after the other is how processors like to read, as long as what belongs to the channels (sums,
+// coefficients) stays in the first-level cache beside it. The passes that only read take wider rows in bands
+// of a few: side by side, so that the sums of a channel are loaded and stored once per band, and each row in
+// the order of memory. A column of many rows would be fewer loads still, but with a power of two of channels
+// all its rows fall into the same few sets of the cache; so do strips of some channels over all rows, which
+// were slower than two passes over everything even where the strip stayed in the second-level cache. The
+// passes that write never take bands: rows side by side that lie a power of two apart were up to 2.7 times
+// slower, as stores to the one look like loads of the other, and writing past the caches wants lines that
+// follow each other. (Zen 3; of rows of up to 2 KiB of sums, one at a time took 0.7 of bands of four.)
 constexpr int64_t kBand = 4;
+constexpr int64_t kNarrowBytes = 2048;
 constexpr int64_t kBlockBytes = 65536;  // see Note [Back to front]
 
 /// A number of rows that the compiler knows.
 template <int64_t kRows>
 using Rows = std::integral_constant<int64_t, kRows>;
 
-/// band(first row, Rows<>()) for all rows of [begin, end): see Note [Back to front].
-template <typename Band>
-inline void for_each_band_backwards(int64_t begin, int64_t end, int64_t row_bytes,
-                                    const Band& band) {
-  const int64_t block = std::max(kBand, kBlockBytes / std::max<int64_t>(1, row_bytes));
-  for (int64_t stop = end; stop > begin; stop -= std::min(block, stop - begin)) {
-    int64_t row = std::max(begin, stop - block);
-    for (; row + kBand <= stop; row += kBand) {
+/// band(first row, Rows<>()) for all rows of [begin, end): see Note [Bands].
+template <typename Acc, typename Band>
+inline void for_each_band(int64_t begin, int64_t end, int64_t channels, const Band& band) {
+  int64_t row = begin;
+  if (channels * static_cast<int64_t>(sizeof(Acc)) > kNarrowBytes) {
+    for (; row + kBand <= end; row += kBand) {
       band(row, Rows<kBand>());
     }
-    for (; row < stop; ++row) {
-      band(row, Rows<1>());
+  }
+  for (; row < end; ++row) {
+    band(row, Rows<1>());
+  }
+}
+
+/// each(row) for all rows of [begin, end): see Note [Back to front].
+template <typename Each>
+inline void for_each_row_backwards(int64_t begin, int64_t end, int64_t row_bytes, const Each& each) {
+  const int64_t block = std::max<int64_t>(1, kBlockBytes / std::max<int64_t>(1, row_bytes));
+  for (int64_t stop = end; stop > begin; stop -= std::min(block, stop - begin)) {
+    for (int64_t row = std::max(begin, stop - block); row < stop; ++row) {
+      each(row);
     }
   }
 }
 
-// Processors follow one stream by themselves, several side by side less well: the passes that only
-// read ask for what comes next, this far ahead. It took a third to a half off them (Zen 5, data in
-// the third-level cache); the passes that write gained nothing.
-constexpr int64_t kAheadBytes = 8192;
+// Processors follow one or two streams by themselves, several side by side less well: bands ask for what comes
+// next, this far ahead, which took a third to a half off them (Zen 5, data in the third-level cache; it costs
+// 15 % on Zen 3). Single rows gain a little where there is one stream, and lose where there are two (Zen 3).
+constexpr int64_t kAheadOfBands = 8192;
+constexpr int64_t kAheadOfRows = 2048;
 
-/// Asks for the pack at `p` plus kAheadBytes; past the end of the data that is harmless.
-template <typename T>
+template <int64_t kBytes, typename T>
 inline void prefetch_ahead(const T* p) {
-#if defined(__GNUC__)
-  constexpr int64_t kLine = 64;
-  constexpr int64_t kBytes = Pack<T>::kWidth * static_cast<int64_t>(sizeof(T));
-  const auto start = reinterpret_cast<uintptr_t>(p) + kAheadBytes;
-  for (int64_t offset = 0; offset < kBytes; offset += kLine) {
-    __builtin_prefetch(reinterpret_cast<const void*>(start + offset));
-  }
-#endif
+  prefetch(p + kBytes / static_cast<int64_t>(sizeof(T)));
 }
 
 /// Calls pack(c, load) for the channels from c on, kWidth at a time: load(p) loads as many.
@@ -72,17 +80,36 @@ inline void for_each_channel_pack(int64_t channels, const Each& each) {
       [&](int64_t c, int64_t n) { each(c, [n](const T* p) { return P::load(p, n); }); });
 }
 
-/// Sums per channel in the type of computation, in whole packs.
+/// Sums or coefficients per channel in the type of computation: columns of whole packs, zeros behind the last
+/// channel.
 template <typename T>
-class ChannelSums {
+class ChannelColumns {
  public:
   using Acc = typename Pack<T>::Acc;
 
-  ChannelSums(int64_t channels, int columns)
+  ChannelColumns(int64_t channels, int columns)
       : padded_((channels + Pack<T>::kWidth - 1) / Pack<T>::kWidth * Pack<T>::kWidth),
         storage_(static_cast<size_t>(padded_ * columns)) {}
   Acc* column(int index) { return storage_.data() + index * padded_; }
   void clear(int index) { std::fill(column(index), column(index) + padded_, Acc(0)); }
+
+  /// From the order of the channels to that of the lanes, and back: see Note [Lanes].
+  void to_lanes(int index) {
+    for (Acc* p = column(index); p < column(index) + padded_; p += Pack<T>::kWidth) {
+      Pack<T>::to_lanes(p);
+    }
+  }
+  void to_channels(int index) {
+    for (Acc* p = column(index); p < column(index) + padded_; p += Pack<T>::kWidth) {
+      Pack<T>::to_elements(p);
+    }
+  }
+  /// A column of coefficients, in the order of the lanes.
+  const Acc* set_coefficients(int index, const Acc* values, int64_t channels) {
+    std::transform(values, values + channels, column(index), canonical<Acc>);
+    to_lanes(index);
+    return column(index);
+  }
 
  private:
   int64_t padded_;
@@ -96,24 +123,24 @@ inline void add_band(const T* x, int64_t channels, const typename Pack<T>::Acc* 
                      typename Pack<T>::Acc* sum, typename Pack<T>::Acc* squares) {
   using P = Pack<T>;
   for_each_channel_pack<T>(channels, [&](int64_t c, const auto& load) {
-    P total = P::load_acc(sum + c);
+    P total = P::load_lanes(sum + c);
     if constexpr (kDeviations) {
-      const P middle = P::load_acc(center + c);
-      P square = P::load_acc(squares + c);
+      const P middle = P::load_lanes(center + c);
+      P square = P::load_lanes(squares + c);
       for (int64_t r = 0; r < kRows; ++r) {
         // Beyond the last channel there are zeros, in x as in the center.
-        prefetch_ahead(x + r * channels + c);
+        prefetch_ahead<kRows == 1 ? kAheadOfRows : kAheadOfBands>(x + r * channels + c);
         const P d = load(x + r * channels + c) - middle;
         total = total + d;
         square = fma(d, d, square);
       }
-      square.store_acc(squares + c);
+      square.store_lanes(squares + c);
     } else {
       for (int64_t r = 0; r < kRows; ++r) {
         total = total + load(x + r * channels + c);
       }
     }
-    total.store_acc(sum + c);
+    total.store_lanes(sum + c);
   });
 }
 
@@ -121,20 +148,16 @@ template <typename T, bool kDeviations>
 inline void add_rows(const T* x, int64_t rows, int64_t channels,
                      const typename Pack<T>::Acc* center, typename Pack<T>::Acc* sum,
                      typename Pack<T>::Acc* squares) {
-  int64_t r = 0;
-  for (; r + kBand <= rows; r += kBand) {
-    add_band<T, kBand, kDeviations>(x + r * channels, channels, center, sum, squares);
-  }
-  for (; r < rows; ++r) {
-    add_band<T, 1, kDeviations>(x + r * channels, channels, center, sum, squares);
-  }
+  for_each_band<typename Pack<T>::Acc>(0, rows, channels, [&](int64_t row, auto band) {
+    add_band<T, band(), kDeviations>(x + row * channels, channels, center, sum, squares);
+  });
 }
 
 template <typename T>
 void rows_statistics(const T* x, int64_t begin, int64_t end, int64_t channels, double* mean,
                      double* m2, int64_t count) {
   using Acc = typename Pack<T>::Acc;
-  ChannelSums<T> scratch(channels, 3);
+  ChannelColumns<T> scratch(channels, 3);
   Acc* center = scratch.column(0);
   Acc* sum = scratch.column(1);
   Acc* squares = scratch.column(2);
@@ -147,6 +170,7 @@ void rows_statistics(const T* x, int64_t begin, int64_t end, int64_t channels, d
     if (count == 0) {  // see Note [Chunks]
       scratch.clear(1);
       add_rows<T, false>(chunk, rows, channels, nullptr, sum, nullptr);
+      scratch.to_channels(1);
       for (int64_t c = 0; c < channels; ++c) {
         center[c] = static_cast<Acc>(static_cast<double>(sum[c]) * inverse);
       }
@@ -155,9 +179,13 @@ void rows_statistics(const T* x, int64_t begin, int64_t end, int64_t channels, d
         center[c] = static_cast<Acc>(mean[c]);
       }
     }
+    scratch.to_lanes(0);
     scratch.clear(1);
     scratch.clear(2);
     add_rows<T, true>(chunk, rows, channels, center, sum, squares);
+    for (int column = 0; column < 3; ++column) {
+      scratch.to_channels(column);
+    }
     for (int64_t c = 0; c < channels; ++c) {  // Chan's merge; its divisions are common to all
       const double total = static_cast<double>(sum[c]);
       const double offset = total * inverse;
@@ -171,55 +199,65 @@ void rows_statistics(const T* x, int64_t begin, int64_t end, int64_t channels, d
   }
 }
 
-template <typename T, bool kAdd, bool kRelu>
+template <typename T, bool kAdd, bool kRelu, Store kStore>
 void rows_normalize_as(const T* x, const T* z, T* y, int64_t begin, int64_t end, int64_t channels,
                        const typename Pack<T>::Acc* high, const typename Pack<T>::Acc* scale,
                        const typename Pack<T>::Acc* shift) {
   using P = Pack<T>;
-  const auto finish = [](P value, const P& added) {
+  ChannelColumns<T> coefficients(channels, 3);
+  high = coefficients.set_coefficients(0, high, channels);
+  scale = coefficients.set_coefficients(1, scale, channels);
+  shift = coefficients.set_coefficients(2, shift, channels);
+  const auto apply = [&](int64_t c, const P& value, const P& added) {
+    P result = fma(value - P::load_lanes(high + c), P::load_lanes(scale + c),
+                   P::load_lanes(shift + c));
     if constexpr (kAdd) {
-      value = value + added;
+      result = result + added;
     }
     if constexpr (kRelu) {
-      value = relu(value);
+      result = relu(result);
     }
-    return value;
+    return result;
   };
-  const auto band = [&](int64_t row, auto rows) {
-    const int64_t start = row * channels;
-    const T* from = x + start;
-    const T* plus = kAdd ? z + start : from;
-    T* to = y + start;
+  const auto each = [&](int64_t row) {
+    const T* from = x + row * channels;
+    const T* plus = kAdd ? z + row * channels : from;
+    T* to = y + row * channels;
     for_each_pack<P::kWidth>(
         channels,
         [&](int64_t c) {
-          const P h = P::load_acc(high + c), k = P::load_acc(scale + c), s = P::load_acc(shift + c);
-          for (int64_t i = c, r = 0; r < rows(); ++r, i += channels) {
-            finish(fma(P::load(from + i) - h, k, s), P::load(plus + i)).store(to + i);
-          }
+          prefetch_ahead<kAheadOfRows>(from + c);
+          apply(c, P::load(from + c), P::load(plus + c)).template store<kStore>(to + c);
         },
         [&](int64_t c, int64_t n) {
-          const P h = P::load_acc(high + c, n), k = P::load_acc(scale + c, n),
-                  s = P::load_acc(shift + c, n);
-          for (int64_t i = c, r = 0; r < rows(); ++r, i += channels) {
-            finish(fma(P::load(from + i, n) - h, k, s), P::load(plus + i, n)).store(to + i, n);
-          }
+          apply(c, P::load(from + c, n), P::load(plus + c, n)).store(to + c, n);
         });
   };
-  for_each_band_backwards(begin, end, channels * static_cast<int64_t>(sizeof(T)), band);
+  for_each_row_backwards(begin, end, channels * static_cast<int64_t>(sizeof(T)), each);
+}
+
+template <typename T, bool kAdd, bool kRelu>
+void rows_normalize_to(const T* x, const T* z, T* y, int64_t begin, int64_t end, int64_t channels,
+                       const typename Pack<T>::Acc* high, const typename Pack<T>::Acc* scale,
+                       const typename Pack<T>::Acc* shift, bool stream) {
+  if (stream && can_stream(y, channels)) {
+    rows_normalize_as<T, kAdd, kRelu, Store::kStream>(x, z, y, begin, end, channels, high, scale,
+                                                      shift);
+    end_stream();
+  } else {
+    rows_normalize_as<T, kAdd, kRelu, Store::kCached>(x, z, y, begin, end, channels, high, scale,
+                                                      shift);
+  }
 }
 
 template <typename T>
 void rows_normalize(const T* x, const T* z, T* y, int64_t begin, int64_t end, int64_t channels,
                     const typename Pack<T>::Acc* high, const typename Pack<T>::Acc* scale,
-                    const typename Pack<T>::Acc* shift, bool relu) {
-  if (z != nullptr) {
-    (relu ? rows_normalize_as<T, true, true> : rows_normalize_as<T, true, false>)(
-        x, z, y, begin, end, channels, high, scale, shift);
-  } else {
-    (relu ? rows_normalize_as<T, false, true> : rows_normalize_as<T, false, false>)(
-        x, z, y, begin, end, channels, high, scale, shift);
-  }
+                    const typename Pack<T>::Acc* shift, bool relu, bool stream) {
+  const auto run =
+      z != nullptr ? (relu ? rows_normalize_to<T, true, true> : rows_normalize_to<T, true, false>)
+                   : (relu ? rows_normalize_to<T, false, true> : rows_normalize_to<T, false, false>);
+  run(x, z, y, begin, end, channels, high, scale, shift, stream);
 }
 
 template <typename T, ReluMask kMask>
@@ -229,40 +267,38 @@ void rows_reduce_as(const T* dy, const T* x, const T* y, int64_t begin, int64_t 
                     double* sum_dy, double* sum_dy_xmu) {
   using P = Pack<T>;
   using Acc = typename P::Acc;
-  ChannelSums<T> scratch(channels, 2);
+  ChannelColumns<T> scratch(channels, 5);
   Acc* sums = scratch.column(0);
   Acc* dots = scratch.column(1);
-  const auto coefficient = [&](const Acc* p, int64_t c) {
-    const int64_t left = channels - c;
-    return left >= P::kWidth ? P::load_acc(p + c) : P::load_acc(p + c, left);
-  };
+  high = scratch.set_coefficients(2, high, channels);
+  scale = scratch.set_coefficients(3, scale, channels);
+  shift = scratch.set_coefficients(4, shift, channels);
   const auto band = [&](int64_t row, auto rows) {
     const int64_t start = row * channels;
     for_each_channel_pack<T>(channels, [&](int64_t c, const auto& load) {
-      const P h = coefficient(high, c), k = coefficient(scale, c), s = coefficient(shift, c);
-      P sum = P::load_acc(sums + c), dot = P::load_acc(dots + c);
+      const P h = P::load_lanes(high + c), k = P::load_lanes(scale + c),
+              s = P::load_lanes(shift + c);
+      P sum = P::load_lanes(sums + c), dot = P::load_lanes(dots + c);
       for (int64_t at = start + c, r = 0; r < rows(); ++r, at += channels) {
-        prefetch_ahead(x + at);
-        prefetch_ahead(dy + at);
+        if constexpr (rows() > 1) {
+          prefetch_ahead<kAheadOfBands>(x + at);
+          prefetch_ahead<kAheadOfBands>(dy + at);
+        }
         const P centered = load(x + at) - h;
         const P g = masked<T, kMask>(load(dy + at), centered,
                                      load((kMask == ReluMask::kOutput ? y : x) + at), k, s);
         sum = sum + g;
         dot = fma(g, centered, dot);
       }
-      sum.store_acc(sums + c);
-      dot.store_acc(dots + c);
+      sum.store_lanes(sums + c);
+      dot.store_lanes(dots + c);
     });
   };
   for (int64_t chunk = begin; chunk < end; chunk += kChunkRows) {
     const int64_t stop = std::min(chunk + kChunkRows, end);
-    int64_t row = chunk;
-    for (; row + kBand <= stop; row += kBand) {
-      band(row, Rows<kBand>());
-    }
-    for (; row < stop; ++row) {
-      band(row, Rows<1>());
-    }
+    for_each_band<Acc>(chunk, stop, channels, band);
+    scratch.to_channels(0);
+    scratch.to_channels(1);
     for (int64_t c = 0; c < channels; ++c) {
       sum_dy[c] += static_cast<double>(sums[c]);
       sum_dy_xmu[c] += static_cast<double>(dots[c]);
@@ -283,63 +319,77 @@ void rows_reduce(const T* dy, const T* x, const T* y, int64_t begin, int64_t end
   run(dy, x, y, begin, end, channels, high, scale, shift, sum_dy, sum_dy_xmu);
 }
 
-template <typename T, ReluMask kMask>
+template <typename T, ReluMask kMask, Store kStore>
 void rows_gradient_as(const T* dy, const T* x, const T* y, T* dx, T* dz, int64_t begin,
                       int64_t end, int64_t channels,
                       const typename Pack<T>::Acc* const forward[3],
                       const typename Pack<T>::Acc* const backward[3]) {
   using P = Pack<T>;
-  const auto* high = forward[0];
-  const auto* scale = forward[1];
-  const auto* shift = forward[2];
-  const auto* dy_scale = backward[0];
-  const auto* x_scale = backward[1];
-  const auto* constant = backward[2];
-  const T* outputs = kMask == ReluMask::kOutput ? y : x;
-  const auto band = [&](int64_t row, auto rows) {
+  using Acc = typename P::Acc;
+  ChannelColumns<T> coefficients(channels, 6);
+  const Acc* const high = coefficients.set_coefficients(0, forward[0], channels);
+  const Acc* const scale = coefficients.set_coefficients(1, forward[1], channels);
+  const Acc* const shift = coefficients.set_coefficients(2, forward[2], channels);
+  const Acc* const dy_scale = coefficients.set_coefficients(3, backward[0], channels);
+  const Acc* const x_scale = coefficients.set_coefficients(4, backward[1], channels);
+  const Acc* const constant = coefficients.set_coefficients(5, backward[2], channels);
+  const T* const outputs = kMask == ReluMask::kOutput ? y : x;
+  const auto through = [&](int64_t c, const P& gradient, const P& centered, const P& output) {
+    return masked<T, kMask>(gradient, centered, output, P::load_lanes(scale + c),
+                            P::load_lanes(shift + c));
+  };
+  const auto result = [&](int64_t c, const P& gradient, const P& centered) {
+    return fma(gradient, P::load_lanes(dy_scale + c),
+               fma(centered, P::load_lanes(x_scale + c), P::load_lanes(constant + c)));
+  };
+  const auto each = [&](int64_t row) {
     const int64_t start = row * channels;
     for_each_pack<P::kWidth>(
         channels,
         [&](int64_t c) {
-          const P h = P::load_acc(high + c), k = P::load_acc(scale + c), s = P::load_acc(shift + c);
-          const P a = P::load_acc(dy_scale + c), b = P::load_acc(x_scale + c),
-                  d = P::load_acc(constant + c);
-          for (int64_t i = start + c, r = 0; r < rows(); ++r, i += channels) {
-            const P centered = P::load(x + i) - h;
-            const P g = masked<T, kMask>(P::load(dy + i), centered, P::load(outputs + i), k, s);
-            fma(g, a, fma(centered, b, d)).store(dx + i);
-            if (dz != nullptr) {
-              g.store(dz + i);
-            }
+          const int64_t i = start + c;
+          const P centered = P::load(x + i) - P::load_lanes(high + c);
+          const P gradient = through(c, P::load(dy + i), centered, P::load(outputs + i));
+          result(c, gradient, centered).template store<kStore>(dx + i);
+          if (kMask != ReluMask::kNone && dz != nullptr) {
+            gradient.template store<kStore>(dz + i);
           }
         },
         [&](int64_t c, int64_t n) {
-          const P h = P::load_acc(high + c, n), k = P::load_acc(scale + c, n),
-                  s = P::load_acc(shift + c, n);
-          const P a = P::load_acc(dy_scale + c, n), b = P::load_acc(x_scale + c, n),
-                  d = P::load_acc(constant + c, n);
-          for (int64_t i = start + c, r = 0; r < rows(); ++r, i += channels) {
-            const P centered = P::load(x + i, n) - h;
-            const P g =
-                masked<T, kMask>(P::load(dy + i, n), centered, P::load(outputs + i, n), k, s);
-            fma(g, a, fma(centered, b, d)).store(dx + i, n);
-            if (dz != nullptr) {
-              g.store(dz + i, n);
-            }
+          const int64_t i = start + c;
+          const P centered = P::load(x + i, n) - P::load_lanes(high + c);
+          const P gradient = through(c, P::load(dy + i, n), centered, P::load(outputs + i, n));
+          result(c, gradient, centered).store(dx + i, n);
+          if (kMask != ReluMask::kNone && dz != nullptr) {
+            gradient.store(dz + i, n);
           }
         });
   };
-  for_each_band_backwards(begin, end, channels * static_cast<int64_t>(sizeof(T)), band);
+  for_each_row_backwards(begin, end, channels * static_cast<int64_t>(sizeof(T)), each);
+}
+
+template <typename T, ReluMask kMask>
+void rows_gradient_to(const T* dy, const T* x, const T* y, T* dx, T* dz, int64_t begin, int64_t end,
+                      int64_t channels, const typename Pack<T>::Acc* const forward[3],
+                      const typename Pack<T>::Acc* const backward[3], bool stream) {
+  if (stream && can_stream(dx, channels) && can_stream(dz, channels)) {
+    rows_gradient_as<T, kMask, Store::kStream>(dy, x, y, dx, dz, begin, end, channels, forward,
+                                               backward);
+    end_stream();
+  } else {
+    rows_gradient_as<T, kMask, Store::kCached>(dy, x, y, dx, dz, begin, end, channels, forward,
+                                               backward);
+  }
 }
 
 template <typename T>
 void rows_gradient(const T* dy, const T* x, const T* y, T* dx, T* dz, int64_t begin, int64_t end,
                    int64_t channels, const typename Pack<T>::Acc* const forward[3],
-                   const typename Pack<T>::Acc* const backward[3], ReluMask mask) {
-  const auto run = mask == ReluMask::kRecompute ? rows_gradient_as<T, ReluMask::kRecompute>
-                   : mask == ReluMask::kOutput  ? rows_gradient_as<T, ReluMask::kOutput>
-                                                : rows_gradient_as<T, ReluMask::kNone>;
-  run(dy, x, y, dx, dz, begin, end, channels, forward, backward);
+                   const typename Pack<T>::Acc* const backward[3], ReluMask mask, bool stream) {
+  const auto run = mask == ReluMask::kRecompute ? rows_gradient_to<T, ReluMask::kRecompute>
+                   : mask == ReluMask::kOutput  ? rows_gradient_to<T, ReluMask::kOutput>
+                                                : rows_gradient_to<T, ReluMask::kNone>;
+  run(dy, x, y, dx, dz, begin, end, channels, forward, backward, stream);
 }
 
 template <typename T>

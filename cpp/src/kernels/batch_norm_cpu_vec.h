@@ -4,8 +4,12 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <limits>
 #include <tuple>
+#include <type_traits>
 
 #include "batch_norm_cpu.h"
 
@@ -18,16 +22,93 @@ inline namespace APEX_CPU_VARIANT {
 template <typename Acc>
 using Vec = at::vec::Vectorized<Acc>;
 
-inline auto widen(const Vec<at::BFloat16>& v) { return at::vec::convert_bfloat16_float(v); }
-inline auto widen(const Vec<at::Half>& v) { return at::vec::convert_half_float(v); }
+// Note [Lanes]
+// A bfloat16 is the upper half of a float32. Of a vector of them, seen as 32-bit words, the elements at odd
+// places are float32 once their lower neighbours are masked, and those at even places once they are shifted:
+// two instructions where keeping the order takes five, and as much less on the way back. So the first vector
+// of a pack of bfloat16 holds the elements at even places and the second the others; of other types, the
+// first half and the second. What belongs to a channel is put into that order beforehand (to_lanes). The
+// words are little-endian, as libtorch's platforms are.
+//
+// Note [NaN in bfloat16]
+// Rounding to the nearest adds to the bits of the value, which makes a NaN whose lower half is (nearly) all
+// ones something else. No such NaN gets there: one from the data is a bfloat16, with zeros there, one that
+// an operation makes has a single bit set, operations pass on what they are given, and coefficients are
+// made canonical before use (canonical()). For that, relu() selects and does not take a maximum, whose NaN
+// in at::vec is all ones.
 
 template <typename T>
-inline Vec<T> narrow(const Vec<float>& a, const Vec<float>& b) {
-  if constexpr (std::is_same_v<T, at::BFloat16>) {
-    return at::vec::convert_float_bfloat16(a, b);
-  } else {
-    return at::vec::convert_float_half(a, b);
+inline constexpr bool kEvenAndOdd = std::is_same_v<T, at::BFloat16>;
+
+inline void widen(const float* p, Vec<float>& a, Vec<float>& b) {
+  a = Vec<float>::loadu(p);
+  b = Vec<float>::loadu(p + Vec<float>::size());
+}
+inline void widen(const double* p, Vec<double>& a, Vec<double>& b) {
+  a = Vec<double>::loadu(p);
+  b = Vec<double>::loadu(p + Vec<double>::size());
+}
+inline void widen(const at::Half* p, Vec<float>& a, Vec<float>& b) {
+  std::tie(a, b) = at::vec::convert_half_float(Vec<at::Half>::loadu(p));
+}
+inline void widen(const at::BFloat16* p, Vec<float>& a, Vec<float>& b) {
+  using Words = Vec<int32_t>;
+  const Words words = Words::loadu(p);
+  a = at::vec::cast<float>(words << Words(16));
+  b = at::vec::cast<float>(words & Words(static_cast<int32_t>(0xffff0000u)));
+}
+
+/// The bits of the value rounded to bfloat16, to nearest and ties to even, in the upper half.
+inline Vec<int32_t> round_to_bfloat16(const Vec<float>& value) {
+  using Words = Vec<int32_t>;
+  const Words bits = at::vec::cast<int32_t>(value);
+  return bits + Words(0x7fff) + ((bits >> Words(16)) & Words(1));
+}
+
+/// How a pack goes to memory: through the caches, or past them (see Note [Past the caches]).
+enum class Store { kCached, kStream };
+
+template <Store kStore, typename T, typename Acc>
+inline void store_vector(const Vec<Acc>& vector, T* p) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (kStore == Store::kStream) {
+    __m512i bits;
+    std::memcpy(&bits, &vector, sizeof(bits));
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(p), bits);
+    return;
   }
+#elif defined(CPU_CAPABILITY_AVX2)
+  if constexpr (kStore == Store::kStream) {
+    __m256i bits;
+    std::memcpy(&bits, &vector, sizeof(bits));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), bits);
+    return;
+  }
+#endif
+  vector.store(p);
+}
+
+template <Store kStore, typename Acc>
+inline void narrow(const Vec<Acc>& a, const Vec<Acc>& b, Acc* p) {
+  store_vector<kStore>(a, p);
+  store_vector<kStore>(b, p + Vec<Acc>::size());
+}
+template <Store kStore>
+inline void narrow(const Vec<float>& a, const Vec<float>& b, at::Half* p) {
+  store_vector<kStore>(at::vec::convert_float_half(a, b), p);
+}
+template <Store kStore>
+inline void narrow(const Vec<float>& a, const Vec<float>& b, at::BFloat16* p) {
+  using Words = Vec<int32_t>;
+  const Words even = (round_to_bfloat16(a) >> Words(16)) & Words(0xffff);
+  const Words odd = round_to_bfloat16(b) & Words(static_cast<int32_t>(0xffff0000u));
+  store_vector<kStore>(even | odd, p);
+}
+
+/// See Note [NaN in bfloat16].
+template <typename Acc>
+inline Acc canonical(Acc value) {
+  return std::isnan(value) ? std::numeric_limits<Acc>::quiet_NaN() : value;
 }
 
 template <typename T>
@@ -39,85 +120,65 @@ struct Pack {
   Vec<Acc> a;
   Vec<Acc> b;
 
-  static APEX_HOST_DEVICE Pack fill(Acc value) { return {Vec<Acc>(value), Vec<Acc>(value)}; }
+  static Pack fill(Acc value) {
+    const Vec<Acc> all(canonical(value));
+    return {all, all};
+  }
 
-  static APEX_HOST_DEVICE Pack load(const T* p) {
-    if constexpr (std::is_same_v<T, Acc>) {
-      return {Vec<Acc>::loadu(p), Vec<Acc>::loadu(p + kHalf)};
-    } else {
-      auto [a, b] = widen(Vec<T>::loadu(p));
-      return {a, b};
-    }
+  static Pack load(const T* p) {
+    Pack pack;
+    widen(p, pack.a, pack.b);
+    return pack;
   }
 
   /// The first n < kWidth elements, and zeros.
-  static APEX_HOST_DEVICE Pack load(const T* p, int64_t n) {
-    if constexpr (std::is_same_v<T, Acc>) {
-      const int64_t first = n < kHalf ? n : kHalf;
-      const Vec<Acc> zero(Acc(0));
-      return {Vec<Acc>::set(zero, Vec<Acc>::loadu(p, first), first),
-              n > kHalf ? Vec<Acc>::set(zero, Vec<Acc>::loadu(p + kHalf, n - kHalf), n - kHalf)
-                        : zero};
-    } else {
-      auto [a, b] = widen(Vec<T>::set(Vec<T>(T(0)), Vec<T>::loadu(p, n), n));
-      return {a, b};
-    }
+  static Pack load(const T* p, int64_t n) {
+    T values[kWidth] = {};
+    std::memcpy(values, p, static_cast<size_t>(n) * sizeof(T));
+    return load(values);
   }
 
-  /// Coefficients of kWidth channels, already in the elements' type of computation.
-  static APEX_HOST_DEVICE Pack load_acc(const Acc* p) {
-    return {Vec<Acc>::loadu(p), Vec<Acc>::loadu(p + kHalf)};
-  }
-  static APEX_HOST_DEVICE Pack load_acc(const Acc* p, int64_t n) {
-    const int64_t first = n < kHalf ? n : kHalf;
-    return {Vec<Acc>::loadu(p, first),
-            n > kHalf ? Vec<Acc>::loadu(p + kHalf, n - kHalf) : Vec<Acc>(Acc(0))};
+  template <Store kStore = Store::kCached>
+  void store(T* p) const {
+    narrow<kStore>(a, b, p);
   }
 
-  APEX_HOST_DEVICE void store(T* p) const {
-    if constexpr (std::is_same_v<T, Acc>) {
-      a.store(p);
-      b.store(p + kHalf);
-    } else {
-      narrow<T>(a, b).store(p);
-    }
+  void store(T* p, int64_t n) const {
+    T values[kWidth];
+    store(values);
+    std::memcpy(p, values, static_cast<size_t>(n) * sizeof(T));
   }
 
-  APEX_HOST_DEVICE void store(T* p, int64_t n) const {
-    if constexpr (std::is_same_v<T, Acc>) {
-      a.store(p, static_cast<int>(n < kHalf ? n : kHalf));
-      if (n > kHalf) {
-        b.store(p + kHalf, static_cast<int>(n - kHalf));
-      }
-    } else {
-      narrow<T>(a, b).store(p, static_cast<int>(n));
-    }
-  }
-
-  APEX_HOST_DEVICE void store_acc(Acc* p) const {
+  /// kWidth values in the order of the lanes.
+  static Pack load_lanes(const Acc* p) { return {Vec<Acc>::loadu(p), Vec<Acc>::loadu(p + kHalf)}; }
+  void store_lanes(Acc* p) const {
     a.store(p);
     b.store(p + kHalf);
   }
 
-  /// 1 in the last n lanes, 0 before them.
-  static inline Pack last_lanes(int64_t n) {
-    Acc lanes[kWidth];
-    for (int64_t i = 0; i < kWidth; ++i) {
-      lanes[i] = i < kWidth - n ? Acc(0) : Acc(1);
+  /// From the order of the elements to that of the lanes, kWidth values in place, and back.
+  static void to_lanes(Acc* p) {
+    if constexpr (kEvenAndOdd<T>) {
+      const auto [even, odd] =
+          at::vec::deinterleave2(Vec<Acc>::loadu(p), Vec<Acc>::loadu(p + kHalf));
+      Pack{even, odd}.store_lanes(p);
     }
-    return load_acc(lanes);
+  }
+  static void to_elements(Acc* p) {
+    if constexpr (kEvenAndOdd<T>) {
+      const auto [first, second] =
+          at::vec::interleave2(Vec<Acc>::loadu(p), Vec<Acc>::loadu(p + kHalf));
+      Pack{first, second}.store_lanes(p);
+    }
   }
 
-  /// Elements from the n-th on are replaced by those of `other`.
-  APEX_HOST_DEVICE Pack keep_first(int64_t n, const Pack& other) const {
-    const int64_t first = n < kHalf ? n : kHalf;
-    return {Vec<Acc>::set(other.a, a, first),
-            n > kHalf ? Vec<Acc>::set(other.b, b, n - kHalf) : other.b};
-  }
+  /// 1 in the lanes of the first n elements, 0 in the others.
+  static Pack first_elements(int64_t n) { return ones(0, n); }
+  static Pack last_elements(int64_t n) { return ones(kWidth - n, kWidth); }
 
-  APEX_HOST_DEVICE double sum() const {
+  double sum() const {
     Acc lanes[kWidth];
-    store_acc(lanes);
+    store_lanes(lanes);
     constexpr int64_t kParts = kWidth < 8 ? kWidth : 8;  // independent sums, one vector of doubles
     double parts[kParts] = {};
     for (int64_t i = 0; i < kWidth; i += kParts) {
@@ -130,6 +191,16 @@ struct Pack {
       total += parts[j];
     }
     return total;
+  }
+
+ private:
+  static Pack ones(int64_t begin, int64_t end) {
+    Acc lanes[kWidth];
+    for (int64_t i = 0; i < kWidth; ++i) {
+      lanes[i] = begin <= i && i < end ? Acc(1) : Acc(0);
+    }
+    to_lanes(lanes);
+    return load_lanes(lanes);
   }
 };
 
@@ -153,11 +224,12 @@ inline Pack<T> fma(const Pack<T>& x, const Pack<T>& y, const Pack<T>& z) {
   return {at::vec::fmadd(x.a, y.a, z.a), at::vec::fmadd(x.b, y.b, z.b)};
 }
 
-/// ReLU that lets NaN through, like torch's.
+/// x in the lanes that `lanes` marks with 1, y in those with 0.
 template <typename T>
-inline Pack<T> relu(const Pack<T>& x) {
-  const Vec<typename Pack<T>::Acc> zero(0);
-  return {at::vec::maximum(x.a, zero), at::vec::maximum(x.b, zero)};
+inline Pack<T> select(const Pack<T>& lanes, const Pack<T>& x, const Pack<T>& y) {
+  using V = Vec<typename Pack<T>::Acc>;
+  const V zero(0);
+  return {V::blendv(y.a, x.a, lanes.a > zero), V::blendv(y.b, x.b, lanes.b > zero)};
 }
 
 /// `gradient` where the value is not <= 0, else 0.
@@ -167,6 +239,12 @@ inline Pack<T> relu_gradient(const Pack<T>& gradient, const Pack<T>& value) {
   const V zero(0);
   return {V::blendv(gradient.a, zero, value.a <= zero),
           V::blendv(gradient.b, zero, value.b <= zero)};
+}
+
+/// ReLU that lets NaN through, like torch's.
+template <typename T>
+inline Pack<T> relu(const Pack<T>& x) {
+  return relu_gradient(x, x);
 }
 
 }  // namespace APEX_CPU_VARIANT

@@ -1,6 +1,7 @@
 // Autograd of torch.ops.apex.*: each operator is a node whose backward calls an operator again, so
 // that derivatives of any order, tracing and fake tensors work without special cases.
 
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -16,6 +17,8 @@ using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
 bool present(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
+
+const at::Tensor& or_undefined(const at::Tensor& tensor) { return tensor; }
 
 at::Tensor or_undefined(const OptionalTensor& tensor) {
   return present(tensor) ? *tensor : at::Tensor();
@@ -196,6 +199,22 @@ class AllReduceSumFunction : public Function<AllReduceSumFunction> {
   }
 };
 
+/// Whether autograd has to know of a call with these arguments. Making a node costs as much as everything else
+/// that is done once per call; without one the call goes on below autograd. Transforms of torch.func and
+/// forward-mode gradients are left to the node, which refuses what it cannot do.
+template <typename... Tensors>
+bool needs_node(const Tensors&... tensors) {
+  if (at::functorch::functorchTLSAccessor() != nullptr) {
+    return true;
+  }
+  const bool grad_mode = at::GradMode::is_enabled();
+  const auto concerns = [&](const at::Tensor& tensor) {
+    return tensor.defined() &&
+           ((grad_mode && tensor.requires_grad()) || tensor._fw_grad(/*level=*/0).defined());
+  };
+  return (concerns(or_undefined(tensors)) || ...);
+}
+
 /// A tensor that was saved for some backward and is overwritten here has to be noticed there.
 void mark_changed(const OptionalTensor& tensor) {
   if (present(tensor) && !tensor->is_inference()) {
@@ -210,13 +229,21 @@ ForwardResult forward_autograd(const at::Tensor& input, const OptionalTensor& z,
                                const OptionalTensor& num_batches_tracked,
                                std::optional<double> momentum, double eps, bool channel_last,
                                bool fuse_relu, c10::string_view group_name) {
-  variable_list results = ForwardFunction::apply(
-      input, z, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps,
-      channel_last, fuse_relu, std::string(group_name));
+  ForwardResult result;
+  if (needs_node(input, z, weight, bias)) {
+    variable_list results = ForwardFunction::apply(
+        input, z, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps,
+        channel_last, fuse_relu, std::string(group_name));
+    result = {results[0], results[1], results[2], results[3]};
+  } else {
+    at::AutoDispatchBelowADInplaceOrView below;
+    result = call_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked,
+                          momentum, eps, channel_last, fuse_relu, group_name);
+  }
   mark_changed(running_mean);
   mark_changed(running_var);
   mark_changed(num_batches_tracked);
-  return {results[0], results[1], results[2], results[3]};
+  return result;
 }
 
 BackwardResult backward_autograd(const at::Tensor& grad_output, const at::Tensor& input,
@@ -225,6 +252,11 @@ BackwardResult backward_autograd(const at::Tensor& grad_output, const at::Tensor
                                  const at::Tensor& invstd, const OptionalTensor& count,
                                  double eps, bool channel_last, bool fuse_relu, OutputMask needs,
                                  c10::string_view group_name) {
+  if (!needs_node(grad_output, input, output, weight, bias)) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return call_backward(grad_output, input, output, weight, bias, mean, invstd, count, eps,
+                         channel_last, fuse_relu, needs, group_name);
+  }
   variable_list results = BackwardFunction::apply(
       grad_output, input, output, weight, bias, mean, invstd, count, eps, channel_last, fuse_relu,
       needs, std::string(group_name));
@@ -235,6 +267,11 @@ at::Tensor inference_autograd(const at::Tensor& input, const OptionalTensor& z,
                               const OptionalTensor& weight, const OptionalTensor& bias,
                               const at::Tensor& running_mean, const at::Tensor& running_var,
                               double eps, bool channel_last, bool fuse_relu) {
+  if (!needs_node(input, z, weight, bias)) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return call_inference(input, z, weight, bias, running_mean, running_var, eps, channel_last,
+                          fuse_relu);
+  }
   return InferenceFunction::apply(input, z, weight, bias, running_mean, running_var, eps,
                                   channel_last, fuse_relu);
 }

@@ -11,28 +11,52 @@ int64_t channel_dim(const at::Tensor& input, bool channel_last) {
   return channel_last ? input.dim() - 1 : 1;
 }
 
+namespace {
+
+/// torch's name for "channels last" of that many dimensions, whose strides it knows without looking.
+std::optional<at::MemoryFormat> channels_last_format(int64_t dim) {
+  if (dim == 4) {
+    return at::MemoryFormat::ChannelsLast;
+  }
+  if (dim == 5) {
+    return at::MemoryFormat::ChannelsLast3d;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
 MemoryLayout layout_of(const at::Tensor& input, bool channel_last) {
   if (channel_last || input.dim() == 2) {
     return MemoryLayout::kRows;
   }
-  if (!input.is_contiguous() && input.movedim(1, -1).is_contiguous()) {
-    return MemoryLayout::kMovedRows;
+  if (input.is_contiguous()) {
+    return MemoryLayout::kPlanes;
   }
-  return MemoryLayout::kPlanes;
+  const auto format = channels_last_format(input.dim());
+  const bool moved =
+      format ? input.is_contiguous(*format) : input.movedim(1, -1).is_contiguous();
+  return moved ? MemoryLayout::kMovedRows : MemoryLayout::kPlanes;
 }
 
 at::Tensor to_layout(const at::Tensor& tensor, MemoryLayout layout) {
-  if (layout == MemoryLayout::kMovedRows) {
-    return tensor.movedim(1, -1).contiguous().movedim(-1, 1);
+  if (layout != MemoryLayout::kMovedRows) {
+    return tensor.contiguous();
   }
-  return tensor.contiguous();
+  if (const auto format = channels_last_format(tensor.dim())) {
+    return tensor.contiguous(*format);
+  }
+  return tensor.movedim(1, -1).contiguous().movedim(-1, 1);
 }
 
 at::Tensor empty_in_layout(const at::Tensor& like, MemoryLayout layout) {
-  if (layout == MemoryLayout::kMovedRows) {
-    return at::empty_symint(like.movedim(1, -1).sym_sizes(), like.options()).movedim(-1, 1);
+  if (layout != MemoryLayout::kMovedRows) {
+    return at::empty_symint(like.sym_sizes(), like.options());
   }
-  return at::empty_symint(like.sym_sizes(), like.options());
+  if (const auto format = channels_last_format(like.dim())) {
+    return at::empty_symint(like.sym_sizes(), like.options(), *format);
+  }
+  return at::empty_symint(like.movedim(1, -1).sym_sizes(), like.options()).movedim(-1, 1);
 }
 
 Sizes sizes_of(const at::Tensor& input, MemoryLayout layout) {

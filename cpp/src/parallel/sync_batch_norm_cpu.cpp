@@ -8,6 +8,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 #include <algorithm>
@@ -47,6 +48,21 @@ at::Tensor new_result(const at::Tensor& like, MemoryLayout layout) {
   }
 #endif
   return result;
+}
+
+/// Whether a pass over `arrays` arrays like this one writes its result past the caches: once they together
+/// are more than half of the last cache (others use it, too), whoever reads the result will not find it there.
+bool outgrows_cache(const at::Tensor& like, int arrays) {
+  static const size_t cache = [] {
+    constexpr size_t kUsual = size_t{32} << 20;
+#if defined(__linux__) && defined(_SC_LEVEL3_CACHE_SIZE)
+    const long size = sysconf(_SC_LEVEL3_CACHE_SIZE);  // of one of them, should there be several
+    return size > 0 ? static_cast<size_t>(size) : kUsual;
+#else
+    return kUsual;
+#endif
+  }();
+  return like.nbytes() * static_cast<size_t>(arrays) > cache / 2;
 }
 
 template <typename T>
@@ -144,7 +160,7 @@ struct Affine {
 
 template <typename T>
 void normalize(const T* x, const T* z, T* y, const Sizes& sizes, const double* mean,
-               const double* invstd, const Affine& affine, bool relu) {
+               const double* invstd, const Affine& affine, bool relu, bool stream) {
   using Acc = typename CpuKernels<T>::Acc;
   const CpuKernels<T>& k = kernels::cpu_kernels<T>();
   const int64_t channels = sizes.planes.channels;
@@ -152,7 +168,7 @@ void normalize(const T* x, const T* z, T* y, const Sizes& sizes, const double* m
     at::parallel_for(0, channels, grain(sizes.values_per_channel()), [&](int64_t b, int64_t e) {
       for (int64_t c = b; c < e; ++c) {
         k.planes_normalize(x, z, y, sizes.planes, c,
-                           affine.coefficients<Acc>(c, mean[c], invstd[c]), relu);
+                           affine.coefficients<Acc>(c, mean[c], invstd[c]), relu, stream);
       }
     });
     return;
@@ -164,7 +180,7 @@ void normalize(const T* x, const T* z, T* y, const Sizes& sizes, const double* m
   }
   at::parallel_for(0, sizes.values_per_channel(), grain(channels), [&](int64_t b, int64_t e) {
     k.rows_normalize(x, z, y, b, e, channels, rows.columns[0], rows.columns[1], rows.columns[2],
-                     relu);
+                     relu, stream);
   });
 }
 
@@ -216,6 +232,7 @@ ForwardResult forward_cpu(const at::Tensor& input, const OptionalTensor& z,
     const T* plus = data_or_null<T>(added);
     T* to = output.mutable_data_ptr<T>();
     const double local_count = static_cast<double>(sizes.values_per_channel());
+    const bool stream = outgrows_cache(x, added.has_value() ? 3 : 2);
     if (!group && !sizes.rows) {
       // Nobody to wait for: a channel is normalized while it is still in the cache.
       const CpuKernels<T>& k = kernels::cpu_kernels<T>();
@@ -223,7 +240,7 @@ ForwardResult forward_cpu(const at::Tensor& input, const OptionalTensor& z,
         for (int64_t c = b; c < e; ++c) {
           finish_channel(c, k.planes_statistics(from, sizes.planes, c));
           k.planes_normalize(from, plus, to, sizes.planes, c,
-                             affine.coefficients<Acc>(c, means[c], invstds[c]), fuse_relu);
+                             affine.coefficients<Acc>(c, means[c], invstds[c]), fuse_relu, stream);
         }
       });
       *count.mutable_data_ptr<int64_t>() = sizes.values_per_channel();
@@ -245,7 +262,7 @@ ForwardResult forward_cpu(const at::Tensor& input, const OptionalTensor& z,
       finish_channel(c, kernels::merge_ranks(records, ranks, channels, c));
     }
     *count.mutable_data_ptr<int64_t>() = static_cast<int64_t>(total);
-    normalize(from, plus, to, sizes, means, invstds, affine, fuse_relu);
+    normalize(from, plus, to, sizes, means, invstds, affine, fuse_relu, stream);
   });
   if (counts_batches) {
     *num_batches_tracked->mutable_data_ptr<int64_t>() = batches;
@@ -275,7 +292,7 @@ at::Tensor inference_cpu(const at::Tensor& input, const OptionalTensor& z,
     using T = decltype(tag);
     normalize(x.const_data_ptr<T>(), data_or_null<T>(added), output.mutable_data_ptr<T>(), sizes,
               mean.data(), invstd.data(), Affine{channel_param(weight), channel_param(bias)},
-              fuse_relu);
+              fuse_relu, outgrows_cache(x, added.has_value() ? 3 : 2));
   });
   return output;
 }
@@ -368,6 +385,7 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
       to_x = unused.mutable_data_ptr<T>();
     }
 
+    const bool stream = outgrows_cache(x, 3);
     RowCoefficients<Acc> forward(channels);
     for (int64_t c = 0; c < channels; ++c) {
       const auto f = affine.coefficients<Acc>(c, means[c], invstds[c]);
@@ -401,7 +419,7 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
           }
           if (writes_elements) {
             k.planes_gradient(gradient, values, outputs, to_x, to_z, sizes.planes, c,
-                              forward_of(c), backward_of(c, sums.sum_dy, sums.sum_dy_xmu), mask);
+                              forward_of(c), backward_of(c, sums.sum_dy, sums.sum_dy_xmu), mask, stream);
           }
         }
       });
@@ -428,7 +446,7 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
       at::parallel_for(0, channels, grain(sizes.values_per_channel()), [&](int64_t b, int64_t e) {
         for (int64_t c = b; c < e; ++c) {
           k.planes_gradient(gradient, values, outputs, to_x, to_z, sizes.planes, c, forward_of(c),
-                            backward_of(c, sum_dy[c], sum_dy_xmu[c]), mask);
+                            backward_of(c, sum_dy[c], sum_dy_xmu[c]), mask, stream);
         }
       });
       return;
@@ -440,7 +458,7 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
     }
     at::parallel_for(0, sizes.values_per_channel(), grain(channels), [&](int64_t b, int64_t e) {
       k.rows_gradient(gradient, values, outputs, to_x, to_z, b, e, channels, forward.columns,
-                      backward.columns, mask);
+                      backward.columns, mask, stream);
     });
   });
   return {dx, dz, dweight, dbias};
