@@ -1,5 +1,7 @@
 #include <support/fake_device.h>
 
+#include <support/fake_capture.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <memory>
@@ -15,7 +17,6 @@
 namespace apex::testing::fake {
 namespace {
 
-using Clock = RaceDetector::Clock;
 using Block = RaceDetector::Block;
 
 /// Behind each storage: where the detector knows it.
@@ -59,7 +60,12 @@ class FakeAllocator final : public c10::Allocator {
   }
 };
 
-/// Streams are numbers, and an event is the clock that was recorded.
+void host_waits(const Mark& mark, const std::string& what) {
+  Capture::host(what, mark.capture);
+  detector().host_waits(mark.clock, what);
+}
+
+/// Streams are numbers, and an event is the mark that was recorded.
 class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
  public:
   c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
@@ -79,35 +85,35 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
   }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
-    if (*event == nullptr) *event = new Clock;
-    *static_cast<Clock*>(*event) = detector().record(stream.id());
+    if (*event == nullptr) *event = new Mark;
+    *static_cast<Mark*>(*event) = fake::record(stream);
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event != nullptr) detector().wait(stream.id(), *static_cast<Clock*>(event));
+    if (event != nullptr) fake::wait(stream, *static_cast<Mark*>(event));
   }
   bool queryEvent(void* event) const override {
-    return event == nullptr || detector().host_knows(*static_cast<Clock*>(event));
+    return event == nullptr || query(*static_cast<Mark*>(event));
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
-    delete static_cast<Clock*>(event);
+    delete static_cast<Mark*>(event);
   }
   void synchronizeEvent(void* event) const override {
-    if (event != nullptr) detector().host_waits(*static_cast<Clock*>(event), "synchronizing an event");
+    if (event != nullptr) host_waits(*static_cast<Mark*>(event), "synchronizing an event");
   }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex index) const override {
     if (!timed_events.load()) return DeviceGuardImplInterface::elapsedTime(first, second, index);
     const auto operations = [](void* event) {
-      const Clock& clock = *static_cast<Clock*>(event);
+      const RaceDetector::Clock& clock = static_cast<Mark*>(event)->clock;
       return std::accumulate(clock.begin(), clock.end(), int64_t{0});
     };
     return static_cast<double>(operations(second) - operations(first));
   }
 
   bool queryStream(const c10::Stream& stream) const override {
-    return detector().host_knows(detector().record(stream.id()));
+    return query(fake::record(stream));
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    detector().host_waits(detector().record(stream.id()), "synchronizing a stream");
+    host_waits(fake::record(stream), "synchronizing a stream");
   }
   void synchronizeDevice(c10::DeviceIndex) const override {
     detector().host_waits(detector().record_all(), "synchronizing the device");
@@ -157,6 +163,20 @@ void order(const c10::Stream& earlier, const c10::Stream& later) {
   event.block(later);
 }
 
+Mark record(const c10::Stream& stream) {
+  return {detector().record(stream.id()), Capture::of(stream.id())};
+}
+
+void wait(const c10::Stream& stream, const Mark& mark) {
+  Capture::wait(stream.id(), mark.capture);
+  detector().wait(stream.id(), mark.clock);
+}
+
+bool query(const Mark& mark) {
+  Capture::host("whether an event is over", mark.capture);
+  return detector().host_knows(mark.clock);
+}
+
 void set_timed_events(bool on) { timed_events.store(on); }
 
 RaceDetector& detector() {
@@ -181,7 +201,7 @@ std::vector<RaceDetector::Access> access(const at::Tensor& tensor, bool writes) 
 }
 
 void operate(const c10::Stream& stream, const std::string& what, const std::vector<at::Tensor>& reads,
-             const std::vector<at::Tensor>& writes) {
+             const std::vector<at::Tensor>& writes, const std::function<void()>& compute) {
   std::vector<RaceDetector::Access> accesses;
   const auto add = [&](const std::vector<at::Tensor>& tensors, bool are_written) {
     for (const at::Tensor& tensor : tensors) {
@@ -192,6 +212,8 @@ void operate(const c10::Stream& stream, const std::string& what, const std::vect
   add(reads, false);
   add(writes, true);
   detector().operate(stream.id(), what, accesses);
+  compute();
+  Capture::operate(stream.id(), what, accesses, [reads, writes, compute] { compute(); });
 }
 
 void used_on(const at::Tensor& tensor, const c10::Stream& stream) {

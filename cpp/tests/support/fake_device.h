@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -43,9 +44,20 @@ at::Tensor host_alias(const at::Tensor& tensor);
 /// Its value, behind the detector's back: for looking at results without ordering anything.
 at::Tensor peek(const at::Tensor& tensor);
 
-/// Tells the detector of one operation that is not torch's.
+/// Computes one operation that is not torch's, by `compute`, and tells the detector of it, and the capture in
+/// progress (fake_capture.h), which keeps `compute` and the tensors.
 void operate(const c10::Stream& stream, const std::string& what, const std::vector<at::Tensor>& reads,
-             const std::vector<at::Tensor>& writes);
+             const std::vector<at::Tensor>& writes, const std::function<void()>& compute = [] {});
+
+/// What is over when all that a stream has been asked for so far is over.
+struct Mark {
+  RaceDetector::Clock clock;
+  int64_t capture = 0;  ///< that the stream took part in, or 0
+};
+Mark record(const c10::Stream& stream);
+void wait(const c10::Stream& stream, const Mark& mark);
+/// Whether the host knows.
+bool query(const Mark& mark);
 
 /// What an operation does to the bytes of a tensor, from its first to its last element; nothing if it has
 /// none.

@@ -22,7 +22,7 @@ class MirrorWork final : public c10d::Work {
   MirrorWork(c10d::OpType type, c10::Stream stream, Tensors kept, const Tensors& outputs)
       : c10d::Work(0, type),
         stream_(stream),
-        done_(detector().record(stream.id())),
+        done_(record(stream)),
         kept_(std::move(kept)) {
     const c10::StreamGuard guard(stream_);
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
@@ -36,18 +36,18 @@ class MirrorWork final : public c10d::Work {
   }
 
   bool wait(std::chrono::milliseconds = kNoTimeout) override {
-    detector().wait(current_stream().id(), done_);
+    fake::wait(current_stream(), done_);
     kept_.clear();
     return true;
   }
   void synchronize() override { wait(); }
-  bool isCompleted() override { return detector().host_knows(done_); }
+  bool isCompleted() override { return query(done_); }
   bool isSuccess() const override { return true; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
  private:
   const c10::Stream stream_;
-  const RaceDetector::Clock done_;
+  const Mark done_;
   Tensors kept_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
@@ -62,9 +62,9 @@ class MirrorBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& options) override {
     const bool sums = options.reduceOp == c10d::ReduceOp::SUM;
-    return issue("all-reduce", c10d::OpType::ALLREDUCE, tensors, tensors, [&] {
+    return issue("all-reduce", c10d::OpType::ALLREDUCE, tensors, tensors, [tensors, sums, size = size_] {
       for (const at::Tensor& tensor : tensors) {
-        if (sums) host_alias(tensor).mul_(size_);
+        if (sums) host_alias(tensor).mul_(size);
       }
     });
   }
@@ -77,15 +77,15 @@ class MirrorBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
                                            std::vector<at::Tensor>& inputs,
                                            const c10d::AllgatherOptions&) override {
-    return issue("all-gather", c10d::OpType::ALLGATHER, inputs, outputs.at(0), [&] {
-      for (const at::Tensor& output : outputs.at(0)) host_alias(output).copy_(host_alias(inputs.at(0)));
+    return issue("all-gather", c10d::OpType::ALLGATHER, inputs, outputs.at(0), [input = inputs.at(0), all = outputs.at(0)] {
+      for (const at::Tensor& output : all) host_alias(output).copy_(host_alias(input));
     });
   }
 
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
                                                  const c10d::AllgatherOptions&) override {
-    return issue("all-gather", c10d::OpType::_ALLGATHER_BASE, {input}, {output}, [&] {
-      host_alias(output).view({size_, -1}).copy_(host_alias(input).view({1, -1}));
+    return issue("all-gather", c10d::OpType::_ALLGATHER_BASE, {input}, {output}, [input, output, size = size_] {
+      host_alias(output).view({size, -1}).copy_(host_alias(input).view({1, -1}));
     });
   }
 
@@ -93,8 +93,8 @@ class MirrorBackend final : public c10d::Backend {
                                                std::vector<int64_t>&, std::vector<int64_t>&,
                                                const c10d::AllToAllOptions&) override {
     // Every other rank sends what this one sends to itself.
-    return issue("all-to-all", c10d::OpType::ALLTOALL_BASE, {input}, {output}, [&] {
-      host_alias(output).view({size_, -1}).copy_(host_alias(input).view({size_, -1}).narrow(0, 0, 1));
+    return issue("all-to-all", c10d::OpType::ALLTOALL_BASE, {input}, {output}, [input, output, size = size_] {
+      host_alias(output).view({size, -1}).copy_(host_alias(input).view({size, -1}).narrow(0, 0, 1));
     });
   }
 
@@ -102,8 +102,7 @@ class MirrorBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> issue(const std::string& what, c10d::OpType type, const Tensors& inputs,
                                        const Tensors& outputs, const std::function<void()>& compute) {
     order(current_stream(), stream_);
-    operate(stream_, what, inputs, outputs);
-    compute();
+    operate(stream_, what, inputs, outputs, compute);
     Tensors kept = inputs;
     kept.insert(kept.end(), outputs.begin(), outputs.end());
     return c10::make_intrusive<MirrorWork>(type, stream_, std::move(kept), outputs);

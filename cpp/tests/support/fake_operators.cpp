@@ -1,6 +1,10 @@
 #include <support/fake_device.h>
 
+#include <support/fake_capture.h>
+
+#include <cstddef>
 #include <cstring>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -79,12 +83,23 @@ class Call {
     return value;
   }
 
-  void finish(bool non_blocking) {
+  /// `again` is given to the capture in progress: it computes the operator's results once more.
+  void finish(bool non_blocking, std::function<std::vector<at::Tensor>()> again) {
     if (accesses_.empty()) return;  // a view
-    const c10::StreamId stream = current_stream().id();
-    detector().operate(stream, schema_.name(), accesses_);
+    const c10::Stream stream = current_stream();
+    detector().operate(stream.id(), schema_.name(), accesses_);
+    Capture::operate(stream.id(), schema_.name(), accesses_,
+                     [kept = passed_, fresh = fresh_, again = std::move(again)] {
+                       const std::vector<at::Tensor> results = again();
+                       for (const auto& [index, target] : fresh) {
+                         host_alias(target).copy_(results.at(index));
+                       }
+                     });
     const bool copies = schema_.name() == "aten::copy_" && with_host_ && !non_blocking;
-    if (returns_value_ || copies) detector().host_waits(detector().record(stream), schema_.name());
+    if (returns_value_ || copies) {
+      Capture::host(schema_.name(), Capture::of(stream.id()));
+      detector().host_waits(detector().record(stream.id()), schema_.name());
+    }
   }
 
  private:
@@ -109,6 +124,7 @@ class Call {
   }
 
   at::Tensor tensor_to_device(const at::Tensor& result) {
+    const size_t index = results_++;
     if (!result.defined()) return result;
     for (const Passed& passed : passed_) {
       if (passed.alias.is_same(result)) return passed.original;
@@ -126,12 +142,15 @@ class Call {
         at::detail::computeStorageNbytes(result.sizes(), result.strides(), result.element_size());
     if (bytes > 0) std::memcpy(fresh.storage().mutable_data(), result.const_data_ptr(), bytes);
     for (const auto& access : fake::access(fresh, /*writes=*/true)) accesses_.push_back(access);
+    fresh_.emplace_back(index, fresh);
     return fresh;
   }
 
   const c10::FunctionSchema& schema_;
   std::vector<Passed> passed_;
   std::vector<RaceDetector::Access> accesses_;
+  size_t results_ = 0;                                ///< tensors among the results so far
+  std::vector<std::pair<size_t, at::Tensor>> fresh_;  ///< those with memory of their own, by number
   bool with_host_ = false;      ///< tensors of the CPU take part
   bool returns_value_ = false;  ///< other than a tensor: the host has to know it
 };
@@ -148,11 +167,23 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (argument.name() == "non_blocking" && value.isBool()) non_blocking = value.toBool();
     value = call.to_host(value, argument.alias_info());
   }
+  const torch::jit::Stack before(stack->end() - static_cast<std::ptrdiff_t>(arguments), stack->end());
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
     (*stack)[i] = call.to_device((*stack)[i]);
   }
-  call.finish(non_blocking);
+  call.finish(non_blocking, [op, before] {
+    torch::jit::Stack again = before;
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &again);
+    std::vector<at::Tensor> results;
+    for (const c10::IValue& value : again) {
+      if (value.isTensor()) results.push_back(value.toTensor());
+      if (value.isTensorList()) {
+        for (const at::Tensor& tensor : value.toTensorVector()) results.push_back(tensor);
+      }
+    }
+    return results;
+  });
 }
 
 at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,

@@ -148,6 +148,11 @@ bool RaceDetector::host_knows(const Clock& clock) const {
   return true;
 }
 
+void RaceDetector::fail(std::string error) {
+  const Lock lock(mutex_);
+  report(std::move(error));
+}
+
 std::vector<std::string> RaceDetector::errors() const {
   const Lock lock(mutex_);
   return errors_;

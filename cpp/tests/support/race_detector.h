@@ -61,6 +61,9 @@ class RaceDetector {
   /// Whether the host knows that `clock` is over.
   bool host_knows(const Clock& clock) const;
 
+  /// Adds to what was found.
+  void fail(std::string error);
+
   /// What was found since the last reset(), one sentence each.
   std::vector<std::string> errors() const;
   /// Why the host has waited since then.

@@ -1,0 +1,323 @@
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+
+#include <apex/parallel/comm_hook.h>
+#include <apex/parallel/reducer.h>
+#include <support/fake_capture.h>
+#include <support/fake_device.h>
+#include <support/fake_group.h>
+#include <support/toy_model.h>
+
+// A whole training step as a graph: what a GPU would refuse to capture is reported by the fake device, and
+// replays train like the plain loop.
+
+namespace apex::testing {
+namespace {
+
+using parallel::Reducer;
+using parallel::ReducerOptions;
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Strings = std::vector<std::string>;
+
+constexpr int kWorld = 2;
+constexpr double kLearningRate = 0.1;
+const std::vector<int64_t> kWidths{6, 20, 20, 20, 3};
+
+/// Trains a model on the fake device by replays of one step, beside its float64 reference on the CPU. All
+/// ranks see the same batches, so that averages are the model's own gradients.
+class CapturedTraining {
+ public:
+  CapturedTraining() : guard_(fake::new_stream("training")) {
+    model = ToyModel::mlp(kWidths, 1).clone(fake::device());
+    batch_ = at::zeros({12, 6}, at::device(fake::device()));
+  }
+
+  void warm_up(Reducer& reducer, int steps) {
+    for (int step = 0; step < steps; ++step) {
+      take_batch(step);
+      run_step(reducer);
+      reference_step(step);
+    }
+  }
+
+  void capture(Reducer& reducer) {
+    take_batch(0);
+    const int64_t waits = static_cast<int64_t>(fake::detector().host_waits().size());
+    std::vector<at::Tensor> values;
+    for (auto& parameter : model.parameters) values.push_back(fake::peek(parameter.tensor));
+    graph.begin(fake::current_stream());
+    run_step(reducer);
+    graph.end();
+    EXPECT_EQ(static_cast<int64_t>(fake::detector().host_waits().size()), waits);
+    // What is captured is computed here, too, but not on a GPU.
+    for (size_t i = 0; i < model.size(); ++i) fake::host_alias(model[i].detach()).copy_(values[i]);
+  }
+
+  void replay(int step) {
+    fake::host_alias(batch_).copy_(random_batch(12, 6, step));
+    graph.replay();
+    reference_step(step);
+  }
+
+  void run_step(Reducer& reducer) {
+    model.zero_grad();
+    reducer.prepare_for_forward();
+    const at::Tensor y = model.forward(batch_);
+    reducer.watch_outputs({y});
+    y.square().mean().backward();
+    if (!in_callback) model.sgd_step(kLearningRate);
+  }
+
+  void expect_parameters(double tolerance) {
+    for (size_t i = 0; i < model.size(); ++i) {
+      EXPECT_LT(relative_error(fake::peek(model[i]), reference_[i]), tolerance)
+          << model.parameters[i].name;
+    }
+  }
+
+  fake::Graph graph;
+  ToyModel model;
+  bool in_callback = false;  ///< the optimizer
+
+ private:
+  void take_batch(int step) { batch_.copy_(random_batch(12, 6, step), /*non_blocking=*/true); }
+
+  void reference_step(int step) {
+    reference_.zero_grad();
+    reference_.forward(random_batch(12, 6, step)).square().mean().backward();
+    reference_.sgd_step(kLearningRate);
+  }
+
+  const c10::StreamGuard guard_;
+  ToyModel reference_ = ToyModel::mlp(kWidths, 1).clone(at::kDouble);
+  at::Tensor batch_;
+};
+
+struct Case {
+  const char* name;
+  void (*prepare)(ReducerOptions& options, std::vector<Group>& groups);
+  double tolerance = 1e-5;
+};
+
+class CapturedStep : public ::testing::TestWithParam<std::tuple<bool, Case>> {
+ protected:
+  CapturedStep() {
+    fake::detector().reset();
+    options_.gradient_as_bucket_view = std::get<0>(GetParam());
+    options_.limits.cap = 50;
+  }
+  ~CapturedStep() override { EXPECT_EQ(fake::detector().errors(), Strings{}); }
+
+  ReducerOptions options_;
+};
+
+TEST_P(CapturedStep, Replays_TrainLikeThePlainLoop) {
+  const Case& each = std::get<1>(GetParam());
+  std::vector<Group> groups{fake::make_mirror_group(kWorld, "wire")};
+  each.prepare(options_, groups);
+  CapturedTraining training;
+  Reducer reducer(training.model.parameters, groups, options_);
+  const std::string name = each.name;
+  if (name == "Compressed") reducer.set_comm_hook(parallel::make_compress_hook(groups[0], at::kHalf));
+  if (name == "OptimizerInCallback") {
+    training.in_callback = true;
+    reducer.set_bucket_callback([&](const parallel::ReducedBucket& bucket) {
+      at::NoGradGuard no_grad;
+      for (const int64_t index : bucket.parameters) {
+        at::Tensor& parameter = training.model[index];
+        parameter.sub_(parameter.grad(), kLearningRate);
+      }
+    });
+  }
+  training.warm_up(reducer, 4);
+  const auto launched = reducer.statistics().launched_in_backward;
+  training.capture(reducer);
+  EXPECT_EQ(training.graph.errors(), Strings{});
+  EXPECT_EQ(reducer.statistics().launched_in_backward > launched, !options_.delay_allreduce);
+  for (int step = 4; step < 8; ++step) training.replay(step);
+  training.expect_parameters(each.tolerance);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Options, CapturedStep,
+    ::testing::Combine(
+        ::testing::Bool(),
+        ::testing::Values(
+            Case{"Default", [](ReducerOptions&, std::vector<Group>&) {}},
+            Case{"OneBucket", [](ReducerOptions& options, std::vector<Group>&) { options.limits.cap = 1 << 20; }},
+            Case{"Delayed", [](ReducerOptions& options, std::vector<Group>&) { options.delay_allreduce = true; }},
+            Case{"StaticGraph", [](ReducerOptions& options, std::vector<Group>&) { options.static_graph = true; }},
+            Case{"SeveralGroups",
+                 [](ReducerOptions&, std::vector<Group>& groups) {
+                   groups.push_back(fake::make_mirror_group(kWorld, "wire 1"));
+                   groups.push_back(fake::make_mirror_group(kWorld, "wire 2"));
+                 }},
+            Case{"Compressed", [](ReducerOptions&, std::vector<Group>&) {}, 5e-3},
+            Case{"OptimizerInCallback", [](ReducerOptions&, std::vector<Group>&) {}})),
+    [](const auto& tested) {
+      return std::string(std::get<1>(tested.param).name) + (std::get<0>(tested.param) ? "Views" : "Copies");
+    });
+
+TEST(CapturedStepRefused, ParameterWithoutGradient_NeedsTheHost) {
+  // Whether others have a gradient for it is read by the host: not in a graph.
+  fake::detector().reset();
+  CapturedTraining training;
+  Reducer reducer(training.model.parameters, {fake::make_mirror_group(kWorld, "wire")}, {});
+  training.warm_up(reducer, 3);
+  training.graph.begin(fake::current_stream());
+  training.model.zero_grad();
+  reducer.prepare_for_forward();
+  const at::Tensor y = at::addmm(training.model[7], at::ones({2, 20}, at::device(fake::device())),
+                                 training.model[6].t());
+  reducer.watch_outputs({y});
+  y.sum().backward();
+  training.graph.end();
+  ASSERT_FALSE(training.graph.errors().empty());
+  EXPECT_EQ(training.graph.errors().front().find("the host cannot know"), 0u)
+      << training.graph.errors().front();
+}
+
+TEST(CapturedStepRefused, WrappedOnTheDefaultStream_AccumulatesThere) {
+  fake::detector().reset();
+  CapturedTraining training;
+  std::unique_ptr<Reducer> reducer;
+  {
+    const c10::StreamGuard guard(c10::Stream(c10::Stream::DEFAULT, fake::device()));
+    reducer = std::make_unique<Reducer>(training.model.parameters,
+                                        std::vector<Group>{fake::make_mirror_group(kWorld, "wire")},
+                                        ReducerOptions{});
+  }
+  training.warm_up(*reducer, 3);
+  training.capture(*reducer);
+  ASSERT_FALSE(training.graph.errors().empty());
+  EXPECT_EQ(training.graph.errors().front(), "the default stream joins the capture");
+}
+
+class FakeCapture : public ::testing::Test {
+ protected:
+  FakeCapture() : guard_(fake::new_stream("origin")) { fake::detector().reset(); }
+
+  void expect_error(const std::string& part) {
+    ASSERT_EQ(graph_.errors().size(), 1u);
+    EXPECT_NE(graph_.errors().front().find(part), std::string::npos) << graph_.errors().front();
+  }
+
+  const c10::StreamGuard guard_;
+  fake::Graph graph_;
+  at::Tensor x_ = at::ones({3}, at::device(fake::device()));
+};
+
+TEST_F(FakeCapture, Replay_ComputesAgainInTheSameMemory) {
+  graph_.begin(fake::current_stream());
+  const at::Tensor y = x_.mul(2).add_(1);
+  graph_.end();
+  EXPECT_EQ(graph_.errors(), Strings{});
+  EXPECT_EQ(graph_.size(), 2u);
+  fake::host_alias(x_).fill_(5);
+  graph_.replay();
+  EXPECT_TRUE(at::equal(fake::peek(y), at::full({3}, 11.0f)));
+}
+
+TEST_F(FakeCapture, ForkAndJoin_IsCaptured) {
+  const c10::Stream other = fake::new_stream("other");
+  at::Tensor y;
+  graph_.begin(fake::current_stream());
+  fake::order(fake::current_stream(), other);
+  {
+    const c10::StreamGuard guard(other);
+    y = x_.mul(2);
+  }
+  fake::order(other, fake::current_stream());
+  graph_.end();
+  EXPECT_EQ(graph_.errors(), Strings{});
+  fake::host_alias(x_).fill_(5);
+  graph_.replay();
+  EXPECT_TRUE(at::equal(fake::peek(y), at::full({3}, 10.0f)));
+}
+
+TEST_F(FakeCapture, ForkWithoutJoin_IsReported) {
+  const c10::Stream other = fake::new_stream("other");
+  graph_.begin(fake::current_stream());
+  fake::order(fake::current_stream(), other);
+  {
+    const c10::StreamGuard guard(other);
+    x_.mul(2);
+  }
+  graph_.end();
+  expect_error("stream 'other' joined the capture and was not waited for");
+}
+
+TEST_F(FakeCapture, EventFromBefore_IsReported) {
+  c10::Event event(c10::DeviceType::PrivateUse1);
+  event.record(fake::current_stream());
+  graph_.begin(fake::current_stream());
+  event.block(fake::current_stream());
+  graph_.end();
+  expect_error("waits for an event from outside of the capture");
+}
+
+TEST_F(FakeCapture, EventOfACaptureAfterItsEnd_IsReported) {
+  c10::Event event(c10::DeviceType::PrivateUse1);
+  graph_.begin(fake::current_stream());
+  x_.mul(2);
+  event.record(fake::current_stream());
+  graph_.end();
+  EXPECT_EQ(graph_.errors(), Strings{});
+  event.block(fake::current_stream());
+  ASSERT_EQ(fake::detector().errors().size(), 1u);
+  EXPECT_NE(fake::detector().errors().front().find("of a capture that has ended"), std::string::npos);
+  fake::detector().reset();
+}
+
+TEST_F(FakeCapture, HostThatReadsAValue_IsReported) {
+  graph_.begin(fake::current_stream());
+  x_.sum().item<float>();
+  graph_.end();
+  expect_error("the host cannot know: aten::_local_scalar_dense");
+}
+
+TEST_F(FakeCapture, HostThatAsksAnEvent_IsReported) {
+  c10::Event event(c10::DeviceType::PrivateUse1);
+  graph_.begin(fake::current_stream());
+  x_.mul(2);
+  event.record(fake::current_stream());
+  event.query();
+  graph_.end();
+  expect_error("the host cannot know: whether an event is over");
+}
+
+TEST_F(FakeCapture, MemoryUsedOutside_IsReported) {
+  const c10::Stream other = fake::new_stream("other");
+  fake::order(fake::current_stream(), other);
+  graph_.begin(fake::current_stream());
+  x_.add_(1);
+  {
+    const c10::StreamGuard guard(other);
+    x_.mul(2);
+  }
+  graph_.end();
+  expect_error("aten::mul on stream 'other' uses memory on the other side of the capture");
+  fake::detector().reset();
+}
+
+TEST_F(FakeCapture, DefaultStream_IsReported) {
+  graph_.begin(fake::current_stream());
+  {
+    const c10::StreamGuard guard(c10::Stream(c10::Stream::DEFAULT, fake::device()));
+    at::ones({2}, at::device(fake::device()));
+  }
+  graph_.end();
+  expect_error("on the default stream during a capture");
+}
+
+}  // namespace
+}  // namespace apex::testing
