@@ -40,8 +40,9 @@ struct ReduceResult {
 // A lane adds up at most k terms of a chunk of n values, so (Higham, Accuracy and Stability of
 // Numerical Algorithms, section 4.2) sum(d^2) is off by at most (k+3) u sum(d^2), and sum(d) by
 // (k+1) u sum|d|, which enters the correction sum(d)^2 / n: together 3 (k+3) u sum(d^2). And
-// sum(d^2) = m2 + n (mean - s)^2, where s is the chunk's own mean or, once at least n values have
-// been merged, theirs: by Chan's identity these sums are together at most twice the whole m2. So
+// sum(d^2) = m2 + n (mean - s)^2, where s is the chunk's own mean, or a value for which the second term
+// was seen to be no more than the first, or, once at least n values have been merged, their mean: by
+// Chan's identity these sums are together at most twice the whole m2. So
 //   |error of m2| <= 6 (k+3) u m2,  |error of the mean| <= the same factor times the deviation,
 // as long as k u |mean| is small against the deviation. c merges add what float64 can say of the
 // mean: it is off by e <= 2 c 2^-53 |mean|, and m2 by 2 e sum(n |difference of means|), which by

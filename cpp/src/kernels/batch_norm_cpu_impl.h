@@ -10,21 +10,15 @@ namespace apex::kernels {
 inline namespace APEX_CPU_VARIANT {
 
 // Note [Chunks]
-// Deviations are taken from a value near the mean. For the first chunk of rows that is its own mean, so that
-// it is read twice, the second time from the first-level cache; it is short, unless it is the only one. For
-// the first chunk of a plane it is the mean of its first few values; where these turn out to have been far
-// from the others, its sums are taken again from the mean, which is known by then. Every later chunk is read
-// once: its shift is the mean of all before it, which are at least as many values. That is close enough: see
-// Note [Error of the statistics]. So chunks grow to the size that bounds the error.
-constexpr int64_t kFirstElements = 1024;
+// Deviations are taken from a value near the mean. For the first chunk of planes it is the mean of their first
+// few values; where these turn out to have been far from the others, its sums are taken again from the mean,
+// which is known by then. The first chunk of rows is short and read twice: for its mean, and, from the
+// first-level cache, for deviations from it. Every later chunk is read once: its shift is the mean of all before
+// it, which are at least as many values. That is close enough: see Note [Error of the statistics], which also
+// says why chunks have a largest size.
 constexpr int64_t kChunkElements = 4096;
 constexpr int64_t kFirstRows = 32;
 constexpr int64_t kChunkRows = 128;
-
-/// How much the next chunk may hold, after `count` values (or rows) of at most `most`.
-inline int64_t next_chunk(int64_t count, int64_t first, int64_t most) {
-  return count == 0 ? first : std::min(count, most);
-}
 
 /// Calls full(offset) for whole packs of [0, n), then tail(offset, elements) for what is left.
 template <int64_t kWidth, typename Full, typename Tail>
@@ -171,18 +165,14 @@ Welford<double> planes_statistics(const T* x, Planes sizes, int64_t channel) {
   const int64_t stride = sizes.channels * plane;
   const int64_t ahead = stride_ahead<T>(sizes);
   const T* first = x + channel * plane;
-  const int64_t first_chunk =
-      sizes.batch * plane <= kChunkElements ? kChunkElements : kFirstElements;
   for (int64_t n = 0, s = 0; plane > 0 && n < sizes.batch;) {
-    const int64_t most =
-        next_chunk(static_cast<int64_t>(all.count), first_chunk, kChunkElements);
     const T* start = first + n * stride + s;
-    if (s == 0 && plane <= most) {  // several planes
-      const int64_t segments = std::min(most / plane, sizes.batch - n);
+    if (s == 0 && plane <= kChunkElements) {  // several planes
+      const int64_t segments = std::min(kChunkElements / plane, sizes.batch - n);
       chunk_statistics(start, stride, segments, plane, ahead, all);
       n += segments;
     } else {  // part of one
-      const int64_t length = std::min(most, plane - s);
+      const int64_t length = std::min(kChunkElements, plane - s);
       chunk_statistics(start, stride, 1, length, 0, all);
       s += length;
       if (s == plane) {

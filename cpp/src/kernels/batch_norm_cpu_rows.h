@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 #include <vector>
 
 #include "batch_norm_cpu_impl.h"
@@ -21,32 +20,46 @@ inline namespace APEX_CPU_VARIANT {
 // One row after the other is how processors like to read, as long as what belongs to the channels (sums,
 // coefficients) stays in the first-level cache beside it. The passes that only read take wider rows in bands
 // of a few: side by side, so that the sums of a channel are loaded and stored once per band, and each row in
-// the order of memory. A column of many rows would be fewer loads still, but with a power of two of channels
-// all its rows fall into the same few sets of the cache; so do strips of some channels over all rows, which
-// were slower than two passes over everything even where the strip stayed in the second-level cache. The
-// passes that write never take bands: rows side by side that lie a power of two apart were up to 2.7 times
-// slower, as stores to the one look like loads of the other, and writing past the caches wants lines that
-// follow each other. (Zen 3; of rows of up to 2 KiB of sums, one at a time took 0.7 of bands of four.)
-constexpr int64_t kBand = 4;
-constexpr int64_t kNarrowBytes = 2048;
+// the order of memory. They take the narrowest in bands as well, whose few sums would be waited for from one
+// row to the next; such a band is little more than one piece of memory. And rows of 16-bit values, of which
+// there are too many for each byte read. A column of many rows would be fewer
+// loads still, but with a power of two of channels all its rows fall into the same few sets of the cache; so
+// do strips of some channels over all rows, which were slower than two passes over everything even where the
+// strip stayed in the second-level cache. The passes that write never take bands: rows side by side that lie
+// a power of two apart were up to 2.7 times slower, as stores to the one look like loads of the other, and
+// writing past the caches wants lines that follow each other. (Zen 3; of rows of 0.5 to 2 KiB of sums, one at
+// a time took 0.7 of bands of four; with 64 bytes of sums, twice as long.)
+constexpr int64_t kWideBytes = 2048;
+constexpr int64_t kNarrowBytes = 256;
 constexpr int64_t kBlockBytes = 65536;  // see Note [Back to front]
 
-/// A number of rows that the compiler knows.
-template <int64_t kRows>
-using Rows = std::integral_constant<int64_t, kRows>;
+/// Some rows side by side, as many as the compiler knows.
+template <int64_t kCount, bool kIsWide>
+struct Band {
+  static constexpr int64_t kRows = kCount;
+  static constexpr bool kWide = kIsWide;
+};
 
-/// band(first row, Rows<>()) for all rows of [begin, end): see Note [Bands].
-template <typename Acc, typename Band>
-inline void for_each_band(int64_t begin, int64_t end, int64_t channels, const Band& band) {
-  int64_t row = begin;
-  if (channels * static_cast<int64_t>(sizeof(Acc)) > kNarrowBytes) {
-    for (; row + kBand <= end; row += kBand) {
-      band(row, Rows<kBand>());
-    }
+template <int64_t kRows, bool kWide, typename Each>
+inline int64_t for_each_band_of(int64_t begin, int64_t end, const Each& each) {
+  for (; begin + kRows <= end; begin += kRows) {
+    each(begin, Band<kRows, kWide>());
   }
-  for (; row < end; ++row) {
-    band(row, Rows<1>());
+  return begin;
+}
+
+/// each(first row, Band<>()) for all rows of [begin, end): see Note [Bands].
+template <typename T, typename Each>
+inline void for_each_band(int64_t begin, int64_t end, int64_t channels, const Each& each) {
+  using Acc = typename Pack<T>::Acc;
+  constexpr int64_t kBand = 4;
+  const int64_t bytes = channels * static_cast<int64_t>(sizeof(Acc));
+  if (bytes > kWideBytes) {
+    begin = for_each_band_of<kBand, true>(begin, end, each);
+  } else if (bytes <= kNarrowBytes || sizeof(T) < sizeof(Acc)) {
+    begin = for_each_band_of<kBand, false>(begin, end, each);
   }
+  for_each_band_of<1, false>(begin, end, each);
 }
 
 /// each(row) for all rows of [begin, end): see Note [Back to front].
@@ -60,9 +73,9 @@ inline void for_each_row_backwards(int64_t begin, int64_t end, int64_t row_bytes
   }
 }
 
-// Processors follow one or two streams by themselves, several side by side less well: bands ask for what comes
-// next, this far ahead, which took a third to a half off them (Zen 5, data in the third-level cache; it costs
-// 15 % on Zen 3). Single rows gain a little where there is one stream, and lose where there are two (Zen 3).
+// Processors follow one or two streams by themselves, several side by side less well: bands of wide rows ask for
+// what comes next, this far ahead, which took a third to a half off them (Zen 5, data in the third-level cache;
+// it costs 15 % on Zen 3). Others gain a little where there is one stream, and lose where there are two (Zen 3).
 constexpr int64_t kAheadOfBands = 8192;
 constexpr int64_t kAheadOfRows = 2048;
 
@@ -116,27 +129,28 @@ class ChannelColumns {
   std::vector<Acc> storage_;
 };
 
-/// Adds kRows rows to `sum`: the values themselves (center is null), or deviations from `center`,
-/// whose squares then go to `squares`.
-template <typename T, int64_t kRows, bool kDeviations>
+/// Adds a band of rows to `sum`: the values themselves (center is null), or deviations from `center`, whose
+/// squares then go to `squares`.
+template <typename T, typename Rows, bool kDeviations>
 inline void add_band(const T* x, int64_t channels, const typename Pack<T>::Acc* center,
                      typename Pack<T>::Acc* sum, typename Pack<T>::Acc* squares) {
+  constexpr int64_t kAhead = Rows::kWide ? kAheadOfBands : kAheadOfRows;
   using P = Pack<T>;
   for_each_channel_pack<T>(channels, [&](int64_t c, const auto& load) {
     P total = P::load_lanes(sum + c);
     if constexpr (kDeviations) {
       const P middle = P::load_lanes(center + c);
       P square = P::load_lanes(squares + c);
-      for (int64_t r = 0; r < kRows; ++r) {
+      for (int64_t r = 0; r < Rows::kRows; ++r) {
         // Beyond the last channel there are zeros, in x as in the center.
-        prefetch_ahead<kRows == 1 ? kAheadOfRows : kAheadOfBands>(x + r * channels + c);
+        prefetch_ahead<kAhead>(x + r * channels + c);
         const P d = load(x + r * channels + c) - middle;
         total = total + d;
         square = fma(d, d, square);
       }
       square.store_lanes(squares + c);
     } else {
-      for (int64_t r = 0; r < kRows; ++r) {
+      for (int64_t r = 0; r < Rows::kRows; ++r) {
         total = total + load(x + r * channels + c);
       }
     }
@@ -148,8 +162,8 @@ template <typename T, bool kDeviations>
 inline void add_rows(const T* x, int64_t rows, int64_t channels,
                      const typename Pack<T>::Acc* center, typename Pack<T>::Acc* sum,
                      typename Pack<T>::Acc* squares) {
-  for_each_band<typename Pack<T>::Acc>(0, rows, channels, [&](int64_t row, auto band) {
-    add_band<T, band(), kDeviations>(x + row * channels, channels, center, sum, squares);
+  for_each_band<T>(0, rows, channels, [&](int64_t row, auto band) {
+    add_band<T, decltype(band), kDeviations>(x + row * channels, channels, center, sum, squares);
   });
 }
 
@@ -162,7 +176,8 @@ void rows_statistics(const T* x, int64_t begin, int64_t end, int64_t channels, d
   Acc* sum = scratch.column(1);
   Acc* squares = scratch.column(2);
   for (int64_t row = begin; row < end;) {
-    const int64_t rows = std::min(next_chunk(count, kFirstRows, kChunkRows), end - row);
+    const int64_t most = count == 0 ? kFirstRows : std::min(count, kChunkRows);
+    const int64_t rows = std::min(most, end - row);
     const T* chunk = x + row * channels;
     const double inverse = 1.0 / static_cast<double>(rows);
     const double before = static_cast<double>(count);
@@ -274,13 +289,14 @@ void rows_reduce_as(const T* dy, const T* x, const T* y, int64_t begin, int64_t 
   scale = scratch.set_coefficients(3, scale, channels);
   shift = scratch.set_coefficients(4, shift, channels);
   const auto band = [&](int64_t row, auto rows) {
+    using Rows = decltype(rows);
     const int64_t start = row * channels;
     for_each_channel_pack<T>(channels, [&](int64_t c, const auto& load) {
       const P h = P::load_lanes(high + c), k = P::load_lanes(scale + c),
               s = P::load_lanes(shift + c);
       P sum = P::load_lanes(sums + c), dot = P::load_lanes(dots + c);
-      for (int64_t at = start + c, r = 0; r < rows(); ++r, at += channels) {
-        if constexpr (rows() > 1) {
+      for (int64_t at = start + c, r = 0; r < Rows::kRows; ++r, at += channels) {
+        if constexpr (Rows::kWide) {
           prefetch_ahead<kAheadOfBands>(x + at);
           prefetch_ahead<kAheadOfBands>(dy + at);
         }
@@ -296,7 +312,7 @@ void rows_reduce_as(const T* dy, const T* x, const T* y, int64_t begin, int64_t 
   };
   for (int64_t chunk = begin; chunk < end; chunk += kChunkRows) {
     const int64_t stop = std::min(chunk + kChunkRows, end);
-    for_each_band<Acc>(chunk, stop, channels, band);
+    for_each_band<T>(chunk, stop, channels, band);
     scratch.to_channels(0);
     scratch.to_channels(1);
     for (int64_t c = 0; c < channels; ++c) {
