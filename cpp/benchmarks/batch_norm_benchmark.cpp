@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <new>
-#include <utility>
 #include <vector>
 
 #include <c10/util/BFloat16.h>
@@ -130,15 +129,13 @@ void BatchNorm(benchmark::State& state) {
                                               benchmark::Counter::kInvert);
 }
 
+/// One layer whose arrays fit into the last cache, one whose do not.
 template <bool kWrites>
 void layers(benchmark::internal::Benchmark* registered) {
   registered->ArgNames({"channels", "side", "last", "stream"});
-  for (const auto& [channels, side] : {std::pair{16, 14}, {256, 14}, {64, 56}, {512, 28}, {512, 7}}) {
-    for (const int channels_last : {0, 1}) {
-      for (int stream = 0; stream <= static_cast<int>(kWrites); ++stream) {
-        registered->Args({channels, side, channels_last, stream});
-      }
-    }
+  for (const int channels_last : {0, 1}) {
+    registered->Args({256, 14, channels_last, 0});
+    registered->Args({512, 28, channels_last, static_cast<int>(kWrites)});
   }
 }
 
