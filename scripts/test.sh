@@ -29,8 +29,9 @@ for part in TESTS EXAMPLES; do
     rm -f "$venv/.apex-package-stamp" # what is installed was built without them
   fi
 done
-apex_install_package "$venv" -Ccmake.define.APEX_BUILD_TESTS=ON \
-  -Ccmake.define.APEX_BUILD_EXAMPLES=ON || exit 1
+# By scikit-build-core's variable: the pip of older systems has no option for it.
+SKBUILD_CMAKE_DEFINE="${SKBUILD_CMAKE_DEFINE:+$SKBUILD_CMAKE_DEFINE;}APEX_BUILD_TESTS=ON;APEX_BUILD_EXAMPLES=ON" \
+  apex_install_package "$venv" || exit 1
 apex_quiet "$venv/bin/cmake" --build "$build" --parallel "$(apex_build_jobs)" || exit 1
 
 rm -rf "$results" "$build/test-results"

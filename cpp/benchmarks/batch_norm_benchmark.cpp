@@ -2,11 +2,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <new>
 #include <vector>
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
+#include <ATen/ATen.h>
 
 #include "kernels/batch_norm_cpu.h"
 
@@ -25,38 +23,28 @@ using apex::kernels::ReluMask;
 
 enum class Pass { kCopy, kStatistics, kNormalize, kReduce, kGradient };
 
-/// Memory as tensors have it: at the start of a cache line, where vectors can be stored past the caches.
-template <typename T>
-struct LineAllocator {
-  using value_type = T;
-  static constexpr std::align_val_t kLine{64};
-
-  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), kLine)); }
-  void deallocate(T* p, size_t) { ::operator delete(p, kLine); }
-  bool operator==(const LineAllocator&) const { return true; }
-};
-
 template <typename T>
 struct Data {
   using Acc = typename CpuKernels<T>::Acc;
 
   Planes sizes;
-  std::vector<T, LineAllocator<T>> x, dy, result;
+  at::Tensor tensors[3];
+  const T* x;
+  const T* dy;
+  T* result;
   std::vector<double> sums;
   std::vector<Acc> ones;
 
   explicit Data(Planes planes)
       : sizes(planes),
-        x(static_cast<size_t>(planes.batch * planes.channels * planes.plane)),
-        dy(x.size()),
-        result(x.size()),
         sums(static_cast<size_t>(2 * planes.channels)),
         ones(static_cast<size_t>(planes.channels), Acc(1)) {
-    for (size_t i = 0; i < x.size(); ++i) {
-      x[i] = static_cast<T>(static_cast<float>(i % 251) / 64.0f);
-      dy[i] = static_cast<T>(static_cast<float>(i % 241) / 128.0f);
-    }
+    for (at::Tensor& tensor : tensors) tensor = at::randn({numel()}).to(c10::CppTypeToScalarType<T>::value);
+    x = tensors[0].const_data_ptr<T>();
+    dy = tensors[1].const_data_ptr<T>();
+    result = tensors[2].mutable_data_ptr<T>();
   }
+  int64_t numel() const { return sizes.batch * sizes.channels * sizes.plane; }
 };
 
 template <typename T>
@@ -66,15 +54,15 @@ void planes(Pass pass, Data<T>& data, bool stream) {
   const NormalizeCoefficients<Acc> forward{1, 1, 1};
   for (int64_t c = 0; c < data.sizes.channels; ++c) {
     if (pass == Pass::kStatistics) {
-      benchmark::DoNotOptimize(k.planes_statistics(data.x.data(), data.sizes, c));
+      benchmark::DoNotOptimize(k.planes_statistics(data.x, data.sizes, c));
     } else if (pass == Pass::kNormalize) {
-      k.planes_normalize(data.x.data(), nullptr, data.result.data(), data.sizes, c, forward, false,
+      k.planes_normalize(data.x, nullptr, data.result, data.sizes, c, forward, false,
                          stream);
     } else if (pass == Pass::kReduce) {
-      benchmark::DoNotOptimize(k.planes_reduce(data.dy.data(), data.x.data(), nullptr, data.sizes, c, forward,
+      benchmark::DoNotOptimize(k.planes_reduce(data.dy, data.x, nullptr, data.sizes, c, forward,
                                                ReluMask::kNone));
     } else {
-      k.planes_gradient(data.dy.data(), data.x.data(), nullptr, data.result.data(), nullptr, data.sizes, c,
+      k.planes_gradient(data.dy, data.x, nullptr, data.result, nullptr, data.sizes, c,
                         forward, GradientCoefficients<Acc>{1, 1, 1, 1}, ReluMask::kNone, stream);
     }
   }
@@ -90,15 +78,15 @@ void rows(Pass pass, Data<T>& data, bool stream) {
   const Acc* const coefficients[3] = {one, one, one};
   double* sums = data.sums.data();
   if (pass == Pass::kStatistics) {
-    k.rows_statistics(data.x.data(), 0, count, channels, sums, sums + channels, 0);
+    k.rows_statistics(data.x, 0, count, channels, sums, sums + channels, 0);
   } else if (pass == Pass::kNormalize) {
-    k.rows_normalize(data.x.data(), nullptr, data.result.data(), 0, count, channels, one, one, one, false,
+    k.rows_normalize(data.x, nullptr, data.result, 0, count, channels, one, one, one, false,
                      stream);
   } else if (pass == Pass::kReduce) {
-    k.rows_reduce(data.dy.data(), data.x.data(), nullptr, 0, count, channels, one, one, one, ReluMask::kNone,
+    k.rows_reduce(data.dy, data.x, nullptr, 0, count, channels, one, one, one, ReluMask::kNone,
                   sums, sums + channels);
   } else {
-    k.rows_gradient(data.dy.data(), data.x.data(), nullptr, data.result.data(), nullptr, 0, count, channels,
+    k.rows_gradient(data.dy, data.x, nullptr, data.result, nullptr, 0, count, channels,
                     coefficients, coefficients, ReluMask::kNone, stream);
   }
 }
@@ -112,7 +100,7 @@ void BatchNorm(benchmark::State& state) {
   const bool stream = state.range(3) != 0;
   for (auto _ : state) {
     if constexpr (kPass == Pass::kCopy) {
-      std::copy(data.x.begin(), data.x.end(), data.result.begin());
+      std::copy(data.x, data.x + data.numel(), data.result);
     } else if (channels_last) {
       rows(kPass, data, stream);
     } else {
@@ -120,12 +108,11 @@ void BatchNorm(benchmark::State& state) {
     }
     benchmark::ClobberMemory();
   }
-  const auto elements = static_cast<double>(data.x.size());
   constexpr int kArrays[] = {2, 1, 2, 2, 3};  // read or written by each pass
-  state.SetBytesProcessed(state.iterations() * static_cast<int64_t>(data.x.size() * sizeof(T)) *
+  state.SetBytesProcessed(state.iterations() * data.numel() * static_cast<int64_t>(sizeof(T)) *
                           kArrays[static_cast<int>(kPass)]);
   state.counters["ns_per_element"] =
-      benchmark::Counter(elements * 1e-9, benchmark::Counter::kIsIterationInvariantRate |
+      benchmark::Counter(static_cast<double>(data.numel()) * 1e-9, benchmark::Counter::kIsIterationInvariantRate |
                                               benchmark::Counter::kInvert);
 }
 

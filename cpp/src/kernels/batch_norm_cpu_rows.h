@@ -21,14 +21,16 @@ inline namespace APEX_CPU_VARIANT {
 // coefficients) stays in the first-level cache beside it. The passes that only read take wider rows in bands
 // of a few: side by side, so that the sums of a channel are loaded and stored once per band, and each row in
 // the order of memory. They take the narrowest in bands as well, whose few sums would be waited for from one
-// row to the next; such a band is little more than one piece of memory. And rows of 16-bit values, of which
-// there are too many for each byte read. A column of many rows would be fewer
-// loads still, but with a power of two of channels all its rows fall into the same few sets of the cache; so
-// do strips of some channels over all rows, which were slower than two passes over everything even where the
-// strip stayed in the second-level cache. The passes that write never take bands: rows side by side that lie
-// a power of two apart were up to 2.7 times slower, as stores to the one look like loads of the other, and
-// writing past the caches wants lines that follow each other. (Zen 3; of rows of 0.5 to 2 KiB of sums, one at
-// a time took 0.7 of bands of four; with 64 bytes of sums, twice as long.)
+// row to the next; such a band is little more than one piece of memory. And rows of 16-bit values, with twice
+// the sums for the same bytes.
+// A column of many rows would be fewer loads still, but with a power of two of channels all its rows fall into
+// the same few sets of the cache; so do strips of some channels over all rows, which were slower than two
+// passes over everything even where the strip stayed in the second-level cache.
+// The passes that write never take bands: rows side by side that lie a power of two apart were up to 2.7 times
+// slower, as stores to the one look like loads of the other, and writing past the caches wants lines that
+// follow each other.
+// (Zen 3; of rows of 0.5 to 2 KiB of sums, one at a time took 0.7 of bands of four; with 64 bytes of sums,
+// twice as long.)
 constexpr int64_t kWideBytes = 2048;
 constexpr int64_t kNarrowBytes = 256;
 constexpr int64_t kBlockBytes = 65536;  // see Note [Back to front]

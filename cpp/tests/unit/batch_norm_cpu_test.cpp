@@ -245,6 +245,17 @@ std::vector<Elementwise<T>> elementwise_cases(Fixture& fixture) {
   return cases;
 }
 
+/// each(kernels, case, what to say of a failure) for all cases in every instruction set.
+template <typename T, typename Fixture, typename Each>
+void for_each_elementwise_case(Fixture& fixture, const Each& each) {
+  const auto cases = elementwise_cases<T>(fixture);
+  for (const CpuVariant* variant : usable_variants()) {
+    for (const auto& data : cases) {
+      each(kernels_of<T>(*variant), data, std::string(variant->name) + " " + data.name());
+    }
+  }
+}
+
 template <typename Acc>
 std::vector<Acc> per_channel(int64_t channels, Acc first) {
   std::vector<Acc> values(channels);
@@ -257,104 +268,97 @@ std::vector<Acc> per_channel(int64_t channels, Acc first) {
 TYPED_TEST(BatchNormCpu, Normalize_EveryCombination_IsTheFormulaAndStreamedTheSame) {
   using T = TypeParam;
   using Acc = typename CpuKernels<T>::Acc;
-  const auto cases = elementwise_cases<T>(*this);
-  for (const CpuVariant* variant : usable_variants()) {
-    const CpuKernels<T>& k = kernels_of<T>(*variant);
-    for (const auto& data : cases) {
-      const int64_t channels = data.sizes.channels;
-      const auto high = per_channel<Acc>(channels, -0.5);
-      const auto scale = per_channel<Acc>(channels, 0.75);
-      const auto shift = per_channel<Acc>(channels, -1);
-      for (const bool adds : {false, true}) {
-        for (const bool relu : {false, true}) {
-          const T* z = adds ? data.extra.data() : nullptr;
-          const auto run = [&](bool stream) {
-            Lines<T> y(data.x.size(), static_cast<T>(77.0f));
-            if (data.rows) {
-              k.rows_normalize(data.x.data(), z, y.data(), 0, 3, channels, high.data(),
-                               scale.data(), shift.data(), relu, stream);
-              k.rows_normalize(data.x.data(), z, y.data(), 3, 7, channels, high.data(),
-                               scale.data(), shift.data(), relu, stream);
-            } else {
-              k.planes_normalize(data.x.data(), z, y.data(), data.sizes, 1,
-                                 {high[1], scale[1], shift[1]}, relu, stream);
-            }
-            return y;
-          };
-          const auto y = run(false);
-          const std::string what = std::string(variant->name) + " " + data.name();
-          EXPECT_EQ(std::memcmp(run(true).data(), y.data(), y.size() * sizeof(T)), 0) << what;
-          for (int64_t i = 0; i < data.count(); ++i) {
-            const int64_t c = data.channel(i);
-            const double product = (static_cast<double>(data.x[i]) - high[c]) * scale[c];
-            const double added = adds ? static_cast<double>(data.extra[i]) : 0;
-            const double value = product + shift[c] + added;
-            expect_rounded(y[i], !data.computed(i) ? 77.0 : relu ? std::max(0.0, value) : value,
-                           std::fabs(product) + std::fabs(added) + 2, what);
+  for_each_elementwise_case<T>(*this, [](const CpuKernels<T>& k, const Elementwise<T>& data,
+                                         const std::string& name) {
+    const int64_t channels = data.sizes.channels;
+    const auto high = per_channel<Acc>(channels, -0.5);
+    const auto scale = per_channel<Acc>(channels, 0.75);
+    const auto shift = per_channel<Acc>(channels, -1);
+    for (const bool adds : {false, true}) {
+      for (const bool relu : {false, true}) {
+        const T* z = adds ? data.extra.data() : nullptr;
+        const auto run = [&](bool stream) {
+          Lines<T> y(data.x.size(), static_cast<T>(77.0f));
+          if (data.rows) {
+            k.rows_normalize(data.x.data(), z, y.data(), 0, 3, channels, high.data(),
+                             scale.data(), shift.data(), relu, stream);
+            k.rows_normalize(data.x.data(), z, y.data(), 3, 7, channels, high.data(),
+                             scale.data(), shift.data(), relu, stream);
+          } else {
+            k.planes_normalize(data.x.data(), z, y.data(), data.sizes, 1,
+                               {high[1], scale[1], shift[1]}, relu, stream);
           }
+          return y;
+        };
+        const auto y = run(false);
+        const std::string what = name + (adds ? ", added" : "") + (relu ? ", ReLU" : "");
+        EXPECT_EQ(std::memcmp(run(true).data(), y.data(), y.size() * sizeof(T)), 0) << what;
+        for (int64_t i = 0; i < data.count(); ++i) {
+          const int64_t c = data.channel(i);
+          const double product = (static_cast<double>(data.x[i]) - high[c]) * scale[c];
+          const double added = adds ? static_cast<double>(data.extra[i]) : 0;
+          const double value = product + shift[c] + added;
+          expect_rounded(y[i], !data.computed(i) ? 77.0 : relu ? std::max(0.0, value) : value,
+                         std::fabs(product) + std::fabs(added) + 2, what);
         }
       }
     }
-  }
+  });
 }
 
 TYPED_TEST(BatchNormCpu, Gradient_EveryMask_IsTheFormulaAndStreamedTheSame) {
   using T = TypeParam;
   using Acc = typename CpuKernels<T>::Acc;
-  const auto cases = elementwise_cases<T>(*this);
-  for (const CpuVariant* variant : usable_variants()) {
-    const CpuKernels<T>& k = kernels_of<T>(*variant);
-    for (const auto& data : cases) {
-      const int64_t channels = data.sizes.channels;
-      const auto high = per_channel<Acc>(channels, -0.5);
-      const auto scale = per_channel<Acc>(channels, 0.75);
-      const auto shift = per_channel<Acc>(channels, 0.25);
-      const auto dy_scale = per_channel<Acc>(channels, 1.5);
-      const auto x_scale = per_channel<Acc>(channels, -0.25);
-      const auto constant = per_channel<Acc>(channels, 0.125);
-      const Acc* forward[] = {high.data(), scale.data(), shift.data()};
-      const Acc* backward[] = {dy_scale.data(), x_scale.data(), constant.data()};
-      for (const ReluMask mask : {ReluMask::kNone, ReluMask::kRecompute, ReluMask::kOutput}) {
-        const auto run = [&](bool stream, Lines<T>& dx, Lines<T>& dz) {
-          dx.assign(data.x.size(), static_cast<T>(77.0f));
-          dz = dx;
-          T* to_z = mask == ReluMask::kNone ? nullptr : dz.data();
-          if (data.rows) {
-            k.rows_gradient(data.dy.data(), data.x.data(), data.extra.data(), dx.data(), to_z, 0, 7,
-                            channels, forward, backward, mask, stream);
-          } else {
-            k.planes_gradient(data.dy.data(), data.x.data(), data.extra.data(), dx.data(), to_z,
-                              data.sizes, 1, {high[1], scale[1], shift[1]},
-                              {high[1], dy_scale[1], x_scale[1], constant[1]}, mask, stream);
-          }
-        };
-        Lines<T> dx, dz, streamed_dx, streamed_dz;
-        run(false, dx, dz);
-        run(true, streamed_dx, streamed_dz);
-        const std::string what = std::string(variant->name) + " " + data.name() + ", mask " +
-                                 std::to_string(static_cast<int>(mask));
-        EXPECT_EQ(std::memcmp(streamed_dx.data(), dx.data(), dx.size() * sizeof(T)), 0) << what;
-        EXPECT_EQ(std::memcmp(streamed_dz.data(), dz.data(), dz.size() * sizeof(T)), 0) << what;
-        for (int64_t i = 0; i < data.count(); ++i) {
-          const int64_t c = data.channel(i);
-          const double centered = static_cast<double>(data.x[i]) - high[c];
-          const double value = mask == ReluMask::kOutput ? static_cast<double>(data.extra[i])
-                                                         : centered * scale[c] + shift[c];
-          if (mask == ReluMask::kRecompute && std::fabs(value) < 1e-5) {
-            continue;  // too close to say on which side the kernel sees it
-          }
-          const double g = mask == ReluMask::kNone || value > 0 ? static_cast<double>(data.dy[i]) : 0;
-          const double product = g * dy_scale[c];
-          const double other = centered * x_scale[c];
-          const bool computed = data.computed(i);
-          expect_rounded(dx[i], computed ? product + other + constant[c] : 77.0,
-                         std::fabs(product) + std::fabs(other) + 2, what);
-          const bool has_z = computed && mask != ReluMask::kNone;
-          EXPECT_EQ(static_cast<double>(dz[i]), has_z ? g : 77.0) << what;
+  for_each_elementwise_case<T>(*this, [](const CpuKernels<T>& k, const Elementwise<T>& data,
+                                         const std::string& name) {
+    const int64_t channels = data.sizes.channels;
+    const auto high = per_channel<Acc>(channels, -0.5);
+    const auto scale = per_channel<Acc>(channels, 0.75);
+    const auto shift = per_channel<Acc>(channels, 0.25);
+    const auto dy_scale = per_channel<Acc>(channels, 1.5);
+    const auto x_scale = per_channel<Acc>(channels, -0.25);
+    const auto constant = per_channel<Acc>(channels, 0.125);
+    const Acc* forward[] = {high.data(), scale.data(), shift.data()};
+    const Acc* backward[] = {dy_scale.data(), x_scale.data(), constant.data()};
+    for (const ReluMask mask : {ReluMask::kNone, ReluMask::kRecompute, ReluMask::kOutput}) {
+      const auto run = [&](bool stream, Lines<T>& dx, Lines<T>& dz) {
+        dx.assign(data.x.size(), static_cast<T>(77.0f));
+        dz = dx;
+        T* to_z = mask == ReluMask::kNone ? nullptr : dz.data();
+        if (data.rows) {
+          k.rows_gradient(data.dy.data(), data.x.data(), data.extra.data(), dx.data(), to_z, 0, 7,
+                          channels, forward, backward, mask, stream);
+        } else {
+          k.planes_gradient(data.dy.data(), data.x.data(), data.extra.data(), dx.data(), to_z,
+                            data.sizes, 1, {high[1], scale[1], shift[1]},
+                            {high[1], dy_scale[1], x_scale[1], constant[1]}, mask, stream);
         }
+      };
+      Lines<T> dx, dz, streamed_dx, streamed_dz;
+      run(false, dx, dz);
+      run(true, streamed_dx, streamed_dz);
+      const std::string what = name + ", mask " + std::to_string(static_cast<int>(mask));
+      EXPECT_EQ(std::memcmp(streamed_dx.data(), dx.data(), dx.size() * sizeof(T)), 0) << what;
+      EXPECT_EQ(std::memcmp(streamed_dz.data(), dz.data(), dz.size() * sizeof(T)), 0) << what;
+      for (int64_t i = 0; i < data.count(); ++i) {
+        const int64_t c = data.channel(i);
+        const double centered = static_cast<double>(data.x[i]) - high[c];
+        const double value = mask == ReluMask::kOutput ? static_cast<double>(data.extra[i])
+                                                       : centered * scale[c] + shift[c];
+        if (mask == ReluMask::kRecompute && std::fabs(value) < 1e-5) {
+          continue;  // too close to say on which side the kernel sees it
+        }
+        const double g = mask == ReluMask::kNone || value > 0 ? static_cast<double>(data.dy[i]) : 0;
+        const double product = g * dy_scale[c];
+        const double other = centered * x_scale[c];
+        const bool computed = data.computed(i);
+        expect_rounded(dx[i], computed ? product + other + constant[c] : 77.0,
+                       std::fabs(product) + std::fabs(other) + 2, what);
+        const bool has_z = computed && mask != ReluMask::kNone;
+        EXPECT_EQ(static_cast<double>(dz[i]), has_z ? g : 77.0) << what;
       }
     }
-  }
+  });
 }
 
 TEST(BatchNormCpuBFloat16, EveryBitPattern_ComesBackAsItWas) {
