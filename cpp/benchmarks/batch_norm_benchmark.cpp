@@ -112,8 +112,8 @@ void BatchNorm(benchmark::State& state) {
   state.SetBytesProcessed(state.iterations() * data.numel() * static_cast<int64_t>(sizeof(T)) *
                           kArrays[static_cast<int>(kPass)]);
   state.counters["ns_per_element"] =
-      benchmark::Counter(static_cast<double>(data.numel()) * 1e-9, benchmark::Counter::kIsIterationInvariantRate |
-                                              benchmark::Counter::kInvert);
+      benchmark::Counter(static_cast<double>(data.numel()) * 1e-9,
+                         benchmark::Counter::kIsIterationInvariantRate | benchmark::Counter::kInvert);
 }
 
 /// One layer whose arrays fit into the last cache, one whose do not.

@@ -61,14 +61,14 @@ inline void for_each_pack_of_plane(int64_t n, const Full& full, const Short& sho
 // next one of the channel is somewhere else: it has to be asked for.
 constexpr int64_t kShortPlaneBytes = 4096;
 
-/// Asks for the pack at `p`; outside of the data that is harmless.
+/// Asks for the pack `elements` after `p`. Outside of the data that is harmless, but no pointer may go there.
 template <typename T>
-inline void prefetch(const T* p) {
+inline void prefetch(const T* p, int64_t elements) {
 #if defined(__GNUC__)
-  constexpr int64_t kLine = 64;
-  constexpr int64_t kBytes = Pack<T>::kWidth * static_cast<int64_t>(sizeof(T));
-  for (int64_t offset = 0; offset < kBytes; offset += kLine) {
-    __builtin_prefetch(reinterpret_cast<const char*>(p) + offset);
+  constexpr uintptr_t kLine = 64;
+  const auto start = reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(elements) * sizeof(T);
+  for (uintptr_t offset = 0; offset < Pack<T>::kWidth * sizeof(T); offset += kLine) {
+    __builtin_prefetch(reinterpret_cast<const void*>(start + offset));
   }
 #endif
 }
@@ -89,7 +89,7 @@ struct ShiftedSums {
 /// Of the deviations from `shift` of `segments` runs of `length` elements, `stride` apart.
 template <typename T>
 ShiftedSums shifted_sums(const T* x, int64_t stride, int64_t segments, int64_t length,
-                            typename Pack<T>::Acc shift, int64_t ahead) {
+                         typename Pack<T>::Acc shift, int64_t ahead) {
   using P = Pack<T>;
   constexpr int64_t kWidth = P::kWidth;
   const P center = P::fill(shift);
@@ -100,12 +100,15 @@ ShiftedSums shifted_sums(const T* x, int64_t stride, int64_t segments, int64_t l
   P square1 = P::fill(0);
   for (int64_t s = 0; s < segments; ++s) {
     const T* p = x + s * stride;
+    const auto ask = [&](int64_t i) {
+      if (ahead > 0) {
+        prefetch(p, ahead + i);
+        prefetch(p, ahead + i + kWidth);
+      }
+    };
     int64_t i = 0;
     for (; i + 2 * kWidth <= length; i += 2 * kWidth) {
-      if (ahead > 0) {
-        prefetch(p + ahead + i);
-        prefetch(p + ahead + i + kWidth);
-      }
+      ask(i);
       const P d0 = P::load(p + i) - center;
       const P d1 = P::load(p + i + kWidth) - center;
       sum0 = sum0 + d0;
@@ -117,10 +120,7 @@ ShiftedSums shifted_sums(const T* x, int64_t stride, int64_t segments, int64_t l
       sum0 = sum0 + d;
       square0 = fma(d, d, square0);
     };
-    if (ahead > 0) {
-      prefetch(p + ahead + i);
-      prefetch(p + ahead + i + kWidth);
-    }
+    ask(i);
     for (; i + kWidth <= length; i += kWidth) {
       add(P::load(p + i) - center);
     }
@@ -304,22 +304,20 @@ ReduceResult planes_reduce_as(const T* dy, const T* x, const T* y, Planes sizes,
       const T* o = kMask == ReluMask::kOutput ? y + start + s : v;
       const P last = length == usual ? usual_last : P::last_elements(length % kWidth);
       const auto ask = [&](int64_t i) {
-        prefetch(g + ahead + i);
-        prefetch(v + ahead + i);
+        if (ahead > 0) {
+          for (const T* p : {g, v}) {
+            prefetch(p, ahead + i);
+            prefetch(p, ahead + i + kWidth);
+          }
+        }
       };
       int64_t i = 0;
       for (; i + 2 * kWidth <= length; i += 2 * kWidth) {
-        if (ahead > 0) {
-          ask(i);
-          ask(i + kWidth);
-        }
+        ask(i);
         add(sum0, dot0, P::load(g + i), P::load(v + i), P::load(o + i));
         add(sum1, dot1, P::load(g + i + kWidth), P::load(v + i + kWidth), P::load(o + i + kWidth));
       }
-      if (ahead > 0) {
-        ask(i);
-        ask(i + kWidth);
-      }
+      ask(i);
       for (; i + kWidth <= length; i += kWidth) {
         add(sum0, dot0, P::load(g + i), P::load(v + i), P::load(o + i));
       }

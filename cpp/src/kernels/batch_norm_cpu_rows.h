@@ -83,7 +83,7 @@ constexpr int64_t kAheadOfRows = 2048;
 
 template <int64_t kBytes, typename T>
 inline void prefetch_ahead(const T* p) {
-  prefetch(p + kBytes / static_cast<int64_t>(sizeof(T)));
+  prefetch(p, kBytes / static_cast<int64_t>(sizeof(T)));
 }
 
 /// Calls pack(c, load) for the channels from c on, kWidth at a time: load(p) loads as many.
