@@ -2,6 +2,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "batch_norm_planes.cuh"
 #include "batch_norm_rows.cuh"
 
@@ -35,20 +37,27 @@ RowsPlan rows_plan(const CudaCall& call, bool reduces) {
                    element_bytes(call.type), call.aligned, call.limits, reduces);
 }
 
-cudaStream_t stream_of(const CudaCall& call) { return static_cast<cudaStream_t>(call.stream); }
-
-/// Calls f(T, std::integral_constant<vector width>) for the width the plan chose.
+/// Returns f(T, std::integral_constant<vector width>) for the width the plan chose.
 template <typename F>
 int visit_vector(ElementType type, int vector, F&& f) {
   return visit(type, [&](auto tag) {
     using T = decltype(tag);
     if (vector == 1) {
-      f(tag, std::integral_constant<int, 1>{});
-    } else {
-      f(tag, std::integral_constant<int, kLoadBytes / int{sizeof(T)}>{});
+      return f(tag, std::integral_constant<int, 1>{});
     }
-    return static_cast<int>(cudaGetLastError());
+    return f(tag, std::integral_constant<int, kLoadBytes / int{sizeof(T)}>{});
   });
+}
+
+/// By a function instead of <<<>>>, which only nvcc reads: the tests compile this file for the host.
+template <typename Kernel, typename... Arguments>
+int launch(const CudaCall& call, int64_t blocks, int threads, Kernel* kernel,
+           const Arguments&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = static_cast<cudaStream_t>(call.stream);
+  return static_cast<int>(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
 }  // namespace
@@ -71,19 +80,17 @@ int launch_statistics(const CudaCall& call, const void* x, double* record,
     const RowsPlan plan = rows_plan(call, true);
     return visit_vector(call.type, plan.vector, [&](auto tag, auto width) {
       using T = decltype(tag);
-      rows_statistics_kernel<T, decltype(width)::value>
-          <<<plan.blocks(), plan.threads(), 0, stream_of(call)>>>(
-              plan, static_cast<const T*>(x), record, call.partial, call.counters,
-              num_batches_tracked);
+      return launch(call, plan.blocks(), plan.threads(), rows_statistics_kernel<T, width>, plan,
+                    static_cast<const T*>(x), record, call.partial, call.counters,
+                    num_batches_tracked);
     });
   }
   const PlanesPlan plan = planes_plan(call);
   return visit_vector(call.type, plan.vector, [&](auto tag, auto width) {
     using T = decltype(tag);
-    planes_statistics_kernel<T, decltype(width)::value>
-        <<<plan.blocks(), plan.threads, 0, stream_of(call)>>>(
-            plan, static_cast<const T*>(x), record, call.partial, call.counters,
-            num_batches_tracked);
+    return launch(call, plan.blocks(), plan.threads, planes_statistics_kernel<T, width>, plan,
+                  static_cast<const T*>(x), record, call.partial, call.counters,
+                  num_batches_tracked);
   });
 }
 
@@ -91,14 +98,14 @@ int launch_normalize(const CudaCall& call, const NormalizeArguments& arguments) 
   if (call.rows) {
     const RowsPlan plan = rows_plan(call, false);
     return visit_vector(call.type, plan.vector, [&](auto tag, auto width) {
-      rows_normalize_kernel<decltype(tag), decltype(width)::value>
-          <<<plan.blocks(), plan.threads(), 0, stream_of(call)>>>(plan, arguments);
+      return launch(call, plan.blocks(), plan.threads(),
+                    rows_normalize_kernel<decltype(tag), width>, plan, arguments);
     });
   }
   const PlanesPlan plan = planes_plan(call);
   return visit_vector(call.type, plan.vector, [&](auto tag, auto width) {
-    planes_normalize_kernel<decltype(tag), decltype(width)::value>
-        <<<plan.blocks(), plan.threads, 0, stream_of(call)>>>(plan, arguments);
+    return launch(call, plan.blocks(), plan.threads, planes_normalize_kernel<decltype(tag), width>,
+                  plan, arguments);
   });
 }
 
@@ -106,16 +113,14 @@ int launch_reduce(const CudaCall& call, const GradientArguments& arguments) {
   if (call.rows) {
     const RowsPlan plan = rows_plan(call, true);
     return visit_vector(call.type, plan.vector, [&](auto tag, auto width) {
-      rows_reduce_kernel<decltype(tag), decltype(width)::value>
-          <<<plan.blocks(), plan.threads(), 0, stream_of(call)>>>(plan, arguments, call.partial,
-                                                                  call.counters);
+      return launch(call, plan.blocks(), plan.threads(), rows_reduce_kernel<decltype(tag), width>,
+                    plan, arguments, call.partial, call.counters);
     });
   }
   const PlanesPlan plan = planes_plan(call);
   return visit_vector(call.type, plan.vector, [&](auto tag, auto width) {
-    planes_reduce_kernel<decltype(tag), decltype(width)::value>
-        <<<plan.blocks(), plan.threads, 0, stream_of(call)>>>(plan, arguments, call.partial,
-                                                              call.counters);
+    return launch(call, plan.blocks(), plan.threads, planes_reduce_kernel<decltype(tag), width>,
+                  plan, arguments, call.partial, call.counters);
   });
 }
 
@@ -123,14 +128,14 @@ int launch_gradient(const CudaCall& call, const GradientArguments& arguments) {
   if (call.rows) {
     const RowsPlan plan = rows_plan(call, false);
     return visit_vector(call.type, plan.vector, [&](auto tag, auto width) {
-      rows_gradient_kernel<decltype(tag), decltype(width)::value>
-          <<<plan.blocks(), plan.threads(), 0, stream_of(call)>>>(plan, arguments);
+      return launch(call, plan.blocks(), plan.threads(), rows_gradient_kernel<decltype(tag), width>,
+                    plan, arguments);
     });
   }
   const PlanesPlan plan = planes_plan(call);
   return visit_vector(call.type, plan.vector, [&](auto tag, auto width) {
-    planes_gradient_kernel<decltype(tag), decltype(width)::value>
-        <<<plan.blocks(), plan.threads, 0, stream_of(call)>>>(plan, arguments);
+    return launch(call, plan.blocks(), plan.threads, planes_gradient_kernel<decltype(tag), width>,
+                  plan, arguments);
   });
 }
 

@@ -1,0 +1,596 @@
+// The CUDA kernels of batch norm, every block and thread of them, on the host: a step of several ranks
+// against float64, whatever the sizes, types, layouts, alignments and orders of threads.
+//
+// Inputs are new in every run; a failure prints the seed, and APEX_TEST_SEED repeats it. Every array ends
+// where memory that cannot be touched begins.
+
+#include "kernels/batch_norm_cuda.h"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
+#include <new>
+#include <random>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "support/cuda_emulator/cuda_emulator.h"
+
+namespace apex::kernels {
+namespace {
+
+using testing::cuda::last_error;
+using testing::cuda::set_order;
+
+uint64_t seed() {
+  const char* given = std::getenv("APEX_TEST_SEED");
+  return given != nullptr ? std::stoull(given) : std::random_device{}();
+}
+
+/// Values that end at a page without access, and begin at a multiple of 16 bytes or, if not `aligned`, of
+/// their own size only.
+template <typename T>
+class Guarded {
+ public:
+  explicit Guarded(int64_t count, bool aligned = true) : count_(count) {
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t bytes = static_cast<size_t>(count) * sizeof(T);
+    bytes_ = (bytes + 32 + page - 1) / page * page + page;
+    memory_ = static_cast<char*>(
+        mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (memory_ == MAP_FAILED) throw std::bad_alloc();
+    mprotect(memory_ + bytes_ - page, page, PROT_NONE);
+    std::memset(memory_, 0xff, bytes_ - page);  // NaN
+    char* begin = memory_ + bytes_ - page - bytes;
+    const size_t past = reinterpret_cast<uintptr_t>(begin) % 16;
+    if (aligned) {
+      begin -= past;
+    } else if (past == 0) {
+      begin -= sizeof(T);
+    }
+    data_ = reinterpret_cast<T*>(begin);
+  }
+  ~Guarded() {
+    if (memory_ != nullptr) munmap(memory_, bytes_);
+  }
+  Guarded(Guarded&& other) noexcept
+      : count_(other.count_), bytes_(other.bytes_), memory_(std::exchange(other.memory_, nullptr)),
+        data_(other.data_) {}
+  Guarded& operator=(Guarded&&) = delete;
+
+  T* data() { return data_; }
+  const T* data() const { return data_; }
+  int64_t size() const { return count_; }
+  T& operator[](int64_t i) { return data_[i]; }
+  const T& operator[](int64_t i) const { return data_[i]; }
+
+ private:
+  int64_t count_;
+  size_t bytes_;
+  char* memory_;
+  T* data_;
+};
+
+template <typename T>
+struct Traits;
+template <>
+struct Traits<float> {
+  static constexpr ElementType kElement = ElementType::kFloat32;
+  static constexpr ParamType kParam = ParamType::kFloat32;
+  static constexpr double kUnit = 0x1p-24, kRounding = 0x1p-24;
+};
+template <>
+struct Traits<double> {
+  static constexpr ElementType kElement = ElementType::kFloat64;
+  static constexpr ParamType kParam = ParamType::kFloat64;
+  static constexpr double kUnit = 0x1p-53, kRounding = 0x1p-53;
+};
+template <>
+struct Traits<c10::Half> {
+  static constexpr ElementType kElement = ElementType::kFloat16;
+  static constexpr ParamType kParam = ParamType::kFloat32;  // as cuDNN
+  static constexpr double kUnit = 0x1p-11, kRounding = 0x1p-24;
+};
+template <>
+struct Traits<c10::BFloat16> {
+  static constexpr ElementType kElement = ElementType::kBFloat16;
+  static constexpr ParamType kParam = ParamType::kBFloat16;
+  static constexpr double kUnit = 0x1p-8, kRounding = 0x1p-24;
+};
+
+/// One parameter, of the type that goes with T.
+template <typename T>
+struct Param {
+  using Value = std::conditional_t<std::is_same_v<T, c10::Half>, float, T>;
+  explicit Param(int64_t channels) : values(channels) {}
+  ChannelParam argument() { return {values.data(), Traits<T>::kParam}; }
+  double operator[](int64_t c) const { return static_cast<double>(values[c]); }
+  Guarded<Value> values;
+};
+
+/// What a case is about.
+struct Case {
+  bool rows = false;
+  Planes sizes{};                  // of one rank; the batch is of each rank
+  std::vector<int64_t> batches{};  // of the ranks
+  bool aligned = true;
+  DeviceLimits limits{2, 1024};
+  bool z = false;
+  bool relu = false;
+  bool affine = true;
+  double momentum = 0.1;  // negative: none
+  uint64_t order = 0;
+  double mean = 0;
+
+  std::string name() const {
+    std::string text = rows ? "rows" : "planes";
+    text += " " + std::to_string(sizes.channels) + "x" + std::to_string(sizes.plane) + " batches";
+    for (const int64_t batch : batches) text += " " + std::to_string(batch);
+    return text + (aligned ? " aligned" : "") + (z ? " z" : "") + (relu ? " relu" : "") +
+           (affine ? " affine" : "") + " order " + std::to_string(order) + " multiprocessors " +
+           std::to_string(limits.multiprocessors);
+  }
+};
+
+template <typename T>
+class BatchNormCuda : public ::testing::Test {
+ protected:
+  void TearDown() override {
+    set_order(0);
+    if (HasFailure()) {
+      std::cerr << "repeat with APEX_TEST_SEED=" << seed_ << std::endl;
+    }
+  }
+
+  template <typename V>
+  void fill(Guarded<V>& values, double mean, double deviation) {
+    std::normal_distribution<double> normal(mean, deviation);
+    for (int64_t i = 0; i < values.size(); ++i) {
+      values[i] = static_cast<V>(static_cast<float>(normal(random_)));
+    }
+  }
+
+  /// One rank's part.
+  struct Rank {
+    Rank(const Case& c, int64_t batch)
+        : count(batch * c.sizes.channels * c.sizes.plane), x(count, c.aligned), z(count, c.aligned),
+          y(count, c.aligned), dy(count, c.aligned), dx(count, c.aligned), dz(count, c.aligned),
+          record(statistics_length(c.sizes.channels)), running_mean(c.sizes.channels),
+          running_var(c.sizes.channels), batches(1), mean(c.sizes.channels), invstd(c.sizes.channels),
+          total(1), sums(2 * c.sizes.channels), dweight(c.sizes.channels), dbias(c.sizes.channels) {}
+    int64_t count;
+    Guarded<T> x, z, y, dy, dx, dz;
+    Guarded<double> record;
+    Param<T> running_mean, running_var;
+    Guarded<int64_t> batches;
+    Guarded<double> mean, invstd;
+    Guarded<int64_t> total;
+    Guarded<double> sums;
+    Param<T> dweight, dbias;
+  };
+
+  /// A call with a work area that is used up to its end; counters have to come back as zeros.
+  struct Work {
+    Work(const Case& c, int64_t batch)
+        : call{Traits<T>::kElement, c.rows,  {batch, c.sizes.channels, c.sizes.plane}, c.aligned, c.limits,
+               nullptr,             nullptr, nullptr},
+          partial(partial_length(call)), counters(counters_length(call)) {
+      std::fill_n(counters.data(), counters.size(), 0u);
+      call.partial = partial.data();
+      call.counters = counters.data();
+    }
+    ~Work() {
+      for (int64_t i = 0; i < counters.size(); ++i) EXPECT_EQ(counters[i], 0u) << "counter " << i;
+    }
+    CudaCall call;
+    Guarded<double> partial;
+    Guarded<unsigned> counters;
+  };
+
+  int64_t channel_of(const Case& c, int64_t i) const {
+    return c.rows ? i % c.sizes.channels : i / c.sizes.plane % c.sizes.channels;
+  }
+
+  /// Forward and backward of all ranks, against float64.
+  void check(const Case& c) {
+    SCOPED_TRACE(c.name());
+    set_order(c.order);
+    const int64_t channels = c.sizes.channels;
+    const auto world = static_cast<int64_t>(c.batches.size());
+    const double eps = 1e-3;
+    Param<T> weight(channels), bias(channels);
+    fill(weight.values, 1, 0.3);
+    fill(bias.values, 0, 0.3);
+    std::vector<Rank> ranks;
+    for (const int64_t batch : c.batches) {
+      Rank& rank = ranks.emplace_back(c, batch);
+      fill(rank.x, c.mean, 1);
+      fill(rank.z, 0, 1);
+      fill(rank.dy, 0, 1);
+      rank.batches[0] = 4;
+      for (int64_t k = 0; k < channels; ++k) {
+        rank.running_mean.values[k] = static_cast<typename Param<T>::Value>(0.5f);
+        rank.running_var.values[k] = static_cast<typename Param<T>::Value>(2.0f);
+      }
+    }
+
+    // ---- forward ----
+    Guarded<double> records(world * statistics_length(channels));
+    for (int64_t r = 0; r < world; ++r) {
+      Work work(c, c.batches[r]);
+      ASSERT_EQ(launch_statistics(work.call, ranks[r].x.data(), ranks[r].record.data(), ranks[r].batches.data()),
+                0)
+          << last_error();
+      EXPECT_EQ(ranks[r].batches[0], 5);
+      std::copy_n(ranks[r].record.data(), ranks[r].record.size(),
+                  records.data() + r * statistics_length(channels));
+    }
+    for (int64_t r = 0; r < world; ++r) {
+      Rank& rank = ranks[r];
+      NormalizeArguments a{};
+      a.x = rank.x.data();
+      a.z = c.z ? rank.z.data() : nullptr;
+      a.y = rank.y.data();
+      if (c.affine) {
+        a.weight = weight.argument();
+        a.bias = bias.argument();
+      }
+      a.relu = c.relu;
+      a.eps = eps;
+      a.records = records.data();
+      a.ranks = world;
+      a.momentum = c.momentum;
+      a.num_batches = rank.batches.data();
+      a.running_mean = rank.running_mean.argument();
+      a.running_var = rank.running_var.argument();
+      a.mean = rank.mean.data();
+      a.invstd = rank.invstd.data();
+      a.count = rank.total.data();
+      Work work(c, c.batches[r]);
+      ASSERT_EQ(launch_normalize(work.call, a), 0) << last_error();
+    }
+
+    // In a type that is wider than float64 where there is one.
+    std::vector<long double> mean(channels), m2(channels);
+    std::vector<double> invstd(channels);
+    int64_t count = 0;
+    for (const Rank& rank : ranks) {
+      count += rank.count / channels;
+      for (int64_t i = 0; i < rank.count; ++i) mean[channel_of(c, i)] += static_cast<double>(rank.x[i]);
+    }
+    for (long double& value : mean) value /= static_cast<long double>(count);
+    for (const Rank& rank : ranks) {
+      for (int64_t i = 0; i < rank.count; ++i) {
+        const long double deviation = static_cast<double>(rank.x[i]) - mean[channel_of(c, i)];
+        m2[channel_of(c, i)] += deviation * deviation;
+      }
+    }
+    const double factor = c.momentum >= 0 ? c.momentum : 1.0 / 5;
+    constexpr double kRounding = Traits<T>::kRounding;
+    constexpr double kUnit = Traits<T>::kUnit;
+    // The mean is a float64: of a large one the last digits are missing.
+    const double lost = 4 * 0x1p-52 * std::fabs(c.mean);
+    const double param_unit = std::is_same_v<T, c10::Half> ? 0x1p-24 : kUnit;
+    for (int64_t k = 0; k < channels; ++k) {
+      invstd[k] = static_cast<double>(1 / std::sqrt(m2[k] / static_cast<long double>(count) + eps));
+      for (const Rank& rank : ranks) {
+        EXPECT_EQ(rank.total[0], count);
+        EXPECT_NEAR(rank.mean[k], static_cast<double>(mean[k]), 64 * kRounding + lost) << "channel " << k;
+        EXPECT_NEAR(rank.invstd[k] / invstd[k], 1, 64 * kRounding + lost) << "channel " << k;
+        if (count > 1) {
+          const double running_mean = (1 - factor) * 0.5 + factor * static_cast<double>(mean[k]);
+          const double running_var =
+              (1 - factor) * 2 + factor * static_cast<double>(m2[k]) / static_cast<double>(count - 1);
+          EXPECT_NEAR(rank.running_mean[k], running_mean, 64 * kRounding + lost + param_unit * std::fabs(running_mean));
+          EXPECT_NEAR(rank.running_var[k], running_var, 64 * kRounding + lost + param_unit * running_var);
+        }
+      }
+    }
+    const auto deviation = [&](const Rank& rank, int64_t i) {
+      return static_cast<double>(static_cast<double>(rank.x[i]) - mean[channel_of(c, i)]);
+    };
+    const auto w = [&](int64_t k) { return c.affine ? weight[k] : 1; };
+    const auto b = [&](int64_t k) { return c.affine ? bias[k] : 0; };
+    for (const Rank& rank : ranks) {
+      for (int64_t i = 0; i < rank.count; ++i) {
+        const int64_t k = channel_of(c, i);
+        const double part = deviation(rank, i) * invstd[k] * w(k) + b(k);
+        const double more = c.z ? static_cast<double>(rank.z[i]) : 0;
+        const double want = c.relu ? std::max(part + more, 0.0) : part + more;
+        ASSERT_NEAR(static_cast<double>(rank.y[i]), want,
+                    kUnit * std::fabs(want) + (256 * kRounding + lost) * (1 + std::fabs(part) + std::fabs(more)) +
+                        1e-7 * kUnit)
+            << "y at " << i;
+      }
+    }
+
+    // ---- backward ----
+    const ReluMask mask = !c.relu ? ReluMask::kNone : c.z ? ReluMask::kOutput : ReluMask::kRecompute;
+    const auto arguments = [&](Rank& rank) {
+      GradientArguments a{};
+      a.dy = rank.dy.data();
+      a.x = rank.x.data();
+      a.y = mask == ReluMask::kOutput ? rank.y.data() : nullptr;
+      a.dx = rank.dx.data();
+      a.dz = c.z ? rank.dz.data() : nullptr;
+      a.mask = mask;
+      if (c.affine) {
+        a.weight = weight.argument();
+        a.bias = bias.argument();
+        a.dweight = rank.dweight.argument();
+        a.dbias = rank.dbias.argument();
+      }
+      a.mean = rank.mean.data();
+      a.invstd = rank.invstd.data();
+      a.count = rank.total.data();
+      a.sums = rank.sums.data();
+      return a;
+    };
+    for (int64_t r = 0; r < world; ++r) {
+      Work work(c, c.batches[r]);
+      ASSERT_EQ(launch_reduce(work.call, arguments(ranks[r])), 0) << last_error();
+    }
+    std::vector<double> all_sums(2 * channels);
+    for (const Rank& rank : ranks) {
+      for (int64_t i = 0; i < 2 * channels; ++i) all_sums[i] += rank.sums[i];
+    }
+    for (int64_t r = 0; r < world; ++r) {
+      std::copy(all_sums.begin(), all_sums.end(), ranks[r].sums.data());
+      Work work(c, c.batches[r]);
+      ASSERT_EQ(launch_gradient(work.call, arguments(ranks[r])), 0) << last_error();
+    }
+    std::vector<double> sum(channels), dot(channels);
+    const auto masked_dy = [&](const Rank& rank, int64_t i) {
+      // By the result itself: a value that rounds to zero is a matter of the forward.
+      return c.relu && !(static_cast<double>(rank.y[i]) > 0) ? 0 : static_cast<double>(rank.dy[i]);
+    };
+    for (const Rank& rank : ranks) {
+      std::vector<double> own_sum(channels), own_dot(channels), size(channels);
+      for (int64_t i = 0; i < rank.count; ++i) {
+        const int64_t k = channel_of(c, i);
+        const double term = masked_dy(rank, i) * deviation(rank, i) * invstd[k];
+        own_sum[k] += masked_dy(rank, i);
+        own_dot[k] += term;
+        size[k] += std::fabs(masked_dy(rank, i)) + std::fabs(term);
+      }
+      for (int64_t k = 0; k < channels; ++k) {
+        sum[k] += own_sum[k];
+        dot[k] += own_dot[k];
+        if (c.affine) {
+          EXPECT_NEAR(rank.dbias[k], own_sum[k], (256 * kRounding + lost) * size[k] + param_unit * std::fabs(own_sum[k]));
+          EXPECT_NEAR(rank.dweight[k], own_dot[k], (256 * kRounding + lost) * size[k] + param_unit * std::fabs(own_dot[k]));
+        }
+      }
+    }
+    for (const Rank& rank : ranks) {
+      for (int64_t i = 0; i < rank.count; ++i) {
+        const int64_t k = channel_of(c, i);
+        const double normal = deviation(rank, i) * invstd[k];
+        const double want = w(k) * invstd[k] *
+                            (masked_dy(rank, i) - (sum[k] + normal * dot[k]) / static_cast<double>(count));
+        ASSERT_NEAR(static_cast<double>(rank.dx[i]), want,
+                    kUnit * std::fabs(want) +
+                        (256 * kRounding + lost) * std::fabs(w(k)) * invstd[k] * (2 + std::fabs(static_cast<double>(rank.dy[i])) + std::fabs(normal)) +
+                        1e-7 * kUnit)
+            << "dx at " << i;
+        if (c.z) {
+          ASSERT_EQ(static_cast<double>(rank.dz[i]), masked_dy(rank, i)) << "dz at " << i;
+        }
+      }
+    }
+  }
+
+  /// Statistics that are given: y, and gradients without the terms of the batch.
+  void check_evaluation(const Case& c) {
+    SCOPED_TRACE(c.name());
+    const int64_t channels = c.sizes.channels;
+    const double eps = 1e-3;
+    Rank rank(c, c.batches[0]);
+    fill(rank.x, 0, 1);
+    fill(rank.dy, 0, 1);
+    fill(rank.running_mean.values, 0, 0.5);
+    Param<T> weight(channels);
+    fill(weight.values, 1, 0.3);
+    for (int64_t k = 0; k < channels; ++k) {
+      rank.running_var.values[k] = static_cast<typename Param<T>::Value>(0.5f + 0.25f * static_cast<float>(k));
+      rank.mean[k] = rank.running_mean[k];
+      rank.invstd[k] = 1 / std::sqrt(rank.running_var[k] + eps);
+    }
+    NormalizeArguments forward{};
+    forward.x = rank.x.data();
+    forward.y = rank.y.data();
+    forward.weight = weight.argument();
+    forward.relu = c.relu;
+    forward.eps = eps;
+    forward.running_mean = rank.running_mean.argument();
+    forward.running_var = rank.running_var.argument();
+    GradientArguments backward{};
+    backward.dy = rank.dy.data();
+    backward.x = rank.x.data();
+    backward.dx = rank.dx.data();
+    backward.mask = c.relu ? ReluMask::kRecompute : ReluMask::kNone;
+    backward.weight = weight.argument();
+    backward.dweight = rank.dweight.argument();
+    backward.mean = rank.mean.data();
+    backward.invstd = rank.invstd.data();
+    backward.sums = rank.sums.data();
+    Work work(c, c.batches[0]);
+    ASSERT_EQ(launch_normalize(work.call, forward), 0) << last_error();
+    ASSERT_EQ(launch_reduce(work.call, backward), 0) << last_error();
+    ASSERT_EQ(launch_gradient(work.call, backward), 0) << last_error();
+    constexpr double kRounding = Traits<T>::kRounding, kUnit = Traits<T>::kUnit;
+    std::vector<double> dot(channels), size(channels);
+    for (int64_t i = 0; i < rank.count; ++i) {
+      const int64_t k = channel_of(c, i);
+      const double normal = (static_cast<double>(rank.x[i]) - rank.mean[k]) * rank.invstd[k];
+      const double y = c.relu ? std::max(normal * weight[k], 0.0) : normal * weight[k];
+      ASSERT_NEAR(static_cast<double>(rank.y[i]), y, kUnit * std::fabs(y) + 64 * kRounding * (1 + std::fabs(normal)))
+          << "y at " << i;
+      const double dy = c.relu && !(y > 0) ? 0 : static_cast<double>(rank.dy[i]);
+      const double dx = dy * weight[k] * rank.invstd[k];
+      ASSERT_NEAR(static_cast<double>(rank.dx[i]), dx, (kUnit + 8 * kRounding) * std::fabs(dx) + 1e-7 * kUnit)
+          << "dx at " << i;
+      dot[k] += dy * normal;
+      size[k] += std::fabs(dy * normal) + std::fabs(dy);
+    }
+    for (int64_t k = 0; k < channels; ++k) {
+      EXPECT_NEAR(rank.dweight[k], dot[k], 256 * kRounding * size[k] + kUnit * std::fabs(dot[k]));
+    }
+  }
+
+ public:
+  const uint64_t seed_ = seed();
+  std::mt19937_64 random_{seed_};
+};
+
+using ElementTypes = ::testing::Types<float, double, c10::Half, c10::BFloat16>;
+TYPED_TEST_SUITE(BatchNormCuda, ElementTypes);
+
+// A device with so few multiprocessors has no more blocks than the work asks for; one with many shares
+// channels and tiles among blocks.
+constexpr DeviceLimits kSmall{2, 1024};
+constexpr DeviceLimits kLarge{132, 2048};
+
+TYPED_TEST(BatchNormCuda, Planes_AnySizes_MatchFloat64) {
+  for (const int64_t plane : {1, 7, 16, 49, 64, 1000}) {
+    for (const bool aligned : {true, false}) {
+      Case c;
+      c.sizes = {0, 3, plane};
+      c.batches = std::vector<int64_t>{5};
+      c.aligned = aligned;
+      c.order = this->random_() % 3;
+      this->check(c);
+    }
+  }
+}
+
+TYPED_TEST(BatchNormCuda, Rows_AnyWidths_MatchFloat64) {
+  for (const int64_t channels : {1, 3, 8, 24, 33, 64, 72, 130}) {
+    for (const bool aligned : {true, false}) {
+      Case c;
+      c.rows = true;
+      c.sizes = {0, channels, 29};
+      c.batches = std::vector<int64_t>{9};
+      c.aligned = aligned;
+      c.order = this->random_() % 3;
+      this->check(c);
+    }
+  }
+}
+
+TYPED_TEST(BatchNormCuda, ManyBlocks_ShareChannelsAndTiles_MatchFloat64) {
+  for (const bool rows : {false, true}) {
+    for (const uint64_t order : {0, 1, 5}) {
+      Case c;
+      c.rows = rows;
+      c.sizes = {0, rows ? 72 : 2, rows ? 700 : 3072};
+      c.batches = std::vector<int64_t>{11};
+      c.limits = kLarge;
+      c.order = order;
+      c.relu = order == 5;
+      this->check(c);
+    }
+  }
+}
+
+TYPED_TEST(BatchNormCuda, Options_AllOfThem_MatchFloat64) {
+  for (const bool rows : {false, true}) {
+    for (int options = 0; options < 16; ++options) {
+      Case c;
+      c.rows = rows;
+      c.sizes = {0, 8, 36};
+      c.batches = std::vector<int64_t>{13};
+      c.relu = options & 1;
+      c.z = options & 2;
+      c.affine = options & 4;
+      c.momentum = options & 8 ? -1 : 0.1;
+      c.order = 1;
+      this->check(c);
+    }
+  }
+}
+
+TYPED_TEST(BatchNormCuda, Ranks_UnevenAndEmptyAndMany_MatchFloat64) {
+  const std::vector<std::vector<int64_t>> all{{3, 7}, {0, 4, 2}, {1, 1, 1, 1, 1}, std::vector<int64_t>(40, 2)};
+  for (const bool rows : {false, true}) {
+    for (const std::vector<int64_t>& batches : all) {
+      Case c;
+      c.rows = rows;
+      c.sizes = {0, rows ? 6 : 3, batches.size() == 5 ? 1 : 20};
+      c.batches = batches;
+      c.relu = true;
+      c.z = batches.size() == 3;
+      c.order = 2;
+      this->check(c);
+    }
+  }
+}
+
+TYPED_TEST(BatchNormCuda, LargeMean_IsNoLessExact) {
+  for (const bool rows : {false, true}) {
+    Case c;
+    c.rows = rows;
+    c.sizes = {0, 4, 400};
+    c.batches = std::vector<int64_t>{6, 3};
+    c.limits = kLarge;
+    // More than one value of the type lies within a deviation.
+    c.mean = std::is_same_v<TypeParam, c10::BFloat16> ? 100 : std::is_same_v<TypeParam, c10::Half> ? 1000 : 1e4;
+    this->check(c);
+  }
+}
+
+TYPED_TEST(BatchNormCuda, Evaluation_RunningStatistics_AreConstants) {
+  for (const bool rows : {false, true}) {
+    for (const bool relu : {false, true}) {
+      Case c;
+      c.rows = rows;
+      c.sizes = {0, 5, 40};
+      c.batches = std::vector<int64_t>{4};
+      c.relu = relu;
+      c.aligned = relu;
+      this->check_evaluation(c);
+    }
+  }
+}
+
+TYPED_TEST(BatchNormCuda, OnlyOneGradient_IsWritten) {
+  // What is not asked for has no memory.
+  for (const bool rows : {false, true}) {
+    Case c;
+    c.rows = rows;
+    c.sizes = {0, 8, 16};
+    c.batches = std::vector<int64_t>{3};
+    typename TestFixture::Rank rank(c, 3);
+    this->fill(rank.x, 0, 1);
+    this->fill(rank.y, 0, 1);
+    this->fill(rank.dy, 0, 1);
+    std::fill_n(rank.mean.data(), 8, 0.0);
+    std::fill_n(rank.invstd.data(), 8, 1.0);
+    GradientArguments a{};
+    a.dy = rank.dy.data();
+    a.x = rank.x.data();
+    a.y = rank.y.data();
+    a.dz = rank.dz.data();
+    a.mask = ReluMask::kOutput;
+    a.mean = rank.mean.data();
+    a.invstd = rank.invstd.data();
+    a.sums = rank.sums.data();
+    typename TestFixture::Work work(c, 3);
+    ASSERT_EQ(launch_gradient(work.call, a), 0) << last_error();
+    for (int64_t i = 0; i < rank.count; ++i) {
+      const double want = static_cast<double>(rank.y[i]) > 0 ? static_cast<double>(rank.dy[i]) : 0;
+      ASSERT_EQ(static_cast<double>(rank.dz[i]), want) << i;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace apex::kernels

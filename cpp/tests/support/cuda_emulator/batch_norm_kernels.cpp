@@ -1,0 +1,3 @@
+// The launches of batch_norm_cuda.h, compiled for the host and run by the emulator.
+
+#include "kernels/batch_norm.cu"

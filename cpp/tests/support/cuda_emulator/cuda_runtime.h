@@ -1,0 +1,96 @@
+#pragma once
+
+#include <math.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <type_traits>
+
+/// Stands in for CUDA's header of this name, so that a host compiler compiles device code, and kernels run
+/// on the host (cuda_emulator.h): what the kernels of this project use of CUDA, and nothing more.
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(threads)
+// In a section of its own, so that the emulator finds it. One block runs at a time, on one set of variables.
+// Only in templates and inline functions: a section takes no others beside those.
+#define __shared__ static __attribute__((section("cuda_emulator_shared")))
+
+struct uint3 {
+  unsigned x, y, z;
+};
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned vx = 1, unsigned vy = 1, unsigned vz = 1) : x(vx), y(vy), z(vz) {}
+};
+
+extern uint3 threadIdx;
+extern uint3 blockIdx;
+extern dim3 blockDim;
+extern dim3 gridDim;
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9, cudaErrorLaunchFailure = 719 };
+using cudaStream_t = struct CUstream_st*;
+struct cudaLaunchConfig_t {
+  dim3 gridDim;
+  dim3 blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  void* attrs;
+  unsigned numAttrs;
+};
+
+namespace apex::testing::cuda::detail {
+
+/// Where in a kernel a thread waits.
+struct Place {
+  const char* file;
+  int line;
+};
+
+cudaError_t run(const cudaLaunchConfig_t& config, const std::function<void()>& thread);
+void barrier(const Place& where);
+/// What `lane ^ lane_mask` of the thread's warp brings.
+uint64_t exchange(unsigned mask, uint64_t value, int lane_mask, const Place& where);
+
+}  // namespace apex::testing::cuda::detail
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  // Each thread gets its own copy of the parameters.
+  return apex::testing::cuda::detail::run(*config, [&] { kernel(arguments...); });
+}
+
+inline void __syncthreads(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  apex::testing::cuda::detail::barrier({file, line});
+}
+
+/// Blocks run one after the other, so that what one has written is there for the next.
+inline void __threadfence() {}
+
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask, const char* file = __builtin_FILE(),
+                  int line = __builtin_LINE()) {
+  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof(uint64_t));
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  bits = apex::testing::cuda::detail::exchange(mask, bits, lane_mask, {file, line});
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+template <typename T>
+T __ldcg(const T* pointer) {
+  return *pointer;
+}
+
+inline unsigned atomicInc(unsigned* address, unsigned limit) {
+  const unsigned old = *address;
+  *address = old >= limit ? 0 : old + 1;
+  return old;
+}
