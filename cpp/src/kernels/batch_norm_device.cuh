@@ -49,17 +49,6 @@ __device__ __forceinline__ void merge_registers(Welford<A>& all, const A (&value
   all.merge(mean, m2, A(kCount));
 }
 
-__device__ __forceinline__ Welford<double> warp_merge(Welford<double> w) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    const double mean = __shfl_xor_sync(0xffffffffu, w.mean, offset);
-    const double m2 = __shfl_xor_sync(0xffffffffu, w.m2, offset);
-    const double count = __shfl_xor_sync(0xffffffffu, w.count, offset);
-    w.merge(mean, m2, count);
-  }
-  return w;
-}
-
 __device__ __forceinline__ double warp_sum(double value) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
@@ -132,15 +121,32 @@ __device__ __forceinline__ bool is_last_block(unsigned* counter, unsigned blocks
   return last;
 }
 
-/// Merges one channel's records of all ranks with the threads of a warp.
-__device__ __forceinline__ Welford<double> warp_merge_ranks(const double* records, int64_t ranks,
-                                                            int64_t channels, int64_t channel) {
+/// How many threads merge the ranks' records of a channel together: a power of two, at most a warp.
+__device__ __forceinline__ int lanes_per_channel(int64_t ranks) {
+  int lanes = 1;
+  while (lanes < 32 && lanes < ranks) {
+    lanes *= 2;
+  }
+  return lanes;
+}
+
+/// One channel's statistics over all ranks, in each of the `lanes` neighbouring threads that merge
+/// them. All lanes of the warp have to be here; those that have no channel pass a negative one.
+__device__ __forceinline__ Welford<double> merge_records(const double* records, int64_t ranks,
+                                                         int64_t channels, int64_t channel,
+                                                         int lanes) {
   Welford<double> all;
-  for (int64_t rank = threadIdx.x % 32; rank < ranks; rank += 32) {
+  for (int64_t rank = threadIdx.x % lanes; rank < ranks && channel >= 0; rank += lanes) {
     const double* record = records + rank * statistics_length(channels);
     all.merge(record[channel], record[channels + channel], record[2 * channels]);
   }
-  return warp_merge(all);
+  for (int offset = lanes / 2; offset > 0; offset /= 2) {
+    const double mean = __shfl_xor_sync(0xffffffffu, all.mean, offset);
+    const double m2 = __shfl_xor_sync(0xffffffffu, all.m2, offset);
+    const double count = __shfl_xor_sync(0xffffffffu, all.count, offset);
+    all.merge(mean, m2, count);
+  }
+  return all;
 }
 
 /// What is done once per channel in the normalizing launch: statistics for the backward, and the

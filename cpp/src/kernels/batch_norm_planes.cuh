@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(512)
   if (threadIdx.x < 32) {
     double mean, invstd;
     if (a.records != nullptr) {
-      const Welford<double> all =
-          warp_merge_ranks(a.records, a.ranks, plan.sizes.channels, channel);
+      const Welford<double> all = merge_records(a.records, a.ranks, plan.sizes.channels, channel,
+                                                lanes_per_channel(a.ranks));
       mean = all.mean;
       invstd = inverse_deviation(all, a.eps);
       if (split == 0 && threadIdx.x == 0) {

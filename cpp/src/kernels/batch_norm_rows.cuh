@@ -178,27 +178,34 @@ __global__ void __launch_bounds__(kRowsThreads)
   const RowsPlace place(plan, gridDim.x - 1 - static_cast<int64_t>(blockIdx.x));
   __shared__ NormalizeCoefficients<A> shared[kMaxTileChannels];
   const int width = plan.tile_channels();
-  for (int i = threadIdx.x / 32; i < width; i += kRowsThreads / 32) {  // one warp per channel
+  // Few ranks: a thread does a channel, and one round does the tile. Every block does this first, so
+  // that its length counts. Whole warps leave the loop, since their lanes exchange what they have.
+  const int lanes = a.records != nullptr ? lanes_per_channel(a.ranks) : 1;
+  const int at_once = kRowsThreads / lanes;
+  for (int first = threadIdx.x / 32 * 32 / lanes; first < width; first += at_once) {
+    const int i = first + threadIdx.x % 32 / lanes;
     const int64_t channel = place.tile * width + i;
-    if (channel >= plan.channels) {
+    const bool present = i < width && channel < plan.channels;
+    Welford<double> all;
+    if (a.records != nullptr) {
+      all = merge_records(a.records, a.ranks, plan.channels, present ? channel : -1, lanes);
+    }
+    if (!present || threadIdx.x % lanes != 0) {
       continue;
     }
     double mean, invstd;
     if (a.records != nullptr) {
-      const Welford<double> all = warp_merge_ranks(a.records, a.ranks, plan.channels, channel);
       mean = all.mean;
       invstd = inverse_deviation(all, a.eps);
-      if (place.split == 0 && threadIdx.x % 32 == 0) {
+      if (place.split == 0) {
         finish_channel(a, channel, all, invstd);
       }
     } else {
       mean = a.running_mean.load(channel, 0);
       invstd = 1.0 / sqrt(a.running_var.load(channel, 1) + a.eps);
     }
-    if (threadIdx.x % 32 == 0) {
-      shared[i] = normalize_coefficients<A>(mean, invstd, a.weight.load(channel, 1),
-                                            a.bias.load(channel, 0));
-    }
+    shared[i] = normalize_coefficients<A>(mean, invstd, a.weight.load(channel, 1),
+                                          a.bias.load(channel, 0));
   }
   __syncthreads();
   if (!place.inside) {

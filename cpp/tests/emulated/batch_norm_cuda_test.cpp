@@ -79,31 +79,33 @@ class Guarded {
   T* data_;
 };
 
+/// Relative errors of one rounding to T and to the type it is computed in; the error of one to a value so
+/// small that T has fewer digits for it.
 template <typename T>
 struct Traits;
 template <>
 struct Traits<float> {
   static constexpr ElementType kElement = ElementType::kFloat32;
   static constexpr ParamType kParam = ParamType::kFloat32;
-  static constexpr double kUnit = 0x1p-24, kRounding = 0x1p-24;
+  static constexpr double kUnit = 0x1p-24, kRounding = 0x1p-24, kTiny = 0;
 };
 template <>
 struct Traits<double> {
   static constexpr ElementType kElement = ElementType::kFloat64;
   static constexpr ParamType kParam = ParamType::kFloat64;
-  static constexpr double kUnit = 0x1p-53, kRounding = 0x1p-53;
+  static constexpr double kUnit = 0x1p-53, kRounding = 0x1p-53, kTiny = 0;
 };
 template <>
 struct Traits<c10::Half> {
   static constexpr ElementType kElement = ElementType::kFloat16;
   static constexpr ParamType kParam = ParamType::kFloat32;  // as cuDNN
-  static constexpr double kUnit = 0x1p-11, kRounding = 0x1p-24;
+  static constexpr double kUnit = 0x1p-11, kRounding = 0x1p-24, kTiny = 0x1p-25;
 };
 template <>
 struct Traits<c10::BFloat16> {
   static constexpr ElementType kElement = ElementType::kBFloat16;
   static constexpr ParamType kParam = ParamType::kBFloat16;
-  static constexpr double kUnit = 0x1p-8, kRounding = 0x1p-24;
+  static constexpr double kUnit = 0x1p-8, kRounding = 0x1p-24, kTiny = 0;
 };
 
 /// One parameter, of the type that goes with T.
@@ -307,7 +309,7 @@ class BatchNormCuda : public ::testing::Test {
         const double want = c.relu ? std::max(part + more, 0.0) : part + more;
         ASSERT_NEAR(static_cast<double>(rank.y[i]), want,
                     kUnit * std::fabs(want) + (256 * kRounding + lost) * (1 + std::fabs(part) + std::fabs(more)) +
-                        1e-7 * kUnit)
+                        Traits<T>::kTiny)
             << "y at " << i;
       }
     }
@@ -379,7 +381,7 @@ class BatchNormCuda : public ::testing::Test {
         ASSERT_NEAR(static_cast<double>(rank.dx[i]), want,
                     kUnit * std::fabs(want) +
                         (256 * kRounding + lost) * std::fabs(w(k)) * invstd[k] * (2 + std::fabs(static_cast<double>(rank.dy[i])) + std::fabs(normal)) +
-                        1e-7 * kUnit)
+                        Traits<T>::kTiny)
             << "dx at " << i;
         if (c.z) {
           ASSERT_EQ(static_cast<double>(rank.dz[i]), masked_dy(rank, i)) << "dz at " << i;
@@ -436,7 +438,7 @@ class BatchNormCuda : public ::testing::Test {
           << "y at " << i;
       const double dy = c.relu && !(y > 0) ? 0 : static_cast<double>(rank.dy[i]);
       const double dx = dy * weight[k] * rank.invstd[k];
-      ASSERT_NEAR(static_cast<double>(rank.dx[i]), dx, (kUnit + 8 * kRounding) * std::fabs(dx) + 1e-7 * kUnit)
+      ASSERT_NEAR(static_cast<double>(rank.dx[i]), dx, (kUnit + 8 * kRounding) * std::fabs(dx) + Traits<T>::kTiny)
           << "dx at " << i;
       dot[k] += dy * normal;
       size[k] += std::fabs(dy * normal) + std::fabs(dy);
