@@ -490,14 +490,15 @@ TYPED_TEST(BatchNormCuda, Rows_AnyWidths_MatchFloat64) {
 
 TYPED_TEST(BatchNormCuda, ManyBlocks_ShareChannelsAndTiles_MatchFloat64) {
   for (const bool rows : {false, true}) {
-    for (const uint64_t order : {0, 1, 5}) {
+    for (int i = 0; i < 4; ++i) {
+      const uint64_t order = i < 2 ? i : this->random_() | 2;
       Case c;
       c.rows = rows;
       c.sizes = {0, rows ? 72 : 2, rows ? 700 : 3072};
       c.batches = std::vector<int64_t>{11};
       c.limits = kLarge;
       c.order = order;
-      c.relu = order == 5;
+      c.relu = i == 1;
       this->check(c);
     }
   }

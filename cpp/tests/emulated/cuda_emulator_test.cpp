@@ -1,23 +1,16 @@
 #include "support/cuda_emulator/cuda_emulator.h"
 
-#include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <vector>
 
+#include "emulated/emulated_launch.h"
+
 // What the emulator computes, and what it notices.
 
 namespace apex::testing::cuda {
 namespace {
-
-template <typename... P, typename... A>
-cudaError_t launch(unsigned blocks, unsigned threads, void (*kernel)(P...), A... arguments) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(threads);
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
-}
 
 class CudaEmulator : public ::testing::TestWithParam<uint64_t> {
  protected:
@@ -71,15 +64,16 @@ TEST_P(CudaEmulator, Barrier_Missing_GivesWrongResults) {
   EXPECT_GT(wrong_after_reverse(reverse_kernel<false>), 0);
 }
 
-inline __global__ void uninitialized_kernel(double* out) {
-  __shared__ double never[32];
+template <int kThreads>
+__global__ void uninitialized_kernel(double* out) {
+  __shared__ double never[kThreads];
   out[threadIdx.x] = never[threadIdx.x];
   never[threadIdx.x] = 1;
 }
 
 TEST_P(CudaEmulator, SharedMemory_BeforeItIsWritten_IsNaNInEveryBlock) {
   std::vector<double> out(32);
-  ASSERT_EQ(launch(2, 32, uninitialized_kernel, out.data()), cudaSuccess);
+  ASSERT_EQ(launch(2, 32, uninitialized_kernel<32>, out.data()), cudaSuccess);
   for (const double value : out) {
     EXPECT_TRUE(std::isnan(value));
   }
@@ -118,6 +112,45 @@ TEST_P(CudaEmulator, AtomicInc_EveryBlockOnce_WrapsToZeroAndOneIsLast) {
   ASSERT_EQ(launch(5, 32, last_block_kernel, &counter, &last), cudaSuccess);
   EXPECT_EQ(counter, 0u);
   EXPECT_EQ(last, 1);
+}
+
+/// The last of the blocks adds up what all of them wrote.
+template <bool kWait>
+__global__ void sum_kernel(int* values, unsigned* counter, int* sum) {
+  __shared__ bool is_last;
+  values[blockIdx.x * blockDim.x + threadIdx.x] = 1;
+  if (kWait) {
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) {
+    is_last = atomicInc(counter, gridDim.x - 1) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (is_last && threadIdx.x == 0) {
+    for (unsigned i = 0; i < gridDim.x * blockDim.x; ++i) {
+      *sum += values[i];
+    }
+  }
+}
+
+int sum_of_ones(void (*kernel)(int*, unsigned*, int*)) {
+  std::vector<int> values(6 * 64);
+  unsigned counter = 0;
+  int sum = 0;
+  EXPECT_EQ(launch(6, 64, kernel, values.data(), &counter, &sum), cudaSuccess);
+  return sum;
+}
+
+TEST_P(CudaEmulator, Blocks_ThatHandOver_AreSeenWhole) { EXPECT_EQ(sum_of_ones(sum_kernel<true>), 6 * 64); }
+
+TEST(CudaEmulatorBlocks, HandOver_BeforeAllThreadsHaveWritten_LosesValues) {
+  int lost = 0;
+  for (uint64_t seed = 2; seed < 42; ++seed) {
+    set_order(seed);
+    lost += 6 * 64 - sum_of_ones(sum_kernel<false>);
+  }
+  set_order(0);
+  EXPECT_GT(lost, 0);
 }
 
 inline __global__ void skipped_barrier_kernel() {

@@ -1,16 +1,19 @@
 #include "cuda_emulator.h"
 
+#include <link.h>
 #include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
 #include <algorithm>
 #include <array>
+#include <condition_variable>
 #include <mutex>
 #include <new>
 #include <numeric>
 #include <random>
 #include <sstream>
+#include <thread>
 #include <vector>
 
 #include "cuda_runtime.h"
@@ -20,12 +23,6 @@ uint3 blockIdx{};
 dim3 blockDim{};
 dim3 gridDim{};
 
-// By the linker: the section of all __shared__ variables. Weak, as a program may have none.
-extern "C" {
-extern char __start_cuda_emulator_shared[] __attribute__((weak));
-extern char __stop_cuda_emulator_shared[] __attribute__((weak));
-}
-
 namespace apex::testing::cuda {
 namespace {
 
@@ -33,6 +30,7 @@ using detail::Place;
 
 constexpr unsigned kWarp = 32;
 constexpr unsigned kMostThreads = 1024;
+constexpr unsigned kMostResident = 3;
 constexpr size_t kStackBytes = size_t{64} << 10;
 
 enum class State { kReady, kAtBarrier, kExchanging, kOver };
@@ -52,7 +50,40 @@ struct Fiber {
   jmp_buf turn;  // where it gave its turn; unlike contexts, these do not ask the kernel for a signal mask
 };
 
-/// The turns of the threads of one block after the other, all on the thread that launches.
+/// A block that has begun, and the place that it has.
+struct Block {
+  uint3 index{};
+  bool over = true;
+  std::vector<Thread> threads;
+  std::vector<char> shared;  // its variables while another block has its turn
+  std::array<Fiber, kMostThreads> fibers;
+};
+
+/// What the calling thread has of the program's thread_local variables.
+struct ThreadLocals {
+  char* begin = nullptr;
+  size_t bytes = 0;
+};
+
+ThreadLocals thread_locals() {
+  ThreadLocals found;
+  // The program itself comes first.
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, size_t, void* out) {
+        for (int i = 0; i < info->dlpi_phnum; ++i) {
+          if (info->dlpi_phdr[i].p_type == PT_TLS) {
+            *static_cast<ThreadLocals*>(out) = {static_cast<char*>(info->dlpi_tls_data),
+                                                info->dlpi_phdr[i].p_memsz};
+          }
+        }
+        return 1;
+      },
+      &found);
+  return found;
+}
+
+/// The turns of blocks and of their threads, all on one thread of the emulator's own: __shared__ variables
+/// are its thread_local ones, and nothing else is, so that they can be exchanged with the block.
 class Emulator {
  public:
   static Emulator& instance() {
@@ -72,28 +103,32 @@ class Emulator {
       return cudaErrorInvalidConfiguration;
     }
     body_ = &thread;
-    threads_.resize(block.x);
     ::gridDim = config.gridDim;
     ::blockDim = block;
-    for (const unsigned index : order(config.gridDim.x)) {
-      ::blockIdx = {index, 0, 0};
-      if (!run_block()) {
-        // Threads that wait for ever are given up, with what is on their stacks.
-        for (Fiber& fiber : fibers_) fiber.begun = false;
-        return cudaErrorLaunchFailure;
-      }
+    failed_ = false;
+    {
+      std::unique_lock<std::mutex> turn(device_mutex_);
+      device_busy_ = true;
+      device_turn_.notify_all();
+      device_turn_.wait(turn, [this] { return !device_busy_; });
     }
-    return cudaSuccess;
+    if (!failed_) return cudaSuccess;
+    // Threads that wait for ever are given up, with what is on their stacks.
+    for (Block& resident : blocks_) {
+      for (Fiber& fiber : resident.fibers) fiber.begun = false;
+      resident.over = true;
+    }
+    return cudaErrorLaunchFailure;
   }
 
   void barrier(const Place& where) {
-    Thread& mine = threads_[running_];
+    Thread& mine = block_->threads[running_];
     mine.where = where;
     give_turn(State::kAtBarrier);
   }
 
   uint64_t exchange(unsigned mask, uint64_t value, int lane_mask, const Place& where) {
-    Thread& mine = threads_[running_];
+    Thread& mine = block_->threads[running_];
     mine.where = where;
     if (mask != 0xffffffffu || lane_mask < 0 || lane_mask >= static_cast<int>(kWarp)) {
       fail("an exchange that is not emulated: of some lanes only, or past the warp");
@@ -103,7 +138,7 @@ class Emulator {
     mine.brought[slot] = value;
     give_turn(State::kExchanging);
     const unsigned partner = running_ ^ static_cast<unsigned>(lane_mask);
-    return threads_[partner].brought[slot];
+    return block_->threads[partner].brought[slot];
   }
 
   void set_order(uint64_t seed) {
@@ -122,16 +157,31 @@ class Emulator {
 
  private:
   Emulator() {
-    stacks_ = static_cast<char*>(mmap(nullptr, kStackBytes * kMostThreads, PROT_READ | PROT_WRITE,
-                                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    stacks_ = static_cast<char*>(mmap(nullptr, kStackBytes * kMostThreads * kMostResident,
+                                      PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     if (stacks_ == MAP_FAILED) throw std::bad_alloc();
+    std::thread([this] { run_device(); }).detach();
   }
+
+  void run_device() {
+    shared_ = thread_locals();
+    std::unique_lock<std::mutex> turn(device_mutex_);
+    for (;;) {
+      device_turn_.wait(turn, [this] { return device_busy_; });
+      run_blocks(order(::gridDim.x));
+      device_busy_ = false;
+      device_turn_.notify_all();
+    }
+  }
+
+  bool shuffles() const { return seed_ > 1; }
+  size_t random_below(size_t n) { return std::uniform_int_distribution<size_t>(0, n - 1)(random_); }
 
   std::vector<unsigned> order(unsigned count) {
     std::vector<unsigned> indices(count);
     std::iota(indices.begin(), indices.end(), 0u);
     if (seed_ == 1) std::reverse(indices.begin(), indices.end());
-    if (seed_ > 1) std::shuffle(indices.begin(), indices.end(), random_);
+    if (shuffles()) std::shuffle(indices.begin(), indices.end(), random_);
     return indices;
   }
 
@@ -145,8 +195,8 @@ class Emulator {
 
   /// Returns with the next turn.
   void give_turn(State state) {
-    threads_[running_].state = state;
-    if (_setjmp(fibers_[running_].turn) == 0) _longjmp(scheduler_, 1);
+    block_->threads[running_].state = state;
+    if (_setjmp(block_->fibers[running_].turn) == 0) _longjmp(scheduler_, 1);
   }
 
   /// Returns when the thread gives its turn.
@@ -154,63 +204,90 @@ class Emulator {
     running_ = index;
     ::threadIdx = {index, 0, 0};
     if (_setjmp(scheduler_) != 0) return;
-    Fiber& fiber = fibers_[index];
+    Fiber& fiber = block_->fibers[index];
     if (fiber.begun) _longjmp(fiber.turn, 1);
     fiber.begun = true;
     getcontext(&fiber.begin);
-    fiber.begin.uc_stack.ss_sp = stacks_ + index * kStackBytes;
+    const size_t stack = static_cast<size_t>(block_ - blocks_.data()) * kMostThreads + index;
+    fiber.begin.uc_stack.ss_sp = stacks_ + stack * kStackBytes;
     fiber.begin.uc_stack.ss_size = kStackBytes;
     fiber.begin.uc_link = nullptr;
     makecontext(&fiber.begin, &Emulator::enter, 0);
     setcontext(&fiber.begin);
   }
 
-  bool run_block() {
-    if (__start_cuda_emulator_shared != nullptr) {
-      std::memset(__start_cuda_emulator_shared, 0xff,
-                  static_cast<size_t>(__stop_cuda_emulator_shared - __start_cuda_emulator_shared));
-    }
-    std::fill(threads_.begin(), threads_.end(), Thread{});
-    failed_ = false;
+  void run_blocks(const std::vector<unsigned>& indices) {
+    size_t begun = 0;
     while (!failed_) {
-      for (const unsigned i : order(static_cast<unsigned>(threads_.size()))) {
-        if (threads_[i].state != State::kReady) continue;
-        take_turn(i);
-        if (failed_) return false;
-        if (threads_[i].state == State::kExchanging) release_warp(i / kWarp);
+      std::vector<Block*> resident;
+      for (size_t i = 0; i < (shuffles() ? blocks_.size() : 1); ++i) {
+        Block& block = blocks_[i];
+        if (block.over && begun < indices.size()) {
+          block.index = {indices[begun++], 0, 0};
+          block.over = false;
+          block.threads.assign(::blockDim.x, Thread{});
+          block.shared.assign(shared_.bytes, static_cast<char>(0xff));
+        }
+        if (!block.over) resident.push_back(&block);
       }
-      const auto in = [this](State state) {
-        return std::count_if(threads_.begin(), threads_.end(),
-                             [state](const Thread& thread) { return thread.state == state; });
-      };
-      if (in(State::kReady) > 0) continue;
-      if (in(State::kOver) == static_cast<int64_t>(threads_.size())) return true;
-      if (in(State::kAtBarrier) == static_cast<int64_t>(threads_.size())) {
-        release(0, static_cast<unsigned>(threads_.size()), "a barrier");
-      } else {
-        fail("threads wait for ever: " + describe());
+      if (resident.empty()) return;
+      // Mostly the same again, so that one can get far ahead of another.
+      const bool stays = std::find(resident.begin(), resident.end(), block_) != resident.end();
+      if (!stays || (resident.size() > 1 && random_below(4) == 0)) {
+        block_ = resident[resident.size() > 1 ? random_below(resident.size()) : 0];
       }
+      ::blockIdx = block_->index;
+      std::copy(block_->shared.begin(), block_->shared.end(), shared_.begin);
+      const size_t threads = block_->threads.size();
+      run_block(shuffles() ? 1 + random_below(2 * threads) : threads);
+      std::copy_n(shared_.begin, shared_.bytes, block_->shared.begin());
     }
-    return false;
+  }
+
+  /// Gives up to `turns` threads of the block a turn.
+  void run_block(size_t turns) {
+    std::vector<Thread>& threads = block_->threads;
+    for (const unsigned i : order(static_cast<unsigned>(threads.size()))) {
+      if (threads[i].state != State::kReady) continue;
+      if (turns-- == 0) return;
+      take_turn(i);
+      if (failed_) return;
+      if (threads[i].state == State::kExchanging) release_warp(i / kWarp);
+      if (failed_) return;
+    }
+    const auto in = [&threads](State state) {
+      return static_cast<size_t>(
+          std::count_if(threads.begin(), threads.end(),
+                        [state](const Thread& thread) { return thread.state == state; }));
+    };
+    if (in(State::kReady) > 0) return;
+    if (in(State::kOver) == threads.size()) {
+      block_->over = true;
+    } else if (in(State::kAtBarrier) == threads.size()) {
+      release(0, static_cast<unsigned>(threads.size()), "a barrier");
+    } else {
+      fail("threads wait for ever: " + describe());
+    }
   }
 
   /// Lets the lanes of a warp go on if all have come.
   void release_warp(unsigned warp) {
     const unsigned begin = warp * kWarp;
+    const auto first = block_->threads.begin() + begin;
     const bool complete = std::all_of(
-        threads_.begin() + begin, threads_.begin() + begin + kWarp,
-        [](const Thread& thread) { return thread.state == State::kExchanging; });
+        first, first + kWarp, [](const Thread& thread) { return thread.state == State::kExchanging; });
     if (complete) release(begin, begin + kWarp, "an exchange");
   }
 
   void release(unsigned begin, unsigned end, const char* what) {
+    std::vector<Thread>& threads = block_->threads;
     for (unsigned i = begin; i < end; ++i) {
-      if (threads_[i].where.line != threads_[begin].where.line ||
-          std::strcmp(threads_[i].where.file, threads_[begin].where.file) != 0) {
+      if (threads[i].where.line != threads[begin].where.line ||
+          std::strcmp(threads[i].where.file, threads[begin].where.file) != 0) {
         fail(std::string("threads are at ") + what + " in different places: " + describe());
         return;
       }
-      threads_[i].state = State::kReady;
+      threads[i].state = State::kReady;
     }
   }
 
@@ -218,8 +295,8 @@ class Emulator {
   std::string describe() const {
     std::ostringstream text;
     const Thread* before = nullptr;
-    for (unsigned i = 0; i < threads_.size(); ++i) {
-      const Thread& thread = threads_[i];
+    for (unsigned i = 0; i < block_->threads.size(); ++i) {
+      const Thread& thread = block_->threads[i];
       if (before != nullptr && before->state == thread.state && before->where.line == thread.where.line) {
         continue;
       }
@@ -247,10 +324,15 @@ class Emulator {
   std::string error_;
   bool failed_ = false;
 
+  std::mutex device_mutex_;
+  std::condition_variable device_turn_;
+  bool device_busy_ = false;
+
+  ThreadLocals shared_;
   const std::function<void()>* body_ = nullptr;
-  std::vector<Thread> threads_;
-  unsigned running_ = 0;
-  std::array<Fiber, kMostThreads> fibers_;
+  std::array<Block, kMostResident> blocks_;
+  Block* block_ = nullptr;  // whose turn it is
+  unsigned running_ = 0;    // its thread
   jmp_buf scheduler_;
   char* stacks_;
 };

@@ -16,9 +16,8 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(threads)
-// In a section of its own, so that the emulator finds it. One block runs at a time, on one set of variables.
-// Only in templates and inline functions: a section takes no others beside those.
-#define __shared__ static __attribute__((section("cuda_emulator_shared")))
+// The emulator runs all blocks on one thread, and exchanges its thread_local variables with them.
+#define __shared__ static thread_local
 
 struct uint3 {
   unsigned x, y, z;
@@ -70,7 +69,7 @@ inline void __syncthreads(const char* file = __builtin_FILE(), int line = __buil
   apex::testing::cuda::detail::barrier({file, line});
 }
 
-/// Blocks run one after the other, so that what one has written is there for the next.
+/// All threads take turns on one processor, which sees its own writes in order.
 inline void __threadfence() {}
 
 template <typename T>

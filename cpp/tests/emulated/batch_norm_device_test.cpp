@@ -1,0 +1,107 @@
+#include "kernels/batch_norm_device.cuh"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "emulated/emulated_launch.h"
+#include "support/cuda_emulator/cuda_emulator.h"
+
+// What the CUDA kernels of batch norm share, in kernels so small that many orders of their threads can be
+// tried.
+
+namespace apex::kernels {
+namespace {
+
+using testing::cuda::launch;
+using testing::cuda::set_order;
+
+inline __global__ void hand_over_kernel(double* values, unsigned* counter, double* sum) {
+  values[blockIdx.x * blockDim.x + threadIdx.x] = 1;
+  if (!is_last_block(counter, gridDim.x)) {
+    return;
+  }
+  if (threadIdx.x == blockDim.x - 1) {
+    for (unsigned i = 0; i < gridDim.x * blockDim.x; ++i) {
+      *sum += __ldcg(values + i);
+    }
+  }
+}
+
+TEST(BatchNormDevice, LastBlock_InAnyOrder_SeesWhatAllHaveWritten) {
+  unsigned counter = 0;  // once and for all launches
+  for (uint64_t order = 0; order < 100; ++order) {
+    set_order(order);
+    std::vector<double> values(5 * 64);
+    double sum = 0;
+    ASSERT_EQ(launch(5, 64, hand_over_kernel, values.data(), &counter, &sum), cudaSuccess);
+    EXPECT_EQ(sum, 5 * 64) << "order " << order;
+    EXPECT_EQ(counter, 0u);
+  }
+  set_order(0);
+}
+
+inline __global__ void block_sum_kernel(const double* values, Sums* sums) {
+  const Sums all = block_sum({values[threadIdx.x], -values[threadIdx.x]});
+  if (threadIdx.x < 32) {
+    sums[threadIdx.x] = all;
+  }
+}
+
+TEST(BatchNormDevice, BlockSum_AnyNumberOfWarps_IsInEachThreadOfTheFirst) {
+  for (const unsigned threads : {32, 64, 512, 1024}) {
+    set_order(threads % 7);
+    std::vector<double> values(threads);
+    std::iota(values.begin(), values.end(), 1.0);
+    std::vector<Sums> sums(32);
+    ASSERT_EQ(launch(1, threads, block_sum_kernel, values.data(), sums.data()), cudaSuccess);
+    for (const Sums& sum : sums) {
+      EXPECT_EQ(sum.first, threads * (threads + 1.0) / 2);
+      EXPECT_EQ(sum.second, -sum.first);
+    }
+  }
+  set_order(0);
+}
+
+inline __global__ void merge_kernel(const double* records, int64_t ranks, int64_t channels, Welford<double>* out) {
+  const int lanes = lanes_per_channel(ranks);
+  const int64_t channel = threadIdx.x / lanes;
+  const bool present = channel < channels;
+  const Welford<double> all = merge_records(records, ranks, channels, present ? channel : -1, lanes);
+  if (present) {
+    out[channel * lanes + threadIdx.x % lanes] = all;
+  }
+}
+
+TEST(BatchNormDevice, MergeRecords_AnyNumberOfRanks_IsTheSameInEachLane) {
+  std::mt19937_64 random(1);
+  std::uniform_real_distribution<double> uniform(-1, 1);
+  for (const int64_t ranks : {1, 2, 3, 7, 8, 31, 33, 100}) {
+    int lanes = 1;
+    while (lanes < ranks && lanes < 32) lanes *= 2;
+    const int64_t channels = 3;
+    std::vector<double> records;
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      const bool empty = rank % 4 == 2;
+      for (int64_t c = 0; c < channels; ++c) records.push_back(empty ? 0 : uniform(random));
+      for (int64_t c = 0; c < channels; ++c) records.push_back(empty ? 0 : 1 + uniform(random));
+      records.push_back(empty ? 0 : 5.0 + static_cast<double>(rank));
+    }
+    std::vector<Welford<double>> out(channels * lanes);
+    ASSERT_EQ(launch(1, 128, merge_kernel, records.data(), ranks, channels, out.data()), cudaSuccess);
+    for (int64_t c = 0; c < channels; ++c) {
+      const Welford<double> want = merge_ranks(records.data(), ranks, channels, c);
+      for (int lane = 0; lane < lanes; ++lane) {
+        const Welford<double>& got = out[c * lanes + lane];
+        EXPECT_EQ(got.count, want.count);
+        EXPECT_NEAR(got.mean, want.mean, 1e-14) << ranks << " ranks";
+        EXPECT_NEAR(got.m2 / want.m2, 1, 1e-13) << ranks << " ranks";
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace apex::kernels

@@ -1,0 +1,16 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace apex::testing::cuda {
+
+/// A launch of a kernel of a test's own.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch(unsigned blocks, unsigned threads, void (*kernel)(Parameters...), Arguments... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+}  // namespace apex::testing::cuda
