@@ -170,6 +170,40 @@ def test_sync_batch_norm_memory_format_is_kept_without_a_copy() -> None:
         assert not copies & {event.name for event in profile.events()}
 
 
+@pytest.mark.parametrize("needs_input", [False, True])
+def test_sync_batch_norm_backward_makes_nothing_but_its_results(needs_input: bool) -> None:
+    # Each of these would be a launch on a GPU. Gradients of the statistics were one once.
+    x = torch.randn(4, 3, 5, requires_grad=needs_input)
+    y = SyncBatchNorm(3)(x)
+    dy = torch.randn_like(y)
+    with torch.profiler.profile() as profile:
+        y.backward(dy)
+    operators = {e.name for e in profile.events() if e.name.startswith(("aten::", "apex::"))}
+    assert operators <= {"apex::sync_batch_norm_backward", "aten::empty", "aten::to", "aten::detach"}
+
+
+class _Cut(torch.autograd.Function):
+    """Passes no gradient back."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        return None
+
+
+def test_sync_batch_norm_no_gradient_arrives_gives_zeros() -> None:
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(2, 3, 4, 4).to(memory_format=memory_format).requires_grad_()
+        z = torch.randn_like(x).requires_grad_()
+        module = SyncBatchNorm(3)
+        _Cut.apply(module(x, z)).sum().backward()
+        for tensor in (x, z, module.weight, module.bias):
+            assert tensor.grad is not None and not tensor.grad.any()
+
+
 def test_sync_batch_norm_strided_input_is_right() -> None:
     base = torch.randn(4, 6, 5, 7, requires_grad=True)
     x = base[:, ::2, :, 1:].transpose(2, 3)

@@ -3,6 +3,7 @@
 
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -120,6 +121,8 @@ class ForwardFunction : public Function<ForwardFunction> {
     ctx->save_for_backward({input, fuse_relu && present(z) ? output : at::Tensor(),
                             or_undefined(weight), or_undefined(bias), mean, invstd, count});
     ctx->mark_non_differentiable({mean, invstd, count});
+    // Else autograd would make zeros as gradients of the statistics: three launches for nothing.
+    ctx->set_materialize_grads(false);
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["has_z"] = present(z);
     ctx->saved_data["channel_last"] = channel_last;
@@ -134,13 +137,15 @@ class ForwardFunction : public Function<ForwardFunction> {
     const bool fuse_relu = ctx->saved_data["fuse_relu"].toBool();
     const OutputMask needs =
         needed_gradients(ctx, has_z, saved[2].defined(), saved[3].defined());
+    // Without a gradient, too: other ranks may have one, and wait for this one's sums.
+    const at::Tensor dy = gradients[0].defined() ? gradients[0] : at::zeros_like(saved[0]);
     const auto [dx, dz, dweight, dbias] = call_backward(
-        gradients[0], saved[0], or_none(saved[1]), or_none(saved[2]), or_none(saved[3]), saved[4],
+        dy, saved[0], or_none(saved[1]), or_none(saved[2]), or_none(saved[3]), saved[4],
         saved[5], or_none(saved[6]), ctx->saved_data["eps"].toDouble(),
         ctx->saved_data["channel_last"].toBool(), fuse_relu, needs,
         ctx->saved_data["group_name"].toStringRef());
     return {if_needed(needs[0], dx),
-            if_needed(needs[1], fuse_relu ? dz : gradients[0]),
+            if_needed(needs[1], fuse_relu ? dz : dy),
             if_needed(needs[2], dweight),
             if_needed(needs[3], dbias),
             {}, {}, {}, {}, {}, {}, {}, {}};

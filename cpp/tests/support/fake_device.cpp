@@ -4,8 +4,11 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include <ATen/ATen.h>
@@ -22,13 +25,45 @@ using Block = RaceDetector::Block;
 /// Behind each storage: where the detector knows it.
 struct Memory {
   Block block;
-  void* data;
+  std::shared_ptr<void> data;
+  size_t bytes;
+};
+
+/// All memory that is allocated, by its first address.
+class Memories {
+ public:
+  static Memories& instance() {
+    static Memories* const memories = new Memories;  // never destroyed: static tensors are freed after it
+    return *memories;
+  }
+
+  void add(const Memory& memory) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    memories_.emplace(static_cast<const char*>(memory.data.get()), memory);
+  }
+  void remove(const Memory& memory) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    memories_.erase(static_cast<const char*>(memory.data.get()));
+  }
+  std::optional<Memory> find(const Region& region) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto* const address = static_cast<const char*>(region.data);
+    auto after = memories_.upper_bound(address);
+    if (after == memories_.begin()) return std::nullopt;
+    const auto& [begin, memory] = *--after;
+    if (address + region.bytes > begin + memory.bytes) return std::nullopt;
+    return memory;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<const char*, Memory> memories_;
 };
 
 void free_memory(void* context) {
   const std::unique_ptr<Memory> memory(static_cast<Memory*>(context));
+  Memories::instance().remove(*memory);
   detector().free(memory->block);
-  std::free(memory->data);
 }
 
 const Memory* memory_of(const c10::DataPtr& pointer) {
@@ -46,12 +81,12 @@ c10::Stream stream_of(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE
 class FakeAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
-    auto memory = std::make_unique<Memory>();
-    // Even an empty tensor has an address of its own.
-    memory->data = std::malloc(bytes == 0 ? 1 : bytes);
-    if (memory->data == nullptr) throw std::bad_alloc();
-    memory->block = detector().allocate(current);
-    void* const data = memory->data;
+    // Even an empty tensor has an address of its own. Multiples of 16, as other devices have.
+    void* const data = std::aligned_alloc(64, (bytes / 64 + 1) * 64);
+    if (data == nullptr) throw std::bad_alloc();
+    auto memory = std::make_unique<Memory>(
+        Memory{detector().allocate(current), std::shared_ptr<void>(data, &std::free), bytes});
+    Memories::instance().add(*memory);
     return {data, memory.release(), &free_memory, device()};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_memory; }
@@ -214,6 +249,26 @@ void operate(const c10::Stream& stream, const std::string& what, const std::vect
   detector().operate(stream.id(), what, accesses);
   compute();
   Capture::operate(stream.id(), what, accesses, [reads, writes, compute] { compute(); });
+}
+
+void operate(const c10::Stream& stream, const std::string& what, const std::vector<Region>& regions,
+             const std::function<void()>& compute, const std::function<void()>& again) {
+  std::vector<RaceDetector::Access> accesses;
+  std::vector<Memory> kept;
+  for (const Region& region : regions) {
+    const std::optional<Memory> memory = Memories::instance().find(region);
+    if (!memory) {
+      detector().fail(what + " uses memory that is not the device's");
+      continue;
+    }
+    const auto begin = static_cast<size_t>(static_cast<const char*>(region.data) -
+                                           static_cast<const char*>(memory->data.get()));
+    accesses.push_back({memory->block, begin, begin + region.bytes, region.writes});
+    kept.push_back(*memory);
+  }
+  detector().operate(stream.id(), what, accesses);
+  compute();
+  Capture::operate(stream.id(), what, accesses, [kept, again] { again(); });
 }
 
 void used_on(const at::Tensor& tensor, const c10::Stream& stream) {

@@ -49,6 +49,17 @@ at::Tensor peek(const at::Tensor& tensor);
 void operate(const c10::Stream& stream, const std::string& what, const std::vector<at::Tensor>& reads,
              const std::vector<at::Tensor>& writes, const std::function<void()>& compute = [] {});
 
+/// Bytes of the device's memory.
+struct Region {
+  const void* data;
+  size_t bytes;
+  bool writes;
+};
+/// The same of an operation that is known by addresses only; `again` is what a capture keeps. Memory that is not
+/// the device's is an error.
+void operate(const c10::Stream& stream, const std::string& what, const std::vector<Region>& regions,
+             const std::function<void()>& compute, const std::function<void()>& again);
+
 /// What is over when all that a stream has been asked for so far is over.
 struct Mark {
   RaceDetector::Clock clock;

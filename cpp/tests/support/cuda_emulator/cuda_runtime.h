@@ -43,6 +43,13 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs;
 };
 
+/// A small device: two blocks of rows_*_kernel at a time, so that tests of moderate size share channels.
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxThreadsPerMultiProcessor };
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? 3 : 1024;
+  return cudaSuccess;
+}
+
 namespace apex::testing::cuda::detail {
 
 /// Where in a kernel a thread waits.

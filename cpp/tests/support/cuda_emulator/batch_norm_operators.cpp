@@ -1,0 +1,19 @@
+// The CUDA operators of batch norm, registered for the fake device. Their headers come first, so that the
+// name of the dispatch key is replaced in that one file only.
+
+#include <ATen/ATen.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "kernels/batch_norm_cuda.h"
+#include "parallel/sync_batch_norm_common.h"
+
+#define CUDA PrivateUse1
+#include "parallel/sync_batch_norm_cuda.cpp"

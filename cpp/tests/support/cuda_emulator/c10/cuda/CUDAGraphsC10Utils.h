@@ -1,0 +1,17 @@
+#pragma once
+
+#include <support/fake_capture.h>
+#include <support/fake_device.h>
+
+/// Stands in for torch's header of this name: captures of the fake device.
+
+namespace c10::cuda {
+
+enum class CaptureStatus : int { None = 0, Active = 1 };
+
+inline CaptureStatus currentStreamCaptureStatusMayInitCtx() {
+  using namespace apex::testing::fake;
+  return Capture::of(current_stream().id()) != 0 ? CaptureStatus::Active : CaptureStatus::None;
+}
+
+}  // namespace c10::cuda

@@ -1,0 +1,27 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <c10/core/Stream.h>
+
+#include <support/fake_device.h>
+
+/// Stands in for torch's header of this name: the streams of the fake device.
+
+namespace c10::cuda {
+
+class CUDAStream {
+ public:
+  explicit CUDAStream(const c10::Stream& stream) : stream_(stream) {}
+  c10::DeviceIndex device_index() const { return stream_.device_index(); }
+  c10::StreamId id() const { return stream_.id(); }
+  /// Its number, and no address.
+  cudaStream_t stream() const { return reinterpret_cast<cudaStream_t>(stream_.id()); }
+
+ private:
+  c10::Stream stream_;
+};
+
+inline CUDAStream getCurrentCUDAStream() { return CUDAStream(apex::testing::fake::current_stream()); }
+
+}  // namespace c10::cuda
