@@ -322,6 +322,9 @@ TEST_F(SyncBatchNormFake, CapturedStep_Replays_EqualTheCpus) {
     const Results results = run(device, arguments);
     graph.end();
     EXPECT_EQ(graph.errors(), Strings{});
+    // Two launches and a collective each way. The counters of the reducing ones are the graph's own, as it may be
+    // replayed beside anything, and it clears them.
+    EXPECT_EQ(graph.size(), 2u * (3 + 1));
     for (int step = 0; step < 3; ++step) {
       fake::host_alias(device.x.detach()).copy_(at::randn(shape));
       fake::host_alias(device.dy).copy_(at::randn(shape));
