@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -161,6 +162,53 @@ def losses(stdout: str) -> list[float]:
     ]
 
 
+@dataclass(frozen=True)
+class Alone:
+    """A run of one process that a test looks at; such runs go on side by side."""
+
+    command: tuple[str, ...]
+    scikit_learn: bool = True
+
+    def start(self, folder: Path) -> subprocess.CompletedProcess[str]:
+        env = {} if self.scikit_learn else {"PYTHONPATH": without_scikit_learn(folder)}
+        return run(self.command, folder, **env)
+
+
+def without_scikit_learn(folder: Path) -> str:
+    (folder / "hidden" / "sklearn").mkdir(parents=True)
+    (folder / "hidden/sklearn/__init__.py").write_text("raise ImportError('none here')\n")
+    path = os.environ.get("PYTHONPATH")
+    return f"{folder / 'hidden'}{os.pathsep}{path}" if path else str(folder / "hidden")
+
+
+@pytest.fixture(scope="module")
+def runs_alone(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Alone, Future[subprocess.CompletedProcess[str]]]]:
+    """The runs of all selected tests, in their order, as many at once as there are cores."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    wanted = [
+        item.callspec.params["done"]
+        for item in items
+        if item.module is request.module
+        and hasattr(item, "callspec")
+        and "done" in item.callspec.params
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {
+            alone: pool.submit(alone.start, tmp_path_factory.mktemp("alone")) for alone in wanted
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def done(
+    request: pytest.FixtureRequest,
+    runs_alone: dict[Alone, Future[subprocess.CompletedProcess[str]]],
+) -> subprocess.CompletedProcess[str]:
+    return runs_alone[request.param].result()
+
+
 def check_output(script: Script, ranks: int, done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr
     if script.final is not None:
@@ -172,11 +220,14 @@ def check_output(script: Script, ranks: int, done: subprocess.CompletedProcess[s
         assert sorted(found, reverse=True) == found
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_script_one_process_trains(name: str, tmp_path: Path) -> None:
-    script = ALL[name]
-    done = run(script.command(1), tmp_path)
-    check_output(script, 1, done)
+@pytest.mark.parametrize(
+    ("name", "done"),
+    [(name, Alone(tuple(script.command(1)))) for name, script in ALL.items()],
+    ids=ALL,
+    indirect=["done"],
+)
+def test_script_one_process_trains(name: str, done: subprocess.CompletedProcess[str]) -> None:
+    check_output(ALL[name], 1, done)
     assert re.search(r"\d+/\d+ \[", done.stderr), "no progress bar"
 
 
@@ -201,25 +252,31 @@ def test_script_torch_launchers_start_it(launcher: str, tmp_path: Path) -> None:
     check_output(script, 2, run([*start, str(EXAMPLES / script.path), *script.arguments], tmp_path))
 
 
-@pytest.mark.parametrize("name", EACH_SCRIPT)
-def test_help_describes_the_options(name: str, tmp_path: Path) -> None:
-    done = run([sys.executable, str(EXAMPLES / ALL[name].path), "--help"], tmp_path)
+@pytest.mark.parametrize(
+    "done",
+    [Alone((sys.executable, str(EXAMPLES / ALL[name].path), "--help")) for name in EACH_SCRIPT],
+    ids=EACH_SCRIPT,
+    indirect=True,
+)
+def test_help_describes_the_options(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: ")
     assert "--epochs" in done.stdout or "--steps" in done.stdout
 
 
-def without_scikit_learn(folder: Path) -> str:
-    (folder / "hidden" / "sklearn").mkdir(parents=True)
-    (folder / "hidden/sklearn/__init__.py").write_text("raise ImportError('none here')\n")
-    path = os.environ.get("PYTHONPATH")
-    return f"{folder / 'hidden'}{os.pathsep}{path}" if path else str(folder / "hidden")
+WITH_DATA = [name for name in EACH_SCRIPT if ALL[name].needs]
 
 
-@pytest.mark.parametrize("name", [name for name in EACH_SCRIPT if ALL[name].needs])
-def test_missing_data_fails_with_one_sentence(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "done"),
+    [(name, Alone(tuple(ALL[name].command(1)), scikit_learn=False)) for name in WITH_DATA],
+    ids=WITH_DATA,
+    indirect=["done"],
+)
+def test_missing_data_fails_with_one_sentence(
+    name: str, done: subprocess.CompletedProcess[str]
+) -> None:
     script = ALL[name]
-    done = run(script.command(1), tmp_path, PYTHONPATH=without_scikit_learn(tmp_path))
     assert_one_sentence(done, f"{Path(script.path).name}: {script.needs}")
 
 
@@ -231,26 +288,33 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], sentence: str) -
     assert sentence in lines[0]
 
 
+BAD_ARGUMENTS = [
+    ("imagenet/main.py", (), "main.py: name the folder with the images"),
+    ("imagenet/main.py", ("nowhere",), "main.py: there is no folder nowhere/train"),
+    ("imagenet/main.py", ("--synthetic=4", "-a=vgg16"), "main.py: there is no network vgg16"),
+    ("imagenet/main.py", ("--synthetic=4", "-b=8"), "no whole batch of 8"),
+    ("imagenet/main.py", ("--resume=nowhere.pt",), "there is no checkpoint nowhere.pt"),
+    ("fp16_optimizer/main.py", ("--resume=nowhere.pt",), "there is no checkpoint nowhere.pt"),
+    ("spawn/main.py", ("--resume=nowhere.pt",), "there is no checkpoint nowhere.pt"),
+    ("spawn/main.py", ("--rank=1",), "--rank 1 is not one of 1 machines"),
+    ("spawn/main.py", ("--world-size=2",), "give --dist-url"),
+    ("tutorial/mnist.py", ("--data=mnist",), "mnist.py: MNIST is not in data"),
+    ("tutorial/mnist-distributed.py", ("-nr=1",), "-nr 1 is not one of 1 machines"),
+]
+
+
 @pytest.mark.parametrize(
-    ("script", "arguments", "sentence"),
+    ("sentence", "done"),
     [
-        ("imagenet/main.py", (), "main.py: name the folder with the images"),
-        ("imagenet/main.py", ("nowhere",), "main.py: there is no folder nowhere/train"),
-        ("imagenet/main.py", ("--synthetic=4", "-a=vgg16"), "main.py: there is no network vgg16"),
-        ("imagenet/main.py", ("--synthetic=4", "-b=8"), "no whole batch of 8"),
-        ("imagenet/main.py", ("--resume=nowhere.pt",), "there is no checkpoint nowhere.pt"),
-        ("fp16_optimizer/main.py", ("--resume=nowhere.pt",), "there is no checkpoint nowhere.pt"),
-        ("spawn/main.py", ("--resume=nowhere.pt",), "there is no checkpoint nowhere.pt"),
-        ("spawn/main.py", ("--rank=1",), "--rank 1 is not one of 1 machines"),
-        ("spawn/main.py", ("--world-size=2",), "give --dist-url"),
-        ("tutorial/mnist.py", ("--data=mnist",), "mnist.py: MNIST is not in data"),
-        ("tutorial/mnist-distributed.py", ("-nr=1",), "-nr 1 is not one of 1 machines"),
+        (sentence, Alone((sys.executable, str(EXAMPLES / script), *arguments)))
+        for script, arguments, sentence in BAD_ARGUMENTS
     ],
+    ids=[" ".join((script, *arguments)) for script, arguments, _ in BAD_ARGUMENTS],
+    indirect=["done"],
 )
 def test_bad_argument_fails_with_one_sentence(
-    script: str, arguments: tuple[str, ...], sentence: str, tmp_path: Path
+    sentence: str, done: subprocess.CompletedProcess[str]
 ) -> None:
-    done = run([sys.executable, str(EXAMPLES / script), *arguments], tmp_path)
     assert_one_sentence(done, sentence)
 
 

@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,11 @@ def blocks(title: str, language: str) -> list[str]:
 @pytest.fixture(scope="module")
 def programs(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:  # noqa: F811
     """The guide's two programs, each built as the guide says."""
-    built = {}
-    for name, title in {"one": "One process", "many": "Two processes"}.items():
-        folder = tmp_path_factory.mktemp(name)
+    titles = {"one": "One process", "many": "Two processes"}
+    folders = {name: tmp_path_factory.mktemp(name) for name in titles}
+
+    def build_program(name: str) -> Path:
+        folder, title = folders[name], titles[name]
         (folder / "train.cpp").write_text(blocks(title, "cpp")[0])
         (folder / "CMakeLists.txt").write_text(blocks("Building it", "cmake")[0])
         build = str(folder / "build")
@@ -41,8 +44,10 @@ def programs(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         assert status == 0, output
         status, output = cmake("--build", build)
         assert status == 0, output
-        built[name] = folder / "build" / "train"
-    return built
+        return folder / "build" / "train"
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(titles, pool.map(build_program, titles), strict=True))
 
 
 def losses(output: str) -> list[float]:
