@@ -135,7 +135,7 @@ export python work
 parallel= parallel_gpu=
 if "$python" -c 'import xdist' 2>/dev/null; then parallel="-n 8" parallel_gpu="-n 4"; fi
 if [ $dry_run = yes ]; then collect=--collect-only; else collect=; fi
-phase pytest_gpu 120 bash -c "pytest -m 'cuda or nccl' $parallel_gpu $collect"
+phase pytest_gpu 170 bash -c "pytest -m 'cuda or nccl' $parallel_gpu $collect"
 phase pytest_cpu 75 bash -c "pytest -m 'not cuda and not nccl and not processes and not slow' $parallel $collect"
 
 # --- benchmarks ---

@@ -5,9 +5,10 @@ from __future__ import annotations
 import datetime
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -19,6 +20,32 @@ TOLERANCE = {
     torch.float16: 4e-3,
     torch.bfloat16: 3e-2,
 }
+
+
+#: Tests that use it make everything on each device: see the fixture ``device``.
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.cuda,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+        ],
+    ),
+]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where tensors and modules are made by default during the test."""
+    with torch.device(request.param):
+        yield request.param
+
+
+def draw(size: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """The same random values on every device."""
+    values = torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
+    return values.to(torch.get_default_device(), dtype)
 
 
 def fresh_seed() -> int:

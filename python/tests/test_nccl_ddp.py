@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from sync_batch_norm_support import fresh_seed
+from test_sync_batch_norm_ranks import check_random_cases
 from torch import Tensor, nn
 
 from apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
@@ -192,6 +194,16 @@ def _normalizes_over_ranks(rank: int, world_size: int) -> None:
 
 def test_sync_batch_norm_under_ddp_two_nccl_ranks_equals_one_process() -> None:
     run_ranks(2, _normalizes_over_ranks)
+
+
+def _random_batch_norms(rank: int, world_size: int, seed: int) -> None:
+    with torch.device("cuda"):
+        check_random_cases(rank, world_size, seed, 40)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_sync_batch_norm_random_cases_nccl_ranks_match_one_process(world_size: int) -> None:
+    run_ranks(world_size, _random_batch_norms, fresh_seed())
 
 
 def _replays(rank: int, world_size: int) -> None:

@@ -11,7 +11,13 @@ import sys
 
 import pytest
 import torch
-from sync_batch_norm_support import TOLERANCE, assert_near, reference_batch_norm
+from sync_batch_norm_support import (
+    TOLERANCE,
+    assert_near,
+    device,  # noqa: F401  (a fixture)
+    draw,
+    reference_batch_norm,
+)
 from torch import Tensor
 from torch.library import opcheck
 
@@ -23,24 +29,29 @@ OPS = torch.ops.apex
 def _inputs(shape: list[int], dtype: torch.dtype, channels: int, seed: int = 0) -> list[Tensor]:
     """x, z, weight, bias, all requiring gradients."""
     generator = torch.Generator().manual_seed(seed)
-
-    def draw(size: list[int], to: torch.dtype) -> Tensor:
-        values = torch.randn(size, generator=generator, dtype=torch.float64)
-        return values.to(to).requires_grad_()
-
     parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    return [
-        draw(shape, dtype),
-        draw(shape, dtype),
-        draw([channels], parameter_dtype),
-        draw([channels], parameter_dtype),
+    sizes = [
+        (shape, dtype),
+        (shape, dtype),
+        ([channels], parameter_dtype),
+        ([channels], parameter_dtype),
     ]
+    return [draw(size, to, generator).requires_grad_() for size, to in sizes]
 
 
 # Planes shorter than a vector, not a multiple of one, longer than a chunk; odd channel counts.
-SHAPES = [(4, 3, 1), (3, 5, 7, 7), (2, 70, 3, 3), (2, 3, 4100), (2, 2, 3, 64, 64), (300, 33), (7, 1)]
+SHAPES = [
+    (4, 3, 1),
+    (3, 5, 7, 7),
+    (2, 70, 3, 3),
+    (2, 3, 4100),
+    (2, 2, 3, 64, 64),
+    (300, 33),
+    (7, 1),
+]
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sync_batch_norm_training_matches_float64(shape: tuple, dtype: torch.dtype) -> None:
@@ -68,6 +79,7 @@ def test_sync_batch_norm_training_matches_float64(shape: tuple, dtype: torch.dty
             assert_near(got, expected, dtype, f"gradient {index}")
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("track", [True, False])
 @pytest.mark.parametrize("momentum", [None, 0.0, 0.25])
@@ -99,6 +111,7 @@ def test_sync_batch_norm_modes_match_torch(
     )
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("channel_last", [False, True])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("relu", [False, True])
@@ -124,6 +137,7 @@ def test_sync_batch_norm_gradcheck_first_and_second(
     assert torch.autograd.gradgradcheck(without_z, (x, weight, bias))
 
 
+@pytest.mark.usefixtures("device")
 def test_sync_batch_norm_third_derivative_matches_numeric() -> None:
     x, _, weight, bias = _inputs([3, 2], torch.float64, 2, seed=1)
 
@@ -136,6 +150,7 @@ def test_sync_batch_norm_third_derivative_matches_numeric() -> None:
     assert torch.autograd.gradgradcheck(first, (x, weight, bias))
 
 
+@pytest.mark.usefixtures("device")
 def test_sync_batch_norm_large_mean_keeps_float64_accuracy() -> None:
     # Mean 1e4, deviation 1: what is left is the rounding of the input and of the output.
     for channel_last in (False, True):
@@ -153,6 +168,7 @@ def test_sync_batch_norm_large_mean_keeps_float64_accuracy() -> None:
         assert int(count) == 64 * 33 * 33
 
 
+@pytest.mark.usefixtures("device")
 def test_sync_batch_norm_memory_format_is_kept_without_a_copy() -> None:
     for shape, memory_format in [
         ((2, 3, 4, 5), torch.channels_last),
@@ -179,7 +195,12 @@ def test_sync_batch_norm_backward_makes_nothing_but_its_results(needs_input: boo
     with torch.profiler.profile() as profile:
         y.backward(dy)
     operators = {e.name for e in profile.events() if e.name.startswith(("aten::", "apex::"))}
-    assert operators <= {"apex::sync_batch_norm_backward", "aten::empty", "aten::to", "aten::detach"}
+    assert operators <= {
+        "apex::sync_batch_norm_backward",
+        "aten::empty",
+        "aten::to",
+        "aten::detach",
+    }
 
 
 class _Cut(torch.autograd.Function):
@@ -194,6 +215,7 @@ class _Cut(torch.autograd.Function):
         return None
 
 
+@pytest.mark.usefixtures("device")
 def test_sync_batch_norm_no_gradient_arrives_gives_zeros() -> None:
     for memory_format in (torch.contiguous_format, torch.channels_last):
         x = torch.randn(2, 3, 4, 4).to(memory_format=memory_format).requires_grad_()
@@ -204,6 +226,7 @@ def test_sync_batch_norm_no_gradient_arrives_gives_zeros() -> None:
             assert tensor.grad is not None and not tensor.grad.any()
 
 
+@pytest.mark.usefixtures("device")
 def test_sync_batch_norm_strided_input_is_right() -> None:
     base = torch.randn(4, 6, 5, 7, requires_grad=True)
     x = base[:, ::2, :, 1:].transpose(2, 3)
@@ -215,6 +238,7 @@ def test_sync_batch_norm_strided_input_is_right() -> None:
     assert_near(got, expected, torch.float32, "gradient")
 
 
+@pytest.mark.usefixtures("device")
 def test_sync_batch_norm_half_input_with_float32_parameters() -> None:
     module = SyncBatchNorm(4)
     y = module(torch.randn(3, 4, 5, dtype=torch.float16))
@@ -225,6 +249,7 @@ def test_sync_batch_norm_half_input_with_float32_parameters() -> None:
     assert half(torch.randn(3, 4, 5, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
+@pytest.mark.usefixtures("device")
 def test_sync_batch_norm_wrong_input_raises_value_error() -> None:
     module = SyncBatchNorm(4)
     with pytest.raises(ValueError, match="at least 2D input"):
@@ -244,6 +269,7 @@ def test_sync_batch_norm_wrong_input_raises_value_error() -> None:
     assert int(module.num_batches_tracked) == 0
 
 
+@pytest.mark.usefixtures("device")
 def test_sync_batch_norm_running_statistics_changed_before_backward_is_noticed() -> None:
     module = SyncBatchNorm(4)
     module.eval()
@@ -254,6 +280,7 @@ def test_sync_batch_norm_running_statistics_changed_before_backward_is_noticed()
         y.sum().backward()
 
 
+@pytest.mark.usefixtures("device")
 def test_sync_batch_norm_inference_mode_and_no_grad_work() -> None:
     module = SyncBatchNorm(4)
     for mode in (torch.no_grad, torch.inference_mode):
@@ -264,6 +291,7 @@ def test_sync_batch_norm_inference_mode_and_no_grad_work() -> None:
             assert int(other.num_batches_tracked) == 1
 
 
+@pytest.mark.usefixtures("device")
 def test_sync_batch_norm_copies_and_pickles() -> None:
     module = SyncBatchNorm(4, momentum=None, channel_last=True, fuse_relu=True)
     x = torch.randn(3, 5, 4)
@@ -287,15 +315,14 @@ def _operator_arguments() -> list[tuple]:
     return cases
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("index", range(3))
 def test_sync_batch_norm_operators_pass_opcheck(index: int) -> None:
     x, z, weight, bias, channel_last, relu = _operator_arguments()[index]
     statistics = (torch.zeros(5), torch.ones(5))
     forward = (x, z, weight, bias, *statistics, torch.tensor(0), 0.1, 1e-5, channel_last, relu, "")
     opcheck(OPS.sync_batch_norm, forward)
-    opcheck(
-        OPS.batch_norm_inference, (x, z, weight, bias, *statistics, 1e-5, channel_last, relu)
-    )
+    opcheck(OPS.batch_norm_inference, (x, z, weight, bias, *statistics, 1e-5, channel_last, relu))
     y, mean, invstd, count = OPS.sync_batch_norm(*forward)
     output = y.detach() if relu and z is not None else None
     needs = [True, z is not None, True, True]
@@ -307,6 +334,7 @@ def test_sync_batch_norm_operators_pass_opcheck(index: int) -> None:
     opcheck(OPS.all_reduce_sum, (torch.randn(3, requires_grad=True), ""))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_sync_batch_norm_compiled_fullgraph_matches_eager(backend: str) -> None:
     eager = SyncBatchNorm(5, fuse_relu=True)

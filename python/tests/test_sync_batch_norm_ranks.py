@@ -16,6 +16,7 @@ from sync_batch_norm_support import (
     reference_batch_norm,
     run_ranks,
 )
+from sync_batch_norm_support import draw as draw_values
 from torch import Tensor
 
 from apex.parallel import SyncBatchNorm, create_syncbn_process_group
@@ -63,7 +64,7 @@ def _check_case(case: dict, rank: int, generator: torch.Generator) -> None:
     parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
 
     def draw(size: list[int], to: torch.dtype) -> Tensor:
-        return torch.randn(size, generator=generator, dtype=torch.float64).to(to)
+        return draw_values(size, to, generator)
 
     module = SyncBatchNorm(
         channels,
@@ -161,7 +162,7 @@ def _check_case(case: dict, rank: int, generator: torch.Generator) -> None:
         assert_near(module(x, z), want, dtype, "evaluation")
 
 
-def _property_body(rank: int, world_size: int, seed: int, cases: int) -> None:
+def check_random_cases(rank: int, world_size: int, seed: int, cases: int) -> None:
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     for index in range(cases):
@@ -169,12 +170,14 @@ def _property_body(rank: int, world_size: int, seed: int, cases: int) -> None:
         try:
             _check_case(case, rank, generator)
         except Exception as error:
-            raise AssertionError(f"seed {seed}, case {index} {case}, rank {rank}: {error}") from error
+            raise AssertionError(
+                f"seed {seed}, case {index} {case}, rank {rank}: {error}"
+            ) from error
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_sync_batch_norm_random_cases_match_one_process(world_size: int) -> None:
-    run_ranks(world_size, _property_body, fresh_seed(), 40)
+    run_ranks(world_size, check_random_cases, fresh_seed(), 40)
 
 
 def _modes_body(rank: int, world_size: int) -> None:
@@ -198,7 +201,9 @@ def _modes_body(rank: int, world_size: int) -> None:
             (dx,) = torch.autograd.grad(y.pow(3).sum(), x)
             wanted = x if alone else x_all
             (dx_want,) = torch.autograd.grad(whole(wanted).pow(3).sum(), wanted)
-            torch.testing.assert_close(dx, dx_want if alone else dx_want[mine], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                dx, dx_want if alone else dx_want[mine], rtol=1e-4, atol=1e-5
+            )
             if training and track:  # the reference has counted this batch twice
                 whole.load_state_dict(module.state_dict())
         torch.testing.assert_close(dict(module.state_dict()), dict(whole.state_dict()))

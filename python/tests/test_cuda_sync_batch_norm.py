@@ -1,0 +1,196 @@
+"""SyncBatchNorm on CUDA in one process: what it launches, and that the host never waits.
+
+Its results there are tested beside the CPU's, in test_sync_batch_norm.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from sync_batch_norm_support import assert_near, reference_batch_norm
+from torch import Tensor
+
+from apex.parallel import SyncBatchNorm
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+OPS = torch.ops.apex
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    with torch.device("cuda"):
+        yield
+
+
+def _kernels(body: Callable[[], object]) -> list[str]:
+    """The names of the kernels and memory operations that ``body`` puts on the GPU, in order."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        body()
+        torch.cuda.synchronize()
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
+
+
+def _expect_kernels(found: list[str], *parts: str) -> None:
+    assert len(found) == len(parts), found
+    for name, part in zip(found, parts, strict=True):
+        assert part in name
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("relu", [False, True])
+def test_step_takes_two_launches_per_direction(
+    relu: bool, memory_format: torch.memory_format
+) -> None:
+    module = SyncBatchNorm(16, fuse_relu=relu)
+    x = torch.randn(8, 16, 12, 12).to(memory_format=memory_format).requires_grad_()
+    z = torch.randn_like(x).requires_grad_()
+    dy = torch.randn_like(x)
+    module(x, z).backward(dy)  # makes what is made once
+    if not _kernels(lambda: torch.ones(3) + 1):
+        pytest.skip("the profiler records no kernels here")
+    outputs: list[Tensor] = []
+    _expect_kernels(
+        _kernels(lambda: outputs.append(module(x, z))), "statistics_kernel", "normalize_kernel"
+    )
+    inputs = [x, z, module.weight, module.bias]
+    _expect_kernels(
+        _kernels(lambda: torch.autograd.grad(outputs[0], inputs, dy)),
+        "reduce_kernel",
+        "gradient_kernel",
+    )
+    module.eval()
+    _expect_kernels(_kernels(lambda: module(x.detach())), "normalize_kernel")
+
+
+def test_step_never_waits_on_the_host() -> None:
+    module = SyncBatchNorm(16, momentum=None)
+    x = torch.randn(8, 16, 12, 12, requires_grad=True)
+    dy = torch.randn_like(x)
+    module(x).backward(dy)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        module(x).backward(dy)  # anything that waits for the GPU raises
+        module(x[:0]).backward(dy[:0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channel_last", [False, True])
+def test_step_unaligned_memory_is_right(channel_last: bool, dtype: torch.dtype) -> None:
+    # One element past an address that 16-byte loads could take, though the sizes would allow them.
+    shape = (6, 8, 10, 16) if channel_last else (6, 16, 8, 10)
+    count = 6 * 16 * 8 * 10
+    x = torch.randn(count + 1, dtype=torch.float64).to(dtype)[1:].view(shape).requires_grad_()
+    dy = torch.randn(count + 1, dtype=torch.float64).to(dtype)[1:].view(shape)
+    y = SyncBatchNorm(16, channel_last=channel_last)(x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    double = x.detach().double().requires_grad_()
+    want = reference_batch_norm(double, None, None, None, 1e-5, channel_last, False)[0]
+    (dx_want,) = torch.autograd.grad(want, double, dy.double())
+    assert_near(y, want, dtype, "output")
+    assert_near(dx, dx_want, dtype, "gradient")
+
+
+@pytest.mark.parametrize("channel_last", [False, True])
+@pytest.mark.parametrize("shape", [(32, 2048, 7, 7), (256, 64, 56, 56), (4, 3, 500, 500)], ids=str)
+def test_step_large_inputs_of_many_blocks_are_right(shape: tuple, channel_last: bool) -> None:
+    x = (torch.randn(shape) * 3 + 7).half()
+    if channel_last:
+        x = x.to(memory_format=torch.channels_last)
+    x.requires_grad_()
+    dy = torch.randn(shape).half().to(x)
+    module = SyncBatchNorm(shape[1])
+    y = module(x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    double = x.detach().double().requires_grad_()
+    want = reference_batch_norm(double, None, None, None, 1e-5, False, False)[0]
+    (dx_want,) = torch.autograd.grad(want, double, dy.double())
+    assert_near(y, want, torch.float16, "output")
+    assert_near(dx, dx_want, torch.float16, "gradient")
+
+
+def test_step_two_streams_at_once_do_not_disturb_each_other() -> None:
+    x = torch.randn(64, 8, 40, 40)
+    want = SyncBatchNorm(8)(x).double().square().sum().item()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    modules = [SyncBatchNorm(8) for _ in streams]
+    torch.cuda.synchronize()
+    sums = []
+    for _ in range(50):
+        for stream, module in zip(streams, modules, strict=True):
+            with torch.cuda.stream(stream):
+                sums.append(module(x).double().square().sum())
+    torch.cuda.synchronize()
+    assert all(value.item() == pytest.approx(want, rel=1e-6) for value in sums)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+def test_step_captured_in_a_graph_replays_like_the_plain_loop(relu: bool) -> None:
+    module = SyncBatchNorm(16, momentum=None, fuse_relu=relu)
+    follower = copy.deepcopy(module)
+    x = torch.zeros(8, 16, 5, 5, requires_grad=True)
+    dy = torch.zeros(8, 16, 5, 5)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            torch.autograd.grad(module(x), x, dy)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        y = module(x)
+        grads = torch.autograd.grad(y, [x, module.weight, module.bias], dy)
+    follower.load_state_dict(module.state_dict())
+    for _ in range(3):
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x))
+            dy.copy_(torch.randn_like(dy))
+        graph.replay()
+        other = x.detach().clone().requires_grad_()
+        want = follower(other)
+        wants = torch.autograd.grad(want, [other, follower.weight, follower.bias], dy)
+        for got, expected in zip((y, *grads), (want, *wants), strict=True):
+            assert torch.equal(got, expected)
+        for name, value in follower.state_dict().items():
+            assert torch.equal(module.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("channel_last", [False, True])
+def test_step_more_than_2_to_the_31_elements_is_right(channel_last: bool) -> None:
+    free, _ = torch.cuda.mem_get_info()
+    if free < 48 << 30:
+        pytest.skip("needs 48 GB of GPU memory")
+    # The last values lie past what 32 bits can count, and differ from all others.
+    rows, channels = (1 << 31) // 4 + 5000, 4
+    shape = (rows, channels) if channel_last else (rows // 100, channels, 100)
+    x = torch.ones(shape, dtype=torch.float16)
+    tail = x[-50:] if channel_last else x[-1:]
+    tail.fill_(3)
+    expected = reference_batch_norm(
+        torch.tensor([[1.0], [3.0]]).double(), None, None, None, 0.0, False, False,
+        statistics=_moments(x.numel() // channels, tail.numel() // channels),
+    )[0]  # fmt: skip
+    y = OPS.sync_batch_norm(
+        x, None, None, None, None, None, None, 0.1, 0.0, channel_last, False, ""
+    )[0]
+    last = y[-50:] if channel_last else y[-1:]
+    torch.testing.assert_close(last.double().mean().item(), expected[1].item(), rtol=2e-3, atol=0)
+    torch.testing.assert_close(y[0].double().mean().item(), expected[0].item(), rtol=2e-3, atol=0)
+
+
+def _moments(count: int, threes: int) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of ones and that many threes."""
+    share = threes / count
+    mean = 1 + 2 * share
+    return torch.tensor([mean]).double(), torch.tensor([4 * share * (1 - share)]).double()
