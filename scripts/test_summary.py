@@ -1,7 +1,7 @@
 """Adds up the results of CTest, GoogleTest and pytest in a folder and prints them as one line.
 
-CTest has one entry per GoogleTest executable; where such an executable left its own results, NAME.xml,
-these are counted in its place.
+CTest has one entry per GoogleTest executable; where such an executable left its own results,
+NAME.xml, these are counted in its place.
 """
 
 import sys

@@ -19,10 +19,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from apex.fp16_utils import FP16_Optimizer, network_to_half
-from apex.parallel import DistributedDataParallel as DDP
 from torch import nn
 from tqdm import tqdm
+
+from apex.fp16_utils import FP16_Optimizer, network_to_half
+from apex.parallel import DistributedDataParallel as DDP
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -20,12 +20,13 @@ import resnet
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from apex import amp
-from apex.parallel import DistributedDataParallel as DDP
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
+
+from apex import amp
+from apex.parallel import DistributedDataParallel as DDP
 
 WARMUP_EPOCHS = 5
 # What must be as it was when a run goes on from a checkpoint.

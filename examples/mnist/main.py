@@ -32,11 +32,11 @@ from torch import nn
 from tqdm import tqdm
 
 # isort: off
-#=====START: ADDED FOR DISTRIBUTED======
+# =====START: ADDED FOR DISTRIBUTED======
 import torch.distributed as dist
 
 from apex.parallel import DistributedDataParallel as DDP
-#=====END:   ADDED FOR DISTRIBUTED======
+# =====END:   ADDED FOR DISTRIBUTED======
 
 
 # What must be as it was when a run goes on from a checkpoint.
@@ -112,7 +112,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--loss-log", type=Path, metavar="FILE", help="write the loss of every step here, as JSON"
     )
-    #=====START: ADDED FOR DISTRIBUTED======
+    # =====START: ADDED FOR DISTRIBUTED======
     # torch.distributed.launch passes --local-rank=R (older versions: --local_rank=R), torchrun
     # and others set LOCAL_RANK.
     parser.add_argument(
@@ -123,7 +123,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="R",
         help="index of this process on its machine; launchers set it",
     )
-    #=====END:   ADDED FOR DISTRIBUTED======
+    # =====END:   ADDED FOR DISTRIBUTED======
     args = parser.parse_args(argv)
     for path in (args.save, args.loss_log):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
@@ -143,7 +143,7 @@ def start_job(args: argparse.Namespace) -> Job:
     use_cuda = torch.cuda.is_available() and not args.no_cuda
     device = torch.device("cuda" if use_cuda else "cpu")
     job = Job(rank=0, world_size=1, device=device, backend="none")
-    #=====START: ADDED FOR DISTRIBUTED======
+    # =====START: ADDED FOR DISTRIBUTED======
     # A launcher tells each process its place through the environment; without it, train alone.
     if "WORLD_SIZE" in os.environ:
         if use_cuda:
@@ -163,7 +163,7 @@ def start_job(args: argparse.Namespace) -> Job:
                 f"main.py: a global --batch-size of {args.batch_size} leaves some of the "
                 f"{job.world_size} ranks without samples: raise it to {job.world_size} or more."
             )
-    #=====END:   ADDED FOR DISTRIBUTED======
+    # =====END:   ADDED FOR DISTRIBUTED======
     # Images of 8x8 pixels are too small for several threads to share; torchrun chooses 1 as well.
     if device.type == "cpu" and args.dataset == "digits" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -173,9 +173,7 @@ def start_job(args: argparse.Namespace) -> Job:
 def load_data(args: argparse.Namespace, job: Job) -> tuple[Split, Split]:
     """The training and the test split, whole, on this rank's device."""
     splits = load_mnist(args, job) if args.dataset == "mnist" else load_digits()
-    train, test = (
-        Split(images.to(job.device), labels.to(job.device)) for images, labels in splits
-    )
+    train, test = (Split(images.to(job.device), labels.to(job.device)) for images, labels in splits)
     return train, test
 
 
@@ -203,16 +201,16 @@ def load_mnist(args: argparse.Namespace, job: Job) -> tuple[Split, Split]:
         sys.exit("main.py: --dataset mnist needs torchvision: run `pip install torchvision`.")
     if args.download:
         downloads = True
-        #=====START: ADDED FOR DISTRIBUTED======
+        # =====START: ADDED FOR DISTRIBUTED======
         # One process per machine downloads, the others wait for it.
         downloads = args.local_rank == 0
-        #=====END:   ADDED FOR DISTRIBUTED======
+        # =====END:   ADDED FOR DISTRIBUTED======
         if downloads:
             MNIST(args.data_dir, download=True)
-        #=====START: ADDED FOR DISTRIBUTED======
+        # =====START: ADDED FOR DISTRIBUTED======
         if job.backend != "none":
             dist.barrier()
-        #=====END:   ADDED FOR DISTRIBUTED======
+        # =====END:   ADDED FOR DISTRIBUTED======
     splits = []
     for train in (True, False):
         try:
@@ -282,25 +280,25 @@ def train_epoch(
     bar = tqdm(batches, desc=title, unit="step", leave=False, disable=job.rank != 0)
     for step, batch in enumerate(bar):
         samples = batch
-        #=====START: ADDED FOR DISTRIBUTED======
+        # =====START: ADDED FOR DISTRIBUTED======
         samples = batch.tensor_split(job.world_size)[job.rank]
-        #=====END:   ADDED FOR DISTRIBUTED======
+        # =====END:   ADDED FOR DISTRIBUTED======
         output = model(shift(train.images[samples], offsets[samples]))
         loss_sum = F.cross_entropy(output, train.labels[samples], reduction="sum")
         loss = loss_sum / len(batch)
-        #=====START: ADDED FOR DISTRIBUTED======
+        # =====START: ADDED FOR DISTRIBUTED======
         # DDP averages the ranks' gradients, so that these add up to the gradient of the global
         # batch's mean loss, also where the ranks' slices differ in size.
         loss = loss * job.world_size
-        #=====END:   ADDED FOR DISTRIBUTED======
+        # =====END:   ADDED FOR DISTRIBUTED======
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         loss_sums[step] = loss_sum.detach()
-    #=====START: ADDED FOR DISTRIBUTED======
+    # =====START: ADDED FOR DISTRIBUTED======
     if job.backend != "none":
         dist.all_reduce(loss_sums)
-    #=====END:   ADDED FOR DISTRIBUTED======
+    # =====END:   ADDED FOR DISTRIBUTED======
     return [total / len(batch) for total, batch in zip(loss_sums.tolist(), batches, strict=True)]
 
 
@@ -309,19 +307,19 @@ def count_correct(model: nn.Module, test: Split, args: argparse.Namespace, job: 
     """How many of all the test samples are classified right; each is looked at by one rank."""
     model.eval()
     images, labels = test
-    #=====START: ADDED FOR DISTRIBUTED======
+    # =====START: ADDED FOR DISTRIBUTED======
     images = images.tensor_split(job.world_size)[job.rank]
     labels = labels.tensor_split(job.world_size)[job.rank]
-    #=====END:   ADDED FOR DISTRIBUTED======
+    # =====END:   ADDED FOR DISTRIBUTED======
     counts = torch.zeros(2, dtype=torch.int64, device=job.device)  # right, seen
     size = args.test_batch_size
     for x, y in zip(images.split(size), labels.split(size), strict=True):
         counts[0] += (model(x).argmax(dim=1) == y).sum()
         counts[1] += len(y)
-    #=====START: ADDED FOR DISTRIBUTED======
+    # =====START: ADDED FOR DISTRIBUTED======
     if job.backend != "none":
         dist.all_reduce(counts)
-    #=====END:   ADDED FOR DISTRIBUTED======
+    # =====END:   ADDED FOR DISTRIBUTED======
     correct, seen = counts.tolist()
     if seen != len(test.labels):
         raise RuntimeError(f"{seen} test samples were counted instead of {len(test.labels)}")
@@ -369,7 +367,7 @@ def load_checkpoint(
     return state["epoch"]
 
 
-#=====START: ADDED FOR DISTRIBUTED======
+# =====START: ADDED FOR DISTRIBUTED======
 def check_ranks_agree(net: Net, job: Job) -> str:
     """Compare a digest of all the parameters over all ranks; says so, or fails on every rank."""
     if job.backend == "none":
@@ -384,7 +382,9 @@ def check_ranks_agree(net: Net, job: Job) -> str:
     if differing:
         raise RuntimeError(f"the parameters of ranks {differing} differ from those of rank 0")
     return f"{job.world_size} ranks ({job.backend}), parameters bitwise equal"
-#=====END:   ADDED FOR DISTRIBUTED======
+
+
+# =====END:   ADDED FOR DISTRIBUTED======
 
 
 def run(args: argparse.Namespace, job: Job) -> None:
@@ -397,11 +397,11 @@ def run(args: argparse.Namespace, job: Job) -> None:
     if args.resume is not None:
         done = load_checkpoint(args.resume, net, optimizer, args, job.device)
     model: nn.Module = net
-    #=====START: ADDED FOR DISTRIBUTED======
+    # =====START: ADDED FOR DISTRIBUTED======
     # Wrap last: the wrapper broadcasts rank 0's parameters, so that all ranks start alike.
     if job.backend != "none":
         model = DDP(net)
-    #=====END:   ADDED FOR DISTRIBUTED======
+    # =====END:   ADDED FOR DISTRIBUTED======
 
     losses: list[float] = []
     seconds = 0.0
@@ -450,10 +450,10 @@ def main() -> None:
     try:
         run(args, start_job(args))
     finally:
-        #=====START: ADDED FOR DISTRIBUTED======
+        # =====START: ADDED FOR DISTRIBUTED======
         if dist.is_initialized():
             dist.destroy_process_group()
-        #=====END:   ADDED FOR DISTRIBUTED======
+        # =====END:   ADDED FOR DISTRIBUTED======
 
 
 if __name__ == "__main__":

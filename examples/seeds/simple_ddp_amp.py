@@ -15,10 +15,11 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from apex import amp
-from apex.parallel import DistributedDataParallel
 from torch import nn, optim
 from tqdm import tqdm
+
+from apex import amp
+from apex.parallel import DistributedDataParallel
 
 
 def load_digits() -> torch.utils.data.TensorDataset:

@@ -11,12 +11,13 @@ import argparse
 import os
 import sys
 
-import apex
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
+
+import apex
 
 
 def load_digits(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

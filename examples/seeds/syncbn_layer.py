@@ -10,10 +10,11 @@ on every rank, these outputs are what torch.nn.BatchNorm1d makes of the whole ba
 import argparse
 import os
 
-import apex
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
+
+import apex
 
 
 def main() -> None:

@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from apex.parallel import DistributedDataParallel as DDP
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
+
+from apex.parallel import DistributedDataParallel as DDP
 
 # What must be as it was when a run goes on from a checkpoint.
 RESUMED_SETTINGS = ("seed", "batch_size", "lr", "momentum")

@@ -1,14 +1,12 @@
 """What has to be true of an installation before the extension module is loaded.
 
-A module built against another torch fails with an undefined symbol, or later; these checks turn that
-into one sentence with the command that mends it.
+A module built against another torch fails with an undefined symbol, or later; these checks turn
+that into one sentence with the command that mends it.
 """
 
 import importlib.metadata
 
-REBUILD = (
-    "pip install --no-build-isolation --force-reinstall --no-deps <the apex-parallel sources>"
-)
+REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps <the apex-parallel sources>"
 
 
 class DeprecatedFeatureWarning(FutureWarning):

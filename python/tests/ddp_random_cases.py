@@ -1,7 +1,7 @@
 """Random training programs: what a seed means, how ranks run it, and what float64 says it yields.
 
-A case is drawn from its seed alone: a graph of small layers (shared, checkpointed, of several dtypes
-and layouts), options of the wrapper, and steps in which ranks skip different layers, freeze
+A case is drawn from its seed alone: a graph of small layers (shared, checkpointed, of several
+dtypes and layouts), options of the wrapper, and steps in which ranks skip different layers, freeze
 parameters, accumulate, and run one or two backwards.
 """
 
@@ -391,7 +391,9 @@ def check_case(case: Case, record: list[list[Grads]]) -> None:
         for rank in ranks:
             for i in range(count):
                 what = f"step {s}, rank {rank}, parameter {i}"
-                _compare(record[s][rank][i], local[rank][i], size[i] * max(1.0, times), dtypes[i], what)
+                _compare(
+                    record[s][rank][i], local[rank][i], size[i] * max(1.0, times), dtypes[i], what
+                )
 
 
 def _add(local: Grads, parameters: list[nn.Parameter], size: list[float]) -> set[int]:
@@ -409,7 +411,9 @@ def _add(local: Grads, parameters: list[nn.Parameter], size: list[float]) -> set
 
 
 def _average(local: list[Grads], used: list[set[int]], times: float) -> None:
-    contributing = [{i for i in u if row[i] is not None} for u, row in zip(used, local, strict=True)]
+    contributing = [
+        {i for i in u if row[i] is not None} for u, row in zip(used, local, strict=True)
+    ]
     for i in set().union(*contributing):
         total = sum(row[i] for row in local if row[i] is not None)
         for row in local:

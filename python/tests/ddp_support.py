@@ -259,7 +259,8 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return result
 
 
-# --- assertions: processes of the pool run without pytest's rewriting, so these say what they saw ---
+# --- assertions: processes of the pool run without pytest's rewriting, so these say what they saw
+# ---
 
 
 def check(condition: Any, message: str) -> None:
@@ -353,9 +354,7 @@ def alone(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Te
     return gradients(plain)
 
 
-def check_step(
-    ddp: nn.Module, loss: Callable[[nn.Module, int], Tensor], what: str
-) -> None:
+def check_step(ddp: nn.Module, loss: Callable[[nn.Module, int], Tensor], what: str) -> None:
     """One backward from cleared gradients yields the mean over ranks."""
     world, rank = dist.get_world_size(), dist.get_rank()
     expected = mean_over_ranks([alone(ddp.module, lambda m, r=r: loss(m, r)) for r in range(world)])

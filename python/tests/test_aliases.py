@@ -6,9 +6,10 @@ import importlib
 
 import pytest
 import torch
+from torch import nn
+
 from apex import normalization, optimizers
 from apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
-from torch import nn
 
 
 def params() -> list[nn.Parameter]:

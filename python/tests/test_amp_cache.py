@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from amp_support import fresh_amp  # noqa: F401
-from apex import amp
 from torch import nn
+
+from apex import amp
 
 
 def casts_of(tensor: torch.Tensor, run: object) -> int:

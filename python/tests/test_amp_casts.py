@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from amp_support import DEVICES, fresh_amp  # noqa: F401
+from torch import nn
+
 from apex import amp
 from apex.amp import _amp_state
-from torch import nn
 
 DTYPES = [torch.float16, torch.bfloat16]
 

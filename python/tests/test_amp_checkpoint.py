@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from amp_support import fresh_amp  # noqa: F401
+from torch import nn
+
 from apex import amp
 from apex.amp import _amp_state
 from apex.parallel.LARC import LARC
-from torch import nn
 
 LEVELS = ["O0", "O1", "O2", "O3", "O1-bf16", "O2-bf16", "O3-bf16"]
 OPTIMIZERS = {

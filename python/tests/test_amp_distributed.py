@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from amp_support import fresh_amp, run_ranks  # noqa: F401
+from torch import nn
+
 from apex import amp
 from apex.amp import _amp_state
 from apex.fp16_utils import FP16_Optimizer
 from apex.parallel import DistributedDataParallel
-from torch import nn
 
 pytestmark = pytest.mark.processes
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from amp_support import fresh_amp  # noqa: F401
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from apex import amp
 from apex.amp import _amp_state, _device_skip, scaling
 from apex.parallel.LARC import LARC
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from amp_support import fresh_amp  # noqa: F401
+from torch import nn
+
 from apex import amp
 from apex.amp import _amp_state
 from apex.fp16_utils import FP16_Optimizer
 from apex.parallel.LARC import LARC
-from torch import nn
 
 F32, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16
 LEVELS = {

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from amp_support import fresh_amp  # noqa: F401
-from apex import amp
-from apex.amp import _amp_state, scaling
-from apex.parallel.LARC import LARC
 from torch import nn
+
+from apex import amp
+from apex.amp import _amp_state
+from apex.parallel.LARC import LARC
 
 X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from amp_support import fresh_amp  # noqa: F401
+
 from apex import amp
 from apex.amp import _amp_state, scaling
 from apex.amp.scaler import LossScaler

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from amp_support import DEVICES, fresh_amp  # noqa: F401
-from apex import amp
 from torch import nn
+
+from apex import amp
 
 sklearn_datasets = pytest.importorskip("sklearn.datasets")
 

@@ -101,7 +101,9 @@ def _forward_in_no_sync_only(rank: int, world: int) -> None:
     for step in range(3):
         with ddp.no_sync():
             loss = _loss(ddp, rank, step)
-        expected = mean_over_ranks([_accumulated(ddp.module, r, [(step, EVERY)]) for r in range(world)])
+        expected = mean_over_ranks(
+            [_accumulated(ddp.module, r, [(step, EVERY)]) for r in range(world)]
+        )
         ddp.zero_grad()
         loss.backward()
         check_gradients(ddp, expected, f"step {step}", 1e-5)

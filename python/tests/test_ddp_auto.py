@@ -59,7 +59,9 @@ def _tunes(rank: int, world: int, options: dict[str, Any]) -> None:
     check_equal(ddp.statistics()["plans_learnt"], 1, "plans learnt")
     plan = ddp.bucket_plan()
     names = sorted(name for bucket in plan for name in bucket)
-    check_equal(names, sorted(n for n, _ in ddp.module.named_parameters()), "parameters in the plan")
+    check_equal(
+        names, sorted(n for n, _ in ddp.module.named_parameters()), "parameters in the plan"
+    )
     text = repr(plan).encode()
     check_same_on_all_ranks([torch.tensor([len(text), *text])], "plan")
 
@@ -85,7 +87,9 @@ def check_step_frozen(ddp: Any, rank: int, step: int) -> None:
     check_same_on_all_ranks([p.grad for p in ddp.parameters() if p.requires_grad], f"step {step}")
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"]
+)
 def test_auto_buckets_tune_once_and_gradients_stay_right(
     ranks: RankPool, options: dict[str, Any]
 ) -> None:
@@ -104,7 +108,10 @@ def _refuses(rank: int, world: int) -> None:
         except ValueError as caught:
             error = caught
         check(error is not None and text in str(error), f"{text}: {error}")
-    for options in ({"delay_allreduce": True}, {"allreduce_trigger_params": list(ddp.parameters())[:1]}):
+    for options in (
+        {"delay_allreduce": True},
+        {"allreduce_trigger_params": list(ddp.parameters())[:1]},
+    ):
         error = None
         try:
             DistributedDataParallel(ddp.module, message_size="auto", **options)

@@ -93,7 +93,9 @@ def _steps_by_bucket(rank: int, world: int, options: dict[str, Any]) -> None:
     check_equal(len(seen), 0, "calls after it was taken away")
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"]
+)
 def test_bucket_callback_steps_like_one_step(ranks: RankPool, options: dict[str, Any]) -> None:
     ranks.run(2, _steps_by_bucket, options)
 
@@ -120,7 +122,8 @@ def _calls_for_used(rank: int, world: int) -> None:
         grads.extend(p.grad.clone() for p in bucket.parameters)
 
     ddp.register_bucket_callback(callback)
-    # (left, right) by rank; the first step learns with the right branch only: then the left is late.
+    # (left, right) by rank; the first step learns with the right branch only: then the left is
+    # late.
     steps = [((False, True), (False, True)), ((True, True), (False, True)), ((False, False),) * 2,
              ((True, False), (False, True))]  # fmt: skip
     for choices in steps:
@@ -343,7 +346,11 @@ def test_sums_not_cleared_between_backwards_raise(ranks: RankPool) -> None:
 class Normed(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.norm, self.b = torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)
+        self.a, self.norm, self.b = (
+            torch.nn.Linear(6, 8),
+            torch.nn.BatchNorm1d(8),
+            torch.nn.Linear(8, 3),
+        )
         self.seen: list[torch.dtype] = []
 
     def forward(self, x: torch.Tensor, scale: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -367,7 +374,9 @@ def _runs_narrow(rank: int, world: int, wire: str | None) -> None:
     for r in range(world):
         # What one rank computes: the module itself in bfloat16.
         other = copy.deepcopy(model).to(narrow)
-        other(batch(r, 0).to(narrow), {"by": torch.tensor(2.0, dtype=narrow)}).float().square().sum().backward()
+        other(
+            batch(r, 0).to(narrow), {"by": torch.tensor(2.0, dtype=narrow)}
+        ).float().square().sum().backward()
         for name, grad in gradients(other).items():
             means[name] = means.get(name, 0) + grad.float() / world
         if r == rank:
@@ -379,7 +388,11 @@ def _runs_narrow(rank: int, world: int, wire: str | None) -> None:
         check_equal(grad.dtype, torch.float32, name)
         check_near(grad, means[name], name, 1e-2)
     on_wire = {None: narrow, "fp16": torch.float16}.get(wire)
-    fits = all(torch.equal(g, g.to(on_wire).float()) for g in gradients(ddp).values()) if on_wire else None
+    fits = (
+        all(torch.equal(g, g.to(on_wire).float()) for g in gradients(ddp).values())
+        if on_wire
+        else None
+    )
     check(fits in (True, None), f"gradients did not travel as {on_wire}")
     check_same_on_all_ranks([p.grad for p in ddp.parameters()], "gradients")
     # A hook of the user's takes the place of the wire.

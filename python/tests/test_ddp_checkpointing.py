@@ -86,7 +86,16 @@ class Blocks(nn.Module):
         return self.exit(h)
 
 
-HOW = ["whole", "each", "sequential", "some", "nested", "in_and_out", "shared_twice", "shared_in_one"]
+HOW = [
+    "whole",
+    "each",
+    "sequential",
+    "some",
+    "nested",
+    "in_and_out",
+    "shared_twice",
+    "shared_in_one",
+]
 
 
 def _trains(

@@ -127,7 +127,12 @@ def wrap(
 
 
 def check_compiled_step(
-    model: nn.Module, called: nn.Module, rank: int, step: int, rows: int = 3, tolerance: float = 1e-4
+    model: nn.Module,
+    called: nn.Module,
+    rank: int,
+    step: int,
+    rows: int = 3,
+    tolerance: float = 1e-4,
 ) -> None:
     """Gradients are those of the mean loss over two ranks, computed without compiling."""
     reference = to_reference(model)

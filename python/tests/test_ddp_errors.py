@@ -94,9 +94,7 @@ def _mismatched(rank: int, world: int, name: str, culprit: int) -> None:
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 @pytest.mark.parametrize("name", MISMATCHES)
-def test_mismatched_models_raise_on_every_rank(
-    ranks: RankPool, name: str, culprit: int
-) -> None:
+def test_mismatched_models_raise_on_every_rank(ranks: RankPool, name: str, culprit: int) -> None:
     ranks.run(3, _mismatched, name, culprit)
 
 
@@ -233,9 +231,7 @@ def _nothing_trainable(rank: int, world: int, parameters: bool) -> None:
 
 
 @pytest.mark.parametrize("parameters", [True, False])
-def test_module_without_trainable_parameter_warns_once(
-    ranks: RankPool, parameters: bool
-) -> None:
+def test_module_without_trainable_parameter_warns_once(ranks: RankPool, parameters: bool) -> None:
     ranks.run(2, _nothing_trainable, parameters)
 
 

@@ -118,9 +118,7 @@ def test_gradients_every_model_equal_whole_batch(ranks: RankPool, name: str, wor
 @pytest.mark.parametrize("name", ["mlp", "mixed_dtypes", "complex", "odd_parameters", "tied",
                                   "sparse_embedding", "mlp_float16"])  # fmt: skip
 @pytest.mark.parametrize("option", OPTIONS)
-def test_gradients_every_option_equal_whole_batch(
-    ranks: RankPool, option: str, name: str
-) -> None:
+def test_gradients_every_option_equal_whole_batch(ranks: RankPool, option: str, name: str) -> None:
     ranks.run(3, _trains_right, name, OPTIONS[option])
 
 

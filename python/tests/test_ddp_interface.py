@@ -308,9 +308,7 @@ def check_step_near(ddp: Any, rank: int, world: int, step: int, tolerance: float
 @pytest.mark.parametrize(
     "name", ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook"]
 )
-def test_comm_hook_of_torch_averages(
-    ranks: RankPool, name: str, options: dict[str, Any]
-) -> None:
+def test_comm_hook_of_torch_averages(ranks: RankPool, name: str, options: dict[str, Any]) -> None:
     ranks.run(2, _hooked, name, options)
 
 

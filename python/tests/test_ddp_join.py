@@ -27,7 +27,9 @@ ROWS = 4
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
-    return torch.sin(torch.arange(ROWS * 6, dtype=torch.float32).view(ROWS, 6) + 10 * step + 3 * rank)
+    return torch.sin(
+        torch.arange(ROWS * 6, dtype=torch.float32).view(ROWS, 6) + 10 * step + 3 * rank
+    )
 
 
 def make(seed: int = 0) -> Mlp:
@@ -65,7 +67,9 @@ def _follows_reference(
             optimizer.step()
     for step in range(max(counts)):
         active = [r for r in range(world) if step < counts[r]]
-        expected = reference_step(reference, active, world if initial else len(active), [step], 0.01)
+        expected = reference_step(
+            reference, active, world if initial else len(active), [step], 0.01
+        )
         if step < counts[rank]:
             for name, grad in mine[step].items():
                 check_near(grad, expected[name], f"step {step}, {name}", 1e-4)

@@ -66,7 +66,9 @@ def _follows_reference(
             optimizer.step()
     for step in range(max(counts)):
         active = [r for r in range(world) if step < counts[r]]
-        expected = reference_step(reference, active, world if initial else len(active), [step], RATE)
+        expected = reference_step(
+            reference, active, world if initial else len(active), [step], RATE
+        )
         if step < counts[rank]:
             for name, grad in mine[step].items():
                 check_near(grad, expected[name], f"step {step}, {name}", 1e-4)

@@ -49,7 +49,9 @@ def batches(first: int, count: int) -> list[list[int]]:
     for seed in range(first, first + count):
         by_world.setdefault(world_of(seed), []).append(seed)
     return [
-        seeds[i : i + BATCH] for _, seeds in sorted(by_world.items()) for i in range(0, len(seeds), BATCH)
+        seeds[i : i + BATCH]
+        for _, seeds in sorted(by_world.items())
+        for i in range(0, len(seeds), BATCH)
     ]
 
 

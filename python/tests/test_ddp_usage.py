@@ -274,6 +274,7 @@ def _gan(rank: int, world: int, options: dict[str, Any]) -> None:
             real.backward()
             fake.backward()
         check_gradients(critic, expected, f"critic, step {step}", 1e-5)
+
         # The generator's step goes through the critic: both are averaged.
         def fool(model: Gan, r: int, step: int = step) -> Tensor:
             return -model.critic(torch.tanh(model.generator(data(r, step)))).square().sum()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
 from apex import fp16_utils
 from apex.fp16_utils import (
     BN_convert_float,
@@ -21,7 +23,6 @@ from apex.fp16_utils import (
     to_python_float,
     tofp16,
 )
-from torch import nn
 
 HALF, F32 = torch.float16, torch.float32
 

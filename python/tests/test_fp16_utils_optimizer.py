@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from apex.amp.scaler import LossScaler
 from apex.fp16_utils import FP16_Optimizer, convert_network
 from apex.parallel.LARC import LARC
-from torch import nn
 
 HALF, F32 = torch.float16, torch.float32
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from apex.parallel.LARC import LARC
 from torch import nn
+
+from apex.parallel.LARC import LARC
 
 SHAPES = [(3, 4), (5,), (), (2, 1, 3)]
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from apex.parallel import _multiproc_script as script_options
 from apex.parallel import multiproc
 

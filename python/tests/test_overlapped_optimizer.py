@@ -58,7 +58,9 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def train(ddp: nn.Module, optimizer: Any, rank: int, *, clear_first: bool, steps: int = STEPS) -> list[Any]:
+def train(
+    ddp: nn.Module, optimizer: Any, rank: int, *, clear_first: bool, steps: int = STEPS
+) -> list[Any]:
     """Losses of a loop with a scheduler, as people write it."""
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     losses = []
@@ -103,7 +105,10 @@ def _same_as_at_once(rank: int, world: int, name: str, options: dict[str, Any]) 
         plain = make(**options)
         if world > 2:
             # The order of a sum of three depends on where in its bucket a number lies.
-            plan = [[n for n, _ in reversed(list(plain.module.named_parameters()))][i::4] for i in range(4)]
+            plan = [
+                [n for n, _ in reversed(list(plain.module.named_parameters()))][i::4]
+                for i in range(4)
+            ]
             plain.load_bucket_plan(plan)
         expected = train(plain, OPTIMIZERS[name](plain.parameters()), rank, clear_first=clear_first)
         ddp = make(**options)
@@ -120,7 +125,9 @@ def _same_as_at_once(rank: int, world: int, name: str, options: dict[str, Any]) 
         check_same_on_all_ranks(list(ddp.parameters()), "parameters")
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"]
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("world", [2, 3])
 def test_losses_and_parameters_are_those_of_the_plain_loop(
@@ -147,7 +154,9 @@ def _updates_in_forward(rank: int, world: int) -> None:
     for handle in handles:
         handle.remove()
     check("first.weight" not in waiting[0], f"first was used while on its way: {waiting}")
-    check("middle.3.weight" in waiting[0], f"the first module waited for a later one, too: {waiting}")
+    check(
+        "middle.3.weight" in waiting[0], f"the first module waited for a later one, too: {waiting}"
+    )
     check("middle.0.weight" in waiting[0] - waiting[1], f"middle.0 was used on its way: {waiting}")
     check("middle.3.weight" in waiting[1], f"middle.0 waited for a later one, too: {waiting}")
 
@@ -175,7 +184,10 @@ def _reading_the_state(rank: int, world: int) -> None:
     check_equal(len(optimizer._in_flight()), 0, "parameters on their way after state_dict()")
     for i, entry in other["state"].items():
         for key, value in entry.items():
-            check(torch.equal(torch.as_tensor(mine["state"][i][key]), torch.as_tensor(value)), f"{i} {key}")
+            check(
+                torch.equal(torch.as_tensor(mine["state"][i][key]), torch.as_tensor(value)),
+                f"{i} {key}",
+            )
     ddp.eval()
     plain.eval()
     with torch.no_grad():
@@ -254,7 +266,9 @@ def _amp(rank: int, world: int) -> None:
         torch.manual_seed(0)
         net = Net()
         optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
-        net, optimizer = amp.initialize(net, optimizer, opt_level="O0", loss_scale=128.0, verbosity=0)
+        net, optimizer = amp.initialize(
+            net, optimizer, opt_level="O0", loss_scale=128.0, verbosity=0
+        )
         ddp = DistributedDataParallel(net, message_size=150)
         inner = optimizer
         if overlap:
@@ -279,7 +293,9 @@ def _attention(rank: int, world: int) -> None:
     """Attention uses the weight of a child, a linear layer, without calling it."""
 
     def make_ddp() -> DistributedDataParallel:
-        layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(3)]
+        layers = [
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(3)
+        ]
         return DistributedDataParallel(nn.Sequential(*layers), message_size=1)
 
     def run(ddp: Any, optimizer: Any) -> None:
@@ -385,7 +401,9 @@ def _refuses(rank: int, world: int) -> None:
         OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp)
     with raises(RuntimeError, "CountsInGroup", "'step'"):
         train(ddp, optimizer, rank, clear_first=True)
-    mixed = type("Mixed", (), {"param_dtype": torch.bfloat16, "reduce_dtype": None, "buffer_dtype": None})
+    mixed = type(
+        "Mixed", (), {"param_dtype": torch.bfloat16, "reduce_dtype": None, "buffer_dtype": None}
+    )
     other = make(mixed_precision=mixed())
     with raises(ValueError, "mixed_precision"):
         OverlappedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other)

@@ -88,9 +88,7 @@ def test_wheel_without_cuda_parts_refuses_that_component(prefix: Path, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_readme_cpp_program_built_from_an_empty_folder_trains(
-    prefix: Path, tmp_path: Path
-) -> None:
+def test_readme_cpp_program_built_from_an_empty_folder_trains(prefix: Path, tmp_path: Path) -> None:
     section = (ROOT / "README.md").read_text().partition("\n## C++\n")[2].partition("\n## ")[0]
     blocks = dict(re.findall(r"```(cpp|cmake)\n(.*?)```", section, re.DOTALL))
     (tmp_path / "train.cpp").write_text(blocks["cpp"])

@@ -1,7 +1,7 @@
 """Data-parallel training: gradients averaged over processes while backward is still running.
 
-``LARC`` and ``multiproc`` are modules, as in NVIDIA's Apex: ``from apex.parallel.LARC import LARC``,
-``python -m apex.parallel.multiproc script.py``.
+``LARC`` and ``multiproc`` are modules, as in NVIDIA's Apex: ``from apex.parallel.LARC import
+LARC``, ``python -m apex.parallel.multiproc script.py``.
 """
 
 from torch.distributed import ReduceOp

@@ -17,7 +17,8 @@ def make_runner(state: object, hook: Hook) -> Callable[[_core.GradBucket, _core.
 
     def run(bucket: _core.GradBucket, completion: _core.Completion) -> None:
         future = hook(state, bucket)
-        # The base class: what Work.get_future() and its then() return is not a torch.futures.Future.
+        # The base class: what Work.get_future() and its then() return is not a
+        # torch.futures.Future.
         if not isinstance(future, torch._C.Future):
             raise TypeError(
                 "it must return a torch.futures.Future that yields the reduced tensor, "

@@ -2,12 +2,12 @@
 
 Note [Compiled graphs are split by bucket]
 
-The backward of a compiled graph is one autograd node, whose gradients all come out at its end: nothing
-could be sent before. So torch's compiler splits a graph by the sizes of its parameters if, while it
-compiles, a wrapper of torch's class is in its forward; it asks the class for that wrapper, and the wrapper
-for ``bucket_bytes_cap``. Our wrapper puts itself there while it calls its module. That is an interface of
-torch's own parts, without a promise: where it is missing, compiled modules train as well, and what they
-have to send is sent when a graph's backward ends.
+The backward of a compiled graph is one autograd node, whose gradients all come out at its end:
+nothing could be sent before. So torch's compiler splits a graph by the sizes of its parameters if,
+while it compiles, a wrapper of torch's class is in its forward; it asks the class for that wrapper,
+and the wrapper for ``bucket_bytes_cap``. Our wrapper puts itself there while it calls its module.
+That is an interface of torch's own parts, without a promise: where it is missing, compiled modules
+train as well, and what they have to send is sent when a graph's backward ends.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _find_registry(candidate: Any = nn.parallel.DistributedDataParallel) -> Any:
     return candidate if all(hasattr(candidate, name) for name in names) else _NotAsked
 
 
-# Assigning to its attribute costs less than asking whether anything is compiled, and a script may compile
-# for the first time within a forward.
+# Assigning to its attribute costs less than asking whether anything is compiled, and a script may
+# compile for the first time within a forward.
 registry = _find_registry()
 
 

@@ -59,9 +59,7 @@ class EngineOwner(nn.Module):
         self._splits_graphs = (
             self.world_size > 1 and not self.delay_allreduce and self._mixed_precision is None
         )
-        self._groups = _options.communicators(
-            self.num_allreduce_streams, given, self.process_group
-        )
+        self._groups = _options.communicators(self.num_allreduce_streams, given, self.process_group)
         self._build_reducer(init_sync)
         if init_sync and self.broadcast_buffers:
             self._sync_buffers()
@@ -126,8 +124,9 @@ class EngineOwner(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Within it backward does not communicate: gradients accumulate in this process.
 
-        What accumulated is part of the next synchronized backward. It is the backward that counts, not
-        the forward. May be nested, and may be left by an exception. Every process has to do the same.
+        What accumulated is part of the next synchronized backward. It is the backward that counts,
+        not the forward. May be nested, and may be left by an exception. Every process has to do the
+        same.
         """
         before = self._engine.synchronizing
         self._engine.synchronizing = False

@@ -44,8 +44,9 @@ class BucketHooks(EngineOwner):
 
         ``bucket`` has the methods of ``torch.distributed.GradBucket``, so the hooks of
         ``torch.distributed.algorithms.ddp_comm_hooks`` can be used. The hook returns a
-        ``torch.futures.Future`` that yields the final gradients, a tensor like ``bucket.buffer()``. It
-        is called in launch order, on an autograd thread. May be registered once, on every process.
+        ``torch.futures.Future`` that yields the final gradients, a tensor like ``bucket.buffer()``.
+        It is called in launch order, on an autograd thread. May be registered once, on every
+        process.
 
         Raises:
             TypeError: if ``hook`` is not callable.
@@ -61,10 +62,11 @@ class BucketHooks(EngineOwner):
         Args:
             name: ``"fp16"`` or ``"bf16"``: an all-reduce in that dtype. ``"fp16_fp32_sum"`` or
                 ``"bf16_fp32_sum"``: that dtype on the wire, sums in float32 (a reduce-scatter by
-                all-to-all, then an all-gather), so that the rounding does not grow with the number of
-                processes.
+                all-to-all, then an all-gather), so that the rounding does not grow with the number
+                of processes.
 
-        Register one hook at most, the same on every process. Gradients in ``.grad`` keep their dtype.
+        Register one hook at most, the same on every process. Gradients in ``.grad`` keep their
+        dtype.
 
         Raises:
             ValueError: for another name.
@@ -96,15 +98,16 @@ class BucketHooks(EngineOwner):
     def register_bucket_callback(self, callback: Callable[[ReducedBucket], None] | None) -> None:
         """Calls ``callback(bucket)`` for each bucket of a synchronized backward that is complete.
 
-        ``bucket.parameters`` are those whose averaged ``.grad`` is final, ``bucket.index`` is its place
-        in the launch order (-1: apart from the plan). Later buckets may still be on their way, so an
-        optimizer that steps these parameters now does so while they are communicated. Each parameter
-        that got a gradient is in one bucket; buckets with parameters that this process did not use come
-        last. Gradients that accumulate under :meth:`no_sync` are not reported before they are reduced.
+        ``bucket.parameters`` are those whose averaged ``.grad`` is final, ``bucket.index`` is its
+        place in the launch order (-1: apart from the plan). Later buckets may still be on their
+        way, so an optimizer that steps these parameters now does so while they are communicated.
+        Each parameter that got a gradient is in one bucket; buckets with parameters that this
+        process did not use come last. Gradients that accumulate under :meth:`no_sync` are not
+        reported before they are reduced.
 
-        Called on the thread that ends backward, with gradients disabled or not as backward has it. An
-        exception reaches the caller of ``backward()`` once all buckets are complete. The callback must
-        not start a backward. ``None`` takes it away.
+        Called on the thread that ends backward, with gradients disabled or not as backward has it.
+        An exception reaches the caller of ``backward()`` once all buckets are complete. The
+        callback must not start a backward. ``None`` takes it away.
         """
         self._bucket_callback = callback
         self._install_bucket_callback(self._engine)

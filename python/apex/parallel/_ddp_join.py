@@ -30,26 +30,27 @@ class UnevenInputs(EngineOwner):
     ) -> contextlib.AbstractContextManager[Any]:
         """``with ddp.join():`` around a training loop whose number of batches differs by process.
 
-        A process that leaves the block early takes part in what the others still do: forwards that take
-        over buffers, backwards, with zeros for its gradients, and SyncBatchNorm, with an empty batch. When
-        all have left, every process has the parameters, buffers and loss scalers of one that trained to
-        the end; optimizer states are each process's own.
+        A process that leaves the block early takes part in what the others still do: forwards that
+        take over buffers, backwards, with zeros for its gradients, and SyncBatchNorm, with an empty
+        batch. When all have left, every process has the parameters, buffers and loss scalers of one
+        that trained to the end; optimizer states are each process's own.
 
         Args:
-            divide_by_initial_world_size: divide gradients by the number of processes; else by the number
-                of those that still have data.
+            divide_by_initial_world_size: divide gradients by the number of processes; else by the
+                number of those that still have data.
             enable: False makes it do nothing, for inputs that are known to be even.
             throw_on_early_termination: raise on every process as soon as one has run out.
             scalers: loss scalers (``state_dict``, ``load_state_dict``) to take over at the end;
                 those of ``apex.amp`` are.
 
-        Each forward and each backward is announced to the others in a small all-reduce that the host waits
-        for. All processes with data have to run the same forwards and backwards in each step. The module
-        must have no collectives of its own but SyncBatchNorm's over all processes, outside checkpointed
-        segments.
+        Each forward and each backward is announced to the others in a small all-reduce that the
+        host waits for. All processes with data have to run the same forwards and backwards in each
+        step. The module must have no collectives of its own but SyncBatchNorm's over all processes,
+        outside checkpointed segments.
 
         Raises:
-            RuntimeError: in nested use; as said above; or if processes with data do different things.
+            RuntimeError: in nested use; as said above; or if processes with data do different
+                things.
         """
         if not enable:
             return contextlib.nullcontext()
@@ -58,9 +59,9 @@ class UnevenInputs(EngineOwner):
     def join_hook(self, **kwargs: Any) -> torch_join.JoinHook:
         """For ``torch.distributed.algorithms.join.Join([ddp, optimizer])``, which calls it.
 
-        Give the wrapper first. ``divide_by_initial_world_size`` is understood, as in :meth:`join`. Each
-        synchronized forward is followed by one backward; for more freedom, and for scalers, there is
-        :meth:`join`.
+        Give the wrapper first. ``divide_by_initial_world_size`` is understood, as in :meth:`join`.
+        Each synchronized forward is followed by one backward; for more freedom, and for scalers,
+        there is :meth:`join`.
         """
         self._torch_join = TorchJoin(self, kwargs.get("divide_by_initial_world_size", True))
         return TorchJoinHook(self._torch_join)

@@ -48,9 +48,9 @@ class BucketPlan(EngineOwner):
     def bucket_plan(self) -> list[list[str]] | None:
         """The names of the parameters in each bucket, in launch order; None before it is learnt.
 
-        With ``message_size="auto"``: the plan in force, which is final once ``statistics()["plans_tuned"]``
-        is 1. Save it for the same model, world size and network, and give it to
-        :meth:`load_bucket_plan` in the next run.
+        With ``message_size="auto"``: the plan in force, which is final once
+        ``statistics()["plans_tuned"]`` is 1. Save it for the same model, world size and network,
+        and give it to :meth:`load_bucket_plan` in the next run.
         """
         plan = self._engine.plan()
         if plan is None:
@@ -61,17 +61,20 @@ class BucketPlan(EngineOwner):
     def load_bucket_plan(self, plan: Sequence[Sequence[str]]) -> None:
         """Uses a plan that :meth:`bucket_plan` returned, from the next backward on.
 
-        If other parameters than those in the plan get a gradient, buckets are made from sizes as ever.
+        If other parameters than those in the plan get a gradient, buckets are made from sizes as
+        ever.
         Collective: every process calls it, and rank 0's plan counts.
 
         Raises:
-            ValueError: if it names a parameter that the module has not, or one twice, or puts different
-                dtypes or devices into one bucket.
+            ValueError: if it names a parameter that the module has not, or one twice, or puts
+                different dtypes or devices into one bucket.
         """
         index = {name: i for i, name in enumerate(self._unique_names())}
         unknown = [name for bucket in plan for name in bucket if name not in index]
         if unknown:
-            raise ValueError(f"the bucket plan names '{unknown[0]}', which the module does not have.")
+            raise ValueError(
+                f"the bucket plan names '{unknown[0]}', which the module does not have."
+            )
         self._engine.set_plan([[index[name] for name in bucket] for bucket in plan])
 
     def _unique_names(self) -> list[str]:

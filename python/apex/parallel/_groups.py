@@ -36,14 +36,15 @@ def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.Pro
 
 # Note [Who holds a process group at exit]
 #
-# Gloo's threads end with the last reference to their group. A process that runs its static destructors
-# while they are alive aborts now and then ("terminate called without an active exception"). References
-# that outlive the script:
+# Gloo's threads end with the last reference to their group. A process that runs its static
+# destructors while they are alive aborts now and then ("terminate called without an active
+# exception"). References that outlive the script:
 # - the graph of a loss that is still held: its hooks hold the reducer, which holds its groups;
 # - wrappers in global variables, which the interpreter may clear after c10d's own state;
-# - default arguments in torch.distributed.nn.functional (``group=group.WORLD``), if that module is first
-#   imported after init_process_group(), as it is by torch._dynamo, as that is by every optimizer. It is
-#   imported above so that this file, normally imported first, leaves no group in them.
+# - default arguments in torch.distributed.nn.functional (``group=group.WORLD``), if that module is
+#   first imported after init_process_group(), as it is by torch._dynamo, as that is by every
+#   optimizer. It is imported above so that this file, normally imported first, leaves no group in
+#   them.
 _in_use = False
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -51,10 +52,9 @@ _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 def end_groups_at_exit(holder: Any = None) -> None:
     """Destroy the process groups when the interpreter exits, if the script does not.
 
-    Scripts written for NVIDIA's Apex never end their groups. NCCL's are left to torch, which may have to
-    wait for other ranks to end them.
-    ``holder``, if given, keeps process groups in its attributes ``process_group``, ``_groups`` and
-    ``_reducer``; it lets go of them then.
+    Scripts written for NVIDIA's Apex never end their groups. NCCL's are left to torch, which may
+    have to wait for other ranks to end them. ``holder``, if given, keeps process groups in its
+    attributes ``process_group``, ``_groups`` and ``_reducer``; it lets go of them then.
     """
     global _in_use
     _in_use = True

@@ -14,8 +14,8 @@ WIRES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 class MixedPrecision:
     """Runs a module with casts of its parameters, buffers and inputs.
 
-    Gradients flow back through the casts, so ``.grad`` has the parameter's own dtype, and parameters and
-    buffers in checkpoints have theirs.
+    Gradients flow back through the casts, so ``.grad`` has the parameter's own dtype, and
+    parameters and buffers in checkpoints have theirs.
 
     Args:
         given: anything with the attributes ``param_dtype``, ``reduce_dtype`` and ``buffer_dtype``
@@ -55,15 +55,14 @@ class MixedPrecision:
         output = torch.func.functional_call(module, {**replaced, **narrow}, inputs, kwargs)
         with torch.no_grad():
             for name, tensor in narrow.items():
-                # One that the module left alone keeps its digits. (Not every kernel counts versions.)
+                # One that the module left alone keeps its digits. (Not every kernel counts
+                # versions.)
                 if not torch.equal(tensor, buffers[name].to(tensor.dtype)):
                     buffers[name].copy_(tensor)
         return output
 
 
-def _casts(
-    tensors: dict[str, torch.Tensor], dtype: torch.dtype | None
-) -> dict[str, torch.Tensor]:
+def _casts(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     if dtype is None:
         return {}
     return {

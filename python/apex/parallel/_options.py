@@ -94,7 +94,9 @@ def check_exclusive(
 
 
 def trigger_indices(
-    triggers: Iterable[nn.Parameter] | None, names: Sequence[str], parameters: Sequence[nn.Parameter]
+    triggers: Iterable[nn.Parameter] | None,
+    names: Sequence[str],
+    parameters: Sequence[nn.Parameter],
 ) -> list[int]:
     """Positions in ``parameters`` of the given parameters, which are compared by identity."""
     index = {id(parameter): i for i, parameter in enumerate(parameters)}
@@ -107,7 +109,9 @@ def trigger_indices(
             )
         if not trigger.requires_grad:
             name = names[index[id(trigger)]]
-            raise ValueError(f"allreduce_trigger_params holds '{name}', which requires no gradient.")
+            raise ValueError(
+                f"allreduce_trigger_params holds '{name}', which requires no gradient."
+            )
         result.append(index[id(trigger)])
     return result
 
@@ -149,9 +153,7 @@ def single_device(
     return target, output
 
 
-def communicators(
-    count: int, given: Any, group: dist.ProcessGroup
-) -> list[dist.ProcessGroup]:
+def communicators(count: int, given: Any, group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
     """The groups that buckets use in turn; new ones over the same ranks where none are given."""
     if count == 1:
         return [group]
@@ -187,10 +189,10 @@ def move(value: Any, device: torch.device) -> Any:
 def synchronized_buffers(module: nn.Module) -> list[torch.Tensor]:
     """All buffers, in one order on every rank.
 
-    Batch norm's running statistics come as ``.data``: writing to them does not count as a change of what a
-    forward that awaits its backward has saved, just as batch norm's own update of them does not (backward
-    in training reads the statistics of the batch). Other buffers count their changes, so that a backward
-    that would read another value than its forward did is an error.
+    Batch norm's running statistics come as ``.data``: writing to them does not count as a change of
+    what a forward that awaits its backward has saved, just as batch norm's own update of them does
+    not (backward in training reads the statistics of the batch). Other buffers count their changes,
+    so that a backward that would read another value than its forward did is an error.
     """
     buffers: dict[int, torch.Tensor] = {}
     for part in module.modules():

@@ -17,9 +17,9 @@ class Reducer:
     """Averages gradients, or given tensors, over all processes when asked to.
 
     Args:
-        module_or_grads_list: a module, whose parameters are taken from rank 0 now and whose gradients
-            ``reduce()`` averages; or tensors in (nested) lists and tuples, which ``reduce()`` averages
-            in place.
+        module_or_grads_list: a module, whose parameters are taken from rank 0 now and whose
+            gradients ``reduce()`` averages; or tensors in (nested) lists and tuples, which
+            ``reduce()`` averages in place.
         process_group: the processes that take part; default all.
 
     Backward alone never communicates. Collective and blocking, as ``DistributedDataParallel``.
@@ -46,8 +46,8 @@ class Reducer:
     def reduce(self) -> None:
         """Average every gradient that is not None, in place, grouped by dtype and device.
 
-        The same gradients must be present on every process. Blocks until they are averaged (CPU), or
-        until that is enqueued on the current stream (CUDA).
+        The same gradients must be present on every process. Blocks until they are averaged (CPU),
+        or until that is enqueued on the current stream (CUDA).
         """
         if self.module is not None:
             tensors = [p.grad for p in self.module.parameters() if p.grad is not None]
@@ -72,8 +72,8 @@ def flat_dist_call(
 ) -> None:
     """Run ``call(flat, *extra_args)`` on the tensors of each dtype and device as one flat tensor.
 
-    The results are copied back in place; after ``torch.distributed.all_reduce`` they are divided by the
-    number of processes, so that they are averages.
+    The results are copied back in place; after ``torch.distributed.all_reduce`` they are divided by
+    the number of processes, so that they are averages.
     """
     by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:

@@ -2,12 +2,12 @@
 
 Note [Iterations of torch's Join]
 
-Torch's Join counts iterations: a rank with data tells the others at its first collective of each, and a
-rank without runs the main_hook() of every object once for it. Our join() announces each forward and
-backward, until all ranks have ended. Here the first frames the second: a synchronized forward begins an
-iteration of torch's, and in its main_hook() a rank without data follows our announcements up to the
-backward; then the other objects have their turn. So an iteration has one forward and one backward. Those
-in no_sync() are not part of any, and are not announced.
+Torch's Join counts iterations: a rank with data tells the others at its first collective of each,
+and a rank without runs the main_hook() of every object once for it. Our join() announces each
+forward and backward, until all ranks have ended. Here the first frames the second: a synchronized
+forward begins an iteration of torch's, and in its main_hook() a rank without data follows our
+announcements up to the backward; then the other objects have their turn. So an iteration has one
+forward and one backward. Those in no_sync() are not part of any, and are not announced.
 """
 
 from __future__ import annotations

@@ -28,73 +28,78 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
     r"""Averages the gradients of a module over the processes of a group, during backward.
 
     Each process holds the whole module and works on its own part of the batch. At construction the
-    processes check that they hold the same model and take rank 0's parameters, frozen ones included.
-    During backward, gradients are put into buckets and each bucket is all-reduced as soon as it is
-    complete, while the rest of backward is still running; when ``backward()`` returns, every ``.grad``
-    holds the average over all processes. The first backward (and the first after parameters were
-    frozen, thawed, added or replaced) learns the order in which gradients arrive and communicates at
-    its end.
+    processes check that they hold the same model and take rank 0's parameters, frozen ones
+    included. During backward, gradients are put into buckets and each bucket is all-reduced as soon
+    as it is complete, while the rest of backward is still running; when ``backward()`` returns,
+    every ``.grad`` holds the average over all processes. The first backward (and the first after
+    parameters were frozen, thawed, added or replaced) learns the order in which gradients arrive
+    and communicates at its end.
 
-    A parameter that no process used keeps ``grad=None``; one that some processes used gets the average
-    with zeros for the others: no flag is needed, and the choice may change from step to step. Parameters
-    may be shared, used several times, and be part of checkpointed segments (reentrant or not). Backward
-    may be called several times on one forward.
+    A parameter that no process used keeps ``grad=None``; one that some processes used gets the
+    average with zeros for the others: no flag is needed, and the choice may change from step to
+    step. Parameters may be shared, used several times, and be part of checkpointed segments
+    (reentrant or not). Backward may be called several times on one forward.
 
     Takes the arguments of NVIDIA Apex's class, in its order, then those of
     ``torch.nn.parallel.DistributedDataParallel``, by keyword.
 
     Args:
         module: the module to train; reachable as ``.module``.
-        message_size: a bucket is sent as soon as it holds this many elements. The default goes by the
-            device: 8 MiB on the CPU, this many elements elsewhere, with a first bucket of 1 MiB where
-            there has to be more than one. ``"auto"``: buckets tune themselves in the first few dozen
-            backwards, see :meth:`bucket_plan`.
+        message_size: a bucket is sent as soon as it holds this many elements. The default goes by
+            the
+            device: 8 MiB on the CPU, this many elements elsewhere, with a first bucket of 1 MiB
+                where there has to be more than one. ``"auto"``: buckets tune themselves in the
+                first few dozen backwards, see :meth:`bucket_plan`.
         delay_allreduce: send everything at the end of backward, in one message per dtype.
         shared_param: refused; shared parameters need no option.
-        allreduce_trigger_params: parameters at whose gradients the open buckets are sent, instead of by
-            size.
+        allreduce_trigger_params: parameters at whose gradients the open buckets are sent, instead
+            of by size.
         retain_allreduce_buffers: keep gradients as views of the buckets, which are then listed in
             ``allreduce_buffers``. The same as ``gradient_as_bucket_view``.
         allreduce_always_fp32: sum float16 and bfloat16 gradients in float32.
         num_allreduce_streams: number of communicators that buckets use in turn.
-        allreduce_communicators: ``(groups, streams)`` to use for that; streams are not needed, since
-            each communicator has its own.
-        gradient_average: divide the sum by the number of processes. If False, gradients must be cleared
-            between two synchronized backwards.
+        allreduce_communicators: ``(groups, streams)`` to use for that; streams are not needed,
+            since each communicator has its own.
+        gradient_average: divide the sum by the number of processes. If False, gradients must be
+            cleared between two synchronized backwards.
         gradient_predivide_factor: multiply by 1/f before the sum and by f/world_size after it.
         gradient_average_split_factor: ignored, as in Apex.
         prof: emit a profiler range around the forward of the wrapper.
-        device_ids: ``[device]`` of this process: inputs are moved there. Ignored for a module on the CPU.
+        device_ids: ``[device]`` of this process: inputs are moved there. Ignored for a module on
+            the CPU.
         output_device: move outputs there.
         dim: no effect (a process drives one device).
         broadcast_buffers: take rank 0's buffers at construction and before each training forward.
             Default False, as in Apex; ``torch``'s class has True.
         init_sync: take rank 0's parameters at construction.
         process_group: the processes that take part; default all.
-        bucket_cap_mb: bucket size in MiB, instead of ``message_size``; the first bucket is then at most
-            1 MiB, as in ``torch``.
+        bucket_cap_mb: bucket size in MiB, instead of ``message_size``; the first bucket is then at
+            most 1 MiB, as in ``torch``.
         find_unused_parameters: no effect (not needed).
         check_reduction: raise on every process after a backward before which the processes have run
-            different numbers of forwards: one has skipped a backward, or run one more, and gradients of
-            different steps were averaged. On devices other than the CPU the host waits for it.
-        gradient_as_bucket_view: leave gradients as views of the buckets, which saves a copy and memory.
-        static_graph: promise that the set of parameters that get a gradient does not change after the
-            first backward.
+            different numbers of forwards: one has skipped a backward, or run one more, and
+            gradients of different steps were averaged. On devices other than the CPU the host waits
+            for it.
+        gradient_as_bucket_view: leave gradients as views of the buckets, which saves a copy and
+            memory.
+        static_graph: promise that the set of parameters that get a gradient does not change after
+            the first backward.
         delay_all_reduce_named_params: no effect on the result: these are reduced with the others.
         param_to_hook_all_reduce: no effect, see ``delay_all_reduce_named_params``.
-        mixed_precision: an object with ``param_dtype``, ``reduce_dtype`` and ``buffer_dtype``, as torch's
-            ``_MixedPrecision``: forward runs on casts of parameters, inputs and buffers; gradients travel
-            in ``reduce_dtype`` (default: ``param_dtype``) and arrive in the parameters' own dtype.
+        mixed_precision: an object with ``param_dtype``, ``reduce_dtype`` and ``buffer_dtype``, as
+            torch's ``_MixedPrecision``: forward runs on casts of parameters, inputs and buffers;
+            gradients travel in ``reduce_dtype`` (default: ``param_dtype``) and arrive in the
+            parameters' own dtype.
         device_mesh: a one-dimensional mesh in place of ``process_group``.
-        skip_all_reduce_unused_params: no effect (parameters that no rank used are never sent, once that
-            is learnt).
-        check_finite: raise on every process after a backward to which a process contributed an infinity
-            or a NaN, naming the first process and parameter. Costs a read of the gradients, a small
-            all-gather, and a wait of the host.
+        skip_all_reduce_unused_params: no effect (parameters that no rank used are never sent, once
+            that is learnt).
+        check_finite: raise on every process after a backward to which a process contributed an
+            infinity or a NaN, naming the first process and parameter. Costs a read of the
+            gradients, a small all-gather, and a wait of the host.
 
-        registered_buffers: take the buckets' memory from the backend where it has some of its own. With
-            NCCL it is registered with the communicator, which may then reduce without copying. Elsewhere
-            a warning is logged once, and torch's memory is used.
+        registered_buffers: take the buckets' memory from the backend where it has some of its own.
+            With NCCL it is registered with the communicator, which may then reduce without copying.
+            Elsewhere a warning is logged once, and torch's memory is used.
 
     Raises:
         RuntimeError: if there is no process group, or the processes hold different models.
@@ -253,9 +258,9 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
             self._reducer.watch_outputs(output)
         return output
 
-    # The engine cannot be traced. While torch.compile traces this class, the graph is broken before and
-    # after the module; of what runs then, the compiler begins with the frame of _call_module(). Calling
-    # these imports torch._dynamo, which takes a second, so nothing else does.
+    # The engine cannot be traced. While torch.compile traces this class, the graph is broken before
+    # and after the module; of what runs then, the compiler begins with the frame of _call_module().
+    # Calling these imports torch._dynamo, which takes a second, so nothing else does.
     _forward_untraced = torch._disable_dynamo(_forward, recursive=False)
     _enter_untraced = torch._disable_dynamo(_enter)
     _leave_untraced = torch._disable_dynamo(_leave)
@@ -273,4 +278,3 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         root = 0 if self._join is None else self._join.announce_forward(buffers)
         if buffers:
             self._sync_buffers(root)
-

@@ -45,8 +45,8 @@ class OverlapReport:
         backward_s: until gradients were complete; with :class:`OverlappedOptimizer`, until
             ``backward()`` returned.
         communication_s: time in which at least one bucket was in flight.
-        exposed_s: of it, what nothing hid: between ``last_gradient_s`` and ``backward_s``, or, after
-            that, while a module of the next forward waited for a bucket.
+        exposed_s: of it, what nothing hid: between ``last_gradient_s`` and ``backward_s``, or,
+            after that, while a module of the next forward waited for a bucket.
         hidden_s: the rest: gradients, or the next forward, were computed meanwhile.
         hidden_fraction: ``hidden_s / communication_s``; 1 if nothing was in flight.
         buckets: in launch order.

@@ -16,12 +16,12 @@ from apex.parallel.distributed import DistributedDataParallel
 
 # Note [Steps that are taken later]
 #
-# backward() returns while buckets are still on their way, and step() then updates the parameters whose
-# gradients have arrived. The others are updated in the next forward: before each module, the buckets that
-# hold its own parameters are waited for, and the engine calls _bucket_arrived() for each. By then a
-# scheduler may have changed the learning rate, and gradients may have been asked to be cleared for the next
-# step. So step() keeps the values of all groups, and each later update is made with these; zero_grad() in
-# between clears a gradient when it has been used.
+# backward() returns while buckets are still on their way, and step() then updates the parameters
+# whose gradients have arrived. The others are updated in the next forward: before each module, the
+# buckets that hold its own parameters are waited for, and the engine calls _bucket_arrived() for
+# each. By then a scheduler may have changed the learning rate, and gradients may have been asked to
+# be cleared for the next step. So step() keeps the values of all groups, and each later update is
+# made with these; zero_grad() in between clears a gradient when it has been used.
 
 
 def _copy(value: Any) -> Any:
@@ -75,11 +75,12 @@ class _StateHook(_Hook):
 class OverlappedOptimizer(WrappedOptimizer):
     """Lets the last buckets of a backward arrive while the next forward is already running.
 
-    Each module waits, in the next forward, for the gradients of its own parameters only, and they are
-    updated then; buckets are sent in the order in which forward will ask for them. Results are the same
-    bit for bit as without it (with three processes or more: with the same bucket plan, on which the order
-    depends in which their values are added). Worth it where the network is the bottleneck, with buckets of
-    one to a few MiB, so that the first layers do not wait for all others::
+    Each module waits, in the next forward, for the gradients of its own parameters only, and they
+    are updated then; buckets are sent in the order in which forward will ask for them. Results are
+    the same bit for bit as without it (with three processes or more: with the same bucket plan, on
+    which the order depends in which their values are added). Worth it where the network is the
+    bottleneck, with buckets of one to a few MiB, so that the first layers do not wait for all
+    others::
 
         model = DistributedDataParallel(model, bucket_cap_mb=2)
         optimizer = OverlappedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -91,30 +92,31 @@ class OverlappedOptimizer(WrappedOptimizer):
 
     Between backward and the next forward gradients and parameters are not final. Call
     :meth:`synchronize` before reading or changing them: gradient clipping, ``GradScaler.unscale_``,
-    norms, averaging of weights, and after the last step. ``state_dict()`` of the model and of this object,
-    ``GradScaler.step``, ``apex.amp.scale_loss`` and a bucket plan learnt anew do so themselves. Clear
-    gradients by this object's ``zero_grad()``.
+    norms, averaging of weights, and after the last step. ``state_dict()`` of the model and of this
+    object, ``GradScaler.step``, ``apex.amp.scale_loss`` and a bucket plan learnt anew do so
+    themselves. Clear gradients by this object's ``zero_grad()``.
 
-    Source: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration"
-    (ByteScheduler), SOSP 2019; the order is fixed here, since all processes must send alike.
+    Source: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training
+    Acceleration" (ByteScheduler), SOSP 2019; the order is fixed here, since all processes must
+    send alike.
 
     Args:
-        optimizer: any optimizer that treats each parameter by itself and keeps no state in its groups.
-            Its step hooks run once for each part of a step.
-        model: the wrapper of the module whose parameters it updates. Parameters of others may be among
-            them; they are updated by :meth:`step` at once.
+        optimizer: any optimizer that treats each parameter by itself and keeps no state in its
+            groups. Its step hooks run once for each part of a step.
+        model: the wrapper of the module whose parameters it updates. Parameters of others may be
+            among them; they are updated by :meth:`step` at once.
 
     Raises:
         TypeError: for other objects.
-        ValueError: if ``model`` has ``mixed_precision``, or an OverlappedOptimizer already, or for an
-            optimizer that is known not to step parameters one by one.
+        ValueError: if ``model`` has ``mixed_precision``, or an OverlappedOptimizer already, or for
+            an optimizer that is known not to step parameters one by one.
 
-    A parameter has to be used in the forward of the module that owns it or of one that contains that
-    (compiled modules are waited for as a whole), in later steps as in the first ones. For one that was used
-    in another way before it was updated, backward raises RuntimeError: ours, or torch's, that a variable was
-    modified by an inplace operation. Backwards are waited for at once, as ever, in the cases that
-    ``Reducer::set_deferred`` in apex/parallel/reducer.h lists. Construction: on every process. Not thread
-    safe.
+    A parameter has to be used in the forward of the module that owns it or of one that contains
+    that (compiled modules are waited for as a whole), in later steps as in the first ones. For one
+    that was used in another way before it was updated, backward raises RuntimeError: ours, or
+    torch's, that a variable was modified by an inplace operation. Backwards are waited for at once,
+    as ever, in the cases that ``Reducer::set_deferred`` in apex/parallel/reducer.h lists.
+    Construction: on every process. Not thread safe.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
@@ -148,9 +150,9 @@ class OverlappedOptimizer(WrappedOptimizer):
 
     # --- waiting, module by module ---
 
-    # Some modules use the parameters of a child without calling it (nn.MultiheadAttention, for one). While
-    # nothing is on its way yet it is seen which modules are called; the parameters of others are waited for
-    # by the nearest one above them that is.
+    # Some modules use the parameters of a child without calling it (nn.MultiheadAttention, for
+    # one). While nothing is on its way yet it is seen which modules are called; the parameters of
+    # others are waited for by the nearest one above them that is.
 
     def _hook_modules(self, module: nn.Module) -> Iterator[Any]:
         yield module.register_forward_pre_hook(_Hook(self), prepend=True)
@@ -321,5 +323,6 @@ def _wait(engine: Any, parameters: list[int]) -> None:
     engine.wait_for(parameters)
 
 
-# While torch.compile traces a module, the graph is broken here; see _forward_untraced in distributed.py.
+# While torch.compile traces a module, the graph is broken here; see _forward_untraced in
+# distributed.py.
 _wait_untraced = torch._disable_dynamo(_wait)
