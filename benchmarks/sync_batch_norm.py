@@ -10,12 +10,16 @@ bandwidth counts what the layer has to move: x read twice and y written once, x 
 and dx written once, over the bandwidth of a copy of the same tensor in the same rounds. More than
 100 % is possible where a second read hits a cache.
 
-torch.nn.SyncBatchNorm takes no CPU tensors; its column is empty there.
+torch.nn.SyncBatchNorm takes no CPU tensors; its column is empty there. With several ranks, what a
+layer has to communicate is timed alone, too: an all-gather and an all-reduce of two float64 values
+per channel, on a group of their own; and so is the processor time of the thread that trains, which
+does not count its waiting for other ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -26,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from apex.parallel import SyncBatchNorm
+from apex.parallel import SyncBatchNorm, create_syncbn_process_group
 
 # The inputs of ResNet-50's batch norms: (channels, height = width), largest first.
 RESNET50 = [(64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024, 14), (512, 7),
@@ -44,13 +48,37 @@ def quartile(values: list[float]) -> float:
     return sorted(values)[len(values) // 4]
 
 
+@functools.cache
+def own_group() -> dist.ProcessGroup | None:
+    return create_syncbn_process_group(dist.get_world_size())
+
+
+def collectives(channels: int, device: torch.device) -> Callable[[], None]:
+    """What SyncBatchNorm exchanges in a forward and a backward, alone."""
+    record = torch.zeros(2 * channels + 1, dtype=torch.float64, device=device)
+    records = record.new_zeros(dist.get_world_size() * record.numel())
+    sums = torch.zeros(2 * channels, dtype=torch.float64, device=device)
+    group = own_group()
+
+    def exchange() -> None:
+        dist.all_gather_into_tensor(records, record, group=group)
+        dist.all_reduce(sums, group=group)
+
+    return exchange
+
+
 def measure(
-    variants: dict[str, nn.Module], x: Tensor, dy: Tensor, rounds: int
-) -> tuple[dict[str, float], float]:
-    """Seconds per forward plus backward of each variant, and per copy of x."""
+    variants: dict[str, nn.Module],
+    x: Tensor,
+    dy: Tensor,
+    rounds: int,
+    others: dict[str, Callable[[], None]],
+) -> tuple[dict[str, float], dict[str, float], float]:
+    """Per forward plus backward of each variant, and per call of others: seconds, and seconds of
+    this thread's processor time. And the seconds of a copy of x."""
     target = torch.empty_like(x)
     source = x.detach()
-    steps: dict[str, Callable[[], None]] = {}
+    steps = dict(others)
     for name, module in variants.items():
 
         def step(module: nn.Module = module) -> None:
@@ -59,6 +87,7 @@ def measure(
 
         steps[name] = step
     times: dict[str, list[float]] = {name: [] for name in steps}
+    processor: dict[str, list[float]] = {name: [] for name in steps}
     copies: list[float] = []
     for index in range(rounds + 3):
         start = clock(x.device)
@@ -69,12 +98,17 @@ def measure(
         for name, step in steps.items():
             if dist.is_initialized():
                 dist.barrier()
-            start = clock(x.device)
+            used, start = time.thread_time(), clock(x.device)
             step()
-            taken = clock(x.device) - start
+            taken, used = clock(x.device) - start, time.thread_time() - used
             if index >= 3:
                 times[name].append(taken)
-    return {name: quartile(values) for name, values in times.items()}, quartile(copies)
+                processor[name].append(used)
+    return (
+        {name: quartile(values) for name, values in times.items()},
+        {name: quartile(values) for name, values in processor.items()},
+        quartile(copies),
+    )
 
 
 def main() -> None:
@@ -143,12 +177,16 @@ def measure_row(
     }
     if device.type == "cuda" and dist.is_initialized():
         variants["torch"] = nn.SyncBatchNorm(shape[1], device=device)
-    seconds, copy = measure(variants, x, dy, rounds)
+    others = {}
+    if dist.is_initialized():
+        others["collectives"] = collectives(shape[1], device)
+    seconds, processor, copy = measure(variants, x, dy, rounds, others)
     return {
         "input": list(shape),
         "dtype": dtype_name,
         "layout": layout,
         "seconds": seconds,
+        "processor_seconds": processor,
         "copy_s": copy,
     }
 
@@ -156,9 +194,11 @@ def measure_row(
 def report(rows: list[dict[str, Any]]) -> str:
     """The table of these measurements."""
     lines = []
+    synchronized = dist.is_initialized() or any("collectives" in row["seconds"] for row in rows)
     for row in rows:
         seconds = row["seconds"]
         ours, plain, peer = seconds["ours"], seconds["plain"], seconds.get("torch")
+        alone = seconds.get("collectives")
         share = 8 * row["copy_s"] / 2 / ours  # eight passes; a copy is two
         lines.append(
             [
@@ -173,8 +213,12 @@ def report(rows: list[dict[str, Any]]) -> str:
                 f"{share:.0%}",
             ]
         )
+        if alone is not None:
+            used = row["processor_seconds"]
+            lines[-1] += [f"{alone * 1e3:.3f}", f"{used['ours'] / used['plain']:.2f}"]
     head = ["input", "dtype", "layout", "ours ms", "BatchNorm2d ms", "ratio",
             "torch SyncBatchNorm ms", "ratio", "share of copy bandwidth"]  # fmt: skip
+    head += ["collectives alone, ms", "processor time, ratio"] * synchronized
     return harness.table(head, lines)
 
 
