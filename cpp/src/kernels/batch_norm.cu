@@ -42,10 +42,14 @@ template <typename F>
 int visit_vector(ElementType type, int vector, F&& f) {
   return visit(type, [&](auto tag) {
     using T = decltype(tag);
-    if (vector == 1) {
+    constexpr int kFull = kLoadBytes / int{sizeof(T)};
+    if (vector == kFull) {
+      return f(tag, std::integral_constant<int, kFull>{});
+    }
+    if (vector == 1) {  // also half of two
       return f(tag, std::integral_constant<int, 1>{});
     }
-    return f(tag, std::integral_constant<int, kLoadBytes / int{sizeof(T)}>{});
+    return f(tag, std::integral_constant<int, kFull / 2>{});
   });
 }
 

@@ -20,13 +20,28 @@ struct DeviceLimits {
 constexpr int kLoadBytes = 16;     // the widest load of one thread
 constexpr int kLoadsInFlight = 4;  // independent loads a thread issues before it uses the first
 constexpr int kMaxSplits = 1024;
+// Of a block. Registers let about half of a multiprocessor's threads in, in all kernels: blocks of this size come
+// several at a time, so that one begins and ends while others keep the memory busy.
+constexpr int kBlockThreads = 256;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// Elements per load: a full 16 bytes where every run of `run` elements starts aligned, else one.
+/// Elements per load: 16 bytes, or else 8, where every run of `run` elements starts aligned to that, else one.
 inline int vector_width(int64_t run, int element_bytes, bool pointers_aligned) {
-  const int width = kLoadBytes / element_bytes;
-  return pointers_aligned && run % width == 0 ? width : 1;
+  for (const int width : {kLoadBytes / element_bytes, kLoadBytes / element_bytes / 2}) {
+    if (pointers_aligned && run % width == 0) {
+      return width;
+    }
+  }
+  return 1;
+}
+
+/// How many parts each of `shared` things is divided into, so that there are at most `blocks` blocks, and no more
+/// than is `useful`. Rounded down: with a few blocks more than there is room for, all would wait for these.
+inline int64_t count_splits(int64_t blocks, int64_t shared, int64_t useful) {
+  const int64_t wanted = shared > 0 ? blocks / shared : 1;
+  const int64_t splits = wanted < useful ? wanted : useful;
+  return splits < 1 ? 1 : (splits > kMaxSplits ? kMaxSplits : splits);
 }
 
 // ---- channels first: [N, C, S] -----------------------------------------------------------------
@@ -44,23 +59,21 @@ struct PlanesPlan {
   int64_t blocks() const { return sizes.channels * splits; }
 };
 
-/// Large batches fill the device twice over with several blocks per channel; small ones get one
-/// block per channel that is no larger than there is work for.
+/// Few channels fill the device once with several blocks each; many get one block each, which is no larger than
+/// there is work for.
 inline PlanesPlan plan_planes(Planes sizes, int element_bytes, bool pointers_aligned,
                               DeviceLimits limits) {
   PlanesPlan plan{sizes, 1, 32, 1, 0, 0, 0};
   plan.vector = vector_width(sizes.plane, element_bytes, pointers_aligned);
   plan.units_per_plane = sizes.plane / plan.vector;
   plan.units = plan.units_per_plane * sizes.batch;
-  while (plan.threads < 512 && plan.threads * 2 * kLoadsInFlight <= plan.units) {
+  while (plan.threads < kBlockThreads && plan.threads * 2 * kLoadsInFlight <= plan.units) {
     plan.threads *= 2;
   }
   const int64_t resident = static_cast<int64_t>(limits.multiprocessors) *
-                           (limits.threads_per_multiprocessor / plan.threads);
-  const int64_t wanted = sizes.channels > 0 ? ceil_div(2 * resident, sizes.channels) : 1;
+                           (limits.threads_per_multiprocessor / plan.threads) / 2;
   const int64_t useful = plan.units / (static_cast<int64_t>(plan.threads) * kLoadsInFlight);
-  int64_t splits = wanted < useful ? wanted : useful;
-  splits = splits < 1 ? 1 : (splits > kMaxSplits ? kMaxSplits : splits);
+  const int64_t splits = count_splits(resident, sizes.channels, useful);
   plan.units_per_split = plan.units > 0 ? ceil_div(plan.units, splits) : 0;
   plan.splits = plan.units > 0 ? static_cast<int>(ceil_div(plan.units, plan.units_per_split)) : 1;
   return plan;
@@ -125,30 +138,28 @@ struct RowsPlan {
   }
 };
 
-constexpr int kRowsThreads = 512;
+constexpr int kRowsThreads = 512;  // of a block that reduces
 constexpr int kMaxTileChannels = 64;
 
 /// A row of threads covers 128 bytes. Reductions get one large block per multiprocessor, because
-/// the last block of a tile reads what all others left; passes that only map get as many as fit,
-/// twice over.
+/// the last block of a tile reads what all others left; passes that only map get as many as fit.
 inline RowsPlan plan_rows(int64_t rows, int64_t channels, int element_bytes, bool pointers_aligned,
                           DeviceLimits limits, bool reduces) {
-  RowsPlan plan{rows, channels, 1, 1, kRowsThreads, 1, 1, rows};
+  const int threads = reduces ? kRowsThreads : kBlockThreads;
+  RowsPlan plan{rows, channels, 1, 1, threads, 1, 1, rows};
   plan.vector = vector_width(channels, element_bytes, pointers_aligned);
   const int64_t columns = ceil_div(channels, plan.vector);
-  const int most = plan.vector == 1 ? 32 : 8;
+  const int most = plan.vector == 1 ? 32 : 128 / (plan.vector * element_bytes);
   while (plan.threads_x < most && plan.threads_x < columns) {
     plan.threads_x *= 2;
   }
-  plan.threads_y = kRowsThreads / plan.threads_x;
+  plan.threads_y = threads / plan.threads_x;
   plan.tiles = ceil_div(columns, plan.threads_x);
   const int64_t per_multiprocessor =
-      reduces ? 1 : 2 * (limits.threads_per_multiprocessor / kRowsThreads);
-  const int64_t wanted =
-      plan.tiles > 0 ? ceil_div(limits.multiprocessors * per_multiprocessor, plan.tiles) : 1;
+      reduces ? 1 : limits.threads_per_multiprocessor / kBlockThreads / 2;
   const int64_t useful = rows / (static_cast<int64_t>(plan.threads_y) * kLoadsInFlight);
-  int64_t splits = wanted < useful ? wanted : useful;
-  splits = splits < 1 ? 1 : (splits > kMaxSplits ? kMaxSplits : splits);
+  const int64_t splits =
+      count_splits(limits.multiprocessors * per_multiprocessor, plan.tiles, useful);
   plan.rows_per_split = rows > 0 ? ceil_div(rows, splits) : 0;
   plan.splits = rows > 0 ? static_cast<int>(ceil_div(rows, plan.rows_per_split)) : 1;
   return plan;

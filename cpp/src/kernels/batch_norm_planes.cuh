@@ -28,7 +28,7 @@ __device__ __forceinline__ bool merge_splits(const PlanesPlan& plan, int64_t cha
 }
 
 template <typename T, int kVector>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(kBlockThreads)
     planes_statistics_kernel(PlanesPlan plan, const T* __restrict__ x, double* __restrict__ record,
                              double* partial, unsigned* counters, int64_t* num_batches) {
   using A = Acc<T>;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(512)
 }
 
 template <typename T, int kVector>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(kBlockThreads)
     planes_normalize_kernel(PlanesPlan plan, NormalizeArguments a) {
   using A = Acc<T>;
   // Back to front: the statistics launch has just read the end, which may still be in the cache.
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(512)
 }
 
 template <typename T, int kVector>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(kBlockThreads)
     planes_reduce_kernel(PlanesPlan plan, GradientArguments a, double* partial,
                          unsigned* counters) {
   using A = Acc<T>;
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(512)
 }
 
 template <typename T, int kVector>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(kBlockThreads)
     planes_gradient_kernel(PlanesPlan plan, GradientArguments a) {
   using A = Acc<T>;
   const int64_t block = gridDim.x - 1 - static_cast<int64_t>(blockIdx.x);

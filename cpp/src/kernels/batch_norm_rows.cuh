@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kRowsThreads)
 }
 
 template <typename T, int kVector>
-__global__ void __launch_bounds__(kRowsThreads)
+__global__ void __launch_bounds__(kBlockThreads)
     rows_normalize_kernel(RowsPlan plan, NormalizeArguments a) {
   using A = Acc<T>;
   // Back to front: the statistics launch has just read the end, which may still be in the cache.
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kRowsThreads)
   // Few ranks: a thread does a channel, and one round does the tile. Every block does this first, so
   // that its length counts. Whole warps leave the loop, since their lanes exchange what they have.
   const int lanes = a.records != nullptr ? lanes_per_channel(a.ranks) : 1;
-  const int at_once = kRowsThreads / lanes;
+  const int at_once = kBlockThreads / lanes;
   for (int first = threadIdx.x / 32 * 32 / lanes; first < width; first += at_once) {
     const int i = first + threadIdx.x % 32 / lanes;
     const int64_t channel = place.tile * width + i;
@@ -335,14 +335,14 @@ __global__ void __launch_bounds__(kRowsThreads)
 }
 
 template <typename T, int kVector>
-__global__ void __launch_bounds__(kRowsThreads)
+__global__ void __launch_bounds__(kBlockThreads)
     rows_gradient_kernel(RowsPlan plan, GradientArguments a) {
   using A = Acc<T>;
   const RowsPlace place(plan, gridDim.x - 1 - static_cast<int64_t>(blockIdx.x));
   __shared__ NormalizeCoefficients<A> forward[kMaxTileChannels];
   __shared__ GradientCoefficients<A> backward[kMaxTileChannels];
   const int width = plan.tile_channels();
-  for (int i = threadIdx.x; i < width; i += kRowsThreads) {
+  for (int i = threadIdx.x; i < width; i += kBlockThreads) {
     const int64_t channel = place.tile * width + i;
     if (channel < plan.channels) {
       forward[i] = forward_coefficients<A>(a, channel);

@@ -462,7 +462,7 @@ constexpr DeviceLimits kSmall{2, 1024};
 constexpr DeviceLimits kLarge{132, 2048};
 
 TYPED_TEST(BatchNormCuda, Planes_AnySizes_MatchFloat64) {
-  for (const int64_t plane : {1, 7, 16, 49, 64, 1000}) {
+  for (const int64_t plane : {1, 6, 7, 16, 49, 64, 196, 1000}) {
     for (const bool aligned : {true, false}) {
       Case c;
       c.sizes = {0, 3, plane};
@@ -475,7 +475,7 @@ TYPED_TEST(BatchNormCuda, Planes_AnySizes_MatchFloat64) {
 }
 
 TYPED_TEST(BatchNormCuda, Rows_AnyWidths_MatchFloat64) {
-  for (const int64_t channels : {1, 3, 8, 24, 33, 64, 72, 130}) {
+  for (const int64_t channels : {1, 3, 8, 12, 24, 33, 64, 68, 72, 130}) {
     for (const bool aligned : {true, false}) {
       Case c;
       c.rows = true;

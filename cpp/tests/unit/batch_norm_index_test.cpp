@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <vector>
 
 namespace apex::kernels {
@@ -57,6 +58,10 @@ TEST(BatchNormIndex, Planes_Alignment_DecidesVectorWidth) {
   EXPECT_EQ(plan_planes({2, 3, 64}, 4, true, kLarge).vector, 4);
   EXPECT_EQ(plan_planes({2, 3, 64}, 2, false, kLarge).vector, 1);
   EXPECT_EQ(plan_planes({2, 3, 49}, 2, true, kLarge).vector, 1);
+  // 14 * 14: half of a load.
+  EXPECT_EQ(plan_planes({2, 3, 196}, 2, true, kLarge).vector, 4);
+  EXPECT_EQ(plan_planes({2, 3, 6}, 4, true, kLarge).vector, 2);
+  EXPECT_EQ(plan_planes({2, 3, 7}, 8, true, kLarge).vector, 1);
 }
 
 TEST(BatchNormIndex, Planes_MoreThanTwoToThe31Elements_OffsetsStayRight) {
@@ -72,16 +77,33 @@ TEST(BatchNormIndex, Planes_MoreThanTwoToThe31Elements_OffsetsStayRight) {
   EXPECT_EQ(last, 3 * (int64_t{1} << 30) - 1);
 }
 
-TEST(BatchNormIndex, Planes_LargeBatch_FillsTheDevice) {
-  const PlanesPlan plan = plan_planes({32, 64, 112 * 112}, 2, true, kLarge);
-  EXPECT_GE(plan.blocks() * plan.threads, int64_t{132} * 2048);
+// The inputs of ResNet-50's batch norms with 32 and 256 images: channels, height = width.
+constexpr int64_t kResNet50[][2] = {{64, 112}, {64, 56},   {256, 56}, {128, 28}, {512, 28},
+                                    {256, 14}, {1024, 14}, {512, 7},  {2048, 7}};
+
+TEST(BatchNormIndex, Planes_LargeBatches_FillTheDevice) {
+  // Registers let half of a multiprocessor's threads in, or a quarter. With that many blocks at once, no round of
+  // them may leave more than a third of the device idle.
+  for (const auto& [channels, side] : kResNet50) {
+    for (const int64_t batch : {32, 256}) {
+      for (const int64_t share : {2, 4}) {
+        const PlanesPlan plan = plan_planes({batch, channels, side * side}, 2, true, kLarge);
+        if (batch * channels * side * side < 25'000'000) {
+          continue;  // too little work for that
+        }
+        const double rounds = static_cast<double>(plan.blocks() * plan.threads) /
+                              static_cast<double>(132 * 2048 / share);
+        EXPECT_GE(rounds / std::ceil(rounds), 0.66) << channels << " of " << side << ", " << batch;
+      }
+    }
+  }
   EXPECT_EQ(plan_planes({32, 2048, 49}, 2, true, kLarge).splits, 1);
 }
 
 void expect_rows_cover(int64_t rows, int64_t channels, int element_bytes, bool aligned,
                        DeviceLimits limits, bool reduces) {
   const RowsPlan plan = plan_rows(rows, channels, element_bytes, aligned, limits, reduces);
-  ASSERT_EQ(plan.threads(), kRowsThreads);
+  ASSERT_EQ(plan.threads(), reduces ? kRowsThreads : kBlockThreads);
   ASSERT_LE(plan.tile_channels(), kMaxTileChannels);
   // What merge_tile relies on: powers of two, several threads per sum, whole warps per column.
   ASSERT_EQ(kRowsThreads % (2 * plan.tile_channels()), 0);
@@ -111,7 +133,7 @@ void expect_rows_cover(int64_t rows, int64_t channels, int element_bytes, bool a
 }
 
 TEST(BatchNormIndex, Rows_AnySizes_VisitEveryElementOnce) {
-  for (const int64_t channels : {1, 2, 3, 7, 8, 33, 64, 72, 130, 256}) {
+  for (const int64_t channels : {1, 2, 3, 7, 8, 12, 33, 64, 68, 72, 130, 256}) {
     for (const int64_t rows : {0, 1, 5, 64, 1000}) {
       for (const int bytes : {2, 4, 8}) {
         for (const bool reduces : {true, false}) {
@@ -122,6 +144,21 @@ TEST(BatchNormIndex, Rows_AnySizes_VisitEveryElementOnce) {
     }
   }
   expect_rows_cover(40000, 64, 2, true, kLarge, true);
+}
+
+TEST(BatchNormIndex, Rows_LargeBatches_FillTheDeviceOnce) {
+  for (const auto& [channels, side] : kResNet50) {
+    for (const int bytes : {2, 4}) {
+      const int64_t rows = 256 * side * side;
+      // One block that reduces per multiprocessor, four that map: never one more, and hardly less.
+      const int64_t reducing = plan_rows(rows, channels, bytes, true, kLarge, true).blocks();
+      EXPECT_LE(reducing, 132) << channels << " of " << side;
+      EXPECT_GE(reducing, 128) << channels << " of " << side;
+      const int64_t mapping = plan_rows(rows, channels, bytes, true, kLarge, false).blocks();
+      EXPECT_LE(mapping, 4 * 132) << channels << " of " << side;
+      EXPECT_GE(mapping, 4 * 128) << channels << " of " << side;
+    }
+  }
 }
 
 TEST(BatchNormIndex, Rows_EmptyBatch_StillHasOneBlockPerTile) {
