@@ -25,8 +25,9 @@ import torch.distributed as dist
 late_import, destroy = sys.argv[3] == "late-import", sys.argv[4] == "destroy"
 if not late_import:
     import apex.parallel
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]),
-world_size=2) from apex.parallel import DistributedDataParallel, SyncBatchNorm
+store, rank = "file://" + sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+from apex.parallel import DistributedDataParallel, SyncBatchNorm
 
 model = torch.nn.Sequential(torch.nn.Linear(3, 4), SyncBatchNorm(4), torch.nn.Linear(4, 1))
 ddp = DistributedDataParallel(model)
