@@ -95,6 +95,19 @@ def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str)
     assert error <= TOLERANCE[dtype] * scale, f"{what}: error {error:.3g} at scale {scale:.3g}"
 
 
+class CutGradient(torch.autograd.Function):
+    """A copy that passes no gradient back if ``cut``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: bool) -> Tensor:
+        ctx.cut = cut
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
+        return None if ctx.cut else dy, None
+
+
 def _rank_main(rank: int, world_size: int, path: str, body: Callable[..., None], args: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(

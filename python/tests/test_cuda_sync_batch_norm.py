@@ -109,7 +109,7 @@ def test_step_large_inputs_of_many_blocks_are_right(shape: tuple, channel_last: 
     if channel_last:
         x = x.to(memory_format=torch.channels_last)
     x.requires_grad_()
-    dy = torch.randn(shape).half().to(x)
+    dy = torch.randn_like(x)
     module = SyncBatchNorm(shape[1])
     y = module(x)
     (dx,) = torch.autograd.grad(y, x, dy)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from sync_batch_norm_support import (
     TOLERANCE,
+    CutGradient,
     assert_near,
     device,  # noqa: F401  (a fixture)
     draw,
@@ -203,25 +204,13 @@ def test_sync_batch_norm_backward_makes_nothing_but_its_results(needs_input: boo
     }
 
 
-class _Cut(torch.autograd.Function):
-    """Passes no gradient back."""
-
-    @staticmethod
-    def forward(ctx, x):  # type: ignore[no-untyped-def]
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        return None
-
-
 @pytest.mark.usefixtures("device")
 def test_sync_batch_norm_no_gradient_arrives_gives_zeros() -> None:
     for memory_format in (torch.contiguous_format, torch.channels_last):
         x = torch.randn(2, 3, 4, 4).to(memory_format=memory_format).requires_grad_()
         z = torch.randn_like(x).requires_grad_()
         module = SyncBatchNorm(3)
-        _Cut.apply(module(x, z)).sum().backward()
+        CutGradient.apply(module(x, z), True).sum().backward()
         for tensor in (x, z, module.weight, module.bias):
             assert tensor.grad is not None and not tensor.grad.any()
 

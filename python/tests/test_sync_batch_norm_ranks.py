@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sync_batch_norm_support import (
+    CutGradient,
     assert_near,
     fresh_seed,
     reference_batch_norm,
@@ -294,22 +295,10 @@ def test_sync_batch_norm_one_collective_per_direction() -> None:
     run_ranks(2, _collectives_body)
 
 
-class _CutOnRank0(torch.autograd.Function):
-    """Passes no gradient back on rank 0."""
-
-    @staticmethod
-    def forward(ctx, x):  # type: ignore[no-untyped-def]
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        return None if dist.get_rank() == 0 else dy
-
-
 def _no_gradient_body(rank: int, world_size: int) -> None:
     module = SyncBatchNorm(2, affine=False)
     x = torch.arange(12.0).view(6, 2).cos()[3 * rank : 3 * rank + 3].requires_grad_()
-    y = _CutOnRank0.apply(module(x))
+    y = CutGradient.apply(module(x), rank == 0)
     (y**3).sum().backward()
     whole = torch.arange(12.0).view(6, 2).cos().requires_grad_()
     want = torch.nn.functional.batch_norm(whole, None, None, training=True)

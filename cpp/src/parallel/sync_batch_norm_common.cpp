@@ -177,4 +177,12 @@ void all_reduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor&
   }
 }
 
+at::Tensor all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name) {
+  at::Tensor sum = tensor.clone(at::MemoryFormat::Contiguous);
+  if (const auto group = find_group(group_name)) {
+    all_reduce(group, sum);
+  }
+  return sum;
+}
+
 }  // namespace apex::parallel::detail

@@ -61,6 +61,9 @@ at::Tensor all_gather(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::T
 /// Sums `tensor` over the ranks in place. Blocks the stream (CUDA) or the host (CPU).
 void all_reduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor& tensor);
 
+/// The operator of that name, on every device: a contiguous sum of `tensor` over the ranks.
+at::Tensor all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name);
+
 using ForwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using BackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 

@@ -77,14 +77,6 @@ BackwardResult backward_fake(const at::Tensor& grad_output, const at::Tensor& in
           parameter(needs[2], weight), parameter(needs[3], bias)};
 }
 
-at::Tensor all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name) {
-  at::Tensor sum = tensor.clone(at::MemoryFormat::Contiguous);
-  if (const auto group = find_group(group_name)) {
-    all_reduce(group, sum);
-  }
-  return sum;
-}
-
 at::Tensor all_reduce_sum_fake(const at::Tensor& tensor, c10::string_view) {
   return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous);
 }

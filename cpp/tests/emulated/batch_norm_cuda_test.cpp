@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <iostream>
 #include <new>
@@ -23,17 +22,13 @@
 #include <vector>
 
 #include "support/cuda_emulator/cuda_emulator.h"
+#include "support/test_seed.h"
 
 namespace apex::kernels {
 namespace {
 
 using testing::cuda::last_error;
 using testing::cuda::set_order;
-
-uint64_t seed() {
-  const char* given = std::getenv("APEX_TEST_SEED");
-  return given != nullptr ? std::stoull(given) : std::random_device{}();
-}
 
 /// Values that end at a page without access, and begin at a multiple of 16 bytes or, if not `aligned`, of
 /// their own size only.
@@ -120,13 +115,18 @@ struct Param {
   Guarded<Value> values;
 };
 
+// A device with so few multiprocessors has no more blocks than the work asks for; one with many shares
+// channels and tiles among blocks.
+constexpr DeviceLimits kSmall{2, 1024};
+constexpr DeviceLimits kLarge{132, 2048};
+
 /// What a case is about.
 struct Case {
   bool rows = false;
   Planes sizes{};                  // of one rank; the batch is of each rank
   std::vector<int64_t> batches{};  // of the ranks
   bool aligned = true;
-  DeviceLimits limits{2, 1024};
+  DeviceLimits limits = kSmall;
   bool z = false;
   bool relu = false;
   bool affine = true;
@@ -460,17 +460,12 @@ class BatchNormCuda : public ::testing::Test {
   }
 
  public:
-  const uint64_t seed_ = seed();
+  const uint64_t seed_ = testing::fresh_seed();
   std::mt19937_64 random_{seed_};
 };
 
 using ElementTypes = ::testing::Types<float, double, c10::Half, c10::BFloat16>;
 TYPED_TEST_SUITE(BatchNormCuda, ElementTypes);
-
-// A device with so few multiprocessors has no more blocks than the work asks for; one with many shares
-// channels and tiles among blocks.
-constexpr DeviceLimits kSmall{2, 1024};
-constexpr DeviceLimits kLarge{132, 2048};
 
 TYPED_TEST(BatchNormCuda, Planes_AnySizes_MatchFloat64) {
   for (const int64_t plane : {1, 6, 7, 16, 49, 64, 196, 1000}) {

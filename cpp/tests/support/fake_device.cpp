@@ -252,7 +252,7 @@ void operate(const c10::Stream& stream, const std::string& what, const std::vect
 }
 
 void operate(const c10::Stream& stream, const std::string& what, const std::vector<Region>& regions,
-             const std::function<void()>& compute, const std::function<void()>& again) {
+             const std::function<void()>& compute) {
   std::vector<RaceDetector::Access> accesses;
   std::vector<Memory> kept;
   for (const Region& region : regions) {
@@ -268,7 +268,7 @@ void operate(const c10::Stream& stream, const std::string& what, const std::vect
   }
   detector().operate(stream.id(), what, accesses);
   compute();
-  Capture::operate(stream.id(), what, accesses, [kept, again] { again(); });
+  Capture::operate(stream.id(), what, accesses, [kept, compute] { compute(); });
 }
 
 void used_on(const at::Tensor& tensor, const c10::Stream& stream) {

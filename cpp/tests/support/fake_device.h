@@ -55,10 +55,9 @@ struct Region {
   size_t bytes;
   bool writes;
 };
-/// The same of an operation that is known by addresses only; `again` is what a capture keeps. Memory that is not
-/// the device's is an error.
+/// The same of an operation that is known by addresses only. Memory that is not the device's is an error.
 void operate(const c10::Stream& stream, const std::string& what, const std::vector<Region>& regions,
-             const std::function<void()>& compute, const std::function<void()>& again);
+             const std::function<void()>& compute);
 
 /// What is over when all that a stream has been asked for so far is over.
 struct Mark {

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <iostream>
 #include <limits>
@@ -17,6 +16,7 @@
 #include <vector>
 
 #include "kernels/batch_norm_cpu_variants.h"
+#include "support/test_seed.h"
 
 namespace apex::kernels {
 namespace {
@@ -47,11 +47,6 @@ const CpuKernels<at::Half>& kernels_of<at::Half>(const CpuVariant& v) { return *
 template <>
 const CpuKernels<at::BFloat16>& kernels_of<at::BFloat16>(const CpuVariant& v) {
   return *v.bfloat16;
-}
-
-uint64_t seed() {
-  const char* given = std::getenv("APEX_TEST_SEED");
-  return given != nullptr ? std::stoull(given) : std::random_device{}();
 }
 
 /// Memory that starts with a cache line, as that of tensors does: only there results can go past the caches.
@@ -139,7 +134,7 @@ class BatchNormCpu : public ::testing::Test {
   }
 
  private:
-  const uint64_t seed_ = seed();
+  const uint64_t seed_ = testing::fresh_seed();
   std::mt19937_64 random_{seed_};
 };
 

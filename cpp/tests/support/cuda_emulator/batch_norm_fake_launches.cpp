@@ -13,6 +13,7 @@
 #undef launch_reduce
 #undef launch_gradient
 
+#include <memory>
 #include <vector>
 
 namespace apex::kernels {
@@ -42,9 +43,9 @@ class Launch {
   }
 
   int run(const std::function<int()>& compute) {
-    int error = 0;
-    fake::operate(stream(), name_, regions_, [compute, &error] { error = compute(); }, [compute] { compute(); });
-    return error;
+    const auto error = std::make_shared<int>(0);  // a capture may keep the operation
+    fake::operate(stream(), name_, regions_, [compute, error] { *error = compute(); });
+    return *error;
   }
 
  private:

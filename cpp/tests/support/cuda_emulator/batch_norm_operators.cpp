@@ -19,19 +19,6 @@
 #include "parallel/sync_batch_norm_cuda.cpp"
 #undef CUDA
 
-namespace apex::parallel::detail {
-namespace {
-
-/// As for CPU and CUDA.
-at::Tensor all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name) {
-  at::Tensor sum = tensor.clone(at::MemoryFormat::Contiguous);
-  if (const auto group = find_group(group_name)) all_reduce(group, sum);
-  return sum;
-}
-
-}  // namespace
-}  // namespace apex::parallel::detail
-
 TORCH_LIBRARY_IMPL(apex, PrivateUse1, m) {
   m.impl("all_reduce_sum", &apex::parallel::detail::all_reduce_sum);
 }

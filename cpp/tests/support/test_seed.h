@@ -1,0 +1,16 @@
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <random>
+#include <string>
+
+namespace apex::testing {
+
+/// A new seed per run; APEX_TEST_SEED repeats one.
+inline uint64_t fresh_seed() {
+  const char* given = std::getenv("APEX_TEST_SEED");
+  return given != nullptr ? std::stoull(given) : std::random_device{}();
+}
+
+}  // namespace apex::testing
