@@ -68,7 +68,12 @@ def test_step_takes_two_launches_per_direction(
         "gradient_kernel",
     )
     module.eval()
-    _expect_kernels(_kernels(lambda: module(x.detach())), "normalize_kernel")
+    _expect_kernels(_kernels(lambda: outputs.append(module(x, z))), "normalize_kernel")
+    _expect_kernels(
+        _kernels(lambda: torch.autograd.grad(outputs[1], inputs, dy)),
+        "reduce_kernel",
+        "gradient_kernel",
+    )
 
 
 def test_step_never_waits_on_the_host() -> None:

@@ -187,11 +187,15 @@ def test_sync_batch_norm_memory_format_is_kept_without_a_copy() -> None:
         assert not copies & {event.name for event in profile.events()}
 
 
+@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("needs_input", [False, True])
-def test_sync_batch_norm_backward_makes_nothing_but_its_results(needs_input: bool) -> None:
-    # Each of these would be a launch on a GPU. Gradients of the statistics were one once.
+def test_sync_batch_norm_backward_makes_nothing_but_its_results(
+    needs_input: bool, training: bool
+) -> None:
+    # Each of these would be a launch on a GPU. Gradients of the statistics were one once, and in
+    # evaluation the deviation was made of the running variance.
     x = torch.randn(4, 3, 5, requires_grad=needs_input)
-    y = SyncBatchNorm(3)(x)
+    y = SyncBatchNorm(3).train(training)(x)
     dy = torch.randn_like(y)
     with torch.profiler.profile() as profile:
         y.backward(dy)
@@ -319,6 +323,11 @@ def test_sync_batch_norm_operators_pass_opcheck(index: int) -> None:
         OPS.sync_batch_norm_backward,
         (torch.randn_like(y), x, output, weight, bias, mean.detach(), invstd.detach(), count, 1e-5,
          channel_last, relu, needs, ""),
+    )  # fmt: skip
+    opcheck(
+        OPS.sync_batch_norm_backward,
+        (torch.randn_like(y), x, output, weight, bias, *statistics, None, 1e-5, channel_last, relu,
+         needs, ""),
     )  # fmt: skip
     opcheck(OPS.all_reduce_sum, (torch.randn(3, requires_grad=True), ""))
 

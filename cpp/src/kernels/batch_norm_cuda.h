@@ -69,9 +69,8 @@ struct GradientArguments {
   ReluMask mask;
   ChannelParam weight;
   ChannelParam bias;
-  const double* mean;
-  const double* invstd;
-  const int64_t* count;  // null: the statistics are constants
+  ChannelStatistics statistics;
+  const int64_t* count;  // of values over all ranks; null where the statistics are constants
   double* sums;          // sum_dy[C], sum_dy_xmu[C]: written by reduce, read by gradient
   ChannelParam dweight;  // written by reduce
   ChannelParam dbias;

@@ -167,26 +167,26 @@ __device__ __forceinline__ void finish_channel(const NormalizeArguments& a, int6
 /// What is done once per channel in the reducing launch. `all` is relative to `high`.
 __device__ __forceinline__ void finish_reduction(const GradientArguments& a, int64_t channel,
                                                  int64_t channels, const Sums& all, double high) {
-  const double sum_dy_xmu = all.second - (a.mean[channel] - high) * all.first;
+  const double sum_dy_xmu = all.second - (a.statistics.load_mean(channel) - high) * all.first;
   a.sums[channel] = all.first;
   a.sums[channels + channel] = sum_dy_xmu;
   a.dbias.store(channel, all.first);
-  a.dweight.store(channel, sum_dy_xmu * a.invstd[channel]);
+  a.dweight.store(channel, sum_dy_xmu * a.statistics.load_invstd(channel));
 }
 
 template <typename A>
 __device__ __forceinline__ NormalizeCoefficients<A> forward_coefficients(
     const GradientArguments& a, int64_t channel) {
-  return normalize_coefficients<A>(a.mean[channel], a.invstd[channel], a.weight.load(channel, 1),
-                                   a.bias.load(channel, 0));
+  return normalize_coefficients<A>(a.statistics.load_mean(channel), a.statistics.load_invstd(channel),
+                                   a.weight.load(channel, 1), a.bias.load(channel, 0));
 }
 
 template <typename A>
 __device__ __forceinline__ GradientCoefficients<A> backward_coefficients(
     const GradientArguments& a, int64_t channel, int64_t channels) {
   const bool training = a.count != nullptr;
-  return gradient_coefficients<A>(a.mean[channel], a.invstd[channel], a.weight.load(channel, 1),
-                                  training ? a.sums[channel] : 0.0,
+  return gradient_coefficients<A>(a.statistics.load_mean(channel), a.statistics.load_invstd(channel),
+                                  a.weight.load(channel, 1), training ? a.sums[channel] : 0.0,
                                   training ? a.sums[channels + channel] : 0.0,
                                   training ? static_cast<double>(*a.count) : 0.0);
 }

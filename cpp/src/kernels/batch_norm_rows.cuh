@@ -329,7 +329,7 @@ __global__ void __launch_bounds__(kRowsThreads)
     const int64_t channel = place.tile * width + i;
     if (channel < plan.channels) {
       finish_reduction(a, channel, plan.channels, {totals[i], totals[width + i]},
-                       static_cast<double>(static_cast<A>(a.mean[channel])));
+                       static_cast<double>(static_cast<A>(a.statistics.load_mean(channel))));
     }
   }
 }

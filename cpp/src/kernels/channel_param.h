@@ -3,6 +3,7 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <cmath>
 #include <cstdint>
 
 #include "host_device.h"
@@ -53,6 +54,21 @@ struct ChannelParam {
       default:
         break;
     }
+  }
+};
+
+/// What a backward pass knows of the distribution of a channel: the mean and 1 / sqrt(variance + eps) that the
+/// forward pass left, or, where the statistics were constants, running mean and running variance as they are.
+struct ChannelStatistics {
+  ChannelParam mean;
+  ChannelParam invstd_or_var;
+  bool constant = false;  // then the second one is the variance
+  double eps = 0;
+
+  APEX_HOST_DEVICE double load_mean(int64_t channel) const { return mean.load(channel, 0); }
+  APEX_HOST_DEVICE double load_invstd(int64_t channel) const {
+    const double value = invstd_or_var.load(channel, 1);
+    return constant ? 1.0 / sqrt(value + eps) : value;
   }
 };
 

@@ -58,15 +58,15 @@ class BackwardFunction : public Function<BackwardFunction> {
   static variable_list forward(AutogradContext* ctx, const at::Tensor& grad_output,
                                const at::Tensor& input, const OptionalTensor& output,
                                const OptionalTensor& weight, const OptionalTensor& bias,
-                               const at::Tensor& mean, const at::Tensor& invstd,
+                               const at::Tensor& mean, const at::Tensor& invstd_or_var,
                                const OptionalTensor& count, double eps, bool channel_last,
                                bool fuse_relu, OutputMask needs, std::string group_name) {
     at::AutoDispatchBelowADInplaceOrView below;
     auto [dx, dz, dweight, dbias] =
-        call_backward(grad_output, input, output, weight, bias, mean, invstd, count, eps,
+        call_backward(grad_output, input, output, weight, bias, mean, invstd_or_var, count, eps,
                       channel_last, fuse_relu, needs, group_name);
     ctx->save_for_backward({grad_output, input, or_undefined(output), or_undefined(weight),
-                            or_undefined(bias), mean, invstd, or_undefined(count)});
+                            or_undefined(bias), mean, invstd_or_var, or_undefined(count)});
     ctx->set_materialize_grads(false);
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["channel_last"] = channel_last;
@@ -177,11 +177,9 @@ class InferenceFunction : public Function<InferenceFunction> {
     const double eps = ctx->saved_data["eps"].toDouble();
     const OutputMask needs =
         needed_gradients(ctx, has_z, saved[2].defined(), saved[3].defined());
-    const at::Tensor mean = saved[4].detach().to(at::kDouble);
-    const at::Tensor invstd = (saved[5].detach().to(at::kDouble) + eps).rsqrt();
     const auto [dx, dz, dweight, dbias] =
         call_backward(gradients[0], saved[0], or_none(saved[1]), or_none(saved[2]),
-                      or_none(saved[3]), mean, invstd, std::nullopt, eps,
+                      or_none(saved[3]), saved[4], saved[5], std::nullopt, eps,
                       ctx->saved_data["channel_last"].toBool(), fuse_relu, needs, "");
     return {if_needed(needs[0], dx),
             if_needed(needs[1], fuse_relu ? dz : gradients[0]),
@@ -254,17 +252,17 @@ ForwardResult forward_autograd(const at::Tensor& input, const OptionalTensor& z,
 BackwardResult backward_autograd(const at::Tensor& grad_output, const at::Tensor& input,
                                  const OptionalTensor& output, const OptionalTensor& weight,
                                  const OptionalTensor& bias, const at::Tensor& mean,
-                                 const at::Tensor& invstd, const OptionalTensor& count,
+                                 const at::Tensor& invstd_or_var, const OptionalTensor& count,
                                  double eps, bool channel_last, bool fuse_relu, OutputMask needs,
                                  c10::string_view group_name) {
   if (!needs_node(grad_output, input, output, weight, bias)) {
     at::AutoDispatchBelowADInplaceOrView below;
-    return call_backward(grad_output, input, output, weight, bias, mean, invstd, count, eps,
-                         channel_last, fuse_relu, needs, group_name);
+    return call_backward(grad_output, input, output, weight, bias, mean, invstd_or_var, count,
+                         eps, channel_last, fuse_relu, needs, group_name);
   }
   variable_list results = BackwardFunction::apply(
-      grad_output, input, output, weight, bias, mean, invstd, count, eps, channel_last, fuse_relu,
-      needs, std::string(group_name));
+      grad_output, input, output, weight, bias, mean, invstd_or_var, count, eps, channel_last,
+      fuse_relu, needs, std::string(group_name));
   return {results[0], results[1], results[2], results[3]};
 }
 

@@ -137,6 +137,11 @@ kernels::ChannelParam channel_param(const OptionalTensor& tensor) {
   }
 }
 
+kernels::ChannelStatistics channel_statistics(const at::Tensor& mean, const at::Tensor& invstd_or_var,
+                                              bool constant, double eps) {
+  return {channel_param(mean), channel_param(invstd_or_var), constant, eps};
+}
+
 c10::intrusive_ptr<c10d::ProcessGroup> find_group(c10::string_view name) {
   if (name.empty()) {
     return {};

@@ -51,6 +51,10 @@ void check_more_than_one_value(const at::Tensor& input, int64_t values_over_all_
 
 kernels::ChannelParam channel_param(const OptionalTensor& tensor);
 
+/// Of the arguments of the backward operator.
+kernels::ChannelStatistics channel_statistics(const at::Tensor& mean, const at::Tensor& invstd_or_var,
+                                              bool constant, double eps);
+
 /// The group of that name, or null for "" and for a group of one rank. Throws a RuntimeError that
 /// says what to do for a name nobody registered.
 c10::intrusive_ptr<c10d::ProcessGroup> find_group(c10::string_view name);

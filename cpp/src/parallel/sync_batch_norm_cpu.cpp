@@ -334,8 +334,8 @@ void local_reduction(const T* dy, const T* x, const T* y, const Sizes& sizes,
 BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& input,
                             const OptionalTensor& output, const OptionalTensor& weight,
                             const OptionalTensor& bias, const at::Tensor& mean,
-                            const at::Tensor& invstd, const OptionalTensor& count,
-                            double /*eps*/, bool channel_last, bool fuse_relu,
+                            const at::Tensor& invstd_or_var, const OptionalTensor& count,
+                            double eps, bool channel_last, bool fuse_relu,
                             OutputMask needs, c10::string_view group_name) {
   const MemoryLayout layout = layout_of(input, channel_last);
   const at::Tensor x = to_layout(input, layout);
@@ -365,8 +365,8 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
   const bool writes_elements = needs[0] || dz.numel() > 0;
   const bool reduces = (training && needs[0]) || to_weight.present() || to_bias.present();
 
-  const double* means = mean.const_data_ptr<double>();
-  const double* invstds = invstd.const_data_ptr<double>();
+  const kernels::ChannelStatistics statistics =
+      channel_statistics(mean, invstd_or_var, !training, eps);
   const double total =
       training ? static_cast<double>(*count->const_data_ptr<int64_t>()) : 0.0;
 
@@ -388,7 +388,8 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
     const bool stream = outgrows_cache(x, 3);
     RowCoefficients<Acc> forward(channels);
     for (int64_t c = 0; c < channels; ++c) {
-      const auto f = affine.coefficients<Acc>(c, means[c], invstds[c]);
+      const auto f =
+          affine.coefficients<Acc>(c, statistics.load_mean(c), statistics.load_invstd(c));
       forward.set(c, f.high, f.scale, f.shift);
     }
     const auto forward_of = [&](int64_t c) {
@@ -397,15 +398,17 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
     };
     // The kernels measure from `high`; the rest of the mean is taken off here.
     const auto from_mean = [&](int64_t c, double sum_dy, double sum_dy_high) {
-      return sum_dy_high - (means[c] - static_cast<double>(forward.columns[0][c])) * sum_dy;
+      const double low = statistics.load_mean(c) - static_cast<double>(forward.columns[0][c]);
+      return sum_dy_high - low * sum_dy;
     };
     const auto store_parameters = [&](int64_t c, double sum_dy, double sum_dy_xmu) {
-      to_weight.store(c, sum_dy_xmu * invstds[c]);
+      to_weight.store(c, sum_dy_xmu * statistics.load_invstd(c));
       to_bias.store(c, sum_dy);
     };
     const auto backward_of = [&](int64_t c, double sum_dy, double sum_dy_xmu) {
-      return kernels::gradient_coefficients<Acc>(means[c], invstds[c], affine.weight.load(c, 1),
-                                                 sum_dy, sum_dy_xmu, total);
+      return kernels::gradient_coefficients<Acc>(statistics.load_mean(c),
+                                                 statistics.load_invstd(c),
+                                                 affine.weight.load(c, 1), sum_dy, sum_dy_xmu, total);
     };
 
     if (!group && !sizes.rows) {  // one channel after the other, while it is in the cache
@@ -426,7 +429,7 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
       return;
     }
 
-    at::Tensor sums = at::zeros({2 * channels}, mean.options());
+    at::Tensor sums = at::zeros({2 * channels}, mean.options().dtype(at::kDouble));
     double* sum_dy = sums.mutable_data_ptr<double>();
     double* sum_dy_xmu = sum_dy + channels;
     if (reduces) {

@@ -210,8 +210,8 @@ at::Tensor inference_cuda(const at::Tensor& input, const OptionalTensor& z,
 BackwardResult backward_cuda(const at::Tensor& grad_output, const at::Tensor& input,
                              const OptionalTensor& output, const OptionalTensor& weight,
                              const OptionalTensor& bias, const at::Tensor& mean,
-                             const at::Tensor& invstd, const OptionalTensor& count,
-                             double /*eps*/, bool channel_last, bool fuse_relu, OutputMask needs,
+                             const at::Tensor& invstd_or_var, const OptionalTensor& count,
+                             double eps, bool channel_last, bool fuse_relu, OutputMask needs,
                              c10::string_view group_name) {
   const c10::cuda::CUDAGuard guard(input.device());
   const MemoryLayout layout = layout_of(input, channel_last);
@@ -246,8 +246,7 @@ BackwardResult backward_cuda(const at::Tensor& grad_output, const at::Tensor& in
                              : kernels::ReluMask::kRecompute;
   a.weight = channel_param(weight);
   a.bias = channel_param(bias);
-  a.mean = mean.const_data_ptr<double>();
-  a.invstd = invstd.const_data_ptr<double>();
+  a.statistics = channel_statistics(mean, invstd_or_var, !training, eps);
   a.count = training ? count->const_data_ptr<int64_t>() : nullptr;
   if (dweight.numel() > 0) {
     a.dweight = channel_param(dweight);
@@ -259,7 +258,7 @@ BackwardResult backward_cuda(const at::Tensor& grad_output, const at::Tensor& in
       (training && needs[0]) || a.dweight.present() || a.dbias.present();
   const Prepared prepared =
       prepare(x, sizes, is_aligned({a.dy, a.x, a.y, a.dx, a.dz}), reduces);
-  at::Tensor sums = at::empty({2 * channels}, mean.options());
+  at::Tensor sums = at::empty({2 * channels}, mean.options().dtype(at::kDouble));
   a.sums = sums.mutable_data_ptr<double>();
   if (reduces) {
     check_launch(kernels::launch_reduce(prepared.call, a));

@@ -53,8 +53,11 @@ DoubleBackwardResult double_backward(const BackwardCall& call, const at::Tensor&
   const bool has_weight = call.weight.has_value() && call.weight->defined();
   const at::Tensor x = call.input.to(acc);
 
-  at::Tensor count, mean = call.mean.to(acc), r = call.invstd.to(acc);
-  if (training) {
+  at::Tensor count, mean = call.mean.to(acc), r;
+  if (!training) {
+    r = (call.invstd_or_var.to(at::kDouble) + call.eps).rsqrt().to(acc);
+  } else {
+    r = call.invstd_or_var.to(acc);
     count = call.count->to(acc);
     if (c10::GradMode::is_enabled()) {  // to be differentiated again: then as functions of x
       mean = call_all_reduce_sum(channels.sum(x), call.group_name) / count;

@@ -21,10 +21,11 @@ constexpr const char* kForward =
 
 // Results: gradients of input, z, weight and bias; those that `needs` does not ask for are empty,
 // and that of z without a fused ReLU, too (it is grad_output itself). Without a count the
-// statistics are constants. `output` is given where something was added before the fused ReLU.
+// statistics are constants, running mean and running variance of any floating type. `output` is given
+// where something was added before the fused ReLU.
 constexpr const char* kBackward =
     "sync_batch_norm_backward(Tensor grad_output, Tensor input, Tensor? output, Tensor? weight, "
-    "Tensor? bias, Tensor mean, Tensor invstd, Tensor? count, float eps, bool channel_last, "
+    "Tensor? bias, Tensor mean, Tensor invstd_or_var, Tensor? count, float eps, bool channel_last, "
     "bool fuse_relu, bool[4] needs, str group_name) -> (Tensor, Tensor, Tensor, Tensor)";
 
 constexpr const char* kInference =
@@ -97,12 +98,12 @@ ForwardResult call_forward(const at::Tensor& input, const OptionalTensor& z,
 BackwardResult call_backward(const at::Tensor& grad_output, const at::Tensor& input,
                              const OptionalTensor& output, const OptionalTensor& weight,
                              const OptionalTensor& bias, const at::Tensor& mean,
-                             const at::Tensor& invstd, const OptionalTensor& count, double eps,
+                             const at::Tensor& invstd_or_var, const OptionalTensor& count, double eps,
                              bool channel_last, bool fuse_relu, OutputMask needs,
                              c10::string_view group_name) {
   static const auto op = find_operator<decltype(backward_fake)>("apex::sync_batch_norm_backward");
-  return op.call(grad_output, input, output, weight, bias, mean, invstd, count, eps, channel_last,
-                 fuse_relu, needs, group_name);
+  return op.call(grad_output, input, output, weight, bias, mean, invstd_or_var, count, eps,
+                 channel_last, fuse_relu, needs, group_name);
 }
 
 at::Tensor call_inference(const at::Tensor& input, const OptionalTensor& z,

@@ -17,7 +17,7 @@ ForwardResult call_forward(const at::Tensor& input, const OptionalTensor& z,
 BackwardResult call_backward(const at::Tensor& grad_output, const at::Tensor& input,
                              const OptionalTensor& output, const OptionalTensor& weight,
                              const OptionalTensor& bias, const at::Tensor& mean,
-                             const at::Tensor& invstd, const OptionalTensor& count, double eps,
+                             const at::Tensor& invstd_or_var, const OptionalTensor& count, double eps,
                              bool channel_last, bool fuse_relu, OutputMask needs,
                              c10::string_view group_name);
 
@@ -36,7 +36,7 @@ struct BackwardCall {
   OptionalTensor weight;
   OptionalTensor bias;
   at::Tensor mean;
-  at::Tensor invstd;
+  at::Tensor invstd_or_var;
   OptionalTensor count;
   double eps;
   bool channel_last;

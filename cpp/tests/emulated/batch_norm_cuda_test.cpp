@@ -179,6 +179,11 @@ class BatchNormCuda : public ::testing::Test {
     Guarded<int64_t> total;
     Guarded<double> sums;
     Param<T> dweight, dbias;
+
+    /// As its forward pass left them.
+    ChannelStatistics statistics() {
+      return {{mean.data(), ParamType::kFloat64}, {invstd.data(), ParamType::kFloat64}, false, 0};
+    }
   };
 
   /// A call with a work area that is used up to its end; counters have to come back as zeros.
@@ -336,8 +341,7 @@ class BatchNormCuda : public ::testing::Test {
         a.dweight = rank.dweight.argument();
         a.dbias = rank.dbias.argument();
       }
-      a.mean = rank.mean.data();
-      a.invstd = rank.invstd.data();
+      a.statistics = rank.statistics();
       a.count = rank.total.data();
       a.sums = rank.sums.data();
       return a;
@@ -432,8 +436,7 @@ class BatchNormCuda : public ::testing::Test {
     backward.mask = c.relu ? ReluMask::kRecompute : ReluMask::kNone;
     backward.weight = weight.argument();
     backward.dweight = rank.dweight.argument();
-    backward.mean = rank.mean.data();
-    backward.invstd = rank.invstd.data();
+    backward.statistics = {rank.running_mean.argument(), rank.running_var.argument(), true, eps};
     backward.sums = rank.sums.data();
     Work work(c, c.batches[0]);
     ASSERT_EQ(launch_normalize(work.call, forward), 0) << last_error();
@@ -589,8 +592,7 @@ TYPED_TEST(BatchNormCuda, OnlyOneGradient_IsWritten) {
     a.y = rank.y.data();
     a.dz = rank.dz.data();
     a.mask = ReluMask::kOutput;
-    a.mean = rank.mean.data();
-    a.invstd = rank.invstd.data();
+    a.statistics = rank.statistics();
     a.sums = rank.sums.data();
     typename TestFixture::Work work(c, 3);
     ASSERT_EQ(launch_gradient(work.call, a), 0) << last_error();

@@ -94,7 +94,7 @@ int launch_normalize(const CudaCall& call, const NormalizeArguments& a) {
 int launch_reduce(const CudaCall& call, const GradientArguments& a) {
   Launch launch(call, "reduce");
   launch.reads_elements(a.dy).reads_elements(a.x).reads_elements(a.y).reads(a.weight).reads(a.bias);
-  launch.reads_channels(a.mean).reads_channels(a.invstd);
+  launch.reads(a.statistics.mean).reads(a.statistics.invstd_or_var);
   launch.writes_channels(a.sums, 2).writes(a.dweight).writes(a.dbias).works();
   return launch.run([=] { return emulated_launch_reduce(call, a); });
 }
@@ -102,7 +102,7 @@ int launch_reduce(const CudaCall& call, const GradientArguments& a) {
 int launch_gradient(const CudaCall& call, const GradientArguments& a) {
   Launch launch(call, "gradient");
   launch.reads_elements(a.dy).reads_elements(a.x).reads_elements(a.y).reads(a.weight).reads(a.bias);
-  launch.reads_channels(a.mean).reads_channels(a.invstd).reads(a.count, 8);
+  launch.reads(a.statistics.mean).reads(a.statistics.invstd_or_var).reads(a.count, 8);
   if (a.count != nullptr) launch.reads_channels(a.sums, 2);
   launch.writes_elements(a.dx).writes_elements(a.dz);
   return launch.run([=] { return emulated_launch_gradient(call, a); });
