@@ -91,7 +91,13 @@ class Job:
         process = subprocess.Popen(
             [sys.executable, "-m", "apex.parallel.multiproc", *command],
             cwd=self.folder,
-            env={**kept, "REPORT_TO": str(self.reports), "GLOO_SOCKET_IFNAME": "lo", **env},
+            env={
+                **kept,
+                "REPORT_TO": str(self.reports),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "TMPDIR": str(self.folder),  # a launcher that is killed leaves its folder behind
+                **env,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

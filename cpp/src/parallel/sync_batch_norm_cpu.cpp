@@ -65,6 +65,27 @@ bool outgrows_cache(const at::Tensor& like, int arrays) {
   return like.nbytes() * static_cast<size_t>(arrays) > cache / 2;
 }
 
+/// Sums a vector over the ranks, in place; on every rank in the same order. Gloo's ring takes half as many
+/// rounds to gather as to all-reduce, and rounds are all that few values cost.
+void sum_over_ranks(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor& sums) {
+  constexpr size_t kMaxGatheredBytes = size_t{1} << 20;
+  const int64_t ranks = group->getSize();
+  if (sums.nbytes() * static_cast<size_t>(ranks) > kMaxGatheredBytes) {
+    all_reduce(group, sums);
+    return;
+  }
+  const int64_t length = sums.numel();
+  const at::Tensor gathered = all_gather(group, sums);
+  const double* from = gathered.const_data_ptr<double>();
+  double* to = sums.mutable_data_ptr<double>();
+  std::copy_n(from, length, to);
+  for (int64_t rank = 1; rank < ranks; ++rank) {
+    for (int64_t i = 0; i < length; ++i) {
+      to[i] += from[rank * length + i];
+    }
+  }
+}
+
 template <typename T>
 const T* data_or_null(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined() ? tensor->const_data_ptr<T>() : nullptr;
@@ -440,7 +461,7 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
       }
     }
     if (group) {
-      all_reduce(group, sums);
+      sum_over_ranks(group, sums);
     }
     if (!writes_elements) {
       return;
