@@ -58,11 +58,15 @@ def collectives(channels: int, device: torch.device) -> Callable[[], None]:
     record = torch.zeros(2 * channels + 1, dtype=torch.float64, device=device)
     records = record.new_zeros(dist.get_world_size() * record.numel())
     sums = torch.zeros(2 * channels, dtype=torch.float64, device=device)
+    all_sums = sums.new_zeros(dist.get_world_size() * sums.numel())
     group = own_group()
 
     def exchange() -> None:
         dist.all_gather_into_tensor(records, record, group=group)
-        dist.all_reduce(sums, group=group)
+        if device.type == "cpu":
+            dist.all_gather_into_tensor(all_sums, sums, group=group)
+        else:
+            dist.all_reduce(sums, group=group)
 
     return exchange
 
