@@ -79,6 +79,14 @@ void OverlapRecorder::in_flight(size_t bucket, const c10::intrusive_ptr<c10::iva
       /*uses_future=*/on_device);
 }
 
+void OverlapRecorder::arrived_at_once(size_t bucket) {
+  if (!current_ || bucket >= current_->buckets.size()) return;
+  BucketStamps& stamps = current_->buckets[bucket];
+  stamps.arrival = std::make_shared<Arrival>();
+  stamps.arrival->stamp = now(current_->device);
+  stamps.arrival->set.store(true, std::memory_order_release);
+}
+
 void OverlapRecorder::awaiting(size_t bucket) {
   if (!current_ || bucket >= current_->buckets.size()) return;
   current_->buckets[bucket].awaiting = now(current_->device);

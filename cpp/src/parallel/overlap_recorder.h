@@ -30,6 +30,8 @@ class OverlapRecorder {
   /// What tells when it arrives; either may be null. A later call for the same bucket replaces the first.
   void in_flight(size_t bucket, const c10::intrusive_ptr<c10d::Work>& work);
   void in_flight(size_t bucket, const c10::intrusive_ptr<c10::ivalue::Future>& future);
+  /// With one rank nothing travels.
+  void arrived_at_once(size_t bucket);
   /// Somebody waits for it from now on; and has it.
   void awaiting(size_t bucket);
   void arrived(size_t bucket);

@@ -392,6 +392,22 @@ TEST(ReducerOverlap, BackendWithoutFutures_BucketsArriveWhenTheyAreAwaited) {
   });
 }
 
+TEST(ReducerOverlap, OneRank_NothingIsInFlight) {
+  run_ranks(1, [](int, const Group& group) {
+    ToyModel model = toy_model();
+    Reducer reducer(model.parameters, {group}, small_buckets());
+    reducer.record_overlap(true);
+    for (int step = 0; step < 2; ++step) backward(reducer, model, step);
+    const auto report = reducer.overlap_report();
+    ASSERT_TRUE(report);
+    expect_in_order(*report);
+    ASSERT_GT(report->buckets.size(), 1u);
+    for (const BucketOverlap& bucket : report->buckets) {
+      EXPECT_LE(bucket.arrived_s, bucket.awaited_s);  // long before anybody asked
+    }
+  });
+}
+
 TEST(ReducerOverlap, SwitchedDuringBackward_Throws) {
   run_ranks(1, [](int, const Group& group) {
     ToyModel model = toy_model();

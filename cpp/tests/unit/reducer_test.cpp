@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <functional>
 #include <mutex>
 #include <set>
 #include <string>
@@ -163,33 +164,68 @@ TEST(Reducer, RanksThatFinishInDifferentOrder_Backward_LaunchInTheSameOrder) {
 }
 
 TEST(Reducer, Bucket_Full_IsLaunchedWhileBackwardStillRuns) {
-  const auto control = ThreadBackendControl::create(1);
-  run_ranks(control, [&](int, const Group& group) {
+  const auto control = ThreadBackendControl::create(2);
+  run_ranks(control, [&](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 8, 8, 2}, 1);
     Reducer reducer(model.parameters, {group}, small_buckets(1));
-    train_step(reducer, model, apex::testing::random_batch(4, 4, 0));
+    train_step(reducer, model, apex::testing::random_batch(4, 4, rank));
     size_t issued_when_first_layer_fired = 0;
-    const size_t before = control->issued(0);
+    const size_t before = control->issued(rank);
     // The first layer's gradient is the last to come.
     model[0].register_hook(
-        [&](const at::Tensor&) { issued_when_first_layer_fired = control->issued(0) - before; });
-    train_step(reducer, model, apex::testing::random_batch(4, 4, 1));
+        [&](const at::Tensor&) { issued_when_first_layer_fired = control->issued(rank) - before; });
+    train_step(reducer, model, apex::testing::random_batch(4, 4, 2 + rank));
     EXPECT_GE(issued_when_first_layer_fired, 4u);
   });
 }
 
 TEST(Reducer, DelayAllreduce_Backward_LaunchesOneCollectiveAtTheEnd) {
-  const auto control = ThreadBackendControl::create(1);
-  run_ranks(control, [&](int, const Group& group) {
+  const auto control = ThreadBackendControl::create(2);
+  run_ranks(control, [&](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 8, 8, 2}, 1);
     ReducerOptions options = small_buckets(1);
     options.delay_allreduce = true;
     Reducer reducer(model.parameters, {group}, options);
-    train_step(reducer, model, apex::testing::random_batch(4, 4, 0));
-    const size_t before = control->issued(0);
-    train_step(reducer, model, apex::testing::random_batch(4, 4, 1));
-    EXPECT_EQ(control->issued(0) - before, 1u);
+    train_step(reducer, model, apex::testing::random_batch(4, 4, rank));
+    const size_t before = control->issued(rank);
+    train_step(reducer, model, apex::testing::random_batch(4, 4, 2 + rank));
+    EXPECT_EQ(control->issued(rank) - before, 1u);
   });
+}
+
+TEST(Reducer, OneRank_Backward_SendsNothing) {
+  using Change = std::function<void(ReducerOptions&)>;
+  const std::vector<Change> changes{
+      [](ReducerOptions&) {},
+      [](ReducerOptions& options) { options.gradient_as_bucket_view = true; },
+      [](ReducerOptions& options) { options.gradient_average = false; },
+      [](ReducerOptions& options) { options.gradient_predivide_factor = 4; },
+      [](ReducerOptions& options) { options.allreduce_always_fp32 = true; },
+      [](ReducerOptions& options) { options.delay_allreduce = true; },
+      [](ReducerOptions& options) { options.check_steps = true; },
+      [](ReducerOptions& options) { options.auto_buckets = true; },
+  };
+  for (const Change& change : changes) {
+    const auto control = ThreadBackendControl::create(1);
+    run_ranks(control, [&](int, const Group& group) {
+      ToyModel model = ToyModel::mlp({4, 8, 8, 2}, 1);
+      ToyModel alone = ToyModel::mlp({4, 8, 8, 2}, 1);
+      ReducerOptions options = small_buckets(40);
+      change(options);
+      Reducer reducer(model.parameters, {group}, options);
+      const size_t before = control->issued(0);
+      for (int step = 0; step < 3; ++step) {
+        const at::Tensor x = apex::testing::random_batch(4, 4, step);
+        train_step(reducer, model, x);
+        alone.zero_grad();
+        loss_of(alone.forward(x)).backward();
+        for (size_t i = 0; i < model.size(); ++i) {
+          EXPECT_LT(relative_error(model[i].grad(), alone[i].grad()), 1e-6);
+        }
+      }
+      EXPECT_EQ(control->issued(0) - before, 0u);
+    });
+  }
 }
 
 TEST(Reducer, LargeParameter_Backward_IsReducedWhereItLies) {

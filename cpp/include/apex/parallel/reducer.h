@@ -115,6 +115,7 @@ struct ReducerStatistics {
   int64_t plans_learnt = 0;        ///< times the order was learnt and a plan agreed on
   int64_t plans_tuned = 0;         ///< times auto_buckets decided on one
   int64_t plans_extended = 0;      ///< times parameters without a gradient so far were added
+  // With one rank buckets are launched and counted as with several, but nothing is sent.
   int64_t launched_in_backward = 0;///< collectives started by a hook, while backward was running
   int64_t launched_at_end = 0;     ///< collectives started when backward had ended
   int64_t gradients_copied = 0;    ///< gradients copied into a buffer
@@ -232,8 +233,10 @@ class APEX_API Reducer {
   /// rank, or -1 if all had.
   int64_t follow_until_end(const std::function<void(const JoinEvent&)>& on_forward);
   /// A rank that had data to the end, the same on every rank, or -1 if all had. `followed`: this rank
-  /// awaited other events than kEnd. Collective; blocks the host.
-  int64_t last_with_data(bool followed) const;
+  /// awaited other events than kEnd. `states`: how many pieces of state of its own the caller is going to
+  /// take over from that rank. Collective; blocks the host.
+  /// @throws RankMismatch on every rank if ranks have different numbers of states.
+  int64_t last_with_data(bool followed, int64_t states = 0) const;
   void shadow_backward_end();
 
   /// Replaces the all-reduce (and the averaging) by a hook; nullptr restores it. The plan is learnt
