@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ddp_support import forget_amp
 
 from apex.amp import _amp_state
 
@@ -27,11 +28,7 @@ def fresh_amp(request: pytest.FixtureRequest) -> Iterator[None]:
     _amp_state.hard_override = False
     _amp_state.allow_incoming_model_not_fp32 = False
     yield
-    if _amp_state.handle is not None:
-        _amp_state.handle._deactivate()
-        _amp_state.handle = None
-    vars(_amp_state).pop("opt_properties", None)
-    _amp_state.loss_scalers = []
+    forget_amp()
 
 
 def free_port() -> int:

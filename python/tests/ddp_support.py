@@ -16,6 +16,7 @@ import datetime
 import faulthandler
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -49,6 +50,19 @@ TOLERANCE = {
 
 class RanksFailed(AssertionError):
     """Raised in the test's process with what every failing rank reported."""
+
+
+def forget_amp() -> None:
+    """Undo amp.init() and amp.initialize(), which are for the whole process."""
+    amp = sys.modules.get("apex.amp")
+    if amp is None:
+        return
+    state = amp._amp_state
+    if state.handle is not None:
+        state.handle._deactivate()
+        state.handle = None
+    vars(state).pop("opt_properties", None)
+    state.loss_scalers = []
 
 
 def init_group(rank: int, world: int, store: str, timeout_s: float = GROUP_TIMEOUT_S) -> None:
@@ -87,6 +101,7 @@ def _serve(rank: int, pipe: connection.Connection) -> None:
                 reply = ("ok", body(rank, world, *args))
         except BaseException:  # noqa: BLE001  (everything goes to the test)
             reply = ("error", traceback.format_exc())
+        forget_amp()
         faulthandler.cancel_dump_traceback_later()
         pipe.send(reply)
     if dist.is_initialized():

@@ -235,6 +235,24 @@ def test_join_takes_over_the_scaler(ranks: RankPool) -> None:
     ranks.run(2, _scales)
 
 
+def _scales_on_one_rank(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make())
+    scalers = [torch.amp.GradScaler("cpu")] * rank
+    try:
+        with ddp.join(scalers=scalers):
+            for step in range(1 + rank):
+                ddp(batch(rank, step)).sum().backward()
+    except RuntimeError as error:
+        text = f"rank {rank}: at the end of join() this rank has {rank} loss scalers"
+        check(text in str(error), str(error))
+    else:
+        raise AssertionError("nothing was raised")
+
+
+def test_join_other_numbers_of_scalers_raise_on_all(ranks: RankPool) -> None:
+    ranks.run(2, _scales_on_one_rank)
+
+
 # --- the edges ---
 
 

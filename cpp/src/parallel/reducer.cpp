@@ -417,9 +417,9 @@ int64_t Reducer::follow_until_end(const std::function<void(const JoinEvent&)>& o
   return last_with_data(followed);
 }
 
-int64_t Reducer::last_with_data(bool followed) const {
+int64_t Reducer::last_with_data(bool followed, int64_t states) const {
   const ReducerState::Lock lock(state_->mutex_);
-  return state_->last_with_data(followed);
+  return state_->last_with_data(followed, states);
 }
 
 void Reducer::shadow_backward_end() {

@@ -149,12 +149,12 @@ class Join:
         """Parameters, buffers and scalers of a rank that trained to the end, for those that did not."""
         ddp = self._ddp
         group = ddp.process_group
-        root = ddp._engine.last_with_data(shadowed)
+        scalers = [*self._scalers, *_amp_scalers()]
+        root = ddp._engine.last_with_data(shadowed, len(scalers))
         if root < 0:
             return
         tensors = [*ddp.module.parameters(), *ddp.module.buffers()]
         _core.broadcast_coalesced([t.detach() for t in tensors], group.group_name, root)
-        scalers = [*self._scalers, *_amp_scalers()]
         if scalers:
             states = [[scaler.state_dict() for scaler in scalers]]
             device = collective_device(group)
