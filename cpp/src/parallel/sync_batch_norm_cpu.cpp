@@ -386,8 +386,13 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
   const bool writes_elements = needs[0] || dz.numel() > 0;
   const bool reduces = (training && needs[0]) || to_weight.present() || to_bias.present();
 
+  std::vector<double> means(channels), invstds(channels);
   const kernels::ChannelStatistics statistics =
       channel_statistics(mean, invstd_or_var, !training, eps);
+  for (int64_t c = 0; c < channels; ++c) {
+    means[c] = statistics.load_mean(c);
+    invstds[c] = statistics.load_invstd(c);
+  }
   const double total =
       training ? static_cast<double>(*count->const_data_ptr<int64_t>()) : 0.0;
 
@@ -409,8 +414,7 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
     const bool stream = outgrows_cache(x, 3);
     RowCoefficients<Acc> forward(channels);
     for (int64_t c = 0; c < channels; ++c) {
-      const auto f =
-          affine.coefficients<Acc>(c, statistics.load_mean(c), statistics.load_invstd(c));
+      const auto f = affine.coefficients<Acc>(c, means[c], invstds[c]);
       forward.set(c, f.high, f.scale, f.shift);
     }
     const auto forward_of = [&](int64_t c) {
@@ -419,17 +423,15 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
     };
     // The kernels measure from `high`; the rest of the mean is taken off here.
     const auto from_mean = [&](int64_t c, double sum_dy, double sum_dy_high) {
-      const double low = statistics.load_mean(c) - static_cast<double>(forward.columns[0][c]);
-      return sum_dy_high - low * sum_dy;
+      return sum_dy_high - (means[c] - static_cast<double>(forward.columns[0][c])) * sum_dy;
     };
     const auto store_parameters = [&](int64_t c, double sum_dy, double sum_dy_xmu) {
-      to_weight.store(c, sum_dy_xmu * statistics.load_invstd(c));
+      to_weight.store(c, sum_dy_xmu * invstds[c]);
       to_bias.store(c, sum_dy);
     };
     const auto backward_of = [&](int64_t c, double sum_dy, double sum_dy_xmu) {
-      return kernels::gradient_coefficients<Acc>(statistics.load_mean(c),
-                                                 statistics.load_invstd(c),
-                                                 affine.weight.load(c, 1), sum_dy, sum_dy_xmu, total);
+      return kernels::gradient_coefficients<Acc>(means[c], invstds[c], affine.weight.load(c, 1),
+                                                 sum_dy, sum_dy_xmu, total);
     };
 
     if (!group && !sizes.rows) {  // one channel after the other, while it is in the cache
