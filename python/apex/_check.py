@@ -54,6 +54,6 @@ def _built_for_this_torch() -> None:
     abi = bool(torch._C._GLIBCXX_USE_CXX11_ABI)
     if _build_info.cxx11_abi != abi:
         raise ImportError(
-            f"apex was built with _GLIBCXX_USE_CXX11_ABI={int(_build_info.cxx11_abi)}, but this torch "
-            f"uses {int(abi)}: rebuild apex with `{REBUILD}`."
+            f"apex was built with _GLIBCXX_USE_CXX11_ABI={int(_build_info.cxx11_abi)}, but this "
+            f"torch uses {int(abi)}: rebuild apex with `{REBUILD}`."
         )

@@ -430,7 +430,8 @@ def _compare(
     error = (actual - expected).abs().max().item()
     check(
         error <= allowed * max(size, 1e-6),
-        f"{what} ({dtype}): error {error:.3g} at size {size:.3g}\ngot {actual}\nexpected {expected}",
+        f"{what} ({dtype}): error {error:.3g} at size {size:.3g}\ngot {actual}\n"
+        f"expected {expected}",
     )
 
 

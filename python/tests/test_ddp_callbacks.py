@@ -1,4 +1,5 @@
-"""Bucket callbacks, built-in communication hooks, the non-finite check, and ranks in different steps."""
+"""Bucket callbacks, built-in communication hooks, the non-finite check, and ranks in different
+steps."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def _skips_in_segments(rank: int, world: int, reentrant: bool) -> None:
             locally.append(gradients(plain))
         ddp.zero_grad()
         net = ddp.module
-        net.forward = lambda x, s=skipped[rank]: forward(net, x, s)
+        net.forward = lambda x, net=net, s=skipped[rank]: forward(net, x, s)
         ddp(data(rank, step).requires_grad_()).sum().backward()
         del net.forward
         check_gradients(ddp, mean_over_ranks(locally), f"step {step}", 1e-5)
@@ -245,7 +245,8 @@ def test_checkpointed_blocks_skipped_by_rank_average(ranks: RankPool, reentrant:
 
 
 def _learns_the_count_from_others(rank: int, world: int) -> None:
-    """A rank that missed the layer when the plan was learnt uses it as often as the others later."""
+    """A rank that missed the layer when the plan was learnt uses it as often as the others
+    later."""
     model = build(Blocks)
     model.how, model.reentrant = "shared_twice", True
     ddp = DistributedDataParallel(model, message_size=1)

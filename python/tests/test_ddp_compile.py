@@ -1,4 +1,5 @@
-"""torch.compile: graphs that are split by bucket, so that compiled backwards overlap with all-reduces."""
+"""torch.compile: graphs that are split by bucket, so that compiled backwards overlap with
+all-reduces."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def batch(rank: int, step: int, rows: int = 3) -> Tensor:
 
 
 class Pieces:
-    """A backend that counts graphs, and notes what was on its way when each piece's backward began."""
+    """A backend that counts graphs, and notes what was on its way when each piece's backward
+    began."""
 
     def __init__(self) -> None:
         self.graphs = 0
@@ -205,8 +207,8 @@ def test_compile_nothing_to_overlap_keeps_the_graph(ranks: RankPool, how: str) -
 
 def test_compile_this_torch_asks_for_the_wrapper() -> None:
     assert _compile.splits_graphs(), (
-        f"torch {torch.__version__} has no DistributedDataParallel._active_ddp_module: compiled modules "
-        "train, but their graphs are not split by bucket, see apex/parallel/_compile.py"
+        f"torch {torch.__version__} has no DistributedDataParallel._active_ddp_module: compiled "
+        "modules train, but their graphs are not split by bucket, see apex/parallel/_compile.py"
     )
 
 

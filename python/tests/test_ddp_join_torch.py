@@ -1,4 +1,5 @@
-"""Uneven inputs under torch.distributed.algorithms.join.Join, alone and beside a sharded optimizer."""
+"""Uneven inputs under torch.distributed.algorithms.join.Join, alone and beside a sharded
+optimizer."""
 
 from __future__ import annotations
 

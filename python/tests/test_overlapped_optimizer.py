@@ -1,4 +1,5 @@
-"""OverlappedOptimizer: updates made in the next forward, the same bit for bit as those made at once."""
+"""OverlappedOptimizer: updates made in the next forward, the same bit for bit as those made at
+once."""
 
 from __future__ import annotations
 

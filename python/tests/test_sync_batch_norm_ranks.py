@@ -39,7 +39,9 @@ def _random_case(rng: random.Random, world_size: int) -> dict:
         "channels": channels,
         "spatial": spatial,
         "sizes": sizes,
-        "dtype": rng.choice([torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+        "dtype": rng.choice(
+            [torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16]
+        ),
         "channel_last": channel_last,
         "channels_last_memory": not channel_last and len(spatial) == 2 and rng.random() < 0.5,
         "relu": rng.random() < 0.4,
@@ -58,10 +60,8 @@ def _check_case(case: dict, rank: int, generator: torch.Generator) -> None:
     """Every rank draws the whole batch from the same generator and keeps its slice."""
     dtype, sizes, channels = case["dtype"], case["sizes"], case["channels"]
     channel_last = case["channel_last"]
-    batch = [sum(sizes)]
-    shape = (
-        [*batch, *case["spatial"], channels] if channel_last else [*batch, channels, *case["spatial"]]
-    )  # fmt: skip
+    spatial = [*case["spatial"], channels] if channel_last else [channels, *case["spatial"]]
+    shape = [sum(sizes), *spatial]
     parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
 
     def draw(size: list[int], to: torch.dtype) -> Tensor:
@@ -198,7 +198,8 @@ def _modes_body(rank: int, world_size: int) -> None:
             alone = not training and not track
             want = whole(x if alone else x_all)
             want_mine = want if alone else want[mine]
-            torch.testing.assert_close(y, want_mine, msg=lambda m: f"{affine, track, momentum} {m}")
+            case = f"{affine, track, momentum} "
+            torch.testing.assert_close(y, want_mine, msg=case.__add__)
             (dx,) = torch.autograd.grad(y.pow(3).sum(), x)
             wanted = x if alone else x_all
             (dx_want,) = torch.autograd.grad(whole(wanted).pow(3).sum(), wanted)
@@ -297,7 +298,9 @@ def test_sync_batch_norm_one_collective_per_direction() -> None:
 
 def _many_channels_body(rank: int, world_size: int) -> None:
     channels = 40_000  # their sums from all ranks are more than are gathered
-    whole = torch.randn(6, channels, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    whole = torch.randn(
+        6, channels, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+    )
     dy = torch.randn(6, channels, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     x = whole[3 * rank : 3 * rank + 3].clone().requires_grad_()
     y = SyncBatchNorm(channels, affine=False)(x)

@@ -1,4 +1,5 @@
-"""What torch.compile is told by the wrapper: where to split a graph, so that its backward is split, too.
+"""What torch.compile is told by the wrapper: where to split a graph, so that its backward is
+split, too.
 
 Note [Compiled graphs are split by bucket]
 
@@ -45,7 +46,8 @@ def splits_graphs() -> bool:
 def bucket_bytes(
     parameters: Iterable[nn.Parameter], message_size: int | str, bucket_cap_mb: float | None
 ) -> int:
-    """The size of a bucket in bytes, for the compiler, which refuses less than its first bucket's."""
+    """The size of a bucket in bytes, for the compiler, which refuses less than its first
+    bucket's."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     by_device = _options.size_by_device(message_size)
     if bucket_cap_mb is not None:

@@ -1,4 +1,5 @@
-"""The engine of a DistributedDataParallel: made of its options, and anew when its module has changed."""
+"""The engine of a DistributedDataParallel: made of its options, and anew when its module has
+changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a script hangs into the reduction of a DistributedDataParallel: communication hooks, callbacks."""
+"""What a script hangs into the reduction of a DistributedDataParallel: communication hooks,
+callbacks."""
 
 from __future__ import annotations
 

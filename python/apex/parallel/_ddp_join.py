@@ -1,4 +1,5 @@
-"""Uneven inputs, as a DistributedDataParallel offers them: join(), and what torch's Join asks for."""
+"""Uneven inputs, as a DistributedDataParallel offers them: join(), and what torch's Join asks
+for."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ class BucketPlan(EngineOwner):
         )
 
     def relearn(self) -> None:
-        """Forget the order of gradients; the next backward learns it anew. Call on every process."""
+        """Forget the order of gradients; the next backward learns it anew. Call on every
+        process."""
         self._engine.relearn()
 
     def bucket_plan(self) -> list[list[str]] | None:

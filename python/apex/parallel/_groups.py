@@ -22,7 +22,8 @@ def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.Pro
             f"{who} needs a process group: call torch.distributed.init_process_group() first "
             "(scripts started by torchrun or apex.parallel.multiproc need no arguments but the "
             "backend; a single process may use "
-            'init_process_group("gloo", init_method="tcp://localhost:29500", rank=0, world_size=1)).'
+            'init_process_group("gloo", init_method="tcp://localhost:29500", rank=0, '
+            "world_size=1))."
         )
     if process_group is None:
         return dist.group.WORLD

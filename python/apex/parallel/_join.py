@@ -85,9 +85,10 @@ class Join:
     def announce_batch_norm(self, module: Any, goes_backward: bool) -> None:
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
-                "SyncBatchNorm runs within backward (activation checkpointing) under join(): the ranks "
-                "without data cannot follow it. Leave it out of checkpointed segments, or give every "
-                "rank equally many batches."
+                "SyncBatchNorm runs within backward (activation checkpointing) under join(): the "
+                "ranks "
+                "without data cannot follow it. Leave it out of checkpointed segments, or give "
+                "every rank equally many batches."
             )
         if module.process_group is not None:
             raise RuntimeError(
@@ -100,8 +101,8 @@ class Join:
         if self._throws and len(active) < self._world:
             ended = sorted(set(range(self._world)) - set(active))
             raise RuntimeError(
-                f"rank {dist.get_rank(self._ddp.process_group)}: ranks {ended} have run out of data, "
-                "and join(throw_on_early_termination=True) asked to be told."
+                f"rank {dist.get_rank(self._ddp.process_group)}: ranks {ended} have run out of "
+                "data, and join(throw_on_early_termination=True) asked to be told."
             )
 
     # --- when it has none ---
@@ -146,7 +147,8 @@ class Join:
             torch.autograd.backward(roots, retain_graph=True)
 
     def _take_final_state(self, shadowed: bool) -> None:
-        """Parameters, buffers and scalers of a rank that trained to the end, for those that did not."""
+        """Parameters, buffers and scalers of a rank that trained to the end, for those that did
+        not."""
         ddp = self._ddp
         group = ddp.process_group
         scalers = [*self._scalers, *_amp_scalers()]

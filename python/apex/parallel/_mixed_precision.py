@@ -1,4 +1,5 @@
-"""``DistributedDataParallel(mixed_precision=...)``: forward in a narrow dtype, parameters in their own."""
+"""``DistributedDataParallel(mixed_precision=...)``: forward in a narrow dtype, parameters in their
+own."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class MixedPrecision:
             floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
             if dtype is not None and not floating:
                 raise TypeError(
-                    "mixed_precision takes an object with param_dtype, reduce_dtype and buffer_dtype, each "
-                    f"a floating torch.dtype or None; {name} is {dtype!r}."
+                    "mixed_precision takes an object with param_dtype, reduce_dtype and "
+                    f"buffer_dtype, each a floating torch.dtype or None; {name} is {dtype!r}."
                 )
         self.param_dtype: torch.dtype | None = given.param_dtype
         self.buffer_dtype: torch.dtype | None = given.buffer_dtype

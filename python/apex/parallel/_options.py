@@ -1,4 +1,5 @@
-"""The constructor arguments of DistributedDataParallel: what they mean, and which exclude each other."""
+"""The constructor arguments of DistributedDataParallel: what they mean, and which exclude each
+other."""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ def check_exclusive(
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}.")
         if message_size != MESSAGE_SIZE:
             raise ValueError(
-                "message_size (elements) and bucket_cap_mb (MiB) both set the size of a bucket: give "
-                "one of them."
+                "message_size (elements) and bucket_cap_mb (MiB) both set the size of a bucket: "
+                "give one of them."
             )
     if delay_allreduce and allreduce_trigger_params:
         raise ValueError(
@@ -82,8 +83,8 @@ def check_exclusive(
         groups, streams = allreduce_communicators
         if len(groups) != num_allreduce_streams or len(streams) != num_allreduce_streams:
             raise ValueError(
-                f"allreduce_communicators holds {len(groups)} groups and {len(streams)} streams, but "
-                f"num_allreduce_streams is {num_allreduce_streams}: give as many of each."
+                f"allreduce_communicators holds {len(groups)} groups and {len(streams)} streams, "
+                f"but num_allreduce_streams is {num_allreduce_streams}: give as many of each."
             )
     if process_group is not None and device_mesh is not None:
         raise ValueError("process_group and device_mesh both name the ranks: give one of them.")
@@ -104,8 +105,8 @@ def trigger_indices(
     for trigger in triggers or ():
         if id(trigger) not in index:
             raise ValueError(
-                f"allreduce_trigger_params holds a tensor of shape {tuple(trigger.shape)} that is no "
-                "parameter of the wrapped module."
+                f"allreduce_trigger_params holds a tensor of shape {tuple(trigger.shape)} that is "
+                "no parameter of the wrapped module."
             )
         if not trigger.requires_grad:
             name = names[index[id(trigger)]]
@@ -132,8 +133,8 @@ def single_device(
         return None, None
     if len(device_ids) > 1:
         raise ValueError(
-            f"device_ids names {len(device_ids)} devices, but a process drives one: start one process "
-            "per device (torchrun --nproc_per_node=N) and pass device_ids=[its device]."
+            f"device_ids names {len(device_ids)} devices, but a process drives one: start one "
+            "process per device (torchrun --nproc_per_node=N) and pass device_ids=[its device]."
         )
     devices = {parameter.device for parameter in parameters}
     if devices <= {torch.device("cpu")}:

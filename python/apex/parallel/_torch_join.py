@@ -1,4 +1,5 @@
-"""``torch.distributed.algorithms.join.Join`` with the wrapper, e.g. beside a ZeroRedundancyOptimizer.
+"""``torch.distributed.algorithms.join.Join`` with the wrapper, e.g. beside a
+ZeroRedundancyOptimizer.
 
 Note [Iterations of torch's Join]
 
@@ -22,7 +23,8 @@ from apex.parallel import _join
 
 
 class TorchJoinHook(torch_join.JoinHook):
-    """Held by torch's Join alone, so that the wrapper is freed from one that an exception has ended."""
+    """Held by torch's Join alone, so that the wrapper is freed from one that an exception has
+    ended."""
 
     def __init__(self, state: TorchJoin) -> None:
         super().__init__()
@@ -34,7 +36,8 @@ class TorchJoinHook(torch_join.JoinHook):
         self._state.follow_iteration()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Takes over what a rank that trained to the end has; the wrapper is an ordinary one again."""
+        """Takes over what a rank that trained to the end has; the wrapper is an ordinary one
+        again."""
         self._state.finish(not is_last_joiner)
 
 
@@ -60,9 +63,10 @@ class TorchJoin(_join.Join):
             return
         if not config.is_first_joinable:
             raise ValueError(
-                "Join([...]): give the DistributedDataParallel first, and only one, since its forward "
-                "begins an iteration. Wrap modules that are trained together in one; optimizers come "
-                "after it."
+                "Join([...]): give the DistributedDataParallel first, and only one, since its "
+                "forward "
+                "begins an iteration. Wrap modules that are trained together in one; optimizers "
+                "come after it."
             )
         if isinstance(ddp._join, TorchJoin):
             ddp._join.end()  # an exception has ended it, and its Join is held still
@@ -84,8 +88,8 @@ class TorchJoin(_join.Join):
         if not self._announces:
             if ddp.check_reduction:
                 raise RuntimeError(
-                    "no_sync() with check_reduction=True under torch's Join: ranks without data do not "
-                    "see these forwards, and would be taken to have skipped them. Use "
+                    "no_sync() with check_reduction=True under torch's Join: ranks without data "
+                    "do not see these forwards, and would be taken to have skipped them. Use "
                     "DistributedDataParallel.join()."
                 )
             engine.end_join()
@@ -93,7 +97,8 @@ class TorchJoin(_join.Join):
         backwards = engine.statistics()["backwards"]
         if self._backwards is not None and backwards != self._backwards + 1:
             raise RuntimeError(
-                f"rank {dist.get_rank(ddp.process_group)}: {backwards - self._backwards} synchronized "
+                f"rank {dist.get_rank(ddp.process_group)}: {backwards - self._backwards} "
+                "synchronized "
                 "backwards after the last forward; under torch's Join each forward with gradients, "
                 "outside no_sync(), is followed by one, which ranks without data follow. "
                 "DistributedDataParallel.join() takes any number."
@@ -109,8 +114,8 @@ class TorchJoin(_join.Join):
     def announce_batch_norm(self, module: Any, goes_backward: bool) -> None:
         if not self._announces:
             raise RuntimeError(
-                "SyncBatchNorm in no_sync() under torch's Join: ranks without data follow synchronized "
-                "forwards only. DistributedDataParallel.join() covers it."
+                "SyncBatchNorm in no_sync() under torch's Join: ranks without data follow "
+                "synchronized forwards only. DistributedDataParallel.join() covers it."
             )
         super().announce_batch_norm(module, goes_backward)
 

@@ -201,8 +201,8 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         self.output_device = self._output_device
         if not any(parameter.requires_grad for parameter in parameters):
             warnings.warn(
-                "DistributedDataParallel wraps a module without a parameter that requires a gradient: "
-                "forward passes through and nothing is synchronized.",
+                "DistributedDataParallel wraps a module without a parameter that requires a "
+                "gradient: forward passes through and nothing is synchronized.",
                 stacklevel=2,
             )
         self._connect(process_group, allreduce_communicators, init_sync)

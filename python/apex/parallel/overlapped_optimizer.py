@@ -132,8 +132,8 @@ class OverlappedOptimizer(WrappedOptimizer):
                 raise ValueError(f"a step of {name} cannot be taken in parts: use it as it is.")
         if model._mixed_precision is not None:
             raise ValueError(
-                "mixed_precision casts all parameters before forward, so that nothing could be hidden "
-                "under it: use torch.autocast, or no OverlappedOptimizer."
+                "mixed_precision casts all parameters before forward, so that nothing could be "
+                "hidden under it: use torch.autocast, or no OverlappedOptimizer."
             )
         if model._overlap is not None:
             raise ValueError("this model has an OverlappedOptimizer already; it can have one.")
@@ -212,8 +212,8 @@ class OverlappedOptimizer(WrappedOptimizer):
             if parameter.grad is None:
                 name = next(n for n, p in self._model.module.named_parameters() if p is parameter)
                 raise RuntimeError(
-                    f"the gradient of parameter '{name}' was cleared while it was on its way, so its "
-                    "update is lost: clear gradients by OverlappedOptimizer.zero_grad()."
+                    f"the gradient of parameter '{name}' was cleared while it was on its way, so "
+                    "its update is lost: clear gradients by OverlappedOptimizer.zero_grad()."
                 )
         later.parameters.difference_update(due)
         self._update(set(due), later.settings)
@@ -226,7 +226,8 @@ class OverlappedOptimizer(WrappedOptimizer):
 
     @torch.no_grad()
     def _update(self, parameters: set[nn.Parameter], settings: list[dict[str, Any]] | None) -> None:
-        """Steps these parameters only, with these settings of the groups (None: the present ones)."""
+        """Steps these parameters only, with these settings of the groups (None: the present
+        ones)."""
         groups = self.optim.param_groups
         present = [dict(group) for group in groups]
         used = present if settings is None else settings
@@ -239,7 +240,8 @@ class OverlappedOptimizer(WrappedOptimizer):
                 changed = [k for k, v in _settings(values).items() if not _same(group[k], v)]
                 if changed:
                     raise RuntimeError(
-                        f"{type(self.optim).__name__}.step() changes '{changed[0]}' of its groups, so it "
+                        f"{type(self.optim).__name__}.step() changes '{changed[0]}' of its "
+                        "groups, so it "
                         "cannot be taken in parts: use it without OverlappedOptimizer."
                     )
         finally:
@@ -247,7 +249,8 @@ class OverlappedOptimizer(WrappedOptimizer):
                 group.update(values)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters whose gradients have arrived, and has the others updated when theirs do.
+        """Updates the parameters whose gradients have arrived, and has the others updated when
+        theirs do.
 
         Args:
             closure: evaluated first, once.
@@ -304,8 +307,8 @@ class OverlappedOptimizer(WrappedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "an OverlappedOptimizer belongs to a process and its model: save its state_dict(), or its "
-            "'optim' after synchronize()."
+            "an OverlappedOptimizer belongs to a process and its model: save its state_dict(), or "
+            "its 'optim' after synchronize()."
         )
 
 
