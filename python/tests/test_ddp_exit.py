@@ -1,6 +1,6 @@
 """How a script ends: Gloo's threads must be gone before the process runs its static destructors,
-whether
-or not the script destroys its process group (scripts written for NVIDIA's Apex never do)."""
+whether or not the script destroys its process group (scripts written for NVIDIA's Apex never
+do)."""
 
 from __future__ import annotations
 

@@ -64,9 +64,8 @@ class TorchJoin(_join.Join):
         if not config.is_first_joinable:
             raise ValueError(
                 "Join([...]): give the DistributedDataParallel first, and only one, since its "
-                "forward "
-                "begins an iteration. Wrap modules that are trained together in one; optimizers "
-                "come after it."
+                "forward begins an iteration. Wrap modules that are trained together in one; "
+                "optimizers come after it."
             )
         if isinstance(ddp._join, TorchJoin):
             ddp._join.end()  # an exception has ended it, and its Join is held still
@@ -98,9 +97,9 @@ class TorchJoin(_join.Join):
         if self._backwards is not None and backwards != self._backwards + 1:
             raise RuntimeError(
                 f"rank {dist.get_rank(ddp.process_group)}: {backwards - self._backwards} "
-                "synchronized "
-                "backwards after the last forward; under torch's Join each forward with gradients, "
-                "outside no_sync(), is followed by one, which ranks without data follow. "
+                "synchronized backwards after the last forward; under torch's Join each forward "
+                "with gradients, outside no_sync(), is followed by one, which ranks without data "
+                "follow. "
                 "DistributedDataParallel.join() takes any number."
             )
         self._backwards = None

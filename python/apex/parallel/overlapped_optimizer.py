@@ -241,8 +241,8 @@ class OverlappedOptimizer(WrappedOptimizer):
                 if changed:
                     raise RuntimeError(
                         f"{type(self.optim).__name__}.step() changes '{changed[0]}' of its "
-                        "groups, so it "
-                        "cannot be taken in parts: use it without OverlappedOptimizer."
+                        "groups, so it cannot be taken in parts: use it without "
+                        "OverlappedOptimizer."
                     )
         finally:
             for group, values in zip(groups, present, strict=True):
