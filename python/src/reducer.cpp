@@ -215,7 +215,7 @@ void init_reducer(nb::module_& m) {
            "Returns (kind, argument, active ranks).")
       .def("await_event", [](Reducer& self) { return to_tuple(self.await_event()); }, release(),
            "Returns (kind, argument, active ranks).")
-      .def("last_with_data", &Reducer::last_with_data, nb::arg("followed"), nb::arg("states"), release(),
+      .def("last_with_data", &Reducer::last_with_data, nb::arg("followed"), nb::arg("scalers"), release(),
            "A rank that had data to the end, or -1 if all had. Collective.")
       .def("shadow_backward_begin", &Reducer::shadow_backward_begin,
            nb::arg("gradients_were_kept"), release())

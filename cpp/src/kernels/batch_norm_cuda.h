@@ -5,6 +5,7 @@
 #include "batch_norm_index.h"
 #include "batch_norm_math.h"
 #include "channel_param.h"
+#include "host_device.h"
 
 /// Batch norm on CUDA: launches on raw device pointers and a stream, nothing of torch's tensors.
 ///
@@ -56,6 +57,9 @@ struct NormalizeArguments {
   double* mean;
   double* invstd;
   int64_t* count;
+
+  /// What evaluation normalizes with.
+  APEX_HOST_DEVICE ChannelStatistics constants() const { return {running_mean, running_var, true, eps}; }
 };
 
 int launch_normalize(const CudaCall& call, const NormalizeArguments& arguments);

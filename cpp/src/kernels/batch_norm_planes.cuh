@@ -99,8 +99,8 @@ __global__ void __launch_bounds__(kBlockThreads)
         finish_channel(a, channel, all, invstd);
       }
     } else {
-      mean = a.running_mean.load(channel, 0);
-      invstd = 1.0 / sqrt(a.running_var.load(channel, 1) + a.eps);
+      mean = a.constants().load_mean(channel);
+      invstd = a.constants().load_invstd(channel);
     }
     if (threadIdx.x == 0) {
       shared = normalize_coefficients<A>(mean, invstd, a.weight.load(channel, 1),

@@ -258,6 +258,7 @@ void ReducerState::refresh() {
 /// All-reduces a small tensor of facts, which every rank then has on the CPU. Blocks the host.
 at::Tensor ReducerState::agree(const at::Tensor& mine, c10d::ReduceOp::RedOpType op,
                                const std::string& what) const {
+  if (world_size_ == 1) return mine.to(at::kCPU, mine.scalar_type(), false, /*copy=*/true);  // as in launch()
   const GroupPtr& group = groups_.front();
   const at::Device device =
       control_device(group, parameters_.empty() ? at::Device(at::kCPU)
@@ -417,9 +418,9 @@ int64_t Reducer::follow_until_end(const std::function<void(const JoinEvent&)>& o
   return last_with_data(followed);
 }
 
-int64_t Reducer::last_with_data(bool followed, int64_t states) const {
+int64_t Reducer::last_with_data(bool followed, int64_t scalers) const {
   const ReducerState::Lock lock(state_->mutex_);
-  return state_->last_with_data(followed, states);
+  return state_->last_with_data(followed, scalers);
 }
 
 void Reducer::shadow_backward_end() {

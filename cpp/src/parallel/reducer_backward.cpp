@@ -282,19 +282,16 @@ void ReducerState::launch(size_t index) {
     return;
   }
   if (entry.bucket.kind() == Bucket::Kind::kSparse) return;  // see await()
+  if (overlap_) time_launch(index);
   if (world_size_ == 1) {
     // The sum is there already, and handing a message to a backend costs more than the rest of a step does.
-    if (overlap_) {
-      time_launch(index);
-      overlap_->arrived_at_once(index);
-    }
+    if (overlap_) overlap_->arrived_at_once(index);
     return;
   }
   const GroupPtr& group = group_of(index);
   c10d::AllreduceOptions options;
   options.reduceOp = entry.average_on_wire ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
   std::vector<at::Tensor> message{entry.bucket.message()};
-  if (overlap_) time_launch(index);
   entry.work = call_collective(describe_bucket(index), *group,
                                [&] { return group->allreduce(message, options); });
   if (overlap_) overlap_->in_flight(index, entry.work);

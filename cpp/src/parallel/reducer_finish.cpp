@@ -245,6 +245,7 @@ void ReducerState::reduce_apart(const std::vector<int64_t>& late) {
     const c10::OptionalDeviceGuard guard(entry.bucket.device());
     entry.bucket.pack(used_, scale_before(entry));
     if (entry.bucket.kind() == Bucket::Kind::kSparse) continue;  // exchanged in await()
+    if (world_size_ == 1) continue;                              // as in launch()
     std::vector<at::Tensor> message{entry.bucket.message()};
     entry.work = call_collective(what, *group, [&] { return group->allreduce(message); });
   }

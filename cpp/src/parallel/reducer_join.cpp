@@ -72,14 +72,14 @@ void ReducerState::shadow_backward_end() {
   shadow->end();
 }
 
-int64_t ReducerState::last_with_data(bool followed, int64_t states) const {
-  const std::vector<int64_t> mine{followed ? world_size_ : rank_, followed ? -1 : 0, states, -states};
+int64_t ReducerState::last_with_data(bool followed, int64_t scalers) const {
+  const std::vector<int64_t> mine{followed ? world_size_ : rank_, followed ? -1 : 0, scalers, -scalers};
   const at::Tensor least = agree(at::tensor(mine, at::kLong), c10d::ReduceOp::MIN, "end of join()");
   const int64_t fewest = least[2].item<int64_t>();
   const int64_t most = -least[3].item<int64_t>();
   if (fewest != most) {
     throw RankMismatch("rank " + std::to_string(rank_) + ": at the end of join() this rank has " +
-                       std::to_string(states) + " loss scalers to take over, others between " +
+                       std::to_string(scalers) + " loss scalers to take over, others between " +
                        std::to_string(fewest) + " and " + std::to_string(most) +
                        "; give join(scalers=...) as many on every rank, and call amp.initialize() on "
                        "all of them or on none.");

@@ -83,7 +83,7 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   JoinEvent exchange_event(bool active, JoinEvent::Kind kind, int64_t argument);
   void shadow_backward_begin(bool kept);
   void shadow_backward_end();
-  int64_t last_with_data(bool followed, int64_t states) const;
+  int64_t last_with_data(bool followed, int64_t scalers) const;
 
   // reducer_overlap.cpp
   std::optional<OverlapReport> overlap_report() const;

@@ -49,14 +49,19 @@ at::Tensor to_layout(const at::Tensor& tensor, MemoryLayout layout) {
   return tensor.movedim(1, -1).contiguous().movedim(-1, 1);
 }
 
-at::Tensor empty_in_layout(const at::Tensor& like, MemoryLayout layout) {
+at::Tensor torch_empty(c10::SymIntArrayRef sizes, const at::TensorOptions& options,
+                       std::optional<at::MemoryFormat> format) {
+  return at::empty_symint(sizes, options, format);
+}
+
+at::Tensor empty_in_layout(const at::Tensor& like, MemoryLayout layout, Empty empty) {
   if (layout != MemoryLayout::kMovedRows) {
-    return at::empty_symint(like.sym_sizes(), like.options());
+    return empty(like.sym_sizes(), like.options(), std::nullopt);
   }
   if (const auto format = channels_last_format(like.dim())) {
-    return at::empty_symint(like.sym_sizes(), like.options(), *format);
+    return empty(like.sym_sizes(), like.options(), format);
   }
-  return at::empty_symint(like.movedim(1, -1).sym_sizes(), like.options()).movedim(-1, 1);
+  return empty(like.movedim(1, -1).sym_sizes(), like.options(), std::nullopt).movedim(-1, 1);
 }
 
 Sizes sizes_of(const at::Tensor& input, MemoryLayout layout) {

@@ -28,7 +28,13 @@ enum class MemoryLayout {
 /// The layout the operators compute `input` in; any other strides are copied into kPlanes.
 MemoryLayout layout_of(const at::Tensor& input, bool channel_last);
 at::Tensor to_layout(const at::Tensor& tensor, MemoryLayout layout);
-at::Tensor empty_in_layout(const at::Tensor& like, MemoryLayout layout);
+
+/// Makes a tensor whose values are not set.
+using Empty = at::Tensor (*)(c10::SymIntArrayRef sizes, const at::TensorOptions& options,
+                             std::optional<at::MemoryFormat> format);
+at::Tensor torch_empty(c10::SymIntArrayRef sizes, const at::TensorOptions& options,
+                       std::optional<at::MemoryFormat> format);
+at::Tensor empty_in_layout(const at::Tensor& like, MemoryLayout layout, Empty empty = &torch_empty);
 
 /// The sizes that kernels see. With `rows` there are batch * plane rows of `channels` values.
 struct Sizes {

@@ -1,19 +1,20 @@
 // The batch-norm operators on the CPU: splits the work over threads, does what is per channel, and
 // talks to the other ranks once per direction.
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #if defined(__linux__)
-#include <sys/mman.h>
 #include <unistd.h>
 #endif
 
 #include <algorithm>
 #include <vector>
 
+#include "cpu_memory_cache.h"
 #include "sync_batch_norm_common.h"
 
 namespace apex::parallel::detail {
@@ -31,23 +32,14 @@ int64_t grain(int64_t elements_per_item) {
   return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_per_item));
 }
 
-/// A new result of the size of the input. A large one often consists of pages that the system has not handed
-/// out yet: the allocator has returned those of the last step, at the top of its heap or beyond the 32 MiB
-/// that it keeps at most. Meeting them 4 KiB at a time costs more than the arithmetic: ask for huge pages. A
-/// hint only; nothing depends on it.
+/// A new result of the size of the input, where an old one was if there is one that nobody uses any more.
 at::Tensor new_result(const at::Tensor& like, MemoryLayout layout) {
-  at::Tensor result = empty_in_layout(like, layout);
-#if defined(__linux__)
-  constexpr size_t kLarge = size_t{4} << 20;
-  constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
-  if (result.nbytes() >= kLarge) {
-    const auto start = reinterpret_cast<uintptr_t>(result.data_ptr());
-    const uintptr_t first = (start + kHugePage - 1) & ~(kHugePage - 1);
-    const uintptr_t last = (start + result.nbytes()) & ~(kHugePage - 1);
-    madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-  }
-#endif
-  return result;
+  return empty_in_layout(like, layout, [](c10::SymIntArrayRef sizes, const at::TensorOptions& options,
+                                          std::optional<at::MemoryFormat> format) {
+    return at::Tensor(at::detail::empty_generic(
+        C10_AS_INTARRAYREF_SLOW(sizes), cpu_cache_allocator(), c10::DispatchKeySet(c10::DispatchKey::CPU),
+        c10::typeMetaToScalarType(options.dtype()), format));
+  });
 }
 
 /// Whether a pass over `arrays` arrays like this one writes its result past the caches: once they together
@@ -167,6 +159,19 @@ void local_statistics(const T* x, const Sizes& sizes, double* mean, double* m2) 
         count += end - begin;
       });
 }
+
+/// Mean and 1 / deviation of all channels, converted once.
+struct LoadedStatistics {
+  std::vector<double> mean, invstd;
+
+  LoadedStatistics(const kernels::ChannelStatistics& from, int64_t channels)
+      : mean(channels), invstd(channels) {
+    for (int64_t c = 0; c < channels; ++c) {
+      mean[c] = from.load_mean(c);
+      invstd[c] = from.load_invstd(c);
+    }
+  }
+};
 
 /// Everything the normalizing pass knows about a channel.
 struct Affine {
@@ -301,19 +306,15 @@ at::Tensor inference_cpu(const at::Tensor& input, const OptionalTensor& z,
   const OptionalTensor added = optional_to_layout(z, layout);
   const Sizes sizes = sizes_of(x, layout);
   const int64_t channels = sizes.planes.channels;
-  std::vector<double> mean(channels), invstd(channels);
-  const ChannelParam r_mean = channel_param(running_mean);
-  const ChannelParam r_var = channel_param(running_var);
-  for (int64_t c = 0; c < channels; ++c) {
-    mean[c] = r_mean.load(c, 0);
-    invstd[c] = 1.0 / std::sqrt(r_var.load(c, 1) + eps);
-  }
+  const LoadedStatistics statistics(
+      channel_statistics(running_mean, running_var, /*constant=*/true, eps), channels);
   at::Tensor output = new_result(x, layout);
   visit_element_type(input.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     normalize(x.const_data_ptr<T>(), data_or_null<T>(added), output.mutable_data_ptr<T>(), sizes,
-              mean.data(), invstd.data(), Affine{channel_param(weight), channel_param(bias)},
-              fuse_relu, outgrows_cache(x, added.has_value() ? 3 : 2));
+              statistics.mean.data(), statistics.invstd.data(),
+              Affine{channel_param(weight), channel_param(bias)}, fuse_relu,
+              outgrows_cache(x, added.has_value() ? 3 : 2));
   });
   return output;
 }
@@ -386,13 +387,9 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
   const bool writes_elements = needs[0] || dz.numel() > 0;
   const bool reduces = (training && needs[0]) || to_weight.present() || to_bias.present();
 
-  std::vector<double> means(channels), invstds(channels);
-  const kernels::ChannelStatistics statistics =
-      channel_statistics(mean, invstd_or_var, !training, eps);
-  for (int64_t c = 0; c < channels; ++c) {
-    means[c] = statistics.load_mean(c);
-    invstds[c] = statistics.load_invstd(c);
-  }
+  const LoadedStatistics statistics(channel_statistics(mean, invstd_or_var, !training, eps), channels);
+  const std::vector<double>& means = statistics.mean;
+  const std::vector<double>& invstds = statistics.invstd;
   const double total =
       training ? static_cast<double>(*count->const_data_ptr<int64_t>()) : 0.0;
 
