@@ -7,14 +7,11 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#if defined(__linux__)
-#include <unistd.h>
-#endif
-
 #include <algorithm>
 #include <vector>
 
 #include "cpu_memory_cache.h"
+#include "kernels/processor_cache.h"
 #include "sync_batch_norm_common.h"
 
 namespace apex::parallel::detail {
@@ -45,16 +42,7 @@ at::Tensor new_result(const at::Tensor& like, MemoryLayout layout) {
 /// Whether a pass over `arrays` arrays like this one writes its result past the caches: once they together
 /// are more than half of the last cache (others use it, too), whoever reads the result will not find it there.
 bool outgrows_cache(const at::Tensor& like, int arrays) {
-  static const size_t cache = [] {
-    constexpr size_t kUsual = size_t{32} << 20;
-#if defined(__linux__) && defined(_SC_LEVEL3_CACHE_SIZE)
-    const long size = sysconf(_SC_LEVEL3_CACHE_SIZE);  // of one of them, should there be several
-    return size > 0 ? static_cast<size_t>(size) : kUsual;
-#else
-    return kUsual;
-#endif
-  }();
-  return like.nbytes() * static_cast<size_t>(arrays) > cache / 2;
+  return like.nbytes() * static_cast<size_t>(arrays) > kernels::last_cache_bytes() / 2;
 }
 
 /// Sums a vector over the ranks, in place; on every rank in the same order. Gloo's ring takes half as many
