@@ -62,7 +62,14 @@ inline void widen(const at::BFloat16* p, Vec<float>& a, Vec<float>& b) {
 inline Vec<int32_t> round_to_bfloat16(const Vec<float>& value) {
   using Words = Vec<int32_t>;
   const Words bits = at::vec::cast<int32_t>(value);
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512i one = _mm512_set1_epi32(1);
+  const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+  const __m512i most = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+  return _mm512_mask_add_epi32(most, odd, most, one);
+#else
   return bits + Words(0x7fff) + ((bits >> Words(16)) & Words(1));
+#endif
 }
 
 /// How a pack goes to memory: through the caches, or past them (see Note [Past the caches]).
@@ -100,9 +107,16 @@ inline void narrow(const Vec<float>& a, const Vec<float>& b, at::Half* p) {
 template <Store kStore>
 inline void narrow(const Vec<float>& a, const Vec<float>& b, at::BFloat16* p) {
   using Words = Vec<int32_t>;
+#if defined(CPU_CAPABILITY_AVX512)
+  // The even results are the upper halves of a, moved down, between the upper halves of b.
+  constexpr __mmask32 kOdd = 0xaaaaaaaa;
+  const __m512i even = _mm512_srli_epi32(round_to_bfloat16(a), 16);
+  store_vector<kStore>(Words(_mm512_mask_blend_epi16(kOdd, even, round_to_bfloat16(b))), p);
+#else
   const Words even = (round_to_bfloat16(a) >> Words(16)) & Words(0xffff);
   const Words odd = round_to_bfloat16(b) & Words(static_cast<int32_t>(0xffff0000u));
   store_vector<kStore>(even | odd, p);
+#endif
 }
 
 /// See Note [NaN in bfloat16].
