@@ -252,6 +252,7 @@ def machine() -> dict[str, Any]:
         "commit": _commit(),
         "processor": _first_line("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "memory_gb": round(int(memory[0]) / 1e6, 1) if memory else None,
         "load_at_start": os.getloadavg()[0],
         "system": platform.platform(),

@@ -31,6 +31,7 @@ def describe(data: dict[str, Any]) -> str:
     parts = [
         machine.get("gpu", ""),
         f"{machine['processor']}, {machine['cores']} cores",
+        machine.get("cpu_capability", ""),
         f"torch {machine['torch']}",
         f"NCCL {machine['nccl']}" if machine.get("nccl") else "",
         f"{machine['threads_per_rank']} thread(s) a rank",
