@@ -4,7 +4,8 @@
 # tests and examples, and prints "N passed, N failed, N skipped" for both together as its last line.
 # What is built or installed already is used again.
 #
-# Environment: APEX_VENV, the folder of the virtual environment (default: .venv in the repository), what
+# Environment: APEX_VENV, the folder of the virtual environment (default: .venv in the repository),
+# APEX_TEST_WORKERS, how many files of Python tests run at a time (default: 2; 0 for debuggers), what
 # scripts/venv.sh lists, and PYTEST_ADDOPTS. Arguments are passed on to pytest.
 set -uo pipefail
 
@@ -22,7 +23,7 @@ if [ ! -e /usr/include/gtest/gtest.h ] && command -v apt-get >/dev/null && [ "$(
     echo "that failed; CMake will fetch GoogleTest instead"
 fi
 
-apex_ensure_venv "$venv" "pytest>=8" scikit-learn tqdm pillow mypy || exit 1
+apex_ensure_venv "$venv" "pytest>=8" pytest-xdist scikit-learn tqdm pillow mypy || exit 1
 build=$(apex_build_folder "$venv") || exit 1
 for part in TESTS EXAMPLES; do
   if ! grep -qs "^APEX_BUILD_$part:[A-Z]*=ON" "$build/CMakeCache.txt"; then
@@ -48,10 +49,11 @@ cpp_status=$?
 cp "$build"/test-results/*.xml "$results/" 2>/dev/null
 
 echo "Python tests"
-# From another folder, so that the installed package is tested and not the sources.
+# From another folder, so that the installed package is tested and not the sources. Two files at a time: most of
+# the time goes into starting ranks, and waiting for them.
 (cd "$results" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$venv/bin/python" -m pytest \
   -c "$apex_root/pyproject.toml" --rootdir "$apex_root" "$apex_root/python/tests" \
-  -q --junit-xml "$results/pytest.xml" "$@")
+  --numprocesses "${APEX_TEST_WORKERS:-2}" --dist loadfile -q --junit-xml "$results/pytest.xml" "$@")
 python_status=$?
 
 "$venv/bin/python" "$here/test_summary.py" "$results" || exit 1
