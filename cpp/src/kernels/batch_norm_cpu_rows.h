@@ -21,7 +21,7 @@ inline namespace APEX_CPU_VARIANT {
 // coefficients) stays in the first-level cache beside it. The passes that only read take wider rows in bands
 // of a few: side by side, so that the sums of a channel are loaded and stored once per band, and each row in
 // the order of memory. They take the narrowest in bands as well, whose few sums would be waited for from one
-// row to the next; such a band is little more than one piece of memory. And rows of 16-bit values, with twice
+// row to the next; such a band is little more than one piece of memory. And most rows of 16-bit values, with twice
 // the sums for the same bytes.
 // A column of many rows would be fewer loads still, but with a power of two of channels all its rows fall into
 // the same few sets of the cache; so do strips of some channels over all rows, which were slower than two
@@ -50,26 +50,24 @@ inline int64_t for_each_band_of(int64_t begin, int64_t end, const Each& each) {
   return begin;
 }
 
-// Vectors of 64 bytes read rows of 16-bit values faster than processors fetch them by themselves (Zen 4): bands of
-// all but the narrowest ask for what comes next, and the sums of backward, which read two arrays, take rows of 256 to
-// 512 channels one at a time (0.6 to 0.9 of the time of bands where the rows come from memory; a little more than
-// theirs where they are in a cache).
+// Rows of 16-bit values are half as long for the same sums, and bands of them read pieces too short for processors to
+// fetch ahead by themselves: all but the narrowest ask for what comes next. The sums of backward, which read two
+// arrays, take rows of 256 to 512 channels one at a time (Zen 4: 0.4 to 0.9 of the time of bands).
 template <typename T>
-inline constexpr bool kFastReader =
-    sizeof(T) < sizeof(typename Pack<T>::Acc) && sizeof(Vec<typename Pack<T>::Acc>) == 64;
-constexpr int64_t kBandBytes = 512;  // up to which bands are better with kFastReader
+inline constexpr bool kHalfWidth = sizeof(T) < sizeof(typename Pack<T>::Acc);
+constexpr int64_t kBandBytes = 512;  // up to which bands of these are better for two arrays
 
 /// each(first row, Band<>()) for all rows of [begin, end): see Note [Bands]. kArrays: how many of x, dy are read.
 template <typename T, int kArrays, typename Each>
 inline void for_each_band(int64_t begin, int64_t end, int64_t channels, const Each& each) {
-  using Acc = typename Pack<T>::Acc;
   constexpr int64_t kBand = 4;
-  const int64_t bytes = channels * static_cast<int64_t>(sizeof(Acc));
-  const bool single = kFastReader<T> && kArrays == 2 && bytes > kBandBytes && bytes <= kWideBytes;
-  if (!single && bytes > (kFastReader<T> ? kNarrowBytes : kWideBytes)) {
-    begin = for_each_band_of<kBand, true>(begin, end, each);
-  } else if (bytes <= kNarrowBytes || (sizeof(T) < sizeof(Acc) && !single)) {
+  const int64_t bytes = channels * static_cast<int64_t>(sizeof(typename Pack<T>::Acc));
+  const bool single = bytes <= kWideBytes && bytes > kNarrowBytes &&
+                      (!kHalfWidth<T> || (kArrays == 2 && bytes > kBandBytes));
+  if (bytes <= kNarrowBytes) {
     begin = for_each_band_of<kBand, false>(begin, end, each);
+  } else if (!single) {
+    begin = for_each_band_of<kBand, true>(begin, end, each);
   }
   for_each_band_of<1, false>(begin, end, each);
 }
@@ -308,7 +306,7 @@ void rows_reduce_as(const T* dy, const T* x, const T* y, int64_t begin, int64_t 
               s = P::load_lanes(shift + c);
       P sum = P::load_lanes(sums + c), dot = P::load_lanes(dots + c);
       for (int64_t at = start + c, r = 0; r < Rows::kRows; ++r, at += channels) {
-        if constexpr (Rows::kWide || (kFastReader<T> && Rows::kRows == 1)) {
+        if constexpr (Rows::kWide || (kHalfWidth<T> && Rows::kRows == 1)) {
           constexpr int64_t kAhead = Rows::kWide ? kAheadOfBands : kAheadOfRows;
           prefetch_ahead<kAhead>(x + at);
           prefetch_ahead<kAhead>(dy + at);
