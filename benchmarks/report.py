@@ -102,7 +102,7 @@ def section(name: str) -> str:
     elif "results" in data and "steps" in data["settings"]:
         tables = "\n".join(overlapped_optimizer.report(result) for result in data["results"])
     elif "batch_norm" in data:
-        tables = sync_batch_norm.report(data["batch_norm"])
+        tables = f"\n{sync_batch_norm.report(data['batch_norm'])}"
     elif "results" in data:
         tables = "\n".join(ddp.report(result) for result in data["results"])
     else:
