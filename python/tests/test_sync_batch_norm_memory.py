@@ -126,7 +126,11 @@ def test_results_limit_is_kept(limit: str, kept: bool) -> None:
 
 def test_results_wrong_limit_says_what_to_set() -> None:
     result = run(
-        "import torch; from apex.parallel import SyncBatchNorm; SyncBatchNorm(2)(torch.randn(4, 2))",
+        """
+        import torch
+        from apex.parallel import SyncBatchNorm
+        SyncBatchNorm(2)(torch.randn(4, 2))
+        """,
         APEX_CPU_CACHE_MIB="lots",
     )
     assert result.returncode != 0

@@ -228,6 +228,37 @@ TEST(Reducer, OneRank_Backward_SendsNothing) {
   }
 }
 
+TEST(Reducer, OneRankLateAndSparseParametersAndJoin_Backward_SendsNothing) {
+  const auto control = ThreadBackendControl::create(1);
+  run_ranks(control, [&](int, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 2}, 1);
+    const at::Tensor late = at::ones({3}).requires_grad_();
+    const at::Tensor table = at::randn({8, 4}).requires_grad_();
+    std::vector<NamedTensor> all = model.parameters;
+    all.push_back({"late", late});
+    all.push_back({"table", table});
+    Reducer reducer(all, {group}, small_buckets(4));
+    const size_t before = control->issued(0);
+    const at::Tensor rows = at::tensor({1, 5, 1}, at::kLong);
+    for (const bool uses_late : {false, true, true}) {
+      for (const NamedTensor& parameter : all) parameter.tensor.mutable_grad() = at::Tensor();
+      reducer.prepare_for_forward();
+      at::Tensor loss = loss_of(model.forward(apex::testing::random_batch(4, 4, 0)));
+      loss = loss + at::embedding(table, rows, -1, false, /*sparse=*/true).sum();
+      if (uses_late) loss = loss + 2 * late.sum();
+      reducer.watch_outputs({loss});
+      loss.backward();
+      ASSERT_EQ(late.grad().defined(), uses_late);
+      if (uses_late) {
+        EXPECT_TRUE(late.grad().equal(at::full({3}, 2.0f)));
+      }
+      EXPECT_EQ(table.grad().to_dense()[1][0].item<float>(), 2);
+    }
+    EXPECT_EQ(reducer.last_with_data(/*followed=*/false), -1);  // the end of join()
+    EXPECT_EQ(control->issued(0) - before, 0u);
+  });
+}
+
 TEST(Reducer, LargeParameter_Backward_IsReducedWhereItLies) {
   const auto control = ThreadBackendControl::create(2);
   run_ranks(control, [&](int rank, const Group& group) {
