@@ -42,6 +42,17 @@ class ModuleWatch {
     return false;
   }
 
+  /// For the garbage collector: a module that refers to its wrapper, which owns this, is a circle.
+  int traverse(visitproc visit, void* arg) const {
+    for (const Entry& entry : entries_) {
+      Py_VISIT(entry.dictionary.ptr());
+      for (const nb::object& value : entry.values) Py_VISIT(value.ptr());
+    }
+    return 0;
+  }
+
+  void clear() { std::vector<Entry>().swap(entries_); }
+
  private:
   struct Entry {
     nb::dict dictionary;
@@ -51,10 +62,26 @@ class ModuleWatch {
   std::vector<Entry> entries_;
 };
 
+int traverse_watch(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  return nb::inst_ready(self) ? nb::inst_ptr<ModuleWatch>(self)->traverse(visit, arg) : 0;
+}
+
+int clear_watch(PyObject* self) {
+  if (nb::inst_ready(self)) nb::inst_ptr<ModuleWatch>(self)->clear();
+  return 0;
+}
+
+PyType_Slot watch_slots[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse_watch)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear_watch)},
+    {0, nullptr},
+};
+
 }  // namespace
 
 void init_module_watch(nb::module_& m) {
-  nb::class_<ModuleWatch>(m, "ModuleWatch",
+  nb::class_<ModuleWatch>(m, "ModuleWatch", nb::type_slots(watch_slots),
                           "Remembers the values of dictionaries by identity and order.")
       .def(nb::init<const std::vector<nb::dict>&>(), nb::arg("dictionaries"))
       .def("changed", &ModuleWatch::changed,

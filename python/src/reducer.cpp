@@ -152,7 +152,8 @@ void init_reducer(nb::module_& m) {
               const std::vector<int64_t>& trigger_parameters, bool gradient_as_bucket_view,
               bool allreduce_always_fp32, bool gradient_average, double gradient_predivide_factor,
               bool static_graph, bool init_sync, bool check_finite,
-              bool check_steps, bool auto_buckets, bool registered_buffers) {
+              std::optional<bool> check_steps, bool auto_buckets, bool registered_buffers,
+              const std::vector<std::string>& settings) {
              ReducerOptions options;
              options.limits.cap = cap;
              options.limits.first_cap = first_cap;
@@ -170,6 +171,7 @@ void init_reducer(nb::module_& m) {
              options.check_steps = check_steps;
              options.auto_buckets = auto_buckets;
              options.registered_buffers = registered_buffers;
+             options.settings = settings;
              new (self) Reducer(named(names, parameters), groups(group_names), options);
            },
            nb::arg("names"), nb::arg("parameters"), nb::arg("groups"), nb::kw_only(),
@@ -179,9 +181,13 @@ void init_reducer(nb::module_& m) {
            nb::arg("gradient_as_bucket_view") = false, nb::arg("allreduce_always_fp32") = false,
            nb::arg("gradient_average") = true, nb::arg("gradient_predivide_factor") = 1.0,
            nb::arg("static_graph") = false, nb::arg("init_sync") = true,
-           nb::arg("check_finite") = false, nb::arg("check_steps") = false,
-           nb::arg("auto_buckets") = false, nb::arg("registered_buffers") = false, release())
-      .def("prepare_for_forward", &Reducer::prepare_for_forward, release())
+           nb::arg("check_finite") = false, nb::arg("check_steps") = nb::none(),
+           nb::arg("auto_buckets") = false, nb::arg("registered_buffers") = false,
+           nb::arg("settings") = std::vector<std::string>(), release())
+      .def("prepare_for_forward", &Reducer::prepare_for_forward, nb::arg("training") = true, release())
+      .def_static("release_all", &Reducer::release_all, release())
+      .def_static("optimizer_stepped", &Reducer::optimizer_stepped, nb::arg("parameters"),
+                  nb::arg("optimizer"), "Tells the reducers that own these parameters of a step.", release())
       .def("watch_outputs",
            [](Reducer& self, nb::handle output) { self.watch_outputs(output_tensors(output)); },
            nb::arg("output"))
@@ -194,10 +200,10 @@ void init_reducer(nb::module_& m) {
            },
            nb::arg("runner").none())
       .def("set_builtin_comm_hook",
-           [](Reducer& self, const std::string& name, const std::string& group) {
-             self.set_comm_hook(builtin_comm_hook(name, c10d::resolve_process_group(group)));
+           [](Reducer& self, const std::string& name) {
+             self.set_comm_hook(builtin_comm_hook(name, self.communicator()));
            },
-           nb::arg("name"), nb::arg("group"), release())
+           nb::arg("name"), release())
       .def("set_bucket_callback",
            [](Reducer& self, nb::object callback) {
              auto function = callback.is_none() ? nullptr : bucket_callback(std::move(callback));

@@ -53,10 +53,14 @@ class RanksFailed(AssertionError):
 
 
 def forget_amp() -> None:
-    """Undo amp.init() and amp.initialize(), which are for the whole process."""
+    """Undo amp.init() and amp.initialize(), which are for the whole process.
+
+    An OverlappedOptimizer that has failed is not waited for by the next test's scale_loss.
+    """
     amp = sys.modules.get("apex.amp")
     if amp is None:
         return
+    sys.modules["apex._pending"].holders.clear()
     state = amp._amp_state
     if state.handle is not None:
         state.handle._deactivate()
@@ -115,8 +119,9 @@ class RankPool:
     next call makes a new one. Processes that do not reply are ended, and started anew when needed.
     """
 
-    def __init__(self, size: int = 4) -> None:
+    def __init__(self, size: int = 4, start_method: str = "spawn") -> None:
         self.size = size
+        self._context = mp.get_context(start_method)
         self._processes: list[mp.Process] = []
         self._pipes: list[connection.Connection] = []
         self._starting: list[connection.Connection] = []
@@ -194,7 +199,7 @@ class RankPool:
         """Start the processes that are missing for ``world`` ranks."""
         if world > self.size:
             raise ValueError(f"{world} ranks asked of a pool of {self.size}")
-        context = mp.get_context("spawn")
+        context = self._context
         for rank in range(len(self._processes), world):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs), daemon=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 
 import pytest
 import torch
+from amp_support import fresh_amp  # noqa: F401
 from torch import nn
 
-from apex import normalization, optimizers
+from apex import amp, normalization, optimizers
 from apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 
 
@@ -52,6 +54,93 @@ def test_fused_optimizer_is_torchs_fused_one(alias: object, plain: object) -> No
     assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.defaults["fused"]
     for a, b in zip(train(optimizer), train(plain(params())), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("restored", [False, True])
+def test_fused_sgd_parameter_with_a_late_first_gradient_steps_as_torchs(
+    dampening: float, decay: float, restored: bool
+) -> None:
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": dampening, "weight_decay": decay}
+
+    def run(make: object) -> list[torch.Tensor]:
+        members = params()
+        optimizer = make([{"params": members}, {"params": [nn.Parameter(torch.ones(2))]}])
+        for step in range(5):
+            if step == 2 and restored:
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer = make([{"params": members}, {"params": [nn.Parameter(torch.ones(2))]}])
+                optimizer.load_state_dict(state)
+            optimizer.zero_grad()
+            used = members if step > 2 else members[:1]  # the second comes late, a group never
+            sum((p - 1).pow(2).sum() for p in used).backward()
+            optimizer.step()
+        return [p.detach() for p in members]
+
+    mine = run(lambda p: optimizers.FusedSGD(p, **options))
+    want = run(lambda p: torch.optim.SGD(p, **options, foreach=True))
+    for a, b in zip(mine, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def _apexs(state: dict, name: str) -> dict:
+    """`state` in the layout of Apex's class: its settings only, and the step in the group."""
+    state = copy.deepcopy(state)
+    kept = {
+        "FusedAdam": ("params", "lr", "betas", "eps", "weight_decay"),
+        "FusedSGD": ("params", "lr", "momentum", "dampening", "weight_decay", "nesterov"),
+    }[name]
+    for group in state["param_groups"]:
+        for key in set(group) - set(kept):
+            del group[key]
+        if name == "FusedAdam":
+            group["bias_correction"] = True
+            group["step"] = 3
+    if name == "FusedAdam":
+        for entry in state["state"].values():
+            del entry["step"]
+    return state
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD"])
+@pytest.mark.parametrize("level", [None, "O1", "O2"])
+def test_fused_optimizer_loads_the_state_of_apexs_class(name: str, level: str | None) -> None:
+    options = {"FusedAdam": {"weight_decay": 0.1}, "FusedSGD": {"momentum": 0.9}}[name]
+
+    def make() -> torch.optim.Optimizer:
+        members = params()
+        optimizer = getattr(optimizers, name)(members, lr=0.1, **options)
+        if level is not None:
+            model = nn.ParameterList(members)
+            amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+        return optimizer
+
+    def run(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        if level is None:
+            return train(optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            stash = optimizer._amp_stash
+            stash.lazy_init()
+            members = stash.all_fp16_params + stash.all_fp32_params
+            loss = sum((p - 1).float().pow(2).sum() for p in members)
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        return [p.detach().clone() for p in amp.master_params(optimizer)]
+
+    first = make()
+    run(first)
+    state = first.state_dict()
+    mine, want = make(), make()
+    want.load_state_dict(copy.deepcopy(state))
+    mine.load_state_dict(_apexs(state, name))
+    for a, b in zip(run(mine), run(want), strict=True):
+        assert torch.equal(a, b)
+    assert mine.param_groups[0]["fused"]
+    with pytest.raises(ValueError, match="param"):
+        mine.load_state_dict({"state": {}, "param_groups": 2 * state["param_groups"]})
 
 
 def test_fused_optimizer_without_a_fused_kernel_falls_back_to_foreach() -> None:

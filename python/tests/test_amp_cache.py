@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
+import sys
+import threading
+import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +16,8 @@ from amp_support import fresh_amp  # noqa: F401
 from torch import nn
 
 from apex import amp
+from apex.optimizers import FusedAdam, FusedSGD
+from apex.parallel.LARC import LARC
 
 
 def casts_of(tensor: torch.Tensor, run: object) -> int:
@@ -177,3 +184,113 @@ def test_compiled_model_runs_in_half_and_trains() -> None:
         with amp.scale_loss(output.float().sum(), optimizer) as scaled:
             scaled.backward()
         assert model[0].weight.grad.abs().sum() > 0
+
+
+OPTIMIZERS = {
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
+    "fused SGD": lambda p: torch.optim.SGD(p, lr=0.05, fused=True),
+    "FusedAdam": lambda p: FusedAdam(p, lr=0.05),
+    "FusedSGD": lambda p: FusedSGD(p, lr=0.05),
+    "LARC": lambda p: LARC(FusedSGD(p, lr=0.05)),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.05),
+}
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("how", ["plain backward", "forward before the step", "other thread"])
+def test_cache_optimizer_that_moves_no_version_trains_as_without_cache(
+    optimizer_name: str, how: str
+) -> None:
+    x = torch.rand(16, 4, generator=torch.Generator().manual_seed(1))
+
+    def losses(enable_caching: bool) -> list[float]:
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+        handle = amp.init(
+            enable_caching=enable_caching, dtype=torch.bfloat16, device_types=("cpu",)
+        )
+        values = []
+        for _ in range(6):
+            optimizer.zero_grad()
+            loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
+            if how == "other thread":
+                thread = threading.Thread(target=loss.backward)
+                thread.start()
+                thread.join()
+            else:
+                loss.backward()
+            if how == "forward before the step":
+                assert model(x).requires_grad
+            optimizer.step()
+            values.append(loss.item())
+        handle._deactivate()
+        return values
+
+    mine = losses(True)
+    assert mine == losses(False)
+    assert mine[-1] < mine[0]
+
+
+WRITES = {
+    "data": lambda p, v: p.data.copy_(v),
+    "numpy": lambda p, v: np.copyto(p.detach().numpy(), v.numpy()),
+    "dlpack": lambda p, v: torch.from_dlpack(torch.to_dlpack(p.detach())).copy_(v),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("entry", ["backward", "autograd.grad", "backward that raises"])
+def test_cache_write_that_moves_no_version_after_backward_counts(write: str, entry: str) -> None:
+    model, _ = prepare(nn.Linear(4, 4, bias=False))
+    x = torch.eye(4)
+    loss = model(x).float().sum()
+    if entry == "backward":
+        loss.backward()
+    elif entry == "autograd.grad":
+        torch.autograd.grad(loss, model.weight)
+    else:
+        handle = model.weight.register_post_accumulate_grad_hook(lambda p: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+    value = torch.full((4, 4), 3.0)
+    version = model.weight._version
+    WRITES[write](model.weight, value)
+    assert model.weight._version == version, "this write would be seen in any case"
+    assert torch.equal(model(x), value.half())
+
+
+def test_cache_keeps_no_dropped_parameter_alive() -> None:
+    model, optimizer = prepare(nn.Linear(4, 4))
+    other = nn.Linear(4, 4)
+    dropped = weakref.ref(other.weight)
+    model(torch.rand(1, 4))
+    other(torch.rand(1, 4))
+    cache = amp._amp_state.handle.cache
+    assert len(cache) == 4
+    del other
+    gc.collect()
+    assert dropped() is None
+    assert len(cache) == 2, "parameters in use were forgotten as well"
+
+
+def test_cache_compiled_step_ends_the_iteration() -> None:
+    model, _ = prepare(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    torch._dynamo.reset()
+    step = torch.compile(optimizer.step, backend="eager")
+    for _ in range(2):
+        model(torch.rand(1, 4)).float().sum().backward()
+        assert model(torch.rand(1, 4)).requires_grad
+        step()
+        assert len(amp._amp_state.handle.cache) == 0
+
+
+def test_cache_deactivated_handle_leaves_no_hook() -> None:
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
+    before = len(hooks), len(gc.callbacks)
+    handle = amp.init(device_types=("cpu",))
+    assert (len(hooks), len(gc.callbacks)) != before
+    handle._deactivate()
+    assert (len(hooks), len(gc.callbacks)) == before

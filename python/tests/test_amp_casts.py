@@ -436,3 +436,21 @@ def test_backward_runs_without_casts() -> None:
     Probe.apply(x).sum().backward()
     torch.autograd.grad(Probe.apply(x).sum(), x)
     assert seen == [torch.float16, torch.float32] * 2
+
+
+@pytest.mark.parametrize("inside, expected", [(torch.bfloat16, 1e6), (torch.float16, float("inf"))])
+def test_autocast_inside_o1_has_its_own_type(inside: torch.dtype, expected: float) -> None:
+    amp.init(device_types=("cpu",))
+    linear = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(linear.weight)
+    x = torch.full((1, 1), 1e6)  # no float16
+    with torch.autocast("cpu", dtype=inside):
+        result = linear(x)
+        product = x @ torch.ones(1, 1)
+        cell = nn.RNNCell(1, 1)(x)
+    assert {t.dtype for t in (result, product, cell)} == {inside}
+    torch.testing.assert_close(result.item(), expected, rtol=1e-2, atol=0)
+    torch.testing.assert_close(product.item(), expected, rtol=1e-2, atol=0)
+    assert linear(torch.ones(1, 1)).dtype == torch.float16
+    with torch.autocast("cpu"):
+        assert linear(torch.ones(1, 1)).dtype == torch.float16

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -153,3 +155,64 @@ def test_load_state_dict_other_number_of_scalers_warns_and_loads_what_fits(
     assert _amp_state.loss_scalers[1].loss_scale() == 65536.0
     with pytest.raises(RuntimeError, match="'epoch'"):
         amp.load_state_dict({"loss_scaler0": {}, "epoch": 1})
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+@pytest.mark.parametrize("trained", [0, 3])
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O2-bf16"])
+def test_deep_copy_of_model_and_optimizer_trains_as_the_original(
+    level: str, optimizer_name: str, trained: int, order: str
+) -> None:
+    model, optimizer = initialize(*build(0, optimizer_name), level)
+    train(model, optimizer, range(trained))
+    if order == "model first":
+        other, other_optimizer = copy.deepcopy((model, optimizer))
+    else:
+        other_optimizer, other = copy.deepcopy((optimizer, model))
+    start = other[0].weight.detach().clone()
+    scalers = amp.state_dict()
+    expected = train(model, optimizer, range(3, 6), overflow_at=4)
+    amp.load_state_dict(scalers)
+    assert torch.equal(other[0].weight, start), "the original's steps changed the copy"
+    assert train(other, other_optimizer, range(3, 6), overflow_at=4) == expected
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("trained", [0, 3])
+def test_deep_copy_of_a_model_or_a_part_of_it_keeps_float32_values(trained: int) -> None:
+    model, optimizer = initialize(*build(0, "sgd"), "O2")
+    train(model, optimizer, range(trained))
+    state = copy.deepcopy(model.state_dict())
+    rounded = state["0.weight"].half().float()
+    assert not torch.equal(state["0.weight"], rounded)
+    copied = copy.deepcopy(model)
+    twice = copy.deepcopy(copied)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    assert torch.equal(copy.deepcopy(model[0]).state_dict()["weight"], state["0.weight"])
+    train(model, optimizer, range(3, 5))
+    for name, value in state.items():
+        assert torch.equal(copied.state_dict()[name], value), name
+        assert torch.equal(twice.state_dict()[name], value), name
+        assert torch.equal(averaged.state_dict()[f"module.{name}"], value), name
+    with torch.no_grad():
+        copied[0].weight.fill_(1 / 3)
+    assert torch.equal(copied.state_dict()["0.weight"], copied[0].weight.float())
+    pickled = copy.deepcopy(pickle.loads(pickle.dumps(model)))
+    assert pickled.state_dict()["0.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masters_of_parameters_added_later_keep_the_precision_of_before_the_cast(
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)).to(dtype)
+    exact = [p.detach().float().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.0)
+    model, optimizer = initialize(model, optimizer, "O2")
+    train(model, optimizer, range(1))
+    optimizer.add_param_group({"params": model[1].parameters()})
+    for master, value in zip(amp.master_params(optimizer), exact, strict=True):
+        assert torch.equal(master, value)

@@ -6,6 +6,7 @@ operator for the dispatcher, so it can be counted, on the CPU as well as on a GP
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp
 from apex.amp import _amp_state, _device_skip, scaling
+from apex.optimizers import FusedSGD
 from apex.parallel.LARC import LARC
 
 READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")
@@ -182,6 +184,44 @@ def test_fused_optimizer_on_accelerator_skips_without_the_host(
         torch.testing.assert_close(a.float(), b, rtol=2e-3, atol=2e-3)
     if level == "O1":
         assert all(state["step"] == 3 for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("make", [FusedSGD, functools.partial(torch.optim.SGD, fused=True)])
+def test_fused_sgd_overflow_in_the_first_step_leaves_no_momentum_behind(
+    make: Any, level: str, accelerator: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What torch leaves uninitialized is often zero by chance.
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        model = Toy()
+        optimizer = make(model.parameters(), lr=0.01, momentum=0.9)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for bad in (True, False, False, True, False):
+            iterate(model, optimizer, bad)
+        assert all(p.isfinite().all() for p in model.parameters())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_accumulation_overflow_on_the_device_counts_once(
+    level: str, kind: str, accelerator: None
+) -> None:
+    model = Toy()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, **KINDS[kind])
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    iterate(model, optimizer)
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    with HostReads() as counter:
+        for bad in (True, False, False):
+            backward(model, optimizer, bad=bad)
+        optimizer.step()
+    assert counter.count == 0
+    assert _amp_state.loss_scalers[0].loss_scale() == 2.0**15
+    assert all(map(torch.equal, before, amp.master_params(optimizer)))
 
 
 def test_skips_on_device_needs_fused_kernels_and_an_accelerator() -> None:

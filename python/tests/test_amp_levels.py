@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import collections
+import collections.abc
 import copy
+import dataclasses
 import io
+import types
 import warnings
 
 import numpy as np
@@ -16,6 +19,7 @@ from torch import nn
 from apex import amp
 from apex.amp import _amp_state
 from apex.fp16_utils import FP16_Optimizer
+from apex.parallel import DistributedDataParallel
 from apex.parallel.LARC import LARC
 
 F32, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -359,3 +363,240 @@ def test_initialize_existing_optimizer_state_follows_the_parameters() -> None:
         buffer = optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"]
         assert buffer.dtype == expected
         assert torch.equal(buffer, before.to(expected))
+
+
+class Rotary(nn.Module):
+    """Rotary embeddings: a complex buffer, and a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.ones(2, dtype=torch.complex64) * (1 + 1j))
+        self.register_buffer("turn", torch.polar(torch.ones(3, 2), torch.rand(3, 2)))
+        self.register_buffer("count", torch.tensor(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(self.linear(x).float().view(3, 2, 2))
+        return torch.view_as_real(pairs * self.turn * self.gain).flatten(1)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O2-bf16", "O3-bf16"])
+def test_initialize_leaves_complex_and_integer_tensors_alone(level: str) -> None:
+    reference = Rotary()
+    model = copy.deepcopy(reference)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0
+    )
+    for name in ("turn", "gain", "count"):
+        mine, want = getattr(model, name), getattr(reference, name)
+        assert mine.dtype == want.dtype and torch.equal(mine, want), name
+    x = torch.rand(3, 4)
+    # Saved before the step, since casts of O1 are for every module.
+    with amp.disable_casts():
+        expected = reference(x)
+    torch.testing.assert_close(model(x).float(), expected, rtol=2e-2, atol=2e-2)
+    with amp.scale_loss(model(x).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert not torch.equal(model.gain, reference.gain) and model.gain.isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_initialize_casts_recurrent_modules_and_batch_norm_by_level(level: str) -> None:
+    low = F32 if level == "O0" else HALF
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.LSTM(4, 3), nn.BatchNorm1d(4, affine=False))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    assert model[0].weight.dtype == model[0].running_mean.dtype == (HALF if level == "O3" else F32)
+    assert {p.dtype for p in model[1].parameters()} == {low}
+    assert model[2].running_mean.dtype == low
+
+
+class Records(list):
+    """A list that carries more than its items."""
+
+    note = ""
+
+
+class Fields(dict):
+    def __getattr__(self, name: str) -> object:
+        return self[name]
+
+
+class Sealed(collections.abc.Mapping):
+    """A mapping that cannot be written to."""
+
+    def __init__(self, **items: object) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> object:
+        return self._items[key]
+
+    def __iter__(self) -> object:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Couple(tuple):
+    pass
+
+
+@dataclasses.dataclass
+class Registered:
+    x: torch.Tensor
+    name: str
+
+
+torch.utils._pytree.register_dataclass(Registered)
+
+
+def records(x: torch.Tensor) -> Records:
+    value = Records([x, 1])
+    value.note = "kept"
+    return value
+
+
+CONTAINERS = {
+    "list subclass": (records, lambda v: v[0] if v.note == "kept" and v[1] == 1 else None),
+    "dict subclass": (lambda x: Fields(x=x, n=2), lambda v: v.x if v.n == 2 else None),
+    "defaultdict": (
+        lambda x: collections.defaultdict(list, x=x),
+        lambda v: v["x"] if v["new"] == [] else None,
+    ),
+    "OrderedDict": (lambda x: collections.OrderedDict(x=x), lambda v: v["x"]),
+    "UserDict": (lambda x: collections.UserDict(x=x), lambda v: v["x"]),
+    "UserList": (lambda x: collections.UserList([x]), lambda v: v[0]),
+    "ChainMap": (lambda x: collections.ChainMap({}, {"x": x}), lambda v: v["x"]),
+    "mappingproxy": (lambda x: types.MappingProxyType({"x": x}), lambda v: v["x"]),
+    "deque": (
+        lambda x: collections.deque([1, x], maxlen=2),
+        lambda v: v[1] if v.maxlen == 2 else None,
+    ),
+    "tuple subclass": (lambda x: Couple((x, 3)), lambda v: v[0]),
+    "named tuple": (lambda x: Pair(x, "y"), lambda v: v.x),
+    "torch.return_types": (lambda x: torch.max(x, 1), lambda v: v.values),
+    "registered dataclass": (lambda x: Registered(x, "n"), lambda v: v.x),
+    "PackedSequence": (
+        lambda x: nn.utils.rnn.pack_sequence([x, x[:1]]),
+        lambda v: v.data,
+    ),
+    "nested": (
+        lambda x: [collections.deque([{"k": (Fields(x=x),)}])],
+        lambda v: v[0][0]["k"][0].x,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_cast_model_casts_inside_containers_and_keeps_their_class(name: str) -> None:
+    make, tensor_of = CONTAINERS[name]
+
+    class Echo(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, value: object) -> object:
+            self.seen = value
+            return value
+
+    model = amp.initialize(Echo(), opt_level="O2", verbosity=0)
+    given = make(torch.rand(2, 3))
+    returned = model(given)
+    assert type(model.seen) is type(given) is type(returned)
+    assert tensor_of(model.seen).dtype == HALF and tensor_of(returned).dtype == F32
+    assert tensor_of(given).dtype == F32, "the caller's container was written to"
+
+
+def test_cast_model_containers_without_floating_tensors_are_passed_as_they_are() -> None:
+    model = amp.initialize(Mixed(), opt_level="O2", verbosity=0)
+    given = ([torch.arange(2), "text"], torch.Size([1, 2]), collections.deque([None]), Fields())
+    model(torch.ones(2), *given)
+    assert all(seen is value for seen, value in zip(model.seen[0][1:], given, strict=True))
+    sealed = Sealed(x=torch.ones(2))
+    model(torch.ones(2), sealed)
+    assert model.seen[0][1]["x"].dtype == HALF
+
+
+@pytest.mark.parametrize("name", ["list subclass", "deque", "UserDict", "torch.return_types"])
+def test_o1_functions_cast_inside_containers_and_keep_their_class(name: str) -> None:
+    make, tensor_of = CONTAINERS[name]
+    seen = []
+    module = types.SimpleNamespace(f=lambda value: seen.append(value))
+    amp.register_half_function(module, "f")
+    amp.init(device_types=("cpu",))
+    given = make(torch.rand(2, 3))
+    module.f(value=given)
+    assert type(seen[0]) is type(given) and tensor_of(seen[0]).dtype == HALF
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"loss_scale": -1.0},
+        {"loss_scale": "dynamic", "min_loss_scale": 2.0**30},
+        {"loss_scale": "dynamic", "min_loss_scale": -1.0},
+        {"num_losses": "two"},
+        {"optimizers": "twice"},
+        {"models": "scripted"},
+        {"models": "wrapped"},
+    ],
+    ids=str,
+)
+def test_initialize_that_fails_changes_nothing(level: str, fault: dict) -> None:
+    model, options = net(), dict(fault)
+    models: list[nn.Module] = [model]
+    optimizers: list[torch.optim.Optimizer] = [sgd(model)]
+    if options.pop("optimizers", None):
+        optimizers *= 2
+    kind = options.pop("models", None)
+    if kind == "scripted":
+        models.append(torch.jit.script(net()))
+        if level in ("O0", "O1"):
+            return  # works
+    elif kind == "wrapped":
+        wrapper = DistributedDataParallel.__new__(DistributedDataParallel)
+        nn.Module.__init__(wrapper)
+        models.append(wrapper)
+    before = copy.deepcopy(model.state_dict())
+    methods = vars(optimizers[0]).copy()
+    with pytest.raises((RuntimeError, ValueError, TypeError)):
+        amp.initialize(models, optimizers, opt_level=level, verbosity=0, **options)
+    assert "forward" not in vars(model) and vars(optimizers[0]).keys() == methods.keys()
+    for name, value in model.state_dict().items():
+        assert value.dtype == before[name].dtype and torch.equal(value, before[name]), name
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == F32
+    model, optimizer = amp.initialize(model, optimizers[0], opt_level=level, verbosity=0)
+    with amp.scale_loss(model(torch.rand(3, 4)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+
+
+def test_initialize_disabled_ends_the_casts_of_an_earlier_one() -> None:
+    amp.initialize(net(), opt_level="O1", verbosity=0)
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == HALF
+    amp.initialize(net(), enabled=False)
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == F32
+
+
+def test_registered_functions_are_cast_after_a_second_initialize() -> None:
+    seen = []
+
+    def note(x: torch.Tensor) -> None:
+        seen.append(x.dtype)
+
+    module = types.SimpleNamespace(f=note, g=note)
+    amp.register_half_function(module, "f")
+    for _ in range(2):  # a generator and a discriminator, for example
+        amp.initialize(net(), opt_level="O1", verbosity=0)
+        module.f(torch.ones(1))
+    amp.register_half_function(module, "g")
+    amp.initialize(net(), opt_level="O1", verbosity=0)
+    module.f(torch.ones(1))
+    module.g(torch.ones(1))
+    assert seen == [HALF] * 4
+    amp._amp_state.handle._deactivate()
+    module.f(torch.ones(1))
+    assert seen[-1] == F32

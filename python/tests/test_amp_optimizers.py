@@ -455,3 +455,58 @@ def test_larc_before_or_after_initialize_trains_and_skips(level: str, wrap: str)
     optimizer.step()
     assert not torch.equal(start, model.weight) and model.weight.isfinite().all()
     assert all(p.dtype == torch.float32 for p in amp.master_params(optimizer))
+
+
+def _lbfgs_losses(level: str | None, **options: object) -> tuple[list[float], nn.Module]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(2, 2)
+    optimizer: torch.optim.Optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
+    if level is not None:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=1, **options)
+    losses = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        # Gradients of 2**16 times this do not fit into float16.
+        loss = (model(X).float() - 3).square().sum()
+        context = contextlib.nullcontext(loss) if level is None else amp.scale_loss(loss, optimizer)
+        with context as scaled:
+            scaled.backward()
+        return loss
+
+    for _ in range(5):
+        losses.append(optimizer.step(closure).item())
+    return losses, model
+
+
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_overflow_in_a_closure_is_evaluated_again_not_stepped(
+    level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses, model = _lbfgs_losses(level, loss_scale="dynamic")
+    assert "Gradient overflow in a closure" in capsys.readouterr().out
+    assert _amp_state.loss_scalers[0].loss_scale() < 2.0**16
+    assert all(p.isfinite().all() for p in model.parameters())
+    amp._amp_state.handle and amp._amp_state.handle._deactivate()
+    want, _ = _lbfgs_losses(None)
+    assert losses[0] == pytest.approx(want[0], rel=1e-2)
+    assert losses[-1] < 0.05 * losses[0]
+
+
+def test_closure_that_overflows_at_any_scale_raises_and_leaves_no_skip() -> None:
+    model = Toy(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    before = model.weight.detach().clone()
+
+    def closure() -> torch.Tensor:
+        return backward(model, optimizer, bad=True)
+
+    with pytest.raises(RuntimeError, match="100 times"):
+        optimizer.step(closure)
+    assert torch.equal(before, model.weight)
+    _amp_state.loss_scalers[0]._loss_scale = 1.0
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+    assert not torch.equal(before, model.weight)

@@ -189,3 +189,28 @@ def test_iteration_with_fused_optimizer_on_cuda_never_waits(level: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert _amp_state.loss_scalers[0].loss_scale() == 2.0**15
+
+
+def test_unscale_complex_gradients_in_place_and_finds_nan_in_either_part() -> None:
+    scaler = LossScaler("dynamic", init_scale=4.0)
+    plain = torch.tensor([4 + 8j, -4j])
+    lazy = torch.tensor([4 + 8j]).conj()
+    scaler.unscale_([plain, lazy])
+    assert torch.equal(plain, torch.tensor([1 + 2j, -1j]))
+    assert lazy.is_conj() and torch.equal(lazy.resolve_conj(), torch.tensor([1 - 2j]))
+    assert not scaler.update_scale()
+    scaler.unscale_([torch.tensor([complex(1, float("nan"))])])
+    assert scaler.update_scale()
+
+
+def test_scale_after_hundreds_of_overflows_is_positive_and_unscales_to_finite_numbers() -> None:
+    scaler = LossScaler("dynamic")
+    for _ in range(300):
+        scaler.unscale_([torch.tensor([float("inf")])])
+        assert scaler.update_scale(), "an overflow was not seen"
+    assert scaler.loss_scale() == torch.finfo(torch.float32).tiny
+    grad = torch.zeros(2)
+    scaler.unscale_([grad])
+    assert not grad.any() and not scaler.update_scale()
+    with pytest.raises(ValueError, match="min_scale"):
+        LossScaler("dynamic", min_loss_scale=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from ddp_support import RankPool, check, check_near, check_same_on_all_ranks, gradients
 from torch import nn
 
@@ -88,3 +89,157 @@ def _is_refused(rank: int, world: int) -> None:
 
 def test_broadcast_buffers_that_backward_reads_are_an_error(ranks: RankPool) -> None:
     ranks.run(2, _is_refused)
+
+
+# --- bits ---
+
+
+class Bits(nn.Module):
+    """A layer, and tensors of every kind that nothing computes with; others on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        zeros = torch.zeros(3) * (-1.0) ** (rank + 1)  # -0.0 on rank 0
+        nan = torch.tensor([float("nan"), 1.0 + rank])
+        pairs = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64) * (1 + rank)
+        large = torch.arange(2.0**18).reshape(2, -1) + rank
+        tensors = {
+            "zeros": zeros,
+            "narrow_zeros": zeros.to(torch.bfloat16),
+            "nan": nan,
+            "conjugated": pairs.conj(),
+            "negated": pairs.conj().imag,
+            "complex32": pairs.to(torch.complex32),
+            "complex32_column": torch.stack([pairs, pairs], 1)[:, 0].to(torch.complex32),
+            "float8": nan.to(torch.float8_e4m3fn),
+            "large": large,
+            "large_turned": large.clone().t(),
+            "large_conjugated": torch.complex(large, large).conj(),
+            "flag": torch.tensor([rank == 0]),
+        }
+        self.names = list(tensors)
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+            parameter = nn.Parameter(tensor.clone(), requires_grad=False)
+            self.register_parameter(f"frozen_{name}", parameter)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _takes_bits(rank: int, world: int) -> None:
+    model, first = Bits(rank), Bits(0)
+    ddp = DistributedDataParallel(model, broadcast_buffers=True)
+
+    def check_all(what: str, kinds: list[str]) -> None:
+        for name in model.names:
+            for kind in kinds:
+                mine, other = (getattr(m, f"{kind}{name}") for m in (model, first))
+                check(torch.equal(_bits(mine), _bits(other)), f"{kind}{name} {what}: {mine}")
+
+    check_all("after construction", ["", "frozen_"])
+    versions = {name: getattr(model, name)._version for name in model.names}
+    ddp(torch.ones(1, 4)).sum().backward()
+    small = [name for name in model.names if not name.startswith("large")]
+    for name in small:  # a forward that awaits its backward may have saved it
+        check(getattr(model, name)._version == versions[name], f"{name}, unchanged, was written to")
+    with torch.no_grad():
+        for name in model.names:
+            getattr(model, name).copy_(getattr(Bits(rank), name))
+    ddp(torch.ones(1, 4))
+    check_all("after forward", [""])
+
+
+def test_broadcast_takes_every_bit_of_every_dtype(ranks: RankPool) -> None:
+    ranks.run(2, _takes_bits)
+
+
+# --- buffers that change their form ---
+
+
+class Changing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("first", torch.zeros(3))
+        self.register_buffer("last", torch.zeros(2, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+CHANGES = {
+    "larger": lambda model: setattr(model, "first", torch.ones(7)),
+    "smaller": lambda model: setattr(model, "first", torch.ones(1)),
+    "another_dtype": lambda model: setattr(model, "last", torch.ones(2, dtype=torch.float64)),
+    "registered": lambda model: model.register_buffer("more", torch.ones(5)),
+    "removed": lambda model: setattr(model, "last", None),
+    "all_removed": lambda model: [setattr(model, name, None) for name in ("first", "last")],
+}
+
+
+def _changes_on_all(rank: int, world: int) -> None:
+    model = Changing()
+    ddp = DistributedDataParallel(model, broadcast_buffers=True)
+    for change in CHANGES.values():
+        change(model)
+        for step in range(2):
+            with torch.no_grad():
+                for buffer in model.buffers():
+                    buffer.fill_(rank + step + 5)
+            ddp(torch.ones(1, 4)).sum().backward()
+            for name, buffer in model.named_buffers():
+                check(bool((buffer == step + 5).all()), f"{name}: {buffer}")
+
+
+def test_broadcast_buffers_that_change_alike_are_taken(ranks: RankPool) -> None:
+    ranks.run(2, _changes_on_all)
+
+
+def _changes_alone(rank: int, world: int, change: str, culprit: int) -> None:
+    model = Changing()
+    ddp = DistributedDataParallel(model, broadcast_buffers=True)
+    ddp(torch.ones(1, 4)).sum().backward()
+    if rank == culprit:
+        CHANGES[change](model)
+    own = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    # Ranks whose buffers are not rank 0's raise in forward, others in backward, without a time-out.
+    error = None
+    try:
+        loss = ddp(torch.ones(1, 4)).sum()
+        in_forward = False
+    except RuntimeError as caught:
+        in_forward, error = True, caught
+    check(in_forward == (rank != 0 and culprit in (0, rank)), f"rank {rank}: {error}")
+    if in_forward:
+        check(f"rank {rank}'s buffers differ from rank 0's" in str(error), str(error))
+        check(f"on rank {culprit}: nothing has changed" not in str(error), str(error))
+    else:
+        try:
+            loss.backward()
+        except RuntimeError as caught:
+            error = caught
+        check(error is not None, f"rank {rank}: nothing was raised")
+        check("imed out" not in str(error), str(error))
+    for name, buffer in model.named_buffers():
+        check(rank != culprit or torch.equal(buffer, own[name]), f"{name} was written to")
+    dist.barrier()
+    model = Changing()
+    again = DistributedDataParallel(model, broadcast_buffers=True)
+    again(torch.ones(1, 4)).sum().backward()
+    check_same_on_all_ranks(list(model.buffers()), "buffers of the next wrapper")
+
+
+@pytest.mark.parametrize(("change", "culprit"), [
+    ("larger", 0), ("another_dtype", 1), ("registered", 1), ("all_removed", 0),
+])  # fmt: skip
+def test_broadcast_buffers_that_change_on_one_rank_raise_on_all(
+    ranks: RankPool, change: str, culprit: int
+) -> None:
+    ranks.run(3, _changes_alone, change, culprit)

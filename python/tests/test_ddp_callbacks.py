@@ -285,36 +285,6 @@ def test_check_finite_names_rank_and_parameter(
     ranks.run(3, _finds_non_finite, value, options)
 
 
-# --- ranks in different steps ---
-
-
-def _skips_a_backward(rank: int, world: int, options: dict[str, Any]) -> None:
-    """Rank 1 leaves out the backward of step 2; its step 3 then meets the others' step 2."""
-    ddp = DistributedDataParallel(make(), check_reduction=True, **options)
-    for step in range(3):
-        ddp.zero_grad()
-        output = ddp(batch(rank, step))
-        if rank == 1 and step == 2:
-            output = ddp(batch(rank, step + 1))
-        error = None
-        try:
-            output.square().sum().backward()
-        except RuntimeError as caught:
-            error = caught
-        if step < 2:
-            check(error is None, f"step {step}: {error}")
-    raised("a rank has skipped a backward", error)
-    raised(f"rank {rank}: before this backward it has run {4 if rank == 1 else 3} forwards", error)
-
-
-@pytest.mark.parametrize("options", [{}, {"message_size": 1}, {"gradient_as_bucket_view": True}],
-                         ids=["one_bucket", "alone", "views"])  # fmt: skip
-def test_check_reduction_ranks_in_different_steps_raise_on_all(
-    ranks: RankPool, options: dict[str, Any]
-) -> None:
-    ranks.run(3, _skips_a_backward, options)
-
-
 # --- sums that would be summed again ---
 
 

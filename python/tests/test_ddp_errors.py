@@ -5,9 +5,10 @@ from __future__ import annotations
 import datetime
 import os
 import time
+import unittest.mock
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ddp_models import build, data
 from ddp_support import RankPool, check, check_equal, check_step, raises
 from torch import Tensor, nn
 
-from apex.parallel import DistributedDataParallel, Reducer
+from apex.parallel import DistributedDataParallel, Reducer, _options
 
 pytestmark = pytest.mark.processes
 
@@ -103,18 +104,91 @@ def _other_options(rank: int, world: int, name: str, values: list[Any], said: st
         DistributedDataParallel(nn.Linear(2, 2), **{name: values[rank]})
 
 
+class Policy(NamedTuple):
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+
+
 @pytest.mark.parametrize(("name", "values", "said"), [
     ("message_size", [10, 20], "bucket size=10"),
+    ("message_size", ["auto", 10_000_000], 'message_size="auto"'),
+    ("bucket_cap_mb", [1, 2], "bucket size="),
     ("delay_allreduce", [False, True], "delay_allreduce"),
     ("gradient_average", [False, True], "gradient_average"),
     ("gradient_predivide_factor", [1.0, 2.0], "gradient_predivide_factor"),
     ("allreduce_always_fp32", [True, False], "allreduce_always_fp32"),
     ("static_graph", [True, False], "static_graph"),
-])  # fmt: skip
+    ("check_finite", [True, False], "check_finite"),
+    ("check_reduction", [True, False], "check_reduction"),
+    ("init_sync", [True, False], "init_sync"),
+    ("broadcast_buffers", [True, False], "broadcast_buffers=True"),
+    ("forward_sync_buffers", [None, True], "broadcast_buffers=False"),
+    ("num_allreduce_streams", [1, 2], "num_allreduce_streams=1"),
+    ("registered_buffers", [False, True], "registered_buffers=False"),
+    ("mixed_precision", [None, Policy(torch.bfloat16)], "mixed_precision=None"),
+    ("mixed_precision", [Policy(torch.float16), Policy(torch.bfloat16)], "param_dtype"),
+    ("mixed_precision", [Policy(None, torch.float16), Policy()], "reduce_dtype"),
+], ids=str)  # fmt: skip
 def test_options_that_differ_between_ranks_raise(
     ranks: RankPool, name: str, values: list[Any], said: str
 ) -> None:
     ranks.run(2, _other_options, name, values, said)
+
+
+def _other_streams(rank: int, world: int) -> None:
+    """As with a backend whose further groups are made by torch, which is collective."""
+    with unittest.mock.patch.object(_options, "over_gloo", lambda group: False):
+        with raises(RuntimeError, "rank 1's model differs from rank 0's", "num_allreduce_streams"):
+            DistributedDataParallel(build(), num_allreduce_streams=1 + rank)
+        ddp = DistributedDataParallel(build(), num_allreduce_streams=2, message_size=20)
+    check_step(ddp, _loss, "with as many streams")
+
+
+def test_number_of_streams_that_differs_raises_before_groups_are_made(ranks: RankPool) -> None:
+    ranks.run(2, _other_streams)
+
+
+def _other_buffers(rank: int, world: int, name: str) -> None:
+    model = nn.Linear(2, 2)
+    mine = {
+        "shape": torch.zeros(3 + rank),
+        "dtype": torch.zeros(3, dtype=[torch.float32, torch.float64][rank]),
+        "missing": None if rank else torch.zeros(3),
+        "name": torch.zeros(3),
+    }[name]
+    model.register_buffer("other" if name == "name" and rank else "table", mine)
+    with raises(RuntimeError, "rank 1's model differs from rank 0's", "buffer 'table'"):
+        DistributedDataParallel(model, broadcast_buffers=True)
+    # Without broadcast_buffers, buffers are each rank's own.
+    ddp = DistributedDataParallel(model)
+    check_step(ddp, lambda m, r: m(data(r, 0, 3, 2)).sum(), "without broadcast_buffers")
+
+
+@pytest.mark.parametrize("name", ["shape", "dtype", "missing", "name"])
+def test_buffers_that_differ_between_ranks_raise(ranks: RankPool, name: str) -> None:
+    ranks.run(2, _other_buffers, name)
+
+
+def _alone(rank: int, world: int, what: str, culprit: int) -> None:
+    ddp = DistributedDataParallel(build(), message_size=20)
+    for step in range(2):
+        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"before, step {step}")
+    if rank == culprit:
+        if what == "relearn":
+            ddp.relearn()
+        else:
+            ddp.register_builtin_comm_hook("bf16")
+    with raises(RuntimeError, what, str(culprit)):
+        _loss(ddp, rank).backward()
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("what", ["relearn", "communication hook"])
+def test_what_one_rank_alone_has_asked_for_raises_on_all(
+    ranks: RankPool, what: str, culprit: int
+) -> None:
+    ranks.run(2, _alone, what, culprit)
 
 
 FOREIGN = nn.Parameter(torch.zeros(2))
@@ -292,7 +366,7 @@ def _never_arrives(rank: int, world: int) -> None:
     for step in range(2):
         _loss(ddp, rank, step).backward()
     if rank == 0:
-        with raises(RuntimeError, "rank 0 of 2", "bucket 0", "parameter 'layers.2."):
+        with raises(RuntimeError, "rank 0 of 2", "bucket ", "parameter 'layers."):
             _loss(ddp, rank).backward()
     dist.barrier()
     # The default group is whole: a new wrapper works, once the old one and its hooks are gone.

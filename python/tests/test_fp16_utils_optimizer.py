@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from apex import fp16_utils
 from apex.amp.scaler import LossScaler
 from apex.fp16_utils import FP16_Optimizer, convert_network
 from apex.parallel.LARC import LARC
@@ -269,3 +270,21 @@ def test_frozen_parameters_get_no_master() -> None:
     assert len(optimizer.all_fp32_from_fp16_params) == 5
     optimizer.backward(loss_of(model, 0))
     optimizer.step()
+
+
+@pytest.mark.parametrize("clean", [0, 7, 1000, 1003])
+def test_state_with_a_pickled_dynamic_loss_scaler_of_old_apex_loads(clean: int) -> None:
+    scaler = fp16_utils.DynamicLossScaler(init_scale=2.0**10, scale_window=1000)
+    scaler.update_scale(True)
+    for _ in range(clean):
+        scaler.update_scale(False)
+    model = nn.Linear(3, 2).half()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
+    state = optimizer.state_dict()
+    state["loss_scaler"] = pickle.loads(pickle.dumps(scaler))
+    optimizer.load_state_dict(state)
+    assert optimizer.loss_scale == scaler.loss_scale == 2.0 ** (9 + clean // 1000)
+    assert optimizer.loss_scaler._unskipped == clean % 1000
+    state["loss_scaler"] = pickle.loads(pickle.dumps(fp16_utils.LossScaler(64.0)))
+    optimizer.load_state_dict(state)
+    assert optimizer.loss_scale == 64.0

@@ -4,6 +4,7 @@ once."""
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from apex.parallel import DistributedDataParallel, OverlappedOptimizer
+from apex.parallel.LARC import LARC
 
 pytestmark = pytest.mark.processes
 
@@ -288,6 +290,87 @@ def _amp(rank: int, world: int) -> None:
 
 def test_apex_amp_waits_before_it_unscales(ranks: RankPool) -> None:
     ranks.run(2, _amp)
+
+
+def _inside_larc(rank: int, world: int) -> None:
+    def run(ddp: Any, optimizer: Any) -> None:
+        optimizer = LARC(optimizer)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            ddp(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+
+    ddp = check_either_way(make, run, OPTIMIZERS["sgd"])
+    check_same_on_all_ranks(list(ddp.parameters()), "parameters")
+
+    def closures(ddp: Any, optimizer: Any) -> None:
+        optimizer = LARC(optimizer)
+        for step in range(STEPS):
+
+            def closure(step: int = step) -> Tensor:
+                optimizer.zero_grad()
+                loss = ddp(batch(rank, step)).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    ddp = check_either_way(make, closures, OPTIMIZERS["sgd"])
+    check_same_on_all_ranks(list(ddp.parameters()), "parameters, with closures")
+
+
+def test_larc_around_it_waits_for_the_gradients_it_adapts(ranks: RankPool) -> None:
+    ranks.run(2, _inside_larc)
+
+
+def _around_larc(rank: int, world: int) -> None:
+    def run(ddp: Any, optimizer: Any) -> None:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            ddp(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+
+    ddp = check_either_way(make, run, lambda p: LARC(OPTIMIZERS["sgd"](p)))
+    check(ddp.statistics()["deferred"] >= STEPS - 4, f"hardly deferred: {ddp.statistics()}")
+
+
+def test_larc_inside_it_stays_overlapped(ranks: RankPool) -> None:
+    ranks.run(2, _around_larc)
+
+
+def _discards(rank: int, world: int) -> None:
+    for level, larc in itertools.product(("O1", "O2"), (False, True)):
+        results = []
+        for discarded in (False, True):
+            torch.manual_seed(0)
+            net = Net()
+            net, inner = amp.initialize(
+                net,
+                torch.optim.SGD(net.parameters(), lr=0.1),
+                opt_level=level,
+                loss_scale=8.0,
+                verbosity=0,
+            )
+            ddp = DistributedDataParallel(net, message_size=150)
+            overlapped = OverlappedOptimizer(inner, ddp)
+            optimizer = LARC(overlapped) if larc else overlapped
+            for step in range(STEPS):
+                if discarded:
+                    loss = ddp(batch(rank, 50 + step)).float().square().mean()
+                    with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled:
+                        scaled.backward()
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+                with amp.scale_loss(ddp(batch(rank, step)).float().square().mean(), optimizer) as s:
+                    s.backward()
+                optimizer.step()
+            overlapped.synchronize()
+            results.append([p.detach().clone() for p in net.parameters()])
+        check(all(torch.equal(a, b) for a, b in zip(*results, strict=True)), f"{level} differs")
+        check_same_on_all_ranks(results[1], level)
+
+
+def test_apex_amp_delayed_gradients_are_cleared_by_zero_grad(ranks: RankPool) -> None:
+    ranks.run(2, _discards)
 
 
 def _attention(rank: int, world: int) -> None:

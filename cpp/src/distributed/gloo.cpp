@@ -3,6 +3,7 @@
 // those types are made, used and destroyed inside libtorch alone; here they are only behind
 // pointers, and no symbol of theirs may be emitted by this file.
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupWrapper.hpp>
 
 #include <distributed/backends.h>
 
@@ -15,6 +16,19 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
   options->global_ranks_in_group = request.global_ranks;
   return c10::make_intrusive<c10d::ProcessGroupGloo>(
       request.store, request.rank, request.size, std::move(options));
+}
+
+// Not by Backend::split(): it connects to the store anew, which takes a quarter of a second.
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(const c10::intrusive_ptr<c10d::Backend>& given,
+                                                         const c10::intrusive_ptr<c10d::Store>& store) {
+  // TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every backend. Plain casts: that of intrusive pointers leaks a reference
+  // (torch 2.13), and with it the threads of the group.
+  const auto* wrapper = dynamic_cast<c10d::ProcessGroupWrapper*>(given.get());
+  const auto inner = wrapper != nullptr ? wrapper->getWrappedPg() : given;
+  auto* const gloo = dynamic_cast<c10d::ProcessGroupGloo*>(inner.get());
+  if (!gloo) return nullptr;
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, gloo->getRank(), gloo->getSize(),
+                                                     gloo->getOptions());
 }
 
 }  // namespace apex::distributed

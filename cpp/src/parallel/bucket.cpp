@@ -47,10 +47,48 @@ at::Tensor dense(const at::Tensor& grad) {
   return plain.layout() == at::kStrided ? plain : plain.to_dense();
 }
 
-/// True if the gradient is the slot's view of the buffer, or lies where it lies.
+/// True if the gradient lies where the slot's view of the buffer lies, element by element.
 bool lies_in(const at::Tensor& grad, const Bucket::Slot& slot) {
   return slot.numel > 0 && grad.layout() == at::kStrided &&
-         grad.const_data_ptr() == slot.view.const_data_ptr();
+         grad.const_data_ptr() == slot.view.const_data_ptr() && grad.sizes() == slot.view.sizes() &&
+         grad.strides() == slot.view.strides() && grad.scalar_type() == slot.view.scalar_type();
+}
+
+/// A tensor of its own on the same memory, to be handed out as a gradient.
+at::Tensor handed_out(const at::Tensor& view) { return view.variable_data(); }
+
+/// The slot's view, as a tensor that its holder may change: that of the last backward, if nobody has. For views of
+/// the buffer only: it would be one more owner of a gradient's own memory.
+const at::Tensor& handed_out_again(Bucket::Slot& slot) {
+  if (!slot.handed.defined() || !lies_in(slot.handed, slot) || slot.handed.requires_grad()) {
+    slot.handed = handed_out(slot.view);
+  }
+  return slot.handed;
+}
+
+// Note [Who may read a gradient's memory]
+//
+// Autograd may keep an incoming gradient without copying it if nobody else holds that *tensor*, although
+// others hold its *memory*: of `a.view(-1) + b.view(-1)`, .grad of a and b are views of one gradient; of
+// `x + position.unsqueeze(0)`, .grad is a view of what flows on to x; and the argument of backward() becomes
+// .grad of an output that is a parameter. So, while backward is running, a gradient is scaled and reduced
+// where it lies only if its storage has no other owner. Counting them must leave out who is about to let
+// go: while a gradient is being accumulated, the engine still holds the one that came in, and if that is a view,
+// its base.
+//
+// When backward has ended, the sum is written into a gradient that was there before it began: autograd itself
+// has added to that memory, and it may be a part of a buffer that the caller keeps. A gradient that this
+// backward made is replaced if its memory has another owner.
+
+bool has_one_owner(const at::Tensor& grad, const at::Tensor& incoming) {
+  if (grad.requires_grad() || grad.grad_fn()) return false;  // its history may have saved it
+  size_t owners = 1;
+  if (incoming.defined() && !incoming.is_same(grad) && incoming.use_count() == 1 &&
+      incoming.layout() == at::kStrided && incoming.storage().is_alias_of(grad.storage())) {
+    ++owners;
+    if (incoming.is_view() && incoming._base().use_count() == 1) ++owners;
+  }
+  return grad.storage().use_count() <= owners;
 }
 
 }  // namespace
@@ -82,9 +120,8 @@ void Bucket::allocate() {
   if (buffer_.defined()) return;
   const BelowAutograd guard;
   const auto wire = at::TensorOptions().dtype(wire_dtype_).device(device_);
-  const int64_t numbers = static_cast<int64_t>(reported_.size()) + options_.signals + options_.stamped;
   // Padding is zero from here on and stays so: it is only ever summed with zeros.
-  const int64_t numel = data_numel_ + numbers;
+  const int64_t numel = facts_place() + options_.facts;
   buffer_ = options_.allocate ? options_.allocate(numel, wire) : at::zeros({numel}, wire);
   home_ = buffer_;
   if (kind_ != Kind::kFlat) return;
@@ -140,7 +177,8 @@ bool Bucket::is_copied(const Slot& slot, double scale) const {
          slot.early._version() == slot.early_version && slot.early_scale == scale;
 }
 
-void Bucket::pack(const std::vector<uint8_t>& used, double scale, const BucketNumbers& numbers) {
+void Bucket::pack(const std::vector<uint8_t>& used, double scale, uint32_t facts,
+                  const at::Tensor& incoming) {
   const BelowAutograd guard;
   copied_ = copied_early_ = 0;
   packed_ = true;
@@ -153,10 +191,10 @@ void Bucket::pack(const std::vector<uint8_t>& used, double scale, const BucketNu
   switch (kind_) {
     case Kind::kFlat:
     case Kind::kUsage:
-      pack_flat(used, scale, numbers);
+      pack_flat(used, scale, facts);
       break;
     case Kind::kInPlace:
-      pack_in_place(scale);
+      pack_in_place(scale, incoming);
       break;
     case Kind::kSparse:
       pack_sparse(scale);
@@ -164,7 +202,7 @@ void Bucket::pack(const std::vector<uint8_t>& used, double scale, const BucketNu
   }
 }
 
-void Bucket::pack_flat(const std::vector<uint8_t>& used, double scale, const BucketNumbers& numbers) {
+void Bucket::pack_flat(const std::vector<uint8_t>& used, double scale, uint32_t facts) {
   allocate();
   const bool separate_home = home_.data_ptr() != buffer_.data_ptr();
   // Where gradients are copied in, scaling costs nothing on top.
@@ -187,39 +225,73 @@ void Bucket::pack_flat(const std::vector<uint8_t>& used, double scale, const Buc
       if (!slot.used) slot.stash = slot.view.clone();
       if (while_copying != 1.0) slot.view.mul_(while_copying);
     } else {
+      const at::Tensor source = dense(grad);
       targets.push_back(slot.view);
-      sources.push_back(dense(grad));
+      // The same memory in another layout cannot be copied onto itself.
+      sources.push_back(source.storage().is_alias_of(home_.storage()) ? source.clone() : source);
     }
   }
   copied_ = copied_early_ + static_cast<int64_t>(targets.size());
   multi_tensor_copy(std::move(targets), std::move(sources), while_copying);
   if (separate_home) buffer_.narrow(0, 0, data_numel_).copy_(home_);
-  if (!reported_.empty()) {
-    at::Tensor usage = buffer_.narrow(0, data_numel_, static_cast<int64_t>(reported_.size()));
-    usage.fill_(1.0);
-    for (size_t i = 0; i < reported_.size(); ++i) {
-      if (!used[reported_[i]]) usage.select(0, static_cast<int64_t>(i)).zero_();
-    }
-  }
-  if (options_.signals) buffer_.narrow(0, signal_place(), 1).fill_(numbers.signal ? 1.0 : 0.0);
-  stamp_ = numbers.stamp;
-  if (options_.stamped) buffer_.narrow(0, buffer_.numel() - 1, 1).fill_(stamp_);
+  if (while_copying != scale) buffer_.narrow(0, 0, data_numel_).mul_(scale);
+  write_trailer(buffer_, used, facts);
   message_ = buffer_;
-  number_scale_ = scale != while_copying ? scale : 1.0;
-  if (number_scale_ != 1.0) message_.mul_(number_scale_);
 }
 
-void Bucket::pack_in_place(double scale) {
+/// Behind the gradients: which of the reported parameters are used, and the facts.
+void Bucket::write_trailer(const at::Tensor& message, const std::vector<uint8_t>& used,
+                           uint32_t facts) const {
+  const auto mask = static_cast<int64_t>(reported_.size());
+  if (mask + options_.facts == 0) return;
+  if (device_.is_cpu()) {
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, wire_dtype_, "trailer", [&] {
+      scalar_t* out = message.mutable_data_ptr<scalar_t>() + data_numel_;
+      for (const int64_t parameter : reported_) *out++ = scalar_t(used[parameter] != 0 ? 1.0F : 0.0F);
+      for (int i = 0; i < options_.facts; ++i) *out++ = scalar_t((facts >> i) & 1U ? 1.0F : 0.0F);
+    });
+    return;
+  }
+  if (mask > 0) {
+    const at::Tensor numbers = message.narrow(0, data_numel_, mask);
+    numbers.fill_(1.0);
+    for (int64_t i = 0; i < mask; ++i) {
+      if (!used[reported_[i]]) numbers.select(0, i).zero_();
+    }
+  }
+  if (options_.facts > 0) message.narrow(0, facts_place(), options_.facts).zero_();
+  for (int i = 0; i < options_.facts; ++i) {
+    if ((facts >> i) & 1U) message.select(0, facts_place() + i).fill_(1.0);
+  }
+}
+
+at::Tensor Bucket::absent_message(uint32_t facts, bool poison) const {
+  const BelowAutograd guard;
+  if (kind_ == Kind::kSparse) return {};
+  const auto options = at::TensorOptions().dtype(wire_dtype_).device(device_);
+  const bool has_trailer = kind_ != Kind::kInPlace;
+  const int64_t numel = has_trailer ? facts_place() + options_.facts : data_numel_;
+  at::Tensor message = at::zeros({numel}, options);
+  if (poison) message.narrow(0, 0, data_numel_).fill_(std::numeric_limits<double>::quiet_NaN());
+  if (has_trailer) {
+    const int64_t last = reported_.empty() ? -1 : *std::max_element(reported_.begin(), reported_.end());
+    write_trailer(message, std::vector<uint8_t>(static_cast<size_t>(last + 1), 0), facts);
+  }
+  return message;
+}
+
+void Bucket::pack_in_place(double scale, const at::Tensor& incoming) {
   Slot& slot = slots_.front();
-  at::Tensor grad = slot.variable.grad();
-  if (grad.defined()) grad = dense(grad);
+  const at::Tensor& own = slot.variable.grad();
+  message_ = slot.view = at::Tensor();  // they may refer to the same memory since the last backward
   // An unused gradient must be left as it is until it is known whether another rank used it.
-  in_place_ = slot.used && grad.defined() && !grad.is_conj() && !grad.is_neg() &&
-              same_dense_layout(grad, slot.variable) &&
-              c10::toRealValueType(grad.scalar_type()) == wire_dtype_;
+  in_place_ = slot.used && own.defined() && own.layout() == at::kStrided && !own.is_conj() &&
+              !own.is_neg() && same_dense_layout(own, slot.variable) &&
+              c10::toRealValueType(own.scalar_type()) == wire_dtype_ && has_one_owner(own, incoming);
   if (in_place_) {
-    slot.view = grad;
+    slot.view = handed_out(own);
   } else {
+    const at::Tensor grad = own.defined() ? dense(own) : own;
     slot.view = at::empty_strided(slot.variable.sizes(), slot.variable.strides(),
                                   slot.variable.options().dtype(slot.variable.is_complex()
                                                                     ? slot.variable.scalar_type()
@@ -261,14 +333,19 @@ at::Tensor Bucket::data() const {
 }
 
 std::vector<at::Tensor> Bucket::data_views() const {
+  if (kind_ == Kind::kInPlace || home_.data_ptr() != buffer_.data_ptr()) return views_of(data());
+  std::vector<at::Tensor> views;
+  for (const Slot& slot : slots_) views.push_back(slot.view);
+  return views;
+}
+
+std::vector<at::Tensor> Bucket::views_of(const at::Tensor& data) const {
   const BelowAutograd guard;
   std::vector<at::Tensor> views;
   for (const Slot& slot : slots_) {
-    if (kind_ == Kind::kFlat && home_.data_ptr() != buffer_.data_ptr()) {
-      views.push_back(view_like(buffer_, slot.offset, slot.variable, wire_dtype_));
-    } else {
-      views.push_back(slot.view);
-    }
+    const at::ScalarType dtype = slot.variable.scalar_type();
+    const bool same = c10::toRealValueType(dtype) == wire_dtype_;
+    views.push_back(view_like(data, slot.offset, slot.variable, same ? dtype : wire_dtype_));
   }
   return views;
 }
@@ -281,22 +358,22 @@ void Bucket::assign(const at::Tensor& result) {
                           " elements for a bucket of " + std::to_string(target.numel()) +
                           "; its future must yield a tensor like bucket.buffer()");
   }
-  if (result.const_data_ptr() != target.const_data_ptr()) target.copy_(result.view({-1}));
+  if (result.const_data_ptr() != target.const_data_ptr()) target.copy_(result.reshape({-1}));
 }
 
 void Bucket::assign_sparse(at::Tensor result) { message_ = std::move(result); }
 
-void Bucket::unpack(double scale) {
+void Bucket::unpack(double scale, const std::vector<uint8_t>& kept) {
   const BelowAutograd guard;
   packed_ = false;
   if (kind_ == Kind::kUsage) return;
-  if (scale != 1.0) message_.mul_(scale);
-  number_scale_ *= scale;
   if (kind_ == Kind::kSparse) {
+    if (scale != 1.0) message_.mul_(scale);
     Slot& slot = slots_.front();
     if (slot.used) slot.variable.mutable_grad() = message_;
     return;
   }
+  if (scale != 1.0) message_.narrow(0, 0, data_numel_).mul_(scale);
   if (kind_ == Kind::kFlat && home_.data_ptr() != buffer_.data_ptr()) {
     home_.copy_(buffer_.narrow(0, 0, data_numel_));
   }
@@ -306,16 +383,17 @@ void Bucket::unpack(double scale) {
     if (!slot.used) continue;
     at::Tensor& grad = slot.variable.mutable_grad();
     if (std::exchange(slot.moved, false) && !grad.defined()) {
-      grad = slot.view;
+      grad = kind_ == Kind::kFlat ? handed_out_again(slot) : handed_out(slot.view);
       continue;
     }
     if (!grad.defined() || lies_in(grad, slot)) continue;  // undefined: the caller took it away
     const bool view_fits = slot.view.scalar_type() == slot.variable.scalar_type();
     if (options_.gradient_as_bucket_view && view_fits) {
-      grad = slot.view;
+      grad = kind_ == Kind::kFlat ? handed_out_again(slot) : handed_out(slot.view);
       continue;
     }
-    if (grad.requires_grad() || grad.layout() != at::kStrided) {
+    if (grad.requires_grad() || grad.layout() != at::kStrided ||
+        !(kept[slot.parameter] || has_one_owner(grad, {}))) {
       // A gradient with a history keeps it for whoever holds it; the reduced one is a new tensor.
       grad = at::empty_like(slot.view, slot.variable.options(), at::MemoryFormat::Preserve);
     }
@@ -344,7 +422,7 @@ void Bucket::settle(const std::vector<uint8_t>& used_by_any) {
       grad.copy_(slot.view);
     } else if (slot.view.scalar_type() == slot.variable.scalar_type() &&
                (kind_ == Kind::kInPlace || options_.gradient_as_bucket_view)) {
-      grad = slot.view;
+      grad = kind_ == Kind::kFlat ? handed_out_again(slot) : handed_out(slot.view);
     } else {
       grad = at::empty_like(slot.view, slot.variable.options(), at::MemoryFormat::Preserve);
       grad.copy_(slot.view);
@@ -353,37 +431,30 @@ void Bucket::settle(const std::vector<uint8_t>& used_by_any) {
   }
 }
 
-void Bucket::reported_usage(std::vector<uint8_t>& used_by_any) const {
-  if (reported_.empty()) return;
+/// Of `count` numbers of a message from `begin` on: which are above zero.
+std::vector<uint8_t> Bucket::positive(const at::Tensor& message, int64_t begin, int64_t count) const {
+  std::vector<uint8_t> result(static_cast<size_t>(count), 0);
+  if (count == 0) return result;
   const BelowAutograd guard;
-  const at::Tensor numbers =
-      message_.narrow(0, data_numel_, static_cast<int64_t>(reported_.size()))
-          .to(at::TensorOptions().dtype(at::kFloat).device(at::kCPU))
-          .contiguous();
-  const float* values = numbers.const_data_ptr<float>();
-  for (size_t i = 0; i < reported_.size(); ++i) {
-    if (values[i] > 0) used_by_any[reported_[i]] = 1;
-  }
-}
-
-bool Bucket::stamps_agree(int summed) const {
-  if (!options_.stamped || !message_.defined()) return true;
-  const BelowAutograd guard;
-  const double sum = message_.narrow(0, message_.numel() - 1, 1).item<double>();
-  const double expected = number_scale_ * summed * stamp_;
-  double epsilon = 0;
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, message_.scalar_type(), "epsilon", [&] {
-    epsilon = static_cast<double>(std::numeric_limits<scalar_t>::epsilon());
+  const at::Tensor numbers = message.narrow(0, begin, count).cpu();
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, wire_dtype_, "trailer", [&] {
+    const scalar_t* values = numbers.const_data_ptr<scalar_t>();
+    for (size_t i = 0; i < result.size(); ++i) result[i] = values[i] > scalar_t(0.0F);
   });
-  // A sum of small integers is off by at most as many roundings of it as there are addends.
-  const double rounding = summed * epsilon * std::max(std::abs(sum), expected);
-  const double one_apart = number_scale_ * (summed > 1 ? 1.0 : 0.0);
-  return std::abs(sum - expected) <= 0.5 * one_apart + rounding;
+  return result;
 }
 
-bool Bucket::signalled() const {
-  const BelowAutograd guard;
-  return message_.narrow(0, signal_place(), 1).item<double>() > 0;
+void Bucket::reported_usage(std::vector<uint8_t>& used_by_any) const {
+  const std::vector<uint8_t> used = positive(message_, data_numel_, static_cast<int64_t>(reported_.size()));
+  for (size_t i = 0; i < used.size(); ++i) used_by_any[reported_[i]] |= used[i];
+}
+
+uint32_t Bucket::facts_of_any(const at::Tensor& message) const {
+  const std::vector<uint8_t> seen =
+      positive(message.defined() ? message : message_, facts_place(), options_.facts);
+  uint32_t facts = 0;
+  for (size_t i = 0; i < seen.size(); ++i) facts |= static_cast<uint32_t>(seen[i]) << i;
+  return facts;
 }
 
 at::Tensor Bucket::largest_values() const {
@@ -418,8 +489,9 @@ void Bucket::abandon() {
     at::Tensor& grad = slot.variable.mutable_grad();
     // What was moved is this rank's own gradient until it is packed.
     if (slot.moved && !packed && !grad.defined()) grad = slot.view.div(slot.early_scale);
+    if (packed && slot.view.defined() && grad.defined() && lies_in(grad, slot)) grad = at::Tensor();
     slot.moved = false;
-    slot.stash = slot.early = at::Tensor();
+    slot.stash = slot.early = slot.handed = at::Tensor();
   }
   // In-flight collectives keep their reference to the old buffer and write to nobody's memory.
   buffer_ = home_ = at::Tensor();

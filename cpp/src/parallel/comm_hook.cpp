@@ -1,10 +1,14 @@
 #include <apex/parallel/comm_hook.h>
 
+#include <typeinfo>
+
 #include <apex/error.h>
 
 namespace apex::parallel {
 
 CommHook::~CommHook() = default;
+
+std::string CommHook::name() const { return typeid(*this).name(); }
 
 c10::intrusive_ptr<c10::ivalue::Future> CommHook::finish(GradientBucket&, const at::Tensor&) {
   throw Error("a communication hook that has_finish() has to define finish()");

@@ -44,6 +44,8 @@ class CompressHook final : public CommHook {
  public:
   CompressHook(GroupPtr group, at::ScalarType wire) : group_(std::move(group)), wire_(wire) {}
 
+  std::string name() const override { return std::string("all-reduce in ") + c10::toString(wire_); }
+
   bool may_chain() const override { return false; }
 
   FuturePtr run(GradientBucket& bucket) override {
@@ -64,6 +66,10 @@ class Fp32AccumulateHook final : public CommHook {
  public:
   Fp32AccumulateHook(GroupPtr group, at::ScalarType wire)
       : group_(std::move(group)), world_(group_->getSize()), wire_(wire) {}
+
+  std::string name() const override {
+    return std::string("exchange in ") + c10::toString(wire_) + ", sum in float32";
+  }
 
   bool may_chain() const override { return false; }
 

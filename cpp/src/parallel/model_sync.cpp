@@ -178,7 +178,7 @@ Batch& batch_for(std::vector<Batch>& batches, at::Device device, at::ScalarType 
 
 /// The elements of a tensor as a flat byte tensor, in logical order.
 at::Tensor as_bytes(const at::Tensor& tensor) {
-  return tensor.contiguous().view(-1).view(at::kByte);
+  return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(at::kByte);
 }
 
 constexpr int64_t kInPlaceBytes = int64_t{1} << 20;
@@ -205,10 +205,12 @@ void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group
       target.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
     } else {
       const at::Tensor received = flat.narrow(0, offset, bytes);
-      // The offset inside the message need not be aligned to the dtype: clone aligns it.
-      const at::Tensor value = received.clone().view(target.scalar_type()).view(target.sizes());
-      // What has not changed is not written: a forward that awaits its backward may have saved it.
-      if (!target.is_cpu() || !target.equal(value)) target.copy_(value);
+      // What has not changed is not written: a forward that awaits its backward may have saved it. Bytes are
+      // compared, since -0.0 equals 0.0, a NaN does not equal itself, and some dtypes have no comparison.
+      if (!target.is_cpu() || !as_bytes(target).equal(received)) {
+        // The offset inside the message need not be aligned to the dtype: clone aligns it.
+        target.copy_(received.clone().view(target.scalar_type()).view(target.sizes()));
+      }
     }
     offset += bytes;
   }

@@ -7,7 +7,7 @@
 namespace apex::parallel {
 
 bool same_dense_layout(const at::Tensor& a, const at::Tensor& b) {
-  return a.strides() == b.strides() && a.is_non_overlapping_and_dense();
+  return a.sizes() == b.sizes() && a.strides() == b.strides() && a.is_non_overlapping_and_dense();
 }
 
 namespace {

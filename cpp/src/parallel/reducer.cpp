@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <mutex>
 #include <sstream>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
@@ -11,6 +13,7 @@
 
 #include <apex/error.h>
 
+#include "comm/separate_group.h"
 #include "parallel/collective.h"
 #include "parallel/reducer_state.h"
 
@@ -33,8 +36,12 @@ class GradientHook final : public torch::autograd::FunctionPostHook {
       : state_(std::move(state)), index_(index) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
-                                            const torch::autograd::variable_list&) override {
-    if (const auto state = state_.lock()) state->gradient_ready(index_);
+                                            const torch::autograd::variable_list& inputs) override {
+    // By reference: one more owner of the gradient that came in would count, see has_one_owner().
+    static const at::Tensor none;
+    if (const auto state = state_.lock()) {
+      state->gradient_ready(index_, inputs.empty() ? none : inputs.front());
+    }
     return outputs;
   }
 
@@ -51,9 +58,11 @@ class GradientHook final : public torch::autograd::FunctionPostHook {
 /// there may be something to synchronize.
 class OutputHook final : public torch::autograd::FunctionPreHook {
  public:
-  explicit OutputHook(std::shared_ptr<ReducerState> state) : state_(std::move(state)) {}
+  OutputHook(std::shared_ptr<ReducerState> state, StepTracker::ForwardPtr forward)
+      : state_(std::move(state)), forward_(std::move(forward)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
+    if (forward_) forward_->reached = true;
     state_->output_reached();
     return grads;
   }
@@ -64,7 +73,20 @@ class OutputHook final : public torch::autograd::FunctionPreHook {
 
  private:
   std::shared_ptr<ReducerState> state_;
+  StepTracker::ForwardPtr forward_;
 };
+
+// Reducers by their state, for what concerns every reducer that owns a parameter. Never destroyed, as reducers
+// may outlive static objects.
+std::mutex& states_mutex() {
+  static auto* mutex = new std::mutex;
+  return *mutex;
+}
+
+std::unordered_map<const void*, std::weak_ptr<ReducerState>>& states() {
+  static auto* map = new std::unordered_map<const void*, std::weak_ptr<ReducerState>>;
+  return *map;
+}
 
 void check_options(const ReducerOptions& options, size_t parameters, size_t groups) {
   if (groups == 0) throw InvalidArgument("a reducer needs at least one process group");
@@ -124,7 +146,7 @@ void check_trainable(const NamedTensor& parameter, int rank) {
   }
 }
 
-std::vector<std::string> settings_of(const ReducerOptions& options) {
+std::vector<std::string> settings_of(const ReducerOptions& options, size_t groups) {
   auto text = [](const char* name, auto value) {
     std::ostringstream out;
     out << name << '=' << value;
@@ -132,7 +154,9 @@ std::vector<std::string> settings_of(const ReducerOptions& options) {
   };
   std::string triggers;
   for (const int64_t index : options.trigger_parameters) triggers += std::to_string(index) + ' ';
-  return {text("bucket size", options.limits.cap),
+  std::vector<std::string> settings = options.settings;
+  const std::vector<std::string> own{
+          text("bucket size", options.limits.cap),
           text("first bucket size", options.limits.first_cap),
           text("bucket size in bytes", options.limits.unit == BucketLimits::Unit::kBytes),
           text("message_size=\"auto\"", options.auto_buckets),
@@ -142,8 +166,12 @@ std::vector<std::string> settings_of(const ReducerOptions& options) {
           text("gradient_average", options.gradient_average),
           text("gradient_predivide_factor", options.gradient_predivide_factor),
           text("static_graph", options.static_graph),
+          text("init_sync", options.init_sync),
+          text("communicators", groups),
           text("check_finite", options.check_finite),
-          text("check_steps", options.check_steps)};
+          text("check_reduction (check_steps)", options.check_steps.has_value() ? *options.check_steps : -1)};
+  settings.insert(settings.end(), own.begin(), own.end());
+  return settings;
 }
 
 }  // namespace
@@ -151,6 +179,7 @@ std::vector<std::string> settings_of(const ReducerOptions& options) {
 ReducerState::ReducerState(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups,
                            ReducerOptions options)
     : options_(std::move(options)),
+      parent_(groups.empty() ? nullptr : groups.front()),
       groups_(std::move(groups)),
       rank_(groups_.empty() ? 0 : groups_.front()->getRank()),
       world_size_(groups_.empty() ? 1 : groups_.front()->getSize()),
@@ -173,22 +202,70 @@ ReducerState::ReducerState(std::vector<NamedTensor> parameters, std::vector<Grou
     entry.variable = parameter.tensor;
     // What accumulated before is local still: the next synchronized backward takes it along.
     entry.touched = entry.variable.is_leaf() && entry.variable.grad().defined();
+    if (entry.touched) entry.touched_version = entry.variable._version();
+    entry.owner = owner_of(entry.variable);
     parameters_.push_back(std::move(entry));
   }
   used_.assign(parameters_.size(), 0);
+  kept_.assign(parameters_.size(), 0);
 }
 
-ReducerState::~ReducerState() { unhook_parameters(); }
+ReducerState::~ReducerState() {
+  retire();
+  unhook_parameters();
+  forget_plan();
+  carried_.clear();
+  const std::lock_guard<std::mutex> lock(states_mutex());
+  states().erase(this);
+}
 
 void ReducerState::synchronize_model() {
-  verify_same_model(named_, settings_of(options_), groups_.front());
+  verify_same_model(named_, settings_of(options_, groups_.size()), parent_);
   for (const NamedTensor& parameter : named_) {
     if (parameter.tensor.requires_grad()) check_trainable(parameter, rank_);
   }
+  separate_groups();
   if (!options_.init_sync) return;
   std::vector<at::Tensor> tensors;
   for (const NamedTensor& parameter : named_) tensors.push_back(parameter.tensor);
   broadcast_coalesced(tensors, groups_.front());
+}
+
+void ReducerState::separate_groups() {
+  if (world_size_ == 1) return;
+  // Ranks may have failed to construct different numbers of reducers; a name must be new to all of them.
+  static std::atomic<int64_t> next_name{0};
+  const int64_t name =
+      agree(at::full({1}, next_name.load(), at::kLong), c10d::ReduceOp::MAX, "naming of a communicator")
+          .item<int64_t>();
+  next_name.store(name + 1);
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    const std::string unique = "apex/reducer/" + parent_->getGroupName() + "/" + std::to_string(name) + "/" +
+                               std::to_string(i);
+    try {
+      groups_[i] = make_separate_group(groups_[i], unique);
+    } catch (...) {
+      throw_communication_error("connecting a reducer's communicator", *parent_, std::current_exception());
+    }
+  }
+}
+
+void ReducerState::own_parameters() {
+  for (Parameter& parameter : parameters_) parameter.owner->store(this, std::memory_order_relaxed);
+}
+
+bool ReducerState::owns(const Parameter& parameter) const {
+  const void* owner = parameter.owner->load(std::memory_order_relaxed);
+  // Retired, and nobody else has taken it: graphs of this reducer's outputs are synchronized all the same.
+  return owner == this || (owner == nullptr && retired_.load(std::memory_order_relaxed));
+}
+
+void ReducerState::retire() {
+  retired_.store(true);
+  for (Parameter& parameter : parameters_) {
+    const void* mine = this;
+    parameter.owner->compare_exchange_strong(mine, nullptr);
+  }
 }
 
 void ReducerState::hook_parameters() {
@@ -197,6 +274,7 @@ void ReducerState::hook_parameters() {
     parameter.trainable = parameter.variable.requires_grad();
     parameter.dtype = parameter.variable.scalar_type();
     parameter.device = parameter.variable.device();
+    parameter.strides = parameter.variable.strides().vec();
     if (!parameter.trainable) continue;
     ever_trainable_ = true;
     check_trainable(named_[i], rank_);
@@ -215,44 +293,52 @@ void ReducerState::unhook_parameters() {
 }
 
 bool ReducerState::parameters_changed() const {
-  return std::any_of(parameters_.begin(), parameters_.end(), [](const Parameter& parameter) {
+  return std::any_of(parameters_.begin(), parameters_.end(), [&](const Parameter& parameter) {
     const at::Tensor& variable = parameter.variable;
-    return variable.requires_grad() != parameter.trainable ||
-           variable.scalar_type() != parameter.dtype || variable.device() != parameter.device;
+    // Module.double() and its like replace the accumulator, and with it the hook, also where the dtype is the
+    // same again afterwards.
+    return variable.requires_grad() != parameter.trainable || variable.scalar_type() != parameter.dtype ||
+           variable.device() != parameter.device || variable.strides() != parameter.strides ||
+           (parameter.trainable &&
+            torch::autograd::impl::try_get_grad_accumulator(variable) != parameter.accumulator);
   });
 }
 
-// Note [Parameters that are frozen or thawed]
+// Note [Parameters that are frozen or unfrozen]
 //
-// A change of dtype or device leaves the buckets without use: they are made anew, and every rank has to
-// make the change before the same forward. Freezing and thawing, however, may well depend on what a rank
+// A change of dtype, device or strides leaves the buckets without use: they are made anew, and every rank has to
+// make the change before the same forward. Freezing and unfreezing, however, may well depend on what a rank
 // has seen, and ranks that forgot the plan at different times would meet in collectives of different
-// sizes. So the rank keeps the plan, and asks the others in the next synchronized backward to learn anew:
-// by one number in its last message. A frozen parameter counts as not used in that backward; one that was
-// thawed is reduced at its end, when all ranks have learnt the new plan together. The number has to be
+// sizes. So the rank keeps the plan, and asks the others in the next synchronized backward for a new one:
+// by one of the facts in its last message. A frozen parameter counts as not used in that backward; one that was
+// unfrozen is reduced at its end, when all ranks have agreed on the new plan. The facts have to be
 // read after every backward, which costs nothing where the message lies on the CPU; elsewhere the host
-// would have to wait for the device, and ranks have to freeze and thaw alike.
+// would have to wait for the device, and ranks have to freeze and unfreeze alike.
 
 void ReducerState::follow_change() {
   complete_deferred();
-  const bool same_kind =
-      std::all_of(parameters_.begin(), parameters_.end(), [](const Parameter& parameter) {
-        return parameter.variable.scalar_type() == parameter.dtype &&
-               parameter.variable.device() == parameter.device;
-      });
-  if (learning_ || !same_kind || defers_ || entries_.empty() || !entries_.back().bucket.signals()) {
-    refresh();
+  bool same_kind = true;
+  bool same_set = true;
+  for (const Parameter& parameter : parameters_) {
+    same_kind = same_kind && parameter.variable.scalar_type() == parameter.dtype &&
+                parameter.variable.device() == parameter.device &&
+                parameter.variable.strides() == parameter.strides;
+    same_set = same_set && parameter.variable.requires_grad() == parameter.trainable;
+  }
+  if (!same_kind) {
+    refresh(ReasonToLeave::kParameters);
     return;
   }
   unhook_parameters();
   hook_parameters();
-  asks_to_relearn_ = true;
+  if (same_set) return;
+  if (defers_) leave_plan(ReasonToLeave::kParameters);  // else choose_plan() sees to it
 }
 
-void ReducerState::refresh() {
+void ReducerState::refresh(ReasonToLeave reason) {
   unhook_parameters();
   hook_parameters();
-  forget_plan();
+  leave_plan(reason);
 }
 
 /// All-reduces a small tensor of facts, which every rank then has on the CPU. Blocks the host.
@@ -274,8 +360,14 @@ at::Tensor ReducerState::agree(const at::Tensor& mine, c10d::ReduceOp::RedOpType
 void ReducerState::release() {
   if (in_flight_) drop_messages();
   forget_plan();
+  carried_.clear();
+  carried_hook_.reset();
+  failure_ = {};
+  unfinished_ = {};
   comm_hook_.reset();
+  callback_ = nullptr;
   groups_.clear();
+  parent_.reset();
 }
 
 }  // namespace detail
@@ -296,19 +388,33 @@ Reducer::Reducer(std::vector<NamedTensor> parameters, std::vector<detail::GroupP
     : state_(std::make_shared<ReducerState>(std::move(parameters), std::move(groups),
                                             std::move(options))) {
   state_->synchronize_model();
+  {
+    const std::lock_guard<std::mutex> lock(detail::states_mutex());
+    detail::states()[state_.get()] = state_;
+  }
+  for (auto& parameter : state_->parameters_) parameter.seen_version = parameter.variable._version();
+  state_->own_parameters();
   state_->hook_parameters();
 }
 
-Reducer::~Reducer() = default;
+Reducer::~Reducer() { state_->retire(); }
 
-void Reducer::prepare_for_forward() {
-  ++state_->forwards_;
-  if (!state_->parameters_changed()) return;
+void Reducer::prepare_for_forward(bool training) {
   const ReducerState::Lock lock(state_->mutex_);
-  if (state_->scope_ == nullptr) state_->follow_change();
+  if (training) state_->steps_.forward_began();
+  if (state_->scope_ == nullptr) state_->own_parameters();
+  if (state_->scope_ == nullptr && state_->parameters_changed()) state_->follow_change();
 }
 
 void Reducer::watch_outputs(const std::vector<at::Tensor>& outputs) {
+  const auto can_be_reached = [](const at::Tensor& output) {
+    return output.defined() && output.requires_grad() && output.grad_fn();
+  };
+  StepTracker::ForwardPtr forward;
+  {
+    const ReducerState::Lock lock(state_->mutex_);
+    forward = state_->steps_.forward_ended(std::any_of(outputs.begin(), outputs.end(), can_be_reached));
+  }
   const torch::autograd::Node* last = nullptr;
   for (const at::Tensor& output : outputs) {
     if (!output.defined() || !output.requires_grad()) continue;
@@ -317,7 +423,7 @@ void Reducer::watch_outputs(const std::vector<at::Tensor>& outputs) {
     // or nothing to do with parameters. Outputs of one operation need one hook.
     if (!node || node.get() == last) continue;
     last = node.get();
-    node->add_pre_hook(std::make_unique<detail::OutputHook>(state_));
+    node->add_pre_hook(std::make_unique<detail::OutputHook>(state_, forward));
   }
 }
 
@@ -328,20 +434,36 @@ bool Reducer::synchronizing() const { return state_->synchronizing_.load(); }
 void Reducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
   const ReducerState::Lock lock(state_->mutex_);
   check_between_backwards(*state_, "set_comm_hook()");
+  state_->leave_plan(ReasonToLeave::kCommHook);  // with the hook by which it was made
   state_->comm_hook_ = std::move(hook);
-  state_->forget_plan();
 }
 
 void Reducer::relearn() {
   const ReducerState::Lock lock(state_->mutex_);
   check_between_backwards(*state_, "relearn()");
-  state_->refresh();
+  state_->refresh(ReasonToLeave::kRelearn);
 }
 
 void Reducer::release() {
   const ReducerState::Lock lock(state_->mutex_);
   if (state_->scope_ != nullptr) throw Error("release() while a backward is running");
   state_->release();
+}
+
+void Reducer::release_all() {
+  std::vector<std::shared_ptr<ReducerState>> alive;
+  {
+    const std::lock_guard<std::mutex> lock(detail::states_mutex());
+    for (const auto& [key, state] : detail::states()) {
+      if (auto held = state.lock()) alive.push_back(std::move(held));
+    }
+  }
+  for (const auto& state : alive) {
+    const ReducerState::Lock lock(state->mutex_);
+    if (state->scope_ == nullptr) state->release();
+  }
+  alive.clear();
+  finish_dropped_groups();
 }
 
 void Reducer::set_bucket_callback(std::function<void(const ReducedBucket&)> callback) {
@@ -355,7 +477,7 @@ void Reducer::set_deferred(bool on) {
   check_between_backwards(*state_, "set_deferred()");
   if (state_->defers_ == on) return;
   state_->defers_ = on;
-  state_->refresh();
+  state_->refresh(ReasonToLeave::kDeferred);
 }
 
 void Reducer::wait_for(const std::vector<int64_t>& parameters) {
@@ -385,6 +507,9 @@ void Reducer::begin_join(bool divide_by_initial_world_size) {
 void Reducer::end_join() {
   const ReducerState::Lock lock(state_->mutex_);
   state_->joining_ = false;
+  // Ranks without data have not done what the others did.
+  state_->steps_.forget();
+  for (auto& parameter : state_->parameters_) parameter.seen_version = parameter.variable._version();
 }
 
 JoinEvent Reducer::announce(JoinEvent::Kind kind, int64_t argument) {
@@ -407,7 +532,7 @@ int64_t Reducer::follow_until_end(const std::function<void(const JoinEvent&)>& o
   for (JoinEvent event = await_event(); event.kind != JoinEvent::kEnd; event = await_event()) {
     followed = true;
     if (event.kind == JoinEvent::kForward) {
-      prepare_for_forward();
+      prepare_for_forward(/*training=*/false);
       on_forward(event);
     } else if (event.kind == JoinEvent::kBackward) {
       shadow_backward_begin(event.argument != 0);
@@ -426,6 +551,31 @@ int64_t Reducer::last_with_data(bool followed, int64_t scalers) const {
 void Reducer::shadow_backward_end() {
   const ReducerState::Lock lock(state_->mutex_);
   state_->shadow_backward_end();
+}
+
+void Reducer::optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer) {
+  std::unordered_set<const void*> owners;
+  for (const at::Tensor& parameter : parameters) {
+    if (parameter.defined()) owners.insert(owner_of(parameter)->load());
+  }
+  std::vector<std::shared_ptr<ReducerState>> told;
+  {
+    const std::lock_guard<std::mutex> lock(detail::states_mutex());
+    for (const void* owner : owners) {
+      const auto found = detail::states().find(owner);
+      if (found == detail::states().end()) continue;
+      if (auto state = found->second.lock()) told.push_back(std::move(state));
+    }
+  }
+  for (const auto& state : told) {
+    const ReducerState::Lock lock(state->mutex_);
+    state->steps_.optimizer_stepped(optimizer);
+  }
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> Reducer::communicator() const {
+  const ReducerState::Lock lock(state_->mutex_);
+  return state_->groups_.empty() ? nullptr : state_->groups_.front();
 }
 
 std::optional<BucketPlan> Reducer::plan() const {

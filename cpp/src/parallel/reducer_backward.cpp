@@ -41,17 +41,29 @@ namespace apex::parallel::detail {
 void ReducerState::prepare_backward() {
   if (options_.auto_buckets) begin_ = std::chrono::steady_clock::now();
   if (overlap_) time_begin();
+  ++backwards_begun_;
+  bool changed = false;
+  bool touched_changed = false;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
     const at::Tensor& grad = parameter.variable.grad();
     parameter.fired = 0;
+    const bool owned = owns(parameter);
+    if (owned) {
+      const uint32_t version = parameter.variable._version();
+      changed = changed || version != parameter.seen_version;
+      touched_changed = touched_changed || (parameter.touched && version != parameter.touched_version);
+      parameter.seen_version = version;
+    }
+    kept_[i] = grad.defined();
     // What accumulated without synchronization is part of this reduction.
-    used_[i] = parameter.touched && grad.defined();
+    used_[i] = parameter.touched && owned && grad.defined();
     if (options_.gradient_average && !joining_) continue;
     const auto reduced = parameter.reduced.lock();
     parameter.stale = grad.defined() && reduced && reduced.get() == grad.unsafeGetTensorImpl() &&
                       grad._version() == parameter.reduced_version;
   }
+  steps_.backward_began(changed, touched_changed);
 }
 
 void ReducerState::begin_backward() {
@@ -60,6 +72,13 @@ void ReducerState::begin_backward() {
         "backward after the reducer let go of its process groups (release(), or the end of the "
         "interpreter): gradients would not be averaged");
   }
+  if (broken_) {
+    throw CommunicationError(
+        "rank " + std::to_string(rank_) +
+        ": a collective, or the communication hook of some ranks, failed in an earlier backward, so the messages "
+        "of the ranks do not match any more: start again with a new process group and a new wrapper");
+  }
+  told_ = false;
   overtake_deferred();
   prepare_backward();
   if (joining_) {
@@ -88,9 +107,13 @@ void ReducerState::output_reached() {
     announce_local_backward();
     return;
   }
+  choose_plan();
+  // All taken by another reducer: see Note [One parameter, one reducer].
+  const bool owns_any = std::any_of(parameters_.begin(), parameters_.end(),
+                                    [&](const Parameter& parameter) { return owns(parameter); });
   // Without a parameter in the plan, or one that may still get there, there is nothing to do. While
   // learning there may be: a frozen parameter's gradient, accumulated before, on another rank only.
-  if (learning_ ? ever_trainable_ : !entries_.empty()) {
+  if (owns_any && (learning_ ? ever_trainable_ : !entries_.empty())) {
     begin_backward();
   } else {
     announce_local_backward();
@@ -106,18 +129,30 @@ void ReducerState::announce_local_backward() {
   exchange_event(true, JoinEvent::kLocalBackward, 0);
 }
 
-void ReducerState::gradient_ready(size_t index) {
+void ReducerState::gradient_ready(size_t index, const at::Tensor& incoming) {
   const Lock lock(mutex_);
   Parameter& parameter = parameters_[index];
+  if (!owns(parameter) || (retired_ && scope_ == nullptr)) return;
   if (scope_ == nullptr) {
     if (!synchronizing_.load()) {
       overtake_deferred();
+      steps_.gradient_arrived(/*synchronized=*/false);
       parameter.touched = true;
+      parameter.touched_version = parameter.variable._version();
       if (parameter.overtaken) throw Error(describe_overtaken(parameter));
       return;
     }
+    choose_plan();
     begin_backward();
+    steps_.reached_from_elsewhere();
+    // This gradient is there already; if it is the one that came in, this backward has made it.
+    const at::Tensor& grad = parameter.variable.grad();
+    if (grad.defined() && incoming.defined() && grad.layout() == at::kStrided &&
+        incoming.layout() == at::kStrided && incoming.storage().is_alias_of(grad.storage())) {
+      kept_[index] = 0;
+    }
   }
+  steps_.gradient_arrived(/*synchronized=*/true);
   if (parameter.overtaken && deferred_error_.empty()) deferred_error_ = describe_overtaken(parameter);
   ++parameter.fired;
   // With views a gradient of this backward may be in its bucket already, and .grad be undefined.
@@ -169,7 +204,7 @@ void ReducerState::gradient_ready(size_t index) {
   if (parameter.fired >= parameter.expected) entry.bucket.copy_early(parameter.slot, scale_before(entry));
   if (parameter.fired == parameter.expected) --entry.pending;
   try {
-    launch_ready();
+    launch_ready(incoming);
   } catch (const CommunicationError& error) {
     throw_with_lost_ranks(error);
   }
@@ -182,13 +217,12 @@ bool ReducerState::waits_for_chain(size_t index) const {
   return future && !future->completed();
 }
 
-void ReducerState::launch_ready() {
+void ReducerState::launch_ready(const at::Tensor& incoming) {
   if (options_.delay_allreduce) return;
-  // The last bucket tells about parameters outside the plan: that is known at the end only.
-  const size_t end = entries_.size() - (watches_unplanned_ ? 1 : 0);
+  const size_t end = entries_.size() - (last_at_end_ ? 1 : 0);
   while (next_launch_ < end && entries_[next_launch_].pending == 0 &&
          !waits_for_chain(next_launch_)) {
-    launch(next_launch_);
+    launch(next_launch_, incoming);
     ++statistics_.launched_in_backward;
   }
 }
@@ -207,9 +241,10 @@ double ReducerState::scale_before(const Entry& entry) const {
 }
 
 double ReducerState::scale_after(const Entry& entry) const {
-  if (averages_first(entry) || !options_.gradient_average) return 1.0;
+  if (!options_.gradient_average) return 1.0;
   const auto ranks = static_cast<double>(divisor());
   if (averages_itself(entry)) return world_size_ / ranks;
+  if (averages_first(entry)) return 1.0;
   return options_.gradient_predivide_factor / ranks;
 }
 
@@ -243,7 +278,7 @@ void ReducerState::join_producers(Entry& entry) {
 std::string ReducerState::describe_bucket(size_t index) const {
   const auto& slots = entries_[index].bucket.slots();
   std::string text = "all-reduce of bucket " + std::to_string(index);
-  if (slots.empty()) return text + " (usage numbers)";
+  if (slots.empty()) return text + " (used-parameter mask)";
   text += " (parameter '" + parameters_[slots.front().parameter].name + "'";
   if (slots.size() > 1) {
     text += " to '" + parameters_[slots.back().parameter].name + "', " +
@@ -252,7 +287,7 @@ std::string ReducerState::describe_bucket(size_t index) const {
   return text + ", " + std::to_string(entries_[index].bucket.data_numel()) + " elements)";
 }
 
-void ReducerState::launch(size_t index) {
+void ReducerState::launch(size_t index, const at::Tensor& incoming) {
   const ProfilerRange range("apex::reducer::launch_bucket");
   Entry& entry = entries_[index];
   // First, so that a launch that throws is not tried again.
@@ -261,7 +296,8 @@ void ReducerState::launch(size_t index) {
   const c10::OptionalDeviceGuard guard(entry.bucket.device());
   join_producers(entry);
   const bool hooked = comm_hook_ && entry.goes_through_hook();
-  entry.bucket.pack(used_, scale_before(entry), numbers());
+  const uint32_t facts = entry.bucket.carries_facts() ? facts_of_step().encode() : 0;
+  entry.bucket.pack(used_, scale_before(entry), facts, incoming);
   if (options_.check_finite) entry.largest = entry.bucket.largest_values();
   statistics_.gradients_copied += entry.bucket.copied();
   statistics_.gradients_copied_early += entry.bucket.copied_early();
@@ -272,12 +308,19 @@ void ReducerState::launch(size_t index) {
     GradientBucket& view = entry.hooked;
     view = {};
     view.index = static_cast<int64_t>(index);
-    view.is_last = index + 1 == plan_.buckets.size();
+    view.is_last = index == last_hooked_;
     view.buffer = entry.bucket.data();
     view.gradients = entry.bucket.data_views();
     for (const Bucket::Slot& slot : entry.bucket.slots()) view.parameters.push_back(slot.variable);
     if (overlap_) time_launch(index);
+    hook_failed_ = true;  // unless it returns
     entry.future = comm_hook_->run(view);
+    if (!entry.future) {
+      throw Error("rank " + std::to_string(rank_) + ": the communication hook '" + comm_hook_->name() +
+                  "' returned no future for bucket " + std::to_string(index) +
+                  ", so its gradients would not be averaged: return one that yields the result");
+    }
+    hook_failed_ = false;
     if (overlap_) overlap_->in_flight(index, entry.future);
     return;
   }

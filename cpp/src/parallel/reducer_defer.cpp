@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <utility>
 
 #include <apex/error.h>
 
@@ -34,7 +35,7 @@ constexpr int64_t kOrderAfter = 3;
 
 bool ReducerState::may_defer() const {
   if (!defers_ || learning_ || joining_ || plan_for_once_ || watches_unplanned_ || options_.check_finite ||
-      options_.check_steps || backwards_with_plan_ <= kOrderAfter || !deferred_error_.empty()) {
+      options_.check_steps.value_or(false) || backwards_with_plan_ <= kOrderAfter || !deferred_error_.empty()) {
     return false;
   }
   if (options_.auto_buckets && world_size_ > 1 && tuner_.phase() != BucketTuner::Phase::kKeep) return false;
@@ -55,6 +56,7 @@ void ReducerState::wait_for(const std::vector<int64_t>& parameters) {
     const int64_t bucket = parameters_[index].bucket;
     if (bucket < 0 || entries_[bucket].completed) continue;
     or_drop_messages([&] { complete_bucket(static_cast<size_t>(bucket)); });
+    if (callback_error_) std::rethrow_exception(std::exchange(callback_error_, nullptr));
   }
   if (!in_flight_) return;
   const auto end = entries_.begin() + static_cast<int64_t>(plan_.buckets.size());

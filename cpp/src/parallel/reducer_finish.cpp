@@ -64,7 +64,7 @@ void ReducerState::receive(Entry& entry, const std::string& what, const GroupPtr
 /// And hands out its gradients.
 void ReducerState::unpack(Entry& entry) {
   keep_for_current_stream(entry.bucket, entry.producers);
-  entry.bucket.unpack(scale_after(entry));
+  entry.bucket.unpack(scale_after(entry), kept_);
 }
 
 void ReducerState::await(size_t index) {
@@ -91,14 +91,20 @@ void ReducerState::run_second_phases() {
   }
 }
 
+/// Calls the bucket callback. What it throws is thrown when the other ranks have been served.
 void ReducerState::call_back(int64_t index, const std::vector<Bucket::Slot>& slots, bool all_used) {
-  if (!callback_) return;
+  if (!callback_ || callback_error_) return;
   ReducedBucket bucket;
   bucket.index = index;
   for (const Bucket::Slot& slot : slots) {
     if (all_used || used_by_any_[slot.parameter]) bucket.parameters.push_back(slot.parameter);
   }
-  if (!bucket.parameters.empty()) callback_(bucket);
+  if (bucket.parameters.empty()) return;
+  try {
+    callback_(bucket);
+  } catch (...) {
+    callback_error_ = std::current_exception();
+  }
 }
 
 void ReducerState::complete_bucket(size_t index) {
@@ -107,50 +113,22 @@ void ReducerState::complete_bucket(size_t index) {
   call_back(static_cast<int64_t>(index), entries_[index].bucket.slots(), true);
 }
 
-// Every bucket is awaited and settled, whatever a callback throws.
-void ReducerState::complete_buckets() {
-  std::exception_ptr thrown;
-  const auto call = [&](size_t b, bool all_used) {
-    if (thrown || !callback_ || b >= plan_.buckets.size()) return;
-    try {
-      call_back(static_cast<int64_t>(b), entries_[b].bucket.slots(), all_used);
-    } catch (...) {
-      thrown = std::current_exception();
-    }
-  };
-  std::vector<size_t> with_unused;
+/// Awaits and unpacks all buckets, and calls back for those of which this rank used every parameter. Returns the
+/// others.
+std::vector<ReducerState::Unsettled> ReducerState::await_buckets() {
+  std::vector<Unsettled> unsettled;
   for (size_t b = 0; b < entries_.size(); ++b) {
     if (entries_[b].completed) continue;  // while the rest was deferred
     await(b);
+    if (!callback_ || b >= plan_.buckets.size()) continue;
+    const auto index = static_cast<int64_t>(b);
     if (entries_[b].bucket.has_unused()) {
-      with_unused.push_back(b);
+      unsettled.push_back({index, entries_[b].bucket.slots()});
     } else {
-      call(b, true);
+      call_back(index, entries_[b].bucket.slots(), true);
     }
   }
-  const size_t planned = plan_.buckets.size();
-  relearn_agreed_ = !entries_.empty() && entries_.back().bucket.signals() &&
-                    entries_.back().bucket.signalled();
-  settle_usage();
-  // A plan that was extended has new buckets behind the old ones.
-  for (const size_t b : with_unused) {
-    if (b < planned) call(b, false);
-  }
-  if (thrown) std::rethrow_exception(thrown);
-}
-
-void ReducerState::check_stamps() {
-  if (!options_.check_steps) return;
-  for (const Entry& entry : entries_) {
-    if (entry.bucket.stamps_agree(entry.average_on_wire ? 1 : world_size_)) continue;
-    deferred_error_ =
-        "rank " + std::to_string(rank_) + ": before this backward it has run " +
-        std::to_string(forwards_.load()) +
-        " forwards, another rank more or fewer, so gradients of different steps were averaged: a rank "
-        "has skipped a backward, or run one more. Run the same steps on every rank; join() covers ranks "
-        "with fewer batches.";
-    return;
-  }
+  return unsettled;
 }
 
 std::string ReducerState::find_non_finite() {
@@ -220,7 +198,7 @@ void ReducerState::settle_usage() {
   if (!watches_unplanned_) return;
   std::vector<int64_t> late;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    // One that was thawed since is not reported; the other ranks will hear of it in relearn_now().
+    // One that was unfrozen since is not reported; the other ranks will hear of it in relearn_now().
     const bool reported = parameters_[i].bucket < 0 && parameters_[i].trainable_anywhere;
     if (reported && used_by_any[i]) late.push_back(static_cast<int64_t>(i));
   }
@@ -231,14 +209,13 @@ void ReducerState::settle_usage() {
   extend_plan(late);
 }
 
-/// Reduces gradients that are in no bucket of this backward: each in one of its own, since which ones
-/// will go together is decided by the plan. The same list on every rank.
+/// Reduces gradients that are in no bucket of this backward. The same list on every rank.
 void ReducerState::reduce_apart(const std::vector<int64_t>& late) {
   const GroupPtr& group = groups_.front();
   const std::string what = "all-reduce of late gradients";
   std::vector<Entry> round;
-  for (const int64_t index : late) {
-    round.emplace_back(make_bucket({index}, {}, /*may_be_in_place=*/true));
+  for (const auto& members : assign_buckets(parameter_infos(), late, options_.limits).buckets) {
+    round.emplace_back(make_bucket(members, {}, /*may_be_in_place=*/true));
     round.back().bypasses_hook = true;
   }
   for (Entry& entry : round) {
@@ -275,23 +252,27 @@ void ReducerState::relearn_now() {
   learn();
   std::vector<int64_t> late;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (parameters_[i].bucket >= 0 && !reduced[i]) late.push_back(static_cast<int64_t>(i));
+    // A kept plan may hold parameters that no rank has used in this backward.
+    if (parameters_[i].bucket >= 0 && !reduced[i] && used_by_any_[i]) late.push_back(static_cast<int64_t>(i));
   }
   reduce_apart(late);
 }
 
+void ReducerState::reset(Entry& entry) {
+  entry.pending = entry.members;
+  entry.launched = entry.completed = false;
+  entry.producers.clear();
+  entry.largest = entry.absent = at::Tensor();
+}
+
 void ReducerState::reset_counters() {
-  for (Entry& entry : entries_) {
-    entry.pending = entry.members;
-    entry.launched = entry.completed = false;
-    entry.producers.clear();
-    entry.largest = at::Tensor();
-  }
+  for (Entry& entry : entries_) reset(entry);
   for (Parameter& parameter : parameters_) parameter.overtaken = false;
   next_launch_ = 0;
   clock_ = 0;
   scope_ = nullptr;
   in_flight_ = false;
+  steps_.backward_ended();
 }
 
 void ReducerState::finish(BackwardScope* scope) {
@@ -301,6 +282,7 @@ void ReducerState::finish(BackwardScope* scope) {
   const size_t arrived = arrived_in_order();
   const bool learnt_now = learning_;
   or_drop_messages([&] {
+    if (!carried_.empty()) carry_left_plan();
     if (learning_) learn();
     while (next_launch_ < entries_.size()) {
       if (waits_for_chain(next_launch_)) entries_[next_launch_ - 1].future->wait();
@@ -324,9 +306,11 @@ void ReducerState::or_drop_messages(const std::function<void()>& body) {
   try {
     body();
   } catch (const CommunicationError& error) {
+    broken_ = true;
     drop_messages();
     throw_with_lost_ranks(error);
   } catch (...) {
+    send_failure();
     drop_messages();
     throw;
   }
@@ -335,12 +319,24 @@ void ReducerState::or_drop_messages(const std::function<void()>& body) {
 void ReducerState::complete(bool learnt_now) {
   std::string non_finite;
   or_drop_messages([&] {
+    // A rank that failed takes part in no further exchange, so its failure has to be known before the first. A
+    // bucket callback, however, is to be called as soon as its bucket is there.
+    const bool exchanges_first =
+        options_.check_finite || comm_hook_ ||
+        std::any_of(entries_.begin(), entries_.end(), [](const Entry& entry) {
+          return entry.bucket.kind() == Bucket::Kind::kSparse;
+        });
+    if (!callback_ || exchanges_first) refuse_failed_step(await_facts(entries_));
     run_second_phases();
     if (options_.check_finite && !parameters_.empty()) non_finite = find_non_finite();
-    complete_buckets();
+    const std::vector<Unsettled> unsettled = await_buckets();
+    const SeenFacts seen = await_facts(entries_);
+    refuse_failed_step(seen);
+    settle_usage();
+    for (const Unsettled& bucket : unsettled) call_back(bucket.index, bucket.slots, false);
     if (overlap_) overlap_->completed();
-    check_stamps();
-    if (relearn_agreed_) {
+    compare_steps(seen, trainable_anywhere());
+    if (seen.rebuild_wanted()) {
       relearn_now();
     } else if (!learnt_now && !(defers_ && tuner_.phase() == BucketTuner::Phase::kKeep)) {
       tune();
@@ -349,10 +345,17 @@ void ReducerState::complete(bool learnt_now) {
   for (Parameter& parameter : parameters_) parameter.touched = false;
   remember_reduced();
   reset_counters();
+  if (set_in_force_) recurrence_.came(*set_in_force_);
   ++statistics_.backwards;
   if (plan_for_once_) forget_plan();
+  const std::exception_ptr thrown = std::exchange(callback_error_, nullptr);
+  if (!out_of_step_.empty()) {
+    deferred_error_.clear();
+    throw RankMismatch(std::exchange(out_of_step_, {}));
+  }
   if (!deferred_error_.empty()) throw Error(std::exchange(deferred_error_, {}));
   if (!non_finite.empty()) throw NonFiniteGradient(non_finite);
+  if (thrown) std::rethrow_exception(thrown);
 }
 
 void ReducerState::throw_with_lost_ranks(const CommunicationError& error) const {
@@ -368,6 +371,8 @@ void ReducerState::drop_messages() noexcept {
     entry.bucket.abandon();
   }
   deferred_error_.clear();
+  out_of_step_.clear();
+  callback_error_ = nullptr;
   if (overlap_) overlap_->drop();
   reset_counters();
 }
@@ -377,8 +382,14 @@ void ReducerState::abandon(BackwardScope* scope) noexcept {
   if (scope_ != scope) return;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     // Whatever accumulated is still local, or half way: the next synchronized backward takes it along.
-    if (used_[i]) parameters_[i].touched = true;
+    if (!used_[i]) continue;
+    parameters_[i].touched = true;
+    parameters_[i].touched_version = parameters_[i].variable._version();
   }
+  if (!learning_ && carried_.empty() && carries_facts() && next_launch_ == entries_.size()) {
+    unfinished_ = {entries_.back().work, entries_.back().bucket.message()};
+  }
+  send_failure();
   drop_messages();
 }
 

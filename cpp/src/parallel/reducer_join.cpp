@@ -58,10 +58,12 @@ void ReducerState::shadow_backward_begin(bool kept) {
   }
   shadow_ = std::make_shared<BackwardScope>(shared_from_this());
   scope_ = shadow_.get();
+  choose_plan();
   prepare_backward();
+  asks_to_relearn_ = false;  // what is trainable is for those who have data to say
   if (!learning_ && !options_.delay_allreduce) {
     // As early as the others could: nothing here is waited for.
-    const size_t end = entries_.size() - (watches_unplanned_ ? 1 : 0);
+    const size_t end = entries_.size() - (last_at_end_ ? 1 : 0);
     while (next_launch_ < end && !waits_for_chain(next_launch_)) launch(next_launch_);
   }
 }

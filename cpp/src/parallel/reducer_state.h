@@ -2,8 +2,9 @@
 
 /// The inside of Reducer. Split by phase: reducer.cpp (construction, hooks, public functions),
 /// reducer_plan.cpp (learning and building the buckets), reducer_backward.cpp (one backward),
-/// reducer_finish.cpp (its end), reducer_defer.cpp (an end that does not wait), reducer_join.cpp (uneven
-/// inputs), reducer_overlap.cpp (taking times).
+/// reducer_finish.cpp (its end), reducer_carry.cpp (a backward that a rank cannot run as the others expect),
+/// reducer_defer.cpp (an end that does not wait), reducer_join.cpp (uneven inputs), reducer_overlap.cpp
+/// (taking times).
 
 #include <atomic>
 #include <chrono>
@@ -26,6 +27,10 @@
 
 #include "parallel/bucket_tuner.h"
 #include "parallel/overlap_recorder.h"
+#include "reducer/parameter_owner.h"
+#include "reducer/recurrence.h"
+#include "reducer/step_facts.h"
+#include "reducer/step_tracker.h"
 
 namespace apex::parallel::detail {
 
@@ -56,16 +61,19 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
 
   // reducer.cpp
   void synchronize_model();
+  void separate_groups();
+  void own_parameters();
   void hook_parameters();
   void unhook_parameters();
   bool parameters_changed() const;
   void follow_change();
-  void refresh();
+  void refresh(ReasonToLeave reason);
+  void retire();
   void release();
 
   // reducer_backward.cpp: called by autograd
   void output_reached();
-  void gradient_ready(size_t index);
+  void gradient_ready(size_t index, const at::Tensor& incoming);
 
   // reducer_finish.cpp: called by the scope of a backward
   void finish(BackwardScope* scope);
@@ -92,26 +100,37 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   void learn();
   void build_buckets();
   void forget_plan();
+  void leave_plan(ReasonToLeave reason);
 
-  struct Parameter {
+  /// Where a parameter stands in a plan, and what it was when the plan was agreed on.
+  struct Place {
+    int64_t bucket = -1;      ///< index into the plan's entries, -1: in none
+    size_t slot = 0;          ///< its place in that bucket
+    int32_t expected = 1;     ///< times it fires per backward, as this rank has recorded
+    bool sparse = false;      ///< its gradient has sparse layout
+    int64_t sparse_dim = 0;   ///< and over how many of its dimensions
+    bool trainable_here = false;
+    bool trainable_anywhere = false;  ///< on some rank
+  };
+
+  struct Parameter : Place {
     std::string name;
     at::Tensor variable;
-    bool trainable_anywhere = false;  ///< on some rank, when the plan was learnt
     // What the hooks were made for; another value means that they have to be made anew.
     bool trainable = false;
     at::ScalarType dtype = at::kFloat;
     at::Device device = at::Device(at::kCPU);
+    std::vector<int64_t> strides;
     AccumulatorPtr accumulator;
     uintptr_t hook = 0;
+    /// Of several reducers that know it; see Note [One parameter, one reducer].
+    std::shared_ptr<ParameterOwner> owner;
 
-    int64_t bucket = -1;      ///< index into entries_, -1: in no bucket
-    size_t slot = 0;          ///< its place in that bucket
-    int32_t expected = 1;     ///< times it fires per backward, as this rank has learnt
     int32_t fired = 0;        ///< times it fired in this backward
     int64_t last_fired = 0;   ///< when, in steps of the learning backward
     bool touched = false;     ///< got a gradient since the last synchronized backward
-    bool sparse = false;      ///< its gradient has sparse layout
-    int64_t sparse_dim = 0;   ///< and over how many of its dimensions
+    uint32_t touched_version = 0;  ///< of the parameter, when it got the last of these
+    uint32_t seen_version = 0;  ///< of the parameter, when the last synchronized backward began
 
     // Without averaging, and under join(): the gradient as the last synchronized backward left it.
     c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> reduced{
@@ -134,6 +153,7 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
     c10::intrusive_ptr<c10::ivalue::Future> future;  ///< of a communication hook
     GradientBucket hooked;                           ///< what that hook was given
     std::vector<c10::Stream> producers;              ///< where its gradients were produced
+    at::Tensor absent;   ///< what was sent instead of the bucket, see Note [Carried through]
     at::Tensor largest;  ///< with check_finite: of each gradient, its largest absolute value
 
     explicit Entry(Bucket b) : bucket(std::move(b)) {}
@@ -144,28 +164,52 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
     }
   };
 
+  /// A plan that is not in force; see Note [Sets that come again].
+  struct KeptPlan {
+    std::vector<Place> places;  ///< by parameter
+    BucketPlan plan;
+    std::vector<Entry> entries;
+    bool watches_unplanned = false;
+    bool last_at_end = false;
+    bool preset_in_force = false;
+    size_t last_hooked = 0;
+    int64_t backwards = 0;
+    BucketTuner tuner;
+  };
+
   const GroupPtr& group_of(size_t bucket) const { return groups_[bucket % groups_.size()]; }
+  bool owns(const Parameter& parameter) const;
   std::string describe_bucket(size_t index) const;
 
   const ReducerOptions options_;
-  std::vector<GroupPtr> groups_;  ///< none after release()
+  GroupPtr parent_;               ///< the group that was given; carries what is agreed on between backwards
+  std::vector<GroupPtr> groups_;  ///< carry backwards, see Note [An order of one's own]; none after release()
   const int rank_;
   const int world_size_;
   std::vector<NamedTensor> named_;
   std::vector<Parameter> parameters_;
   std::shared_ptr<CommHook> comm_hook_;
   std::atomic<bool> synchronizing_{true};
-  std::atomic<int64_t> forwards_{0};
+  std::atomic<bool> retired_{false};  ///< the Reducer is gone; only graphs of its outputs refer to this
 
   /// Guards everything below. Recursive, so that a bucket callback may ask for statistics.
   mutable std::recursive_mutex mutex_;
   using Lock = std::lock_guard<std::recursive_mutex>;
   BackwardScope* scope_ = nullptr;  ///< the backward in progress
+  StepTracker steps_;
+  StepFacts facts_sent_;         ///< in this backward
+  int64_t backwards_begun_ = 0;  ///< synchronized ones
+  bool broken_ = false;          ///< a collective or a hook failed: the ranks' messages do not match any more
+  bool hook_failed_ = false;     ///< the communication hook of this rank threw
+  bool told_ = false;            ///< every rank has heard that this backward failed
+  std::pair<c10::intrusive_ptr<c10d::Work>, at::Tensor> failure_;  ///< details, after this rank has failed
+  /// The last message of a backward that failed on this rank when its part was done; see finish_unfinished().
+  std::pair<c10::intrusive_ptr<c10d::Work>, at::Tensor> unfinished_;
+  int64_t harmless_differences_ = 0;  ///< so many times ranks differed in updates, but not in parameters
   bool learning_ = true;
   bool ever_trainable_ = false;  ///< a parameter required a gradient at some time
   bool plan_for_once_ = false;   ///< the plan holds a parameter that was frozen with a local gradient
-  bool asks_to_relearn_ = false; ///< parameters were frozen or thawed on this rank; the others are told
-  bool relearn_agreed_ = false;  ///< a rank asked for it in this backward
+  bool asks_to_relearn_ = false; ///< parameters were frozen or unfrozen on this rank since; the others are told
   bool defers_ = false;          ///< backward may end before its buckets have arrived
   bool in_flight_ = false;       ///< one has
   int64_t backwards_with_plan_ = 0;
@@ -173,9 +217,21 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   BucketPlan plan_;
   std::vector<Entry> entries_;     ///< the plan's buckets, then perhaps a usage bucket
   bool watches_unplanned_ = false; ///< the last entry tells of parameters outside the plan
+  /// The last entry is launched when backward has ended: it tells of parameters outside the plan, or more exchanges
+  /// follow, in which a rank that fails until then could not take part.
+  bool last_at_end_ = false;
   size_t next_launch_ = 0;
+  size_t last_hooked_ = 0;         ///< the last bucket that a communication hook is given
   int64_t clock_ = 0;
+  ReasonToLeave reason_to_leave_ = ReasonToLeave::kNone;
+  // See Note [Sets that come again].
+  std::vector<KeptPlan> kept_plans_;  ///< by set; that of the set in force is empty
+  std::optional<size_t> set_in_force_;
+  Recurrence recurrence_;
+  std::vector<Entry> carried_;     ///< the plan that was left, until the other ranks have left it, too
+  std::shared_ptr<CommHook> carried_hook_;
   std::vector<uint8_t> used_;      ///< by parameter: contributes to this backward
+  std::vector<uint8_t> kept_;      ///< by parameter: .grad was there when this backward began
   std::vector<uint8_t> used_by_any_;  ///< by parameter, at the end of backward, where it was asked for
   std::function<void(const ReducedBucket&)> callback_;
   bool joining_ = false;
@@ -187,6 +243,8 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   BucketPlan preset_;              ///< used instead of one made from sizes, where it fits
   std::chrono::steady_clock::time_point begin_;  ///< of this backward
   std::string deferred_error_;     ///< thrown when the other ranks have been served
+  std::string out_of_step_;        ///< so, too, that ranks are out of step
+  std::exception_ptr callback_error_;  ///< so, too, what the bucket callback threw
   std::unique_ptr<OverlapRecorder> overlap_;  ///< only while times are taken
   ReducerStatistics statistics_;
 
@@ -194,15 +252,19 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   void begin_backward();
   void prepare_backward();
   void announce_local_backward();
-  void launch(size_t index);
-  void launch_ready();
+  void launch(size_t index, const at::Tensor& incoming = {});
+  void launch_ready(const at::Tensor& incoming);
   bool waits_for_chain(size_t index) const;
   void run_second_phases();
   void receive(Entry& entry, const std::string& what, const GroupPtr& group);
   void unpack(Entry& entry);
   void await(size_t index);
   void complete_bucket(size_t index);
-  void complete_buckets();
+  struct Unsettled {
+    int64_t index;
+    std::vector<Bucket::Slot> slots;
+  };
+  std::vector<Unsettled> await_buckets();
   void complete(bool learnt_now);
   void or_drop_messages(const std::function<void()>& body);
   bool may_defer() const;
@@ -214,9 +276,43 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   void reduce_apart(const std::vector<int64_t>& late);
   void extend_plan(const std::vector<int64_t>& late);
   void relearn_now();
+  void exchange_plan(KeptPlan& other);
+  void switch_plan(std::optional<size_t> set);
+  void take_expected_plan();
+  void choose_plan();
+  std::optional<size_t> find_set(bool Place::*field, const std::vector<bool>& values) const;
+  std::vector<bool> trainable_now() const;
+  std::vector<bool> trainable_anywhere() const;
+  bool take_kept_plan(const std::vector<Place>& agreed, const std::vector<int64_t>& ready);
+  static void reset(Entry& entry);
   void call_back(int64_t index, const std::vector<Bucket::Slot>& slots, bool all_used);
-  void check_stamps();
   std::string find_non_finite();
+  /// What is exchanged to agree on a plan, and the collectives that do so (none with one rank).
+  struct PlanExchange {
+    std::vector<at::Tensor> facts;
+    std::vector<at::Tensor> order;
+    c10::intrusive_ptr<c10d::Work> facts_work;
+    c10::intrusive_ptr<c10d::Work> order_work;
+  };
+  at::Tensor plan_facts(const StepFacts& step) const;
+  std::string describe_settings() const;
+  at::Tensor ready_order() const;
+  PlanExchange start_plan_exchange(const StepFacts& step);
+  // reducer_carry.cpp
+  bool carries_facts() const { return !entries_.empty() && entries_.back().bucket.carries_facts(); }
+  StepFacts facts_of_step();
+  void send_absent(std::vector<Entry>& entries, const std::shared_ptr<CommHook>& hook, const StepFacts& facts);
+  void send_failure() noexcept;
+  void carry_left_plan();
+  SeenFacts await_facts(std::vector<Entry>& entries);
+  void refuse_failed_step(const SeenFacts& seen);
+  void compare_steps(const SeenFacts& seen, const std::vector<bool>& trainable);
+  at::Tensor pack_details(bool failed) const;
+  std::vector<StepDetails> exchange_details(std::optional<int64_t> digest = std::nullopt);
+  std::vector<StepDetails> decode_details(const at::Tensor& all) const;
+  void look_back_on_failure();
+  void finish_unfinished();
+  int64_t digest_of_parameters(const std::vector<bool>& trainable) const;
   void remember_reduced();
   at::Tensor agree(const at::Tensor& mine, c10d::ReduceOp::RedOpType op,
                    const std::string& what) const;
@@ -232,9 +328,6 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   void reset_counters();
   void drop_messages() noexcept;
   [[noreturn]] void throw_with_lost_ranks(const CommunicationError& error) const;
-  BucketNumbers numbers() const {
-    return {static_cast<int>(forwards_.load() % 8), asks_to_relearn_};
-  }
   int64_t divisor() const { return joining_ && !divide_by_initial_ ? active_ranks_ : world_size_; }
   bool averages_itself(const Entry& entry) const;
   bool averages_first(const Entry& entry) const;
@@ -246,7 +339,8 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
                                  const at::TensorOptions& options);
   std::function<at::Tensor(int64_t, const at::TensorOptions&)> allocator_for(size_t bucket);
   Bucket make_bucket(const std::vector<int64_t>& members, std::vector<int64_t> reported,
-                     bool may_be_in_place, bool stamped = false, bool signals = false);
+                     bool may_be_in_place, int facts = 0);
+  int facts_on(at::Device device) const;
 };
 
 /// Lives exactly as long as the autograd engine may still call back for one backward: the engine

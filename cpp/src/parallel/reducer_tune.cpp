@@ -194,7 +194,7 @@ void ReducerState::preset_plan(const BucketPlan& plan) {
   }
   std::vector<BucketPlan> agreed = broadcast_plans({plan});
   preset_ = agreed.empty() ? BucketPlan{} : std::move(agreed.front());
-  refresh();
+  refresh(ReasonToLeave::kPlan);
 }
 
 }  // namespace apex::parallel::detail

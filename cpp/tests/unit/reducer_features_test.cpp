@@ -154,7 +154,7 @@ TEST(ReducerCheckSteps, RankThatSkippedABackward_ThrowsOnEveryRank) {
     if (rank == 1) reducer.prepare_for_forward();
     model.zero_grad();
     expect_throws<Error>([&] { backward(reducer, model, random_batch(4, 4, 1)); },
-                         "a rank has skipped a backward");
+                         "rank 1 ran a forward that no backward has followed, rank 0, rank 2 did not");
   });
 }
 

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <random>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -10,8 +11,8 @@
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
-// Parameters that are frozen and thawed on some ranks only. See
-// Note [Parameters that are frozen or thawed].
+// Parameters that are frozen and unfrozen on some ranks only. See
+// Note [Parameters that are frozen or unfrozen].
 
 namespace apex::parallel {
 namespace {
@@ -59,13 +60,14 @@ class ReducerFreeze : public ::testing::TestWithParam<std::tuple<int64_t, bool>>
         model.zero_grad();
         freeze(model, by_step[step][rank]);
         reducer.prepare_for_forward();
-        const at::Tensor y = model.forward(batch(rank, step));
+        // So that there is a backward where all parameters are frozen.
+        const at::Tensor y = model.forward(batch(rank, step).requires_grad_());
         reducer.watch_outputs({y});
         y.square().mean().backward();
         ToyModel reference = ToyModel::mlp({4, 6, 6, 2}, 1).clone(at::kDouble);
         for (int r = 0; r < kWorld; ++r) {
           freeze(reference, by_step[step][r]);
-          reference.forward(batch(r, step)).square().mean().backward();
+          reference.forward(batch(r, step).requires_grad_()).square().mean().backward();
         }
         for (size_t i = 0; i < model.size(); ++i) {
           at::Tensor expected = reference[i].grad();
@@ -93,7 +95,7 @@ INSTANTIATE_TEST_SUITE_P(Table, ReducerFreeze,
                          ::testing::Combine(::testing::Values(1, 40, 10'000'000),
                                             ::testing::Bool()));
 
-TEST_P(ReducerFreeze, OneRankFreezesAndThaws_Gradients_AreTheAverageWithZeros) {
+TEST_P(ReducerFreeze, OneRankFreezesAndUnfreezes_Gradients_AreTheAverageWithZeros) {
   const std::vector<Frozen> none(kWorld);
   run({none, none, {{}, {0, 1}, {}}, {{}, {0, 1}, {}}, none, none});
 }
@@ -103,7 +105,7 @@ TEST_P(ReducerFreeze, RanksFreezeDifferentParametersAtOnce_Gradients_AreTheAvera
   run({none, {{0}, {2, 3}, {5}}, {{0, 1}, {2}, {}}, {{4}, {4}, {4}}, {{4}, {4}, {}}, none});
 }
 
-TEST_P(ReducerFreeze, FrozenEverywhereAndThawedOnOneRank_Gradient_IsReducedInThatStep) {
+TEST_P(ReducerFreeze, FrozenEverywhereAndUnfrozenOnOneRank_Gradient_IsReducedInThatStep) {
   const std::vector<Frozen> all(kWorld, Frozen{0, 1, 2});
   run({all, all, {{0, 1, 2}, {0}, {0, 1, 2}}, {{0, 1, 2}, {}, {2}}, all, all});
 }
@@ -126,6 +128,57 @@ TEST_P(ReducerFreeze, EveryRankFreezesAlike_LaterBackwards_OverlapWithOneMorePla
       EXPECT_EQ(after.launched_at_end - before.launched_at_end == 0, steady) << step;
     }
   });
+}
+
+/// A program that trains two models in turn. See Note [Sets that come again].
+TEST_P(ReducerFreeze, SetsThatComeAgain_AfterOnePeriod_HaveTheirPlansAndOverlap) {
+  const std::vector<Frozen> period{{}, {}, {0, 1, 2, 3}, {0, 1, 2, 3, 4, 5}};
+  run_ranks(2, [&](int rank, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 6, 6, 2}, 1);
+    Reducer reducer(model.parameters, {group}, options());
+    int64_t learnt = 0;
+    for (size_t step = 0; step < 6 * period.size(); ++step) {
+      const auto before = reducer.statistics();
+      const Frozen& frozen = period[step % period.size()];
+      model.zero_grad();
+      freeze(model, frozen);
+      reducer.prepare_for_forward();
+      const at::Tensor x = batch(rank, static_cast<int>(step)).requires_grad_();
+      const at::Tensor y = model.forward(x);
+      reducer.watch_outputs({y});
+      y.square().mean().backward();
+      const auto after = reducer.statistics();
+      if (step == 2 * period.size()) learnt = after.plans_learnt;
+      if (step <= 2 * period.size()) continue;
+      EXPECT_EQ(after.plans_learnt, learnt) << step;
+      // With everything frozen there is only what tells of the step.
+      const bool alone = frozen.size() == model.size();
+      EXPECT_EQ(after.launched_at_end - before.launched_at_end, alone ? 1 : 0) << step;
+      EXPECT_EQ(after.gradients_copied - before.gradients_copied + after.reduced_in_place - before.reduced_in_place,
+                static_cast<int64_t>(model.size() - frozen.size()))
+          << step;
+    }
+    EXPECT_EQ(learnt, 4);  // for each set, and when the first one came again
+  });
+}
+
+TEST_P(ReducerFreeze, RhythmsThatChange_AlikeOrOnSomeRanks_Gradients_AreTheAverageWithZeros) {
+  const std::vector<Frozen> sets{{}, {0, 1}, {2, 3, 4}, {5}, {0, 1, 2, 3, 4, 5}, {1, 4}};
+  for (uint32_t seed = 0; seed < 4; ++seed) {
+    std::mt19937 random(seed);
+    std::vector<std::vector<Frozen>> by_step{std::vector<Frozen>(kWorld)};
+    while (by_step.size() < 40) {
+      // A few periods of one rhythm, in which ranks now and then do something else.
+      std::vector<size_t> period(1 + random() % 4);
+      for (size_t& set : period) set = random() % sets.size();
+      for (size_t step = 0; step < 3 * period.size(); ++step) {
+        std::vector<Frozen> ranks(kWorld, sets[period[step % period.size()]]);
+        if (random() % 8 == 0) ranks[random() % kWorld] = sets[random() % sets.size()];
+        by_step.push_back(std::move(ranks));
+      }
+    }
+    run(by_step);
+  }
 }
 
 }  // namespace

@@ -144,7 +144,8 @@ TEST_P(FakeDeviceReducer, EveryOption_HasNoRace) {
       {"trigger", [](ReducerOptions& options) { options.trigger_parameters = {2, 4}; }, false},
       {"static_graph", [](ReducerOptions& options) { options.static_graph = true; }, false},
       {"check_finite", [](ReducerOptions& options) { options.check_finite = true; }, true},
-      {"check_steps", [](ReducerOptions& options) { options.check_steps = true; }, true},
+      // One rank has nobody to be compared with.
+      {"check_steps", [](ReducerOptions& options) { options.check_steps = true; }, world_ > 1},
   };
   for (const Case& each : cases) {
     SCOPED_TRACE(each.name);

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from ._process_optimizer import OptimizerStash
     from .frontend import Properties
     from .handle import AmpHandle, NoOpHandle
     from .scaler import LossScaler
@@ -45,12 +46,18 @@ class AmpState:
 _amp_state = AmpState()
 
 
+def _initialized() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def is_rank_zero() -> bool:
     """Whether this process is the one that prints: rank 0, or the only process."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return True
-    return distributed.get_rank() == 0
+    return not _initialized() or torch.distributed.get_rank() == 0
+
+
+def several_ranks() -> bool:
+    """Whether this process is one of several in a default process group."""
+    return _initialized() and torch.distributed.get_world_size() > 1
 
 
 def maybe_print(message: str, rank0: bool = True) -> None:
@@ -70,11 +77,24 @@ def warn_or_err(message: str) -> None:
     )
 
 
+def find_stash(optimizer: Any) -> OptimizerStash | None:
+    """The stash of `optimizer`, or of an optimizer inside it (LARC, for one), or None."""
+    while optimizer is not None:
+        stash: OptimizerStash | None = getattr(optimizer, "_amp_stash", None)
+        if stash is not None:
+            return stash
+        optimizer = getattr(optimizer, "optim", None)
+    return None
+
+
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield every parameter `optimizer` updates: the float32 masters where there are masters.
 
     Use it for clipping: ``clip_grad_norm_(amp.master_params(optimizer), max_norm)`` between the
     end of ``scale_loss`` and ``optimizer.step()``. Works for :class:`apex.parallel.LARC.LARC`.
     """
+    stash = find_stash(optimizer)
+    if stash is not None:
+        stash.follow_model()
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -26,9 +26,21 @@ def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def takes_flag(optimizer: Any) -> bool:
-    """Whether `optimizer` skips by itself where ``found_inf`` is set: fused, on an accelerator."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
-        map(_on_accelerator, _parameters(optimizer))
+    """Whether `optimizer` skips by itself where ``found_inf`` is set: fused, on an accelerator.
+
+    Not before the first step of SGD with momentum: torch's kernel then skips the momentum, too, and
+    leaves it uninitialized for the next step.
+    """
+    return (
+        bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        and all(map(_on_accelerator, _parameters(optimizer)))
+        and not any(
+            group.get("momentum")
+            and param.grad is not None
+            and optimizer.state.get(param, {}).get("momentum_buffer") is None
+            for group in optimizer.param_groups
+            for param in group["params"]
+        )
     )
 
 

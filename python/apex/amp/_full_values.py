@@ -4,49 +4,140 @@ Note [One value, two precisions]
 At O2 a parameter exists twice: as the low-precision tensor the model computes with, and as a
 float32 value (the master weight, once the optimizer has made one). Whatever can be saved or
 restored has to go through the float32 value, or a resumed run differs from one that never stopped.
-So ``initialize`` remembers the values it casts, masters are made from them, ``state_dict`` of the
-model returns them, and ``load_state_dict`` sets them. A remembered value counts only where it
-still rounds to what the parameter holds, element by element: whoever writes into the parameter
-wins, and nothing stale comes back.
+So ``initialize`` remembers the values it casts, master weights are made from them, ``state_dict``
+of the model returns them, and ``load_state_dict`` sets them. A remembered value counts only where
+it still rounds to what the parameter holds, element by element: whoever writes into the parameter
+wins, and nothing stale comes back. Until the first step, and again after a load, this is looked at
+in every backward.
+
+Note [What one rank knows alone]
+With several ranks that is not enough. After a broadcast of the parameters, rank 0's still round
+what rank 0 remembers, and those of the others do not; rank 0 cannot see that anything was sent. The
+same holds where rank 0 alone loads a model and a wrapper sends it. So with several ranks neither
+the values from before the cast nor those of a model's state count: master weights start from what
+the parameters hold, like Apex's, and ranks agree whenever their parameters do. Unrounded values
+come with the optimizer's state, which every rank has to load in any case.
 """
 
 from __future__ import annotations
 
+import copy
+import weakref
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ._amp_state import several_ranks
 from .casts import is_low_precision
 
-_values: Any = WeakIdKeyDictionary()
+
+class FullValue:
+    """What is known in float32 about one low-precision parameter."""
+
+    def __init__(self) -> None:
+        self.master: torch.Tensor | None = None
+        #: From before a cast, or of a model's state: Note [What one rank knows alone].
+        self.remembered: torch.Tensor | None = None
+        #: A master weight of the optimizer's state.
+        self.restored: torch.Tensor | None = None
+        #: The master weight was stepped, and nothing was loaded after the last step.
+        self.stepped = self.settled = False
+
+    def read(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A new float32 tensor: what is known of `parameter` where it fits, else the parameter."""
+        value = parameter.detach().float()
+        alone = not several_ranks()
+        for known, counts in (
+            (self.master, alone or self.stepped),
+            (self.remembered, alone),
+            (self.restored, True),
+        ):
+            if known is not None and counts:
+                value = _where_fits(known, parameter, value)
+        return value
+
+
+_records: Any = WeakIdKeyDictionary()
+
+
+def _where_fits(value: torch.Tensor, parameter: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    if value.shape != parameter.shape:
+        return other
+    value = value.detach().to(parameter.device)
+    return torch.where(value.to(parameter.dtype) == parameter.detach(), value, other)
+
+
+def follow(master: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Set the elements of `master` that do not round to `parameter` to those of `parameter`."""
+    with torch.no_grad():
+        master.copy_(_where_fits(master, parameter, parameter.float()))
+
+
+def record_of(parameter: torch.Tensor) -> FullValue:
+    """The record of `parameter`; made where there is none."""
+    record = _records.get(parameter)
+    if record is None:
+        record = _records[parameter] = FullValue()
+    return record
 
 
 def remember(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Let `value` (float32, same shape) stand for the low-precision `parameter`; not copied."""
-    _values[parameter] = value
+    record = record_of(parameter)
+    record.remembered = None if several_ranks() else value
+    record.settled = False
 
 
 def full_value(tensor: torch.Tensor) -> torch.Tensor:
-    """A new float32 tensor: the remembered value of `tensor` where it fits, else `tensor` cast."""
-    widened = tensor.detach().float()
-    value = _values.get(tensor)
-    if value is None or value.shape != tensor.shape:
-        return widened
-    value = value.detach().to(tensor.device)
-    return torch.where(value.to(tensor.dtype) == tensor.detach(), value, widened)
+    """A new float32 tensor: what is known of `tensor` where it fits, else `tensor` cast."""
+    record = _records.get(tensor)
+    return tensor.detach().float() if record is None else record.read(tensor)
 
 
-def _save_full(
-    module: torch.nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any
-) -> None:
-    tensors: dict[str, torch.Tensor] = dict(module.named_parameters(recurse=False))
-    tensors.update(module.named_buffers(recurse=False))
-    for name, tensor in tensors.items():
-        saved = state.get(prefix + name)
-        # With keep_vars=True the caller asked for the parameter itself.
-        if isinstance(saved, torch.Tensor) and saved is not tensor and is_low_precision(saved):
-            state[prefix + name] = full_value(tensor)
+def copy_record(parameter: torch.Tensor, copied: torch.Tensor) -> None:
+    """Let `copied`, a copy of `parameter`, have the same float32 value."""
+    record = _records.get(parameter)
+    if record is None or copied is parameter:
+        return
+    value = record.read(parameter)
+    if record.stepped:
+        record_of(copied).restored = value
+    else:
+        remember(copied, value)
+
+
+class _SaveFull:
+    """Makes the state of one module float32; a copy of the module has the same values.
+
+    Deep copies are made with the module's: its hooks are all of it that is told of them.
+    """
+
+    def __init__(self, module: torch.nn.Module | None = None) -> None:
+        self._module = None if module is None else weakref.ref(module)
+
+    def __call__(
+        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any
+    ) -> None:
+        tensors: dict[str, torch.Tensor] = dict(module.named_parameters(recurse=False))
+        tensors.update(module.named_buffers(recurse=False))
+        for name, tensor in tensors.items():
+            saved = state.get(prefix + name)
+            # With keep_vars=True the caller asked for the parameter itself.
+            if isinstance(saved, torch.Tensor) and saved is not tensor and is_low_precision(saved):
+                state[prefix + name] = full_value(tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SaveFull:
+        module = None if self._module is None else self._module()
+        copied = _SaveFull(memo.get(id(module)))
+        vars(copied).update({key: v for key, v in vars(self).items() if key != "_module"})
+        if module is not None:
+            for parameter in module.parameters(recurse=False):
+                copy_record(parameter, copy.deepcopy(parameter, memo))
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _SaveFull, (), {key: v for key, v in vars(self).items() if key != "_module"}
 
 
 def _load_full(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -56,13 +147,9 @@ def _load_full(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: 
             continue
         if loaded.shape != parameter.shape or not loaded.is_floating_point():
             continue
-        with torch.no_grad():
-            known = _values.get(parameter)
-            if known is not None:
-                # The value may be a master weight that an optimizer holds: write into it.
-                known.copy_(loaded)
-            elif parameter.requires_grad:
-                remember(parameter, loaded.detach().to(parameter.device, torch.float32, copy=True))
+        if parameter.requires_grad or parameter in _records:
+            value = loaded.detach().to(parameter.device, torch.float32, copy=True)
+            remember(parameter, value)
 
 
 def hook_state_dicts(model: torch.nn.Module, keep_full_values: bool) -> None:
@@ -71,6 +158,6 @@ def hook_state_dicts(model: torch.nn.Module, keep_full_values: bool) -> None:
     With `keep_full_values`, loading also remembers the float32 values it rounds.
     """
     for module in model.modules():
-        module.register_state_dict_post_hook(_save_full)
+        module.register_state_dict_post_hook(_SaveFull(module))
         if keep_full_values:
             module.register_load_state_dict_pre_hook(_load_full)

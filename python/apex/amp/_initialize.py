@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import gc
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._amp_state import _amp_state, warn_or_err
+from ._amp_state import _amp_state, several_ranks, warn_or_err
 from ._full_values import hook_state_dicts, remember
 from ._process_optimizer import process_optimizer
 from .amp import init
-from .casts import is_low_precision, map_tensors
+from .casts import LOW_PRECISION_DTYPES, is_low_precision, map_tensors
 from .scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -22,38 +24,18 @@ if TYPE_CHECKING:
 def cast_values(value: Any, dtype: torch.dtype) -> Any:
     """Cast every floating tensor in `value` to `dtype`.
 
-    Nested lists, tuples, named tuples, dicts and other mappings, and objects with a ``to`` method
-    are handled; strings, numbers, arrays and integer tensors come back as they are.
+    Containers of any class (see ``map_tensors``) and objects with a ``to`` method are handled;
+    strings, numbers, arrays and integer tensors come back as they are.
     """
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    if isinstance(value, torch.Tensor):
-        return cast(value)
-    if isinstance(value, torch.nn.utils.rnn.PackedSequence):
-        return map_tensors(cast, value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_values(item, dtype) for item in value))
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(cast_values(item, dtype) for item in value)
-    if isinstance(value, dict):
-        cast_items = {key: cast_values(item, dtype) for key, item in value.items()}
-        return cast_items if type(value) is dict else _like(value, cast_items)
-    if isinstance(value, (str, bytes, torch.nn.Module)) or not hasattr(value, "to"):
-        return value
-    return value.to(dtype)
+    def move(leaf: Any) -> Any:
+        movable = hasattr(leaf, "to") and not isinstance(leaf, torch.nn.Module)
+        return leaf.to(dtype) if movable else leaf
 
-
-def _like(original: dict[Any, Any], items: dict[Any, Any]) -> Any:
-    """`items` in a mapping of the type of `original` (OrderedDict, defaultdict, model outputs)."""
-    try:
-        clone = original.copy()
-    except (AttributeError, TypeError):
-        return items
-    for key, item in items.items():
-        clone[key] = item
-    return clone
+    return map_tensors(cast, value, move)
 
 
 class CastForward:
@@ -83,8 +65,14 @@ class CastForward:
         return cast_values(output, self.output_dtype)
 
 
+_TORCH_DDP = torch.nn.parallel.DistributedDataParallel
+
+
 def _check_models(models: list[torch.nn.Module]) -> None:
-    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    wrappers: tuple[Any, ...] = (_TORCH_DDP, torch.nn.DataParallel)
+    parallel = sys.modules.get("apex.parallel.distributed")
+    if parallel is not None:  # above this package, so it is not imported here
+        wrappers += (parallel.DistributedDataParallel,)
     for model in models:
         if isinstance(model, wrappers):
             raise RuntimeError(
@@ -104,6 +92,37 @@ def _check_models(models: list[torch.nn.Module]) -> None:
                         "amp.initialize, which expects float32 and does the casts itself: remove "
                         ".half() or .bfloat16() from the model."
                     )
+
+
+def _check_scripted(models: list[torch.nn.Module], dtype: torch.dtype) -> None:
+    for model in models if dtype in LOW_PRECISION_DTYPES else ():
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise RuntimeError(
+                    f"amp.initialize cannot cast the scripted module {name or 'itself'!r}, whose "
+                    "state_dict() cannot be made float32: script after initialize, or use level O1."
+                )
+
+
+def _check_hooks(models: list[torch.nn.Module], dtype: torch.dtype) -> None:
+    """Refuse to cast what torch's wrapper holds: it would not average the gradients any more.
+
+    Its hooks are on the gradient accumulators, which autograd replaces when the type changes. (Ours
+    looks for that before each forward.)
+    """
+    if not several_ranks():
+        return
+    cast = {id(p) for m in models for p in m.parameters() if p.requires_grad and p.dtype != dtype}
+    for wrapper in [thing for thing in gc.get_objects() if issubclass(type(thing), _TORCH_DDP)]:
+        for name, parameter in wrapper.named_parameters():
+            if id(parameter) in cast:
+                raise RuntimeError(
+                    f"amp.initialize casts the parameter {name!r}, but a torch.nn.parallel."
+                    "DistributedDataParallel has been made of it: that would not average its "
+                    "gradient any more. Call amp.initialize before the model is wrapped, or use "
+                    "level O1, which casts no parameters, or "
+                    "apex.parallel.DistributedDataParallel, which may be made before."
+                )
 
 
 def fp16_optimizer() -> type:
@@ -130,27 +149,22 @@ def _check_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
         )
 
 
-def _remember_values(optimizers: list[torch.optim.Optimizer]) -> dict[int, torch.Tensor]:
+def _remember_values(params: list[torch.Tensor]) -> dict[int, torch.Tensor]:
     return {
-        id(param): param.detach().clone()
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.requires_grad and param.dtype == torch.float32
+        id(param): param.detach().to(torch.float32, copy=True)
+        for param in params
+        if param.requires_grad and param.dtype in (torch.float32, torch.float64)
     }
 
 
 def _cast_model(model: torch.nn.Module, properties: Properties) -> None:
-    dtype = properties.cast_model_type
-    if properties.keep_batchnorm_fp32:
-        from ..fp16_utils import convert_network
+    from ..fp16_utils.fp16util import convert_modules
 
-        convert_network(model, dtype)
-    else:
-        model.to(dtype)
+    dtype = properties.cast_model_type
+    convert_modules(model, dtype, keep_batchnorm=bool(properties.keep_batchnorm_fp32))
     output_dtype = properties.cast_model_outputs or torch.float32
     model.forward = CastForward(model.forward, dtype, output_dtype)
-    if dtype in (torch.float16, torch.bfloat16):
+    if dtype in LOW_PRECISION_DTYPES:
         hook_state_dicts(model, keep_full_values=bool(properties.master_weights))
 
 
@@ -174,14 +188,18 @@ def _cast_models(
     properties: Properties,
 ) -> None:
     if properties.cast_model_type:
-        values = _remember_values(optimizers) if properties.master_weights else {}
+        keep = properties.master_weights and not several_ranks()
+        # Those of models as well: an optimizer may get them later.
+        every = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        every += [p for model in models for p in model.parameters()]
+        params = list({id(param): param for param in every}.values())
+        values = _remember_values(params) if keep else {}
         for model in models:
             _cast_model(model, properties)
+        for param in params:
+            if id(param) in values and is_low_precision(param):
+                remember(param, values[id(param)])
         for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if id(param) in values and is_low_precision(param):
-                        remember(param, values[id(param)])
             # With masters the state stays float32 and moves to them.
             if not properties.master_weights:
                 _recast_state(optimizer)
@@ -197,6 +215,7 @@ def setup(
     num_losses: int,
 ) -> None:
     """Apply `properties` to `models` and `optimizers`, in place."""
+    # Whatever can be wrong is looked at before anything is changed.
     _check_models(models)
     _check_optimizers(optimizers)
     for optimizer in optimizers:
@@ -204,11 +223,10 @@ def setup(
             raise RuntimeError(
                 "An optimizer was passed to amp.initialize twice; pass each optimizer once."
             )
-    _cast_models(models, optimizers, properties)
-    for optimizer in optimizers:
-        process_optimizer(optimizer, bool(properties.master_weights))
-    _amp_state.optimizers = list(optimizers)
-    _amp_state.loss_scalers = [
+    if properties.cast_model_type:
+        _check_scripted(models, properties.cast_model_type)
+        _check_hooks(models, properties.cast_model_type)
+    loss_scalers = [
         LossScaler(
             properties.loss_scale,
             min_loss_scale=_amp_state.min_loss_scale,
@@ -216,6 +234,11 @@ def setup(
         )
         for _ in range(num_losses)
     ]
+    _cast_models(models, optimizers, properties)
+    for optimizer in optimizers:
+        process_optimizer(optimizer, bool(properties.master_weights))
+    _amp_state.optimizers = list(optimizers)
+    _amp_state.loss_scalers = loss_scalers
     if properties.patch_torch_functions:
         init(
             verbose=_amp_state.verbosity >= 2,

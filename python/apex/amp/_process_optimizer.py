@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import inspect
 import types
@@ -10,12 +12,18 @@ from typing import Any
 
 import torch
 
-from ._amp_state import _amp_state
+from ._amp_state import _amp_state, maybe_print, several_ranks
 from ._device_skip import step_unless
-from ._full_values import full_value, remember
+from ._full_values import FullValue, record_of
 from .casts import is_low_precision
 from .handle import AmpHandle, disable_casts
 from .scaler import LossScaler
+
+#: The key of the master weights, by the index of the parameter, in the optimizer's state.
+MASTER_WEIGHTS = "amp_master_weights"
+
+#: Evaluations of a closure that overflow in a row before a step gives up.
+MAX_CLOSURE_RETRIES = 100
 
 
 class OptimizerStash:
@@ -32,6 +40,7 @@ class OptimizerStash:
         self.lazy_init_called = False
         #: ``optimizer.step`` is the one-shot method that skips.
         self.already_patched = False
+        self._skipped_step: Any = None
         #: What the next step looks at on the device: see ``_device_skip.step_unless``.
         self.skip_flag: torch.Tensor | None = None
         #: Gradients were left scaled by ``delay_unscale``.
@@ -42,9 +51,15 @@ class OptimizerStash:
         self.all_fp32_from_fp16_params: list[torch.Tensor] = []
         #: Every other parameter that requires a gradient.
         self.all_fp32_from_fp32_params: list[torch.Tensor] = []
-        #: Unscaled gradients of the latter from earlier ``scale_loss`` contexts.
-        self._earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._model_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        #: Those of the latter that the present ``scale_loss`` context unscales by this optimizer.
+        self._own: list[torch.Tensor] = []
+        #: Gradients as they were before the present ``scale_loss`` context.
+        self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._in_context = False
+        #: The model's gradients include those of earlier contexts.
+        self._model_has_all = False
+        #: By the id of the master: the master, its parameter, and what is known of both.
+        self._model_of: dict[int, tuple[torch.Tensor, torch.Tensor, FullValue]] = {}
 
     @property
     def all_fp32_params(self) -> list[torch.Tensor]:
@@ -77,9 +92,11 @@ class OptimizerStash:
                     self.all_fp32_from_fp16_params.append(known[0])
 
     def _make_master(self, param: torch.Tensor) -> torch.Tensor:
-        master = torch.nn.Parameter(full_value(param).clone(), requires_grad=True)
-        remember(param, master)
-        self._model_of[id(master)] = (master, param)
+        record = record_of(param)
+        master = torch.nn.Parameter(record.read(param), requires_grad=True)
+        record.master, record.remembered = master, None
+        record.stepped = record.settled = False
+        self._model_of[id(master)] = (master, param, record)
         state = self._optimizer.state
         if param in state:
             state[master] = {
@@ -88,50 +105,162 @@ class OptimizerStash:
             }
         return master
 
-    def _with_own_grads(self) -> list[torch.Tensor]:
-        return self.all_fp32_from_fp32_params
+    @torch.no_grad()
+    def follow_model(self) -> None:
+        """Give masters that were not stepped since they were made or loaded the model's values.
 
-    def prepare_backward(self) -> None:
-        """Set earlier gradients aside, so that a backward leaves only its own, scaled."""
+        Where these are the masters, rounded, the masters stay: Note [One value, two precisions].
+        """
+        for master, param, record in self._model_of.values():
+            if not record.settled:
+                master.copy_(record.read(param))
+                record.remembered = None
+
+    def _settle(self) -> None:
+        """A step was made: from now on the masters count, and the model follows."""
+        for _, _, record in self._model_of.values():
+            record.restored = None
+            record.stepped = record.settled = True
+
+    def _by_index(self) -> dict[int, tuple[torch.Tensor, FullValue]]:
+        """Masters and what is known of them, by the index that the optimizer's state uses."""
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        known = [self._model_of.get(id(param)) for param in params]
+        return {i: (entry[0], entry[2]) for i, entry in enumerate(known) if entry is not None}
+
+    def save_masters(self, state: dict[str, Any]) -> None:
+        """Add the masters to the optimizer's `state`: Note [What one rank knows alone]."""
+        if self._model_of and several_ranks():
+            self.follow_model()
+            state[MASTER_WEIGHTS] = {
+                index: master.detach() for index, (master, _) in self._by_index().items()
+            }
+
+    def load_masters(self, state: dict[str, Any]) -> None:
+        """Take the masters from the optimizer's `state`, where there are any in it."""
+        # State loaded before the masters exist would be rounded to the type of the parameters.
+        self.lazy_init()
+        saved = state.get(MASTER_WEIGHTS, {})
+        for index, (_, record) in self._by_index().items():
+            if index in saved:
+                # The parameters may be loaded after this, so it is not known yet what fits.
+                record.restored, record.settled = saved[index].detach(), False
+
+    def copy_optimizer(self, memo: dict[int, Any]) -> torch.optim.Optimizer:
+        """``copy.deepcopy`` of the optimizer: its masters belong to the copies of the parameters.
+
+        Gradients are not copied, nor is what amp remembers of them, as torch has it.
+        """
+        original: Any = self._optimizer
+        copied: Any = object.__new__(type(original))
+        memo[id(original)] = copied
+        copied.__setstate__(copy.deepcopy(original.__getstate__(), memo))
+        process_optimizer(copied, self.master_weights)
+        stash: OptimizerStash = copied._amp_stash
+        stash.lazy_init_called = self.lazy_init_called
+        for master, param, record in self._model_of.values():
+            new_master, new_param = copy.deepcopy((master, param), memo)
+            new = record_of(new_param)
+            new.master, new.restored = new_master, record.restored
+            new.remembered = record.remembered
+            new.stepped, new.settled = record.stepped, record.settled
+            stash._model_of[id(new_master)] = (new_master, new_param, new)
+        stash.collect()
+        return copied
+
+    def enter_context(self, scaler: LossScaler, claimed: set[int]) -> None:
+        """Bring the gradients there are to the scale of `scaler`, for a backward to add to them.
+
+        Parameters whose id is in `claimed` belong to another optimizer of the context.
+
+        Note [Gradients of earlier contexts]
+        They stay where a backward adds to them, so that a data-parallel wrapper that has not
+        averaged them yet (no_sync, disable_allreduce) averages the sum. Masters' gradients are
+        rounded for that. With one rank no wrapper looks, and these stay in float32.
+
+        Raises:
+            RuntimeError: another context of this optimizer is open.
+        """
+        if self._in_context:
+            raise RuntimeError(
+                "amp.scale_loss was entered inside another amp.scale_loss of the same optimizer, "
+                "which cannot tell their gradients apart: call backward() on the sum of the losses "
+                "in one context, or leave the first one before."
+            )
         self.lazy_init()
         self.collect()
-        for param in self.all_fp16_params:
-            param.grad = None
-        self._earlier = [(p, p.grad) for p in self._with_own_grads() if p.grad is not None]
-        for param, _ in self._earlier:
-            param.grad = None
+        self.follow_model()
+        self._own = [p for p in self.all_fp32_from_fp32_params if id(p) not in claimed]
+        claimed.update(map(id, self._own))
+        scaled = self.params_have_scaled_gradients
+        kept = self._own + (self.all_fp16_params if scaled else [])
+        self._before = list(zip(kept, _copies([param.grad for param in kept]), strict=True))
+        self._in_context = True
+        with torch.no_grad():
+            if scaled:
+                self._match_scale(scaler)
+            else:
+                self._scale_earlier(scaler)
 
-    def abort_backward(self) -> None:
-        """Put the earlier gradients back after a backward that raised."""
-        for param in self._with_own_grads():
-            param.grad = None
-        for param, grad in self._earlier:
-            param.grad = grad
-        self._earlier = []
-        self.params_have_scaled_gradients = False
+    def leave_context(self, raised: bool) -> None:
+        """End what :meth:`enter_context` began; put the gradients back if the body raised."""
+        self._in_context = False
+        if raised:
+            for param, grad in self._before:
+                param.grad = grad
+        self._before = []
+
+    def _scale_earlier(self, scaler: LossScaler) -> None:
+        """See Note [Gradients of earlier contexts]."""
+        self._model_has_all = several_ranks()
+        pairs = list(zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True))
+        earlier = _copies([m.grad if self._model_has_all else None for _, m in pairs])
+        for grads in (_values(self._own), [_dense(grad) for grad in earlier if grad is not None]):
+            if scaler._static != 1.0:
+                _multiply_(grads, scaler.scale_tensor())
+            self._unspoil_(grads)
+        targets, sources = [], []
+        for (param, _), grad in zip(pairs, earlier, strict=True):
+            present = param.grad
+            if grad is None:
+                param.grad = None
+            elif present is None or present.is_sparse or grad.is_sparse:
+                param.grad = grad.to(param.dtype)
+            else:  # a data-parallel wrapper may have a view of it
+                targets.append(present)
+                sources.append(grad)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _unspoil_(self, grads: list[torch.Tensor]) -> None:
+        """Zero `grads` if an overflow was found that will skip the step: it counts once."""
+        if self.already_patched and grads:
+            torch._foreach_zero_(grads)
+        for flag in (self.skip_flag, getattr(self._optimizer, "found_inf", None)):
+            if flag is None:
+                continue
+            for grad in grads:
+                grad.masked_fill_(flag.to(grad.device, non_blocking=True).reshape(()) != 0, 0)
 
     def delay_unscale(self, scaler: LossScaler) -> None:
         """Note that the gradients are scaled by the present scale of `scaler`."""
         self.params_have_scaled_gradients = True
         self._scaled_by = (scaler, scaler._generation, scaler.scale_tensor().clone())
 
-    def match_scale(self, scaler: LossScaler) -> None:
+    def _match_scale(self, scaler: LossScaler) -> None:
         """Bring gradients that were left scaled to the present scale of `scaler`."""
-        if not self.params_have_scaled_gradients or self._scaled_by is None:
-            return
+        assert self._scaled_by is not None
         previous, generation, scale = self._scaled_by
         if previous is scaler and generation == scaler._generation:
             return
         ratio = scaler.scale_tensor().to(scale.device) / scale
-        for param in self.all_fp16_params + self._with_own_grads():
-            if param.grad is not None:
-                param.grad.mul_(ratio.to(param.grad.device))
+        _multiply_(_values(self.all_fp16_params + self._own), ratio)
 
     def finish_backward(self, scaler: LossScaler) -> None:
-        """Unscale what the backward left and add it to the earlier gradients."""
+        """Unscale what the context has left."""
         with torch.no_grad():
             self._finish_masters(scaler)
-            self._finish_own_grads(scaler)
+            scaler.unscale_(_values(self._own))
         self.params_have_scaled_gradients = False
 
     def _finish_masters(self, scaler: LossScaler) -> None:
@@ -143,22 +272,37 @@ class OptimizerStash:
                 grads.append(grad)
         fresh = _as_float32(grads)
         scaler.unscale_(fresh)
+        if self._model_has_all:
+            for master in masters:
+                master.grad = None
         _accumulate(masters, fresh)
-
-    def _finish_own_grads(self, scaler: LossScaler) -> None:
-        params = self._with_own_grads()
-        for param in params:
-            if param.grad is not None and param.grad.is_sparse:
-                param.grad = param.grad.coalesce()
-        scaler.unscale_([param.grad for param in params if param.grad is not None])
-        # Added to what the backward made, which a data-parallel wrapper may have a view of.
-        _accumulate([param for param, _ in self._earlier], [grad for _, grad in self._earlier])
-        self._earlier = []
 
     def take_skip_flag(self) -> bool:
         """What `skip_flag` says; waits for the device if there is one. Clears it."""
         flag, self.skip_flag = self.skip_flag, None
         return flag is not None and bool(flag.item())
+
+    def take_overflow(self) -> bool:
+        """Whether the gradients overflowed, so that they must not be stepped; drops them then."""
+        overflow = self.take_skip_flag() or self.already_patched
+        if overflow:
+            for param in self._own:
+                param.grad = None
+        if self.already_patched:
+            self.cancel_skip()
+        return overflow
+
+    def skip_next_step(self, skip: Callable[..., None]) -> None:
+        """Put the method `skip` in place of ``optimizer.step``, until :meth:`cancel_skip`."""
+        optimizer: Any = self._optimizer
+        self._skipped_step, self.already_patched = optimizer.step, True
+        optimizer.step = types.MethodType(skip, optimizer)
+
+    def cancel_skip(self) -> None:
+        """Put ``optimizer.step`` back."""
+        optimizer: Any = self._optimizer
+        optimizer.step, self._skipped_step = self._skipped_step, None
+        self.already_patched = False
 
     def drop_master_grads(self) -> None:
         """Set the gradients of all masters to None."""
@@ -167,7 +311,7 @@ class OptimizerStash:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the gradients of the model's parameters, of the masters, and what was set aside."""
-        self._earlier = []
+        self._before = []
         self.params_have_scaled_gradients = False
         self.drop_master_grads()
         for param in self.all_fp16_params:
@@ -199,6 +343,41 @@ def _accumulate(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -
         torch._foreach_add_(targets, addends)
 
 
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    """`grad`, or the values of a sparse one, which has to be coalesced."""
+    return grad._values() if grad.is_sparse else grad
+
+
+def _values(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients there are, as dense tensors; coalesces the sparse ones."""
+    for param in params:
+        if param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.coalesce()
+    return [_dense(param.grad) for param in params if param.grad is not None]
+
+
+def _multiply_(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply dense `grads` by a number in place, in float32 at least."""
+    wide: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads:
+        if is_low_precision(grad):  # a scale may be too large for its type
+            grad.copy_(grad.float() * factor.to(grad.device, non_blocking=True))
+        else:
+            wide.setdefault(grad.device, []).append(grad)
+    for device, members in wide.items():
+        torch._foreach_mul_(members, factor.to(device, non_blocking=True).reshape(()))
+
+
+def _copies(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Copies of `grads`; dense ones by one multi-tensor operation."""
+    dense = [grad for grad in grads if grad is not None and not grad.is_sparse]
+    copies = iter(torch._foreach_mul(dense, 1.0) if dense else ())
+    return [
+        grad if grad is None else grad.clone().coalesce() if grad.is_sparse else next(copies)
+        for grad in grads
+    ]
+
+
 def _as_float32(grads: list[torch.Tensor]) -> list[torch.Tensor]:
     """New float32 copies; dense ones by one multi-tensor copy."""
     if any(grad.is_sparse for grad in grads):
@@ -212,19 +391,27 @@ def _as_float32(grads: list[torch.Tensor]) -> list[torch.Tensor]:
     return copies
 
 
-def _with_casts(closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+def _inside_step(closure: Callable[[], Any], stash: OptimizerStash) -> Callable[[], Any]:
+    """`closure` with casts on; evaluated again after an overflow, since the step has begun."""
     handle = _amp_state.handle
-    if closure is None or not isinstance(handle, AmpHandle):
-        return closure
+    casts = handle.casts_enabled if isinstance(handle, AmpHandle) else contextlib.nullcontext
 
-    def casting_closure() -> Any:
-        with handle.casts_enabled():
-            loss = closure()
-        # The parameters change between two evaluations of a closure.
-        handle._clear_cache()
-        return loss
+    def evaluate() -> Any:
+        for _ in range(MAX_CLOSURE_RETRIES):
+            with casts():
+                loss = closure()
+            if isinstance(handle, AmpHandle):
+                # The parameters change between two evaluations of a closure.
+                handle._clear_cache()
+            if not stash.take_overflow():
+                return loss
+            maybe_print("Gradient overflow in a closure; evaluating it with a lower loss scale.")
+        raise RuntimeError(
+            f"optimizer.step: the closure overflowed {MAX_CLOSURE_RETRIES} times in a row; the "
+            "gradients are inf or nan at any loss scale."
+        )
 
-    return casting_closure
+    return evaluate
 
 
 def _hook_step(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
@@ -237,7 +424,8 @@ def _hook_step(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
                 "would compute gradients of the model's parameters, not of the masters. Call "
                 "backward inside amp.scale_loss and step() without a closure, or use O1."
             )
-        call = inner if closure is None else functools.partial(inner, _with_casts(closure))
+        call = inner if closure is None else functools.partial(inner, _inside_step(closure, stash))
+        stash.follow_model()
         skip, stash.skip_flag = stash.skip_flag, None
         with disable_casts():
             result = call() if skip is None else step_unless(skip, self, call)
@@ -246,6 +434,7 @@ def _hook_step(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
         if stash.master_weights:
             stash.masters_to_model()
             stash.drop_master_grads()
+            stash._settle()
         return result
 
     if hasattr(inner, "_wrapped_by_lr_sched"):
@@ -308,19 +497,10 @@ def process_optimizer(optimizer: torch.optim.Optimizer, master_weights: bool) ->
     hooked._amp_stash = stash
     hooked._amp_lazy_init = stash.lazy_init
     hooked._lazy_init_maybe_master_weights = stash.lazy_init
-    hooked._prepare_amp_backward = stash.prepare_backward
-    hooked._post_amp_backward = stash.finish_backward
     hooked._master_params_to_model_params = stash.masters_to_model
     _hook_step(optimizer, stash)
     _hook_zero_grad(optimizer, stash)
     _hook_add_param_group(optimizer, stash)
-    # State loaded before the masters exist would be rounded to the type of the parameters.
-    optimizer.register_load_state_dict_pre_hook(lambda _, __: stash.lazy_init())
-
-
-def find_stash(optimizer: torch.optim.Optimizer) -> OptimizerStash | None:
-    """The stash of `optimizer`, or of the optimizer it wraps (LARC), or None."""
-    stash = getattr(optimizer, "_amp_stash", None)
-    if stash is None and hasattr(optimizer, "optim"):
-        stash = getattr(optimizer.optim, "_amp_stash", None)
-    return stash
+    hooked.__deepcopy__ = stash.copy_optimizer
+    optimizer.register_state_dict_post_hook(lambda _, state: stash.save_masters(state))
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: stash.load_masters(state))

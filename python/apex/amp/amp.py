@@ -91,7 +91,8 @@ def init(
 ) -> AmpHandle | NoOpHandle:
     """Turn on the casts of level O1, without touching models or optimizers.
 
-    An earlier handle is deactivated first. Functions registered since then take effect now.
+    An earlier handle is deactivated first. Functions registered since then take effect now; those
+    that an earlier handle casts, if it is active, stay so.
 
     Args:
         enabled: False returns a handle that does nothing.
@@ -108,14 +109,19 @@ def init(
         The handle, also at ``_amp_state.handle``.
     """
     del loss_scale
-    if _amp_state.handle is not None:
-        _amp_state.handle._deactivate()
+    earlier = _amp_state.handle
+    registered = []
+    if isinstance(earlier, AmpHandle) and earlier._active:
+        registered = earlier._registered
+    if earlier is not None:
+        earlier._deactivate()
     if not enabled:
         _amp_state.handle = NoOpHandle()
         return _amp_state.handle
     handle = AmpHandle(dtype, device_types, enable_caching, verbose, allow_banned)
-    while _registry:
-        module, name, wrap = _registry.pop(0)
+    handle._registered = [*registered, *_registry]
+    _registry.clear()
+    for module, name, wrap in handle._registered:
         handle._patches.replace(module, name, functools.partial(wrap, handle))
     _amp_state.handle = handle
     return handle

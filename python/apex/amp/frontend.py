@@ -211,7 +211,8 @@ def initialize(
 
     Raises:
         RuntimeError: an unknown level, options that contradict each other, a model that is
-            low-precision or wrapped already, an optimizer passed twice or an FP16_Optimizer.
+            low-precision, wrapped already, or cast while torch's wrapper holds its parameters, an
+            optimizer passed twice or an FP16_Optimizer.
         TypeError: tuples, or other types, where models and optimizers belong.
         AssertionError: another string as `keep_batchnorm_fp32`.
 
@@ -220,6 +221,8 @@ def initialize(
     given_optimizers = optimizers is not None
     _amp_state.verbosity = verbosity
     if not enabled:
+        if _amp_state.handle is not None:
+            _amp_state.handle._deactivate()
         _amp_state.opt_properties = Properties()
         return (models, optimizers) if given_optimizers else models
     if opt_level not in LEVELS:

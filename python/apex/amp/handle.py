@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ._amp_state import _amp_state
 from .casts import CastCache
@@ -44,6 +46,8 @@ class AmpHandle:
         self._enable_caching = enable_caching
         self._cache = CastCache()
         self._patches = PatchSet()
+        #: Functions the user has registered: module, name, and how to wrap them.
+        self._registered: list[tuple[Any, str, Any]] = []
         self._active = True
         self._autocast_before = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -55,6 +59,9 @@ class AmpHandle:
             torch.set_autocast_dtype(kind, dtype)
             torch.set_autocast_enabled(kind, True)
         torch.set_autocast_cache_enabled(False)
+        # Note [Writes that nobody sees] in casts.py.
+        self._step_hook = register_optimizer_step_post_hook(self._cache.clear)
+        gc.callbacks.append(self._on_collection)
 
     def is_active(self) -> bool:
         """Whether casts happen in this thread right now (not inside ``disable_casts``)."""
@@ -73,21 +80,28 @@ class AmpHandle:
         return kind in self.device_types and torch.is_autocast_enabled(kind)
 
     def caster(
-        self, dtype: torch.dtype, function: Callable[..., Any]
+        self, dtype: torch.dtype | None, function: Callable[..., Any]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function that casts one tensor to `dtype` for a call of `function`."""
+        """A function that casts one tensor to `dtype` for a call of `function`.
+
+        None: to the type that autocast casts to now, which is the handle's unless a
+        ``torch.autocast`` inside says another.
+        """
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dtype is dtype or not tensor.is_floating_point():
                 return tensor
             if not self.is_casting(tensor):
                 return tensor
+            target = torch.get_autocast_dtype(tensor.device.type) if dtype is None else dtype
+            if tensor.dtype is target:
+                return tensor
             if self.verbose:
                 name = getattr(function, "__name__", repr(function))
-                print(f"{tensor.dtype} -> {dtype} ({name})")
+                print(f"{tensor.dtype} -> {target} ({name})")
             if self._enable_caching and type(tensor) is torch.nn.Parameter:
-                return self._cache.cast(tensor, dtype)
-            return tensor.to(dtype)
+                return self._cache.cast(tensor, target)
+            return tensor.to(target)
 
         return cast
 
@@ -122,12 +136,19 @@ class AmpHandle:
     def _clear_cache(self) -> None:
         self._cache.clear()
 
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
+        """A cast holds its parameter; one that was dropped otherwise must not stay for that."""
+        if phase == "start" and info["generation"] == 2:
+            self._cache.forget_dropped()
+
     def _deactivate(self) -> None:
         """Restore every patched function and the autocast state. May be called again."""
         if not self._active:
             return
         self._active = False
         self._patches.restore()
+        self._step_hook.remove()
+        gc.callbacks.remove(self._on_collection)
         self._cache.clear()
         for kind, (enabled, dtype) in self._autocast_before.items():
             torch.set_autocast_enabled(kind, enabled)

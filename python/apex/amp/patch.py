@@ -59,16 +59,16 @@ def _cast_low(handle: AmpHandle, original: Function, args: Any, kwargs: Any) -> 
     """`args` and `kwargs` in the low-precision type, unless everything floating is double."""
     if _writes_to_out(kwargs):
         return args, kwargs
-    dtypes = {tensor.dtype for tensor in floating_tensors((*args, *kwargs.values()))}
+    dtypes = {tensor.dtype for tensor in floating_tensors((args, kwargs))}
     if dtypes <= {torch.float64}:
         return args, kwargs
-    cast = handle.caster(handle.dtype, original)
+    cast = handle.caster(None, original)
     return map_tensors(cast, args), map_tensors(cast, kwargs)
 
 
 def wrap_low_precision(handle: AmpHandle, original: Function) -> Function:
     """Cast floating arguments to the handle's low-precision type. All-double calls stay double."""
-    cast = handle.caster(handle.dtype, original)
+    cast = handle.caster(None, original)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -76,16 +76,16 @@ def wrap_low_precision(handle: AmpHandle, original: Function) -> Function:
             return original(*args, **kwargs)
         if not kwargs:
             # The way of almost every call, with as little work as possible.
-            simple = []
+            simple: list[Any] = []
             for arg in args:
                 if isinstance(arg, torch.Tensor):
                     if arg.dtype is torch.float64:
                         break
                     simple.append(cast(arg))
-                elif isinstance(arg, (list, tuple, dict)):
-                    break
-                else:
+                elif arg is None or isinstance(arg, (int, float, str)):
                     simple.append(arg)
+                else:
+                    break
             else:
                 return original(*simple)
         args, kwargs = _cast_low(handle, original, args, kwargs)
@@ -104,8 +104,9 @@ def wrap_recurrent(handle: AmpHandle, original: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        by_autocast = handle.dtype == torch.float16 and not cell and args[0].is_cuda
-        if by_autocast or not handle.any_casting():
+        if not handle.any_casting():
+            return original(*args, **kwargs)
+        if not cell and args[0].is_cuda and torch.get_autocast_dtype("cuda") == torch.float16:
             return original(*args, **kwargs)
         args, kwargs = _cast_low(handle, original, args, kwargs)
         with handle.casts_disabled():
@@ -138,7 +139,7 @@ def wrap_promote(handle: AmpHandle, original: Function) -> Function:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not handle.any_casting() or _writes_to_out(kwargs):
             return original(*args, **kwargs)
-        dtypes = {tensor.dtype for tensor in floating_tensors((*args, *kwargs.values()))}
+        dtypes = {tensor.dtype for tensor in floating_tensors((args, kwargs))}
         if len(dtypes) < 2:
             return original(*args, **kwargs)
         cast = handle.caster(functools.reduce(torch.promote_types, dtypes), original)
@@ -183,7 +184,7 @@ def wrap_banned(handle: AmpHandle, original: Function, name: str, remedy: str) -
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        tensors = list(floating_tensors((*args, *kwargs.values())))
+        tensors = floating_tensors((args, kwargs))
         if not any(handle.is_casting(tensor) for tensor in tensors):
             return original(*args, **kwargs)
         if any(map(is_low_precision, tensors)):
@@ -201,12 +202,18 @@ def wrap_banned(handle: AmpHandle, original: Function, name: str, remedy: str) -
 
 
 def wrap_backward(handle: AmpHandle, original: Function) -> Function:
-    """Run the backward pass with casts off, as torch.autocast recommends."""
+    """Run the backward pass with casts off, as torch.autocast recommends, and end the iteration.
+
+    See Note [Writes that nobody sees] in ``casts.py``.
+    """
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with handle.casts_disabled():
-            return original(*args, **kwargs)
+        try:
+            with handle.casts_disabled():
+                return original(*args, **kwargs)
+        finally:
+            handle._clear_cache()
 
     return wrapper
 

@@ -12,6 +12,13 @@ import torch
 
 from .. import _core
 
+_SMALLEST = torch.finfo(torch.float32).tiny
+
+
+def _real(grad: torch.Tensor) -> torch.Tensor:
+    """The real and imaginary parts of `grad`, in its memory (one may be negated: lazy conj)."""
+    return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
+
 
 class LossScaler:
     """One loss's scaler, with the attributes scripts use: ``loss_scale()``, ``_loss_scale``,
@@ -22,7 +29,7 @@ class LossScaler:
         init_scale: first scale of a dynamic scaler, lowered to `max_loss_scale` where larger.
         scale_factor: what the scale is divided by on overflow and multiplied by on growth.
         scale_window: number of clean iterations in a row before the scale grows.
-        min_loss_scale: floor of a dynamic scale; None: none.
+        min_loss_scale: floor of a dynamic scale; None: the smallest normal float32 number.
         max_loss_scale: cap of a dynamic scale.
 
     Raises:
@@ -54,7 +61,8 @@ class LossScaler:
             growth_factor=scale_factor,
             backoff_factor=1.0 / scale_factor,
             growth_interval=scale_window,
-            min_scale=min_loss_scale,
+            # Below it, 1/scale would be infinite in float32, and gradients nan.
+            min_scale=_SMALLEST if min_loss_scale is None else min_loss_scale,
             max_scale=max_loss_scale,
         )
         self._static = None if self.dynamic else first
@@ -99,14 +107,14 @@ class LossScaler:
     def unscale_(self, grads: Sequence[torch.Tensor]) -> None:
         """Multiply `grads` by 1/scale in place; remember inf or nan in them if dynamic.
 
-        Any mix of floating dtypes and devices; sparse COO gradients must be coalesced. Blocks
-        nothing.
+        Any mix of floating and complex dtypes and devices; sparse COO gradients must be coalesced.
+        Blocks nothing.
 
         Raises:
-            ValueError: a gradient that is not floating, or sparse and not coalesced.
+            ValueError: a gradient of integers, or sparse and not coalesced.
         """
         if self._static != 1.0:
-            self._policy.unscale_(list(grads))
+            self._policy.unscale_([_real(grad) if grad.is_complex() else grad for grad in grads])
 
     def found_inf(self) -> torch.Tensor:
         """Float32 tensor of shape [1]: 1 if a gradient since the last update was not finite."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from apex import _pending
 
 from . import _device_skip
-from ._amp_state import _amp_state, maybe_print
-from ._process_optimizer import OptimizerStash, find_stash, process_optimizer
+from ._amp_state import _amp_state, find_stash, maybe_print
+from ._process_optimizer import OptimizerStash, process_optimizer
 from .scaler import LossScaler
 
 
@@ -33,7 +32,8 @@ def _stashes(optimizers: Any) -> list[OptimizerStash]:
             process_optimizer(optimizer, bool(_amp_state.opt_properties.master_weights))
             stash = find_stash(optimizer)
         assert stash is not None
-        stashes.append(stash)
+        if stash not in stashes:  # a LARC and the optimizer inside it have one
+            stashes.append(stash)
     return stashes
 
 
@@ -72,9 +72,6 @@ def _skip_next_step(stash: OptimizerStash, loss_id: int, scaler: LossScaler) -> 
     """Replace ``optimizer.step``, once, by a method that does nothing but say so."""
     if stash.already_patched:
         return
-    stash.already_patched = True
-    optimizer: Any = stash._optimizer
-    replaced = optimizer.step
 
     def skip_step(self: Any, closure: Any = None) -> None:
         if closure is not None:
@@ -89,10 +86,9 @@ def _skip_next_step(stash: OptimizerStash, loss_id: int, scaler: LossScaler) -> 
         stash.drop_master_grads()
         # A scheduler that follows would warn that no step came before it.
         self._opt_called = True
-        self.step = replaced
-        stash.already_patched = False
+        stash.cancel_skip()
 
-    optimizer.step = types.MethodType(skip_step, optimizer)
+    stash.skip_next_step(skip_step)
 
 
 def _check_overflow(stashes: list[OptimizerStash], loss_id: int, scaler: LossScaler) -> None:
@@ -121,11 +117,11 @@ def scale_loss(
 ) -> Iterator[torch.Tensor]:
     """Context that yields the scaled loss; call ``backward()`` on it inside.
 
-    On exit the gradients of the optimizers' parameters (of the masters, where there are masters)
-    are unscaled and added to those of earlier contexts, the scale is adapted, and after an
-    overflow the next ``step()`` of each optimizer does nothing, once. The overflow flag is
-    combined over the ranks first, so every rank skips or none does: with a dynamic scale every
-    rank of the group must leave as many of these contexts as the others.
+    Gradients of earlier contexts stay, and backward adds to them. On exit the gradients of the
+    optimizers' parameters (of the masters, where there are masters) are unscaled, the scale is
+    adapted, and after an overflow the next ``step()`` of each optimizer does nothing, once. The
+    overflow flag is combined over the ranks first, so every rank skips or none does: with a dynamic
+    scale every rank of the group must leave as many of these contexts as the others.
 
     Args:
         loss: a floating-point scalar.
@@ -139,7 +135,8 @@ def scale_loss(
             ``loss_id`` without it counts what this one found.
 
     Raises:
-        RuntimeError: before ``initialize``, or an unknown `loss_id`.
+        RuntimeError: before ``initialize``, an unknown `loss_id`, or inside another context of the
+            same optimizer.
         TypeError: `optimizers` is something else.
 
     Waits for the device once if the scale is dynamic, and not at all if every optimizer is, on an
@@ -161,25 +158,19 @@ def scale_loss(
             yield loss.float()
             return
         _pending.complete()
-        for stash in stashes:
-            if stash.params_have_scaled_gradients:
-                stash.match_scale(scaler)
-            else:
-                stash.prepare_backward()
-        try:
+        with contextlib.ExitStack() as contexts:
+            claimed: set[int] = set()
+            for stash in stashes:
+                stash.enter_context(scaler, claimed)
+                contexts.push(lambda kind, *_, stash=stash: stash.leave_context(kind is not None))
             yield scaler.scale(loss)
             _pending.complete()  # an OverlappedOptimizer's: what is read now has to be there
-        except BaseException:
             for stash in stashes:
-                stash.abort_backward()
-            raise
-        if delay_unscale:
-            for stash in stashes:
-                stash.delay_unscale(scaler)
-            return
-        for stash in stashes:
-            stash.finish_backward(scaler)
-        if not delay_overflow_check:
+                if delay_unscale:
+                    stash.delay_unscale(scaler)
+                else:
+                    stash.finish_backward(scaler)
+        if not delay_unscale and not delay_overflow_check:
             _check_overflow(stashes, loss_id, scaler)
     finally:
         if handle is not None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from ..amp._amp_state import is_rank_zero
+from ..amp._full_values import follow
+from ..amp._process_optimizer import MAX_CLOSURE_RETRIES
 from ..amp.casts import is_low_precision
 from ..amp.scaler import LossScaler
 from .fp16util import (
@@ -15,9 +17,6 @@ from .fp16util import (
     master_params_to_model_params,
     model_grads_to_master_grads,
 )
-
-#: Evaluations of a closure that overflow in a row before step() gives up.
-_MAX_CLOSURE_RETRIES = 100
 
 
 class FP16_Optimizer:  # noqa: N801
@@ -68,6 +67,8 @@ class FP16_Optimizer:  # noqa: N801
         self.overflow_group: Any = None
         self.overflow = False
         self.first_closure_call_this_step = True
+        #: No step was made since the masters were made or loaded.
+        self._masters_follow = True
         self.clip_grad_norm = clip_grad_norm
 
     def _make_masters(self, params: list[torch.Tensor]) -> None:
@@ -130,7 +131,14 @@ class FP16_Optimizer:  # noqa: N801
         """Copy the model's gradients to the masters, unscale, and look for overflow.
 
         Sets ``overflow`` and adapts a dynamic scale. Waits for the device if the scale is dynamic.
+        Until the first step, masters take over what was written into the model's parameters, by a
+        broadcast for example.
         """
+        if self._masters_follow:
+            for master, param in zip(
+                self.all_fp32_from_fp16_params, self.all_fp16_params, strict=True
+            ):
+                follow(master, param)
         model_grads_to_master_grads(self.all_fp16_params, self.all_fp32_from_fp16_params)
         params = self.all_fp32_from_fp16_params + self.all_fp32_from_fp32_params
         self.loss_scaler.unscale_([param.grad for param in params if param.grad is not None])
@@ -159,6 +167,7 @@ class FP16_Optimizer:  # noqa: N801
         else:
             result = self._step_with_closure(closure)
         self._copy_masters()
+        self._masters_follow = False
         return result
 
     def _copy_masters(self) -> None:
@@ -170,7 +179,7 @@ class FP16_Optimizer:  # noqa: N801
                 self._copy_masters()
             self.first_closure_call_this_step = False
             loss = closure()
-            for _ in range(_MAX_CLOSURE_RETRIES):
+            for _ in range(MAX_CLOSURE_RETRIES):
                 if not self.overflow:
                     return loss
                 self._print(
@@ -179,7 +188,7 @@ class FP16_Optimizer:  # noqa: N801
                 )
                 loss = closure()
             raise RuntimeError(
-                f"FP16_Optimizer.step: the closure overflowed {_MAX_CLOSURE_RETRIES} times in a "
+                f"FP16_Optimizer.step: the closure overflowed {MAX_CLOSURE_RETRIES} times in a "
                 "row; the gradients are inf or nan at any loss scale."
             )
 
@@ -237,17 +246,14 @@ class FP16_Optimizer:  # noqa: N801
                 f"optimizer has {len(current)}, or their shapes differ; load the state of the "
                 "same model."
             )
-        scaler = state_dict["loss_scaler"]
-        if not isinstance(scaler, dict):
-            # A scaler object, as Apex saved it.
-            scaler = {"loss_scale": scaler._loss_scale, "unskipped": scaler._unskipped}
-        self.loss_scaler.load_state_dict(scaler)
+        self.loss_scaler.load_state_dict(_scaler_state(state_dict["loss_scaler"]))
         self.overflow = bool(state_dict["overflow"])
         self.first_closure_call_this_step = bool(state_dict["first_closure_call_this_step"])
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         for master, value in zip(current, saved, strict=True):
             master.copy_(value)
         self._copy_masters()
+        self._masters_follow = True
 
     def __getstate__(self) -> Any:
         raise RuntimeError("FP16_Optimizer cannot be pickled; save its state_dict().")
@@ -281,3 +287,16 @@ class FP16_Optimizer:  # noqa: N801
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         self.optimizer.param_groups = value
+
+
+def _scaler_state(saved: Any) -> dict[str, Any]:
+    """The state in `saved`: a dict, or a scaler object, as Apex saved it in two layouts."""
+    if isinstance(saved, dict):
+        return saved
+    if hasattr(saved, "_loss_scale"):
+        return {"loss_scale": saved._loss_scale, "unskipped": saved._unskipped}
+    clean = getattr(saved, "cur_iter", 0) - getattr(saved, "last_overflow_iter", -1) - 1
+    return {
+        "loss_scale": saved.cur_scale,
+        "unskipped": clean % getattr(saved, "scale_window", 1),
+    }

@@ -54,16 +54,21 @@ def convert_module(module: torch.nn.Module, dtype: torch.dtype) -> None:
 def convert_network(network: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """Cast `network` to `dtype` in place, except for affine batch normalization; returns it.
 
-    Batch normalization without weight and bias is cast. Weights of recurrent modules are laid out
-    contiguously again.
+    Batch normalization without weight and bias is cast, integers and complex numbers are not.
+    Weights of recurrent modules are laid out contiguously again.
     """
+    convert_modules(network, dtype, keep_batchnorm=True)
+    return network
+
+
+def convert_modules(network: torch.nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> None:
+    """:func:`convert_network`, also of batch normalization if not `keep_batchnorm`."""
     for module in network.modules():
-        if isinstance(module, _BatchNorm) and module.affine:
+        if keep_batchnorm and isinstance(module, _BatchNorm) and module.affine:
             continue
         convert_module(module, dtype)
         if isinstance(module, torch.nn.RNNBase):
             module.flatten_parameters()
-    return network
 
 
 class FP16Model(torch.nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._choose import as_list, implementation
+from ._choose import as_list, from_apex, implementation
 
 
 class FusedAdam(torch.optim.Adam):
@@ -61,3 +61,7 @@ class FusedAdam(torch.optim.Adam):
             capturable=capturable,
             **implementation(params),
         )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this class, of torch's, or of Apex's class of this name."""
+        super().load_state_dict(from_apex(self, state_dict))

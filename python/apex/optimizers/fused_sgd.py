@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._choose import as_list, implementation
+from ._choose import as_list, from_apex, implementation
 
 
 class FusedSGD(torch.optim.SGD):
@@ -50,3 +50,35 @@ class FusedSGD(torch.optim.SGD):
             nesterov=nesterov,
             **implementation(params),
         )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this class, of torch's, or of Apex's class of this name."""
+        super().load_state_dict(from_apex(self, state_dict))
+
+    def _init_group(
+        self,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        momentum_buffer_list: list[torch.Tensor | None],
+    ) -> bool:
+        has_sparse = super()._init_group(group, params, grads, momentum_buffer_list)
+        late = [i for i, buffer in enumerate(momentum_buffer_list) if buffer is None]
+        if group["fused"] and len(late) < len(momentum_buffer_list):
+            # torch's kernel takes a first step for all parameters of a group or for none.
+            for i in late:
+                momentum_buffer_list[i] = self._buffer_before(group, params[i], grads[i])
+        return has_sparse
+
+    @torch.no_grad()
+    def _buffer_before(
+        self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor
+    ) -> torch.Tensor:
+        """The momentum from which a later step gets what a first step does, which is not damped."""
+        if not group["dampening"]:
+            return torch.zeros_like(grad)
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        wanted = grad if scale is None else grad / scale
+        wanted = wanted + group["weight_decay"] * param
+        buffer = wanted * (group["dampening"] / group["momentum"])
+        return buffer if found_inf is None else buffer.masked_fill_(found_inf != 0, 0)

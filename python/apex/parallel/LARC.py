@@ -32,6 +32,9 @@ class LARC(WrappedOptimizer):
         clip: scale the learning rate down only (LARC); False replaces it, multiplied by lr (LARS).
         eps: see above.
 
+    Around an :class:`OverlappedOptimizer`, :meth:`step` waits for all gradients, so nothing is
+    overlapped: wrap the LARC in the OverlappedOptimizer instead.
+
     Not thread safe. :meth:`step` copies nothing to the host.
     """
 
@@ -58,19 +61,6 @@ class LARC(WrappedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         super().__setstate__({})
-
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state dict; LARC keeps no state of its own."""
-        return self.optim.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state dict."""
-        for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        self.optim.load_state_dict(state_dict)
-        for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
-            post_hook(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
@@ -112,6 +102,7 @@ class LARC(WrappedOptimizer):
 
     @torch.no_grad()
     def _adapt(self, decays: list[Any]) -> None:
+        self.synchronize()  # an OverlappedOptimizer inside has gradients that are still reduced
         for group, decay in zip(self.param_groups, decays, strict=True):
             by_kind: dict[Any, list[torch.Tensor]] = {}
             for index, param in enumerate(group["params"]):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,11 +14,99 @@ from apex import _core
 Hook = Callable[[Any, Any], torch.futures.Future]
 
 
-def make_runner(state: object, hook: Hook) -> Callable[[_core.GradBucket, _core.Completion], None]:
-    """Adapt ``hook(state, bucket) -> torch.futures.Future`` to what the engine calls."""
+class RegisteredHook(NamedTuple):
+    """What was given to ``register_comm_hook()``."""
+
+    state: object
+    hook: Hook
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RegisteredHook:
+        """What cannot be copied, since it holds a process group, is shared as the group is."""
+        return RegisteredHook(_copied(self.state, memo), _copied(self.hook, memo))
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    attempt = dict(memo)  # a copy that fails leaves parts of it behind
+    try:
+        result = copy.deepcopy(value, attempt)
+    except Exception:  # noqa: BLE001  (each kind of object has its own way to refuse)
+        return value
+    memo.update(attempt)
+    return result
+
+
+class GradBucket:
+    """What a hook is called with; the methods are those of ``torch.distributed.GradBucket``."""
+
+    def __init__(self, bucket: _core.GradBucket) -> None:
+        self.index, self.is_last, self.parameters = bucket.index, bucket.is_last, bucket.parameters
+        self._bucket = bucket
+        self._own = self._buffer = bucket.buffer()
+
+    def buffer(self) -> torch.Tensor:
+        """The gradients, one after another: a 1-D tensor."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replaces what :meth:`buffer` returns, and :meth:`gradients` are views of."""
+        if buffer.numel() != self._own.numel() or not buffer.is_contiguous():
+            raise ValueError(
+                f"set_buffer() takes a contiguous tensor of the bucket's {self._own.numel()} "
+                f"elements, got one of shape {tuple(buffer.shape)} and strides {buffer.stride()}."
+            )
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views of the buffer, shaped like the parameters."""
+        own = self._bucket.gradients()
+        if self._buffer is self._own:
+            return own
+        return [self._in_new_buffer(gradient) for gradient in own]
+
+    def _in_new_buffer(self, own: torch.Tensor) -> torch.Tensor:
+        """The view of the new buffer that lies where ``own`` lies in the old one."""
+        if own.numel() == 0:
+            return self._buffer.new_empty(own.shape)
+        start = (own.data_ptr() - self._own.data_ptr()) // self._own.element_size()
+        flat = self._buffer.view(-1)[start:]
+        if own.is_complex():  # a complex gradient is two numbers of the buffer
+            flat = torch.view_as_complex(flat[: 2 * own.numel()].view(-1, 2))
+        return flat.as_strided(own.size(), own.stride(), flat.storage_offset())
+
+
+# Note [What the engine may hold]
+#
+# The garbage collector cannot see what the engine, which is C++, refers to. If that led back to the
+# wrapper, which owns the engine, neither would ever be freed; and a hook, its state or a callback
+# often do: a method of the object that trains, a module that knows its wrapper. So the engine holds
+# the wrapper weakly, and finds there what is to be called. Who wants a backward with a hook keeps
+# the wrapper until then.
+
+
+def require_wrapper(reference: weakref.ref[Any], what: str) -> Any:
+    """The wrapper, while there is one.
+
+    Raises:
+        RuntimeError: if it was deleted.
+    """
+    wrapper = reference()
+    if wrapper is None:
+        raise RuntimeError(
+            f"the DistributedDataParallel was deleted before this backward, and with it {what}: "
+            "keep it as long as outputs of its forward are used."
+        )
+    return wrapper
+
+
+def make_runner(
+    reference: weakref.ref[Any],
+) -> Callable[[_core.GradBucket, _core.Completion], None]:
+    """Adapt the wrapper's ``hook(state, bucket) -> torch.futures.Future`` to what the engine
+    calls."""
 
     def run(bucket: _core.GradBucket, completion: _core.Completion) -> None:
-        future = hook(state, bucket)
+        state, hook = require_wrapper(reference, "its communication hook")._comm_hook
+        future = hook(state, GradBucket(bucket))
         # The base class: what Work.get_future() and its then() return is not a
         # torch.futures.Future.
         if not isinstance(future, torch._C.Future):
@@ -30,6 +120,8 @@ def make_runner(state: object, hook: Hook) -> Callable[[_core.GradBucket, _core.
                 value = finished.value()
                 if isinstance(value, (list, tuple)):
                     value = value[0]
+                if value.dim() != 1:
+                    value = value.reshape(-1)  # in memory, too, where it is a view of the buffer
                 completion.complete(value)
             except Exception as error:  # noqa: BLE001  (it goes to the caller of backward)
                 completion.fail(f"a communication hook failed: {error}")

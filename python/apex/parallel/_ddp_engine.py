@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from apex import _core
-from apex.parallel import _options
+from apex.parallel import _buffers, _options
 from apex.parallel._groups import end_groups_at_exit, require_group
 from apex.parallel._join import Join
 from apex.parallel._mixed_precision import MixedPrecision
+from apex.parallel._steps import watch_optimizers
+from apex.parallel._watched_module import WatchedModule, tensors_of_functional_call
 
 
 class EngineOwner(nn.Module):
@@ -33,20 +35,22 @@ class EngineOwner(nn.Module):
     broadcast_buffers: bool
     static_graph: bool
     check_finite: bool
-    check_reduction: bool
+    check_reduction: bool | None
     registered_buffers: bool
     process_group: dist.ProcessGroup
     world_size: float
-    _trigger_params: list[nn.Parameter]
+    _trigger_names: list[str]
     _mixed_precision: MixedPrecision | None
     _join: Join | None  # the one in force
     _reducer: _core.Reducer | None
     _groups: list[dist.ProcessGroup]
     _splits_graphs: bool
-    _parameters_seen: list[nn.Parameter]
+    _parameters_seen: list[nn.Parameter]  # as _reducer numbers them
+    _buffers_agreed: _buffers.Buffers  # at the same time
     _engines_made: int = 0  # tells one engine from the next; a reference would keep its hooks alive
     _overlap: Any  # the OverlappedOptimizer, if there is one
-    _watch: _core.ModuleWatch  # of the module that _reducer was made for
+    _watched: WatchedModule | None  # None: the next forward builds the engine again
+    _copied: WatchedModule | None = None  # what was unpickled or copied, until it has an engine
 
     # --- construction, also after unpickling and when the module has changed ---
 
@@ -55,34 +59,40 @@ class EngineOwner(nn.Module):
     ) -> None:
         self.process_group = require_group(process_group, type(self).__name__)
         end_groups_at_exit(self)
+        watch_optimizers()
         self.world_size = float(dist.get_world_size(self.process_group))
         # With one rank, or if all gradients come or go at the end of backward, nothing can overlap.
         self._splits_graphs = (
             self.world_size > 1 and not self.delay_allreduce and self._mixed_precision is None
         )
+        if not _options.over_gloo(self.process_group):
+            # Making groups is collective: ranks that want different numbers are told before.
+            _options.check_initialized(self.module)
+            named = dict(self.module.named_parameters())
+            _core.verify_same_model(
+                list(named), list(named.values()), self._settings(), self.process_group.group_name
+            )
         self._groups = _options.communicators(self.num_allreduce_streams, given, self.process_group)
         self._build_reducer(init_sync)
         if init_sync and self.broadcast_buffers:
             self._sync_buffers()
 
     def _build_reducer(self, init_sync: bool) -> None:
-        names, parameters = [], []
-        for name, parameter in self.module.named_parameters():
-            names.append(name)
-            parameters.append(parameter)
-        self._parameters_seen = parameters
-        self._watch = _core.ModuleWatch(
-            [d for m in self.module.modules() for d in (m._parameters, m._modules)]
-        )
+        # If the models are refused, the next forward compares them again on every rank: one that
+        # has taken its change back must not go on with the old engine while others build.
+        self._watched = None
+        watched = WatchedModule(self)
+        names = [name for name, _ in self.module.named_parameters()]
+        parameters = watched.parameters
+        _options.check_initialized(self.module)
         if self._reducer is not None:
             self._reducer.wait()  # what it still has on its way would be lost with it
         in_bytes = self.bucket_cap_mb is not None
         cap = 0 if _options.size_by_device(self.message_size) else self.message_size
         if in_bytes:
             cap = max(1, int(self.bucket_cap_mb * (1 << 20)))
-        self._engines_made += 1
         synchronizing = self._reducer is None or self._reducer.synchronizing
-        self._reducer = _core.Reducer(
+        reducer = _core.Reducer(
             names,
             parameters,
             [group.group_name for group in self._groups],
@@ -90,7 +100,8 @@ class EngineOwner(nn.Module):
             first_cap=min(cap, _options.FIRST_BUCKET_BYTES) if in_bytes else 0,
             cap_in_bytes=in_bytes,
             delay_allreduce=self.delay_allreduce,
-            trigger_parameters=_options.trigger_indices(self._trigger_params, names, parameters),
+            # Those that are there: a frozen one gets no gradient, so it closes no bucket.
+            trigger_parameters=[i for i, name in enumerate(names) if name in self._trigger_names],
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             allreduce_always_fp32=self.allreduce_always_fp32,
             gradient_average=self.gradient_average,
@@ -101,22 +112,53 @@ class EngineOwner(nn.Module):
             check_finite=self.check_finite,
             check_steps=self.check_reduction,
             registered_buffers=self.registered_buffers,
+            settings=self._settings(),
         )
-        self._reducer.synchronizing = synchronizing
-        self._install_hooks(self._reducer)
+        reducer.synchronizing = synchronizing
+        self._reducer, self._parameters_seen = reducer, parameters
+        self._buffers_agreed = _buffers.Buffers(self.module)
+        self._engines_made += 1
+        self._install_hooks(reducer)
+        self._watched = watched
+
+    def _module_changed(self) -> bool:
+        """Whether the module needs another engine; every rank has to see the same change."""
+        if self._mixed_precision is not None and self._mixed_precision.in_place:
+            return False  # see Note [Casts in backward]
+        return self._watched is None or self._watched.has_other_parameters(self)
+
+    def _settings(self) -> list[str]:
+        """What has to be the same on all ranks, besides what the engine knows of."""
+        mixed = self._mixed_precision
+        settings = [
+            f"broadcast_buffers={self.broadcast_buffers}",
+            f"num_allreduce_streams={self.num_allreduce_streams}",
+            f"registered_buffers={self.registered_buffers}",
+            f"mixed_precision={'None' if mixed is None else mixed.describe()}",
+        ]
+        return settings + (_buffers.described(self.module) if self.broadcast_buffers else [])
 
     def _install_hooks(self, engine: _core.Reducer) -> None:
         """Gives a new engine what was registered with the one before it."""
 
     def _sync_buffers(self, root: int = 0) -> None:
-        buffers = _options.synchronized_buffers(self.module)
-        if buffers:
-            _core.broadcast_coalesced(buffers, self.process_group.group_name, root)
+        try:
+            self._buffers_agreed.take(self.process_group, root, tensors_of_functional_call())
+        except _buffers.BuffersDiffer:
+            self._reducer.release()  # see Note [Buffers that change]
+            raise
+
+    def _connect_copy(self) -> None:
+        """After unpickling or copying: ranks have the same, but for what was replaced since then,
+        of which rank 0's counts as in any module."""
+        replaced = self._copied is not None and self._copied.has_other_parameters(self)
+        self._connect(None, None, init_sync=replaced)
+        self._copied = None
 
     @property
     def _engine(self) -> _core.Reducer:
         if self._reducer is None:
-            self._connect(None, None, init_sync=False)
+            self._connect_copy()
         return self._reducer
 
     # --- accumulation ---
@@ -157,14 +199,16 @@ class EngineOwner(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("_reducer", "_watch", "_groups", "process_group", "_parameters_seen"):
+        for name in ("_reducer", "_watched", "_parameters_seen", "_buffers_agreed"):
             state.pop(name, None)
-        for name in ("_bucket_callback", "_join", "_torch_join", "_overlap"):
+        for name in ("_groups", "process_group"):
+            state.pop(name, None)
+        for name in ("_bucket_callback", "_join", "_torch_join", "_overlap", "_copied"):
             state[name] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # The first forward that trains connects to the default group; evaluation needs none. The
-        # parameters are what was pickled, so nothing is broadcast.
-        self._reducer = None
+        # The first forward that trains connects to the default group; evaluation needs none.
+        self._reducer = self._watched = None
+        self._copied = WatchedModule(self)

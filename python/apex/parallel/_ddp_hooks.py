@@ -3,6 +3,7 @@ callbacks."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ class ReducedBucket(NamedTuple):
 class BucketHooks(EngineOwner):
     """The part of the wrapper that registers them."""
 
-    _comm_hook: tuple[object, _comm_hook.Hook] | str | None
+    _comm_hook: _comm_hook.RegisteredHook | str | None
     _bucket_callback: Callable[[ReducedBucket], None] | None
 
     def _install_hooks(self, engine: _core.Reducer) -> None:
@@ -51,11 +52,20 @@ class BucketHooks(EngineOwner):
 
         Raises:
             TypeError: if ``hook`` is not callable.
+            ValueError: for a state other than None or a process group together with
+                ``message_size="auto"``.
             RuntimeError: if there is a hook already.
         """
         if not callable(hook):
             raise TypeError(f"a communication hook is a function, got {type(hook).__name__}.")
-        self._set_comm_hook((state, hook))
+        if self.message_size == "auto" and not isinstance(state, (type(None), dist.ProcessGroup)):
+            raise ValueError(
+                f"register_comm_hook() with a state ({type(state).__name__}) and "
+                'message_size="auto" exclude each other: while buckets tune themselves, what the '
+                "state keeps for a bucket would be used for another. Construct with a number as "
+                "message_size, or with bucket_cap_mb."
+            )
+        self._set_comm_hook(_comm_hook.RegisteredHook(state, hook))
 
     def register_builtin_comm_hook(self, name: str) -> None:
         """Sends gradients in a narrower dtype, without Python on the way.
@@ -80,21 +90,21 @@ class BucketHooks(EngineOwner):
         if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:
             self.register_builtin_comm_hook("fp16")
 
-    def _set_comm_hook(self, comm_hook: tuple[object, _comm_hook.Hook] | str) -> None:
+    def _set_comm_hook(self, comm_hook: _comm_hook.RegisteredHook | str) -> None:
         mine = None if self._mixed_precision is None else self._mixed_precision.wire
         if self._comm_hook is not None and self._comm_hook != mine:
             raise RuntimeError("a communication hook is registered already; there can be one.")
         engine = self._engine
         self._install_comm_hook(engine, comm_hook)
-        self._comm_hook = comm_hook
+        self._comm_hook = comm_hook  # where the engine finds it
 
     def _install_comm_hook(
-        self, engine: _core.Reducer, comm_hook: tuple[object, _comm_hook.Hook] | str
+        self, engine: _core.Reducer, comm_hook: _comm_hook.RegisteredHook | str
     ) -> None:
         if isinstance(comm_hook, str):
-            engine.set_builtin_comm_hook(comm_hook, self.process_group.group_name)
+            engine.set_builtin_comm_hook(comm_hook)
         else:
-            engine.set_comm_hook(_comm_hook.make_runner(*comm_hook))
+            engine.set_comm_hook(_comm_hook.make_runner(weakref.ref(self)))
 
     def register_bucket_callback(self, callback: Callable[[ReducedBucket], None] | None) -> None:
         """Calls ``callback(bucket)`` for each bucket of a synchronized backward that is complete.
@@ -114,17 +124,18 @@ class BucketHooks(EngineOwner):
         self._install_bucket_callback(self._engine)
 
     def _install_bucket_callback(self, engine: _core.Reducer) -> None:
-        callbacks = [self._bucket_callback] if self._bucket_callback is not None else []
-        if self._overlap is not None:
-            callbacks.append(self._overlap._bucket_arrived)
-        if not callbacks:
+        if self._bucket_callback is None and self._overlap is None:
             engine.set_bucket_callback(None)
             return
-        parameters = self._parameters_seen
+        reference = weakref.ref(self)  # see Note [What the engine may hold]
 
         def run(index: int, members: list[int]) -> None:
+            wrapper = _comm_hook.require_wrapper(reference, "a bucket callback")
+            parameters = wrapper._parameters_seen
             bucket = ReducedBucket(index, [parameters[i] for i in members])
-            for callback in callbacks:
-                callback(bucket)
+            if wrapper._bucket_callback is not None:
+                wrapper._bucket_callback(bucket)
+            if wrapper._overlap is not None:
+                wrapper._overlap._bucket_arrived(bucket)
 
         engine.set_bucket_callback(run)

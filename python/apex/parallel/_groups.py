@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
 import weakref
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.nn.functional as dist_functional
+
+from apex import _core
 
 
 def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
@@ -33,6 +36,15 @@ def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.Pro
             "construct it only on the ranks that are."
         )
     return process_group
+
+
+def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """The timeout of a group's collectives; None, the default, if its backend does not tell."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout
+    return None
 
 
 # Note [Who holds a process group at exit]
@@ -67,11 +79,8 @@ def end_groups_at_exit(holder: Any = None) -> None:
 def _end_groups() -> None:
     if not _in_use:
         return
+    _core.Reducer.release_all()
     for holder in list(_holders):
-        reducer = holder.__dict__.get("_reducer")
-        if reducer is not None:
-            with contextlib.suppress(RuntimeError):  # a backward is running in another thread
-                reducer.release()
         for name in ("_reducer", "_groups", "process_group"):
             if name in holder.__dict__:
                 holder.__dict__[name] = None

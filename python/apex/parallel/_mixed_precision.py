@@ -3,11 +3,14 @@ own."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+import weakref
+from collections.abc import Callable, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from apex.parallel._tree import find_tensors, map_tensors
 
 WIRES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -40,49 +43,163 @@ class MixedPrecision:
         self.reduce_dtype: torch.dtype | None = given.reduce_dtype or given.param_dtype
         # torch's class has none: inputs are cast.
         self.cast_forward_inputs = bool(getattr(given, "cast_forward_inputs", True))
+        self.in_place = False  # the module's parameters and buffers are casts at present
 
     @property
     def wire(self) -> str | None:
         """The built-in communication hook for ``reduce_dtype``; None: gradients as they are."""
         return WIRES.get(self.reduce_dtype) if self.reduce_dtype is not None else None
 
-    def call(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def describe(self) -> str:
+        """What has to be the same on all ranks."""
+        names = ("param_dtype", "reduce_dtype", "buffer_dtype")
+        return ", ".join(f"{name} {getattr(self, name)}" for name in names)
+
+    def enter(
+        self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Casts | None]:
+        """Before forward: casts inputs, and puts casts in place of the module's own tensors.
+
+        Returns what forward is called with, and what :meth:`leave` takes, or after an exception
+        :meth:`abandon`.
+        """
         if self.cast_forward_inputs and self.param_dtype is not None:
-            inputs = _cast(inputs, self.param_dtype)
-            kwargs = _cast(kwargs, self.param_dtype)
-        replaced = _casts(dict(module.named_parameters()), self.param_dtype)
-        buffers = dict(module.named_buffers())
-        narrow = _casts(buffers, self.buffer_dtype)
-        output = torch.func.functional_call(module, {**replaced, **narrow}, inputs, kwargs)
-        with torch.no_grad():
-            for name, tensor in narrow.items():
+            inputs, kwargs = map_tensors((inputs, kwargs), self._cast_input)
+        if self.in_place:  # forward runs again within backward
+            return inputs, kwargs, None
+        casts = Casts(module, self.param_dtype, self.buffer_dtype)
+        self._put_in(casts)
+        return inputs, kwargs, casts
+
+    def leave(self, module: nn.Module, casts: Casts, output: Any, training: bool) -> None:
+        """After forward: puts the module's own tensors back, with what forward did to buffers."""
+        try:
+            casts.keep_changed_buffers()
+        finally:
+            self.abandon(casts)
+        if training and casts:
+            self._use_in_backward(module, casts, output)
+
+    def abandon(self, casts: Casts) -> None:
+        """Puts the module's own tensors back as they were."""
+        casts.take_out()
+        self.in_place = False
+
+    def _put_in(self, casts: Casts) -> None:
+        casts.put_in()
+        self.in_place = True
+
+    def _cast_input(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.param_dtype) if tensor.is_floating_point() else tensor
+
+    # Note [Casts in backward]
+    #
+    # Under activation checkpointing, parts of forward run again within backward. They have to find
+    # what forward has found, so the casts of that forward are put in place of the module's own
+    # while its backward runs: from when the first gradient of an output arrives to the end.
+
+    def _use_in_backward(self, module: nn.Module, casts: Casts, output: Any) -> None:
+        tensors = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
+        if not tensors:
+            return
+        kept = [casts]  # for the first backward; whoever holds an output holds no more after it
+        reference = weakref.ref(module)  # which may hold an output
+
+        def begin(_: torch.Tensor) -> None:
+            module = reference()
+            if self.in_place or module is None:
+                return
+            with torch.enable_grad():
+                casts = kept.pop() if kept else Casts(module, self.param_dtype, self.buffer_dtype)
+            self._put_in(casts)
+            ends = _EndOfBackward(lambda: self.abandon(casts))
+            torch.autograd.Variable._execution_engine.queue_callback(ends)
+
+        torch.autograd.graph.register_multi_grad_hook(tensors, begin, mode="any")
+
+
+class _EndOfBackward:
+    """Called when backward ends; also when it fails, and the autograd engine lets go of this."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action: Callable[[], None] | None = action
+
+    def __call__(self) -> None:
+        action, self._action = self._action, None
+        if action is not None:
+            action()
+
+    __del__ = __call__
+
+
+class _Cast(torch.autograd.Function):
+    """``tensor.to(dtype)``, whose backward takes sparse gradients, too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return tensor.to(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.dtype], output: Any) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.to(ctx.dtype), None
+
+
+class _Entry(NamedTuple):
+    members: MutableMapping[str, Any]  # _parameters or _buffers of a module
+    name: str
+    own: torch.Tensor
+    cast: torch.Tensor
+
+
+class Casts:
+    """Casts of a module's parameters and buffers, to be put in place of its own."""
+
+    def __init__(
+        self, module: nn.Module, parameters: torch.dtype | None, buffers: torch.dtype | None
+    ) -> None:
+        self._parameters: list[_Entry] = []
+        self._buffers: list[_Entry] = []
+        made: dict[int, torch.Tensor] = {}  # what is shared stays shared
+        for part in module.modules():
+            for members, dtype, entries in (
+                (part._parameters, parameters, self._parameters),
+                (part._buffers, buffers, self._buffers),
+            ):
+                for name, own in members.items() if dtype is not None else ():
+                    if own is None or not own.is_floating_point() or own.dtype == dtype:
+                        continue
+                    if id(own) not in made:
+                        made[id(own)] = _Cast.apply(own, dtype)
+                    entries.append(_Entry(members, name, own, made[id(own)]))
+
+    def __bool__(self) -> bool:
+        return bool(self._parameters or self._buffers)
+
+    def put_in(self) -> None:
+        for entry in (*self._parameters, *self._buffers):
+            entry.members[entry.name] = entry.cast
+
+    def take_out(self) -> None:
+        """Puts the module's own back, where it has not put something else itself."""
+        for members, name, own, cast in (*self._parameters, *self._buffers):
+            if name in members and members[name] is cast:
+                members[name] = own
+
+    @torch.no_grad()
+    def keep_changed_buffers(self) -> None:
+        """Gives the module's own buffers the values that forward has left in their casts."""
+        for members, name, own, cast in self._buffers:
+            present = members[name] if name in members else None
+            if present is cast:
                 # One that the module left alone keeps its digits. (Not every kernel counts
                 # versions.)
-                if not torch.equal(tensor, buffers[name].to(tensor.dtype)):
-                    buffers[name].copy_(tensor)
-        return output
-
-
-def _casts(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    if dtype is None:
-        return {}
-    return {
-        name: tensor.to(dtype)
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() and tensor.dtype != dtype
-    }
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors in nested containers, cast."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return type(value)((key, _cast(item, dtype)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        cast = [_cast(item, dtype) for item in value]
-        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {f.name: _cast(getattr(value, f.name), dtype) for f in dataclasses.fields(value)}
-        return dataclasses.replace(value, **changes)
-    return value
+                if not torch.equal(cast, own.to(cast.dtype)):
+                    own.copy_(cast)
+            elif present is not None:  # assigned
+                members[name] = present.to(own.dtype)

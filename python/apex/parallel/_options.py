@@ -3,6 +3,7 @@ other."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from apex.parallel._groups import timeout_of
+from apex.parallel._tree import map_tensors
 
 #: Elements, NVIDIA Apex's default. It stands for "by device", see BucketLimits in C++.
 MESSAGE_SIZE = 10_000_000
@@ -94,26 +98,36 @@ def check_exclusive(
         )
 
 
-def trigger_indices(
-    triggers: Iterable[nn.Parameter] | None,
-    names: Sequence[str],
-    parameters: Sequence[nn.Parameter],
-) -> list[int]:
-    """Positions in ``parameters`` of the given parameters, which are compared by identity."""
-    index = {id(parameter): i for i, parameter in enumerate(parameters)}
+def check_initialized(module: nn.Module) -> None:
+    """Raise RuntimeError for a parameter or buffer of a lazy module that has no shape yet."""
+    for kind, named in (
+        ("parameter", module.named_parameters()),
+        ("buffer", module.named_buffers()),
+    ):
+        for name, tensor in named:
+            if nn.parameter.is_lazy(tensor):
+                raise RuntimeError(
+                    f"{kind} '{name}' belongs to a lazy module and has no shape yet: run one "
+                    "forward of the module, on every rank, before it is wrapped."
+                )
+
+
+def trigger_names(triggers: Iterable[nn.Parameter] | None, module: nn.Module) -> list[str]:
+    """The names of the given parameters, by which those are found that replace them later."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     result = []
     for trigger in triggers or ():
-        if id(trigger) not in index:
+        if id(trigger) not in names:
             raise ValueError(
                 f"allreduce_trigger_params holds a tensor of shape {tuple(trigger.shape)} that is "
                 "no parameter of the wrapped module."
             )
+        name = names[id(trigger)]
         if not trigger.requires_grad:
-            name = names[index[id(trigger)]]
             raise ValueError(
                 f"allreduce_trigger_params holds '{name}', which requires no gradient."
             )
-        result.append(index[id(trigger)])
+        result.append(name)
     return result
 
 
@@ -154,14 +168,26 @@ def single_device(
     return target, output
 
 
+def over_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` has Gloo for some device."""
+    return "gloo" in str(dist.get_backend_config(group))
+
+
 def communicators(count: int, given: Any, group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
-    """The groups that buckets use in turn; new ones over the same ranks where none are given."""
+    """The groups that buckets use in turn.
+
+    The engine makes connections of its own from them, over Gloo; other backends get groups of their
+    own here. Those are made by the members of ``group`` alone.
+    """
     if count == 1:
         return [group]
     if given is not None:
         return list(given[0])
+    if over_gloo(group):
+        return [group] * count
     ranks = dist.get_process_group_ranks(group)
-    return [group] + [dist.new_group(ranks) for _ in range(count - 1)]
+    make = functools.partial(dist.new_group, ranks, use_local_synchronization=True)
+    return [group, *(make(timeout=timeout_of(group)) for _ in range(count - 1))]
 
 
 def warn_ignored(gradient_average_split_factor: Any) -> None:
@@ -174,31 +200,9 @@ def warn_ignored(gradient_average_split_factor: Any) -> None:
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """Tensors in nested tuples, lists and dicts moved to ``device``; everything else as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, tuple):
-        moved = [move(item, device) for item in value]
-        return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
-    if isinstance(value, list):
-        return [move(item, device) for item in value]
-    if isinstance(value, dict):
-        return type(value)((key, move(item, device)) for key, item in value.items())
-    return value
+    """Tensors in nested containers moved to ``device``, and objects that have a ``to()``."""
 
+    def move_other(value: Any) -> Any:
+        return value.to(device) if callable(getattr(value, "to", None)) else value
 
-def synchronized_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """All buffers, in one order on every rank.
-
-    Batch norm's running statistics come as ``.data``: writing to them does not count as a change of
-    what a forward that awaits its backward has saved, just as batch norm's own update of them does
-    not (backward in training reads the statistics of the batch). Other buffers count their changes,
-    so that a backward that would read another value than its forward did is an error.
-    """
-    buffers: dict[int, torch.Tensor] = {}
-    for part in module.modules():
-        own = isinstance(part, nn.modules.batchnorm._NormBase)
-        for buffer in part._buffers.values():
-            if buffer is not None and id(buffer) not in buffers:
-                buffers[id(buffer)] = buffer.data if own else buffer
-    return list(buffers.values())
+    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True), move_other)

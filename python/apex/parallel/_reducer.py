@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from apex import _core
+from apex.parallel import _in_backward
 from apex.parallel._groups import end_groups_at_exit, require_group
 
 
@@ -23,6 +24,9 @@ class Reducer:
         process_group: the processes that take part; default all.
 
     Backward alone never communicates. Collective and blocking, as ``DistributedDataParallel``.
+
+    Raises:
+        RuntimeError: if an optimizer steps parameters of the module inside backward.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Reducer:
             group = self.process_group.group_name
             _core.verify_same_model(names, parameters, [], group)
             _core.broadcast_coalesced(parameters, group)
+            _in_backward.refuse(self.module, self.process_group)
         else:
             self.module = None
             self.grads = list(_flatten(module_or_grads_list))
@@ -50,6 +55,7 @@ class Reducer:
         or until that is enqueued on the current stream (CUDA).
         """
         if self.module is not None:
+            _in_backward.refuse(self.module, self.process_group)
             tensors = [p.grad for p in self.module.parameters() if p.grad is not None]
         else:
             tensors = self.grads

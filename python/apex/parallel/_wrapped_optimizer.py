@@ -45,5 +45,29 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def defaults(self, value: dict[str, Any]) -> None:
         self.optim.defaults = value
 
+    def synchronize(self) -> None:
+        """Returns when the gradients are complete, also where the wrapped optimizer awaits some."""
+        if isinstance(self.optim, WrappedOptimizer):
+            self.optim.synchronize()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state dict; there is no state of its own."""
+        for pre_hook in list(self._optimizer_state_dict_pre_hooks.values()):
+            pre_hook(self)
+        state_dict = self.optim.state_dict()
+        for hook in list(self._optimizer_state_dict_post_hooks.values()):
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped optimizer's state dict."""
+        for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        self.optim.load_state_dict(state_dict)
+        for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
+            post_hook(self)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from apex.parallel import _compile, _options
+from apex.parallel import _compile, _in_backward, _options
 from apex.parallel._ddp_hooks import BucketHooks, ReducedBucket
 from apex.parallel._ddp_join import UnevenInputs
 from apex.parallel._ddp_overlap import OverlapTimes
 from apex.parallel._ddp_plan import BucketPlan
-from apex.parallel._mixed_precision import MixedPrecision
+from apex.parallel._mixed_precision import Casts, MixedPrecision
 from apex.parallel._reducer import Reducer, flat_dist_call
+from apex.parallel._tree import find_tensors
 
 __all__ = ["DistributedDataParallel", "ReducedBucket", "Reducer", "flat_dist_call"]
 
@@ -32,7 +33,7 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
     included. During backward, gradients are put into buckets and each bucket is all-reduced as soon
     as it is complete, while the rest of backward is still running; when ``backward()`` returns,
     every ``.grad`` holds the average over all processes. The first backward (and the first after
-    parameters were frozen, thawed, added or replaced) learns the order in which gradients arrive
+    parameters were frozen, unfrozen, added or replaced) learns the order in which gradients arrive
     and communicates at its end.
 
     A parameter that no process used keeps ``grad=None``; one that some processes used gets the
@@ -52,7 +53,8 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         delay_allreduce: send everything at the end of backward, in one message per dtype.
         shared_param: refused; shared parameters need no option.
         allreduce_trigger_params: parameters at whose gradients the open buckets are sent, instead
-            of by size.
+            of by size. Those that replace them later, under the same names, take their place; one
+            that is frozen or removed closes no bucket, and without any left, sizes do.
         retain_allreduce_buffers: keep gradients as views of the buckets, which are then listed in
             ``allreduce_buffers``. The same as ``gradient_as_bucket_view``.
         allreduce_always_fp32: sum float16 and bfloat16 gradients in float32.
@@ -75,10 +77,10 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         bucket_cap_mb: bucket size in MiB, instead of ``message_size``; the first bucket is then at
             most 1 MiB, as in ``torch``.
         find_unused_parameters: no effect (not needed).
-        check_reduction: raise on every process after a backward before which the processes have run
-            different numbers of forwards: one has skipped a backward, or run one more, and
-            gradients of different steps were averaged. On devices other than the CPU the host waits
-            for it.
+        check_reduction: after each backward, raise on every process if they are out of step: if
+            some have left out a backward, run one more or one without synchronization, so that
+            gradients of different steps were averaged. None, the default, is True where that costs
+            nothing, for parameters on the CPU; on other devices the host waits for it.
         gradient_as_bucket_view: leave gradients as views of the buckets, which saves a copy and
             memory.
         static_graph: promise that the set of parameters that get a gradient does not change after
@@ -101,7 +103,8 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
             Elsewhere a warning is logged once, and torch's memory is used.
 
     Raises:
-        RuntimeError: if there is no process group, or the processes hold different models.
+        RuntimeError: if there is no process group, the processes hold different models, or an
+            optimizer steps parameters inside backward.
         ValueError: for arguments that contradict each other.
 
     Construction, forward and backward are collective: every process of the group has to take part.
@@ -133,7 +136,7 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
-        check_reduction: bool = False,
+        check_reduction: bool | None = None,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         delay_all_reduce_named_params: Any = None,
@@ -184,7 +187,7 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         self.check_finite = check_finite
         self.check_reduction = check_reduction
         self.registered_buffers = registered_buffers
-        self._trigger_params = list(allreduce_trigger_params or ())
+        self._trigger_names = _options.trigger_names(allreduce_trigger_params, module)
         self._comm_hook = None
         self._bucket_callback = None
         self._join = None
@@ -208,6 +211,12 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         self._connect(process_group, allreduce_communicators, init_sync)
         if self._mixed_precision is not None and self._mixed_precision.wire is not None:
             self._set_comm_hook(self._mixed_precision.wire)
+        self._refuse_steps_in_backward()
+
+    def _refuse_steps_in_backward(self) -> None:
+        # After what is collective, so that no rank waits for one that raises.
+        _in_backward.refuse(self.module, self.process_group)
+        self._stepped_in_backward = _in_backward.parameters_known()
 
     # --- forward ---
 
@@ -223,38 +232,44 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         leave = self._leave_untraced if under_trace else self._leave
         name = "apex.DistributedDataParallel.forward"
         with torch.profiler.record_function(name) if self.prof else _NO_RANGE:
-            inputs, kwargs = enter(inputs, kwargs, training)
-            if not (training and self._splits_graphs):
-                return leave(self._call_module(inputs, kwargs), training)
-            # Note [Compiled graphs are split by bucket] in _compile.py.
+            inputs, kwargs, casts = enter(inputs, kwargs, training)
             outer = _compile.registry._active_ddp_module
-            _compile.registry._active_ddp_module = self
+            if training and self._splits_graphs:
+                # Note [Compiled graphs are split by bucket] in _compile.py.
+                _compile.registry._active_ddp_module = self
             try:
                 output = self._call_module(inputs, kwargs)
+            except BaseException:
+                if casts is not None:
+                    self._mixed_precision.abandon(casts)
+                raise
             finally:
                 _compile.registry._active_ddp_module = outer
-            return leave(output, training)
+            return leave(output, training, casts)
 
     def _enter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], training: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Casts | None]:
         if self._input_device is not None:
             inputs = _options.move(inputs, self._input_device)
             kwargs = _options.move(kwargs, self._input_device)
         if training:
             self._prepare()
-        return inputs, kwargs
+        if self._mixed_precision is None:
+            return inputs, kwargs, None
+        return self._mixed_precision.enter(self.module, inputs, kwargs)
 
     def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._mixed_precision is None:
-            return self.module(*inputs, **kwargs)
-        return self._mixed_precision.call(self.module, inputs, kwargs)
+        return self.module(*inputs, **kwargs)
 
-    def _leave(self, output: Any, training: bool) -> Any:
+    def _leave(self, output: Any, training: bool, casts: Casts | None) -> Any:
+        if casts is not None:
+            self._mixed_precision.leave(self.module, casts, output, training)
         if self._output_device is not None:
             output = _options.move(output, self._output_device)
         if training and output is not None:
-            self._reducer.watch_outputs(output)
+            alone = isinstance(output, torch.Tensor)
+            self._reducer.watch_outputs(output if alone else find_tensors(output))
         return output
 
     # The engine cannot be traced. While torch.compile traces this class, the graph is broken before
@@ -266,13 +281,14 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
 
     def _prepare(self) -> None:
         if self._reducer is None:
-            self._connect(None, None, init_sync=False)
-        elif self._watch.changed():
+            self._connect_copy()
+        elif self._module_changed():
             if self._join is not None:
                 raise RuntimeError("parameters were added, removed or replaced under join().")
-            # Every rank sees the same change.
             self._build_reducer(init_sync=True)
-        self._reducer.prepare_for_forward()
+        if self._stepped_in_backward != _in_backward.parameters_known():
+            self._refuse_steps_in_backward()
+        self._reducer.prepare_for_forward(self.training)
         buffers = self.broadcast_buffers and self.training and self._reducer.synchronizing
         root = 0 if self._join is None else self._join.announce_forward(buffers)
         if buffers:

@@ -277,10 +277,13 @@ class OverlappedOptimizer(WrappedOptimizer):
         if waiting and self._later is None:  # step() was not called: they are not needed
             self.synchronize()
             waiting = set()
+        if not waiting:
+            # Its own way, since mixed precision keeps more gradients than those of its groups.
+            self.optim.zero_grad(set_to_none)
+            return
         everything = [p for group in self.optim.param_groups for p in group["params"]]
         _clear([p for p in everything if p not in waiting], set_to_none)
-        if waiting:
-            self._later.clear = set_to_none
+        self._later.clear = set_to_none
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -293,12 +296,12 @@ class OverlappedOptimizer(WrappedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict, after :meth:`synchronize`."""
         self.synchronize()
-        return self.optim.state_dict()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the wrapped optimizer's state dict, after :meth:`synchronize`."""
         self.synchronize()
-        self.optim.load_state_dict(state_dict)
+        super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the wrapped optimizer, after :meth:`synchronize`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from apex.parallel._groups import end_groups_at_exit
+from apex.parallel._groups import end_groups_at_exit, timeout_of
 
 _lock = threading.Lock()
 _world: weakref.ref[Any] | None = None
@@ -35,7 +35,7 @@ def default_group() -> Any:
     with _lock:
         group = _own_group() if _own_group is not None else None
         if group is None or _world is None or _world() is not world:
-            group = dist.new_group(group_desc="apex_sync_batch_norm")
+            group = dist.new_group(timeout=timeout_of(world), group_desc="apex_sync_batch_norm")
             _own_group, _world = weakref.ref(group), weakref.ref(world)
             end_groups_at_exit()
         return group
@@ -72,7 +72,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
     """Split the ranks into groups of ``group_size`` consecutive ones; returns this rank's group.
 
     Collective: every rank of the default group calls it with the same number. ``0`` returns None,
-    which stands for all ranks.
+    which stands for all ranks. The groups have the timeout of the default group.
 
     Raises ValueError if the world is not a multiple of ``group_size``.
     """
@@ -88,7 +88,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
     result = None
     for index in range(world_size // group_size):
         ranks = list(range(index * group_size, (index + 1) * group_size))
-        group = dist.new_group(ranks=ranks)
+        group = dist.new_group(ranks=ranks, timeout=timeout_of(dist.group.WORLD))
         if index == mine:
             result = group
     end_groups_at_exit()

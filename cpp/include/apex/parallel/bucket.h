@@ -17,16 +17,9 @@ struct BucketOptions {
   bool gradient_as_bucket_view = false;  ///< leave gradients as views of the buffer
   bool allreduce_always_fp32 = false;    ///< half and bfloat16 gradients travel as float32
   int64_t sparse_dim = 1;                ///< of a sparse bucket: the same on every rank
-  bool stamped = false;                  ///< one more number tells in which step a rank is
-  bool signals = false;                  ///< one more number tells whether a rank asks for something
+  int facts = 0;  ///< so many numbers behind the used-parameter mask, at most 32: facts about a rank's step
   /// Where the memory of the buffer comes from, zeroed: (elements, options). Empty: from torch.
   std::function<at::Tensor(int64_t, const at::TensorOptions&)> allocate;
-};
-
-/// What a rank tells the others in the numbers behind the gradients, where the bucket has room for it.
-struct BucketNumbers {
-  int stamp = 0;        ///< of a stamped bucket: from 0 to 7
-  bool signal = false;  ///< of a bucket that signals
 };
 
 /// A group of gradients that are reduced by one collective.
@@ -34,7 +27,9 @@ struct BucketNumbers {
 /// Besides gradients a flat bucket carries one number per *reported* parameter: 1 where this rank has
 /// a gradient for it and 0 where it has not, so that after the sum every rank can tell whether any
 /// rank had one, without a collective of its own. See Note [Usage travels with the gradients] in
-/// reducer.cpp.
+/// reducer_plan.cpp. Behind these there may be facts: numbers that are 1 where the fact holds on this rank
+/// and 0 elsewhere. The sum of such a number is above 0 exactly if the fact holds on some rank, in every
+/// dtype and for every world size. Neither is scaled with the gradients.
 ///
 /// All member functions work on the current stream of the bucket's device and never block the host,
 /// except reported_usage(). Not thread safe; the reducer serializes calls.
@@ -53,7 +48,10 @@ class APEX_API Bucket {
     at::Tensor variable;  ///< the parameter
     int64_t offset = 0;   ///< first element in the buffer
     int64_t numel = 0;    ///< elements of the gradient
-    at::Tensor view;      ///< the buffer seen with the parameter's shape, strides and dtype
+    /// The buffer seen with the parameter's shape, strides and dtype. Never handed out: whoever holds a
+    /// gradient may point it elsewhere (`grad.data = ...`), and with it every tensor that is the same one.
+    at::Tensor view;
+    at::Tensor handed;    ///< the last tensor like it that was handed out
     at::Tensor stash;     ///< an unused gradient's value, kept until it is known to be unused by all
     bool used = false;    ///< this rank contributes a gradient in this backward
     at::Tensor early;     ///< the gradient that copy_early() has copied and left in place, until pack()
@@ -74,8 +72,7 @@ class APEX_API Bucket {
   at::Device device() const { return device_; }
   const std::vector<Slot>& slots() const { return slots_; }
   const std::vector<int64_t>& reported() const { return reported_; }
-  bool stamped() const { return options_.stamped; }
-  bool signals() const { return options_.signals; }
+  bool carries_facts() const { return options_.facts > 0; }
 
   /// The real-valued dtype in which gradients are summed.
   at::ScalarType wire_dtype() const { return wire_dtype_; }
@@ -94,9 +91,18 @@ class APEX_API Bucket {
   /// @param used  by parameter index of the reducer: whether this rank contributes; a used member has
   ///              a gradient. A member that is not used contributes its present gradient if it has
   ///              one, else zeros.
-  /// One multi-tensor copy at most; gradients that already are views of the buffer, and a bucket in
-  /// place, are not copied.
-  void pack(const std::vector<uint8_t>& used, double scale, const BucketNumbers& numbers = {});
+  /// @param facts  bit i: number i of the facts, of a bucket that carries facts.
+  /// One multi-tensor copy at most; gradients that already are views of the buffer are not copied, and
+  /// neither is that of a bucket in place, if nothing but its parameter and `incoming` refers to its
+  /// memory (see Note [Who may read a gradient's memory] in bucket.cpp).
+  /// @param incoming  the gradient that autograd is accumulating just now, if it is.
+  void pack(const std::vector<uint8_t>& used, double scale, uint32_t facts = 0,
+            const at::Tensor& incoming = {});
+
+  /// The message of a rank that contributes nothing to this bucket, which other ranks have packed: zeros (with
+  /// `poison`: NaN, for devices on which nobody reads the facts), no parameter used, and these facts. A new
+  /// tensor; the bucket is not changed. Undefined for a sparse bucket.
+  at::Tensor absent_message(uint32_t facts, bool poison) const;
 
   /// The tensor to reduce, valid between pack() and unpack(): contiguous, real-valued, or sparse.
   const at::Tensor& message() const { return message_; }
@@ -110,15 +116,20 @@ class APEX_API Bucket {
   at::Tensor data() const;
   std::vector<at::Tensor> data_views() const;
 
+  /// Views of `data` [data_numel], laid out as data() is.
+  std::vector<at::Tensor> views_of(const at::Tensor& data) const;
+
   /// Replaces the gradients' part of the message by `result`: same number of elements, any dtype.
   void assign(const at::Tensor& result);
 
   /// Of a sparse bucket: replaces the message by the reduced tensor.
   void assign_sparse(at::Tensor result);
 
-  /// Multiplies the message by `scale` and hands every used member its gradient: as a view of the
-  /// buffer, or by one multi-tensor copy. Members that this rank did not use are left for settle().
-  void unpack(double scale);
+  /// Multiplies the gradients' part of the message by `scale` and hands every used member its gradient: as a
+  /// view of the buffer, or by one multi-tensor copy. Members that this rank did not use are left for
+  /// settle().
+  /// @param kept  by parameter index of the reducer: whether .grad was there before this backward.
+  void unpack(double scale, const std::vector<uint8_t>& kept);
 
   /// After unpack(): decides for members that this rank did not use. With `used_by_any` they get the
   /// reduced gradient, otherwise they are left as they were before pack() (None stays None).
@@ -131,19 +142,17 @@ class APEX_API Bucket {
   /// Blocks the host until they are readable.
   void reported_usage(std::vector<uint8_t>& used_by_any) const;
 
-  /// After the reduction of a stamped bucket whose message is the sum over `summed` ranks (1: it is
-  /// their average): false if another rank surely packed another stamp. Blocks the host.
-  bool stamps_agree(int summed) const;
-
-  /// After the reduction of a bucket that signals: whether any rank has. Blocks the host.
-  bool signalled() const;
+  /// After the reduction of a bucket that carries facts: bit i is set if fact i holds on some rank. `message`:
+  /// what absent_message() gave, if that was reduced instead. Blocks the host until they are readable.
+  uint32_t facts_of_any(const at::Tensor& message = {}) const;
 
   /// Largest absolute value of each packed gradient, in the order of slots() (0 where there is none):
   /// not finite where a gradient is not. On the bucket's device; one multi-tensor call.
   at::Tensor largest_values() const;
 
-  /// Forgets a message that is in flight, so that what still writes to it cannot be seen any more.
-  /// Gradients that were moved into a bucket that was not packed yet are put back.
+  /// Forgets a message that is in flight, so that what still writes to it cannot be seen any more: a
+  /// gradient that lies in it is taken away from its parameter. Gradients that were moved into a bucket, or
+  /// are views of it, and were not packed yet are put back as tensors of their own.
   void abandon();
 
   /// How many gradients the last pack() copied.
@@ -154,10 +163,12 @@ class APEX_API Bucket {
 
  private:
   void allocate();
-  void pack_flat(const std::vector<uint8_t>& used, double scale, const BucketNumbers& numbers);
+  void pack_flat(const std::vector<uint8_t>& used, double scale, uint32_t facts);
   bool is_copied(const Slot& slot, double scale) const;
-  int64_t signal_place() const { return data_numel_ + static_cast<int64_t>(reported_.size()); }
-  void pack_in_place(double scale);
+  int64_t facts_place() const { return data_numel_ + static_cast<int64_t>(reported_.size()); }
+  void write_trailer(const at::Tensor& message, const std::vector<uint8_t>& used, uint32_t facts) const;
+  std::vector<uint8_t> positive(const at::Tensor& message, int64_t begin, int64_t count) const;
+  void pack_in_place(double scale, const at::Tensor& incoming);
   void pack_sparse(double scale);
 
   Kind kind_;
@@ -167,14 +178,12 @@ class APEX_API Bucket {
   std::vector<int64_t> reported_;
   at::ScalarType wire_dtype_ = at::kFloat;  ///< real-valued
   int64_t data_numel_ = 0;                  ///< in elements of wire_dtype_
-  at::Tensor buffer_;                       ///< flat: gradients, usage, signal, stamp; in wire_dtype_
+  at::Tensor buffer_;                       ///< flat: gradients, used-parameter mask, facts; in wire_dtype_
   at::Tensor home_;     ///< where views live if their dtype is not the wire's, else buffer_
   at::Tensor message_;  ///< what is reduced in this backward
   bool in_place_ = false;  ///< kInPlace: message_ is an alias of the gradient
   bool packed_ = false;    ///< between pack() and unpack()
   bool has_unused_ = false;
-  int stamp_ = 0;
-  double number_scale_ = 1.0;  ///< what the numbers behind the gradients were multiplied by
   int64_t copied_ = 0;
   int64_t copied_early_ = 0;
 };

@@ -40,6 +40,9 @@ class APEX_API CommHook {
   /// thrown here or carried by the future, reaches the caller of backward().
   virtual c10::intrusive_ptr<c10::ivalue::Future> run(GradientBucket& bucket) = 0;
 
+  /// Tells hooks apart, in error messages and between ranks, which must all have the same. Default: the type.
+  virtual std::string name() const;
+
   /// False promises that run() issues one collective per bucket, at once, and none from a callback of
   /// its future. Then buckets are launched as soon as they are complete. Otherwise a bucket on the CPU
   /// is launched when the one before it is done, so that collectives issued from callbacks come in the

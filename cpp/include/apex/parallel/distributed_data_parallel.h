@@ -65,7 +65,7 @@ class DistributedDataParallel {
   auto forward(Args&&... args) {
     const bool training = at::GradMode::is_enabled();
     if (training) {
-      reducer_->prepare_for_forward();
+      reducer_->prepare_for_forward(module_->is_training());
       const bool buffers = broadcast_buffers_ && module_->is_training() && reducer_->synchronizing();
       int64_t root = 0;
       if (joining_) root = reducer_->announce(JoinEvent::kForward, buffers).active.front();

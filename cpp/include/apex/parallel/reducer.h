@@ -82,11 +82,14 @@ struct ReducerOptions {
   /// an all-gather of one number per rank, and a wait of the host.
   bool check_finite = false;
 
-  /// After each synchronized backward, throw on every rank if the ranks have run different numbers of
-  /// forwards (modulo 8) since construction: a rank has then skipped a backward, or run one more, and
-  /// gradients of different steps meet. One number more in a message; on devices other than the CPU, a
-  /// wait of the host. With narrow dtypes and hundreds of ranks a difference may go unnoticed.
-  bool check_steps = false;
+  /// After each synchronized backward, throw RankMismatch on every rank if the ranks are out of step: if some
+  /// have run a forward in training whose outputs no backward has reached, or stepped an optimizer twice without
+  /// a backward between, or updated their parameters, and others have not; the error says who did what. By
+  /// default on where it costs nothing, for parameters on the CPU; elsewhere it is a wait of the host.
+  std::optional<bool> check_steps;
+
+  /// Compared between ranks at construction, besides the options above: "name=value".
+  std::vector<std::string> settings;
 };
 
 /// A bucket whose gradients are complete; see Reducer::set_bucket_callback().
@@ -143,8 +146,15 @@ struct ReducerStatistics {
 /// from one thread at a time, not during backward unless they say so. Backwards of one reducer must
 /// not run at the same time.
 ///
-/// Dropping the reducer while outputs that it watches are alive is safe: their backward still
-/// synchronizes.
+/// Of several reducers that know a parameter, one averages its gradient: the one that was constructed last, or whose
+/// prepare_for_forward() was called later. For the others it is as if frozen.
+///
+/// Dropping the reducer while outputs that it watches are alive is safe: a backward through these still
+/// synchronizes, unless another reducer has taken its parameters; other backwards do not.
+///
+/// A backward that an exception ends on one rank throws on every rank: what that rank had not sent yet it sends
+/// as zeros, with a note that it failed. Afterwards all ranks can go on with the next backward, once gradients
+/// are cleared. Where the last bucket is not on the CPU nobody reads that note; such a rank then sends NaN.
 class APEX_API Reducer {
  public:
   /// Verifies that all ranks hold the same parameters, broadcasts them (frozen ones too) from rank 0,
@@ -153,8 +163,10 @@ class APEX_API Reducer {
   /// @param parameters  all parameters, with names for error messages, in the same order on every
   ///                    rank; a tensor that appears twice counts once. Any strided floating or complex
   ///                    dtype if trainable, any dtype if frozen; any mix of devices.
-  /// @param groups      process groups with the same ranks; buckets use them in turn. The first one
-  ///                    also carries control messages. At least one.
+  /// @param groups      process groups with the same ranks; buckets use them in turn. At least one, and one
+  ///                    may be given several times. For CPU tensors over Gloo the reducer makes groups of its own
+  ///                    from them, with the same timeout, so that no other use of a group can come between its
+  ///                    messages.
   /// @throws InvalidArgument for options that contradict each other or are out of range, a parameter
   ///         that is no leaf or of a dtype that cannot be averaged;
   ///         RankMismatch if the ranks differ; CommunicationError if the group fails.
@@ -164,11 +176,22 @@ class APEX_API Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  /// Call before each forward: notices parameters that were frozen, thawed, or changed dtype or device,
-  /// and learns anew. On the CPU ranks may freeze and thaw different ones, at different times; other
-  /// changes, and on other devices these as well, have to be the same on every rank. Costs nanoseconds per
-  /// parameter.
-  void prepare_for_forward();
+  /// Call before each forward: notices parameters that were frozen, unfrozen, or changed dtype, device or
+  /// strides, and agrees on a new plan in the next backward. On the CPU ranks may freeze and unfreeze different
+  /// ones, at different times; other changes, and on other devices these as well, have to be the same on every
+  /// rank. Costs nanoseconds per parameter.
+  /// @param training  whether check_steps counts it; false for evaluation with gradients enabled, which ranks may
+  ///                  do differently.
+  void prepare_for_forward(bool training = true);
+
+  /// Tells the reducers that own these parameters that an optimizer has stepped: check_steps then also finds
+  /// ranks that have stepped without a backward, or by kernels that do not count as a change of a tensor. May be
+  /// left out. `optimizer` is any number that tells optimizers apart. Thread safe; does not block.
+  static void optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer);
+
+  /// The group that carries gradients, over the same ranks as the first one that was given; nullptr after
+  /// release(). For communication hooks; collectives on it have to be issued in the order of the buckets.
+  c10::intrusive_ptr<c10d::ProcessGroup> communicator() const;
 
   /// Call with the outputs of each forward that a loss may be computed from. Their backward is then
   /// known to take part even if it reaches no parameter on this rank, and under reentrant
@@ -198,7 +221,7 @@ class APEX_API Reducer {
   /// parameter that was not waited for, since forward then used its old value. Waits at once, as without
   /// it: in backwards that learn, order or tune; in which this rank misses a gradient or a parameter is
   /// outside the plan (without static_graph); with check_finite, check_steps, under join(), and with hooks
-  /// of two phases. Parameters must be frozen and thawed alike on every rank. The plan is learnt anew.
+  /// of two phases. Parameters must be frozen and unfrozen alike on every rank. The plan is learnt anew.
   /// Every rank has to do the same.
   void set_deferred(bool on);
 
@@ -239,17 +262,24 @@ class APEX_API Reducer {
   int64_t last_with_data(bool followed, int64_t scalers = 0) const;
   void shadow_backward_end();
 
-  /// Replaces the all-reduce (and the averaging) by a hook; nullptr restores it. The plan is learnt
-  /// anew. Every rank has to do the same.
+  /// Replaces the all-reduce (and the averaging) by a hook; nullptr restores it. The next backward agrees on a
+  /// new plan. Every rank has to do the same: where gradients are on the CPU, the next backward throws
+  /// RankMismatch on every rank if some have not.
   void set_comm_hook(std::shared_ptr<CommHook> hook);
 
-  /// Forget the plan; the next backward learns a new one. Every rank has to do the same.
+  /// Forget the plan; the next backward learns a new one. Every rank has to do the same, as for
+  /// set_comm_hook().
   void relearn();
 
   /// Lets go of the process groups, which end with their last reference: a graph that is still held
   /// keeps the reducer alive, and must not keep them. For the end of a process; not collective. A
   /// backward that would have to synchronize throws from then on. Does nothing the second time.
   void release();
+
+  /// release() for every reducer of this process, also those that only graphs refer to, and waits until groups
+  /// that reducers have made are gone. For the end of a process that may hold some in global variables. Blocks;
+  /// reducers with a backward in progress are passed over.
+  static void release_all();
 
   /// The plan in force (indices into parameters()), or nothing before the first backward.
   std::optional<BucketPlan> plan() const;

@@ -1,0 +1,115 @@
+#include "comm/separate_group.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "distributed/backends.h"
+
+namespace apex::parallel {
+
+namespace {
+
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using BackendType = c10d::ProcessGroup::BackendType;
+
+/// Threads on which backends end.
+struct Endings {
+  struct Ending {
+    std::thread thread;
+    std::shared_ptr<std::atomic<bool>> done;
+  };
+  std::mutex mutex;
+  std::vector<Ending> running;
+};
+
+// Never destroyed: what still runs at the end of the process is waited for before.
+Endings& endings() {
+  static auto* all = [] {
+    std::atexit(finish_dropped_groups);
+    return new Endings;
+  }();
+  return *all;
+}
+
+void end_elsewhere(BackendPtr backend) noexcept try {
+  Endings& all = endings();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  for (Endings::Ending& ending : all.running) {
+    if (ending.done->load()) ending.thread.join();
+  }
+  const auto joined = [](const Endings::Ending& ending) { return !ending.thread.joinable(); };
+  all.running.erase(std::remove_if(all.running.begin(), all.running.end(), joined), all.running.end());
+  auto done = std::make_shared<std::atomic<bool>>(false);
+  std::thread thread([done, dropped = std::move(backend)]() mutable {
+    dropped.reset();
+    done->store(true);
+  });
+  all.running.push_back({std::move(thread), std::move(done)});
+} catch (...) {
+  // No thread is to be had: then it has ended on this one.
+}
+
+// Note [Where a group ends]
+//
+// A Gloo backend ends by joining its threads, and these may have to let go of Python objects that were current
+// when a collective was issued. Whoever drops the last reference to the group may hold the interpreter's lock: a
+// graph that is freed, a wrapper or a communication hook that is collected. So the backend ends on a thread of
+// its own, and the end of the process, or whoever can wait without a lock, waits for that thread.
+class SeparateGroup final : public c10d::ProcessGroup {
+ public:
+  SeparateGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, BackendPtr own)
+      : ProcessGroup(store, rank, size), own_(std::move(own)) {
+    setDefaultBackend(BackendType::GLOO);
+    setBackend(at::kCPU, BackendType::GLOO, own_);
+  }
+
+  ~SeparateGroup() override {
+    ProcessGroup::release_resources();  // so that own_ is the last reference
+    end_elsewhere(std::move(own_));
+  }
+
+ private:
+  BackendPtr own_;
+};
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& parent, const std::string& name) {
+  const auto store = parent->getStore();
+  if (!store || parent->getSize() == 1 || !parent->hasBackendForDeviceType(at::kCPU)) return parent;
+  const auto prefixed = c10::make_intrusive<c10d::PrefixStore>(name, store);
+  BackendPtr own = distributed::make_gloo_backend_like(parent->getBackend(at::kCPU), prefixed);
+  if (!own) return parent;
+  c10::intrusive_ptr<c10d::ProcessGroup> group =
+      c10::make_intrusive<SeparateGroup>(prefixed, parent->getRank(), parent->getSize(), std::move(own));
+  // Before others are added, which keep their name and their device.
+  group->setGroupName(name);
+  group->setBoundDeviceId(parent->getBoundDeviceId());
+  for (const c10::Device& device : parent->getDeviceTypes()) {
+    if (device.is_cpu()) continue;
+    const BackendPtr other = parent->getBackend(device.type());
+    const bool nccl = other->getBackendName() == "nccl";
+    group->setBackend(device.type(), nccl ? BackendType::NCCL : BackendType::UNDEFINED, other);
+  }
+  return group;
+}
+
+void finish_dropped_groups() {
+  std::vector<Endings::Ending> running;
+  {
+    const std::lock_guard<std::mutex> lock(endings().mutex);
+    running.swap(endings().running);
+  }
+  for (Endings::Ending& ending : running) ending.thread.join();
+}
+
+}  // namespace apex::parallel

@@ -1,0 +1,252 @@
+#include <cstring>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <apex/error.h>
+
+#include "parallel/collective.h"
+#include "parallel/reducer_state.h"
+
+namespace apex::parallel::detail {
+
+// Note [Carried through]
+//
+// Ranks that have begun a synchronized backward wait for each other's buckets. A rank that cannot send its own, or
+// does not want to, may therefore not just stay away: the messages of its next backward would meet those that
+// the others still wait for, of other sizes. So a backward that was begun is carried through on every rank, with
+// zeros where a rank has nothing to send, and facts in the last message that tell why:
+//
+// - it failed: an exception ended its backward, in the module, in a hook, or in a callback. Then nothing of this
+//   backward counts: every rank throws, and all can go on with the next backward;
+// - it left the plan (relearn(), another communication hook ...), which may well have happened on all ranks: then
+//   all make a new plan and reduce their gradients by that. If some have kept the plan, every rank throws.
+//
+// Whoever reads such a fact exchanges details with the others, in which all ranks take part, also those that sent
+// it: without waiting for the answer, since they may be in a destructor. They have no more to say; so nobody may
+// expect them in another exchange of that backward.
+//
+// A rank whose messages were all sent when it failed has done its part, and the others have their average. What the
+// facts in these messages lead to, it makes up for before its next backward.
+
+namespace {
+
+/// Ranks may differ in who updates what for good reason; then they are not asked for ever.
+constexpr int64_t kMostHarmlessDifferences = 3;
+
+constexpr const char* kDetails = "exchange of what the ranks did in this step";
+
+/// A rank failed, or has left the plan while others have kept it.
+bool must_refuse(const SeenFacts& seen) { return seen.failed() || (seen.plan_left() && seen.plan_kept()); }
+
+/// FNV-1a, 64 bit (Fowler, Noll, Vo).
+uint64_t extend_digest(uint64_t hash, const void* data, size_t bytes) {
+  const auto* begin = static_cast<const unsigned char*>(data);
+  for (size_t i = 0; i < bytes; ++i) hash = (hash ^ begin[i]) * 1099511628211ULL;
+  return hash;
+}
+
+}  // namespace
+
+/// What this rank says in this backward from now on.
+StepFacts ReducerState::facts_of_step() {
+  facts_sent_ = steps_.facts();
+  facts_sent_.wants_rebuild = asks_to_relearn_;
+  facts_sent_.left_plan = !carried_.empty();
+  facts_sent_.compared = options_.check_steps.value_or(true) && !joining_;
+  return facts_sent_;
+}
+
+/// Launches, as this rank's part of a backward, what `entries` still have to send: zeros.
+void ReducerState::send_absent(std::vector<Entry>& entries, const std::shared_ptr<CommHook>& hook,
+                               const StepFacts& facts) {
+  for (size_t b = 0; b < entries.size(); ++b) {
+    Entry& entry = entries[b];
+    if (entry.launched || entry.bucket.kind() == Bucket::Kind::kSparse) continue;
+    entry.launched = true;
+    const c10::OptionalDeviceGuard guard(entry.bucket.device());
+    const bool hooked = hook && entry.goes_through_hook();
+    // Without facts nobody would notice zeros.
+    const bool poison = facts.failed && !entries.back().bucket.carries_facts();
+    const at::Tensor message = entry.bucket.absent_message(facts.encode(), poison);
+    if (hooked) {
+      if (hook_failed_) continue;
+      GradientBucket view;
+      view.index = static_cast<int64_t>(b);
+      view.is_last = b == last_hooked_;
+      view.buffer = message.narrow(0, 0, entry.bucket.data_numel());
+      view.gradients = entry.bucket.views_of(view.buffer);
+      for (const Bucket::Slot& slot : entry.bucket.slots()) view.parameters.push_back(slot.variable);
+      entry.future = hook->run(view);
+      if (hook->may_chain()) entry.future->wait();
+      continue;
+    }
+    const GroupPtr& group = group_of(b);
+    c10d::AllreduceOptions options;
+    options.reduceOp = entry.average_on_wire ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+    std::vector<at::Tensor> tensors{message};
+    entry.work = call_collective(kDetails, *group, [&] { return group->allreduce(tensors, options); });
+    entry.absent = message;
+  }
+}
+
+/// An exception has ended the backward of this rank: the others are told. Does not wait for them, unless a
+/// communication hook does.
+void ReducerState::send_failure() noexcept {
+  if (world_size_ == 1 || groups_.empty() || broken_ || told_) return;
+  try {
+    StepFacts facts;
+    facts.failed = true;
+    bool heard = true;
+    if (!carried_.empty()) {
+      send_absent(carried_, carried_hook_, facts);
+      for (Entry& entry : carried_) entry.launched = false;  // to be carried again
+    } else if (learning_) {
+      start_plan_exchange(facts);
+    } else if (next_launch_ < entries_.size()) {
+      send_absent(entries_, comm_hook_, facts);
+      heard = carries_facts();
+    } else {
+      return;  // its part is done
+    }
+    if (!heard) return;
+    at::Tensor mine = pack_details(/*failed=*/true);
+    at::Tensor all = at::empty({world_size_ * mine.numel()}, mine.options());
+    failure_ = {all_gather_flat(kDetails, *groups_.front(), all, mine), all};
+    told_ = true;
+  } catch (...) {
+    broken_ = true;
+  }
+}
+
+/// Before the next backward: what the others did in the one in which this rank failed.
+void ReducerState::look_back_on_failure() {
+  const auto [work, all] = std::exchange(failure_, {});
+  if (std::exchange(hook_failed_, false) && work) {
+    wait_collective(work, kDetails, *groups_.front());
+    broken_ = hooks_are_apart(decode_details(all));
+  }
+  if (unfinished_.first) finish_unfinished();
+}
+
+/// This rank failed in a backward when all its messages were on their way. The others have their average, and may
+/// have gone on to what the last message asked for, in which this rank has to take part all the same.
+void ReducerState::finish_unfinished() {
+  const auto [work, message] = std::exchange(unfinished_, {});
+  or_drop_messages([&, work = work, message = message] {
+    wait_collective(work, kDetails, *groups_.front());
+    // relearn() and its like may have come in between.
+    const std::vector<Entry>& plan = carried_.empty() ? entries_ : carried_;
+    if (plan.empty()) return;
+    const SeenFacts seen(plan.back().bucket.facts_of_any(message));
+    if (must_refuse(seen)) {
+      broken_ = hooks_are_apart(exchange_details());
+      return;
+    }
+    compare_steps(seen, trainable_anywhere());
+    if (seen.rebuild_wanted()) {
+      relearn_now();
+    } else {
+      tune();
+    }
+    if (set_in_force_) recurrence_.came(*set_in_force_);
+  });
+}
+
+/// Takes part in a backward by the plan that this rank has left, and lets go of it if all ranks have left it.
+void ReducerState::carry_left_plan() {
+  send_absent(carried_, carried_hook_, facts_of_step());
+  try {
+    refuse_failed_step(await_facts(carried_));
+    for (size_t b = 0; b < carried_.size(); ++b) {
+      // Of the plan's other messages nothing is wanted, but that they do not come in the way of the next.
+      if (carried_[b].work) wait_collective(carried_[b].work, kDetails, *group_of(b));
+      if (carried_[b].future) carried_[b].future->wait();
+    }
+  } catch (const CommunicationError&) {
+    throw;
+  } catch (...) {
+    for (Entry& entry : carried_) entry.launched = false;
+    throw;
+  }
+  carried_.clear();
+  carried_hook_.reset();
+  reason_to_leave_ = ReasonToLeave::kNone;
+}
+
+/// Waits for the message that carries facts, and reads them.
+SeenFacts ReducerState::await_facts(std::vector<Entry>& entries) {
+  if (entries.empty() || !entries.back().bucket.carries_facts()) return SeenFacts(0);
+  Entry& last = entries.back();
+  if (last.work) {
+    const size_t index = entries.size() - 1;
+    wait_collective(last.work, &entries == &entries_ ? describe_bucket(index) : kDetails, *group_of(index));
+    last.work.reset();
+  }
+  return SeenFacts(last.bucket.facts_of_any(last.absent));
+}
+
+/// Throws on every rank, if need be.
+void ReducerState::refuse_failed_step(const SeenFacts& seen) {
+  if (!must_refuse(seen)) return;
+  const std::vector<StepDetails> ranks = exchange_details();
+  broken_ = hooks_are_apart(ranks);
+  for (Parameter& parameter : parameters_) parameter.touched = false;
+  told_ = true;
+  throw RankMismatch(describe_difference(rank_, ranks));
+}
+
+/// Notes the error, to be thrown on every rank, if ranks are out of step.
+void ReducerState::compare_steps(const SeenFacts& seen, const std::vector<bool>& trainable) {
+  if (!seen.differ() || harmless_differences_ >= kMostHarmlessDifferences) return;
+  std::vector<StepDetails> ranks = exchange_details();
+  if (needs_digests(ranks)) ranks = exchange_details(digest_of_parameters(trainable));
+  const std::string error = describe_difference(rank_, ranks);
+  if (error.empty()) {
+    ++harmless_differences_;
+  } else if (out_of_step_.empty()) {
+    out_of_step_ = error;
+  }
+}
+
+at::Tensor ReducerState::pack_details(bool failed) const {
+  StepDetails details;
+  details.facts = facts_sent_;
+  details.facts.failed = failed;
+  details.backward = backwards_begun_;
+  details.hook_failed = hook_failed_;
+  details.reason = static_cast<int64_t>(reason_to_leave_);
+  const at::Device device = control_device(groups_.front(), parameters_.front().variable.device());
+  return at::tensor(details.encode(), at::kLong).to(device);
+}
+
+std::vector<StepDetails> ReducerState::exchange_details(std::optional<int64_t> digest) {
+  at::Tensor mine = pack_details(/*failed=*/false);
+  if (digest) mine.select(0, StepDetails::kFields - 1).fill_(*digest);
+  at::Tensor all = at::empty({world_size_ * mine.numel()}, mine.options());
+  wait_collective(all_gather_flat(kDetails, *groups_.front(), all, mine), kDetails, *groups_.front());
+  return decode_details(all);
+}
+
+std::vector<StepDetails> ReducerState::decode_details(const at::Tensor& all) const {
+  const at::Tensor fields = all.cpu();
+  std::vector<StepDetails> ranks;
+  for (int rank = 0; rank < world_size_; ++rank) {
+    ranks.push_back(StepDetails::decode(fields.const_data_ptr<int64_t>() + rank * StepDetails::kFields));
+  }
+  return ranks;
+}
+
+/// Of those that are trainable on some rank.
+int64_t ReducerState::digest_of_parameters(const std::vector<bool>& trainable) const {
+  uint64_t hash = 14695981039346656037ULL;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!trainable[i]) continue;
+    const at::Tensor values = parameters_[i].variable.detach().cpu().contiguous();
+    hash = extend_digest(hash, values.const_data_ptr(), values.nbytes());
+  }
+  return static_cast<int64_t>(hash);
+}
+
+}  // namespace apex::parallel::detail

@@ -1,0 +1,96 @@
+#pragma once
+
+/// What each rank tells the others about the step that it is in, so that a rank that is out of step is
+/// noticed in the first backward in which its gradients meet those of another step.
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace apex::parallel {
+
+// Note [Ranks that are out of step]
+//
+// The nth synchronized backward of a rank always meets the nth of the others. A rank that has skipped one, run
+// one more, or run one under no_sync(), is averaged with gradients of another step from then on, and nobody
+// notices before the last step, in which that rank or the others wait for ever. The counts of backwards
+// themselves cannot differ; what happened *between* two synchronized backwards can:
+//
+// - forwards whose outputs no backward has reached, and none can any more: their backward was skipped (or forward
+//   raised);
+// - an optimizer that stepped twice without a backward between: a step without a gradient;
+// - parameters that were updated, or not, since the last synchronized backward;
+// - parameters that were updated after a backward that was not synchronized.
+//
+// Each is put as a number behind the gradients of the last bucket, one-hot, so that the sum over ranks tells
+// which answers there were. If there is more than one answer, every rank has read the same sum, and all
+// exchange who said what in a second, small message. Ranks that differ in the first two are out of step. A
+// difference in the last two alone may be harmless (a sharded optimizer steps what others receive as a
+// broadcast), so then the parameters decide: out of step are ranks whose parameters differ.
+//
+// The same numbers carry what a rank says when it cannot do what the others expect in this backward: that it
+// failed (an exception ended its backward), or that it left the plan. See Note [Carried through].
+
+/// Facts about one rank, at the time at which it launches its last bucket.
+struct StepFacts {
+  bool wants_rebuild = false;    ///< parameters were frozen or unfrozen on this rank
+  bool failed = false;           ///< an exception ended its backward: what it sends are zeros
+  bool left_plan = false;        ///< it wants to agree on a new plan: what it sends are zeros
+  bool compared = true;          ///< the facts below count; not under join()
+  bool skipped_forward = false;  ///< a forward of which backward has reached no output
+  bool idle_step = false;        ///< an optimizer stepped twice without a backward between
+  bool updated = false;          ///< parameters were updated since the last synchronized backward
+  bool updated_locally = false;  ///< and that after a backward that was not synchronized
+
+  /// How many numbers encode() makes use of.
+  static constexpr int kCount = 12;
+
+  /// Bit i is number i behind the gradients. A rank that failed or is not compared gives no answers.
+  uint32_t encode() const;
+};
+
+/// What the ranks have said together.
+class SeenFacts {
+ public:
+  explicit SeenFacts(uint32_t bits) : bits_(bits) {}
+
+  bool rebuild_wanted() const;
+  bool failed() const;
+  bool plan_left() const;     ///< by some rank
+  bool plan_kept() const;     ///< by some rank
+  /// Whether ranks must exchange who said what.
+  bool differ() const { return failed() || (plan_left() && plan_kept()) || answers_differ(); }
+
+ private:
+  bool answers_differ() const;
+  uint32_t bits_;
+};
+
+/// One rank's row in the exchange that follows.
+struct StepDetails {
+  StepFacts facts;
+  int64_t backward = 0;  ///< number of this synchronized backward, from 1
+  bool hook_failed = false;  ///< the exception came from its communication hook
+  int64_t reason = 0;    ///< why it left the plan: an index into kReasonsToLeave
+  int64_t digest = 0;    ///< of its parameters, where that was asked for
+
+  static constexpr int kFields = 4;
+  std::vector<int64_t> encode() const;
+  static StepDetails decode(const int64_t* fields);
+};
+
+/// What a rank has called to leave the plan.
+extern const char* const kReasonsToLeave[];
+enum class ReasonToLeave : int64_t { kNone, kRelearn, kCommHook, kPlan, kDeferred, kParameters };
+
+/// Whether the communication hook failed on some ranks, but not on all: what hooks send does not match any more.
+bool hooks_are_apart(const std::vector<StepDetails>& ranks);
+
+/// Whether the parameters have to be compared to tell if these ranks are out of step.
+bool needs_digests(const std::vector<StepDetails>& ranks);
+
+/// The error of `rank`, or empty if the difference is harmless. Names the ranks and what they did.
+std::string describe_difference(int rank, const std::vector<StepDetails>& ranks);
+
+}  // namespace apex::parallel

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <memory>
+#include <set>
+#include <vector>
+
+#include "reducer/step_facts.h"
+
+namespace apex::parallel {
+
+/// What has happened on this rank since its last synchronized backward. Knows nothing of other ranks; not thread
+/// safe. See Note [Ranks that are out of step].
+class StepTracker {
+ public:
+  /// One forward in training.
+  struct Forward {
+    bool reached = false;  ///< by a backward, or there is nothing to reach
+  };
+  using ForwardPtr = std::shared_ptr<Forward>;
+
+  /// A forward in training begins; it counts as skipped until its outputs are watched and reached.
+  void forward_began();
+  /// The outputs of the latest forward are known; without one that can be reached there is nothing to skip.
+  /// Whoever hooks them sets `reached`, and lets go of it when they cannot be reached any more. Null if no forward
+  /// was begun.
+  ForwardPtr forward_ended(bool can_be_reached);
+  /// Gradients arrive although backward entered through no watched output: whose they are is not known.
+  void reached_from_elsewhere();
+
+  /// A gradient has arrived, in a backward that is synchronized or not.
+  void gradient_arrived(bool synchronized);
+  /// An optimizer that holds parameters of this reducer has stepped.
+  void optimizer_stepped(int64_t optimizer);
+
+  /// A synchronized backward begins. `changed`: a parameter was written since the last one began;
+  /// `touched_changed`: one was written since it got a gradient that was not synchronized.
+  void backward_began(bool changed, bool touched_changed);
+  /// Of the backward that has begun.
+  StepFacts facts() const;
+  /// A synchronized backward has ended.
+  void backward_ended();
+  /// What has happened does not count.
+  void forget() { *this = {}; }
+
+ private:
+  std::vector<ForwardPtr> forwards_;
+  std::set<int64_t> stepped_;  ///< optimizers, since the last gradient
+  bool any_step_ = false;      ///< since the last synchronized backward began
+  bool local_ = false;         ///< a gradient has arrived without synchronization since then
+  bool step_after_local_ = false;
+  bool idle_step_ = false;
+  StepFacts facts_;
+};
+
+}  // namespace apex::parallel

@@ -1,0 +1,191 @@
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <apex/parallel/reducer.h>
+#include <support/thread_backend.h>
+#include <support/toy_model.h>
+
+// Gradients whose memory somebody else reads: autograd, another parameter's .grad, the caller. The oracle is
+// the same program without a reducer in float64, averaged. See Note [Who may read a gradient's memory].
+
+namespace apex::parallel {
+namespace {
+
+using apex::testing::relative_error;
+using apex::testing::run_ranks;
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+constexpr int kWorld = 2;
+constexpr int64_t kSide = 160;  // 100 KiB: reduced in place where that is allowed
+
+using Tensors = std::vector<at::Tensor>;
+
+/// A program over parameters; runs backward itself, scaled by a number of the rank.
+struct Program {
+  const char* name;
+  std::vector<std::vector<int64_t>> shapes;
+  std::function<void(const Tensors& p, double rank_scale)> run;
+};
+
+const Program kPrograms[] = {
+    {"a parameter added with a dimension in front, batch of one",
+     {{kSide, kSide}, {kSide, kSide}},
+     [](const Tensors& p, double scale) {
+       const at::Tensor x = (p[1] * scale).unsqueeze(0);
+       (x + p[0].unsqueeze(0)).square().sum().backward();
+     }},
+    {"views of two parameters added",
+     {{kSide, kSide}, {kSide * kSide}},
+     [](const Tensors& p, double scale) {
+       (p[0].view({-1}) * 1.0 + p[1].view({-1})).mul(scale).square().sum().backward();
+     }},
+    {"two leaves added, so that their gradients are one tensor",
+     {{kSide, kSide}, {kSide, kSide}},
+     [](const Tensors& p, double scale) { (p[0] + p[1]).mul(scale).square().sum().backward(); }},
+    {"a transposed parameter added to what depends on another",
+     {{kSide, kSide}, {kSide, kSide}},
+     [](const Tensors& p, double scale) {
+       const at::Tensor h = (p[1] * scale).tanh();
+       (h + p[0].t()).square().sum().backward();
+     }},
+    {"a chain in which each gradient passes on the one before",
+     {{kSide, kSide}, {kSide, kSide}, {kSide, kSide}},
+     [](const Tensors& p, double scale) {
+       const at::Tensor one = p[2].view({1, kSide, kSide}) * scale;
+       const at::Tensor two = one + p[1].view({1, kSide, kSide});
+       (two.expand({1, kSide, kSide}) + p[0].unsqueeze(0)).square().sum().backward();
+     }},
+    {"slices of one parameter that are put together again",
+     {{kSide, kSide}, {kSide, kSide}},
+     [](const Tensors& p, double scale) {
+       const auto halves = p[0].chunk(2);
+       (at::cat({halves[0], halves[1]}) + p[1]).mul(scale).square().sum().backward();
+     }},
+};
+
+class ReducerMemory : public ::testing::TestWithParam<std::tuple<size_t, bool, bool>> {};
+
+TEST_P(ReducerMemory, GradientsThatShareMemory_SeveralSteps_EqualTheReference) {
+  const Program& program = kPrograms[std::get<0>(GetParam())];
+  const bool views = std::get<1>(GetParam());
+  const bool clear_in_place = std::get<2>(GetParam());
+  run_ranks(kWorld, [&](int rank, const Group& group) {
+    Tensors p, reference;
+    std::vector<NamedTensor> named;
+    for (size_t i = 0; i < program.shapes.size(); ++i) {
+      const int64_t numel = c10::multiply_integers(program.shapes[i]);
+      const at::Tensor value = at::linspace(-1, 1 + static_cast<double>(i), numel).view(program.shapes[i]);
+      p.push_back(value.clone().requires_grad_());
+      reference.push_back(value.to(at::kDouble).requires_grad_());
+      named.push_back({"p" + std::to_string(i), p.back()});
+    }
+    ReducerOptions options;
+    options.limits.cap = 1;  // a bucket per parameter
+    options.gradient_as_bucket_view = views;
+    Reducer reducer(named, {group}, options);
+    for (int step = 0; step < 3; ++step) {
+      for (size_t i = 0; i < p.size(); ++i) {
+        if (clear_in_place && p[i].grad().defined()) {
+          p[i].mutable_grad().zero_();
+        } else {
+          p[i].mutable_grad() = at::Tensor();
+        }
+      }
+      reducer.prepare_for_forward();
+      program.run(p, rank + step + 1.0);
+      Tensors expected(p.size());
+      for (int r = 0; r < kWorld; ++r) {
+        // Each from nothing: accumulating into gradients that share memory adds to both.
+        for (const at::Tensor& variable : reference) variable.mutable_grad() = at::Tensor();
+        program.run(reference, r + step + 1.0);
+        for (size_t i = 0; i < p.size(); ++i) {
+          const at::Tensor mine = reference[i].grad() / kWorld;
+          expected[i] = expected[i].defined() ? expected[i] + mine : mine;
+        }
+      }
+      for (size_t i = 0; i < p.size(); ++i) {
+        EXPECT_LT(relative_error(p[i].grad(), expected[i]), 1e-5)
+            << program.name << ": step " << step << ", p" << i;
+      }
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, ReducerMemory,
+                         ::testing::Combine(::testing::Range(size_t{0}, std::size(kPrograms)),
+                                            ::testing::Bool(), ::testing::Bool()));
+
+TEST(ReducerMemory, GradientArgumentThatTheCallerKeeps_IsNotWritten) {
+  run_ranks(kWorld, [](int rank, const Group& group) {
+    const at::Tensor p = at::ones({kSide, kSide}).requires_grad_();
+    Reducer reducer({{"p", p}}, {group});
+    for (int step = 0; step < 3; ++step) {
+      p.mutable_grad() = at::Tensor();
+      reducer.prepare_for_forward();
+      const at::Tensor given = at::full({kSide, kSide}, rank + 1.0);
+      const at::Tensor kept = given.view({-1});
+      torch::autograd::backward({p.view({kSide, kSide})}, {given});
+      EXPECT_TRUE(kept.equal(at::full({kSide * kSide}, rank + 1.0))) << "step " << step;
+      EXPECT_TRUE(p.grad().equal(at::full({kSide, kSide}, 1.5))) << "step " << step;
+    }
+  });
+}
+
+TEST(ReducerMemory, ViewOfAGradientThatAHookKeeps_HoldsWhatItHeld) {
+  run_ranks(kWorld, [](int rank, const Group& group) {
+    const at::Tensor p = at::ones({kSide, kSide}).requires_grad_();
+    Tensors kept;
+    p.register_hook([&](const at::Tensor& grad) -> void { kept.push_back(grad.view({-1})); });
+    Reducer reducer({{"p", p}}, {group});
+    for (int step = 0; step < 3; ++step) {
+      p.mutable_grad() = at::Tensor();
+      reducer.prepare_for_forward();
+      (p * (rank + 1.0)).sum().backward();
+      EXPECT_TRUE(kept.back().equal(at::full({kSide * kSide}, rank + 1.0))) << "step " << step;
+      EXPECT_TRUE(p.grad().equal(at::full({kSide, kSide}, 1.5))) << "step " << step;
+    }
+  });
+}
+
+/// Whoever replaces a gradient's memory, or writes it between backwards, is believed.
+TEST(ReducerMemory, GradientThatIsReplacedOrRestrided_Backward_SendsWhatItHolds) {
+  for (const bool views : {true, false}) {
+    const std::vector<std::function<void(const at::Tensor&)>> ways{
+        [](const at::Tensor& p) { p.mutable_grad().set_data(at::full_like(p, 3.0)); },
+        [](const at::Tensor& p) { p.mutable_grad() = at::full_like(p, 3.0); },
+        [](const at::Tensor& p) { p.mutable_grad().zero_().add_(3.0); },
+        [](const at::Tensor& p) { p.mutable_grad() = at::full({4, 8}, 3.0).t(); },
+        [](const at::Tensor& p) { p.mutable_grad() = at::full({1}, 3.0).expand({8, 4}).clone(); },
+    };
+    for (size_t way = 0; way < ways.size(); ++way) {
+      run_ranks(kWorld, [&](int rank, const Group& group) {
+        const at::Tensor p = at::ones({8, 4}).requires_grad_();
+        const at::Tensor q = at::ones({3}).requires_grad_();
+        ReducerOptions options;
+        options.gradient_as_bucket_view = views;
+        Reducer reducer({{"p", p}, {"q", q}}, {group}, options);
+        const auto run = [&] {
+          reducer.prepare_for_forward();
+          ((p * (rank + 1.0)).sum() + q.sum()).backward();
+        };
+        run();
+        run();
+        ways[way](p);
+        run();
+        EXPECT_TRUE(p.grad().equal(at::full({8, 4}, 4.5))) << "way " << way << ": " << p.grad()[0];
+        run();
+        EXPECT_TRUE(p.grad().equal(at::full({8, 4}, 6.0))) << "way " << way << ": " << p.grad()[0];
+      });
+    }
+  }
+}
+
+}  // namespace
+}  // namespace apex::parallel

@@ -1,0 +1,97 @@
+#include <gtest/gtest.h>
+
+#include "reducer/step_tracker.h"
+
+namespace apex::parallel {
+namespace {
+
+/// One synchronized step: forward, backward through its output, and what it found.
+StepFacts step(StepTracker& tracker, bool changed = false) {
+  tracker.forward_began();
+  const auto forward = tracker.forward_ended(/*can_be_reached=*/true);
+  tracker.backward_began(changed, /*touched_changed=*/false);
+  forward->reached = true;
+  tracker.gradient_arrived(/*synchronized=*/true);
+  const StepFacts facts = tracker.facts();
+  tracker.backward_ended();
+  return facts;
+}
+
+TEST(StepTracker, OrdinarySteps_Facts_TellOnlyOfTheUpdate) {
+  StepTracker tracker;
+  for (int i = 0; i < 3; ++i) {
+    const StepFacts facts = step(tracker, /*changed=*/i > 0);
+    EXPECT_FALSE(facts.skipped_forward || facts.idle_step || facts.updated_locally);
+    EXPECT_EQ(facts.updated, i > 0);
+    tracker.optimizer_stepped(1);
+  }
+}
+
+TEST(StepTracker, ForwardWithoutBackward_NextBackward_TellsOfIt_Once) {
+  StepTracker tracker;
+  step(tracker);
+  tracker.forward_began();
+  tracker.forward_ended(/*can_be_reached=*/true);
+  EXPECT_TRUE(step(tracker).skipped_forward);
+  EXPECT_FALSE(step(tracker).skipped_forward);
+  tracker.forward_began();
+  const auto held = tracker.forward_ended(/*can_be_reached=*/true);
+  EXPECT_FALSE(step(tracker).skipped_forward);  // its backward may come yet
+  tracker.forward_began();  // and raised
+  EXPECT_TRUE(step(tracker).skipped_forward);
+  tracker.forward_began();
+  tracker.forward_ended(/*can_be_reached=*/false);  // under no_grad
+  EXPECT_FALSE(step(tracker).skipped_forward);
+  for (int i = 0; i < 1000; ++i) tracker.forward_began();  // and nothing grows without end
+  EXPECT_TRUE(step(tracker).skipped_forward);
+}
+
+TEST(StepTracker, GradientsThatEnteredThroughNoOutput_ForwardsBefore_AreNotTakenForSkipped) {
+  StepTracker tracker;
+  tracker.forward_began();
+  tracker.forward_ended(/*can_be_reached=*/true);
+  tracker.backward_began(false, false);
+  tracker.reached_from_elsewhere();
+  EXPECT_FALSE(tracker.facts().skipped_forward);
+}
+
+TEST(StepTracker, OptimizerThatStepsTwice_NextBackward_TellsOfAnIdleStep) {
+  StepTracker tracker;
+  step(tracker);
+  tracker.optimizer_stepped(1);
+  tracker.optimizer_stepped(2);  // another one
+  EXPECT_FALSE(step(tracker).idle_step);
+  tracker.optimizer_stepped(1);
+  tracker.optimizer_stepped(1);
+  const StepFacts facts = step(tracker);  // whose kernels moved no version
+  EXPECT_TRUE(facts.idle_step);
+  EXPECT_TRUE(facts.updated);
+  EXPECT_FALSE(step(tracker).updated);
+}
+
+TEST(StepTracker, BackwardWithoutAGradientOfThisRank_Step_IsNotIdle) {
+  StepTracker tracker;
+  step(tracker);
+  for (int i = 0; i < 2; ++i) {
+    tracker.optimizer_stepped(1);
+    tracker.backward_began(false, false);
+    EXPECT_FALSE(tracker.facts().idle_step);
+    tracker.backward_ended();
+  }
+}
+
+TEST(StepTracker, UpdateAfterALocalBackward_NextBackward_TellsOfIt) {
+  StepTracker tracker;
+  step(tracker);
+  tracker.gradient_arrived(/*synchronized=*/false);
+  EXPECT_FALSE(step(tracker).updated_locally);  // accumulated only
+  tracker.gradient_arrived(/*synchronized=*/false);
+  tracker.optimizer_stepped(1);
+  EXPECT_TRUE(step(tracker).updated_locally);
+  tracker.gradient_arrived(/*synchronized=*/false);
+  tracker.backward_began(/*changed=*/true, /*touched_changed=*/true);
+  EXPECT_TRUE(tracker.facts().updated_locally);  // by whoever did not tell
+}
+
+}  // namespace
+}  // namespace apex::parallel

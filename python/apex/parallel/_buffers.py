@@ -1,0 +1,124 @@
+"""``broadcast_buffers``: one rank's buffers for all."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Container
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from apex import _core
+
+# Note [Buffers that change]
+#
+# A module may register buffers later, or assign others of another shape or dtype. If all ranks do,
+# nothing has to be said; if one does, the messages of the ranks differ in size, and never end. So a
+# message has the size that the ranks agreed on when their models were compared, and begins with
+# what the sender's buffers are now, and how many bytes they take. A rank whose own have changed
+# sends, or receives, something of that size that nobody uses; if the sender's have, its buffers
+# follow in a second message. So every rank knows whether its own are like the sender's. One whose
+# are not raises, and lets go of its engine's connections, which ends the others' backward. On
+# devices other than the CPU the host would have to wait for the message, so there it is not looked
+# at.
+
+
+class BuffersDiffer(RuntimeError):
+    """This rank's buffers are others than those that were sent."""
+
+
+def described(module: nn.Module) -> list[str]:
+    """What has to be alike on all ranks, for messages between them."""
+    return [
+        f"buffer '{name}'={buffer.dtype} {list(buffer.shape)}"
+        for name, buffer in module.named_buffers()
+    ]
+
+
+def _fingerprint(description: list[str]) -> int:
+    return zlib.crc32("\n".join(description).encode())
+
+
+def _layout(tensors: list[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+class Buffers:
+    """The buffers of a module, as they were when all ranks compared theirs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._agree(synchronized(module, ()))
+
+    def _agree(self, tensors: list[torch.Tensor]) -> None:
+        self._description = described(self._module)
+        self._fingerprint = _fingerprint(self._description)
+        self._layout = _layout(tensors)
+
+    def take(self, group: dist.ProcessGroup, root: int, borrowed: Container[int]) -> None:
+        """Overwrites all buffers with those of rank ``root``, but for those in ``borrowed``.
+
+        Collective. Blocks the host, on a CPU backend.
+
+        Raises:
+            BuffersDiffer: if this rank's are others than that rank's.
+        """
+        tensors = synchronized(self._module, borrowed)
+        if not self._layout or any(not tensor.is_cpu for tensor in tensors):
+            if tensors:
+                _core.broadcast_coalesced(tensors, group.group_name, root)
+            return
+        changed = _layout(tensors) != self._layout
+        mine = _fingerprint(described(self._module)) if changed else self._fingerprint
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        header = torch.tensor([mine, size])
+        first = [torch.zeros(shape, dtype=dtype) for shape, dtype in self._layout]
+        message = [header, *(first if changed else tensors)]
+        _core.broadcast_coalesced(message, group.group_name, root)
+        sent, sent_size = header.tolist()
+        if sent != self._fingerprint:
+            alike = sent == mine
+            second = tensors if alike else [torch.empty(sent_size, dtype=torch.uint8)]
+            _core.broadcast_coalesced(second, group.group_name, root)
+        if sent != mine:
+            raise BuffersDiffer(self._difference(dist.get_rank(group), root))
+        if changed:
+            self._agree(tensors)
+
+    def _difference(self, rank: int, root: int) -> str:
+        now = described(self._module)
+        lost = [line for line in self._description if line not in now]
+        new = [line for line in now if line not in self._description]
+        changes = [f"{line} is gone" for line in lost] + [f"{line} is new" for line in new]
+        there = "nothing has changed" if changes else "they have changed"
+        return (
+            f"rank {rank}'s buffers differ from rank {root}'s, which broadcast_buffers takes. "
+            f"Since they were compared, on rank {rank}: "
+            f"{', '.join(changes) or 'nothing has changed'}; on rank {root}: {there}, or not in "
+            "this way. Make such changes on every rank before the same forward, and construct the "
+            "wrapper again."
+        )
+
+
+def synchronized(module: nn.Module, borrowed: Container[int]) -> list[torch.Tensor]:
+    """All buffers, in one order on every rank; copies of those whose ids are in ``borrowed``, which
+    must not be written to, while all ranks take part in the same messages.
+
+    Batch norm's running statistics come as ``.data``: writing to them does not count as a change of
+    what a forward that awaits its backward has saved, just as batch norm's own update of them does
+    not (backward in training reads the statistics of the batch). Other buffers count their changes,
+    so that a backward that would read another value than its forward did is an error.
+    """
+    buffers: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        kind = getattr(part, "original_name", "")  # of a scripted module
+        own = isinstance(part, nn.modules.batchnorm._NormBase) or "Norm" in kind
+        for buffer in part._buffers.values():
+            if buffer is None or id(buffer) in buffers:
+                continue
+            if id(buffer) in borrowed:
+                buffers[id(buffer)] = buffer.detach().clone()
+            else:
+                buffers[id(buffer)] = buffer.data if own else buffer
+    return list(buffers.values())

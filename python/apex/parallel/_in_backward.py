@@ -1,0 +1,35 @@
+"""Optimizers that torch steps inside backward, which would be before the average."""
+
+from __future__ import annotations
+
+import sys
+
+import torch.distributed as dist
+from torch import nn
+
+_MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
+
+
+def parameters_known() -> int:
+    """How many parameters torch knows to have an optimizer in backward; costs nothing."""
+    module = sys.modules.get(_MODULE)
+    return 0 if module is None else len(module.param_to_optim_hook_handle_map)
+
+
+def refuse(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Check that no parameter of ``module`` is stepped in backward, where there are several ranks.
+
+    Raises:
+        RuntimeError: one is.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    for name, parameter in module.named_parameters():
+        if getattr(parameter, "_in_backward_optimizers", None):
+            raise RuntimeError(
+                f"rank {dist.get_rank(group)}: an optimizer steps parameter '{name}' inside "
+                "backward (torch.distributed.optim._apply_optimizer_in_backward), with this rank's "
+                "own gradient instead of the average. Step after backward, or, to hide the steps "
+                "under communication, use apex.parallel.OverlappedOptimizer or "
+                "DistributedDataParallel.register_bucket_callback."
+            )

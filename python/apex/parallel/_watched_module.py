@@ -1,0 +1,84 @@
+"""Whether a wrapped module still has the parameters that its engine was made for."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+from torch.nn.utils import stateless
+
+from apex import _core
+
+# Note [Tensors that functional_call puts in place]
+#
+# torch.func.functional_call(wrapper, tensors, ...) exchanges entries of the module for one forward.
+# They look like parameters that were replaced, and may even be nn.Parameters; but they are the
+# caller's, may be computed, may differ from rank to rank, and are gone after forward. So they are
+# no change of the module, and nothing is written to them. What tells them from parameters that were
+# replaced for good is that forward runs within functional_call.
+_FUNCTIONAL_CALL = stateless._functional_call.__code__
+
+
+def tensors_of_functional_call() -> dict[int, object]:
+    """What the functional_call() that runs now has put in place of a module's own, by id."""
+    tensors: dict[int, object] = {}
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _FUNCTIONAL_CALL:
+            values = frame.f_locals["parameters_and_buffers"].values()
+            tensors.update((id(tensor), tensor) for tensor in values)
+        frame = frame.f_back
+    return tensors
+
+
+class WatchedModule:
+    """The parameters of a wrapped module as they were, and a cheap look whether they still are.
+
+    Only the parameters themselves count: a module without any that was replaced is seen, and is no
+    change. Watches the wrapper's own entry, so that ``wrapper.module = other`` is seen, too.
+
+    Attributes:
+        parameters: as ``module.parameters()`` had them, by which the engine numbers them.
+    """
+
+    def __init__(self, wrapper: nn.Module) -> None:
+        self.parameters: list[nn.Parameter] = list(wrapper.module.parameters())
+        if self._are_borrowed(self.parameters):
+            raise RuntimeError(
+                "this DistributedDataParallel has no engine yet, and in functional_call() it "
+                "cannot see the module's own parameters: run one forward of its own before, on "
+                "every rank."
+            )
+        self._look(wrapper)
+
+    @staticmethod
+    def _are_borrowed(parameters: list[nn.Parameter]) -> bool:
+        tensors = tensors_of_functional_call()
+        return any(id(parameter) in tensors for parameter in parameters)
+
+    def _look(self, wrapper: nn.Module) -> None:
+        parts = list(wrapper.modules())
+        plain = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
+        # What a scripted module holds is not in dictionaries of Python's: it is listed each time.
+        self._has_scripted = len(plain) < len(parts)
+        self._watch = _core.ModuleWatch(
+            [members for part in plain for members in (part._parameters, part._modules)]
+        )
+
+    def has_other_parameters(self, wrapper: nn.Module) -> bool:
+        """Whether parameters were added, removed, reordered or replaced, for more than one forward.
+
+        Costs nanoseconds per parameter where nothing was replaced and no module is scripted.
+        """
+        changed = self._watch.changed()
+        if not (changed or self._has_scripted):
+            return False
+        present = list(wrapper.module.parameters())
+        if len(present) == len(self.parameters) and all(
+            new is old for new, old in zip(present, self.parameters, strict=True)
+        ):
+            if changed:
+                self._look(wrapper)
+            return False
+        return not self._are_borrowed(present)

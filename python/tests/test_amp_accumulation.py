@@ -1,0 +1,241 @@
+"""Gradients of several scale_loss contexts, with data-parallel wrappers that wait or do not."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+from amp_support import fresh_amp  # noqa: F401
+from ddp_support import RankPool, check_equal, check_near, check_same_on_all_ranks, forget_amp
+from torch import Tensor, nn
+
+from apex import amp
+from apex.amp import _amp_state
+from apex.parallel import DistributedDataParallel
+
+PARTS = 3
+STEPS = 4
+
+#: Largest difference of a parameter from float64, relative to the largest value.
+TOLERANCE = {
+    "O0": 1e-5, "O1": 2e-3, "O2": 2e-3, "O3": 5e-3, "O1-bf16": 1e-2, "O2-bf16": 1e-2,
+}  # fmt: skip
+
+
+class Net(nn.Module):
+    """The second layer has no part in the last of the parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(5, 8)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, part: int) -> Tensor:
+        h = self.first(x)
+        if part < PARTS - 1:
+            h = h + self.second(x)
+        return self.last(torch.tanh(h))
+
+
+def _batch(rank: int, step: int, part: int) -> Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(100 * step + 10 * part + rank))
+
+
+def _loss(model: nn.Module, rank: int, step: int, part: int) -> Tensor:
+    x = _batch(rank, step, part).to(next(model.parameters()).dtype)
+    return model(x, part).double().square().mean() / PARTS
+
+
+def _reference(world: int, net: nn.Module) -> nn.Module:
+    """One process, all batches, float64, no scaling."""
+    net = copy.deepcopy(net).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    with amp.disable_casts():
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for part in range(PARTS):
+                for rank in range(world):
+                    (_loss(net, rank, step, part) / world).backward()
+            optimizer.step()
+    return net
+
+
+def _wrap(kind: str, net: nn.Module, views: bool) -> nn.Module:
+    if kind == "apex":
+        return DistributedDataParallel(net, message_size=40, gradient_as_bucket_view=views)
+    return nn.parallel.DistributedDataParallel(
+        net, find_unused_parameters=True, gradient_as_bucket_view=views
+    )
+
+
+@contextlib.contextmanager
+def _waiting(wrapped: nn.Module, how: str, part: int) -> Any:
+    """How people tell a wrapper that all parts but the last do not communicate."""
+    last = part == PARTS - 1
+    if how == "every part" or last:
+        if how == "disable_allreduce":
+            wrapped.enable_allreduce()
+        yield
+    elif how == "disable_allreduce":
+        wrapped.disable_allreduce()
+        yield
+    else:
+        with wrapped.no_sync():
+            yield
+
+
+def _train(rank: int, level: str, kind: str, how: str, views: bool, bad: int | None) -> Any:
+    torch.manual_seed(0)
+    net = Net()
+    expected = _reference(2, net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net, optimizer = amp.initialize(
+        net, optimizer, opt_level=level, loss_scale="dynamic", max_loss_scale=2.0**10, verbosity=0
+    )
+    wrapped = _wrap(kind, net, views)
+    step = 0
+    while step < STEPS:
+        optimizer.zero_grad()
+        for part in range(PARTS):
+            with _waiting(wrapped, how, part):
+                x = _batch(rank, step, part)
+                loss = wrapped(x, part).double().square().mean() / PARTS
+                with amp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                    if (bad, rank, step) == (part, 1, 1):
+                        net.last.bias.grad[0] = float("inf")
+                        bad = None
+        before = net.last.bias.detach().clone()
+        optimizer.step()
+        # The other rank, too, has skipped the step; take it again.
+        if not torch.equal(before, net.last.bias):
+            step += 1
+        what = f"{level}, {kind}, {how}, views={views}, step {step}"
+        check_same_on_all_ranks([p.detach() for p in net.parameters()], what)
+        check_same_on_all_ranks([p.detach() for p in amp.master_params(optimizer)], what)
+    for (name, mine), want in zip(net.state_dict().items(), expected.parameters(), strict=True):
+        check_near(mine.double(), want.detach(), f"{what}: {name}", TOLERANCE[level])
+    return _amp_state.loss_scalers[0]
+
+
+def _accumulates(rank: int, world: int, level: str) -> None:
+    for kind in ("apex", "torch"):
+        for how in ("no_sync", "disable_allreduce", "every part"):
+            if (kind, how) == ("torch", "disable_allreduce"):
+                continue
+            for views in (False, True):
+                _train(rank, level, kind, how, views, None)
+                forget_amp()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("level", TOLERANCE)
+def test_accumulation_one_context_per_part_averages_the_sum(ranks: RankPool, level: str) -> None:
+    ranks.run(2, _accumulates, level)
+
+
+def _overflows(rank: int, world: int) -> None:
+    for level in ("O1", "O2"):
+        for how in ("no_sync", "every part"):
+            for bad in range(PARTS):
+                scaler = _train(rank, level, "apex", how, False, bad)
+                check_equal(scaler.loss_scale(), 2.0**9, f"{level}, {how}, {bad}: scale")
+                forget_amp()
+
+
+@pytest.mark.processes
+def test_accumulation_overflow_in_one_part_skips_once_and_halves_once(ranks: RankPool) -> None:
+    ranks.run(2, _overflows)
+
+
+def _prepared(level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+
+
+def _backward(model: nn.Module, optimizer: Any, **options: Any) -> None:
+    with amp.scale_loss(model(torch.ones(2, 3)).float().sum(), optimizer, **options) as scaled:
+        scaled.backward()
+
+
+def _grads(optimizer: Any) -> list[Tensor]:
+    return [p.grad.clone() for p in amp.master_params(optimizer)]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("after_backward", [False, True])
+@pytest.mark.parametrize("delays", [(False,), (True,), (False, True)], ids=str)
+def test_context_that_raises_leaves_the_gradients_of_earlier_ones(
+    level: str, after_backward: bool, delays: tuple[bool, ...]
+) -> None:
+    results = []
+    for raises_between in (False, True):
+        model, optimizer = _prepared(level)
+        for delay in delays:
+            _backward(model, optimizer, delay_unscale=delay)
+        if raises_between:
+            _amp_state.loss_scalers[0]._loss_scale = 32.0  # the delayed ones have another scale
+            with (
+                pytest.raises(KeyError),
+                amp.scale_loss(model(torch.ones(2, 3)).float().sum(), optimizer) as scaled,
+            ):
+                if after_backward:
+                    scaled.backward()
+                raise KeyError
+        _backward(model, optimizer)
+        results.append(_grads(optimizer))
+        forget_amp()
+    for mine, want in zip(*results, strict=True):
+        assert torch.equal(mine, want)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_context_inside_one_of_the_same_optimizer_is_refused(level: str) -> None:
+    model, optimizer = _prepared(level)
+    _backward(model, optimizer)
+    want = [2 * grad for grad in _grads(optimizer)]
+    loss = model(torch.ones(2, 3)).float().sum()
+    with (
+        pytest.raises(RuntimeError, match="sum of the losses"),
+        amp.scale_loss(loss, optimizer),
+        amp.scale_loss(loss, optimizer),
+    ):
+        pass
+    _backward(model, optimizer)
+    for mine, expected in zip(_grads(optimizer), want, strict=True):
+        assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_parameter_in_two_optimizers_is_unscaled_once(level: str, times: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    model, optimizers = amp.initialize(
+        model, optimizers, opt_level=level, loss_scale=8.0, verbosity=0
+    )
+    for _ in range(times):
+        _backward(model, optimizers)
+    for optimizer in optimizers:
+        for grad in _grads(optimizer):
+            assert torch.equal(grad, torch.full_like(grad, 2.0 * times))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_accumulation_with_one_rank_loses_no_digits_of_float32(level: str) -> None:
+    model, optimizer = _prepared(level)
+    want = [torch.zeros(p.shape) for p in model.parameters()]
+    for step in range(20):
+        x = torch.full((1, 3), 1.0 + step / 7).half()
+        with amp.scale_loss(model(x).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        want[0] += x.float()
+        want[1] += 1
+    for mine, expected in zip(_grads(optimizer), want, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-6, atol=0)

@@ -1,0 +1,282 @@
+"""Master weights on several ranks: the same everywhere, however the parameters became the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_support import RankPool, check, check_equal, check_same_on_all_ranks, forget_amp, raises
+from torch import Tensor, nn
+
+from apex import amp
+from apex.fp16_utils import FP16_Optimizer
+from apex.parallel import DistributedDataParallel, OverlappedOptimizer, Reducer
+from apex.parallel.distributed import flat_dist_call
+from apex.parallel.LARC import LARC
+
+pytestmark = pytest.mark.processes
+
+
+def _sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def _build(seed: int, level: str, make: Callable[..., Any] = _sgd) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+    return amp.initialize(
+        model, make(model.parameters()), opt_level=level, loss_scale=64.0, verbosity=0
+    )
+
+
+def _broadcast_each(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    return model
+
+
+def _broadcast_flat(model: nn.Module) -> nn.Module:
+    flat_dist_call([p.data for p in model.parameters()], dist.broadcast, (0,))
+    return model
+
+
+def _broadcast_by_reducer(model: nn.Module) -> nn.Module:
+    Reducer(model)
+    return model
+
+
+#: Ways to give every rank the parameters of rank 0; the last ones leave gradients alone.
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "apex": DistributedDataParallel,
+    "torch": nn.parallel.DistributedDataParallel,
+    "flat_dist_call": _broadcast_flat,
+    "broadcast": _broadcast_each,
+    "Reducer": _broadcast_by_reducer,
+}
+
+
+def _train(wrapped: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
+    reduced = isinstance(wrapped, (DistributedDataParallel, nn.parallel.DistributedDataParallel))
+    for step in steps:
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        loss = wrapped(torch.randn(6, 5, generator=generator)).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        if not reduced:
+            flat_dist_call([p.grad for p in amp.master_params(optimizer)], dist.all_reduce)
+        optimizer.step()
+
+
+def _parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    names = {name for name, _ in model.named_parameters()}
+    return {name: value for name, value in model.state_dict().items() if name in names}
+
+
+def _check_ranks(model: nn.Module, optimizer: Any, what: str) -> None:
+    check_same_on_all_ranks([p.detach() for p in model.parameters()], f"{what}: parameters")
+    masters = list(amp.master_params(optimizer))
+    check_same_on_all_ranks([m.detach() for m in masters], f"{what}: master weights")
+    check_same_on_all_ranks(list(_parameters_of(model).values()), f"{what}: state_dict")
+    for parameter, master in zip(model.parameters(), masters, strict=True):
+        check_equal(master.detach().to(parameter.dtype), parameter.detach(), f"{what}: rounded")
+
+
+def _seed_per_rank(rank: int, world: int) -> None:
+    for level in ("O2", "O2-bf16", "O3"):
+        for way, share in WAYS.items():
+            for early in (False, True):
+                what = f"{level}, {way}, early={early}"
+                model, optimizer = _build(rank, level)
+                if early:
+                    optimizer.zero_grad()  # makes the masters, of parameters that are not sent yet
+                wrapped = share(model)
+                _check_ranks(model, optimizer, f"{what}, before the first step")
+                _train(wrapped, optimizer, rank, range(4))
+                _check_ranks(model, optimizer, what)
+
+
+def test_master_weights_seed_per_rank_are_the_same_on_every_rank(ranks: RankPool) -> None:
+    ranks.run(2, _seed_per_rank)
+
+
+def _initialized_after_wrapping(rank: int, world: int) -> None:
+    # As mmengine's ApexOptimWrapper does: inside the first iteration, with the wrapped module.
+    for level in ("O1", "O2", "O3"):
+        for own in (True, False):
+            torch.manual_seed(rank)
+            model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
+            wrapped = WAYS["apex" if own else "torch"](model)
+            optimizer = _sgd(model.parameters())
+            options = {"opt_level": level, "loss_scale": 64.0, "verbosity": 0}
+            if own or level == "O1":
+                model, optimizer = amp.initialize(model, optimizer, **options)
+                _train(wrapped, optimizer, rank, range(4))
+                _check_ranks(model, optimizer, level)
+            else:
+                with raises(RuntimeError, "before", "torch.nn.parallel.DistributedDataParallel"):
+                    amp.initialize(model, optimizer, **options)
+                check_equal(model[0].weight.dtype, torch.float32, "type after the refusal")
+            forget_amp()
+
+
+def test_initialize_after_wrapping_averages_gradients_or_is_refused(ranks: RankPool) -> None:
+    ranks.run(2, _initialized_after_wrapping)
+
+
+def _optimizers_around(rank: int, world: int) -> None:
+    for kind in ("larc before", "larc after", "overlapped"):
+        model, optimizer = _build(
+            rank, "O2", (lambda p: LARC(_sgd(p))) if kind == "larc before" else _sgd
+        )
+        ddp = DistributedDataParallel(model)
+        if kind == "larc after":
+            optimizer = LARC(optimizer)
+        elif kind == "overlapped":
+            optimizer = OverlappedOptimizer(optimizer, ddp)
+        _train(ddp, optimizer, rank, range(6))
+        if kind == "overlapped":
+            optimizer.synchronize()
+        _check_ranks(model, optimizer, kind)
+
+
+def test_master_weights_optimizer_wrappers_seed_per_rank_are_the_same(ranks: RankPool) -> None:
+    ranks.run(2, _optimizers_around)
+
+
+def _averaged(rank: int, world: int) -> None:
+    model, optimizer = _build(rank, "O2")
+    ddp = DistributedDataParallel(model)
+    average = copy.deepcopy(model)
+    swa = torch.optim.swa_utils.AveragedModel(model)
+    by_state = {name: value.clone() for name, value in _parameters_of(model).items()}
+    for step in range(4):
+        _train(ddp, optimizer, rank, range(step, step + 1))
+        swa.update_parameters(model)
+        with torch.no_grad():
+            for mine, new in zip(average.parameters(), model.parameters(), strict=True):
+                mine.lerp_(new.to(mine.dtype), 0.3)
+            for name, new in _parameters_of(model).items():
+                by_state[name].lerp_(new, 0.3)
+    check_same_on_all_ranks([p.detach() for p in average.parameters()], "average of parameters")
+    check_same_on_all_ranks([p.detach() for p in swa.module.parameters()], "AveragedModel")
+    check_same_on_all_ranks(list(by_state.values()), "average of state dicts")
+
+
+def test_master_weights_averaged_models_seed_per_rank_are_the_same(ranks: RankPool) -> None:
+    ranks.run(2, _averaged)
+
+
+def _fp16_optimizer(rank: int, world: int) -> None:
+    for way in ("apex", "torch", "broadcast"):
+        torch.manual_seed(rank)
+        model = nn.Linear(5, 2).half()
+        optimizer = FP16_Optimizer(_sgd(model.parameters()), static_loss_scale=64.0)
+        wrapped = WAYS[way](model)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.full((3, 5), 0.5 + step + (0 if way == "broadcast" else rank)).half()
+            optimizer.backward(wrapped(x).float().square().mean())
+            optimizer.step()
+        check_same_on_all_ranks([p.detach() for p in model.parameters()], f"{way}: parameters")
+        masters = [m.detach() for m in optimizer.all_fp32_from_fp16_params]
+        check_same_on_all_ranks(masters, f"{way}: master weights")
+
+
+def test_fp16_optimizer_made_before_the_broadcast_is_the_same_on_every_rank(
+    ranks: RankPool,
+) -> None:
+    ranks.run(2, _fp16_optimizer)
+
+
+def _resumed(rank: int, world: int) -> None:
+    for level in ("O2", "O2-bf16"):
+        model, optimizer = _build(rank, level)
+        _train(DistributedDataParallel(model), optimizer, rank, range(3))
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        _train(DistributedDataParallel(model), optimizer, rank, range(3, 6))
+        expected = _parameters_of(model)
+        for wrap in ("first", "last"):
+            for order in ("model, optimizer", "optimizer, model", "model on rank 0"):
+                if (wrap, order) == ("first", "model on rank 0"):
+                    continue  # nobody sends it then
+                model, optimizer = _build(50 + rank, level)
+                wrapped = DistributedDataParallel(model) if wrap == "first" else model
+                if order == "optimizer, model":
+                    optimizer.load_state_dict(copy.deepcopy(saved[1]))
+                if rank == 0 or order != "model on rank 0":
+                    model.load_state_dict(saved[0])
+                if wrap == "last":
+                    wrapped = DistributedDataParallel(model)
+                if order == "model on rank 0":
+                    for mine, theirs in saved[0].items():
+                        if "running" in mine or "num_batches" in mine:
+                            model.state_dict()[mine].copy_(theirs)
+                if order != "optimizer, model":
+                    optimizer.load_state_dict(copy.deepcopy(saved[1]))
+                _train(wrapped, optimizer, rank, range(3, 6))
+                for name, value in _parameters_of(model).items():
+                    check_equal(value, expected[name], f"{level}, {wrap}, {order}: {name}")
+
+
+def test_checkpoint_of_several_ranks_resumes_bit_for_bit(ranks: RankPool) -> None:
+    ranks.run(2, _resumed)
+
+
+def _loaded_on_rank_0(rank: int, world: int) -> None:
+    torch.manual_seed(7)
+    other = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+    for way, share in WAYS.items():
+        for early in (False, True):
+            model, optimizer = _build(rank, "O2")
+            if early:
+                optimizer.zero_grad()
+            if rank == 0:
+                model.load_state_dict(other.state_dict())
+            wrapped = share(model)
+            _train(wrapped, optimizer, rank, range(3))
+            _check_ranks(model, optimizer, f"{way}, early={early}")
+
+
+def test_model_loaded_on_rank_0_and_sent_is_the_same_on_every_rank(ranks: RankPool) -> None:
+    ranks.run(2, _loaded_on_rank_0)
+
+
+def _loaded_everywhere_after_training(rank: int, world: int) -> None:
+    model, optimizer = _build(rank, "O2")
+    ddp = DistributedDataParallel(model)
+    _train(ddp, optimizer, rank, range(2))
+    other = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(other)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    _train(ddp, optimizer, rank, range(2, 3))
+    check(not model[0].weight.any(), "the masters of before came back")
+    check_same_on_all_ranks([p.detach() for p in model.parameters()], "parameters")
+
+
+def test_model_loaded_on_every_rank_after_training_counts(ranks: RankPool) -> None:
+    ranks.run(2, _loaded_everywhere_after_training)
+
+
+def test_one_rank_keeps_the_values_of_before_the_cast() -> None:
+    try:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        exact = model.weight.detach().clone()
+        optimizer = _sgd(model.parameters())
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        check_equal(model.state_dict()["weight"], exact, "state_dict")
+        optimizer.zero_grad()
+        check_equal(next(amp.master_params(optimizer)).detach(), exact, "master weight")
+        with torch.no_grad():
+            model.weight[0] = 2.0  # after the masters were made, and before the first step
+        expected = exact.clone()
+        expected[0] = 2.0
+        check_equal(next(amp.master_params(optimizer)).detach(), expected, "what was written")
+    finally:
+        forget_amp()

@@ -1,0 +1,219 @@
+"""torch.func.functional_call() on a wrapper: the caller's tensors are used, and left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ddp_models import build, data
+from ddp_support import (
+    RankPool,
+    alone,
+    check,
+    check_equal,
+    check_gradients,
+    check_near,
+    check_same_on_all_ranks,
+    check_step,
+    gradients,
+    mean_over_ranks,
+    raises,
+)
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from apex.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.processes
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 5)
+        self.last = nn.Linear(5, 2)
+        self.register_buffer("scale", torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)) * self.scale)
+
+
+def _loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
+    return model(data(rank, step)).square().sum()
+
+
+def _make(**options: Any) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(build(Net), **{"message_size": 12, **options})
+    check_step(ddp, _loss, "before")
+    return ddp
+
+
+def _check_goes_on(ddp: DistributedDataParallel, backwards: int) -> None:
+    for step in range(2):
+        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"after, step {step}")
+    check_equal(ddp.statistics()["backwards"], backwards + 2, "backwards of the first engine")
+
+
+def _others(ddp: nn.Module, rank: int, kind: str) -> dict[str, Tensor]:
+    """Tensors for every parameter, which differ from rank to rank."""
+    found = {name: p.detach() * 0.5 + 0.1 * rank for name, p in ddp.named_parameters()}
+    if kind == "parameters":
+        return {name: nn.Parameter(t) for name, t in found.items()}
+    return {name: t.requires_grad_(kind == "leaves") for name, t in found.items()}
+
+
+def _leaves(rank: int, world: int, kind: str, options: dict[str, Any]) -> None:
+    ddp = _make(**options)
+    ddp.zero_grad()
+    for step in range(2):
+        tensors = _others(ddp, rank, kind)
+        before = {name: t.detach().clone() for name, t in tensors.items()}
+        plain = {name.removeprefix("module."): t for name, t in before.items()}
+        plain = {name: t.requires_grad_() for name, t in plain.items()}
+        expected = functional_call(build(Net), plain, data(rank, step)).square().sum()
+        output = functional_call(ddp, tensors, data(rank, step))
+        check_near(output.square().sum(), expected, "the loss", 1e-6)
+        if kind != "constants":
+            output.square().sum().backward()
+            expected.backward()
+        for name, tensor in tensors.items():
+            check_equal(tensor.detach(), before[name], f"the caller's {name}")
+            if kind != "constants":  # of this rank alone
+                check_near(tensor.grad, plain[name.removeprefix("module.")].grad, name, 1e-5)
+    check(all(p.grad is None for p in ddp.parameters()), "a parameter got a gradient")
+    _check_goes_on(ddp, ddp.statistics()["backwards"])
+
+
+@pytest.mark.parametrize("options", [{}, {"delay_allreduce": True, "message_size": 10_000_000}],
+                         ids=["buckets", "delayed"])  # fmt: skip
+@pytest.mark.parametrize("kind", ["leaves", "parameters", "constants"])
+def test_functional_call_leaf_tensors_are_the_callers_own(
+    ranks: RankPool, kind: str, options: dict[str, Any]
+) -> None:
+    ranks.run(2, _leaves, kind, options)
+
+
+def _computed(rank: int, world: int) -> None:
+    """As MAML does: weights that were computed of the parameters reach them in backward."""
+    ddp = _make()
+
+    def adapted_loss(model: nn.Module, r: int, step: int) -> Tensor:
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        slopes = torch.autograd.grad(_loss(model, r, step), parameters, create_graph=True)
+        moved = [p - 0.1 * g for p, g in zip(parameters, slopes, strict=True)]
+        moved_by_name = dict(zip(names, moved, strict=True))
+        return functional_call(model, moved_by_name, data(r, step + 50)).square().sum()
+
+    for step in range(3):
+        check_step(ddp, lambda m, r, s=step: adapted_loss(m, r, s), f"step {step}")
+    _check_goes_on(ddp, 4)
+
+
+def test_functional_call_computed_weights_average_what_they_are_computed_of(
+    ranks: RankPool,
+) -> None:
+    ranks.run(2, _computed)
+
+
+def _partial(rank: int, world: int, on: list[int]) -> None:
+    """The module's other parameters are averaged; one that was exchanged counts as not used."""
+    ddp = _make()
+    weight = torch.full((2, 5), 0.3 + rank, requires_grad=True)
+
+    def loss(model: nn.Module, r: int, w: Tensor) -> Tensor:
+        if r not in on:
+            return _loss(model, r)
+        prefix = "module." if isinstance(model, DistributedDataParallel) else ""
+        return functional_call(model, {f"{prefix}last.weight": w}, data(r)).square().sum()
+
+    for step in range(2):
+        expected = mean_over_ranks([
+            alone(ddp.module, lambda m, r=r: loss(m, r, torch.full((2, 5), 0.3 + r)))
+            for r in range(world)
+        ])  # fmt: skip
+        ddp.zero_grad()
+        weight.grad = None
+        loss(ddp, rank, weight).backward()
+        check_gradients(ddp, expected, f"step {step}", 1e-5)
+        check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"step {step}")
+        check_equal(weight.grad is not None, rank in on, "a gradient of the caller's tensor")
+        check_equal(weight.detach(), torch.full((2, 5), 0.3 + rank), "the caller's tensor")
+    _check_goes_on(ddp, 3)
+
+
+@pytest.mark.parametrize("on", [[0, 1], [0], [1]], ids=["all_ranks", "rank_0", "rank_1"])
+def test_functional_call_of_some_parameters_averages_the_others(
+    ranks: RankPool, on: list[int]
+) -> None:
+    ranks.run(2, _partial, on)
+
+
+def _buffers(rank: int, world: int, on: list[int]) -> None:
+    ddp = _make(broadcast_buffers=True)
+    ddp.module.scale.fill_(1.0 + rank)
+    mine = torch.full((5,), 3.0 + rank)
+    for _ in range(2):
+        if rank in on:
+            output = functional_call(ddp, {"module.scale": mine}, data(rank))
+        else:
+            output = ddp(data(rank))
+        output.sum().backward()
+    check_equal(mine, torch.full((5,), 3.0 + rank), "the caller's buffer")
+    # It is the rank's own in this forward; that of the module is taken from rank 0 in the next.
+    kept = 1.0 + rank if rank in on else 3.0 if 0 in on else 1.0
+    check_equal(ddp.module.scale, torch.full((5,), kept), "the module's buffer")
+    ddp(data(rank))
+    check_equal(ddp.module.scale, torch.ones(5), "the module's buffer, taken from rank 0")
+
+
+@pytest.mark.parametrize("on", [[0, 1], [1]], ids=["all_ranks", "rank_1"])
+def test_functional_call_buffers_are_not_written_to(ranks: RankPool, on: list[int]) -> None:
+    ranks.run(2, _buffers, on)
+
+
+def _transforms(rank: int, world: int) -> None:
+    """torch.func's transforms take gradients that nobody averages, on one rank or all."""
+    ddp = _make()
+    ddp.zero_grad()
+    before = ddp.statistics()
+    parameters = dict(ddp.named_parameters())
+
+    def loss(tensors: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(ddp, tensors, x).square().sum()
+
+    if rank == 0:
+        slopes = torch.func.grad(loss)(parameters, data(rank))
+        expected = alone(ddp.module, _loss_of_rank_0)
+        for name, slope in slopes.items():
+            check_near(slope, expected[name.removeprefix("module.")], name, 1e-5)
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, data(rank))
+        for name, slope in each.items():
+            check_near(slope.sum(0), expected[name.removeprefix("module.")], name, 1e-5)
+    check(all(g is None for g in gradients(ddp).values()), "a parameter got a gradient")
+    after = ddp.statistics()
+    check_equal(after["launched_at_end"], before["launched_at_end"], "messages")
+    _check_goes_on(ddp, 1)
+
+
+def _loss_of_rank_0(model: nn.Module) -> Tensor:
+    return _loss(model, 0)
+
+
+def test_functional_call_under_transforms_communicates_nothing(ranks: RankPool) -> None:
+    ranks.run(2, _transforms)
+
+
+def _without_engine(rank: int, world: int) -> None:
+    import pickle
+
+    copied = pickle.loads(pickle.dumps(_make()))
+    tensors = _others(copied, rank, "leaves")
+    with raises(RuntimeError, "functional_call()", "one forward of its own"):
+        functional_call(copied, tensors, data(rank))
+    check_step(copied, _loss, "a forward of its own")
+    functional_call(copied, tensors, data(rank)).sum().backward()
+
+
+def test_functional_call_before_there_is_an_engine_raises(ranks: RankPool) -> None:
+    ranks.run(2, _without_engine)

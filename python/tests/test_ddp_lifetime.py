@@ -1,0 +1,185 @@
+"""Wrappers that something refers to in a circle are freed, and what they hold with them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_models import build, data
+from ddp_support import RankPool, check, check_equal, check_step, raises
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+
+from apex.parallel import DistributedDataParallel, OverlappedOptimizer
+
+pytestmark = pytest.mark.processes
+
+
+def _loss(model: nn.Module, rank: int) -> Tensor:
+    return model(data(rank), [0, 1, 2]).square().sum()
+
+
+def _averages(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+class Trainer:
+    """Holds the wrapper, and is held by what it hangs into it."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.ddp = ddp
+        self.buckets = 0
+
+    def hook(self, state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        self.buckets += 1
+        return _averages(state, bucket)
+
+    def callback(self, bucket: Any) -> None:
+        self.buckets += 1
+
+
+def _in_module(ddp: DistributedDataParallel) -> None:
+    ddp.module.wrapper = ddp
+
+
+def _beside_module(ddp: DistributedDataParallel) -> None:
+    ddp.module.__dict__["wrapper"] = ddp
+
+
+def _in_state(ddp: DistributedDataParallel) -> None:
+    ddp.register_comm_hook({"wrapper": ddp}, _averages)
+
+
+def _in_hook(ddp: DistributedDataParallel) -> Trainer:
+    trainer = Trainer(ddp)
+    ddp.register_comm_hook(None, trainer.hook)
+    return trainer
+
+
+def _in_callback(ddp: DistributedDataParallel) -> Trainer:
+    trainer = Trainer(ddp)
+    ddp.register_bucket_callback(trainer.callback)
+    return trainer
+
+
+def _in_optimizer(ddp: DistributedDataParallel) -> None:
+    OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.0), ddp)
+
+
+CIRCLES: dict[str, Callable[[DistributedDataParallel], Trainer | None]] = {
+    "nothing": lambda ddp: None,
+    "submodule": _in_module,
+    "attribute": _beside_module,
+    "state": _in_state,
+    "hook": _in_hook,
+    "callback": _in_callback,
+    "optimizer": _in_optimizer,
+}
+
+
+def _is_freed(rank: int, world: int, name: str) -> None:
+    def use() -> list[weakref.ref[Any]]:
+        ddp = DistributedDataParallel(build(), message_size=20)
+        trainer = CIRCLES[name](ddp)
+        for _ in range(3):
+            check_step_of(ddp)
+        if trainer is not None:
+            check(trainer.buckets > 2, f"{trainer.buckets} buckets")
+        return [weakref.ref(o) for o in (ddp, ddp.module, ddp.module.layers[0].weight)]
+
+    def check_step_of(ddp: DistributedDataParallel) -> None:
+        ddp.zero_grad()
+        _loss(ddp, rank).backward()
+
+    references = use()
+    gc.collect()
+    check_equal([r() is None for r in references], [True] * 3, "wrapper, module, parameter freed")
+    check_step(DistributedDataParallel(build()), _loss, "the next wrapper")
+
+
+@pytest.mark.parametrize("name", CIRCLES)
+def test_wrapper_in_a_circle_is_freed(ranks: RankPool, name: str) -> None:
+    ranks.run(2, _is_freed, name)
+
+
+def _is_gone(rank: int, world: int, what: str) -> None:
+    ddp = DistributedDataParallel(build())
+    _loss(ddp, rank).backward()
+    if what == "hook":
+        ddp.register_comm_hook(None, _averages)
+    elif what == "callback":
+        ddp.register_bucket_callback(lambda bucket: None)
+    loss = _loss(ddp, rank)
+    module = ddp.module
+    del ddp
+    gc.collect()
+    if what == "neither":
+        loss.backward()  # is averaged
+    else:
+        with raises(RuntimeError, "was deleted before this backward", what):
+            loss.backward()
+    check_step(DistributedDataParallel(module), _loss, "wrapped again")
+
+
+@pytest.mark.parametrize("what", ["hook", "callback", "neither"])
+def test_backward_after_the_wrapper_with_a_hook_was_deleted_raises(
+    ranks: RankPool, what: str
+) -> None:
+    ranks.run(2, _is_gone, what)
+
+
+# --- copies ---
+
+
+class State:
+    def __init__(self) -> None:
+        self.calls = [0]
+
+
+def _counts(state: State, bucket: Any) -> torch.futures.Future[Tensor]:
+    state.calls[0] += 1
+    return _averages(state, bucket)
+
+
+def _copies_state(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(build(), message_size=20)
+    state = State()
+    ddp.module.state = state  # also known elsewhere, where the copy has to be the same
+    ddp.register_comm_hook(state, _counts)
+    for step in range(2):
+        check_step(ddp, _loss, f"the original, step {step}")
+    twin = copy.deepcopy(ddp)
+    calls = state.calls[0]
+    for step in range(2):
+        check_step(twin, _loss, f"the copy, step {step}")
+    check_equal(state.calls[0], calls, "calls with the original's state")
+    check(twin.module.state.calls[0] > calls, "the copy's state was not called")
+    check_step(ddp, _loss, "the original again")
+
+
+def test_copy_has_a_copy_of_its_hooks_state(ranks: RankPool) -> None:
+    ranks.run(2, _copies_state)
+
+
+def _shares_state(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(build(), message_size=20)
+    state = post_localSGD_hook.PostLocalSGDState(dist.group.WORLD, dist.new_group(), 1000)
+    ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    check_step(ddp, _loss, "the original")
+    twin = copy.deepcopy(ddp)
+    before = state.iter
+    for step in range(2):
+        check_step(twin, _loss, f"the copy, step {step}")
+    check(state.iter > before, "the copy does not use the original's state")
+    check_step(ddp, _loss, "the original again")
+
+
+def test_copy_shares_a_hooks_state_that_holds_a_process_group(ranks: RankPool) -> None:
+    ranks.run(2, _shares_state)

@@ -1,0 +1,191 @@
+"""Modules that change after they were wrapped: what is a change, what is none, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from ddp_models import build, data
+from ddp_support import (
+    RankPool,
+    check,
+    check_equal,
+    check_same_on_all_ranks,
+    check_step,
+    raises,
+)
+from torch import Tensor, nn
+
+from apex.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.processes
+
+
+def _loss(model: nn.Module, rank: int) -> Tensor:
+    return model(data(rank), [0, 1, 2]).square().sum()
+
+
+def _layer(rank: int, outputs: int = 4) -> nn.Linear:
+    """With other values on each rank."""
+    with torch.random.fork_rng():
+        torch.manual_seed(rank)
+        return nn.Linear(4, outputs)
+
+
+# --- a change that is refused ---
+
+
+def _repaired(rank: int, world: int, repair: str) -> None:
+    ddp = DistributedDataParallel(build(), message_size=20)
+    layers = ddp.module.layers
+    old = layers[1]
+    check_step(ddp, _loss, "before")
+    layers[1] = _layer(rank, 4 + rank)
+    for attempt in range(2):
+        with raises(RuntimeError, "rank 1's model differs from rank 0's", "[4, 4]", "[5, 4]"):
+            ddp(data(rank), [0])
+        check(layers[1] is not old, f"attempt {attempt}")
+    if repair == "taken back":
+        layers[1] = old
+    elif repair == "made on the other rank" and rank == 1:
+        layers[1] = _layer(rank)
+    elif repair == "made on all ranks":
+        layers[1] = _layer(rank)
+    ddp(data(rank), [0])
+    check_same_on_all_ranks(list(ddp.parameters()), "parameters after the repair")
+    for step in range(3):
+        check_step(ddp, _loss, f"after the repair, step {step}")
+    names = [name for bucket in ddp.bucket_plan() for name in bucket]
+    check_equal(len(names), 6, "parameters in the plan")
+
+
+@pytest.mark.parametrize("repair", ["taken back", "made on the other rank", "made on all ranks"])
+def test_change_refused_then_repaired_averages(ranks: RankPool, repair: str) -> None:
+    ranks.run(2, _repaired, repair)
+
+
+# --- another module ---
+
+
+def _assigns_module(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(build(), message_size=20)
+    check_step(ddp, _loss, "before")
+    ddp.module = build(seed=10 + rank)
+    ddp(data(rank), [0])
+    check_same_on_all_ranks(list(ddp.parameters()), "parameters of the new module")
+    for step in range(3):
+        check_step(ddp, _loss, f"the new module, step {step}")
+
+
+def test_module_assigned_averages(ranks: RankPool) -> None:
+    ranks.run(2, _assigns_module)
+
+
+def _copied_then_changed(rank: int, world: int, how: str) -> None:
+    """As in any module, and though nothing is sent for a copy that was not changed."""
+    first = DistributedDataParallel(build(), message_size=20)
+    if how == "before its first step":
+        first = copy.deepcopy(first)
+    check_step(copy.deepcopy(first), _loss, "an unchanged copy")
+    ddp = copy.deepcopy(first) if how != "pickled" else pickle.loads(pickle.dumps(first))
+    ddp.module.layers[1] = _layer(rank)
+    ddp(data(rank), [0])
+    check_same_on_all_ranks(list(ddp.parameters()), "parameters of the changed copy")
+    for step in range(3):
+        check_step(ddp, _loss, f"the changed copy, step {step}")
+
+
+@pytest.mark.parametrize("how", ["copied", "before its first step", "pickled"])
+def test_module_changed_before_a_copys_first_forward_takes_rank_0s(
+    ranks: RankPool, how: str
+) -> None:
+    ranks.run(2, _copied_then_changed, how)
+
+
+# --- what is no change ---
+
+
+class Reassigns(nn.Module):
+    """Makes a module without parameters, and a buffer, in forward."""
+
+    def __init__(self, on: list[int], rank: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.mine = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.act: nn.Module = nn.Identity()
+        self.register_buffer("seen", torch.zeros(1))
+        self.makes_one = rank in on
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.makes_one:
+            self.act = nn.Tanh()
+            self.seen = self.seen + 1
+        else:
+            self.act(x)
+        return self.layers[1](torch.tanh(self.layers[0](x)))
+
+
+def _reassigns(rank: int, world: int, on: list[int]) -> None:
+    model = build(lambda: Reassigns(on, rank))
+    ddp = DistributedDataParallel(model, message_size=20)
+    with torch.no_grad():
+        model.mine.fill_(rank)  # would be rank 0's if parameters were taken again
+    for step in range(4):
+        check_step(ddp, lambda m, r, s=step: m(data(r, s)).square().sum(), f"step {step}")
+    check_equal(model.mine.data, torch.full((2,), float(rank)), "a parameter of the rank's own")
+    check_equal(ddp.statistics()["backwards"], 4, "backwards of the first engine")
+    check_equal(ddp.statistics()["plans_learnt"], 1, "plans")
+    # A change that matters is noticed all the same.
+    model.layers[0] = _layer(rank)
+    ddp(data(rank))
+    check_step(ddp, lambda m, r: m(data(r)).square().sum(), "a layer replaced")
+
+
+@pytest.mark.parametrize("on", [[], [1], [0, 1]], ids=["no_rank", "one_rank", "all_ranks"])
+def test_module_without_parameters_replaced_in_forward_is_no_change(
+    ranks: RankPool, on: list[int]
+) -> None:
+    ranks.run(2, _reassigns, on)
+
+
+# --- trigger parameters ---
+
+
+def _closing(ddp: DistributedDataParallel) -> list[str]:
+    return [bucket[-1] for bucket in ddp.bucket_plan()]
+
+
+def _changes_triggers(rank: int, world: int) -> None:
+    model = build()
+    layers = model.layers
+    triggers = [layer.weight for layer in layers]
+    ddp = DistributedDataParallel(model, allreduce_trigger_params=triggers)
+    check_step(ddp, _loss, "first")
+    every = [f"layers.{i}.weight" for i in (2, 1, 0)]
+    check_equal(_closing(ddp), every, "closing parameters")
+    other = build(seed=5 + rank).state_dict()
+    model.load_state_dict(other, assign=True)
+    ddp(data(rank), [0])
+    check(layers[1].weight is not triggers[1], "the parameter was not replaced")
+    check_step(ddp, _loss, "all parameters replaced")
+    check_equal(_closing(ddp), every, "closing parameters, replaced")
+    layers[1].weight.requires_grad_(False)
+    check_step(ddp, _loss, "a trigger frozen")
+    layers[0].bias = nn.Parameter(torch.zeros(4))
+    check_step(ddp, _loss, "a trigger frozen, and another parameter replaced")
+    check_equal(_closing(ddp), [every[0], every[2]], "closing parameters, one frozen")
+    layers[1].weight.requires_grad_(True)
+    check_step(ddp, _loss, "a trigger unfrozen")
+    check_step(ddp, _loss, "a trigger unfrozen, next step")
+    check_equal(_closing(ddp), every, "closing parameters, unfrozen")
+    layers[1] = nn.Identity()
+    check_step(ddp, _loss, "a trigger removed")
+    check_equal(_closing(ddp), [every[0], every[2]], "closing parameters, one removed")
+
+
+def test_trigger_parameters_that_are_replaced_or_frozen_are_followed_by_name(
+    ranks: RankPool,
+) -> None:
+    ranks.run(2, _changes_triggers)

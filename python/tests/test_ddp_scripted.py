@@ -1,0 +1,175 @@
+"""Modules compiled by torch.jit, whole or in part; and lazy ones, which are refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ddp_models import build, data
+from ddp_support import (
+    RankPool,
+    alone,
+    check,
+    check_equal,
+    check_gradients,
+    check_same_on_all_ranks,
+    check_step,
+    gradients,
+    mean_over_ranks,
+    raises,
+)
+from torch import Tensor, nn
+
+from apex.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.processes
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 5)
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def _nested() -> nn.Module:
+    model = Net()
+    model.first = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5))
+    return model
+
+
+def _child() -> nn.Module:
+    model = _nested()
+    model.first = torch.jit.script(model.first)
+    return model
+
+
+# What is wrapped, and the same without torch.jit, whose modules do not copy their gradients.
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    "script": (lambda: torch.jit.script(Net()), Net),
+    "trace": (lambda: torch.jit.trace(Net(), torch.ones(3, 4)), Net),
+    "child": (_child, _nested),
+}
+
+
+def _loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
+    return model(data(rank, step)).square().sum()
+
+
+def _check_step(ddp: nn.Module, kind: str, rank: int, world: int, step: int) -> None:
+    plain = build(KINDS[kind][1])
+    plain.load_state_dict(ddp.module.state_dict())
+    expected = mean_over_ranks([
+        alone(plain, lambda m, r=r: _loss(m, r, step)) for r in range(world)
+    ])  # fmt: skip
+    ddp.zero_grad()
+    _loss(ddp, rank, step).backward()
+    check_gradients(ddp, expected, f"step {step}", 1e-5)
+    check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"step {step}")
+
+
+def _scripted(rank: int, world: int, kind: str, options: dict[str, Any]) -> None:
+    model = build(KINDS[kind][0])
+    with torch.no_grad():
+        next(model.parameters()).add_(rank)
+    ddp = DistributedDataParallel(model, message_size=12, **options)
+    check_same_on_all_ranks([p.data for p in ddp.parameters()], "parameters")
+    for step in range(4):
+        _check_step(ddp, kind, rank, world, step)
+    check_equal(ddp.statistics()["plans_learnt"], 1, "plans")
+    # A parameter of the scripted part that is replaced is noticed.
+    part = model.first if kind != "child" else getattr(model.first, "0")
+    part.weight = nn.Parameter(torch.full((5, 4), 0.1 + rank))
+    ddp(data(rank))
+    check_same_on_all_ranks([p.data for p in ddp.parameters()], "parameters, one replaced")
+    check(bool((part.weight == 0.1).all()), "not rank 0's parameter")
+    for step in range(2):
+        _check_step(ddp, kind, rank, world, step)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}],
+                         ids=["copies", "views"])  # fmt: skip
+@pytest.mark.parametrize("kind", KINDS)
+def test_scripted_module_averages(ranks: RankPool, kind: str, options: dict[str, Any]) -> None:
+    ranks.run(2, _scripted, kind, options)
+
+
+def _normed(rank: int, world: int) -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    plain = build(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    model.load_state_dict(plain.state_dict())
+    ddp = DistributedDataParallel(model, broadcast_buffers=True)
+    for step in range(2):
+        expected = mean_over_ranks([
+            alone(plain, lambda m, r=r, s=step: _loss(m, r, s) + _loss(m, r, s + 9))
+            for r in range(world)
+        ])  # fmt: skip
+        ddp.zero_grad()
+        # The second forward takes rank 0's running statistics, which the first has saved.
+        (_loss(ddp, rank, step) + _loss(ddp, rank, step + 9)).backward()
+        check_gradients(ddp, expected, f"step {step}", 1e-4)
+    ddp(data(0))
+    check_same_on_all_ranks(list(model.buffers()), "buffers after alike forwards")
+
+
+def test_scripted_batch_norm_broadcasts_its_buffers(ranks: RankPool) -> None:
+    ranks.run(2, _normed)
+
+
+def _scripted_narrow(rank: int, world: int, kind: str) -> None:
+    narrow = torch.bfloat16
+    policy = SimpleNamespace(param_dtype=narrow, reduce_dtype=torch.float32, buffer_dtype=None)
+    model = build(KINDS[kind][0])
+    plain = build(KINDS[kind][1])
+    plain.load_state_dict(model.state_dict())
+    plain.to(narrow)
+    expected = mean_over_ranks([
+        alone(plain, lambda m, r=r: m(data(r).to(narrow)).square().sum()) for r in range(world)
+    ])  # fmt: skip
+    ddp = DistributedDataParallel(model, mixed_precision=policy)
+    for step in range(2):
+        ddp.zero_grad()
+        _loss(ddp, rank).backward()
+        check_gradients(ddp, expected, f"step {step}", 3e-2)
+        check_equal({g.dtype for g in gradients(ddp).values()}, {torch.float32}, "dtypes")
+
+
+@pytest.mark.parametrize("kind", ["script", "child"])
+def test_scripted_module_mixed_precision_averages(ranks: RankPool, kind: str) -> None:
+    ranks.run(2, _scripted_narrow, kind)
+
+
+class Lazy(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.part(x))
+
+
+def _lazy(rank: int, world: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = Lazy(nn.LazyLinear(5))
+        statistics = nn.Sequential(nn.Linear(4, 5), nn.LazyBatchNorm1d(affine=False))
+    with raises(RuntimeError, "parameter 'part.weight'", "one forward of the module"):
+        DistributedDataParallel(model)
+    with raises(RuntimeError, "buffer '1.running_mean'", "one forward of the module"):
+        DistributedDataParallel(statistics)
+    model(data(0))
+    statistics(data(0))
+    check_step(DistributedDataParallel(model), _loss, "initialized")
+    check_step(DistributedDataParallel(statistics), _loss, "initialized, with buffers")
+
+
+def test_lazy_module_not_initialized_raises_and_says_how_it_is(ranks: RankPool) -> None:
+    ranks.run(2, _lazy)

@@ -1,0 +1,266 @@
+"""Several wrappers, groups and users of a group at once.
+
+The oracles: the average over ranks in one process in float64, ranks that are equal bit for bit with
+a seed of their own on each, and the time limit of the pool."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_support import (
+    RankPool,
+    check,
+    check_equal,
+    check_near,
+    check_same_on_all_ranks,
+    gradients,
+    to_reference,
+)
+from torch import Tensor, nn
+
+from apex.parallel import DistributedDataParallel, create_syncbn_process_group
+from apex.parallel._groups import timeout_of
+from apex.parallel.syncbn_group import default_group
+
+pytestmark = pytest.mark.processes
+
+VIEWS = pytest.mark.parametrize("options", [{"message_size": 1}, {"message_size": 1 << 20},
+                                            {"message_size": 1, "gradient_as_bucket_view": True}],
+                                ids=["many", "one", "views"])  # fmt: skip
+
+
+def batch(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(5, 6, generator=generator)
+
+
+class Net(nn.Module):
+    """Layers of equal size, so that swapped messages would fit; ``used`` picks some of them."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(layers))
+        self.collective = False
+
+    def forward(self, x: Tensor, used: Any = None) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            if used is None or i in used:
+                x = x + torch.tanh(layer(x))
+            if self.collective:  # the user's own, in the middle of the module
+                dist.all_reduce(torch.ones(6, 6))
+        return x
+
+
+def check_average(models: list[nn.Module], loss: Any, world: int, what: str) -> None:
+    """Compares .grad with that of ``loss(models, rank)``, one rank after the other."""
+    memo: dict[int, Any] = {}
+    references = [copy.deepcopy(m, memo) for m in models]  # what is shared stays shared
+    for reference in references:
+        reference.collective = False
+        reference.double()
+        reference.zero_grad()
+    for rank in range(world):
+        (loss(references, rank) / world).backward()
+    for i, (model, reference) in enumerate(zip(models, references, strict=True)):
+        expected = gradients(reference)
+        for name, grad in gradients(model).items():
+            check_near(grad, expected[name], f"{what}: model {i}, {name}")
+    check_same_on_all_ranks([p.grad for m in models for p in m.parameters()], what)
+
+
+def _two_wrappers(rank: int, world: int, options: dict[str, Any], freezes: bool) -> None:
+    torch.manual_seed(rank)
+    models: list[Any] = [Net(), Net()]
+    wrappers = [DistributedDataParallel(model, **options) for model in models]
+    for model in models:
+        model.collective = True
+    # What each rank uses of the second model. What it leaves out is sent at the end of backward,
+    # after the first model; on other ranks before it.
+    used = [[0, 1, 2], [0, 2], [1]]
+    for step in range(5):
+
+        def loss(nets: list[Any], r: int, step: int = step) -> Tensor:
+            x = batch(r, step).to(next(nets[1].parameters()).dtype)
+            if not freezes:
+                return nets[1](nets[0](x), used[(r + step) % 3]).square().mean()
+            inner = getattr(nets[1], "module", nets[1])
+            inner.layers[1].requires_grad_(not (step >= 2 and r == 1))
+            return nets[1](nets[0](x)).square().mean()
+
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+        loss(wrappers, rank).backward()
+        check_average(models, loss, world, f"step {step}")
+
+
+@VIEWS
+@pytest.mark.parametrize("freezes", [False, True], ids=["unused", "frozen"])
+def test_wrappers_on_one_group_with_layers_unused_or_frozen_on_some_ranks(
+    ranks: RankPool, freezes: bool, options: dict[str, Any]
+) -> None:
+    ranks.run(3, _two_wrappers, options, freezes)
+
+
+def _streams(rank: int, world: int) -> None:
+    """Pairs of ranks with communicators of their own: each pair averages its own gradients."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    torch.manual_seed(rank)
+    model = Net()
+    mine = pairs[rank // 2]
+    ddp = DistributedDataParallel(
+        model, message_size=1, num_allreduce_streams=3, process_group=mine
+    )
+    first = rank // 2 * 2
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(batch(rank, step)).square().mean().backward()
+        reference = to_reference(model)
+        for r in (first, first + 1):
+            (reference(batch(r, step).double()).square().mean() / 2).backward()
+        expected = gradients(reference)
+        for name, grad in gradients(model).items():
+            check_near(grad, expected[name], f"step {step}: {name}")
+    dist.barrier()
+
+
+def test_several_communicators_on_subgroups_average_their_own(ranks: RankPool) -> None:
+    ranks.run(4, _streams)
+
+
+def _wrapped_again(rank: int, world: int, how: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(rank)
+    model: Any = Net()
+    held: list[Any] = []
+    old = None
+    for round_ in range(3):
+        ddp = DistributedDataParallel(model, **options)
+        if how == "inside":
+            ddp = DistributedDataParallel(ddp, **options)
+        for step in range(2):
+            ddp.zero_grad()
+            x = batch(rank, 10 * round_ + step)
+            # A wrapper that was replaced is as good as its module.
+            run = old if how == "kept" and old is not None and step == 0 else ddp
+            output = run(x)
+            output.square().mean().backward()
+            if rank == 0 and how == "held":
+                held.append(output)
+            check_average(
+                [model],
+                lambda nets, r, n=10 * round_ + step: nets[0](batch(r, n).double()).square().mean(),
+                world,
+                f"round {round_}, step {step}",
+            )
+        if how == "kept":
+            old = ddp
+        del ddp
+        if rank == 1:
+            gc.collect()
+
+
+@VIEWS
+@pytest.mark.parametrize("how", ["held", "kept", "inside", "dropped"])
+def test_module_that_is_wrapped_again_is_averaged_once(
+    ranks: RankPool, how: str, options: dict[str, Any]
+) -> None:
+    ranks.run(2, _wrapped_again, how, options)
+
+
+def _shared_layers(rank: int, world: int) -> None:
+    torch.manual_seed(rank)
+    first, second = Net(), Net()
+    second.layers[0] = first.layers[0]
+    wrappers = [DistributedDataParallel(first), DistributedDataParallel(second)]
+    for step in range(3):
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+
+        def loss(nets: list[Any], r: int, step: int = step) -> Tensor:
+            x = batch(r, step).to(next(nets[0].parameters()).dtype)
+            return nets[0](x).square().mean() + nets[1](x).sin().mean()
+
+        loss(wrappers, rank).backward()
+        check_average([first, second], loss, world, f"step {step}")
+
+
+def test_wrappers_that_share_a_layer(ranks: RankPool) -> None:
+    ranks.run(2, _shared_layers)
+
+
+CHANGES = {
+    "double and back": lambda m: m.double().float(),
+    "half and back": lambda m: m.half().float(),
+    "bfloat16 and back": lambda m: m.bfloat16().float(),
+    "memory format": lambda m: m.to(memory_format=torch.channels_last),
+    "data": lambda m: [setattr(p, "data", p.data.clone()) for p in m.parameters()],
+    "gradients' data": lambda m: [
+        setattr(p.grad, "data", torch.zeros_like(p)) for p in m.parameters() if p.grad is not None
+    ],
+    "assigned": lambda m: m.load_state_dict(
+        {k: v.clone() for k, v in m.state_dict().items()}, assign=True
+    ),
+}
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.out = nn.Linear(4, 2)
+        self.collective = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.conv(x.view(5, 3, 4, 4)).tanh().mean((2, 3)))
+
+
+def _changes(rank: int, world: int, change: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(rank)
+    model = ConvNet()
+    ddp = DistributedDataParallel(model, **options)
+
+    def images(r: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + r)
+        return torch.randn(5, 48, generator=generator)
+
+    for step in range(5):
+        ddp.zero_grad()
+        if step in (2, 3):
+            CHANGES[change](ddp.module)
+        ddp(images(rank, step)).square().mean().backward()
+        if step == 3:  # also between a backward and the next that adds to it
+            CHANGES[change](ddp.module)
+            if change == "gradients' data":
+                continue
+            ddp.zero_grad()
+            ddp(images(rank, step)).square().mean().backward()
+        check_average(
+            [model],
+            lambda nets, r, n=step: nets[0](images(r, n).double()).square().mean(),
+            world,
+            f"{change}, step {step}",
+        )
+
+
+@VIEWS
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_that_replace_memory_or_accumulators_keep_averaging(
+    ranks: RankPool, change: str, options: dict[str, Any]
+) -> None:
+    ranks.run(2, _changes, change, options)
+
+
+def _timeouts(rank: int, world: int) -> None:
+    """Every group that the package makes waits as long as the group that it comes from."""
+    wanted = timeout_of(dist.group.WORLD)
+    check(wanted is not None and wanted.total_seconds() != 1800, "the pool's timeout is torch's")
+    for group in (default_group(), create_syncbn_process_group(1), create_syncbn_process_group(2)):
+        check_equal(timeout_of(group), wanted, group.group_name)
+
+
+def test_groups_of_the_package_inherit_the_timeout(ranks: RankPool) -> None:
+    ranks.run(2, _timeouts)

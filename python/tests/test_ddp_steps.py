@@ -1,0 +1,181 @@
+"""Ranks that are out of step: every rank raises in the first step in which they are, by default.
+
+The oracle is what was done to rank 1: the error names it and its deed, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ddp_models import Mlp
+from ddp_support import (
+    RankPool,
+    check,
+    check_near,
+    check_same_on_all_ranks,
+    gradients,
+    to_reference,
+)
+
+from apex.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.processes
+
+
+def make(seed: int = 0) -> Mlp:
+    torch.manual_seed(seed)
+    return Mlp()
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.sin(torch.arange(24, dtype=torch.float32).view(4, 6) + 10 * step + 3 * rank)
+
+
+def backward(ddp: torch.nn.Module, rank: int, step: int) -> None:
+    ddp(batch(rank, step)).square().sum().backward()
+
+
+def mean_gradients(model: torch.nn.Module, world: int, step: int) -> dict[str, Any]:
+    reference = to_reference(model)
+    for rank in range(world):
+        (reference(batch(rank, step).double()).square().sum() / world).backward()
+    return gradients(reference)
+
+
+def raised(what: str, error: BaseException | None) -> None:
+    check(error is not None, f"nothing was raised, expected: {what}")
+    check(what in str(error), f"expected {what!r} in: {error}")
+
+
+def _train(ddp: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    backward(ddp, rank, step)
+    optimizer.step()
+
+
+def _skips_backward(ddp: Any, optimizer: Any, rank: int) -> None:
+    ddp(batch(rank, 9))
+
+
+def _skips_backward_and_steps(ddp: Any, optimizer: Any, rank: int) -> None:
+    optimizer.zero_grad()
+    ddp(batch(rank, 9))
+    optimizer.step()
+
+
+def _forward_without_gradients(ddp: Any, optimizer: Any, rank: int) -> None:
+    with torch.no_grad():
+        ddp(batch(rank, 9))
+    optimizer.step()
+
+
+def _local_step(ddp: Any, optimizer: Any, rank: int) -> None:
+    with ddp.no_sync():
+        _train(ddp, optimizer, rank, 9)
+
+
+MISSTEPS = {
+    "skipped backward": (_skips_backward, "rank 1 ran a forward that no backward has followed"),
+    "skipped backward, and a step": (
+        _skips_backward_and_steps,
+        "rank 1 ran a forward that no backward has followed",
+    ),
+    "forward without gradients": (
+        _forward_without_gradients,
+        "rank 1 stepped an optimizer twice without a backward between",
+    ),
+    "local step": (
+        _local_step,
+        "rank 1 updated the parameters after a backward without synchronization",
+    ),
+}
+
+
+def _missteps(rank: int, world: int, misstep: str, fused: bool, options: dict[str, Any]) -> None:
+    """Rank 1 does something else before step 3: every rank raises in that step and says so."""
+    act, said = MISSTEPS[misstep]
+    ddp = DistributedDataParallel(make(seed=rank), **options)
+    kind = {"fused": True} if fused else {"momentum": 0.9}
+    optimizer = (torch.optim.AdamW if fused else torch.optim.SGD)(ddp.parameters(), lr=0.1, **kind)
+    for step in range(3):
+        _train(ddp, optimizer, rank, step)
+    if rank == 1:
+        act(ddp, optimizer, rank)
+    error = None
+    try:
+        _train(ddp, optimizer, rank, 3)
+    except RuntimeError as caught:
+        error = caught
+    raised(f"rank {rank}: the ranks are out of step", error)
+    raised(said, error)
+
+
+@pytest.mark.parametrize("options", [{}, {"message_size": 1}, {"gradient_as_bucket_view": True},
+                                     {"check_reduction": True, "static_graph": True}],
+                         ids=["one_bucket", "alone", "views", "static_graph"])  # fmt: skip
+@pytest.mark.parametrize("fused", [False, True], ids=["sgd", "fused"])
+@pytest.mark.parametrize("misstep", MISSTEPS)
+def test_ranks_out_of_step_raise_on_all(
+    ranks: RankPool, misstep: str, fused: bool, options: dict[str, Any]
+) -> None:
+    ranks.run(3, _missteps, misstep, fused, options)
+
+
+def _last_backward_extra(rank: int, world: int) -> None:
+    """Rank 1's extra backward meets the others' step: all raise there."""
+    ddp = DistributedDataParallel(make(seed=rank))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    error = None
+    try:
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = ddp(batch(rank, step)).square().sum()
+            loss.backward(retain_graph=True)
+            if rank == 1 and step == 2:
+                loss.backward()
+            optimizer.step()
+    except RuntimeError as caught:
+        error = caught
+    raised("the ranks are out of step: rank 0, rank 2 updated the parameters since", error)
+    raised("rank 1 did not", error)
+
+
+def test_extra_backward_on_one_rank_raises_on_all(ranks: RankPool) -> None:
+    ranks.run(3, _last_backward_extra)
+
+
+def _no_misstep(rank: int, world: int) -> None:
+    """What ranks may do differently: they evaluate, and load the same values."""
+    ddp = DistributedDataParallel(make(seed=rank))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(6):
+        if rank == step % world:
+            ddp.eval()
+            ddp(batch(rank, 9))  # with gradients
+            with torch.no_grad():
+                ddp(batch(rank, 9))
+            ddp.train()
+        if rank == 2 and step == 3:
+            ddp.load_state_dict({k: v.clone() for k, v in ddp.state_dict().items()})
+        expected = mean_gradients(ddp.module, world, step)
+        _train(ddp, optimizer, rank, step)
+        for name, grad in gradients(ddp.module).items():
+            check_near(grad, expected[name], f"step {step}, {name}")
+    check_same_on_all_ranks(list(ddp.parameters()), "afterwards")
+
+
+def test_ranks_that_evaluate_and_load_differently_do_not_raise(ranks: RankPool) -> None:
+    ranks.run(3, _no_misstep)
+
+
+def _unchecked(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make(), check_reduction=False)
+    backward(ddp, rank, 0)
+    if rank == 1:
+        ddp(batch(rank, 9))
+    backward(ddp, rank, 1)
+
+
+def test_check_reduction_off_does_not_raise(ranks: RankPool) -> None:
+    ranks.run(2, _unchecked)
