@@ -29,16 +29,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from apex.parallel import DistributedDataParallel
 
 # What is left out of programs because it is known to fail; remove an entry to see it fail.
-KNOWN_FAILING = (
-    # An exception in a backward through several wrappers: one that the raising rank has not come to
-    # yet has begun on other ranks, which raise; there ranks are one backward apart from then on.
-    "raise_several",
-    # A parameter in two wrappers belongs to the one whose forward came last. If a backward that
-    # comes to it enters through the other's output, and a rank does not use it there, it never
-    # begins the backward that others wait for.
-    "shared_apart",
-)
-
 CASE_LIMIT_S = 6  # a program takes a fraction of a second
 TOLERANCE = 1e-4
 HOOKS = {  # by name: error allowed
@@ -112,7 +102,6 @@ class Machine:
         self.pending: list[nn.Parameter] = []  # replaced, and not yet taken from rank 0
         self.changed: set[int] = set()  # models whose wrappers have not seen a change
         self.moved: set[int] = set()  # models whose parameters' data was replaced
-        self.raised = False  # a backward did
         self.held: list[Tensor] = []
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.local: dict[nn.Parameter, list[Tensor | None]] = {}
@@ -190,7 +179,7 @@ class Machine:
         for rank in range(self.world):
             row = rows[rank % len(rows)] if rows else []
             # Models are compared in the next forward.
-            if self.changed or self._shares_apart():
+            if self.changed:
                 row = rows[0] if rows else []
             keep = [p for p in self.frozen[rank] if not any(p is q for q in parameters)]
             self.frozen[rank] = keep + [parameters[i % len(parameters)] for i in row]
@@ -221,7 +210,7 @@ class Machine:
 
     def fail_forward(self, op: Op) -> None:
         m = op.args.get("model", 0) % len(self.models)
-        if not self.wrappers[m] or (self.raised and "fail_after_raise" in KNOWN_FAILING):
+        if not self.wrappers[m]:
             return
         at = op.args.get("block", 0) % len(self.models[m].blocks)
         try:
@@ -235,8 +224,6 @@ class Machine:
         m = op.args.get("model", 0) % len(self.models)
         net, what = self.models[m], op.args.get("what", "data")
         if what in ("double", "float", "half_float", "data", "transposed", "channels_last"):
-            if self._shares_apart():
-                return
             self.moved.add(m)
         getattr(self, f"_change_{what}")(net, m, op)
         if what not in ("grad_data", "grad_new", "relearn"):
@@ -340,8 +327,6 @@ class Machine:
         if boom and any(block.kind == "syncbn" for f in forwards
                         for block in self.models[f.model].blocks):  # fmt: skip
             boom = None  # batch norm on the other ranks would wait for ever
-        if "raise_several" in KNOWN_FAILING and sum(map(len, self.wrappers)) > 1:
-            boom = None
         accumulate = args.get("accumulate", 0)
         # Gradients that share memory are accumulated wrongly by torch alone, without a wrapper.
         if any(block.kind in SHARING for f in forwards for block in self.models[f.model].blocks):
@@ -372,9 +357,6 @@ class Machine:
             for m in sorted({f.model for f in forwards}):
                 self.optimizers[m].step()
 
-    def _shares_apart(self) -> bool:
-        return self.shared and "shared_apart" in KNOWN_FAILING
-
     def _enter_no_sync(self, stack: contextlib.ExitStack) -> None:
         for wrapper in (each for row in self.wrappers for each in row):
             stack.enter_context(wrapper.no_sync())
@@ -388,18 +370,11 @@ class Machine:
             kinds = [block.kind for block in self.models[m].blocks]
             rows = each.get("skip", [])
             usable = rows and not self.static and "syncbn" not in kinds
-            usable = usable and not self._shares_apart()
             skip = [rows[r % len(rows)] if usable else [] for r in range(self.world)]
             old = each.get("old")
             wrapper = self.wrappers[m][0 if old else -1]
             result.append(Forward(m, wrapper, skip))
-        if "idle_forward" in KNOWN_FAILING:
-            result = [forward for forward in result if not self._idles(forward)]
         return result
-
-    def _idles(self, forward: Forward) -> bool:
-        """Whether some ranks use no parameter in it, and others do."""
-        return len({self._uses(forward, rank) for rank in range(self.world)}) > 1
 
     def _uses(self, forward: Forward, rank: int, before: int | None = None) -> bool:
         """Whether a rank's gradients depend on its blocks up to ``before``."""
@@ -452,7 +427,6 @@ class Machine:
     ) -> None:
         """Ranks in ``boom["ranks"]`` raise in backward. The others raise, too, or, where all those
         had sent everything, have their averages."""
-        self.raised = True
         error: BaseException | None = None
         try:
             todo[0].backward()

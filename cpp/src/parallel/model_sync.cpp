@@ -77,26 +77,56 @@ at::Tensor all_gather_host(const at::Tensor& mine, at::Device device, const Grou
   return at::stack(outputs[0]).cpu();
 }
 
-std::string difference(int64_t rank, const std::string& reference, const std::string& other,
-                       size_t settings_count) {
-  const auto expected = split_lines(reference);
-  const auto actual = split_lines(other);
-  std::ostringstream out;
-  size_t i = 0;
-  while (i < expected.size() && i < actual.size() && expected[i] == actual[i]) ++i;
-  out << "rank " << rank << "'s model differs from rank 0's: ";
-  if (i < settings_count) {
-    out << "rank 0 was constructed with " << (i < expected.size() ? expected[i] : "nothing")
-        << ", rank " << rank << " with " << (i < actual.size() ? actual[i] : "nothing");
-  } else {
-    const size_t index = i - settings_count;
-    out << "parameter " << index << " is ";
-    out << (i < expected.size() ? expected[i] : "missing") << " on rank 0 and "
-        << (i < actual.size() ? actual[i] : "missing") << " on rank " << rank << " ("
-        << expected.size() - settings_count << " and " << actual.size() - settings_count
-        << " parameters in all)";
+/// A model as compared: a line for each setting, an empty one, a line for each tensor.
+struct Description {
+  explicit Description(const std::string& text) {
+    std::vector<std::string>* lines = &settings;
+    for (std::string& line : split_lines(text)) {
+      if (line.empty()) {
+        lines = &tensors;
+      } else {
+        lines->push_back(std::move(line));
+      }
+    }
   }
-  out << ". Construct the same model, with the same options, in the same order on every rank.";
+
+  /// "with NAME=...", or "without NAME" where it was left at its default.
+  std::string setting(const std::string& key) const {
+    for (const std::string& line : settings) {
+      if (key_of(line) == key) return "with " + line;
+    }
+    return "without " + key;
+  }
+
+  static std::string key_of(const std::string& setting) { return setting.substr(0, setting.find('=')); }
+
+  std::vector<std::string> settings;
+  std::vector<std::string> tensors;
+};
+
+std::string difference(int64_t rank, const std::string& reference, const std::string& other) {
+  const Description expected(reference);
+  const Description actual(other);
+  std::ostringstream out;
+  out << "rank " << rank << "'s model differs from rank 0's: ";
+  std::vector<std::string> settings = expected.settings;
+  settings.insert(settings.end(), actual.settings.begin(), actual.settings.end());
+  for (const std::string& setting : settings) {
+    const std::string key = Description::key_of(setting);
+    if (expected.setting(key) == actual.setting(key)) continue;
+    out << "rank 0 was constructed " << expected.setting(key) << ", rank " << rank << ' '
+        << actual.setting(key)
+        << ". Construct the same model, with the same options, in the same order on every rank.";
+    return out.str();
+  }
+  size_t i = 0;
+  const size_t both = std::min(expected.tensors.size(), actual.tensors.size());
+  while (i < both && expected.tensors[i] == actual.tensors[i]) ++i;
+  out << "parameter " << i << " is " << (i < expected.tensors.size() ? expected.tensors[i] : "missing")
+      << " on rank 0 and " << (i < actual.tensors.size() ? actual.tensors[i] : "missing") << " on rank "
+      << rank << " (" << expected.tensors.size() << " and " << actual.tensors.size()
+      << " parameters in all). Construct the same model, with the same options, in the same order on every "
+         "rank.";
   return out.str();
 }
 
@@ -113,6 +143,7 @@ void verify_same_model(const std::vector<NamedTensor>& tensors,
   if (world == 1) return;
   std::string text;
   for (const std::string& setting : settings) text += setting + '\n';
+  text += '\n';
   at::Device fallback(at::kCPU);
   for (const NamedTensor& entry : tensors) {
     text += describe(entry) + '\n';
@@ -138,7 +169,7 @@ void verify_same_model(const std::vector<NamedTensor>& tensors,
   }
   for (int rank = 1; rank < world; ++rank) {
     if (of_rank[rank] != of_rank[0]) {
-      throw RankMismatch(difference(rank, of_rank[0], of_rank[rank], settings.size()));
+      throw RankMismatch(difference(rank, of_rank[0], of_rank[rank]));
     }
   }
 }

@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <mutex>
 #include <sstream>
-#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
@@ -16,6 +14,7 @@
 #include "comm/separate_group.h"
 #include "parallel/collective.h"
 #include "parallel/reducer_state.h"
+#include "reducer/registry.h"
 
 namespace apex::parallel {
 
@@ -58,12 +57,13 @@ class GradientHook final : public torch::autograd::FunctionPostHook {
 /// there may be something to synchronize.
 class OutputHook final : public torch::autograd::FunctionPreHook {
  public:
-  OutputHook(std::shared_ptr<ReducerState> state, StepTracker::ForwardPtr forward)
-      : state_(std::move(state)), forward_(std::move(forward)) {}
+  OutputHook(std::shared_ptr<ReducerState> state, StepTracker::ForwardPtr forward,
+             std::shared_ptr<const ReducerState::Output> output)
+      : state_(std::move(state)), forward_(std::move(forward)), output_(std::move(output)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
     if (forward_) forward_->reached = true;
-    state_->output_reached();
+    enter_backward(*state_);
     return grads;
   }
 
@@ -74,19 +74,8 @@ class OutputHook final : public torch::autograd::FunctionPreHook {
  private:
   std::shared_ptr<ReducerState> state_;
   StepTracker::ForwardPtr forward_;
+  std::shared_ptr<const ReducerState::Output> output_;
 };
-
-// Reducers by their state, for what concerns every reducer that owns a parameter. Never destroyed, as reducers
-// may outlive static objects.
-std::mutex& states_mutex() {
-  static auto* mutex = new std::mutex;
-  return *mutex;
-}
-
-std::unordered_map<const void*, std::weak_ptr<ReducerState>>& states() {
-  static auto* map = new std::unordered_map<const void*, std::weak_ptr<ReducerState>>;
-  return *map;
-}
 
 void check_options(const ReducerOptions& options, size_t parameters, size_t groups) {
   if (groups == 0) throw InvalidArgument("a reducer needs at least one process group");
@@ -215,8 +204,7 @@ ReducerState::~ReducerState() {
   unhook_parameters();
   forget_plan();
   carried_.clear();
-  const std::lock_guard<std::mutex> lock(states_mutex());
-  states().erase(this);
+  drop_reducer(this);
 }
 
 void ReducerState::synchronize_model() {
@@ -388,10 +376,7 @@ Reducer::Reducer(std::vector<NamedTensor> parameters, std::vector<detail::GroupP
     : state_(std::make_shared<ReducerState>(std::move(parameters), std::move(groups),
                                             std::move(options))) {
   state_->synchronize_model();
-  {
-    const std::lock_guard<std::mutex> lock(detail::states_mutex());
-    detail::states()[state_.get()] = state_;
-  }
+  detail::add_reducer(state_);
   for (auto& parameter : state_->parameters_) parameter.seen_version = parameter.variable._version();
   state_->own_parameters();
   state_->hook_parameters();
@@ -415,7 +400,7 @@ void Reducer::watch_outputs(const std::vector<at::Tensor>& outputs) {
     const ReducerState::Lock lock(state_->mutex_);
     forward = state_->steps_.forward_ended(std::any_of(outputs.begin(), outputs.end(), can_be_reached));
   }
-  const torch::autograd::Node* last = nullptr;
+  torch::autograd::Node* last = nullptr;
   for (const at::Tensor& output : outputs) {
     if (!output.defined() || !output.requires_grad()) continue;
     const auto& node = output.grad_fn();
@@ -423,7 +408,9 @@ void Reducer::watch_outputs(const std::vector<at::Tensor>& outputs) {
     // or nothing to do with parameters. Outputs of one operation need one hook.
     if (!node || node.get() == last) continue;
     last = node.get();
-    node->add_pre_hook(std::make_unique<detail::OutputHook>(state_, forward));
+    auto watched = std::make_shared<const ReducerState::Output>(ReducerState::Output{last});
+    state_->watch(watched);
+    node->add_pre_hook(std::make_unique<detail::OutputHook>(state_, forward, std::move(watched)));
   }
 }
 
@@ -451,13 +438,7 @@ void Reducer::release() {
 }
 
 void Reducer::release_all() {
-  std::vector<std::shared_ptr<ReducerState>> alive;
-  {
-    const std::lock_guard<std::mutex> lock(detail::states_mutex());
-    for (const auto& [key, state] : detail::states()) {
-      if (auto held = state.lock()) alive.push_back(std::move(held));
-    }
-  }
+  auto alive = detail::all_reducers();
   for (const auto& state : alive) {
     const ReducerState::Lock lock(state->mutex_);
     if (state->scope_ == nullptr) state->release();
@@ -554,20 +535,7 @@ void Reducer::shadow_backward_end() {
 }
 
 void Reducer::optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer) {
-  std::unordered_set<const void*> owners;
-  for (const at::Tensor& parameter : parameters) {
-    if (parameter.defined()) owners.insert(owner_of(parameter)->load());
-  }
-  std::vector<std::shared_ptr<ReducerState>> told;
-  {
-    const std::lock_guard<std::mutex> lock(detail::states_mutex());
-    for (const void* owner : owners) {
-      const auto found = detail::states().find(owner);
-      if (found == detail::states().end()) continue;
-      if (auto state = found->second.lock()) told.push_back(std::move(state));
-    }
-  }
-  for (const auto& state : told) {
+  for (const auto& state : detail::owners_of(parameters)) {
     const ReducerState::Lock lock(state->mutex_);
     state->steps_.optimizer_stepped(optimizer);
   }

@@ -28,6 +28,8 @@ namespace apex::parallel::detail {
 // running them, and the scope's destructor resets the reducer: there is no state to guess about in the
 // next backward, whether or not there is one.
 //
+// Which reducers take part in a backward, see Note [One backward, all its reducers].
+//
 // An output's hook also runs for autograd.grad(), which computes gradients without accumulating any.
 // The engine then has a list of what to execute, and a backward that leaves gradients has none; with
 // backward(inputs=...), which has one too, the first gradient that is accumulated opens the scope.
@@ -97,11 +99,45 @@ void ReducerState::begin_backward() {
   }
 }
 
-void ReducerState::output_reached() {
-  const auto* only = torch::autograd::get_current_graph_task_exec_info();
-  if (only != nullptr && !only->empty()) return;
+void ReducerState::watch(const std::shared_ptr<const Output>& output) {
+  const std::lock_guard<std::mutex> lock(outputs_mutex_);
+  // Whoever holds many outputs does not have them looked through in every forward.
+  if (outputs_.size() >= most_outputs_) {
+    outputs_.erase(std::remove_if(outputs_.begin(), outputs_.end(),
+                                  [](const auto& held) { return held.expired(); }),
+                   outputs_.end());
+    most_outputs_ = std::max<size_t>(16, 2 * outputs_.size());
+  }
+  outputs_.push_back(output);
+}
+
+bool ReducerState::has_output_in(const std::unordered_set<torch::autograd::Node*>& nodes) const {
+  // Not mutex_: another thread's backward may hold that while it waits for other ranks, which may wait for this one.
+  const std::lock_guard<std::mutex> lock(outputs_mutex_);
+  return std::any_of(outputs_.begin(), outputs_.end(), [&](const auto& held) {
+    const auto output = held.lock();
+    return output && nodes.count(output->node) != 0;
+  });
+}
+
+void ReducerState::add_other_owners(std::unordered_set<const void*>& owners) const {
   const Lock lock(mutex_);
-  if (scope_ != nullptr) return;
+  for (const Parameter& parameter : parameters_) {
+    if (owns(parameter) || !(parameter.trainable_anywhere || parameter.variable.requires_grad())) continue;
+    owners.insert(parameter.owner->load(std::memory_order_relaxed));
+  }
+}
+
+bool ReducerState::has_entered(int task) const {
+  const Lock lock(mutex_);
+  return entered_task_ == task;
+}
+
+/// `in_graph`: one of its outputs is; else it owns a parameter of a reducer that has one there.
+void ReducerState::output_reached(int task, bool in_graph) {
+  const Lock lock(mutex_);
+  // A graph task is entered once, however many outputs it comes through.
+  if (std::exchange(entered_task_, task) == task || scope_ != nullptr) return;
   if (!synchronizing_.load()) {
     overtake_deferred();
     announce_local_backward();
@@ -115,18 +151,14 @@ void ReducerState::output_reached() {
   // learning there may be: a frozen parameter's gradient, accumulated before, on another rank only.
   if (owns_any && (learning_ ? ever_trainable_ : !entries_.empty())) {
     begin_backward();
+    if (!in_graph) steps_.reached_from_elsewhere();
   } else {
     announce_local_backward();
   }
 }
 
 void ReducerState::announce_local_backward() {
-  if (!joining_) return;
-  // Once for each backward, however many outputs it enters through.
-  const int task = torch::autograd::get_current_graph_task_id();
-  if (task == local_task_) return;
-  local_task_ = task;
-  exchange_event(true, JoinEvent::kLocalBackward, 0);
+  if (joining_) exchange_event(true, JoinEvent::kLocalBackward, 0);
 }
 
 void ReducerState::gradient_ready(size_t index, const at::Tensor& incoming) {
@@ -219,7 +251,8 @@ bool ReducerState::waits_for_chain(size_t index) const {
 
 void ReducerState::launch_ready(const at::Tensor& incoming) {
   if (options_.delay_allreduce) return;
-  const size_t end = entries_.size() - (last_at_end_ ? 1 : 0);
+  // What this rank asks for leads to an exchange, too.
+  const size_t end = entries_.size() - (last_at_end_ || asks_to_relearn_ ? 1 : 0);
   while (next_launch_ < end && entries_[next_launch_].pending == 0 &&
          !waits_for_chain(next_launch_)) {
     launch(next_launch_, incoming);

@@ -476,9 +476,10 @@ void ReducerState::build_buckets() {
     entries_.emplace_back(Bucket(Bucket::Kind::kUsage, {}, {}, unreported, device, options));
   }
 
-  const bool more_follows = options_.check_finite || std::any_of(entries_.begin(), entries_.end(), [](const Entry& entry) {
-    return entry.bucket.kind() == Bucket::Kind::kSparse;
-  });
+  // A communication hook may have second phases.
+  const auto is_sparse = [](const Entry& entry) { return entry.bucket.kind() == Bucket::Kind::kSparse; };
+  const bool more_follows =
+      options_.check_finite || comm_hook_ || std::any_of(entries_.begin(), entries_.end(), is_sparse);
   last_at_end_ = watches_unplanned_ || (more_follows && carries_facts());
   last_hooked_ = 0;
   for (size_t b = 0; b < entries_.size(); ++b) {

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -72,8 +73,19 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   void release();
 
   // reducer_backward.cpp: called by autograd
-  void output_reached();
+  void output_reached(int task, bool in_graph);
   void gradient_ready(size_t index, const at::Tensor& incoming);
+
+  // by registry.h, which calls output_reached() for all reducers of a backward
+  bool has_entered(int task) const;
+  bool has_output_in(const std::unordered_set<torch::autograd::Node*>& nodes) const;
+  void add_other_owners(std::unordered_set<const void*>& owners) const;
+
+  /// An output that backward may come through; it lives as long as its hook.
+  struct Output {
+    torch::autograd::Node* node;
+  };
+  void watch(const std::shared_ptr<const Output>& output);
 
   // reducer_finish.cpp: called by the scope of a backward
   void finish(BackwardScope* scope);
@@ -192,6 +204,10 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   std::atomic<bool> synchronizing_{true};
   std::atomic<bool> retired_{false};  ///< the Reducer is gone; only graphs of its outputs refer to this
 
+  mutable std::mutex outputs_mutex_;  ///< guards the two below; nothing is waited for under it
+  std::vector<std::weak_ptr<const Output>> outputs_;
+  size_t most_outputs_ = 0;        ///< so many, before those that are gone are removed
+
   /// Guards everything below. Recursive, so that a bucket callback may ask for statistics.
   mutable std::recursive_mutex mutex_;
   using Lock = std::lock_guard<std::recursive_mutex>;
@@ -237,7 +253,7 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   bool joining_ = false;
   bool divide_by_initial_ = true;
   int64_t active_ranks_;           ///< that have data, while joining_
-  int local_task_ = -1;            ///< the backward announced last that is not synchronized
+  int entered_task_ = -1;          ///< the graph task that came to this reducer last
   std::shared_ptr<BackwardScope> shadow_;
   BucketTuner tuner_;
   BucketPlan preset_;              ///< used instead of one made from sizes, where it fits

@@ -12,6 +12,7 @@
 #include <apex/error.h>
 #include <apex/parallel/comm_hook.h>
 #include <apex/parallel/reducer.h>
+#include <support/reducer_steps.h>
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
@@ -22,47 +23,25 @@
 namespace apex::parallel {
 namespace {
 
+using apex::testing::batch;
+using apex::testing::forward;
+using apex::testing::loss_of;
 using apex::testing::random_batch;
 using apex::testing::relative_error;
 using apex::testing::run_ranks;
+using apex::testing::thrown_by;
 using apex::testing::ToyModel;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 constexpr int kWorld = 3;
 const std::vector<int64_t> kWidths{4, 6, 6, 2};
 
-at::Tensor forward(Reducer& reducer, const ToyModel& model, const at::Tensor& x) {
-  reducer.prepare_for_forward();
-  const at::Tensor y = model.forward(x);
-  reducer.watch_outputs({y});
-  return y;
-}
-
 void step(Reducer& reducer, const ToyModel& model, int rank, int number) {
-  forward(reducer, model, random_batch(5, 4, 10 * number + rank)).square().mean().backward();
+  loss_of(forward(reducer, model, batch(rank, number))).backward();
 }
 
-/// Compares with the average over the ranks' batches of this step.
 void expect_average(const ToyModel& model, int number, const std::string& where) {
-  ToyModel reference = model.clone(at::kDouble);
-  reference.zero_grad();
-  for (int rank = 0; rank < kWorld; ++rank) {
-    reference.forward(random_batch(5, 4, 10 * number + rank).to(at::kDouble)).square().mean().backward();
-  }
-  for (size_t i = 0; i < model.size(); ++i) {
-    EXPECT_LT(relative_error(model[i].grad(), reference[i].grad() / kWorld), 1e-5)
-        << where << ", step " << number << ", " << model.parameters[i].name;
-  }
-}
-
-/// What() of the exception that `call` throws, or empty.
-std::string thrown_by(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return {};
+  apex::testing::expect_average(model, kWorld, number, where);
 }
 
 void clear_in_place(ToyModel& model) {
@@ -191,7 +170,7 @@ TEST(ReducerException, EveryRankThrowsLast_ThenThePlanIsLeft_NextStepsAreRight) 
       for (int number = 0; number < 5; ++number) {
         model.zero_grad();
         fail = number == 2 && rank != 2;
-        x = random_batch(5, 4, 10 * number + rank).requires_grad_();
+        x = batch(rank, number).requires_grad_();
         x.register_hook([&](const at::Tensor&) -> void {
           if (fail) throw std::runtime_error("user error");
         });
@@ -299,10 +278,10 @@ TEST(ReducerOutOfStep, ForwardThatBackwardReachesLast_IsNotTakenForSkipped) {
       model.zero_grad();
       // Of the first forward, rank 1 uses no parameter; all buckets are gone before backward comes there.
       reducer.prepare_for_forward();
-      const at::Tensor x = random_batch(5, 4, 10 * number + rank).requires_grad_() * 1.0;
+      const at::Tensor x = batch(rank, number).requires_grad_() * 1.0;
       const at::Tensor first = rank == 1 ? x : model.forward(x);
       reducer.watch_outputs({first});
-      const at::Tensor second = forward(reducer, model, random_batch(5, 4, 10 * number + rank) + 0 * first.sum());
+      const at::Tensor second = forward(reducer, model, batch(rank, number) + 0 * first.sum());
       second.square().mean().backward();
       model.sgd_step(0.1);
       Reducer::optimizer_stepped(tensors_of(model), 1);

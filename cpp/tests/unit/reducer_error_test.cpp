@@ -76,6 +76,18 @@ TEST(ReducerConstruction, OptionsThatDiffer_Construct_ThrowsOnEveryRankNamingThe
   });
 }
 
+TEST(ReducerConstruction, SettingOfOneRankOnly_Construct_ThrowsOnEveryRankNamingIt) {
+  // As where one rank is a Python program with an option that C++ does not have.
+  run_ranks(2, [&](int rank, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 2}, 1);
+    ReducerOptions options;
+    if (rank == 1) options.settings = {"broadcast_buffers=True"};
+    const std::string message =
+        message_of<RankMismatch>([&] { Reducer reducer(model.parameters, {group}, options); });
+    expect_contains(message, "rank 0 was constructed without broadcast_buffers, rank 1 with broadcast_buffers=True");
+  });
+}
+
 TEST(ReducerConstruction, ParametersOfAllKinds_Construct_AreRankZerosBitForBit) {
   run_ranks(3, [&](int rank, const Group& group) {
     const double v = 0.1 * (rank + 1);

@@ -1,12 +1,14 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include <ATen/ATen.h>
 
 #include <apex/parallel/reducer.h>
+#include <support/reducer_steps.h>
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
@@ -16,32 +18,25 @@
 namespace apex::parallel {
 namespace {
 
-using apex::testing::random_batch;
+using apex::testing::batch;
+using apex::testing::forward;
+using apex::testing::loss_of;
 using apex::testing::relative_error;
 using apex::testing::run_ranks;
+using apex::testing::thrown_by;
 using apex::testing::ToyModel;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 constexpr int kWorld = 2;
 
-at::Tensor forward(Reducer& reducer, const ToyModel& model, const at::Tensor& x) {
-  reducer.prepare_for_forward();
-  const at::Tensor y = model.forward(x);
-  reducer.watch_outputs({y});
-  return y;
+void expect_average(const ToyModel& model, int number, const std::string& where) {
+  apex::testing::expect_average(model, kWorld, number, where);
 }
 
-at::Tensor batch(int rank, int number) { return random_batch(5, 4, 10 * number + rank); }
-
-void expect_average(const ToyModel& model, int number, const std::string& where) {
-  ToyModel reference = model.clone(at::kDouble);
-  for (int rank = 0; rank < kWorld; ++rank) {
-    reference.forward(batch(rank, number).to(at::kDouble)).square().mean().backward();
-  }
-  for (size_t i = 0; i < model.size(); ++i) {
-    EXPECT_LT(relative_error(model[i].grad(), reference[i].grad() / kWorld), 1e-5)
-        << where << ", step " << number << ", " << model.parameters[i].name;
-  }
+/// With the first layer of another model.
+ToyModel sharing(ToyModel model, const ToyModel& other) {
+  for (size_t i = 0; i < 2; ++i) model[i] = other[i];
+  return model;
 }
 
 TEST(ReducerOwner, TwoReducersOfOneModel_EitherForward_GradientsAreAveragedOnce) {
@@ -55,7 +50,7 @@ TEST(ReducerOwner, TwoReducersOfOneModel_EitherForward_GradientsAreAveragedOnce)
       for (int number = 0; number < 6; ++number) {
         model.zero_grad();
         Reducer& used = number % 2 == 0 ? newer : older;
-        forward(used, model, batch(rank, number)).square().mean().backward();
+        loss_of(forward(used, model, batch(rank, number))).backward();
         expect_average(model, number, number % 2 == 0 ? "the newer" : "the older");
       }
       EXPECT_EQ(older.statistics().backwards, 3);
@@ -68,14 +63,14 @@ TEST(ReducerOwner, NewerOneIsDestroyed_TheOlderOne_TakesItsParametersOver) {
   run_ranks(kWorld, [](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
     Reducer older(model.parameters, {group});
-    forward(older, model, batch(rank, 0)).square().mean().backward();
+    loss_of(forward(older, model, batch(rank, 0))).backward();
     auto newer = std::make_unique<Reducer>(model.parameters, std::vector<Group>{group});
     model.zero_grad();
-    forward(*newer, model, batch(rank, 1)).square().mean().backward();
+    loss_of(forward(*newer, model, batch(rank, 1))).backward();
     newer.reset();
     for (int number = 2; number < 5; ++number) {
       model.zero_grad();
-      forward(older, model, batch(rank, number)).square().mean().backward();
+      loss_of(forward(older, model, batch(rank, number))).backward();
       expect_average(model, number, "the older again");
     }
   });
@@ -116,14 +111,14 @@ TEST(ReducerOwner, NewerOneIsGoneOnOneRankOnly_ForwardOfTheOlderOne_TakesItsPara
   run_ranks(kWorld, [](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
     Reducer older(model.parameters, {group});
-    forward(older, model, batch(rank, 0)).square().mean().backward();
+    loss_of(forward(older, model, batch(rank, 0))).backward();
     auto newer = std::make_unique<Reducer>(model.parameters, std::vector<Group>{group});
     model.zero_grad();
-    forward(*newer, model, batch(rank, 1)).square().mean().backward();
+    loss_of(forward(*newer, model, batch(rank, 1))).backward();
     if (rank == 1) newer.reset();
     for (int number = 2; number < 6; ++number) {
       model.zero_grad();
-      forward(older, model, batch(rank, number)).square().mean().backward();
+      loss_of(forward(older, model, batch(rank, number))).backward();
       expect_average(model, number, "the older again");
       if (number == 3) newer.reset();
     }
@@ -133,11 +128,7 @@ TEST(ReducerOwner, NewerOneIsGoneOnOneRankOnly_ForwardOfTheOlderOne_TakesItsPara
 TEST(ReducerOwner, SharedLayers_TheReducerOfTheLastForward_AveragesThem) {
   run_ranks(kWorld, [](int rank, const Group& group) {
     ToyModel first = ToyModel::mlp({4, 6, 2}, 1);
-    ToyModel second = ToyModel::mlp({4, 6, 2}, 2);
-    second[0] = first[0];
-    second[1] = first[1];
-    second.parameters[0].tensor = first[0];
-    second.parameters[1].tensor = first[1];
+    ToyModel second = sharing(ToyModel::mlp({4, 6, 2}, 2), first);
     Reducer one(first.parameters, {group});
     Reducer two(second.parameters, {group});
     for (int number = 0; number < 4; ++number) {
@@ -149,9 +140,8 @@ TEST(ReducerOwner, SharedLayers_TheReducerOfTheLastForward_AveragesThem) {
         return left.square().mean() + right.sin().mean();
       };
       loss(&one, &two, first, second, batch(rank, number)).backward();
-      ToyModel f = first.clone(at::kDouble), s = second.clone(at::kDouble);
-      s.parameters[0].tensor = f[0];
-      s.parameters[1].tensor = f[1];
+      ToyModel f = first.clone(at::kDouble);
+      ToyModel s = sharing(second.clone(at::kDouble), f);
       for (int r = 0; r < kWorld; ++r) loss(nullptr, nullptr, f, s, batch(r, number).to(at::kDouble)).backward();
       for (size_t i = 0; i < first.size(); ++i) {
         EXPECT_LT(relative_error(first[i].grad(), f[i].grad() / kWorld), 1e-5) << number << " first " << i;
@@ -159,6 +149,80 @@ TEST(ReducerOwner, SharedLayers_TheReducerOfTheLastForward_AveragesThem) {
       }
     }
   });
+}
+
+/// A rank that does not use a shared layer, and a backward through the output of the reducer that does not own it:
+/// the owner takes part all the same. See Note [One backward, all its reducers].
+TEST(ReducerOwner, OneRankDoesNotUseTheSharedLayer_BackwardThroughTheOther_IsAveraged) {
+  run_ranks(kWorld, [](int rank, const Group& group) {
+    ToyModel first = ToyModel::mlp({4, 6, 2}, 1);
+    ToyModel second = sharing(ToyModel::mlp({4, 6, 2}, 2), first);
+    Reducer one(first.parameters, {group});
+    Reducer two(second.parameters, {group});
+    // On rank 0 only the last layer of the first model is used.
+    const auto run = [](int r, const ToyModel& f, const at::Tensor& x) {
+      const at::Tensor hidden = at::cat({x, x}, 1).narrow(1, 0, 6);
+      return r == 0 ? at::linear(hidden.to(f[2].scalar_type()), f[2], f[3]) : f.forward(x);
+    };
+    for (int number = 0; number < 4; ++number) {
+      first.zero_grad();
+      second.zero_grad();
+      one.prepare_for_forward();
+      const at::Tensor left = run(rank, first, batch(rank, number));
+      one.watch_outputs({left});
+      const at::Tensor right = forward(two, second, batch(rank, number));
+      loss_of(left).backward();
+      ToyModel reference = first.clone(at::kDouble);
+      for (int r = 0; r < kWorld; ++r) loss_of(run(r, reference, batch(r, number).to(at::kDouble))).backward();
+      for (size_t i = 0; i < first.size(); ++i) {
+        EXPECT_LT(relative_error(first[i].grad(), reference[i].grad() / kWorld), 1e-5) << number << ' ' << i;
+      }
+      EXPECT_FALSE(second[2].grad().defined()) << "no rank has used it";
+      first.zero_grad();
+      loss_of(right).backward();
+      expect_average(second, number, "the other loss");
+    }
+  });
+}
+
+/// The first output that backward comes to begins it for all reducers in the graph, so each hears of the exception.
+TEST(ReducerOwner, ExceptionBeforeTheSecondReducerIsReached_EveryRankThrows_AndTheNextStepIsRight) {
+  for (const bool learning : {true, false}) {
+    const auto second = apex::testing::ThreadBackendControl::create(kWorld);
+    run_ranks(kWorld, [&](int rank, const Group& group) {
+      ToyModel front = ToyModel::mlp({4, 6, 4}, 1);
+      ToyModel back = ToyModel::mlp({4, 6, 2}, 2);
+      Reducer one(front.parameters, {group});
+      Reducer two(back.parameters, {apex::testing::make_thread_group(rank, second)});
+      const int fails_in = learning ? 0 : 2;
+      bool fail = false;
+      back[0].register_hook([&](const at::Tensor&) -> void {
+        if (fail) throw std::runtime_error("user error");
+      });
+      for (int number = 0; number < fails_in + 4; ++number) {
+        front.zero_grad();
+        back.zero_grad();
+        fail = number == fails_in && rank == 1;
+        const std::string error = thrown_by([&] {
+          loss_of(forward(two, back, forward(one, front, batch(rank, number)))).backward();
+        });
+        if (number == fails_in) {
+          EXPECT_FALSE(error.empty());
+          continue;
+        }
+        EXPECT_EQ(error, "");
+        ToyModel f = front.clone(at::kDouble);
+        ToyModel b = back.clone(at::kDouble);
+        for (int r = 0; r < kWorld; ++r) {
+          loss_of(b.forward(f.forward(batch(r, number).to(at::kDouble)))).backward();
+        }
+        for (size_t i = 0; i < front.size(); ++i) {
+          EXPECT_LT(relative_error(front[i].grad(), f[i].grad() / kWorld), 1e-5) << number << " front " << i;
+          EXPECT_LT(relative_error(back[i].grad(), b[i].grad() / kWorld), 1e-5) << number << " back " << i;
+        }
+      }
+    });
+  }
 }
 
 }  // namespace

@@ -31,8 +31,8 @@ class BuffersDiffer(RuntimeError):
 def described(module: nn.Module) -> list[str]:
     """What has to be alike on all ranks, for messages between them."""
     return [
-        f"buffer '{name}'={buffer.dtype} {list(buffer.shape)}"
-        for name, buffer in module.named_buffers()
+        f"buffer '{name}' ({i})={buffer.dtype} {list(buffer.shape)}"
+        for i, (name, buffer) in enumerate(module.named_buffers())
     ]
 
 

@@ -128,14 +128,16 @@ class EngineOwner(nn.Module):
         return self._watched is None or self._watched.has_other_parameters(self)
 
     def _settings(self) -> list[str]:
-        """What has to be the same on all ranks, besides what the engine knows of."""
+        """What has to be the same on all ranks, besides what the engine knows of; as ranks may be
+        written in C++, which has none of these options, only what is not left at its default."""
         mixed = self._mixed_precision
-        settings = [
-            f"broadcast_buffers={self.broadcast_buffers}",
-            f"num_allreduce_streams={self.num_allreduce_streams}",
-            f"registered_buffers={self.registered_buffers}",
-            f"mixed_precision={'None' if mixed is None else mixed.describe()}",
-        ]
+        options = {
+            "broadcast_buffers": (self.broadcast_buffers, False),
+            "num_allreduce_streams": (self.num_allreduce_streams, 1),
+            "registered_buffers": (self.registered_buffers, False),
+            "mixed_precision": (None if mixed is None else mixed.describe(), None),
+        }
+        settings = [f"{name}={v}" for name, (v, default) in options.items() if v != default]
         return settings + (_buffers.described(self.module) if self.broadcast_buffers else [])
 
     def _install_hooks(self, engine: _core.Reducer) -> None:

@@ -23,7 +23,8 @@ struct NamedTensor {
 };
 
 /// Checks that every rank holds the same tensors: their number, then for each its name, shape,
-/// strides, dtype, layout and requires_grad. `settings` are compared first, as "key=value".
+/// strides, dtype, layout and requires_grad. `settings` are compared first: "key=value", in the same
+/// order on every rank; one that only some ranks give is a difference.
 ///
 /// Sends 24 bytes a rank when the ranks agree. Blocks the host.
 /// @throws RankMismatch on every rank, naming the first rank and the first tensor that differ from

@@ -1,0 +1,87 @@
+#include "reducer/registry.h"
+
+#include <algorithm>
+#include <mutex>
+#include <unordered_set>
+
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "parallel/reducer_state.h"
+#include "reducer/parameter_owner.h"
+
+namespace apex::parallel::detail {
+
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  // A state that is being destroyed cannot be locked any more, but has to be found.
+  std::vector<std::pair<const ReducerState*, std::weak_ptr<ReducerState>>> states;
+};
+
+// Never destroyed: reducers may outlive static objects.
+Registry& registry() {
+  static auto* const instance = new Registry;
+  return *instance;
+}
+
+}  // namespace
+
+void add_reducer(const std::shared_ptr<ReducerState>& state) {
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().states.emplace_back(state.get(), state);
+}
+
+void drop_reducer(const ReducerState* state) {
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  auto& states = registry().states;
+  states.erase(std::remove_if(states.begin(), states.end(), [&](const auto& entry) { return entry.first == state; }),
+               states.end());
+}
+
+std::vector<std::shared_ptr<ReducerState>> all_reducers() {
+  std::vector<std::shared_ptr<ReducerState>> alive;
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  for (const auto& entry : registry().states) {
+    if (auto state = entry.second.lock()) alive.push_back(std::move(state));
+  }
+  return alive;
+}
+
+std::vector<std::shared_ptr<ReducerState>> owners_of(const std::vector<at::Tensor>& parameters) {
+  std::unordered_set<const void*> owners;
+  for (const at::Tensor& parameter : parameters) {
+    if (parameter.defined()) owners.insert(owner_of(parameter)->load());
+  }
+  std::vector<std::shared_ptr<ReducerState>> found = all_reducers();
+  found.erase(std::remove_if(found.begin(), found.end(),
+                             [&](const auto& state) { return owners.count(state.get()) == 0; }),
+              found.end());
+  return found;
+}
+
+void enter_backward(ReducerState& reached) {
+  const auto* only = torch::autograd::get_current_graph_task_exec_info();
+  if (only != nullptr && !only->empty()) return;  // see Note [The end of a backward]
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (reached.has_entered(task)) return;
+  const auto reducers = all_reducers();
+  if (reducers.size() == 1) {
+    reached.output_reached(task, /*in_graph=*/true);
+    return;
+  }
+  const auto& nodes = *torch::autograd::get_current_graph_task_nodes_in_graph();
+  std::unordered_set<const void*> in_graph{&reached};
+  std::unordered_set<const void*> owners;
+  for (const auto& state : reducers) {
+    if (state.get() != &reached && !state->has_output_in(nodes)) continue;
+    in_graph.insert(state.get());
+    state->add_other_owners(owners);
+  }
+  for (const auto& state : reducers) {
+    const bool own_output = in_graph.count(state.get()) != 0;
+    if (own_output || owners.count(state.get()) != 0) state->output_reached(task, own_output);
+  }
+}
+
+}  // namespace apex::parallel::detail

@@ -1,0 +1,39 @@
+#pragma once
+
+/// Every reducer of the process, for what concerns more than one of them.
+
+#include <memory>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace apex::parallel::detail {
+
+class ReducerState;
+
+// Note [One backward, all its reducers]
+//
+// A backward may come through several reducers' outputs, one after the other. If each took part only from its own
+// output on, an exception on one rank before that would leave the others waiting for this reducer; and if one of
+// two reducers that share a parameter owns it, ranks that do not use it in a backward through the other's output
+// would never take part for the owner. What a rank uses, and where it raises, differs; where the graph comes
+// through does not. So the first output that a backward reaches begins it for every reducer of which an output
+// lies in the graph, and for those that own their parameters: in the order of construction, so that they end in
+// the same order on every rank, too.
+//
+// An exception in a part of the graph that comes before all outputs is a backward that was not run.
+
+/// Adds a reducer; it leaves by drop_reducer().
+void add_reducer(const std::shared_ptr<ReducerState>& state);
+void drop_reducer(const ReducerState* state);
+
+/// Those that are alive, in the order of construction. Thread safe, as the two above.
+std::vector<std::shared_ptr<ReducerState>> all_reducers();
+
+/// Of these, the owners of `parameters`.
+std::vector<std::shared_ptr<ReducerState>> owners_of(const std::vector<at::Tensor>& parameters);
+
+/// Called by autograd when a backward comes to an output of `reached`. No reducer may be locked by this thread.
+void enter_backward(ReducerState& reached);
+
+}  // namespace apex::parallel::detail
