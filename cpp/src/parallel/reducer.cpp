@@ -57,12 +57,11 @@ class GradientHook final : public torch::autograd::FunctionPostHook {
 /// there may be something to synchronize.
 class OutputHook final : public torch::autograd::FunctionPreHook {
  public:
-  OutputHook(std::shared_ptr<ReducerState> state, StepTracker::ForwardPtr forward,
-             std::shared_ptr<const ReducerState::Output> output)
-      : state_(std::move(state)), forward_(std::move(forward)), output_(std::move(output)) {}
+  OutputHook(std::shared_ptr<ReducerState> state, std::shared_ptr<const ReducerState::Output> output)
+      : state_(std::move(state)), output_(std::move(output)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
-    if (forward_) forward_->reached = true;
+    if (output_->forward) output_->forward->reached = true;
     enter_backward(*state_);
     return grads;
   }
@@ -73,7 +72,6 @@ class OutputHook final : public torch::autograd::FunctionPreHook {
 
  private:
   std::shared_ptr<ReducerState> state_;
-  StepTracker::ForwardPtr forward_;
   std::shared_ptr<const ReducerState::Output> output_;
 };
 
@@ -351,7 +349,6 @@ void ReducerState::release() {
   carried_.clear();
   carried_hook_.reset();
   failure_ = {};
-  unfinished_ = {};
   comm_hook_.reset();
   callback_ = nullptr;
   groups_.clear();
@@ -408,9 +405,9 @@ void Reducer::watch_outputs(const std::vector<at::Tensor>& outputs) {
     // or nothing to do with parameters. Outputs of one operation need one hook.
     if (!node || node.get() == last) continue;
     last = node.get();
-    auto watched = std::make_shared<const ReducerState::Output>(ReducerState::Output{last});
+    auto watched = std::make_shared<const ReducerState::Output>(ReducerState::Output{last, forward});
     state_->watch(watched);
-    node->add_pre_hook(std::make_unique<detail::OutputHook>(state_, forward, std::move(watched)));
+    node->add_pre_hook(std::make_unique<detail::OutputHook>(state_, std::move(watched)));
   }
 }
 

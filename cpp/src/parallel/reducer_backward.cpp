@@ -111,13 +111,18 @@ void ReducerState::watch(const std::shared_ptr<const Output>& output) {
   outputs_.push_back(output);
 }
 
-bool ReducerState::has_output_in(const std::unordered_set<torch::autograd::Node*>& nodes) const {
+/// Whether an output of this reducer is among the nodes of a backward, by which it counts as reached.
+bool ReducerState::reach_outputs_in(const std::unordered_set<torch::autograd::Node*>& nodes) {
   // Not mutex_: another thread's backward may hold that while it waits for other ranks, which may wait for this one.
   const std::lock_guard<std::mutex> lock(outputs_mutex_);
-  return std::any_of(outputs_.begin(), outputs_.end(), [&](const auto& held) {
+  bool any = false;
+  for (const auto& held : outputs_) {
     const auto output = held.lock();
-    return output && nodes.count(output->node) != 0;
-  });
+    if (!output || nodes.count(output->node) == 0) continue;
+    if (output->forward) output->forward->reached = true;
+    any = true;
+  }
+  return any;
 }
 
 void ReducerState::add_other_owners(std::unordered_set<const void*>& owners) const {
@@ -251,8 +256,7 @@ bool ReducerState::waits_for_chain(size_t index) const {
 
 void ReducerState::launch_ready(const at::Tensor& incoming) {
   if (options_.delay_allreduce) return;
-  // What this rank asks for leads to an exchange, too.
-  const size_t end = entries_.size() - (last_at_end_ || asks_to_relearn_ ? 1 : 0);
+  const size_t end = entries_.size() - (last_at_end_ ? 1 : 0);
   while (next_launch_ < end && entries_[next_launch_].pending == 0 &&
          !waits_for_chain(next_launch_)) {
     launch(next_launch_, incoming);

@@ -27,8 +27,8 @@ namespace apex::parallel::detail {
 // it: without waiting for the answer, since they may be in a destructor. They have no more to say; so nobody may
 // expect them in another exchange of that backward.
 //
-// A rank whose messages were all sent when it failed has done its part, and the others have their average. What the
-// facts in these messages lead to, it makes up for before its next backward.
+// A rank whose messages were all sent when it failed has done its part, and the others have their average. It waits
+// for them then, since the facts in these messages may lead to an exchange; the exception is thrown after that.
 
 namespace {
 
@@ -127,19 +127,12 @@ void ReducerState::look_back_on_failure() {
     wait_collective(work, kDetails, *groups_.front());
     broken_ = hooks_are_apart(decode_details(all));
   }
-  if (unfinished_.first) finish_unfinished();
 }
 
-/// This rank failed in a backward when all its messages were on their way. The others have their average, and may
-/// have gone on to what the last message asked for, in which this rank has to take part all the same.
-void ReducerState::finish_unfinished() {
-  const auto [work, message] = std::exchange(unfinished_, {});
-  or_drop_messages([&, work = work, message = message] {
-    wait_collective(work, kDetails, *groups_.front());
-    // relearn() and its like may have come in between.
-    const std::vector<Entry>& plan = carried_.empty() ? entries_ : carried_;
-    if (plan.empty()) return;
-    const SeenFacts seen(plan.back().bucket.facts_of_any(message));
+/// This rank failed in a backward when all its messages were on their way.
+void ReducerState::follow_the_others() noexcept {
+  try {
+    const SeenFacts seen = await_facts(entries_);
     if (must_refuse(seen)) {
       broken_ = hooks_are_apart(exchange_details());
       return;
@@ -151,7 +144,9 @@ void ReducerState::finish_unfinished() {
       tune();
     }
     if (set_in_force_) recurrence_.came(*set_in_force_);
-  });
+  } catch (...) {
+    broken_ = true;
+  }
 }
 
 /// Takes part in a backward by the plan that this rank has left, and lets go of it if all ranks have left it.

@@ -386,10 +386,11 @@ void ReducerState::abandon(BackwardScope* scope) noexcept {
     parameters_[i].touched = true;
     parameters_[i].touched_version = parameters_[i].variable._version();
   }
-  if (!learning_ && carried_.empty() && carries_facts() && next_launch_ == entries_.size()) {
-    unfinished_ = {entries_.back().work, entries_.back().bucket.message()};
+  if (!learning_ && carried_.empty() && carries_facts() && next_launch_ == entries_.size() && !broken_) {
+    follow_the_others();
+  } else {
+    send_failure();
   }
-  send_failure();
   drop_messages();
 }
 

@@ -78,12 +78,13 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
 
   // by registry.h, which calls output_reached() for all reducers of a backward
   bool has_entered(int task) const;
-  bool has_output_in(const std::unordered_set<torch::autograd::Node*>& nodes) const;
+  bool reach_outputs_in(const std::unordered_set<torch::autograd::Node*>& nodes);
   void add_other_owners(std::unordered_set<const void*>& owners) const;
 
   /// An output that backward may come through; it lives as long as its hook.
   struct Output {
     torch::autograd::Node* node;
+    StepTracker::ForwardPtr forward;
   };
   void watch(const std::shared_ptr<const Output>& output);
 
@@ -219,8 +220,6 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   bool hook_failed_ = false;     ///< the communication hook of this rank threw
   bool told_ = false;            ///< every rank has heard that this backward failed
   std::pair<c10::intrusive_ptr<c10d::Work>, at::Tensor> failure_;  ///< details, after this rank has failed
-  /// The last message of a backward that failed on this rank when its part was done; see finish_unfinished().
-  std::pair<c10::intrusive_ptr<c10d::Work>, at::Tensor> unfinished_;
   int64_t harmless_differences_ = 0;  ///< so many times ranks differed in updates, but not in parameters
   bool learning_ = true;
   bool ever_trainable_ = false;  ///< a parameter required a gradient at some time
@@ -327,7 +326,7 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   std::vector<StepDetails> exchange_details(std::optional<int64_t> digest = std::nullopt);
   std::vector<StepDetails> decode_details(const at::Tensor& all) const;
   void look_back_on_failure();
-  void finish_unfinished();
+  void follow_the_others() noexcept;
   int64_t digest_of_parameters(const std::vector<bool>& trainable) const;
   void remember_reduced();
   at::Tensor agree(const at::Tensor& mine, c10d::ReduceOp::RedOpType op,

@@ -74,7 +74,7 @@ void enter_backward(ReducerState& reached) {
   std::unordered_set<const void*> in_graph{&reached};
   std::unordered_set<const void*> owners;
   for (const auto& state : reducers) {
-    if (state.get() != &reached && !state->has_output_in(nodes)) continue;
+    if (!state->reach_outputs_in(nodes) && state.get() != &reached) continue;
     in_graph.insert(state.get());
     state->add_other_owners(owners);
   }

@@ -159,6 +159,37 @@ TEST(ReducerException, RankWhosePartIsDone_Throws_TheOthersHaveTheirAverage) {
   });
 }
 
+/// What the last message leads to (a new plan, a comparison) is an exchange of all ranks, also of the one that has
+/// failed; and a collective of the user may come right after.
+TEST(ReducerException, RankWhosePartIsDone_Throws_AndTheOthersExchangeMore_EveryRankIsThere) {
+  for (const bool freezes : {true, false}) {
+    run_ranks(kWorld, [&](int rank, const Group& group) {
+      ToyModel model = ToyModel::mlp(kWidths, 1);
+      Reducer reducer(model.parameters, {group});
+      step(reducer, model, rank, 0);
+      model.zero_grad();
+      if (rank == 0 && freezes) model[2].set_requires_grad(false);
+      if (rank == 0 && !freezes) at::NoGradGuard(), model[2].detach().mul_(1);  // written, to the same values
+      // After all accumulators, which autograd prefers to other nodes.
+      at::Tensor x = batch(rank, 1).to(at::kFloat).requires_grad_().mul(1);
+      x.register_hook([&](const at::Tensor&) -> void {
+        if (rank == 1) throw std::runtime_error("user error");
+      });
+      const std::string error = thrown_by([&] { loss_of(forward(reducer, model, x)).backward(); });
+      EXPECT_EQ(error, rank == 1 ? "user error" : "");
+      std::vector<at::Tensor> mine{at::full({3}, rank)};
+      group->allreduce(mine)->wait();
+      EXPECT_EQ(mine[0][0].item<float>(), 3);
+      for (int number = 2; number < 5; ++number) {
+        model.zero_grad();
+        model[2].set_requires_grad(true);
+        step(reducer, model, rank, number);
+        expect_average(model, number, "afterwards");
+      }
+    });
+  }
+}
+
 /// The first layer's gradient comes last: everything has been sent when its hook throws.
 TEST(ReducerException, EveryRankThrowsLast_ThenThePlanIsLeft_NextStepsAreRight) {
   for (const bool relearn : {true, false}) {

@@ -185,6 +185,31 @@ TEST(ReducerOwner, OneRankDoesNotUseTheSharedLayer_BackwardThroughTheOther_IsAve
   });
 }
 
+/// The graph came through all outputs, also through those that this rank did not reach: none was skipped.
+TEST(ReducerOwner, ExceptionBeforeTheOutputsOfAnotherReducer_ItsNextStep_IsNotOutOfStep) {
+  run_ranks(kWorld, [](int rank, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
+    Reducer older(model.parameters, {group});
+    Reducer newer(model.parameters, {group});
+    bool fail = rank == 1;
+    const at::Tensor first = forward(newer, model, batch(rank, 0));
+    at::Tensor second = forward(older, model, batch(rank, 0)).mul(1);
+    second.register_hook([&](const at::Tensor&) -> void {
+      if (fail) throw std::runtime_error("user error");
+    });
+    // Nodes run from the last to the first: the hook's after the older one's output, before the newer one's.
+    const at::Tensor again = forward(older, model, batch(rank, 0));
+    const std::string error = thrown_by([&] { (loss_of(first) + loss_of(second) + loss_of(again)).backward(); });
+    EXPECT_FALSE(error.empty());
+    fail = false;
+    for (int number = 1; number < 4; ++number) {
+      model.zero_grad();
+      loss_of(forward(newer, model, batch(rank, number))).backward();
+      expect_average(model, number, "the newer");
+    }
+  });
+}
+
 /// The first output that backward comes to begins it for all reducers in the graph, so each hears of the exception.
 TEST(ReducerOwner, ExceptionBeforeTheSecondReducerIsReached_EveryRankThrows_AndTheNextStepIsRight) {
   for (const bool learning : {true, false}) {
