@@ -57,15 +57,6 @@ bool lies_in(const at::Tensor& grad, const Bucket::Slot& slot) {
 /// A tensor of its own on the same memory, to be handed out as a gradient.
 at::Tensor handed_out(const at::Tensor& view) { return view.variable_data(); }
 
-/// The slot's view, as a tensor that its holder may change: that of the last backward, if nobody has. For views of
-/// the buffer only: it would be one more owner of a gradient's own memory.
-const at::Tensor& handed_out_again(Bucket::Slot& slot) {
-  if (!slot.handed.defined() || !lies_in(slot.handed, slot) || slot.handed.requires_grad()) {
-    slot.handed = handed_out(slot.view);
-  }
-  return slot.handed;
-}
-
 // Note [Who may read a gradient's memory]
 //
 // Autograd may keep an incoming gradient without copying it if nobody else holds that *tensor*, although
@@ -383,13 +374,13 @@ void Bucket::unpack(double scale, const std::vector<uint8_t>& kept) {
     if (!slot.used) continue;
     at::Tensor& grad = slot.variable.mutable_grad();
     if (std::exchange(slot.moved, false) && !grad.defined()) {
-      grad = kind_ == Kind::kFlat ? handed_out_again(slot) : handed_out(slot.view);
+      grad = view_as_gradient(slot);
       continue;
     }
     if (!grad.defined() || lies_in(grad, slot)) continue;  // undefined: the caller took it away
     const bool view_fits = slot.view.scalar_type() == slot.variable.scalar_type();
     if (options_.gradient_as_bucket_view && view_fits) {
-      grad = kind_ == Kind::kFlat ? handed_out_again(slot) : handed_out(slot.view);
+      grad = view_as_gradient(slot);
       continue;
     }
     if (grad.requires_grad() || grad.layout() != at::kStrided ||
@@ -401,6 +392,17 @@ void Bucket::unpack(double scale, const std::vector<uint8_t>& kept) {
     sources.push_back(slot.view);
   }
   multi_tensor_copy(std::move(targets), std::move(sources));
+}
+
+/// The slot's view, as a tensor that its holder may change.
+at::Tensor Bucket::view_as_gradient(Slot& slot) const {
+  // A gradient's own memory must not have one more owner.
+  if (kind_ != Kind::kFlat) return handed_out(slot.view);
+  // That of the last backward, if nobody has changed it.
+  if (!slot.handed.defined() || !lies_in(slot.handed, slot) || slot.handed.requires_grad()) {
+    slot.handed = handed_out(slot.view);
+  }
+  return slot.handed;
 }
 
 void Bucket::settle(const std::vector<uint8_t>& used_by_any) {
@@ -422,7 +424,7 @@ void Bucket::settle(const std::vector<uint8_t>& used_by_any) {
       grad.copy_(slot.view);
     } else if (slot.view.scalar_type() == slot.variable.scalar_type() &&
                (kind_ == Kind::kInPlace || options_.gradient_as_bucket_view)) {
-      grad = kind_ == Kind::kFlat ? handed_out_again(slot) : handed_out(slot.view);
+      grad = view_as_gradient(slot);
     } else {
       grad = at::empty_like(slot.view, slot.variable.options(), at::MemoryFormat::Preserve);
       grad.copy_(slot.view);

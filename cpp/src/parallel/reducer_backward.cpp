@@ -256,7 +256,8 @@ bool ReducerState::waits_for_chain(size_t index) const {
 
 void ReducerState::launch_ready(const at::Tensor& incoming) {
   if (options_.delay_allreduce) return;
-  const size_t end = entries_.size() - (last_at_end_ ? 1 : 0);
+  // What this rank has unfrozen is reduced after that, so its part is not done before backward has ended.
+  const size_t end = entries_.size() - (last_at_end_ || asks_to_relearn_ ? 1 : 0);
   while (next_launch_ < end && entries_[next_launch_].pending == 0 &&
          !waits_for_chain(next_launch_)) {
     launch(next_launch_, incoming);

@@ -165,6 +165,7 @@ class APEX_API Bucket {
   void allocate();
   void pack_flat(const std::vector<uint8_t>& used, double scale, uint32_t facts);
   bool is_copied(const Slot& slot, double scale) const;
+  at::Tensor view_as_gradient(Slot& slot) const;
   int64_t facts_place() const { return data_numel_ + static_cast<int64_t>(reported_.size()); }
   void write_trailer(const at::Tensor& message, const std::vector<uint8_t>& used, uint32_t facts) const;
   std::vector<uint8_t> positive(const at::Tensor& message, int64_t begin, int64_t count) const;
