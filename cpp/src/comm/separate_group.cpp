@@ -11,6 +11,7 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "comm/failure_report.h"
 #include "distributed/backends.h"
 
 namespace apex::parallel {
@@ -25,6 +26,7 @@ struct Endings {
   struct Ending {
     std::thread thread;
     std::shared_ptr<std::atomic<bool>> done;
+    bool may_be_stuck = false;
   };
   std::mutex mutex;
   std::vector<Ending> running;
@@ -39,7 +41,7 @@ Endings& endings() {
   return *all;
 }
 
-void end_elsewhere(BackendPtr backend) noexcept try {
+void end_elsewhere(BackendPtr backend, bool may_be_stuck) noexcept try {
   Endings& all = endings();
   const std::lock_guard<std::mutex> lock(all.mutex);
   for (Endings::Ending& ending : all.running) {
@@ -52,7 +54,7 @@ void end_elsewhere(BackendPtr backend) noexcept try {
     dropped.reset();
     done->store(true);
   });
-  all.running.push_back({std::move(thread), std::move(done)});
+  all.running.push_back({std::move(thread), std::move(done), may_be_stuck});
 } catch (...) {
   // No thread is to be had: then it has ended on this one.
 }
@@ -72,8 +74,9 @@ class SeparateGroup final : public c10d::ProcessGroup {
   }
 
   ~SeparateGroup() override {
+    const bool failed = has_failed(*this);
     ProcessGroup::release_resources();  // so that own_ is the last reference
-    end_elsewhere(std::move(own_));
+    end_elsewhere(std::move(own_), failed);
   }
 
  private:
@@ -109,7 +112,10 @@ void finish_dropped_groups() {
     const std::lock_guard<std::mutex> lock(endings().mutex);
     running.swap(endings().running);
   }
-  for (Endings::Ending& ending : running) ending.thread.join();
+  for (Endings::Ending& ending : running) {
+    // A collective that failed may wait for its rank until the timeout.
+    ending.may_be_stuck && !ending.done->load() ? ending.thread.detach() : ending.thread.join();
+  }
 }
 
 }  // namespace apex::parallel

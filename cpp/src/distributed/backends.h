@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,9 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
 /// may have used the keys before; nullptr if `given` is not Gloo's. Blocks for at most the timeout.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(const c10::intrusive_ptr<c10d::Backend>& given,
                                                          const c10::intrusive_ptr<c10d::Store>& store);
+
+/// How long Gloo waits for other ranks; nothing if `backend` is not Gloo's.
+std::optional<std::chrono::milliseconds> gloo_timeout(c10d::Backend& backend);
 
 /// Returns at once; NCCL connects at the first collective.
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& request);

@@ -18,6 +18,15 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
       request.store, request.rank, request.size, std::move(options));
 }
 
+std::optional<std::chrono::milliseconds> gloo_timeout(c10d::Backend& backend) {
+  auto* inner = &backend;
+  // TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every backend.
+  if (auto* const wrapper = dynamic_cast<c10d::ProcessGroupWrapper*>(inner)) inner = wrapper->getWrappedPg().get();
+  auto* const gloo = dynamic_cast<c10d::ProcessGroupGloo*>(inner);
+  if (!gloo) return std::nullopt;
+  return gloo->getOptions()->timeout;
+}
+
 // Not by Backend::split(): it connects to the store anew, which takes a quarter of a second.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(const c10::intrusive_ptr<c10d::Backend>& given,
                                                          const c10::intrusive_ptr<c10d::Store>& store) {

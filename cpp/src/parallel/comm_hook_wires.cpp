@@ -12,7 +12,7 @@
 #include <apex/error.h>
 #include <apex/parallel/comm_hook.h>
 
-#include "parallel/collective.h"
+#include "comm/collectives.h"
 
 namespace apex::parallel {
 

@@ -12,7 +12,7 @@
 
 #include <apex/error.h>
 
-#include "parallel/collective.h"
+#include "comm/collectives.h"
 
 namespace apex::parallel {
 

@@ -12,7 +12,7 @@
 #include <apex/error.h>
 
 #include "comm/separate_group.h"
-#include "parallel/collective.h"
+#include "comm/collectives.h"
 #include "parallel/reducer_state.h"
 #include "reducer/registry.h"
 
@@ -233,6 +233,7 @@ void ReducerState::separate_groups() {
     } catch (...) {
       throw_communication_error("connecting a reducer's communicator", *parent_, std::current_exception());
     }
+    remember_processes(*parent_, *groups_[i]);
   }
 }
 

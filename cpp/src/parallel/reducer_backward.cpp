@@ -9,7 +9,7 @@
 
 #include <apex/error.h>
 
-#include "parallel/collective.h"
+#include "comm/collectives.h"
 #include "parallel/reducer_state.h"
 #include "parallel/sparse_all_reduce.h"
 
@@ -240,11 +240,7 @@ void ReducerState::gradient_ready(size_t index, const at::Tensor& incoming) {
   }
   if (parameter.fired >= parameter.expected) entry.bucket.copy_early(parameter.slot, scale_before(entry));
   if (parameter.fired == parameter.expected) --entry.pending;
-  try {
-    launch_ready(incoming);
-  } catch (const CommunicationError& error) {
-    throw_with_lost_ranks(error);
-  }
+  launch_ready(incoming);
 }
 
 bool ReducerState::waits_for_chain(size_t index) const {
@@ -314,15 +310,19 @@ void ReducerState::join_producers(Entry& entry) {
 }
 
 std::string ReducerState::describe_bucket(size_t index) const {
-  const auto& slots = entries_[index].bucket.slots();
-  std::string text = "all-reduce of bucket " + std::to_string(index);
-  if (slots.empty()) return text + " (used-parameter mask)";
+  const Entry& entry = entries_[index];
+  const auto& slots = entry.bucket.slots();
+  const bool hooked = comm_hook_ && entry.goes_through_hook();
+  std::string text = hooked ? "communication hook '" + comm_hook_->name() + "', for bucket " : "all-reduce of bucket ";
+  text += std::to_string(index);
+  const std::string backward = ", of backward number " + std::to_string(statistics_.backwards + 1);
+  if (slots.empty()) return text + " (used-parameter mask)" + backward;
   text += " (parameter '" + parameters_[slots.front().parameter].name + "'";
   if (slots.size() > 1) {
     text += " to '" + parameters_[slots.back().parameter].name + "', " +
             std::to_string(slots.size()) + " parameters";
   }
-  return text + ", " + std::to_string(entries_[index].bucket.data_numel()) + " elements)";
+  return text + ", " + std::to_string(entry.bucket.data_numel()) + " elements)" + backward;
 }
 
 void ReducerState::launch(size_t index, const at::Tensor& incoming) {

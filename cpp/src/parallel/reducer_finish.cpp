@@ -10,8 +10,7 @@
 
 #include <apex/error.h>
 
-#include "parallel/collective.h"
-#include "parallel/lost_ranks.h"
+#include "comm/collectives.h"
 #include "parallel/reducer_state.h"
 #include "parallel/sparse_all_reduce.h"
 
@@ -46,7 +45,7 @@ void keep_for_current_stream(const Bucket& bucket, const std::vector<c10::Stream
 /// Waits for the message of a bucket; the bucket's device is current.
 void ReducerState::receive(Entry& entry, const std::string& what, const GroupPtr& group) {
   if (entry.future) {
-    entry.future->waitAndThrow();
+    wait_future(*entry.future, what, *group);
     const c10::IValue value = entry.future->value();
     entry.bucket.assign(tensor_of(value));
     entry.future.reset();
@@ -85,7 +84,7 @@ void ReducerState::run_second_phases() {
     Entry& entry = entries_[b];
     if (!entry.future || !comm_hook_->has_finish(entry.hooked)) continue;
     const c10::OptionalDeviceGuard guard(entry.bucket.device());
-    entry.future->waitAndThrow();
+    wait_future(*entry.future, describe_bucket(b), *group_of(b));
     entry.future = comm_hook_->finish(entry.hooked, tensor_of(entry.future->value()));
     if (overlap_) overlap_->in_flight(b, entry.future);
   }
@@ -305,10 +304,10 @@ void ReducerState::finish(BackwardScope* scope) {
 void ReducerState::or_drop_messages(const std::function<void()>& body) {
   try {
     body();
-  } catch (const CommunicationError& error) {
+  } catch (const CommunicationError&) {
     broken_ = true;
     drop_messages();
-    throw_with_lost_ranks(error);
+    throw;
   } catch (...) {
     send_failure();
     drop_messages();
@@ -356,11 +355,6 @@ void ReducerState::complete(bool learnt_now) {
   if (!deferred_error_.empty()) throw Error(std::exchange(deferred_error_, {}));
   if (!non_finite.empty()) throw NonFiniteGradient(non_finite);
   if (thrown) std::rethrow_exception(thrown);
-}
-
-void ReducerState::throw_with_lost_ranks(const CommunicationError& error) const {
-  const std::string lost = describe_lost_ranks(*groups_.front(), statistics_.backwards + 1);
-  throw CommunicationError(error.what() + lost);
 }
 
 void ReducerState::drop_messages() noexcept {

@@ -2,7 +2,7 @@
 
 #include <apex/error.h>
 
-#include "parallel/collective.h"
+#include "comm/collectives.h"
 #include "parallel/reducer_state.h"
 
 namespace apex::parallel::detail {

@@ -6,7 +6,7 @@
 
 #include <ATen/Functions.h>
 
-#include "parallel/collective.h"
+#include "comm/collectives.h"
 #include "parallel/reducer_state.h"
 
 namespace apex::parallel::detail {

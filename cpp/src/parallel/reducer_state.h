@@ -342,7 +342,6 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   void adopt(const BucketPlan& plan);
   void reset_counters();
   void drop_messages() noexcept;
-  [[noreturn]] void throw_with_lost_ranks(const CommunicationError& error) const;
   int64_t divisor() const { return joining_ && !divide_by_initial_ ? active_ranks_ : world_size_; }
   bool averages_itself(const Entry& entry) const;
   bool averages_first(const Entry& entry) const;

@@ -7,7 +7,7 @@
 
 #include <apex/parallel/model_sync.h>
 
-#include "parallel/collective.h"
+#include "comm/collectives.h"
 
 namespace apex::parallel {
 

@@ -5,6 +5,8 @@
 
 #include <sstream>
 
+#include "comm/collectives.h"
+
 namespace apex::parallel::detail {
 
 int64_t channel_dim(const at::Tensor& input, bool channel_last) {
@@ -163,34 +165,39 @@ c10::intrusive_ptr<c10d::ProcessGroup> find_group(c10::string_view name) {
   return group->getSize() > 1 ? group : c10::intrusive_ptr<c10d::ProcessGroup>();
 }
 
-at::Tensor all_gather(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor local) {
+std::string exchange_of(const char* direction, int64_t channels) {
+  return std::string("exchange in ") + direction + " of a SyncBatchNorm of " + std::to_string(channels) + " channels";
+}
+
+at::Tensor all_gather(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor local,
+                      const std::string& what) {
   at::Tensor gathered = at::empty({group->getSize() * local.numel()}, local.options());
   c10d::AllgatherOptions options;
   options.asyncOp = false;  // NCCL: on the current stream, without an event in between
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // its new name is not in torch 2.11
-  const auto work = group->_allgather_base(gathered, local, options);
+  const auto work = call_collective(what, *group, [&] { return group->_allgather_base(gathered, local, options); });
 #pragma GCC diagnostic pop
   if (work) {
-    work->wait();
+    wait_collective(work, what, *group);
   }
   return gathered;
 }
 
-void all_reduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor& tensor) {
+void all_reduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor& tensor, const std::string& what) {
   std::vector<at::Tensor> tensors{tensor};
   c10d::AllreduceOptions options;
   options.asyncOp = false;
-  const auto work = group->allreduce(tensors, options);
+  const auto work = call_collective(what, *group, [&] { return group->allreduce(tensors, options); });
   if (work) {
-    work->wait();
+    wait_collective(work, what, *group);
   }
 }
 
 at::Tensor all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name) {
   at::Tensor sum = tensor.clone(at::MemoryFormat::Contiguous);
   if (const auto group = find_group(group_name)) {
-    all_reduce(group, sum);
+    all_reduce(group, sum, "all-reduce in SyncBatchNorm's second derivative");
   }
   return sum;
 }

@@ -66,10 +66,14 @@ kernels::ChannelStatistics channel_statistics(const at::Tensor& mean, const at::
 c10::intrusive_ptr<c10d::ProcessGroup> find_group(c10::string_view name);
 
 /// Every rank's `local`, one after the other. Blocks the stream (CUDA) or the host (CPU).
-at::Tensor all_gather(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor local);
+at::Tensor all_gather(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor local,
+                      const std::string& what);
 
 /// Sums `tensor` over the ranks in place. Blocks the stream (CUDA) or the host (CPU).
-void all_reduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor& tensor);
+void all_reduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor& tensor, const std::string& what);
+
+/// Names an exchange in errors: "forward" or "backward".
+std::string exchange_of(const char* direction, int64_t channels);
 
 /// The operator of that name, on every device: a contiguous sum of `tensor` over the ranks.
 at::Tensor all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name);

@@ -47,15 +47,15 @@ bool outgrows_cache(const at::Tensor& like, int arrays) {
 
 /// Sums a vector over the ranks, in place; on every rank in the same order. Gloo's ring takes half as many
 /// rounds to gather as to all-reduce, and rounds are all that few values cost.
-void sum_over_ranks(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor& sums) {
+void sum_over_ranks(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor& sums, const std::string& what) {
   constexpr size_t kMaxGatheredBytes = size_t{1} << 20;
   const int64_t ranks = group->getSize();
   if (sums.nbytes() * static_cast<size_t>(ranks) > kMaxGatheredBytes) {
-    all_reduce(group, sums);
+    all_reduce(group, sums, what);
     return;
   }
   const int64_t length = sums.numel();
-  const at::Tensor gathered = all_gather(group, sums);
+  const at::Tensor gathered = all_gather(group, sums, what);
   const double* from = gathered.const_data_ptr<double>();
   double* to = sums.mutable_data_ptr<double>();
   std::copy_n(from, length, to);
@@ -264,7 +264,7 @@ ForwardResult forward_cpu(const at::Tensor& input, const OptionalTensor& z,
     double* local = record.mutable_data_ptr<double>();
     local_statistics(from, sizes, local, local + channels);
     local[2 * channels] = local_count;
-    const at::Tensor gathered = group ? all_gather(group, record) : record;
+    const at::Tensor gathered = group ? all_gather(group, record, exchange_of("forward", channels)) : record;
     const int64_t ranks = group ? group->getSize() : 1;
     const double* records = gathered.const_data_ptr<double>();
     double total = 0;
@@ -448,7 +448,7 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
       }
     }
     if (group) {
-      sum_over_ranks(group, sums);
+      sum_over_ranks(group, sums, exchange_of("backward", channels));
     }
     if (!writes_elements) {
       return;

@@ -155,7 +155,7 @@ ForwardResult forward_cuda(const at::Tensor& input, const OptionalTensor& z,
   const Prepared prepared = prepare(x, sizes, aligned, true);
   check_launch(kernels::launch_statistics(prepared.call, x.const_data_ptr(),
                                           record.mutable_data_ptr<double>(), batches));
-  const at::Tensor records = group ? all_gather(group, record) : record;
+  const at::Tensor records = group ? all_gather(group, record, exchange_of("forward", channels)) : record;
 
   kernels::NormalizeArguments a{};
   a.x = x.const_data_ptr();
@@ -264,7 +264,7 @@ BackwardResult backward_cuda(const at::Tensor& grad_output, const at::Tensor& in
     check_launch(kernels::launch_reduce(prepared.call, a));
   }
   if (group) {
-    all_reduce(group, sums);
+    all_reduce(group, sums, exchange_of("backward", channels));
   }
   if (a.dx != nullptr || a.dz != nullptr) {
     check_launch(kernels::launch_gradient(prepared.call, a));

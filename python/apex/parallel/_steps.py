@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from typing import Any
 
 import torch
@@ -21,9 +23,15 @@ def watch_optimizers() -> None:
     register_optimizer_step_post_hook(_stepped)
 
 
+# Not id(): that of an optimizer made for one step may be the next one's.
+_numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_next_number = itertools.count()
+
+
 def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():  # the call cannot be part of a graph
         return
     # One of each group is enough: whoever owns it hears of the step.
     some = [group["params"][0] for group in optimizer.param_groups if group["params"]]
-    _core.Reducer.optimizer_stepped(some, id(optimizer))
+    number = _numbers.setdefault(optimizer, next(_next_number))
+    _core.Reducer.optimizer_stepped(some, number)

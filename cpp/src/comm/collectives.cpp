@@ -1,0 +1,127 @@
+#include "comm/collectives.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include <c10/util/Exception.h>
+
+#include <apex/error.h>
+
+#include "distributed/backends.h"
+
+namespace apex::parallel {
+
+namespace {
+
+/// A wait that takes longer is unusual, and worth a connection to the store.
+constexpr std::chrono::milliseconds kUsual{250};
+constexpr std::chrono::milliseconds kSlice{50};
+
+std::string message_of(const std::exception_ptr& cause) {
+  try {
+    std::rethrow_exception(cause);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "unknown error";
+  }
+}
+
+/// Whether the host waits for the group's collectives, and may stop waiting without consequences for the backend:
+/// others end the communicator when a wait times out.
+bool can_stop_waiting(const c10d::ProcessGroup& group) {
+  auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
+  const auto devices = mutable_group.getDeviceTypes();
+  if (devices.size() != 1 || !devices.front().is_cpu()) return false;
+  return distributed::gloo_timeout(*mutable_group.getBackend(at::kCPU)).has_value();
+}
+
+/// Calls `ended_within(slice)` until it returns true, or another rank reports a failure.
+void wait_or_hear(const c10d::ProcessGroup& group,
+                  const std::function<bool(std::chrono::milliseconds)>& ended_within) {
+  if (ended_within(kUsual)) return;
+  const FailureListener listener(group);
+  while (!ended_within(kSlice)) {
+    if (listener.heard()) throw Error("another rank reports that a collective of this group has failed");
+  }
+}
+
+bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group) {
+  // In this order: whether it has completed may not be asked while a graph is captured.
+  if (!can_stop_waiting(group) || work.isCompleted()) return work.wait();
+  wait_or_hear(group, [&](std::chrono::milliseconds slice) {
+    try {
+      work.wait(slice);
+      return true;
+    } catch (...) {
+      return work.isCompleted();  // else it is the end of the slice
+    }
+  });
+  return work.wait();
+}
+
+}  // namespace
+
+void throw_communication_error(const std::string& what, const c10d::ProcessGroup& group,
+                               const std::exception_ptr& cause) {
+  throw CommunicationError(
+      "rank " + std::to_string(group.getRank()) + " of " + std::to_string(group.getSize()) + ": " +
+      what + " failed: " + message_of(cause) +
+      " (another rank has probably stopped, or left this step; look at its output first, then "
+      "start again with a new process group)" + report_failure(group, what));
+}
+
+c10::intrusive_ptr<c10d::Work> all_gather_flat(const std::string& what, c10d::ProcessGroup& group,
+                                               at::Tensor gathered, at::Tensor share) {
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // its new name is not in torch 2.11
+  return call_collective(what, group, [&] { return group._allgather_base(gathered, share); });
+#pragma GCC diagnostic pop
+}
+
+void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what,
+                     const c10d::ProcessGroup& group) {
+  bool finished = false;
+  try {
+    finished = wait_for_work(*work, group);
+  } catch (...) {
+    throw_communication_error(what, group, std::current_exception());
+  }
+  if (!finished) {
+    throw_communication_error(
+        what, group, std::make_exception_ptr(Error("the collective did not complete")));
+  }
+}
+
+void wait_future(c10::ivalue::Future& future, const std::string& what, const c10d::ProcessGroup& group) {
+  try {
+    if (can_stop_waiting(group) && !future.completed()) {
+      struct Shared {
+        std::mutex mutex;
+        std::condition_variable ended;
+        bool done = false;
+      };
+      const auto shared = std::make_shared<Shared>();
+      future.addCallback([shared](c10::ivalue::Future&) {
+        const std::lock_guard<std::mutex> lock(shared->mutex);
+        shared->done = true;
+        shared->ended.notify_all();
+      });
+      wait_or_hear(group, [&](std::chrono::milliseconds slice) {
+        std::unique_lock<std::mutex> lock(shared->mutex);
+        return shared->ended.wait_for(lock, slice, [&] { return shared->done; });
+      });
+    }
+    future.waitAndThrow();
+  } catch (...) {
+    throw_communication_error(what, group, std::current_exception());
+  }
+}
+
+}  // namespace apex::parallel

@@ -1,0 +1,413 @@
+#include "comm/failure_report.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "comm/process_state.h"
+#include "distributed/backends.h"
+
+namespace apex::parallel {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kMostPatience{5000};
+constexpr milliseconds kLeastPatience{500};
+constexpr milliseconds kFarewell{2000};
+constexpr milliseconds kVerdictHolds{10000};
+constexpr milliseconds kLook{20};        // between two looks of who collects
+constexpr milliseconds kListen{200};     // and of who waits
+constexpr milliseconds kAfterProof{100};  // in which more proof is gathered
+
+/// What this rank knows of a group.
+struct Known {
+  std::string name;
+  int rank = 0;
+  int size = 1;
+
+  std::mutex mutex;
+  std::map<int, ProcessName> processes;  ///< of other ranks
+  std::string verdict;                   ///< what report_failure() has found
+  Clock::time_point verdict_until;       ///< it is not asked for again until then
+};
+using KnownPtr = std::shared_ptr<Known>;
+
+/// By group. Nothing is held: a store that outlives its group keeps its port. Never destroyed, as threads may be left
+/// behind.
+struct Groups {
+  struct Entry {
+    const void* store;
+    KnownPtr known;
+  };
+  std::mutex mutex;
+  std::map<const c10d::ProcessGroup*, Entry> entries;
+};
+
+Groups& groups() {
+  static auto* const instance = new Groups;
+  return *instance;
+}
+
+/// Of the group, and not of another one that was at the same address.
+KnownPtr find(const c10d::ProcessGroup& group) {
+  const std::lock_guard<std::mutex> lock(groups().mutex);
+  const auto found = groups().entries.find(&group);
+  if (found == groups().entries.end()) return nullptr;
+  const Groups::Entry& entry = found->second;
+  const bool same = entry.store == group.getStore().get() && entry.known->name == group.getGroupName();
+  return same ? entry.known : nullptr;
+}
+
+std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
+
+std::string text_of(const std::vector<uint8_t>& value) { return {value.begin(), value.end()}; }
+
+std::string process_key(const std::string& group, int rank) {
+  return "apex/process/" + group + "/" + std::to_string(rank);
+}
+
+/// Counts the reports.
+std::string count_key(const std::string& group) { return "apex/failure/" + group + "/count"; }
+
+std::string report_key(const std::string& group, int rank) {
+  return "apex/failure/" + group + "/" + std::to_string(rank);
+}
+
+std::string farewell_key(const std::string& group, int rank) { return report_key(group, rank) + "/left"; }
+
+/// A connection of its own, which is not shared with who may block in it.
+StorePtr own_connection(const StorePtr& store) {
+  try {
+    return store->clone();
+  } catch (...) {
+    return store;
+  }
+}
+
+milliseconds patience_of(const c10d::ProcessGroup& group) {
+  std::optional<milliseconds> timeout;
+  auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
+  if (mutable_group.hasBackendForDeviceType(at::kCPU)) {
+    timeout = distributed::gloo_timeout(*mutable_group.getBackend(at::kCPU));
+  }
+  return timeout ? std::clamp(*timeout / 8, kLeastPatience, kMostPatience) : kMostPatience;
+}
+
+/// As the ranks have told the group `name`.
+void read_processes(const StorePtr& store, const std::string& name, Known& known) {
+  std::map<int, ProcessName> found;
+  for (int rank = 0; rank < known.size; ++rank) {
+    const std::string key = process_key(name, rank);
+    if (rank == known.rank || !store->check({key})) continue;
+    if (auto process = ProcessName::decode(text_of(store->get(key)))) found.emplace(rank, std::move(*process));
+  }
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  known.processes = std::move(found);
+}
+
+std::string list_of(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  return text;
+}
+
+/// Calls body(stop) on a thread of its own. If it takes longer than `limit`, it is told to stop and left behind.
+/// Returns whether it has ended. What it uses, it must own.
+bool run_apart(const std::function<void(const std::atomic<bool>& stop)>& body, milliseconds limit) {
+  struct Shared {
+    std::mutex mutex;
+    std::condition_variable ended;
+    bool done = false;
+    std::atomic<bool> stop{false};
+  };
+  const auto shared = std::make_shared<Shared>();
+  std::thread([shared, body] {
+    try {
+      body(shared->stop);
+    } catch (...) {
+      // The store is lost; what was found until then counts.
+    }
+    const std::lock_guard<std::mutex> lock(shared->mutex);
+    shared->done = true;
+    shared->ended.notify_all();
+  }).detach();
+  std::unique_lock<std::mutex> lock(shared->mutex);
+  const bool done = shared->ended.wait_for(lock, limit, [&] { return shared->done; });
+  shared->stop = true;
+  return done;
+}
+
+/// What has been found out about a failure. Written by the thread that talks to the store.
+struct Findings {
+  std::mutex mutex;
+  std::map<int, std::string> reports;  ///< by rank: the collective that failed there
+  std::map<int, std::string> proof;    ///< by rank: what has become of its process
+  bool store_answers = false;          ///< to the last call
+};
+
+/// A report: the ranks that this one has proof against, one "RANK TEXT" a line, and what failed.
+std::string encode(const std::map<int, std::string>& proof, const std::string& what) {
+  std::string text;
+  for (const auto& [rank, state] : proof) text += std::to_string(rank) + ' ' + state + '\n';
+  return text + '\n' + what;
+}
+
+void decode(const std::string& text, int from, Findings& findings) {
+  size_t begin = 0;
+  for (size_t end = text.find('\n'); end != begin && end != std::string::npos; end = text.find('\n', begin)) {
+    const size_t space = text.find(' ', begin);
+    findings.proof.emplace(std::atoi(text.c_str() + begin), text.substr(space + 1, end - space - 1));
+    begin = end + 1;
+  }
+  findings.reports[from] = text.substr(std::min(begin + 1, text.size()));
+}
+
+/// Looks at the processes of this host.
+std::map<int, std::string> look_around(Known& known) {
+  std::map<int, ProcessName> processes;
+  {
+    const std::lock_guard<std::mutex> lock(known.mutex);
+    processes = known.processes;
+  }
+  std::map<int, std::string> proof;
+  for (const auto& [rank, process] : processes) {
+    const std::string name = "process " + std::to_string(process.pid);
+    const ProcessState state = state_of(process);
+    if (state == ProcessState::kEnded) proof[rank] = "has ended (" + name + ")";
+    if (state == ProcessState::kStopped) proof[rank] = "is stopped (" + name + ", by a signal or a debugger)";
+  }
+  return proof;
+}
+
+/// Reports, and reads what the others report, until all are accounted for or `until`.
+void collect(const StorePtr& store, Known& known, const std::string& what, Clock::time_point until,
+             const std::atomic<bool>& stop, Findings& findings) {
+  // First: others may be waiting for this rank.
+  std::map<int, std::string> said = look_around(known);
+  store->set(report_key(known.name, known.rank), bytes(encode(said, what)));
+  store->add(count_key(known.name), 1);
+  bool none = false;
+  {
+    const std::lock_guard<std::mutex> lock(known.mutex);
+    none = known.processes.empty();
+  }
+  if (none) read_processes(store, known.name, known);
+  while (!stop) {
+    bool all = true;
+    for (int rank = 0; rank < known.size; ++rank) {
+      {
+        const std::lock_guard<std::mutex> lock(findings.mutex);
+        if (rank == known.rank || findings.reports.count(rank) != 0) continue;
+      }
+      if (!store->check({report_key(known.name, rank)})) {
+        all = false;
+        continue;
+      }
+      const std::string report = text_of(store->get(report_key(known.name, rank)));
+      const std::lock_guard<std::mutex> lock(findings.mutex);
+      decode(report, rank, findings);
+    }
+    // After the reports: who has reported may end.
+    const std::map<int, std::string> seen = look_around(known);
+    if (seen.size() > said.size()) {
+      said = seen;
+      store->set(report_key(known.name, known.rank), bytes(encode(said, what)));
+    }
+    {
+      const std::lock_guard<std::mutex> lock(findings.mutex);
+      findings.proof.insert(seen.begin(), seen.end());
+      for (const auto& [rank, report] : findings.reports) findings.proof.erase(rank);
+      findings.store_answers = true;
+      if (!findings.proof.empty()) until = std::min(until, Clock::now() + kAfterProof);
+    }
+    if (all || Clock::now() >= until) break;
+    std::this_thread::sleep_for(kLook);
+  }
+}
+
+/// The process that keeps the store takes it along when it ends, so that those who hear of the failure late, or
+/// read slowly, find nothing. As a rule it is rank 0, which waits a little for them.
+void say_farewell(const StorePtr& store, const Known& known, const std::set<int>& lost, const std::atomic<bool>& stop) {
+  store->set(farewell_key(known.name, known.rank), std::vector<uint8_t>{1});
+  const char* agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");  // torchrun keeps it
+  if (known.rank != 0 || (agent != nullptr && std::string(agent) == "True")) return;
+  std::vector<std::string> others;
+  for (int rank = 1; rank < known.size; ++rank) {
+    if (lost.count(rank) == 0) others.push_back(farewell_key(known.name, rank));
+  }
+  const auto until = Clock::now() + kFarewell;
+  while (!stop && !others.empty() && !store->check(others) && Clock::now() < until) {
+    std::this_thread::sleep_for(kLook);
+  }
+}
+
+std::string describe(const Findings& findings, const Known& known, const std::string& what, milliseconds patience) {
+  std::string text;
+  for (const auto& [rank, state] : findings.proof) text += "; rank " + std::to_string(rank) + ' ' + state;
+  if (!findings.store_answers) {
+    return text + "; the store, through which ranks report, does not answer: the process that keeps it, as a rule "
+                  "rank 0 or the launcher, has ended, is stopped, or is cut off";
+  }
+  if (!findings.proof.empty()) return text;
+  std::vector<int> silent;
+  for (int rank = 0; rank < known.size; ++rank) {
+    if (rank != known.rank && findings.reports.count(rank) == 0) silent.push_back(rank);
+  }
+  if (!silent.empty()) {
+    text += "; " + list_of(silent) + (silent.size() == 1 ? " has" : " have") + " not reported this failure within " +
+            std::to_string(patience.count()) + " ms: stopped, cut off, or never came to this collective";
+  }
+  for (const auto& [rank, other] : findings.reports) {
+    if (other != what) text += "; rank " + std::to_string(rank) + " failed in " + other;
+  }
+  return text;
+}
+
+std::string investigate(const c10d::ProcessGroup& group, const KnownPtr& known, const std::string& what) {
+  const StorePtr store = group.getStore();
+  const milliseconds patience = patience_of(group);
+  const auto findings = std::make_shared<Findings>();
+  const auto until = Clock::now() + patience;
+  run_apart(
+      [=](const std::atomic<bool>& stop) {
+        try {
+          collect(own_connection(store), *known, what, until, stop, *findings);
+        } catch (...) {
+          const std::lock_guard<std::mutex> lock(findings->mutex);
+          findings->store_answers = false;
+        }
+      },
+      patience + kLook);
+  std::set<int> lost;
+  std::string text;
+  {
+    const std::lock_guard<std::mutex> lock(findings->mutex);
+    if (!findings->store_answers) {  // what this rank sees by itself
+      for (const auto& [rank, state] : look_around(*known)) {
+        if (findings->reports.count(rank) == 0) findings->proof.emplace(rank, state);
+      }
+    }
+    const bool proven = !findings->proof.empty();
+    for (int rank = 0; rank < known->size; ++rank) {
+      // Without proof everybody had the time to come.
+      if (proven ? findings->proof.count(rank) != 0 : findings->reports.count(rank) == 0) lost.insert(rank);
+    }
+    text = describe(*findings, *known, what, patience);
+    if (!findings->store_answers) return text;
+  }
+  run_apart([=](const std::atomic<bool>& stop) { say_farewell(own_connection(store), *known, lost, stop); },
+            kFarewell + kLook);
+  return text;
+}
+
+}  // namespace
+
+void introduce_to(const c10d::ProcessGroup& group) noexcept try {
+  if (group.getSize() == 1 || find(group)) return;
+  const StorePtr store = group.getStore();
+  if (!store) return;
+  const auto known = std::make_shared<Known>();
+  known->name = group.getGroupName();
+  known->rank = group.getRank();
+  known->size = group.getSize();
+  {
+    const std::lock_guard<std::mutex> lock(groups().mutex);
+    groups().entries[&group] = {store.get(), known};
+  }
+  if (const auto process = this_process()) {
+    store->set(process_key(known->name, known->rank), bytes(process->encode()));
+  }
+  // A group of this name may have failed before, on a store that outlives it.
+  if (store->check({report_key(known->name, known->rank)})) {
+    store->deleteKey(report_key(known->name, known->rank));
+    store->deleteKey(farewell_key(known->name, known->rank));
+    store->deleteKey(count_key(known->name));
+  }
+} catch (...) {
+  // A collective that fails will say what is wrong with the store.
+}
+
+void remember_processes(const c10d::ProcessGroup& introduced, const c10d::ProcessGroup& group) noexcept try {
+  introduce_to(group);
+  const KnownPtr known = find(group);
+  if (known && introduced.getStore()) read_processes(introduced.getStore(), introduced.getGroupName(), *known);
+} catch (...) {
+  // As above.
+}
+
+bool has_failed(const c10d::ProcessGroup& group) noexcept {
+  const KnownPtr known = find(group);
+  if (!known) return false;
+  const std::lock_guard<std::mutex> lock(known->mutex);
+  return known->verdict_until != Clock::time_point();
+}
+
+std::string report_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
+  introduce_to(group);
+  const KnownPtr known = find(group);
+  if (!known) return {};
+  {
+    const std::lock_guard<std::mutex> lock(known->mutex);
+    if (Clock::now() < known->verdict_until) return known->verdict;
+  }
+  std::string verdict = investigate(group, known, what);
+  const std::lock_guard<std::mutex> lock(known->mutex);
+  known->verdict = verdict;
+  known->verdict_until = Clock::now() + kVerdictHolds;
+  return verdict;
+} catch (...) {
+  return {};
+}
+
+struct FailureListener::State {
+  std::atomic<bool> heard{false};
+  std::mutex mutex;
+  std::condition_variable wake;
+  bool ended = false;
+};
+
+FailureListener::FailureListener(const c10d::ProcessGroup& group) : state_(std::make_shared<State>()) {
+  const StorePtr store = group.getStore();
+  if (!store) return;
+  std::thread([state = state_, store, name = group.getGroupName()] {
+    try {
+      const StorePtr own = own_connection(store);
+      std::unique_lock<std::mutex> lock(state->mutex);
+      while (!state->ended) {
+        lock.unlock();
+        if (own->add(count_key(name), 0) > 0) state->heard = true;
+        lock.lock();
+        if (state->heard) return;
+        state->wake.wait_for(lock, kListen, [&] { return state->ended; });
+      }
+    } catch (...) {
+      // The store is lost: the collective will end by itself.
+    }
+  }).detach();
+}
+
+FailureListener::~FailureListener() {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->ended = true;
+  state_->wake.notify_all();
+}
+
+bool FailureListener::heard() const { return state_->heard; }
+
+}  // namespace apex::parallel

@@ -1,0 +1,61 @@
+#pragma once
+
+/// What the ranks of a group tell each other when a collective has failed.
+
+#include <memory>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <apex/export.h>
+
+namespace apex::parallel {
+
+// Note [Who is lost]
+//
+// A backend tells that a neighbour's connection is gone, or that time is up; not which rank is to blame: with a ring,
+// whoever waits for a survivor that has given up sees the survivor's connection close. So a rank whose collective
+// fails says so in the group's store at once, and then looks what the others have to say:
+//
+// - a rank that waits in a collective of that group, and for longer than usual, looks into the store now and then,
+//   hears of the failure, and gives up, too, instead of waiting for those who will not come;
+// - every rank knows the processes of those on its own host, and sees whether they have ended or are stopped. That is
+//   proof, which is passed on to ranks on other hosts, and with it nobody is waited for;
+// - without proof, those who have not said anything when patience ends are named: they are stopped, cut off, or in
+//   another part of the program.
+//
+// The store may be on a process that is stopped: a call of it can block for ever. So all calls are made on a
+// connection of their own, on a thread that is left behind when time is up.
+
+/// Tells the ranks of `group`, through its store, which process this is; once for each group, else returns at once.
+/// Before its first collective: when that has ended, every rank has done so.
+APEX_API void introduce_to(const c10d::ProcessGroup& group) noexcept;
+
+/// Reads which process each rank is, as they have told `introduced`, another group of the same ranks; so that it is
+/// known when the store is lost. After a first collective of that.
+void remember_processes(const c10d::ProcessGroup& introduced, const c10d::ProcessGroup& group) noexcept;
+
+/// To be added to the error of a rank on which the collective `what` of `group` has failed: who is lost, and where
+/// others have failed. Empty without a store. Blocks for at most an eighth of the group's timeout, five seconds at
+/// most, plus two on the rank that keeps the store; for less than one if a process of this host has ended. What was
+/// found is returned at once for ten seconds. Never throws.
+std::string report_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept;
+
+/// Whether report_failure() was called for it on this rank.
+bool has_failed(const c10d::ProcessGroup& group) noexcept;
+
+/// Listens, while it lives, for other ranks that report a failure of `group`.
+class FailureListener {
+ public:
+  explicit FailureListener(const c10d::ProcessGroup& group);
+  ~FailureListener();
+  FailureListener(const FailureListener&) = delete;
+  FailureListener& operator=(const FailureListener&) = delete;
+  bool heard() const;
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace apex::parallel

@@ -1,0 +1,87 @@
+#include "comm/process_state.h"
+
+#include <cerrno>
+#include <fstream>
+#include <sstream>
+
+#ifndef _WIN32
+#include <signal.h>
+#include <unistd.h>
+#endif
+
+namespace apex::parallel {
+
+namespace {
+
+struct Stat {
+  char state = 0;
+  uint64_t start_time = 0;
+};
+
+/// From /proc/PID/stat, see proc(5): fields 3 and 22. The second is a name in parentheses that may hold anything.
+std::optional<Stat> read_stat(int64_t pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string text;
+  if (!std::getline(file, text)) return std::nullopt;
+  const size_t name_end = text.rfind(')');
+  if (name_end == std::string::npos) return std::nullopt;
+  std::istringstream fields(text.substr(name_end + 1));
+  Stat stat;
+  fields >> stat.state;
+  std::string skipped;
+  for (int field = 4; field < 22; ++field) fields >> skipped;
+  fields >> stat.start_time;
+  return fields ? std::optional<Stat>(stat) : std::nullopt;
+}
+
+std::string name_of_host() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string boot;
+  std::getline(file, boot);
+#ifndef _WIN32
+  char space[64];
+  const ssize_t length = ::readlink("/proc/self/ns/pid", space, sizeof(space));
+  if (length > 0) boot += '/' + std::string(space, static_cast<size_t>(length));
+#endif
+  return boot;
+}
+
+}  // namespace
+
+std::string ProcessName::encode() const {
+  return std::to_string(pid) + ' ' + std::to_string(start_time) + ' ' + host;
+}
+
+std::optional<ProcessName> ProcessName::decode(const std::string& text) {
+  std::istringstream in(text);
+  ProcessName process;
+  in >> process.pid >> process.start_time >> process.host;
+  return in ? std::optional<ProcessName>(std::move(process)) : std::nullopt;
+}
+
+std::optional<ProcessName> this_process() {
+#ifdef _WIN32
+  return std::nullopt;
+#else
+  static const std::string host = name_of_host();
+  const int64_t pid = ::getpid();  // each time: it may have been forked
+  const auto stat = read_stat(pid);
+  if (!stat || host.empty()) return std::nullopt;
+  return ProcessName{host, pid, stat->start_time};
+#endif
+}
+
+ProcessState state_of(const ProcessName& process) {
+  const auto self = this_process();
+  if (!self || self->host != process.host) return ProcessState::kUnknown;
+  const auto stat = read_stat(process.pid);
+#ifndef _WIN32
+  // /proc may be out of reach for other reasons.
+  if (!stat) return ::kill(static_cast<pid_t>(process.pid), 0) != 0 && errno == ESRCH ? ProcessState::kEnded : ProcessState::kUnknown;
+#endif
+  // A zombie has ended: its parent has not asked for its status yet.
+  if (stat->start_time != process.start_time || stat->state == 'Z' || stat->state == 'X') return ProcessState::kEnded;
+  return stat->state == 'T' || stat->state == 't' ? ProcessState::kStopped : ProcessState::kUnknown;
+}
+
+}  // namespace apex::parallel
