@@ -238,6 +238,8 @@ void ReducerState::separate_groups() {
 }
 
 void ReducerState::own_parameters() {
+  const Lock lock(mutex_);
+  if (scope_ != nullptr) return;
   for (Parameter& parameter : parameters_) parameter.owner->store(this, std::memory_order_relaxed);
 }
 
@@ -385,7 +387,6 @@ Reducer::~Reducer() { state_->retire(); }
 void Reducer::prepare_for_forward(bool training) {
   const ReducerState::Lock lock(state_->mutex_);
   if (training) state_->steps_.forward_began();
-  if (state_->scope_ == nullptr) state_->own_parameters();
   if (state_->scope_ == nullptr && state_->parameters_changed()) state_->follow_change();
 }
 

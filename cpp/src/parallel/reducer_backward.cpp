@@ -125,21 +125,13 @@ bool ReducerState::reach_outputs_in(const std::unordered_set<torch::autograd::No
   return any;
 }
 
-void ReducerState::add_other_owners(std::unordered_set<const void*>& owners) const {
-  const Lock lock(mutex_);
-  for (const Parameter& parameter : parameters_) {
-    if (owns(parameter) || !(parameter.trainable_anywhere || parameter.variable.requires_grad())) continue;
-    owners.insert(parameter.owner->load(std::memory_order_relaxed));
-  }
-}
-
 bool ReducerState::has_entered(int task) const {
   const Lock lock(mutex_);
   return entered_task_ == task;
 }
 
-/// `in_graph`: one of its outputs is; else it owns a parameter of a reducer that has one there.
-void ReducerState::output_reached(int task, bool in_graph) {
+/// An output of this reducer lies in the graph of `task`.
+void ReducerState::output_reached(int task) {
   const Lock lock(mutex_);
   // A graph task is entered once, however many outputs it comes through.
   if (std::exchange(entered_task_, task) == task || scope_ != nullptr) return;
@@ -156,7 +148,6 @@ void ReducerState::output_reached(int task, bool in_graph) {
   // learning there may be: a frozen parameter's gradient, accumulated before, on another rank only.
   if (owns_any && (learning_ ? ever_trainable_ : !entries_.empty())) {
     begin_backward();
-    if (!in_graph) steps_.reached_from_elsewhere();
   } else {
     announce_local_backward();
   }

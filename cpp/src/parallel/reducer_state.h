@@ -73,13 +73,12 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   void release();
 
   // reducer_backward.cpp: called by autograd
-  void output_reached(int task, bool in_graph);
+  void output_reached(int task);
   void gradient_ready(size_t index, const at::Tensor& incoming);
 
   // by registry.h, which calls output_reached() for all reducers of a backward
   bool has_entered(int task) const;
   bool reach_outputs_in(const std::unordered_set<torch::autograd::Node*>& nodes);
-  void add_other_owners(std::unordered_set<const void*>& owners) const;
 
   /// An output that backward may come through; it lives as long as its hook.
   struct Output {

@@ -15,9 +15,9 @@ namespace apex::parallel {
 // that was replaced lives on while something refers to it: until the garbage collector comes by, or as long
 // as an output of it is held, which differs from rank to rank. If all their reducers acted on one gradient, it
 // would be reduced twice, from memory that the other is writing, or by some ranks only. So a parameter has one
-// owner: the reducer that was constructed last, or whose forward came later. Constructions and forwards come in the
-// order of the program, which is the same on every rank; that cannot be said of destruction. For a reducer that is
-// not the owner, the parameter is one that is frozen.
+// owner: of the reducers that a backward comes through, the one that was constructed last. Constructions come in the
+// order of the program, which is the same on every rank; that cannot be said of forwards (a rank may evaluate what
+// others do not), nor of destruction. For a reducer that is not the owner, the parameter is one that is frozen.
 
 /// The owner of one parameter. Thread safe.
 using ParameterOwner = std::atomic<const void*>;

@@ -67,21 +67,17 @@ void enter_backward(ReducerState& reached) {
   if (reached.has_entered(task)) return;
   const auto reducers = all_reducers();
   if (reducers.size() == 1) {
-    reached.output_reached(task, /*in_graph=*/true);
+    reached.own_parameters();
+    reached.output_reached(task);
     return;
   }
   const auto& nodes = *torch::autograd::get_current_graph_task_nodes_in_graph();
-  std::unordered_set<const void*> in_graph{&reached};
-  std::unordered_set<const void*> owners;
+  std::vector<ReducerState*> in_graph;
   for (const auto& state : reducers) {
-    if (!state->reach_outputs_in(nodes) && state.get() != &reached) continue;
-    in_graph.insert(state.get());
-    state->add_other_owners(owners);
+    if (state->reach_outputs_in(nodes) || state.get() == &reached) in_graph.push_back(state.get());
   }
-  for (const auto& state : reducers) {
-    const bool own_output = in_graph.count(state.get()) != 0;
-    if (own_output || owners.count(state.get()) != 0) state->output_reached(task, own_output);
-  }
+  for (ReducerState* const state : in_graph) state->own_parameters();
+  for (ReducerState* const state : in_graph) state->output_reached(task);
 }
 
 }  // namespace apex::parallel::detail

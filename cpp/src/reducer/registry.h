@@ -14,12 +14,11 @@ class ReducerState;
 // Note [One backward, all its reducers]
 //
 // A backward may come through several reducers' outputs, one after the other. If each took part only from its own
-// output on, an exception on one rank before that would leave the others waiting for this reducer; and if one of
-// two reducers that share a parameter owns it, ranks that do not use it in a backward through the other's output
-// would never take part for the owner. What a rank uses, and where it raises, differs; where the graph comes
-// through does not. So the first output that a backward reaches begins it for every reducer of which an output
-// lies in the graph, and for those that own their parameters: in the order of construction, so that they end in
-// the same order on every rank, too.
+// output on, an exception on one rank before that would leave the others waiting for this reducer. What a rank uses,
+// in which order, and where it raises, differs; which reducers its graph comes through does not. So the first output
+// that a backward reaches begins it for every reducer of which an output lies in the graph: in the order of
+// construction, so that they end in the same order on every rank, too. Of those that know a parameter, the one
+// constructed last owns it from then on.
 //
 // An exception in a part of the graph that comes before all outputs is a backward that was not run.
 

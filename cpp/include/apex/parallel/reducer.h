@@ -146,8 +146,8 @@ struct ReducerStatistics {
 /// from one thread at a time, not during backward unless they say so. Backwards of one reducer must
 /// not run at the same time.
 ///
-/// Of several reducers that know a parameter, one averages its gradient: the one that was constructed last, or whose
-/// prepare_for_forward() was called later. For the others it is as if frozen.
+/// Of several reducers that know a parameter, one averages its gradient: of those with an output in the graph, the one
+/// that was constructed last. For the others it is as if frozen.
 ///
 /// Dropping the reducer while outputs that it watches are alive is safe: a backward through these still
 /// synchronizes, unless another reducer has taken its parameters; other backwards do not.
