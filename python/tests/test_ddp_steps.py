@@ -4,6 +4,7 @@ The oracle is what was done to rank 1: the error names it and its deed, on every
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -179,3 +180,66 @@ def _unchecked(rank: int, world: int) -> None:
 
 def test_check_reduction_off_does_not_raise(ranks: RankPool) -> None:
     ranks.run(2, _unchecked)
+
+
+# --- several wrappers in one backward ---
+
+LEFT_OUT = "rank 0 ran a forward that no backward has followed"
+ONCE_MORE = "rank 1 updated the parameters since the last synchronized backward, rank 0 did not"
+LOCALLY = "rank 0 updated the parameters after a backward without synchronization"
+DEEDS = {  # by name: which losses rank 0 runs backward on in step 2, under no_sync() of which wrapper
+    "second_left_out": ([0], None, LEFT_OUT),
+    "first_left_out": ([1], None, LEFT_OUT),
+    "second_once_more": ([0, 1, 1], None, ONCE_MORE),
+    "first_once_more": ([0, 0, 1], None, ONCE_MORE),
+    "no_sync_of_the_second": ([0, 1], 1, LOCALLY),
+    "no_sync_of_the_first": ([0, 1], 0, LOCALLY),
+}
+
+
+def _several(rank: int, world: int, name: str) -> None:
+    wrappers = [DistributedDataParallel(make(i)) for i in range(2)]
+    parameters = [p for wrapper in wrappers for p in wrapper.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.01)
+    losses, quiet, said = DEEDS[name]
+    error = None
+    for step in range(5):
+        optimizer.zero_grad()
+        mine = losses if rank == 0 and step == 2 else [0, 1]
+        try:
+            with contextlib.ExitStack() as stack:
+                if quiet is not None and rank == 0 and step == 2:
+                    stack.enter_context(wrappers[quiet].no_sync())
+                outputs = [wrapper(batch(rank, step)) for wrapper in wrappers]
+                sum(outputs[i].square().sum() for i in sorted(set(mine))).backward()
+                if len(mine) > 2:
+                    wrappers[mine[1]](batch(rank, step)).square().sum().backward()
+        except RuntimeError as caught:
+            error = caught
+            break
+        optimizer.step()
+    raised(f"the ranks are out of step: {said}", error)
+
+
+@pytest.mark.parametrize("name", DEEDS)
+def test_out_of_step_in_one_of_several_wrappers(ranks: RankPool, name: str) -> None:
+    """The oracle for a deadlock is the pool's limit, which is above this one's timeout."""
+    ranks.run(2, _several, name)
+
+
+def _optimizers_for_one_step(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make())
+    kept = []
+    for step in range(20):
+        ddp.zero_grad()
+        backward(ddp, rank, step)
+        for parameter in ddp.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.001)
+            optimizer.step()
+            if rank == 1:
+                kept.append(optimizer)  # on the other rank the next one has its id()
+    check_same_on_all_ranks(list(ddp.parameters()), "optimizers made for one step")
+
+
+def test_optimizers_made_for_one_step_do_not_raise(ranks: RankPool) -> None:
+    ranks.run(2, _optimizers_for_one_step)

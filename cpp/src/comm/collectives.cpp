@@ -1,5 +1,6 @@
 #include "comm/collectives.h"
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -37,36 +38,54 @@ std::string message_of(const std::exception_ptr& cause) {
 /// others end the communicator when a wait times out.
 bool can_stop_waiting(const c10d::ProcessGroup& group) {
   auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
+  if (!mutable_group.hasBackendForDeviceType(at::kCPU)) return false;
   const auto devices = mutable_group.getDeviceTypes();
-  if (devices.size() != 1 || !devices.front().is_cpu()) return false;
-  return distributed::gloo_timeout(*mutable_group.getBackend(at::kCPU)).has_value();
+  return std::all_of(devices.begin(), devices.end(), [&](const c10::Device& device) {
+    return distributed::gloo_timeout(*mutable_group.getBackend(device.type())).has_value();
+  });
 }
 
 /// Calls `ended_within(slice)` until it returns true, or another rank reports a failure.
-void wait_or_hear(const c10d::ProcessGroup& group,
-                  const std::function<bool(std::chrono::milliseconds)>& ended_within) {
+void wait_or_hear(const c10d::ProcessGroup& group, const std::function<bool(std::chrono::milliseconds)>& ended_within,
+                  const std::function<void()>& meanwhile = {}) {
   if (ended_within(kUsual)) return;
   const FailureListener listener(group);
   while (!ended_within(kSlice)) {
     if (listener.heard()) throw Error("another rank reports that a collective of this group has failed");
+    if (meanwhile) meanwhile();
   }
 }
 
-bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group) {
+bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group, const std::function<void()>& meanwhile) {
   // In this order: whether it has completed may not be asked while a graph is captured.
   if (!can_stop_waiting(group) || work.isCompleted()) return work.wait();
-  wait_or_hear(group, [&](std::chrono::milliseconds slice) {
+  const auto ended_within = [&](std::chrono::milliseconds slice) {
     try {
       work.wait(slice);
       return true;
     } catch (...) {
       return work.isCompleted();  // else it is the end of the slice
     }
-  });
+  };
+  wait_or_hear(group, ended_within, meanwhile);
   return work.wait();
 }
 
 }  // namespace
+
+std::string note_on_ranks(const c10d::ProcessGroup& group) {
+  auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
+  if (!mutable_group.hasBackendForDeviceType(at::kCPU)) return {};
+  const auto ranks = distributed::gloo_global_ranks(*mutable_group.getBackend(at::kCPU));
+  bool same = true;
+  std::string list;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    same = same && ranks[i] == i;
+    list += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  }
+  if (same) return {};
+  return "; ranks count within the group, which is made of ranks " + list + " of the job";
+}
 
 void throw_communication_error(const std::string& what, const c10d::ProcessGroup& group,
                                const std::exception_ptr& cause) {
@@ -74,7 +93,7 @@ void throw_communication_error(const std::string& what, const c10d::ProcessGroup
       "rank " + std::to_string(group.getRank()) + " of " + std::to_string(group.getSize()) + ": " +
       what + " failed: " + message_of(cause) +
       " (another rank has probably stopped, or left this step; look at its output first, then "
-      "start again with a new process group)" + report_failure(group, what));
+      "start again with a new process group)" + report_failure(group, what) + note_on_ranks(group));
 }
 
 c10::intrusive_ptr<c10d::Work> all_gather_flat(const std::string& what, c10d::ProcessGroup& group,
@@ -86,10 +105,12 @@ c10::intrusive_ptr<c10d::Work> all_gather_flat(const std::string& what, c10d::Pr
 }
 
 void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what,
-                     const c10d::ProcessGroup& group) {
+                     const c10d::ProcessGroup& group, const std::function<void()>& meanwhile) {
   bool finished = false;
   try {
-    finished = wait_for_work(*work, group);
+    finished = wait_for_work(*work, group, meanwhile);
+  } catch (const RankMismatch&) {
+    throw;
   } catch (...) {
     throw_communication_error(what, group, std::current_exception());
   }

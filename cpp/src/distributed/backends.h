@@ -38,6 +38,9 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(const c10::intrusive_pt
 /// How long Gloo waits for other ranks; nothing if `backend` is not Gloo's.
 std::optional<std::chrono::milliseconds> gloo_timeout(c10d::Backend& backend);
 
+/// By rank of a group over Gloo; empty for the default group, and for other backends.
+std::vector<uint64_t> gloo_global_ranks(c10d::Backend& backend);
+
 /// Returns at once; NCCL connects at the first collective.
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& request);
 

@@ -18,13 +18,26 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
       request.store, request.rank, request.size, std::move(options));
 }
 
-std::optional<std::chrono::milliseconds> gloo_timeout(c10d::Backend& backend) {
+namespace {
+
+c10d::ProcessGroupGloo* gloo_of(c10d::Backend& backend) {
   auto* inner = &backend;
   // TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every backend.
   if (auto* const wrapper = dynamic_cast<c10d::ProcessGroupWrapper*>(inner)) inner = wrapper->getWrappedPg().get();
-  auto* const gloo = dynamic_cast<c10d::ProcessGroupGloo*>(inner);
+  return dynamic_cast<c10d::ProcessGroupGloo*>(inner);
+}
+
+}  // namespace
+
+std::optional<std::chrono::milliseconds> gloo_timeout(c10d::Backend& backend) {
+  auto* const gloo = gloo_of(backend);
   if (!gloo) return std::nullopt;
   return gloo->getOptions()->timeout;
+}
+
+std::vector<uint64_t> gloo_global_ranks(c10d::Backend& backend) {
+  auto* const gloo = gloo_of(backend);
+  return gloo ? gloo->getOptions()->global_ranks_in_group : std::vector<uint64_t>();
 }
 
 // Not by Backend::split(): it connects to the store anew, which takes a quarter of a second.

@@ -109,8 +109,11 @@ std::string difference(int64_t rank, const std::string& reference, const std::st
   const Description actual(other);
   std::ostringstream out;
   out << "rank " << rank << "'s model differs from rank 0's: ";
-  std::vector<std::string> settings = expected.settings;
-  settings.insert(settings.end(), actual.settings.begin(), actual.settings.end());
+  // First those of the rank that gives more: what only one gives is what its user has written.
+  const bool more = actual.settings.size() > expected.settings.size();
+  std::vector<std::string> settings = more ? actual.settings : expected.settings;
+  const std::vector<std::string>& others = more ? expected.settings : actual.settings;
+  settings.insert(settings.end(), others.begin(), others.end());
   for (const std::string& setting : settings) {
     const std::string key = Description::key_of(setting);
     if (expected.setting(key) == actual.setting(key)) continue;
@@ -169,7 +172,7 @@ void verify_same_model(const std::vector<NamedTensor>& tensors,
   }
   for (int rank = 1; rank < world; ++rank) {
     if (of_rank[rank] != of_rank[0]) {
-      throw RankMismatch(difference(rank, of_rank[0], of_rank[rank]));
+      throw RankMismatch(difference(rank, of_rank[0], of_rank[rank]) + note_on_ranks(*group));
     }
   }
 }

@@ -80,7 +80,9 @@ void ReducerState::begin_backward() {
         ": a collective, or the communication hook of some ranks, failed in an earlier backward, so the messages "
         "of the ranks do not match any more: start again with a new process group and a new wrapper");
   }
-  told_ = false;
+  told_ = steps_compared_ = false;
+  gives_up_.reset();
+  companions_.clear();
   overtake_deferred();
   prepare_backward();
   if (joining_) {

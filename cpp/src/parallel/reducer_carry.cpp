@@ -1,3 +1,4 @@
+#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -34,6 +35,9 @@ namespace {
 
 /// Ranks may differ in who updates what for good reason; then they are not asked for ever.
 constexpr int64_t kMostHarmlessDifferences = 3;
+
+/// For ranks that have probably left this backward.
+constexpr std::chrono::seconds kLastWait{2};
 
 constexpr const char* kDetails = "exchange of what the ranks did in this step";
 
@@ -176,7 +180,7 @@ SeenFacts ReducerState::await_facts(std::vector<Entry>& entries) {
   Entry& last = entries.back();
   if (last.work) {
     const size_t index = entries.size() - 1;
-    wait_collective(last.work, &entries == &entries_ ? describe_bucket(index) : kDetails, *group_of(index));
+    await_work(last.work, &entries == &entries_ ? describe_bucket(index) : kDetails, group_of(index));
     last.work.reset();
   }
   return SeenFacts(last.bucket.facts_of_any(last.absent));
@@ -189,11 +193,12 @@ void ReducerState::refuse_failed_step(const SeenFacts& seen) {
   broken_ = hooks_are_apart(ranks);
   for (Parameter& parameter : parameters_) parameter.touched = false;
   told_ = true;
-  throw RankMismatch(describe_difference(rank_, ranks));
+  throw RankMismatch(describe_difference(rank_, ranks) + note_on_ranks(*groups_.front()));
 }
 
 /// Notes the error, to be thrown on every rank, if ranks are out of step.
 void ReducerState::compare_steps(const SeenFacts& seen, const std::vector<bool>& trainable) {
+  if (std::exchange(steps_compared_, true)) return;
   if (!seen.differ() || harmless_differences_ >= kMostHarmlessDifferences) return;
   std::vector<StepDetails> ranks = exchange_details();
   if (needs_digests(ranks)) ranks = exchange_details(digest_of_parameters(trainable));
@@ -201,7 +206,79 @@ void ReducerState::compare_steps(const SeenFacts& seen, const std::vector<bool>&
   if (error.empty()) {
     ++harmless_differences_;
   } else if (out_of_step_.empty()) {
-    out_of_step_ = error;
+    out_of_step_ = error + note_on_ranks(*groups_.front());
+  }
+}
+
+// Note [Out of step in one of several]
+//
+// The reducers of one backward end one after the other. If a rank has left one of them out of a backward, the others
+// wait for it there until its next backward, while it waits for them in another reducer of that. The messages by
+// which the two would find out have arrived by then. So who waits for long looks at the other reducers of its
+// backward: one whose facts differ is compared at once. And who has thrown waits no longer than kLastWait for
+// ranks that will not come.
+
+void ReducerState::accompany(const std::vector<std::shared_ptr<ReducerState>>& in_graph) {
+  const Lock lock(mutex_);
+  companions_.clear();
+  for (const auto& state : in_graph) {
+    if (state.get() != this) companions_.push_back(state);
+  }
+}
+
+/// Ranks are out of step, and throw: the others need not come to the rest of this backward.
+void ReducerState::tell_companions() {
+  for (const auto& held : companions_) {
+    const auto companion = held.lock();
+    if (!companion) continue;
+    const Lock lock(companion->mutex_);
+    companion->gives_up_ = std::chrono::steady_clock::now() + kLastWait;
+  }
+}
+
+/// Compares steps as soon as the facts are there.
+bool ReducerState::is_out_of_step() {
+  const Lock lock(mutex_);
+  if (scope_ == nullptr || learning_ || !carried_.empty() || !carries_facts()) return false;
+  const Entry& last = entries_.back();
+  if (!steps_compared_ && last.launched && last.work && last.work->isCompleted()) {
+    const SeenFacts seen = await_facts(entries_);
+    if (!must_refuse(seen)) compare_steps(seen, trainable_anywhere());
+  }
+  return !out_of_step_.empty();
+}
+
+/// The error of one that is out of step, or empty.
+std::string ReducerState::look_at_companions() {
+  for (const auto& held : companions_) {
+    const auto companion = held.lock();
+    if (companion && companion->is_out_of_step()) return companion->out_of_step_;
+  }
+  return {};
+}
+
+void ReducerState::look_meanwhile() {
+  const std::string error = look_at_companions();
+  if (!error.empty() && !gives_up_) gives_up_ = std::chrono::steady_clock::now() + kLastWait;
+  if (!gives_up_ || std::chrono::steady_clock::now() < *gives_up_) return;
+  broken_ = true;
+  throw RankMismatch(error.empty() ? "another reducer of this backward has thrown" : error);
+}
+
+/// Waits for a message of this backward.
+void ReducerState::await_work(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what,
+                              const GroupPtr& group) {
+  if (companions_.empty()) {
+    wait_collective(work, what, *group);
+    return;
+  }
+  try {
+    wait_collective(work, what, *group, [this] { look_meanwhile(); });
+  } catch (const CommunicationError&) {
+    broken_ = true;
+    const std::string error = look_at_companions();
+    if (!error.empty()) throw RankMismatch(error);  // the rank that has found out has ended
+    throw;
   }
 }
 

@@ -51,7 +51,7 @@ void ReducerState::receive(Entry& entry, const std::string& what, const GroupPtr
     entry.future.reset();
     entry.hooked = {};
   } else if (entry.work) {
-    wait_collective(entry.work, what, *group);
+    await_work(entry.work, what, group);
     entry.work.reset();
   } else if (entry.bucket.kind() == Bucket::Kind::kSparse) {
     // Its size is not known before every rank has told its own, which the host waits for: so it is
@@ -350,6 +350,7 @@ void ReducerState::complete(bool learnt_now) {
   const std::exception_ptr thrown = std::exchange(callback_error_, nullptr);
   if (!out_of_step_.empty()) {
     deferred_error_.clear();
+    tell_companions();
     throw RankMismatch(std::exchange(out_of_step_, {}));
   }
   if (!deferred_error_.empty()) throw Error(std::exchange(deferred_error_, {}));

@@ -78,6 +78,7 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
 
   // by registry.h, which calls output_reached() for all reducers of a backward
   bool has_entered(int task) const;
+  void accompany(const std::vector<std::shared_ptr<ReducerState>>& in_graph);
   bool reach_outputs_in(const std::unordered_set<torch::autograd::Node*>& nodes);
 
   /// An output that backward may come through; it lives as long as its hook.
@@ -252,6 +253,10 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   bool divide_by_initial_ = true;
   int64_t active_ranks_;           ///< that have data, while joining_
   int entered_task_ = -1;          ///< the graph task that came to this reducer last
+  // See Note [Out of step in one of several].
+  std::vector<std::weak_ptr<ReducerState>> companions_;
+  std::optional<std::chrono::steady_clock::time_point> gives_up_;  ///< on others, when
+  bool steps_compared_ = false;    ///< in this backward
   std::shared_ptr<BackwardScope> shadow_;
   BucketTuner tuner_;
   BucketPlan preset_;              ///< used instead of one made from sizes, where it fits
@@ -321,6 +326,11 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   SeenFacts await_facts(std::vector<Entry>& entries);
   void refuse_failed_step(const SeenFacts& seen);
   void compare_steps(const SeenFacts& seen, const std::vector<bool>& trainable);
+  void tell_companions();
+  void await_work(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what, const GroupPtr& group);
+  bool is_out_of_step();
+  std::string look_at_companions();
+  void look_meanwhile();
   at::Tensor pack_details(bool failed) const;
   std::vector<StepDetails> exchange_details(std::optional<int64_t> digest = std::nullopt);
   std::vector<StepDetails> decode_details(const at::Tensor& all) const;

@@ -72,12 +72,13 @@ void enter_backward(ReducerState& reached) {
     return;
   }
   const auto& nodes = *torch::autograd::get_current_graph_task_nodes_in_graph();
-  std::vector<ReducerState*> in_graph;
+  std::vector<std::shared_ptr<ReducerState>> in_graph;
   for (const auto& state : reducers) {
-    if (state->reach_outputs_in(nodes) || state.get() == &reached) in_graph.push_back(state.get());
+    if (state->reach_outputs_in(nodes) || state.get() == &reached) in_graph.push_back(state);
   }
-  for (ReducerState* const state : in_graph) state->own_parameters();
-  for (ReducerState* const state : in_graph) state->output_reached(task);
+  for (const auto& state : in_graph) state->own_parameters();
+  for (const auto& state : in_graph) state->output_reached(task);
+  for (const auto& state : in_graph) state->accompany(in_graph);
 }
 
 }  // namespace apex::parallel::detail

@@ -157,6 +157,20 @@ class EngineOwner(nn.Module):
         self._connect(None, None, init_sync=replaced)
         self._copied = None
 
+    def _refuse_backward(self, outputs: list[torch.Tensor]) -> None:
+        """A copy that was run in ``eval()`` is not connected: nothing would average its gradients."""
+
+        def refuse(grad: torch.Tensor) -> None:
+            raise RuntimeError(
+                "backward through a copy of DistributedDataParallel that is not connected to the other "
+                "ranks: its first forward ran in eval(). Run one in train(), or call relearn(), on every "
+                "rank before that forward."
+            )
+
+        for output in outputs:
+            if output.requires_grad and output.grad_fn is not None:
+                output.register_hook(refuse)
+
     @property
     def _engine(self) -> _core.Reducer:
         if self._reducer is None:
@@ -211,6 +225,6 @@ class EngineOwner(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # The first forward that trains connects to the default group; evaluation needs none.
+        # The first forward in train() connects to the default group; evaluation needs none.
         self._reducer = self._watched = None
         self._copied = WatchedModule(self)

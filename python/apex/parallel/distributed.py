@@ -268,8 +268,11 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         if self._output_device is not None:
             output = _options.move(output, self._output_device)
         if training and output is not None:
-            alone = isinstance(output, torch.Tensor)
-            self._reducer.watch_outputs(output if alone else find_tensors(output))
+            outputs = output if isinstance(output, torch.Tensor) else find_tensors(output)
+            if self._reducer is None:
+                self._refuse_backward([output] if outputs is output else outputs)
+            else:
+                self._reducer.watch_outputs(outputs)
         return output
 
     # The engine cannot be traced. While torch.compile traces this class, the graph is broken before
@@ -281,6 +284,8 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
 
     def _prepare(self) -> None:
         if self._reducer is None:
+            if not self.training:
+                return  # some ranks may evaluate alone; see _refuse_backward()
             self._connect_copy()
         elif self._module_changed():
             if self._join is not None:

@@ -1,0 +1,171 @@
+"""Layers that several wrappers know, used by ranks in different ways.
+
+The oracles: the average over ranks in one process in float64, and the time limit of the pool. Ranks run
+forwards in another order, and evaluate what others do not: that must not decide who averages what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_support import RankPool, check_near, gradients, raises, to_reference
+from torch import Tensor, nn
+
+from apex.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.processes
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.sin(torch.arange(12, dtype=torch.float32).view(3, 4) + 5 * step + 2 * rank)
+
+
+class TwoHeads(nn.Module):
+    """Two models that share their first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(4, 4)
+        self.first = nn.Sequential(self.shared, nn.Tanh(), nn.Linear(4, 2))
+        self.second = nn.Sequential(self.shared, nn.Tanh(), nn.Linear(4, 3))
+
+
+def check_step(
+    model: nn.Module, loss: Callable[[nn.Module, int], Tensor], world: int, what: str
+) -> None:
+    reference = to_reference(model)
+    sum(loss(reference, rank) for rank in range(world)).div(world).backward()
+    expected = gradients(reference)
+    for name, parameter in model.named_parameters():
+        check_near(parameter.grad, expected[name], f"{what}: {name}")
+
+
+def _losses(models: list[nn.Module], x: Tensor, backwards: bool) -> Tensor:
+    order = models[::-1] if backwards else models
+    return sum(model(x).square().mean() for model in order)
+
+
+def _order(rank: int, world: int, options: dict[str, Any]) -> None:
+    both = TwoHeads()
+    wrappers = [DistributedDataParallel(m, **options) for m in (both.first, both.second)]
+    for step in range(6):
+        both.zero_grad()
+        _losses(wrappers, batch(rank, step), backwards=rank == 1).backward()
+        check_step(
+            both,
+            lambda m, r, s=step: _losses([m.first, m.second], batch(r, s).double(), False),
+            world,
+            f"step {step}",
+        )
+
+
+OPTIONS = pytest.mark.parametrize(
+    "options",
+    [{}, {"message_size": 1}, {"gradient_as_bucket_view": True}, {"delay_allreduce": True}],
+    ids=["default", "many", "views", "delay"],
+)
+
+
+@OPTIONS
+def test_forwards_in_another_order_on_each_rank(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks.run(2, _order, options)
+
+
+def _evaluation(rank: int, world: int, options: dict[str, Any]) -> None:
+    both = TwoHeads()
+    wrappers = [DistributedDataParallel(m, **options) for m in (both.first, both.second)]
+    for step in range(6):
+        both.zero_grad()
+        used = [wrappers[:1], wrappers[1:], wrappers][step % 3]
+        loss = _losses(used, batch(rank, step), False)
+        if rank == 0:  # with gradients, between forward and backward
+            for wrapper in wrappers:
+                wrapper.eval()
+                wrapper(batch(0, 9))
+                wrapper.train()
+        loss.backward()
+
+        def reference(m: Any, r: int, s: int = step) -> Tensor:
+            models = [[m.first], [m.second], [m.first, m.second]][s % 3]
+            return _losses(models, batch(r, s).double(), False)
+
+        check_step(both, reference, world, f"step {step}")
+
+
+@OPTIONS
+def test_one_rank_evaluates_with_gradients(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks.run(2, _evaluation, options)
+
+
+class Outer(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.head, self.other = inner, nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        return self.head(torch.tanh(self.inner(x))) if use else self.other(x)
+
+
+def _nested(rank: int, world: int) -> None:
+    plain = nn.Linear(4, 4)
+    outer = Outer(DistributedDataParallel(plain))
+    ddp = DistributedDataParallel(outer)
+    for step in range(6):
+        ddp.zero_grad()
+        ddp(batch(rank, step), (rank + step) % 3 != 0).square().mean().backward()
+
+        def loss(module: nn.Module, r: int, s: int = step) -> Tensor:
+            return module(batch(r, s).double(), (r + s) % 3 != 0).square().mean()
+
+        twin = Outer(plain)
+        twin.head, twin.other = outer.head, outer.other
+        check_step(twin, loss, world, f"step {step}")
+
+
+def test_a_wrapper_in_a_wrapper_that_one_rank_does_not_use(ranks: RankPool) -> None:
+    ranks.run(2, _nested)
+
+
+def _averaged_copy(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(TwoHeads().first)
+    average = torch.optim.swa_utils.AveragedModel(ddp).eval()
+    if rank == 0:  # one rank evaluates a copy, with gradients enabled
+        average(batch(0, 0))
+    with raises(RuntimeError, "its first forward ran in eval()"):
+        average(batch(rank, 0)).sum().backward()
+    average.train()
+    average(batch(rank, 1)).square().mean().backward()
+    check_step(
+        average.module.module,
+        lambda m, r: m(batch(r, 1).double()).square().mean(),
+        world,
+        "the copy, once connected",
+    )
+
+
+def test_a_copy_is_evaluated_by_one_rank_and_connects_in_training(ranks: RankPool) -> None:
+    ranks.run(2, _averaged_copy)
+
+
+def _names_of_ranks(rank: int, world: int) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = nn.Linear(4, 2)
+    ddp = DistributedDataParallel(model, process_group=groups[rank // 2])
+    loss = ddp(batch(rank, 0)).sum()
+    if rank == 3:
+        model.weight.register_hook(lambda grad: 1 / 0)
+    if rank == 2:
+        with raises(RuntimeError, "an exception on rank 1", "ranks 2, 3 of the job"):
+            loss.backward()
+    elif rank == 3:
+        with raises(ZeroDivisionError, "division by zero"):
+            loss.backward()
+    else:
+        loss.backward()
+
+
+def test_ranks_of_a_subgroup_are_named_so_that_they_can_be_found(ranks: RankPool) -> None:
+    ranks.run(4, _names_of_ranks)
