@@ -14,7 +14,9 @@
 #include <utility>
 #include <vector>
 
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "comm/process_state.h"
 #include "distributed/backends.h"
@@ -91,13 +93,14 @@ std::string report_key(const std::string& group, int rank) {
 
 std::string farewell_key(const std::string& group, int rank) { return report_key(group, rank) + "/left"; }
 
-/// A connection of its own, which is not shared with who may block in it.
+/// A connection of its own, which is not shared with who may block in it; for stores that have connections. (A file
+/// is removed when as many stores on it have ended as there are ranks, copies included.)
 StorePtr own_connection(const StorePtr& store) {
-  try {
-    return store->clone();
-  } catch (...) {
-    return store;
+  const c10d::Store* base = store.get();
+  while (const auto* const prefixed = dynamic_cast<const c10d::PrefixStore*>(base)) {
+    base = const_cast<c10d::PrefixStore*>(prefixed)->getUnderlyingStore().get();
   }
+  return dynamic_cast<const c10d::TCPStore*>(base) != nullptr ? store->clone() : store;
 }
 
 milliseconds patience_of(const c10d::ProcessGroup& group) {

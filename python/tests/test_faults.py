@@ -1,0 +1,129 @@
+"""A rank ends or is stopped in the middle of things.
+
+The oracles: every survivor raises within the pool's limit, its error names the operation and the rank to which it
+was done, and nobody else."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_support import RankPool, check
+from torch import Tensor, nn
+
+from apex.parallel import DistributedDataParallel, SyncBatchNorm
+
+pytestmark = pytest.mark.processes
+
+TIMEOUT = datetime.timedelta(seconds=6)
+CULPRIT = 1
+
+DEEDS: dict[str, Callable[[], Any]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exits": lambda: os._exit(0),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+
+
+def _hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    future = state.allreduce([bucket.buffer()]).get_future()
+    return future.then(lambda done: done.value()[0] / state.size())
+
+
+def _batch_norm(group: Any, do: Callable[[], Any]) -> Callable[[int], None]:
+    layer = SyncBatchNorm(4, process_group=group)
+
+    def step(number: int) -> None:
+        if number == 2:
+            do()
+        layer(torch.randn(3, 4, 5)).sum().backward()
+
+    return step
+
+
+def _batch_norm_backward(group: Any, do: Callable[[], Any]) -> Callable[[int], None]:
+    layer = SyncBatchNorm(4, process_group=group)
+
+    def step(number: int) -> None:
+        out = layer(torch.randn(3, 4, 5, requires_grad=True))
+        if number == 2:
+            do()
+        out.square().sum().backward()
+
+    return step
+
+
+def _wrapper(kind: str) -> Callable[[Any, Callable[[], Any]], Callable[[int], None]]:
+    def make(group: Any, do: Callable[[], Any]) -> Callable[[int], None]:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2))
+        ddp = DistributedDataParallel(model, process_group=group, message_size=20)
+        if kind == "python hook":
+            ddp.register_comm_hook(group, _hook)
+        elif kind == "built-in hook":
+            ddp.register_builtin_comm_hook("bf16_fp32_sum")
+        number_now = 0
+        model[2].weight.register_hook(lambda grad: do() if number_now == 2 else None)
+
+        def step(number: int) -> None:
+            nonlocal number_now
+            number_now = number
+            ddp(torch.randn(3, 4)).sum().backward()
+
+        return step
+
+    return make
+
+
+POINTS = {
+    "backward": (_wrapper("plain"), "all-reduce of bucket "),
+    # Whichever message is waited for first: a bucket's, or the one that says which parameters were used.
+    "python hook": (_wrapper("python hook"), "bucket "),
+    "built-in hook": (_wrapper("built-in hook"), "bucket "),
+    "batch norm": (_batch_norm, "exchange in forward of a SyncBatchNorm of 4 channels"),
+    "batch norm's backward": (_batch_norm_backward, "exchange in backward of a SyncBatchNorm"),
+}
+
+
+def _fault(rank: int, world: int, point: str, deed: str) -> str:
+    pids: list[Any] = [None] * world
+    dist.all_gather_object(pids, os.getpid())
+    make, operation = POINTS[point]
+    group = dist.new_group(timeout=TIMEOUT)
+    step = make(group, DEEDS[deed] if rank == CULPRIT else lambda: None)
+    try:
+        for number in range(4):
+            step(number)
+    except RuntimeError as error:
+        message = str(error)
+    else:
+        raise AssertionError("nothing was raised")
+    finally:
+        if deed == "stopped" and rank == (CULPRIT + 1) % world:
+            os.kill(pids[CULPRIT], signal.SIGKILL)
+    check(f"rank {rank} of {world}" in message, message)
+    check(operation in message, message)
+    named = set(re.findall(r"; ranks? ([\d, ]+) (?:has|have|is|are) ", message))
+    check(named == {str(CULPRIT)}, f"named: {named}, in: {message}")
+    return message
+
+
+# A rank that is stopped takes the timeout. APEX_ALL_FAULTS=1 runs every deed at every point.
+CASES = [(point, "killed", 4) for point in POINTS]
+CASES += [("backward", "exits", 3), ("batch norm", "exits", 2)]
+CASES += [("backward", "stopped", 2), ("batch norm", "stopped", 3)]
+if os.environ.get("APEX_ALL_FAULTS"):
+    CASES = [(point, deed, world) for point in POINTS for deed in DEEDS for world in (2, 3, 4)]
+
+
+@pytest.mark.parametrize(("point", "deed", "world"), CASES)
+def test_survivors_name_the_rank_that_is_lost(
+    ranks: RankPool, point: str, deed: str, world: int
+) -> None:
+    ranks.run(world, _fault, point, deed, lost=(CULPRIT,))
