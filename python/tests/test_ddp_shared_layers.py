@@ -1,7 +1,8 @@
 """Layers that several wrappers know, used by ranks in different ways.
 
-The oracles: the average over ranks in one process in float64, and the time limit of the pool. Ranks run
-forwards in another order, and evaluate what others do not: that must not decide who averages what."""
+The oracles: the average over ranks in one process in float64, and the time limit of the pool. Ranks
+run forwards in another order, and evaluate what others do not: that must not decide who averages
+what."""
 
 from __future__ import annotations
 

@@ -187,7 +187,8 @@ def test_check_reduction_off_does_not_raise(ranks: RankPool) -> None:
 LEFT_OUT = "rank 0 ran a forward that no backward has followed"
 ONCE_MORE = "rank 1 updated the parameters since the last synchronized backward, rank 0 did not"
 LOCALLY = "rank 0 updated the parameters after a backward without synchronization"
-DEEDS = {  # by name: which losses rank 0 runs backward on in step 2, under no_sync() of which wrapper
+# By name: which losses rank 0 runs backward on in step 2, and under no_sync() of which wrapper.
+DEEDS = {
     "second_left_out": ([0], None, LEFT_OUT),
     "first_left_out": ([1], None, LEFT_OUT),
     "second_once_more": ([0, 1, 1], None, ONCE_MORE),

@@ -1,7 +1,7 @@
 """A rank ends or is stopped in the middle of things.
 
-The oracles: every survivor raises within the pool's limit, its error names the operation and the rank to which it
-was done, and nobody else."""
+The oracles: every survivor raises within the pool's limit, its error names the operation and the
+rank to which it was done, and nobody else."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def _batch_norm_backward(group: Any, do: Callable[[], Any]) -> Callable[[int], N
 
 def _wrapper(kind: str) -> Callable[[Any, Callable[[], Any]], Callable[[int], None]]:
     def make(group: Any, do: Callable[[], Any]) -> Callable[[int], None]:
-        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2))
+        layers = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2)]
+        model = nn.Sequential(*layers)
         ddp = DistributedDataParallel(model, process_group=group, message_size=20)
         if kind == "python hook":
             ddp.register_comm_hook(group, _hook)
@@ -83,7 +84,7 @@ def _wrapper(kind: str) -> Callable[[Any, Callable[[], Any]], Callable[[int], No
 
 POINTS = {
     "backward": (_wrapper("plain"), "all-reduce of bucket "),
-    # Whichever message is waited for first: a bucket's, or the one that says which parameters were used.
+    # Whichever message is waited for first: a bucket's, or the one that says what was used.
     "python hook": (_wrapper("python hook"), "bucket "),
     "built-in hook": (_wrapper("built-in hook"), "bucket "),
     "batch norm": (_batch_norm, "exchange in forward of a SyncBatchNorm of 4 channels"),

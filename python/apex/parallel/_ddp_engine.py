@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from apex import _core
 from apex.parallel import _buffers, _options
@@ -157,14 +157,14 @@ class EngineOwner(nn.Module):
         self._connect(None, None, init_sync=replaced)
         self._copied = None
 
-    def _refuse_backward(self, outputs: list[torch.Tensor]) -> None:
-        """A copy that was run in ``eval()`` is not connected: nothing would average its gradients."""
+    def _refuse_backward(self, outputs: list[Tensor]) -> None:
+        """A copy that was run in ``eval()`` is not connected: nobody would average gradients."""
 
-        def refuse(grad: torch.Tensor) -> None:
+        def refuse(grad: Tensor) -> None:
             raise RuntimeError(
-                "backward through a copy of DistributedDataParallel that is not connected to the other "
-                "ranks: its first forward ran in eval(). Run one in train(), or call relearn(), on every "
-                "rank before that forward."
+                "backward through a copy of DistributedDataParallel that is not connected to the "
+                "other ranks: its first forward ran in eval(). Run one in train(), or call "
+                "relearn(), on every rank before that forward."
             )
 
         for output in outputs:
