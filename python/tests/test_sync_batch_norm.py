@@ -139,6 +139,41 @@ def test_sync_batch_norm_gradcheck_first_and_second(
 
 
 @pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("asked", ["w", "b", "z", "x", "wb", "wz", "xw", "xwbz"])
+def test_sync_batch_norm_second_derivative_of_what_was_asked_for(
+    asked: str, add: bool, relu: bool
+) -> None:
+    """As in a gradient penalty on parameters: what the first derivative is asked for says nothing
+    of what the second one depends on. The oracle is autograd through plain operators."""
+    if "z" in asked and not add:
+        pytest.skip("nothing is added")
+    x, z, weight, bias = _inputs([6, 3, 4], torch.float64, 3, seed=7)
+    leaves = {"x": x, "w": weight, "b": bias} | ({"z": z} if add else {})
+    added = z if add else None
+
+    def penalty(y: Tensor) -> list[Tensor | None]:
+        first = torch.autograd.grad(
+            y.pow(3).sum(), [leaves[name] for name in asked], create_graph=True
+        )
+        return list(
+            torch.autograd.grad(
+                sum(grad.square().sum() for grad in first), list(leaves.values()), allow_unused=True
+            )
+        )
+
+    y = OPS.sync_batch_norm(
+        x, added, weight, bias, None, None, None, 0.1, 1e-2, False, relu, ""
+    )[0]
+    want = penalty(reference_batch_norm(x, added, weight, bias, 1e-2, False, relu)[0])
+    for name, got, expected in zip(leaves, penalty(y), want, strict=True):
+        expected = torch.zeros_like(leaves[name]) if expected is None else expected
+        got = torch.zeros_like(leaves[name]) if got is None else got
+        torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-8, msg=f"second, of {name}")
+
+
+@pytest.mark.usefixtures("device")
 def test_sync_batch_norm_third_derivative_matches_numeric() -> None:
     x, _, weight, bias = _inputs([3, 2], torch.float64, 2, seed=1)
 

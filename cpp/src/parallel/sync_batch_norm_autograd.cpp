@@ -81,6 +81,9 @@ class BackwardFunction : public Function<BackwardFunction> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const variable_list saved = ctx->get_saved_variables();
+    // What the first derivative was asked for is one thing, what depends on x another: dweight does, through the
+    // statistics, too.
+    const bool through_input = ctx->saved_data["needs_input"].toBool() || saved[1].requires_grad();
     const BackwardCall call{saved[0],
                             saved[1],
                             or_none(saved[2]),
@@ -92,7 +95,7 @@ class BackwardFunction : public Function<BackwardFunction> {
                             ctx->saved_data["eps"].toDouble(),
                             ctx->saved_data["channel_last"].toBool(),
                             ctx->saved_data["fuse_relu"].toBool(),
-                            ctx->saved_data["needs_input"].toBool(),
+                            through_input,
                             ctx->saved_data["group_name"].toStringRef()};
     // A result that was not asked for is an empty placeholder, and so is its gradient.
     const auto gradient = [&](int64_t i, const char* needed) {
