@@ -163,14 +163,44 @@ def test_sync_batch_norm_second_derivative_of_what_was_asked_for(
             )
         )
 
-    y = OPS.sync_batch_norm(
-        x, added, weight, bias, None, None, None, 0.1, 1e-2, False, relu, ""
-    )[0]
+    y = OPS.sync_batch_norm(x, added, weight, bias, None, None, None, 0.1, 1e-2, False, relu, "")[0]
     want = penalty(reference_batch_norm(x, added, weight, bias, 1e-2, False, relu)[0])
     for name, got, expected in zip(leaves, penalty(y), want, strict=True):
         expected = torch.zeros_like(leaves[name]) if expected is None else expected
         got = torch.zeros_like(leaves[name]) if got is None else got
         torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-8, msg=f"second, of {name}")
+
+
+@pytest.mark.parametrize(
+    "name", ["z", "weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
+)
+def test_sync_batch_norm_argument_on_another_device_is_refused(name: str) -> None:
+    # On meta it would decide what is called, and memory nobody has written would come back.
+    x = torch.randn(4, 3, 5)
+    arguments = {
+        "z": torch.randn(4, 3, 5),
+        "weight": torch.ones(3),
+        "bias": torch.zeros(3),
+        "running_mean": torch.zeros(3),
+        "running_var": torch.ones(3),
+        "num_batches_tracked": torch.tensor(0),
+    }
+    arguments[name] = arguments[name].to("meta")
+    with pytest.raises(ValueError, match=f"{name} is on meta and the input on cpu"):
+        OPS.sync_batch_norm(x, *arguments.values(), 0.1, 1e-5, False, False, "")
+    if name != "num_batches_tracked":
+        five = list(arguments.values())[:5]
+        with pytest.raises(ValueError, match=f"{name} is on meta"):
+            OPS.batch_norm_inference(x, *five, 1e-5, False, False)
+
+
+@pytest.mark.parametrize("counter", [torch.zeros(0, dtype=torch.int64), torch.zeros(2).long()])
+def test_sync_batch_norm_counter_of_another_size_is_refused(counter: Tensor) -> None:
+    with pytest.raises(ValueError, match="num_batches_tracked .* has to be one int64"):
+        OPS.sync_batch_norm(
+            torch.randn(4, 3), None, None, None, torch.zeros(3), torch.ones(3), counter,
+            None, 1e-5, False, False, "",
+        )  # fmt: skip
 
 
 @pytest.mark.usefixtures("device")

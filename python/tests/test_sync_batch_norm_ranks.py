@@ -245,6 +245,8 @@ def _group_body(rank: int, world_size: int) -> None:
     torch.testing.assert_close(module(x).double(), want[2 * (rank % 2) :][:2], rtol=0, atol=1e-5)
     # A copy shares the group, a pickle leaves it behind.
     assert copy.deepcopy(module).process_group is pair
+    assert copy.copy(module).process_group is pair
+    assert copy.copy(module)._process_group_name == module._process_group_name
     # With no group given the communicator is not the default group's, and is made once.
     names = {SyncBatchNorm(2)._process_group_name for _ in range(2)}
     assert names == {None}

@@ -79,6 +79,14 @@ Sizes sizes_of(const at::Tensor& input, MemoryLayout layout) {
 
 namespace {
 
+/// An argument on `meta` would send the whole call there, and memory that nobody has written would come back.
+void check_device(const OptionalTensor& tensor, const at::Tensor& input, const char* name) {
+  if (tensor.has_value() && tensor->defined()) {
+    TORCH_CHECK_VALUE(tensor->device() == input.device(), "apex sync batch norm: ", name, " is on ", tensor->device(),
+                      " and the input on ", input.device(), "; move the module or the input.");
+  }
+}
+
 void check_channels(const OptionalTensor& tensor, const c10::SymInt& channels, const char* name) {
   if (tensor.has_value() && tensor->defined()) {
     TORCH_CHECK_VALUE(tensor->dim() == 1 && tensor->sym_size(0) == channels,
@@ -92,10 +100,22 @@ void check_channels(const OptionalTensor& tensor, const c10::SymInt& channels, c
 
 void check_forward(const at::Tensor& input, const OptionalTensor& z, const OptionalTensor& weight,
                    const OptionalTensor& bias, const OptionalTensor& running_mean,
-                   const OptionalTensor& running_var, bool channel_last) {
+                   const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked,
+                   bool channel_last) {
   TORCH_CHECK_VALUE(input.dim() >= 2, "expected at least 2D input (got ", input.dim(),
                     "D input): apex sync batch norm takes [N, C, *], or [N, *, C] with "
                     "channel_last=True.");
+  check_device(z, input, "z");
+  check_device(weight, input, "weight");
+  check_device(bias, input, "bias");
+  check_device(running_mean, input, "running_mean");
+  check_device(running_var, input, "running_var");
+  check_device(num_batches_tracked, input, "num_batches_tracked");
+  if (num_batches_tracked.has_value() && num_batches_tracked->defined()) {
+    TORCH_CHECK_VALUE(num_batches_tracked->sym_numel() == 1 && num_batches_tracked->scalar_type() == at::kLong,
+                      "apex sync batch norm: num_batches_tracked is ", num_batches_tracked->dtype(), " ",
+                      num_batches_tracked->sym_sizes(), "; it has to be one int64.");
+  }
   const c10::SymInt channels = input.sym_size(channel_dim(input, channel_last));
   check_channels(weight, channels, "weight");
   check_channels(bias, channels, "bias");

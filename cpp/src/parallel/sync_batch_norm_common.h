@@ -50,7 +50,8 @@ int64_t channel_dim(const at::Tensor& input, bool channel_last);
 /// Refuses, with a ValueError, what the operators cannot honour. Works on fake tensors, too.
 void check_forward(const at::Tensor& input, const OptionalTensor& z, const OptionalTensor& weight,
                    const OptionalTensor& bias, const OptionalTensor& running_mean,
-                   const OptionalTensor& running_var, bool channel_last);
+                   const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked,
+                   bool channel_last);
 
 /// Raises torch's own error for a training batch that has one value per channel.
 void check_more_than_one_value(const at::Tensor& input, int64_t values_over_all_ranks);

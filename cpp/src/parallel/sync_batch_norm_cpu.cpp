@@ -204,7 +204,7 @@ ForwardResult forward_cpu(const at::Tensor& input, const OptionalTensor& z,
                           const OptionalTensor& num_batches_tracked,
                           std::optional<double> momentum, double eps, bool channel_last,
                           bool fuse_relu, c10::string_view group_name) {
-  check_forward(input, z, weight, bias, running_mean, running_var, channel_last);
+  check_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked, channel_last);
   const MemoryLayout layout = layout_of(input, channel_last);
   const at::Tensor x = to_layout(input, layout);
   const OptionalTensor added = optional_to_layout(z, layout);
@@ -288,7 +288,7 @@ at::Tensor inference_cpu(const at::Tensor& input, const OptionalTensor& z,
                          const OptionalTensor& weight, const OptionalTensor& bias,
                          const at::Tensor& running_mean, const at::Tensor& running_var, double eps,
                          bool channel_last, bool fuse_relu) {
-  check_forward(input, z, weight, bias, running_mean, running_var, channel_last);
+  check_forward(input, z, weight, bias, running_mean, running_var, std::nullopt, channel_last);
   const MemoryLayout layout = layout_of(input, channel_last);
   const at::Tensor x = to_layout(input, layout);
   const OptionalTensor added = optional_to_layout(z, layout);

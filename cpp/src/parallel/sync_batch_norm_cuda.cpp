@@ -126,7 +126,7 @@ ForwardResult forward_cuda(const at::Tensor& input, const OptionalTensor& z,
                            const OptionalTensor& num_batches_tracked,
                            std::optional<double> momentum, double eps, bool channel_last,
                            bool fuse_relu, c10::string_view group_name) {
-  check_forward(input, z, weight, bias, running_mean, running_var, channel_last);
+  check_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked, channel_last);
   const c10::cuda::CUDAGuard guard(input.device());
   const MemoryLayout layout = layout_of(input, channel_last);
   const at::Tensor x = to_layout(input, layout);
@@ -182,7 +182,7 @@ at::Tensor inference_cuda(const at::Tensor& input, const OptionalTensor& z,
                           const OptionalTensor& weight, const OptionalTensor& bias,
                           const at::Tensor& running_mean, const at::Tensor& running_var,
                           double eps, bool channel_last, bool fuse_relu) {
-  check_forward(input, z, weight, bias, running_mean, running_var, channel_last);
+  check_forward(input, z, weight, bias, running_mean, running_var, std::nullopt, channel_last);
   const c10::cuda::CUDAGuard guard(input.device());
   const MemoryLayout layout = layout_of(input, channel_last);
   const at::Tensor x = to_layout(input, layout);

@@ -43,9 +43,9 @@ auto find_operator(const char* name) {
 ForwardResult forward_fake(const at::Tensor& input, const OptionalTensor& z,
                            const OptionalTensor& weight, const OptionalTensor& bias,
                            const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                           const OptionalTensor&, std::optional<double>, double,
+                           const OptionalTensor& num_batches_tracked, std::optional<double>, double,
                            bool channel_last, bool, c10::string_view) {
-  check_forward(input, z, weight, bias, running_mean, running_var, channel_last);
+  check_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked, channel_last);
   const c10::SymInt channels = input.sym_size(channel_dim(input, channel_last));
   const auto float64 = input.options().dtype(at::kDouble);
   return {empty_in_layout(input, layout_of(input, channel_last)),
@@ -57,7 +57,7 @@ at::Tensor inference_fake(const at::Tensor& input, const OptionalTensor& z,
                           const OptionalTensor& weight, const OptionalTensor& bias,
                           const at::Tensor& running_mean, const at::Tensor& running_var, double,
                           bool channel_last, bool) {
-  check_forward(input, z, weight, bias, running_mean, running_var, channel_last);
+  check_forward(input, z, weight, bias, running_mean, running_var, std::nullopt, channel_last);
   return empty_in_layout(input, layout_of(input, channel_last));
 }
 

@@ -146,6 +146,11 @@ class SyncBatchNorm(_BatchNorm):
         replica.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return replica
 
+    def __copy__(self) -> SyncBatchNorm:
+        replica = self.__class__.__new__(self.__class__)
+        replica.__dict__.update(self.__dict__)
+        return replica
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_process_group"] = None
