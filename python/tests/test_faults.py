@@ -82,7 +82,21 @@ def _wrapper(kind: str) -> Callable[[Any, Callable[[], Any]], Callable[[int], No
     return make
 
 
+def _several_wrappers(group: Any, do: Callable[[], Any]) -> Callable[[int], None]:
+    """Of one backward: each looks at the others while it waits."""
+    wrappers = [DistributedDataParallel(nn.Linear(4, 2), process_group=group) for _ in range(3)]
+
+    def step(number: int) -> None:
+        loss = sum(wrapper(torch.randn(3, 4)).sum() for wrapper in wrappers)
+        if number == 2:
+            do()
+        loss.backward()
+
+    return step
+
+
 POINTS = {
+    "several wrappers": (_several_wrappers, "all-reduce of bucket "),
     "backward": (_wrapper("plain"), "all-reduce of bucket "),
     # Whichever message is waited for first: a bucket's, or the one that says what was used.
     "python hook": (_wrapper("python hook"), "bucket "),
@@ -118,7 +132,11 @@ def _fault(rank: int, world: int, point: str, deed: str) -> str:
 # A rank that is stopped takes the timeout. APEX_ALL_FAULTS=1 runs every deed at every point.
 CASES = [(point, "killed", 4) for point in POINTS]
 CASES += [("backward", "exits", 3), ("batch norm", "exits", 2)]
-CASES += [("backward", "stopped", 2), ("batch norm", "stopped", 3)]
+CASES += [
+    ("backward", "stopped", 2),
+    ("several wrappers", "stopped", 2),
+    ("batch norm", "stopped", 3),
+]
 if os.environ.get("APEX_ALL_FAULTS"):
     CASES = [(point, deed, world) for point in POINTS for deed in DEEDS for world in (2, 3, 4)]
 

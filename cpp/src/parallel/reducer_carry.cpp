@@ -236,29 +236,32 @@ void ReducerState::tell_companions() {
   }
 }
 
-/// Compares steps as soon as the facts are there.
-bool ReducerState::is_out_of_step() {
+/// Compares steps if the facts are there already.
+void ReducerState::compare_early() {
   const Lock lock(mutex_);
-  if (scope_ == nullptr || learning_ || !carried_.empty() || !carries_facts()) return false;
+  if (scope_ == nullptr || learning_ || !carried_.empty() || !carries_facts() || steps_compared_) return;
   const Entry& last = entries_.back();
-  if (!steps_compared_ && last.launched && last.work && last.work->isCompleted()) {
-    const SeenFacts seen = await_facts(entries_);
-    if (!must_refuse(seen)) compare_steps(seen, trainable_anywhere());
-  }
-  return !out_of_step_.empty();
+  if (!last.launched || !last.work || !last.work->isCompleted() || last.work->exception()) return;
+  const SeenFacts seen(last.bucket.facts_of_any(last.absent));
+  if (!must_refuse(seen)) compare_steps(seen, trainable_anywhere());
 }
 
-/// The error of one that is out of step, or empty.
-std::string ReducerState::look_at_companions() {
+/// The error of one that has been found to be out of step, or empty.
+std::string ReducerState::error_of_companions() const {
   for (const auto& held : companions_) {
     const auto companion = held.lock();
-    if (companion && companion->is_out_of_step()) return companion->out_of_step_;
+    if (!companion) continue;
+    const Lock lock(companion->mutex_);
+    if (!companion->out_of_step_.empty()) return companion->out_of_step_;
   }
   return {};
 }
 
 void ReducerState::look_meanwhile() {
-  const std::string error = look_at_companions();
+  for (const auto& held : companions_) {
+    if (const auto companion = held.lock()) companion->compare_early();
+  }
+  const std::string error = error_of_companions();
   if (!error.empty() && !gives_up_) gives_up_ = std::chrono::steady_clock::now() + kLastWait;
   if (!gives_up_ || std::chrono::steady_clock::now() < *gives_up_) return;
   broken_ = true;
@@ -276,7 +279,7 @@ void ReducerState::await_work(const c10::intrusive_ptr<c10d::Work>& work, const 
     wait_collective(work, what, *group, [this] { look_meanwhile(); });
   } catch (const CommunicationError&) {
     broken_ = true;
-    const std::string error = look_at_companions();
+    const std::string error = error_of_companions();
     if (!error.empty()) throw RankMismatch(error);  // the rank that has found out has ended
     throw;
   }

@@ -328,8 +328,8 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   void compare_steps(const SeenFacts& seen, const std::vector<bool>& trainable);
   void tell_companions();
   void await_work(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what, const GroupPtr& group);
-  bool is_out_of_step();
-  std::string look_at_companions();
+  void compare_early();
+  std::string error_of_companions() const;
   void look_meanwhile();
   at::Tensor pack_details(bool failed) const;
   std::vector<StepDetails> exchange_details(std::optional<int64_t> digest = std::nullopt);
