@@ -5,6 +5,7 @@ The oracle is what was done to rank 1: the error names it and its deed, on every
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import pytest
@@ -244,3 +245,50 @@ def _optimizers_for_one_step(rank: int, world: int) -> None:
 
 def test_optimizers_made_for_one_step_do_not_raise(ranks: RankPool) -> None:
     ranks.run(2, _optimizers_for_one_step)
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+def _late_between_wrappers(rank: int, world: int, which: list[int], skips: bool) -> None:
+    """The facts of wrappers differ, and a rank is late between them: long enough for the others to
+    look at the wrappers that they do not wait for."""
+    wrappers = [DistributedDataParallel(torch.nn.Linear(6, 6)) for _ in range(2)]
+    error = None
+    for step in range(5):
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+        if step >= 2 and rank == 0:  # written, to the same values, as by a sharded optimizer
+            for i in which:
+                for parameter in wrappers[i].parameters():
+                    parameter.detach().mul_(1)
+        if skips and step == 3 and rank == 1:
+            wrappers[1](wrappers[0](batch(rank, step)))
+        late = 1.0 if rank == 1 and step in (2, 3) else 0.0
+        out = wrappers[1](Slow.apply(wrappers[0](batch(rank, step)), late))
+        try:
+            out.square().sum().backward()
+        except RuntimeError as caught:
+            error = caught
+            break
+    if skips:
+        raised("the ranks are out of step: rank 1 ran a forward that no backward has", error)
+    elif error is not None:
+        raise error
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["harmless", "skips"])
+@pytest.mark.parametrize("which", [[0, 1], [0], [1]], ids=["both", "first", "second"])
+def test_rank_that_is_late_between_wrappers_whose_facts_differ(
+    ranks: RankPool, which: list[int], skips: bool
+) -> None:
+    ranks.run(2, _late_between_wrappers, which, skips)

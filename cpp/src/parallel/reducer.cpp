@@ -352,6 +352,7 @@ void ReducerState::release() {
   carried_.clear();
   carried_hook_.reset();
   failure_ = {};
+  details_ = {};
   comm_hook_.reset();
   callback_ = nullptr;
   groups_.clear();

@@ -81,6 +81,7 @@ void ReducerState::begin_backward() {
         "of the ranks do not match any more: start again with a new process group and a new wrapper");
   }
   told_ = steps_compared_ = false;
+  details_ = {};
   gives_up_.reset();
   companions_.clear();
   overtake_deferred();

@@ -198,10 +198,39 @@ void ReducerState::refuse_failed_step(const SeenFacts& seen) {
 
 /// Notes the error, to be thrown on every rank, if ranks are out of step.
 void ReducerState::compare_steps(const SeenFacts& seen, const std::vector<bool>& trainable) {
-  if (std::exchange(steps_compared_, true)) return;
-  if (!seen.differ() || harmless_differences_ >= kMostHarmlessDifferences) return;
-  std::vector<StepDetails> ranks = exchange_details();
-  if (needs_digests(ranks)) ranks = exchange_details(digest_of_parameters(trainable));
+  if (steps_compared_) return;
+  if (!details_.work && !may_differ(seen)) {
+    steps_compared_ = true;
+    return;
+  }
+  if (!details_.work) start_details();
+  while (!steps_compared_) {
+    wait_collective(details_.work, kDetails, *groups_.front());
+    take_details(trainable);
+  }
+}
+
+bool ReducerState::may_differ(const SeenFacts& seen) const {
+  return seen.differ() && harmless_differences_ < kMostHarmlessDifferences;
+}
+
+void ReducerState::start_details(std::optional<int64_t> digest) {
+  at::Tensor mine = pack_details(/*failed=*/false);
+  if (digest) mine.select(0, StepDetails::kFields - 1).fill_(*digest);
+  details_.all = at::empty({world_size_ * mine.numel()}, mine.options());
+  details_.have_digests = digest.has_value();
+  details_.work = all_gather_flat(kDetails, *groups_.front(), details_.all, mine);
+}
+
+/// Of an exchange that has ended: decides, or asks for digests, too.
+void ReducerState::take_details(const std::vector<bool>& trainable) {
+  const auto [work, all, have_digests] = std::exchange(details_, {});
+  const std::vector<StepDetails> ranks = decode_details(all);
+  if (!have_digests && needs_digests(ranks)) {
+    start_details(digest_of_parameters(trainable));
+    return;
+  }
+  steps_compared_ = true;
   const std::string error = describe_difference(rank_, ranks);
   if (error.empty()) {
     ++harmless_differences_;
@@ -215,8 +244,9 @@ void ReducerState::compare_steps(const SeenFacts& seen, const std::vector<bool>&
 // The reducers of one backward end one after the other. If a rank has left one of them out of a backward, the others
 // wait for it there until its next backward, while it waits for them in another reducer of that. The messages by
 // which the two would find out have arrived by then. So who waits for long looks at the other reducers of its
-// backward: one whose facts differ is compared at once. And who has thrown waits no longer than kLastWait for
-// ranks that will not come.
+// backward: for one whose facts differ the exchange that compares ranks is begun at once. It is not waited for, as the
+// others may merely be late, and first compare another reducer. And who has thrown waits no longer than kLastWait
+// for ranks that will not come.
 
 void ReducerState::accompany(const std::vector<std::shared_ptr<ReducerState>>& in_graph) {
   const Lock lock(mutex_);
@@ -236,14 +266,24 @@ void ReducerState::tell_companions() {
   }
 }
 
-/// Compares steps if the facts are there already.
+/// Begins to compare steps, or goes on with it, if that does not have to wait.
 void ReducerState::compare_early() {
   const Lock lock(mutex_);
   if (scope_ == nullptr || learning_ || !carried_.empty() || !carries_facts() || steps_compared_) return;
+  // Other exchanges may come first, and a callback may step an optimizer, which changes what is compared.
+  if (last_at_end_ || callback_) return;
   const Entry& last = entries_.back();
-  if (!last.launched || !last.work || !last.work->isCompleted() || last.work->exception()) return;
-  const SeenFacts seen(last.bucket.facts_of_any(last.absent));
-  if (!must_refuse(seen)) compare_steps(seen, trainable_anywhere());
+  const auto arrived = [](const auto& work) { return work && work->isCompleted() && !work->exception(); };
+  try {
+    if (!details_.work && last.launched && arrived(last.work)) {
+      const SeenFacts seen(last.bucket.facts_of_any(last.absent));
+      if (!must_refuse(seen) && may_differ(seen)) start_details();
+    } else if (arrived(details_.work)) {
+      take_details(trainable_anywhere());
+    }
+  } catch (const CommunicationError&) {
+    // It will be found where it is waited for.
+  }
 }
 
 /// The error of one that has been found to be out of step, or empty.
@@ -296,9 +336,8 @@ at::Tensor ReducerState::pack_details(bool failed) const {
   return at::tensor(details.encode(), at::kLong).to(device);
 }
 
-std::vector<StepDetails> ReducerState::exchange_details(std::optional<int64_t> digest) {
+std::vector<StepDetails> ReducerState::exchange_details() {
   at::Tensor mine = pack_details(/*failed=*/false);
-  if (digest) mine.select(0, StepDetails::kFields - 1).fill_(*digest);
   at::Tensor all = at::empty({world_size_ * mine.numel()}, mine.options());
   wait_collective(all_gather_flat(kDetails, *groups_.front(), all, mine), kDetails, *groups_.front());
   return decode_details(all);

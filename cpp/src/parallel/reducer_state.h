@@ -257,6 +257,13 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   std::vector<std::weak_ptr<ReducerState>> companions_;
   std::optional<std::chrono::steady_clock::time_point> gives_up_;  ///< on others, when
   bool steps_compared_ = false;    ///< in this backward
+  /// The exchange that compares them, where it has begun.
+  struct Details {
+    c10::intrusive_ptr<c10d::Work> work;
+    at::Tensor all;
+    bool have_digests = false;
+  };
+  Details details_;
   std::shared_ptr<BackwardScope> shadow_;
   BucketTuner tuner_;
   BucketPlan preset_;              ///< used instead of one made from sizes, where it fits
@@ -332,7 +339,10 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   std::string error_of_companions() const;
   void look_meanwhile();
   at::Tensor pack_details(bool failed) const;
-  std::vector<StepDetails> exchange_details(std::optional<int64_t> digest = std::nullopt);
+  std::vector<StepDetails> exchange_details();
+  bool may_differ(const SeenFacts& seen) const;
+  void start_details(std::optional<int64_t> digest = std::nullopt);
+  void take_details(const std::vector<bool>& trainable);
   std::vector<StepDetails> decode_details(const at::Tensor& all) const;
   void look_back_on_failure();
   void follow_the_others() noexcept;
