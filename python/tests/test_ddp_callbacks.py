@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_models import Mlp
+from ddp_steps_support import backward, batch, make, mean_gradients, raised
 from ddp_support import (
     RankPool,
     check,
@@ -17,7 +17,6 @@ from ddp_support import (
     check_near,
     check_same_on_all_ranks,
     gradients,
-    to_reference,
 )
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -25,31 +24,6 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
-
-
-def make(seed: int = 0) -> Mlp:
-    torch.manual_seed(seed)
-    return Mlp()
-
-
-def batch(rank: int, step: int) -> torch.Tensor:
-    return torch.sin(torch.arange(24, dtype=torch.float32).view(4, 6) + 10 * step + 3 * rank)
-
-
-def backward(ddp: torch.nn.Module, rank: int, step: int) -> None:
-    ddp(batch(rank, step)).square().sum().backward()
-
-
-def mean_gradients(model: torch.nn.Module, world: int, step: int) -> dict[str, Any]:
-    reference = to_reference(model)
-    for rank in range(world):
-        (reference(batch(rank, step).double()).square().sum() / world).backward()
-    return gradients(reference)
-
-
-def raised(what: str, error: BaseException | None) -> None:
-    check(error is not None, f"nothing was raised, expected: {what}")
-    check(what in str(error), f"expected {what!r} in: {error}")
 
 
 # --- bucket callbacks ---

@@ -20,6 +20,8 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
 
 namespace {
 
+/// Gloo's own backend, or null. Plain casts: that of intrusive pointers leaks a reference (torch 2.13), and with it the
+/// threads of the group.
 c10d::ProcessGroupGloo* gloo_of(c10d::Backend& backend) {
   auto* inner = &backend;
   // TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every backend.
@@ -43,11 +45,7 @@ std::vector<uint64_t> gloo_global_ranks(c10d::Backend& backend) {
 // Not by Backend::split(): it connects to the store anew, which takes a quarter of a second.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(const c10::intrusive_ptr<c10d::Backend>& given,
                                                          const c10::intrusive_ptr<c10d::Store>& store) {
-  // TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every backend. Plain casts: that of intrusive pointers leaks a reference
-  // (torch 2.13), and with it the threads of the group.
-  const auto* wrapper = dynamic_cast<c10d::ProcessGroupWrapper*>(given.get());
-  const auto inner = wrapper != nullptr ? wrapper->getWrappedPg() : given;
-  auto* const gloo = dynamic_cast<c10d::ProcessGroupGloo*>(inner.get());
+  auto* const gloo = gloo_of(*given);
   if (!gloo) return nullptr;
   return c10::make_intrusive<c10d::ProcessGroupGloo>(store, gloo->getRank(), gloo->getSize(),
                                                      gloo->getOptions());

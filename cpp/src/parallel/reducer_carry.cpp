@@ -1,5 +1,6 @@
 #include <chrono>
 #include <cstring>
+#include <tuple>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -115,9 +116,7 @@ void ReducerState::send_failure() noexcept {
       return;  // its part is done
     }
     if (!heard) return;
-    at::Tensor mine = pack_details(/*failed=*/true);
-    at::Tensor all = at::empty({world_size_ * mine.numel()}, mine.options());
-    failure_ = {all_gather_flat(kDetails, *groups_.front(), all, mine), all};
+    failure_ = gather_details(pack_details(/*failed=*/true));
     told_ = true;
   } catch (...) {
     broken_ = true;
@@ -217,9 +216,8 @@ bool ReducerState::may_differ(const SeenFacts& seen) const {
 void ReducerState::start_details(std::optional<int64_t> digest) {
   at::Tensor mine = pack_details(/*failed=*/false);
   if (digest) mine.select(0, StepDetails::kFields - 1).fill_(*digest);
-  details_.all = at::empty({world_size_ * mine.numel()}, mine.options());
+  std::tie(details_.work, details_.all) = gather_details(mine);
   details_.have_digests = digest.has_value();
-  details_.work = all_gather_flat(kDetails, *groups_.front(), details_.all, mine);
 }
 
 /// Of an exchange that has ended: decides, or asks for digests, too.
@@ -336,10 +334,15 @@ at::Tensor ReducerState::pack_details(bool failed) const {
   return at::tensor(details.encode(), at::kLong).to(device);
 }
 
+/// Issues the exchange of `mine`: its work, and where every rank's row will be.
+std::pair<c10::intrusive_ptr<c10d::Work>, at::Tensor> ReducerState::gather_details(const at::Tensor& mine) const {
+  const at::Tensor all = at::empty({world_size_ * mine.numel()}, mine.options());
+  return {all_gather_flat(kDetails, *groups_.front(), all, mine), all};
+}
+
 std::vector<StepDetails> ReducerState::exchange_details() {
-  at::Tensor mine = pack_details(/*failed=*/false);
-  at::Tensor all = at::empty({world_size_ * mine.numel()}, mine.options());
-  wait_collective(all_gather_flat(kDetails, *groups_.front(), all, mine), kDetails, *groups_.front());
+  const auto [work, all] = gather_details(pack_details(/*failed=*/false));
+  wait_collective(work, kDetails, *groups_.front());
   return decode_details(all);
 }
 

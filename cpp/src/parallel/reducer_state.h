@@ -339,6 +339,7 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   std::string error_of_companions() const;
   void look_meanwhile();
   at::Tensor pack_details(bool failed) const;
+  std::pair<c10::intrusive_ptr<c10d::Work>, at::Tensor> gather_details(const at::Tensor& mine) const;
   std::vector<StepDetails> exchange_details();
   bool may_differ(const SeenFacts& seen) const;
   void start_details(std::optional<int64_t> digest = std::nullopt);

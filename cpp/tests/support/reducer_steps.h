@@ -23,16 +23,21 @@ inline at::Tensor batch(int rank, int number) { return random_batch(5, 4, 10 * n
 
 inline at::Tensor loss_of(const at::Tensor& output) { return output.square().mean(); }
 
+/// Compares gradients with those of `sum`, in which the ranks' gradients were added up, over `world`.
+inline void expect_mean_of(const ToyModel& model, const ToyModel& sum, int world, const std::string& where) {
+  for (size_t i = 0; i < model.size(); ++i) {
+    EXPECT_LT(relative_error(model[i].grad(), sum[i].grad() / world), 1e-5)
+        << where << ", " << model.parameters[i].name;
+  }
+}
+
 /// Compares gradients with the average over the ranks' batches of this step, in float64.
 inline void expect_average(const ToyModel& model, int world, int number, const std::string& where) {
   ToyModel reference = model.clone(at::kDouble);
   for (int rank = 0; rank < world; ++rank) {
     loss_of(reference.forward(batch(rank, number).to(at::kDouble))).backward();
   }
-  for (size_t i = 0; i < model.size(); ++i) {
-    EXPECT_LT(relative_error(model[i].grad(), reference[i].grad() / world), 1e-5)
-        << where << ", step " << number << ", " << model.parameters[i].name;
-  }
+  expect_mean_of(model, reference, world, where + ", step " + std::to_string(number));
 }
 
 /// What() of the exception that `call` throws, or empty.

@@ -19,9 +19,9 @@ namespace apex::parallel {
 namespace {
 
 using apex::testing::batch;
+using apex::testing::expect_mean_of;
 using apex::testing::forward;
 using apex::testing::loss_of;
-using apex::testing::relative_error;
 using apex::testing::run_ranks;
 using apex::testing::thrown_by;
 using apex::testing::ToyModel;
@@ -147,10 +147,8 @@ TEST(ReducerOwner, SharedLayers_OneBackwardThroughBoth_GradientsAreAveragedOnce)
       ToyModel f = first.clone(at::kDouble);
       ToyModel s = sharing(second.clone(at::kDouble), f);
       for (int r = 0; r < kWorld; ++r) loss(nullptr, nullptr, f, s, batch(r, number).to(at::kDouble)).backward();
-      for (size_t i = 0; i < first.size(); ++i) {
-        EXPECT_LT(relative_error(first[i].grad(), f[i].grad() / kWorld), 1e-5) << number << " first " << i;
-        EXPECT_LT(relative_error(second[i].grad(), s[i].grad() / kWorld), 1e-5) << number << " second " << i;
-      }
+      expect_mean_of(first, f, kWorld, "first, step " + std::to_string(number));
+      expect_mean_of(second, s, kWorld, "second, step " + std::to_string(number));
     }
   });
 }
@@ -177,12 +175,8 @@ TEST(ReducerOwner, ForwardsInAnotherOrderOnEachRank_GradientsAreAveragedOnce) {
         const at::Tensor x = batch(r, number).to(at::kDouble);
         (number % 3 == 2 ? loss_of(f.forward(x)) : loss_of(f.forward(x)) + s.forward(x).sin().mean()).backward();
       }
-      for (size_t i = 0; i < first.size(); ++i) {
-        EXPECT_LT(relative_error(first[i].grad(), f[i].grad() / kWorld), 1e-5) << number << " first " << i;
-      }
-      for (size_t i = 0; number % 3 != 2 && i < second.size(); ++i) {
-        EXPECT_LT(relative_error(second[i].grad(), s[i].grad() / kWorld), 1e-5) << number << " second " << i;
-      }
+      expect_mean_of(first, f, kWorld, "first, step " + std::to_string(number));
+      if (number % 3 != 2) expect_mean_of(second, s, kWorld, "second, step " + std::to_string(number));
     }
   });
 }
@@ -210,9 +204,7 @@ TEST(ReducerOwner, OneRankDoesNotUseTheSharedLayer_BackwardThroughTheOther_IsAve
       loss_of(left).backward();
       ToyModel reference = first.clone(at::kDouble);
       for (int r = 0; r < kWorld; ++r) loss_of(run(r, reference, batch(r, number).to(at::kDouble))).backward();
-      for (size_t i = 0; i < first.size(); ++i) {
-        EXPECT_LT(relative_error(first[i].grad(), reference[i].grad() / kWorld), 1e-5) << number << ' ' << i;
-      }
+      expect_mean_of(first, reference, kWorld, "first, step " + std::to_string(number));
       EXPECT_FALSE(second[2].grad().defined()) << "no rank has used it";
       first.zero_grad();
       loss_of(right).backward();
@@ -277,10 +269,8 @@ TEST(ReducerOwner, ExceptionBeforeTheSecondReducerIsReached_EveryRankThrows_AndT
         for (int r = 0; r < kWorld; ++r) {
           loss_of(b.forward(f.forward(batch(r, number).to(at::kDouble)))).backward();
         }
-        for (size_t i = 0; i < front.size(); ++i) {
-          EXPECT_LT(relative_error(front[i].grad(), f[i].grad() / kWorld), 1e-5) << number << " front " << i;
-          EXPECT_LT(relative_error(back[i].grad(), b[i].grad() / kWorld), 1e-5) << number << " back " << i;
-        }
+        expect_mean_of(front, f, kWorld, "front, step " + std::to_string(number));
+        expect_mean_of(back, b, kWorld, "back, step " + std::to_string(number));
       }
     });
   }
