@@ -271,15 +271,16 @@ void init_reducer(nb::module_& m) {
       });
 
   m.def("broadcast_coalesced",
-        [](const std::vector<at::Tensor>& tensors, const std::string& group, int64_t root) {
-          parallel::broadcast_coalesced(tensors, c10d::resolve_process_group(group), root);
+        [](const std::vector<at::Tensor>& tensors, const std::string& group, int64_t root, const std::string& what) {
+          parallel::broadcast_coalesced(tensors, c10d::resolve_process_group(group), root,
+                                        parallel::kBroadcastBytes, what);
         },
-        nb::arg("tensors"), nb::arg("group"), nb::arg("root") = 0, release());
+        nb::arg("tensors"), nb::arg("group"), nb::arg("root"), nb::arg("what"), release());
   m.def("all_reduce_coalesced",
-        [](const std::vector<at::Tensor>& tensors, const std::string& group, double scale) {
-          parallel::all_reduce_coalesced(tensors, c10d::resolve_process_group(group), scale);
+        [](const std::vector<at::Tensor>& tensors, const std::string& group, double scale, const std::string& what) {
+          parallel::all_reduce_coalesced(tensors, c10d::resolve_process_group(group), scale, what);
         },
-        nb::arg("tensors"), nb::arg("group"), nb::arg("scale"), release());
+        nb::arg("tensors"), nb::arg("group"), nb::arg("scale"), nb::arg("what"), release());
   m.def("verify_same_model",
         [](const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
            const std::vector<std::string>& settings, const std::string& group) {

@@ -143,6 +143,52 @@ def test_fused_optimizer_loads_the_state_of_apexs_class(name: str, level: str | 
         mine.load_state_dict({"state": {}, "param_groups": 2 * state["param_groups"]})
 
 
+LOW_PRECISION = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD"])
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+@pytest.mark.parametrize("cast", ["before", "after", "with a float32 one"])
+def test_fused_optimizer_of_low_precision_parameters_follows_float64(
+    name: str, dtype: torch.dtype, cast: str
+) -> None:
+    """Sizes below, at and beside those of vectors: pytorch#191763 is about whole vectors."""
+    options = {"FusedAdam": {"eps": 0.1, "adam_w_mode": False}, "FusedSGD": {"momentum": 0.9}}[name]
+    sizes = (3, 64, 67)
+    members = [nn.Parameter(torch.randn(n)) for n in sizes]
+    wanted = [nn.Parameter(p.detach().double()) for p in members]
+    widened = members[:1] if cast == "with a float32 one" else []
+    if cast == "before":
+        members = [nn.Parameter(p.detach().to(dtype)) for p in members]
+    mine = getattr(optimizers, name)(members, lr=0.1, **options)
+    for p in members:
+        p.data = p.data if any(p is other for other in widened) else p.data.to(dtype)
+    plain = torch.optim.SGD if name == "FusedSGD" else torch.optim.Adam
+    options.pop("adam_w_mode", None)
+    reference = plain(wanted, lr=0.1, **options)
+    for _ in range(4):
+        for a, b in zip(members, wanted, strict=True):
+            b.grad = torch.randn(a.shape, dtype=torch.float64)
+            a.grad = b.grad.to(a.dtype)
+        mine.step()
+        reference.step()
+    for a, b in zip(members, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=LOW_PRECISION[dtype])
+    assert bool(mine.param_groups[0]["fused"]) == (name == "FusedAdam")
+
+
+def test_fused_sgd_of_bfloat16_with_torchs_grad_scaler_is_unscaled() -> None:
+    weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    optimizer = optimizers.FusedSGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for _ in range(2):
+        weight.grad = torch.full_like(weight, 8 * 0.25)
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+    assert torch.equal(weight, torch.full_like(weight, 0.5))
+
+
 def test_fused_optimizer_without_a_fused_kernel_falls_back_to_foreach() -> None:
     tensors = [torch.zeros(2, device="meta", requires_grad=True)]
     assert optimizers.FusedSGD(tensors).defaults["foreach"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from amp_programs import CASES_AT_ONCE, run_amp_cases
+from amp_rank_cases import CASES_AT_ONCE, run_amp_cases
 from ddp_programs import Op, Program, draw_program, new_pool, run, shrink
 from ddp_support import RankPool
 

@@ -196,7 +196,7 @@ def test_sync_batch_norm_argument_on_another_device_is_refused(name: str) -> Non
 
 @pytest.mark.parametrize("counter", [torch.zeros(0, dtype=torch.int64), torch.zeros(2).long()])
 def test_sync_batch_norm_counter_of_another_size_is_refused(counter: Tensor) -> None:
-    with pytest.raises(ValueError, match="num_batches_tracked .* has to be one int64"):
+    with pytest.raises(ValueError, match="num_batches_tracked .* has to be one number"):
         OPS.sync_batch_norm(
             torch.randn(4, 3), None, None, None, torch.zeros(3), torch.ones(3), counter,
             None, 1e-5, False, False, "",
@@ -336,6 +336,21 @@ def test_sync_batch_norm_running_statistics_changed_before_backward_is_noticed()
     module(torch.randn(2, 4))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("training", [True, False])
+def test_sync_batch_norm_output_changed_in_place_is_noticed_where_it_is_needed(
+    training: bool,
+) -> None:
+    module = SyncBatchNorm(4, fuse_relu=True).train(training)
+    y = module(torch.randn(3, 4, requires_grad=True), torch.randn(3, 4))
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    y = module(torch.randn(3, 4, requires_grad=True))  # without z the input is enough
+    y.mul_(2)
+    y.sum().backward()
 
 
 @pytest.mark.usefixtures("device")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import types
+import warnings
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from apex.parallel import SyncBatchNorm, convert_syncbn_model, revert_syncbn_model
@@ -175,3 +180,125 @@ def test_convert_state_dict_hook_sees_the_new_module() -> None:
     del plain
     module.load_state_dict(SyncBatchNorm(2).state_dict())
     assert seen == [module]
+
+
+# --- what is refused leaves the model as it was ---
+
+
+class Mixin:
+    def describe(self) -> str:
+        return "mine"
+
+
+class MixinBehind(nn.BatchNorm2d, Mixin):
+    pass
+
+
+class MixinBefore(Mixin, nn.BatchNorm2d):
+    pass
+
+
+class SyncWithBehaviour(SyncBatchNorm):
+    def describe(self) -> str:
+        return "mine"
+
+
+def _with_forward() -> nn.Module:
+    module = nn.BatchNorm2d(4)
+    module.forward = types.MethodType(lambda self, x: 2 * nn.BatchNorm2d.forward(self, x), module)
+    return module
+
+
+def _compiled_in_place() -> nn.Module:
+    module = nn.BatchNorm2d(4)
+    module.compile(backend="eager")
+    return module
+
+
+def _of_a_strange_group() -> nn.Module:
+    module = nn.SyncBatchNorm(4)
+    module.process_group = dist.GroupMember.NON_GROUP_MEMBER
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: MixinBehind(4), TypeError, "'1.0' is a .*MixinBehind, which defines describe;"),
+        (lambda: MixinBefore(4), TypeError, "'1.0' is a .*MixinBefore, which defines describe;"),
+        (_with_forward, TypeError, "forward of module '1.0' was replaced .* Convert first"),
+        (_compiled_in_place, TypeError, "'1.0' is compiled, .* Convert first"),
+        (lambda: torch.compile(nn.BatchNorm2d(4), backend="eager"), TypeError,
+         "'1.0' is compiled, .* Convert first"),
+        (lambda: nn.LazyBatchNorm2d(), TypeError, "'1.0' is a LazyBatchNorm2d"),
+        (_of_a_strange_group, ValueError, "not a member of the process_group"),
+    ],
+    ids=["mixin_behind", "mixin_before", "forward", "compiled_in_place", "compiled", "lazy",
+         "strange_group"],
+)  # fmt: skip
+def test_convert_refused_in_the_middle_leaves_the_model_untouched(
+    make: Any, error: type[Exception], message: str
+) -> None:
+    model = nn.Sequential(
+        nn.BatchNorm2d(4), nn.Sequential(make()), SyncBatchNorm(4), nn.BatchNorm2d(4)
+    )
+    before = [(name, id(module)) for name, module in model.named_modules()]
+    hooked = model[0].register_load_state_dict_pre_hook(lambda *_: None)
+    (hook,) = model[0]._load_state_dict_pre_hooks.values()
+    with pytest.raises(error, match=message):
+        convert_syncbn_model(model, channel_last=True)
+    assert [(name, id(module)) for name, module in model.named_modules()] == before
+    assert not model[2].channel_last
+    assert hook.module() is model[0]
+    hooked.remove()
+
+
+def test_convert_to_a_strange_group_leaves_the_model_untouched() -> None:
+    for model in (nn.Sequential(nn.BatchNorm2d(4)), nn.Sequential(SyncBatchNorm(4))):
+        kind = type(model[0])
+        with pytest.raises(ValueError, match="not a member"):
+            convert_syncbn_model(model, dist.GroupMember.NON_GROUP_MEMBER, channel_last=True)
+        assert type(model[0]) is kind and not getattr(model[0], "channel_last", False)
+
+
+def test_revert_of_own_behaviour_is_refused() -> None:
+    replaced = SyncBatchNorm(4)
+    replaced.forward = types.MethodType(lambda self, x: x, replaced)
+    for module, message in [(SyncWithBehaviour(4), "defines describe"), (replaced, "forward of")]:
+        model = nn.Sequential(SyncBatchNorm(4), module)
+        with pytest.raises(TypeError, match=message):
+            revert_syncbn_model(model)
+        assert type(model[0]) is SyncBatchNorm and model[1] is module
+
+
+def test_convert_method_set_on_a_module_is_bound_to_the_new_one() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    model[0].itself = types.MethodType(lambda self: self, model[0])
+    convert_syncbn_model(model)
+    assert model[0].itself() is model[0]
+    revert_syncbn_model(model)
+    assert model[0].itself() is model[0]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_convert_scripted_batch_norm_warns_with_its_name() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
+    traced = torch.jit.trace(nn.BatchNorm2d(4).eval(), torch.randn(2, 4, 3, 3))
+    model = nn.Sequential(nn.BatchNorm2d(4), scripted, traced)
+    with pytest.warns(UserWarning, match="convert_syncbn_model") as caught:
+        convert_syncbn_model(model)
+    messages = [str(each.message) for each in caught]
+    assert len(messages) == 2
+    assert "module '1.1' is a scripted BatchNorm2d" in messages[0]
+    assert "module '2' is a scripted BatchNorm2d" in messages[1]
+    assert type(model[0]) is SyncBatchNorm and model[1] is scripted
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_convert_warning_that_is_an_error_leaves_the_model_untouched() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(4), torch.jit.script(nn.BatchNorm2d(4)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="'1' is a scripted"):
+            convert_syncbn_model(model)
+    assert type(model[0]) is nn.BatchNorm2d

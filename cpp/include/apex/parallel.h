@@ -7,6 +7,7 @@
 #include <apex/distributed/launch_environment.h>
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
+#include <apex/interruption.h>
 #include <apex/parallel/bucket.h>
 #include <apex/parallel/bucket_assignment.h>
 #include <apex/parallel/comm_hook.h>

@@ -7,6 +7,8 @@
 
 #include <apex/error.h>
 
+#include "comm/collectives.h"
+
 namespace apex::amp {
 
 namespace {
@@ -130,14 +132,9 @@ void LossScaler::synchronize(const c10::intrusive_ptr<c10d::ProcessGroup>& group
   std::vector<at::Tensor> flags{found_inf()};
   c10d::AllreduceOptions maximum;
   maximum.reduceOp = c10d::ReduceOp::MAX;
-  try {
-    group->allreduce(flags, maximum)->wait();
-  } catch (const std::exception& error) {
-    throw CommunicationError(
-        "LossScaler::synchronize: rank " + std::to_string(group->getRank()) +
-        " could not combine the overflow flags; every rank of the group has to take part, and all "
-        "must be alive. " + error.what());
-  }
+  const std::string what = "all-reduce of the overflow flags of a LossScaler";
+  apex::parallel::wait_collective(
+      apex::parallel::call_collective(what, *group, [&] { return group->allreduce(flags, maximum); }), what, *group);
   // At least as large as every device's own flag, so those may stay.
   found_inf_on(flags[0].device()).copy_(flags[0]);
 }

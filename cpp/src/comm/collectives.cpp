@@ -11,8 +11,10 @@
 #include <c10/util/Exception.h>
 
 #include <apex/error.h>
+#include <apex/interruption.h>
 
 #include "distributed/backends.h"
+#include "interruption.h"
 
 namespace apex::parallel {
 
@@ -51,6 +53,14 @@ void wait_or_hear(const c10d::ProcessGroup& group, const std::function<bool(std:
   if (ended_within(kUsual)) return;
   const FailureListener listener(group);
   while (!ended_within(kSlice)) {
+    if (is_interrupted()) {
+      announce_failure(group, "an interruption (Ctrl-C, or another signal)");
+      throw Interrupted("rank " + std::to_string(group.getRank()) + " of " + std::to_string(group.getSize()) +
+                        ": interrupted while it waited for other ranks");
+    }
+    if (const std::string apart = listener.apart(); !apart.empty()) {
+      throw Error("the ranks are in different collectives: " + apart);
+    }
     if (listener.heard()) throw Error("another rank reports that a collective of this group has failed");
     if (meanwhile) meanwhile();
   }
@@ -111,6 +121,8 @@ void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::stri
     finished = wait_for_work(*work, group, meanwhile);
   } catch (const RankMismatch&) {
     throw;
+  } catch (const Interrupted&) {
+    throw;
   } catch (...) {
     throw_communication_error(what, group, std::current_exception());
   }
@@ -140,6 +152,8 @@ void wait_future(c10::ivalue::Future& future, const std::string& what, const c10
       });
     }
     future.waitAndThrow();
+  } catch (const Interrupted&) {
+    throw;
   } catch (...) {
     throw_communication_error(what, group, std::current_exception());
   }

@@ -28,7 +28,7 @@ std::string note_on_ranks(const c10d::ProcessGroup& group);
 template <typename Call>
 c10::intrusive_ptr<c10d::Work> call_collective(const std::string& what,
                                                const c10d::ProcessGroup& group, Call&& call) {
-  introduce_to(group);
+  begin_call(group, what);
   try {
     return call();
   } catch (...) {

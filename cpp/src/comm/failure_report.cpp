@@ -18,6 +18,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "comm/bounded_call.h"
+#include "comm/call_history.h"
 #include "comm/process_state.h"
 #include "distributed/backends.h"
 
@@ -35,11 +37,17 @@ constexpr milliseconds kFarewell{2000};
 constexpr milliseconds kVerdictHolds{10000};
 constexpr milliseconds kLook{20};        // between two looks of who collects
 constexpr milliseconds kListen{200};     // and of who waits
+constexpr milliseconds kLate{2000};      // until who waits looks whether the others are where it is
 constexpr milliseconds kAfterProof{100};  // in which more proof is gathered
+
+struct Known;
+using KnownPtr = std::shared_ptr<Known>;
 
 /// What this rank knows of a group.
 struct Known {
-  std::string name;
+  std::string name;  ///< of the group, and how often there was one; the same on all ranks
+  /// Not held: a store that outlives its group keeps its port.
+  c10::weak_intrusive_ptr<c10d::Store> store{c10::intrusive_ptr<c10d::Store>()};
   int rank = 0;
   int size = 1;
 
@@ -47,16 +55,21 @@ struct Known {
   std::map<int, ProcessName> processes;  ///< of other ranks
   std::string verdict;                   ///< what report_failure() has found
   Clock::time_point verdict_until;       ///< it is not asked for again until then
+  std::atomic<bool> asked{false};      ///< for the processes
+  std::atomic<bool> announced{false};  ///< a failure, without a collective
+  std::atomic<bool> reported_from_elsewhere{false};
+  KnownPtr heard_too;                  ///< another group, whose failures are this one's as well
 };
-using KnownPtr = std::shared_ptr<Known>;
 
-/// By group. Nothing is held: a store that outlives its group keeps its port. Never destroyed, as threads may be left
-/// behind.
+/// By group. Never destroyed, as threads may be left behind.
 struct Groups {
   struct Entry {
     const void* store;
+    std::string name;
     KnownPtr known;
+    std::shared_ptr<CallHistory> calls;
   };
+  std::mutex introduction;
   std::mutex mutex;
   std::map<const c10d::ProcessGroup*, Entry> entries;
 };
@@ -67,13 +80,18 @@ Groups& groups() {
 }
 
 /// Of the group, and not of another one that was at the same address.
-KnownPtr find(const c10d::ProcessGroup& group) {
+std::optional<Groups::Entry> find_entry(const c10d::ProcessGroup& group) {
   const std::lock_guard<std::mutex> lock(groups().mutex);
   const auto found = groups().entries.find(&group);
-  if (found == groups().entries.end()) return nullptr;
+  if (found == groups().entries.end()) return std::nullopt;
   const Groups::Entry& entry = found->second;
-  const bool same = entry.store == group.getStore().get() && entry.known->name == group.getGroupName();
-  return same ? entry.known : nullptr;
+  if (entry.store != group.getStore().get() || entry.name != group.getGroupName()) return std::nullopt;
+  return entry;
+}
+
+KnownPtr find(const c10d::ProcessGroup& group) {
+  const auto entry = find_entry(group);
+  return entry ? entry->known : nullptr;
 }
 
 std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
@@ -89,6 +107,11 @@ std::string count_key(const std::string& group) { return "apex/failure/" + group
 
 std::string report_key(const std::string& group, int rank) {
   return "apex/failure/" + group + "/" + std::to_string(rank);
+}
+
+/// A rank has refused the arguments of that call.
+std::string refusal_key(const std::string& group, int64_t call) {
+  return "apex/refused/" + group + "/" + std::to_string(call);
 }
 
 std::string farewell_key(const std::string& group, int rank) { return report_key(group, rank) + "/left"; }
@@ -112,11 +135,11 @@ milliseconds patience_of(const c10d::ProcessGroup& group) {
   return timeout ? std::clamp(*timeout / 8, kLeastPatience, kMostPatience) : kMostPatience;
 }
 
-/// As the ranks have told the group `name`.
-void read_processes(const StorePtr& store, const std::string& name, Known& known) {
+/// As the ranks have told.
+void read_processes(const StorePtr& store, Known& known) {
   std::map<int, ProcessName> found;
   for (int rank = 0; rank < known.size; ++rank) {
-    const std::string key = process_key(name, rank);
+    const std::string key = process_key(known.name, rank);
     if (rank == known.rank || !store->check({key})) continue;
     if (auto process = ProcessName::decode(text_of(store->get(key)))) found.emplace(rank, std::move(*process));
   }
@@ -130,32 +153,6 @@ std::string list_of(const std::vector<int>& ranks) {
   return text;
 }
 
-/// Calls body(stop) on a thread of its own. If it takes longer than `limit`, it is told to stop and left behind.
-/// Returns whether it has ended. What it uses, it must own.
-bool run_apart(const std::function<void(const std::atomic<bool>& stop)>& body, milliseconds limit) {
-  struct Shared {
-    std::mutex mutex;
-    std::condition_variable ended;
-    bool done = false;
-    std::atomic<bool> stop{false};
-  };
-  const auto shared = std::make_shared<Shared>();
-  std::thread([shared, body] {
-    try {
-      body(shared->stop);
-    } catch (...) {
-      // The store is lost; what was found until then counts.
-    }
-    const std::lock_guard<std::mutex> lock(shared->mutex);
-    shared->done = true;
-    shared->ended.notify_all();
-  }).detach();
-  std::unique_lock<std::mutex> lock(shared->mutex);
-  const bool done = shared->ended.wait_for(lock, limit, [&] { return shared->done; });
-  shared->stop = true;
-  return done;
-}
-
 /// What has been found out about a failure. Written by the thread that talks to the store.
 struct Findings {
   std::mutex mutex;
@@ -163,6 +160,9 @@ struct Findings {
   std::map<int, std::string> proof;    ///< by rank: what has become of its process
   bool store_answers = false;          ///< to the last call
 };
+
+/// How long to go on looking once there is proof: for more of it, and for what the others say.
+constexpr milliseconds kForOthers{300};
 
 /// A report: the ranks that this one has proof against, one "RANK TEXT" a line, and what failed.
 std::string encode(const std::map<int, std::string>& proof, const std::string& what) {
@@ -205,12 +205,19 @@ void collect(const StorePtr& store, Known& known, const std::string& what, Clock
   std::map<int, std::string> said = look_around(known);
   store->set(report_key(known.name, known.rank), bytes(encode(said, what)));
   store->add(count_key(known.name), 1);
+  const StorePtr others_store = known.heard_too ? known.heard_too->store.lock() : nullptr;
+  const StorePtr other = others_store ? own_connection(others_store) : nullptr;
+  const std::string others_name = other ? known.heard_too->name : std::string();
+  if (other) {
+    other->set(report_key(others_name, known.rank), bytes(encode(said, what)));
+    known.heard_too->reported_from_elsewhere = true;
+  }
   bool none = false;
   {
     const std::lock_guard<std::mutex> lock(known.mutex);
     none = known.processes.empty();
   }
-  if (none) read_processes(store, known.name, known);
+  if (none) read_processes(store, known);
   while (!stop) {
     bool all = true;
     for (int rank = 0; rank < known.size; ++rank) {
@@ -218,11 +225,17 @@ void collect(const StorePtr& store, Known& known, const std::string& what, Clock
         const std::lock_guard<std::mutex> lock(findings.mutex);
         if (rank == known.rank || findings.reports.count(rank) != 0) continue;
       }
-      if (!store->check({report_key(known.name, rank)})) {
+      StorePtr place = store;
+      std::string key = report_key(known.name, rank);
+      if (!store->check({key}) && other) {
+        place = other;
+        key = report_key(others_name, rank);
+      }
+      if (!place->check({key})) {
         all = false;
         continue;
       }
-      const std::string report = text_of(store->get(report_key(known.name, rank)));
+      const std::string report = text_of(place->get(key));
       const std::lock_guard<std::mutex> lock(findings.mutex);
       decode(report, rank, findings);
     }
@@ -276,6 +289,7 @@ std::string describe(const Findings& findings, const Known& known, const std::st
     text += "; " + list_of(silent) + (silent.size() == 1 ? " has" : " have") + " not reported this failure within " +
             std::to_string(patience.count()) + " ms: stopped, cut off, or never came to this collective";
   }
+  if (silent.empty()) text += "; every rank has reported this failure, and none has ended";
   for (const auto& [rank, other] : findings.reports) {
     if (other != what) text += "; rank " + std::to_string(rank) + " failed in " + other;
   }
@@ -283,26 +297,33 @@ std::string describe(const Findings& findings, const Known& known, const std::st
 }
 
 std::string investigate(const c10d::ProcessGroup& group, const KnownPtr& known, const std::string& what) {
-  const StorePtr store = group.getStore();
+  const StorePtr store = known->store.lock();
+  if (!store) return {};
   const milliseconds patience = patience_of(group);
   const auto findings = std::make_shared<Findings>();
-  const auto until = Clock::now() + patience;
-  run_apart(
-      [=](const std::atomic<bool>& stop) {
-        try {
-          collect(own_connection(store), *known, what, until, stop, *findings);
-        } catch (...) {
-          const std::lock_guard<std::mutex> lock(findings->mutex);
-          findings->store_answers = false;
-        }
-      },
-      patience + kLook);
+  auto until = Clock::now() + patience;
+  BoundedCall talk([=](const std::atomic<bool>& stop) {
+    try {
+      collect(own_connection(store), *known, what, until, stop, *findings);
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(findings->mutex);
+      findings->store_answers = false;
+    }
+  });
+  // What this rank sees by itself, and at first: others end when they have given up, too.
+  std::map<int, std::string> seen;
+  while (!talk.wait_until(std::min(until + kLook, Clock::now() + kLook)) && Clock::now() < until + kLook) {
+    if (!seen.empty() || (seen = look_around(*known)).empty()) continue;
+    until = std::min(until, Clock::now() + kForOthers);
+  }
+  talk.leave();
   std::set<int> lost;
   std::string text;
   {
     const std::lock_guard<std::mutex> lock(findings->mutex);
-    if (!findings->store_answers) {  // what this rank sees by itself
-      for (const auto& [rank, state] : look_around(*known)) {
+    if (!findings->store_answers) {
+      if (seen.empty()) seen = look_around(*known);
+      for (const auto& [rank, state] : seen) {
         if (findings->reports.count(rank) == 0) findings->proof.emplace(rank, state);
       }
     }
@@ -314,9 +335,14 @@ std::string investigate(const c10d::ProcessGroup& group, const KnownPtr& known, 
     text = describe(*findings, *known, what, patience);
     if (!findings->store_answers) return text;
   }
-  run_apart([=](const std::atomic<bool>& stop) { say_farewell(own_connection(store), *known, lost, stop); },
-            kFarewell + kLook);
+  BoundedCall([=](const std::atomic<bool>& stop) { say_farewell(own_connection(store), *known, lost, stop); })
+      .wait_until(Clock::now() + kFarewell + kLook);
   return text;
+}
+
+void enter(const c10d::ProcessGroup& group, const KnownPtr& known) {
+  const std::lock_guard<std::mutex> lock(groups().mutex);
+  groups().entries[&group] = {group.getStore().get(), group.getGroupName(), known, std::make_shared<CallHistory>()};
 }
 
 }  // namespace
@@ -325,31 +351,62 @@ void introduce_to(const c10d::ProcessGroup& group) noexcept try {
   if (group.getSize() == 1 || find(group)) return;
   const StorePtr store = group.getStore();
   if (!store) return;
+  const std::lock_guard<std::mutex> lock(groups().introduction);
+  if (find(group)) return;
   const auto known = std::make_shared<Known>();
-  known->name = group.getGroupName();
   known->rank = group.getRank();
   known->size = group.getSize();
-  {
-    const std::lock_guard<std::mutex> lock(groups().mutex);
-    groups().entries[&group] = {store.get(), known};
-  }
-  if (const auto process = this_process()) {
-    store->set(process_key(known->name, known->rank), bytes(process->encode()));
-  }
-  // A group of this name may have failed before, on a store that outlives it.
-  if (store->check({report_key(known->name, known->rank)})) {
-    store->deleteKey(report_key(known->name, known->rank));
-    store->deleteKey(farewell_key(known->name, known->rank));
-    store->deleteKey(count_key(known->name));
-  }
+  known->store = c10::weak_intrusive_ptr<c10d::Store>(store);
+  // A group of this name may have been there before, on a store that outlives it.
+  const auto name = std::make_shared<std::string>();
+  BoundedCall call([=, rank = known->rank, group_name = group.getGroupName()](const std::atomic<bool>&) {
+    const int64_t times = store->add("apex/introduced/" + group_name + "/" + std::to_string(rank), 1);
+    *name = group_name + "/" + std::to_string(times);
+    if (const auto process = this_process()) store->set(process_key(*name, rank), bytes(process->encode()));
+  });
+  if (call.wait_until(Clock::now() + patience_of(group))) known->name = *name;
+  enter(group, known);
 } catch (...) {
   // A collective that fails will say what is wrong with the store.
 }
 
-void remember_processes(const c10d::ProcessGroup& introduced, const c10d::ProcessGroup& group) noexcept try {
+void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
+  introduce_to(group);
+  const auto entry = find_entry(group);
+  if (!entry) return;
+  entry->calls->add(what);
+  // What another group has reported here is over when this one goes on.
+  const StorePtr store = entry->known->reported_from_elsewhere.exchange(false) ? group.getStore() : nullptr;
+  if (!store) return;
+  BoundedCall([=, known = entry->known](const std::atomic<bool>&) {
+    store->deleteKey(report_key(known->name, known->rank));
+  }).wait_until(Clock::now() + patience_of(group));
+} catch (...) {
+  // As above.
+}
+
+void hear_too(const c10d::ProcessGroup& group, const c10d::ProcessGroup& other) noexcept try {
+  introduce_to(other);
   introduce_to(group);
   const KnownPtr known = find(group);
-  if (known && introduced.getStore()) read_processes(introduced.getStore(), introduced.getGroupName(), *known);
+  const KnownPtr parent = find(other);
+  if (!known || !parent || known == parent) return;
+  known->heard_too = parent;
+  const std::lock_guard<std::mutex> lock(parent->mutex);
+  known->processes = parent->processes;
+  known->asked = true;
+} catch (...) {
+  // As above.
+}
+
+void remember_processes(const c10d::ProcessGroup& group) noexcept try {
+  introduce_to(group);
+  const KnownPtr known = find(group);
+  if (!known || known->asked.exchange(true)) return;
+  const StorePtr store = known->store.lock();
+  if (!store) return;
+  BoundedCall([=](const std::atomic<bool>&) { read_processes(store, *known); })
+      .wait_until(Clock::now() + patience_of(group));
 } catch (...) {
   // As above.
 }
@@ -358,7 +415,35 @@ bool has_failed(const c10d::ProcessGroup& group) noexcept {
   const KnownPtr known = find(group);
   if (!known) return false;
   const std::lock_guard<std::mutex> lock(known->mutex);
-  return known->verdict_until != Clock::time_point();
+  return known->announced || known->verdict_until != Clock::time_point();
+}
+
+void refuse_call(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
+  begin_call(group, what);
+  const auto entry = find_entry(group);
+  if (!entry) return;
+  const StorePtr store = group.getStore();
+  const std::string text = std::to_string(entry->known->rank) + ' ' + what;
+  BoundedCall([=, name = entry->known->name, call = entry->calls->last_number()](const std::atomic<bool>&) {
+    store->set(refusal_key(name, call), bytes(text));
+  }).wait_until(Clock::now() + patience_of(group));
+} catch (...) {
+  // The others wait until their timeout.
+}
+
+void announce_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
+  introduce_to(group);
+  const KnownPtr known = find(group);
+  if (!known) return;
+  known->announced = true;
+  const StorePtr store = known->store.lock();
+  if (!store) return;
+  BoundedCall([=](const std::atomic<bool>&) {
+    store->set(report_key(known->name, known->rank), bytes(encode({}, what)));
+    store->add(count_key(known->name), 1);
+  }).wait_until(Clock::now() + patience_of(group));
+} catch (...) {
+  // The others wait until their timeout.
 }
 
 std::string report_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
@@ -381,24 +466,40 @@ std::string report_failure(const c10d::ProcessGroup& group, const std::string& w
 struct FailureListener::State {
   std::atomic<bool> heard{false};
   std::mutex mutex;
+  std::string apart;
   std::condition_variable wake;
   bool ended = false;
 };
 
 FailureListener::FailureListener(const c10d::ProcessGroup& group) : state_(std::make_shared<State>()) {
-  const StorePtr store = group.getStore();
+  const auto entry = find_entry(group);
+  const StorePtr store = entry ? entry->known->store.lock() : nullptr;
   if (!store) return;
-  std::thread([state = state_, store, name = group.getGroupName()] {
+  std::thread([state = state_, store, entry = *entry, call = entry->calls->last_number()] {
+    const std::string name = count_key(entry.known->name);
+    const KnownPtr& other = entry.known->heard_too;
+    const StorePtr others_store = other ? other->store.lock() : nullptr;
     try {
       const StorePtr own = own_connection(store);
+      const StorePtr others_own = others_store ? own_connection(others_store) : nullptr;
+      auto compare_at = Clock::now() + kLate;
       std::unique_lock<std::mutex> lock(state->mutex);
       while (!state->ended) {
         lock.unlock();
-        if (own->add(count_key(name), 0) > 0) state->heard = true;
+        if (own->add(name, 0) > 0) state->heard = true;
+        if (others_own && others_own->add(count_key(other->name), 0) > 0) state->heard = true;
+        if (own->check({refusal_key(entry.known->name, call)})) state->heard = true;
+        std::string apart;
+        if (!state->heard && Clock::now() >= compare_at) {
+          apart = entry.calls->compare(*own, entry.known->name, entry.known->rank);
+          compare_at = Clock::time_point::max();
+        }
         lock.lock();
-        if (state->heard) return;
+        state->apart = std::move(apart);
+        if (state->heard || !state->apart.empty()) return;
         state->wake.wait_for(lock, kListen, [&] { return state->ended; });
       }
+      entry.calls->forget(*own);
     } catch (...) {
       // The store is lost: the collective will end by itself.
     }
@@ -412,5 +513,10 @@ FailureListener::~FailureListener() {
 }
 
 bool FailureListener::heard() const { return state_->heard; }
+
+std::string FailureListener::apart() const {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  return state_->apart;
+}
 
 }  // namespace apex::parallel

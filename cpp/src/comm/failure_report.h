@@ -31,9 +31,17 @@ namespace apex::parallel {
 /// Before its first collective: when that has ended, every rank has done so.
 APEX_API void introduce_to(const c10d::ProcessGroup& group) noexcept;
 
-/// Reads which process each rank is, as they have told `introduced`, another group of the same ranks; so that it is
-/// known when the store is lost. After a first collective of that.
-void remember_processes(const c10d::ProcessGroup& introduced, const c10d::ProcessGroup& group) noexcept;
+/// introduce_to(), and notes that this rank calls the collective `what` of `group`; see Note [Ranks in different
+/// collectives].
+APEX_API void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexcept;
+
+/// Who waits in `group` hears also of failures of `other`, which has the same ranks. For groups that nobody uses apart
+/// from it, as a failure of `other` is one of `group` from then on. After a first collective of `other`.
+void hear_too(const c10d::ProcessGroup& group, const c10d::ProcessGroup& other) noexcept;
+
+/// Reads which process each rank is, so that it is known when the store is lost. After a first collective of the group.
+/// Returns at once if it was called before.
+void remember_processes(const c10d::ProcessGroup& group) noexcept;
 
 /// To be added to the error of a rank on which the collective `what` of `group` has failed: who is lost, and where
 /// others have failed. Empty without a store. Blocks for at most an eighth of the group's timeout, five seconds at
@@ -41,10 +49,19 @@ void remember_processes(const c10d::ProcessGroup& introduced, const c10d::Proces
 /// found is returned at once for ten seconds. Never throws.
 std::string report_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
+/// For a rank that throws instead of calling the collective `what` of `group`, because of its arguments: ranks that wait
+/// for it in that call hear of it, and give up. Blocks as the store does, for no longer than report_failure().
+void refuse_call(const c10d::ProcessGroup& group, const std::string& what) noexcept;
+
+/// For a rank that leaves a collective of `group` without an error of that: those who wait in it give up. Blocks as
+/// above.
+void announce_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept;
+
 /// Whether report_failure() was called for it on this rank.
 bool has_failed(const c10d::ProcessGroup& group) noexcept;
 
-/// Listens, while it lives, for other ranks that report a failure of `group`.
+/// Listens, while it lives, for other ranks that report a failure of `group`, and looks whether they are in another
+/// collective.
 class FailureListener {
  public:
   explicit FailureListener(const c10d::ProcessGroup& group);
@@ -52,6 +69,8 @@ class FailureListener {
   FailureListener(const FailureListener&) = delete;
   FailureListener& operator=(const FailureListener&) = delete;
   bool heard() const;
+  /// Which ranks are where; empty as long as nothing else is known than that they are late.
+  std::string apart() const;
 
  private:
   struct State;

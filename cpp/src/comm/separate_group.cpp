@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
@@ -11,6 +12,9 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <apex/error.h>
+
+#include "comm/bounded_call.h"
 #include "comm/failure_report.h"
 #include "distributed/backends.h"
 
@@ -20,6 +24,9 @@ namespace {
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using BackendType = c10d::ProcessGroup::BackendType;
+
+/// Past the timeout, at which connecting ends by itself where the store answers.
+constexpr std::chrono::milliseconds kAtTheLatest{500};
 
 /// Threads on which backends end.
 struct Endings {
@@ -90,8 +97,19 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
   const auto store = parent->getStore();
   if (!store || parent->getSize() == 1 || !parent->hasBackendForDeviceType(at::kCPU)) return parent;
   const auto prefixed = c10::make_intrusive<c10d::PrefixStore>(name, store);
-  BackendPtr own = distributed::make_gloo_backend_like(parent->getBackend(at::kCPU), prefixed);
-  if (!own) return parent;
+  const BackendPtr given = parent->getBackend(at::kCPU);
+  const auto timeout = distributed::gloo_timeout(*given);
+  if (!timeout) return parent;
+  // The ranks meet in the store, whose process may be stopped: its calls have no deadline.
+  const auto made = std::make_shared<BackendPtr>();
+  BoundedCall connect([=](const std::atomic<bool>&) {
+    *made = distributed::make_gloo_backend_like(given, prefixed);
+  });
+  if (!connect.wait_until(std::chrono::steady_clock::now() + *timeout + kAtTheLatest)) {
+    throw Error("the ranks did not meet in the store within " + std::to_string(timeout->count()) + " ms");
+  }
+  if (connect.error()) std::rethrow_exception(connect.error());
+  BackendPtr own = std::move(*made);
   c10::intrusive_ptr<c10d::ProcessGroup> group =
       c10::make_intrusive<SeparateGroup>(prefixed, parent->getRank(), parent->getSize(), std::move(own));
   // Before others are added, which keep their name and their device.

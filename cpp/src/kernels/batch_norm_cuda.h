@@ -50,7 +50,7 @@ struct NormalizeArguments {
   // and the running statistics are what is normalized with.
   const double* records;
   int64_t ranks;
-  double momentum;  // negative: cumulative average by num_batches
+  double momentum;             // kNoMomentum: cumulative average by num_batches
   const int64_t* num_batches;  // after this batch; may be null
   ChannelParam running_mean;
   ChannelParam running_var;

@@ -158,7 +158,7 @@ __device__ __forceinline__ void finish_channel(const NormalizeArguments& a, int6
   if (channel == 0) {
     *a.count = static_cast<int64_t>(all.count);
   }
-  const double factor = running_factor(a.momentum, a.num_batches != nullptr ? *a.num_batches : 1);
+  const double factor = running_factor(a.momentum, a.num_batches != nullptr ? *a.num_batches : 0);
   a.running_mean.store(channel,
                        update_running_mean(a.running_mean.load(channel, 0), all, factor));
   a.running_var.store(channel, update_running_var(a.running_var.load(channel, 0), all, factor));

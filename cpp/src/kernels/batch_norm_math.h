@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "host_device.h"
 #include "welford.h"
@@ -63,13 +64,18 @@ APEX_HOST_DEVICE double inverse_deviation(const Welford<double>& all, double eps
   return 1.0 / sqrt((all.count > 0 ? all.m2 / all.count : 0.0) + eps);
 }
 
-/// The weight of the newest batch in the running statistics. `momentum` below zero stands for
-/// "none": the cumulative average, where `batches` counts this batch, too.
+/// What momentum is where there is none: the running statistics are a cumulative average. Not a
+/// number, as torch takes any number, a negative one too.
+constexpr double kNoMomentum = std::numeric_limits<double>::quiet_NaN();
+
+/// The weight of the newest batch in the running statistics. In a cumulative average it follows
+/// from `batches`, which counts this batch, too; where nobody counts (zero) the running statistics
+/// keep their values, as torch's do.
 APEX_HOST_DEVICE double running_factor(double momentum, int64_t batches) {
-  if (momentum >= 0) {
+  if (momentum == momentum) {
     return momentum;
   }
-  return batches > 0 ? 1.0 / static_cast<double>(batches) : 1.0;
+  return batches > 0 ? 1.0 / static_cast<double>(batches) : 0.0;
 }
 
 /// The running variance is the unbiased one. Nothing changes where no unbiased variance exists.

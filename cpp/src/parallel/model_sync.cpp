@@ -65,6 +65,8 @@ int64_t fingerprint(const std::string& text) {
   return static_cast<int64_t>(hash);
 }
 
+constexpr const char* kComparison = "comparison of the models";
+
 /// All-gathers one tensor of the same shape from each rank; result on the CPU, [world, ...].
 at::Tensor all_gather_host(const at::Tensor& mine, at::Device device, const GroupPtr& group) {
   std::vector<at::Tensor> inputs{mine.to(device)};
@@ -72,8 +74,8 @@ at::Tensor all_gather_host(const at::Tensor& mine, at::Device device, const Grou
   for (int rank = 0; rank < group->getSize(); ++rank) {
     outputs[0].push_back(at::empty_like(inputs[0]));
   }
-  wait_collective(call_collective("all-gather", *group, [&] { return group->allgather(outputs, inputs); }),
-                  "all-gather", *group);
+  wait_collective(call_collective(kComparison, *group, [&] { return group->allgather(outputs, inputs); }),
+                  kComparison, *group);
   return at::stack(outputs[0]).cpu();
 }
 
@@ -217,7 +219,8 @@ at::Tensor as_bytes(const at::Tensor& tensor) {
 
 constexpr int64_t kInPlaceBytes = int64_t{1} << 20;
 
-void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group, int64_t root) {
+void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group, int64_t root,
+                     const std::string& what) {
   std::vector<at::Tensor> pieces;
   for (const at::Tensor& tensor : chunk) pieces.push_back(as_bytes(tensor));
   // A single large tensor is received where it lies; others by way of a copy, so that those that have
@@ -228,8 +231,7 @@ void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group
   c10d::BroadcastOptions options;
   options.rootRank = root;
   options.rootTensor = 0;
-  wait_collective(call_collective("broadcast", *group, [&] { return group->broadcast(message, options); }),
-                  "broadcast", *group);
+  wait_collective(call_collective(what, *group, [&] { return group->broadcast(message, options); }), what, *group);
   if (group->getRank() == root) return;
   int64_t offset = 0;
   for (size_t i = 0; i < chunk.size(); ++i) {
@@ -253,7 +255,7 @@ void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group
 }  // namespace
 
 void broadcast_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr& group,
-                         int64_t root, int64_t chunk_bytes) {
+                         int64_t root, int64_t chunk_bytes, const std::string& what) {
   if (root < 0 || root >= group->getSize()) {
     throw InvalidArgument("broadcast_coalesced: root rank " + std::to_string(root) +
                           " is not in the group of " + std::to_string(group->getSize()));
@@ -271,19 +273,19 @@ void broadcast_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr&
     for (const at::Tensor& tensor : batch.tensors) {
       const int64_t size = static_cast<int64_t>(tensor.numel() * tensor.element_size());
       if (!chunk.empty() && bytes + size > chunk_bytes) {
-        broadcast_chunk(chunk, group, root);
+        broadcast_chunk(chunk, group, root, what);
         chunk.clear();
         bytes = 0;
       }
       chunk.push_back(tensor);
       bytes += size;
     }
-    if (!chunk.empty()) broadcast_chunk(chunk, group, root);
+    if (!chunk.empty()) broadcast_chunk(chunk, group, root, what);
   }
 }
 
 void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr& group,
-                          double scale) {
+                          double scale, const std::string& what) {
   at::NoGradGuard no_grad;
   std::vector<Batch> batches;
   for (const at::Tensor& tensor : distinct(tensors, "all_reduce_coalesced")) {
@@ -301,8 +303,7 @@ void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr
     for (const at::Tensor& tensor : batch.tensors) pieces.push_back(tensor.reshape(-1));
     at::Tensor flat = at::cat(pieces);
     std::vector<at::Tensor> message{at::isComplexType(batch.dtype) ? at::view_as_real(flat) : flat};
-    wait_collective(call_collective("all-reduce", *group, [&] { return group->allreduce(message); }),
-                    "all-reduce", *group);
+    wait_collective(call_collective(what, *group, [&] { return group->allreduce(message); }), what, *group);
     if (scale != 1.0) flat.mul_(scale);
     std::vector<at::Tensor> results;
     int64_t offset = 0;

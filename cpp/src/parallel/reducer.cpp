@@ -210,11 +210,12 @@ void ReducerState::synchronize_model() {
   for (const NamedTensor& parameter : named_) {
     if (parameter.tensor.requires_grad()) check_trainable(parameter, rank_);
   }
+  remember_processes(*parent_);
   separate_groups();
   if (!options_.init_sync) return;
   std::vector<at::Tensor> tensors;
   for (const NamedTensor& parameter : named_) tensors.push_back(parameter.tensor);
-  broadcast_coalesced(tensors, groups_.front());
+  broadcast_coalesced(tensors, groups_.front(), 0, kBroadcastBytes, "broadcast of parameters");
 }
 
 void ReducerState::separate_groups() {
@@ -233,7 +234,7 @@ void ReducerState::separate_groups() {
     } catch (...) {
       throw_communication_error("connecting a reducer's communicator", *parent_, std::current_exception());
     }
-    remember_processes(*parent_, *groups_[i]);
+    hear_too(*groups_[i], *parent_);
   }
 }
 

@@ -304,10 +304,14 @@ void ReducerState::join_producers(Entry& entry) {
 }
 
 std::string ReducerState::describe_bucket(size_t index) const {
-  const Entry& entry = entries_[index];
+  return describe_bucket(entries_, index, comm_hook_.get());
+}
+
+std::string ReducerState::describe_bucket(const std::vector<Entry>& entries, size_t index, const CommHook* hook) const {
+  const Entry& entry = entries[index];
   const auto& slots = entry.bucket.slots();
-  const bool hooked = comm_hook_ && entry.goes_through_hook();
-  std::string text = hooked ? "communication hook '" + comm_hook_->name() + "', for bucket " : "all-reduce of bucket ";
+  const bool hooked = hook != nullptr && entry.goes_through_hook();
+  std::string text = hooked ? "communication hook '" + hook->name() + "', for bucket " : "all-reduce of bucket ";
   text += std::to_string(index);
   const std::string backward = ", of backward number " + std::to_string(statistics_.backwards + 1);
   if (slots.empty()) return text + " (used-parameter mask)" + backward;

@@ -91,7 +91,9 @@ void ReducerState::send_absent(std::vector<Entry>& entries, const std::shared_pt
     c10d::AllreduceOptions options;
     options.reduceOp = entry.average_on_wire ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
     std::vector<at::Tensor> tensors{message};
-    entry.work = call_collective(kDetails, *group, [&] { return group->allreduce(tensors, options); });
+    // Named as by the ranks whose gradients travel in it: see Note [Ranks in different collectives].
+    entry.work = call_collective(describe_bucket(entries, b, hook.get()), *group,
+                                 [&] { return group->allreduce(tensors, options); });
     entry.absent = message;
   }
 }
@@ -160,7 +162,7 @@ void ReducerState::carry_left_plan() {
     for (size_t b = 0; b < carried_.size(); ++b) {
       // Of the plan's other messages nothing is wanted, but that they do not come in the way of the next.
       if (carried_[b].work) wait_collective(carried_[b].work, kDetails, *group_of(b));
-      if (carried_[b].future) carried_[b].future->wait();
+      if (carried_[b].future) wait_future(*carried_[b].future, kDetails, *group_of(b));
     }
   } catch (const CommunicationError&) {
     throw;

@@ -284,7 +284,10 @@ void ReducerState::finish(BackwardScope* scope) {
     if (!carried_.empty()) carry_left_plan();
     if (learning_) learn();
     while (next_launch_ < entries_.size()) {
-      if (waits_for_chain(next_launch_)) entries_[next_launch_ - 1].future->wait();
+      if (waits_for_chain(next_launch_)) {
+        const size_t before = next_launch_ - 1;
+        wait_future(*entries_[before].future, describe_bucket(before), *group_of(before));
+      }
       launch(next_launch_);
       ++statistics_.launched_at_end;
     }

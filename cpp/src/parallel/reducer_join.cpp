@@ -11,41 +11,41 @@ namespace apex::parallel::detail {
 //
 // A rank that has run out of data cannot know what the others do next: whether their next backward is
 // synchronized, whether another forward comes first, or whether they have ended, too. So while ranks
-// join, whoever has data announces each step in a small all-reduce, to which a rank without data
+// join, whoever has data announces each step in a small all-gather, to which a rank without data
 // contributes zeros, and from which it learns what to take part in. Everything happens in the order of
 // the announcements, so it is the same on every rank.
 
 JoinEvent ReducerState::exchange_event(bool active, JoinEvent::Kind kind, int64_t argument) {
-  // [active, kind, kind^2, argument, argument^2, active by rank...]: all active ranks announce the same
-  // exactly if the mean of squares is the square of the mean.
-  std::vector<int64_t> mine(5 + world_size_, 0);
-  if (active) {
-    mine[0] = 1;
-    mine[1] = kind;
-    mine[2] = kind * kind;
-    mine[3] = argument;
-    mine[4] = argument * argument;
-    mine[5 + rank_] = 1;
-  }
-  const at::Tensor sums =
-      agree(at::tensor(mine, at::kLong), c10d::ReduceOp::SUM, "announcement under join()");
-  const int64_t* sum = sums.const_data_ptr<int64_t>();
+  // Gathered, not summed: a rank that does not join is in the all-reduce of a bucket. Gloo would take a sum for it, and
+  // end the process because its size is another.
+  const std::string what = "announcement under join()";
+  const GroupPtr& group = groups_.front();
+  const at::Device device = control_device(group, parameters_.front().variable.device());
+  const at::Tensor mine = at::tensor({int64_t{active}, int64_t{kind}, argument}, at::kLong).to(device);
+  at::Tensor all = at::empty({3 * world_size_}, mine.options());
+  wait_collective(all_gather_flat(what, *group, all, mine), what, *group);
+  all = all.cpu();
+  const int64_t* said = all.const_data_ptr<int64_t>();
   JoinEvent event;
-  for (int rank = 0; rank < world_size_; ++rank) {
-    if (sum[5 + rank] != 0) event.active.push_back(rank);
+  bool same = true;
+  for (int rank = 0; rank < world_size_; ++rank, said += 3) {
+    if (said[0] == 0) continue;
+    if (event.active.empty()) {
+      event.kind = static_cast<JoinEvent::Kind>(said[1]);
+      event.argument = said[2];
+    }
+    same = same && said[1] == event.kind && said[2] == event.argument;
+    event.active.push_back(rank);
   }
-  const int64_t ranks = sum[0];
-  if (ranks == 0) return event;
-  if (sum[1] * sum[1] != sum[2] * ranks || sum[3] * sum[3] != sum[4] * ranks) {
+  if (event.active.empty()) return event;
+  if (!same) {
     throw RankMismatch(
         "rank " + std::to_string(rank_) +
         ": under join() the ranks that still have data do different things at the same time (forward, "
         "backward, synchronized or not, or batch norms of different sizes): every step has to run the "
         "same forwards and backwards on all of them");
   }
-  event.kind = static_cast<JoinEvent::Kind>(sum[1] / ranks);
-  event.argument = sum[3] / ranks;
-  active_ranks_ = ranks;
+  active_ranks_ = static_cast<int64_t>(event.active.size());
   return event;
 }
 

@@ -193,6 +193,7 @@ class ReducerState : public std::enable_shared_from_this<ReducerState> {
   const GroupPtr& group_of(size_t bucket) const { return groups_[bucket % groups_.size()]; }
   bool owns(const Parameter& parameter) const;
   std::string describe_bucket(size_t index) const;
+  std::string describe_bucket(const std::vector<Entry>& entries, size_t index, const CommHook* hook) const;
 
   const ReducerOptions options_;
   GroupPtr parent_;               ///< the group that was given; carries what is agreed on between backwards

@@ -138,10 +138,7 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor&
       a.process_group = options.process_group;
       a.running_mean = running_mean;
       a.running_var = running_var;
-      if (num_batches_tracked.defined() && num_batches_tracked.scalar_type() != at::kLong) {
-        // libtorch's Module::to(dtype) casts every buffer, counters too.
-        num_batches_tracked.set_data(num_batches_tracked.to(at::kLong));
-      }
+      // Of any type: libtorch's Module::to(dtype) casts counters, too.
       a.num_batches_tracked = num_batches_tracked;
     }
     return sync_batch_norm(input, a);

@@ -1,9 +1,9 @@
 // Autograd of torch.ops.apex.*: each operator is a node whose backward calls an operator again, so
 // that derivatives of any order, tracing and fake tensors work without special cases.
 
-#include <ATen/FuncTorchTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -205,20 +205,29 @@ class AllReduceSumFunction : public Function<AllReduceSumFunction> {
   }
 };
 
-/// Whether autograd has to know of a call with these arguments. Making a node costs as much as everything else
-/// that is done once per call; without one the call goes on below autograd. Transforms of torch.func and
-/// forward-mode gradients are left to the node, which refuses what it cannot do.
+/// Whether this call is part of a transform of torch.func or of a forward-mode derivative. A node
+/// has no rules for them and refuses.
 template <typename... Tensors>
-bool needs_node(const Tensors&... tensors) {
-  if (at::functorch::functorchTLSAccessor() != nullptr) {
+bool is_transformed(const Tensors&... tensors) {
+  // Included as long as a transform runs. (The headers that can be asked need one that torch does
+  // not ship.)
+  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode)) {
     return true;
   }
-  const bool grad_mode = at::GradMode::is_enabled();
-  const auto concerns = [&](const at::Tensor& tensor) {
-    return tensor.defined() &&
-           ((grad_mode && tensor.requires_grad()) || tensor._fw_grad(/*level=*/0).defined());
+  const auto has_tangent = [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
   };
-  return (concerns(or_undefined(tensors)) || ...);
+  return (has_tangent(or_undefined(tensors)) || ...);
+}
+
+/// Whether autograd has to know of a call with these arguments. Making a node costs as much as
+/// everything else that is done once per call; without one the call goes on below autograd.
+template <typename... Tensors>
+bool needs_node(const Tensors&... tensors) {
+  const auto concerns = [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.requires_grad();
+  };
+  return at::GradMode::is_enabled() && (concerns(or_undefined(tensors)) || ...);
 }
 
 /// A tensor that was saved for some backward and is overwritten here has to be noticed there.
@@ -235,6 +244,11 @@ ForwardResult forward_autograd(const at::Tensor& input, const OptionalTensor& z,
                                const OptionalTensor& num_batches_tracked,
                                std::optional<double> momentum, double eps, bool channel_last,
                                bool fuse_relu, c10::string_view group_name) {
+  if (is_transformed(input, z, weight, bias)) {
+    return forward_transformed(input, z, weight, bias, running_mean, running_var,
+                               num_batches_tracked, momentum, eps, channel_last, fuse_relu,
+                               group_name);
+  }
   ForwardResult result;
   if (needs_node(input, z, weight, bias)) {
     variable_list results = ForwardFunction::apply(
@@ -258,6 +272,11 @@ BackwardResult backward_autograd(const at::Tensor& grad_output, const at::Tensor
                                  const at::Tensor& invstd_or_var, const OptionalTensor& count,
                                  double eps, bool channel_last, bool fuse_relu, OutputMask needs,
                                  c10::string_view group_name) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_transformed(grad_output, input, output, weight, bias),
+                              "apex sync batch norm: this derivative is part of a transform of "
+                              "torch.func or of a forward-mode derivative, and the batch norm "
+                              "itself is not; call the module inside of the transform (or of "
+                              "dual_level), too.");
   if (!needs_node(grad_output, input, output, weight, bias)) {
     at::AutoDispatchBelowADInplaceOrView below;
     return call_backward(grad_output, input, output, weight, bias, mean, invstd_or_var, count,
@@ -273,6 +292,10 @@ at::Tensor inference_autograd(const at::Tensor& input, const OptionalTensor& z,
                               const OptionalTensor& weight, const OptionalTensor& bias,
                               const at::Tensor& running_mean, const at::Tensor& running_var,
                               double eps, bool channel_last, bool fuse_relu) {
+  if (is_transformed(input, z, weight, bias)) {
+    return inference_transformed(input, z, weight, bias, running_mean, running_var, eps,
+                                 channel_last, fuse_relu);
+  }
   if (!needs_node(input, z, weight, bias)) {
     at::AutoDispatchBelowADInplaceOrView below;
     return call_inference(input, z, weight, bias, running_mean, running_var, eps, channel_last,
@@ -280,6 +303,26 @@ at::Tensor inference_autograd(const at::Tensor& input, const OptionalTensor& z,
   }
   return InferenceFunction::apply(input, z, weight, bias, running_mean, running_var, eps,
                                   channel_last, fuse_relu);
+}
+
+/// Inference mode passes autograd by, but what is overwritten may have been saved outside of it.
+ForwardResult forward_in_inference_mode(const at::Tensor& input, const OptionalTensor& z,
+                                        const OptionalTensor& weight, const OptionalTensor& bias,
+                                        const OptionalTensor& running_mean,
+                                        const OptionalTensor& running_var,
+                                        const OptionalTensor& num_batches_tracked,
+                                        std::optional<double> momentum, double eps,
+                                        bool channel_last, bool fuse_relu,
+                                        c10::string_view group_name) {
+  ForwardResult result = [&] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return call_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked,
+                        momentum, eps, channel_last, fuse_relu, group_name);
+  }();
+  mark_changed(running_mean);
+  mark_changed(running_var);
+  mark_changed(num_batches_tracked);
+  return result;
 }
 
 at::Tensor all_reduce_sum_autograd(const at::Tensor& tensor, c10::string_view group_name) {
@@ -295,4 +338,8 @@ TORCH_LIBRARY_IMPL(apex, Autograd, m) {
   m.impl("sync_batch_norm_backward", &backward_autograd);
   m.impl("batch_norm_inference", &inference_autograd);
   m.impl("all_reduce_sum", &all_reduce_sum_autograd);
+}
+
+TORCH_LIBRARY_IMPL(apex, ADInplaceOrView, m) {
+  m.impl("sync_batch_norm", &apex::parallel::detail::forward_in_inference_mode);
 }

@@ -1,11 +1,9 @@
 #include "sync_batch_norm_common.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <sstream>
-
-#include "comm/collectives.h"
 
 namespace apex::parallel::detail {
 
@@ -87,13 +85,52 @@ void check_device(const OptionalTensor& tensor, const at::Tensor& input, const c
   }
 }
 
+bool is_element_type(at::ScalarType type) {
+  return type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16;
+}
+
+void check_input(const at::Tensor& input) {
+  TORCH_CHECK_VALUE(input.dim() >= 2, "expected at least 2D input (got ", input.dim(),
+                    "D input): apex sync batch norm takes [N, C, *], or [N, *, C] with "
+                    "channel_last=True.");
+  TORCH_CHECK_TYPE(is_element_type(input.scalar_type()), "apex sync batch norm: the input is ",
+                   input.scalar_type(), "; it takes float16, bfloat16, float32 and float64.");
+}
+
 void check_channels(const OptionalTensor& tensor, const c10::SymInt& channels, const char* name) {
   if (tensor.has_value() && tensor->defined()) {
     TORCH_CHECK_VALUE(tensor->dim() == 1 && tensor->sym_size(0) == channels,
                       "apex sync batch norm: ", name, " has shape ", tensor->sym_sizes(),
                       " but the input has ", channels,
                       " channels; pass one value per channel (and check channel_last).");
+    TORCH_CHECK_TYPE(is_element_type(tensor->scalar_type()), "apex sync batch norm: ", name, " is ",
+                     tensor->scalar_type(), "; it takes float16, bfloat16, float32 and float64.");
   }
+}
+
+/// Of what is updated in place: two channels in one place would both be written.
+void check_own_memory(const OptionalTensor& tensor, const char* name) {
+  if (tensor.has_value() && tensor->defined()) {
+    TORCH_CHECK_VALUE(
+        at::has_internal_overlap(*tensor) != at::MemOverlap::Yes, "apex sync batch norm: ", name,
+        " is expanded, so its channels share memory and cannot be updated; clone() it first.");
+  }
+}
+
+/// What has an element for each of the input's.
+void check_elements(const OptionalTensor& tensor, const at::Tensor& input, bool same_type,
+                    const char* name, const char* why) {
+  if (tensor.has_value() && tensor->defined()) {
+    TORCH_CHECK_VALUE(tensor->sym_sizes() == input.sym_sizes() &&
+                          (!same_type || tensor->dtype() == input.dtype()),
+                      "apex sync batch norm: ", name, " is ", tensor->dtype(), " ",
+                      tensor->sym_sizes(), " and the input ", input.dtype(), " ", input.sym_sizes(),
+                      "; ", why);
+  }
+}
+
+bool is_one_number(const at::Tensor& tensor) {
+  return tensor.sym_numel() == 1 && tensor.scalar_type() != at::kBool && !tensor.is_complex();
 }
 
 }  // namespace
@@ -102,9 +139,7 @@ void check_forward(const at::Tensor& input, const OptionalTensor& z, const Optio
                    const OptionalTensor& bias, const OptionalTensor& running_mean,
                    const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked,
                    bool channel_last) {
-  TORCH_CHECK_VALUE(input.dim() >= 2, "expected at least 2D input (got ", input.dim(),
-                    "D input): apex sync batch norm takes [N, C, *], or [N, *, C] with "
-                    "channel_last=True.");
+  check_input(input);
   check_device(z, input, "z");
   check_device(weight, input, "weight");
   check_device(bias, input, "bias");
@@ -112,20 +147,63 @@ void check_forward(const at::Tensor& input, const OptionalTensor& z, const Optio
   check_device(running_var, input, "running_var");
   check_device(num_batches_tracked, input, "num_batches_tracked");
   if (num_batches_tracked.has_value() && num_batches_tracked->defined()) {
-    TORCH_CHECK_VALUE(num_batches_tracked->sym_numel() == 1 && num_batches_tracked->scalar_type() == at::kLong,
-                      "apex sync batch norm: num_batches_tracked is ", num_batches_tracked->dtype(), " ",
-                      num_batches_tracked->sym_sizes(), "; it has to be one int64.");
+    TORCH_CHECK_VALUE(is_one_number(*num_batches_tracked),
+                      "apex sync batch norm: num_batches_tracked is ", num_batches_tracked->dtype(),
+                      " ", num_batches_tracked->sym_sizes(),
+                      "; it has to be one number, e.g. torch.tensor(0).");
   }
   const c10::SymInt channels = input.sym_size(channel_dim(input, channel_last));
   check_channels(weight, channels, "weight");
   check_channels(bias, channels, "bias");
   check_channels(running_mean, channels, "running_mean");
   check_channels(running_var, channels, "running_var");
-  if (z.has_value() && z->defined()) {
-    TORCH_CHECK_VALUE(z->sym_sizes() == input.sym_sizes() && z->dtype() == input.dtype(),
-                      "apex sync batch norm: z is ", z->dtype(), " ", z->sym_sizes(),
-                      " and the input ", input.dtype(), " ", input.sym_sizes(),
-                      "; z is added element by element and has to be of the same kind.");
+  check_elements(z, input, /*same_type=*/true, "z",
+                 "z is added element by element and has to be of the same kind.");
+}
+
+void check_updated(const OptionalTensor& running_mean, const OptionalTensor& running_var) {
+  check_own_memory(running_mean, "running_mean");
+  check_own_memory(running_var, "running_var");
+}
+
+void check_backward(const at::Tensor& grad_output, const at::Tensor& input,
+                    const OptionalTensor& output, const OptionalTensor& weight,
+                    const OptionalTensor& bias, const at::Tensor& mean,
+                    const at::Tensor& invstd_or_var, const OptionalTensor& count,
+                    bool channel_last) {
+  check_input(input);
+  check_device(grad_output, input, "grad_output");
+  check_device(output, input, "output");
+  check_device(weight, input, "weight");
+  check_device(bias, input, "bias");
+  check_device(mean, input, "mean");
+  check_device(invstd_or_var, input, "invstd_or_var");
+  check_device(count, input, "count");
+  TORCH_CHECK_TYPE(is_element_type(grad_output.scalar_type()),
+                   "apex sync batch norm: grad_output is ", grad_output.scalar_type(),
+                   "; it takes float16, bfloat16, float32 and float64.");
+  check_elements(grad_output, input, /*same_type=*/false, "grad_output",
+                 "pass a gradient for each element.");
+  check_elements(output, input, /*same_type=*/true, "output", "pass what the forward returned.");
+  const c10::SymInt channels = input.sym_size(channel_dim(input, channel_last));
+  check_channels(weight, channels, "weight");
+  check_channels(bias, channels, "bias");
+  check_channels(mean, channels, "mean");
+  check_channels(invstd_or_var, channels, "invstd_or_var");
+  if (count.has_value() && count->defined()) {
+    TORCH_CHECK_VALUE(count->sym_numel() == 1 && count->scalar_type() == at::kLong,
+                      "apex sync batch norm: count is ", count->dtype(), " ", count->sym_sizes(),
+                      "; pass the int64 that the forward returned.");
+  }
+}
+
+at::Tensor counter_as_int64(const OptionalTensor& counter) {
+  return counter.has_value() && counter->defined() ? counter->to(at::kLong) : at::Tensor();
+}
+
+void store_counter(const OptionalTensor& counter, const at::Tensor& counted) {
+  if (counted.defined() && !counted.is_same(*counter)) {
+    counter->copy_(counted.view(counter->sizes()), /*non_blocking=*/true);
   }
 }
 
@@ -147,17 +225,16 @@ kernels::ChannelParam channel_param(const OptionalTensor& tensor) {
   if (!tensor.has_value() || !tensor->defined()) {
     return {};
   }
-  TORCH_CHECK_VALUE(tensor->is_contiguous(),
-                    "apex sync batch norm: per-channel tensors have to be contiguous.");
+  const int64_t stride = tensor->stride(0);
   switch (tensor->scalar_type()) {
     case at::kFloat:
-      return {tensor->data_ptr(), ParamType::kFloat32};
+      return {tensor->data_ptr(), ParamType::kFloat32, stride};
     case at::kDouble:
-      return {tensor->data_ptr(), ParamType::kFloat64};
+      return {tensor->data_ptr(), ParamType::kFloat64, stride};
     case at::kHalf:
-      return {tensor->data_ptr(), ParamType::kFloat16};
+      return {tensor->data_ptr(), ParamType::kFloat16, stride};
     case at::kBFloat16:
-      return {tensor->data_ptr(), ParamType::kBFloat16};
+      return {tensor->data_ptr(), ParamType::kBFloat16, stride};
     default:
       TORCH_CHECK_TYPE(false, "apex sync batch norm: a per-channel tensor is ",
                        tensor->scalar_type(), "; it has to be of a floating type.");
@@ -167,59 +244,6 @@ kernels::ChannelParam channel_param(const OptionalTensor& tensor) {
 kernels::ChannelStatistics channel_statistics(const at::Tensor& mean, const at::Tensor& invstd_or_var,
                                               bool constant, double eps) {
   return {channel_param(mean), channel_param(invstd_or_var), constant, eps};
-}
-
-c10::intrusive_ptr<c10d::ProcessGroup> find_group(c10::string_view name) {
-  if (name.empty()) {
-    return {};
-  }
-  c10::intrusive_ptr<c10d::ProcessGroup> group;
-  try {
-    group = c10d::resolve_process_group(std::string(name));
-  } catch (const std::exception&) {
-    TORCH_CHECK(false, "apex sync batch norm: no process group is registered as '",
-                std::string(name),
-                "'; it was destroyed, or never made on this rank. Create it on every rank, and "
-                "pass its group_name.");
-  }
-  return group->getSize() > 1 ? group : c10::intrusive_ptr<c10d::ProcessGroup>();
-}
-
-std::string exchange_of(const char* direction, int64_t channels) {
-  return std::string("exchange in ") + direction + " of a SyncBatchNorm of " + std::to_string(channels) + " channels";
-}
-
-at::Tensor all_gather(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor local,
-                      const std::string& what) {
-  at::Tensor gathered = at::empty({group->getSize() * local.numel()}, local.options());
-  c10d::AllgatherOptions options;
-  options.asyncOp = false;  // NCCL: on the current stream, without an event in between
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // its new name is not in torch 2.11
-  const auto work = call_collective(what, *group, [&] { return group->_allgather_base(gathered, local, options); });
-#pragma GCC diagnostic pop
-  if (work) {
-    wait_collective(work, what, *group);
-  }
-  return gathered;
-}
-
-void all_reduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor& tensor, const std::string& what) {
-  std::vector<at::Tensor> tensors{tensor};
-  c10d::AllreduceOptions options;
-  options.asyncOp = false;
-  const auto work = call_collective(what, *group, [&] { return group->allreduce(tensors, options); });
-  if (work) {
-    wait_collective(work, what, *group);
-  }
-}
-
-at::Tensor all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name) {
-  at::Tensor sum = tensor.clone(at::MemoryFormat::Contiguous);
-  if (const auto group = find_group(group_name)) {
-    all_reduce(group, sum, "all-reduce in SyncBatchNorm's second derivative");
-  }
-  return sum;
 }
 
 }  // namespace apex::parallel::detail

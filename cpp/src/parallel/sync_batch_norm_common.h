@@ -2,13 +2,13 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/string_view.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <array>
 #include <optional>
 #include <string>
 #include <tuple>
 
+#include "batch_norm/exchange.h"
 #include "kernels/batch_norm_cpu.h"
 #include "kernels/channel_param.h"
 
@@ -53,6 +53,22 @@ void check_forward(const at::Tensor& input, const OptionalTensor& z, const Optio
                    const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked,
                    bool channel_last);
 
+/// The same for the running statistics of a training batch, which are written.
+void check_updated(const OptionalTensor& running_mean, const OptionalTensor& running_var);
+
+/// The same for the backward operator: kernels trust what passes.
+void check_backward(const at::Tensor& grad_output, const at::Tensor& input,
+                    const OptionalTensor& output, const OptionalTensor& weight,
+                    const OptionalTensor& bias, const at::Tensor& mean,
+                    const at::Tensor& invstd_or_var, const OptionalTensor& count,
+                    bool channel_last);
+
+/// The counter of batches as an int64, which is what kernels count in: a copy where it is of
+/// another type. Undefined without one.
+at::Tensor counter_as_int64(const OptionalTensor& counter);
+/// Writes back what was counted in a copy.
+void store_counter(const OptionalTensor& counter, const at::Tensor& counted);
+
 /// Raises torch's own error for a training batch that has one value per channel.
 void check_more_than_one_value(const at::Tensor& input, int64_t values_over_all_ranks);
 
@@ -61,23 +77,6 @@ kernels::ChannelParam channel_param(const OptionalTensor& tensor);
 /// Of the arguments of the backward operator.
 kernels::ChannelStatistics channel_statistics(const at::Tensor& mean, const at::Tensor& invstd_or_var,
                                               bool constant, double eps);
-
-/// The group of that name, or null for "" and for a group of one rank. Throws a RuntimeError that
-/// says what to do for a name nobody registered.
-c10::intrusive_ptr<c10d::ProcessGroup> find_group(c10::string_view name);
-
-/// Every rank's `local`, one after the other. Blocks the stream (CUDA) or the host (CPU).
-at::Tensor all_gather(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor local,
-                      const std::string& what);
-
-/// Sums `tensor` over the ranks in place. Blocks the stream (CUDA) or the host (CPU).
-void all_reduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor& tensor, const std::string& what);
-
-/// Names an exchange in errors: "forward" or "backward".
-std::string exchange_of(const char* direction, int64_t channels);
-
-/// The operator of that name, on every device: a contiguous sum of `tensor` over the ranks.
-at::Tensor all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name);
 
 using ForwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using BackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <typeinfo>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -198,9 +199,22 @@ torch::nn::Sequential rebuild(const torch::nn::Sequential& model, const Replacem
   return result;
 }
 
+/// Throws for a class of the user's on top of `Known`, which would be lost.
+template <typename... Known>
+void refuse_derived(const torch::nn::Module& module, const std::string& path) {
+  const std::type_info& type = typeid(module);
+  if (!((type == typeid(Known)) || ...)) {
+    refuse(path, "it is of a class derived from a batch norm, whose own behaviour would be lost",
+           "replace it by hand, or by a torch::nn::BatchNorm.");
+  }
+}
+
 Replacement to_sync_batch_norm(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                bool channel_last) {
-  const auto make = [group, channel_last](const torch::nn::Module& module, const std::string&) {
+  const auto make = [group, channel_last](const torch::nn::Module& module,
+                                          const std::string& path) {
+    refuse_derived<torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl,
+                   torch::nn::BatchNorm3dImpl>(module, path);
     if (const auto* one = module.as<torch::nn::BatchNorm1dImpl>()) {
       return AnyModule(to_sync(*one, 1, group, channel_last));
     }
@@ -216,6 +230,7 @@ Replacement to_sync_batch_norm(const c10::intrusive_ptr<c10d::ProcessGroup>& gro
 
 Replacement to_batch_norm() {
   const auto make = [](const torch::nn::Module& module, const std::string& path) {
+    refuse_derived<SyncBatchNormImpl>(module, path);
     const auto& sync = *module.as<SyncBatchNormImpl>();
     if (sync.options.fuse_relu) {
       refuse(path, "it fuses a ReLU, which BatchNorm cannot",

@@ -45,27 +45,6 @@ bool outgrows_cache(const at::Tensor& like, int arrays) {
   return like.nbytes() * static_cast<size_t>(arrays) > kernels::last_cache_bytes() / 2;
 }
 
-/// Sums a vector over the ranks, in place; on every rank in the same order. Gloo's ring takes half as many
-/// rounds to gather as to all-reduce, and rounds are all that few values cost.
-void sum_over_ranks(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor& sums, const std::string& what) {
-  constexpr size_t kMaxGatheredBytes = size_t{1} << 20;
-  const int64_t ranks = group->getSize();
-  if (sums.nbytes() * static_cast<size_t>(ranks) > kMaxGatheredBytes) {
-    all_reduce(group, sums, what);
-    return;
-  }
-  const int64_t length = sums.numel();
-  const at::Tensor gathered = all_gather(group, sums, what);
-  const double* from = gathered.const_data_ptr<double>();
-  double* to = sums.mutable_data_ptr<double>();
-  std::copy_n(from, length, to);
-  for (int64_t rank = 1; rank < ranks; ++rank) {
-    for (int64_t i = 0; i < length; ++i) {
-      to[i] += from[rank * length + i];
-    }
-  }
-}
-
 template <typename T>
 const T* data_or_null(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined() ? tensor->const_data_ptr<T>() : nullptr;
@@ -204,14 +183,18 @@ ForwardResult forward_cpu(const at::Tensor& input, const OptionalTensor& z,
                           const OptionalTensor& num_batches_tracked,
                           std::optional<double> momentum, double eps, bool channel_last,
                           bool fuse_relu, c10::string_view group_name) {
-  check_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked, channel_last);
+  const Peers peers = find_peers(group_name);
+  {
+    const BeforeExchange checking(peers, Direction::kForward);
+    check_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked, channel_last);
+    check_updated(running_mean, running_var);
+  }
   const MemoryLayout layout = layout_of(input, channel_last);
   const at::Tensor x = to_layout(input, layout);
   const OptionalTensor added = optional_to_layout(z, layout);
   const Sizes sizes = sizes_of(x, layout);
   const int64_t channels = sizes.planes.channels;
-  const auto group = find_group(group_name);
-  if (!group) {
+  if (!peers) {
     check_more_than_one_value(input, sizes.values_per_channel());
   }
 
@@ -227,11 +210,11 @@ ForwardResult forward_cpu(const at::Tensor& input, const OptionalTensor& z,
   const ChannelParam r_mean = channel_param(running_mean);
   const ChannelParam r_var = channel_param(running_var);
   int64_t batches = 0;
-  const bool counts_batches = num_batches_tracked.has_value() && num_batches_tracked->defined();
-  if (counts_batches) {
-    batches = *num_batches_tracked->const_data_ptr<int64_t>() + 1;
+  const at::Tensor counter = counter_as_int64(num_batches_tracked);
+  if (counter.defined()) {
+    batches = *counter.const_data_ptr<int64_t>() + 1;
   }
-  const double factor = kernels::running_factor(momentum.value_or(-1.0), batches);
+  const double factor = kernels::running_factor(momentum.value_or(kernels::kNoMomentum), batches);
   const auto finish_channel = [&](int64_t c, const Welford<double>& all) {
     means[c] = all.mean;
     invstds[c] = kernels::inverse_deviation(all, eps);
@@ -247,7 +230,7 @@ ForwardResult forward_cpu(const at::Tensor& input, const OptionalTensor& z,
     T* to = output.mutable_data_ptr<T>();
     const double local_count = static_cast<double>(sizes.values_per_channel());
     const bool stream = outgrows_cache(x, added.has_value() ? 3 : 2);
-    if (!group && !sizes.rows) {
+    if (!peers && !sizes.rows) {
       // Nobody to wait for: a channel is normalized while it is still in the cache.
       const CpuKernels<T>& k = kernels::cpu_kernels<T>();
       at::parallel_for(0, channels, grain(sizes.values_per_channel()), [&](int64_t b, int64_t e) {
@@ -264,8 +247,8 @@ ForwardResult forward_cpu(const at::Tensor& input, const OptionalTensor& z,
     double* local = record.mutable_data_ptr<double>();
     local_statistics(from, sizes, local, local + channels);
     local[2 * channels] = local_count;
-    const at::Tensor gathered = group ? all_gather(group, record, exchange_of("forward", channels)) : record;
-    const int64_t ranks = group ? group->getSize() : 1;
+    const at::Tensor gathered = peers ? all_gather(peers, record, Direction::kForward, channels) : record;
+    const int64_t ranks = peers ? peers.group->getSize() : 1;
     const double* records = gathered.const_data_ptr<double>();
     double total = 0;
     for (int64_t rank = 0; rank < ranks; ++rank) {
@@ -278,8 +261,9 @@ ForwardResult forward_cpu(const at::Tensor& input, const OptionalTensor& z,
     *count.mutable_data_ptr<int64_t>() = static_cast<int64_t>(total);
     normalize(from, plus, to, sizes, means, invstds, affine, fuse_relu, stream);
   });
-  if (counts_batches) {
-    *num_batches_tracked->mutable_data_ptr<int64_t>() = batches;
+  if (counter.defined()) {
+    *counter.mutable_data_ptr<int64_t>() = batches;
+    store_counter(num_batches_tracked, counter);
   }
   return {output, mean, invstd, count};
 }
@@ -347,6 +331,8 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
                             const at::Tensor& invstd_or_var, const OptionalTensor& count,
                             double eps, bool channel_last, bool fuse_relu,
                             OutputMask needs, c10::string_view group_name) {
+  check_backward(grad_output, input, output, weight, bias, mean, invstd_or_var, count,
+                 channel_last);
   const MemoryLayout layout = layout_of(input, channel_last);
   const at::Tensor x = to_layout(input, layout);
   const at::Tensor dy = to_layout(grad_output.to(input.scalar_type()), layout);
@@ -357,7 +343,7 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
   const ReluMask mask = !fuse_relu             ? ReluMask::kNone
                         : out.has_value()      ? ReluMask::kOutput
                                                : ReluMask::kRecompute;
-  const auto group = training && needs[0] ? find_group(group_name) : nullptr;
+  const Peers peers = training && needs[0] ? find_peers(group_name) : Peers();
   const Affine affine{channel_param(weight), channel_param(bias)};
 
   const auto none = [&] { return at::empty({0}, input.options()); };
@@ -419,7 +405,7 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
                                                  sum_dy, sum_dy_xmu, total);
     };
 
-    if (!group && !sizes.rows) {  // one channel after the other, while it is in the cache
+    if (!peers && !sizes.rows) {  // one channel after the other, while it is in the cache
       at::parallel_for(0, channels, grain(sizes.values_per_channel()), [&](int64_t b, int64_t e) {
         for (int64_t c = b; c < e; ++c) {
           kernels::ReduceResult sums{0, 0};
@@ -447,8 +433,8 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
         store_parameters(c, sum_dy[c], sum_dy_xmu[c]);
       }
     }
-    if (group) {
-      sum_over_ranks(group, sums, exchange_of("backward", channels));
+    if (peers) {
+      all_reduce(peers, sums, Direction::kBackward, channels);
     }
     if (!writes_elements) {
       return;

@@ -126,15 +126,19 @@ ForwardResult forward_cuda(const at::Tensor& input, const OptionalTensor& z,
                            const OptionalTensor& num_batches_tracked,
                            std::optional<double> momentum, double eps, bool channel_last,
                            bool fuse_relu, c10::string_view group_name) {
-  check_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked, channel_last);
+  const Peers peers = find_peers(group_name);
+  {
+    const BeforeExchange checking(peers, Direction::kForward);
+    check_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked, channel_last);
+    check_updated(running_mean, running_var);
+  }
   const c10::cuda::CUDAGuard guard(input.device());
   const MemoryLayout layout = layout_of(input, channel_last);
   const at::Tensor x = to_layout(input, layout);
   const OptionalTensor added = optional_to_layout(z, layout);
   const Sizes sizes = sizes_of(x, layout);
   const int64_t channels = sizes.planes.channels;
-  const auto group = find_group(group_name);
-  if (!group) {
+  if (!peers) {
     check_more_than_one_value(input, sizes.values_per_channel());
   }
   const auto float64 = input.options().dtype(at::kDouble);
@@ -147,15 +151,14 @@ ForwardResult forward_cuda(const at::Tensor& input, const OptionalTensor& z,
   }
 
   at::Tensor record = at::empty({kernels::statistics_length(channels)}, float64);
-  int64_t* batches = is_present(num_batches_tracked)
-                         ? num_batches_tracked->mutable_data_ptr<int64_t>()
-                         : nullptr;
+  const at::Tensor counter = counter_as_int64(num_batches_tracked);
+  int64_t* batches = counter.defined() ? counter.mutable_data_ptr<int64_t>() : nullptr;
   const bool aligned =
       is_aligned({x.const_data_ptr(), pointer(added), output.const_data_ptr()});
   const Prepared prepared = prepare(x, sizes, aligned, true);
   check_launch(kernels::launch_statistics(prepared.call, x.const_data_ptr(),
                                           record.mutable_data_ptr<double>(), batches));
-  const at::Tensor records = group ? all_gather(group, record, exchange_of("forward", channels)) : record;
+  const at::Tensor records = peers ? all_gather(peers, record, Direction::kForward, channels) : record;
 
   kernels::NormalizeArguments a{};
   a.x = x.const_data_ptr();
@@ -166,8 +169,8 @@ ForwardResult forward_cuda(const at::Tensor& input, const OptionalTensor& z,
   a.relu = fuse_relu;
   a.eps = eps;
   a.records = records.const_data_ptr<double>();
-  a.ranks = group ? group->getSize() : 1;
-  a.momentum = momentum.value_or(-1.0);
+  a.ranks = peers ? peers.group->getSize() : 1;
+  a.momentum = momentum.value_or(kernels::kNoMomentum);
   a.num_batches = batches;
   a.running_mean = channel_param(running_mean);
   a.running_var = channel_param(running_var);
@@ -175,6 +178,7 @@ ForwardResult forward_cuda(const at::Tensor& input, const OptionalTensor& z,
   a.invstd = invstd.mutable_data_ptr<double>();
   a.count = count.mutable_data_ptr<int64_t>();
   check_launch(kernels::launch_normalize(prepared.call, a));
+  store_counter(num_batches_tracked, counter);
   return {output, mean, invstd, count};
 }
 
@@ -213,6 +217,8 @@ BackwardResult backward_cuda(const at::Tensor& grad_output, const at::Tensor& in
                              const at::Tensor& invstd_or_var, const OptionalTensor& count,
                              double eps, bool channel_last, bool fuse_relu, OutputMask needs,
                              c10::string_view group_name) {
+  check_backward(grad_output, input, output, weight, bias, mean, invstd_or_var, count,
+                 channel_last);
   const c10::cuda::CUDAGuard guard(input.device());
   const MemoryLayout layout = layout_of(input, channel_last);
   const at::Tensor x = to_layout(input, layout);
@@ -221,7 +227,7 @@ BackwardResult backward_cuda(const at::Tensor& grad_output, const at::Tensor& in
   const Sizes sizes = sizes_of(x, layout);
   const int64_t channels = sizes.planes.channels;
   const bool training = is_present(count);
-  const auto group = training && needs[0] ? find_group(group_name) : nullptr;
+  const Peers peers = training && needs[0] ? find_peers(group_name) : Peers();
 
   const auto none = [&] { return at::empty({0}, input.options()); };
   const auto parameter = [&](bool needed, const OptionalTensor& p) {
@@ -263,8 +269,8 @@ BackwardResult backward_cuda(const at::Tensor& grad_output, const at::Tensor& in
   if (reduces) {
     check_launch(kernels::launch_reduce(prepared.call, a));
   }
-  if (group) {
-    all_reduce(group, sums, exchange_of("backward", channels));
+  if (peers) {
+    all_reduce(peers, sums, Direction::kBackward, channels);
   }
   if (a.dx != nullptr || a.dz != nullptr) {
     check_launch(kernels::launch_gradient(prepared.call, a));

@@ -46,6 +46,7 @@ ForwardResult forward_fake(const at::Tensor& input, const OptionalTensor& z,
                            const OptionalTensor& num_batches_tracked, std::optional<double>, double,
                            bool channel_last, bool, c10::string_view) {
   check_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked, channel_last);
+  check_updated(running_mean, running_var);
   const c10::SymInt channels = input.sym_size(channel_dim(input, channel_last));
   const auto float64 = input.options().dtype(at::kDouble);
   return {empty_in_layout(input, layout_of(input, channel_last)),
@@ -62,10 +63,13 @@ at::Tensor inference_fake(const at::Tensor& input, const OptionalTensor& z,
 }
 
 BackwardResult backward_fake(const at::Tensor& grad_output, const at::Tensor& input,
-                             const OptionalTensor&, const OptionalTensor& weight,
-                             const OptionalTensor& bias, const at::Tensor&, const at::Tensor&,
-                             const OptionalTensor&, double, bool channel_last, bool fuse_relu,
-                             OutputMask needs, c10::string_view) {
+                             const OptionalTensor& output, const OptionalTensor& weight,
+                             const OptionalTensor& bias, const at::Tensor& mean,
+                             const at::Tensor& invstd_or_var, const OptionalTensor& count, double,
+                             bool channel_last, bool fuse_relu, OutputMask needs,
+                             c10::string_view) {
+  check_backward(grad_output, input, output, weight, bias, mean, invstd_or_var, count,
+                 channel_last);
   const MemoryLayout layout = layout_of(input, channel_last);
   const c10::SymInt channels = input.sym_size(channel_dim(input, channel_last));
   const auto none = [&] { return at::empty({0}, input.options()); };

@@ -28,6 +28,21 @@ at::Tensor call_inference(const at::Tensor& input, const OptionalTensor& z,
 
 at::Tensor call_all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name);
 
+/// The same results by torch's own operators, for transforms of torch.func and forward-mode
+/// derivatives. Throws a NotImplementedError where there are other ranks.
+ForwardResult forward_transformed(const at::Tensor& input, const OptionalTensor& z,
+                                  const OptionalTensor& weight, const OptionalTensor& bias,
+                                  const OptionalTensor& running_mean,
+                                  const OptionalTensor& running_var,
+                                  const OptionalTensor& num_batches_tracked,
+                                  std::optional<double> momentum, double eps, bool channel_last,
+                                  bool fuse_relu, c10::string_view group_name);
+
+at::Tensor inference_transformed(const at::Tensor& input, const OptionalTensor& z,
+                                 const OptionalTensor& weight, const OptionalTensor& bias,
+                                 const at::Tensor& running_mean, const at::Tensor& running_var,
+                                 double eps, bool channel_last, bool fuse_relu);
+
 /// Everything the second derivative needs, as the backward operator was called.
 struct BackwardCall {
   at::Tensor grad_output;

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -8,6 +9,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -229,6 +231,32 @@ TEST_F(SyncBatchNormFake, NothingOptional_IsPlainNormalization) {
   expect_close(got.gradients[0], want.gradients[0], 1e-6, "dx");
 }
 
+TEST_F(SyncBatchNormFake, StridedParametersAndOtherCounters_EqualTheCpus) {
+  Layer host = make(at::kFloat, {5, 4, 9}, 4, false);
+  for (at::Tensor* tensor : {&host.weight, &host.bias, &host.running_mean, &host.running_var}) {
+    *tensor = at::stack({*tensor, *tensor}, 1);
+  }
+  host.num_batches = at::full({}, 6, at::kInt);
+  Layer device = move(host);
+  for (Layer* layer : {&host, &device}) {
+    for (at::Tensor* tensor : {&layer->weight, &layer->bias, &layer->running_mean, &layer->running_var}) {
+      *tensor = tensor->select(1, 0);
+      ASSERT_EQ(tensor->stride(0), 2);
+    }
+  }
+  SyncBatchNormArguments on_device = device.arguments(), on_host = host.arguments();
+  on_device.momentum = on_host.momentum = std::nullopt;
+  const Results got = run(device, on_device), want = run(host, on_host);
+  expect_close(got.y, want.y, 1e-6, "y");
+  for (size_t i = 0; i < want.gradients.size(); ++i) {
+    expect_close(got.gradients[i], want.gradients[i], 4e-6, "gradient " + std::to_string(i));
+  }
+  expect_close(device.running_mean, host.running_mean, 1e-6, "running_mean");
+  expect_close(device.running_var, host.running_var, 1e-6, "running_var");
+  EXPECT_EQ(fake::peek(device.num_batches).item<int>(), 7);
+  EXPECT_EQ(host.num_batches.item<int>(), 7);
+}
+
 TEST_F(SyncBatchNormFake, OnlySomeGradients_AreRight) {
   for (const bool of_weight : {true, false}) {
     const Layer host = make(at::kFloat, {5, 4, 9}, 4, true);
@@ -279,6 +307,32 @@ TEST_F(SyncBatchNormFake, OneValueInAll_RaisesWithoutAGroup) {
   Layer layer;
   layer.x = on_device(at::ones({1, 3}));
   EXPECT_THROW(parallel::sync_batch_norm(layer.x, {}), c10::ValueError);
+}
+
+TEST_F(SyncBatchNormFake, BackwardOperator_TensorsThatDoNotFit_AreRefusedBeforeALaunch) {
+  using Tensor = at::Tensor;
+  using Optional = std::optional<at::Tensor>;
+  using Signature = std::tuple<Tensor, Tensor, Tensor, Tensor>(
+      const Tensor&, const Tensor&, const Optional&, const Optional&, const Optional&, const Tensor&, const Tensor&,
+      const Optional&, double, bool, bool, std::array<bool, 4>, c10::string_view);
+  const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("apex::sync_batch_norm_backward", "").typed<Signature>();
+  const Tensor x = on_device(at::randn({4, 3, 5}));
+  const Tensor channels = on_device(at::ones({3}, at::kDouble)), count = on_device(at::full({1}, 20));
+  const auto call = [&](const Tensor& dy, const Optional& y, const Tensor& weight, const Tensor& mean,
+                        const Optional& n) {
+    op.call(dy, x, y, weight, std::nullopt, mean, channels, n, 1e-5, false, true, {true, true, true, true}, "");
+  };
+  call(x, x, channels, channels, count);
+  const int64_t launches = cuda::launches();
+  const Tensor few = on_device(at::ones({2}, at::kDouble)), part = on_device(at::randn({4, 3, 4}));
+  EXPECT_THROW(call(part, x, channels, channels, count), c10::ValueError);
+  EXPECT_THROW(call(x, part, channels, channels, count), c10::ValueError);
+  EXPECT_THROW(call(x, x, few, channels, count), c10::ValueError);
+  EXPECT_THROW(call(x, x, channels, few, count), c10::ValueError);
+  EXPECT_THROW(call(x, x, channels, channels, on_device(at::empty({0}, at::kLong))), c10::ValueError);
+  EXPECT_THROW(call(x, x, channels, at::ones({3}), count), c10::ValueError);  // of the CPU
+  EXPECT_EQ(cuda::launches(), launches);
 }
 
 TEST_F(SyncBatchNormFake, SecondDerivative_EqualsTheCpus) {

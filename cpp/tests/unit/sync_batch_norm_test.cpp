@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <support/thread_backend.h>
 #include <torch/nn/functional/batchnorm.h>
+#include <torch/nn/init.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/moduledict.h>
@@ -87,6 +88,27 @@ TEST(SyncBatchNorm, Forward_AddAndRelu_AreFused) {
   EXPECT_TRUE(torch::allclose(module(x, z), want, 1e-5, 1e-6));
 }
 
+TEST(SyncBatchNorm, CounterAndStatisticsOfOtherTypesAndStrides_AreUpdatedAsTorchDoes) {
+  for (const auto type : {torch::kFloat, torch::kInt, torch::kByte, torch::kLong}) {
+    SyncBatchNormOptions options(3);
+    options.momentum = std::nullopt;
+    torch::nn::BatchNorm1d theirs(torch::nn::BatchNorm1dOptions(3).momentum(std::nullopt));
+    const auto strided = [](double value) { return torch::full({6}, value).slice(0, 0, 6, 2); };
+    SyncBatchNorm ours(options, strided(1.5), strided(0.5), strided(0), strided(1), torch::zeros({}, type));
+    torch::nn::init::constant_(theirs->weight, 1.5);
+    torch::nn::init::constant_(theirs->bias, 0.5);
+    theirs->num_batches_tracked.set_data(torch::zeros({}, type));
+    for (int step = 0; step < 3; ++step) {
+      const auto x = torch::randn({4, 3, 5});
+      EXPECT_TRUE(torch::allclose(ours(x), theirs(x), 1e-5, 1e-6));
+    }
+    EXPECT_TRUE(torch::allclose(ours->running_mean, theirs->running_mean, 1e-5, 1e-6));
+    EXPECT_TRUE(torch::allclose(ours->running_var, theirs->running_var, 1e-5, 1e-6));
+    EXPECT_EQ(ours->num_batches_tracked.scalar_type(), type);
+    EXPECT_EQ(ours->num_batches_tracked.item<int64_t>(), 3);
+  }
+}
+
 TEST(SyncBatchNorm, Clone_SharesGroupAndCopiesTensors) {
   SyncBatchNormOptions options(2);
   options.momentum = std::nullopt;
@@ -156,6 +178,23 @@ TEST(SyncBatchNormConvert, TypedMember_IsRefusedByNameAndNothingChanges) {
   for (const auto& message : {refusal([&] { convert_sync_batch_norm(model); }),
                               refusal([&] { convert_sync_batch_norm(*model); })}) {
     EXPECT_NE(message.find("'block.bn'"), std::string::npos) << message;
+  }
+  EXPECT_NE(model->ptr(0)->as<torch::nn::BatchNorm2dImpl>(), nullptr);
+}
+
+struct ScaledBatchNormImpl : torch::nn::BatchNorm2dImpl {
+  using torch::nn::BatchNorm2dImpl::BatchNorm2dImpl;
+  at::Tensor forward(const at::Tensor& x) { return 2 * torch::nn::BatchNorm2dImpl::forward(x); }
+};
+TORCH_MODULE(ScaledBatchNorm);
+
+TEST(SyncBatchNormConvert, DerivedClass_IsRefusedByNameAndNothingChanges) {
+  torch::nn::Sequential model;
+  model->push_back("bn", torch::nn::BatchNorm2d(4));
+  model->push_back("scaled", ScaledBatchNorm(4));
+  for (const auto& message : {refusal([&] { convert_sync_batch_norm(model); }),
+                              refusal([&] { convert_sync_batch_norm(*model); })}) {
+    EXPECT_NE(message.find("'scaled': it is of a class derived"), std::string::npos) << message;
   }
   EXPECT_NE(model->ptr(0)->as<torch::nn::BatchNorm2dImpl>(), nullptr);
 }

@@ -127,7 +127,12 @@ TEST(BatchNormMath, RunningStatistics_Factor_UsesUnbiasedVariance) {
   EXPECT_DOUBLE_EQ(update_running_mean(1.0, all, 0.25), 1.25);
   EXPECT_DOUBLE_EQ(update_running_var(1.0, all, 0.25), 0.75 + 0.25 * 4.0);
   EXPECT_DOUBLE_EQ(running_factor(0.1, 7), 0.1);
-  EXPECT_DOUBLE_EQ(running_factor(-1.0, 4), 0.25);
+  EXPECT_DOUBLE_EQ(running_factor(-0.5, 7), -0.5);
+}
+
+TEST(BatchNormMath, RunningFactor_NoMomentum_AveragesOverCountedBatches) {
+  EXPECT_DOUBLE_EQ(running_factor(kNoMomentum, 4), 0.25);
+  EXPECT_EQ(running_factor(kNoMomentum, 0), 0.0);  // nobody counts: nothing changes
 }
 
 TEST(BatchNormMath, RunningStatistics_OneValue_ChangeNothing) {

@@ -156,7 +156,8 @@ class Join:
         if root < 0:
             return
         tensors = [*ddp.module.parameters(), *ddp.module.buffers()]
-        _core.broadcast_coalesced([t.detach() for t in tensors], group.group_name, root)
+        what = "broadcast of parameters and buffers at the end of join()"
+        _core.broadcast_coalesced([t.detach() for t in tensors], group.group_name, root, what)
         if scalers:
             states = [[scaler.state_dict() for scaler in scalers]]
             device = collective_device(group)

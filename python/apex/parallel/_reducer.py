@@ -42,7 +42,7 @@ class Reducer:
             names, parameters = [n for n, _ in named], [p for _, p in named]
             group = self.process_group.group_name
             _core.verify_same_model(names, parameters, [], group)
-            _core.broadcast_coalesced(parameters, group)
+            _core.broadcast_coalesced(parameters, group, 0, "broadcast of a Reducer's parameters")
             _in_backward.refuse(self.module, self.process_group)
         else:
             self.module = None
@@ -60,7 +60,8 @@ class Reducer:
         else:
             tensors = self.grads
         world = dist.get_world_size(self.process_group)
-        _core.all_reduce_coalesced(tensors, self.process_group.group_name, 1.0 / world)
+        name = self.process_group.group_name
+        _core.all_reduce_coalesced(tensors, name, 1.0 / world, "all-reduce in Reducer.reduce()")
 
 
 def _flatten(values: Any) -> Iterator[torch.Tensor]:

@@ -19,6 +19,7 @@ from apex.parallel._ddp_plan import BucketPlan
 from apex.parallel._mixed_precision import Casts, MixedPrecision
 from apex.parallel._reducer import Reducer, flat_dist_call
 from apex.parallel._tree import find_tensors
+from apex.parallel.sync_batchnorm import name_layers
 
 __all__ = ["DistributedDataParallel", "ReducedBucket", "Reducer", "flat_dist_call"]
 
@@ -209,6 +210,7 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
                 stacklevel=2,
             )
         self._connect(process_group, allreduce_communicators, init_sync)
+        name_layers(module, self.process_group)
         if self._mixed_precision is not None and self._mixed_precision.wire is not None:
             self._set_comm_hook(self._mixed_precision.wire)
         self._refuse_steps_in_backward()

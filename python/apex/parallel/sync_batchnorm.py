@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -29,7 +31,7 @@ class SyncBatchNorm(_BatchNorm):
         num_features: number of channels ``C``.
         eps: added to the variance.
         momentum: weight of the newest batch in the running statistics; None for their plain
-            average over all batches seen.
+            average over all batches that ``num_batches_tracked`` counts.
         affine: learn ``weight`` and ``bias`` of shape ``[C]``.
         track_running_stats: keep running statistics and use them in evaluation. Without them,
             evaluation uses the statistics of its own batch on its own rank.
@@ -41,18 +43,26 @@ class SyncBatchNorm(_BatchNorm):
     Shapes: input ``[N, C]`` or ``[N, C, *]`` with any number of further dimensions, or
     ``[N, *, C]`` with ``channel_last``; the output has the input's shape, dtype and memory format
     (``torch.channels_last`` is neither copied nor lost). Input float16, bfloat16, float32 or
-    float64; parameters and running statistics of any floating dtype (float32 with 16-bit input is
-    usual). Statistics are merged in float64; elements are computed in float32, or in float64 for
-    float64 input.
+    float64; parameters and running statistics of any of these dtypes (float32 with 16-bit input is
+    usual) and any strides. Statistics are merged in float64; elements are computed in float32, or
+    in float64 for float64 input.
 
     Gradients of ``weight`` and ``bias`` are sums over this rank's values only, as with every other
     parameter: DistributedDataParallel averages them. All of it can be differentiated again.
+    Transforms of ``torch.func`` and forward-mode derivatives work in evaluation, and in training
+    on one rank.
 
     Raises:
         ValueError: one value per channel over all ranks in training (CUDA with a process group
             cannot know without stopping the host, and leaves the running statistics alone
             instead); input with fewer than two dimensions or another number of channels.
+        TypeError: an input, parameter or running statistic of another dtype.
+        NotImplementedError: a transform of ``torch.func`` or a forward-mode derivative in training
+            with several ranks.
     """
+
+    #: Its name in the model, for errors; the same on all ranks.
+    _layer_name = ""
 
     def __init__(
         self,
@@ -110,6 +120,8 @@ class SyncBatchNorm(_BatchNorm):
             group_name = self._process_group_name
             if group_name is None:
                 group_name = default_group_name()
+            if group_name and self._layer_name:
+                group_name += "\n" + self._layer_name
         update = self.training and self.track_running_stats
         return torch.ops.apex.sync_batch_norm(
             input, z, self.weight, self.bias,
@@ -156,3 +168,20 @@ class SyncBatchNorm(_BatchNorm):
         state["_process_group"] = None
         state["_process_group_name"] = None
         return state
+
+
+_wrappers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def name_layers(model: torch.nn.Module, group: Any = None) -> None:
+    """Let messages of synchronized layers name them as ``model`` does.
+
+    By these names ranks notice that they are in different layers. So models that were wrapped over
+    all ranks, ``group``, are told apart by a number: that of the wrapper, the same on all ranks.
+    """
+    number = 0
+    if group is not None and group is dist.group.WORLD:
+        number = _wrappers[group] = _wrappers.get(group, 0) + 1
+    for name, layer in model.named_modules():
+        if isinstance(layer, SyncBatchNorm):
+            layer._layer_name = f"{name or 'module'}, wrapper {number}" if number > 1 else name

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import types
+import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +13,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .sync_batchnorm import SyncBatchNorm
-from .syncbn_group import create_syncbn_process_group
+from .sync_batchnorm import SyncBatchNorm, name_layers
+from .syncbn_group import create_syncbn_process_group, group_name_of
 
 __all__ = ["convert_syncbn_model", "create_syncbn_process_group", "revert_syncbn_model"]
 
@@ -23,7 +26,8 @@ _PLAIN = (
     _BatchNorm,
 )
 # What a subclass may define and still be nothing but batch norm.
-_HARMLESS = {"__init__", "extra_repr", "__repr__", "__str__", "__annotate__", "__annotate_func__"}
+_HARMLESS = {"__init__", "extra_repr", "__repr__", "__str__", "__annotate__", "__annotate_func__",
+             "__dict__", "__weakref__", "__init_subclass__", "__class_getitem__"}  # fmt: skip
 
 
 class _BatchNormAnyRank(_BatchNorm):
@@ -33,6 +37,9 @@ class _BatchNormAnyRank(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+_KNOWN = {base for kind in (*_PLAIN, SyncBatchNorm, _BatchNormAnyRank) for base in kind.__mro__}
 
 
 def convert_syncbn_model(
@@ -54,12 +61,34 @@ def convert_syncbn_model(
             ``torch.nn.SyncBatchNorm`` keeps the group that it has.
         channel_last: given to every converted module: the inputs are ``[N, *, C]``.
 
+    A scripted or traced batch norm cannot be replaced and stays local to its rank: a UserWarning
+    names it. Convert before scripting.
+
     Raises:
-        TypeError: a subclass of batch norm that defines behaviour of its own, named with its place
-            in the model; or a lazy one that has not seen its first input. Nothing has been changed.
+        TypeError: a batch norm with behaviour of its own, in its class, in another base of its
+            class (a mixin) or set on the module (``forward``), named with its place in the model;
+            a lazy one that has not seen its first input; or a compiled one.
+        ValueError: this rank is not a member of the process group.
+            In any case nothing has been changed.
     """
-    _refuse_unknown(module)
-    return _replace(module, {}, lambda m: _to_sync(m, process_group, channel_last))
+    for name, child in module.named_modules():
+        if _is_plain(child):
+            _refuse_lazy(name, child)
+            _refuse_own_behaviour("convert_syncbn_model", name, child)
+        _refuse_compiled("convert_syncbn_model", name, child, _is_plain)
+    made = _make(module, _is_plain, lambda m: _to_sync(m, process_group, channel_last))
+    synchronized = [child for child in module.modules() if _is_synchronized(child)]
+    if synchronized:
+        group_name_of(process_group)
+    _warn_of_scripted(module)
+    # Nothing is refused from here on.
+    for child in synchronized:
+        if process_group is not None:
+            child.process_group = process_group
+        child.channel_last = child.channel_last or channel_last
+    converted = _exchange(module, made)
+    name_layers(converted)
+    return converted
 
 
 def revert_syncbn_model(module: Module) -> Module:
@@ -70,10 +99,14 @@ def revert_syncbn_model(module: Module) -> Module:
 
     Raises:
         ValueError: a module fuses a ReLU, or was built with ``channel_last``: plain batch norm has
-            neither. Nothing has been changed.
+            neither.
+        TypeError: a SyncBatchNorm with behaviour of its own, or a compiled one. In any case nothing
+            has been changed.
     """
     for name, child in module.named_modules():
-        if isinstance(child, SyncBatchNorm):
+        _refuse_compiled("revert_syncbn_model", name, child, _is_synchronized)
+        if _is_synchronized(child):
+            _refuse_own_behaviour("revert_syncbn_model", name, child)
             if child.fuse_relu:
                 raise ValueError(
                     f"revert_syncbn_model: {_place(name)} fuses a ReLU, which plain batch norm "
@@ -85,54 +118,101 @@ def revert_syncbn_model(module: Module) -> Module:
                     "(channel_last=True), which plain batch norm does not; convert that part of "
                     "the model by hand."
                 )
-    return _replace(module, {}, _to_plain)
+    return _exchange(module, _make(module, _is_synchronized, _to_plain))
 
 
 def _place(name: str) -> str:
     return f"module '{name}'" if name else "the module"
 
 
-def _refuse_unknown(module: Module) -> None:
+def _is_synchronized(module: Module) -> bool:
+    return isinstance(module, SyncBatchNorm)
+
+
+def _is_plain(module: Module) -> bool:
+    return isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
+
+
+def _refuse_lazy(name: str, module: Module) -> None:
+    if isinstance(module, torch.nn.modules.lazy.LazyModuleMixin):
+        raise TypeError(
+            f"convert_syncbn_model: {_place(name)} is a {type(module).__name__} that does not know "
+            "its number of channels yet; run one batch through the model first."
+        )
+
+
+def _refuse_own_behaviour(caller: str, name: str, module: Module) -> None:
+    kind = type(module)
+    of_class, of_module = _own_behaviour(module)
+    if of_class:
+        raise TypeError(
+            f"{caller}: {_place(name)} is a {kind.__module__}.{kind.__qualname__}, which defines "
+            f"{', '.join(of_class)}; converting it would lose that. Replace it by hand, or by a "
+            "plain torch.nn.BatchNorm."
+        )
+    if of_module:
+        raise TypeError(
+            f"{caller}: {', '.join(of_module)} of {_place(name)} was replaced on the module "
+            "itself, and would go on calling the old one. Convert first and replace it afterwards."
+        )
+
+
+def _refuse_compiled(
+    caller: str, name: str, module: Module, applies: Callable[[Module], bool]
+) -> None:
+    inner = dict(module.named_children()).get("_orig_mod")  # of what torch.compile(module) returns
+    in_place = applies(module) and module._compiled_call_impl is not None
+    if in_place or (inner is not None and applies(inner)):
+        raise TypeError(
+            f"{caller}: {_place(name)} is compiled, and would go on calling the old batch norm. "
+            "Convert first and compile afterwards."
+        )
+
+
+def _own_behaviour(module: Module) -> tuple[list[str], list[str]]:
+    """Names that the class of ``module`` and any of its bases, before or behind batch norm, define
+    on top of torch's own classes; and methods that were replaced on the module itself."""
+    kind = type(module)
+    of_class = {
+        name
+        for base in kind.__mro__
+        if base not in _KNOWN and base.__module__ not in ("abc", "typing")
+        for name, value in vars(base).items()
+        if callable(value) or hasattr(value, "__get__")
+    }
+    of_module = {name for name in vars(module) if callable(getattr(kind, name, None))}
+    return sorted(of_class - _HARMLESS), sorted(of_module - _HARMLESS)
+
+
+def _warn_of_scripted(module: Module) -> None:
+    kinds = {kind.__name__ for kind in _PLAIN}
     for name, child in module.named_modules():
-        if not isinstance(child, _BatchNorm) or isinstance(child, SyncBatchNorm):
-            continue
-        kind = type(child)
-        if isinstance(child, torch.nn.modules.lazy.LazyModuleMixin):
-            raise TypeError(
-                f"convert_syncbn_model: {_place(name)} is a {kind.__name__} that does not know its "
-                "number of channels yet; run one batch through the model first."
-            )
-        own = _own_behaviour(kind)
-        if own:
-            raise TypeError(
-                f"convert_syncbn_model: {_place(name)} is a {kind.__module__}.{kind.__qualname__}, "
-                f"which defines {', '.join(own)}; converting it would lose that. Replace it by "
-                "hand, or by a plain torch.nn.BatchNorm."
+        if isinstance(child, torch.jit.ScriptModule) and child.original_name in kinds:
+            warnings.warn(
+                f"convert_syncbn_model: {_place(name)} is a scripted {child.original_name}. It "
+                "cannot be converted, and its statistics stay those of each rank alone; convert "
+                "the model before torch.jit.script or torch.jit.trace.",
+                stacklevel=3,
             )
 
 
-def _own_behaviour(kind: type) -> list[str]:
-    """Names that ``kind`` and its bases define on top of torch's own classes."""
-    found: set[str] = set()
-    for base in kind.__mro__:
-        if base in _PLAIN or base in _BatchNormAnyRank.__mro__:
-            break
-        for name, value in vars(base).items():
-            if name not in _HARMLESS and (callable(value) or hasattr(value, "__get__")):
-                found.add(name)
-    return sorted(found - {"__dict__", "__weakref__"})
+def _make(
+    module: Module, applies: Callable[[Module], bool], make: Callable[[Module], Module]
+) -> dict[int, tuple[Module, Module]]:
+    """By id: what is replaced, and what takes its place. Nothing has been changed yet."""
+    return {id(child): (child, make(child)) for child in module.modules() if applies(child)}
 
 
-def _replace(module: Module, done: dict[int, tuple[Module, Module]], make: Any) -> Module:
-    if id(module) in done:
-        return done[id(module)][1]
-    result = make(module)
-    done[id(module)] = (module, result)  # the original stays alive, so that its id stays its own
-    if result is module:
-        for name, child in module._modules.items():
-            if child is not None:
-                module._modules[name] = _replace(child, done, make)
-    return result
+def _exchange(module: Module, made: dict[int, tuple[Module, Module]]) -> Module:
+    for _, result in made.values():
+        for hook in result._load_state_dict_pre_hooks.values():
+            if getattr(hook, "with_module", False):  # such a hook holds its module weakly
+                hook.module = weakref.ref(result)
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if id(child) in made:
+                parent._modules[name] = made[id(child)][1]
+    return made[id(module)][1] if id(module) in made else module
 
 
 def _transplant(source: Module, kind: type[Module]) -> Module:
@@ -142,21 +222,14 @@ def _transplant(source: Module, kind: type[Module]) -> Module:
     state = source.__dict__.copy()
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         state[name] = state[name].copy()
+    for name, value in state.items():
+        if isinstance(value, types.MethodType) and value.__self__ is source:
+            state[name] = types.MethodType(value.__func__, result)
     result.__dict__.update(state)
-    for hook in result._load_state_dict_pre_hooks.values():
-        if getattr(hook, "with_module", False):  # such a hook holds its module weakly
-            hook.module = weakref.ref(result)
     return result
 
 
 def _to_sync(module: Module, process_group: Any, channel_last: bool) -> Module:
-    if isinstance(module, SyncBatchNorm):
-        if process_group is not None:
-            module.process_group = process_group
-        module.channel_last = module.channel_last or channel_last
-        return module
-    if not isinstance(module, _BatchNorm):
-        return module
     result = _transplant(module, SyncBatchNorm)
     own_group = result.__dict__.pop("process_group", None)
     result.process_group = process_group if process_group is not None else own_group
@@ -167,14 +240,13 @@ def _to_sync(module: Module, process_group: Any, channel_last: bool) -> Module:
 
 
 def _to_plain(module: Module) -> Module:
-    if not isinstance(module, SyncBatchNorm):
-        return module
     kind = module.__dict__.get("_converted_from", _BatchNormAnyRank)
     result = _transplant(module, kind)
     for name in (
         "_process_group",
         "_process_group_name",
         "_converted_from",
+        "_layer_name",
         "channel_last",
         "fuse_relu",
     ):

@@ -33,21 +33,25 @@ APEX_API void verify_same_model(const std::vector<NamedTensor>& tensors,
                                 const std::vector<std::string>& settings,
                                 const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
+/// Of one message of broadcast_coalesced().
+constexpr int64_t kBroadcastBytes = int64_t{64} << 20;
+
 /// Overwrites every tensor with that of rank `root`, bit for bit. Tensors may have any strided
 /// dtype, shape, strides and device; those of one device travel together, as bytes, in messages of
 /// at most `chunk_bytes`. Tensors without elements, on the meta device, or the same tensor given
-/// twice are passed over. Autograd does not see it.
-/// @throws InvalidArgument for a tensor that is not strided.
+/// twice are passed over. Autograd does not see it. Errors name the operation `what`.
+/// @throws InvalidArgument for a tensor that is not strided, CommunicationError.
 APEX_API void broadcast_coalesced(const std::vector<at::Tensor>& tensors,
                                   const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                  int64_t root = 0, int64_t chunk_bytes = int64_t{64} << 20);
+                                  int64_t root = 0, int64_t chunk_bytes = kBroadcastBytes,
+                                  const std::string& what = "broadcast");
 
 /// Replaces every tensor by the sum over ranks times `scale`, in place; one message per dtype and
-/// device. Floating and complex dtypes.
-/// @throws InvalidArgument for a tensor of another dtype or layout.
+/// device. Floating and complex dtypes. Errors name the operation `what`.
+/// @throws InvalidArgument for a tensor of another dtype or layout, CommunicationError.
 APEX_API void all_reduce_coalesced(const std::vector<at::Tensor>& tensors,
                                    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                   double scale);
+                                   double scale, const std::string& what = "all-reduce");
 
 /// The device on which small control messages of this group travel: the CPU if the group has a CPU
 /// backend, else `fallback` (a device of the model).

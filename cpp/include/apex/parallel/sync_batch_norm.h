@@ -18,18 +18,19 @@
 /// Shapes: input [N, C] or [N, C, *] with any number of further dimensions, or [N, *, C] with
 /// `channel_last`. Any strides; torch's channels-last memory formats are computed in place and kept
 /// in the output, other strided inputs are copied. dtypes: float16, bfloat16, float32, float64
-/// input; per-channel tensors of any floating type. Elements are computed in float32 (float64 for
-/// float64), per-channel values in float64.
+/// input; per-channel tensors of any of these types and of any strides. Elements are computed in
+/// float32 (float64 for float64), per-channel values in float64.
 ///
 /// Blocking: on CPU the host, until the other ranks have come; on CUDA only the current stream.
 /// Everything with a process group is collective: each of its ranks calls it, in the same order.
 /// Thread safety: like any torch operator; two calls must not share running statistics.
-/// Derivatives of any order are supported.
+/// Derivatives of any order are supported; forward-mode ones and torch.func's transforms on one
+/// rank, and in inference.
 ///
 /// Algorithm: S. Ioffe and C. Szegedy, "Batch Normalization" (2015), with mean and variance merged
 /// over chunks, threads and ranks after Chan, Golub and LeVeque (The American Statistician 37(3),
 /// 1983). One collective per direction: an all-gather of mean, squared deviations and the exact
-/// count in float64, and an all-reduce of two sums.
+/// count in float64, and an all-reduce of two sums; over Gloo an all-to-all each.
 
 namespace apex::parallel {
 
@@ -40,8 +41,10 @@ struct SyncBatchNormArguments {
   at::Tensor bias;                 // [C], 0 if absent
   at::Tensor running_mean;         // [C], updated in place in training
   at::Tensor running_var;          // [C], updated in place with the unbiased variance
-  at::Tensor num_batches_tracked;  // int64 scalar, counts training batches
-  std::optional<double> momentum = 0.1;  // weight of this batch; none: average over all batches
+  at::Tensor num_batches_tracked;  // one number of any type, counts training batches
+  // Weight of this batch; none: average over all batches that num_batches_tracked counts (without
+  // it, as in torch, the running statistics keep their values).
+  std::optional<double> momentum = 0.1;
   double eps = 1e-5;
   bool channel_last = false;
   bool fuse_relu = false;
@@ -51,7 +54,9 @@ struct SyncBatchNormArguments {
 /// Normalizes by the statistics of this batch over all ranks and updates the running ones.
 /// Throws c10::ValueError for one value per channel in all (on CUDA with a process group, where the
 /// host cannot know, the running statistics keep their values instead), for fewer than two
-/// dimensions, and for per-channel tensors or a z that do not fit.
+/// dimensions, and for per-channel tensors or a z that do not fit; c10::TypeError for other dtypes;
+/// c10::NotImplementedError with other ranks in a transform of torch.func or for a forward-mode
+/// derivative.
 APEX_API at::Tensor sync_batch_norm(const at::Tensor& input,
                                     const SyncBatchNormArguments& arguments);
 
@@ -123,7 +128,8 @@ TORCH_MODULE(SyncBatchNorm);
 /// itself a typed member of a module cannot be exchanged from outside, since libtorch's modules are
 /// called by their static types: apex::InvalidArgument names it, and nothing is changed. Declare
 /// such a member as apex::parallel::SyncBatchNorm, or as a Sequential with the BatchNorm in it.
-/// Elements of ModuleList and ModuleDict must afterwards be asked for as SyncBatchNormImpl.
+/// Elements of ModuleList and ModuleDict must afterwards be asked for as SyncBatchNormImpl. A class
+/// derived from BatchNorm is refused in the same way, as what it adds would be lost.
 APEX_API void convert_sync_batch_norm(
     torch::nn::Module& model, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group = {},
     bool channel_last = false);

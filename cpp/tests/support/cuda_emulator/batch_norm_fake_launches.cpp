@@ -54,7 +54,7 @@ class Launch {
   }
   int64_t bytes(const ChannelParam& param) const {
     const int64_t size = param.type == ParamType::kFloat64 ? 8 : param.type == ParamType::kFloat32 ? 4 : 2;
-    return size * call_.sizes.channels;
+    return call_.sizes.channels == 0 ? 0 : size * ((call_.sizes.channels - 1) * param.stride + 1);
   }
   Launch& add(const void* data, int64_t bytes, bool writes) {
     if (data != nullptr && bytes > 0) regions_.push_back({data, static_cast<size_t>(bytes), writes});

@@ -1,0 +1,225 @@
+#include "batch_norm/exchange.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <vector>
+
+#include <ATen/ops/empty.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <apex/error.h>
+
+#include "comm/collectives.h"
+#include "comm/failure_report.h"
+#include "distributed/backends.h"
+
+namespace apex::parallel::detail {
+
+namespace {
+
+// Note [Ranks in different layers]
+//
+// The collectives of a layer are matched by their order. A rank that has skipped or repeated one, or is in backward
+// while others are in forward, sends something else than they expect. If that is larger, Gloo ends their process by an
+// exception on a thread of its own; if it is smaller or equal, values are mixed without a word. So a message begins
+// with a header that says which exchange it is, and every rank reads all of them before any value. And it is received
+// into more room than it needs, which an all-to-all allows, as each rank gives the lengths that it expects itself.
+// (With as many values for everybody it is the same as an all-gather; and a rank sends to all at once, where an
+// all-gather passes messages round a ring.)
+
+struct Header {
+  static constexpr size_t kNameLength = 40;
+  int64_t bytes = 0;  ///< that follow
+  int64_t channels = 0;
+  Direction direction = Direction::kForward;
+  int32_t name_length = 0;
+  char name[kNameLength] = {};  ///< the end of the layer's
+
+  bool matches(const Header& other) const {
+    return bytes == other.bytes && channels == other.channels && direction == other.direction &&
+           (name_length == 0 || other.name_length == 0 || layer() == other.layer());
+  }
+  std::string layer() const { return {name, static_cast<size_t>(name_length)}; }
+};
+static_assert(sizeof(Header) == 64, "what follows is aligned");
+
+/// For a message of any rank. Pages that nobody writes cost nothing.
+constexpr int64_t kRoom = int64_t{1} << 20;
+
+/// From this size on, of all ranks together, the backend's own all-reduce is faster than to gather.
+constexpr size_t kMaxGatheredBytes = size_t{1} << 20;
+
+Header header_of(const Peers& peers, int64_t bytes, Direction direction, int64_t channels) {
+  Header header;
+  header.bytes = bytes;
+  header.channels = channels;
+  header.direction = direction;
+  const size_t length = std::min(peers.layer.size(), Header::kNameLength);
+  header.name_length = static_cast<int32_t>(length);
+  std::copy_n(peers.layer.end() - static_cast<std::ptrdiff_t>(length), length, header.name);
+  return header;
+}
+
+const char* name_of(Direction direction) {
+  switch (direction) {
+    case Direction::kForward:
+      return "forward";
+    case Direction::kBackward:
+      return "backward";
+    default:
+      return "second derivative";
+  }
+}
+
+std::string describe(Direction direction, const std::string& layer) {
+  return std::string(name_of(direction)) + " of " +
+         (layer.empty() ? "a SyncBatchNorm" : "SyncBatchNorm '" + layer + "'");
+}
+
+std::string describe(Direction direction, const std::string& layer, int64_t channels) {
+  return describe(direction, layer) + " of " + std::to_string(channels) + " channels";
+}
+
+std::string describe(const Peers& peers, Direction direction, int64_t channels) {
+  return "exchange in " + describe(direction, peers.layer, channels);
+}
+
+void refuse_different(const c10d::ProcessGroup& group, const std::vector<Header>& headers) {
+  const int rank = group.getRank();
+  const auto different = std::find_if(headers.begin(), headers.end(),
+                                      [&](const Header& header) { return !header.matches(headers[rank]); });
+  if (different == headers.end()) return;
+  std::string text = "rank " + std::to_string(rank) + " of " + std::to_string(headers.size()) +
+                     ": the ranks are in different batch norms: ";
+  for (size_t r = 0; r < headers.size(); ++r) {
+    const Header& header = headers[r];
+    text += (r == 0 ? "rank " : ", rank ") + std::to_string(r) + " in " +
+            describe(header.direction, header.layer(), header.channels);
+  }
+  throw RankMismatch(text +
+                     ". Nothing was exchanged. Every rank has to run the same synchronized layers, forward and "
+                     "backward, in the same order, and with as many channels; a rank that runs a forward for itself "
+                     "does so in eval(), and with fewer batches than others under DistributedDataParallel.join()" +
+                     note_on_ranks(group));
+}
+
+bool talks_over_gloo(c10d::ProcessGroup& group, const at::Tensor& tensor) {
+  return tensor.is_cpu() && group.hasBackendForDeviceType(at::kCPU) &&
+         distributed::gloo_timeout(*group.getBackend(at::kCPU)).has_value();
+}
+
+/// With `announced`, the header says that this many bytes will follow, and `local` is empty.
+at::Tensor gather_with_headers(const Peers& peers, const at::Tensor& local, Direction direction, int64_t channels,
+                               int64_t announced = -1) {
+  const int64_t ranks = peers.group->getSize();
+  const auto bytes = static_cast<int64_t>(local.nbytes());
+  const int64_t length = static_cast<int64_t>(sizeof(Header)) + bytes;
+  if (length > kRoom && announced < 0) {  // the others may have less room
+    gather_with_headers(peers, local.narrow(0, 0, 0), direction, channels, bytes);
+  }
+  const int64_t room = std::max(length, kRoom);
+  const int rank_of_mine = peers.group->getRank();
+  std::vector<int64_t> lengths(static_cast<size_t>(ranks), length), rooms(static_cast<size_t>(ranks), room);
+  rooms[rank_of_mine] = length;  // Gloo demands it
+  const auto begin_of = [&](int64_t rank) { return rank * room - (rank > rank_of_mine ? room - length : 0); };
+  at::Tensor sent = at::empty({ranks * length}, at::kByte);
+  at::Tensor received = at::empty({begin_of(ranks)}, at::kByte);
+  const Header mine = header_of(peers, announced < 0 ? bytes : announced, direction, channels);
+  uint8_t* to = sent.mutable_data_ptr<uint8_t>();
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    std::memcpy(to + rank * length, &mine, sizeof(mine));
+    std::memcpy(to + rank * length + sizeof(mine), local.const_data_ptr(), static_cast<size_t>(bytes));
+  }
+  // Without the layer, which a rank that only takes part under join() does not know.
+  const auto work = call_collective(describe({}, direction, channels), *peers.group, [&] {
+    return peers.group->alltoall_base(received, sent, rooms, lengths);
+  });
+  wait_collective(work, describe(peers, direction, channels), *peers.group);
+  remember_processes(*peers.group);
+  const uint8_t* from = received.const_data_ptr<uint8_t>();
+  std::vector<Header> headers(static_cast<size_t>(ranks));
+  for (int64_t rank = 0; rank < ranks; ++rank) std::memcpy(&headers[rank], from + begin_of(rank), sizeof(Header));
+  refuse_different(*peers.group, headers);
+  at::Tensor gathered = at::empty({ranks * local.numel()}, local.options());
+  auto* const result = static_cast<uint8_t*>(gathered.mutable_data_ptr());
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    std::memcpy(result + rank * bytes, from + begin_of(rank) + sizeof(Header), static_cast<size_t>(bytes));
+  }
+  return gathered;
+}
+
+}  // namespace
+
+Peers find_peers(c10::string_view name) {
+  Peers peers;
+  if (name.empty()) return peers;
+  std::string text(name);
+  const size_t end = text.find('\n');
+  if (end != std::string::npos) {
+    peers.layer = text.substr(end + 1);
+    text.resize(end);
+  }
+  try {
+    peers.group = c10d::resolve_process_group(text);
+  } catch (const std::exception&) {
+    TORCH_CHECK(false, "apex sync batch norm: no process group is registered as '", text,
+                "'; it was destroyed, or never made on this rank. Create it on every rank, and pass its group_name.");
+  }
+  if (peers.group->getSize() == 1) peers.group.reset();
+  return peers;
+}
+
+BeforeExchange::BeforeExchange(const Peers& peers, Direction direction)
+    : peers_(peers), direction_(direction), exceptions_(std::uncaught_exceptions()) {}
+
+BeforeExchange::~BeforeExchange() {
+  if (!peers_ || std::uncaught_exceptions() == exceptions_) return;
+  refuse_call(*peers_.group, "the arguments of " + describe(direction_, peers_.layer));
+}
+
+at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Direction direction, int64_t channels) {
+  if (talks_over_gloo(*peers.group, local)) return gather_with_headers(peers, local, direction, channels);
+  const std::string what = describe(peers, direction, channels);
+  at::Tensor gathered = at::empty({peers.group->getSize() * local.numel()}, local.options());
+  at::Tensor share = local;
+  c10d::AllgatherOptions options;
+  options.asyncOp = false;  // NCCL: on the current stream, without an event in between
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // its new name is not in torch 2.11
+  const auto work =
+      call_collective(what, *peers.group, [&] { return peers.group->_allgather_base(gathered, share, options); });
+#pragma GCC diagnostic pop
+  if (work) wait_collective(work, what, *peers.group);
+  return gathered;
+}
+
+void all_reduce(const Peers& peers, at::Tensor& tensor, Direction direction, int64_t channels) {
+  const int64_t ranks = peers.group->getSize();
+  const bool gloo = talks_over_gloo(*peers.group, tensor);
+  if (gloo && tensor.nbytes() * static_cast<size_t>(ranks) > kMaxGatheredBytes) {
+    gather_with_headers(peers, tensor.narrow(0, 0, 0), direction, channels, static_cast<int64_t>(tensor.nbytes()));
+  } else if (gloo) {
+    const at::Tensor gathered = gather_with_headers(peers, tensor, direction, channels);
+    tensor.copy_(gathered.narrow(0, 0, tensor.numel()));
+    for (int64_t rank = 1; rank < ranks; ++rank) tensor.add_(gathered.narrow(0, rank * tensor.numel(), tensor.numel()));
+    return;
+  }
+  const std::string what = describe(peers, direction, channels);
+  std::vector<at::Tensor> tensors{tensor};
+  c10d::AllreduceOptions options;
+  options.asyncOp = false;
+  const auto work = call_collective(what, *peers.group, [&] { return peers.group->allreduce(tensors, options); });
+  if (work) wait_collective(work, what, *peers.group);
+}
+
+at::Tensor all_reduce_sum(const at::Tensor& tensor, c10::string_view name) {
+  at::Tensor sum = tensor.clone(at::MemoryFormat::Contiguous);
+  if (const Peers peers = find_peers(name)) {
+    at::Tensor flat = sum.view({-1});
+    all_reduce(peers, flat, Direction::kSecondDerivative, sum.numel());
+  }
+  return sum;
+}
+
+}  // namespace apex::parallel::detail

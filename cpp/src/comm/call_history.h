@@ -1,0 +1,48 @@
+#pragma once
+
+/// Finds ranks that are in different collectives of one group.
+
+#include <array>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+namespace apex::parallel {
+
+// Note [Ranks in different collectives]
+//
+// Collectives of a group are matched by their order. Where ranks call different ones, Gloo pairs messages of one kind
+// and lets the others wait until the timeout. So every rank numbers its calls, and who waits for long writes into the
+// store what its last calls were, each under its number, unless another rank has written something there before. If
+// that is something else, the ranks are apart for certain, however late any of them is.
+
+/// The last collectives that this rank has called in one group. Thread safe.
+class CallHistory {
+ public:
+  void add(const std::string& what);
+  int64_t last_number();
+
+  /// Compares with what other ranks have written into `store` under the name `group`, and writes for them. Returns what
+  /// is different, or an empty text. Blocks as the store does.
+  std::string compare(c10d::Store& store, const std::string& group, int rank);
+
+  /// Takes back what compare() has written.
+  void forget(c10d::Store& store);
+
+ private:
+  struct Call {
+    int64_t number = 0;
+    std::string what;
+  };
+  static constexpr size_t kKept = 8;
+
+  std::mutex mutex_;
+  std::array<Call, kKept> last_;
+  int64_t calls_ = 0;
+  std::vector<std::string> written_;
+};
+
+}  // namespace apex::parallel

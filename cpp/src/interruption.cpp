@@ -1,0 +1,41 @@
+#include "interruption.h"
+
+#include <apex/interruption.h>
+
+#include <mutex>
+#include <utility>
+
+namespace apex {
+
+namespace {
+
+struct Check {
+  std::mutex mutex;
+  std::function<bool()> function;
+};
+
+Check& check() {
+  static auto* const instance = new Check;  // never destroyed: threads may be left behind
+  return *instance;
+}
+
+}  // namespace
+
+Interrupted::Interrupted(const std::string& message) : Error(message) {}
+Interrupted::~Interrupted() = default;
+
+void set_interruption_check(std::function<bool()> interrupted) {
+  const std::lock_guard<std::mutex> lock(check().mutex);
+  check().function = std::move(interrupted);
+}
+
+bool is_interrupted() {
+  std::function<bool()> function;
+  {
+    const std::lock_guard<std::mutex> lock(check().mutex);
+    function = check().function;
+  }
+  return function && function();
+}
+
+}  // namespace apex

@@ -1,0 +1,8 @@
+#pragma once
+
+namespace apex {
+
+/// Asks the function that set_interruption_check() was given.
+bool is_interrupted();
+
+}  // namespace apex

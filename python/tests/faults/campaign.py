@@ -1,0 +1,348 @@
+"""Injects faults into one rank of small training programs, and judges what the others do.
+
+    python python/tests/faults/campaign.py                    # everything: writes docs/faults.md
+    python python/tests/faults/campaign.py --only killed:plain --worlds 2 --library apex
+
+Every case is ``world`` processes that train for five steps; in the third one, at a named moment,
+something is done to one of them. A survivor has to end within the timeout of its group and five
+seconds. If it raises, its error names the operation and the culprit, and nobody else; it never
+aborts. Nothing is left behind. ``--library torch`` runs torch's DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from cases import GOOD, GRACE, PAUSE, TIMEOUT, TO_END, Case, Outcome, cases
+from hosts import Hosts
+from programs import PROGRAMS
+from report import markdown, shorten
+
+HERE = Path(__file__).resolve().parent
+#: What ranks say of each other that are all there, but do different things.
+APART = "out of step|in different batch norms|and none has ended"
+
+
+class Zygote:
+    def __init__(self) -> None:
+        environment = dict(os.environ, OMP_NUM_THREADS="1")
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "zygote.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env=environment,
+        )
+        self.pids: dict[int, int] = {}
+        self.ended: dict[int, int] = {}
+        self._number = 0
+        self.buffer = b""
+        assert self._process.stdout is not None
+        assert json.loads(self._process.stdout.readline())["ready"]
+        os.set_blocking(self._process.stdout.fileno(), False)
+
+    def start(self, case: dict[str, Any]) -> int:
+        self._number += 1
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({**case, "id": self._number}) + "\n")
+        self._process.stdin.flush()
+        return self._number
+
+    def poll(self) -> None:
+        assert self._process.stdout is not None
+        try:
+            self.buffer += os.read(self._process.stdout.fileno(), 1 << 16)
+        except BlockingIOError:
+            return
+        *lines, self.buffer = self.buffer.split(b"\n")
+        for line in lines:
+            event = json.loads(line)
+            if "started" in event:
+                self.pids[event["started"]] = event["pid"]
+            else:
+                self.ended[event["ended"]] = event["status"]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def processes_of(pids: list[int]) -> list[int]:
+    """What still runs in the sessions of the ranks."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[3]) in pids and fields[0] != "Z":
+                found.append(int(entry))
+    return found
+
+
+class Running:
+    """One case that runs; ``step()`` until it returns the outcome."""
+
+    def __init__(self, zygote: Zygote, case: Case, hosts: Hosts | None) -> None:
+        self.case, self._zygote, self._hosts = case, zygote, hosts
+        self._folder = Path(tempfile.mkdtemp(prefix="apex-fault-"))
+        self._struck: float | None = None
+        self._undone = False
+        self._begun = time.time()
+        port = free_port()
+        self._ids = []
+        for rank in range(case.world):
+            (self._folder / str(rank)).mkdir()
+            self._ids.append(
+                zygote.start(
+                    {
+                        **dataclasses.asdict(case),
+                        "rank": rank,
+                        "timeout": TIMEOUT,
+                        "address": hosts.address(0) if hosts else "127.0.0.1",
+                        "port": port,
+                        "host": hosts.names[rank] if hosts else "",
+                        "environment": {"GLOO_SOCKET_IFNAME": "eth0"} if hosts else {},
+                        "report": str(self._folder / f"{rank}.jsonl"),
+                        "log": str(self._folder / f"{rank}.log"),
+                        "folder": str(self._folder / str(rank)),
+                        "go": str(self._folder / "go"),
+                    }
+                )
+            )
+
+    def _events(self, rank: int) -> list[dict[str, Any]]:
+        path = self._folder / f"{rank}.jsonl"
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+    def _log(self, rank: int) -> str:
+        path = self._folder / f"{rank}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def _alive(self, rank: int) -> bool:
+        return self._ids[rank] not in self._zygote.ended
+
+    def step(self) -> Outcome | None:
+        case = self.case
+        fault, culprit = case.fault, case.culprit
+        pid = self._zygote.pids.get(self._ids[culprit])
+        if self._struck is None:
+            for event in self._events(culprit):
+                if "struck" in event:
+                    self._struck = event["time"]
+                    self._do(fault, pid)
+        elif not self._undone and fault.endswith("5 s") and time.time() > self._struck + PAUSE:
+            self._undone = True
+            if fault.startswith("stopped"):
+                os.kill(pid, signal.SIGCONT)
+            else:
+                self._hosts.join(culprit)
+        survivors = [rank for rank in range(case.world) if rank != culprit]
+        waited_for = survivors
+        if not fault.startswith(("killed", "exits")) and fault != "stopped":
+            waited_for = list(range(case.world))  # it lives, and has to end, too
+        limit = TIMEOUT + GRACE + (PAUSE if fault.endswith("5 s") else 0)
+        start = self._struck if self._struck is not None else self._begun + 20
+        alive = [rank for rank in waited_for if self._alive(rank)]
+        if alive and time.time() < start + limit:
+            return None
+        hung = [rank for rank in alive if not self._is_through(rank)]
+        if alive and not hung and time.time() < start + limit + TO_END:
+            return None
+        return self._judge(survivors, waited_for, hung or alive)
+
+    def _is_through(self, rank: int) -> bool:
+        events = self._events(rank)
+        return bool(events) and ("done" in events[-1] or "message" in events[-1])
+
+    def _do(self, fault: str, pid: int | None) -> None:
+        assert pid is not None
+        if fault.startswith("stopped"):
+            os.kill(pid, signal.SIGSTOP)
+        elif fault.startswith("cut off"):
+            assert self._hosts is not None
+            self._hosts.cut(self.case.culprit)
+        (self._folder / "go").touch()
+
+    def _judge(self, survivors: list[int], waited_for: list[int], hung: list[int]) -> Outcome:
+        case = self.case
+        pids = [self._zygote.pids[one] for one in self._ids]
+        if os.environ.get("APEX_FAULTS_STACKS"):
+            for rank in hung:
+                for pid in processes_of([pids[rank]]):
+                    bt = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all bt 14"]
+                    print(pid, subprocess.run(bt, capture_output=True, text=True).stdout)
+        for rank in range(case.world):
+            if self._alive(rank):
+                for pid in processes_of([pids[rank]]):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+        if self._hosts is not None and case.fault == "cut off":
+            self._hosts.join(case.culprit)
+        said: dict[int, str] = {}
+        ends, problems = [], []
+        wrong: Counter[str] = Counter()
+        for rank in range(case.world):
+            events = self._events(rank)
+            last = events[-1] if events else {}
+            if "message" in last:
+                said[rank] = f"{last['raised']}: {last['message']}"
+            if rank in survivors:
+                ends.append(last.get("time", time.time()))
+            log = self._log(rank)
+            if "terminate called" in log or "Segmentation" in log:
+                problems.append(f"rank {rank} aborts: {log.strip().splitlines()[-1][:200]}")
+            elif rank not in hung and rank in waited_for:
+                status = self._zygote.ended[self._ids[rank]]
+                if os.WIFSIGNALED(status):
+                    problems.append(f"rank {rank} ended by signal {os.WTERMSIG(status)}")
+        if self._struck is None:
+            logs = [self._log(rank)[-300:] for rank in range(case.world)]
+            problems.append(f"the fault never struck: {logs}")
+        if hung:
+            through = all(self._is_through(rank) for rank in hung)
+            problems.append(f"ranks {hung} {'do not end' if through else 'hang'}")
+        raising = [rank for rank in survivors if rank in said]
+        for rank in raising:
+            if case.library == "apex":
+                wrong.update(complaints(case, rank, said[rank]))
+        problems += [f"{text} ({count} of {len(survivors)})" for text, count in wrong.items()]
+        if raising and len(raising) < len(survivors) and not hung:
+            done = sorted(set(survivors) - set(raising))
+            if case.moment != "exit" and case.fault not in (
+                "exits",
+                "killed",
+                "exception",
+                "group closed",
+            ):
+                problems.append(f"ranks {done} go on while {raising} raise")
+        time.sleep(0.02)
+        left = processes_of(pids)
+        for one in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        files = [str(p) for rank in range(case.world) for p in (self._folder / str(rank)).iterdir()]
+        if files:
+            problems.append(f"left behind: {files}")
+        shutil.rmtree(self._folder, ignore_errors=True)
+        verdict = "; ".join(problems) or ("raises" if raising else "goes on")
+        seconds = max(ends) - self._struck if self._struck and ends else 0.0
+        return Outcome(verdict, seconds, said)
+
+
+def complaints(case: Case, rank: int, message: str) -> list[str]:
+    """What a survivor's error lacks."""
+    operation = PROGRAMS[case.program][1][case.moment]
+    result = []
+    if f"rank {rank}" not in message:
+        result.append("the error does not say whose it is")
+    told = re.search(rf"backward number \d+ was ended by|{APART}", message)
+    if operation and not told and not re.search(operation, message):
+        result.append("the error does not name the operation")
+    named = set()
+    for group in re.findall(r"\branks? ([\d, ]+) (?:has|have|is|are) ", message):
+        named |= {int(number) for number in group.split(",")}
+    # Ranks that live, and have told what they did.
+    exception = re.search(r"ended by an exception on rank (\d+)", message)
+    if exception:
+        named.add(int(exception[1]))
+    elif re.search(f"({APART}).*rank {case.culprit} ", message):
+        named.add(case.culprit)
+    named -= {rank}
+    if named - {case.culprit}:
+        result.append(f"blames rank {sorted(named - {case.culprit})}")
+    elif case.fault == "sockets shut":
+        pass  # every rank is there, and says so; nobody sees whose connections they were
+    elif case.culprit not in named and not (case.culprit == 0 and "the store" in message):
+        result.append("does not name the culprit")
+    return result
+
+
+def run(todo: list[Case], at_once: int, verbose: bool) -> dict[Case, Outcome]:
+    zygote = Zygote()
+    networks = any(case.fault.startswith("cut off") for case in todo)
+    hosts = [Hosts(slot, 4) for slot in range(at_once)] if networks else []
+    running: dict[int, Running] = {}
+    outcomes: dict[Case, Outcome] = {}
+    waiting = list(reversed(todo))
+    try:
+        while waiting or running:
+            for slot in range(at_once):
+                if slot not in running and waiting:
+                    case = waiting.pop()
+                    apart = case.fault.startswith("cut off")
+                    running[slot] = Running(zygote, case, hosts[slot] if apart else None)
+            time.sleep(0.02)
+            zygote.poll()
+            for slot, one in list(running.items()):
+                if all(number in zygote.pids for number in one._ids) and (outcome := one.step()):
+                    outcomes[one.case] = outcome
+                    del running[slot]
+                    good = outcome.verdict in GOOD
+                    if verbose or not good:
+                        print(f"{one.case}: {outcome.verdict} ({outcome.seconds:.1f} s)")
+                        if not good:
+                            for rank, text in outcome.said.items():
+                                print(f"    rank {rank}: {shorten(text)[:500]}")
+                        sys.stdout.flush()
+    finally:
+        zygote.close()
+        for one in hosts:
+            one.close()
+    return outcomes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--library", choices=["apex", "torch", "both"], default="both")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--only", nargs="*", default=[], help="parts of FAULT:PROGRAM:MOMENT")
+    parser.add_argument("--at-once", type=int, default=6)
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--output", help="write the results there, as Markdown")
+    arguments = parser.parse_args()
+    libraries = ["apex", "torch"] if arguments.library == "both" else [arguments.library]
+    todo = [case for library in libraries for case in cases(library, arguments.worlds)]
+    todo = [
+        case
+        for case in todo
+        if not arguments.only
+        or any(part in f"{case.fault}:{case.program}:{case.moment}:" for part in arguments.only)
+    ]
+    outcomes = run(todo, arguments.at_once, arguments.verbose)
+    if arguments.output:
+        Path(arguments.output).write_text(markdown(outcomes))
+    for library in libraries:
+        mine = [outcome.verdict for case, outcome in outcomes.items() if case.library == library]
+        good = sum(verdict in GOOD for verdict in mine)
+        print(f"{library}: {good} of {len(mine)} cases are as they should be")
+
+
+if __name__ == "__main__":
+    main()

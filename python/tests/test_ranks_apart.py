@@ -1,0 +1,320 @@
+"""Ranks that are all there, but do different things: no abort, no hang, no silence.
+
+The oracle: in each case every rank either raises within the pool's limit, with an error that says
+what the ranks did, or all of them end the step with equal gradients; and no process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_support import RankPool, check, forget_amp
+from torch import nn
+
+from apex.parallel import DistributedDataParallel, SyncBatchNorm
+
+pytestmark = pytest.mark.processes
+
+TIMEOUT = datetime.timedelta(seconds=4)
+
+
+class Injected(Exception):
+    pass
+
+
+def _net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def _norms(group: Any) -> nn.Sequential:
+    one = SyncBatchNorm(6, process_group=group)
+    two = SyncBatchNorm(3, process_group=group)
+    return nn.Sequential(nn.Linear(4, 6), one, nn.ReLU(), nn.Linear(6, 3), two)
+
+
+def _batch() -> torch.Tensor:
+    return torch.randn(5, 4)
+
+
+def _step(model: Any) -> None:
+    model(_batch()).square().sum().backward()
+
+
+def repeats_a_forward(group: Any, odd: bool) -> None:
+    model = _norms(group)
+    _step(model)
+    if odd:
+        model(_batch())
+    _step(model)
+
+
+def skips_a_layer(group: Any, odd: bool) -> None:
+    ddp = DistributedDataParallel(_norms(group), process_group=group)
+    _step(ddp)
+    if odd:
+        ddp.module[1].forward = lambda x: x
+    _step(ddp)
+
+
+def goes_forward_without_gradients(group: Any, odd: bool) -> None:
+    model = _norms(group)
+    _step(model)
+    with torch.set_grad_enabled(not odd):
+        out = model(_batch())
+    if not odd:
+        out.square().sum().backward()
+    model(_batch())
+
+
+def has_other_channels(group: Any, odd: bool) -> None:
+    layer = SyncBatchNorm(600 if odd else 6, process_group=group)
+    layer(torch.randn(3, layer.num_features)).sum().backward()
+
+
+def has_many_more_channels(group: Any, odd: bool) -> None:
+    """More than there is room for: a header goes first."""
+    layer = SyncBatchNorm(200_000 if odd else 150_000, process_group=group)
+    layer(torch.randn(2, layer.num_features)).sum().backward()
+
+
+def has_room_for_less(group: Any, odd: bool) -> None:
+    layer = SyncBatchNorm(200_000 if odd else 6, process_group=group)
+    layer(torch.randn(2, layer.num_features)).sum().backward()
+
+
+def is_refused_before_the_exchange(group: Any, odd: bool) -> None:
+    layer = SyncBatchNorm(6, process_group=group)
+    layer(torch.randn(3, 6))
+    layer(torch.randn(3, 5 if odd else 6))
+
+
+def is_in_evaluation(group: Any, odd: bool) -> None:
+    model = _norms(group)
+    _step(model)
+    model.train(not odd)
+    _step(model)
+    raise Injected("this rank is through")  # and its group ends
+
+
+def does_not_join(group: Any, odd: bool) -> None:
+    ddp = DistributedDataParallel(_net(), process_group=group)
+    if odd:
+        for _ in range(3):
+            _step(ddp)
+        return
+    with ddp.join():
+        for _ in range(2):
+            _step(ddp)
+
+
+def has_a_hook_alone(group: Any, odd: bool) -> None:
+    ddp = DistributedDataParallel(_net(), process_group=group)
+    _step(ddp)
+    if odd:
+        ddp.register_builtin_comm_hook("bf16_fp32_sum")
+    _step(ddp)
+    _step(ddp)
+
+
+def learns_anew_alone(group: Any, odd: bool) -> None:
+    ddp = DistributedDataParallel(_net(), process_group=group, message_size=10)
+    _step(ddp)
+    if odd:
+        ddp.relearn()
+    _step(ddp)
+    _step(ddp)
+
+
+def goes_past_the_wrapper(group: Any, odd: bool) -> None:
+    """Which is no difference: it is the backward that is synchronized."""
+    ddp = DistributedDataParallel(_net(), process_group=group)
+    _step(ddp)
+    ddp.zero_grad()
+    _step(ddp.module if odd else ddp)
+    sums = [parameter.grad.clone() for parameter in ddp.parameters()]
+    for mine in sums:
+        other = mine.clone()
+        dist.broadcast(other, 0, group=group)
+        check(torch.equal(mine, other), "gradients differ")
+    raise Injected("rank 1 was averaged with")
+
+
+def catches_and_goes_on(group: Any, odd: bool) -> None:
+    model = _net()
+    ddp = DistributedDataParallel(model, process_group=group, broadcast_buffers=True)
+    model.register_buffer("counter", torch.zeros(1))
+    _step(ddp)
+
+    def fail(grad: torch.Tensor) -> None:
+        raise Injected("in the middle of backward")
+
+    handle = model[0].weight.register_hook(fail) if odd else None
+    try:
+        _step(ddp)
+    except Injected:
+        handle.remove()
+    _step(ddp)
+
+
+def leaves_a_forward(group: Any, odd: bool) -> None:
+    model = _norms(group)
+    ddp = DistributedDataParallel(model, process_group=group)
+    _step(ddp)
+
+    def fail(*_: Any) -> None:
+        raise Injected("between two batch norms")
+
+    handle = model[3].register_forward_hook(fail) if odd else None
+    try:
+        _step(ddp)
+    except Injected:
+        handle.remove()
+    _step(ddp)
+
+
+CASES: list[Callable[[Any, bool], None]] = [
+    repeats_a_forward,
+    skips_a_layer,
+    goes_forward_without_gradients,
+    has_other_channels,
+    has_many_more_channels,
+    has_room_for_less,
+    is_refused_before_the_exchange,
+    is_in_evaluation,
+    does_not_join,
+    has_a_hook_alone,
+    learns_anew_alone,
+    goes_past_the_wrapper,
+    catches_and_goes_on,
+    leaves_a_forward,
+]
+
+
+def _apart(rank: int, world: int, case: Callable[[Any, bool], None]) -> str:
+    torch.manual_seed(rank)
+    group = dist.new_group(timeout=TIMEOUT)
+    try:
+        case(group, rank == 1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_a_rank_that_does_something_else_is_told_of(
+    ranks: RankPool, case: Callable[[Any, bool], None], world: int
+) -> None:
+    messages = ranks.run(world, _apart, case)
+    print("\n".join(messages))
+    others = [message for rank, message in enumerate(messages) if rank != 1]
+    for message in others:
+        check(message != "", f"silent: {messages}")
+        check(re.search(r"rank 1\b", message) is not None, f"rank 1 is not named: {messages}")
+
+
+def _runs_two_models_in_another_order(rank: int, world: int) -> str:
+    models = [DistributedDataParallel(_norms(None)) for _ in range(2)]
+    try:
+        for model in models if rank == 0 else reversed(models):
+            model(_batch())
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_models_of_equal_layers_are_told_apart(ranks: RankPool) -> None:
+    for message in ranks.run(2, _runs_two_models_in_another_order):
+        assert "the ranks are in different batch norms" in message
+
+
+def _all_are_refused(rank: int, world: int) -> tuple[list[float], bool]:
+    torch.manual_seed(rank)
+    layer = SyncBatchNorm(6, process_group=dist.new_group(timeout=TIMEOUT))
+    layer(torch.randn(3, 6))
+    with contextlib.suppress(ValueError):
+        layer(torch.randn(3, 5))
+    if rank == 0:
+        time.sleep(1)  # the others listen by now
+    layer(torch.randn(3, 6))
+    return layer.running_mean.tolist(), True
+
+
+def test_what_all_ranks_refuse_stops_nobody(ranks: RankPool) -> None:
+    first, second = ranks.run(2, _all_are_refused)
+    assert first == second
+
+
+def _goes_on_with_another_group(rank: int, world: int) -> list[float]:
+    torch.manual_seed(rank)
+    lost = SyncBatchNorm(6, process_group=dist.new_group(timeout=datetime.timedelta(seconds=1)))
+    lost(torch.randn(3, 6))
+    if rank == 0:
+        time.sleep(2)
+    with contextlib.suppress(RuntimeError):
+        lost(torch.randn(3, 6))
+    group = dist.new_group(timeout=TIMEOUT)
+    model = DistributedDataParallel(_norms(group), process_group=group)
+    for _ in range(2):
+        _step(model)
+        if rank == 0:
+            time.sleep(1)
+    return model.module[0].weight.grad.flatten().tolist()
+
+
+def test_a_new_group_knows_nothing_of_what_failed_in_another(ranks: RankPool) -> None:
+    first, second = ranks.run(2, _goes_on_with_another_group)
+    assert first == second
+
+
+def _is_interrupted(rank: int, world: int) -> str:
+    layer = SyncBatchNorm(3, process_group=dist.new_group(timeout=2 * TIMEOUT))
+    layer(torch.randn(4, 3))
+    if rank == 1:
+        return ""
+    # A process that was started in the background ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.6, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        with contextlib.suppress(ZeroDivisionError):
+            layer(torch.randn(4, 3))
+    except KeyboardInterrupt as interrupt:  # raised while the wait's own error was
+        return str(interrupt.__context__)
+    return "no KeyboardInterrupt"
+
+
+def test_a_wait_ends_by_ctrl_c(ranks: RankPool) -> None:
+    assert "interrupted while it waited" in ranks.run(2, _is_interrupted)[0]
+
+
+def test_a_group_closed_inside_scale_loss_is_refused() -> None:
+    """Instead of deciding alone whether to step, while the others wait for this rank's flag."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from apex import amp
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = _net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        with pytest.raises(RuntimeError, match="destroyed inside amp.scale_loss"):
+            with amp.scale_loss(model(_batch()).float().sum(), optimizer) as loss:
+                loss.backward()
+                dist.destroy_process_group()
+    finally:
+        forget_amp()
+        if dist.is_initialized():
+            dist.destroy_process_group()

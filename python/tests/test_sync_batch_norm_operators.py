@@ -1,0 +1,128 @@
+"""torch.ops.apex.* are public: what does not fit is refused before anything is read or sent, by the
+fake implementations, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import apex._core  # noqa: F401  (registers torch.ops.apex)
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+OPS = torch.ops.apex
+
+
+def _forward() -> dict[str, Any]:
+    return {
+        "input": torch.randn(4, 3, 5), "z": torch.randn(4, 3, 5), "weight": torch.ones(3),
+        "bias": torch.zeros(3), "running_mean": torch.zeros(3), "running_var": torch.ones(3),
+        "num_batches_tracked": torch.tensor(0), "momentum": 0.1, "eps": 1e-5,
+        "channel_last": False, "fuse_relu": True, "group_name": "",
+    }  # fmt: skip
+
+
+def _inference() -> dict[str, Any]:
+    arguments = _forward()
+    for name in ("num_batches_tracked", "momentum", "group_name"):
+        del arguments[name]
+    return arguments
+
+
+def _backward() -> dict[str, Any]:
+    return {
+        "grad_output": torch.randn(4, 3, 5), "input": torch.randn(4, 3, 5),
+        "output": torch.randn(4, 3, 5), "weight": torch.ones(3), "bias": torch.zeros(3),
+        "mean": torch.zeros(3).double(), "invstd_or_var": torch.ones(3).double(),
+        "count": torch.tensor([20]), "eps": 1e-5, "channel_last": False, "fuse_relu": True,
+        "needs": [True, True, True, True], "group_name": "",
+    }  # fmt: skip
+
+
+CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
+    "forward": (OPS.sync_batch_norm, _forward),
+    "inference": (OPS.batch_norm_inference, _inference),
+    "backward": (OPS.sync_batch_norm_backward, _backward),
+}
+PER_CHANNEL = ("weight", "bias", "running_mean", "running_var", "mean", "invstd_or_var")
+OF_ELEMENTS = ("z", "grad_output", "output")
+
+
+def _misfits(name: str, value: Tensor) -> list[tuple[Tensor, type[Exception]]]:
+    """What might be passed in the place of a tensor."""
+    found: list[tuple[Tensor, type[Exception]]] = [(value.to("meta"), ValueError)]
+    if name in PER_CHANNEL:
+        wrong = [value[:2], value[:0], value[0], value.repeat(2), value.view(1, 3)]
+        found += [(each, ValueError) for each in wrong]
+        found += [(value.long(), TypeError), (value.to(torch.complex64), TypeError)]
+    elif name in OF_ELEMENTS:
+        wrong = [value[:2], value[:, :2], value[..., :1], value[0], value.new_zeros(0)]
+        found += [(each, ValueError) for each in wrong]
+        kind = TypeError if name == "grad_output" else ValueError
+        found += [(value.long(), kind), (value.to(torch.complex64), kind)]
+        if name != "grad_output":  # whose dtype autograd may change
+            found.append((value.double(), ValueError))
+    elif name == "input":
+        found = [(each, ValueError) for each in (value[:2, :2], value[0, 0], value.sum())]
+        found += [(value.long(), TypeError), (value.to(torch.complex64), TypeError)]
+    else:  # counters
+        wrong = [value.new_zeros(0), value.new_zeros(2), value == 0, value.to(torch.complex64)]
+        found += [(each, ValueError) for each in wrong]
+        if name == "count":
+            found.append((value.double(), ValueError))
+    return found
+
+
+def _cases() -> list[tuple[str, str]]:
+    return [
+        (operator, name)
+        for operator, (_, make) in CALLS.items()
+        for name, value in make().items()
+        if isinstance(value, Tensor)
+    ]
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+@pytest.mark.parametrize(("operator", "name"), _cases())
+def test_operator_refuses_a_tensor_that_does_not_fit(operator: str, name: str, fake: bool) -> None:
+    call, make = CALLS[operator]
+    call(*make().values())
+    for value, error in _misfits(name, make()[name]):
+        arguments = make() | {name: value}
+        if fake:
+            if value.is_meta:  # then torch's fake tensors find no device that fits all
+                error = RuntimeError
+            mode = FakeTensorMode()
+            arguments = {
+                key: mode.from_tensor(each) if isinstance(each, Tensor) else each
+                for key, each in arguments.items()
+            }
+        what = f"{name} of {value.dtype} {list(value.shape)} on {value.device}"
+        with pytest.raises(error, match="apex sync batch norm|at least 2D|on the same device"):
+            call(*arguments.values())
+            pytest.fail(f"{operator} took {what}")
+
+
+@pytest.mark.parametrize("name", ["running_mean", "running_var"])
+def test_operator_refuses_expanded_running_statistics(name: str) -> None:
+    arguments = _forward() | {name: torch.ones(1).expand(3)}
+    with pytest.raises(ValueError, match=f"{name} is expanded, .* clone"):
+        OPS.sync_batch_norm(*arguments.values())
+    # What is only read may be expanded.
+    arguments = _inference() | {name: torch.ones(1).expand(3), "weight": torch.ones(1).expand(3)}
+    OPS.batch_norm_inference(*arguments.values())
+
+
+def test_operator_backward_of_channel_last_counts_the_last_dimension() -> None:
+    arguments = _backward()
+    arguments["channel_last"] = True
+    with pytest.raises(ValueError, match="weight has shape .3. but the input has 5 channels"):
+        OPS.sync_batch_norm_backward(*arguments.values())
+
+
+def test_operator_sum_needs_a_group_that_exists() -> None:
+    with pytest.raises(RuntimeError, match="no process group is registered as 'gone'"):
+        OPS.all_reduce_sum(torch.ones(3), "gone")
+    assert torch.equal(OPS.all_reduce_sum(torch.ones(3)[::2], ""), torch.ones(2))
