@@ -1,164 +1,140 @@
-"""Random training with apex.amp over several ranks, each with a seed of its own.
+"""Random programs of training with amp: drawing, running many, shrinking.
 
-A case is a level, an optimizer, a wrapper, SyncBatchNorm or not, an averaged copy or not, and a
-state that is loaded before or after wrapping. After every step parameters, master weights and the
-averaged copy are the same bits on every rank, a master weight rounds to its parameter, and over
-all steps the loss falls.
+``python python/tests/amp_programs.py --seeds 0:3000`` runs a range, prints the seed of each failure
+and the smallest program that still fails. What is run and checked is in amp_program_run.py.
 """
 
 from __future__ import annotations
 
-import copy
+import argparse
 import random
-from dataclasses import dataclass
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from ddp_support import check, check_same_on_all_ranks, forget_amp
-from torch import nn
+from amp_program_run import LEVELS, LOSSES, OPTIMIZERS, Program, Step, run_programs
+from ddp_support import RankPool, RanksFailed
 
-from apex import amp
-from apex.optimizers import FusedAdam, FusedSGD
-from apex.parallel import DistributedDataParallel, convert_syncbn_model
-from apex.parallel.LARC import LARC
-
-LEVELS = ("O0", "O1", "O2", "O3", "O1-bf16", "O2-bf16", "O3-bf16")
-STEPS = 5
-CASES_AT_ONCE = 20
-
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.5),
-    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
-    "fused_sgd": lambda params: FusedSGD(params, lr=0.05, momentum=0.5),
-    "fused_adam": lambda params: FusedAdam(params, lr=0.01),
-    "larc": lambda params: LARC(torch.optim.SGD(params, lr=0.05), trust_coefficient=1.0),
-}
+BATCH = 25
+BATCH_TIMEOUT_S = 300
+WRAPPERS = ("apex", "torch", "overlapped")
 
 
-@dataclass
-class AmpCase:
-    seed: int
-    level: str
-    optimizer: str
-    wrapper: str
-    syncbn: bool
-    averaged: bool
-    restored: str  # "", "before" or "after" wrapping
-    optimizer_state: bool  # restored, too
-    alone: bool  # with restored="before": rank 0 only
-    accumulate: bool
-
-
-def draw_case(seed: int) -> AmpCase:
+def draw_program(seed: int) -> Program:
     rng = random.Random(seed)
-    level = rng.choice(LEVELS)
-    # Adam's eps is zero in float16, and its state has too few digits in bfloat16.
-    optimizers = [each for each in OPTIMIZERS if "O3" not in level or "adam" not in each]
-    return AmpCase(
-        seed,
-        level,
-        rng.choice(optimizers),
-        rng.choice(["apex", "torch"]),
-        rng.random() < 0.4,
-        rng.random() < 0.4,
-        rng.choice(["", "before", "after"]),
-        rng.random() < 0.5,
-        rng.random() < 0.3,
-        rng.random() < 0.3,
-    )
+    level, name = rng.choice(list(LEVELS)), rng.choice(list(OPTIMIZERS))
+    wrapper = rng.choice(WRAPPERS) if rng.random() < 0.4 else ""
+    scale = rng.choice([None, None, 8.0, "dynamic"])
+    count = 1 if wrapper == "overlapped" else rng.choice([1, 1, 2])
+    dynamic = scale == "dynamic" or (scale is None and level in ("O1", "O2"))
+    # At a scale of one without master weights the context does nothing, and so restores nothing.
+    restores = dynamic or scale == 8.0 or "O2" in level
+    kinds = ["before backward"] + ["after backward"] * restores
+    kinds += ["in backward"] * (restores and wrapper != "torch")  # torch's does not recover
+    orders = ["model first", "optimizer first"] + ["before initialize"] * (not wrapper)
+
+    def neutral(parts: int) -> dict[str, Any]:
+        drawn = {
+            "copy": True,
+            "restore": rng.choice(orders),
+            "evaluate": True,
+            "discard": rng.choice([False, True]),
+            "raises": (rng.randrange(parts), rng.choice(kinds)),
+            "forward": True,
+        }
+        return {key: value for key, value in drawn.items() if rng.random() < 0.25}
+
+    def step() -> Step:
+        parts = [
+            {
+                "loss": rng.randrange(LOSSES),
+                "delay": rng.random() < 0.3,
+                "overflow": dynamic and rng.random() < 0.1,
+            }
+            for _ in range(rng.choice([1, 1, 2, 3]))
+        ]
+        parts[-1]["delay"] = False
+        return Step(
+            parts,
+            rng.choice(["", "", "", "before", "late"]),
+            rng.choice(["data", "numpy", "in place"]),
+            rng.random() < 0.2,
+            rng.random() < 0.5,
+            rng.random() < 0.3,
+            neutral(len(parts)),
+        )
+
+    return Program(seed, level, name, count, wrapper, scale, [step() for _ in range(5)])
 
 
-def build(case: AmpCase, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    first = nn.Linear(6, 12, bias=not case.syncbn)  # under batch norm a bias gets no gradient
-    layers = [first, nn.Tanh(), nn.Linear(12, 3)]
-    if case.syncbn:
-        layers.insert(1, nn.BatchNorm1d(12))
-    return convert_syncbn_model(nn.Sequential(*layers))
+def run(pool: RankPool, programs: list[Program]) -> str:
+    """What the ranks report of programs of one world size, or nothing."""
+    try:
+        pool.run(programs[0].world, run_programs, programs, timeout_s=BATCH_TIMEOUT_S)
+    except RanksFailed as error:
+        return str(error)
+    return ""
 
 
-def step(case: AmpCase, model: nn.Module, optimizer: Any, rank: int) -> float:
-    generator = torch.Generator().manual_seed(case.seed * 10 + rank)
-    x = torch.randn(16, 6, generator=generator)
-    y = torch.stack([x.sum(1), x[:, 0] * 0.5, -x[:, 1]], 1) * 0.3
-    parts = [slice(0, 8), slice(8, 16)] if case.accumulate else [slice(0, 16)]
-    optimizer.zero_grad()
-    total = 0.0
-    for part in parts:
-        loss = nn.functional.mse_loss(model(x[part]).float(), y[part]) / len(parts)
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        total += loss.item()
-    optimizer.step()
-    mean = torch.tensor(total)
-    dist.all_reduce(mean)
-    return mean.item() / dist.get_world_size()
+def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
+    """A smaller program that fails: without some steps, parts and neutral operations."""
+    smaller = True
+    while smaller:
+        smaller = False
+        for candidate in _smaller(program):
+            if fails(candidate):
+                program, smaller = candidate, True
+                break
+    return program
 
 
-def saved(case: AmpCase, seed: int, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state of a short run at the same level, alone: nothing is averaged in it."""
-    model = build(case, seed)
-    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.randn(8, 6)).square().mean().backward()
-        optimizer.step()
-    return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+def _smaller(program: Program) -> Iterator[Program]:
+    for i, step in enumerate(program.steps):
+        before, after = program.steps[:i], program.steps[i + 1 :]
+        if before or after:
+            yield replace(program, steps=before + after)
+        for name in step.neutral:
+            kept = {key: value for key, value in step.neutral.items() if key != name}
+            yield replace(program, steps=[*before, replace(step, neutral=kept), *after])
+        if len(step.parts) > 1 and step.neutral.get("raises", (0,))[0] == 0:
+            yield replace(program, steps=[*before, replace(step, parts=step.parts[-1:]), *after])
+        for name in ("write", "rescale", "no_sync", "zeros"):
+            value: Any = getattr(step, name)
+            if value:
+                plain = replace(step, **{name: type(value)()})
+                yield replace(program, steps=[*before, plain, *after])
 
 
-def run_case(case: AmpCase, rank: int, world: int) -> None:
-    # A run saves what all ranks share, but before wrapping each rank may have something else.
-    before = case.restored == "before"
-    state, optimizer_state = saved(case, case.seed * 100 + (rank if before else 0), 0)
-    model = build(case, case.seed * 100 + 50 + rank)
-    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level=case.level, verbosity=0, max_loss_scale=2.0**8
-    )
-    if before and not (case.alone and rank > 0):
-        model.load_state_dict(state)
-    if case.wrapper == "apex":
-        wrapped: nn.Module = DistributedDataParallel(model)
-    else:
-        wrapped = nn.parallel.DistributedDataParallel(model)
-    if case.restored == "after":
-        model.load_state_dict(state)
-        if case.optimizer_state:
-            optimizer.load_state_dict(optimizer_state)
-    average = copy.deepcopy(model) if case.averaged else None
-    check_same_on_all_ranks(list(model.parameters()), "before the first step")
-    first = [p.detach().clone() for p in model.parameters()]
-    curve = []
-    for s in range(STEPS):
-        curve.append(step(case, wrapped, optimizer, rank))
-        parameters, what = list(model.parameters()), f"after step {s}"
-        check_same_on_all_ranks(parameters, f"{what}, parameters")
-        masters = list(amp.master_params(optimizer))
-        check_same_on_all_ranks(masters, f"{what}, master weights")
-        for parameter, master in zip(parameters, masters, strict=True):
-            rounded = torch.equal(master.to(parameter.dtype), parameter)
-            check(rounded, f"{what}: a parameter is not its master weight, rounded")
-        if average is not None:
-            with torch.no_grad():
-                for mine, parameter in zip(average.parameters(), parameters, strict=True):
-                    mine.mul_(0.5).add_(parameter, alpha=0.5)
-            check_same_on_all_ranks(list(average.parameters()), f"{what}, averaged copy")
-            saved_average = list(average.state_dict().values())
-            check_same_on_all_ranks(saved_average[:2], f"{what}, averaged copy, saved")
-    same = [torch.equal(a, b) for a, b in zip(first, model.parameters(), strict=True)]
-    # A step may be below the precision of one that is large.
-    moved = sum(not each for each in same)
-    check(moved >= len(same) - 1, f"parameters that did not change: {same}")
-    check(curve[-1] < curve[0], f"the loss does not fall: {curve}")
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", default="0:1000", help="A:B, or one seed")
+    parser.add_argument("--no-shrink", action="store_true")
+    arguments = parser.parse_args()
+    first, _, end = arguments.seeds.partition(":")
+    seeds = range(int(first), int(end or int(first) + 1))
+    failures, begin = 0, time.monotonic()
+    with RankPool(2) as pool:
+        for start in range(seeds.start, seeds.stop, 10 * BATCH):
+            part = range(start, min(start + 10 * BATCH, seeds.stop))
+            for world in (1, 2):
+                programs = [p for p in map(draw_program, part) if p.world == world]
+                for at in range(0, len(programs), BATCH):
+                    group = programs[at : at + BATCH]
+                    # One by one only where something fails.
+                    for program in group if run(pool, group) else ():
+                        message = run(pool, [program])
+                        if not message:
+                            continue
+                        failures += 1
+                        print(f"seed {program.seed} fails: {message[-1500:]}", flush=True)
+                        if not arguments.no_shrink:
+                            print(shrink(program, lambda p: bool(run(pool, [p]))), flush=True)
+            took = time.monotonic() - begin
+            print(f"to seed {part.stop}: {failures} failures, {took:.0f} s", flush=True)
+    return 1 if failures else 0
 
 
-def run_amp_cases(rank: int, world: int, seeds: list[int]) -> None:
-    for seed in seeds:
-        case = draw_case(seed)
-        try:
-            run_case(case, rank, world)
-        except Exception as error:
-            raise AssertionError(f"amp case of seed {seed}: {error!r}\n{case}") from error
-        finally:
-            forget_amp()
+if __name__ == "__main__":
+    sys.exit(main())

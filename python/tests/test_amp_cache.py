@@ -261,6 +261,40 @@ def test_cache_write_that_moves_no_version_after_backward_counts(write: str, ent
     assert torch.equal(model(x), value.half())
 
 
+def _bad_step(optimizer: torch.optim.Optimizer) -> None:
+    raise KeyError
+
+
+@pytest.mark.parametrize("how", ["skipped", "raises", "closure raises"])
+@pytest.mark.parametrize("write", WRITES)
+def test_cache_write_after_a_step_that_is_none_counts(write: str, how: str) -> None:
+    """A forward with gradients between scale_loss and such a step leaves nothing stale."""
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if how == "raises":
+        optimizer.register_step_pre_hook(lambda *_: _bad_step(optimizer))
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    x = torch.eye(4)
+    with amp.scale_loss(model(x).float().mean(), optimizer) as scaled:
+        scaled.backward()
+        if how == "skipped":
+            model.weight.grad[0, 0] = float("inf")
+
+    def closure() -> float:
+        model(x)
+        raise KeyError
+
+    assert model(x).requires_grad
+    if how == "skipped":
+        optimizer.step()
+    else:
+        with pytest.raises(KeyError):
+            optimizer.step(closure if how == "closure raises" else None)
+    value = torch.full((4, 4), 3.0)
+    WRITES[write](model.weight, value)
+    assert torch.equal(model(x), value.half())
+
+
 def test_cache_keeps_no_dropped_parameter_alive() -> None:
     model, optimizer = prepare(nn.Linear(4, 4))
     other = nn.Linear(4, 4)

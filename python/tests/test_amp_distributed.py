@@ -8,7 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from amp_support import fresh_amp, run_ranks  # noqa: F401
+from ddp_support import forget_amp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from apex import amp
 from apex.amp import _amp_state
@@ -223,3 +226,74 @@ def test_apex_ddp_and_amp_two_ranks_follow_one_process_in_float32() -> None:
     want = float32_losses()
     assert want[-1] < 0.5 * want[0], "the reference itself does not learn"
     run_ranks(2, _follows_one_process, want)
+
+
+def _refuses_by_rank(rank: int) -> None:
+    model, optimizer = build("O1")
+    with amp.scale_loss(model(torch.ones(2, 3)).mean(), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    with pytest.raises(RuntimeError, match=f"^rank {rank}: SGD.step.. was called with gradients"):
+        optimizer.step()
+
+
+def test_step_with_gradients_left_scaled_names_the_rank() -> None:
+    run_ranks(2, _refuses_by_rank)
+
+
+def _mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def _losses(level: str, mesh: Any, rank: int) -> list[float]:
+    """Each rank has the same batches, so that sharding changes nothing in exact arithmetic."""
+    model = _mlp()
+    if mesh is not None:
+        for module in (model[2], model):
+            # By default the root keeps the gathered weights of the forward before the step.
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, verbosity=0, max_loss_scale=2.0**8
+    )
+    losses = []
+    for step in range(6):
+        x = torch.rand(16, 4, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+            if step == 2 and _amp_state.loss_scalers[0].dynamic:
+                grad = model[0].weight.grad  # only one rank has what overflows
+                grad = grad if mesh is None else grad.to_local()
+                if mesh is None or rank == 1:
+                    grad[-1, 0] = float("inf")
+        # Casts of the gathered weights, which the step and the next gathering change unseen.
+        assert model(x).requires_grad
+        optimizer.step()
+        losses.append(loss.item())
+    forget_amp()
+    return losses
+
+
+def _fully_shard_follows(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for level in ("O1", "O1-bf16"):
+        mine, want = _losses(level, mesh, rank), _losses(level, None, rank)
+        assert mine == pytest.approx(want, rel=1e-5), (level, mine, want)
+        assert len(set(want)) == len(want), "the weights did not change"
+    for level in ("O2", "O3-bf16"):
+        model = _mlp()
+        fully_shard(model[2], mesh=mesh)
+        with pytest.raises(RuntimeError, match="'2', whose parameters fully_shard.*level O1"):
+            amp.initialize(model, opt_level=level, verbosity=0)
+    model = amp.initialize(_mlp(), opt_level="O2", verbosity=0)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="SGD holds a .*DTensor.*level O1"):
+        with amp.scale_loss(model(torch.ones(1, 4)).mean(), optimizer):
+            pass
+
+
+def test_fully_shard_at_o1_trains_as_one_process_and_casting_levels_are_refused() -> None:
+    run_ranks(2, _fully_shard_follows)

@@ -246,6 +246,97 @@ def test_delay_unscale_scale_changed_in_between_is_accounted_for() -> None:
     torch.testing.assert_close(master.grad, 2 * once)
 
 
+DELAY_LEVELS = [
+    ("O0", {"loss_scale": "dynamic"}),
+    ("O1", {}),
+    ("O2", {}),
+    ("O2-bf16", {}),
+    ("O3", {"loss_scale": 8.0}),
+]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("how", ["step", "closure", "skipped step"])
+@pytest.mark.parametrize("level, options", DELAY_LEVELS, ids=str)
+def test_step_with_gradients_left_scaled_is_refused_and_changes_nothing(
+    level: str, options: dict, how: str, wrapped: bool
+) -> None:
+    model, optimizer = one(level, num_losses=2, **options)
+    if how == "closure" and "O2" in level:
+        pytest.skip("master weights refuse closures")
+    stepped = LARC(optimizer) if wrapped else optimizer
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    if how == "skipped step" and _amp_state.loss_scalers[0].dynamic:
+        backward(model, stepped, bad=True)
+
+    def closure() -> torch.Tensor:
+        return backward(model, stepped, delay_unscale=True, loss_id=1)
+
+    with pytest.raises(RuntimeError, match="still multiplied.*without delay_unscale.*zero_grad"):
+        if how == "closure":
+            stepped.step(closure)
+        else:
+            closure()
+            stepped.step()
+    for master, value in zip(amp.master_params(optimizer), before, strict=True):
+        assert torch.equal(master, value)
+    stepped.zero_grad()
+    if how == "skipped step":
+        stepped.step()  # the one that is skipped
+    closure()
+    backward(model, stepped)
+    stepped.step()
+    assert not torch.equal(next(amp.master_params(optimizer)), before[0])
+
+
+@pytest.mark.parametrize("discard", ["optimizer", "model"])
+@pytest.mark.parametrize("level, options", DELAY_LEVELS, ids=str)
+def test_step_after_gradients_left_scaled_were_discarded_changes_nothing(
+    level: str, options: dict, discard: str
+) -> None:
+    model, optimizer = one(level, **options)
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    backward(model, optimizer, delay_unscale=True)
+    (optimizer if discard == "optimizer" else model).zero_grad()
+    optimizer.step()
+    for master, value in zip(amp.master_params(optimizer), before, strict=True):
+        assert torch.equal(master, value)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1-bf16", "O3-bf16"])
+def test_step_after_delay_unscale_at_a_scale_of_one_is_not_refused(level: str) -> None:
+    results = []
+    for delay in (False, True):
+        model, optimizer = one(level)
+        backward(model, optimizer, delay_unscale=delay)
+        optimizer.step()
+        results.append(model.weight.detach().clone())
+    assert torch.equal(*results)
+
+
+def test_step_of_one_of_two_optimizers_left_scaled_is_refused() -> None:
+    models: list[nn.Module] = [Toy(0.0), Toy(1.0)]
+    pair = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
+    models, pair = amp.initialize(models, pair, opt_level="O1", verbosity=0)
+    with amp.scale_loss(models[0](X) + models[1](X), pair, delay_unscale=True) as scaled:
+        scaled.backward()
+    backward(models[0], pair[0])
+    pair[0].step()
+    with pytest.raises(RuntimeError, match="still multiplied"):
+        pair[1].step()
+
+
+def test_scale_of_one_unscales_what_another_scale_left() -> None:
+    model, optimizer = one("O1", loss_scale=8.0, num_losses=2)
+    backward(model, optimizer, delay_unscale=True)
+    _amp_state.loss_scalers[1]._loss_scale = 1.0
+    backward(model, optimizer, loss_id=1)
+    mine = model.weight.grad.clone()
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    assert torch.equal(mine, 2 * model.weight.grad)
+
+
 def test_delay_overflow_check_defers_scale_update_and_skip() -> None:
     model, optimizer = one("O2")
     step = optimizer.step

@@ -359,6 +359,8 @@ def _discards(rank: int, world: int) -> None:
                     loss = ddp(batch(rank, 50 + step)).float().square().mean()
                     with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled:
                         scaled.backward()
+                    with raises(RuntimeError, f"rank {rank}: SGD.step()", "still multiplied"):
+                        optimizer.step()
                 optimizer.zero_grad(set_to_none=step % 2 == 0)
                 with amp.scale_loss(ddp(batch(rank, step)).float().square().mean(), optimizer) as s:
                     s.backward()
@@ -371,6 +373,62 @@ def _discards(rank: int, world: int) -> None:
 
 def test_apex_amp_delayed_gradients_are_cleared_by_zero_grad(ranks: RankPool) -> None:
     ranks.run(2, _discards)
+
+
+class Broken(Exception):
+    pass
+
+
+def _break(grad: Tensor) -> None:
+    raise Broken
+
+
+def _bodies_that_raise(rank: int, world: int) -> None:
+    kinds = [None, "after backward", "in backward"]
+    for level, delayed in itertools.product(("O0", "O1", "O2"), (False, True)):
+        results = []
+        for kind in kinds:
+            torch.manual_seed(0)
+            net = Net()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            options: Any = {"opt_level": level, "loss_scale": 8.0, "verbosity": 0}
+            net, optimizer = amp.initialize(net, optimizer, **options)
+            ddp = DistributedDataParallel(net, message_size=150)
+            optimizer = OverlappedOptimizer(optimizer, ddp)
+
+            def run(step: int, delay: bool, broken: str | None = None) -> None:
+                loss = ddp(batch(rank, step)).float().square().mean()  # noqa: B023
+                with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled:  # noqa: B023
+                    if broken == "in backward":
+                        hook = net.first.weight.register_hook(_break)  # noqa: B023
+                    try:
+                        scaled.backward()
+                    finally:
+                        if broken == "in backward":
+                            hook.remove()
+                    if broken:
+                        raise Broken
+
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                run(step, delayed)
+                state = copy.deepcopy(net.norm.state_dict())
+                if kind is not None and step > 3:
+                    with raises(Broken):
+                        run(50 + step, False, kind)
+                net.norm.load_state_dict(state)
+                run(100 + step, False)
+                optimizer.step()
+            check(kind == kinds[-1] or ddp.statistics()["deferred"] > 0, "nothing was deferred")
+            optimizer.synchronize()
+            results.append([p.detach().clone() for p in net.parameters()])
+            check_same_on_all_ranks(results[-1], f"{level}, {kind}")
+            for one, other in zip(results[0], results[-1], strict=True):
+                check(torch.equal(one, other), f"{level}, {delayed}: differs with {kind}")
+
+
+def test_apex_amp_body_that_raises_waits_before_gradients_are_put_back(ranks: RankPool) -> None:
+    ranks.run(2, _bodies_that_raise)
 
 
 def _attention(rank: int, world: int) -> None:

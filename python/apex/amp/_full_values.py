@@ -43,13 +43,36 @@ class FullValue:
         self.restored: torch.Tensor | None = None
         #: The master weight was stepped, and nothing was loaded after the last step.
         self.stepped = self.settled = False
+        #: Version and address of the master weight and of the parameter when they last agreed.
+        self._master_then: tuple[int, int] | None = None
+        self._parameter_then: tuple[int, int] | None = None
+
+    def note_agreement(self, parameter: torch.Tensor) -> None:
+        """`parameter` and its master weight agree, as far as the parameter's type allows."""
+        assert self.master is not None
+        self._master_then, self._parameter_then = _written(self.master), _written(parameter)
+
+    def note_load(self) -> None:
+        """A state was loaded: the master weight has to be made again, whoever has written it."""
+        self._parameter_then, self.settled = None, False
+        if self.master is not None:
+            self._master_then = _written(self.master)
+
+    def master_changed(self) -> bool:
+        """Whether the master weight was written since then, in a way that torch counts."""
+        return self.master is not None and _written(self.master) != self._master_then
+
+    def parameter_changed(self, parameter: torch.Tensor) -> bool:
+        """Whether `parameter` was, or something was loaded."""
+        return _written(parameter) != self._parameter_then
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """A new float32 tensor: what is known of `parameter` where it fits, else the parameter."""
         value = parameter.detach().float()
         alone = not several_ranks()
         for known, counts in (
-            (self.master, alone or self.stepped),
+            # A value that was loaded since is in the place of the master's.
+            (self.master, (alone or self.stepped) and self.remembered is None),
             (self.remembered, alone),
             (self.restored, True),
         ):
@@ -59,6 +82,10 @@ class FullValue:
 
 
 _records: Any = WeakIdKeyDictionary()
+
+
+def _written(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor._version, tensor.data_ptr()
 
 
 def _where_fits(value: torch.Tensor, parameter: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -86,7 +113,7 @@ def remember(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Let `value` (float32, same shape) stand for the low-precision `parameter`; not copied."""
     record = record_of(parameter)
     record.remembered = None if several_ranks() else value
-    record.settled = False
+    record.note_load()
 
 
 def full_value(tensor: torch.Tensor) -> torch.Tensor:

@@ -104,6 +104,21 @@ def _check_scripted(models: list[torch.nn.Module], dtype: torch.dtype) -> None:
                 )
 
 
+def _check_sharded(models: list[torch.nn.Module], dtype: torch.dtype) -> None:
+    """Refuse to cast what fully_shard (FSDP2) holds: it would gather the old type."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or dtype not in LOW_PRECISION_DTYPES:
+        return
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, fsdp.FSDPModule):
+                raise RuntimeError(
+                    f"amp.initialize cannot cast the module {name or 'itself'!r}, whose parameters "
+                    "fully_shard has sharded: use level O1, which casts no parameters, or "
+                    "fully_shard's MixedPrecisionPolicy."
+                )
+
+
 def _check_hooks(models: list[torch.nn.Module], dtype: torch.dtype) -> None:
     """Refuse to cast what torch's wrapper holds: it would not average the gradients any more.
 
@@ -225,6 +240,7 @@ def setup(
             )
     if properties.cast_model_type:
         _check_scripted(models, properties.cast_model_type)
+        _check_sharded(models, properties.cast_model_type)
         _check_hooks(models, properties.cast_model_type)
     loss_scalers = [
         LossScaler(

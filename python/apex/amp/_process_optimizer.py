@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from ._amp_state import _amp_state, maybe_print, several_ranks
 from ._device_skip import step_unless
 from ._full_values import FullValue, record_of
 from .casts import is_low_precision
-from .handle import AmpHandle, disable_casts
+from .handle import AmpHandle, disable_casts, forget_casts
 from .scaler import LossScaler
 
 #: The key of the master weights, by the index of the parameter, in the optimizer's state.
@@ -56,6 +57,8 @@ class OptimizerStash:
         #: Gradients as they were before the present ``scale_loss`` context.
         self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._in_context = False
+        #: Between the end of a context and the next step, or zero_grad.
+        self._in_iteration = False
         #: The model's gradients include those of earlier contexts.
         self._model_has_all = False
         #: By the id of the master: the master, its parameter, and what is known of both.
@@ -92,10 +95,18 @@ class OptimizerStash:
                     self.all_fp32_from_fp16_params.append(known[0])
 
     def _make_master(self, param: torch.Tensor) -> torch.Tensor:
+        sharded = sys.modules.get("torch.distributed.tensor")
+        if sharded is not None and isinstance(param, sharded.DTensor):
+            raise RuntimeError(
+                f"{type(self._optimizer).__name__} holds a {param.dtype} parameter that is a "
+                "DTensor (fully_shard, or tensor parallel), of which amp makes no master weight: "
+                "use level O1."
+            )
         record = record_of(param)
         master = torch.nn.Parameter(record.read(param), requires_grad=True)
         record.master, record.remembered = master, None
         record.stepped = record.settled = False
+        record.note_agreement(param)
         self._model_of[id(master)] = (master, param, record)
         state = self._optimizer.state
         if param in state:
@@ -110,17 +121,26 @@ class OptimizerStash:
         """Give masters that were not stepped since they were made or loaded the model's values.
 
         Where these are the masters, rounded, the masters stay: Note [One value, two precisions].
+        Those that somebody else has written stay, too. Between scale_loss and step(), where a
+        master may be decayed or clamped in a way that nobody sees, only parameters that were seen
+        to change are looked at.
         """
         for master, param, record in self._model_of.values():
-            if not record.settled:
+            if record.settled or record.master_changed():
+                continue
+            if record.parameter_changed(param) or not self._in_iteration:
                 master.copy_(record.read(param))
                 record.remembered = None
+                record.note_agreement(param)
 
-    def _settle(self) -> None:
-        """A step was made: from now on the masters count, and the model follows."""
-        for _, _, record in self._model_of.values():
-            record.restored = None
-            record.stepped = record.settled = True
+    def _refuse_changed_masters(self) -> None:
+        if any(record.master_changed() for _, _, record in self._model_of.values()):
+            raise RuntimeError(
+                f"{_this_rank()}the master weights of {type(self._optimizer).__name__} were "
+                "changed, but not by its step(), and the loss given to amp.scale_loss was computed "
+                "without the change: call optimizer._master_params_to_model_params() after it, "
+                "before the forward pass."
+            )
 
     def _by_index(self) -> dict[int, tuple[torch.Tensor, FullValue]]:
         """Masters and what is known of them, by the index that the optimizer's state uses."""
@@ -144,7 +164,8 @@ class OptimizerStash:
         for index, (_, record) in self._by_index().items():
             if index in saved:
                 # The parameters may be loaded after this, so it is not known yet what fits.
-                record.restored, record.settled = saved[index].detach(), False
+                record.restored = saved[index].detach()
+                record.note_load()
 
     def copy_optimizer(self, memo: dict[int, Any]) -> torch.optim.Optimizer:
         """``copy.deepcopy`` of the optimizer: its masters belong to the copies of the parameters.
@@ -164,6 +185,8 @@ class OptimizerStash:
             new.master, new.restored = new_master, record.restored
             new.remembered = record.remembered
             new.stepped, new.settled = record.stepped, record.settled
+            if not record.master_changed():
+                new.note_agreement(new_param)
             stash._model_of[id(new_master)] = (new_master, new_param, new)
         stash.collect()
         return copied
@@ -179,7 +202,8 @@ class OptimizerStash:
         rounded for that. With one rank no wrapper looks, and these stay in float32.
 
         Raises:
-            RuntimeError: another context of this optimizer is open.
+            RuntimeError: another context of this optimizer is open, or master weights were
+                changed by hand and the model does not have them.
         """
         if self._in_context:
             raise RuntimeError(
@@ -189,6 +213,7 @@ class OptimizerStash:
             )
         self.lazy_init()
         self.collect()
+        self._refuse_changed_masters()
         self.follow_model()
         self._own = [p for p in self.all_fp32_from_fp32_params if id(p) not in claimed]
         claimed.update(map(id, self._own))
@@ -208,6 +233,8 @@ class OptimizerStash:
         if raised:
             for param, grad in self._before:
                 param.grad = grad
+        else:
+            self._in_iteration = True
         self._before = []
 
     def _scale_earlier(self, scaler: LossScaler) -> None:
@@ -277,6 +304,20 @@ class OptimizerStash:
                 master.grad = None
         _accumulate(masters, fresh)
 
+    def refuse_scaled_gradients(self) -> None:
+        """Raise RuntimeError if a step would use gradients that ``delay_unscale`` left scaled."""
+        if not self.params_have_scaled_gradients:
+            return
+        if all(p.grad is None for p in self.all_fp16_params + self.all_fp32_from_fp32_params):
+            self.params_have_scaled_gradients = False  # cleared by the model's zero_grad, say
+            return
+        raise RuntimeError(
+            f"{_this_rank()}{type(self._optimizer).__name__}.step() was called with gradients that "
+            "are still multiplied by the loss scale, since the last amp.scale_loss of this "
+            "optimizer had delay_unscale=True. Use the last amp.scale_loss before step() without "
+            "delay_unscale, or discard the gradients by optimizer.zero_grad()."
+        )
+
     def take_skip_flag(self) -> bool:
         """What `skip_flag` says; waits for the device if there is one. Clears it."""
         flag, self.skip_flag = self.skip_flag, None
@@ -310,9 +351,17 @@ class OptimizerStash:
             master.grad = None
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clear the gradients of the model's parameters, of the masters, and what was set aside."""
+        """Clear the gradients of the model's parameters, of the masters, and what was set aside.
+
+        An overflow among them is over as well: the next step is not skipped for it.
+        """
+        if self.already_patched:
+            self.cancel_skip()
+        self.skip_flag = None
+        if getattr(self._optimizer, "found_inf", None) is not None:
+            self._optimizer.found_inf = None  # type: ignore[attr-defined]
         self._before = []
-        self.params_have_scaled_gradients = False
+        self.params_have_scaled_gradients = self._in_iteration = False
         self.drop_master_grads()
         for param in self.all_fp16_params:
             if param.grad is None or set_to_none:
@@ -321,10 +370,34 @@ class OptimizerStash:
                 param.grad = torch.zeros_like(param.grad)
 
     def masters_to_model(self) -> None:
-        """Round every master into its parameter; one multi-tensor copy."""
+        """Round every master into its parameter; from now on the masters count.
+
+        One multi-tensor copy. For those who change master weights themselves, too.
+        """
         if self.all_fp16_params:
             with torch.no_grad():
                 torch._foreach_copy_(self.all_fp16_params, self.all_fp32_from_fp16_params)
+        for _, param, record in self._model_of.values():
+            record.restored = None
+            record.stepped = record.settled = True
+            record.note_agreement(param)
+        self._in_iteration = False
+
+    def skip(self) -> None:
+        """What a step does that is skipped: gradients are dropped, and the model follows.
+
+        Usually the model has the masters' values; but who has changed the masters for one forward
+        pass (SAM) and put them back counts on the step.
+        """
+        self.follow_model()
+        self.masters_to_model()
+        self.drop_master_grads()
+        forget_casts()
+
+
+def _this_rank() -> str:
+    """The beginning of an error's message."""
+    return f"rank {torch.distributed.get_rank()}: " if several_ranks() else ""
 
 
 def _accumulate(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
@@ -400,9 +473,8 @@ def _inside_step(closure: Callable[[], Any], stash: OptimizerStash) -> Callable[
         for _ in range(MAX_CLOSURE_RETRIES):
             with casts():
                 loss = closure()
-            if isinstance(handle, AmpHandle):
-                # The parameters change between two evaluations of a closure.
-                handle._clear_cache()
+            forget_casts()  # the parameters change between two evaluations of a closure
+            stash.refuse_scaled_gradients()
             if not stash.take_overflow():
                 return loss
             maybe_print("Gradient overflow in a closure; evaluating it with a lower loss scale.")
@@ -424,17 +496,21 @@ def _hook_step(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
                 "would compute gradients of the model's parameters, not of the masters. Call "
                 "backward inside amp.scale_loss and step() without a closure, or use O1."
             )
+        if closure is None:
+            stash.refuse_scaled_gradients()
         call = inner if closure is None else functools.partial(inner, _inside_step(closure, stash))
         stash.follow_model()
         skip, stash.skip_flag = stash.skip_flag, None
-        with disable_casts():
-            result = call() if skip is None else step_unless(skip, self, call)
+        try:
+            with disable_casts():
+                result = call() if skip is None else step_unless(skip, self, call)
+        finally:
+            forget_casts()  # one that raises runs no hook
         for name in ("found_inf", "grad_scale"):
             vars(self).pop(name, None)
         if stash.master_weights:
             stash.masters_to_model()
             stash.drop_master_grads()
-            stash._settle()
         return result
 
     if hasattr(inner, "_wrapped_by_lr_sched"):

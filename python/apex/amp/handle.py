@@ -182,3 +182,9 @@ def disable_casts() -> Iterator[None]:
         return
     with handle.casts_disabled():
         yield
+
+
+def forget_casts() -> None:
+    """Drop the cast weights of level O1: Note [Writes that nobody sees] in ``casts.py``."""
+    if _amp_state.handle is not None:
+        _amp_state.handle._clear_cache()

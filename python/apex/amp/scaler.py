@@ -72,6 +72,10 @@ class LossScaler:
         self._max_loss_scale = max_loss_scale
         #: Counts changes of the scale, so that gradients left scaled can be told apart.
         self._generation = 0
+        #: Of scale_loss that are entered now, and the optimizers whose overflow they leave to the
+        #: outermost of them.
+        self.contexts = 0
+        self.to_check: list[Any] = []
 
     def loss_scale(self) -> float:
         """The current scale. Dynamic: copies one number from the device, and waits for it."""
@@ -124,6 +128,13 @@ class LossScaler:
         """Forget non-finite gradients seen since the last update."""
         self._policy.clear_found_inf()
 
+    def ranks(self, group: Any = None) -> int:
+        """How many ranks :meth:`synchronize` talks to, this one included."""
+        distributed = torch.distributed
+        if not self.dynamic or not distributed.is_available() or not distributed.is_initialized():
+            return 1
+        return distributed.get_world_size(group)
+
     def synchronize(self, group: Any = None) -> None:
         """Make the overflow flag the same on every rank of `group` (None: all ranks).
 
@@ -131,11 +142,9 @@ class LossScaler:
         with one rank, or without an initialised process group. Every rank of the group must call
         it. On Gloo it blocks the host, on NCCL only the stream.
         """
-        if not self.dynamic or not torch.distributed.is_available():
+        if self.ranks(group) < 2:
             return
         distributed = torch.distributed
-        if not distributed.is_initialized() or distributed.get_world_size(group) < 2:
-            return
         group = distributed.group.WORLD if group is None else group
         self._policy.synchronize(group.group_name)
 

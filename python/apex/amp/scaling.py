@@ -13,6 +13,7 @@ from apex import _pending
 from . import _device_skip
 from ._amp_state import _amp_state, find_stash, maybe_print
 from ._process_optimizer import OptimizerStash, process_optimizer
+from .handle import forget_casts
 from .scaler import LossScaler
 
 
@@ -79,11 +80,12 @@ def _skip_next_step(stash: OptimizerStash, loss_id: int, scaler: LossScaler) -> 
                 "optimizer.step(closure) cannot be skipped after a gradient overflow; call "
                 "backward inside amp.scale_loss and step() without a closure."
             )
+        stash.refuse_scaled_gradients()
         maybe_print(
             f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to "
             f"{scaler.loss_scale()}"
         )
-        stash.drop_master_grads()
+        stash.skip()
         # A scheduler that follows would warn that no step came before it.
         self._opt_called = True
         stash.cancel_skip()
@@ -91,8 +93,21 @@ def _skip_next_step(stash: OptimizerStash, loss_id: int, scaler: LossScaler) -> 
     stash.skip_next_step(skip_step)
 
 
-def _check_overflow(stashes: list[OptimizerStash], loss_id: int, scaler: LossScaler) -> None:
-    if _amp_state.overflow_group is not False:
+def _ranks(scaler: LossScaler) -> int:
+    """With how many ranks the overflow flag is combined."""
+    return 1 if _amp_state.overflow_group is False else scaler.ranks(_amp_state.overflow_group)
+
+
+def _check_overflow(
+    stashes: list[OptimizerStash], loss_id: int, scaler: LossScaler, ranks: int
+) -> None:
+    if _ranks(scaler) < ranks:
+        raise RuntimeError(
+            "the process group was destroyed inside amp.scale_loss, so this rank cannot tell the "
+            f"other {ranks - 1} whether its gradients overflowed, and they would step without it; "
+            "call destroy_process_group() when training has ended."
+        )
+    if ranks > 1:
         scaler.synchronize(_amp_state.overflow_group)
     if scaler.dynamic and _skips_on_device(stashes):
         found_inf = scaler.update_scale_async()
@@ -130,13 +145,14 @@ def scale_loss(
             accepted.
         loss_id: which of ``num_losses`` scalers to use.
         model: ignored; kept for old scripts.
-        delay_unscale: leave the gradients scaled, for a later context without it.
+        delay_unscale: leave the gradients scaled, for a later context without it; until then
+            ``step()`` raises RuntimeError.
         delay_overflow_check: neither adapt the scale nor skip; the next context of the same
             ``loss_id`` without it counts what this one found.
 
     Raises:
-        RuntimeError: before ``initialize``, an unknown `loss_id`, or inside another context of the
-            same optimizer.
+        RuntimeError: before ``initialize``, an unknown `loss_id`, inside another context of the
+            same optimizer, or where the process group was destroyed in the body.
         TypeError: `optimizers` is something else.
 
     Waits for the device once if the scale is dynamic, and not at all if every optimizer is, on an
@@ -151,19 +167,29 @@ def scale_loss(
         yield loss
         return
     scaler = _scaler(loss_id)
-    handle = _amp_state.handle if properties.patch_torch_functions else None
     stashes = _stashes(optimizers)
+    entered = False
     try:
-        if not properties.master_weights and scaler._static == 1.0:
+        scaled_before = any(stash.params_have_scaled_gradients for stash in stashes)
+        if not properties.master_weights and scaler._static == 1.0 and not scaled_before:
             yield loss.float()
             return
+        ranks = _ranks(scaler)
+        scaler.contexts += 1
+        entered = True
         _pending.complete()
         with contextlib.ExitStack() as contexts:
             claimed: set[int] = set()
             for stash in stashes:
                 stash.enter_context(scaler, claimed)
                 contexts.push(lambda kind, *_, stash=stash: stash.leave_context(kind is not None))
-            yield scaler.scale(loss)
+            try:
+                yield scaler.scale(loss)
+            except Exception:
+                # What arrives later would be written over the gradients that are put back.
+                with contextlib.suppress(Exception):  # the body's own error is the one to report
+                    _pending.complete()
+                raise
             _pending.complete()  # an OverlappedOptimizer's: what is read now has to be there
             for stash in stashes:
                 if delay_unscale:
@@ -171,7 +197,12 @@ def scale_loss(
                 else:
                     stash.finish_backward(scaler)
         if not delay_unscale and not delay_overflow_check:
-            _check_overflow(stashes, loss_id, scaler)
+            scaler.to_check += stashes
     finally:
-        if handle is not None:
-            handle._clear_cache()
+        forget_casts()
+        if entered:
+            scaler.contexts -= 1
+        # The scale may change now, so contexts of the same scaler around this one come first.
+        if entered and scaler.to_check and scaler.contexts == 0:
+            checked, scaler.to_check = scaler.to_check, []
+            _check_overflow(checked, loss_id, scaler, ranks)

@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 
-from ._choose import as_list, from_apex, implementation
+from ._choose import as_list, from_apex, implementation, is_low_precision_on_cpu
+
+
+def _fused_is_wrong(group: dict[str, Any]) -> bool:
+    return any(map(is_low_precision_on_cpu, group["params"]))
 
 
 class FusedSGD(torch.optim.SGD):
-    """``torch.optim.SGD(fused=True)``.
+    """``torch.optim.SGD(fused=True)``; ``foreach=True`` for groups with float16 or bfloat16
+    parameters on the CPU, which torch's fused kernel updates wrongly (pytorch#191763).
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov: as of torch.
@@ -55,6 +60,15 @@ class FusedSGD(torch.optim.SGD):
         """Load the state of this class, of torch's, or of Apex's class of this name."""
         super().load_state_dict(from_apex(self, state_dict))
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch's GradScaler asks before a step whether the kernel divides by the scale.
+        return all(group["fused"] and not _fused_is_wrong(group) for group in self.param_groups)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        pass  # set by torch's constructor, once: parameters may be cast later
+
     def _init_group(
         self,
         group: dict[str, Any],
@@ -62,6 +76,9 @@ class FusedSGD(torch.optim.SGD):
         grads: list[torch.Tensor],
         momentum_buffer_list: list[torch.Tensor | None],
     ) -> bool:
+        # Here and not in the constructor: apex.amp casts parameters later (level O3).
+        if group["fused"] and _fused_is_wrong(group):
+            group["fused"], group["foreach"] = False, True
         has_sparse = super()._init_group(group, params, grads, momentum_buffer_list)
         late = [i for i, buffer in enumerate(momentum_buffer_list) if buffer is None]
         if group["fused"] and len(late) < len(momentum_buffer_list):

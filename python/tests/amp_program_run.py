@@ -1,0 +1,328 @@
+"""One random program of training with amp: what is run, and what it is compared with.
+
+A program is a level, an optimizer, a wrapper and some iterations. It runs twice: with and without
+what must change no bit (copies, restores from a checkpoint, bodies that raise, discarded batches,
+forwards that are not trained on). Both runs have the same bits after every step, and are as near to
+plain training in float64 as the level's type allows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from ddp_support import check, check_same_on_all_ranks, forget_amp
+from torch import Tensor, nn
+
+from apex import amp
+from apex.optimizers import FusedAdam, FusedSGD
+from apex.parallel import DistributedDataParallel, OverlappedOptimizer
+from apex.parallel.LARC import LARC
+
+#: By level: the largest difference from float64; the largest weights are near 1.
+LEVELS = {
+    "O0": 2e-6, "O1": 1e-3, "O2": 1e-3, "O3": 5e-3,
+    "O1-bf16": 6e-3, "O2-bf16": 6e-3, "O3-bf16": 4e-2,
+}  # fmt: skip
+LOSSES = 2
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.02, momentum=0.5, weight_decay=0.01)
+
+
+#: What is tested, and the same in float64. A large eps, or rounding decides on the sign of a step.
+OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "SGD": (_sgd, _sgd),
+    "FusedSGD": (lambda p: FusedSGD(p, lr=0.02, momentum=0.5, weight_decay=0.01), _sgd),
+    "Adam": (
+        lambda p: torch.optim.Adam(p, lr=0.02, eps=0.1),
+        lambda p: torch.optim.Adam(p, lr=0.02, eps=0.1),
+    ),
+    "AdamW(fused=True)": (
+        lambda p: torch.optim.AdamW(p, lr=0.02, eps=0.1, fused=True),
+        lambda p: torch.optim.AdamW(p, lr=0.02, eps=0.1),
+    ),
+    "FusedAdam": (
+        lambda p: FusedAdam(p, lr=0.02, eps=0.1),
+        lambda p: torch.optim.Adam(p, lr=0.02, eps=0.1),
+    ),
+    "LARC": (lambda p: LARC(_sgd(p)), lambda p: LARC(_sgd(p))),
+    "LARC after initialize": (_sgd, lambda p: LARC(_sgd(p))),
+}
+
+
+@dataclass
+class Step:
+    """One iteration: several backwards, and one step of each optimizer."""
+
+    parts: list[dict[str, Any]]  # loss (its number), delay, overflow
+    write: str = ""  # halve the weights "before" the first part or after the last one ("late")
+    how: str = "data"
+    rescale: bool = False  # another loss scale after the first part
+    no_sync: bool = False  # all parts but the last one
+    zeros: bool = False  # zero_grad(set_to_none=False)
+    #: By name, what must change no bit.
+    neutral: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Program:
+    seed: int
+    level: str
+    optimizer: str
+    optimizers: int  # one for all parameters, or two for a part each
+    wrapper: str  # "": one process
+    loss_scale: float | str | None
+    steps: list[Step]
+
+    @property
+    def world(self) -> int:
+        return 2 if self.wrapper else 1
+
+
+class Net(nn.Module):
+    """A layer used twice, a norm, and an output for each loss."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.shared = nn.Linear(4, 16), nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.last = nn.Linear(16, LOSSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.shared(torch.tanh(self.first(x))))
+        return self.last(self.norm(self.shared(h) + h))
+
+
+def batch(program: Program, step: int, part: int, rank: int) -> Tensor:
+    seed = ((program.seed * 10 + step) * 10 + part) * 2 + rank
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: nn.Module, x: Tensor, loss: int) -> Tensor:
+    output = model(x)
+    output = output if output.dtype == torch.float64 else output.float()
+    errors = (output - torch.sin(x.sum(1, keepdim=True))).square().mean(0)
+    return errors[loss] + 0.25 * errors.sum()
+
+
+def make_optimizers(program: Program, net: Net, reference: bool) -> list[Any]:
+    params = list(net.parameters())
+    parts = [params] if program.optimizers == 1 else [params[:4], params[4:]]
+    return [OPTIMIZERS[program.optimizer][reference](part) for part in parts]
+
+
+def reference(program: Program) -> list[list[Tensor]]:
+    """The parameters after each step, in one process, in float64, without amp."""
+    net = Net(program.seed).double()
+    optimizers = make_optimizers(program, net, reference=True)
+    trace = []
+    for number, step in enumerate(program.steps):
+        halve(net.parameters(), step.how if step.write == "before" else "")
+        net.zero_grad()
+        for index, part in enumerate(step.parts):
+            for rank in range(program.world):
+                x = batch(program, number, index, rank).double()
+                loss = loss_of(net, x, part["loss"]) / len(step.parts)
+                (loss / program.world).backward()
+        halve(net.parameters(), step.how if step.write == "late" else "")
+        if not any(part["overflow"] for part in step.parts):
+            for optimizer in optimizers:
+                optimizer.step()
+        trace.append([p.detach().clone() for p in net.parameters()])
+    return trace
+
+
+def halve(params: Any, how: str) -> None:
+    for param in params:
+        if how == "data":
+            param.data.mul_(0.5)
+        elif how == "numpy" and param.dtype != torch.bfloat16:
+            param.detach().numpy()[...] *= 0.5
+        elif how:
+            with torch.no_grad():
+                param.mul_(0.5)
+
+
+class BodyRaised(Exception):
+    pass
+
+
+def _raise(*_: Any) -> None:
+    raise BodyRaised
+
+
+class Run:
+    """A program with amp; `neutral`: with what must change no bit."""
+
+    def __init__(self, program: Program, rank: int, neutral: bool) -> None:
+        self.program, self.rank, self.neutral = program, rank, neutral
+        net = Net(program.seed)
+        self._initialize(net, make_optimizers(program, net, reference=False))
+
+    def _initialize(self, net: Net, optimizers: list[Any]) -> None:
+        self.net, self.known = amp.initialize(
+            net, optimizers, opt_level=self.program.level, loss_scale=self.program.loss_scale,
+            num_losses=LOSSES, max_loss_scale=2.0**8, verbosity=0,
+        )  # fmt: skip
+        self._wrap()
+
+    def _wrap(self) -> None:
+        kind, self.wrapped = self.program.wrapper, self.net
+        self.optimizers = list(self.known)
+        if self.program.optimizer == "LARC after initialize":
+            self.optimizers = [LARC(optimizer) for optimizer in self.known]
+        if kind == "torch":
+            self.wrapped = nn.parallel.DistributedDataParallel(self.net)
+        elif kind:
+            self.wrapped = DistributedDataParallel(self.net, message_size=100)
+        if kind == "overlapped":
+            self.optimizers = [OverlappedOptimizer(self.optimizers[0], self.wrapped)]
+
+    def masters(self) -> list[Tensor]:
+        for known in self.known:
+            known._amp_lazy_init()  # before zero_grad they are the model's parameters
+        return [master for known in self.known for master in amp.master_params(known)]
+
+    def synchronize(self) -> None:
+        if self.program.wrapper == "overlapped":
+            self.optimizers[0].synchronize()
+
+    def copy(self) -> None:
+        self.synchronize()
+        self.net, self.known = copy.deepcopy((self.net, self.known))
+        self._wrap()
+
+    def restore(self, order: str) -> None:
+        self.synchronize()
+        states = [self.net.state_dict(), [o.state_dict() for o in self.known], amp.state_dict()]
+        file = io.BytesIO()
+        torch.save(states, file)
+        file.seek(0)
+        states = torch.load(file, weights_only=True)
+        net = Net(self.program.seed + 1 + self.rank)
+        optimizers = make_optimizers(self.program, net, reference=False)
+        if order != "before initialize":
+            self._initialize(net, optimizers)
+            net, optimizers = self.net, self.known
+        if order != "optimizer first":
+            net.load_state_dict(states[0])
+        for optimizer, state in zip(optimizers, states[1], strict=True):
+            optimizer.load_state_dict(state)
+        if order == "optimizer first":
+            net.load_state_dict(states[0])
+        if order == "before initialize":
+            self._initialize(net, optimizers)
+        amp.load_state_dict(states[2])
+
+    def zero_grad(self, step: Step) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=not step.zeros)
+
+    def write(self, step: int, how: str, push: bool) -> None:
+        if "O2" in self.program.level and (step > 0 or not push):
+            halve(self.masters(), how)
+            for known in self.known if push else ():
+                known._master_params_to_model_params()
+        else:
+            halve(self.net.parameters(), how)
+
+    def backward(self, number: int, index: int, raises: str = "", **options: Any) -> float:
+        program, part = self.program, self.program.steps[number].parts[index]
+        quiet = program.wrapper and program.steps[number].no_sync
+        last = index == len(program.steps[number].parts) - 1
+        with self.wrapped.no_sync() if quiet and not last else contextlib.nullcontext():
+            x = batch(program, number, index, self.rank)
+            loss = loss_of(self.wrapped, x, part["loss"]) / len(program.steps[number].parts)
+            options = {"delay_unscale": part["delay"], **options}
+            hooked = raises == "in backward"
+            hook = self.net.first.weight.register_hook(_raise) if hooked else None
+            try:
+                with amp.scale_loss(loss, self.optimizers, part["loss"], **options) as scaled:
+                    if raises == "before backward":
+                        raise BodyRaised
+                    factor = float("inf") if part["overflow"] and not raises else 1.0
+                    (scaled * factor).backward()
+                    if raises:
+                        raise BodyRaised
+            except BodyRaised:
+                check(raises, "an error that nobody raised")
+            finally:
+                if hook is not None:
+                    hook.remove()
+        return loss.item()
+
+    def step(self, number: int) -> list[Any]:
+        """One iteration; what it is compared by."""
+        step = self.program.steps[number]
+        neutral = step.neutral if self.neutral else {}
+        if "copy" in neutral:
+            self.copy()
+        if "restore" in neutral:
+            self.restore(neutral["restore"])
+        if step.write == "before":
+            self.synchronize()
+            self.write(number, step.how, push=True)
+        self.zero_grad(step)
+        if "discard" in neutral and not step.parts[0]["overflow"]:
+            self.backward(number, 0, delay_unscale=neutral["discard"])
+            self.zero_grad(step)
+        losses = []
+        for index in range(len(step.parts)):
+            if "raises" in neutral and neutral["raises"][0] == index:
+                self.backward(number, index, raises=neutral["raises"][1])
+            if "evaluate" in neutral:
+                with torch.no_grad():
+                    self.net(batch(self.program, number, index, 0))
+            losses.append(self.backward(number, index))
+            if step.rescale and index == 0:
+                amp._amp_state.loss_scalers[step.parts[-1]["loss"]]._loss_scale = 32.0
+        if "forward" in neutral:
+            self.net(batch(self.program, number, 9, 0))
+        if step.write == "late":
+            self.write(number, step.how, push=False)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.synchronize()
+        scales = [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]
+        params, state = list(self.net.parameters()), self.net.state_dict()
+        for param, master, saved in zip(params, self.masters(), state.values(), strict=True):
+            check(torch.equal(param, master.to(param.dtype)), "not the master weight, rounded")
+            check("O2" not in self.program.level or torch.equal(saved, master), "state_dict")
+        if self.program.wrapper:
+            check_same_on_all_ranks(params, f"parameters after step {number}")
+        tensors = params + self.masters() + list(state.values())
+        return [losses, scales, *(t.detach().clone() for t in tensors)]
+
+
+def run_program(program: Program, rank: int) -> None:
+    wanted, traces = reference(program), []
+    for neutral in (False, True):
+        run = Run(program, rank, neutral)
+        traces.append([run.step(number) for number in range(len(program.steps))])
+        forget_amp()
+    for number, (plain, full) in enumerate(zip(*traces, strict=True)):
+        check(plain[:2] == full[:2], f"step {number}: losses, scales {plain[:2]}, {full[:2]}")
+        for index, (a, b) in enumerate(zip(plain[2:], full[2:], strict=True)):
+            check(torch.equal(a, b), f"step {number}: tensor {index} differs by neutral operations")
+        for index, want in enumerate(wanted[number]):
+            error = (plain[2 + len(wanted[0]) + index].double() - want).abs().max()
+            limit = LEVELS[program.level]
+            check(error <= limit, f"step {number}, parameter {index}: {error:.2g} from float64")
+
+
+def run_programs(rank: int, world: int, programs: list[Program]) -> None:
+    for program in programs:
+        try:
+            run_program(program, rank)
+        except Exception as error:
+            raise AssertionError(f"amp program of seed {program.seed}: {error!r}") from error
+        finally:
+            forget_amp()

@@ -1,0 +1,96 @@
+"""Random programs of training with amp against float64 and against themselves. For thousands:
+``python python/tests/amp_programs.py --seeds 0:3000``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from amp_program_run import OPTIMIZERS, Program, Step, run_program, run_programs
+from amp_programs import draw_program, run, shrink
+from amp_support import fresh_amp  # noqa: F401
+from ddp_support import RankPool, forget_amp
+
+from apex.amp._process_optimizer import OptimizerStash
+from apex.amp.casts import CastCache
+from apex.optimizers import fused_sgd
+
+FIRST_SEED = 3000
+CASES = 40
+
+
+def _drawn(world: int, count: int) -> list[Program]:
+    programs = map(draw_program, range(FIRST_SEED, FIRST_SEED + 10 * count))
+    return [program for program in programs if program.world == world][:count]
+
+
+@pytest.mark.parametrize("program", _drawn(1, CASES), ids=lambda program: str(program.seed))
+def test_program_of_one_process(program: Program) -> None:
+    run_program(program, 0)
+
+
+@pytest.mark.processes
+def test_programs_of_two_ranks(ranks: RankPool) -> None:
+    assert not run(ranks, _drawn(2, CASES // 4))
+
+
+# --- the generator itself ---
+
+
+def _program(level: str, optimizer: str, step: Step, count: int = 3) -> Program:
+    return Program(1, level, optimizer, 1, "", None, [step] * count)
+
+
+PLAIN: Any = {"parts": [{"loss": 0, "delay": False, "overflow": False}]}
+DELAYED: Any = {"parts": [{"loss": 0, "delay": True, "overflow": False}, *PLAIN["parts"]]}
+
+#: What is broken, and a program that finds it.
+FAULTS = {
+    "cache": (
+        (CastCache, "clear", lambda *_: None),
+        _program("O1", "FusedAdam", Step(**PLAIN)),
+    ),
+    "fused kernel": (
+        (fused_sgd, "is_low_precision_on_cpu", lambda _: False),
+        _program("O3", "FusedSGD", Step(**PLAIN)),
+    ),
+    "raising body": (
+        (OptimizerStash, "leave_context", lambda stash, _: setattr(stash, "_in_context", False)),
+        _program("O1", "SGD", Step(**DELAYED, neutral={"raises": (1, "after backward")})),
+    ),
+    "restore": (
+        (OptimizerStash, "follow_model", lambda _: None),
+        _program("O2", "SGD", Step(**PLAIN, neutral={"restore": "optimizer first"})),
+    ),
+    "written masters": (
+        (OptimizerStash, "masters_to_model", lambda _: None),
+        _program("O2", "Adam", Step(**PLAIN, write="before")),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_found_and_shrunk(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced, program = FAULTS[fault]
+    run_program(program, 0)
+    monkeypatch.setattr(*replaced)
+
+    def fails(candidate: Program) -> bool:
+        try:
+            run_programs(0, 1, [candidate])
+        except AssertionError:
+            return True
+        return False
+
+    assert fails(program)
+    small = shrink(program, fails)
+    assert fails(small) and len(small.steps) <= 2
+    monkeypatch.undo()
+    forget_amp()
+
+
+def test_drawing_is_by_seed_and_covers_every_optimizer_and_level() -> None:
+    assert draw_program(5) == draw_program(5) != draw_program(6)
+    programs = list(map(draw_program, range(300)))
+    assert len({(p.level, p.optimizer) for p in programs}) == 7 * len(OPTIMIZERS)
+    assert {p.wrapper for p in programs} == {"", "apex", "torch", "overlapped"}
