@@ -39,6 +39,9 @@ class PythonCommHook final : public parallel::CommHook {
     runner_.reset();
   }
 
+  /// Not the function's: ranks compare names, and each may have a function of its own.
+  std::string name() const override { return "Python function"; }
+
   FuturePtr run(GradientBucket& bucket) override {
     std::vector<c10::Device> devices;
     if (!bucket.buffer.device().is_cpu()) devices.push_back(bucket.buffer.device());

@@ -12,20 +12,17 @@ counter are compared.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import random
-import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+import random_programs
 import torch
 from ddp_support import RankPool, RanksFailed
 
-BATCH = 50
 BATCH_TIMEOUT_S = 240
 MAX_ELEMENTS = 8000
 EPS = 1e-3
@@ -132,60 +129,20 @@ def run(pool: RankPool, programs: list[Program]) -> str:
     return ""
 
 
-def run_range(
-    pool: RankPool, programs: list[Program], found: Callable[[Program, str], None]
-) -> None:
-    """Runs all, in batches of one world size; ``found`` is told of each that fails."""
-    for world in sorted({program.world for program in programs}):
-        todo = [program for program in programs if program.world == world]
-        while todo:
-            batch, todo = todo[:BATCH], todo[BATCH:]
-            message = run(pool, batch)
-            if message:
-                seeds = [int(seed) for seed in re.findall(r"program of seed (\d+)", message)]
-                at = next(i for i, program in enumerate(batch) if program.seed in seeds)
-                found(batch[at], message)
-                todo = batch[at + 1 :] + todo
-
-
-def shrink(program: Program, fails: Callable[[Program], bool], tries: int = 60) -> Program:
+def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
     """The smallest program found that still fails."""
-    for less in smaller(program):
-        if tries <= 0:
-            break
-        tries -= 1
-        if fails(less):
-            return shrink(less, fails, tries)
-    return program
+    return random_programs.shrink(program, smaller, fails, tries=60)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0:1000", help="A:B, or one seed")
-    parser.add_argument("--world", type=int, choices=(1, 2, 3))
-    parser.add_argument("--no-shrink", action="store_true")
-    arguments = parser.parse_args()
-    first, _, end = arguments.seeds.partition(":")
-    seeds = range(int(first), int(end or int(first) + 1))
-    failures = 0
-
+    arguments = random_programs.arguments_of(__doc__, worlds=(1, 2, 3)).parse_args()
     with RankPool(3) as pool:
-
-        def found(program: Program, message: str) -> None:
-            nonlocal failures
-            failures += 1
-            print(f"seed {program.seed} fails: {message[-3000:]}", flush=True)
-            if not arguments.no_shrink:
-                small = shrink(program, lambda less: bool(run(pool, [less])))
-                print(f"smallest:\n{small}\n{run(pool, [small])[-1500:]}", flush=True)
-
-        begin = time.monotonic()
-        for start in range(seeds.start, seeds.stop, 5 * BATCH):
-            part = range(start, min(start + 5 * BATCH, seeds.stop))
-            run_range(pool, [draw_program(seed, arguments.world) for seed in part], found)
-            took = time.monotonic() - begin
-            print(f"to seed {part.stop}: {failures} failures, {took:.0f} s", flush=True)
-    return 1 if failures else 0
+        generator = random_programs.Generator(
+            draw=lambda seed: draw_program(seed, arguments.world),
+            run=lambda programs: run(pool, programs),
+            smaller=smaller,
+        )
+        return random_programs.search(generator, arguments)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ and the smallest program that still fails. What ranks do and check is in ddp_pro
 
 from __future__ import annotations
 
-import argparse
 import copy
 import multiprocessing
 import os
@@ -14,15 +13,14 @@ import random
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import random_programs
 from ddp_program_nets import ALIASING
 from ddp_program_run import HOOKS, Op, Program, run_programs
 from ddp_support import RankPool, RanksFailed
 
-BATCH = 50
 BATCH_TIMEOUT_S = 300  # each program has its own limit
 
 HAZARDS = (
@@ -238,19 +236,9 @@ def _smaller_value(value: Any) -> Iterator[Any]:
                 yield [*value[:i], less, *value[i + 1 :]]
 
 
-def shrink(program: Program, fails: Callable[[Program], bool], tries: int = 150) -> Program:
+def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
     """The smallest program found that still fails."""
-    program = copy.deepcopy(program)
-    while True:
-        for less in smaller(program):
-            tries -= 1
-            if tries < 0:
-                return program
-            if fails(less):
-                program = less
-                break
-        else:
-            return program
+    return random_programs.shrink(copy.deepcopy(program), smaller, fails)
 
 
 # --- running many ---
@@ -294,66 +282,23 @@ def brief(message: str) -> str:
     )
 
 
-def run_range(
-    pool: RankPool, programs: list[Program], found: Callable[[Program, str], None]
-) -> None:
-    """Runs all, in batches of one world size; ``found`` is told of each that fails."""
-    for world in sorted({program.world for program in programs}):
-        todo = [program for program in programs if program.world == world]
-        while todo:
-            batch, todo = todo[:BATCH], todo[BATCH:]
-            message = run(pool, batch)
-            if message:
-                seeds = [int(seed) for seed in re.findall(r"program of seed (\d+)", message)]
-                at = next(i for i, program in enumerate(batch) if program.seed in seeds)
-                alone = run(pool, [batch[at]])
-                found(batch[at], alone or f"only after those before it: {message}")
-                todo = batch[at + 1 :] + todo
-
-
-def report(program: Program, pool: RankPool) -> str:
-    stuck = ": stuck" in run(pool, [program])
-
-    def fails(less: Program) -> bool:
-        message = run(pool, [less])
-        return bool(message) and (": stuck" in message) == stuck
-
-    program = shrink(program, fails)
-    return f"smallest:\n{show(program)}\n{run(pool, [program])}"
-
-
 def show(program: Program) -> str:
     head = f"  world={program.world} models={program.models} shared={program.shared}"
     return "\n".join([head, *(f"  {op}" for op in program.ops)])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0:1000", help="A:B, or one seed")
-    parser.add_argument("--world", type=int, choices=(2, 3, 4))
+    parser = random_programs.arguments_of(__doc__, worlds=(2, 3, 4))
     parser.add_argument("--only", help=f"hazards, by comma, of {', '.join(HAZARDS)}")
-    parser.add_argument("--no-shrink", action="store_true")
     arguments = parser.parse_args()
-    first, _, end = arguments.seeds.partition(":")
-    seeds = range(int(first), int(end or int(first) + 1))
-    failures = 0
-
     with new_pool() as pool:
-
-        def found(program: Program, message: str) -> None:
-            nonlocal failures
-            failures += 1
-            print(f"seed {program.seed} fails: {message[:3000]}", flush=True)
-            if not (arguments.no_shrink or message.startswith("only")):
-                print(report(program, pool), flush=True)
-
-        begin = time.monotonic()
-        for start in range(seeds.start, seeds.stop, 5 * BATCH):
-            part = range(start, min(start + 5 * BATCH, seeds.stop))
-            run_range(pool, [draw_program(s, arguments.world, arguments.only) for s in part], found)
-            took = time.monotonic() - begin
-            print(f"to seed {part.stop}: {failures} failures, {took:.0f} s", flush=True)
-    return 1 if failures else 0
+        generator = random_programs.Generator(
+            draw=lambda seed: draw_program(seed, arguments.world, arguments.only),
+            run=lambda programs: run(pool, programs),
+            smaller=smaller,
+            show=show,
+        )
+        return random_programs.search(generator, arguments)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@
 #include <apex/error.h>
 #include <apex/interruption.h>
 
+#include "comm/failure_listener.h"
 #include "distributed/backends.h"
 #include "interruption.h"
 

@@ -2,7 +2,6 @@
 
 /// What the ranks of a group tell each other when a collective has failed.
 
-#include <memory>
 #include <string>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -27,12 +26,8 @@ namespace apex::parallel {
 // The store may be on a process that is stopped: a call of it can block for ever. So all calls are made on a
 // connection of their own, on a thread that is left behind when time is up.
 
-/// Tells the ranks of `group`, through its store, which process this is; once for each group, else returns at once.
-/// Before its first collective: when that has ended, every rank has done so.
-APEX_API void introduce_to(const c10d::ProcessGroup& group) noexcept;
-
-/// introduce_to(), and notes that this rank calls the collective `what` of `group`; see Note [Ranks in different
-/// collectives].
+/// Notes that this rank calls the collective `what` of `group`; see Note [Ranks in different collectives]. Before the
+/// first, tells the others, through the group's store, which process this is: when that has ended, every rank has done so.
 APEX_API void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
 /// Who waits in `group` hears also of failures of `other`, which has the same ranks. For groups that nobody uses apart
@@ -59,22 +54,5 @@ void announce_failure(const c10d::ProcessGroup& group, const std::string& what) 
 
 /// Whether report_failure() was called for it on this rank.
 bool has_failed(const c10d::ProcessGroup& group) noexcept;
-
-/// Listens, while it lives, for other ranks that report a failure of `group`, and looks whether they are in another
-/// collective.
-class FailureListener {
- public:
-  explicit FailureListener(const c10d::ProcessGroup& group);
-  ~FailureListener();
-  FailureListener(const FailureListener&) = delete;
-  FailureListener& operator=(const FailureListener&) = delete;
-  bool heard() const;
-  /// Which ranks are where; empty as long as nothing else is known than that they are late.
-  std::string apart() const;
-
- private:
-  struct State;
-  std::shared_ptr<State> state_;
-};
 
 }  // namespace apex::parallel

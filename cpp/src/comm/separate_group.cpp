@@ -90,6 +90,13 @@ class SeparateGroup final : public c10d::ProcessGroup {
   BackendPtr own_;
 };
 
+/// Gloo tells a rank that it is connected before the others have seen as much. If it let go of the group at once, they
+/// would find a closed connection; so it does not come back before everybody is there.
+void meet(c10d::Backend& backend) {
+  std::vector<at::Tensor> nothing{at::zeros({1}, at::kInt)};
+  backend.allreduce(nothing, c10d::AllreduceOptions())->wait();
+}
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
@@ -103,7 +110,9 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
   // The ranks meet in the store, whose process may be stopped: its calls have no deadline.
   const auto made = std::make_shared<BackendPtr>();
   BoundedCall connect([=](const std::atomic<bool>&) {
-    *made = distributed::make_gloo_backend_like(given, prefixed);
+    const BackendPtr own = distributed::make_gloo_backend_like(given, prefixed);
+    meet(*own);
+    *made = own;
   });
   if (!connect.wait_until(std::chrono::steady_clock::now() + *timeout + kAtTheLatest)) {
     throw Error("the ranks did not meet in the store within " + std::to_string(timeout->count()) + " ms");

@@ -7,9 +7,25 @@
 
 #include <distributed/backends.h>
 
+#include <csignal>
+
 namespace apex::distributed {
 
+namespace {
+
+/// Gloo writes to sockets whose other end may be gone, for which the system ends the process by SIGPIPE, without a word.
+/// Python ignores that signal; so does this, unless the program has chosen what is to happen.
+void ignore_broken_pipes() {
+  struct sigaction now {};
+  if (sigaction(SIGPIPE, nullptr, &now) != 0) return;
+  const bool chosen = (now.sa_flags & SA_SIGINFO) != 0 || now.sa_handler != SIG_DFL;
+  if (!chosen) std::signal(SIGPIPE, SIG_IGN);
+}
+
+}  // namespace
+
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request) {
+  ignore_broken_pipes();
   // Heeds GLOO_SOCKET_IFNAME, else binds to the address of this machine's host name.
   auto options = c10d::ProcessGroupGloo::Options::create_default(request.timeout);
   options->group_name = request.group_name;
@@ -47,6 +63,7 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(const c10::intrusive_pt
                                                          const c10::intrusive_ptr<c10d::Store>& store) {
   auto* const gloo = gloo_of(*given);
   if (!gloo) return nullptr;
+  ignore_broken_pipes();
   return c10::make_intrusive<c10d::ProcessGroupGloo>(store, gloo->getRank(), gloo->getSize(),
                                                      gloo->getOptions());
 }

@@ -2,13 +2,15 @@
 
 #include <typeinfo>
 
+#include <c10/util/Type.h>
+
 #include <apex/error.h>
 
 namespace apex::parallel {
 
 CommHook::~CommHook() = default;
 
-std::string CommHook::name() const { return typeid(*this).name(); }
+std::string CommHook::name() const { return c10::demangle(typeid(*this).name()); }
 
 c10::intrusive_ptr<c10::ivalue::Future> CommHook::finish(GradientBucket&, const at::Tensor&) {
   throw Error("a communication hook that has_finish() has to define finish()");

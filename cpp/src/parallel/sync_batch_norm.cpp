@@ -47,10 +47,14 @@ std::string process_group_name(const c10::intrusive_ptr<c10d::ProcessGroup>& gro
 }
 
 at::Tensor sync_batch_norm(const at::Tensor& input, const SyncBatchNormArguments& a) {
+  std::string peers = process_group_name(a.process_group);
+  if (!peers.empty() && !a.layer_name.empty()) {
+    peers += "\n" + a.layer_name;  // see detail::Peers
+  }
   return std::get<0>(detail::call_forward(
       input, if_defined(a.z), if_defined(a.weight), if_defined(a.bias),
       if_defined(a.running_mean), if_defined(a.running_var), if_defined(a.num_batches_tracked),
-      a.momentum, a.eps, a.channel_last, a.fuse_relu, process_group_name(a.process_group)));
+      a.momentum, a.eps, a.channel_last, a.fuse_relu, peers));
 }
 
 at::Tensor batch_norm_inference(const at::Tensor& input, const SyncBatchNormArguments& a) {
@@ -136,6 +140,7 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor&
   if (is_training() || !options.track_running_stats) {
     if (is_training()) {
       a.process_group = options.process_group;
+      a.layer_name = layer_name;
       a.running_mean = running_mean;
       a.running_var = running_var;
       // Of any type: libtorch's Module::to(dtype) casts counters, too.
@@ -146,6 +151,14 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor&
   a.running_mean = running_mean;
   a.running_var = running_var;
   return batch_norm_inference(input, a);
+}
+
+void name_layers(torch::nn::Module& model) {
+  for (const auto& item : model.named_modules("", /*include_self=*/false)) {
+    if (auto* const layer = item.value()->as<SyncBatchNormImpl>()) {
+      layer->layer_name = item.key();
+    }
+  }
 }
 
 }  // namespace apex::parallel

@@ -260,12 +260,15 @@ void convert_sync_batch_norm(torch::nn::Module& model,
                              bool channel_last) {
   const Replacement replacement = to_sync_batch_norm(group, channel_last);
   ReplaceInPlace(replacement).run(model);
+  name_layers(model);
 }
 
 torch::nn::Sequential convert_sync_batch_norm(
     const torch::nn::Sequential& model, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     bool channel_last) {
-  return rebuild(model, to_sync_batch_norm(group, channel_last));
+  torch::nn::Sequential result = rebuild(model, to_sync_batch_norm(group, channel_last));
+  name_layers(*result);
+  return result;
 }
 
 void revert_sync_batch_norm(torch::nn::Module& model) {

@@ -12,6 +12,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <iostream>
@@ -70,6 +71,19 @@ const Scenario kCollectives("collectives", [] {
   require(!dist::is_initialized(), "still initialized");
   dist::destroy_process_group();  // Does nothing.
   std::cout << "rank " << rank << " of " << size << std::endl;
+});
+
+// A rank that writes to one that has ended would end, too.
+const Scenario kBrokenPipes("broken_pipes", [] {
+  struct sigaction chosen {};
+  chosen.sa_handler = [](int) {};
+  if (variable("TEST_CHOSEN") == "1") sigaction(SIGPIPE, &chosen, nullptr);
+  init();
+  struct sigaction now {};
+  sigaction(SIGPIPE, nullptr, &now);
+  const bool own = now.sa_handler == chosen.sa_handler;
+  require(variable("TEST_CHOSEN") == "1" ? own : now.sa_handler == SIG_IGN, "broken pipes: not as expected");
+  dist::destroy_process_group();
 });
 
 const Scenario kSubgroups("subgroups", [] {
@@ -188,6 +202,12 @@ TEST(ProcessGroup, Torchrun_ThreeProcesses_Collect) {
   const auto results = run_processes(ranks_of("collectives", 3));
   EXPECT_EQ(failures_of(results), "");
   EXPECT_NE(results[2].output.find("rank 2 of 3"), std::string::npos);
+}
+
+TEST(ProcessGroup, BrokenPipes_Gloo_IgnoresThemUnlessTheProgramHasAHandler) {
+  for (const char* chosen : {"0", "1"}) {
+    EXPECT_EQ(failures_of(run_processes(ranks_of("broken_pipes", 1, {{"TEST_CHOSEN", chosen}}))), "");
+  }
 }
 
 TEST(ProcessGroup, Torchrun_OneProcess_Works) {

@@ -6,8 +6,11 @@
 #include <ATen/ATen.h>
 
 #include <apex/distributed/process_group.h>
+#include <apex/error.h>
 #include <apex/parallel/comm_hook.h>
 #include <apex/parallel/reducer.h>
+#include <apex/parallel/sync_batch_norm.h>
+#include <torch/nn/modules/batchnorm.h>
 #include <support/processes.h>
 #include <support/toy_model.h>
 
@@ -17,6 +20,7 @@ namespace {
 
 using apex::parallel::Reducer;
 using apex::parallel::ReducerOptions;
+using apex::parallel::SyncBatchNormImpl;
 using apex::testing::require;
 using apex::testing::ToyModel;
 
@@ -144,10 +148,48 @@ void narrow_wire() {
 
 const apex::testing::Scenario kNarrowWire("reducer_narrow_wire", narrow_wire);
 
+/// Nothing is sent in between, so that a rank may be done with the reducer while others still connect.
+void connect_and_drop() {
+  const auto group = apex::distributed::init_process_group("gloo");
+  const ToyModel model = ToyModel::mlp({3, 3}, 1);
+  ReducerOptions options;
+  options.init_sync = false;
+  for (int i = 0; i < 100; ++i) Reducer(model.parameters, {group}, options);
+  apex::distributed::destroy_process_group();
+}
+
+const apex::testing::Scenario kConnectAndDrop("reducer_connect_and_drop", connect_and_drop);
+
+/// Two layers of the same size, which ranks run in another order: their names tell.
+void swapped_layers() {
+  const auto group = apex::distributed::init_process_group("gloo");
+  torch::nn::Sequential layers(torch::nn::BatchNorm1d(3), torch::nn::BatchNorm1d(3));
+  apex::parallel::convert_sync_batch_norm(*layers, group);
+  if (group->getRank() == 1) {
+    layers = torch::nn::Sequential(layers->ptr<SyncBatchNormImpl>(1), layers->ptr<SyncBatchNormImpl>(0));
+  }
+  std::string text;
+  try {
+    layers->forward(at::rand({4, 3}));
+  } catch (const apex::RankMismatch& error) {
+    text = error.what();
+  }
+  require(text.find("rank 0 in forward of SyncBatchNorm '0' of 3 channels") != std::string::npos &&
+              text.find("rank 1 in forward of SyncBatchNorm '1' of 3 channels") != std::string::npos,
+          "no mismatch, or without names: " + text);
+  apex::distributed::destroy_process_group();
+}
+
+const apex::testing::Scenario kSwappedLayers("sync_batch_norm_swapped_layers", swapped_layers);
+
 }  // namespace
 
 namespace apex::testing {
 namespace {
+
+TEST(SyncBatchNormProcesses, LayersInAnotherOrder_Forward_ThrowsWithBothNames) {
+  EXPECT_EQ(failures_of(run_processes(ranks_of("sync_batch_norm_swapped_layers", 2))), "");
+}
 
 class ReducerProcesses : public ::testing::TestWithParam<std::tuple<int, bool, bool>> {};
 
@@ -165,6 +207,10 @@ INSTANTIATE_TEST_SUITE_P(Table, ReducerProcesses,
 
 TEST(ReducerProcessesWire, NarrowSummedInFloat32_Gradients_AreRoundedOnce) {
   EXPECT_EQ(failures_of(run_processes(ranks_of("reducer_narrow_wire", 3))), "");
+}
+
+TEST(ReducerProcessesConnection, DroppedAtOnceByOneRank_Others_ConnectAllTheSame) {
+  EXPECT_EQ(failures_of(run_processes(ranks_of("reducer_connect_and_drop", 3))), "");
 }
 
 class ReducerProcessesFailure : public ::testing::TestWithParam<int> {};

@@ -55,6 +55,9 @@ class Buffers:
         self._description = described(self._module)
         self._fingerprint = _fingerprint(self._description)
         self._layout = _layout(tensors)
+        names = [name for name, _ in self._module.named_buffers()]
+        span = "' to '".join(dict.fromkeys([names[0], names[-1]])) if names else ""
+        self._what = f"broadcast of buffers ('{span}')" if names else "broadcast of buffers"
 
     def take(self, group: dist.ProcessGroup, root: int, borrowed: Container[int]) -> None:
         """Overwrites all buffers with those of rank ``root``, but for those in ``borrowed``.
@@ -67,7 +70,7 @@ class Buffers:
         tensors = synchronized(self._module, borrowed)
         if not self._layout or any(not tensor.is_cpu for tensor in tensors):
             if tensors:
-                _core.broadcast_coalesced(tensors, group.group_name, root, self._what())
+                _core.broadcast_coalesced(tensors, group.group_name, root, self._what)
             return
         changed = _layout(tensors) != self._layout
         mine = _fingerprint(described(self._module)) if changed else self._fingerprint
@@ -75,21 +78,16 @@ class Buffers:
         header = torch.tensor([mine, size])
         first = [torch.zeros(shape, dtype=dtype) for shape, dtype in self._layout]
         message = [header, *(first if changed else tensors)]
-        _core.broadcast_coalesced(message, group.group_name, root, self._what())
+        _core.broadcast_coalesced(message, group.group_name, root, self._what)
         sent, sent_size = header.tolist()
         if sent != self._fingerprint:
             alike = sent == mine
             second = tensors if alike else [torch.empty(sent_size, dtype=torch.uint8)]
-            _core.broadcast_coalesced(second, group.group_name, root, self._what())
+            _core.broadcast_coalesced(second, group.group_name, root, self._what)
         if sent != mine:
             raise BuffersDiffer(self._difference(dist.get_rank(group), root))
         if changed:
             self._agree(tensors)
-
-    def _what(self) -> str:
-        names = [name for name, _ in self._module.named_buffers()]
-        more = f" to '{names[-1]}'" if len(names) > 1 else ""
-        return f"broadcast of buffers ('{names[0]}'{more})" if names else "broadcast of buffers"
 
     def _difference(self, rank: int, root: int) -> str:
         now = described(self._module)

@@ -28,7 +28,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from cases import GOOD, GRACE, PAUSE, TIMEOUT, TO_END, Case, Outcome, cases
+from cases import GOOD, GRACE, PAUSE, TIMEOUT, TO_END, TO_START, Case, Outcome, cases
 from hosts import Hosts
 from programs import PROGRAMS
 from report import markdown, shorten
@@ -168,7 +168,7 @@ class Running:
         if not fault.startswith(("killed", "exits")) and fault != "stopped":
             waited_for = list(range(case.world))  # it lives, and has to end, too
         limit = TIMEOUT + GRACE + (PAUSE if fault.endswith("5 s") else 0)
-        start = self._struck if self._struck is not None else self._begun + 20
+        start = self._struck if self._struck is not None else self._begun + TO_START
         alive = [rank for rank in waited_for if self._alive(rank)]
         if alive and time.time() < start + limit:
             return None

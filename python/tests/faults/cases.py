@@ -9,6 +9,7 @@ from programs import OURS_ONLY, PROGRAMS
 TIMEOUT = 8  # s, of every process group
 PAUSE = 5  # s, of a fault that passes
 GRACE = 5  # s, past the timeout
+TO_START = 60  # s, until the fault strikes
 TO_END = 20  # s, for a process that is through: several end at a time
 
 GOOD = ("raises", "goes on")

@@ -82,13 +82,13 @@ def rank_main(case: dict[str, Any]) -> int:
     strike.done = False
     torch.set_num_threads(1)
     torch.manual_seed(rank)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{case['address']}:{case['port']}",
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=case["timeout"]),
-    )
+    timeout = datetime.timedelta(seconds=case["timeout"])
+    # As tcp:// does, but for the time that ranks may take to start under load.
+    start = datetime.timedelta(seconds=60)
+    store = dist.TCPStore(case["address"], case["port"], world, rank == 0, start)
+    store.set_timeout(timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    del store
     dist.barrier()
     try:
         train(Run(rank, world, case["library"], strike), case["program"], "caught" in fault)

@@ -62,6 +62,9 @@ struct ProcessGroupOptions {
 /// `backend` is "nccl" (CUDA tensors), "gloo" (CPU tensors, and CUDA tensors by way of the host) or
 /// per device, "cpu:gloo,cuda:nccl".
 ///
+/// With Gloo, SIGPIPE is ignored from then on if it was at its default, as in Python: a rank that
+/// has ended would take those along that write to it.
+///
 /// Under torchrun the store of its agent is used (TORCHELASTIC_USE_AGENT_STORE), otherwise rank 0
 /// hosts it.
 ///

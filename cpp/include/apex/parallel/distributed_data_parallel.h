@@ -14,6 +14,7 @@
 #include <apex/parallel/model_sync.h>
 #include <apex/parallel/output_tensors.h>
 #include <apex/parallel/reducer.h>
+#include <apex/parallel/sync_batch_norm.h>
 
 /// Data-parallel training of torch::nn modules.
 ///
@@ -57,6 +58,7 @@ class DistributedDataParallel {
         broadcast_buffers_(options.broadcast_buffers),
         reducer_(std::make_unique<Reducer>(named_parameters_of(*module_),
                                            std::vector{group_}, options)) {
+    name_layers(*module_);
     if (options.init_sync && broadcast_buffers_) synchronize_buffers(0);
   }
 

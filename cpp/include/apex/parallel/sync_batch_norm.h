@@ -49,6 +49,7 @@ struct SyncBatchNormArguments {
   bool channel_last = false;
   bool fuse_relu = false;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group;  // null: this rank alone
+  std::string layer_name;  // for errors; by it ranks notice that they are in different layers
 };
 
 /// Normalizes by the statistics of this batch over all ranks and updates the running ones.
@@ -110,6 +111,9 @@ class APEX_API SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl
   at::Tensor running_var;
   at::Tensor num_batches_tracked;
 
+  /// Its name in the model: set by conversion and by DistributedDataParallel, for errors.
+  std::string layer_name;
+
   /// The number of spatial dimensions of the BatchNorm this was converted from (1, 2, 3), or none.
   std::optional<int> converted_from;
 
@@ -144,5 +148,8 @@ APEX_API torch::nn::Sequential convert_sync_batch_norm(
 /// converted, or that fuses a ReLU, is refused by name with apex::InvalidArgument.
 APEX_API void revert_sync_batch_norm(torch::nn::Module& model);
 APEX_API torch::nn::Sequential revert_sync_batch_norm(const torch::nn::Sequential& model);
+
+/// Sets the layer_name of every SyncBatchNorm in `model`.
+APEX_API void name_layers(torch::nn::Module& model);
 
 }  // namespace apex::parallel

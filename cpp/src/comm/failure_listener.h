@@ -1,0 +1,29 @@
+#pragma once
+
+/// Hears, during a wait, what other ranks have reported.
+
+#include <memory>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+namespace apex::parallel {
+
+/// Listens, while it lives, for other ranks that report a failure of `group`, and looks whether they are in another
+/// collective.
+class FailureListener {
+ public:
+  explicit FailureListener(const c10d::ProcessGroup& group);
+  ~FailureListener();
+  FailureListener(const FailureListener&) = delete;
+  FailureListener& operator=(const FailureListener&) = delete;
+  bool heard() const;
+  /// Which ranks are where; empty as long as nothing else is known than that they are late.
+  std::string apart() const;
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace apex::parallel

@@ -1,0 +1,135 @@
+#include "comm/group_record.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "comm/bounded_call.h"
+#include "distributed/backends.h"
+
+namespace apex::parallel {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kMostPatience{5000};
+constexpr milliseconds kLeastPatience{500};
+
+/// By group. Never destroyed, as threads may be left behind.
+struct Records {
+  struct Entry {
+    const void* store;
+    std::string name;
+    GroupRecordPtr record;
+  };
+  std::mutex introduction;
+  std::mutex mutex;
+  std::map<const c10d::ProcessGroup*, Entry> entries;
+};
+
+Records& records() {
+  static auto* const instance = new Records;
+  return *instance;
+}
+
+GroupRecordPtr introduce_to(const c10d::ProcessGroup& group, const StorePtr& store) {
+  const auto record = std::make_shared<GroupRecord>();
+  record->rank = group.getRank();
+  record->size = group.getSize();
+  record->store = c10::weak_intrusive_ptr<c10d::Store>(store);
+  // A group of this name may have been there before, on a store that outlives it.
+  const auto named = std::make_shared<GroupRecord>();
+  const bool told = talk_to_store(
+      group, *record, [named, rank = record->rank, group_name = group.getGroupName()](c10d::Store& shared) {
+        const int64_t times = shared.add("apex/introduced/" + group_name + "/" + std::to_string(rank), 1);
+        named->name = group_name + "/" + std::to_string(times);
+        if (const auto process = this_process()) shared.set(named->process_key(rank), process->encode());
+      });
+  if (told) record->name = named->name;
+  return record;
+}
+
+}  // namespace
+
+std::string GroupRecord::process_key(int of_rank) const {
+  return "apex/process/" + name + "/" + std::to_string(of_rank);
+}
+
+std::string GroupRecord::report_key(int of_rank) const {
+  return "apex/failure/" + name + "/" + std::to_string(of_rank);
+}
+
+std::string GroupRecord::count_key() const { return "apex/failure/" + name + "/count"; }
+
+std::string GroupRecord::refusal_key(int64_t call) const {
+  return "apex/refused/" + name + "/" + std::to_string(call);
+}
+
+std::string GroupRecord::farewell_key(int of_rank) const { return report_key(of_rank) + "/left"; }
+
+GroupRecordPtr find_record(const c10d::ProcessGroup& group) {
+  const std::lock_guard<std::mutex> lock(records().mutex);
+  const auto found = records().entries.find(&group);
+  if (found == records().entries.end()) return nullptr;
+  const Records::Entry& entry = found->second;
+  // Another group may have been at the same address.
+  return entry.store == group.getStore().get() && entry.name == group.getGroupName() ? entry.record : nullptr;
+}
+
+GroupRecordPtr record_of(const c10d::ProcessGroup& group) {
+  if (group.getSize() == 1) return nullptr;
+  if (auto record = find_record(group)) return record;
+  const StorePtr store = group.getStore();
+  if (!store) return nullptr;
+  const std::lock_guard<std::mutex> introduction(records().introduction);
+  if (auto record = find_record(group)) return record;
+  GroupRecordPtr record = introduce_to(group, store);
+  const std::lock_guard<std::mutex> lock(records().mutex);
+  records().entries[&group] = {store.get(), group.getGroupName(), record};
+  return record;
+}
+
+milliseconds patience_of(const c10d::ProcessGroup& group) {
+  std::optional<milliseconds> timeout;
+  auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
+  if (mutable_group.hasBackendForDeviceType(at::kCPU)) {
+    timeout = distributed::gloo_timeout(*mutable_group.getBackend(at::kCPU));
+  }
+  return timeout ? std::clamp(*timeout / 8, kLeastPatience, kMostPatience) : kMostPatience;
+}
+
+bool talk_to_store(const c10d::ProcessGroup& group, const GroupRecord& record,
+                   std::function<void(c10d::Store& store)> body) {
+  const StorePtr store = record.store.lock();
+  if (!store) return false;
+  BoundedCall call([store, body = std::move(body)](const std::atomic<bool>&) { body(*store); });
+  return call.wait_until(Clock::now() + patience_of(group));
+}
+
+StorePtr own_connection(const StorePtr& store) {
+  const c10d::Store* base = store.get();
+  while (const auto* const prefixed = dynamic_cast<const c10d::PrefixStore*>(base)) {
+    base = const_cast<c10d::PrefixStore*>(prefixed)->getUnderlyingStore().get();
+  }
+  return dynamic_cast<const c10d::TCPStore*>(base) != nullptr ? store->clone() : store;
+}
+
+void read_processes(c10d::Store& store, GroupRecord& record) {
+  std::map<int, ProcessName> found;
+  for (int rank = 0; rank < record.size; ++rank) {
+    const std::string key = record.process_key(rank);
+    if (rank == record.rank || !store.check({key})) continue;
+    const std::vector<uint8_t> value = store.get(key);
+    if (auto process = ProcessName::decode({value.begin(), value.end()})) found.emplace(rank, std::move(*process));
+  }
+  const std::lock_guard<std::mutex> lock(record.mutex);
+  record.processes = std::move(found);
+}
+
+}  // namespace apex::parallel

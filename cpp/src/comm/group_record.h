@@ -1,0 +1,74 @@
+#pragma once
+
+/// What this rank knows of each process group: its name in the store, the processes behind its ranks, and what has
+/// become of it.
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "comm/call_history.h"
+#include "comm/process_state.h"
+
+namespace apex::parallel {
+
+struct GroupRecord;
+using GroupRecordPtr = std::shared_ptr<GroupRecord>;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+struct GroupRecord {
+  std::string name;  ///< of the group, and how often there was one; the same on all ranks
+  /// Not held: a store that outlives its group keeps its port.
+  c10::weak_intrusive_ptr<c10d::Store> store{StorePtr()};
+  int rank = 0;
+  int size = 1;
+  CallHistory calls;
+
+  std::mutex mutex;
+  std::map<int, ProcessName> processes;  ///< of other ranks
+  std::string verdict;                   ///< what report_failure() has found
+  std::chrono::steady_clock::time_point verdict_until;  ///< it is not asked for again until then
+
+  std::atomic<bool> asked{false};      ///< for the processes
+  std::atomic<bool> announced{false};  ///< a failure, without a collective
+  std::atomic<bool> reported_from_elsewhere{false};
+  GroupRecordPtr heard_too;  ///< another group, whose failures are this one's as well
+
+  // Keys of the store.
+  std::string process_key(int of_rank) const;
+  std::string report_key(int of_rank) const;
+  std::string count_key() const;                   ///< of the reports
+  std::string refusal_key(int64_t call) const;     ///< a rank has refused the arguments of that call
+  std::string farewell_key(int of_rank) const;
+};
+
+/// The record of `group`; at first this rank tells the others, through the store, which process it is. Null for groups
+/// of one rank or without a store.
+GroupRecordPtr record_of(const c10d::ProcessGroup& group);
+
+/// The same, or null where record_of() has not been called.
+GroupRecordPtr find_record(const c10d::ProcessGroup& group);
+
+/// How long the store and other ranks are waited for: an eighth of the timeout, between half a second and five.
+std::chrono::milliseconds patience_of(const c10d::ProcessGroup& group);
+
+/// Runs `body(store)` with the group's store, and returns whether it has ended before patience does; it is left behind
+/// then, so it must own what it uses.
+bool talk_to_store(const c10d::ProcessGroup& group, const GroupRecord& record,
+                   std::function<void(c10d::Store& store)> body);
+
+/// A connection of its own, which is not shared with who may block in it; for stores that have connections. (A file
+/// is removed when as many stores on it have ended as there are ranks, copies included.)
+StorePtr own_connection(const StorePtr& store);
+
+/// Reads which process each rank is, as they have told.
+void read_processes(c10d::Store& store, GroupRecord& record);
+
+}  // namespace apex::parallel
