@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from ddp_support import forget_amp
+from ddp_support import forget_amp, shared_pool
 
 from apex.amp import _amp_state
 
@@ -31,29 +29,10 @@ def fresh_amp(request: pytest.FixtureRequest) -> Iterator[None]:
     forget_amp()
 
 
-def free_port() -> int:
-    """A TCP port nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _rank_main(rank: int, world: int, port: int, body: Callable[..., None], args: Any) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
-    try:
-        body(rank, *args)
-        torch.distributed.barrier()
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def run_ranks(world: int, body: Callable[..., None], *args: Any) -> None:
     """Run ``body(rank, *args)`` in `world` processes joined by Gloo; fails if one fails."""
-    torch.multiprocessing.spawn(_rank_main, (world, free_port(), body, args), nprocs=world)
+    shared_pool().run(world, _without_world, body, args)
+
+
+def _without_world(rank: int, world: int, body: Callable[..., None], args: Any) -> None:
+    body(rank, *args)

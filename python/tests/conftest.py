@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from ddp_support import RankPool
+from ddp_support import RankPool, close_shared_pool, shared_pool
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
+def ranks() -> RankPool:
     """Four processes for the whole session; ``ranks.run(world, body, *args)`` uses some of them."""
-    with RankPool(4) as pool:
-        yield pool
+    return shared_pool()
+
+
+def pytest_sessionfinish() -> None:
+    close_shared_pool()

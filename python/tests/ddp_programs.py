@@ -7,7 +7,6 @@ and the smallest program that still fails. What ranks do and check is in ddp_pro
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
 import random
 import re
@@ -244,12 +243,6 @@ def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
 # --- running many ---
 
 
-def new_pool() -> RankPool:
-    """Processes that start fast, since a program that is stuck costs one of each."""
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "ddp_program_run"])
-    return RankPool(4, "forkserver")
-
-
 def run(pool: RankPool, programs: list[Program]) -> str:
     """What is wrong with the first that fails; empty if nothing is."""
     world = programs[0].world
@@ -291,7 +284,7 @@ def main() -> int:
     parser = random_programs.arguments_of(__doc__, worlds=(2, 3, 4))
     parser.add_argument("--only", help=f"hazards, by comma, of {', '.join(HAZARDS)}")
     arguments = parser.parse_args()
-    with new_pool() as pool:
+    with RankPool(4) as pool:
         generator = random_programs.Generator(
             draw=lambda seed: draw_program(seed, arguments.world, arguments.only),
             run=lambda programs: run(pool, programs),

@@ -14,6 +14,7 @@ import contextlib
 import copy
 import datetime
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import sys
@@ -46,6 +47,10 @@ TOLERANCE = {
     torch.float16: 3e-3,
     torch.bfloat16: 2e-2,
 }
+
+
+# Optimizers import torch._dynamo when the first is made.
+PRELOADED = ["torch._dynamo", "apex.amp", "apex.parallel", "ddp_support"]
 
 
 class RanksFailed(AssertionError):
@@ -119,9 +124,11 @@ class RankPool:
     next call makes a new one. Processes that do not reply are ended, and started anew when needed.
     """
 
-    def __init__(self, size: int = 4, start_method: str = "spawn") -> None:
+    def __init__(self, size: int = 4) -> None:
         self.size = size
-        self._context = mp.get_context(start_method)
+        # Forked from a process that has imported what takes seconds, and started no thread.
+        multiprocessing.set_forkserver_preload(PRELOADED)
+        self._context = mp.get_context("forkserver")
         self._processes: list[mp.Process] = []
         self._pipes: list[connection.Connection] = []
         self._starting: list[connection.Connection] = []
@@ -232,6 +239,21 @@ class RankPool:
             process.join(10)
         self._stop()
         self._folder.cleanup()
+
+
+_shared: list[RankPool] = []
+
+
+def shared_pool() -> RankPool:
+    """Four processes for the whole session of tests."""
+    if not _shared:
+        _shared.append(RankPool(4))
+    return _shared[0]
+
+
+def close_shared_pool() -> None:
+    while _shared:
+        _shared.pop().close()
 
 
 # --- models at high precision ---

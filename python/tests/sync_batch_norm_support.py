@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from ddp_support import shared_pool
 from torch import Tensor
 
 TOLERANCE = {
@@ -108,26 +105,6 @@ class CutGradient(torch.autograd.Function):
         return None if ctx.cut else dy, None
 
 
-def _rank_main(rank: int, world_size: int, path: str, body: Callable[..., None], args: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{path}",
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    try:
-        body(rank, world_size, *args)
-    finally:
-        dist.destroy_process_group()
-
-
 def run_ranks(world_size: int, body: Callable[..., None], *args: Any) -> None:
     """Run ``body(rank, world_size, *args)`` in that many processes over Gloo."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(
-            _rank_main,
-            args=(world_size, os.path.join(folder, "store"), body, args),
-            nprocs=world_size,
-        )
+    shared_pool().run(world_size, body, *args)

@@ -3,11 +3,9 @@ training with amp. For thousands: ``python python/tests/ddp_programs.py --seeds 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from amp_rank_cases import CASES_AT_ONCE, run_amp_cases
-from ddp_programs import Op, Program, draw_program, new_pool, run, shrink
+from ddp_programs import Op, Program, draw_program, run, shrink
 from ddp_support import RankPool
 
 pytestmark = pytest.mark.processes
@@ -17,23 +15,16 @@ CASES = 120  # a third of a second each on busy cores
 BATCH = 30
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Processes that start fast: the tests end some."""
-    with new_pool() as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("first", range(FIRST_SEED, FIRST_SEED + CASES // 2, BATCH))
-def test_programs_equal_one_process(pool: RankPool, first: int, world: int) -> None:
+def test_programs_equal_one_process(ranks: RankPool, first: int, world: int) -> None:
     programs = [draw_program(seed, world) for seed in range(first, first + BATCH)]
-    assert not run(pool, programs)
+    assert not run(ranks, programs)
 
 
 @pytest.mark.parametrize("first", range(0, 2 * CASES_AT_ONCE, CASES_AT_ONCE))
-def test_amp_with_a_seed_per_rank_keeps_ranks_alike(pool: RankPool, first: int) -> None:
-    pool.run(2, run_amp_cases, list(range(first, first + CASES_AT_ONCE)))
+def test_amp_with_a_seed_per_rank_keeps_ranks_alike(ranks: RankPool, first: int) -> None:
+    ranks.run(2, run_amp_cases, list(range(first, first + CASES_AT_ONCE)))
 
 
 # --- the generator itself ---
@@ -48,17 +39,17 @@ def _broken(seed: int, **sabotage: object) -> Program:
 
 @pytest.mark.parametrize("sabotage", [{"sabotage": 0}, {"sabotage": 1}, {"alone": True}],
                          ids=["checked_rank", "other_rank", "not_synchronized"])  # fmt: skip
-def test_a_wrong_gradient_is_found_and_shrunk(pool: RankPool, sabotage: dict[str, object]) -> None:
+def test_a_wrong_gradient_is_found_and_shrunk(ranks: RankPool, sabotage: dict[str, object]) -> None:
     program = _broken(1000, **sabotage)
-    assert run(pool, [program])
-    small = shrink(program, lambda less: bool(run(pool, [less])))
+    assert run(ranks, [program])
+    small = shrink(program, lambda less: bool(run(ranks, [less])))
     assert [op.kind for op in small.ops] == ["wrap", "step"], small
     assert small.ops[1].args == sabotage
     assert len(small.models) == 1 and len(small.models[0]) == 1
 
 
-def test_a_program_that_is_stuck_is_found(pool: RankPool) -> None:
-    message = run(pool, [draw_program(1000, 2), _broken(1001, waits=1)])
+def test_a_program_that_is_stuck_is_found(ranks: RankPool) -> None:
+    message = run(ranks, [draw_program(1000, 2), _broken(1001, waits=1)])
     assert "program of seed 1001: stuck" in message
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm import run_script
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ("amp.md", "distributed_data_parallel.md", "migration.md", "sync_batch_norm.md")
@@ -49,22 +48,16 @@ def test_docs_python_block_runs(code: str, tmp_path: Path) -> None:
     alone = code.startswith(STANDALONE)
     source = ("" if alone else GIVEN) + code + ("" if alone else "\ndist.destroy_process_group()\n")
     script.write_text(re.sub(r'("MASTER_PORT"\] = .*)"\d+"', rf'\1"{port}"', source))
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    env = {
+        **os.environ,
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = run_script(script, cwd=tmp_path, env=env)
     assert done.returncode == 0, f"{source}\n{done.stderr}"
 
 

@@ -19,6 +19,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from warm import run_script
 
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
@@ -127,6 +128,8 @@ SCRIPTS = {
 #: One process only.
 SINGLE = {"mnist": Script("tutorial/mnist.py", ("--data=digits", "--epochs=2"), loss=1.0)}
 ALL = {**SCRIPTS, **SINGLE}
+#: Ranks, or workers that load data: these import the script again.
+STARTS_PROCESSES = ("spawn/main.py", "-distributed.py", "-mixed.py", "imagenet/main.py")
 #: One row per script, without the rows that differ in arguments only.
 EACH_SCRIPT = list({script.path: name for name, script in reversed(ALL.items())}.values())
 
@@ -171,7 +174,11 @@ class Alone:
 
     def start(self, folder: Path) -> subprocess.CompletedProcess[str]:
         env = {} if self.scikit_learn else {"PYTHONPATH": without_scikit_learn(folder)}
-        return run(self.command, folder, **env)
+        if self.command[1].endswith(STARTS_PROCESSES):
+            return run(self.command, folder, **env)
+        return run_script(
+            *self.command[1:], cwd=folder, env=environment(**env), timeout_s=TIMEOUT_S
+        )
 
 
 def without_scikit_learn(folder: Path) -> str:

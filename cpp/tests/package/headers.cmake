@@ -1,7 +1,7 @@
 # Compiles every public header alone, without code generation. Run with cmake -P; needs INCLUDE,
 # SOURCES, CXX, STANDARD, TORCH and BINARY. Left out are the umbrella, which programs of other tests
 # include, and headers that the source of the same name includes before anything else: building the
-# library was the test of these.
+# library without precompiled headers (preset `includes`) is the test of these.
 file(GLOB_RECURSE headers RELATIVE ${INCLUDE} ${INCLUDE}/apex/*.h)
 list(REMOVE_ITEM headers apex/parallel.h)
 list(LENGTH headers count)

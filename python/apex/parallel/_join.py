@@ -6,6 +6,7 @@ what that is: Note [Uneven inputs] in cpp/src/parallel/reducer_join.cpp.
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -155,18 +156,34 @@ class Join:
         root = ddp._engine.last_with_data(shadowed, len(scalers))
         if root < 0:
             return
+        device = collective_device(group)
         tensors = [*ddp.module.parameters(), *ddp.module.buffers()]
         what = "broadcast of parameters and buffers at the end of join()"
         _core.broadcast_coalesced([t.detach() for t in tensors], group.group_name, root, what)
         if scalers:
-            states = [[scaler.state_dict() for scaler in scalers]]
-            device = collective_device(group)
-            dist.broadcast_object_list(
-                states, src=dist.get_global_rank(group, root), group=group, device=device
+            states = _broadcast_object(
+                [scaler.state_dict() for scaler in scalers],
+                *(group, root, device, "broadcast of loss scalers at the end of join()"),
             )
             if shadowed:
-                for scaler, state in zip(scalers, states[0], strict=True):
+                for scaler, state in zip(scalers, states, strict=True):
                     scaler.load_state_dict(state)
+        # Nobody goes on, and perhaps ends, before all have what was sent.
+        nothing = [torch.zeros(1, device=device)]
+        _core.all_reduce_coalesced(nothing, group.group_name, 1.0, "end of join()")
+
+
+def _broadcast_object(
+    value: Any, group: dist.ProcessGroup, root: int, device: torch.device, what: str
+) -> Any:
+    """What rank ``root`` passes as ``value``; anything that can be pickled."""
+    sent = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    size = torch.tensor([sent.numel()], device=device)
+    _core.broadcast_coalesced([size], group.group_name, root, what)
+    if sent.numel() != int(size):
+        sent = torch.empty(int(size), dtype=torch.uint8, device=device)
+    _core.broadcast_coalesced([sent], group.group_name, root, what)
+    return pickle.loads(sent.cpu().numpy().tobytes())
 
 
 def _shadow_batch_norm(channels: int, goes_backward: bool) -> torch.Tensor:

@@ -24,6 +24,7 @@ CHOSEN = [
     ("batch norm", "before forward", "stopped", 3, 1),
     ("batch norm", "before backward", "exception, caught", 3, 1),
     ("join", "with data", "killed", 3, 0),
+    ("join", "with data", "group closed", 3, 1),
     ("join", "shadowing", "exits", 3, 2),
     ("amp", "inside scale_loss", "killed", 2, 0),
 ]

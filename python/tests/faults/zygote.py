@@ -116,7 +116,8 @@ def _become_rank(case: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    import torch.nn.parallel  # noqa: F401
+    import programs  # noqa: F401
+    import torch._dynamo  # noqa: F401  by the first optimizer, else once in each rank
 
     import apex.amp
     import apex.parallel  # noqa: F401

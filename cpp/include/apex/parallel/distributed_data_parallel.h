@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/ops/zeros.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
@@ -122,6 +123,10 @@ class DistributedDataParallel {
     if (root < 0) return;
     broadcast_coalesced(module_->parameters(), group_, root);
     broadcast_coalesced(module_->buffers(), group_, root);
+    // Nobody goes on, and perhaps ends, before all have what was sent.
+    const std::vector<at::Tensor> parameters = module_->parameters();
+    if (parameters.empty()) return;
+    all_reduce_coalesced({at::zeros({1}, parameters.front().device())}, group_, 1.0, "end of join()");
   }
 
   /// The wrapped module: `model->fc1`, `torch::save(model.module(), path)`.
