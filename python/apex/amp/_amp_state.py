@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from ._process_optimizer import OptimizerStash
+    from ._optimizer_stash import OptimizerStash
     from .frontend import Properties
     from .handle import AmpHandle, NoOpHandle
     from .scaler import LossScaler

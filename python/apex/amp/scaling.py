@@ -12,7 +12,8 @@ from apex import _pending
 
 from . import _device_skip
 from ._amp_state import _amp_state, find_stash, maybe_print
-from ._process_optimizer import OptimizerStash, process_optimizer
+from ._optimizer_stash import OptimizerStash
+from ._process_optimizer import process_optimizer
 from .handle import forget_casts
 from .scaler import LossScaler
 

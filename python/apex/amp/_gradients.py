@@ -1,0 +1,73 @@
+"""Multi-tensor operations on lists of gradients, dense and sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .casts import is_low_precision
+
+
+def accumulate(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+    """Add `grads` to the gradients of `params` in place, by one multi-tensor operation."""
+    targets, addends = [], []
+    for param, grad in zip(params, grads, strict=True):
+        present = param.grad
+        if present is None:
+            param.grad = grad
+        elif present.is_sparse or grad.is_sparse:
+            param.grad = present + grad
+        else:
+            targets.append(present)
+            addends.append(grad)
+    if targets:
+        torch._foreach_add_(targets, addends)
+
+
+def dense_values(grad: torch.Tensor) -> torch.Tensor:
+    """`grad`, or the values of a sparse one, which has to be coalesced."""
+    return grad._values() if grad.is_sparse else grad
+
+
+def values_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients there are, as dense tensors; coalesces the sparse ones."""
+    for param in params:
+        if param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.coalesce()
+    return [dense_values(param.grad) for param in params if param.grad is not None]
+
+
+def multiply_(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply dense `grads` by a number in place, in float32 at least."""
+    wide: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads:
+        if is_low_precision(grad):  # a scale may be too large for its type
+            grad.copy_(grad.float() * factor.to(grad.device, non_blocking=True))
+        else:
+            wide.setdefault(grad.device, []).append(grad)
+    for device, members in wide.items():
+        torch._foreach_mul_(members, factor.to(device, non_blocking=True).reshape(()))
+
+
+def copies_of(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Copies of `grads`; dense ones by one multi-tensor operation."""
+    dense = [grad for grad in grads if grad is not None and not grad.is_sparse]
+    copies = iter(torch._foreach_mul(dense, 1.0) if dense else ())
+    return [
+        grad if grad is None else grad.clone().coalesce() if grad.is_sparse else next(copies)
+        for grad in grads
+    ]
+
+
+def as_float32(grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    """New float32 copies; dense ones by one multi-tensor copy."""
+    if any(grad.is_sparse for grad in grads):
+        return [
+            grad.float().coalesce() if grad.is_sparse else grad.to(torch.float32, copy=True)
+            for grad in grads
+        ]
+    copies = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+    if grads:
+        torch._foreach_copy_(copies, grads)
+    return copies
