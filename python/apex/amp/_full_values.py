@@ -43,6 +43,9 @@ class FullValue:
         self.restored: torch.Tensor | None = None
         #: The master weight was stepped, and nothing was loaded after the last step.
         self.stepped = self.settled = False
+        #: What a scale_loss context has left: ``mark`` of the model's gradient, address of the
+        #: master's.
+        self.gradient_left: tuple[tuple[int, int], int] = ((-1, -1), -1)
         #: Version and address of the master weight and of the parameter when they last agreed.
         self._master_then: tuple[int, int] | None = None
         self._parameter_then: tuple[int, int] | None = None

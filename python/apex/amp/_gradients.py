@@ -71,3 +71,48 @@ def as_float32(grads: list[torch.Tensor]) -> list[torch.Tensor]:
     if grads:
         torch._foreach_copy_(copies, grads)
     return copies
+
+
+def round_to_grads(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> None:
+    """Set the gradients of `params` to `values`, rounded to their types."""
+    targets, sources = [], []
+    for param, value in zip(params, values, strict=True):
+        present = param.grad
+        if value is None:
+            param.grad = None
+        elif present is None or present.is_sparse or value.is_sparse:
+            param.grad = value.to(param.dtype)
+        else:  # a data-parallel wrapper may have a view of it
+            targets.append(present)
+            sources.append(value)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _largest(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The largest absolute value of each of `grads`, which have elements; nan where one is nan."""
+    return list(torch._foreach_norm(grads, float("inf"))) if grads else []
+
+
+def any_nonzero(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Whether an element is not 0, as a tensor on the first device; None: there are no elements."""
+    norms = _largest([value for value in values if value.numel()])
+    return (
+        torch.stack([n.float().to(norms[0].device) for n in norms]).ne(0).any() if norms else None
+    )
+
+
+def zero_where_zero_(grads: Sequence[torch.Tensor], where: Sequence[torch.Tensor]) -> None:
+    """Set each of `grads` to 0 if all of the tensor of `where` is 0. Waits for nothing."""
+    values, conditions = [], []
+    for grad, condition in zip(grads, where, strict=True):
+        values.append(dense_values(grad))
+        found = dense_values(condition.coalesce() if condition.is_sparse else condition)
+        conditions.append(found if found.numel() else found.new_zeros(1))
+    for value, largest in zip(values, _largest(conditions), strict=True):
+        value.masked_fill_(largest == 0, 0)
+
+
+def mark(grad: torch.Tensor) -> tuple[int, int]:
+    """What changes when `grad` is written in a way that torch counts, or replaced."""
+    return grad._version, 0 if grad.is_sparse else grad.data_ptr()

@@ -228,6 +228,7 @@ def setup(
     optimizers: list[torch.optim.Optimizer],
     properties: Properties,
     num_losses: int,
+    overflow_group: Any = None,
 ) -> None:
     """Apply `properties` to `models` and `optimizers`, in place."""
     # Whatever can be wrong is looked at before anything is changed.
@@ -250,11 +251,13 @@ def setup(
         )
         for _ in range(num_losses)
     ]
+    for scaler in loss_scalers:
+        scaler.overflow_group = overflow_group
     _cast_models(models, optimizers, properties)
+    _amp_state.latest_scalers = loss_scalers
+    _amp_state.adopt(*optimizers)
     for optimizer in optimizers:
-        process_optimizer(optimizer, bool(properties.master_weights))
-    _amp_state.optimizers = list(optimizers)
-    _amp_state.loss_scalers = loss_scalers
+        process_optimizer(optimizer, bool(properties.master_weights), loss_scalers)
     if properties.patch_torch_functions:
         init(
             verbose=_amp_state.verbosity >= 2,

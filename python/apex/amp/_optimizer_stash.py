@@ -11,7 +11,18 @@ import torch
 
 from ._amp_state import several_ranks
 from ._full_values import FullValue, record_of
-from ._gradients import accumulate, as_float32, copies_of, dense_values, multiply_, values_of
+from ._gradients import (
+    accumulate,
+    any_nonzero,
+    as_float32,
+    copies_of,
+    dense_values,
+    mark,
+    multiply_,
+    round_to_grads,
+    values_of,
+    zero_where_zero_,
+)
 from .casts import is_low_precision
 from .handle import forget_casts
 from .scaler import LossScaler
@@ -26,11 +37,19 @@ class OptimizerStash:
     With master weights, ``param_groups`` holds a float32 master in place of every low-precision
     parameter that requires a gradient; the gradients of the model's own parameters stay scaled,
     those of the masters and of float32 parameters are unscaled after each ``scale_loss``.
+    Optimizers that hold the same parameter share its master.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, master_weights: bool) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        master_weights: bool,
+        scalers: list[LossScaler] | None = None,
+    ) -> None:
         self._optimizer = optimizer
         self.master_weights = master_weights
+        #: Those of the ``initialize`` that the optimizer belongs to, by ``loss_id``.
+        self.scalers = [] if scalers is None else scalers
         self.lazy_init_called = False
         #: ``optimizer.step`` is the one-shot method that skips.
         self.already_patched = False
@@ -45,8 +64,13 @@ class OptimizerStash:
         self.all_fp32_from_fp16_params: list[torch.Tensor] = []
         #: Every other parameter that requires a gradient.
         self.all_fp32_from_fp32_params: list[torch.Tensor] = []
-        #: Those of the latter that the present ``scale_loss`` context unscales by this optimizer.
+        #: What the present ``scale_loss`` context unscales by this optimizer, not by another one
+        #: that holds it, too (ids of those are in `_others`): of the latter, and with masters.
         self._own: list[torch.Tensor] = []
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._others: frozenset[int] = frozenset()
+        #: Parameters that were added with a gradient.
+        self._added_with_gradient: list[torch.Tensor] = []
         #: Gradients as they were before the present ``scale_loss`` context.
         self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._in_context = False
@@ -96,10 +120,14 @@ class OptimizerStash:
                 "use level O1."
             )
         record = record_of(param)
-        master = torch.nn.Parameter(record.read(param), requires_grad=True)
-        record.master, record.remembered = master, None
-        record.stepped = record.settled = False
-        record.note_agreement(param)
+        master = record.master
+        if master is None or (master.shape, master.device) != (param.shape, param.device):
+            master = torch.nn.Parameter(record.read(param), requires_grad=True)
+            record.master, record.remembered = master, None
+            record.stepped = record.settled = False
+            record.note_agreement(param)
+        else:  # another optimizer's, or that of an earlier one: what was written since counts
+            record.settled = False
         self._model_of[id(master)] = (master, param, record)
         state = self._optimizer.state
         if param in state:
@@ -160,7 +188,7 @@ class OptimizerStash:
                 record.restored = saved[index].detach()
                 record.note_load()
 
-    def enter_context(self, scaler: LossScaler, claimed: set[int]) -> None:
+    def enter_context(self, scaler: LossScaler, claimed: set[int], delay_unscale: bool) -> None:
         """Bring the gradients there are to the scale of `scaler`, for a backward to add to them.
 
         Parameters whose id is in `claimed` belong to another optimizer of the context.
@@ -168,11 +196,14 @@ class OptimizerStash:
         Note [Gradients of earlier contexts]
         They stay where a backward adds to them, so that a data-parallel wrapper that has not
         averaged them yet (no_sync, disable_allreduce) averages the sum. Masters' gradients are
-        rounded for that. With one rank no wrapper looks, and these stay in float32.
+        rounded for that. With one rank no wrapper looks, and these stay in float32, unless they
+        are left scaled. After a context the model's gradient is always the master's, scaled and
+        rounded, or both are None. So whoever clears or zeroes the model's (``model.zero_grad()``)
+        discards both, and :meth:`follow_discarded` sees it: None and zeros are left by nobody else.
 
         Raises:
-            RuntimeError: another context of this optimizer is open, or master weights were
-                changed by hand and the model does not have them.
+            RuntimeError: another context of this optimizer is open, master weights were changed
+                by hand and the model does not have them, or the scale of a gradient is not known.
         """
         if self._in_context:
             raise RuntimeError(
@@ -183,51 +214,101 @@ class OptimizerStash:
         self.lazy_init()
         self.collect()
         self._refuse_changed_masters()
+        self.refuse_unknown_scale()
         self.follow_model()
-        self._own = [p for p in self.all_fp32_from_fp32_params if id(p) not in claimed]
-        claimed.update(map(id, self._own))
+        self._others = frozenset(claimed)
+        self._claim()
+        claimed.update(map(id, self._own), (id(param) for param, _ in self._pairs))
         scaled = self.params_have_scaled_gradients
-        kept = self._own + (self.all_fp16_params if scaled else [])
+        if not scaled:
+            self.follow_discarded()
+        self._follow_discarded_overflow()
+        kept = self._own + (self._model_params() if scaled else [])
         self._before = list(zip(kept, copies_of([param.grad for param in kept]), strict=True))
         self._in_context = True
         with torch.no_grad():
             if scaled:
                 self._match_scale(scaler)
             else:
+                self._model_has_all = several_ranks() or delay_unscale
                 self._scale_earlier(scaler)
 
-    def leave_context(self, raised: bool) -> None:
+    def _claim(self) -> None:
+        """Find what this optimizer, and not another one of the context, unscales."""
+        others = self._others
+        pairs = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
+        self._own = [p for p in self.all_fp32_from_fp32_params if id(p) not in others]
+        self._pairs = [pair for pair in pairs if id(pair[0]) not in others]
+
+    def _model_params(self) -> list[torch.Tensor]:
+        return [param for param, _ in self._pairs]
+
+    def leave_context(self, scaler: LossScaler, raised: bool) -> None:
         """End what :meth:`enter_context` began; put the gradients back if the body raised."""
         self._in_context = False
         if raised:
             for param, grad in self._before:
                 param.grad = grad
+            if not self.params_have_scaled_gradients:
+                for param, master in self._pairs:
+                    if master.grad is None:
+                        param.grad = None
+                self._write_model_grads(scaler, self._pairs)
         else:
             self._in_iteration = True
         self._before = []
 
+    @torch.no_grad()
+    def follow_discarded(self, only_seen: bool = False) -> None:
+        """Discard masters' gradients whose model's are None or zero.
+
+        With `only_seen`, only those that the last context has left and that were written since in
+        a way that torch counts. It costs nothing then.
+        """
+        models, masters = [], []
+        for master, param, record in self._model_of.values():
+            present, full = param.grad, master.grad
+            if full is None or (only_seen and record.gradient_left[1] != mark(full)[1]):
+                continue
+            if present is None:
+                master.grad = None
+            elif not only_seen or record.gradient_left[0] != mark(present):
+                models.append(present)
+                masters.append(full)
+        zero_where_zero_(masters, models)
+
+    @torch.no_grad()
+    def _follow_discarded_overflow(self) -> None:
+        """Forget an overflow if all gradients were discarded after it: they are not stepped."""
+        optimizer: Any = self._optimizer
+        found_inf = getattr(optimizer, "found_inf", None)
+        if not self.already_patched and self.skip_flag is None and found_inf is None:
+            return
+        nonzero = any_nonzero(values_of(self.all_fp16_params + self.all_fp32_from_fp32_params))
+        if nonzero is None or (self.already_patched and not nonzero.item()):
+            self._forget_overflow()
+            return
+        if self.skip_flag is not None:
+            self.skip_flag = self.skip_flag * nonzero.to(self.skip_flag.device)
+        if found_inf is not None:
+            optimizer.found_inf = found_inf * nonzero.to(found_inf.device)
+
+    def _forget_overflow(self) -> None:
+        if self.already_patched:
+            self.cancel_skip()
+        self.skip_flag = None
+        if getattr(self._optimizer, "found_inf", None) is not None:
+            self._optimizer.found_inf = None  # type: ignore[attr-defined]
+
     def _scale_earlier(self, scaler: LossScaler) -> None:
         """See Note [Gradients of earlier contexts]."""
-        self._model_has_all = several_ranks()
-        pairs = list(zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True))
-        earlier = copies_of([m.grad if self._model_has_all else None for _, m in pairs])
+        earlier = copies_of([m.grad if self._model_has_all else None for _, m in self._pairs])
         values = [dense_values(grad) for grad in earlier if grad is not None]
         for grads in (values_of(self._own), values):
             if scaler._static != 1.0:
                 multiply_(grads, scaler.scale_tensor())
             self._unspoil_(grads)
-        targets, sources = [], []
-        for (param, _), grad in zip(pairs, earlier, strict=True):
-            present = param.grad
-            if grad is None:
-                param.grad = None
-            elif present is None or present.is_sparse or grad.is_sparse:
-                param.grad = grad.to(param.dtype)
-            else:  # a data-parallel wrapper may have a view of it
-                targets.append(present)
-                sources.append(grad)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        round_to_grads(self._model_params(), earlier)
 
     def _unspoil_(self, grads: list[torch.Tensor]) -> None:
         """Zero `grads` if an overflow was found that will skip the step: it counts once."""
@@ -242,6 +323,8 @@ class OptimizerStash:
     def delay_unscale(self, scaler: LossScaler) -> None:
         """Note that the gradients are scaled by the present scale of `scaler`."""
         self.params_have_scaled_gradients = True
+        for _, master in self._pairs:  # the model has them: Note [Gradients of earlier contexts]
+            master.grad = None
         self._scaled_by = (scaler, scaler._generation, scaler.scale_tensor().clone())
 
     def _match_scale(self, scaler: LossScaler) -> None:
@@ -251,7 +334,7 @@ class OptimizerStash:
         if previous is scaler and generation == scaler._generation:
             return
         ratio = scaler.scale_tensor().to(scale.device) / scale
-        multiply_(values_of(self.all_fp16_params + self._own), ratio)
+        multiply_(values_of(self._model_params() + self._own), ratio)
 
     def finish_backward(self, scaler: LossScaler) -> None:
         """Unscale what the context has left."""
@@ -261,18 +344,35 @@ class OptimizerStash:
         self.params_have_scaled_gradients = False
 
     def _finish_masters(self, scaler: LossScaler) -> None:
-        masters, grads = [], []
-        for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
-            grad = param.grad
-            if grad is not None:
-                masters.append(master)
-                grads.append(grad)
-        fresh = as_float32(grads)
+        pairs = [(param, master) for param, master in self._pairs if param.grad is not None]
+        fresh = as_float32([param.grad for param, _ in pairs if param.grad is not None])
         scaler.unscale_(fresh)
-        if self._model_has_all:
-            for master in masters:
-                master.grad = None
-        accumulate(masters, fresh)
+        earlier = []
+        for pair in self._pairs:
+            if self._model_has_all:
+                pair[1].grad = None
+            elif pair[1].grad is not None:
+                earlier.append(pair)
+        accumulate([master for _, master in pairs], fresh)
+        del fresh
+        self._write_model_grads(scaler, earlier)
+        for param, master in self._pairs:
+            if param.grad is not None and master.grad is not None:
+                left = mark(param.grad), mark(master.grad)[1]
+                record_of(param).gradient_left = left
+
+    @torch.no_grad()
+    def _write_model_grads(
+        self, scaler: LossScaler, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Set the model's gradients to those of the masters, where there are any."""
+        pairs = [pair for pair in pairs if pair[1].grad is not None]
+        grads = copies_of([master.grad for _, master in pairs])
+        if scaler._static != 1.0:
+            multiply_(
+                [dense_values(grad) for grad in grads if grad is not None], scaler.scale_tensor()
+            )
+        round_to_grads([param for param, _ in pairs], grads)
 
     def refuse_scaled_gradients(self) -> None:
         """Raise RuntimeError if a step would use gradients that ``delay_unscale`` left scaled."""
@@ -287,6 +387,47 @@ class OptimizerStash:
             "optimizer had delay_unscale=True. Use the last amp.scale_loss before step() without "
             "delay_unscale, or discard the gradients by optimizer.zero_grad()."
         )
+
+    def note_added(self, params: list[torch.Tensor]) -> None:
+        """Parameters were added: gradients that they have now may be scaled, or not."""
+        self.collect()
+        if self._in_context:
+            before = {id(param) for param in self._own}
+            self._claim()
+            self._before += [(param, None) for param in self._own if id(param) not in before]
+        scaling = any(scaler._static != 1.0 for scaler in self.scalers)
+        masters = {id(param) for param in self.all_fp16_params}
+        self._added_with_gradient += [
+            param
+            for param in params
+            if param.grad is not None and (scaling or id(param) in masters)
+        ]
+
+    def refuse_unknown_scale(self) -> None:
+        """Raise RuntimeError if a parameter was added with a gradient that is still there."""
+        self._added_with_gradient = [
+            param
+            for param in self._added_with_gradient
+            if param.grad is not None and bool(any_nonzero(values_of([param])))
+        ]
+        if self._added_with_gradient:
+            names = ", ".join(map(self._name_of, self._added_with_gradient))
+            raise RuntimeError(
+                f"{_this_rank()}{type(self._optimizer).__name__} was given {names} by "
+                "add_param_group with a gradient, which may be multiplied by the loss scale: call "
+                "add_param_group before amp.scale_loss, or discard the gradient first (or now, by "
+                "optimizer.zero_grad())."
+            )
+
+    def _name_of(self, param: torch.Tensor) -> str:
+        for number, group in enumerate(self._optimizer.param_groups):
+            for index, held in enumerate(group["params"]):
+                known = self._model_of.get(id(held))
+                if param is held or (known is not None and param is known[1]):
+                    names = group.get("param_names")
+                    named = "" if names is None else f" ({names[index]!r})"
+                    return f"param_groups[{number}]['params'][{index}]{named}"
+        return "a parameter"
 
     def take_skip_flag(self) -> bool:
         """What `skip_flag` says; waits for the device if there is one. Clears it."""
@@ -325,19 +466,15 @@ class OptimizerStash:
 
         An overflow among them is over as well: the next step is not skipped for it.
         """
-        if self.already_patched:
-            self.cancel_skip()
-        self.skip_flag = None
-        if getattr(self._optimizer, "found_inf", None) is not None:
-            self._optimizer.found_inf = None  # type: ignore[attr-defined]
+        self._forget_overflow()
         self._before = []
         self.params_have_scaled_gradients = self._in_iteration = False
-        self.drop_master_grads()
-        for param in self.all_fp16_params:
+        for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
             if param.grad is None or set_to_none:
-                param.grad = None
+                param.grad = master.grad = None
             else:
                 param.grad = torch.zeros_like(param.grad)
+                master.grad = torch.zeros_like(param.grad, dtype=master.dtype)
 
     def masters_to_model(self) -> None:
         """Round every master into its parameter; from now on the masters count.

@@ -17,6 +17,7 @@ from ._device_skip import step_unless
 from ._full_values import record_of
 from ._optimizer_stash import OptimizerStash
 from .handle import AmpHandle, disable_casts, forget_casts
+from .scaler import LossScaler
 
 #: Evaluations of a closure that overflow in a row before a step gives up.
 MAX_CLOSURE_RETRIES = 100
@@ -33,6 +34,7 @@ def _inside_step(closure: Callable[[], Any], stash: OptimizerStash) -> Callable[
                 loss = closure()
             forget_casts()  # the parameters change between two evaluations of a closure
             stash.refuse_scaled_gradients()
+            stash.refuse_unknown_scale()
             if not stash.take_overflow():
                 return loss
             maybe_print("Gradient overflow in a closure; evaluating it with a lower loss scale.")
@@ -56,6 +58,8 @@ def _hook_step(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
             )
         if closure is None:
             stash.refuse_scaled_gradients()
+            stash.refuse_unknown_scale()
+            stash.follow_discarded(only_seen=True)
         call = inner if closure is None else functools.partial(inner, _inside_step(closure, stash))
         stash.follow_model()
         skip, stash.skip_flag = stash.skip_flag, None
@@ -68,7 +72,6 @@ def _hook_step(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
             vars(self).pop(name, None)
         if stash.master_weights:
             stash.masters_to_model()
-            stash.drop_master_grads()
         return result
 
     if hasattr(inner, "_wrapped_by_lr_sched"):
@@ -99,14 +102,14 @@ def _hook_add_param_group(optimizer: torch.optim.Optimizer, stash: OptimizerStas
         stash.lazy_init()
         taken = {id(param) for param in stash.all_fp16_params}
         inner(param_group)
-        added = self.param_groups[-1]["params"]
+        added = list(self.param_groups[-1]["params"])
         if any(id(param) in taken for param in added):
             del self.param_groups[-1]
             raise ValueError(
                 "A parameter of the new group is in another group of this optimizer already; "
                 "each parameter may be in one group only."
             )
-        stash.collect()
+        stash.note_added(added)
 
     optimizer.add_param_group = types.MethodType(  # type: ignore[method-assign]
         add_param_group, optimizer
@@ -122,7 +125,7 @@ def _copy_optimizer(stash: OptimizerStash, memo: dict[int, Any]) -> torch.optim.
     copied: Any = object.__new__(type(original))
     memo[id(original)] = copied
     copied.__setstate__(copy.deepcopy(original.__getstate__(), memo))
-    process_optimizer(copied, stash.master_weights)
+    process_optimizer(copied, stash.master_weights, stash.scalers)
     new_stash: OptimizerStash = copied._amp_stash
     new_stash.lazy_init_called = stash.lazy_init_called
     for master, param, record in stash._model_of.values():
@@ -138,8 +141,10 @@ def _copy_optimizer(stash: OptimizerStash, memo: dict[int, Any]) -> torch.optim.
     return copied
 
 
-def process_optimizer(optimizer: torch.optim.Optimizer, master_weights: bool) -> None:
-    """Attach amp's state and methods to `optimizer`.
+def process_optimizer(
+    optimizer: torch.optim.Optimizer, master_weights: bool, scalers: list[LossScaler]
+) -> None:
+    """Attach amp's state and methods to `optimizer`, whose losses `scalers` scale.
 
     Masters are made at the first ``zero_grad``, ``scale_loss``, ``add_param_group`` or
     ``load_state_dict``, so that parameters may still be moved between devices before.
@@ -151,7 +156,7 @@ def process_optimizer(optimizer: torch.optim.Optimizer, master_weights: bool) ->
         raise RuntimeError(
             "An optimizer was passed to amp.initialize twice; pass each optimizer once."
         )
-    stash = OptimizerStash(optimizer, master_weights)
+    stash = OptimizerStash(optimizer, master_weights, scalers)
     hooked: Any = optimizer
     hooked._amp_stash = stash
     hooked._amp_lazy_init = stash.lazy_init

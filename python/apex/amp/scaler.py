@@ -76,6 +76,8 @@ class LossScaler:
         #: outermost of them.
         self.contexts = 0
         self.to_check: list[Any] = []
+        #: Whose ranks ``scale_loss`` combines the overflow flag of: None (all), a group, or False.
+        self.overflow_group: Any = None
 
     def loss_scale(self) -> float:
         """The current scale. Dynamic: copies one number from the device, and waits for it."""

@@ -29,23 +29,24 @@ def _stashes(optimizers: Any) -> list[OptimizerStash]:
                 f"{type(optimizer).__name__}."
             )
         stash = find_stash(optimizer)
-        if stash is None:
+        if stash is None and _amp_state.opt_properties.enabled:
             # Made after initialize, as some scripts do.
-            process_optimizer(optimizer, bool(_amp_state.opt_properties.master_weights))
+            _amp_state.adopt(optimizer)
+            master_weights = bool(_amp_state.opt_properties.master_weights)
+            process_optimizer(optimizer, master_weights, _amp_state.latest_scalers)
             stash = find_stash(optimizer)
-        assert stash is not None
-        if stash not in stashes:  # a LARC and the optimizer inside it have one
+        if stash is not None and stash not in stashes:  # a LARC and the one inside it have one
             stashes.append(stash)
     return stashes
 
 
-def _scaler(loss_id: int) -> LossScaler:
+def _scaler(stash: OptimizerStash, loss_id: int) -> LossScaler:
     try:
-        return _amp_state.loss_scalers[loss_id]
+        return stash.scalers[loss_id]
     except IndexError:
         raise RuntimeError(
             f"amp.scale_loss was called with loss_id={loss_id}, but amp.initialize was told of "
-            f"{len(_amp_state.loss_scalers)} loss(es); pass a larger num_losses to it."
+            f"{len(stash.scalers)} loss(es); pass a larger num_losses to it."
         ) from None
 
 
@@ -96,7 +97,7 @@ def _skip_next_step(stash: OptimizerStash, loss_id: int, scaler: LossScaler) -> 
 
 def _ranks(scaler: LossScaler) -> int:
     """With how many ranks the overflow flag is combined."""
-    return 1 if _amp_state.overflow_group is False else scaler.ranks(_amp_state.overflow_group)
+    return 1 if scaler.overflow_group is False else scaler.ranks(scaler.overflow_group)
 
 
 def _check_overflow(
@@ -109,7 +110,7 @@ def _check_overflow(
             "call destroy_process_group() when training has ended."
         )
     if ranks > 1:
-        scaler.synchronize(_amp_state.overflow_group)
+        scaler.synchronize(scaler.overflow_group)
     if scaler.dynamic and _skips_on_device(stashes):
         found_inf = scaler.update_scale_async()
         for stash in stashes:
@@ -163,16 +164,16 @@ def scale_loss(
     del model
     if not hasattr(_amp_state, "opt_properties"):
         raise RuntimeError("amp.scale_loss was called before amp.initialize; call that first.")
-    properties = _amp_state.opt_properties
-    if not properties.enabled:
+    stashes = _stashes(optimizers)
+    if not stashes:  # initialized with enabled=False
         yield loss
         return
-    scaler = _scaler(loss_id)
-    stashes = _stashes(optimizers)
+    scaler = _scaler(stashes[0], loss_id)
     entered = False
     try:
         scaled_before = any(stash.params_have_scaled_gradients for stash in stashes)
-        if not properties.master_weights and scaler._static == 1.0 and not scaled_before:
+        masters = any(stash.master_weights for stash in stashes)
+        if not masters and scaler._static == 1.0 and not scaled_before:
             yield loss.float()
             return
         ranks = _ranks(scaler)
@@ -182,8 +183,12 @@ def scale_loss(
         with contextlib.ExitStack() as contexts:
             claimed: set[int] = set()
             for stash in stashes:
-                stash.enter_context(scaler, claimed)
-                contexts.push(lambda kind, *_, stash=stash: stash.leave_context(kind is not None))
+                stash.enter_context(scaler, claimed, delay_unscale)
+
+                def leave(kind: Any, *_: Any, stash: OptimizerStash = stash) -> None:
+                    stash.leave_context(scaler, kind is not None)
+
+                contexts.push(leave)
             try:
                 yield scaler.scale(loss)
             except Exception:
