@@ -222,7 +222,7 @@ class OptimizerStash:
         scaled = self.params_have_scaled_gradients
         if not scaled:
             self.follow_discarded()
-        self._follow_discarded_overflow()
+        self.follow_discarded_overflow()
         kept = self._own + (self._model_params() if scaled else [])
         self._before = list(zip(kept, copies_of([param.grad for param in kept]), strict=True))
         self._in_context = True
@@ -278,7 +278,7 @@ class OptimizerStash:
         zero_where_zero_(masters, models)
 
     @torch.no_grad()
-    def _follow_discarded_overflow(self) -> None:
+    def follow_discarded_overflow(self) -> None:
         """Forget an overflow if all gradients were discarded after it: they are not stepped."""
         optimizer: Any = self._optimizer
         found_inf = getattr(optimizer, "found_inf", None)
@@ -356,10 +356,23 @@ class OptimizerStash:
         accumulate([master for _, master in pairs], fresh)
         del fresh
         self._write_model_grads(scaler, earlier)
-        for param, master in self._pairs:
+        self._note_left()
+
+    def _note_left(self) -> None:
+        for master, param, record in self._model_of.values():
             if param.grad is not None and master.grad is not None:
-                left = mark(param.grad), mark(master.grad)[1]
-                record_of(param).gradient_left = left
+                record.gradient_left = mark(param.grad), mark(master.grad)[1]
+
+    def _zero_masters(self) -> None:
+        """Zero the masters' gradients where the model's are zero, not None."""
+        for master, param, _ in self._model_of.values():
+            if param.grad is None:
+                master.grad = None
+            elif master.grad is None:
+                master.grad = torch.zeros_like(param.grad, dtype=master.dtype)
+            else:
+                master.grad = torch.zeros_like(master.grad)
+        self._note_left()
 
     @torch.no_grad()
     def _write_model_grads(
@@ -378,8 +391,10 @@ class OptimizerStash:
         """Raise RuntimeError if a step would use gradients that ``delay_unscale`` left scaled."""
         if not self.params_have_scaled_gradients:
             return
-        if all(p.grad is None for p in self.all_fp16_params + self.all_fp32_from_fp32_params):
-            self.params_have_scaled_gradients = False  # cleared by the model's zero_grad, say
+        left = any_nonzero(values_of(self.all_fp16_params + self.all_fp32_from_fp32_params))
+        if left is None or not left.item():  # discarded by the model's zero_grad, say
+            self.params_have_scaled_gradients = False
+            self._zero_masters()
             return
         raise RuntimeError(
             f"{_this_rank()}{type(self._optimizer).__name__}.step() was called with gradients that "
@@ -469,12 +484,12 @@ class OptimizerStash:
         self._forget_overflow()
         self._before = []
         self.params_have_scaled_gradients = self._in_iteration = False
-        for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
+        for param in self.all_fp16_params:
             if param.grad is None or set_to_none:
-                param.grad = master.grad = None
+                param.grad = None
             else:
                 param.grad = torch.zeros_like(param.grad)
-                master.grad = torch.zeros_like(param.grad, dtype=master.dtype)
+        self._zero_masters()
 
     def masters_to_model(self) -> None:
         """Round every master into its parameter; from now on the masters count.

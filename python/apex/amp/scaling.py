@@ -76,13 +76,17 @@ def _skip_next_step(stash: OptimizerStash, loss_id: int, scaler: LossScaler) -> 
     if stash.already_patched:
         return
 
-    def skip_step(self: Any, closure: Any = None) -> None:
+    def skip_step(self: Any, closure: Any = None) -> Any:
         if closure is not None:
             raise RuntimeError(
                 "optimizer.step(closure) cannot be skipped after a gradient overflow; call "
                 "backward inside amp.scale_loss and step() without a closure."
             )
         stash.refuse_scaled_gradients()
+        stash.follow_discarded()
+        stash.follow_discarded_overflow()
+        if not stash.already_patched:
+            return self.step()
         maybe_print(
             f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to "
             f"{scaler.loss_scale()}"
@@ -91,6 +95,7 @@ def _skip_next_step(stash: OptimizerStash, loss_id: int, scaler: LossScaler) -> 
         # A scheduler that follows would warn that no step came before it.
         self._opt_called = True
         stash.cancel_skip()
+        return None
 
     stash.skip_next_step(skip_step)
 
