@@ -601,3 +601,120 @@ def test_closure_that_overflows_at_any_scale_raises_and_leaves_no_skip() -> None
     backward(model, optimizer)
     optimizer.step()
     assert not torch.equal(before, model.weight)
+
+
+def _shared(level: str | None, contexts: str) -> list[torch.Tensor]:
+    """Two optimizers hold all parameters, and each has its own state."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(3, 2)
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        torch.optim.Adam(model.parameters(), lr=0.05, eps=0.1),
+    ]
+    if level is not None:
+        model, optimizers = amp.initialize(
+            model, optimizers, opt_level=level, loss_scale=64.0, verbosity=0
+        )
+    for step in range(6):
+        chosen = optimizers if contexts == "one" else [optimizers[step % 2]]
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        loss = model(x).float().square().mean()
+        context = contextlib.nullcontext(loss) if level is None else amp.scale_loss(loss, chosen)
+        with context as scaled:
+            scaled.backward()
+        for optimizer in chosen:
+            optimizer.step()
+        if contexts != "accumulated" or step % 3 == 2:
+            optimizers[step % 2].zero_grad()
+    return [p.detach().float() for p in amp.master_params(optimizers[0])]
+
+
+@pytest.mark.parametrize("contexts", ["one", "one each", "accumulated"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O2-bf16"])
+def test_parameters_of_two_optimizers_are_stepped_by_both(level: str, contexts: str) -> None:
+    mine, want = _shared(level, contexts), _shared(None, contexts)
+    tolerance = 2e-2 if "bf16" in level else 2e-3
+    for a, b in zip(mine, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_optimizer_made_anew_goes_on_from_the_master_weights() -> None:
+    model, optimizer = one("O2")
+    backward(model, optimizer)
+    optimizer.step()
+    masters = [master.detach().clone() for master in amp.master_params(optimizer)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    backward(model, optimizer)
+    for master, value in zip(amp.master_params(optimizer), masters, strict=True):
+        assert torch.equal(master, value)
+    with torch.no_grad():
+        model.weight.fill_(7.0)  # before the first step of a third one
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.zero_grad()
+    backward(model, optimizer)
+    assert torch.equal(next(amp.master_params(optimizer)), torch.full((2, 2), 7.0))
+
+
+ADDED = ["inside the context", "after the context", "after an earlier one"]
+
+
+@pytest.mark.parametrize("kind", ["SGD", "LARC"])
+@pytest.mark.parametrize("when", ADDED)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O2-bf16", "O3"])
+def test_parameter_added_with_a_gradient_is_stepped_unscaled_or_refused(
+    level: str, when: str, kind: str
+) -> None:
+    models: list[nn.Module] = [Toy(0.0), Toy(1.0)]
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=1.0)
+    models, optimizer = amp.initialize(
+        models, optimizer, opt_level=level, loss_scale=64.0, verbosity=0
+    )
+    stepped = LARC(optimizer) if kind == "LARC" else optimizer
+    before = [p.detach().clone() for model in models for p in model.parameters()]
+
+    def add() -> None:
+        stepped.add_param_group({"params": models[1].parameters(), "lr": 2.0**9})
+
+    with amp.scale_loss(models[0](X) + models[1](X), stepped) as scaled:
+        if when == "inside the context":
+            add()
+        scaled.backward()
+    if when == "inside the context":
+        reference = Toy(1.0)
+        with amp.disable_casts():
+            reference(X).backward()
+        added = list(amp.master_params(optimizer))[2:]
+        for master, param in zip(added, reference.parameters(), strict=True):
+            assert torch.equal(master.grad.float(), param.grad)
+        stepped.step()
+        for param, value in zip(models[1].parameters(), before[2:], strict=True):
+            assert not torch.equal(param, value)
+        return
+    if when == "after an earlier one":
+        stepped.step()
+        before = [p.detach().clone() for model in models for p in model.parameters()]
+    add()
+    for attempt in (stepped.step, lambda: backward(models[1], stepped)):
+        with pytest.raises(RuntimeError, match=r"param_groups\[1\]\['params'\]\[0\].*zero_grad"):
+            attempt()
+    for param, value in zip((p for m in models for p in m.parameters()), before, strict=True):
+        assert torch.equal(param, value)
+    models[1].zero_grad(set_to_none=False)
+    stepped.step()
+    assert torch.equal(models[1].weight, before[2])
+    stepped.zero_grad()
+    backward(models[1], stepped)
+    stepped.step()
+    assert not torch.equal(models[1].weight, before[2])
+
+
+def test_parameter_added_with_a_gradient_at_a_scale_of_one_is_stepped() -> None:
+    models: list[nn.Module] = [Toy(0.0), Toy(1.0)]
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=1.0)
+    models, optimizer = amp.initialize(models, optimizer, opt_level="O1-bf16", verbosity=0)
+    before = models[1].weight.detach().clone()
+    with amp.scale_loss(models[0](X) + models[1](X), optimizer) as scaled:
+        scaled.backward()
+    optimizer.add_param_group({"params": models[1].parameters()})
+    optimizer.step()
+    assert torch.equal(models[1].weight, before - models[1].weight.grad)

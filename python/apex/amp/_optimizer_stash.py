@@ -188,18 +188,8 @@ class OptimizerStash:
                 record.restored = saved[index].detach()
                 record.note_load()
 
-    def enter_context(self, scaler: LossScaler, claimed: set[int], delay_unscale: bool) -> None:
-        """Bring the gradients there are to the scale of `scaler`, for a backward to add to them.
-
-        Parameters whose id is in `claimed` belong to another optimizer of the context.
-
-        Note [Gradients of earlier contexts]
-        They stay where a backward adds to them, so that a data-parallel wrapper that has not
-        averaged them yet (no_sync, disable_allreduce) averages the sum. Masters' gradients are
-        rounded for that. With one rank no wrapper looks, and these stay in float32, unless they
-        are left scaled. After a context the model's gradient is always the master's, scaled and
-        rounded, or both are None. So whoever clears or zeroes the model's (``model.zero_grad()``)
-        discards both, and :meth:`follow_discarded` sees it: None and zeros are left by nobody else.
+    def prepare_context(self) -> None:
+        """Look at what has changed since the last context; before any optimizer enters the next.
 
         Raises:
             RuntimeError: another context of this optimizer is open, master weights were changed
@@ -216,13 +206,26 @@ class OptimizerStash:
         self._refuse_changed_masters()
         self.refuse_unknown_scale()
         self.follow_model()
+        self.follow_discarded()
+        self.follow_discarded_overflow()
+
+    def enter_context(self, scaler: LossScaler, claimed: set[int], delay_unscale: bool) -> None:
+        """Bring the gradients there are to the scale of `scaler`, for a backward to add to them.
+
+        Parameters whose id is in `claimed` belong to another optimizer of the context.
+
+        Note [Gradients of earlier contexts]
+        They stay where a backward adds to them, so that a data-parallel wrapper that has not
+        averaged them yet (no_sync, disable_allreduce) averages the sum. Masters' gradients are
+        rounded for that. With one rank no wrapper looks, and these stay in float32, unless they
+        are left scaled. After a context the model's gradient is always the master's, scaled and
+        rounded, or both are None. So whoever clears or zeroes the model's (``model.zero_grad()``)
+        discards both, and :meth:`follow_discarded` sees it: None and zeros are left by nobody else.
+        """
         self._others = frozenset(claimed)
         self._claim()
         claimed.update(map(id, self._own), (id(param) for param, _ in self._pairs))
         scaled = self.params_have_scaled_gradients
-        if not scaled:
-            self.follow_discarded()
-        self.follow_discarded_overflow()
         kept = self._own + (self._model_params() if scaled else [])
         self._before = list(zip(kept, copies_of([param.grad for param in kept]), strict=True))
         self._in_context = True

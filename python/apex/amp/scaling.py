@@ -188,6 +188,8 @@ def scale_loss(
         with contextlib.ExitStack() as contexts:
             claimed: set[int] = set()
             for stash in stashes:
+                stash.prepare_context()
+            for stash in stashes:
                 stash.enter_context(scaler, claimed, delay_unscale)
 
                 def leave(kind: Any, *_: Any, stash: OptimizerStash = stash) -> None:
