@@ -15,6 +15,7 @@ from ._full_values import hook_state_dicts, remember
 from ._process_optimizer import process_optimizer
 from .amp import init
 from .casts import LOW_PRECISION_DTYPES, is_low_precision, map_tensors
+from .handle import disable_casts
 from .scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def cast_values(value: Any, dtype: torch.dtype) -> Any:
 class CastForward:
     """Stands in for ``model.forward``: casts floating inputs and outputs.
 
+    The casts of level O1, which another model may have, are off inside a model that is cast itself.
     An object, not a closure, so that a deep copy or an unpickled model runs its own parameters.
     """
 
@@ -49,17 +51,23 @@ class CastForward:
         forward: Callable[..., Any],
         input_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
+        o1: bool,
     ) -> None:
         self.old_forward = forward
         self.input_dtype = input_dtype
         self.output_dtype = output_dtype
+        self.o1 = o1
         functools.update_wrapper(self, forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.input_dtype is not None:
             args = tuple(cast_values(arg, self.input_dtype) for arg in args)
             kwargs = {key: cast_values(value, self.input_dtype) for key, value in kwargs.items()}
-        output = self.old_forward(*args, **kwargs)
+        if self.o1 or _amp_state.handle is None or not _amp_state.handle.is_active():
+            output = self.old_forward(*args, **kwargs)
+        else:
+            with disable_casts():
+                output = self.old_forward(*args, **kwargs)
         if self.output_dtype is None:
             return output
         return cast_values(output, self.output_dtype)
@@ -178,7 +186,8 @@ def _cast_model(model: torch.nn.Module, properties: Properties) -> None:
     dtype = properties.cast_model_type
     convert_modules(model, dtype, keep_batchnorm=bool(properties.keep_batchnorm_fp32))
     output_dtype = properties.cast_model_outputs or torch.float32
-    model.forward = CastForward(model.forward, dtype, output_dtype)
+    o1 = bool(properties.patch_torch_functions)
+    model.forward = CastForward(model.forward, dtype, output_dtype, o1)
     if dtype in LOW_PRECISION_DTYPES:
         hook_state_dicts(model, keep_full_values=bool(properties.master_weights))
 
@@ -220,7 +229,7 @@ def _cast_models(
                 _recast_state(optimizer)
     elif properties.cast_model_outputs:
         for model in models:
-            model.forward = CastForward(model.forward, None, properties.cast_model_outputs)
+            model.forward = CastForward(model.forward, None, properties.cast_model_outputs, True)
 
 
 def setup(
