@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ._amp_state import _amp_state, several_ranks, warn_or_err
+from ._averaged_model import average_full_values
 from ._full_values import hook_state_dicts, remember
 from ._process_optimizer import process_optimizer
 from .amp import init
@@ -190,6 +191,7 @@ def _cast_model(model: torch.nn.Module, properties: Properties) -> None:
     model.forward = CastForward(model.forward, dtype, output_dtype, o1)
     if dtype in LOW_PRECISION_DTYPES:
         hook_state_dicts(model, keep_full_values=bool(properties.master_weights))
+        average_full_values()
 
 
 def _recast_state(optimizer: torch.optim.Optimizer) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ._amp_state import several_ranks
-from ._full_values import FullValue, record_of
+from ._full_values import FullValue, full_value, record_of
 from ._gradients import (
     accumulate,
     any_nonzero,
@@ -163,18 +163,24 @@ class OptimizerStash:
                 "before the forward pass."
             )
 
-    def _by_index(self) -> dict[int, tuple[torch.Tensor, FullValue]]:
-        """Masters and what is known of them, by the index that the optimizer's state uses."""
+    def _by_index(self) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+        """Low-precision parameters and their masters, by the index in the optimizer's state.
+
+        A frozen parameter may have no master yet.
+        """
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
-        known = [self._model_of.get(id(param)) for param in params]
-        return {i: (entry[0], entry[2]) for i, entry in enumerate(known) if entry is not None}
+        masters = {key: (param, master) for key, (master, param, _) in self._model_of.items()}
+        known = {index: masters.get(id(param), (param, None)) for index, param in enumerate(params)}
+        return {index: pair for index, pair in known.items() if is_low_precision(pair[0])}
 
     def save_masters(self, state: dict[str, Any]) -> None:
         """Add the masters to the optimizer's `state`: Note [What one rank knows alone]."""
         if self._model_of and several_ranks():
             self.follow_model()
             state[MASTER_WEIGHTS] = {
-                index: master.detach() for index, (master, _) in self._by_index().items()
+                index: full_value(param) if master is None else master.detach()
+                for index, (param, master) in self._by_index().items()
+                if master is not None or record_of(param).restored is not None
             }
 
     def load_masters(self, state: dict[str, Any]) -> None:
@@ -182,8 +188,9 @@ class OptimizerStash:
         # State loaded before the masters exist would be rounded to the type of the parameters.
         self.lazy_init()
         saved = state.get(MASTER_WEIGHTS, {})
-        for index, (_, record) in self._by_index().items():
+        for index, (param, _) in self._by_index().items():
             if index in saved:
+                record = record_of(param)
                 # The parameters may be loaded after this, so it is not known yet what fits.
                 record.restored = saved[index].detach()
                 record.note_load()
