@@ -718,3 +718,58 @@ def test_parameter_added_with_a_gradient_at_a_scale_of_one_is_stepped() -> None:
     optimizer.add_param_group({"params": models[1].parameters()})
     optimizer.step()
     assert torch.equal(models[1].weight, before - models[1].weight.grad)
+
+
+@pytest.mark.parametrize("then", ["step", "another loss_id", "another optimizer", "zero_grad"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_delayed_overflow_is_not_stepped_whatever_comes_next(level: str, then: str) -> None:
+    model = Toy(0.0)
+    halves = [torch.optim.SGD([param], lr=2.0**4) for param in model.parameters()]
+    model, optimizers = amp.initialize(
+        model, halves, opt_level=level, loss_scale="dynamic", num_losses=2, verbosity=0
+    )
+    before = [p.detach().clone() for p in model.parameters()]
+    backward(model, optimizers, bad=True, delay_overflow_check=True)
+    if then == "another loss_id":
+        backward(model, optimizers, loss_id=1)
+    elif then == "another optimizer":
+        backward(model, optimizers[1])
+    elif then == "zero_grad":
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(model, optimizers)
+    for optimizer in optimizers:
+        optimizer.step()
+    scales = [scaler.loss_scale() for scaler in _amp_state.loss_scalers]
+    if then == "zero_grad":
+        assert scales == [2.0**16, 2.0**16]
+        assert not torch.equal(model.weight, before[0])
+    else:
+        assert scales[0] == 2.0**15
+        for param, value in zip(model.parameters(), before, strict=True):
+            assert torch.equal(param, value)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    start = model.weight.detach().clone()
+    backward(model, optimizers)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert not torch.equal(model.weight, start) and model.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_another_optimizer_left_scaled_are_refused(level: str) -> None:
+    model = Toy(0.0)
+    pair: list = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2)]
+    model, pair = amp.initialize(model, pair, opt_level=level, loss_scale=8.0, verbosity=0)
+    backward(model, pair)
+    want = [2 * m.grad for m in amp.master_params(pair[1])]
+    pair[0].zero_grad()
+    pair[1].zero_grad()
+    backward(model, pair[0], delay_unscale=True)
+    for attempt in (pair[1].step, lambda: backward(model, pair[1])):
+        with pytest.raises(RuntimeError, match="another optimizer.*both optimizers"):
+            attempt()
+    backward(model, pair)
+    for master, grad in zip(amp.master_params(pair[1]), want, strict=True):
+        assert torch.equal(master.grad, grad)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ._amp_state import several_ranks
-from ._full_values import FullValue, full_value, record_of
 from ._gradients import (
     accumulate,
     any_nonzero,
@@ -23,21 +22,19 @@ from ._gradients import (
     values_of,
     zero_where_zero_,
 )
-from .casts import is_low_precision
+from ._master_weights import MasterWeights, this_rank
 from .handle import forget_casts
 from .scaler import LossScaler
 
-#: The key of the master weights, by the index of the parameter, in the optimizer's state.
-MASTER_WEIGHTS = "amp_master_weights"
+#: Where gradients may be left scaled by ``delay_unscale``.
+_left_scaled: weakref.WeakSet[OptimizerStash] = weakref.WeakSet()
 
 
-class OptimizerStash:
+class OptimizerStash(MasterWeights):
     """Amp's state for one optimizer, at ``optimizer._amp_stash``.
 
-    With master weights, ``param_groups`` holds a float32 master in place of every low-precision
-    parameter that requires a gradient; the gradients of the model's own parameters stay scaled,
-    those of the masters and of float32 parameters are unscaled after each ``scale_loss``.
-    Optimizers that hold the same parameter share its master.
+    The gradients of the model's low-precision parameters stay scaled, those of their masters and
+    of float32 parameters are unscaled after each ``scale_loss``.
     """
 
     def __init__(
@@ -46,26 +43,21 @@ class OptimizerStash:
         master_weights: bool,
         scalers: list[LossScaler] | None = None,
     ) -> None:
-        self._optimizer = optimizer
-        self.master_weights = master_weights
+        super().__init__(optimizer, master_weights)
         #: Those of the ``initialize`` that the optimizer belongs to, by ``loss_id``.
         self.scalers = [] if scalers is None else scalers
-        self.lazy_init_called = False
         #: ``optimizer.step`` is the one-shot method that skips.
         self.already_patched = False
         self._skipped_step: Any = None
         #: What the next step looks at on the device: see ``_device_skip.step_unless``.
         self.skip_flag: torch.Tensor | None = None
+        #: Scalers, and their ``loss_id``, of contexts with ``delay_overflow_check``.
+        self.deferred: dict[LossScaler, int] = {}
         #: Gradients were left scaled by ``delay_unscale``.
         self.params_have_scaled_gradients = False
         self._scaled_by: tuple[LossScaler, int, torch.Tensor] | None = None
-        #: Low-precision parameters of the model, and their masters, in the same order.
-        self.all_fp16_params: list[torch.Tensor] = []
-        self.all_fp32_from_fp16_params: list[torch.Tensor] = []
-        #: Every other parameter that requires a gradient.
-        self.all_fp32_from_fp32_params: list[torch.Tensor] = []
         #: What the present ``scale_loss`` context unscales by this optimizer, not by another one
-        #: that holds it, too (ids of those are in `_others`): of the latter, and with masters.
+        #: that holds it, too (ids of those are in `_others`): float32, and with masters.
         self._own: list[torch.Tensor] = []
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._others: frozenset[int] = frozenset()
@@ -74,129 +66,14 @@ class OptimizerStash:
         #: Gradients as they were before the present ``scale_loss`` context.
         self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._in_context = False
-        #: Between the end of a context and the next step, or zero_grad.
-        self._in_iteration = False
         #: The model's gradients include those of earlier contexts.
         self._model_has_all = False
-        #: By the id of the master: the master, its parameter, and what is known of both.
-        self._model_of: dict[int, tuple[torch.Tensor, torch.Tensor, FullValue]] = {}
 
-    @property
-    def all_fp32_params(self) -> list[torch.Tensor]:
-        """The parameters without a master."""
-        return self.all_fp32_from_fp32_params
-
-    def lazy_init(self) -> None:
-        """Make the masters, the first time."""
-        if not self.lazy_init_called:
-            self.lazy_init_called = True
-            self.collect()
-
-    def collect(self) -> None:
-        """Look at ``param_groups`` again; what is new and low-precision gets a master."""
-        self.all_fp16_params, self.all_fp32_from_fp16_params = [], []
-        self.all_fp32_from_fp32_params = []
-        for group in self._optimizer.param_groups:
-            params = group["params"]
-            for index, param in enumerate(params):
-                if not param.requires_grad:
-                    continue
-                if id(param) not in self._model_of and self.master_weights:
-                    if is_low_precision(param):
-                        params[index] = param = self._make_master(param)
-                known = self._model_of.get(id(param))
-                if known is None:
-                    self.all_fp32_from_fp32_params.append(param)
-                else:
-                    self.all_fp16_params.append(known[1])
-                    self.all_fp32_from_fp16_params.append(known[0])
-
-    def _make_master(self, param: torch.Tensor) -> torch.Tensor:
-        sharded = sys.modules.get("torch.distributed.tensor")
-        if sharded is not None and isinstance(param, sharded.DTensor):
-            raise RuntimeError(
-                f"{type(self._optimizer).__name__} holds a {param.dtype} parameter that is a "
-                "DTensor (fully_shard, or tensor parallel), of which amp makes no master weight: "
-                "use level O1."
-            )
-        record = record_of(param)
-        master = record.master
-        if master is None or (master.shape, master.device) != (param.shape, param.device):
-            master = torch.nn.Parameter(record.read(param), requires_grad=True)
-            record.master, record.remembered = master, None
-            record.stepped = record.settled = False
-            record.note_agreement(param)
-        else:  # another optimizer's, or that of an earlier one: what was written since counts
-            record.settled = False
-        self._model_of[id(master)] = (master, param, record)
-        state = self._optimizer.state
-        if param in state:
-            state[master] = {
-                key: value.float() if torch.is_tensor(value) and is_low_precision(value) else value
-                for key, value in state.pop(param).items()
-            }
-        return master
-
-    @torch.no_grad()
-    def follow_model(self) -> None:
-        """Give masters that were not stepped since they were made or loaded the model's values.
-
-        Where these are the masters, rounded, the masters stay: Note [One value, two precisions].
-        Those that somebody else has written stay, too. Between scale_loss and step(), where a
-        master may be decayed or clamped in a way that nobody sees, only parameters that were seen
-        to change are looked at.
-        """
-        for master, param, record in self._model_of.values():
-            if record.settled or record.master_changed():
-                continue
-            if record.parameter_changed(param) or not self._in_iteration:
-                master.copy_(record.read(param))
-                record.remembered = None
-                record.note_agreement(param)
-
-    def _refuse_changed_masters(self) -> None:
-        if any(record.master_changed() for _, _, record in self._model_of.values()):
-            raise RuntimeError(
-                f"{_this_rank()}the master weights of {type(self._optimizer).__name__} were "
-                "changed, but not by its step(), and the loss given to amp.scale_loss was computed "
-                "without the change: call optimizer._master_params_to_model_params() after it, "
-                "before the forward pass."
-            )
-
-    def _by_index(self) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
-        """Low-precision parameters and their masters, by the index in the optimizer's state.
-
-        A frozen parameter may have no master yet.
-        """
-        params = [param for group in self._optimizer.param_groups for param in group["params"]]
-        masters = {key: (param, master) for key, (master, param, _) in self._model_of.items()}
-        known = {index: masters.get(id(param), (param, None)) for index, param in enumerate(params)}
-        return {index: pair for index, pair in known.items() if is_low_precision(pair[0])}
-
-    def save_masters(self, state: dict[str, Any]) -> None:
-        """Add the masters to the optimizer's `state`: Note [What one rank knows alone]."""
-        if self._model_of and several_ranks():
-            self.follow_model()
-            state[MASTER_WEIGHTS] = {
-                index: full_value(param) if master is None else master.detach()
-                for index, (param, master) in self._by_index().items()
-                if master is not None or record_of(param).restored is not None
-            }
-
-    def load_masters(self, state: dict[str, Any]) -> None:
-        """Take the masters from the optimizer's `state`, where there are any in it."""
-        # State loaded before the masters exist would be rounded to the type of the parameters.
-        self.lazy_init()
-        saved = state.get(MASTER_WEIGHTS, {})
-        for index, (param, _) in self._by_index().items():
-            if index in saved:
-                record = record_of(param)
-                # The parameters may be loaded after this, so it is not known yet what fits.
-                record.restored = saved[index].detach()
-                record.note_load()
-
-    def prepare_context(self) -> None:
+    def prepare_context(self, context: list[OptimizerStash]) -> None:
         """Look at what has changed since the last context; before any optimizer enters the next.
+
+        Args:
+            context: the optimizers of the next.
 
         Raises:
             RuntimeError: another context of this optimizer is open, master weights were changed
@@ -210,8 +87,9 @@ class OptimizerStash:
             )
         self.lazy_init()
         self.collect()
-        self._refuse_changed_masters()
+        self.refuse_changed_masters()
         self.refuse_unknown_scale()
+        self.refuse_scaled_by_others(context)
         self.follow_model()
         self.follow_discarded()
         self.follow_discarded_overflow()
@@ -333,6 +211,7 @@ class OptimizerStash:
     def delay_unscale(self, scaler: LossScaler) -> None:
         """Note that the gradients are scaled by the present scale of `scaler`."""
         self.params_have_scaled_gradients = True
+        _left_scaled.add(self)
         for _, master in self._pairs:  # the model has them: Note [Gradients of earlier contexts]
             master.grad = None
         self._scaled_by = (scaler, scaler._generation, scaler.scale_tensor().clone())
@@ -407,7 +286,7 @@ class OptimizerStash:
             self._zero_masters()
             return
         raise RuntimeError(
-            f"{_this_rank()}{type(self._optimizer).__name__}.step() was called with gradients that "
+            f"{this_rank()}{type(self._optimizer).__name__}.step() was called with gradients that "
             "are still multiplied by the loss scale, since the last amp.scale_loss of this "
             "optimizer had delay_unscale=True. Use the last amp.scale_loss before step() without "
             "delay_unscale, or discard the gradients by optimizer.zero_grad()."
@@ -438,11 +317,30 @@ class OptimizerStash:
         if self._added_with_gradient:
             names = ", ".join(map(self._name_of, self._added_with_gradient))
             raise RuntimeError(
-                f"{_this_rank()}{type(self._optimizer).__name__} was given {names} by "
+                f"{this_rank()}{type(self._optimizer).__name__} was given {names} by "
                 "add_param_group with a gradient, which may be multiplied by the loss scale: call "
                 "add_param_group before amp.scale_loss, or discard the gradient first (or now, by "
                 "optimizer.zero_grad())."
             )
+
+    def refuse_scaled_by_others(self, context: list[OptimizerStash]) -> None:
+        """Raise RuntimeError if another optimizer has left gradients of the same parameters scaled.
+
+        Those in `context` find them themselves.
+        """
+        others = [s for s in _left_scaled if s.params_have_scaled_gradients and s not in context]
+        if not others:
+            return
+        mine = {id(param) for param in self.all_fp16_params + self.all_fp32_from_fp32_params}
+        for other in others:
+            for param in other.all_fp16_params + other.all_fp32_from_fp32_params:
+                if id(param) in mine and any_nonzero(values_of([param])):
+                    raise RuntimeError(
+                        f"{this_rank()}{self._name_of(param)} of {type(self._optimizer).__name__} "
+                        "has a gradient that is still multiplied by the loss scale, since the last "
+                        "amp.scale_loss of another optimizer that holds it had delay_unscale=True: "
+                        "give amp.scale_loss both optimizers, or discard the gradient."
+                    )
 
     def _name_of(self, param: torch.Tensor) -> str:
         for number, group in enumerate(self._optimizer.param_groups):
@@ -469,6 +367,12 @@ class OptimizerStash:
             self.cancel_skip()
         return overflow
 
+    def defer_check(self, scaler: LossScaler, loss_id: int) -> None:
+        """Leave it to a later context, or to the step, whether the gradients overflowed."""
+        if scaler not in self.deferred:
+            self.deferred[scaler] = loss_id
+            scaler.deferred.append(self)
+
     def skip_next_step(self, skip: Callable[..., None]) -> None:
         """Put the method `skip` in place of ``optimizer.step``, until :meth:`cancel_skip`."""
         optimizer: Any = self._optimizer
@@ -492,6 +396,11 @@ class OptimizerStash:
         An overflow among them is over as well: the next step is not skipped for it.
         """
         self._forget_overflow()
+        for scaler in self.deferred:
+            scaler.deferred.remove(self)
+            if not scaler.deferred:
+                scaler.clear_overflow_state()
+        self.deferred.clear()
         self._before = []
         self.params_have_scaled_gradients = self._in_iteration = False
         for param in self.all_fp16_params:
@@ -500,20 +409,6 @@ class OptimizerStash:
             else:
                 param.grad = torch.zeros_like(param.grad)
         self._zero_masters()
-
-    def masters_to_model(self) -> None:
-        """Round every master into its parameter; from now on the masters count.
-
-        One multi-tensor copy. For those who change master weights themselves, too.
-        """
-        if self.all_fp16_params:
-            with torch.no_grad():
-                torch._foreach_copy_(self.all_fp16_params, self.all_fp32_from_fp16_params)
-        for _, param, record in self._model_of.values():
-            record.restored = None
-            record.stepped = record.settled = True
-            record.note_agreement(param)
-        self._in_iteration = False
 
     def skip(self) -> None:
         """What a step does that is skipped: gradients are dropped, and the model follows.
@@ -525,8 +420,3 @@ class OptimizerStash:
         self.masters_to_model()
         self.drop_master_grads()
         forget_casts()
-
-
-def _this_rank() -> str:
-    """The beginning of an error's message."""
-    return f"rank {torch.distributed.get_rank()}: " if several_ranks() else ""

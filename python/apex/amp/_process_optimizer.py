@@ -16,6 +16,7 @@ from ._amp_state import _amp_state, maybe_print
 from ._device_skip import step_unless
 from ._full_values import record_of
 from ._optimizer_stash import OptimizerStash
+from ._overflow import check_deferred
 from .handle import AmpHandle, disable_casts, forget_casts
 from .scaler import LossScaler
 
@@ -35,6 +36,7 @@ def _inside_step(closure: Callable[[], Any], stash: OptimizerStash) -> Callable[
             forget_casts()  # the parameters change between two evaluations of a closure
             stash.refuse_scaled_gradients()
             stash.refuse_unknown_scale()
+            check_deferred(stash)
             if not stash.take_overflow():
                 return loss
             maybe_print("Gradient overflow in a closure; evaluating it with a lower loss scale.")
@@ -59,6 +61,10 @@ def _hook_step(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
         if closure is None:
             stash.refuse_scaled_gradients()
             stash.refuse_unknown_scale()
+            stash.refuse_scaled_by_others([stash])
+            check_deferred(stash)
+            if stash.already_patched:
+                return self.step()
             stash.follow_discarded(only_seen=True)
         call = inner if closure is None else functools.partial(inner, _inside_step(closure, stash))
         stash.follow_model()

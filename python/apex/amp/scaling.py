@@ -10,9 +10,9 @@ import torch
 
 from apex import _pending
 
-from . import _device_skip
-from ._amp_state import _amp_state, find_stash, maybe_print
+from ._amp_state import _amp_state, find_stash
 from ._optimizer_stash import OptimizerStash
+from ._overflow import check_overflow, ranks
 from ._process_optimizer import process_optimizer
 from .handle import forget_casts
 from .scaler import LossScaler
@@ -50,84 +50,6 @@ def _scaler(stash: OptimizerStash, loss_id: int) -> LossScaler:
         ) from None
 
 
-def _skips_on_device(stashes: list[OptimizerStash]) -> bool:
-    """Whether every optimizer can skip a step without the host knowing: see ``_device_skip.py``."""
-    return all(
-        _device_skip.takes_flag(stash._optimizer) or _device_skip.can_be_undone(stash._optimizer)
-        for stash in stashes
-    )
-
-
-def _skip_on_device(stash: OptimizerStash, found_inf: torch.Tensor) -> None:
-    optimizer: Any = stash._optimizer
-    takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
-    earlier = getattr(optimizer, "found_inf", None) if takes_flag else stash.skip_flag
-    if earlier is not None:
-        found_inf = torch.maximum(found_inf, earlier.to(found_inf.device))
-    if takes_flag:
-        optimizer.grad_scale = None
-        optimizer.found_inf = found_inf.reshape(())
-    else:
-        stash.skip_flag = found_inf
-
-
-def _skip_next_step(stash: OptimizerStash, loss_id: int, scaler: LossScaler) -> None:
-    """Replace ``optimizer.step``, once, by a method that does nothing but say so."""
-    if stash.already_patched:
-        return
-
-    def skip_step(self: Any, closure: Any = None) -> Any:
-        if closure is not None:
-            raise RuntimeError(
-                "optimizer.step(closure) cannot be skipped after a gradient overflow; call "
-                "backward inside amp.scale_loss and step() without a closure."
-            )
-        stash.refuse_scaled_gradients()
-        stash.follow_discarded()
-        stash.follow_discarded_overflow()
-        if not stash.already_patched:
-            return self.step()
-        maybe_print(
-            f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to "
-            f"{scaler.loss_scale()}"
-        )
-        stash.skip()
-        # A scheduler that follows would warn that no step came before it.
-        self._opt_called = True
-        stash.cancel_skip()
-        return None
-
-    stash.skip_next_step(skip_step)
-
-
-def _ranks(scaler: LossScaler) -> int:
-    """With how many ranks the overflow flag is combined."""
-    return 1 if scaler.overflow_group is False else scaler.ranks(scaler.overflow_group)
-
-
-def _check_overflow(
-    stashes: list[OptimizerStash], loss_id: int, scaler: LossScaler, ranks: int
-) -> None:
-    if _ranks(scaler) < ranks:
-        raise RuntimeError(
-            "the process group was destroyed inside amp.scale_loss, so this rank cannot tell the "
-            f"other {ranks - 1} whether its gradients overflowed, and they would step without it; "
-            "call destroy_process_group() when training has ended."
-        )
-    if ranks > 1:
-        scaler.synchronize(scaler.overflow_group)
-    if scaler.dynamic and _skips_on_device(stashes):
-        found_inf = scaler.update_scale_async()
-        for stash in stashes:
-            _skip_on_device(stash, found_inf)
-        return
-    overflow = scaler.update_scale()
-    for stash in stashes:
-        # An earlier loss of this iteration may have left its decision on the device.
-        if stash.take_skip_flag() or overflow:
-            _skip_next_step(stash, loss_id, scaler)
-
-
 @contextlib.contextmanager
 def scale_loss(
     loss: torch.Tensor,
@@ -155,7 +77,7 @@ def scale_loss(
         delay_unscale: leave the gradients scaled, for a later context without it; until then
             ``step()`` raises RuntimeError.
         delay_overflow_check: neither adapt the scale nor skip; the next context of the same
-            ``loss_id`` without it counts what this one found.
+            ``loss_id`` without it, or the next step, counts what this one found.
 
     Raises:
         RuntimeError: before ``initialize``, an unknown `loss_id`, inside another context of the
@@ -181,14 +103,14 @@ def scale_loss(
         if not masters and scaler._static == 1.0 and not scaled_before:
             yield loss.float()
             return
-        ranks = _ranks(scaler)
+        ranks_then = ranks(scaler)
         scaler.contexts += 1
         entered = True
         _pending.complete()
         with contextlib.ExitStack() as contexts:
             claimed: set[int] = set()
             for stash in stashes:
-                stash.prepare_context()
+                stash.prepare_context(stashes)
             for stash in stashes:
                 stash.enter_context(scaler, claimed, delay_unscale)
 
@@ -209,7 +131,10 @@ def scale_loss(
                     stash.delay_unscale(scaler)
                 else:
                     stash.finish_backward(scaler)
-        if not delay_unscale and not delay_overflow_check:
+        if delay_overflow_check and not delay_unscale:
+            for stash in stashes:
+                stash.defer_check(scaler, loss_id)
+        elif not delay_unscale:
             scaler.to_check += stashes
     finally:
         forget_casts()
@@ -218,4 +143,5 @@ def scale_loss(
         # The scale may change now, so contexts of the same scaler around this one come first.
         if entered and scaler.to_check and scaler.contexts == 0:
             checked, scaler.to_check = scaler.to_check, []
-            _check_overflow(checked, loss_id, scaler, ranks)
+            checked += [stash for stash in scaler.take_deferred() if stash not in checked]
+            check_overflow(checked, loss_id, scaler, ranks_then)
