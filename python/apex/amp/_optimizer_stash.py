@@ -167,12 +167,18 @@ class OptimizerStash(MasterWeights):
 
     @torch.no_grad()
     def follow_discarded_overflow(self) -> None:
-        """Forget an overflow if all gradients were discarded after it: they are not stepped."""
+        """Forget an overflow if all gradients were discarded after it: they are not stepped.
+
+        With several ranks zeros do not count: all ranks skip or none, and one may have only zeros.
+        """
         optimizer: Any = self._optimizer
         found_inf = getattr(optimizer, "found_inf", None)
         if not self.already_patched and self.skip_flag is None and found_inf is None:
             return
-        nonzero = any_nonzero(values_of(self.all_fp16_params + self.all_fp32_from_fp32_params))
+        grads = values_of(self.all_fp16_params + self.all_fp32_from_fp32_params)
+        if grads and several_ranks():
+            return
+        nonzero = any_nonzero(grads)
         if nonzero is None or (self.already_patched and not nonzero.item()):
             self._forget_overflow()
             return
