@@ -30,6 +30,8 @@ LEVELS = {
     "O1-bf16": 6e-3, "O2-bf16": 6e-3, "O3-bf16": 4e-2,
 }  # fmt: skip
 LOSSES = 2
+#: Who discards the gradients of a batch, and how.
+DISCARDS = ("optimizer", "model", "model, zeros", "None", "zero_", "data.zero_")
 
 
 def _sgd(params: Any) -> torch.optim.Optimizer:
@@ -67,6 +69,7 @@ class Step:
     rescale: bool = False  # another loss scale after the first part
     no_sync: bool = False  # all parts but the last one
     zeros: bool = False  # zero_grad(set_to_none=False)
+    times: int = 1  # how often the optimizers step with the same gradients
     #: By name, what must change no bit.
     neutral: dict[str, Any] = field(default_factory=dict)
 
@@ -134,7 +137,7 @@ def reference(program: Program) -> list[list[Tensor]]:
                 (loss / program.world).backward()
         halve(net.parameters(), step.how if step.write == "late" else "")
         if not any(part["overflow"] for part in step.parts):
-            for optimizer in optimizers:
+            for optimizer in optimizers * step.times:
                 optimizer.step()
         trace.append([p.detach().clone() for p in net.parameters()])
     return trace
@@ -226,6 +229,21 @@ class Run:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=not step.zeros)
 
+    def discard(self, step: Step, how: str) -> None:
+        if how == "optimizer":
+            self.zero_grad(step)
+        elif how.startswith("model"):
+            self.net.zero_grad(set_to_none=how == "model")
+        for param in self.net.parameters():
+            if param.grad is None:
+                continue
+            if how == "None":
+                param.grad = None
+            elif how == "zero_":
+                param.grad.zero_()
+            elif how == "data.zero_":
+                param.grad.data.zero_()
+
     def write(self, step: int, how: str, push: bool) -> None:
         if "O2" in self.program.level and (step > 0 or not push):
             halve(self.masters(), how)
@@ -272,8 +290,8 @@ class Run:
             self.write(number, step.how, push=True)
         self.zero_grad(step)
         if "discard" in neutral and not step.parts[0]["overflow"]:
-            self.backward(number, 0, delay_unscale=neutral["discard"])
-            self.zero_grad(step)
+            self.backward(number, 0, delay_unscale=neutral["discard"][0])
+            self.discard(step, neutral["discard"][1])
         losses = []
         for index in range(len(step.parts)):
             if "raises" in neutral and neutral["raises"][0] == index:
@@ -288,7 +306,7 @@ class Run:
             self.net(batch(self.program, number, 9, 0))
         if step.write == "late":
             self.write(number, step.how, push=False)
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers * step.times:
             optimizer.step()
         self.synchronize()
         scales = [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from amp_program_run import LEVELS, LOSSES, OPTIMIZERS, Program, Step, run_programs
+from amp_program_run import DISCARDS, LEVELS, LOSSES, OPTIMIZERS, Program, Step, run_programs
 from ddp_support import RankPool, RanksFailed
 
 BATCH = 25
@@ -40,7 +40,11 @@ def draw_program(seed: int) -> Program:
             "copy": True,
             "restore": rng.choice(orders),
             "evaluate": True,
-            "discard": rng.choice([False, True]),
+            # An OverlappedOptimizer clears gradients itself.
+            "discard": (
+                rng.choice([False, True]),
+                rng.choice(DISCARDS[: 1 if wrapper == "overlapped" else None]),
+            ),
             "raises": (rng.randrange(parts), rng.choice(kinds)),
             "forward": True,
         }
@@ -56,6 +60,7 @@ def draw_program(seed: int) -> Program:
             for _ in range(rng.choice([1, 1, 2, 3]))
         ]
         parts[-1]["delay"] = False
+        skipped = any(part["overflow"] for part in parts)
         return Step(
             parts,
             rng.choice(["", "", "", "before", "late"]),
@@ -63,6 +68,7 @@ def draw_program(seed: int) -> Program:
             rng.random() < 0.2,
             rng.random() < 0.5,
             rng.random() < 0.3,
+            1 + (rng.random() < 0.2 and not skipped),
             neutral(len(parts)),
         )
 
@@ -100,10 +106,12 @@ def _smaller(program: Program) -> Iterator[Program]:
             yield replace(program, steps=[*before, replace(step, neutral=kept), *after])
         if len(step.parts) > 1 and step.neutral.get("raises", (0,))[0] == 0:
             yield replace(program, steps=[*before, replace(step, parts=step.parts[-1:]), *after])
-        for name in ("write", "rescale", "no_sync", "zeros"):
-            value: Any = getattr(step, name)
-            if value:
-                plain = replace(step, **{name: type(value)()})
+        usual: dict[str, Any] = {
+            "write": "", "rescale": False, "no_sync": False, "zeros": False, "times": 1
+        }  # fmt: skip
+        for name, value in usual.items():
+            if getattr(step, name) != value:
+                plain = replace(step, **{name: value})
                 yield replace(program, steps=[*before, plain, *after])
 
 

@@ -71,7 +71,7 @@ def forget_amp() -> None:
         state.handle._deactivate()
         state.handle = None
     vars(state).pop("opt_properties", None)
-    state.loss_scalers = []
+    state.loss_scalers, state.latest_scalers, state.optimizers = [], [], []
 
 
 def init_group(rank: int, world: int, store: str, timeout_s: float = GROUP_TIMEOUT_S) -> None:

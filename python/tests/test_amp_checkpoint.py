@@ -216,3 +216,92 @@ def test_masters_of_parameters_added_later_keep_the_precision_of_before_the_cast
     optimizer.add_param_group({"params": model[1].parameters()})
     for master, value in zip(amp.master_params(optimizer), exact, strict=True):
         assert torch.equal(master, value)
+
+
+@pytest.mark.parametrize("trained", [0, 3])
+@pytest.mark.parametrize("level", ["O2", "O2-bf16"])
+def test_pickled_model_keeps_float32_values(level: str, trained: int) -> None:
+    model, optimizer = initialize(*build(0, "sgd"), level)
+    train(model, optimizer, range(trained))
+    state = copy.deepcopy(model.state_dict())
+    assert not torch.equal(state["0.weight"], model[0].weight.float())
+    pickled = pickle.loads(pickle.dumps(model))
+    buffer = io.BytesIO()
+    torch.save(pickled, buffer)
+    buffer.seek(0)
+    twice = torch.load(buffer, weights_only=False)
+    for other in (pickled, twice, copy.deepcopy(twice), pickle.loads(pickle.dumps(model[0]))):
+        for name, value in other.state_dict().items():
+            assert torch.equal(value, state[name if name in state else f"0.{name}"]), name
+    # A pickled model trains on from these values.
+    another = torch.optim.SGD(twice.parameters(), lr=0.0)
+    train(twice, another, range(3, 4))
+    for master, name in zip(
+        amp.master_params(another), dict(model.named_parameters()), strict=True
+    ):
+        assert torch.equal(master, state[name]), name
+    with torch.no_grad():
+        pickled[0].weight.fill_(1 / 3)
+    assert torch.equal(pickled.state_dict()["0.weight"], pickled[0].weight.float())
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+@pytest.mark.parametrize("level", ["O2", "O2-bf16"])
+def test_values_loaded_into_a_frozen_parameter_count_when_it_is_unfrozen(
+    level: str, order: str
+) -> None:
+    model, optimizer = initialize(*build(0, "sgd"), level)
+    train(model, optimizer, range(3))
+    saved = through_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    model, optimizer = build(1, "sgd")
+    model[0].weight.requires_grad_(False)
+    model, optimizer = initialize(model, optimizer, level)
+    for part in (model, optimizer) if order == "model first" else (optimizer, model):
+        part.load_state_dict(saved["model" if part is model else "optimizer"])
+    train(model, optimizer, range(3, 5))
+    assert torch.equal(model.state_dict()["0.weight"], saved["model"]["0.weight"])
+    model[0].weight.requires_grad_(True)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(model, optimizer, range(5, 6))
+    master = next(amp.master_params(optimizer))
+    assert master.dtype == torch.float32 and torch.equal(master, saved["model"]["0.weight"])
+
+
+@pytest.mark.parametrize("average", ["mean", "EMA", "function"])
+@pytest.mark.parametrize("level", ["O2", "O2-bf16"])
+def test_averaged_model_averages_the_master_weights(level: str, average: str) -> None:
+    swa = torch.optim.swa_utils
+    options: dict[str, Any] = {
+        "mean": {},
+        "EMA": {"multi_avg_fn": swa.get_ema_multi_avg_fn(0.999)},
+        "function": {"avg_fn": lambda a, b, n: a + (b - a) * 1e-3, "use_buffers": True},
+    }[average]
+    model, optimizer = initialize(*build(0, "sgd"), level)
+    reference, _ = build(0, "sgd")
+    averaged = swa.AveragedModel(model, **options)
+    of_float32 = swa.AveragedModel(reference, **options)  # averages a model at O2, too
+    want = swa.AveragedModel(reference, **options)
+    for step in range(30):
+        train(model, optimizer, range(step, step + 1))
+        reference.load_state_dict(model.state_dict())
+        want.update_parameters(reference)
+        types = [p.dtype for p in model.parameters()]
+        averaged.update_parameters(model)
+        of_float32.update_parameters(model)
+        assert [p.dtype for p in model.parameters()] == types
+    assert int(averaged.n_averaged) == 30
+    for mine in (averaged, of_float32):
+        for name, value in mine.state_dict().items():
+            assert torch.equal(value, want.state_dict()[name]), name
+    with torch.no_grad():
+        for param, expected in zip(averaged.parameters(), want.parameters(), strict=True):
+            assert torch.equal(param, expected.to(param.dtype))
+    saved = through_file(averaged.state_dict())
+    other = swa.AveragedModel(model, **options)
+    other.load_state_dict(saved)
+    for mine in (averaged, other, copy.deepcopy(averaged), want):
+        mine.update_parameters(reference if mine is want else model)
+    for mine in (averaged, other):
+        for name, value in mine.state_dict().items():
+            assert torch.equal(value, want.state_dict()[name]), name

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp
-from apex.amp import _amp_state, _device_skip, scaling
+from apex.amp import _amp_state, _device_skip, _overflow
 from apex.optimizers import FusedSGD
 from apex.parallel.LARC import LARC
 
@@ -228,10 +228,10 @@ def test_skips_on_device_needs_fused_kernels_and_an_accelerator() -> None:
     model = Toy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, verbosity=0)
-    assert not scaling._skips_on_device([optimizer._amp_stash])
+    assert not _overflow.skips_on_device([optimizer._amp_stash])
     meta = nn.Parameter(torch.ones(2, device="meta"))
     fused = torch.optim.SGD([meta], lr=0.1)
     fused._step_supports_amp_scaling = True
     fused._amp_stash = type(optimizer._amp_stash)(fused, False)
-    assert scaling._skips_on_device([fused._amp_stash])
-    assert not scaling._skips_on_device([fused._amp_stash, optimizer._amp_stash])
+    assert _overflow.skips_on_device([fused._amp_stash])
+    assert not _overflow.skips_on_device([fused._amp_stash, optimizer._amp_stash])

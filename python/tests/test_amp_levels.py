@@ -458,6 +458,37 @@ def records(x: torch.Tensor) -> Records:
     return value
 
 
+@dataclasses.dataclass
+class Plain:
+    x: torch.Tensor
+    note: str = ""
+    made: int = dataclasses.field(init=False)
+    unset: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.made = 1 + getattr(self, "made", 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    parts: tuple
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slots:
+    parts: list
+
+
+@dataclasses.dataclass
+class Movable:
+    x: torch.Tensor
+    moved: bool = False
+
+    def to(self, dtype: torch.dtype) -> Movable:
+        return Movable(self.x.to(dtype), True)
+
+
 CONTAINERS = {
     "list subclass": (records, lambda v: v[0] if v.note == "kept" and v[1] == 1 else None),
     "dict subclass": (lambda x: Fields(x=x, n=2), lambda v: v.x if v.n == 2 else None),
@@ -482,6 +513,10 @@ CONTAINERS = {
         lambda x: nn.utils.rnn.pack_sequence([x, x[:1]]),
         lambda v: v.data,
     ),
+    "dataclass": (lambda x: Plain(x, note="n"), lambda v: v.x if v.made == 1 else None),
+    "frozen dataclass": (lambda x: Frozen(x, (Plain(x),)), lambda v: v.parts[0].x),
+    "dataclass with slots": (lambda x: Slots([x]), lambda v: v.parts[0]),
+    "dataclass in a dictionary": (lambda x: {"k": [Frozen(x, ())]}, lambda v: v["k"][0].x),
     "nested": (
         lambda x: [collections.deque([{"k": (Fields(x=x),)}])],
         lambda v: v[0][0]["k"][0].x,
@@ -515,6 +550,9 @@ def test_cast_model_containers_without_floating_tensors_are_passed_as_they_are()
     given = ([torch.arange(2), "text"], torch.Size([1, 2]), collections.deque([None]), Fields())
     model(torch.ones(2), *given)
     assert all(seen is value for seen, value in zip(model.seen[0][1:], given, strict=True))
+    model(torch.ones(2), Plain, Movable(torch.ones(2)))
+    assert model.seen[0][1] is Plain and model.seen[0][2].moved
+    assert model.seen[0][2].x.dtype == HALF
     sealed = Sealed(x=torch.ones(2))
     model(torch.ones(2), sealed)
     assert model.seen[0][1]["x"].dtype == HALF

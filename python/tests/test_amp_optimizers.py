@@ -601,3 +601,175 @@ def test_closure_that_overflows_at_any_scale_raises_and_leaves_no_skip() -> None
     backward(model, optimizer)
     optimizer.step()
     assert not torch.equal(before, model.weight)
+
+
+def _shared(level: str | None, contexts: str) -> list[torch.Tensor]:
+    """Two optimizers hold all parameters, and each has its own state."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(3, 2)
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        torch.optim.Adam(model.parameters(), lr=0.05, eps=0.1),
+    ]
+    if level is not None:
+        model, optimizers = amp.initialize(
+            model, optimizers, opt_level=level, loss_scale=64.0, verbosity=0
+        )
+    for step in range(6):
+        chosen = optimizers if contexts == "one" else [optimizers[step % 2]]
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        loss = model(x).float().square().mean()
+        context = contextlib.nullcontext(loss) if level is None else amp.scale_loss(loss, chosen)
+        with context as scaled:
+            scaled.backward()
+        for optimizer in chosen:
+            optimizer.step()
+        if contexts != "accumulated" or step % 3 == 2:
+            optimizers[step % 2].zero_grad()
+    return [p.detach().float() for p in amp.master_params(optimizers[0])]
+
+
+@pytest.mark.parametrize("contexts", ["one", "one each", "accumulated"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O2-bf16"])
+def test_parameters_of_two_optimizers_are_stepped_by_both(level: str, contexts: str) -> None:
+    mine, want = _shared(level, contexts), _shared(None, contexts)
+    tolerance = 2e-2 if "bf16" in level else 2e-3
+    for a, b in zip(mine, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_optimizer_made_anew_goes_on_from_the_master_weights() -> None:
+    model, optimizer = one("O2")
+    backward(model, optimizer)
+    optimizer.step()
+    masters = [master.detach().clone() for master in amp.master_params(optimizer)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    backward(model, optimizer)
+    for master, value in zip(amp.master_params(optimizer), masters, strict=True):
+        assert torch.equal(master, value)
+    with torch.no_grad():
+        model.weight.fill_(7.0)  # before the first step of a third one
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.zero_grad()
+    backward(model, optimizer)
+    assert torch.equal(next(amp.master_params(optimizer)), torch.full((2, 2), 7.0))
+
+
+ADDED = ["inside the context", "after the context", "after an earlier one"]
+
+
+@pytest.mark.parametrize("kind", ["SGD", "LARC"])
+@pytest.mark.parametrize("when", ADDED)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O2-bf16", "O3"])
+def test_parameter_added_with_a_gradient_is_stepped_unscaled_or_refused(
+    level: str, when: str, kind: str
+) -> None:
+    models: list[nn.Module] = [Toy(0.0), Toy(1.0)]
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=1.0)
+    models, optimizer = amp.initialize(
+        models, optimizer, opt_level=level, loss_scale=64.0, verbosity=0
+    )
+    stepped = LARC(optimizer) if kind == "LARC" else optimizer
+    before = [p.detach().clone() for model in models for p in model.parameters()]
+
+    def add() -> None:
+        stepped.add_param_group({"params": models[1].parameters(), "lr": 2.0**9})
+
+    with amp.scale_loss(models[0](X) + models[1](X), stepped) as scaled:
+        if when == "inside the context":
+            add()
+        scaled.backward()
+    if when == "inside the context":
+        reference = Toy(1.0)
+        with amp.disable_casts():
+            reference(X).backward()
+        added = list(amp.master_params(optimizer))[2:]
+        for master, param in zip(added, reference.parameters(), strict=True):
+            assert torch.equal(master.grad.float(), param.grad)
+        stepped.step()
+        for param, value in zip(models[1].parameters(), before[2:], strict=True):
+            assert not torch.equal(param, value)
+        return
+    if when == "after an earlier one":
+        stepped.step()
+        before = [p.detach().clone() for model in models for p in model.parameters()]
+    add()
+    for attempt in (stepped.step, lambda: backward(models[1], stepped)):
+        with pytest.raises(RuntimeError, match=r"param_groups\[1\]\['params'\]\[0\].*zero_grad"):
+            attempt()
+    for param, value in zip((p for m in models for p in m.parameters()), before, strict=True):
+        assert torch.equal(param, value)
+    models[1].zero_grad(set_to_none=False)
+    stepped.step()
+    assert torch.equal(models[1].weight, before[2])
+    stepped.zero_grad()
+    backward(models[1], stepped)
+    stepped.step()
+    assert not torch.equal(models[1].weight, before[2])
+
+
+def test_parameter_added_with_a_gradient_at_a_scale_of_one_is_stepped() -> None:
+    models: list[nn.Module] = [Toy(0.0), Toy(1.0)]
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=1.0)
+    models, optimizer = amp.initialize(models, optimizer, opt_level="O1-bf16", verbosity=0)
+    before = models[1].weight.detach().clone()
+    with amp.scale_loss(models[0](X) + models[1](X), optimizer) as scaled:
+        scaled.backward()
+    optimizer.add_param_group({"params": models[1].parameters()})
+    optimizer.step()
+    assert torch.equal(models[1].weight, before - models[1].weight.grad)
+
+
+@pytest.mark.parametrize("then", ["step", "another loss_id", "another optimizer", "zero_grad"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_delayed_overflow_is_not_stepped_whatever_comes_next(level: str, then: str) -> None:
+    model = Toy(0.0)
+    halves = [torch.optim.SGD([param], lr=2.0**4) for param in model.parameters()]
+    model, optimizers = amp.initialize(
+        model, halves, opt_level=level, loss_scale="dynamic", num_losses=2, verbosity=0
+    )
+    before = [p.detach().clone() for p in model.parameters()]
+    backward(model, optimizers, bad=True, delay_overflow_check=True)
+    if then == "another loss_id":
+        backward(model, optimizers, loss_id=1)
+    elif then == "another optimizer":
+        backward(model, optimizers[1])
+    elif then == "zero_grad":
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(model, optimizers)
+    for optimizer in optimizers:
+        optimizer.step()
+    scales = [scaler.loss_scale() for scaler in _amp_state.loss_scalers]
+    if then == "zero_grad":
+        assert scales == [2.0**16, 2.0**16]
+        assert not torch.equal(model.weight, before[0])
+    else:
+        assert scales[0] == 2.0**15
+        for param, value in zip(model.parameters(), before, strict=True):
+            assert torch.equal(param, value)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    start = model.weight.detach().clone()
+    backward(model, optimizers)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert not torch.equal(model.weight, start) and model.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_another_optimizer_left_scaled_are_refused(level: str) -> None:
+    model = Toy(0.0)
+    pair: list = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2)]
+    model, pair = amp.initialize(model, pair, opt_level=level, loss_scale=8.0, verbosity=0)
+    backward(model, pair)
+    want = [2 * m.grad for m in amp.master_params(pair[1])]
+    pair[0].zero_grad()
+    pair[1].zero_grad()
+    backward(model, pair[0], delay_unscale=True)
+    for attempt in (pair[1].step, lambda: backward(model, pair[1])):
+        with pytest.raises(RuntimeError, match="another optimizer.*both optimizers"):
+            attempt()
+    backward(model, pair)
+    for master, grad in zip(amp.master_params(pair[1]), want, strict=True):
+        assert torch.equal(master.grad, grad)

@@ -11,7 +11,7 @@ from amp_programs import draw_program, run, shrink
 from amp_support import fresh_amp  # noqa: F401
 from ddp_support import RankPool, forget_amp
 
-from apex.amp._process_optimizer import OptimizerStash
+from apex.amp._optimizer_stash import OptimizerStash
 from apex.amp.casts import CastCache
 from apex.optimizers import fused_sgd
 

@@ -12,7 +12,7 @@ import torch
 from amp_support import fresh_amp  # noqa: F401
 
 from apex import amp
-from apex.amp import _amp_state, scaling
+from apex.amp import _amp_state, _overflow
 from apex.amp.scaler import LossScaler
 
 
@@ -143,7 +143,7 @@ def test_iteration_waits_for_the_device_only_to_decide_a_skip(
     level: str, scale: object, fused: bool, syncs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Fused optimizers skip by themselves on accelerators; here they are made to on the CPU.
-    monkeypatch.setattr(scaling, "_skips_on_device", lambda stashes: fused)
+    monkeypatch.setattr(_overflow, "skips_on_device", lambda stashes: fused)
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(5)])
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
     model, optimizer = amp.initialize(

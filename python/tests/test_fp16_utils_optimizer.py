@@ -288,3 +288,67 @@ def test_state_with_a_pickled_dynamic_loss_scaler_of_old_apex_loads(clean: int) 
     state["loss_scaler"] = pickle.loads(pickle.dumps(fp16_utils.LossScaler(64.0)))
     optimizer.load_state_dict(state)
     assert optimizer.loss_scale == 64.0
+
+
+CHANGES = {
+    "static 1": {},
+    "static 128": OPTIONS["static 128"],
+    "the scale grows": {
+        "dynamic_loss_scale": True,
+        "dynamic_loss_args": {"init_scale": 4.0, "scale_window": 1, "max_loss_scale": 2.0**10},
+    },
+}
+
+
+@pytest.mark.parametrize("clear", ["zeros", "None", "model"])
+@pytest.mark.parametrize("update", [True, False])
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16, F32])
+def test_backward_several_times_adds_gradients_up_as_float32(
+    dtype: torch.dtype, name: str, update: bool, clear: str
+) -> None:
+    model, reference = net(dtype), net(None)
+    model[1].float()  # a layer in float32, at any type of the others
+    model[1].forward = lambda x, f=model[1].forward: f(x.float()).to(dtype)
+    optimizer = FP16_Optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), **CHANGES[name]
+    )
+    plain = torch.optim.SGD(reference.parameters(), lr=0.02, momentum=0.9)
+    for step in range(4):
+        for part in range(3):
+            optimizer.backward(loss_of(model, 3 * step + part), update_master_grads=update)
+            if part == 1 and not update and "static" in name:
+                optimizer.loss_scale = 32.0 * (step + 1)
+            loss_of(reference, 3 * step + part).backward()
+        if step == 2 or not update:
+            optimizer.update_master_grads()
+        optimizer.step()
+        plain.step()
+        plain.zero_grad()
+        if clear == "model":
+            model.zero_grad()
+        else:
+            optimizer.zero_grad(set_grads_to_None=clear == "None")
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    tolerance = {HALF: 4e-3, torch.bfloat16: 4e-2, F32: 1e-5}[dtype]
+    for master, want in zip(masters, reference.parameters(), strict=True):
+        torch.testing.assert_close(master, want, rtol=tolerance, atol=tolerance)
+
+
+def test_backward_after_clipping_adds_to_the_clipped_gradients() -> None:
+    model = net()
+    model[1].float()
+    model[1].forward = lambda x, f=model[1].forward: f(x.float()).to(HALF)
+    optimizer = wrap(model, static_loss_scale=128.0)
+    weight = model[1].weight
+    optimizer.backward(loss_of(model, 0))
+    optimizer.clip_master_grads(1e-6)
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model, 1))
+    alone = weight.grad.clone()
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model, 0))
+    optimizer.clip_master_grads(1e-3)
+    clipped = weight.grad.clone()
+    optimizer.backward(loss_of(model, 1))
+    torch.testing.assert_close(weight.grad, alone + clipped)

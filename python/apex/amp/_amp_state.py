@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from ._process_optimizer import OptimizerStash
+    from ._optimizer_stash import OptimizerStash
     from .frontend import Properties
     from .handle import AmpHandle, NoOpHandle
     from .scaler import LossScaler
@@ -35,12 +35,22 @@ class AmpState:
         self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
         self.handle: AmpHandle | NoOpHandle | None = None
+        #: Of the last ``initialize`` whose optimizers are known; each optimizer keeps its own.
         self.loss_scalers: list[LossScaler] = []
         self.optimizers: list[torch.optim.Optimizer] = []
+        #: Of the last ``initialize``: for optimizers that are made after it.
+        self.latest_scalers: list[LossScaler] = []
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float = 2.0**24
-        #: Who takes part in the decision to skip a step: None (all ranks), a group, or False.
-        self.overflow_group: Any = None
+
+    def adopt(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Note `optimizers` of the last ``initialize``: its scalers are those of the checkpoint.
+
+        A model that is initialized for inference, without any, leaves those of the one that trains.
+        """
+        if self.loss_scalers is not self.latest_scalers and (optimizers or not self.optimizers):
+            self.loss_scalers, self.optimizers = self.latest_scalers, []
+        self.optimizers += optimizers
 
 
 _amp_state = AmpState()

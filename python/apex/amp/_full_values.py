@@ -43,6 +43,9 @@ class FullValue:
         self.restored: torch.Tensor | None = None
         #: The master weight was stepped, and nothing was loaded after the last step.
         self.stepped = self.settled = False
+        #: What a scale_loss context has left: ``mark`` of the model's gradient, address of the
+        #: master's.
+        self.gradient_left: tuple[tuple[int, int], int] = ((-1, -1), -1)
         #: Version and address of the master weight and of the parameter when they last agreed.
         self._master_then: tuple[int, int] | None = None
         self._parameter_then: tuple[int, int] | None = None
@@ -113,6 +116,8 @@ def remember(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Let `value` (float32, same shape) stand for the low-precision `parameter`; not copied."""
     record = record_of(parameter)
     record.remembered = None if several_ranks() else value
+    if record.remembered is not None:
+        record.restored = None  # older
     record.note_load()
 
 
@@ -122,22 +127,39 @@ def full_value(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().float() if record is None else record.read(tensor)
 
 
+def has_full_values(module: torch.nn.Module) -> bool:
+    """Whether the float32 value of any parameter of `module` is known."""
+    return any(parameter in _records for parameter in module.parameters())
+
+
+def set_full_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Let `value` stand for `tensor`, which holds it rounded, on any number of ranks."""
+    record = record_of(tensor)
+    record.remembered, record.restored = None, value
+    record.note_load()
+
+
 def copy_record(parameter: torch.Tensor, copied: torch.Tensor) -> None:
     """Let `copied`, a copy of `parameter`, have the same float32 value."""
     record = _records.get(parameter)
     if record is None or copied is parameter:
         return
-    value = record.read(parameter)
-    if record.stepped:
-        record_of(copied).restored = value
+    _set_value(copied, record.read(parameter), record.stepped)
+
+
+def _set_value(parameter: torch.Tensor, value: torch.Tensor, stepped: bool) -> None:
+    """Let `value` stand for `parameter`; with several ranks only one that was stepped."""
+    if stepped:
+        set_full_value(parameter, value)
     else:
-        remember(copied, value)
+        remember(parameter, value)
 
 
 class _SaveFull:
     """Makes the state of one module float32; a copy of the module has the same values.
 
-    Deep copies are made with the module's: its hooks are all of it that is told of them.
+    Deep copies and pickles are made with the module's: its hooks are all of it that is told of
+    them.
     """
 
     def __init__(self, module: torch.nn.Module | None = None) -> None:
@@ -164,7 +186,20 @@ class _SaveFull:
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _SaveFull, (), {key: v for key, v in vars(self).items() if key != "_module"}
+        module = None if self._module is None else self._module()
+        state = {key: value for key, value in vars(self).items() if key != "_module"}
+        state["values"] = [
+            (parameter, record.read(parameter), record.stepped)
+            for parameter in (() if module is None else module.parameters(recurse=False))
+            if (record := _records.get(parameter)) is not None
+        ]
+        return _SaveFull, (module,), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        values = state.pop("values", ())
+        vars(self).update(state)
+        for parameter, value, stepped in values:
+            _set_value(parameter, value, stepped)
 
 
 def _load_full(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -174,9 +209,11 @@ def _load_full(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: 
             continue
         if loaded.shape != parameter.shape or not loaded.is_floating_point():
             continue
+        value = loaded.detach().to(parameter.device, torch.float32, copy=True)
         if parameter.requires_grad or parameter in _records:
-            value = loaded.detach().to(parameter.device, torch.float32, copy=True)
             remember(parameter, value)
+        elif not torch.equal(value.to(parameter.dtype).float(), value):
+            remember(parameter, value.cpu())  # it may never be trained
 
 
 def hook_state_dicts(model: torch.nn.Module, keep_full_values: bool) -> None:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ._amp_state import _amp_state, several_ranks, warn_or_err
+from ._averaged_model import average_full_values
 from ._full_values import hook_state_dicts, remember
 from ._process_optimizer import process_optimizer
 from .amp import init
 from .casts import LOW_PRECISION_DTYPES, is_low_precision, map_tensors
+from .handle import disable_casts
 from .scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ def cast_values(value: Any, dtype: torch.dtype) -> Any:
 class CastForward:
     """Stands in for ``model.forward``: casts floating inputs and outputs.
 
+    The casts of level O1, which another model may have, are off inside a model that is cast itself.
     An object, not a closure, so that a deep copy or an unpickled model runs its own parameters.
     """
 
@@ -49,17 +52,23 @@ class CastForward:
         forward: Callable[..., Any],
         input_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
+        o1: bool,
     ) -> None:
         self.old_forward = forward
         self.input_dtype = input_dtype
         self.output_dtype = output_dtype
+        self.o1 = o1
         functools.update_wrapper(self, forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.input_dtype is not None:
             args = tuple(cast_values(arg, self.input_dtype) for arg in args)
             kwargs = {key: cast_values(value, self.input_dtype) for key, value in kwargs.items()}
-        output = self.old_forward(*args, **kwargs)
+        if self.o1 or _amp_state.handle is None or not _amp_state.handle.is_active():
+            output = self.old_forward(*args, **kwargs)
+        else:
+            with disable_casts():
+                output = self.old_forward(*args, **kwargs)
         if self.output_dtype is None:
             return output
         return cast_values(output, self.output_dtype)
@@ -178,9 +187,11 @@ def _cast_model(model: torch.nn.Module, properties: Properties) -> None:
     dtype = properties.cast_model_type
     convert_modules(model, dtype, keep_batchnorm=bool(properties.keep_batchnorm_fp32))
     output_dtype = properties.cast_model_outputs or torch.float32
-    model.forward = CastForward(model.forward, dtype, output_dtype)
+    o1 = bool(properties.patch_torch_functions)
+    model.forward = CastForward(model.forward, dtype, output_dtype, o1)
     if dtype in LOW_PRECISION_DTYPES:
         hook_state_dicts(model, keep_full_values=bool(properties.master_weights))
+        average_full_values()
 
 
 def _recast_state(optimizer: torch.optim.Optimizer) -> None:
@@ -220,7 +231,7 @@ def _cast_models(
                 _recast_state(optimizer)
     elif properties.cast_model_outputs:
         for model in models:
-            model.forward = CastForward(model.forward, None, properties.cast_model_outputs)
+            model.forward = CastForward(model.forward, None, properties.cast_model_outputs, True)
 
 
 def setup(
@@ -228,6 +239,7 @@ def setup(
     optimizers: list[torch.optim.Optimizer],
     properties: Properties,
     num_losses: int,
+    overflow_group: Any = None,
 ) -> None:
     """Apply `properties` to `models` and `optimizers`, in place."""
     # Whatever can be wrong is looked at before anything is changed.
@@ -250,11 +262,13 @@ def setup(
         )
         for _ in range(num_losses)
     ]
+    for scaler in loss_scalers:
+        scaler.overflow_group = overflow_group
     _cast_models(models, optimizers, properties)
+    _amp_state.latest_scalers = loss_scalers
+    _amp_state.adopt(*optimizers)
     for optimizer in optimizers:
-        process_optimizer(optimizer, bool(properties.master_weights))
-    _amp_state.optimizers = list(optimizers)
-    _amp_state.loss_scalers = loss_scalers
+        process_optimizer(optimizer, bool(properties.master_weights), loss_scalers)
     if properties.patch_torch_functions:
         init(
             verbose=_amp_state.verbosity >= 2,

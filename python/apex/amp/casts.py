@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import operator
 import sys
 import types
@@ -25,7 +26,8 @@ def _items(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """What a container holds, and how to make another one of its type; None: no container.
 
     Those that torch.utils._pytree knows (torch's results, deques, classes registered by other
-    libraries), named tuples, and mappings, sequences and tuples of any other class.
+    libraries), named tuples, dataclasses without a method ``to`` of their own, and mappings,
+    sequences and tuples of any other class.
     """
     kind = type(value)
     if kind is list or kind is tuple:
@@ -47,7 +49,18 @@ def _items(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
         return [value[key] for key in keys], lambda items: _copied(value, keys, items)
     if isinstance(value, (MutableSequence, collections.deque)):
         return list(value), lambda items: _copied(value, range(len(value)), items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "to"):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        return [getattr(value, name) for name in names], lambda items: _with(value, names, items)
     return None
+
+
+def _with(original: Any, names: list[str], items: list[Any]) -> Any:
+    """A copy of a dataclass with other fields; its ``__init__`` does not run again."""
+    clone = copy.copy(original)
+    for name, item in zip(names, items, strict=True):
+        object.__setattr__(clone, name, item)  # frozen ones, too
+    return clone
 
 
 def _copied(original: Any, keys: Iterable[Any], items: list[Any]) -> Any:

@@ -254,8 +254,7 @@ def initialize(
     )
     _amp_state.min_loss_scale = min_loss_scale
     _amp_state.max_loss_scale = max_loss_scale
-    _amp_state.overflow_group = overflow_group
-    setup(model_list, optimizer_list, properties, num_losses)
+    setup(model_list, optimizer_list, properties, num_losses, overflow_group)
     _amp_state.opt_properties = properties
     returned = model_list if isinstance(models, list) else model_list[0]
     if not given_optimizers:

@@ -76,6 +76,17 @@ class LossScaler:
         #: outermost of them.
         self.contexts = 0
         self.to_check: list[Any] = []
+        #: Optimizers of contexts with ``delay_overflow_check`` that nobody looked at yet.
+        self.deferred: list[Any] = []
+        #: Whose ranks ``scale_loss`` combines the overflow flag of: None (all), a group, or False.
+        self.overflow_group: Any = None
+
+    def take_deferred(self) -> list[Any]:
+        """The optimizers whose overflow is looked at now."""
+        stashes, self.deferred = self.deferred, []
+        for stash in stashes:
+            stash.deferred.pop(self, None)
+        return stashes
 
     def loss_scale(self) -> float:
         """The current scale. Dynamic: copies one number from the device, and waits for it."""

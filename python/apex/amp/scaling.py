@@ -10,9 +10,10 @@ import torch
 
 from apex import _pending
 
-from . import _device_skip
-from ._amp_state import _amp_state, find_stash, maybe_print
-from ._process_optimizer import OptimizerStash, process_optimizer
+from ._amp_state import _amp_state, find_stash
+from ._optimizer_stash import OptimizerStash
+from ._overflow import check_overflow, ranks
+from ._process_optimizer import process_optimizer
 from .handle import forget_casts
 from .scaler import LossScaler
 
@@ -28,97 +29,25 @@ def _stashes(optimizers: Any) -> list[OptimizerStash]:
                 f"{type(optimizer).__name__}."
             )
         stash = find_stash(optimizer)
-        if stash is None:
+        if stash is None and _amp_state.opt_properties.enabled:
             # Made after initialize, as some scripts do.
-            process_optimizer(optimizer, bool(_amp_state.opt_properties.master_weights))
+            _amp_state.adopt(optimizer)
+            master_weights = bool(_amp_state.opt_properties.master_weights)
+            process_optimizer(optimizer, master_weights, _amp_state.latest_scalers)
             stash = find_stash(optimizer)
-        assert stash is not None
-        if stash not in stashes:  # a LARC and the optimizer inside it have one
+        if stash is not None and stash not in stashes:  # a LARC and the one inside it have one
             stashes.append(stash)
     return stashes
 
 
-def _scaler(loss_id: int) -> LossScaler:
+def _scaler(stash: OptimizerStash, loss_id: int) -> LossScaler:
     try:
-        return _amp_state.loss_scalers[loss_id]
+        return stash.scalers[loss_id]
     except IndexError:
         raise RuntimeError(
             f"amp.scale_loss was called with loss_id={loss_id}, but amp.initialize was told of "
-            f"{len(_amp_state.loss_scalers)} loss(es); pass a larger num_losses to it."
+            f"{len(stash.scalers)} loss(es); pass a larger num_losses to it."
         ) from None
-
-
-def _skips_on_device(stashes: list[OptimizerStash]) -> bool:
-    """Whether every optimizer can skip a step without the host knowing: see ``_device_skip.py``."""
-    return all(
-        _device_skip.takes_flag(stash._optimizer) or _device_skip.can_be_undone(stash._optimizer)
-        for stash in stashes
-    )
-
-
-def _skip_on_device(stash: OptimizerStash, found_inf: torch.Tensor) -> None:
-    optimizer: Any = stash._optimizer
-    takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
-    earlier = getattr(optimizer, "found_inf", None) if takes_flag else stash.skip_flag
-    if earlier is not None:
-        found_inf = torch.maximum(found_inf, earlier.to(found_inf.device))
-    if takes_flag:
-        optimizer.grad_scale = None
-        optimizer.found_inf = found_inf.reshape(())
-    else:
-        stash.skip_flag = found_inf
-
-
-def _skip_next_step(stash: OptimizerStash, loss_id: int, scaler: LossScaler) -> None:
-    """Replace ``optimizer.step``, once, by a method that does nothing but say so."""
-    if stash.already_patched:
-        return
-
-    def skip_step(self: Any, closure: Any = None) -> None:
-        if closure is not None:
-            raise RuntimeError(
-                "optimizer.step(closure) cannot be skipped after a gradient overflow; call "
-                "backward inside amp.scale_loss and step() without a closure."
-            )
-        stash.refuse_scaled_gradients()
-        maybe_print(
-            f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to "
-            f"{scaler.loss_scale()}"
-        )
-        stash.skip()
-        # A scheduler that follows would warn that no step came before it.
-        self._opt_called = True
-        stash.cancel_skip()
-
-    stash.skip_next_step(skip_step)
-
-
-def _ranks(scaler: LossScaler) -> int:
-    """With how many ranks the overflow flag is combined."""
-    return 1 if _amp_state.overflow_group is False else scaler.ranks(_amp_state.overflow_group)
-
-
-def _check_overflow(
-    stashes: list[OptimizerStash], loss_id: int, scaler: LossScaler, ranks: int
-) -> None:
-    if _ranks(scaler) < ranks:
-        raise RuntimeError(
-            "the process group was destroyed inside amp.scale_loss, so this rank cannot tell the "
-            f"other {ranks - 1} whether its gradients overflowed, and they would step without it; "
-            "call destroy_process_group() when training has ended."
-        )
-    if ranks > 1:
-        scaler.synchronize(_amp_state.overflow_group)
-    if scaler.dynamic and _skips_on_device(stashes):
-        found_inf = scaler.update_scale_async()
-        for stash in stashes:
-            _skip_on_device(stash, found_inf)
-        return
-    overflow = scaler.update_scale()
-    for stash in stashes:
-        # An earlier loss of this iteration may have left its decision on the device.
-        if stash.take_skip_flag() or overflow:
-            _skip_next_step(stash, loss_id, scaler)
 
 
 @contextlib.contextmanager
@@ -148,7 +77,7 @@ def scale_loss(
         delay_unscale: leave the gradients scaled, for a later context without it; until then
             ``step()`` raises RuntimeError.
         delay_overflow_check: neither adapt the scale nor skip; the next context of the same
-            ``loss_id`` without it counts what this one found.
+            ``loss_id`` without it, or the next step, counts what this one found.
 
     Raises:
         RuntimeError: before ``initialize``, an unknown `loss_id`, inside another context of the
@@ -162,27 +91,33 @@ def scale_loss(
     del model
     if not hasattr(_amp_state, "opt_properties"):
         raise RuntimeError("amp.scale_loss was called before amp.initialize; call that first.")
-    properties = _amp_state.opt_properties
-    if not properties.enabled:
+    stashes = _stashes(optimizers)
+    if not stashes:  # initialized with enabled=False
         yield loss
         return
-    scaler = _scaler(loss_id)
-    stashes = _stashes(optimizers)
+    scaler = _scaler(stashes[0], loss_id)
     entered = False
     try:
         scaled_before = any(stash.params_have_scaled_gradients for stash in stashes)
-        if not properties.master_weights and scaler._static == 1.0 and not scaled_before:
+        masters = any(stash.master_weights for stash in stashes)
+        if not masters and scaler._static == 1.0 and not scaled_before:
             yield loss.float()
             return
-        ranks = _ranks(scaler)
+        ranks_then = ranks(scaler)
         scaler.contexts += 1
         entered = True
         _pending.complete()
         with contextlib.ExitStack() as contexts:
             claimed: set[int] = set()
             for stash in stashes:
-                stash.enter_context(scaler, claimed)
-                contexts.push(lambda kind, *_, stash=stash: stash.leave_context(kind is not None))
+                stash.prepare_context(stashes)
+            for stash in stashes:
+                stash.enter_context(scaler, claimed, delay_unscale)
+
+                def leave(kind: Any, *_: Any, stash: OptimizerStash = stash) -> None:
+                    stash.leave_context(scaler, kind is not None)
+
+                contexts.push(leave)
             try:
                 yield scaler.scale(loss)
             except Exception:
@@ -196,7 +131,10 @@ def scale_loss(
                     stash.delay_unscale(scaler)
                 else:
                     stash.finish_backward(scaler)
-        if not delay_unscale and not delay_overflow_check:
+        if delay_overflow_check and not delay_unscale:
+            for stash in stashes:
+                stash.defer_check(scaler, loss_id)
+        elif not delay_unscale:
             scaler.to_check += stashes
     finally:
         forget_casts()
@@ -205,4 +143,5 @@ def scale_loss(
         # The scale may change now, so contexts of the same scaler around this one come first.
         if entered and scaler.to_check and scaler.contexts == 0:
             checked, scaler.to_check = scaler.to_check, []
-            _check_overflow(checked, loss_id, scaler, ranks)
+            checked += [stash for stash in scaler.take_deferred() if stash not in checked]
+            check_overflow(checked, loss_id, scaler, ranks_then)

@@ -9,6 +9,7 @@ import torch
 
 from ..amp._amp_state import is_rank_zero
 from ..amp._full_values import follow
+from ..amp._gradients import multiply_, values_of
 from ..amp._process_optimizer import MAX_CLOSURE_RETRIES
 from ..amp.casts import is_low_precision
 from ..amp.scaler import LossScaler
@@ -69,6 +70,11 @@ class FP16_Optimizer:  # noqa: N801
         self.first_closure_call_this_step = True
         #: No step was made since the masters were made or loaded.
         self._masters_follow = True
+        #: Of float32 parameters: gradients that :meth:`update_master_grads` has unscaled, and their
+        #: versions then.
+        self._unscaled: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        #: The number of changes of the scale, and the scale, of the model's present gradients.
+        self._scaled_by: tuple[int, torch.Tensor] | None = None
         self.clip_grad_norm = clip_grad_norm
 
     def _make_masters(self, params: list[torch.Tensor]) -> None:
@@ -103,6 +109,7 @@ class FP16_Optimizer:  # noqa: N801
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803
         """Zero the gradients of the masters and of the model, or set them to None."""
+        self._unscaled, self._scaled_by = [], None
         self.optimizer.zero_grad(set_to_none=set_grads_to_None)
         for param in self.all_fp16_params:
             if set_grads_to_None or param.grad is None:
@@ -113,7 +120,7 @@ class FP16_Optimizer:  # noqa: N801
     def backward(
         self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
-        """Scale `loss` in float32 and run its backward pass.
+        """Scale `loss` in float32 and run its backward pass, which adds to present gradients.
 
         Args:
             loss: a scalar; it is not changed.
@@ -122,9 +129,24 @@ class FP16_Optimizer:  # noqa: N801
                 yourself before :meth:`step`.
             retain_graph: as of ``Tensor.backward``.
         """
+        self._match_scale()
         self.loss_scaler.scale(loss).backward(retain_graph=retain_graph)
         if update_master_grads:
             self.update_master_grads()
+
+    @torch.no_grad()
+    def _match_scale(self) -> None:
+        """Bring the gradients of earlier backwards to the present scale."""
+        scaler = self.loss_scaler
+        present, scale = scaler._generation, scaler.scale_tensor()
+        if self._scaled_by is not None and self._scaled_by[0] != present:
+            ratio = scale.to(self._scaled_by[1].device) / self._scaled_by[1]
+            earlier = {id(param) for param, _, _ in self._unscaled}
+            scaled = [p for p in self.all_fp32_from_fp32_params if id(p) not in earlier]
+            multiply_(values_of(self.all_fp16_params + scaled), ratio)
+        self._scaled_by = present, scale.clone()
+        multiply_(values_of([p for p, grad, _ in self._unscaled if p.grad is grad]), scale)
+        self._unscaled = []
 
     @torch.no_grad()
     def update_master_grads(self) -> None:
@@ -140,8 +162,16 @@ class FP16_Optimizer:  # noqa: N801
             ):
                 follow(master, param)
         model_grads_to_master_grads(self.all_fp16_params, self.all_fp32_from_fp16_params)
-        params = self.all_fp32_from_fp16_params + self.all_fp32_from_fp32_params
-        self.loss_scaler.unscale_([param.grad for param in params if param.grad is not None])
+        done = {
+            id(p) for p, grad, then in self._unscaled if p.grad is grad and grad._version == then
+        }
+        params = [p for p in self.all_fp32_from_fp32_params if id(p) not in done]
+        self.loss_scaler.unscale_(values_of(self.all_fp32_from_fp16_params + params))
+        self._unscaled = [
+            (param, param.grad, param.grad._version)
+            for param in self.all_fp32_from_fp32_params
+            if param.grad is not None
+        ]
         if self.overflow_group is not False:
             self.loss_scaler.synchronize(self.overflow_group)
         self.overflow = self.loss_scaler.update_scale()

@@ -1,0 +1,118 @@
+"""Multi-tensor operations on lists of gradients, dense and sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .casts import is_low_precision
+
+
+def accumulate(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+    """Add `grads` to the gradients of `params` in place, by one multi-tensor operation."""
+    targets, addends = [], []
+    for param, grad in zip(params, grads, strict=True):
+        present = param.grad
+        if present is None:
+            param.grad = grad
+        elif present.is_sparse or grad.is_sparse:
+            param.grad = present + grad
+        else:
+            targets.append(present)
+            addends.append(grad)
+    if targets:
+        torch._foreach_add_(targets, addends)
+
+
+def dense_values(grad: torch.Tensor) -> torch.Tensor:
+    """`grad`, or the values of a sparse one, which has to be coalesced."""
+    return grad._values() if grad.is_sparse else grad
+
+
+def values_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients there are, as dense tensors; coalesces the sparse ones."""
+    for param in params:
+        if param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.coalesce()
+    return [dense_values(param.grad) for param in params if param.grad is not None]
+
+
+def multiply_(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply dense `grads` by a number in place, in float32 at least."""
+    wide: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads:
+        if is_low_precision(grad):  # a scale may be too large for its type
+            grad.copy_(grad.float() * factor.to(grad.device, non_blocking=True))
+        else:
+            wide.setdefault(grad.device, []).append(grad)
+    for device, members in wide.items():
+        torch._foreach_mul_(members, factor.to(device, non_blocking=True).reshape(()))
+
+
+def copies_of(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Copies of `grads`; dense ones by one multi-tensor operation."""
+    dense = [grad for grad in grads if grad is not None and not grad.is_sparse]
+    copies = iter(torch._foreach_mul(dense, 1.0) if dense else ())
+    return [
+        grad if grad is None else grad.clone().coalesce() if grad.is_sparse else next(copies)
+        for grad in grads
+    ]
+
+
+def as_float32(grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    """New float32 copies; dense ones by one multi-tensor copy."""
+    if any(grad.is_sparse for grad in grads):
+        return [
+            grad.float().coalesce() if grad.is_sparse else grad.to(torch.float32, copy=True)
+            for grad in grads
+        ]
+    copies = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+    if grads:
+        torch._foreach_copy_(copies, grads)
+    return copies
+
+
+def round_to_grads(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> None:
+    """Set the gradients of `params` to `values`, rounded to their types."""
+    targets, sources = [], []
+    for param, value in zip(params, values, strict=True):
+        present = param.grad
+        if value is None:
+            param.grad = None
+        elif present is None or present.is_sparse or value.is_sparse:
+            param.grad = value.to(param.dtype)
+        else:  # a data-parallel wrapper may have a view of it
+            targets.append(present)
+            sources.append(value)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _largest(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The largest absolute value of each of `grads`, which have elements; nan where one is nan."""
+    return list(torch._foreach_norm(grads, float("inf"))) if grads else []
+
+
+def any_nonzero(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Whether an element is not 0, as a tensor on the first device; None: there are no elements."""
+    norms = _largest([value for value in values if value.numel()])
+    return (
+        torch.stack([n.float().to(norms[0].device) for n in norms]).ne(0).any() if norms else None
+    )
+
+
+def zero_where_zero_(grads: Sequence[torch.Tensor], where: Sequence[torch.Tensor]) -> None:
+    """Set each of `grads` to 0 if all of the tensor of `where` is 0. Waits for nothing."""
+    values, conditions = [], []
+    for grad, condition in zip(grads, where, strict=True):
+        values.append(dense_values(grad))
+        found = dense_values(condition.coalesce() if condition.is_sparse else condition)
+        conditions.append(found if found.numel() else found.new_zeros(1))
+    for value, largest in zip(values, _largest(conditions), strict=True):
+        value.masked_fill_(largest == 0, 0)
+
+
+def mark(grad: torch.Tensor) -> tuple[int, int]:
+    """What changes when `grad` is written in a way that torch counts, or replaced."""
+    return grad._version, 0 if grad.is_sparse else grad.data_ptr()

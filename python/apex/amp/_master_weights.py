@@ -1,0 +1,168 @@
+"""The float32 master weights of one optimizer's low-precision parameters."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from ._amp_state import several_ranks
+from ._full_values import FullValue, full_value, record_of
+from .casts import is_low_precision
+
+#: The key of the master weights, by the index of the parameter, in the optimizer's state.
+MASTER_WEIGHTS = "amp_master_weights"
+
+
+class MasterWeights:
+    """With master weights, ``param_groups`` holds a float32 master in place of every low-precision
+    parameter that requires a gradient. Optimizers that hold the same parameter share its master.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, master_weights: bool) -> None:
+        self._optimizer = optimizer
+        self.master_weights = master_weights
+        self.lazy_init_called = False
+        #: Low-precision parameters of the model, and their masters, in the same order.
+        self.all_fp16_params: list[torch.Tensor] = []
+        self.all_fp32_from_fp16_params: list[torch.Tensor] = []
+        #: Every other parameter that requires a gradient.
+        self.all_fp32_from_fp32_params: list[torch.Tensor] = []
+        #: Between the end of a context and the next step, or zero_grad.
+        self._in_iteration = False
+        #: By the id of the master: the master, its parameter, and what is known of both.
+        self._model_of: dict[int, tuple[torch.Tensor, torch.Tensor, FullValue]] = {}
+
+    @property
+    def all_fp32_params(self) -> list[torch.Tensor]:
+        """The parameters without a master."""
+        return self.all_fp32_from_fp32_params
+
+    def lazy_init(self) -> None:
+        """Make the masters, the first time."""
+        if not self.lazy_init_called:
+            self.lazy_init_called = True
+            self.collect()
+
+    def collect(self) -> None:
+        """Look at ``param_groups`` again; what is new and low-precision gets a master."""
+        self.all_fp16_params, self.all_fp32_from_fp16_params = [], []
+        self.all_fp32_from_fp32_params = []
+        for group in self._optimizer.param_groups:
+            params = group["params"]
+            for index, param in enumerate(params):
+                if not param.requires_grad:
+                    continue
+                if id(param) not in self._model_of and self.master_weights:
+                    if is_low_precision(param):
+                        params[index] = param = self._make_master(param)
+                known = self._model_of.get(id(param))
+                if known is None:
+                    self.all_fp32_from_fp32_params.append(param)
+                else:
+                    self.all_fp16_params.append(known[1])
+                    self.all_fp32_from_fp16_params.append(known[0])
+
+    def _make_master(self, param: torch.Tensor) -> torch.Tensor:
+        sharded = sys.modules.get("torch.distributed.tensor")
+        if sharded is not None and isinstance(param, sharded.DTensor):
+            raise RuntimeError(
+                f"{type(self._optimizer).__name__} holds a {param.dtype} parameter that is a "
+                "DTensor (fully_shard, or tensor parallel), of which amp makes no master weight: "
+                "use level O1."
+            )
+        record = record_of(param)
+        master = record.master
+        if master is None or (master.shape, master.device) != (param.shape, param.device):
+            master = torch.nn.Parameter(record.read(param), requires_grad=True)
+            record.master, record.remembered = master, None
+            record.stepped = record.settled = False
+            record.note_agreement(param)
+        else:  # another optimizer's, or that of an earlier one: what was written since counts
+            record.settled = False
+        self._model_of[id(master)] = (master, param, record)
+        state = self._optimizer.state
+        if param in state:
+            state[master] = {
+                key: value.float() if torch.is_tensor(value) and is_low_precision(value) else value
+                for key, value in state.pop(param).items()
+            }
+        return master
+
+    @torch.no_grad()
+    def follow_model(self) -> None:
+        """Give masters that were not stepped since they were made or loaded the model's values.
+
+        Where these are the masters, rounded, the masters stay: Note [One value, two precisions].
+        Those that somebody else has written stay, too. Between scale_loss and step(), where a
+        master may be decayed or clamped in a way that nobody sees, only parameters that were seen
+        to change are looked at.
+        """
+        for master, param, record in self._model_of.values():
+            if record.settled or record.master_changed():
+                continue
+            if record.parameter_changed(param) or not self._in_iteration:
+                master.copy_(record.read(param))
+                record.remembered = None
+                record.note_agreement(param)
+
+    def refuse_changed_masters(self) -> None:
+        if any(record.master_changed() for _, _, record in self._model_of.values()):
+            raise RuntimeError(
+                f"{this_rank()}the master weights of {type(self._optimizer).__name__} were "
+                "changed, but not by its step(), and the loss given to amp.scale_loss was computed "
+                "without the change: call optimizer._master_params_to_model_params() after it, "
+                "before the forward pass."
+            )
+
+    def _by_index(self) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+        """Low-precision parameters and their masters, by the index in the optimizer's state.
+
+        A frozen parameter may have no master yet.
+        """
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        masters = {key: (param, master) for key, (master, param, _) in self._model_of.items()}
+        known = {index: masters.get(id(param), (param, None)) for index, param in enumerate(params)}
+        return {index: pair for index, pair in known.items() if is_low_precision(pair[0])}
+
+    def save_masters(self, state: dict[str, Any]) -> None:
+        """Add the masters to the optimizer's `state`: Note [What one rank knows alone]."""
+        if self._model_of and several_ranks():
+            self.follow_model()
+            state[MASTER_WEIGHTS] = {
+                index: full_value(param) if master is None else master.detach()
+                for index, (param, master) in self._by_index().items()
+                if master is not None or record_of(param).restored is not None
+            }
+
+    def load_masters(self, state: dict[str, Any]) -> None:
+        """Take the masters from the optimizer's `state`, where there are any in it."""
+        # State loaded before the masters exist would be rounded to the type of the parameters.
+        self.lazy_init()
+        saved = state.get(MASTER_WEIGHTS, {})
+        for index, (param, _) in self._by_index().items():
+            if index in saved:
+                record = record_of(param)
+                # The parameters may be loaded after this, so it is not known yet what fits.
+                record.restored = saved[index].detach()
+                record.note_load()
+
+    def masters_to_model(self) -> None:
+        """Round every master into its parameter; from now on the masters count.
+
+        One multi-tensor copy. For those who change master weights themselves, too.
+        """
+        if self.all_fp16_params:
+            with torch.no_grad():
+                torch._foreach_copy_(self.all_fp16_params, self.all_fp32_from_fp16_params)
+        for _, param, record in self._model_of.values():
+            record.restored = None
+            record.stepped = record.settled = True
+            record.note_agreement(param)
+        self._in_iteration = False
+
+
+def this_rank() -> str:
+    """The beginning of an error's message."""
+    return f"rank {torch.distributed.get_rank()}: " if several_ranks() else ""

@@ -1,0 +1,428 @@
+"""What amp knows of one optimizer: its master weights, its gradients, whether to skip."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ._amp_state import several_ranks
+from ._gradients import (
+    accumulate,
+    any_nonzero,
+    as_float32,
+    copies_of,
+    dense_values,
+    mark,
+    multiply_,
+    round_to_grads,
+    values_of,
+    zero_where_zero_,
+)
+from ._master_weights import MasterWeights, this_rank
+from .handle import forget_casts
+from .scaler import LossScaler
+
+#: Where gradients may be left scaled by ``delay_unscale``.
+_left_scaled: weakref.WeakSet[OptimizerStash] = weakref.WeakSet()
+
+
+class OptimizerStash(MasterWeights):
+    """Amp's state for one optimizer, at ``optimizer._amp_stash``.
+
+    The gradients of the model's low-precision parameters stay scaled, those of their masters and
+    of float32 parameters are unscaled after each ``scale_loss``.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        master_weights: bool,
+        scalers: list[LossScaler] | None = None,
+    ) -> None:
+        super().__init__(optimizer, master_weights)
+        #: Those of the ``initialize`` that the optimizer belongs to, by ``loss_id``.
+        self.scalers = [] if scalers is None else scalers
+        #: ``optimizer.step`` is the one-shot method that skips.
+        self.already_patched = False
+        self._skipped_step: Any = None
+        #: What the next step looks at on the device: see ``_device_skip.step_unless``.
+        self.skip_flag: torch.Tensor | None = None
+        #: Scalers, and their ``loss_id``, of contexts with ``delay_overflow_check``.
+        self.deferred: dict[LossScaler, int] = {}
+        #: Gradients were left scaled by ``delay_unscale``.
+        self.params_have_scaled_gradients = False
+        self._scaled_by: tuple[LossScaler, int, torch.Tensor] | None = None
+        #: What the present ``scale_loss`` context unscales by this optimizer, not by another one
+        #: that holds it, too (ids of those are in `_others`): float32, and with masters.
+        self._own: list[torch.Tensor] = []
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._others: frozenset[int] = frozenset()
+        #: Parameters that were added with a gradient.
+        self._added_with_gradient: list[torch.Tensor] = []
+        #: Gradients as they were before the present ``scale_loss`` context.
+        self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._in_context = False
+        #: The model's gradients include those of earlier contexts.
+        self._model_has_all = False
+
+    def prepare_context(self, context: list[OptimizerStash]) -> None:
+        """Look at what has changed since the last context; before any optimizer enters the next.
+
+        Args:
+            context: the optimizers of the next.
+
+        Raises:
+            RuntimeError: another context of this optimizer is open, master weights were changed
+                by hand and the model does not have them, or the scale of a gradient is not known.
+        """
+        if self._in_context:
+            raise RuntimeError(
+                "amp.scale_loss was entered inside another amp.scale_loss of the same optimizer, "
+                "which cannot tell their gradients apart: call backward() on the sum of the losses "
+                "in one context, or leave the first one before."
+            )
+        self.lazy_init()
+        self.collect()
+        self.refuse_changed_masters()
+        self.refuse_unknown_scale()
+        self.refuse_scaled_by_others(context)
+        self.follow_model()
+        self.follow_discarded()
+        self.follow_discarded_overflow()
+
+    def enter_context(self, scaler: LossScaler, claimed: set[int], delay_unscale: bool) -> None:
+        """Bring the gradients there are to the scale of `scaler`, for a backward to add to them.
+
+        Parameters whose id is in `claimed` belong to another optimizer of the context.
+
+        Note [Gradients of earlier contexts]
+        They stay where a backward adds to them, so that a data-parallel wrapper that has not
+        averaged them yet (no_sync, disable_allreduce) averages the sum. Masters' gradients are
+        rounded for that. With one rank no wrapper looks, and these stay in float32, unless they
+        are left scaled. After a context the model's gradient is always the master's, scaled and
+        rounded, or both are None. So whoever clears or zeroes the model's (``model.zero_grad()``)
+        discards both, and :meth:`follow_discarded` sees it: None and zeros are left by nobody else.
+        """
+        self._others = frozenset(claimed)
+        self._claim()
+        claimed.update(map(id, self._own), (id(param) for param, _ in self._pairs))
+        scaled = self.params_have_scaled_gradients
+        kept = self._own + (self._model_params() if scaled else [])
+        self._before = list(zip(kept, copies_of([param.grad for param in kept]), strict=True))
+        self._in_context = True
+        with torch.no_grad():
+            if scaled:
+                self._match_scale(scaler)
+            else:
+                self._model_has_all = several_ranks() or delay_unscale
+                self._scale_earlier(scaler)
+
+    def _claim(self) -> None:
+        """Find what this optimizer, and not another one of the context, unscales."""
+        others = self._others
+        pairs = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
+        self._own = [p for p in self.all_fp32_from_fp32_params if id(p) not in others]
+        self._pairs = [pair for pair in pairs if id(pair[0]) not in others]
+
+    def _model_params(self) -> list[torch.Tensor]:
+        return [param for param, _ in self._pairs]
+
+    def leave_context(self, scaler: LossScaler, raised: bool) -> None:
+        """End what :meth:`enter_context` began; put the gradients back if the body raised."""
+        self._in_context = False
+        if raised:
+            for param, grad in self._before:
+                param.grad = grad
+            if not self.params_have_scaled_gradients:
+                for param, master in self._pairs:
+                    if master.grad is None:
+                        param.grad = None
+                self._write_model_grads(scaler, self._pairs)
+        else:
+            self._in_iteration = True
+        self._before = []
+
+    @torch.no_grad()
+    def follow_discarded(self, only_seen: bool = False) -> None:
+        """Discard masters' gradients whose model's are None or zero.
+
+        With `only_seen`, only those that the last context has left and that were written since in
+        a way that torch counts. It costs nothing then.
+        """
+        models, masters = [], []
+        for master, param, record in self._model_of.values():
+            present, full = param.grad, master.grad
+            if full is None or (only_seen and record.gradient_left[1] != mark(full)[1]):
+                continue
+            if present is None:
+                master.grad = None
+            elif not only_seen or record.gradient_left[0] != mark(present):
+                models.append(present)
+                masters.append(full)
+        zero_where_zero_(masters, models)
+
+    @torch.no_grad()
+    def follow_discarded_overflow(self) -> None:
+        """Forget an overflow if all gradients were discarded after it: they are not stepped.
+
+        With several ranks zeros do not count: all ranks skip or none, and one may have only zeros.
+        """
+        optimizer: Any = self._optimizer
+        found_inf = getattr(optimizer, "found_inf", None)
+        if not self.already_patched and self.skip_flag is None and found_inf is None:
+            return
+        grads = values_of(self.all_fp16_params + self.all_fp32_from_fp32_params)
+        if grads and several_ranks():
+            return
+        nonzero = any_nonzero(grads)
+        if nonzero is None or (self.already_patched and not nonzero.item()):
+            self._forget_overflow()
+            return
+        if self.skip_flag is not None:
+            self.skip_flag = self.skip_flag * nonzero.to(self.skip_flag.device)
+        if found_inf is not None:
+            optimizer.found_inf = found_inf * nonzero.to(found_inf.device)
+
+    def _forget_overflow(self) -> None:
+        if self.already_patched:
+            self.cancel_skip()
+        self.skip_flag = None
+        if getattr(self._optimizer, "found_inf", None) is not None:
+            self._optimizer.found_inf = None  # type: ignore[attr-defined]
+
+    def _scale_earlier(self, scaler: LossScaler) -> None:
+        """See Note [Gradients of earlier contexts]."""
+        earlier = copies_of([m.grad if self._model_has_all else None for _, m in self._pairs])
+        values = [dense_values(grad) for grad in earlier if grad is not None]
+        for grads in (values_of(self._own), values):
+            if scaler._static != 1.0:
+                multiply_(grads, scaler.scale_tensor())
+            self._unspoil_(grads)
+        round_to_grads(self._model_params(), earlier)
+
+    def _unspoil_(self, grads: list[torch.Tensor]) -> None:
+        """Zero `grads` if an overflow was found that will skip the step: it counts once."""
+        if self.already_patched and grads:
+            torch._foreach_zero_(grads)
+        for flag in (self.skip_flag, getattr(self._optimizer, "found_inf", None)):
+            if flag is None:
+                continue
+            for grad in grads:
+                grad.masked_fill_(flag.to(grad.device, non_blocking=True).reshape(()) != 0, 0)
+
+    def delay_unscale(self, scaler: LossScaler) -> None:
+        """Note that the gradients are scaled by the present scale of `scaler`."""
+        self.params_have_scaled_gradients = True
+        _left_scaled.add(self)
+        for _, master in self._pairs:  # the model has them: Note [Gradients of earlier contexts]
+            master.grad = None
+        self._scaled_by = (scaler, scaler._generation, scaler.scale_tensor().clone())
+
+    def _match_scale(self, scaler: LossScaler) -> None:
+        """Bring gradients that were left scaled to the present scale of `scaler`."""
+        assert self._scaled_by is not None
+        previous, generation, scale = self._scaled_by
+        if previous is scaler and generation == scaler._generation:
+            return
+        ratio = scaler.scale_tensor().to(scale.device) / scale
+        multiply_(values_of(self._model_params() + self._own), ratio)
+
+    def finish_backward(self, scaler: LossScaler) -> None:
+        """Unscale what the context has left."""
+        with torch.no_grad():
+            self._finish_masters(scaler)
+            scaler.unscale_(values_of(self._own))
+        self.params_have_scaled_gradients = False
+
+    def _finish_masters(self, scaler: LossScaler) -> None:
+        pairs = [(param, master) for param, master in self._pairs if param.grad is not None]
+        fresh = as_float32([param.grad for param, _ in pairs if param.grad is not None])
+        scaler.unscale_(fresh)
+        earlier = []
+        for pair in self._pairs:
+            if self._model_has_all:
+                pair[1].grad = None
+            elif pair[1].grad is not None:
+                earlier.append(pair)
+        accumulate([master for _, master in pairs], fresh)
+        del fresh
+        self._write_model_grads(scaler, earlier)
+        self._note_left()
+
+    def _note_left(self) -> None:
+        for master, param, record in self._model_of.values():
+            if param.grad is not None and master.grad is not None:
+                record.gradient_left = mark(param.grad), mark(master.grad)[1]
+
+    def _zero_masters(self) -> None:
+        """Zero the masters' gradients where the model's are zero, not None."""
+        for master, param, _ in self._model_of.values():
+            if param.grad is None:
+                master.grad = None
+            elif master.grad is None:
+                master.grad = torch.zeros_like(param.grad, dtype=master.dtype)
+            else:
+                master.grad = torch.zeros_like(master.grad)
+        self._note_left()
+
+    @torch.no_grad()
+    def _write_model_grads(
+        self, scaler: LossScaler, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Set the model's gradients to those of the masters, where there are any."""
+        pairs = [pair for pair in pairs if pair[1].grad is not None]
+        grads = copies_of([master.grad for _, master in pairs])
+        if scaler._static != 1.0:
+            multiply_(
+                [dense_values(grad) for grad in grads if grad is not None], scaler.scale_tensor()
+            )
+        round_to_grads([param for param, _ in pairs], grads)
+
+    def refuse_scaled_gradients(self) -> None:
+        """Raise RuntimeError if a step would use gradients that ``delay_unscale`` left scaled."""
+        if not self.params_have_scaled_gradients:
+            return
+        left = any_nonzero(values_of(self.all_fp16_params + self.all_fp32_from_fp32_params))
+        if left is None or not left.item():  # discarded by the model's zero_grad, say
+            self.params_have_scaled_gradients = False
+            self._zero_masters()
+            return
+        raise RuntimeError(
+            f"{this_rank()}{type(self._optimizer).__name__}.step() was called with gradients that "
+            "are still multiplied by the loss scale, since the last amp.scale_loss of this "
+            "optimizer had delay_unscale=True. Use the last amp.scale_loss before step() without "
+            "delay_unscale, or discard the gradients by optimizer.zero_grad()."
+        )
+
+    def note_added(self, params: list[torch.Tensor]) -> None:
+        """Parameters were added: gradients that they have now may be scaled, or not."""
+        self.collect()
+        if self._in_context:
+            before = {id(param) for param in self._own}
+            self._claim()
+            self._before += [(param, None) for param in self._own if id(param) not in before]
+        scaling = any(scaler._static != 1.0 for scaler in self.scalers)
+        masters = {id(param) for param in self.all_fp16_params}
+        self._added_with_gradient += [
+            param
+            for param in params
+            if param.grad is not None and (scaling or id(param) in masters)
+        ]
+
+    def refuse_unknown_scale(self) -> None:
+        """Raise RuntimeError if a parameter was added with a gradient that is still there."""
+        self._added_with_gradient = [
+            param
+            for param in self._added_with_gradient
+            if param.grad is not None and bool(any_nonzero(values_of([param])))
+        ]
+        if self._added_with_gradient:
+            names = ", ".join(map(self._name_of, self._added_with_gradient))
+            raise RuntimeError(
+                f"{this_rank()}{type(self._optimizer).__name__} was given {names} by "
+                "add_param_group with a gradient, which may be multiplied by the loss scale: call "
+                "add_param_group before amp.scale_loss, or discard the gradient first (or now, by "
+                "optimizer.zero_grad())."
+            )
+
+    def refuse_scaled_by_others(self, context: list[OptimizerStash]) -> None:
+        """Raise RuntimeError if another optimizer has left gradients of the same parameters scaled.
+
+        Those in `context` find them themselves.
+        """
+        others = [s for s in _left_scaled if s.params_have_scaled_gradients and s not in context]
+        if not others:
+            return
+        mine = {id(param) for param in self.all_fp16_params + self.all_fp32_from_fp32_params}
+        for other in others:
+            for param in other.all_fp16_params + other.all_fp32_from_fp32_params:
+                if id(param) in mine and any_nonzero(values_of([param])):
+                    raise RuntimeError(
+                        f"{this_rank()}{self._name_of(param)} of {type(self._optimizer).__name__} "
+                        "has a gradient that is still multiplied by the loss scale, since the last "
+                        "amp.scale_loss of another optimizer that holds it had delay_unscale=True: "
+                        "give amp.scale_loss both optimizers, or discard the gradient."
+                    )
+
+    def _name_of(self, param: torch.Tensor) -> str:
+        for number, group in enumerate(self._optimizer.param_groups):
+            for index, held in enumerate(group["params"]):
+                known = self._model_of.get(id(held))
+                if param is held or (known is not None and param is known[1]):
+                    names = group.get("param_names")
+                    named = "" if names is None else f" ({names[index]!r})"
+                    return f"param_groups[{number}]['params'][{index}]{named}"
+        return "a parameter"
+
+    def take_skip_flag(self) -> bool:
+        """What `skip_flag` says; waits for the device if there is one. Clears it."""
+        flag, self.skip_flag = self.skip_flag, None
+        return flag is not None and bool(flag.item())
+
+    def take_overflow(self) -> bool:
+        """Whether the gradients overflowed, so that they must not be stepped; drops them then."""
+        overflow = self.take_skip_flag() or self.already_patched
+        if overflow:
+            for param in self._own:
+                param.grad = None
+        if self.already_patched:
+            self.cancel_skip()
+        return overflow
+
+    def defer_check(self, scaler: LossScaler, loss_id: int) -> None:
+        """Leave it to a later context, or to the step, whether the gradients overflowed."""
+        if scaler not in self.deferred:
+            self.deferred[scaler] = loss_id
+            scaler.deferred.append(self)
+
+    def skip_next_step(self, skip: Callable[..., None]) -> None:
+        """Put the method `skip` in place of ``optimizer.step``, until :meth:`cancel_skip`."""
+        optimizer: Any = self._optimizer
+        self._skipped_step, self.already_patched = optimizer.step, True
+        optimizer.step = types.MethodType(skip, optimizer)
+
+    def cancel_skip(self) -> None:
+        """Put ``optimizer.step`` back."""
+        optimizer: Any = self._optimizer
+        optimizer.step, self._skipped_step = self._skipped_step, None
+        self.already_patched = False
+
+    def drop_master_grads(self) -> None:
+        """Set the gradients of all masters to None."""
+        for master in self.all_fp32_from_fp16_params:
+            master.grad = None
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear the gradients of the model's parameters, of the masters, and what was set aside.
+
+        An overflow among them is over as well: the next step is not skipped for it.
+        """
+        self._forget_overflow()
+        for scaler in self.deferred:
+            scaler.deferred.remove(self)
+            if not scaler.deferred:
+                scaler.clear_overflow_state()
+        self.deferred.clear()
+        self._before = []
+        self.params_have_scaled_gradients = self._in_iteration = False
+        for param in self.all_fp16_params:
+            if param.grad is None or set_to_none:
+                param.grad = None
+            else:
+                param.grad = torch.zeros_like(param.grad)
+        self._zero_masters()
+
+    def skip(self) -> None:
+        """What a step does that is skipped: gradients are dropped, and the model follows.
+
+        Usually the model has the masters' values; but who has changed the masters for one forward
+        pass (SAM) and put them back counts on the step.
+        """
+        self.follow_model()
+        self.masters_to_model()
+        self.drop_master_grads()
+        forget_casts()
