@@ -132,9 +132,12 @@ at::Tensor gather_with_headers(const Peers& peers, const at::Tensor& local, Dire
     std::memcpy(to + rank * length + sizeof(mine), local.const_data_ptr(), static_cast<size_t>(bytes));
   }
   // Without the layer, which a rank that only takes part under join() does not know.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // its new name is not in torch 2.11
   const auto work = call_collective(describe({}, direction, channels), *peers.group, [&] {
     return peers.group->alltoall_base(received, sent, rooms, lengths);
   });
+#pragma GCC diagnostic pop
   wait_collective(work, describe(peers, direction, channels), *peers.group);
   remember_processes(*peers.group);
   const uint8_t* from = received.const_data_ptr<uint8_t>();
