@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from apex._flat import flatten, unflatten
 from apex.parallel import _compile, _in_backward, _options
 from apex.parallel._ddp_hooks import BucketHooks, ReducedBucket
 from apex.parallel._ddp_join import UnevenInputs
@@ -18,10 +19,27 @@ from apex.parallel._ddp_overlap import OverlapTimes
 from apex.parallel._ddp_plan import BucketPlan
 from apex.parallel._mixed_precision import Casts, MixedPrecision
 from apex.parallel._reducer import Reducer, flat_dist_call
+from apex.parallel._tensor_lists import (
+    apply_flat_dist_call,
+    extract_tensors,
+    split_by_type,
+    split_half_float_double,
+)
 from apex.parallel._tree import find_tensors
 from apex.parallel.sync_batchnorm import name_layers
 
-__all__ = ["DistributedDataParallel", "ReducedBucket", "Reducer", "flat_dist_call"]
+__all__ = [
+    "DistributedDataParallel",
+    "ReducedBucket",
+    "Reducer",
+    "apply_flat_dist_call",
+    "extract_tensors",
+    "flat_dist_call",
+    "flatten",
+    "split_by_type",
+    "split_half_float_double",
+    "unflatten",
+]
 
 _NO_RANGE = contextlib.nullcontext()
 
