@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
@@ -570,6 +571,10 @@ def process_optimizer(optimizer: torch.optim.Optimizer, master_weights: bool) ->
         )
     stash = OptimizerStash(optimizer, master_weights)
     hooked: Any = optimizer
+    if (
+        type(hooked.state) is dict
+    ):  # some scripts clear it so; steps make entries by looking them up
+        hooked.state = collections.defaultdict(dict, hooked.state)
     hooked._amp_stash = stash
     hooked._amp_lazy_init = stash.lazy_init
     hooked._lazy_init_maybe_master_weights = stash.lazy_init

@@ -14,6 +14,12 @@ from ._amp_state import _amp_state
 from .casts import CastCache
 from .patch import PatchSet, install
 
+_OLD_INTERFACE = (
+    "the handle's {} is of the interface that Apex had before amp.initialize: call model, "
+    'optimizer = amp.initialize(model, optimizer, opt_level="O1") in the place of amp.init(), and '
+    "use `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`."
+)
+
 
 class AmpHandle:
     """Casting at level O1, active from construction until :meth:`_deactivate`.
@@ -133,6 +139,18 @@ class AmpHandle:
         """The cast parameters kept now."""
         return self._cache
 
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
+        """Raises RuntimeError with advice: of the interface before ``amp.initialize``."""
+        raise RuntimeError(_OLD_INTERFACE.format("wrap_optimizer()"))
+
+    def scale_loss(self, loss: Any, optimizer: Any) -> Any:
+        """Raises RuntimeError with advice: of the interface before ``amp.initialize``."""
+        raise RuntimeError(_OLD_INTERFACE.format("scale_loss()"))
+
+    def remove_cache(self, param: torch.Tensor) -> None:
+        """Forget the cast of `param`, if there is one."""
+        self._cache.forget(param)
+
     def _clear_cache(self) -> None:
         self._cache.clear()
 
@@ -165,6 +183,15 @@ class NoOpHandle:
     def is_active(self) -> bool:
         """Always False."""
         return False
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
+        """Raises RuntimeError with advice: of the interface before ``amp.initialize``."""
+        raise RuntimeError(_OLD_INTERFACE.format("wrap_optimizer()"))
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Any, optimizer: Any) -> Iterator[Any]:
+        """Context that yields `loss` as it is."""
+        yield loss
 
     def _clear_cache(self) -> None:
         pass

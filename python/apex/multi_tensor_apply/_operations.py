@@ -59,13 +59,13 @@ def _note_non_finite(overflow_buf: Tensor | None, tensors: list[Tensor]) -> None
         return
     # The largest magnitude is inf or nan where, and only where, one of the values is.
     largest = torch.stack(torch._foreach_norm(filled, float("inf")))
-    found = (~torch.isfinite(largest)).any().to(overflow_buf.device, non_blocking=True)
+    found = (~torch.isfinite(largest)).any().to(overflow_buf.device)
     overflow_buf.copy_(torch.where(found, torch.ones_like(overflow_buf), overflow_buf))
 
 
 def _factor(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().to(device, dtype, non_blocking=True).reshape(())
+        return value.detach().to(device, dtype).reshape(())
     return float(value)
 
 
@@ -139,7 +139,7 @@ def multi_tensor_l2norm(
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(index)
     for indices in by_kind.values():
         some = torch._foreach_norm([members[i] for i in indices], 2, dtype=dtype)
-        found = torch.stack(some).to(norms.device, non_blocking=True)
+        found = torch.stack(some).to(norms.device)
         if len(indices) == len(members):
             norms = found
         else:

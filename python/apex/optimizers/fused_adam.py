@@ -117,7 +117,7 @@ class FusedAdam(torch.optim.Adam):
         for index, step in enumerate(state_steps):
             step += 1
             if found_inf is not None:
-                step -= found_inf.to(step.device, non_blocking=True).reshape(())
+                step -= found_inf.to(step.device).reshape(())
             state_steps[index] = torch.full_like(step, _NO_CORRECTION)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

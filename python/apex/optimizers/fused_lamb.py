@@ -93,7 +93,7 @@ class FusedLAMB(ForeachOptimizer):
             step = self._count_step(group)
             for members, batch in self._batches(group):
                 if divisor is not None and batch.device not in divisors:
-                    divisors[batch.device] = divisor.to(batch.device, non_blocking=True)
+                    divisors[batch.device] = divisor.to(batch.device)
                 self._update_batch(members, batch, group, step, divisors.get(batch.device))
 
     def _clipping_divisor(self) -> Tensor | None:
