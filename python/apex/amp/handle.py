@@ -1,4 +1,4 @@
-"""The handle of level O1 (casts on or off), and :func:`scale_loss`."""
+"""The handle of level O1 (casts on or off); Apex's module of this name also has ``scale_loss``."""
 
 from __future__ import annotations
 
@@ -215,3 +215,11 @@ def forget_casts() -> None:
     """Drop the cast weights of level O1: Note [Writes that nobody sees] in ``casts.py``."""
     if _amp_state.handle is not None:
         _amp_state.handle._clear_cache()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "scale_loss":  # it imports this module
+        from .scaling import scale_loss
+
+        return scale_loss
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
