@@ -571,9 +571,8 @@ def process_optimizer(optimizer: torch.optim.Optimizer, master_weights: bool) ->
         )
     stash = OptimizerStash(optimizer, master_weights)
     hooked: Any = optimizer
-    if (
-        type(hooked.state) is dict
-    ):  # some scripts clear it so; steps make entries by looking them up
+    if type(hooked.state) is dict:
+        # Some scripts clear it so, and a step makes entries by looking them up.
         hooked.state = collections.defaultdict(dict, hooked.state)
     hooked._amp_stash = stash
     hooked._amp_lazy_init = stash.lazy_init
