@@ -28,7 +28,7 @@ def _no_other_apex() -> None:
     # NVIDIA's Apex and an unrelated package of PyPI both install themselves as "apex" and would
     # share this folder.
     for other in importlib.metadata.distributions(name="apex"):
-        if other.metadata.get("Summary") == OWN_SUMMARY:
+        if "Summary" in other.metadata and other.metadata["Summary"] == OWN_SUMMARY:
             continue
         raise ImportError(
             f"the distribution 'apex' {other.version} is installed beside 'apex-parallel' and both "
