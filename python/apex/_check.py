@@ -6,6 +6,8 @@ that into one sentence with the command that mends it.
 
 import importlib.metadata
 
+#: Of the distribution "apex" that belongs to this package: see PKG-INFO.in.
+OWN_SUMMARY = "The package apex of apex-parallel"
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps <the apex-parallel sources>"
 
 
@@ -25,14 +27,14 @@ def installation() -> None:
 def _no_other_apex() -> None:
     # NVIDIA's Apex and an unrelated package of PyPI both install themselves as "apex" and would
     # share this folder.
-    try:
-        other = importlib.metadata.version("apex")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    raise ImportError(
-        f"the distribution 'apex' {other} is installed beside 'apex-parallel' and both provide the "
-        "package 'apex': remove it with `pip uninstall apex`, then reinstall apex-parallel."
-    )
+    for other in importlib.metadata.distributions(name="apex"):
+        if "Summary" in other.metadata and other.metadata["Summary"] == OWN_SUMMARY:
+            continue
+        raise ImportError(
+            f"the distribution 'apex' {other.version} is installed beside 'apex-parallel' and both "
+            "provide the package 'apex': remove it with `pip uninstall apex`, then reinstall "
+            "apex-parallel."
+        )
 
 
 def _built_for_this_torch() -> None:

@@ -2,10 +2,12 @@
 
 import importlib.metadata
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from package_support import ROOT
 
 import apex
 from apex import _build_info, _check
@@ -49,14 +51,26 @@ def test_installation_other_cxx_abi_names_both_and_the_remedy(
 
 
 def test_installation_other_distribution_named_apex_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    real = importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: "0.9.10" if name == "apex" else real(name)
-    )
+    info = tmp_path / "apex-0.9.10.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: apex\nVersion: 0.9.10\n")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError, match="'apex' 0.9.10 .*pip uninstall apex"):
         _check.installation()
+
+
+def test_installation_own_name_in_the_metadata_accepted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    template = (ROOT / "python" / "src" / "PKG-INFO.in").read_text()
+    info = tmp_path / f"apex-{apex.__version__}.egg-info"
+    info.mkdir()
+    (info / "PKG-INFO").write_text(template.replace("@apex_version@", apex.__version__))
+    monkeypatch.syspath_prepend(tmp_path)
+    _check.installation()
+    assert importlib.metadata.version("apex") == apex.__version__
 
 
 def test_installation_not_built_says_how_to(monkeypatch: pytest.MonkeyPatch) -> None:

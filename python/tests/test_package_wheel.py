@@ -1,5 +1,6 @@
 """The C++ package inside the installed Python package: find_package(apex) from a wheel."""
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -39,6 +40,13 @@ def test_wheel_holds_the_library_once_and_the_headers(prefix: Path) -> None:
         ["libapex_parallel.a"],
     )
     assert (prefix / "include" / "apex" / "parallel.h").is_file()
+
+
+def test_wheel_has_the_name_apex_in_its_metadata(prefix: Path) -> None:
+    if not list(prefix.parent.glob("apex_parallel-*.dist-info")):
+        pytest.skip("apex is imported from a copy of its files here, not from a wheel")
+    assert importlib.metadata.version("apex") == apex.__version__
+    assert (prefix.parent / "amp_C").is_dir() and (prefix.parent / "apex_C").is_dir()
 
 
 def test_wheel_found_by_a_consumer_builds_and_runs(prefix: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ Typical use::
     optimizer.step()
 """
 
+from . import compat, frontend, lists, rnn_compat, scaler
 from ._amp_state import _amp_state, master_params
 from .amp import (
     float_function,
@@ -25,17 +26,22 @@ from .scaling import scale_loss
 
 __all__ = [
     "_amp_state",
+    "compat",
     "disable_casts",
     "float_function",
+    "frontend",
     "half_function",
     "init",
     "initialize",
+    "lists",
     "load_state_dict",
     "master_params",
     "promote_function",
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "rnn_compat",
     "scale_loss",
+    "scaler",
     "state_dict",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
@@ -164,6 +165,9 @@ def process_optimizer(
         )
     stash = OptimizerStash(optimizer, master_weights, scalers)
     hooked: Any = optimizer
+    if type(hooked.state) is dict:
+        # Some scripts clear it so, and a step makes entries by looking them up.
+        hooked.state = collections.defaultdict(dict, hooked.state)
     hooked._amp_stash = stash
     hooked._amp_lazy_init = stash.lazy_init
     hooked._lazy_init_maybe_master_weights = stash.lazy_init

@@ -29,22 +29,22 @@ def _decorate(function: Function, wrap: Wrap) -> Function:
     return wrapper
 
 
-def half_function(function: Function) -> Function:
-    """Decorator: at O1, cast floating arguments of `function` to the low-precision type.
+def half_function(fn: Function) -> Function:
+    """Decorator: at O1, cast floating arguments of `fn` to the low-precision type.
 
     Arguments inside lists, tuples and dicts, and keyword arguments, are cast, too.
     """
-    return _decorate(function, wrap_low_precision)
+    return _decorate(fn, wrap_low_precision)
 
 
-def float_function(function: Function) -> Function:
-    """Decorator: at O1, cast low-precision arguments of `function` to float32."""
-    return _decorate(function, wrap_float32)
+def float_function(fn: Function) -> Function:
+    """Decorator: at O1, cast low-precision arguments of `fn` to float32."""
+    return _decorate(fn, wrap_float32)
 
 
-def promote_function(function: Function) -> Function:
-    """Decorator: at O1, cast floating arguments of `function` to the widest type among them."""
-    return _decorate(function, wrap_promote)
+def promote_function(fn: Function) -> Function:
+    """Decorator: at O1, cast floating arguments of `fn` to the widest type among them."""
+    return _decorate(fn, wrap_promote)
 
 
 def _register(module: Any, name: str, wrap: Wrap) -> None:
@@ -53,31 +53,31 @@ def _register(module: Any, name: str, wrap: Wrap) -> None:
     _registry.append((module, name, wrap))
 
 
-def register_half_function(module: Any, function_name: str) -> None:
-    """Like :func:`half_function` for ``module.function_name``, from the next initialisation on.
+def register_half_function(module: Any, name: str) -> None:
+    """Like :func:`half_function` for ``module.name``, from the next initialisation on.
 
     Raises:
         ValueError: `module` has no such attribute.
     """
-    _register(module, function_name, wrap_low_precision)
+    _register(module, name, wrap_low_precision)
 
 
-def register_float_function(module: Any, function_name: str) -> None:
-    """Like :func:`float_function` for ``module.function_name``, from the next initialisation on.
-
-    Raises:
-        ValueError: `module` has no such attribute.
-    """
-    _register(module, function_name, wrap_float32)
-
-
-def register_promote_function(module: Any, function_name: str) -> None:
-    """Like :func:`promote_function` for ``module.function_name``, from the next initialisation on.
+def register_float_function(module: Any, name: str) -> None:
+    """Like :func:`float_function` for ``module.name``, from the next initialisation on.
 
     Raises:
         ValueError: `module` has no such attribute.
     """
-    _register(module, function_name, wrap_promote)
+    _register(module, name, wrap_float32)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Like :func:`promote_function` for ``module.name``, from the next initialisation on.
+
+    Raises:
+        ValueError: `module` has no such attribute.
+    """
+    _register(module, name, wrap_promote)
 
 
 def init(

@@ -143,6 +143,10 @@ class CastCache:
         """Forget every copy. Takes any arguments, to serve as a hook."""
         self._entries.clear()
 
+    def forget(self, parameter: torch.Tensor) -> None:
+        """Forget the copy of `parameter`, if there is one."""
+        self._entries.pop(id(parameter), None)
+
     def forget_dropped(self) -> None:
         """Forget copies of parameters that only the cache, or a graph, still holds."""
         for key, entry in list(self._entries.items()):

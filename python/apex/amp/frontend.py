@@ -105,8 +105,10 @@ class Level:
         self.values = values
         self.patch_torch_functions: bool = values["patch_torch_functions"]
 
-    def __call__(self, properties: Properties, name: str) -> Properties:
+    def __call__(self, properties: Properties, name: str | None = None) -> Properties:
         """Write the level's values into `properties`, unchecked."""
+        if name is None:
+            name = next(known for known, level in LEVELS.items() if level is self)
         vars(properties)["low_precision"] = self.low_precision
         properties.options.update(enabled=True, opt_level=name, **self.values)
         return properties
@@ -138,6 +140,26 @@ LEVELS = {
     "O3-bf16": _level("bfloat16 training", _BF16, (_BF16, False, False, False, 1.0)),
 }  # fmt: skip
 opt_levels = LEVELS
+
+
+def O0() -> Level:  # noqa: N802
+    """The level of this name, a class in Apex: ``O0()(properties)`` fills in its values."""
+    return LEVELS["O0"]
+
+
+def O1() -> Level:  # noqa: N802
+    """See :func:`O0`."""
+    return LEVELS["O1"]
+
+
+def O2() -> Level:  # noqa: N802
+    """See :func:`O0`."""
+    return LEVELS["O2"]
+
+
+def O3() -> Level:  # noqa: N802
+    """See :func:`O0`."""
+    return LEVELS["O3"]
 
 
 def _unknown_level(opt_level: Any) -> RuntimeError:
@@ -274,7 +296,7 @@ def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[
     return destination
 
 
-def load_state_dict(state: dict[str, Any]) -> None:
+def load_state_dict(state_dict: dict[str, Any]) -> None:
     """Restore the loss scalers; call it after :func:`initialize`.
 
     Says so if the number of scalers differs, and loads those that exist.
@@ -282,17 +304,17 @@ def load_state_dict(state: dict[str, Any]) -> None:
     Raises:
         RuntimeError: a key that is not a loss scaler's.
     """
-    unknown = [key for key in state if "loss_scaler" not in key]
+    unknown = [key for key in state_dict if "loss_scaler" not in key]
     if unknown:
         raise RuntimeError(
             f"amp.load_state_dict found unexpected key(s) {', '.join(map(repr, unknown))}; pass "
             "what amp.state_dict() returned."
         )
-    if len(state) != len(_amp_state.loss_scalers):
+    if len(state_dict) != len(_amp_state.loss_scalers):
         print(
-            f"Warning: the state has {len(state)} loss scaler(s), amp was initialized with "
+            f"Warning: the state has {len(state_dict)} loss scaler(s), amp was initialized with "
             f"{len(_amp_state.loss_scalers)}; those that fit are loaded."
         )
     for index, scaler in enumerate(_amp_state.loss_scalers):
-        if f"loss_scaler{index}" in state:
-            scaler.load_state_dict(state[f"loss_scaler{index}"])
+        if f"loss_scaler{index}" in state_dict:
+            scaler.load_state_dict(state_dict[f"loss_scaler{index}"])

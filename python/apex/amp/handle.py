@@ -1,4 +1,4 @@
-"""The handle of level O1 (casts on or off), and :func:`scale_loss`."""
+"""The handle of level O1 (casts on or off); Apex's module of this name also has ``scale_loss``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ._amp_state import _amp_state
 from .casts import CastCache
 from .patch import PatchSet, install
+
+_OLD_INTERFACE = (
+    "the handle's {} is of the interface that Apex had before amp.initialize: call model, "
+    'optimizer = amp.initialize(model, optimizer, opt_level="O1") in the place of amp.init(), and '
+    "use `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`."
+)
 
 
 class AmpHandle:
@@ -133,6 +139,18 @@ class AmpHandle:
         """The cast parameters kept now."""
         return self._cache
 
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
+        """Raises RuntimeError with advice: of the interface before ``amp.initialize``."""
+        raise RuntimeError(_OLD_INTERFACE.format("wrap_optimizer()"))
+
+    def scale_loss(self, loss: Any, optimizer: Any) -> Any:
+        """Raises RuntimeError with advice: of the interface before ``amp.initialize``."""
+        raise RuntimeError(_OLD_INTERFACE.format("scale_loss()"))
+
+    def remove_cache(self, param: torch.Tensor) -> None:
+        """Forget the cast of `param`, if there is one."""
+        self._cache.forget(param)
+
     def _clear_cache(self) -> None:
         self._cache.clear()
 
@@ -166,6 +184,15 @@ class NoOpHandle:
         """Always False."""
         return False
 
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
+        """Raises RuntimeError with advice: of the interface before ``amp.initialize``."""
+        raise RuntimeError(_OLD_INTERFACE.format("wrap_optimizer()"))
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Any, optimizer: Any) -> Iterator[Any]:
+        """Context that yields `loss` as it is."""
+        yield loss
+
     def _clear_cache(self) -> None:
         pass
 
@@ -188,3 +215,11 @@ def forget_casts() -> None:
     """Drop the cast weights of level O1: Note [Writes that nobody sees] in ``casts.py``."""
     if _amp_state.handle is not None:
         _amp_state.handle._clear_cache()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "scale_loss":  # it imports this module
+        from .scaling import scale_loss
+
+        return scale_loss
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -218,33 +218,79 @@ def wrap_backward(handle: AmpHandle, original: Function) -> Function:
     return wrapper
 
 
+def wrap_uncast(handle: AmpHandle, original: Function) -> Function:
+    """Run with casts off: autocast would cast what the lists do not ask for."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not handle.any_casting():
+            return original(*args, **kwargs)
+        with handle.casts_disabled():
+            return original(*args, **kwargs)
+
+    return wrapper
+
+
+#: How a function is wrapped, and of a banned one the remedy.
+_Kind = tuple[Callable[..., Function], str]
+
+
+def _kinds(overrides: Any) -> dict[str, _Kind]:
+    """What the lists of one namespace say of each function; the first list that has it counts."""
+    kinds: dict[str, _Kind] = {}
+    for names, wrap in (
+        (overrides.FP16_FUNCS, wrap_low_precision),
+        (overrides.FP32_FUNCS, wrap_float32),
+        (overrides.CASTS, wrap_promote),
+        (overrides.SEQUENCE_CASTS, wrap_promote),
+    ):
+        for name in names:
+            if hasattr(overrides.MODULE, name):
+                kinds.setdefault(name, (wrap, ""))
+    for name, remedy in overrides.BANNED_FUNCS:
+        kinds.setdefault(name, (wrap_banned, remedy))
+    return kinds
+
+
+_OVERRIDES = (lists.torch_overrides, lists.functional_overrides, lists.tensor_overrides)
+#: As they are before a script changes the lists.
+_DEFAULTS = [_kinds(overrides) for overrides in _OVERRIDES]
+#: Has wrappers of its own.
+_APART = {"__ipow__"}
+_NOT_PATCHED = {*lists.PROMOTED_BY_TORCH, *lists.SEQUENCES_PROMOTED_BY_TORCH}
+
+
+def _install_lists(handle: AmpHandle, patches: PatchSet) -> None:
+    """Patch what the lists name.
+
+    A function that a script has moved from one list to another, or out of all, runs with casts off
+    inside: autocast has lists of its own, which know nothing of that.
+    """
+    for overrides, defaults in zip(_OVERRIDES, _DEFAULTS, strict=True):
+        present = _kinds(overrides)
+        for name in {**defaults, **present}:
+            kind, default = present.get(name), defaults.get(name)
+            if name in _APART or (kind == default and name in _NOT_PATCHED):
+                continue
+            if kind != default:
+                patches.replace(overrides.MODULE, name, functools.partial(wrap_uncast, handle))
+            if kind is None:
+                continue
+            wrap, remedy = kind
+            more = {"name": name, "remedy": remedy} if wrap is wrap_banned else {}
+            patches.replace(overrides.MODULE, name, functools.partial(wrap, handle, **more))
+
+
 def install(handle: AmpHandle, patches: PatchSet) -> None:
     """Patch everything that :mod:`apex.amp.lists` names, and the entry points of autograd."""
-    wraps: list[tuple[tuple[str, ...], Callable[[AmpHandle, Function], Function]]] = [
-        (lists.LOW_PRECISION, wrap_low_precision),
-        (lists.FLOAT32, wrap_float32),
-        (lists.PROMOTE, wrap_promote),
-    ]
-    for names, wrap in wraps:
-        for name in names:
-            for namespace in lists.NAMESPACES:
-                if hasattr(namespace, name):
-                    patches.replace(namespace, name, functools.partial(wrap, handle))
+    _install_lists(handle, patches)
     for name in lists.LOW_PRECISION_RECURRENT:
         patches.replace(torch._VF, name, functools.partial(wrap_recurrent, handle))
-    for name in lists.FLOAT32_METHODS:
-        patches.replace(torch.Tensor, name, functools.partial(wrap_float32, handle))
     for name in lists.CAST_TO_SELF:
         patches.replace(torch.Tensor, name, functools.partial(wrap_cast_to_self, handle))
     for name in lists.in_place_float32():
         patches.replace(
             torch.Tensor, name, functools.partial(wrap_in_place_float32, handle, name=name)
-        )
-    for name, remedy in lists.BANNED.items():
-        patches.replace(
-            torch.nn.functional,
-            name,
-            functools.partial(wrap_banned, handle, name=name, remedy=remedy),
         )
     for name in ("backward", "grad"):
         patches.replace(torch.autograd, name, functools.partial(wrap_backward, handle))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import _core
+from ._scaler_by_hand import ScalerByHand
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -20,7 +21,7 @@ def _real(grad: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
 
 
-class LossScaler:
+class LossScaler(ScalerByHand):
     """One loss's scaler, with the attributes scripts use: ``loss_scale()``, ``_loss_scale``,
     ``_unskipped``, ``dynamic``.
 
@@ -55,19 +56,19 @@ class LossScaler:
                 raise ValueError(
                     f"loss_scale is {loss_scale!r}; pass a positive number or 'dynamic'."
                 ) from None
-        self._policy = _core.LossScaler(
-            init_scale=first,
-            dynamic=self.dynamic,
-            growth_factor=scale_factor,
-            backoff_factor=1.0 / scale_factor,
-            growth_interval=scale_window,
+        self._policy_options = {
+            "init_scale": first,
+            "dynamic": self.dynamic,
+            "growth_factor": scale_factor,
+            "backoff_factor": 1.0 / scale_factor,
+            "growth_interval": scale_window,
             # Below it, 1/scale would be infinite in float32, and gradients nan.
-            min_scale=_SMALLEST if min_loss_scale is None else min_loss_scale,
-            max_scale=max_loss_scale,
-        )
+            "min_scale": _SMALLEST if min_loss_scale is None else min_loss_scale,
+            "max_scale": max_loss_scale,
+        }
+        self._policy = _core.LossScaler(**self._policy_options)
         self._static = None if self.dynamic else first
         self._scale_factor = scale_factor
-        self._scale_seq_len = scale_window
         self._min_loss_scale = min_loss_scale
         self._max_loss_scale = max_loss_scale
         #: Counts changes of the scale, so that gradients left scaled can be told apart.
@@ -113,6 +114,7 @@ class LossScaler:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss.float()`` times the scale, on the loss's device. Blocks nothing."""
+        self._begin_iteration()
         return self._policy.scale(loss)
 
     def scale_tensor(self) -> torch.Tensor:
@@ -138,6 +140,7 @@ class LossScaler:
     def clear_overflow_state(self) -> None:
         """Forget non-finite gradients seen since the last update."""
         self._policy.clear_found_inf()
+        self._begin_iteration()
 
     def ranks(self, group: Any = None) -> int:
         """How many ranks :meth:`synchronize` talks to, this one included."""
@@ -157,11 +160,13 @@ class LossScaler:
             return
         distributed = torch.distributed
         group = distributed.group.WORLD if group is None else group
+        self._take_buffer()
         self._policy.synchronize(group.group_name)
 
     def update_scale_async(self) -> torch.Tensor:
         """Adapt the scale on the device and return the flag that decided; blocks nothing."""
-        found_inf = self._policy.found_inf()
+        self._take_buffer()
+        self._decided = found_inf = self._policy.found_inf()
         self._policy.update()
         self._generation += 1
         return found_inf

@@ -159,6 +159,6 @@ def master_params_to_model_params(
         torch._foreach_copy_(list(model_params), sources)
 
 
-def to_python_float(value: Any) -> float:
+def to_python_float(t: Any) -> float:
     """The number in a one-element tensor (waits for its device), or a sequence's first item."""
-    return value.item() if hasattr(value, "item") else value[0]
+    return t.item() if hasattr(t, "item") else t[0]

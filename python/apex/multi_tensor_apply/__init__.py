@@ -1,8 +1,8 @@
-"""``multi_tensor_applier``, for scripts that import it beside :mod:`apex.amp`.
+"""``multi_tensor_applier``, for scripts that import it beside :mod:`apex.amp` or ``amp_C``.
 
-The fused kernels it used to launch are torch's own ``torch._foreach_*`` and fused optimizers now,
-so there is no extension behind it and ``available`` is False, which sends scripts that ask to
-their plain path.
+It calls the operations of ``amp_C``, which are torch's ``torch._foreach_*`` here. ``available`` is
+False: it stands for all of Apex's kernels, those of its optimizers included, and scripts that ask
+take their plain path.
 """
 
 from .multi_tensor_apply import MultiTensorApply

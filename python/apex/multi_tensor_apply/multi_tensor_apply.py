@@ -13,7 +13,7 @@ class MultiTensorApply:
         chunk_size: handed to every operation.
     """
 
-    #: Whether Apex's kernel extension is there: never, see the package's documentation.
+    #: Whether all kernels of Apex are there: no, see the documentation of the package.
     available = False
     warned = False
 

@@ -1,7 +1,21 @@
-"""Names of Apex's fused optimizers, as thin aliases of torch's own fused implementations."""
+"""Apex's fused optimizers.
 
+FusedAdam and FusedSGD are torch's own fused ones; FusedLAMB, FusedNovoGrad and FusedAdagrad are
+made of torch's foreach operators.
+"""
+
+from typing import Any
+
+from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
+from .fused_lamb import FusedLAMB
+from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
-from .unavailable import FusedLAMB, FusedNovoGrad
 
-__all__ = ["FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
+__all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
+
+
+def __getattr__(name: str) -> Any:
+    from ._unavailable import explain
+
+    return explain(__name__, name)

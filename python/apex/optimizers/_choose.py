@@ -44,16 +44,21 @@ def implementation(params: list[Any]) -> dict[str, bool]:
 def from_apex(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """`state`, where Apex's class has saved it in the layout of torch's, for `optimizer` to load.
 
-    Apex keeps the number of steps in the group, and does not have torch's settings.
+    Apex keeps the number of steps in the group only, and does not have torch's settings; torch
+    keeps it with the parameters only.
     """
     entries = {index: dict(entry) for index, entry in state["state"].items()}
     groups = []
     for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=False):
-        group = {**{key: own[key] for key in own if key not in ("params", "param_names")}, **saved}
-        step = group.pop("step", None)
-        for index in group["params"] if step is not None else ():
-            if index in entries:
-                entries[index].setdefault("step", torch.tensor(float(step)))
+        kept = {key: own[key] for key in own if key not in ("params", "param_names", "step")}
+        group = {**kept, **saved}
+        known = [entries[index] for index in group["params"] if index in entries]
+        step = saved.get("step")
+        steps = [int(entry["step"]) for entry in known if "step" in entry]
+        if step is None and steps:
+            group["step"] = max(steps)
+        for entry in known if step is not None else ():
+            entry.setdefault("step", torch.tensor(float(step)))
         groups.append(group)
     groups += state["param_groups"][len(groups) :]  # as many as there are: torch compares
     return {**state, "state": entries, "param_groups": groups}

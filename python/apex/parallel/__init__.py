@@ -1,11 +1,12 @@
 """Data-parallel training: gradients averaged over processes while backward is still running.
 
 ``LARC`` and ``multiproc`` are modules, as in NVIDIA's Apex: ``from apex.parallel.LARC import
-LARC``, ``python -m apex.parallel.multiproc script.py``.
+LARC`` or ``apex.parallel.LARC.LARC``, ``python -m apex.parallel.multiproc script.py``.
 """
 
 from torch.distributed import ReduceOp
 
+from apex.parallel import LARC
 from apex.parallel.distributed import DistributedDataParallel, Reducer, flat_dist_call
 from apex.parallel.overlap_report import BucketOverlap, OverlapReport
 from apex.parallel.overlapped_optimizer import OverlappedOptimizer
@@ -19,6 +20,7 @@ from apex.parallel.syncbn_convert import (
 __all__ = [
     "BucketOverlap",
     "DistributedDataParallel",
+    "LARC",
     "OverlapReport",
     "OverlappedOptimizer",
     "ReduceOp",

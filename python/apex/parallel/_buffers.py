@@ -28,11 +28,12 @@ class BuffersDiffer(RuntimeError):
     """This rank's buffers are others than those that were sent."""
 
 
-def described(module: nn.Module) -> list[str]:
+def described(module: nn.Module, ignored: Container[str] = ()) -> list[str]:
     """What has to be alike on all ranks, for messages between them."""
     return [
         f"buffer '{name}' ({i})={buffer.dtype} {list(buffer.shape)}"
         for i, (name, buffer) in enumerate(module.named_buffers())
+        if name not in ignored
     ]
 
 
@@ -47,12 +48,13 @@ def _layout(tensors: list[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype]]
 class Buffers:
     """The buffers of a module, as they were when all ranks compared theirs."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, ignored: Container[str] = ()) -> None:
         self._module = module
-        self._agree(synchronized(module, ()))
+        self._ignored = ignored
+        self._agree(synchronized(module, (), ignored))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:
-        self._description = described(self._module)
+        self._description = described(self._module, self._ignored)
         self._fingerprint = _fingerprint(self._description)
         self._layout = _layout(tensors)
         names = [name for name, _ in self._module.named_buffers()]
@@ -67,13 +69,15 @@ class Buffers:
         Raises:
             BuffersDiffer: if this rank's are others than that rank's.
         """
-        tensors = synchronized(self._module, borrowed)
+        tensors = synchronized(self._module, borrowed, self._ignored)
         if not self._layout or any(not tensor.is_cpu for tensor in tensors):
             if tensors:
                 _core.broadcast_coalesced(tensors, group.group_name, root, self._what)
             return
         changed = _layout(tensors) != self._layout
-        mine = _fingerprint(described(self._module)) if changed else self._fingerprint
+        mine = (
+            _fingerprint(described(self._module, self._ignored)) if changed else self._fingerprint
+        )
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         header = torch.tensor([mine, size])
         first = [torch.zeros(shape, dtype=dtype) for shape, dtype in self._layout]
@@ -90,7 +94,7 @@ class Buffers:
             self._agree(tensors)
 
     def _difference(self, rank: int, root: int) -> str:
-        now = described(self._module)
+        now = described(self._module, self._ignored)
         lost = [line for line in self._description if line not in now]
         new = [line for line in now if line not in self._description]
         changes = [f"{line} is gone" for line in lost] + [f"{line} is new" for line in new]
@@ -104,21 +108,28 @@ class Buffers:
         )
 
 
-def synchronized(module: nn.Module, borrowed: Container[int]) -> list[torch.Tensor]:
-    """All buffers, in one order on every rank; copies of those whose ids are in ``borrowed``, which
-    must not be written to, while all ranks take part in the same messages.
+def synchronized(
+    module: nn.Module, borrowed: Container[int], ignored: Container[str] = ()
+) -> list[torch.Tensor]:
+    """All buffers but those named in ``ignored``, in one order on every rank.
+
+    Copies of those whose ids are in ``borrowed``, which must not be written to, while all ranks
+    take part in the same messages.
 
     Batch norm's running statistics come as ``.data``: writing to them does not count as a change of
     what a forward that awaits its backward has saved, just as batch norm's own update of them does
     not (backward in training reads the statistics of the batch). Other buffers count their changes,
     so that a backward that would read another value than its forward did is an error.
     """
+    left_out: set[int] = set()
+    if ignored:
+        left_out = {id(buffer) for name, buffer in module.named_buffers() if name in ignored}
     buffers: dict[int, torch.Tensor] = {}
     for part in module.modules():
         kind = getattr(part, "original_name", "")  # of a scripted module
         own = isinstance(part, nn.modules.batchnorm._NormBase) or "Norm" in kind
         for buffer in part._buffers.values():
-            if buffer is None or id(buffer) in buffers:
+            if buffer is None or id(buffer) in buffers or id(buffer) in left_out:
                 continue
             if id(buffer) in borrowed:
                 buffers[id(buffer)] = buffer.detach().clone()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from apex import _core
-from apex.parallel import _buffers, _options
+from apex.parallel import _buffers, _included, _options
 from apex.parallel._groups import end_groups_at_exit, require_group
 from apex.parallel._join import Join
 from apex.parallel._mixed_precision import MixedPrecision
@@ -37,6 +37,7 @@ class EngineOwner(nn.Module):
     check_finite: bool
     check_reduction: bool | None
     registered_buffers: bool
+    parameters_to_ignore: set[str]
     process_group: dist.ProcessGroup
     world_size: float
     _trigger_names: list[str]
@@ -68,7 +69,7 @@ class EngineOwner(nn.Module):
         if not _options.over_gloo(self.process_group):
             # Making groups is collective: ranks that want different numbers are told before.
             _options.check_initialized(self.module)
-            named = dict(self.module.named_parameters())
+            named = dict(_included.named_parameters(self.module, self.parameters_to_ignore))
             _core.verify_same_model(
                 list(named), list(named.values()), self._settings(), self.process_group.group_name
             )
@@ -82,7 +83,7 @@ class EngineOwner(nn.Module):
         # has taken its change back must not go on with the old engine while others build.
         self._watched = None
         watched = WatchedModule(self)
-        names = [name for name, _ in self.module.named_parameters()]
+        names = [name for name, _ in self._named_parameters()]
         parameters = watched.parameters
         _options.check_initialized(self.module)
         if self._reducer is not None:
@@ -116,7 +117,7 @@ class EngineOwner(nn.Module):
         )
         reducer.synchronizing = synchronizing
         self._reducer, self._parameters_seen = reducer, parameters
-        self._buffers_agreed = _buffers.Buffers(self.module)
+        self._buffers_agreed = _buffers.Buffers(self.module, self.parameters_to_ignore)
         self._engines_made += 1
         self._install_hooks(reducer)
         self._watched = watched
@@ -138,7 +139,13 @@ class EngineOwner(nn.Module):
             "mixed_precision": (None if mixed is None else mixed.describe(), None),
         }
         settings = [f"{name}={v}" for name, (v, default) in options.items() if v != default]
-        return settings + (_buffers.described(self.module) if self.broadcast_buffers else [])
+        if self.broadcast_buffers:
+            settings += _buffers.described(self.module, self.parameters_to_ignore)
+        return settings
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that are synchronized."""
+        return _included.named_parameters(self.module, self.parameters_to_ignore)
 
     def _install_hooks(self, engine: _core.Reducer) -> None:
         """Gives a new engine what was registered with the one before it."""
@@ -217,7 +224,7 @@ class EngineOwner(nn.Module):
         state = self.__dict__.copy()
         for name in ("_reducer", "_watched", "_parameters_seen", "_buffers_agreed"):
             state.pop(name, None)
-        for name in ("_groups", "process_group"):
+        for name in ("_groups", "process_group", "device_mesh"):
             state.pop(name, None)
         for name in ("_bucket_callback", "_join", "_torch_join", "_overlap", "_copied"):
             state[name] = None

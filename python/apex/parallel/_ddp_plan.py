@@ -32,7 +32,7 @@ class BucketPlan(EngineOwner):
     @property
     def active_params(self) -> list[nn.Parameter]:
         """The parameters that require a gradient."""
-        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        return [parameter for _, parameter in self._named_parameters() if parameter.requires_grad]
 
     @property
     def bucket_bytes_cap(self) -> int:
@@ -79,7 +79,7 @@ class BucketPlan(EngineOwner):
         self._engine.set_plan([[index[name] for name in bucket] for bucket in plan])
 
     def _unique_names(self) -> list[str]:
-        return [name for name, _ in self.module.named_parameters()]
+        return [name for name, _ in self._named_parameters()]
 
     def _set_static_graph(self) -> None:
         """As ``static_graph=True``; before the first backward, on every process."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Container
 
 import torch.distributed as dist
 from torch import nn
@@ -16,8 +17,10 @@ def parameters_known() -> int:
     return 0 if module is None else len(module.param_to_optim_hook_handle_map)
 
 
-def refuse(module: nn.Module, group: dist.ProcessGroup) -> None:
+def refuse(module: nn.Module, group: dist.ProcessGroup, ignored: Container[str] = ()) -> None:
     """Check that no parameter of ``module`` is stepped in backward, where there are several ranks.
+
+    Those named in ``ignored`` may be.
 
     Raises:
         RuntimeError: one is.
@@ -25,7 +28,7 @@ def refuse(module: nn.Module, group: dist.ProcessGroup) -> None:
     if dist.get_world_size(group) == 1:
         return
     for name, parameter in module.named_parameters():
-        if getattr(parameter, "_in_backward_optimizers", None):
+        if name not in ignored and getattr(parameter, "_in_backward_optimizers", None):
             raise RuntimeError(
                 f"rank {dist.get_rank(group)}: an optimizer steps parameter '{name}' inside "
                 "backward (torch.distributed.optim._apply_optimizer_in_backward), with this rank's "

@@ -103,7 +103,8 @@ class Join:
             ended = sorted(set(range(self._world)) - set(active))
             raise RuntimeError(
                 f"rank {dist.get_rank(self._ddp.process_group)}: ranks {ended} have run out of "
-                "data, and join(throw_on_early_termination=True) asked to be told."
+                "data, and join(throw_on_early_termination=True) asked to be told. (Detected at "
+                "least one rank that exhausted inputs.)"
             )
 
     # --- when it has none ---
@@ -157,7 +158,9 @@ class Join:
         if root < 0:
             return
         device = collective_device(group)
-        tensors = [*ddp.module.parameters(), *ddp.module.buffers()]
+        ignored = ddp.parameters_to_ignore
+        tensors = [t for n, t in ddp.module.named_parameters() if n not in ignored]
+        tensors += [t for n, t in ddp.module.named_buffers() if n not in ignored]
         what = "broadcast of parameters and buffers at the end of join()"
         _core.broadcast_coalesced([t.detach() for t in tensors], group.group_name, root, what)
         if scalers:

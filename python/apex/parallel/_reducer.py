@@ -12,6 +12,7 @@ from torch import nn
 from apex import _core
 from apex.parallel import _in_backward
 from apex.parallel._groups import end_groups_at_exit, require_group
+from apex.parallel._tensor_lists import apply_flat_dist_call
 
 
 class Reducer:
@@ -86,12 +87,4 @@ def flat_dist_call(
     for tensor in tensors:
         by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for members in by_type.values():
-        with torch.no_grad():
-            flat = torch.cat([member.reshape(-1) for member in members])
-            call(flat, *(extra_args or ()))
-            if call is dist.all_reduce:
-                flat /= dist.get_world_size()
-            pieces = flat.split([member.numel() for member in members])
-            torch._foreach_copy_(
-                members, [p.view_as(m) for p, m in zip(pieces, members, strict=True)]
-            )
+        apply_flat_dist_call(members, call, extra_args)

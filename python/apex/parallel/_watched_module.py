@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import stateless
 
 from apex import _core
+from apex.parallel import _included
 
 # Note [Tensors that functional_call puts in place]
 #
@@ -39,11 +40,11 @@ class WatchedModule:
     change. Watches the wrapper's own entry, so that ``wrapper.module = other`` is seen, too.
 
     Attributes:
-        parameters: as ``module.parameters()`` had them, by which the engine numbers them.
+        parameters: those that are synchronized, in the order by which the engine numbers them.
     """
 
     def __init__(self, wrapper: nn.Module) -> None:
-        self.parameters: list[nn.Parameter] = list(wrapper.module.parameters())
+        self.parameters: list[nn.Parameter] = self._present(wrapper)
         if self._are_borrowed(self.parameters):
             raise RuntimeError(
                 "this DistributedDataParallel has no engine yet, and in functional_call() it "
@@ -51,6 +52,10 @@ class WatchedModule:
                 "every rank."
             )
         self._look(wrapper)
+
+    @staticmethod
+    def _present(wrapper: nn.Module) -> list[nn.Parameter]:
+        return _included.parameters(wrapper.module, wrapper.parameters_to_ignore)
 
     @staticmethod
     def _are_borrowed(parameters: list[nn.Parameter]) -> bool:
@@ -74,7 +79,7 @@ class WatchedModule:
         changed = self._watch.changed()
         if not (changed or self._has_scripted):
             return False
-        present = list(wrapper.module.parameters())
+        present = self._present(wrapper)
         if len(present) == len(self.parameters) and all(
             new is old for new, old in zip(present, self.parameters, strict=True)
         ):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from apex._flat import flatten, unflatten
 from apex.parallel import _compile, _in_backward, _options
 from apex.parallel._ddp_hooks import BucketHooks, ReducedBucket
 from apex.parallel._ddp_join import UnevenInputs
@@ -18,15 +19,33 @@ from apex.parallel._ddp_overlap import OverlapTimes
 from apex.parallel._ddp_plan import BucketPlan
 from apex.parallel._mixed_precision import Casts, MixedPrecision
 from apex.parallel._reducer import Reducer, flat_dist_call
+from apex.parallel._tensor_lists import (
+    apply_flat_dist_call,
+    extract_tensors,
+    split_by_type,
+    split_half_float_double,
+)
+from apex.parallel._torch_names import IGNORED, TorchNames
 from apex.parallel._tree import find_tensors
 from apex.parallel.sync_batchnorm import name_layers
 
-__all__ = ["DistributedDataParallel", "ReducedBucket", "Reducer", "flat_dist_call"]
+__all__ = [
+    "DistributedDataParallel",
+    "ReducedBucket",
+    "Reducer",
+    "apply_flat_dist_call",
+    "extract_tensors",
+    "flat_dist_call",
+    "flatten",
+    "split_by_type",
+    "split_half_float_double",
+    "unflatten",
+]
 
 _NO_RANGE = contextlib.nullcontext()
 
 
-class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPlan):
+class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPlan, TorchNames):
     r"""Averages the gradients of a module over the processes of a group, during backward.
 
     Each process holds the whole module and works on its own part of the batch. At construction the
@@ -95,6 +114,10 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         device_mesh: a one-dimensional mesh in place of ``process_group``.
         skip_all_reduce_unused_params: no effect (parameters that no rank used are never sent, once
             that is learnt).
+        bucket_cap_mb_list: its largest number takes the place of ``bucket_cap_mb``; for sizes that
+            differ by bucket there is :meth:`load_bucket_plan`.
+        batched_grad_copy: no effect (gradients are copied by multi-tensor operations).
+        lazy_bucket_allocation: no effect (buckets are allocated in the first backward).
         check_finite: raise on every process after a backward to which a process contributed an
             infinity or a NaN, naming the first process and parameter. Costs a read of the
             gradients, a small all-gather, and a wait of the host.
@@ -145,6 +168,9 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         mixed_precision: Any = None,
         device_mesh: Any = None,
         skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        lazy_bucket_allocation: bool = False,
         check_finite: bool = False,
         registered_buffers: bool = False,
     ) -> None:
@@ -152,6 +178,8 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         if isinstance(message_size, (list, tuple)) and device_ids is None:
             # DistributedDataParallel(module, [device]), as torch's class is called.
             message_size, device_ids = _options.MESSAGE_SIZE, message_size
+        if bucket_cap_mb_list:
+            bucket_cap_mb = max(bucket_cap_mb_list)
         message_size = _options.positive_message_size(message_size)
         _options.check_exclusive(
             message_size=message_size,
@@ -167,9 +195,11 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         )
         _options.warn_ignored(gradient_average_split_factor)
         if device_mesh is not None:
+            self.device_mesh = device_mesh
             process_group = device_mesh.get_group()
 
         self.module = module
+        self.parameters_to_ignore = set(getattr(module, IGNORED, ()))
         self.message_size = message_size
         self.bucket_cap_mb = bucket_cap_mb
         self.delay_allreduce = delay_allreduce
@@ -197,7 +227,7 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         self._mixed_precision = None if mixed_precision is None else MixedPrecision(mixed_precision)
         self._splits_graphs = False
         self._reducer = None
-        parameters = list(module.parameters())
+        parameters = [parameter for _, parameter in self._named_parameters()]
         self._input_device, self._output_device = _options.single_device(
             device_ids, output_device, parameters
         )
@@ -217,7 +247,7 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
 
     def _refuse_steps_in_backward(self) -> None:
         # After what is collective, so that no rank waits for one that raises.
-        _in_backward.refuse(self.module, self.process_group)
+        _in_backward.refuse(self.module, self.process_group, self.parameters_to_ignore)
         self._stepped_in_backward = _in_backward.parameters_known()
 
     # --- forward ---
@@ -296,7 +326,12 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         if self._stepped_in_backward != _in_backward.parameters_known():
             self._refuse_steps_in_backward()
         self._reducer.prepare_for_forward(self.training)
-        buffers = self.broadcast_buffers and self.training and self._reducer.synchronizing
+        buffers = (
+            self.broadcast_buffers
+            and self.training
+            and self.require_forward_param_sync
+            and self._reducer.synchronizing
+        )
         root = 0 if self._join is None else self._join.announce_forward(buffers)
         if buffers:
             self._sync_buffers(root)

@@ -32,6 +32,19 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
+def _counter_of(optimizer: Any) -> str | None:
+    """The entry of its groups in which `optimizer`, or one inside it, only counts its steps."""
+    counters = (getattr(inner, "_counter", None) for inner in _nested(optimizer))
+    return next((counter for counter in counters if counter is not None), None)
+
+
+def _nested(optimizer: Any) -> Iterator[Any]:
+    """`optimizer`, and those that it wraps."""
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "optim", None)
+
+
 def _same(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return torch.equal(left, right)
@@ -126,8 +139,8 @@ class OverlappedOptimizer(WrappedOptimizer):
             raise TypeError(
                 f"expected an apex.parallel.DistributedDataParallel, got {type(model).__name__}."
             )
-        kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-        for name in ("ZeroRedundancyOptimizer", "LBFGS"):
+        kinds = {kind.__name__ for inner in _nested(optimizer) for kind in type(inner).__mro__}
+        for name in ("ZeroRedundancyOptimizer", "LBFGS", "FusedLAMB", "FusedNovoGrad"):
             if name in kinds:
                 raise ValueError(f"a step of {name} cannot be taken in parts: use it as it is.")
         if model._mixed_precision is not None:
@@ -231,19 +244,23 @@ class OverlappedOptimizer(WrappedOptimizer):
         groups = self.optim.param_groups
         present = [dict(group) for group in groups]
         used = present if settings is None else settings
+        counter = _counter_of(self.optim)
         try:
             for group, values in zip(groups, used, strict=True):
                 group.update(_settings(values))
                 group["params"] = [p for p in group["params"] if p in parameters]
             self.optim.step()
             for group, values in zip(groups, used, strict=True):
-                changed = [k for k, v in _settings(values).items() if not _same(group[k], v)]
+                kept = {k: v for k, v in _settings(values).items() if k != counter}
+                changed = [k for k, v in kept.items() if not _same(group[k], v)]
                 if changed:
                     raise RuntimeError(
                         f"{type(self.optim).__name__}.step() changes '{changed[0]}' of its "
                         "groups, so it cannot be taken in parts: use it without "
                         "OverlappedOptimizer."
                     )
+                if settings is None and counter in group:  # the first part counts for all
+                    values[counter] = group[counter]
         finally:
             for group, values in zip(groups, present, strict=True):
                 group.update(values)

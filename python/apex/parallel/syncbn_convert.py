@@ -61,25 +61,32 @@ def convert_syncbn_model(
             ``torch.nn.SyncBatchNorm`` keeps the group that it has.
         channel_last: given to every converted module: the inputs are ``[N, *, C]``.
 
-    A scripted or traced batch norm cannot be replaced and stays local to its rank: a UserWarning
-    names it. Convert before scripting.
+    Two kinds stay as they are, with the statistics of each rank alone, and a UserWarning names
+    them: a batch norm whose class, or another base of its class (a mixin), has behaviour of its
+    own, which would be lost (timm's ``BatchNormAct2d``), to be replaced by hand; and a scripted or
+    traced one: convert before scripting.
 
     Raises:
-        TypeError: a batch norm with behaviour of its own, in its class, in another base of its
-            class (a mixin) or set on the module (``forward``), named with its place in the model;
-            a lazy one that has not seen its first input; or a compiled one.
+        TypeError: a batch norm with behaviour that was set on the module (``forward``), named with
+            its place in the model; a lazy one that has not seen its first input; or a compiled one.
         ValueError: this rank is not a member of the process group.
             In any case nothing has been changed.
     """
+    left = _with_own_class(module)
     for name, child in module.named_modules():
-        if _is_plain(child):
+        if _is_plain(child) and id(child) not in left:
             _refuse_lazy(name, child)
             _refuse_own_behaviour("convert_syncbn_model", name, child)
         _refuse_compiled("convert_syncbn_model", name, child, _is_plain)
-    made = _make(module, _is_plain, lambda m: _to_sync(m, process_group, channel_last))
+    made = _make(
+        module,
+        lambda m: _is_plain(m) and id(m) not in left,
+        lambda m: _to_sync(m, process_group, channel_last),
+    )
     synchronized = [child for child in module.modules() if _is_synchronized(child)]
     if synchronized:
         group_name_of(process_group)
+    _warn_of_own_classes(left)
     _warn_of_scripted(module)
     # Nothing is refused from here on.
     for child in synchronized:
@@ -133,8 +140,12 @@ def _is_plain(module: Module) -> bool:
     return isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
 
 
+def _is_lazy(module: Module) -> bool:
+    return isinstance(module, torch.nn.modules.lazy.LazyModuleMixin)
+
+
 def _refuse_lazy(name: str, module: Module) -> None:
-    if isinstance(module, torch.nn.modules.lazy.LazyModuleMixin):
+    if _is_lazy(module):
         raise TypeError(
             f"convert_syncbn_model: {_place(name)} is a {type(module).__name__} that does not know "
             "its number of channels yet; run one batch through the model first."
@@ -182,6 +193,34 @@ def _own_behaviour(module: Module) -> tuple[list[str], list[str]]:
     }
     of_module = {name for name in vars(module) if callable(getattr(kind, name, None))}
     return sorted(of_class - _HARMLESS), sorted(of_module - _HARMLESS)
+
+
+def _with_own_class(module: Module) -> dict[int, tuple[str, Module]]:
+    """By id: name and module of the batch norms whose class has behaviour of its own."""
+    return {
+        id(child): (name, child)
+        for name, child in module.named_modules()
+        if _is_plain(child) and not _is_lazy(child) and _own_behaviour(child)[0]
+    }
+
+
+def _warn_of_own_classes(left: dict[int, tuple[str, Module]]) -> None:
+    by_class: dict[type[Module], list[str]] = {}
+    for name, child in left.values():
+        by_class.setdefault(type(child), []).append(name)
+    for kind, names in by_class.items():
+        example = next(child for _, child in left.values() if type(child) is kind)
+        shown = ", ".join(f"'{name}'" for name in names[:3])
+        if len(names) > 3:
+            shown += f" and {len(names) - 3} more"
+        place = "the module" if names == [""] else f"module{'s' * (len(names) > 1)} {shown}"
+        warnings.warn(
+            f"convert_syncbn_model: {place} ({kind.__module__}.{kind.__qualname__}) stays as it "
+            f"is, with the statistics of each rank alone. The class defines "
+            f"{', '.join(_own_behaviour(example)[0])}, which converting it would lose; replace it "
+            "by hand, for example by a SyncBatchNorm and what the class does besides.",
+            stacklevel=3,
+        )
 
 
 def _warn_of_scripted(module: Module) -> None:

@@ -1,16 +1,18 @@
 """Which functions run in which type at level O1.
 
-Names are looked up in the three namespaces of :data:`NAMESPACES`; one that does not exist in the
-installed torch is passed over. What is in no list follows the type of its inputs, as torch does by
-itself (``add``, ``mul``, comparisons, ``cat`` and ``stack`` promote to the widest type).
+Names are looked up in three namespaces, ``torch``, ``torch.nn.functional`` and ``Tensor``; one that
+does not exist in the installed torch is passed over. What is in no list follows the type of its
+inputs, as torch does by itself (``add``, ``mul``, comparisons, ``cat`` and ``stack`` promote to the
+widest type).
+
+The tuples here are the defaults. For each namespace there is a module, as in Apex
+(``torch_overrides``, ``functional_overrides``, ``tensor_overrides``), whose lists ``FP16_FUNCS``,
+``FP32_FUNCS``, ``CASTS`` and ``BANNED_FUNCS`` may be changed before :func:`apex.amp.initialize`.
 """
 
 from __future__ import annotations
 
 import torch
-
-#: Where listed names are patched: ``torch.f``, ``torch.nn.functional.f``, ``Tensor.f``.
-NAMESPACES = (torch, torch.nn.functional, torch.Tensor)
 
 #: Run in the low-precision type: matrix products and convolutions, made for tensor cores.
 LOW_PRECISION = (
@@ -71,7 +73,31 @@ BANNED = {
 }
 
 
+#: Promoted by torch itself, in Apex's lists of functions that promote.
+PROMOTED_BY_TORCH = (
+    "addcdiv", "addcmul", "atan2", "add", "div", "mul", "eq", "equal", "ge", "gt", "le", "lt", "ne",
+    "__add__", "__div__", "__eq__", "__ge__", "__gt__", "__iadd__", "__idiv__", "__imul__",
+    "__isub__", "__itruediv__", "__le__", "__lt__", "__mul__", "__ne__", "__radd__", "__rdiv__",
+    "__rmul__", "__rsub__", "__rtruediv__", "__sub__", "__truediv__",
+)  # fmt: skip
+
+#: The same, of functions that take a sequence.
+SEQUENCES_PROMOTED_BY_TORCH = ("cat", "stack")
+
+
+def existing(names: tuple[str, ...], namespace: object) -> list[str]:
+    """A new list of the `names` that `namespace` has."""
+    return [name for name in names if hasattr(namespace, name)]
+
+
 def in_place_float32() -> tuple[str, ...]:
-    """The in-place methods of Tensor that belong to :data:`FLOAT32`, such as ``exp_``."""
-    names = [f"{name}_" for name in FLOAT32 if not name.startswith("__")]
-    return tuple(name for name in names if hasattr(torch.Tensor, name)) + ("__ipow__",)
+    """The in-place methods of Tensor that belong to its float32 functions, such as ``exp_``."""
+    listed = tensor_overrides.FP32_FUNCS
+    names = [f"{name}_" for name in listed if not name.startswith("__")]
+    own = ("__ipow__",) if "__ipow__" in listed else ()
+    return tuple(name for name in names if hasattr(torch.Tensor, name)) + own
+
+
+from . import functional_overrides, tensor_overrides, torch_overrides  # noqa: E402  (use the above)
+
+__all__ = ["functional_overrides", "tensor_overrides", "torch_overrides"]

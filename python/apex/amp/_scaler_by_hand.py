@@ -1,0 +1,153 @@
+"""What scripts do with a loss scaler themselves, in the place of ``scale_loss``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..multi_tensor_apply._operations import multi_tensor_axpby, multi_tensor_scale
+
+if TYPE_CHECKING:
+    from .. import _core
+
+
+class ScalerByHand:
+    """The part of :class:`~apex.amp.scaler.LossScaler` with the inner names of Apex's.
+
+    Note [The buffer of a script]
+    ``_overflow_buf`` is the buffer that ``amp_C``'s functions set. A script that reduces gradients
+    itself puts its own there before ``update_scale()``. So what it holds counts like an overflow
+    that the scaler has found, on every rank as the script has it; and, as in Apex, the next
+    ``scale_loss`` of this scaler clears it.
+    """
+
+    dynamic: bool
+    _policy: _core.LossScaler
+    _policy_options: dict[str, Any]
+    _buffer: Tensor | None = None
+    #: The flag by which the last update of the scale decided, on its device.
+    _decided: Tensor | None = None
+
+    def unscale(
+        self,
+        model_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        unused_scale: Any = None,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
+    ) -> None:
+        """Write `model_grads` divided by the scale into `master_grads`.
+
+        inf and nan in `model_grads` count for the next :meth:`update_scale` if the scale is
+        dynamic. The two lists may hold the same tensors. Blocks nothing.
+
+        Args:
+            model_grads, master_grads: dense gradients, of any floating types.
+            unused_scale, models_are_masters: ignored, as what they said is known.
+            scale_override: divide by this instead of the scale.
+        """
+        del unused_scale, models_are_masters
+        scale = self._inverse(scale_override)
+        found = self._new_flag()
+        multi_tensor_scale(0, found, [list(model_grads), list(master_grads)], scale)
+        self._note_overflow(found)
+
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[Tensor],
+        stashed_master_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        scale_override: tuple[float, float, float] | None = None,
+    ) -> None:
+        """Write the sum of `model_grads`, divided by the scale, and `stashed_master_grads` into
+        `master_grads`.
+
+        inf and nan in `model_grads` count, as in :meth:`unscale`.
+
+        Args:
+            model_grads, stashed_master_grads, master_grads: dense gradients, of any floating types.
+            scale_override: the scales that the result shall have, that `model_grads` have, and that
+                `stashed_master_grads` have.
+        """
+        a, b = self._inverse(None), 1.0
+        if scale_override is not None:
+            out, present, stashed = scale_override
+            a, b = out / present, out / stashed
+        found = self._new_flag()
+        lists = [list(model_grads), list(stashed_master_grads), list(master_grads)]
+        multi_tensor_axpby(0, found, lists, a, b, 0)
+        self._note_overflow(found)
+
+    def _inverse(self, override: float | None) -> Any:
+        scale = self._policy.scale_tensor() if override is None else override
+        return 1.0 / scale
+
+    def _new_flag(self) -> Tensor:
+        return torch.zeros(1, device=self._policy.scale_tensor().device)
+
+    def _note_overflow(self, found: Tensor) -> None:
+        """Let the next update of the scale find an overflow where `found`, ``[1]``, is not 0."""
+        if self.dynamic:
+            marks = torch.zeros_like(found, dtype=torch.float32)
+            self._policy.unscale_([marks.masked_fill_(found != 0, math.inf)])
+
+    @property
+    def _overflow_buf(self) -> Tensor:
+        """See Note [The buffer of a script]."""
+        if self._buffer is None:
+            self._buffer = self._new_flag().int()
+        return self._buffer
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+
+    def _take_buffer(self) -> None:
+        if self._buffer is not None:
+            self._note_overflow(self._buffer.reshape(-1))
+
+    def _begin_iteration(self) -> None:
+        """What a script has left from the iteration before does not count any more."""
+        self._decided = None
+        if self._buffer is not None:
+            self._buffer.zero_()
+
+    @property
+    def _has_overflow(self) -> bool:
+        """Whether an overflow was found that the next update will see, or that the last one saw.
+
+        Waits for the device. Setting it makes the next update skip its step, or not.
+        """
+        if not self.dynamic:
+            return False
+        flags = [self._policy.found_inf(), self._decided, self._buffer]
+        return any(flag is not None and bool(flag.any()) for flag in flags)
+
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self._policy.clear_found_inf()
+        self._begin_iteration()
+        if value:
+            self._note_overflow(self._new_flag() + 1)
+
+    @property
+    def _scale_seq_len(self) -> int:
+        """After how many clean updates in a row the scale grows."""
+        interval: int = self._policy_options["growth_interval"]
+        return interval
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, value: int) -> None:
+        from .. import _core
+
+        scale, clean = self._policy.scale_tensor(), self._policy.growth_tracker()
+        found = self._policy.found_inf()
+        self._policy_options["growth_interval"] = int(value)
+        self._policy = _core.LossScaler(**self._policy_options)
+        self._policy.set_scale(scale.item())
+        self._policy.set_growth_tracker(min(clean, int(value) - 1))
+        self._note_overflow(found)

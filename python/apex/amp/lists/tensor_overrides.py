@@ -1,0 +1,25 @@
+"""Functions of ``torch.Tensor`` at level O1. Lists may be changed before ``initialize``."""
+
+import torch
+
+from . import (
+    FLOAT32,
+    FLOAT32_METHODS,
+    LOW_PRECISION,
+    PROMOTE,
+    PROMOTED_BY_TORCH,
+    SEQUENCES_PROMOTED_BY_TORCH,
+    existing,
+)
+
+MODULE = torch.Tensor
+
+#: Run in the low-precision type.
+FP16_FUNCS = existing(LOW_PRECISION, MODULE)
+#: Run in float32.
+FP32_FUNCS = [*existing(FLOAT32, MODULE), *FLOAT32_METHODS, "__ipow__"]
+#: Promote to the widest type among their arguments.
+CASTS = existing((*PROMOTE, *PROMOTED_BY_TORCH), MODULE)
+SEQUENCE_CASTS = existing(SEQUENCES_PROMOTED_BY_TORCH, MODULE)
+#: Refused with low-precision arguments: name and remedy.
+BANNED_FUNCS: list[tuple[str, str]] = []

@@ -1,0 +1,1 @@
+"""Holds the names of ``apex.contrib`` that old scripts import beside :mod:`apex.amp`."""

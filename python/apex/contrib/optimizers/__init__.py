@@ -1,0 +1,13 @@
+"""Apex's deprecated optimizers; those of :mod:`apex.optimizers` take their place."""
+
+from typing import Any
+
+from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
+
+__all__ = ["FusedAdam", "FusedLAMB", "FusedSGD"]
+
+
+def __getattr__(name: str) -> Any:
+    from apex.optimizers._unavailable import explain
+
+    return explain(__name__, name)

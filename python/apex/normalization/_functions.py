@@ -1,0 +1,159 @@
+"""The functions behind Apex's fused normalizations, on torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def _shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(normalized_shape, int):
+        return (normalized_shape,)
+    return tuple(normalized_shape)
+
+
+def _as(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
+
+
+def fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: int | Sequence[int],
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """``torch.nn.functional.layer_norm`` of `input`, ``[*, *normalized_shape]``.
+
+    The result has the shape of `input`, and its type, but for what apex.amp's level O1 and
+    torch.autocast cast. `weight` and `bias`, ``[*normalized_shape]``, may have another type.
+    `memory_efficient` is ignored.
+    """
+    del memory_efficient
+    dtype = input.dtype
+    return functional.layer_norm(
+        input, _shape(normalized_shape), _as(weight, dtype), _as(bias, dtype), eps
+    )
+
+
+def fused_layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """:func:`fused_layer_norm_affine` without weight and bias."""
+    del memory_efficient
+    return functional.layer_norm(input, _shape(normalized_shape), None, None, eps)
+
+
+def mixed_dtype_fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: int | Sequence[int],
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """:func:`fused_layer_norm_affine` with a result of the type of `weight`."""
+    return fused_layer_norm_affine(
+        input.to(weight.dtype), weight, bias, normalized_shape, eps, memory_efficient
+    )
+
+
+def fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: int | Sequence[int],
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """``torch.nn.functional.rms_norm`` of `input`, ``[*, *normalized_shape]``.
+
+    The result has the shape and type of `input`. `weight`, ``[*normalized_shape]``, may have
+    another type. `memory_efficient` is ignored.
+    """
+    del memory_efficient
+    return functional.rms_norm(input, _shape(normalized_shape), _as(weight, input.dtype), eps)
+
+
+def fused_rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """:func:`fused_rms_norm_affine` without a weight."""
+    del memory_efficient
+    return functional.rms_norm(input, _shape(normalized_shape), None, eps)
+
+
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: int | Sequence[int],
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """:func:`fused_rms_norm_affine` with a result of the type of `weight`."""
+    return fused_rms_norm_affine(
+        input.to(weight.dtype), weight, normalized_shape, eps, memory_efficient
+    )
+
+
+def manual_rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float
+) -> Tensor:
+    """Root-mean-square normalization by plain operators, in float32 at least.
+
+    The result is of the type of a low-precision `weight`; without a weight, or with a wider one, it
+    is float32 at least.
+    """
+    wide = input.to(torch.promote_types(input.dtype, torch.float32))
+    dims = tuple(range(-len(_shape(normalized_shape)), 0))
+    normalized = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + eps)
+    if weight is None:
+        return normalized
+    if weight.dtype in (torch.float16, torch.bfloat16):
+        normalized = normalized.to(weight.dtype)
+    return weight * normalized
+
+
+class FusedLayerNormAffineFunction:
+    """For code that calls ``FusedLayerNormAffineFunction.apply``; no autograd function."""
+
+    apply = staticmethod(fused_layer_norm_affine)
+
+
+class FusedLayerNormAffineMixedDtypesFunction:
+    """For code that calls its ``apply``; no autograd function."""
+
+    apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
+
+
+class FusedLayerNormFunction:
+    """For code that calls its ``apply``; no autograd function."""
+
+    apply = staticmethod(fused_layer_norm)
+
+
+class FusedRMSNormAffineFunction:
+    """For code that calls its ``apply``; no autograd function."""
+
+    apply = staticmethod(fused_rms_norm_affine)
+
+
+class FusedRMSNormAffineMixedDtypesFunction:
+    """For code that calls its ``apply``; no autograd function."""
+
+    apply = staticmethod(mixed_dtype_fused_rms_norm_affine)
+
+
+class FusedRMSNormFunction:
+    """For code that calls its ``apply``; no autograd function."""
+
+    apply = staticmethod(fused_rms_norm)

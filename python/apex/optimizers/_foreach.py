@@ -1,0 +1,179 @@
+"""What the optimizers that torch does not have share: float32 arithmetic on lists of tensors.
+
+Apex's kernels read parameters, gradients and state of any precision and compute in float32. Here
+low-precision parameters are widened for the update and rounded once at its end, and their state is
+kept in float32, where Apex rounds it to the parameter's type after every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which values of `dtype` are updated: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Batch:
+    """Parameters of one group, device and type, with what an update reads and writes.
+
+    Attributes:
+        params: wide values of the parameters, which the update changes; :meth:`write_back` brings
+            them into the parameters.
+        grads: wide values of the gradients, not to be written to.
+    """
+
+    def __init__(self, members: list[Tensor]) -> None:
+        self._members = members
+        self.dtype = wide_type(members[0].dtype)
+        self.device = members[0].device
+        self.params = _wide(members, self.dtype)
+        self.grads = _wide([_grad(member) for member in members], self.dtype)
+
+    def write_back(self) -> None:
+        """Round the parameters, where they are not wide themselves."""
+        if self.params[0] is not self._members[0]:
+            torch._foreach_copy_(self._members, self.params)
+
+
+def _grad(param: Tensor) -> Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
+def _wide(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    if tensors[0].dtype == dtype:
+        return tensors
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+def norms(tensors: list[Tensor], order: float = 2) -> list[Tensor]:
+    """The norm of each tensor, 0-dim, in its wide type.
+
+    Tensors are on one device and of one type; there may be empty ones, whose norm is 0.
+    """
+    filled = [tensor for tensor in tensors if tensor.numel() > 0]
+    if not filled:
+        return [_zero_norm(tensor) for tensor in tensors]
+    found = iter(torch._foreach_norm(filled, order, dtype=wide_type(filled[0].dtype)))
+    return [next(found) if tensor.numel() > 0 else _zero_norm(tensor) for tensor in tensors]
+
+
+def _zero_norm(tensor: Tensor) -> Tensor:
+    return torch.zeros((), dtype=wide_type(tensor.dtype), device=tensor.device)
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """A setting of a group, for arithmetic with tensors on `device`; a learning rate may be one."""
+    return value.to(device).reshape(()) if isinstance(value, Tensor) else value
+
+
+class ForeachOptimizer(torch.optim.Optimizer):
+    """Base of FusedLAMB, FusedNovoGrad and FusedAdagrad. A derived class has ``_update``.
+
+    Parameters of any floating type on any device; dense real gradients. The number of steps is in
+    each group, as ``step``, where Apex's classes have it and scripts look for it.
+    """
+
+    #: Names of attributes that are part of the object and not of its groups.
+    _own_settings: tuple[str, ...] = ("set_grad_none",)
+    set_grad_none: bool
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients; by default as ``set_grad_none`` says."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. Copies nothing to the host.
+
+        Args:
+            closure: evaluated first, once; its result is returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse or complex; nothing has been changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._refuse_gradients()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        raise NotImplementedError
+
+    def _refuse_gradients(self) -> None:
+        for number, group in enumerate(self.param_groups):
+            for index, param in enumerate(group["params"]):
+                grad = param.grad
+                if grad is None or not (grad.is_sparse or grad.is_complex()):
+                    continue
+                kind = "sparse" if grad.is_sparse else "complex"
+                remedy = "torch.optim.SparseAdam" if grad.is_sparse else "torch.optim.Adam"
+                raise RuntimeError(
+                    f"{type(self).__name__} does not support {kind} gradients, and parameter "
+                    f"{index} of group {number} has one: leave it to {remedy}."
+                )
+
+    def _count_step(self, group: dict[str, Any]) -> int:
+        group["step"] = int(group.get("step") or 0) + 1
+        return group["step"]
+
+    def _alike(self, group: dict[str, Any]) -> list[list[Tensor]]:
+        """Parameters of `group` that have a gradient, by device and type."""
+        kinds: dict[Any, list[Tensor]] = {}
+        for param in group["params"]:
+            if param.grad is not None:
+                kinds.setdefault((param.device, param.dtype, param.grad.dtype), []).append(param)
+        return list(kinds.values())
+
+    def _batches(self, group: dict[str, Any]) -> Iterator[tuple[list[Tensor], Batch]]:
+        """Parameters of `group` that have a gradient; those of a batch are written back when the
+        next one is asked for."""
+        for members in self._alike(group):
+            batch = Batch(members)
+            yield members, batch
+            batch.write_back()
+
+    def _state_of(self, members: Iterable[Tensor], name: str) -> list[Tensor]:
+        """The state `name` of each parameter, of its shape, in its wide type; zeros at first."""
+        found = []
+        for param in members:
+            state = self.state[param]
+            if name not in state:
+                state[name] = torch.zeros_like(param, dtype=wide_type(param.dtype))
+            found.append(state[name])
+        return found
+
+    # --- saving and copying ---
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this class, or of Apex's class of this name."""
+        state_dict = self._from_apex(state_dict)
+        super().load_state_dict(state_dict)
+        # torch brings the state to the type of the parameters; it is float32 here.
+        members = [param for group in self.param_groups for param in group["params"]]
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for param, index in zip(members, saved, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    self.state[param][name] = value.detach().to(
+                        param.device, wide_type(param.dtype), copy=True
+                    )
+
+    def _from_apex(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """`state_dict` with what Apex's class keeps elsewhere in its place."""
+        return state_dict
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in self._own_settings}
+        return {**super().__getstate__(), **own}

@@ -1,0 +1,5 @@
+"""A module of early versions of Apex; importing it says what to use."""
+
+from ._unavailable import refuse
+
+refuse("apex.optimizers", "FP16_Optimizer")

@@ -1,0 +1,5 @@
+"""Apex's module of the kernels' SyncBatchNorm; there is one implementation here."""
+
+from apex.parallel.sync_batchnorm import SyncBatchNorm
+
+__all__ = ["SyncBatchNorm"]

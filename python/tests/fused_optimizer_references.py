@@ -1,0 +1,163 @@
+"""LAMB, NovoGrad and Adam as their papers have them, parameter by parameter, in NumPy's float64.
+
+With the options that NVIDIA's implementations add. Deliberately slow and literal.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+Arrays = list[np.ndarray]
+
+
+def _norm(array: np.ndarray) -> float:
+    return math.sqrt(float((array * array).sum()))
+
+
+class Lamb:
+    """You et al. 2020, algorithm 2; gradients are clipped by their global norm first."""
+
+    def __init__(
+        self,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        self.__dict__.update(locals())
+        self.t = 0
+        self.m: dict[int, np.ndarray] = {}
+        self.v: dict[int, np.ndarray] = {}
+
+    def step(self, params: Arrays, grads: list[np.ndarray | None]) -> None:
+        self.t += 1
+        beta1, beta2 = self.betas
+        total = math.sqrt(sum(_norm(g) ** 2 for g in grads if g is not None))
+        clip = 1.0
+        if self.max_grad_norm and total > self.max_grad_norm:
+            clip = self.max_grad_norm / total
+        for i, (x, g) in enumerate(zip(params, grads, strict=True)):
+            if g is None:
+                continue
+            g = g * clip
+            if not self.adam_w_mode:
+                g = g + self.weight_decay * x
+            beta3 = 1 - beta1 if self.grad_averaging else 1.0
+            m = self.m[i] = beta1 * self.m.get(i, 0.0) + beta3 * g
+            v = self.v[i] = beta2 * self.v.get(i, 0.0) + (1 - beta2) * g * g
+            if self.bias_correction:
+                m, v = m / (1 - beta1**self.t), v / (1 - beta2**self.t)
+            r = m / (np.sqrt(v) + self.eps)
+            if self.adam_w_mode:
+                r = r + self.weight_decay * x
+            ratio = 1.0
+            if (self.weight_decay != 0 or self.use_nvlamb) and _norm(x) > 0 and _norm(r) > 0:
+                ratio = _norm(x) / _norm(r)
+            x -= self.lr * ratio * r
+
+
+class NovoGrad:
+    """Ginsburg et al. 2019, algorithm 1, where ``reg_inside_moment`` and not ``grad_averaging``."""
+
+    def __init__(
+        self,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+    ) -> None:
+        self.__dict__.update(locals())
+        self.t = 0
+        self.m: dict[int, np.ndarray] = {}
+        self.v: dict[int, float] = {}
+
+    def step(self, params: Arrays, grads: list[np.ndarray | None]) -> None:
+        self.t += 1
+        beta1, beta2 = self.betas
+        for i, (w, g) in enumerate(zip(params, grads, strict=True)):
+            if g is None:
+                continue
+            largest = self.norm_type == 0
+            size = float(np.abs(g).max()) if largest else float((g * g).sum())
+            before = self.v.get(i, 0.0 if self.init_zero else size)
+            self.v[i] = beta2 * before + (1 - beta2) * size
+            norm = self.v[i] if largest else math.sqrt(self.v[i])
+            if self.bias_correction:
+                norm /= math.sqrt(1 - beta2**self.t)
+            beta3 = 1 - beta1 if self.grad_averaging else 1.0
+            d = self.weight_decay
+            term = g / (norm + self.eps) + d * w if self.reg_inside_moment else g
+            m = self.m[i] = beta1 * self.m.get(i, 0.0) + beta3 * term
+            if self.bias_correction:
+                m = m / (1 - beta1**self.t)
+            w -= self.lr * (m if self.reg_inside_moment else m / (norm + self.eps) + d * w)
+
+
+class Adam:
+    """Kingma and Ba 2015, algorithm 1; AdamW where ``adam_w_mode``."""
+
+    def __init__(
+        self,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self.__dict__.update(locals())
+        self.t = 0
+        self.m: dict[int, np.ndarray] = {}
+        self.v: dict[int, np.ndarray] = {}
+
+    def step(self, params: Arrays, grads: list[np.ndarray | None]) -> None:
+        self.t += 1
+        beta1, beta2 = self.betas
+        for i, (w, g) in enumerate(zip(params, grads, strict=True)):
+            if g is None:
+                continue
+            if not self.adam_w_mode:
+                g = g + self.weight_decay * w
+            m = self.m[i] = beta1 * self.m.get(i, 0.0) + (1 - beta1) * g
+            v = self.v[i] = beta2 * self.v.get(i, 0.0) + (1 - beta2) * g * g
+            if self.bias_correction:
+                m, v = m / (1 - beta1**self.t), v / (1 - beta2**self.t)
+            decay = self.weight_decay * w if self.adam_w_mode else 0.0
+            w -= self.lr * (m / (np.sqrt(v) + self.eps) + decay)
+
+
+class Adagrad:
+    """Duchi, Hazan and Singer 2011, with diagonal matrices."""
+
+    def __init__(
+        self,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        self.__dict__.update(locals())
+        self.s: dict[int, Any] = {}
+
+    def step(self, params: Arrays, grads: list[np.ndarray | None]) -> None:
+        for i, (w, g) in enumerate(zip(params, grads, strict=True)):
+            if g is None:
+                continue
+            decay = self.weight_decay * w
+            g = g if self.adagrad_w_mode else g + decay
+            self.s[i] = self.s.get(i, 0.0) + g * g
+            extra = decay if self.adagrad_w_mode else 0.0
+            w -= self.lr * (g / (np.sqrt(self.s[i]) + self.eps) + extra)

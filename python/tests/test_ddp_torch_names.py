@@ -1,0 +1,171 @@
+"""Names of torch's DistributedDataParallel that libraries use, beside its documented ones."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_support import RankPool, check, check_equal, raises
+from torch import nn
+
+from apex.parallel import DistributedDataParallel
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(3, 3)
+        self.local = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.local(self.shared(x)))
+
+
+IGNORED = ["local.weight", "local.bias", "count"]
+
+
+def _ignored(rank: int, world: int) -> None:
+    torch.manual_seed(rank)
+    model = Net()
+    model.count += rank
+    own = model.local.weight.detach().clone()
+    if rank == 1:
+        model.local.weight = nn.Parameter(own[:2])  # even of another shape
+        model.local.weight = nn.Parameter(own)
+    with raises(ValueError, "no parameter or buffer 'locl.bias'"):
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["locl.bias"])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, IGNORED)
+    ddp = DistributedDataParallel(model, broadcast_buffers=True)
+    check_equal(ddp.parameters_to_ignore, set(IGNORED), "names")
+    check(torch.equal(model.local.weight, own), "an ignored parameter was sent")
+    names = ["shared.weight", "shared.bias", "norm.weight", "norm.bias"]
+    check_equal(len(ddp.active_params), len(names), "active parameters")
+    for step in range(3):
+        ddp.zero_grad()
+        torch.manual_seed(10 * step + rank)
+        x = torch.randn(4, 3)
+        grads = torch.autograd.grad(copy_loss(model, x), list(model.parameters()))
+        mine = dict(zip([n for n, _ in model.named_parameters()], grads, strict=True))
+        ddp(x).square().sum().backward()
+        for name, param in model.named_parameters():
+            expected = mine[name].clone()
+            if name in names:
+                dist.all_reduce(expected)
+                expected /= world
+            torch.testing.assert_close(param.grad, expected, rtol=1e-4, atol=1e-5)
+        check_equal(model.count.item(), float(rank), "an ignored buffer")
+        mean = model.norm.running_mean.clone()
+        dist.broadcast(mean, 0)
+        if step < 2:
+            model.norm.running_mean += rank  # rank 0's is taken by the next forward
+    check_equal(sorted(sum(ddp.bucket_plan(), [])), sorted(names), "what is in the buckets")
+    model.local.weight = nn.Parameter(own.clone())  # replacing an ignored one is no change
+    built = ddp._engines_made
+    ddp(torch.randn(4, 3)).sum().backward()
+    check_equal(ddp._engines_made, built, "engines made")
+    copied = copy.deepcopy(ddp)
+    copied(torch.randn(4, 3)).sum().backward()
+    check_equal(copied.parameters_to_ignore, set(IGNORED), "names in a copy")
+    model.local.weight = nn.Parameter(own[:, :2])  # not compared: ranks may differ
+    DistributedDataParallel(model)
+
+
+def copy_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The loss of `model` with the buffers put back."""
+    before = [b.clone() for b in model.buffers()]
+    loss = model(x).square().sum()
+    for buffer, old in zip(model.buffers(), before, strict=True):
+        buffer.data.copy_(old)
+    return loss
+
+
+@pytest.mark.processes
+def test_ignored_parameters_and_buffers_are_left_alone(ranks: RankPool) -> None:
+    ranks.run(2, _ignored)
+
+
+def _names(rank: int, world: int) -> None:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    ddp = DistributedDataParallel(
+        model, bucket_cap_mb_list=[1, 4, 2], batched_grad_copy=True, lazy_bucket_allocation=True
+    )
+    check_equal(ddp.bucket_cap_mb, 4, "the bucket size")
+    check_equal(ddp.logger, None, "logger")
+    check(not hasattr(ddp, "device_mesh"), "device_mesh was not given")
+    check(not hasattr(ddp.reducer, "_rebuild_buckets"), "torch's reducer")
+    with raises(AttributeError, "no torch reducer", "'_rebuild_buckets'", "bucket_plan()"):
+        ddp.reducer._rebuild_buckets()
+    with raises(NotImplementedError, "broadcast_buffers=True", "torch.distributed"):
+        ddp._register_buffer_comm_hook(None, lambda state, buffers: None)
+    ddp._set_ddp_runtime_logging_sample_rate(10)
+
+    # forward_sync_buffers is broadcast_buffers; require_forward_param_sync withholds it
+    check_equal(
+        (ddp.forward_sync_buffers, ddp.require_forward_param_sync), (False, True), "options"
+    )
+    ddp.forward_sync_buffers = True
+    check(ddp.broadcast_buffers, "forward_sync_buffers has no effect")
+    model[1].momentum = 0.0
+    for required in (False, True):
+        model[1].running_mean.fill_(float(rank))
+        ddp.require_forward_param_sync = required
+        ddp(torch.randn(4, 3)).sum().backward()
+        expected = 0.0 if required else float(rank)
+        check_equal(model[1].running_mean[0].item(), expected, f"running mean, {required}")
+    data = ddp._get_ddp_logging_data()
+    check_equal((data["world_size"], data["rank"]), (world, rank), "logging data")
+    check_equal((data["broadcast_buffers"], data["backwards"]), (1, 2), "logging data")
+    check_equal(data["total_parameter_size_bytes"], 4 * (9 + 3 + 3 + 3), "parameters in bytes")
+    check(not data.get("can_set_static_graph"), "Lightning asks for it")
+
+    ddp._remove_autograd_hooks()
+    ddp.zero_grad()
+    (ddp(torch.full((4, 3), 1.0)).sum() * (rank + 1)).backward()
+    bias = model[1].bias.grad[0].item()
+    check_equal(bias, 4.0 * (rank + 1), "a gradient of this rank alone")
+
+
+@pytest.mark.processes
+def test_semi_public_names_work_or_say_what_does(ranks: RankPool) -> None:
+    ranks.run(2, _names)
+
+
+def _mesh(rank: int, world: int) -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    ddp = DistributedDataParallel(nn.Linear(2, 2), device_mesh=mesh)
+    check(ddp.device_mesh is mesh, "the mesh that was given")
+    copied = copy.deepcopy(ddp)
+    check(not hasattr(copied, "device_mesh"), "a copy belongs to the default group")
+    copied(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.processes
+def test_device_mesh_is_kept_and_left_behind_by_copies(ranks: RankPool) -> None:
+    ranks.run(2, _mesh)
+
+
+def _exhausted(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    # The clause of scripts that were written for torch's wrapper.
+    with raises(RuntimeError, "Detected at least one rank that exhausted inputs."):
+        with ddp.join(throw_on_early_termination=True):
+            for _ in range(2 + rank):
+                ddp(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.processes
+def test_join_early_termination_has_torchs_words(ranks: RankPool) -> None:
+    ranks.run(2, _exhausted)
+
+
+def test_constructor_takes_every_argument_of_torchs() -> None:
+    torchs: Any = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    own = inspect.signature(DistributedDataParallel).parameters
+    assert [name for name in torchs if name not in own] == []

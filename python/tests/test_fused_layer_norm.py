@@ -1,0 +1,140 @@
+"""apex.normalization's functions against float64 and torch."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from amp_support import fresh_amp  # noqa: F401
+from torch import Tensor, nn
+
+from apex import amp
+from apex.normalization import fused_layer_norm as module
+
+DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+SHAPE = (3, 4)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Ba, Kiros and Hinton 2016, equation 4, over the last two dimensions."""
+    mean = x.mean((-2, -1), keepdim=True)
+    variance = (x - mean).square().mean((-2, -1), keepdim=True)
+    result = (x - mean) / (variance + eps).sqrt()
+    return result if weight is None or bias is None else result * weight + bias
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Zhang and Sennrich 2019, equation 4."""
+    result = x / (x.square().mean((-2, -1), keepdim=True) + eps).sqrt()
+    return result if weight is None else result * weight
+
+
+def inputs(dtype: torch.dtype, weight_dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(5, *SHAPE, dtype=torch.float64).to(dtype)
+    weight, bias = torch.rand(2, *SHAPE, dtype=torch.float64).to(weight_dtype)
+    return [tensor.detach().clone().requires_grad_() for tensor in (x, weight, bias)]
+
+
+CASES = {
+    "fused_layer_norm_affine": (3, layer_norm),
+    "fused_layer_norm": (1, lambda x, eps: layer_norm(x, None, None, eps)),
+    "mixed_dtype_fused_layer_norm_affine": (3, layer_norm),
+    "fused_rms_norm_affine": (2, rms_norm),
+    "fused_rms_norm": (1, lambda x, eps: rms_norm(x, None, eps)),
+    "mixed_dtype_fused_rms_norm_affine": (2, rms_norm),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("eps", [None, 0.1])
+def test_function_value_and_gradients_are_those_of_float64(
+    dtype: torch.dtype, mixed: bool, name: str, eps: float | None
+) -> None:
+    count, reference = CASES[name]
+    weight_dtype = torch.float32 if mixed else dtype
+    given = inputs(dtype, weight_dtype)[:count]
+    wide = [tensor.detach().double().requires_grad_() for tensor in given]
+    options = {} if eps is None else {"eps": eps}
+    result = getattr(module, name)(*given, SHAPE, **options)
+    expected = reference(*wide, 1e-6 if eps is None else eps)
+    assert result.dtype == (weight_dtype if name.startswith("mixed") else dtype)
+    direction = torch.randn(result.shape, dtype=torch.float64)
+    result.backward(direction.to(result.dtype))
+    expected.backward(direction)
+    limit = max(DTYPES[tensor.dtype] for tensor in given) * (4 if dtype.itemsize == 2 else 1)
+    for mine, want in [(result, expected)] + [
+        (g.grad, w.grad) for g, w in zip(given, wide, strict=True)
+    ]:
+        scale = want.abs().max().item()
+        torch.testing.assert_close(mine.double(), want, rtol=0, atol=limit * max(1.0, scale))
+    for tensor in given:
+        assert tensor.grad.dtype == tensor.dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32, torch.float16], ids=str)
+def test_manual_rms_norm_computes_in_float32_and_follows_the_weight(
+    dtype: torch.dtype, weight_dtype: torch.dtype | None
+) -> None:
+    x, weight, _ = inputs(dtype, weight_dtype or torch.float32)
+    result = module.manual_rms_norm(x, SHAPE, None if weight_dtype is None else weight, 1e-3)
+    expected = rms_norm(x.double(), None if weight_dtype is None else weight.double(), 1e-3)
+    wide = torch.promote_types(dtype, torch.float32)
+    assert result.dtype == (torch.float16 if weight_dtype == torch.float16 else wide)
+    limit = 2e-3 if weight_dtype == torch.float16 else 1e-6
+    torch.testing.assert_close(result.double(), expected, rtol=limit, atol=limit)
+
+
+def test_functions_take_one_size_and_ignore_memory_efficient() -> None:
+    x, weight, bias = torch.randn(2, 4), torch.rand(4), torch.rand(4)
+    same = torch.nn.functional.layer_norm(x, (4,), weight, bias, 1e-6)
+    assert torch.equal(module.fused_layer_norm_affine(x, weight, bias, 4, 1e-6, True), same)
+    same = torch.nn.functional.rms_norm(x, (4,), weight, 1e-6)
+    assert torch.equal(module.fused_rms_norm_affine(x, weight, [4], memory_efficient=True), same)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_functions_have_apexs_signatures(name: str) -> None:
+    names = ["input", "weight", "bias"][: CASES[name][0]]
+    signature = inspect.signature(getattr(module, name))
+    assert list(signature.parameters) == [*names, "normalized_shape", "eps", "memory_efficient"]
+    assert signature.parameters["eps"].default == 1e-6
+    kind = {
+        "fused_layer_norm_affine": "FusedLayerNormAffineFunction",
+        "fused_layer_norm": "FusedLayerNormFunction",
+        "mixed_dtype_fused_layer_norm_affine": "FusedLayerNormAffineMixedDtypesFunction",
+        "fused_rms_norm_affine": "FusedRMSNormAffineFunction",
+        "fused_rms_norm": "FusedRMSNormFunction",
+        "mixed_dtype_fused_rms_norm_affine": "FusedRMSNormAffineMixedDtypesFunction",
+    }[name]
+    assert getattr(module, kind).apply is getattr(module, name)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_function_in_a_model_trains_with_amp(level: str) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.weight, self.bias = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            return module.fused_layer_norm_affine(y, self.weight, self.bias, (4,))
+
+    model = Block()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0
+    )
+    optimizer.zero_grad()
+    with amp.scale_loss(model(torch.randn(3, 4)).float().square().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    for param in amp.master_params(optimizer):
+        assert param.isfinite().all()
+    assert not torch.equal(model.weight.float(), torch.ones(4))

@@ -1,0 +1,649 @@
+"""FusedLAMB, FusedNovoGrad, FusedAdagrad, and FusedAdam's own settings, against their papers."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import io
+import itertools
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import fused_optimizer_references as references
+import numpy as np
+import pytest
+import torch
+from amp_support import fresh_amp  # noqa: F401
+from ddp_support import RankPool, check, check_equal, check_near
+from torch import nn
+
+from apex import amp, optimizers
+from apex.parallel import LARC, DistributedDataParallel, OverlappedOptimizer
+
+NEW = ["FusedLAMB", "FusedNovoGrad", "FusedAdagrad"]
+REFERENCES = {
+    "FusedLAMB": references.Lamb,
+    "FusedNovoGrad": references.NovoGrad,
+    "FusedAdam": references.Adam,
+    "FusedAdagrad": references.Adagrad,
+}
+#: Odd sizes, a scalar, an empty one, and one that is all zeros.
+SHAPES = [(7, 3), (5,), (), (0, 4), (6,)]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def make_params(dtype: torch.dtype = torch.float64, seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    values[-1].zero_()
+    return [nn.Parameter(value.to(dtype)) for value in values]
+
+
+def set_grads(
+    params: Iterable[torch.Tensor], step: int, missing: Iterable[int] = (), size: float = 1.0
+) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for index, param in enumerate(params):
+        grad = size * torch.randn(param.shape, generator=generator, dtype=torch.float64)
+        param.grad = None if index in missing else grad.to(param.dtype)
+
+
+def run(
+    name: str,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    missing: Callable[[int], Iterable[int]] = lambda step: (),
+    size: float = 1.0,
+    steps: int = 5,
+) -> torch.optim.Optimizer:
+    """Steps of the optimizer and of its reference on the same gradients agree."""
+    params = make_params(dtype)
+    optimizer = getattr(optimizers, name)(params, **options)
+    reference = REFERENCES[name](**options)
+    expected = [p.detach().double().numpy().copy() for p in params]
+    for step in range(steps):
+        set_grads(params, step, missing(step), size)
+        kept = [None if p.grad is None else p.grad.clone() for p in params]
+        optimizer.step()
+        for param, grad in zip(params, kept, strict=True):
+            assert param.grad is None if grad is None else torch.equal(param.grad, grad)
+        arrays = [None if g is None else g.double().numpy() for g in kept]
+        reference.step(expected, arrays)
+    for param, want in zip(params, expected, strict=True):
+        limit = TOLERANCE[dtype]
+        torch.testing.assert_close(param.double(), torch.from_numpy(want), rtol=limit, atol=limit)
+    return optimizer
+
+
+LAMB_OPTIONS = [
+    {},
+    {"bias_correction": False},
+    {"adam_w_mode": False},
+    {"grad_averaging": False},
+    {"weight_decay": 0.0},
+    {"weight_decay": 0.0, "use_nvlamb": True},
+    {"max_grad_norm": 0.01, "eps": 0.1},
+    {"max_grad_norm": 1e9},
+    {"max_grad_norm": None},
+    {"max_grad_norm": 0},
+    {"betas": (0.5, 0.9), "lr": 0.3},
+]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("options", LAMB_OPTIONS, ids=str)
+def test_fused_lamb_follows_the_paper(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    run("FusedLAMB", dtype, {"lr": 0.02, **options}, size=3.0)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("averaging", [False, True])
+@pytest.mark.parametrize("correction", [False, True])
+@pytest.mark.parametrize("norm_type, init_zero", [(2, False), (2, True), (0, False), (0, True)])
+def test_fused_novograd_follows_the_paper(
+    inside: bool, averaging: bool, correction: bool, norm_type: int, init_zero: bool
+) -> None:
+    options = {
+        "lr": 0.02,
+        "reg_inside_moment": inside,
+        "grad_averaging": averaging,
+        "bias_correction": correction,
+        "norm_type": norm_type,
+        "init_zero": init_zero,
+        "weight_decay": 0.1,
+    }
+    shapes = SHAPES[:]
+    try:
+        if norm_type == 0:
+            SHAPES.remove((0, 4))  # which has no largest value: see the next test
+        run("FusedNovoGrad", torch.float64, options)
+    finally:
+        SHAPES[:] = shapes
+
+
+@pytest.mark.parametrize("norm_type", [0, 2])
+def test_fused_novograd_of_an_empty_parameter_steps_the_others(norm_type: int) -> None:
+    params = make_params()
+    optimizer = optimizers.FusedNovoGrad(params, norm_type=norm_type)
+    set_grads(params, 0)
+    before = [p.detach().clone() for p in params]
+    optimizer.step()
+    for param, old in zip(params, before, strict=True):
+        assert param.isfinite().all() and (param.numel() == 0 or not torch.equal(param, old))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("inside", [False, True])
+def test_fused_novograd_of_every_type_follows_the_paper(dtype: torch.dtype, inside: bool) -> None:
+    run("FusedNovoGrad", dtype, {"lr": 0.02, "weight_decay": 0.1, "reg_inside_moment": inside})
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_fused_adagrad_follows_the_paper(dtype: torch.dtype, decoupled: bool) -> None:
+    run("FusedAdagrad", dtype, {"lr": 0.1, "weight_decay": 0.1, "adagrad_w_mode": decoupled})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("correction", [False, True])
+def test_fused_adam_follows_the_paper(
+    dtype: torch.dtype, decoupled: bool, correction: bool
+) -> None:
+    options = {"lr": 0.05, "weight_decay": 0.1, "adam_w_mode": decoupled}
+    optimizer = run("FusedAdam", dtype, {**options, "bias_correction": correction})
+    assert optimizer.param_groups[0]["fused"]
+
+
+def test_fused_adam_bias_correction_is_a_setting_of_the_group() -> None:
+    params = make_params()
+    groups = [{"params": params[:1], "bias_correction": False}, {"params": params[1:]}]
+    optimizer = optimizers.FusedAdam(groups, lr=0.1)
+    apart = [references.Adam(lr=0.1, bias_correction=False), references.Adam(lr=0.1)]
+    arrays = [p.detach().numpy().copy() for p in params]
+    for step in range(3):
+        set_grads(params, step)
+        optimizer.step()
+        grads = [p.grad.numpy() for p in params]
+        apart[0].step(arrays[:1], grads[:1])
+        apart[1].step(arrays[1:], grads[1:])
+    for param, want in zip(params, arrays, strict=True):
+        torch.testing.assert_close(param.detach(), torch.from_numpy(want))
+
+
+def test_fused_adam_without_bias_correction_counts_and_resumes() -> None:
+    def make() -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+        params = make_params(torch.float32)
+        return params, optimizers.FusedAdam(params, lr=0.1, bias_correction=False)
+
+    params, optimizer = make()
+    for step in range(2):
+        set_grads(params, step)
+        optimizer.step()
+    assert {float(entry["step"]) for entry in optimizer.state.values()} == {2.0}
+    other, resumed = make()
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with torch.no_grad():
+        torch._foreach_copy_(other, params)
+    for mine, its in ((params, optimizer), (other, resumed)):
+        set_grads(mine, 2)
+        its.step()
+    assert all(map(torch.equal, params, other))
+    assert resumed.param_groups[0]["step"] == 3
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad"])
+def test_fused_optimizer_counts_steps_in_its_groups(name: str) -> None:
+    # Where warm-up schedules of DeepLearningExamples read the number of steps.
+    params = make_params()
+    optimizer = getattr(optimizers, name)([{"params": params[:2]}, {"params": params[2:]}])
+    for step in range(3):
+        set_grads(params, step, missing=(2, 3, 4) if step == 1 else ())
+        optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [3, 3]
+    if name == "FusedAdam":
+        plain = torch.optim.AdamW(params)
+        set_grads(params, 3)
+        plain.step()
+        fresh = optimizers.FusedAdam(params)
+        fresh.load_state_dict(plain.state_dict())
+        assert fresh.param_groups[0]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [*itertools.product(NEW, (torch.float32, torch.float16)), ("FusedAdam", torch.float32)],
+    ids=str,
+)
+def test_fused_optimizer_parameters_without_gradients_stay(name: str, dtype: torch.dtype) -> None:
+    options = {"lr": 0.02}
+    if name == "FusedAdam":
+        options["bias_correction"] = False  # with it, torch's counts the steps of each parameter
+    run(name, dtype, options, missing=lambda step: {0} if step % 2 else {1, 4})
+    params = make_params(dtype)
+    before = [p.detach().clone() for p in params]
+    getattr(optimizers, name)(params).step()  # none has a gradient
+    assert all(map(torch.equal, params, before))
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_fused_optimizer_of_mixed_types_steps_each_as_alone(name: str) -> None:
+    kinds = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+    options = {"max_grad_norm": None} if name == "FusedLAMB" else {}
+    together = [make_params(kind)[0] for kind in kinds]
+    optimizer = getattr(optimizers, name)(
+        [{"params": together[:3]}, {"params": together[3:], "lr": 0.1}, {"params": []}], **options
+    )
+    alone = [make_params(kind)[0] for kind in kinds]
+    others = [getattr(optimizers, name)([p], **options) for p in alone]
+    others[3].param_groups[0]["lr"] = 0.1
+    for step in range(3):
+        for a, b in zip(together, alone, strict=True):
+            set_grads([a], step)
+            b.grad = a.grad.clone()
+        optimizer.step()
+        for other in others:
+            other.step()
+    assert all(map(torch.equal, together, alone))
+
+
+def test_fused_lamb_clips_by_the_norm_of_all_groups_and_types() -> None:
+    params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, dtype=torch.float16))]
+    optimizer = optimizers.FusedLAMB(
+        [{"params": params[:1]}, {"params": params[1:]}], betas=(0.0, 0.0), max_grad_norm=2.5
+    )
+    params[0].grad = torch.full((4,), 3.0)
+    params[1].grad = torch.full((4,), 4.0, dtype=torch.float16)
+    optimizer.step()  # the norm is 10, so that m, which is the gradient, is a quarter of it
+    torch.testing.assert_close(optimizer.state[params[0]]["exp_avg"], torch.full((4,), 0.75))
+    torch.testing.assert_close(optimizer.state[params[1]]["exp_avg"], torch.full((4,), 1.0))
+
+
+def test_fused_lamb_norm_of_float16_gradients_does_not_overflow() -> None:
+    param = nn.Parameter(torch.ones(1000, dtype=torch.float16))
+    optimizer = optimizers.FusedLAMB([param])
+    param.grad = torch.full_like(param, 6e4)
+    optimizer.step()
+    assert param.isfinite().all() and optimizer.state[param]["exp_avg"].isfinite().all()
+    assert float(optimizer.state[param]["exp_avg"][0]) == pytest.approx(0.1 / 1000**0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_fused_optimizer_state_is_float32_and_stays_so_when_loaded(name: str) -> None:
+    # Squares of small gradients vanish in float16.
+    params = make_params(torch.float16)
+    optimizer = getattr(optimizers, name)(params, lr=0.1)
+    for step in range(2):
+        set_grads(params, step, size=1e-3)
+        optimizer.step()
+    kept = [v for entry in optimizer.state.values() for v in entry.values()]
+    assert {value.dtype for value in kept} == {torch.float32}
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    resumed = getattr(optimizers, name)(others, lr=0.7)
+    resumed.load_state_dict(torch.load(file))
+    assert {v.dtype for e in resumed.state.values() for v in e.values()} == {torch.float32}
+    for step in range(2, 4):
+        for members, one in ((params, optimizer), (others, resumed)):
+            set_grads(members, step, size=1e-3)
+            one.step()
+    assert all(map(torch.equal, params, others))
+    before = others[0].detach().clone()
+    optimizer.state_dict()["state"][0].clear()
+    optimizer.step()  # nothing is shared with what it was loaded from
+    assert torch.equal(others[0], before)
+
+
+OWN = {
+    "FusedLAMB": {"adam_w_mode": False, "use_nvlamb": True, "set_grad_none": False},
+    "FusedNovoGrad": {"reg_inside_moment": True, "set_grad_none": False},
+    "FusedAdagrad": {"adagrad_w_mode": True, "set_grad_none": False},
+    "FusedAdam": {"adam_w_mode": False, "bias_correction": False},
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_fused_optimizer_copy_has_all_settings(name: str, way: str) -> None:
+    params = make_params(torch.float32)
+    optimizer = getattr(optimizers, name)(params, lr=0.1, weight_decay=0.1, **OWN[name])
+    set_grads(params, 0)
+    optimizer.step()
+    pair = (params, optimizer)
+    copied, other = copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    for members, one in ((params, optimizer), (copied, other)):
+        for step in (1, 2):
+            set_grads(members, step)
+            one.step()
+        one.zero_grad()
+    assert all(map(torch.equal, params, copied))
+    assert (copied[0].grad is None) == (params[0].grad is None) == (name == "FusedAdam")
+
+
+def test_fused_optimizer_zero_grad_goes_by_set_grad_none() -> None:
+    for name, none in itertools.product(NEW, (True, False)):
+        params = make_params()
+        optimizer = getattr(optimizers, name)(params, set_grad_none=none)
+        set_grads(params, 0)
+        optimizer.zero_grad()
+        assert (params[0].grad is None) == none
+        set_grads(params, 0)
+        optimizer.zero_grad(set_to_none=not none)
+        assert (params[0].grad is None) != none
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_fused_optimizer_sparse_gradient_refused_before_anything_changes(name: str) -> None:
+    table = nn.Embedding(4, 3, sparse=True)
+    dense = nn.Parameter(torch.ones(3))
+    optimizer = getattr(optimizers, name)([dense, table.weight], lr=1.0)
+    (table(torch.tensor([1])) * dense).sum().backward()
+    before = dense.detach().clone()
+    with pytest.raises(RuntimeError, match="sparse gradients.*parameter 1 of group 0.*SparseAdam"):
+        optimizer.step()
+    assert torch.equal(dense, before) and not optimizer.state
+    param = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    param.grad = torch.ones_like(param)
+    with pytest.raises(RuntimeError, match="complex gradients"):
+        getattr(optimizers, name)([param]).step()
+
+
+@pytest.mark.parametrize("name", [*NEW, "FusedAdam"])
+def test_fused_optimizer_with_schedulers_closures_and_groups_added(name: str) -> None:
+    params = make_params()
+    optimizer = getattr(optimizers, name)(params[:1], lr=1.0, weight_decay=0.0)
+    optimizer.add_param_group({"params": iter(params[1:]), "lr": 0.5})
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.0 if epoch else 1.0)
+
+    def closure() -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        loss = sum((p - 1).square().sum() for p in params)
+        loss.backward()
+        return loss
+
+    assert float(optimizer.step(closure).detach()) > 0
+    schedule.step()
+    before = [p.detach().clone() for p in params]
+    optimizer.step(closure)  # with a learning rate of 0
+    assert all(map(torch.equal, params, before))
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_fused_optimizer_takes_a_tensor_as_learning_rate(name: str) -> None:
+    results = []
+    for rate in (0.25, torch.tensor(0.25), torch.tensor([0.25])):
+        params = make_params(torch.float32)
+        optimizer = getattr(optimizers, name)(params, lr=rate)
+        set_grads(params, 0)
+        optimizer.step()
+        results.append([p.detach() for p in params])
+    for others in results[1:]:
+        for a, b in zip(results[0], others, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_fused_optimizer_with_torchs_grad_scaler_is_unscaled_and_skips(name: str) -> None:
+    params = make_params(torch.float32)
+    others = make_params(torch.float32)
+    optimizer = getattr(optimizers, name)(params)
+    plain = getattr(optimizers, name)(others)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    for step in range(3):
+        set_grads(others, step)
+        set_grads(params, step, size=8.0 if step < 2 else 4.0)
+        if step == 1:
+            params[0].grad[0, 0] = float("inf")
+        else:
+            plain.step()
+        scaler.step(optimizer)
+        scaler.update()
+    for a, b in zip(params, others, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O2-bf16", "O3-bf16"])
+def test_fused_optimizer_trains_at_every_level_of_amp_and_resumes(name: str, level: str) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        rate = {"FusedLAMB": 0.05, "FusedNovoGrad": 0.2, "FusedAdagrad": 0.1}[name]
+        optimizer = getattr(optimizers, name)(model.parameters(), lr=rate)
+        return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+    torch.manual_seed(0)
+    x = torch.randn(64, 8)
+    y = x.sum(1, keepdim=True).sign()
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> float:
+        for _ in range(steps):
+            loss = (model(x) - y).float().square().mean()
+            optimizer.zero_grad()
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        return float(loss.detach())
+
+    model, optimizer = make()
+    first = train(model, optimizer, 1)
+    train(model, optimizer, 15)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
+    last = train(model, optimizer, 15)
+    assert last < 0.5 * first
+    resumed, other = make()
+    resumed.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    amp.load_state_dict(saved[2])
+    train(resumed, other, 15)
+    for a, b in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_fused_lamb_at_o2_computes_on_master_weights() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    reference = references.Lamb(lr=0.01)
+    expected = [p.detach().double().numpy().copy() for p in model.parameters()]
+    optimizer = optimizers.FusedLAMB(model.parameters(), lr=0.01)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0
+    )
+    for _ in range(4):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.randn(2, 4)).square().sum(), optimizer) as scaled:
+            scaled.backward()
+        masters = list(amp.master_params(optimizer))
+        reference.step(expected, [m.grad.double().numpy() for m in masters])
+        optimizer.step()
+    for master, want in zip(masters, expected, strict=True):
+        torch.testing.assert_close(
+            master.detach().double(), torch.from_numpy(want), rtol=1e-5, atol=1e-6
+        )
+
+
+def _as_apex_saves(state: dict[str, Any], name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The state as Apex's class of this name has it."""
+    state = copy.deepcopy(state)
+    if name != "FusedNovoGrad":
+        return state  # the same layout: 'step' in the group
+    for group in state["param_groups"]:
+        entries = [state["state"][i] for i in group["params"] if i in state["state"]]
+        found = [entry.pop("exp_avg_sq") for entry in entries]
+        tensor = torch.tensor([float(norm) for norm in found])
+        empty = torch.zeros(0)
+        group["exp_avg_sq"] = [tensor, empty] if dtype == torch.float16 else [empty, tensor]
+    for entry in state["state"].values():
+        entry["exp_avg"] = entry["exp_avg"].to(dtype)
+    return state
+
+
+@pytest.mark.parametrize("name", ["FusedLAMB", "FusedNovoGrad"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_fused_optimizer_loads_the_state_of_apexs_class(name: str, dtype: torch.dtype) -> None:
+    params = make_params(dtype)
+    params[2].requires_grad_(False)
+    optimizer = getattr(optimizers, name)(params, lr=0.1)
+    for step in range(3):
+        set_grads(params, step, missing=(2,))
+        optimizer.step()
+    state = _as_apex_saves(optimizer.state_dict(), name, dtype)
+    assert state["param_groups"][0]["step"] == 3
+    assert all("step" not in entry for entry in state["state"].values())
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    resumed = getattr(optimizers, name)(others)
+    resumed.load_state_dict(state)
+    assert resumed.param_groups[0]["step"] == 3 and resumed.param_groups[0]["lr"] == 0.1
+    for members, one in ((params, optimizer), (others, resumed)):
+        set_grads(members, 3, missing=(2,))
+        one.step()
+    limit = {torch.float32: 1e-6, torch.float16: 5e-3}[dtype]  # Apex has rounded the momentum
+    for a, b in zip(params, others, strict=True):
+        torch.testing.assert_close(a, b, rtol=limit, atol=limit)
+
+
+APEX_SIGNATURES = {
+    "FusedLAMB": "params lr=0.001 bias_correction=True betas=(0.9, 0.999) eps=1e-06 "
+    "weight_decay=0.01 amsgrad=False adam_w_mode=True grad_averaging=True set_grad_none=True "
+    "max_grad_norm=1.0 use_nvlamb=False",
+    "FusedNovoGrad": "params lr=0.001 bias_correction=True betas=(0.9, 0.999) eps=1e-08 "
+    "weight_decay=0.0 amsgrad=False reg_inside_moment=False grad_averaging=True norm_type=2 "
+    "init_zero=False set_grad_none=True",
+    "FusedAdagrad": "params lr=0.01 eps=1e-10 weight_decay=0.0 set_grad_none=True "
+    "adagrad_w_mode=False",
+    "FusedAdam": "params lr=0.001 bias_correction=True betas=(0.9, 0.999) eps=1e-08 "
+    "adam_w_mode=True weight_decay=0.0 amsgrad=False set_grad_none=True capturable=False "
+    "master_weights=False",
+}
+
+
+@pytest.mark.parametrize("name", APEX_SIGNATURES)
+def test_fused_optimizer_has_apexs_signature_and_submodule(name: str) -> None:
+    kind = getattr(optimizers, name)
+    module = {"FusedLAMB": "fused_lamb", "FusedNovoGrad": "fused_novograd"}.get(
+        name, f"fused_{name.removeprefix('Fused').lower()}"
+    )
+    assert getattr(importlib.import_module(f"apex.optimizers.{module}"), name) is kind
+    parameters = inspect.signature(kind).parameters.values()
+    words = [
+        p.name if p.default is p.empty else f"{p.name}={p.default!r}"
+        for p in parameters
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    assert " ".join(words) == APEX_SIGNATURES[name]
+
+
+def test_fused_sgd_is_in_its_submodule() -> None:
+    assert importlib.import_module("apex.optimizers.fused_sgd").FusedSGD is optimizers.FusedSGD
+
+
+@pytest.mark.parametrize(
+    "name, options, error, match",
+    [
+        ("FusedLAMB", {"amsgrad": True}, RuntimeError, "AMSGrad"),
+        ("FusedLAMB", {"max_grad_norm": -1.0}, ValueError, "max_grad_norm"),
+        ("FusedNovoGrad", {"amsgrad": True}, RuntimeError, "AMSGrad"),
+        ("FusedNovoGrad", {"norm_type": 1}, RuntimeError, "norm_type 2"),
+        ("FusedAdam", {"max_grad_norm": 1.0}, TypeError, r"clip_grad_norm_\(parameters, 1.0\)"),
+        ("FusedAdam", {"eps_inside_sqrt": True}, TypeError, "outside of the square root"),
+    ],
+)
+def test_fused_optimizer_setting_refused_says_what_to_do(
+    name: str, options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        getattr(optimizers, name)(make_params(), **options)
+    if name == "FusedAdam":
+        optimizers.FusedAdam(make_params(), max_grad_norm=0.0, eps_inside_sqrt=False)
+
+
+def test_fused_lamb_inside_larc_and_a_profiler_runs_hooks_once() -> None:
+    params = make_params(torch.float32)
+    optimizer = LARC.LARC(optimizers.FusedLAMB(params))
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("outer"))
+    optimizer.optim.register_step_post_hook(lambda *_: calls.append("inner"))
+    set_grads(params, 0)
+    optimizer.step()
+    assert calls == ["inner", "outer"]
+
+
+# --- several ranks ---
+
+
+def _averages(rank: int, world: int) -> None:
+    torch.manual_seed(rank)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 2)))
+    optimizer = optimizers.FusedLAMB(model.parameters(), lr=0.1)
+    reference = references.Lamb(lr=0.1)
+    expected = [p.detach().double().numpy().copy() for p in model.parameters()]
+    for _ in range(3):
+        optimizer.zero_grad()
+        (10 * model(torch.randn(4, 5))).square().sum().backward()
+        reference.step(expected, [p.grad.double().numpy() for p in model.parameters()])
+        optimizer.step()
+    for param, want in zip(model.parameters(), expected, strict=True):
+        check_near(param.detach(), torch.from_numpy(want), "parameter", 1e-5)
+
+
+@pytest.mark.processes
+def test_fused_lamb_of_several_ranks_follows_the_paper(ranks: RankPool) -> None:
+    ranks.run(2, _averages)
+
+
+def _overlapped(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    models = []
+    for overlapped in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Linear(32, 32) for _ in range(4)]
+        model = DistributedDataParallel(nn.Sequential(*layers), message_size=1000)
+        optimizer: Any = optimizers.FusedAdam(model.parameters(), bias_correction=False)
+        if overlapped:
+            optimizer = OverlappedOptimizer(optimizer, model)
+        for step in range(4):
+            torch.manual_seed(10 * step + rank)
+            optimizer.zero_grad()
+            model(torch.randn(3, 32)).square().sum().backward()
+            optimizer.step()
+        if overlapped:
+            optimizer.synchronize()
+        models.append(model)
+        check_equal(optimizer.param_groups[0]["step"], 4, "steps counted")
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        check(torch.equal(a, b), "overlapped steps differ")
+    for name in ("FusedLAMB", "FusedNovoGrad"):
+        inner = getattr(optimizers, name)(models[0].parameters())
+        for refused in (inner, LARC.LARC(inner)):
+            try:
+                OverlappedOptimizer(refused, models[0])
+            except ValueError as error:
+                check(f"a step of {name} cannot be taken in parts" in str(error), str(error))
+            else:
+                check(False, f"{name} was accepted")
+
+
+@pytest.mark.processes
+def test_fused_adam_overlapped_counts_once_and_others_are_refused(ranks: RankPool) -> None:
+    ranks.run(2, _overlapped)
+
+
+def test_references_agree_with_torchs_adamw() -> None:
+    params = make_params()
+    arrays = [p.detach().numpy().copy() for p in params]
+    plain, reference = (
+        torch.optim.AdamW(params, lr=0.1, weight_decay=0.1),
+        references.Adam(lr=0.1, weight_decay=0.1),
+    )
+    for step in range(3):
+        set_grads(params, step)
+        plain.step()
+        reference.step(arrays, [p.grad.numpy() for p in params])
+    for param, want in zip(params, arrays, strict=True):
+        assert np.allclose(param.detach().numpy(), want, atol=1e-12)

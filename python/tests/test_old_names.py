@@ -1,0 +1,437 @@
+"""Names that scripts for Apex import, pass as keywords or reach into, and what they do."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from amp_support import fresh_amp  # noqa: F401
+from ddp_support import RankPool, check, check_equal, check_near
+from torch import Tensor, nn
+
+import amp_C
+import apex
+import apex_C
+from apex import amp, fp16_utils
+from apex.amp import _amp_state
+from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+from apex.amp.scaler import LossScaler
+from apex.parallel import DistributedDataParallel, distributed
+
+# --- imports ---
+
+
+def test_imports_stand_alone() -> None:
+    # In a process of its own: here other tests have imported submodules.
+    lines = """
+import amp_C, apex_C
+amp_C.multi_tensor_scale, apex_C.flatten, apex_C.unflatten
+import apex
+apex.parallel.LARC.LARC, apex.amp.scaler.LossScaler, apex.amp.frontend.O1
+apex.amp.lists.functional_overrides.FP32_FUNCS, apex.amp.compat, apex.amp.rnn_compat
+from apex.contrib.optimizers import FusedAdam, FusedSGD
+"""
+    done = subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", lines])
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("package", ["apex.optimizers", "apex.contrib.optimizers"])
+@pytest.mark.parametrize("module", ["", ".fp16_optimizer"])
+def test_fp16_optimizer_of_old_packages_names_the_way(package: str, module: str) -> None:
+    with pytest.raises(ImportError, match=r"apex\.fp16_utils\.FP16_Optimizer.*amp\.initialize"):
+        exec(f"from {package}{module} import FP16_Optimizer")
+
+
+def test_optimizers_that_are_not_there_say_so() -> None:
+    with pytest.raises(ImportError, match="FusedMixedPrecisionLamb: use FusedLAMB"):
+        exec("from apex.optimizers import FusedMixedPrecisionLamb")
+    assert not hasattr(apex.optimizers, "NoSuchOptimizer")
+
+
+# --- keywords ---
+
+
+def test_keywords_are_apexs() -> None:
+    for name in ("half_function", "float_function", "promote_function"):
+        assert list(inspect.signature(getattr(amp, name)).parameters) == ["fn"]
+        register = inspect.signature(getattr(amp, f"register_{name}"))
+        assert list(register.parameters) == ["module", "name"]
+    assert list(inspect.signature(amp.load_state_dict).parameters) == ["state_dict"]
+    assert fp16_utils.to_python_float(t=torch.tensor([1.5])) == 1.5
+
+    class Library:
+        @staticmethod
+        def twice(x: Tensor) -> Tensor:
+            return x + x
+
+    amp.register_half_function(module=Library, name="twice")
+    amp.init()
+    try:
+        assert Library.twice(torch.ones(2)).dtype == torch.float16
+        assert amp.float_function(fn=lambda x: x)(torch.ones(2).half()).dtype == torch.float32
+    finally:
+        _amp_state.handle._deactivate()
+
+
+# --- apex.parallel.distributed ---
+
+
+def test_split_by_type_and_by_precision() -> None:
+    kinds = (
+        torch.float32,
+        torch.float16,
+        torch.int64,
+        torch.float64,
+        torch.bfloat16,
+        torch.float32,
+    )
+    tensors = [torch.zeros(i + 1, dtype=kind) for i, kind in enumerate(kinds)]
+    by_type = distributed.split_by_type(tensors)
+    assert list(by_type) == list(dict.fromkeys(t.type() for t in tensors))
+    assert [t.numel() for t in by_type["torch.FloatTensor"]] == [1, 6]
+    halves, floats, doubles, brains = distributed.split_half_float_double(tensors)
+    assert [len(halves), len(floats), len(doubles), len(brains)] == [1, 2, 1, 1]
+    assert distributed.split_half_float_double(tensors[:1]) == [tensors[:1]]
+    assert distributed.split_half_float_double([]) == []
+
+
+def test_extract_tensors_from_nested_iterables() -> None:
+    a, b, c = torch.zeros(1), torch.zeros(2), torch.zeros(2, 2)
+    found: list[Tensor] = []
+    distributed.extract_tensors([a, (b, [c]), "text", 3, None], found)
+    assert len(found) == 3 and found[0] is a and found[1] is b and found[2] is c
+
+
+# --- the loss scaler ---
+
+
+def scalers() -> Iterator[Any]:
+    yield from (pytest.param(kind, id=str(kind)) for kind in ("dynamic", 8.0))
+
+
+@pytest.mark.parametrize("kind", scalers())
+@pytest.mark.parametrize("grads", [torch.float16, torch.float32], ids=str)
+def test_unscale_writes_the_masters_and_notes_overflow(kind: Any, grads: torch.dtype) -> None:
+    scaler = LossScaler(kind, init_scale=8.0)
+    model = [torch.full((3,), 4.0, dtype=grads), torch.full((2, 2), -2.0, dtype=grads)]
+    masters = [torch.empty(3), torch.empty(2, 2)]
+    scaler.unscale(model, masters, scaler.loss_scale())
+    assert masters[0].tolist() == [0.5] * 3 and masters[1].unique().tolist() == [-0.25]
+    assert not scaler._has_overflow and not scaler.update_scale()
+    scaler.unscale(model, masters, None, models_are_masters=False, scale_override=4.0)
+    assert masters[0].tolist() == [1.0] * 3
+    same = [torch.full((2,), 8.0)]
+    scaler.unscale(same, same, scaler.loss_scale(), models_are_masters=True)
+    assert same[0].tolist() == [1.0, 1.0]
+    model[1][0, 1] = math.nan
+    scaler.clear_overflow_state()
+    scaler.unscale(model, masters, scaler.loss_scale())
+    dynamic = kind == "dynamic"
+    assert scaler._has_overflow == dynamic
+    assert scaler.update_scale() == dynamic
+    assert scaler.loss_scale() == (4.0 if dynamic else 8.0)
+    assert scaler._has_overflow == dynamic  # says what was decided, until the next loss
+    scaler.scale(torch.ones(()))
+    assert not scaler._has_overflow
+
+
+@pytest.mark.parametrize("override", [None, (2.0, 4.0, 1.0)])
+def test_unscale_with_stashed_adds_what_was_kept(override: Any) -> None:
+    scaler = LossScaler("dynamic", init_scale=8.0)
+    model, stashed = [torch.full((2,), 8.0).half()], [torch.full((2,), 0.5)]
+    out = [torch.empty(2)]
+    scaler.unscale_with_stashed(model, stashed, out, scale_override=override)
+    expected = 8 / 8 + 0.5 if override is None else 8 * 2 / 4 + 0.5 * 2 / 1
+    assert out[0].tolist() == [expected] * 2 and not scaler._has_overflow
+    stashed[0][0] = math.inf  # in a sum that was looked at before
+    scaler.unscale_with_stashed(model, stashed, out)
+    assert not scaler._has_overflow
+    model[0][1] = math.inf
+    scaler.unscale_with_stashed(model, stashed, out)
+    assert scaler._has_overflow
+
+
+def test_has_overflow_that_is_written_decides() -> None:
+    scaler = LossScaler("dynamic", init_scale=8.0)
+    scaler._has_overflow = True
+    assert scaler._has_overflow and scaler.update_scale() and scaler.loss_scale() == 4.0
+    assert not scaler.update_scale()
+    scaler.unscale_([torch.tensor([math.inf])])
+    scaler._has_overflow = False
+    assert not scaler._has_overflow and not scaler.update_scale() and scaler.loss_scale() == 4.0
+    fixed = LossScaler(8.0)
+    fixed._has_overflow = True
+    assert not fixed._has_overflow and not fixed.update_scale()
+
+
+def test_scale_seq_len_that_is_written_takes_effect() -> None:
+    scaler = LossScaler("dynamic", init_scale=8.0)
+    assert scaler._scale_seq_len == 2000
+    scaler._unskipped = 1500
+    scaler._loss_scale = 4.0
+    scaler._scale_seq_len = 3
+    assert (scaler.loss_scale(), scaler._scale_seq_len) == (4.0, 3)
+    scaler._unskipped = 0
+    assert [(scaler.update_scale(), scaler.loss_scale())[1] for _ in range(4)] == [4, 4, 8, 8]
+    copied = pickle.loads(pickle.dumps(scaler))
+    assert (copied._scale_seq_len, copied._unskipped, copied.loss_scale()) == (3, 1, 8.0)
+
+
+def test_overflow_buf_of_a_script_decides_and_is_cleared() -> None:
+    scaler = LossScaler("dynamic", init_scale=8.0)
+    assert scaler._overflow_buf.tolist() == [0]
+    buffer = torch.zeros(1, dtype=torch.int32)
+    scaler._overflow_buf = buffer
+    assert scaler._overflow_buf is buffer and not scaler.update_scale()
+    grads = [torch.tensor([math.inf])]
+    amp_C.multi_tensor_scale(65536, buffer, [grads, grads], 1.0)
+    assert scaler._has_overflow and scaler.update_scale() and scaler.loss_scale() == 4.0
+    assert buffer.tolist() == [1]
+    scaler.scale(torch.ones(()))  # as scale_loss does
+    assert buffer.tolist() == [0] and not scaler.update_scale()
+    assert copied_has_none(scaler)
+
+
+def copied_has_none(scaler: LossScaler) -> bool:
+    return pickle.loads(pickle.dumps(scaler))._buffer is None
+
+
+def _reduces_by_itself(rank: int, world: int, level: str) -> None:
+    """Accumulation, then one flat all-reduce, as DeepLearningExamples' BERT does it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+    wide = [p.detach().double().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    scaler = _amp_state.loss_scalers[0]
+    scaler._loss_scale = 256.0
+    overflow_buf = torch.zeros(1, dtype=torch.int32)
+    skipped = []
+    for step in range(4):
+        total = torch.zeros((), dtype=torch.float64)
+        for part in range(2):
+            for r in range(world):
+                torch.manual_seed(100 * step + 10 * part + r)
+                x = torch.randn(4, 6)
+                if r == rank:
+                    mine = x
+                w1, b1, w2, b2 = wide
+                y = torch.tanh(x.double() @ w1.t() + b1) @ w2.t() + b2
+                total = total + y.square().mean() / (2 * world)
+            with amp.scale_loss(
+                model(mine).float().square().mean(), optimizer, delay_overflow_check=True
+            ) as scaled:
+                scaled.backward()
+        grads = [p.grad for p in amp.master_params(optimizer) if p.grad is not None]
+        if step == 1 and rank == 0:
+            grads[0].view(-1)[0] = math.inf
+        scale = scaler.loss_scale()
+        flat = torch.empty(sum(g.numel() for g in grads), dtype=torch.float32)
+        views = apex_C.unflatten(flat, grads)
+        overflow_buf.zero_()
+        amp_C.multi_tensor_scale(65536, overflow_buf, [grads, views], scale / (2 * world))
+        dist.all_reduce(flat)
+        overflow_buf.zero_()
+        amp_C.multi_tensor_scale(65536, overflow_buf, [views, grads], 1.0 / scale)
+        scaler._overflow_buf = overflow_buf
+        skipped.append(scaler.update_scale())
+        if not skipped[-1]:
+            expected = torch.autograd.grad(total, wide)
+            optimizer.step()
+            with torch.no_grad():
+                for p, g in zip(wide, expected, strict=True):
+                    p -= 0.5 * g
+        for p in [*model.parameters(), *amp.master_params(optimizer)]:
+            p.grad = None
+    check_equal(skipped, [False, True, False, False], "steps skipped")
+    check_equal(scaler.loss_scale(), 128.0, "the scale")
+    limit = 1e-5 if level == "O0" else 2e-2
+    for p, want in zip(amp.master_params(optimizer), wide, strict=True):
+        check_near(p.detach().float(), want, "parameter", limit, scale=1.0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_script_that_reduces_by_itself_trains_and_skips(
+    ranks: RankPool, world: int, level: str
+) -> None:
+    ranks.run(world, _reduces_by_itself, level)
+
+
+# --- levels, lists and the rest of amp ---
+
+
+def test_levels_of_the_frontend_fill_in_properties() -> None:
+    for name in ("O0", "O1", "O2", "O3"):
+        properties = getattr(amp.frontend, name)()(amp.frontend.Properties())
+        assert properties.opt_level == name and properties.enabled
+        assert (
+            properties.options == amp.frontend.opt_levels[name](amp.frontend.Properties()).options
+        )
+        assert getattr(amp.frontend, name)().brief
+
+
+@pytest.fixture
+def restored_lists() -> Iterator[None]:
+    every = [
+        getattr(overrides, name)
+        for overrides in (functional_overrides, tensor_overrides, torch_overrides)
+        for name in ("FP16_FUNCS", "FP32_FUNCS", "CASTS", "SEQUENCE_CASTS", "BANNED_FUNCS")
+    ]
+    before = [list(members) for members in every]
+    yield
+    if _amp_state.handle is not None:
+        _amp_state.handle._deactivate()
+    for members, old in zip(every, before, strict=True):
+        members[:] = old
+
+
+half = torch.ones(2, 3).half()
+
+
+def test_lists_have_the_names_of_apexs() -> None:
+    assert functional_overrides.MODULE is torch.nn.functional
+    assert torch_overrides.MODULE is torch and tensor_overrides.MODULE is torch.Tensor
+    assert {"linear", "conv2d"} <= set(functional_overrides.FP16_FUNCS)
+    assert {"softmax", "cross_entropy", "interpolate"} <= set(functional_overrides.FP32_FUNCS)
+    assert {"addmm", "bmm", "prelu"} <= set(torch_overrides.FP16_FUNCS)
+    assert {"exp", "pow", "sum"} <= set(torch_overrides.FP32_FUNCS)
+    assert {"__pow__", "cpu", "__ipow__"} <= set(tensor_overrides.FP32_FUNCS)
+    assert {"add", "mul", "eq"} <= set(torch_overrides.CASTS)
+    assert torch_overrides.SEQUENCE_CASTS == ["cat", "stack"]
+    assert [name for name, _ in functional_overrides.BANNED_FUNCS] == ["binary_cross_entropy"]
+
+
+def test_function_removed_from_the_lists_follows_its_inputs(restored_lists: None) -> None:
+    functional_overrides.FP32_FUNCS.remove("softmax")
+    functional_overrides.FP16_FUNCS.remove("linear")
+    tensor_overrides.FP32_FUNCS.remove("exp")
+    amp.init()
+    assert torch.nn.functional.softmax(half, 1).dtype == torch.float16
+    assert torch.nn.functional.linear(half.float(), half.float()).dtype == torch.float32
+    assert half.exp().dtype == torch.float16 and torch.exp(half).dtype == torch.float32
+    assert half.clone().exp_().dtype == torch.float16  # not refused any more
+    assert torch.nn.functional.log_softmax(half, 1).dtype == torch.float32
+    _amp_state.handle._deactivate()
+    assert torch.exp(half).dtype == torch.float16
+
+
+def test_function_moved_to_another_list_is_cast_so(restored_lists: None) -> None:
+    functional_overrides.FP32_FUNCS.remove("layer_norm")
+    functional_overrides.FP16_FUNCS.append("layer_norm")
+    functional_overrides.FP32_FUNCS.append("relu")
+    functional_overrides.FP16_FUNCS.remove("linear")
+    functional_overrides.FP32_FUNCS.append("linear")
+    torch_overrides.CASTS.append("hypot")
+    amp.init()
+    assert torch.nn.functional.layer_norm(half.float(), (3,)).dtype == torch.float16
+    assert torch.nn.functional.relu(half).dtype == torch.float32
+    assert torch.nn.functional.linear(half, half).dtype == torch.float32
+    assert torch.hypot(half, half.float()).dtype == torch.float32
+    assert torch.nn.functional.conv1d(half.float(), torch.ones(2, 2, 1)).dtype == torch.float16
+
+
+def test_banned_function_removed_from_its_list_runs(restored_lists: None) -> None:
+    (banned,) = functional_overrides.BANNED_FUNCS
+    amp.init()
+    with pytest.raises(NotImplementedError, match="binary_cross_entropy"):
+        torch.nn.functional.binary_cross_entropy(half / 2, half)
+    functional_overrides.BANNED_FUNCS.remove(banned)
+    functional_overrides.FP32_FUNCS.append("binary_cross_entropy")
+    amp.init()
+    loss = torch.nn.functional.binary_cross_entropy(half / 2, half)
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(math.log(2))
+
+
+def test_lists_change_with_initialize(restored_lists: None) -> None:
+    functional_overrides.FP32_FUNCS.remove("softmax")
+    seen = []
+
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x).softmax(1)
+            seen.append((y.dtype, torch.nn.functional.softmax(y.half(), 1).dtype))
+            return y
+
+    model = amp.initialize(Model(3, 2), opt_level="O1", verbosity=0)
+    model(torch.ones(1, 3))
+    assert seen == [(torch.float32, torch.float16)]
+
+
+def test_compat_modules_answer_for_todays_torch() -> None:
+    assert amp.compat.variable_is_tensor() and not amp.compat.tensor_is_variable()
+    assert not amp.compat.tensor_is_float_tensor()
+    assert amp.compat.is_tensor_like(half) and not amp.compat.is_tensor_like(1.0)
+    assert amp.compat.is_floating_point(half) and not amp.compat.is_floating_point(half.long())
+    assert amp.compat.scalar_python_val(torch.tensor(2.0)) == 2.0
+    assert amp.compat.filter_attrs(torch, ["add", "no_such"]) == ["add"]
+    assert not amp.rnn_compat.has_old_rnns()
+    assert "lstm" in amp.rnn_compat.RNN_NAMES
+    assert amp.rnn_compat.VariableFunctionsShim().lstm_cell is torch._VF.lstm_cell
+    assert amp.rnn_compat.whitelist_rnn_cells(None, verbose=False) is None
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_handle_of_init_gives_advice(enabled: bool) -> None:
+    handle = amp.init(enabled=enabled)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(RuntimeError, match=r"wrap_optimizer\(\) .*amp\.initialize.*scale_loss"):
+        handle.wrap_optimizer(optimizer)
+    loss = torch.ones(())
+    if enabled:
+        with pytest.raises(RuntimeError, match=r"scale_loss\(\) is of the interface"):
+            with handle.scale_loss(loss, optimizer):
+                pass
+        weight = nn.Parameter(torch.ones(2, 3))
+        torch.nn.functional.linear(torch.ones(1, 3), weight)
+        assert len(handle.cache) == 1
+        handle.remove_cache(weight)
+        handle.remove_cache(weight)
+        assert len(handle.cache) == 0
+    else:
+        with handle.scale_loss(loss, optimizer) as same:
+            assert same is loss
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_optimizer_whose_state_was_cleared_by_a_plain_dict_trains(level: str, kind: Any) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1)
+    optimizer.state = {}
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(4, 3)).float().mean() / 8, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    if kind is torch.optim.Adam:
+        assert [float(entry["step"]) for entry in optimizer.state.values()] == [2.0, 2.0]
+
+
+# --- flat calls over ranks ---
+
+
+def _flat_calls(rank: int, world: int) -> None:
+    members = [torch.full((2, 3), float(rank)), torch.full((4,), 2.0 * rank)]
+    distributed.apply_flat_dist_call(members, dist.all_reduce)
+    check(all(bool((m == m.view(-1)[0]).all()) for m in members), "not averaged alike")
+    check_equal([m.view(-1)[0].item() for m in members], [0.5, 1.0], "averages")
+    distributed.apply_flat_dist_call(members[:1], dist.broadcast, (1,))
+    model = DistributedDataParallel(nn.Linear(2, 2), delay_allreduce=True)
+    model(torch.ones(1, 2) * (rank + 1)).sum().backward()
+    check_equal(model.module.weight.grad.view(-1)[0].item(), 1.5, "gradient")
+
+
+@pytest.mark.processes
+def test_flat_calls_average_over_ranks(ranks: RankPool) -> None:
+    ranks.run(2, _flat_calls)

@@ -1,0 +1,76 @@
+"""Miniatures of public training scripts train as they did: see old_scripts.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import old_scripts
+import pytest
+from ddp_support import RankPool
+
+pytestmark = pytest.mark.processes
+
+#: How far the loss has to fall, and how close a float32 run on two ranks is to that on one.
+FALL, CLOSE = 0.75, 2e-3
+
+
+def run(ranks: RankPool, world: int, script: Any, *args: Any) -> list[float]:
+    results = ranks.run(world, script, *args)
+    assert all(losses == results[0] for losses in results)
+    losses = results[0]
+    assert losses[-1] < FALL * losses[0], losses
+    return losses
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_ssd_trains_on_one_and_two_ranks(ranks: RankPool, level: str) -> None:
+    for world in (1, 2):
+        run(ranks, world, old_scripts.train_ssd, level)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_bert_with_lamb_and_its_own_all_reduce_trains_alike_on_two_ranks(
+    ranks: RankPool, level: str
+) -> None:
+    one, two = (run(ranks, world, old_scripts.train_bert, level) for world in (1, 2))
+    assert one == pytest.approx(two, rel=CLOSE if level == "O0" else 0.05)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("name", ["lamb", "adam"])
+def test_bert_with_the_wrapper_trains_alike_on_two_ranks(
+    ranks: RankPool, name: str, level: str
+) -> None:
+    one, two = (run(ranks, n, old_scripts.train_bert, level, name, False) for n in (1, 2))
+    assert one == pytest.approx(two, rel=CLOSE if level == "O0" else 0.05)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_bert_resumed_equals_the_run_that_was_not_stopped(ranks: RankPool, level: str) -> None:
+    whole = run(ranks, 2, old_scripts.train_bert, level)
+    resumed = run(ranks, 2, old_scripts.train_bert, level, "lamb", True, 12, 6)
+    assert resumed == whole
+
+
+def test_bert_with_a_scale_that_overflows_skips_and_trains(ranks: RankPool) -> None:
+    start = 2.0**30
+    losses = run(ranks, 2, old_scripts.train_bert, "O2", "lamb", True, 12, None, start)
+    whole = run(ranks, 2, old_scripts.train_bert, "O2")
+    assert losses == pytest.approx(whole, rel=0.05)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_tacotron2_trains_on_one_and_two_ranks(ranks: RankPool, level: str) -> None:
+    for world in (1, 2):
+        run(ranks, world, old_scripts.train_tacotron, level)
+
+
+@pytest.mark.parametrize(
+    "level, scale", [("O0", None), ("O1", None), ("O2", "128.0"), ("O2", "dynamic")]
+)
+def test_resnet_with_larc_trains_alike_on_two_ranks(
+    ranks: RankPool, level: str, scale: str | None
+) -> None:
+    one, two = (run(ranks, world, old_scripts.train_resnet, level, scale) for world in (1, 2))
+    # Batch norm is synchronized, so two ranks see the same batch as one.
+    assert one == pytest.approx(two, rel=CLOSE if level == "O0" else 0.1)
