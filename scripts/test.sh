@@ -43,7 +43,7 @@ export APEX_CPP_BUILD=$build
 export PATH="$venv/bin:$PATH"
 
 echo "C++ tests in $build"
-"$venv/bin/ctest" --test-dir "$build" --output-on-failure --no-tests=error \
+"$venv/bin/ctest" --test-dir "$build" --output-on-failure --no-tests=error --parallel 2 \
   --output-junit "$results/ctest.xml"
 cpp_status=$?
 cp "$build"/test-results/*.xml "$results/" 2>/dev/null
@@ -53,7 +53,7 @@ echo "Python tests"
 # the time goes into starting ranks, and waiting for them.
 (cd "$results" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$venv/bin/python" -m pytest \
   -c "$apex_root/pyproject.toml" --rootdir "$apex_root" "$apex_root/python/tests" \
-  --numprocesses "${APEX_TEST_WORKERS:-2}" --dist loadfile -q --junit-xml "$results/pytest.xml" "$@")
+  --numprocesses "${APEX_TEST_WORKERS:-2}" --dist loadfile -q --durations 20 --junit-xml "$results/pytest.xml" "$@")
 python_status=$?
 
 "$venv/bin/python" "$here/test_summary.py" "$results" || exit 1

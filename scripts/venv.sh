@@ -13,7 +13,7 @@
 #   PYTHON       the Python that makes the environment (default: python3), 3.10 or newer
 #   APEX_TORCH   what pip installs where DIR has no torch, options included; default: torch on
 #                machines with an NVIDIA GPU, torch==2.13.0 elsewhere
-#   CXX          the C++ compiler
+#   CXX          the C++ compiler; by way of ccache where that is installed
 #   CMAKE_BUILD_PARALLEL_LEVEL   compilers at a time; default: one per core and 2 GiB free memory
 
 apex_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -141,6 +141,10 @@ apex_install_package() {
   jobs=${CMAKE_BUILD_PARALLEL_LEVEL:-$(apex_build_jobs)}
   echo "building and installing apex-parallel into $dir ($jobs at a time; minutes the first time)"
   rm -f "$stamp_file"
+  if [ -z "${CMAKE_CXX_COMPILER_LAUNCHER:-}" ] && command -v ccache >/dev/null; then
+    # Its way with precompiled headers, see its manual.
+    export CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros}
+  fi
   PATH="$dir/bin:$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$jobs \
     apex_quiet "$dir/bin/python" -m pip install --no-build-isolation "$@" "$apex_root" || return 1
   echo "$stamp" >"$stamp_file"
