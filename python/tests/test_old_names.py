@@ -113,11 +113,7 @@ def test_extract_tensors_from_nested_iterables() -> None:
 # --- the loss scaler ---
 
 
-def scalers() -> Iterator[Any]:
-    yield from (pytest.param(kind, id=str(kind)) for kind in ("dynamic", 8.0))
-
-
-@pytest.mark.parametrize("kind", scalers())
+@pytest.mark.parametrize("kind", ["dynamic", 8.0], ids=str)
 @pytest.mark.parametrize("grads", [torch.float16, torch.float32], ids=str)
 def test_unscale_writes_the_masters_and_notes_overflow(kind: Any, grads: torch.dtype) -> None:
     scaler = LossScaler(kind, init_scale=8.0)
