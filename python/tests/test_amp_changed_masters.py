@@ -61,6 +61,15 @@ def _make(level: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]
     )
 
 
+def _trained(level: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = _make(level)
+    for step in range(steps):
+        _backward(model, optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
 def _backward(model: nn.Module, optimizer: Any, step: int, bad: bool = False) -> None:
     x = torch.rand(16, 4, generator=torch.Generator().manual_seed(step))
     with amp.disable_casts():
@@ -138,11 +147,7 @@ WRITES = [_add, _set_data, _write_data]
 def test_changed_masters_reach_the_model_and_stay(
     level: str, write: Callable[[Tensor], None], trained: int
 ) -> None:
-    model, optimizer = _make(level)
-    for step in range(trained):
-        _backward(model, optimizer, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer = _trained(level, trained)
     before = [m.detach().clone() for m in amp.master_params(optimizer)]
     for master in amp.master_params(optimizer):
         write(master)
@@ -165,10 +170,7 @@ def test_changed_masters_reach_the_model_and_stay(
 def test_changed_masters_that_the_model_does_not_have_are_refused_in_copies_too(
     level: str, write: Callable[[Tensor], None], trained: int
 ) -> None:
-    model, optimizer = _make(level)
-    for step in range(trained):
-        _backward(model, optimizer, step)
-        optimizer.step()
+    model, optimizer = _trained(level, trained)
     list(amp.master_params(optimizer))
     optimizer.zero_grad()
     write(optimizer.param_groups[0]["params"][0])
@@ -184,10 +186,7 @@ def test_changed_masters_that_the_model_does_not_have_are_refused_in_copies_too(
 @pytest.mark.parametrize("level", MASTERS)
 def test_masters_changed_between_scale_loss_and_step_count(level: str, trained: int) -> None:
     """A weight decay by hand, say; the step brings it to the model."""
-    model, optimizer = _make(level)
-    for step in range(trained):
-        _backward(model, optimizer, step)
-        optimizer.step()
+    model, optimizer = _trained(level, trained)
     _backward(model, optimizer, 5)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -209,10 +208,7 @@ def test_masters_changed_between_scale_loss_and_step_count(level: str, trained: 
 def test_state_loaded_after_masters_were_changed_counts(
     level: str, write: Callable[[Tensor], None], trained: int
 ) -> None:
-    model, optimizer = _make(level)
-    for step in range(trained):
-        _backward(model, optimizer, step)
-        optimizer.step()
+    model, optimizer = _trained(level, trained)
     optimizer.zero_grad()
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     for master in optimizer.param_groups[0]["params"]:
