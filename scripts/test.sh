@@ -4,6 +4,9 @@
 # tests and examples, and prints "N passed, N failed, N skipped" for both together as its last line.
 # What is built or installed already is used again.
 #
+# With --quick as its first argument it runs, after the same build, the C++ unit tests and some Python tests
+# of each area (python/tests/conftest.py lists them): for between two changes.
+#
 # Environment: APEX_VENV, the folder of the virtual environment (default: .venv in the repository),
 # APEX_TEST_WORKERS, how many files of Python tests run at a time (default: 2; 0 for debuggers), what
 # scripts/venv.sh lists, and PYTEST_ADDOPTS. Arguments are passed on to pytest.
@@ -14,6 +17,11 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/venv.sh"
 cd "$apex_root" || exit 1
 venv=${APEX_VENV:-$apex_root/.venv}
+cpp_tests=() python_tests=()
+if [ "${1:-}" = --quick ]; then
+  shift
+  cpp_tests=(--label-regex unit) python_tests=(-m quick)
+fi
 results=$apex_root/build/test-results
 
 # GoogleTest comes with the system where it can, else CMake fetches a pinned release.
@@ -44,7 +52,7 @@ export PATH="$venv/bin:$PATH"
 
 echo "C++ tests in $build"
 "$venv/bin/ctest" --test-dir "$build" --output-on-failure --no-tests=error --parallel 2 \
-  --output-junit "$results/ctest.xml"
+  --output-junit "$results/ctest.xml" ${cpp_tests[@]+"${cpp_tests[@]}"}
 cpp_status=$?
 cp "$build"/test-results/*.xml "$results/" 2>/dev/null
 
@@ -53,7 +61,8 @@ echo "Python tests"
 # the time goes into starting ranks, and waiting for them.
 (cd "$results" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$venv/bin/python" -m pytest \
   -c "$apex_root/pyproject.toml" --rootdir "$apex_root" "$apex_root/python/tests" \
-  --numprocesses "${APEX_TEST_WORKERS:-2}" --dist loadfile -q --durations 20 --junit-xml "$results/pytest.xml" "$@")
+  --numprocesses "${APEX_TEST_WORKERS:-2}" --dist loadfile -q --durations 20 \
+  --junit-xml "$results/pytest.xml" ${python_tests[@]+"${python_tests[@]}"} "$@")
 python_status=$?
 
 "$venv/bin/python" "$here/test_summary.py" "$results" || exit 1

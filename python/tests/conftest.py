@@ -5,6 +5,29 @@ from __future__ import annotations
 import pytest
 from ddp_support import RankPool, close_shared_pool, shared_pool
 
+#: What `scripts/test.sh --quick` runs: in each area the tests that draw or compare most.
+QUICK = (
+    "test_amp_programs.py::test_program",
+    "test_amp_sequences.py",
+    "test_batch_norm_programs.py::test_batch_norm_programs_equal_one_process",
+    "test_ddp_comm_hooks.py",
+    "test_ddp_gradients.py::test_gradients_every_model_equal_whole_batch",
+    "test_ddp_join.py::test_join_uneven_counts_equal_one_process",
+    "test_ddp_programs.py::test_programs_equal_one_process[1000-2]",
+    "test_fp16_utils_optimizer.py",
+    "test_fused_optimizers.py",
+    "test_larc.py",
+    "test_multiproc.py::test_environment_every_rank_is_complete",
+    "test_old_names.py",
+    "test_overlapped_optimizer.py::test_losses_and_parameters_are_those_of_the_plain_loop",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.rpartition("/")[2].startswith(QUICK):
+            item.add_marker(pytest.mark.quick)
+
 
 @pytest.fixture(scope="session")
 def ranks() -> RankPool:

@@ -17,6 +17,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import tempfile
 import time
@@ -72,6 +73,13 @@ def forget_amp() -> None:
         state.handle = None
     vars(state).pop("opt_properties", None)
     state.loss_scalers, state.latest_scalers, state.optimizers = [], [], []
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def init_group(rank: int, world: int, store: str, timeout_s: float = GROUP_TIMEOUT_S) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from amp_support import free_port, fresh_amp  # noqa: F401
+from amp_support import fresh_amp  # noqa: F401
+from ddp_support import free_port
 from torch import nn
 
 from apex import amp

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from pathlib import Path
 
 import pytest
+from ddp_support import free_port
 from warm import run_script
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -41,9 +41,7 @@ def blocks() -> list[object]:
 @pytest.mark.processes
 @pytest.mark.parametrize("code", blocks())
 def test_docs_python_block_runs(code: str, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     script = tmp_path / "block.py"
     alone = code.startswith(STANDALONE)
     source = ("" if alone else GIVEN) + code + ("" if alone else "\ndist.destroy_process_group()\n")

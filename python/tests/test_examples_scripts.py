@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from ddp_support import free_port
 from warm import run_script
 
 pytest.importorskip("sklearn")
@@ -140,9 +140,7 @@ def environment(**changes: str) -> dict[str, str]:
     """This process's environment without launchers' variables and GPUs, with a free port."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
     kept = {name: value for name, value in os.environ.items() if name not in launcher}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     cpu = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
     return {**kept, **cpu, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **changes}
 

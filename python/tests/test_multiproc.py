@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from ddp_support import free_port
 
 from apex.parallel import _multiproc_script as script_options
 from apex.parallel import multiproc
@@ -142,12 +142,6 @@ def job(tmp_path: Path) -> Iterator[Job]:
             process.wait()
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 # --- what is started ---
 
 
@@ -168,7 +162,7 @@ def test_environment_every_rank_is_complete(job: Job) -> None:
 @pytest.mark.processes
 def test_master_given_reaches_every_rank(job: Job) -> None:
     job.write(REPORT)
-    port = free_port()
+    port = str(free_port())
     done = job.run("--nproc=2", "--master-addr=127.0.0.1", f"--master-port={port}", "job.py")
     assert done.returncode == 0, done.stderr
     for rank in range(2):

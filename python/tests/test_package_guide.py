@@ -2,13 +2,13 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from ddp_support import free_port
 from package_support import ROOT, torchrun
 from test_package_finder import CMAKE, cmake
 from test_package_wheel import generator, prefix  # noqa: F401  (a fixture)
@@ -66,12 +66,6 @@ def run(*command: str | Path, **environment: str) -> str:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]
 
 
 def run_together(commands: list[list[str]], environments: list[dict[str, str]]) -> str:
