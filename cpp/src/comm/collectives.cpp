@@ -52,7 +52,7 @@ bool can_stop_waiting(const c10d::ProcessGroup& group) {
 void wait_or_hear(const c10d::ProcessGroup& group, const std::function<bool(std::chrono::milliseconds)>& ended_within,
                   const std::function<void()>& meanwhile = {}) {
   if (ended_within(kUsual)) return;
-  const FailureListener listener(group);
+  FailureListener listener(group);
   while (!ended_within(kSlice)) {
     if (is_interrupted()) {
       announce_failure(group, "an interruption (Ctrl-C, or another signal)");
@@ -63,6 +63,7 @@ void wait_or_hear(const c10d::ProcessGroup& group, const std::function<bool(std:
       throw Error("the ranks are in different collectives: " + apart);
     }
     if (listener.heard()) throw Error("another rank reports that a collective of this group has failed");
+    if (listener.is_left_alone()) throw Error("a process of this group has ended, and the store with it");
     if (meanwhile) meanwhile();
   }
 }

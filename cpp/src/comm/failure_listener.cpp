@@ -21,8 +21,21 @@ constexpr milliseconds kLate{2000};   // until who waits looks whether the other
 
 }  // namespace
 
+// Note [When the store is lost]
+//
+// As a rule the process that keeps the store is a rank. When it ends, nobody can report any more; and Gloo does not
+// always notice that a connection has been closed (one in some hundred killed ranks), so that who waits would do so
+// until the timeout. So it looks at the processes of its host, and gives up when one has ended and nothing has come of
+// the collective, or of the store, for two seconds more. Those that end first are remembered: the others have given up.
+
 struct FailureListener::State {
+  GroupRecordPtr record;
+  std::atomic<Clock::time_point> answered{Clock::time_point()};  ///< by the store
   std::atomic<bool> heard{false};
+  // Of who waits.
+  Clock::time_point look_at;
+  Clock::time_point ended_at;
+
   std::mutex mutex;
   std::string apart;
   std::condition_variable wake;
@@ -33,6 +46,7 @@ FailureListener::FailureListener(const c10d::ProcessGroup& group) : state_(std::
   const GroupRecordPtr record = find_record(group);
   const StorePtr store = record ? record->store.lock() : nullptr;
   if (!store) return;
+  state_->record = record;
   std::thread([state = state_, store, record, call = record->calls.last_number()] {
     const GroupRecordPtr& other = record->heard_too;
     const StorePtr others_store = other ? other->store.lock() : nullptr;
@@ -46,6 +60,7 @@ FailureListener::FailureListener(const c10d::ProcessGroup& group) : state_(std::
         if (own->add(record->count_key(), 0) > 0) state->heard = true;
         if (others_own && others_own->add(other->count_key(), 0) > 0) state->heard = true;
         if (own->check({record->refusal_key(call)})) state->heard = true;
+        state->answered = Clock::now();
         std::string apart;
         if (!state->heard && Clock::now() >= compare_at) {
           apart = record->calls.compare(*own, record->name, record->rank);
@@ -58,7 +73,7 @@ FailureListener::FailureListener(const c10d::ProcessGroup& group) : state_(std::
       }
       record->calls.forget(*own);
     } catch (...) {
-      // The store is lost: the collective will end by itself.
+      // See Note [When the store is lost].
     }
   }).detach();
 }
@@ -70,6 +85,20 @@ FailureListener::~FailureListener() {
 }
 
 bool FailureListener::heard() const { return state_->heard; }
+
+bool FailureListener::is_left_alone() {
+  const auto now = Clock::now();
+  if (!state_->record || now < state_->look_at) return false;
+  state_->look_at = now + kListen;
+  if (state_->ended_at == Clock::time_point()) {
+    const auto ended = look_around(*state_->record, ProcessState::kEnded);
+    if (ended.empty()) return false;
+    state_->ended_at = now;
+    const std::lock_guard<std::mutex> lock(state_->record->mutex);
+    if (state_->record->ended_first.empty()) state_->record->ended_first = ended;
+  }
+  return now - state_->ended_at > kLate && state_->answered.load() < state_->ended_at;
+}
 
 std::string FailureListener::apart() const {
   const std::lock_guard<std::mutex> lock(state_->mutex);

@@ -18,6 +18,8 @@ class FailureListener {
   FailureListener(const FailureListener&) = delete;
   FailureListener& operator=(const FailureListener&) = delete;
   bool heard() const;
+  /// Whether a process of the group on this host has ended, and the store is lost since; for who waits.
+  bool is_left_alone();
   /// Which ranks are where; empty as long as nothing else is known than that they are late.
   std::string apart() const;
 

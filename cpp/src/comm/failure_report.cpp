@@ -9,6 +9,7 @@
 #include <mutex>
 #include <set>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "comm/bounded_call.h"
@@ -60,23 +61,6 @@ void decode(const std::string& text, int from, Findings& findings) {
     begin = end + 1;
   }
   findings.reports[from] = text.substr(std::min(begin + 1, text.size()));
-}
-
-/// Looks at the processes of this host.
-std::map<int, std::string> look_around(GroupRecord& record) {
-  std::map<int, ProcessName> processes;
-  {
-    const std::lock_guard<std::mutex> lock(record.mutex);
-    processes = record.processes;
-  }
-  std::map<int, std::string> proof;
-  for (const auto& [rank, process] : processes) {
-    const std::string name = "process " + std::to_string(process.pid);
-    const ProcessState state = state_of(process);
-    if (state == ProcessState::kEnded) proof[rank] = "has ended (" + name + ")";
-    if (state == ProcessState::kStopped) proof[rank] = "is stopped (" + name + ", by a signal or a debugger)";
-  }
-  return proof;
 }
 
 /// Reports, and reads what the others report, until all are accounted for or `until`.
@@ -138,18 +122,24 @@ void collect(const StorePtr& store, GroupRecord& record, const std::string& what
 }
 
 /// The process that keeps the store takes it along when it ends, so that those who hear of the failure late, or
-/// read slowly, find nothing. As a rule it is rank 0, which waits a little for them.
-void say_farewell(const StorePtr& store, const GroupRecord& record, const std::set<int>& lost, const std::atomic<bool>& stop) {
-  store->set(record.farewell_key(record.rank), std::vector<uint8_t>{1});
+/// read slowly, find nothing. As a rule it is rank 0, which waits a little for them; they may have failed in the group
+/// that is heard, too.
+void say_farewell(const StorePtr& store, const GroupRecord& record, const std::set<int>& lost,
+                  const std::atomic<bool>& stop) {
+  std::vector<std::pair<StorePtr, const GroupRecord*>> places{{own_connection(store), &record}};
+  if (const StorePtr other = record.heard_too ? record.heard_too->store.lock() : nullptr) {
+    places.emplace_back(own_connection(other), record.heard_too.get());
+  }
+  for (const auto& [place, group] : places) place->set(group->farewell_key(record.rank), "1");
   const char* agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");  // torchrun keeps it
   if (record.rank != 0 || (agent != nullptr && std::string(agent) == "True")) return;
-  std::vector<std::string> others;
-  for (int rank = 1; rank < record.size; ++rank) {
-    if (lost.count(rank) == 0) others.push_back(record.farewell_key(rank));
-  }
   const auto until = Clock::now() + kFarewell;
-  while (!stop && !others.empty() && !store->check(others) && Clock::now() < until) {
-    std::this_thread::sleep_for(kLook);
+  for (int rank = 1; rank < record.size; ++rank) {
+    const auto has_left = [&, rank](const auto& place) { return place.first->check({place.second->farewell_key(rank)}); };
+    while (lost.count(rank) == 0 && std::none_of(places.begin(), places.end(), has_left)) {
+      if (stop || Clock::now() >= until) return;
+      std::this_thread::sleep_for(kLook);
+    }
   }
 }
 
@@ -202,6 +192,10 @@ std::string investigate(const c10d::ProcessGroup& group, const GroupRecordPtr& r
   {
     const std::lock_guard<std::mutex> lock(findings->mutex);
     if (!findings->store_answers) {
+      const std::lock_guard<std::mutex> record_lock(record->mutex);
+      if (!record->ended_first.empty()) seen = record->ended_first;  // later ones may have given up
+    }
+    if (!findings->store_answers) {
       if (seen.empty()) seen = look_around(*record);
       for (const auto& [rank, state] : seen) {
         if (findings->reports.count(rank) == 0) findings->proof.emplace(rank, state);
@@ -215,7 +209,7 @@ std::string investigate(const c10d::ProcessGroup& group, const GroupRecordPtr& r
     text = describe(*findings, *record, what, patience);
     if (!findings->store_answers) return text;
   }
-  BoundedCall([=](const std::atomic<bool>& stop) { say_farewell(own_connection(store), *record, lost, stop); })
+  BoundedCall([=](const std::atomic<bool>& stop) { say_farewell(store, *record, lost, stop); })
       .wait_until(Clock::now() + kFarewell + kLook);
   return text;
 }
@@ -228,7 +222,10 @@ void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexce
   record->calls.add(what);
   // What another group has reported here is over when this one goes on.
   if (!record->reported_from_elsewhere.exchange(false)) return;
-  talk_to_store(group, *record, [key = record->report_key(record->rank)](c10d::Store& store) { store.deleteKey(key); });
+  talk_to_store(group, *record, [record](c10d::Store& store) {
+    store.deleteKey(record->report_key(record->rank));
+    store.deleteKey(record->farewell_key(record->rank));
+  });
 } catch (...) {
   // A collective that fails will say what is wrong with the store.
 }

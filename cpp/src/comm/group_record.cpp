@@ -132,4 +132,21 @@ void read_processes(c10d::Store& store, GroupRecord& record) {
   record.processes = std::move(found);
 }
 
+std::map<int, std::string> look_around(GroupRecord& record, std::optional<ProcessState> only) {
+  std::map<int, ProcessName> processes;
+  {
+    const std::lock_guard<std::mutex> lock(record.mutex);
+    processes = record.processes;
+  }
+  std::map<int, std::string> proof;
+  for (const auto& [rank, process] : processes) {
+    const std::string name = "process " + std::to_string(process.pid);
+    const ProcessState state = state_of(process);
+    if (only && state != *only) continue;
+    if (state == ProcessState::kEnded) proof[rank] = "has ended (" + name + ")";
+    if (state == ProcessState::kStopped) proof[rank] = "is stopped (" + name + ", by a signal or a debugger)";
+  }
+  return proof;
+}
+
 }  // namespace apex::parallel

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -32,7 +33,8 @@ struct GroupRecord {
   CallHistory calls;
 
   std::mutex mutex;
-  std::map<int, ProcessName> processes;  ///< of other ranks
+  std::map<int, ProcessName> processes;      ///< of other ranks
+  std::map<int, std::string> ended_first;    ///< seen when the store was lost: by rank, what look_around() says
   std::string verdict;                   ///< what report_failure() has found
   std::chrono::steady_clock::time_point verdict_until;  ///< it is not asked for again until then
 
@@ -70,5 +72,8 @@ StorePtr own_connection(const StorePtr& store);
 
 /// Reads which process each rank is, as they have told.
 void read_processes(c10d::Store& store, GroupRecord& record);
+
+/// Looks at the processes of this host: what has become of those that have ended or are stopped, by rank.
+std::map<int, std::string> look_around(GroupRecord& record, std::optional<ProcessState> only = {});
 
 }  // namespace apex::parallel

@@ -1,13 +1,19 @@
 #include <gtest/gtest.h>
 
+#include <signal.h>
+#include <unistd.h>
+
+#include <chrono>
 #include <cstdlib>
 #include <string>
+#include <thread>
 
 #include <ATen/ATen.h>
 
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
 #include <apex/parallel/comm_hook.h>
+#include <apex/parallel/model_sync.h>
 #include <apex/parallel/reducer.h>
 #include <apex/parallel/sync_batch_norm.h>
 #include <torch/nn/modules/batchnorm.h>
@@ -110,6 +116,38 @@ void lose_a_rank() {
   require(false, "backward() returned although a rank was gone");
 }
 
+/// Rank 0, with the store, ends while rank 2 waits for rank 1, which is there and does not come: nothing of that
+/// closes a connection on which rank 2 waits.
+void left_alone() {
+  apex::distributed::ProcessGroupOptions group_options;
+  group_options.timeout = std::chrono::seconds(60);
+  const auto group = apex::distributed::init_process_group("gloo", group_options);
+  const int rank = group->getRank();
+  const ToyModel model = ToyModel::mlp({3, 3}, 1);
+  Reducer reducer(model.parameters, {group});
+  std::vector<at::Tensor> mine{at::tensor({int64_t{getpid()}})};
+  std::vector<std::vector<at::Tensor>> pids(1);
+  for (int r = 0; r < 3; ++r) pids[0].push_back(at::empty_like(mine[0]));
+  group->allgather(pids, mine)->wait();
+  if (rank == 0) std::_Exit(0);
+  if (rank == 1) {
+    const auto waiting = static_cast<pid_t>(pids[0][2].item<int64_t>());
+    while (kill(waiting, 0) == 0) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    std::_Exit(0);
+  }
+  std::string text;
+  try {
+    apex::parallel::broadcast_coalesced({at::zeros({4})}, group, 1);
+  } catch (const apex::CommunicationError& error) {
+    text = error.what();
+  }
+  require(text.find("rank 0 has ended (process") != std::string::npos, "rank 0 is not named: " + text);
+  require(text.find("rank 1 has ended") == std::string::npos, "rank 1 is blamed: " + text);
+  std::_Exit(0);
+}
+
+const apex::testing::Scenario kLeftAlone("reducer_left_alone", left_alone);
+
 const apex::testing::Scenario kLoseARank("reducer_lose_a_rank", lose_a_rank);
 
 /// Gradients that travel as bfloat16 and are summed in float32 are rounded once, and alike everywhere.
@@ -211,6 +249,12 @@ TEST(ReducerProcessesWire, NarrowSummedInFloat32_Gradients_AreRoundedOnce) {
 
 TEST(ReducerProcessesConnection, DroppedAtOnceByOneRank_Others_ConnectAllTheSame) {
   EXPECT_EQ(failures_of(run_processes(ranks_of("reducer_connect_and_drop", 3))), "");
+}
+
+TEST(ReducerProcessesStore, EndsWithItsRank_WhoWaitsForAnotherRank_ThrowsLongBeforeTheTimeout) {
+  RunOptions options;
+  options.timeout = std::chrono::seconds(40);
+  EXPECT_EQ(failures_of(run_processes(ranks_of("reducer_left_alone", 3), options)), "");
 }
 
 class ReducerProcessesFailure : public ::testing::TestWithParam<int> {};
