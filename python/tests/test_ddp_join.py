@@ -308,3 +308,68 @@ def _disagrees(rank: int, world: int) -> None:
 
 def test_join_ranks_that_disagree_raise_on_all(ranks: RankPool) -> None:
     ranks.run(2, _disagrees)
+
+
+# --- amp ---
+
+
+def _amp_step(ddp: Any, optimizer: Any, step: int, rank: int, overflow: bool = False) -> None:
+    from apex import amp
+
+    optimizer.zero_grad()
+    loss = ddp(batch(rank, step)).float().square().mean()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        (scaled * float("inf") if overflow else scaled).backward()
+    optimizer.step()
+
+
+def _joins_with_amp(rank: int, world: int, level: str, scale: Any) -> None:
+    from apex import amp
+
+    model = make(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale=scale, verbosity=0
+    )
+    ddp = DistributedDataParallel(model)
+    for epoch in range(2):
+        with ddp.join():
+            for step in range(3 * rank if epoch else 1 + 2 * rank):
+                # With a dynamic scale one step of a rank that trains longer is skipped.
+                _amp_step(ddp, optimizer, step, rank, overflow=scale is None and step == 2)
+        check_same_on_all_ranks(list(model.parameters()), "parameters after join()")
+        states = [None] * world
+        dist.all_gather_object(states, amp.state_dict())
+        check(all(state == states[0] for state in states), f"scalers {states}")
+        _amp_step(ddp, optimizer, 5, rank)
+        check_same_on_all_ranks(list(model.parameters()), "parameters a step later")
+        check_same_on_all_ranks(list(amp.master_params(optimizer)), "masters a step later")
+
+
+@pytest.mark.parametrize("scale", [None, 64.0])
+@pytest.mark.parametrize("level", ["O1", "O2", "O2-bf16"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_join_with_amp_ranks_stay_alike(
+    ranks: RankPool, world: int, level: str, scale: float | None
+) -> None:
+    if level == "O2-bf16" and scale is None:
+        scale = 1.0
+    ranks.run(world, _joins_with_amp, level, scale)
+
+
+def _unknown_scaler(rank: int, world: int) -> None:
+    from apex.amp.scaler import LossScaler
+
+    ddp = DistributedDataParallel(make())
+    scaler = LossScaler("dynamic")
+    try:
+        with ddp.join():
+            scaler.synchronize()
+    except RuntimeError as error:
+        check("join(scalers=[...])" in str(error), str(error))
+    else:
+        check(False, "not refused")
+
+
+def test_join_refuses_a_scaler_that_others_do_not_know(ranks: RankPool) -> None:
+    ranks.run(2, _unknown_scaler)

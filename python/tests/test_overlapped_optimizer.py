@@ -292,6 +292,26 @@ def test_apex_amp_waits_before_it_unscales(ranks: RankPool) -> None:
     ranks.run(2, _amp)
 
 
+def _amp_without_scale(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    sgd: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    net, inner = amp.initialize(net, sgd, opt_level="O0", verbosity=0)
+    ddp = DistributedDataParallel(net, message_size=150)
+    optimizer = OverlappedOptimizer(inner, ddp)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with amp.scale_loss(ddp(batch(rank, step)).square().mean(), optimizer) as loss:
+            loss.backward()
+        # Read at once: the same bits on every rank.
+        check_same_on_all_ranks([p.grad for p in net.parameters()], f"gradients of step {step}")
+        optimizer.step()
+
+
+def test_apex_amp_waits_without_a_scale_too(ranks: RankPool) -> None:
+    ranks.run(2, _amp_without_scale)
+
+
 def _inside_larc(rank: int, world: int) -> None:
     def run(ddp: Any, optimizer: Any) -> None:
         optimizer = LARC(optimizer)

@@ -5,6 +5,7 @@ The work is done by ``apex::amp::LossScaler`` in C++; this class adds the names 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -160,6 +161,9 @@ class LossScaler(ScalerByHand):
             return
         distributed = torch.distributed
         group = distributed.group.WORLD if group is None else group
+        joining = sys.modules.get("apex.parallel._join")
+        if joining is not None and joining.current() is not None:
+            joining.current().announce_overflow_flags(self, group)
         self._take_buffer()
         self._policy.synchronize(group.group_name)
 

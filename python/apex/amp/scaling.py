@@ -102,6 +102,7 @@ def scale_loss(
         masters = any(stash.master_weights for stash in stashes)
         if not masters and scaler._static == 1.0 and not scaled_before:
             yield loss.float()
+            _pending.complete()  # for who reads gradients before step()
             return
         ranks_then = ranks(scaler)
         scaler.contexts += 1

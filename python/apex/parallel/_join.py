@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from apex import _core
 
-END, FORWARD, BACKWARD, LOCAL_BACKWARD, BATCH_NORM = range(5)
+#: OTHER: a batch norm, or, with a negative argument, the overflow flags of a loss scaler.
+END, FORWARD, BACKWARD, LOCAL_BACKWARD, OTHER = range(5)
 
 _current: Join | None = None
 
@@ -50,6 +51,7 @@ class Join:
         # after their backward.
         self._outputs: list[torch.Tensor] = []
         self._went_backward = False
+        self._has_data = True
 
     def __enter__(self) -> Join:
         if current() is not None or self._ddp._join is not None:
@@ -96,7 +98,24 @@ class Join:
                 "SyncBatchNorm with a process_group of its own under join(): ranks without data "
                 "follow those that use the default communicator only."
             )
-        self._ddp._engine.announce(BATCH_NORM, 2 * module.num_features + int(goes_backward))
+        self._ddp._engine.announce(OTHER, 2 * module.num_features + int(goes_backward))
+
+    def announce_overflow_flags(self, scaler: Any, group: dist.ProcessGroup | None) -> None:
+        """A loss scaler is about to combine its overflow flags over `group`."""
+        if not self._has_data:
+            return
+        known = [index for index, one in enumerate(self._all_scalers()) if one is scaler]
+        ranks = dist.get_process_group_ranks(self._ddp.process_group)
+        if not known or dist.get_process_group_ranks(group) != ranks:
+            raise RuntimeError(
+                "a dynamic loss scaler that combines its overflow flags under join() has to be one "
+                "of amp.initialize() or of join(scalers=[...]), over the ranks of the wrapper's "
+                "process group: the ranks without data follow no other."
+            )
+        self._ddp._engine.announce(OTHER, -1 - known[0])
+
+    def _all_scalers(self) -> list[Any]:
+        return [*self._scalers, *_amp_scalers()]
 
     def _check(self, active: list[int]) -> None:
         if self._throws and len(active) < self._world:
@@ -110,7 +129,7 @@ class Join:
     # --- when it has none ---
 
     def _shadow_others(self) -> None:
-        shadowed = False
+        shadowed = self._has_data = False
         while True:
             event = self._ddp._engine.await_event()
             if event[0] == END:
@@ -124,7 +143,11 @@ class Join:
         engine = self._ddp._engine
         if kind == FORWARD:
             self._shadow_forward(bool(argument), active[0])
-        elif kind == BATCH_NORM:
+        elif kind == OTHER and argument < 0:
+            scaler = self._all_scalers()[-1 - argument]
+            scaler.synchronize(scaler.overflow_group)
+            scaler.clear_overflow_state()  # as if it had never seen them: it will get a state
+        elif kind == OTHER:
             self._outputs.append(_shadow_batch_norm(argument // 2, bool(argument % 2)))
         elif kind == BACKWARD:
             engine.shadow_backward_begin(bool(argument))
@@ -153,7 +176,7 @@ class Join:
         not."""
         ddp = self._ddp
         group = ddp.process_group
-        scalers = [*self._scalers, *_amp_scalers()]
+        scalers = self._all_scalers()
         root = ddp._engine.last_with_data(shadowed, len(scalers))
         if root < 0:
             return
@@ -163,6 +186,7 @@ class Join:
         tensors += [t for n, t in ddp.module.named_buffers() if n not in ignored]
         what = "broadcast of parameters and buffers at the end of join()"
         _core.broadcast_coalesced([t.detach() for t in tensors], group.group_name, root, what)
+        _take_full_values(ddp.module, group, root, device, shadowed)
         if scalers:
             states = _broadcast_object(
                 [scaler.state_dict() for scaler in scalers],
@@ -174,6 +198,29 @@ class Join:
         # Nobody goes on, and perhaps ends, before all have what was sent.
         nothing = [torch.zeros(1, device=device)]
         _core.all_reduce_coalesced(nothing, group.group_name, 1.0, "end of join()")
+
+
+def _take_full_values(
+    module: torch.nn.Module,
+    group: dist.ProcessGroup,
+    root: int,
+    device: torch.device,
+    takes: bool,
+) -> None:
+    """What rank ``root`` knows of its low-precision parameters in float32, its master weights."""
+    amp = sys.modules.get("apex.amp._full_values")
+    known = amp is not None and amp.has_full_values(module)
+    what = "broadcast of master weights at the end of join()"
+    if not _broadcast_object(known, group, root, device, what):
+        return
+    from apex.amp._full_values import full_value, is_low_precision, set_full_value
+
+    parameters = [parameter for parameter in module.parameters() if is_low_precision(parameter)]
+    values = [full_value(parameter) for parameter in parameters]
+    _core.broadcast_coalesced(values, group.group_name, root, what)
+    if takes:
+        for parameter, value in zip(parameters, values, strict=True):
+            set_full_value(parameter, value)
 
 
 def _broadcast_object(

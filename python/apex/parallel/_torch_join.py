@@ -118,13 +118,20 @@ class TorchJoin(_join.Join):
             )
         super().announce_batch_norm(module, goes_backward)
 
+    def announce_overflow_flags(self, scaler: Any, group: dist.ProcessGroup | None) -> None:
+        raise RuntimeError(
+            "amp's dynamic loss scale under torch's Join: ranks without data do not see that its "
+            "overflow flags are combined. Use DistributedDataParallel.join(), or "
+            "amp.initialize(overflow_group=False)."
+        )
+
     # --- when it has none ---
 
     def follow_iteration(self) -> None:
         engine = self._ddp._engine
         engine.begin_join(self._divide_by_initial_world_size)
         kind = _join.FORWARD
-        while kind in (_join.FORWARD, _join.BATCH_NORM):
+        while kind in (_join.FORWARD, _join.OTHER):
             event = engine.await_event()
             kind = event[0]
             self._follow(*event)
