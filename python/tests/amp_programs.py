@@ -6,14 +6,13 @@ and the smallest program that still fails. What is run and checked is in amp_pro
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import random_programs
 from amp_program_run import DISCARDS, LEVELS, LOSSES, OPTIMIZERS, Program, Step, run_programs
 from ddp_support import RankPool, RanksFailed
 
@@ -86,14 +85,7 @@ def run(pool: RankPool, programs: list[Program]) -> str:
 
 def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
     """A smaller program that fails: without some steps, parts and neutral operations."""
-    smaller = True
-    while smaller:
-        smaller = False
-        for candidate in _smaller(program):
-            if fails(candidate):
-                program, smaller = candidate, True
-                break
-    return program
+    return random_programs.shrink(program, _smaller, fails)
 
 
 def _smaller(program: Program) -> Iterator[Program]:
@@ -116,32 +108,15 @@ def _smaller(program: Program) -> Iterator[Program]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0:1000", help="A:B, or one seed")
-    parser.add_argument("--no-shrink", action="store_true")
-    arguments = parser.parse_args()
-    first, _, end = arguments.seeds.partition(":")
-    seeds = range(int(first), int(end or int(first) + 1))
-    failures, begin = 0, time.monotonic()
+    arguments = random_programs.arguments_of(__doc__).parse_args()
     with RankPool(2) as pool:
-        for start in range(seeds.start, seeds.stop, 10 * BATCH):
-            part = range(start, min(start + 10 * BATCH, seeds.stop))
-            for world in (1, 2):
-                programs = [p for p in map(draw_program, part) if p.world == world]
-                for at in range(0, len(programs), BATCH):
-                    group = programs[at : at + BATCH]
-                    # One by one only where something fails.
-                    for program in group if run(pool, group) else ():
-                        message = run(pool, [program])
-                        if not message:
-                            continue
-                        failures += 1
-                        print(f"seed {program.seed} fails: {message[-1500:]}", flush=True)
-                        if not arguments.no_shrink:
-                            print(shrink(program, lambda p: bool(run(pool, [p]))), flush=True)
-            took = time.monotonic() - begin
-            print(f"to seed {part.stop}: {failures} failures, {took:.0f} s", flush=True)
-    return 1 if failures else 0
+        generator = random_programs.Generator(
+            draw=draw_program,
+            run=lambda programs: run(pool, programs),
+            smaller=_smaller,
+            batch=BATCH,
+        )
+        return random_programs.search(generator, arguments)
 
 
 if __name__ == "__main__":

@@ -43,10 +43,11 @@ def shrink(
             return program
 
 
-def arguments_of(description: str | None, worlds: tuple[int, ...]) -> argparse.ArgumentParser:
+def arguments_of(description: str | None, worlds: tuple[int, ...] = ()) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seeds", default="0:1000", help="A:B, or one seed")
-    parser.add_argument("--world", type=int, choices=worlds)
+    if worlds:
+        parser.add_argument("--world", type=int, choices=worlds)
     parser.add_argument("--no-shrink", action="store_true")
     return parser
 
@@ -77,7 +78,9 @@ def _failing(generator: Generator[Any], programs: list[Any]) -> Iterable[tuple[A
             message = generator.run(batch)
             if message:
                 seeds = [int(seed) for seed in re.findall(r"program of seed (\d+)", message)]
-                at = next(i for i, program in enumerate(batch) if program.seed in seeds)
+                at = next((i for i, program in enumerate(batch) if program.seed in seeds), None)
+                if at is None:  # nobody could tell: time was up, say
+                    at = next((i for i, program in enumerate(batch) if generator.run([program])), 0)
                 alone = generator.run([batch[at]])
                 yield batch[at], alone or f"only after those before it: {message}"
                 todo = batch[at + 1 :] + todo
