@@ -208,7 +208,8 @@ class OptimizerStash(MasterWeights):
         """Zero `grads` if an overflow was found that will skip the step: it counts once."""
         if self.already_patched and grads:
             torch._foreach_zero_(grads)
-        for flag in (self.skip_flag, getattr(self._optimizer, "found_inf", None)):
+        deferred = [scaler.found_inf() for scaler in self.deferred]
+        for flag in (self.skip_flag, getattr(self._optimizer, "found_inf", None), *deferred):
             if flag is None:
                 continue
             for grad in grads:
