@@ -286,6 +286,45 @@ def test_overflow_in_the_inner_of_two_contexts_leaves_the_outer_its_scale(level:
     assert _amp_state.loss_scalers[0].loss_scale() == 2.0**15  # halved once
 
 
+def _defers(rank: int, world: int) -> None:
+    """Rank 0's first loss overflows, and the second has a scaler of its own."""
+    for level in ("O1", "O2"):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, num_losses=2, verbosity=0
+        )
+        wrapped = DistributedDataParallel(model) if world > 1 else model
+        scalers = _amp_state.loss_scalers
+        for steps in range(2):
+            before = [param.detach().clone() for param in model.parameters()]
+            optimizer.zero_grad()
+            bad = steps == 0 and rank == 0
+            for loss_id, factor in ((0, float("inf") if bad else 0.01), (1, 0.01), (1, 0.01)):
+                loss = wrapped(torch.ones(3, 5)).float().square().mean() * factor
+                with amp.scale_loss(
+                    loss, optimizer, loss_id, delay_overflow_check=loss_id == 0
+                ) as scaled:
+                    scaled.backward()
+            optimizer.step()
+            scales = [scaler.loss_scale() for scaler in scalers]
+            check_equal(scales, [2.0**15, 2.0**16], f"{level}, step {steps}: scales")
+            pairs = zip(before, model.parameters(), strict=True)
+            stepped = [not torch.equal(one, other) for one, other in pairs]
+            check_equal(stepped, [steps == 1] * 2, f"{level}, step {steps}: stepped")
+        forget_amp()
+
+
+def test_deferred_overflow_leaves_the_scales_of_other_losses() -> None:
+    _defers(0, 1)
+
+
+@pytest.mark.processes
+def test_deferred_overflow_of_one_rank_leaves_the_scales_of_other_losses(ranks: RankPool) -> None:
+    ranks.run(2, _defers)
+
+
 @pytest.mark.usefixtures("fresh_amp")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_zero_grad_after_an_overflow_leaves_the_next_step(level: str) -> None:

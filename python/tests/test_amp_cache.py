@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from amp_support import fresh_amp  # noqa: F401
 from torch import nn
+from torch.autograd import backward, grad
 
 from apex import amp
 from apex.optimizers import FusedAdam, FusedSGD
@@ -240,13 +241,22 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("entry", ["backward", "autograd.grad", "backward that raises"])
+@pytest.mark.parametrize(
+    "entry",
+    ["backward", "autograd.grad", "backward that raises", "early backward", "early grad", "input"],
+)
 def test_cache_write_that_moves_no_version_after_backward_counts(write: str, entry: str) -> None:
     model, _ = prepare(nn.Linear(4, 4, bias=False))
-    x = torch.eye(4)
+    x = torch.eye(4, requires_grad=True)
     loss = model(x).float().sum()
     if entry == "backward":
         loss.backward()
+    elif entry == "early backward":  # imported before initialize
+        backward(loss)
+    elif entry == "early grad":
+        grad(loss, model.weight)
+    elif entry == "input":
+        grad(loss, x)
     elif entry == "autograd.grad":
         torch.autograd.grad(loss, model.weight)
     else:
@@ -259,6 +269,39 @@ def test_cache_write_that_moves_no_version_after_backward_counts(write: str, ent
     WRITES[write](model.weight, value)
     assert model.weight._version == version, "this write would be seen in any case"
     assert torch.equal(model(x), value.half())
+
+
+def test_cache_is_dropped_after_torch_has_put_its_own_function_back() -> None:
+    """Non-strict tracing (torch.compiler) replaces it for a while, and restores graph's."""
+    model, _ = prepare(nn.Linear(4, 4, bias=False))
+    torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward
+    backward(model(torch.eye(4)).float().sum())
+    assert len(amp._amp_state.handle.cache) == 0
+
+
+def test_cache_nested_backwards_and_double_backward_match_float32() -> None:
+    """A checkpoint recomputes inside a backward, and a second derivative uses the casts again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    reference = copy.deepcopy(model)
+    model, _ = prepare(model)
+    x = torch.rand(3, 4)
+
+    def penalised(net: nn.Module, reentrant: bool) -> None:
+        leaf = x.clone().requires_grad_()
+        hidden = torch.utils.checkpoint.checkpoint(net[:2], leaf, use_reentrant=reentrant)
+        loss = net[2](hidden).float().sum()
+        if not reentrant:
+            loss = loss + grad(loss, leaf, create_graph=True)[0].square().sum()
+        backward(loss)
+
+    for reentrant in (True, False):
+        penalised(model, reentrant)
+        assert len(amp._amp_state.handle.cache) == 0
+        with amp.disable_casts():
+            penalised(reference, reentrant)
+    for mine, want in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, want.grad, rtol=2e-2, atol=5e-3)
 
 
 def _bad_step(optimizer: torch.optim.Optimizer) -> None:

@@ -233,6 +233,66 @@ def test_model_gradients_are_the_rounded_sum_of_all_contexts(level: str) -> None
             assert torch.equal(param.grad, (master.grad * 8.0).to(param.dtype))
 
 
+class Pair(nn.Module):
+    """Of `small` the gradient is 1e-9, of `large` 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return self.small.float().sum() * 1e-9, self.large.float().sum()
+
+
+def _pair(contexts: tuple[int, ...]) -> Run:
+    """The second loss, of `large`, has a scale of 1, at which 1e-9 is 0 in float16."""
+    run = Run(None)
+    net = Pair()
+    run.net, run.optimizer = amp.initialize(
+        net, torch.optim.SGD(net.parameters(), lr=1.0), opt_level="O2", num_losses=2, verbosity=0
+    )
+    amp._amp_state.loss_scalers[1]._loss_scale = 1.0
+    for loss_id in contexts:
+        with amp.scale_loss(run.net()[loss_id], run.optimizer, loss_id) as scaled:
+            scaled.backward()
+    return run
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_gradient_that_is_zero_in_float16_is_kept(raises: bool) -> None:
+    run = _pair((0, 1))
+    small = next(iter(amp.master_params(run.optimizer)))
+    for _ in range(2):
+        with (
+            contextlib.suppress(Raised),
+            amp.scale_loss(run.net()[1], run.optimizer, 1) as scaled,
+        ):
+            scaled.backward()
+            if raises:
+                raise Raised
+        assert not run.net.small.grad.any()
+        torch.testing.assert_close(small.grad, torch.tensor([1e-9]), rtol=1e-2, atol=0)
+
+
+def test_gradient_set_on_a_master_whose_model_gradient_is_zero_is_kept() -> None:
+    run = Run("O2", scale=8.0)
+    run.run([("backward", 1, "", True), ("discard", "model, zeros"), ("backward", 2, "", False)])
+    second = list(amp.master_params(run.optimizer))[2]
+    second.grad.fill_(3.0)
+    run.backward(3, "", False)
+    assert second.grad.eq(3.0).all()
+
+
+@pytest.mark.parametrize("way", [way for way in DISCARDS if way != "data.zero_"])
+def test_gradient_that_is_zero_in_float16_can_be_discarded(way: str) -> None:
+    run = _pair((0, 1))
+    DISCARDS[way](run)
+    with amp.scale_loss(run.net()[1], run.optimizer, 1) as scaled:
+        scaled.backward()
+    small = next(iter(amp.master_params(run.optimizer)))
+    assert small.grad is None or not small.grad.any()
+
+
 @pytest.mark.parametrize("level", ["O2", "O2-bf16"])
 def test_gradient_set_on_a_master_is_stepped(level: str) -> None:
     run = Run(level, scale=8.0)

@@ -46,6 +46,8 @@ class FullValue:
         #: What a scale_loss context has left: ``mark`` of the model's gradient, address of the
         #: master's.
         self.gradient_left: tuple[tuple[int, int], int] = ((-1, -1), -1)
+        #: The largest absolute value of the model's gradient then, on its device.
+        self.largest_left: torch.Tensor | None = None
         #: Version and address of the master weight and of the parameter when they last agreed.
         self._master_then: tuple[int, int] | None = None
         self._parameter_then: tuple[int, int] | None = None

@@ -89,28 +89,35 @@ def round_to_grads(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor
         torch._foreach_copy_(targets, sources)
 
 
-def _largest(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The largest absolute value of each of `grads`, which have elements; nan where one is nan."""
-    return list(torch._foreach_norm(grads, float("inf"))) if grads else []
+def largest(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The largest absolute value of each of `grads`; nan where one is nan. Waits for nothing."""
+    values = []
+    for grad in grads:
+        found = dense_values(grad.coalesce() if grad.is_sparse else grad)
+        values.append(found if found.numel() else found.new_zeros(1))
+    return list(torch._foreach_norm(values, float("inf"))) if values else []
 
 
 def any_nonzero(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Whether an element is not 0, as a tensor on the first device; None: there are no elements."""
-    norms = _largest([value for value in values if value.numel()])
+    norms = largest([value for value in values if value.numel()])
     return (
         torch.stack([n.float().to(norms[0].device) for n in norms]).ne(0).any() if norms else None
     )
 
 
-def zero_where_zero_(grads: Sequence[torch.Tensor], where: Sequence[torch.Tensor]) -> None:
-    """Set each of `grads` to 0 if all of the tensor of `where` is 0. Waits for nothing."""
-    values, conditions = [], []
-    for grad, condition in zip(grads, where, strict=True):
-        values.append(dense_values(grad))
-        found = dense_values(condition.coalesce() if condition.is_sparse else condition)
-        conditions.append(found if found.numel() else found.new_zeros(1))
-    for value, largest in zip(values, _largest(conditions), strict=True):
-        value.masked_fill_(largest == 0, 0)
+def zero_where_zeroed_(
+    grads: Sequence[torch.Tensor],
+    where: Sequence[torch.Tensor],
+    before: Sequence[torch.Tensor | None],
+) -> None:
+    """Set each of `grads` to 0 if all of the tensor of `where` is 0. Waits for nothing.
+
+    Not where that was all 0 `before` (see :func:`largest`), if that is known.
+    """
+    for grad, now, then in zip(grads, largest(where), before, strict=True):
+        zeroed = now == 0 if then is None else (now == 0) & (then != 0)
+        dense_values(grad).masked_fill_(zeroed, 0)
 
 
 def mark(grad: torch.Tensor) -> tuple[int, int]:

@@ -16,11 +16,12 @@ from ._gradients import (
     as_float32,
     copies_of,
     dense_values,
+    largest,
     mark,
     multiply_,
     round_to_grads,
     values_of,
-    zero_where_zero_,
+    zero_where_zeroed_,
 )
 from ._master_weights import MasterWeights, this_rank
 from .handle import forget_casts
@@ -106,6 +107,7 @@ class OptimizerStash(MasterWeights):
         are left scaled. After a context the model's gradient is always the master's, scaled and
         rounded, or both are None. So whoever clears or zeroes the model's (``model.zero_grad()``)
         discards both, and :meth:`follow_discarded` sees it: None and zeros are left by nobody else.
+        Except where small numbers are rounded to zeros: :meth:`_note_left` keeps what was left.
         """
         self._others = frozenset(claimed)
         self._claim()
@@ -142,28 +144,33 @@ class OptimizerStash(MasterWeights):
                     if master.grad is None:
                         param.grad = None
                 self._write_model_grads(scaler, self._pairs)
+                self._note_left()
         else:
             self._in_iteration = True
         self._before = []
 
     @torch.no_grad()
     def follow_discarded(self, only_seen: bool = False) -> None:
-        """Discard masters' gradients whose model's are None or zero.
+        """Discard masters' gradients whose model's are None, or zeros that amp has not left there.
 
         With `only_seen`, only those that the last context has left and that were written since in
         a way that torch counts. It costs nothing then.
         """
-        models, masters = [], []
+        models, masters, before = [], [], []
         for master, param, record in self._model_of.values():
             present, full = param.grad, master.grad
             if full is None or (only_seen and record.gradient_left[1] != mark(full)[1]):
                 continue
             if present is None:
                 master.grad = None
-            elif not only_seen or record.gradient_left[0] != mark(present):
+                continue
+            untouched = record.gradient_left[0] == mark(present)
+            if not (only_seen and untouched):
                 models.append(present)
                 masters.append(full)
-        zero_where_zero_(masters, models)
+                # Written through .data, which counts nothing, or zeros that amp has left.
+                before.append(record.largest_left if untouched else None)
+        zero_where_zeroed_(masters, models, before)
 
     @torch.no_grad()
     def follow_discarded_overflow(self) -> None:
@@ -208,7 +215,8 @@ class OptimizerStash(MasterWeights):
         """Zero `grads` if an overflow was found that will skip the step: it counts once."""
         if self.already_patched and grads:
             torch._foreach_zero_(grads)
-        for flag in (self.skip_flag, getattr(self._optimizer, "found_inf", None)):
+        deferred = [scaler.found_inf() for scaler in self.deferred]
+        for flag in (self.skip_flag, getattr(self._optimizer, "found_inf", None), *deferred):
             if flag is None:
                 continue
             for grad in grads:
@@ -254,9 +262,14 @@ class OptimizerStash(MasterWeights):
         self._note_left()
 
     def _note_left(self) -> None:
+        records, grads = [], []
         for master, param, record in self._model_of.values():
             if param.grad is not None and master.grad is not None:
                 record.gradient_left = mark(param.grad), mark(master.grad)[1]
+                records.append(record)
+                grads.append(param.grad)
+        for record, value in zip(records, largest(grads), strict=True):
+            record.largest_left = value
 
     def _zero_masters(self) -> None:
         """Zero the masters' gradients where the model's are zero, not None."""

@@ -204,7 +204,9 @@ def wrap_banned(handle: AmpHandle, original: Function, name: str, remedy: str) -
 def wrap_backward(handle: AmpHandle, original: Function) -> Function:
     """Run the backward pass with casts off, as torch.autocast recommends, and end the iteration.
 
-    See Note [Writes that nobody sees] in ``casts.py``.
+    See Note [Writes that nobody sees] in ``casts.py``. `original` is the function that all of
+    ``Tensor.backward``, ``torch.autograd.backward`` and ``grad`` call: a script may have imported
+    these before they could be replaced.
     """
 
     @functools.wraps(original)
@@ -282,7 +284,7 @@ def _install_lists(handle: AmpHandle, patches: PatchSet) -> None:
 
 
 def install(handle: AmpHandle, patches: PatchSet) -> None:
-    """Patch everything that :mod:`apex.amp.lists` names, and the entry points of autograd."""
+    """Patch everything that :mod:`apex.amp.lists` names, and autograd's start of a backward."""
     _install_lists(handle, patches)
     for name in lists.LOW_PRECISION_RECURRENT:
         patches.replace(torch._VF, name, functools.partial(wrap_recurrent, handle))
@@ -292,5 +294,5 @@ def install(handle: AmpHandle, patches: PatchSet) -> None:
         patches.replace(
             torch.Tensor, name, functools.partial(wrap_in_place_float32, handle, name=name)
         )
-    for name in ("backward", "grad"):
-        patches.replace(torch.autograd, name, functools.partial(wrap_backward, handle))
+    for module in (torch.autograd, torch.autograd.graph):  # torch.compiler copies it back
+        patches.replace(module, "_engine_run_backward", functools.partial(wrap_backward, handle))
