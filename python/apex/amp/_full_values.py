@@ -85,6 +85,8 @@ class FullValue:
 
 
 _records: Any = WeakIdKeyDictionary()
+#: Parameters of models at O2.
+_to_get_masters: Any = WeakIdKeyDictionary()
 
 
 def _written(tensor: torch.Tensor) -> tuple[int, int]:
@@ -125,6 +127,12 @@ def full_value(tensor: torch.Tensor) -> torch.Tensor:
     """A new float32 tensor: what is known of `tensor` where it fits, else `tensor` cast."""
     record = _records.get(tensor)
     return tensor.detach().float() if record is None else record.read(tensor)
+
+
+def gets_master(parameter: torch.Tensor) -> bool:
+    """Whether `parameter` is a trained low-precision one of a model at O2, or of a copy of it."""
+    ours = parameter in _to_get_masters or parameter in _records
+    return ours and parameter.requires_grad and is_low_precision(parameter)
 
 
 def has_full_values(module: torch.nn.Module) -> bool:
@@ -225,3 +233,4 @@ def hook_state_dicts(model: torch.nn.Module, keep_full_values: bool) -> None:
         module.register_state_dict_post_hook(_SaveFull(module))
         if keep_full_values:
             module.register_load_state_dict_pre_hook(_load_full)
+            _to_get_masters.update(dict.fromkeys(module.parameters(recurse=False)))

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ._amp_state import _amp_state, maybe_print
+from ._amp_state import _amp_state, find_stash, maybe_print
 from ._device_skip import step_unless
-from ._full_values import record_of
+from ._full_values import gets_master, record_of
 from ._optimizer_stash import OptimizerStash
 from ._overflow import check_deferred
 from .handle import AmpHandle, disable_casts, forget_casts
@@ -178,3 +178,32 @@ def process_optimizer(
     hooked.__deepcopy__ = functools.partial(_copy_optimizer, stash)
     optimizer.register_state_dict_post_hook(lambda _, state: stash.save_masters(state))
     optimizer.register_load_state_dict_pre_hook(lambda _, state: stash.load_masters(state))
+
+
+def adopt(optimizer: torch.optim.Optimizer) -> None:
+    """Process `optimizer`, which was made after the last ``initialize``."""
+    master_weights = bool(_amp_state.opt_properties.master_weights)
+    process_optimizer(optimizer, master_weights, _amp_state.latest_scalers)
+    _amp_state.adopt(optimizer)
+
+
+_original_load = torch.optim.Optimizer.load_state_dict
+
+
+@functools.wraps(_original_load)
+def _load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    properties = getattr(_amp_state, "opt_properties", None)
+    if properties is not None and properties.master_weights and find_stash(self) is None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        if any(gets_master(param) for param in params):
+            adopt(self)
+    _original_load(self, state_dict)
+
+
+def adopt_before_load() -> None:
+    """Let ``load_state_dict`` of any optimizer of a model at O2 find its master weights.
+
+    Of one that no ``scale_loss`` has seen yet, torch would round the state to the model's type.
+    Without effect the second time.
+    """
+    torch.optim.Optimizer.load_state_dict = _load_state_dict  # type: ignore[method-assign]
