@@ -123,6 +123,40 @@ def _hook_add_param_group(optimizer: torch.optim.Optimizer, stash: OptimizerStas
     )
 
 
+def _with_params(
+    groups: list[dict[str, Any]], state: Any, instead: dict[int, torch.Tensor]
+) -> dict[str, Any]:
+    """The groups and the state of an optimizer, with other parameters in place of some, by id."""
+    return {
+        "param_groups": [
+            {**group, "params": [instead.get(id(param), param) for param in group["params"]]}
+            for group in groups
+        ],
+        "state": collections.defaultdict(
+            dict, {instead.get(id(param), param): value for param, value in state.items()}
+        ),
+    }
+
+
+def _state_of_model(optimizer: Any, stash: OptimizerStash) -> Any:
+    """``__getstate__`` of the optimizer: the model's parameters are in the places of masters.
+
+    So who unpickles it, or copies it without ``copy.deepcopy``, has one that the next scale_loss
+    can give masters. Their values travel with the model.
+    """
+    state = type(optimizer).__getstate__(optimizer)
+    if isinstance(state, dict) and "param_groups" in state:
+        params = {id(master): param for master, param, _ in stash._model_of.values()}
+        state = {**state, **_with_params(state["param_groups"], state["state"], params)}
+    return state
+
+
+def _hook_getstate(optimizer: Any, stash: OptimizerStash) -> None:
+    while isinstance(inner := getattr(optimizer, "optim", None), torch.optim.Optimizer):
+        optimizer = inner  # it holds the parameters
+    optimizer.__getstate__ = functools.partial(_state_of_model, optimizer, stash)
+
+
 def _copy_optimizer(stash: OptimizerStash, memo: dict[int, Any]) -> torch.optim.Optimizer:
     """``copy.deepcopy`` of the optimizer: its masters belong to the copies of the parameters.
 
@@ -131,10 +165,11 @@ def _copy_optimizer(stash: OptimizerStash, memo: dict[int, Any]) -> torch.optim.
     original: Any = stash._optimizer
     copied: Any = object.__new__(type(original))
     memo[id(original)] = copied
-    copied.__setstate__(copy.deepcopy(original.__getstate__(), memo))
+    copied.__setstate__(copy.deepcopy(type(original).__getstate__(original), memo))
     process_optimizer(copied, stash.master_weights, stash.scalers)
     new_stash: OptimizerStash = copied._amp_stash
     new_stash.lazy_init_called = stash.lazy_init_called
+    masters = {}
     for master, param, record in stash._model_of.values():
         new_master, new_param = copy.deepcopy((master, param), memo)
         new = record_of(new_param)
@@ -144,6 +179,12 @@ def _copy_optimizer(stash: OptimizerStash, memo: dict[int, Any]) -> torch.optim.
         if not record.master_changed():
             new.note_agreement(new_param)
         new_stash._model_of[id(new_master)] = (new_master, new_param, new)
+        masters[id(new_param)] = new_master
+    # The copy of an optimizer inside a LARC holds the model's parameters: _state_of_model.
+    changed = _with_params(copied.param_groups, copied.state, masters)
+    for group, new_group in zip(copied.param_groups, changed["param_groups"], strict=True):
+        group["params"] = new_group["params"]
+    copied.state = changed["state"]
     new_stash.collect()
     return copied
 
@@ -175,6 +216,7 @@ def process_optimizer(
     _hook_step(optimizer, stash)
     _hook_zero_grad(optimizer, stash)
     _hook_add_param_group(optimizer, stash)
+    _hook_getstate(optimizer, stash)
     hooked.__deepcopy__ = functools.partial(_copy_optimizer, stash)
     optimizer.register_state_dict_post_hook(lambda _, state: stash.save_masters(state))
     optimizer.register_load_state_dict_pre_hook(lambda _, state: stash.load_masters(state))
