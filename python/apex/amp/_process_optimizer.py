@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -189,6 +190,19 @@ def _copy_optimizer(stash: OptimizerStash, memo: dict[int, Any]) -> torch.optim.
     return copied
 
 
+def refuse_master_weights(optimizer: Any) -> None:
+    """Raise RuntimeError for an optimizer that would not step its master weights."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    while module is not None and optimizer is not None:
+        if isinstance(optimizer, module.ZeroRedundancyOptimizer):
+            raise RuntimeError(
+                "amp cannot give a ZeroRedundancyOptimizer master weights: the optimizer inside it "
+                "would go on stepping the model's parameters. Use level O1, whose parameters are "
+                "float32 and need none."
+            )
+        optimizer = getattr(optimizer, "optim", None)
+
+
 def process_optimizer(
     optimizer: torch.optim.Optimizer, master_weights: bool, scalers: list[LossScaler]
 ) -> None:
@@ -198,8 +212,10 @@ def process_optimizer(
     ``load_state_dict``, so that parameters may still be moved between devices before.
 
     Raises:
-        RuntimeError: `optimizer` was processed already.
+        RuntimeError: `optimizer` was processed already, or cannot have master weights.
     """
+    if master_weights:
+        refuse_master_weights(optimizer)
     if hasattr(optimizer, "_amp_stash"):
         raise RuntimeError(
             "An optimizer was passed to amp.initialize twice; pass each optimizer once."
