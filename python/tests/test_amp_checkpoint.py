@@ -305,3 +305,19 @@ def test_averaged_model_averages_the_master_weights(level: str, average: str) ->
     for mine in (averaged, other):
         for name, value in mine.state_dict().items():
             assert torch.equal(value, want.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("level", ["O2", "O3-bf16"])
+def test_assigning_a_float32_state_to_a_cast_model_is_refused(level: str) -> None:
+    model, optimizer = initialize(*build(0, "sgd"), level)
+    train(model, optimizer, range(2))
+    parameters, values = list(model.parameters()), copy.deepcopy(model.state_dict())
+    other = {name: torch.zeros_like(value) for name, value in values.items()}
+    for module, prefix in ((model, ""), (nn.ModuleDict({"inner": model}), "inner.")):
+        state = {prefix + name: value for name, value in other.items()}
+        with pytest.raises(RuntimeError, match=r"0\.weight.* load without assign=True"):
+            module.load_state_dict(state, assign=True)
+    assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, values[name]), name
+    model.load_state_dict(values)

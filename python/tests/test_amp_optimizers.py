@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from amp_support import fresh_amp  # noqa: F401
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from apex import amp
 from apex.amp import _amp_state
@@ -773,3 +776,43 @@ def test_gradients_that_another_optimizer_left_scaled_are_refused(level: str) ->
     backward(model, pair)
     for master, grad in zip(amp.master_params(pair[1]), want, strict=True):
         assert torch.equal(master.grad, grad)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["initialize", "LARC", "scale_loss", "load_state_dict"])
+def test_zero_redundancy_optimizer_with_master_weights_is_refused(how: str, one_rank: None) -> None:
+    model = nn.Linear(2, 1)
+    optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(RuntimeError, match="ZeroRedundancyOptimizer.* O1"):
+        if how in ("initialize", "LARC"):
+            given = LARC(optimizer) if how == "LARC" else optimizer
+            amp.initialize(model, given, opt_level="O2", verbosity=0)
+        else:
+            amp.initialize(model, opt_level="O2", verbosity=0)
+            if how == "load_state_dict":
+                optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
+            else:
+                with amp.scale_loss(model(X).sum(), optimizer):
+                    pass
+    assert not hasattr(optimizer, "_amp_stash")
+    assert (model.weight.dtype == torch.float32) == (how in ("initialize", "LARC"))
+
+
+@pytest.mark.parametrize("level", ["O1", "O3-bf16"])
+def test_zero_redundancy_optimizer_without_master_weights_trains(
+    level: str, one_rank: None
+) -> None:
+    model = nn.Linear(2, 1)
+    optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = model.bias.item()
+    with amp.scale_loss(model(X).sum() * 2.0**-4, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert model.bias.item() == pytest.approx(before - 0.1 * 2 * 2.0**-4, rel=1e-2)

@@ -87,6 +87,8 @@ class FullValue:
 
 
 _records: Any = WeakIdKeyDictionary()
+#: Parameters of models at O2.
+_to_get_masters: Any = WeakIdKeyDictionary()
 
 
 def _written(tensor: torch.Tensor) -> tuple[int, int]:
@@ -127,6 +129,12 @@ def full_value(tensor: torch.Tensor) -> torch.Tensor:
     """A new float32 tensor: what is known of `tensor` where it fits, else `tensor` cast."""
     record = _records.get(tensor)
     return tensor.detach().float() if record is None else record.read(tensor)
+
+
+def gets_master(parameter: torch.Tensor) -> bool:
+    """Whether `parameter` is a trained low-precision one of a model at O2, or of a copy of it."""
+    ours = parameter in _to_get_masters or parameter in _records
+    return ours and parameter.requires_grad and is_low_precision(parameter)
 
 
 def has_full_values(module: torch.nn.Module) -> bool:
@@ -218,12 +226,32 @@ def _load_full(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: 
             remember(parameter, value.cpu())  # it may never be trained
 
 
+def _refuse_assign(
+    module: torch.nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any, *_: Any
+) -> None:
+    """Refuse ``load_state_dict(assign=True)`` of float32 values; before anything is assigned."""
+    if not local_metadata.get("assign_to_params_buffers", False):
+        return
+    for name, parameter in module.named_parameters():
+        loaded = state.get(prefix + name)
+        if not isinstance(loaded, torch.Tensor) or not is_low_precision(parameter):
+            continue
+        if loaded.dtype != parameter.dtype:
+            raise RuntimeError(
+                f"load_state_dict(assign=True) would replace {prefix + name}, which amp has cast "
+                f"to {parameter.dtype}, by a {loaded.dtype} parameter: load without assign=True, "
+                "or before amp.initialize."
+            )
+
+
 def hook_state_dicts(model: torch.nn.Module, keep_full_values: bool) -> None:
-    """Make ``state_dict`` of `model` and its submodules float32.
+    """Make ``state_dict`` of `model` and its submodules float32, and refuse to assign such a state.
 
     With `keep_full_values`, loading also remembers the float32 values it rounds.
     """
     for module in model.modules():
         module.register_state_dict_post_hook(_SaveFull(module))
+        module.register_load_state_dict_pre_hook(_refuse_assign)
         if keep_full_values:
             module.register_load_state_dict_pre_hook(_load_full)
+            _to_get_masters.update(dict.fromkeys(module.parameters(recurse=False)))

@@ -13,7 +13,7 @@ import torch
 from ._amp_state import _amp_state, several_ranks, warn_or_err
 from ._averaged_model import average_full_values
 from ._full_values import hook_state_dicts, remember
-from ._process_optimizer import process_optimizer
+from ._process_optimizer import adopt_before_load, process_optimizer, refuse_master_weights
 from .amp import init
 from .casts import LOW_PRECISION_DTYPES, is_low_precision, map_tensors
 from .handle import disable_casts
@@ -192,6 +192,7 @@ def _cast_model(model: torch.nn.Module, properties: Properties) -> None:
     if dtype in LOW_PRECISION_DTYPES:
         hook_state_dicts(model, keep_full_values=bool(properties.master_weights))
         average_full_values()
+        adopt_before_load()
 
 
 def _recast_state(optimizer: torch.optim.Optimizer) -> None:
@@ -250,6 +251,8 @@ def setup(
             raise RuntimeError(
                 "An optimizer was passed to amp.initialize twice; pass each optimizer once."
             )
+        if properties.master_weights:
+            refuse_master_weights(optimizer)
     if properties.cast_model_type:
         _check_scripted(models, properties.cast_model_type)
         _check_sharded(models, properties.cast_model_type)

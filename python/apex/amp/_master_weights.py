@@ -139,7 +139,8 @@ class MasterWeights:
     def load_masters(self, state: dict[str, Any]) -> None:
         """Take the masters from the optimizer's `state`, where there are any in it."""
         # State loaded before the masters exist would be rounded to the type of the parameters.
-        self.lazy_init()
+        self.lazy_init_called = True
+        self.collect()
         saved = state.get(MASTER_WEIGHTS, {})
         for index, (param, _) in self._by_index().items():
             if index in saved:

@@ -7,15 +7,16 @@ import contextlib
 import copy
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ._amp_state import _amp_state, maybe_print
+from ._amp_state import _amp_state, find_stash, maybe_print
 from ._device_skip import step_unless
-from ._full_values import record_of
+from ._full_values import gets_master, record_of
 from ._optimizer_stash import OptimizerStash
 from ._overflow import check_deferred
 from .handle import AmpHandle, disable_casts, forget_casts
@@ -123,6 +124,40 @@ def _hook_add_param_group(optimizer: torch.optim.Optimizer, stash: OptimizerStas
     )
 
 
+def _with_params(
+    groups: list[dict[str, Any]], state: Any, instead: dict[int, torch.Tensor]
+) -> dict[str, Any]:
+    """The groups and the state of an optimizer, with other parameters in place of some, by id."""
+    return {
+        "param_groups": [
+            {**group, "params": [instead.get(id(param), param) for param in group["params"]]}
+            for group in groups
+        ],
+        "state": collections.defaultdict(
+            dict, {instead.get(id(param), param): value for param, value in state.items()}
+        ),
+    }
+
+
+def _state_of_model(optimizer: Any, stash: OptimizerStash) -> Any:
+    """``__getstate__`` of the optimizer: the model's parameters are in the places of masters.
+
+    So who unpickles it, or copies it without ``copy.deepcopy``, has one that the next scale_loss
+    can give masters. Their values travel with the model.
+    """
+    state = type(optimizer).__getstate__(optimizer)
+    if isinstance(state, dict) and "param_groups" in state:
+        params = {id(master): param for master, param, _ in stash._model_of.values()}
+        state = {**state, **_with_params(state["param_groups"], state["state"], params)}
+    return state
+
+
+def _hook_getstate(optimizer: Any, stash: OptimizerStash) -> None:
+    while isinstance(inner := getattr(optimizer, "optim", None), torch.optim.Optimizer):
+        optimizer = inner  # it holds the parameters
+    optimizer.__getstate__ = functools.partial(_state_of_model, optimizer, stash)
+
+
 def _copy_optimizer(stash: OptimizerStash, memo: dict[int, Any]) -> torch.optim.Optimizer:
     """``copy.deepcopy`` of the optimizer: its masters belong to the copies of the parameters.
 
@@ -131,10 +166,11 @@ def _copy_optimizer(stash: OptimizerStash, memo: dict[int, Any]) -> torch.optim.
     original: Any = stash._optimizer
     copied: Any = object.__new__(type(original))
     memo[id(original)] = copied
-    copied.__setstate__(copy.deepcopy(original.__getstate__(), memo))
+    copied.__setstate__(copy.deepcopy(type(original).__getstate__(original), memo))
     process_optimizer(copied, stash.master_weights, stash.scalers)
     new_stash: OptimizerStash = copied._amp_stash
     new_stash.lazy_init_called = stash.lazy_init_called
+    masters = {}
     for master, param, record in stash._model_of.values():
         new_master, new_param = copy.deepcopy((master, param), memo)
         new = record_of(new_param)
@@ -144,8 +180,27 @@ def _copy_optimizer(stash: OptimizerStash, memo: dict[int, Any]) -> torch.optim.
         if not record.master_changed():
             new.note_agreement(new_param)
         new_stash._model_of[id(new_master)] = (new_master, new_param, new)
+        masters[id(new_param)] = new_master
+    # The copy of an optimizer inside a LARC holds the model's parameters: _state_of_model.
+    changed = _with_params(copied.param_groups, copied.state, masters)
+    for group, new_group in zip(copied.param_groups, changed["param_groups"], strict=True):
+        group["params"] = new_group["params"]
+    copied.state = changed["state"]
     new_stash.collect()
     return copied
+
+
+def refuse_master_weights(optimizer: Any) -> None:
+    """Raise RuntimeError for an optimizer that would not step its master weights."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    while module is not None and optimizer is not None:
+        if isinstance(optimizer, module.ZeroRedundancyOptimizer):
+            raise RuntimeError(
+                "amp cannot give a ZeroRedundancyOptimizer master weights: the optimizer inside it "
+                "would go on stepping the model's parameters. Use level O1, whose parameters are "
+                "float32 and need none."
+            )
+        optimizer = getattr(optimizer, "optim", None)
 
 
 def process_optimizer(
@@ -157,8 +212,10 @@ def process_optimizer(
     ``load_state_dict``, so that parameters may still be moved between devices before.
 
     Raises:
-        RuntimeError: `optimizer` was processed already.
+        RuntimeError: `optimizer` was processed already, or cannot have master weights.
     """
+    if master_weights:
+        refuse_master_weights(optimizer)
     if hasattr(optimizer, "_amp_stash"):
         raise RuntimeError(
             "An optimizer was passed to amp.initialize twice; pass each optimizer once."
@@ -175,6 +232,36 @@ def process_optimizer(
     _hook_step(optimizer, stash)
     _hook_zero_grad(optimizer, stash)
     _hook_add_param_group(optimizer, stash)
+    _hook_getstate(optimizer, stash)
     hooked.__deepcopy__ = functools.partial(_copy_optimizer, stash)
     optimizer.register_state_dict_post_hook(lambda _, state: stash.save_masters(state))
     optimizer.register_load_state_dict_pre_hook(lambda _, state: stash.load_masters(state))
+
+
+def adopt(optimizer: torch.optim.Optimizer) -> None:
+    """Process `optimizer`, which was made after the last ``initialize``."""
+    master_weights = bool(_amp_state.opt_properties.master_weights)
+    process_optimizer(optimizer, master_weights, _amp_state.latest_scalers)
+    _amp_state.adopt(optimizer)
+
+
+_original_load = torch.optim.Optimizer.load_state_dict
+
+
+@functools.wraps(_original_load)
+def _load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    properties = getattr(_amp_state, "opt_properties", None)
+    if properties is not None and properties.master_weights and find_stash(self) is None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        if any(gets_master(param) for param in params):
+            adopt(self)
+    _original_load(self, state_dict)
+
+
+def adopt_before_load() -> None:
+    """Let ``load_state_dict`` of any optimizer of a model at O2 find its master weights.
+
+    Of one that no ``scale_loss`` has seen yet, torch would round the state to the model's type.
+    Without effect the second time.
+    """
+    torch.optim.Optimizer.load_state_dict = _load_state_dict  # type: ignore[method-assign]

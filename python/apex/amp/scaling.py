@@ -13,7 +13,7 @@ from apex import _pending
 from ._amp_state import _amp_state, find_stash
 from ._optimizer_stash import OptimizerStash
 from ._overflow import check_overflow, ranks
-from ._process_optimizer import process_optimizer
+from ._process_optimizer import adopt
 from .handle import forget_casts
 from .scaler import LossScaler
 
@@ -30,10 +30,7 @@ def _stashes(optimizers: Any) -> list[OptimizerStash]:
             )
         stash = find_stash(optimizer)
         if stash is None and _amp_state.opt_properties.enabled:
-            # Made after initialize, as some scripts do.
-            _amp_state.adopt(optimizer)
-            master_weights = bool(_amp_state.opt_properties.master_weights)
-            process_optimizer(optimizer, master_weights, _amp_state.latest_scalers)
+            adopt(optimizer)  # made after initialize, as some scripts do
             stash = find_stash(optimizer)
         if stash is not None and stash not in stashes:  # a LARC and the one inside it have one
             stashes.append(stash)
