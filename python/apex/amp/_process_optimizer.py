@@ -145,7 +145,8 @@ def _state_of_model(optimizer: Any, stash: OptimizerStash) -> Any:
     So who unpickles it, or copies it without ``copy.deepcopy``, has one that the next scale_loss
     can give masters. Their values travel with the model.
     """
-    state = type(optimizer).__getstate__(optimizer)
+    kind: Any = type(optimizer)
+    state = kind.__getstate__(optimizer)
     if isinstance(state, dict) and "param_groups" in state:
         params = {id(master): param for master, param, _ in stash._model_of.values()}
         state = {**state, **_with_params(state["param_groups"], state["state"], params)}
@@ -164,9 +165,10 @@ def _copy_optimizer(stash: OptimizerStash, memo: dict[int, Any]) -> torch.optim.
     Gradients are not copied, nor is what amp remembers of them, as torch has it.
     """
     original: Any = stash._optimizer
-    copied: Any = object.__new__(type(original))
+    kind: Any = type(original)
+    copied: Any = object.__new__(kind)
     memo[id(original)] = copied
-    copied.__setstate__(copy.deepcopy(type(original).__getstate__(original), memo))
+    copied.__setstate__(copy.deepcopy(kind.__getstate__(original), memo))
     process_optimizer(copied, stash.master_weights, stash.scalers)
     new_stash: OptimizerStash = copied._amp_stash
     new_stash.lazy_init_called = stash.lazy_init_called
