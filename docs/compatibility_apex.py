@@ -52,6 +52,19 @@ TYPES_NOTE = "torch's types and `apex.amp.casts` take its place"
 INTERNAL = "inner working of Apex's wrapper"
 KERNEL = "`apex.optimizers` has the optimizer"
 
+#: The lists of functions of torch, and of methods of its tensors.
+LISTS_OF_TORCH = [
+    Row("CASTS", DIFFERS, "as `FP16_FUNCS`; what torch promotes itself stays so when removed"),
+    Row(
+        "FP16_FUNCS",
+        DIFFERS,
+        "may be changed before `initialize`; holds functions that are younger than Apex",
+    ),
+    Row("FP32_FUNCS", DIFFERS, "as `FP16_FUNCS`"),
+    Row("MODULE", SAME),
+    Row("SEQUENCE_CASTS", DIFFERS, "as `CASTS`"),
+]
+
 TABLE: dict[str, list[Row]] = {
     "apex": [
         Row("DeprecatedFeatureWarning", SAME, "never emitted here"),
@@ -213,28 +226,8 @@ TABLE: dict[str, list[Row]] = {
         Row("FP32_FUNCS", DIFFERS, "as `FP16_FUNCS`"),
         Row("MODULE", SAME),
     ],
-    "apex.amp.lists.tensor_overrides": [
-        Row("CASTS", DIFFERS, "as `FP16_FUNCS`; what torch promotes itself stays so when removed"),
-        Row(
-            "FP16_FUNCS",
-            DIFFERS,
-            "may be changed before `initialize`; holds functions that are younger than Apex",
-        ),
-        Row("FP32_FUNCS", DIFFERS, "as `FP16_FUNCS`"),
-        Row("MODULE", SAME),
-        Row("SEQUENCE_CASTS", DIFFERS, "as `CASTS`"),
-    ],
-    "apex.amp.lists.torch_overrides": [
-        Row("CASTS", DIFFERS, "as `FP16_FUNCS`; what torch promotes itself stays so when removed"),
-        Row(
-            "FP16_FUNCS",
-            DIFFERS,
-            "may be changed before `initialize`; holds functions that are younger than Apex",
-        ),
-        Row("FP32_FUNCS", DIFFERS, "as `FP16_FUNCS`"),
-        Row("MODULE", SAME),
-        Row("SEQUENCE_CASTS", DIFFERS, "as `CASTS`"),
-    ],
+    "apex.amp.lists.tensor_overrides": LISTS_OF_TORCH,
+    "apex.amp.lists.torch_overrides": LISTS_OF_TORCH,
     "apex.amp.opt": [
         Row("OptimWrapper", ABSENT, "use `amp.initialize` and `amp.scale_loss`"),
     ],
