@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "parallel/bucket_tuner.h"
+#include "reducer/bucket_tuner.h"
 
 namespace apex::parallel {
 namespace {

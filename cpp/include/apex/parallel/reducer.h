@@ -27,8 +27,10 @@
 namespace apex::parallel {
 
 namespace detail {
-class ReducerState;
-}
+class Reduction;
+class ReducerCore;
+struct ReductionSite;
+}  // namespace detail
 
 /// Everything that can be chosen; the defaults are those of NVIDIA Apex, but for the size of buckets.
 struct ReducerOptions {
@@ -90,6 +92,10 @@ struct ReducerOptions {
 
   /// Compared between ranks at construction, besides the options above: "name=value".
   std::vector<std::string> settings;
+
+  /// How a bucket is reduced, instead of by the built-in choice; the same on every rank. For the library's own parts and
+  /// tests: the interface (src/reducer/reduction.h) is private and changes.
+  std::function<std::unique_ptr<detail::Reduction>(const detail::ReductionSite&)> reduction_factory;
 };
 
 /// A bucket whose gradients are complete; see Reducer::set_bucket_callback().
@@ -318,7 +324,7 @@ class APEX_API Reducer {
   std::optional<OverlapReport> overlap_report() const;
 
  private:
-  std::shared_ptr<detail::ReducerState> state_;
+  std::shared_ptr<detail::ReducerCore> core_;
 };
 
 }  // namespace apex::parallel
