@@ -12,7 +12,6 @@
 #include <apex/parallel/bucket_assignment.h>
 
 #include "reducer/averaging.h"
-#include "reducer/bucket_tuner.h"
 #include "reducer/context.h"
 
 namespace apex::parallel::detail {
@@ -64,7 +63,6 @@ struct Plan {
   bool last_at_end = false;
   bool preset = false;    ///< given by the user: left as it is
   int64_t backwards = 0;  ///< with this plan
-  BucketTuner tuner;
 
   bool carries_facts() const { return !entries.empty() && entries.back().message.trailer().carries_facts(); }
   /// Whether collectives follow those that launch buckets.

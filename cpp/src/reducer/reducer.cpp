@@ -37,11 +37,6 @@ void check_options(const ReducerOptions& options, size_t parameters, size_t grou
         "delay_allreduce launches nothing before the end of backward, so allreduce_trigger_params "
         "cannot have an effect: give one of the two");
   }
-  if (options.auto_buckets && (options.delay_allreduce || !options.trigger_parameters.empty())) {
-    throw InvalidArgument(
-        "message_size=\"auto\" chooses the buckets, and so do delay_allreduce and "
-        "allreduce_trigger_params: give one of them");
-  }
   for (const int64_t index : options.trigger_parameters) {
     if (index < 0 || static_cast<size_t>(index) >= parameters) {
       throw InvalidArgument("trigger parameter " + std::to_string(index) + " is not one of the " +

@@ -32,7 +32,6 @@ std::vector<std::string> settings_of(const ReducerOptions& options, size_t group
       text("bucket size", options.limits.cap),
       text("first bucket size", options.limits.first_cap),
       text("bucket size in bytes", options.limits.unit == BucketLimits::Unit::kBytes),
-      text("message_size=\"auto\"", options.auto_buckets),
       text("delay_allreduce", options.delay_allreduce),
       text("allreduce_trigger_params", triggers),
       text("allreduce_always_fp32", options.allreduce_always_fp32),
@@ -52,12 +51,7 @@ std::vector<std::string> settings_of(const ReducerOptions& options, size_t group
 ReducerCore::ReducerCore(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups, ReducerOptions options)
     : context_(std::move(parameters), std::move(groups), std::move(options), this),
       step_(context_),
-      overtaken_(context_.parameters.size(), 0) {
-  if (context_.options.auto_buckets) {
-    tuner_ = std::make_unique<PlanTuner>(context_);
-    context_.observers.add(tuner_.get());
-  }
-}
+      overtaken_(context_.parameters.size(), 0) {}
 
 ReducerCore::~ReducerCore() { drop_reducer(this); }
 
@@ -121,7 +115,7 @@ void ReducerCore::refuse_in_backward(const char* what) const {
 }
 
 void ReducerCore::complete_deferred() {
-  if (phase_ == Phase::kDeferred) complete(/*recorded_now=*/false);
+  if (phase_ == Phase::kDeferred) complete();
 }
 
 // Note [Parameters that are frozen or unfrozen]

@@ -23,7 +23,6 @@
 #include "reducer/phase.h"
 #include "reducer/plan_agreement.h"
 #include "reducer/plan_book.h"
-#include "reducer/plan_tuner.h"
 #include "reducer/step_agreement.h"
 #include "reducer/watched_outputs.h"
 
@@ -126,7 +125,7 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   bool may_defer() const;
   size_t done_in_order() const;
   void order_by_need(size_t done);
-  void complete(bool recorded_now, size_t done = 0);
+  void complete(size_t done = 0);
   void complete_entry(size_t index);
   std::vector<size_t> complete_entries();
   void call_back(int64_t bucket, const std::vector<BucketMessage::Slot>& slots, bool all_used);
@@ -134,7 +133,6 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   void reduce_late_and_call_back(const std::vector<int64_t>& late);
   void rebuild_now();
   void compare_steps(const SeenFacts& seen);
-  void tune();
   SeenFacts await_facts(std::vector<PlannedBucket>& entries);
   void carry_left_plan();
   void remember_reduced();
@@ -165,8 +163,7 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   BucketPlan preset_;                   ///< used instead of one made from sizes, where it fits
   bool divide_by_initial_ = true;       ///< under join()
   std::function<void(const ReducedBucket&)> callback_;
-  std::unique_ptr<PlanTuner> tuner_;          ///< with auto_buckets
-  std::unique_ptr<OverlapRecorder> recorder_; ///< only while times are taken
+  std::unique_ptr<OverlapRecorder> recorder_;  ///< only while times are taken
 };
 
 /// Lives exactly as long as the autograd engine may still call back for one backward: the engine

@@ -72,11 +72,10 @@ void ReducerCore::finish(BackwardScope* scope) {
   if (scope_ != scope) return;
   const ProfilerRange range("apex::reducer::finish_backward");
   const size_t done = done_in_order();
-  const bool recorded_now = book_.current() == nullptr;
   enter(Phase::kEnding);
   or_drop([&] {
     if (!left_.empty()) carry_left_plan();
-    if (recorded_now) agree_on_plan();
+    if (book_.current() == nullptr) agree_on_plan();
     launch_rest();
   });
   ++book_.current()->backwards;
@@ -87,7 +86,7 @@ void ReducerCore::finish(BackwardScope* scope) {
     context_.observers.tell(&BackwardObserver::deferred);
     return;
   }
-  complete(recorded_now, done);
+  complete(done);
 }
 
 void ReducerCore::launch_rest() {
@@ -171,8 +170,6 @@ void ReducerCore::agree_on_plan() {
   plan.preset = holds_same(preset_, plan.buckets);
   if (plan.preset) plan.buckets = preset_;
   build_entries(plan, context_);
-  plan.tuner.reset(parameters.size());
-  if (plan.preset) plan.tuner.keep(plan.buckets);
 }
 
 /// Takes part in a backward by the plan that this rank has left, and lets go of it if all ranks have left it.
@@ -232,7 +229,6 @@ bool ReducerCore::may_defer() const {
       !pass_->error.empty()) {
     return false;
   }
-  if (tuner_ && !context_.members.alone() && plan.tuner.phase() != BucketTuner::Phase::kKeep) return false;
   // Members that this rank has not used are settled when all masks are there.
   return std::none_of(plan.entries.begin(), plan.entries.end(), [](const PlannedBucket& entry) {
     return entry.message.has_unused() || entry.reduction->has_next_phase();
@@ -260,7 +256,7 @@ void ReducerCore::order_by_need(size_t done) {
   adopt(context_.monitor.open([&] { return broadcast_plans(context_.members, {ordered}, count); }).front());
 }
 
-void ReducerCore::complete(bool recorded_now, size_t done) {
+void ReducerCore::complete(size_t done) {
   if (phase_ == Phase::kDeferred) enter(Phase::kEnding);
   or_drop([&] {
     Plan* plan = book_.current();
@@ -283,11 +279,7 @@ void ReducerCore::complete(bool recorded_now, size_t done) {
     for (size_t i = 0; i < unsettled.size(); ++i) call_back(static_cast<int64_t>(unsettled[i]), slots[i], false);
     context_.observers.tell(&BackwardObserver::completed);
     compare_steps(seen);
-    if (seen.rebuild_wanted()) {
-      rebuild_now();
-    } else if (!recorded_now) {
-      tune();
-    }
+    if (seen.rebuild_wanted()) rebuild_now();
     order_by_need(done);
   });
   for (Parameter& parameter : context_.parameters) parameter.touched = false;
@@ -368,7 +360,6 @@ void ReducerCore::settle() {
   const BucketPlan more = assign_buckets(parameter_infos(context_, plan.places), late, context_.options.limits);
   plan.buckets.buckets.insert(plan.buckets.buckets.end(), more.buckets.begin(), more.buckets.end());
   build_entries(plan, context_);
-  plan.tuner.reset(plan.places.size());
   plan.backwards = 0;
   plan.preset = false;
   context_.statistics.add(&ReducerStatistics::plans_extended);
@@ -438,13 +429,6 @@ void ReducerCore::give_up_soon() {
   if (context_.monitor.is_taken()) return;
   const Change change(context_.monitor);
   companions_.give_up_soon();
-}
-
-void ReducerCore::tune() {
-  if (!tuner_) return;
-  Plan& plan = *book_.current();
-  if (context_.defers && plan.tuner.phase() == BucketTuner::Phase::kKeep) return;
-  if (const auto better = context_.monitor.open([&] { return tuner_->after_backward(plan); })) adopt(*better);
 }
 
 void ReducerCore::remember_reduced() {
@@ -531,11 +515,7 @@ void ReducerCore::follow_the_others() noexcept {
       return;
     }
     compare_steps(seen);
-    if (seen.rebuild_wanted()) {
-      rebuild_now();
-    } else {
-      tune();
-    }
+    if (seen.rebuild_wanted()) rebuild_now();
     book_.came();
   } catch (...) {
     fail();

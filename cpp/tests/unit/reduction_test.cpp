@@ -30,7 +30,7 @@ using detail::ReductionTraits;
 /// Sends the message back to front.
 class ReversedAllReduce final : public Reduction {
  public:
-  ReversedAllReduce(detail::GroupPtr group, std::shared_ptr<int> started)
+  ReversedAllReduce(GroupPtr group, std::shared_ptr<int> started)
       : group_(std::move(group)), started_(std::move(started)) {}
 
   ReductionTraits traits() const override { return {}; }
@@ -51,7 +51,7 @@ class ReversedAllReduce final : public Reduction {
   void drop() noexcept override { work_.reset(); }
 
  private:
-  const detail::GroupPtr group_;
+  const GroupPtr group_;
   const std::shared_ptr<int> started_;
   at::Tensor tensor_;
   std::vector<at::Tensor> messages_;
@@ -60,7 +60,7 @@ class ReversedAllReduce final : public Reduction {
 
 TEST(Reduction, OfTheCallersOwn_SeveralSteps_AveragesIncludingUnusedParameters) {
   for (const bool views : {false, true}) {
-    run_ranks(ThreadBackendControl::create(2), [&](int rank, const detail::GroupPtr& group) {
+    run_ranks(ThreadBackendControl::create(2), [&](int rank, const GroupPtr& group) {
       ToyModel model = ToyModel::mlp({4, 8, 8, 2}, 1);
       model.parameters.push_back({"unused", at::zeros({3}).requires_grad_()});
       const auto started = std::make_shared<int>(0);
