@@ -101,6 +101,7 @@ void LossScaler::unscale_(const std::vector<at::Tensor>& grads) {
   at::NoGradGuard no_grad;
   std::map<at::Tensor, std::vector<at::Tensor>, LikeKind> groups;
   for (const at::Tensor& grad : grads) {
+    if (!grad.defined()) continue;
     at::Tensor values = values_of(grad);
     if (values.numel() > 0) groups[values].push_back(std::move(values));
   }

@@ -1,8 +1,12 @@
 #include <apex/distributed/process_group.h>
 
+#include <torch/version.h>
+
 #include <algorithm>
+#include <cstdint>
 #include <memory>
 #include <mutex>
+#include <numeric>
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -13,6 +17,9 @@
 #include "comm/collectives.h"
 #include "distributed/backends.h"
 #include "distributed/rendezvous.h"
+
+/// Of libtorch at run time; none in one that does not tell.
+extern "C" __attribute__((weak)) uint64_t aoti_torch_abi_version();
 
 namespace apex::distributed {
 namespace {
@@ -49,6 +56,17 @@ std::mutex& world_mutex() {
 std::unique_ptr<World>& world_slot() {
   static auto* slot = new std::unique_ptr<World>;
   return *slot;
+}
+
+// Objects of libtorch have another layout in every minor version, so what follows would write beside them.
+void require_same_torch() {
+  if (aoti_torch_abi_version == nullptr) return;
+  const uint64_t version = aoti_torch_abi_version();
+  const uint64_t major = version >> 56, minor = (version >> 48) & 0xff;
+  if (major == TORCH_VERSION_MAJOR && minor == TORCH_VERSION_MINOR) return;
+  throw Error("apex was built for libtorch " + std::to_string(TORCH_VERSION_MAJOR) + "." +
+              std::to_string(TORCH_VERSION_MINOR) + " and runs with " + std::to_string(major) + "." +
+              std::to_string(minor) + ": build apex and this program with the libtorch that they run with");
 }
 
 World& require_world() {
@@ -191,6 +209,7 @@ Rendezvous plan_rendezvous(
 
 c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
     const std::string& backend, const ProcessGroupOptions& options) {
+  require_same_torch();
   const std::lock_guard<std::mutex> lock(world_mutex());
   if (world_slot()) {
     throw InvalidArgument(
@@ -283,6 +302,13 @@ c10::intrusive_ptr<c10d::ProcessGroup> new_group(
       "rank " + std::to_string(self), name, "undefined", world.store, backends, request);
   world.subgroups.push_back(group);
   return group;
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> new_group(std::optional<std::chrono::milliseconds> timeout,
+                                                 const NcclOptions& nccl) {
+  std::vector<int> ranks(static_cast<size_t>(get_default_group()->getSize()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return new_group(ranks, "", timeout, nccl);
 }
 
 bool is_initialized() {

@@ -7,6 +7,10 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <atomic>
+#include <mutex>
+
+#include <apex/distributed/process_group.h>
+#include <apex/error.h>
 
 #include "sync_batch_norm_ops.h"
 
@@ -24,6 +28,44 @@ bool is_registered_as(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     return c10d::resolve_process_group(name) == group;
   } catch (const std::exception&) {
     return false;
+  }
+}
+
+/// The communicator of all ranks that layers without a group share; null with one rank. The first call of a job is
+/// collective.
+c10::intrusive_ptr<c10d::ProcessGroup> group_of_all_ranks() {
+  using WeakGroup = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
+  if (!apex::distributed::is_initialized()) {
+    return {};
+  }
+  const auto world = apex::distributed::get_default_group();
+  if (world->getSize() == 1) {
+    return {};
+  }
+  static std::mutex mutex;
+  static auto* const of = new WeakGroup{c10::intrusive_ptr<c10d::ProcessGroup>()};
+  static auto* const made = new WeakGroup{c10::intrusive_ptr<c10d::ProcessGroup>()};
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto group = made->lock();
+  if (!group || of->lock() != world) {
+    group = apex::distributed::new_group();
+    *made = WeakGroup(group);
+    *of = WeakGroup(world);
+  }
+  return group;
+}
+
+/// Calls an operator of ours; what it refuses, as this library says it.
+template <typename Call>
+at::Tensor with_own_errors(Call&& call) {
+  try {
+    return call();
+  } catch (const c10::ValueError& error) {
+    throw InvalidArgument(error.what_without_backtrace());
+  } catch (const c10::TypeError& error) {
+    throw InvalidArgument(error.what_without_backtrace());
+  } catch (const c10::NotImplementedError& error) {
+    throw Error(error.what_without_backtrace());
   }
 }
 
@@ -51,24 +93,41 @@ at::Tensor sync_batch_norm(const at::Tensor& input, const SyncBatchNormArguments
   if (!peers.empty() && !a.layer_name.empty()) {
     peers += "\n" + a.layer_name;  // see detail::Peers
   }
-  return std::get<0>(detail::call_forward(
-      input, if_defined(a.z), if_defined(a.weight), if_defined(a.bias),
-      if_defined(a.running_mean), if_defined(a.running_var), if_defined(a.num_batches_tracked),
-      a.momentum, a.eps, a.channel_last, a.fuse_relu, peers));
+  return with_own_errors([&] {
+    return std::get<0>(detail::call_forward(
+        input, if_defined(a.z), if_defined(a.weight), if_defined(a.bias),
+        if_defined(a.running_mean), if_defined(a.running_var), if_defined(a.num_batches_tracked),
+        a.momentum, a.eps, a.channel_last, a.fuse_relu, peers));
+  });
 }
 
 at::Tensor batch_norm_inference(const at::Tensor& input, const SyncBatchNormArguments& a) {
-  TORCH_CHECK_VALUE(a.running_mean.defined() && a.running_var.defined(),
-                    "batch_norm_inference: running_mean and running_var are what it normalizes "
-                    "by; pass both, or call sync_batch_norm.");
-  return detail::call_inference(input, if_defined(a.z), if_defined(a.weight), if_defined(a.bias),
-                                a.running_mean, a.running_var, a.eps, a.channel_last,
-                                a.fuse_relu);
+  if (!a.running_mean.defined() || !a.running_var.defined()) {
+    throw InvalidArgument(
+        "batch_norm_inference: running_mean and running_var are what it normalizes by; pass both, "
+        "or call sync_batch_norm.");
+  }
+  return with_own_errors([&] {
+    return detail::call_inference(input, if_defined(a.z), if_defined(a.weight), if_defined(a.bias),
+                                  a.running_mean, a.running_var, a.eps, a.channel_last,
+                                  a.fuse_relu);
+  });
 }
 
 SyncBatchNormImpl::SyncBatchNormImpl(SyncBatchNormOptions options_)
     : options(std::move(options_)) {
+  check_options();
   reset();
+}
+
+void SyncBatchNormImpl::check_options() const {
+  if (options.num_features <= 0) {
+    throw InvalidArgument("SyncBatchNorm: num_features is " + std::to_string(options.num_features) +
+                          "; it must be positive.");
+  }
+  if (options.this_rank_alone && options.process_group) {
+    throw InvalidArgument("SyncBatchNorm: this_rank_alone and a process_group: give one of them.");
+  }
 }
 
 SyncBatchNormImpl::SyncBatchNormImpl(int64_t num_features)
@@ -84,6 +143,7 @@ SyncBatchNormImpl::SyncBatchNormImpl(SyncBatchNormOptions options_, at::Tensor w
   const auto buffer = [this](const char* name, const at::Tensor& tensor) {
     return tensor.defined() ? register_buffer(name, tensor) : tensor;
   };
+  check_options();
   options.affine = weight_.defined();
   options.track_running_stats = running_mean_.defined();
   weight = parameter("weight", weight_);
@@ -140,6 +200,9 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor&
   if (is_training() || !options.track_running_stats) {
     if (is_training()) {
       a.process_group = options.process_group;
+      if (!a.process_group && !options.this_rank_alone) {
+        a.process_group = group_of_all_ranks();
+      }
       a.layer_name = layer_name;
       a.running_mean = running_mean;
       a.running_var = running_var;

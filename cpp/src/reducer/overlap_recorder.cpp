@@ -68,7 +68,7 @@ void OverlapRecorder::in_flight(size_t bucket, const Reduction& reduction) {
   auto arrival = std::make_shared<Arrival>();
   const FuturePtr future = reduction.future();
   if (!future) {
-    if (!reduction.done()) return;
+    if (reduction.traits().has_peers) return;  // nothing tells when
     arrival->stamp = now(current_->device);
     arrival->set.store(true, std::memory_order_release);
     current_->buckets[bucket].arrival = std::move(arrival);

@@ -220,10 +220,38 @@ void swapped_layers() {
 
 const apex::testing::Scenario kSwappedLayers("sync_batch_norm_swapped_layers", swapped_layers);
 
+/// Without a group: over all ranks, and over none where that was asked for.
+void default_ranks_of_batch_norm() {
+  const auto group = apex::distributed::init_process_group("gloo");
+  const int rank = group->getRank();
+  const at::Tensor all = at::arange(24, at::kFloat).view({8, 3}).square();
+  const at::Tensor mine = all.narrow(0, 4 * rank, 4);
+  const auto normalized = [](const at::Tensor& x, const at::Tensor& by) {
+    return (x - by.mean(0)) / (by.var(0, false) + 1e-5).sqrt();
+  };
+  torch::nn::Sequential layers(torch::nn::BatchNorm1d(3));
+  apex::parallel::convert_sync_batch_norm(*layers);
+  apex::parallel::SyncBatchNormOptions options(3);
+  options.this_rank_alone = true;
+  apex::parallel::SyncBatchNorm alone(options);
+  for (int step = 0; step < 2; ++step) {
+    require(at::allclose(apex::parallel::SyncBatchNorm(3)(mine), normalized(mine, all), 1e-4, 1e-5), "a layer normalizes by one rank");
+    require(at::allclose(layers->forward(mine), normalized(mine, all), 1e-4, 1e-5), "a converted one does");
+    require(at::allclose(alone(mine), normalized(mine, mine), 1e-4, 1e-5), "one on its own does not");
+  }
+  apex::distributed::destroy_process_group();
+}
+
+const apex::testing::Scenario kDefaultRanks("sync_batch_norm_default_ranks", default_ranks_of_batch_norm);
+
 }  // namespace
 
 namespace apex::testing {
 namespace {
+
+TEST(SyncBatchNormProcesses, NoGroup_Forward_NormalizesOverAllRanks) {
+  EXPECT_EQ(failures_of(run_processes(ranks_of("sync_batch_norm_default_ranks", 2))), "");
+}
 
 TEST(SyncBatchNormProcesses, LayersInAnotherOrder_Forward_ThrowsWithBothNames) {
   EXPECT_EQ(failures_of(run_processes(ranks_of("sync_batch_norm_swapped_layers", 2))), "");

@@ -138,6 +138,48 @@ TEST(DistributedDataParallelCpp, Buffers_ByDefaultAndOnRequest_AreLeftAloneOrRan
   });
 }
 
+TEST(DistributedDataParallelCpp, NullModule_Constructed_SaysSo) {
+  run_ranks(1, [](int, const Group& group) {
+    DistributedDataParallelOptions options;
+    options.process_group = group;
+    EXPECT_THROW(DistributedDataParallel(std::shared_ptr<NetImpl>(), options), InvalidArgument);
+    EXPECT_THROW(DistributedDataParallel(Net(nullptr), options), InvalidArgument);
+  });
+}
+
+TEST(DistributedDataParallelCpp, BuffersOfOtherShapes_BroadcastOrNot_AreRefusedOnEveryRankOrLeftAlone) {
+  for (const bool broadcast : {true, false}) {
+    run_ranks(2, [&](int rank, const Group& group) {
+      Net net;
+      net->register_buffer("table", torch::full({rank + 2}, rank));
+      DistributedDataParallelOptions options;
+      options.process_group = group;
+      options.broadcast_buffers = broadcast;
+      std::string text;
+      try {
+        const DistributedDataParallel model(net, options);
+      } catch (const RankMismatch& error) {
+        text = error.what();
+      }
+      EXPECT_EQ(text.find("buffer 'table'") != std::string::npos, broadcast) << text;
+    });
+  }
+}
+
+TEST(DistributedDataParallelCpp, BufferThatChangesItsShape_Forward_ThrowsBeforeAnythingIsSent) {
+  run_ranks(2, [](int rank, const Group& group) {
+    Net net;
+    const at::Tensor table = net->register_buffer("table", torch::full({2}, rank));
+    DistributedDataParallelOptions options;
+    options.process_group = group;
+    options.broadcast_buffers = true;
+    DistributedDataParallel model(net, options);
+    EXPECT_EQ(table.sum().item<int>(), 0);
+    table.resize_({3});
+    EXPECT_THROW(model.forward(torch::randn({2, 4})), Error);
+  });
+}
+
 TEST(DistributedDataParallelCpp, Join_UnevenBatches_EndsAlikeWithTheBuffersOfALongRank) {
   for (const bool buffers : {false, true}) {
     run_ranks(3, [&](int rank, const Group& group) {

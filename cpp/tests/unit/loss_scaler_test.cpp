@@ -89,6 +89,14 @@ TEST(LossScaler, Unscale_NothingOrEmpty_FindsNothing) {
   EXPECT_FALSE(scaler.overflowed());
 }
 
+TEST(LossScaler, Unscale_UndefinedAmongOthers_PassesOverIt) {
+  LossScaler scaler;
+  const at::Tensor grad = at::full({2}, 65536.0F);
+  scaler.unscale_({at::Tensor(), grad, at::Tensor()});
+  EXPECT_TRUE(grad.eq(1).all().item<bool>());
+  EXPECT_FALSE(scaler.overflowed());
+}
+
 TEST(LossScaler, Overflow_InfOrNanAnywhere_BacksOffAndRestartsTheCounter) {
   for (const float bad : {kInf, -kInf, kNan}) {
     for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {

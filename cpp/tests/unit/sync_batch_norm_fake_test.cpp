@@ -13,6 +13,7 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <apex/error.h>
 #include <apex/parallel/sync_batch_norm.h>
 #include <support/cuda_emulator/cuda_emulator.h>
 #include <support/fake_capture.h>
@@ -306,7 +307,7 @@ TEST_F(SyncBatchNormFake, NoElements_GiveNone) {
 TEST_F(SyncBatchNormFake, OneValueInAll_RaisesWithoutAGroup) {
   Layer layer;
   layer.x = on_device(at::ones({1, 3}));
-  EXPECT_THROW(parallel::sync_batch_norm(layer.x, {}), c10::ValueError);
+  EXPECT_THROW(parallel::sync_batch_norm(layer.x, {}), apex::InvalidArgument);
 }
 
 TEST_F(SyncBatchNormFake, BackwardOperator_TensorsThatDoNotFit_AreRefusedBeforeALaunch) {

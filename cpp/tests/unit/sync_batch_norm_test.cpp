@@ -64,17 +64,31 @@ TEST(SyncBatchNorm, Forward_ThreeUnevenRanks_EqualsWholeBatch) {
   });
 }
 
-TEST(SyncBatchNorm, Forward_OneValueInAll_ThrowsValueErrorOnEveryRank) {
+TEST(SyncBatchNorm, Forward_OneValueInAll_ThrowsInvalidArgumentOnEveryRank) {
   run_ranks(2, [](int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
     SyncBatchNormArguments arguments;
     arguments.process_group = group;
-    EXPECT_THROW(sync_batch_norm(torch::randn({rank, 3}), arguments), c10::ValueError);
+    EXPECT_THROW(sync_batch_norm(torch::randn({rank, 3}), arguments), InvalidArgument);
     EXPECT_NO_THROW(sync_batch_norm(torch::randn({1, 3}), arguments));
   });
 }
 
-TEST(SyncBatchNorm, Inference_WithoutStatistics_ThrowsValueError) {
-  EXPECT_THROW(batch_norm_inference(torch::randn({2, 3}), {}), c10::ValueError);
+TEST(SyncBatchNorm, Inference_WithoutStatistics_ThrowsInvalidArgument) {
+  EXPECT_THROW(batch_norm_inference(torch::randn({2, 3}), {}), InvalidArgument);
+}
+
+TEST(SyncBatchNorm, InputOrOptionsThatDoNotFit_AreRefusedByThisLibrarysErrors) {
+  SyncBatchNorm layer(3);
+  EXPECT_THROW(layer(torch::randn({4, 5})), InvalidArgument);
+  EXPECT_THROW(layer(torch::randn({4})), InvalidArgument);
+  EXPECT_THROW(layer(torch::ones({4, 3}, torch::kLong)), InvalidArgument);
+  EXPECT_THROW(SyncBatchNorm(0), InvalidArgument);
+  run_ranks(1, [](int, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+    SyncBatchNormOptions both(3);
+    both.process_group = group;
+    both.this_rank_alone = true;
+    EXPECT_THROW(SyncBatchNorm{both}, InvalidArgument);
+  });
 }
 
 TEST(SyncBatchNorm, Forward_AddAndRelu_AreFused) {

@@ -67,7 +67,8 @@ class APEX_API LossScaler {
 
   /// Multiplies every gradient by 1/scale, in place, and if dynamic remembers whether one of them
   /// held inf or nan before. Any mix of floating dtypes and devices, strided, or sparse COO and
-  /// coalesced. One multi-tensor operation per device and dtype.
+  /// coalesced; undefined ones (of parameters that were not used) are passed over. One multi-tensor
+  /// operation per device and dtype.
   /// @throws InvalidArgument for a sparse gradient that is not coalesced or a dtype that is not
   ///         floating; nothing is changed then.
   void unscale_(const std::vector<at::Tensor>& grads);

@@ -76,6 +76,7 @@ struct ProcessGroupOptions {
 ///   or two processes have the same rank.
 /// @throws apex::CommunicationError within the timeout: rank 0 unreachable, its port in use, ranks
 ///   that did not arrive.
+/// @throws apex::Error, first of all, if libtorch is of another minor version than apex was built for.
 APEX_API c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
     const std::string& backend, const ProcessGroupOptions& options = {});
 
@@ -91,6 +92,10 @@ APEX_API c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
 /// @throws apex::CommunicationError when a member does not arrive in time.
 APEX_API c10::intrusive_ptr<c10d::ProcessGroup> new_group(
     const std::vector<int>& ranks, const std::string& backend = "",
+    std::optional<std::chrono::milliseconds> timeout = std::nullopt, const NcclOptions& nccl = {});
+
+/// The same for all ranks: a second communicator.
+APEX_API c10::intrusive_ptr<c10d::ProcessGroup> new_group(
     std::optional<std::chrono::milliseconds> timeout = std::nullopt, const NcclOptions& nccl = {});
 
 /// Whether init_process_group() was called, without destroy_process_group() since. A default group

@@ -12,6 +12,7 @@
 #include <torch/nn/pimpl.h>
 
 #include <apex/distributed/process_group.h>
+#include <apex/error.h>
 #include <apex/parallel/model_sync.h>
 #include <apex/parallel/output_tensors.h>
 #include <apex/parallel/reducer.h>
@@ -20,7 +21,7 @@
 /// Data-parallel training of torch::nn modules.
 ///
 ///     auto group = apex::distributed::init_process_group("gloo");
-///     apex::parallel::DistributedDataParallel model(Net());
+///     apex::parallel::DistributedDataParallel model{Net()};  // in braces: in parentheses it declares a function
 ///     ...
 ///     loss_of(model.forward(x)).backward();  // gradients are averaged over the ranks
 ///     optimizer.step();
@@ -53,12 +54,12 @@ class DistributedDataParallel {
   /// @throws InvalidArgument, RankMismatch, CommunicationError as Reducer does; InvalidArgument if there
   ///         is no process group.
   explicit DistributedDataParallel(Wrapped module, DistributedDataParallelOptions options = {})
-      : module_(std::move(module)),
+      : module_(required(std::move(module))),
         group_(options.process_group ? options.process_group
                                      : apex::distributed::get_default_group()),
         broadcast_buffers_(options.broadcast_buffers),
-        reducer_(std::make_unique<Reducer>(named_parameters_of(*module_),
-                                           std::vector{group_}, options)) {
+        buffers_(broadcast_buffers_ ? describe_buffers() : std::vector<std::string>()),
+        reducer_(make_reducer(options)) {
     name_layers(*module_);
     if (options.init_sync && broadcast_buffers_) synchronize_buffers(0);
   }
@@ -146,13 +147,44 @@ class DistributedDataParallel {
   const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const { return group_; }
 
  private:
-  static std::vector<NamedTensor> named_parameters_of(const torch::nn::Module& module) {
+  static Wrapped required(Wrapped module) {
+    bool empty = false;
+    if constexpr (std::is_constructible_v<bool, const Wrapped&>) {
+      empty = !static_cast<bool>(module);
+    }
+    if (empty) {
+      throw InvalidArgument("DistributedDataParallel: the module is null; construct it first, e.g. Net(), "
+                            "std::make_shared<NetImpl>()");
+    }
+    return module;
+  }
+
+  std::unique_ptr<Reducer> make_reducer(ReducerOptions options) const {
     std::vector<NamedTensor> named;
-    for (const auto& item : module.named_parameters()) named.push_back({item.key(), item.value()});
-    return named;
+    for (const auto& item : module_->named_parameters()) named.push_back({item.key(), item.value()});
+    // Compared between ranks, since they travel in one message.
+    options.settings.push_back(std::string("broadcast_buffers=") + (broadcast_buffers_ ? "1" : "0"));
+    options.settings.insert(options.settings.end(), buffers_.begin(), buffers_.end());
+    return std::make_unique<Reducer>(std::move(named), std::vector{group_}, std::move(options));
+  }
+
+  std::vector<std::string> describe_buffers() const {
+    std::vector<std::string> lines;
+    for (const auto& item : module_->named_buffers()) {
+      std::string line = "buffer '" + item.key() + "'=" + c10::toString(item.value().scalar_type()) + " [";
+      for (const int64_t size : item.value().sizes()) line += " " + std::to_string(size);
+      lines.push_back(line + " ]");
+    }
+    return lines;
   }
 
   void synchronize_buffers(int64_t root) {
+    if (describe_buffers() != buffers_) {
+      throw Error("rank " + std::to_string(group_->getRank()) +
+                  ": a buffer was added, removed, or has another shape or dtype than when the ranks compared theirs, "
+                  "so broadcast_buffers would mix up their values: make such changes on every rank, and construct the "
+                  "wrapper again");
+    }
     std::vector<at::Tensor> buffers;
     for (const auto& item : module_->named_buffers()) {
       // Written without counting as a change of what an earlier forward saved, as batch norm's own
@@ -170,6 +202,7 @@ class DistributedDataParallel {
   Wrapped module_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   bool broadcast_buffers_;
+  std::vector<std::string> buffers_;  ///< as the ranks have compared them
   bool joining_ = false;
   std::unique_ptr<Reducer> reducer_;
 };

@@ -53,11 +53,10 @@ struct SyncBatchNormArguments {
 };
 
 /// Normalizes by the statistics of this batch over all ranks and updates the running ones.
-/// Throws c10::ValueError for one value per channel in all (on CUDA with a process group, where the
+/// Throws apex::InvalidArgument for one value per channel in all (on CUDA with a process group, where the
 /// host cannot know, the running statistics keep their values instead), for fewer than two
-/// dimensions, and for per-channel tensors or a z that do not fit; c10::TypeError for other dtypes;
-/// c10::NotImplementedError with other ranks in a transform of torch.func or for a forward-mode
-/// derivative.
+/// dimensions, for per-channel tensors or a z that do not fit, and for other dtypes; apex::Error with
+/// other ranks in a transform of torch.func or for a forward-mode derivative.
 APEX_API at::Tensor sync_batch_norm(const at::Tensor& input,
                                     const SyncBatchNormArguments& arguments);
 
@@ -79,9 +78,12 @@ struct SyncBatchNormOptions {
   bool track_running_stats = true;
   bool channel_last = false;
   bool fuse_relu = false;
-  // In training; null: this rank alone. Give it a group of its own, so that its collectives never
-  // queue behind gradient buckets.
+  // In training. Null: all ranks of apex::distributed::init_process_group(), over a communicator of
+  // their own, so that collectives never queue behind gradient buckets; all layers share it, and the
+  // first training forward of one makes it, which is collective. This rank alone in a program that
+  // has not called init_process_group().
   c10::intrusive_ptr<c10d::ProcessGroup> process_group;
+  bool this_rank_alone = false;  // nothing is synchronized; excludes process_group
 };
 
 /// The module. Parameters `weight`, `bias`; buffers `running_mean`, `running_var`,
@@ -117,13 +119,17 @@ class APEX_API SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl
   /// The number of spatial dimensions of the BatchNorm this was converted from (1, 2, 3), or none.
   std::optional<int> converted_from;
 
+ private:
+  void check_options() const;
+
  protected:
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(at::Tensor())})
 };
 
 TORCH_MODULE(SyncBatchNorm);
 
-/// Replaces, in place, every torch::nn::BatchNorm1d/2d/3d in `model` by a SyncBatchNorm around the
+/// Replaces, in place, every torch::nn::BatchNorm1d/2d/3d in `model` by a SyncBatchNorm over
+/// `process_group` (null: all ranks, see SyncBatchNormOptions) around the
 /// same tensors, with the same name, training flag and requires_grad; a BatchNorm that occurs twice
 /// is replaced by one module. Not collective.
 ///
