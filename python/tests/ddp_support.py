@@ -52,7 +52,7 @@ TOLERANCE = {
 
 # Optimizers import torch._dynamo when the first is made; examples train on digits of scikit-learn.
 PRELOADED = [
-    *["torch._dynamo", "apex.amp", "apex.parallel", "ddp_support"],
+    *["torch._dynamo", "apex.amp", "apex.parallel", "apex.parallel.multiproc", "ddp_support"],
     *["sklearn.datasets", "sklearn.model_selection", "tqdm"],
 ]
 

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from ddp_support import free_port
+from warm import run_ranks, run_script
 
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
@@ -72,6 +74,18 @@ def run(launcher: str, *args: object, **env: str) -> subprocess.CompletedProcess
     return finish(start(launcher, *args, **env))
 
 
+def run_forked(
+    ranks: int, folder: Path, *args: object, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Without a launcher if there are 0 ranks; forked with torch imported: see warm."""
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if ranks else {}
+    place = {"cwd": folder, "env": environment(**port, **env), "timeout_s": TIMEOUT_S}
+    arguments = ("--no-cuda", *map(str, args))
+    if ranks:
+        return run_ranks(ranks, MAIN, *arguments, **place)
+    return run_script(MAIN, *arguments, **place)
+
+
 def only_complaint(done: subprocess.CompletedProcess[str]) -> str:
     """The single sentence on stderr of a one-process run that refused its arguments."""
     assert done.returncode != 0
@@ -97,7 +111,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained
         if launcher not in known:
             folder = tmp_path_factory.mktemp(launcher)
             log, checkpoint = folder / "losses.json", folder / "checkpoint.pt"
-            done = run(launcher, "--loss-log", log, "--save", checkpoint)
+            arguments = ("--loss-log", log, "--save", checkpoint)
+            alone = launcher == "python"
+            done = run_forked(0, folder, *arguments) if alone else run(launcher, *arguments)
             assert done.returncode == 0, done.stderr
             losses = json.loads(log.read_text())["losses"]
             known[launcher] = Trained(done.stdout, done.stderr, losses, torch.load(checkpoint))
@@ -177,16 +193,20 @@ def same_bits(one: object, other: object) -> bool:
     return one == other
 
 
-@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+@pytest.mark.parametrize(("launcher", "ranks"), [("python", 0), ("torchrun", 2)])
 def test_resume_continues_exactly(
-    launcher: str, trained: Callable[[str], Trained], tmp_path: Path
+    launcher: str, ranks: int, trained: Callable[[str], Trained], tmp_path: Path
 ) -> None:
     log, half, resumed, whole = (tmp_path / name for name in ("losses", "half", "resumed", "whole"))
-    assert run(launcher, "--epochs=1", "--save", half).returncode == 0
-    done = run(launcher, "--epochs=2", "--resume", half, "--save", resumed, "--loss-log", log)
+
+    def run(*args: object) -> subprocess.CompletedProcess[str]:
+        return run_forked(ranks, tmp_path, *args)
+
+    assert run("--epochs=1", "--save", half).returncode == 0
+    done = run("--epochs=2", "--resume", half, "--save", resumed, "--loss-log", log)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("epoch 2/2: ")
-    assert run(launcher, "--epochs=2", "--save", whole).returncode == 0
+    assert run("--epochs=2", "--save", whole).returncode == 0
     assert same_bits(torch.load(resumed), torch.load(whole))
     assert not same_bits(torch.load(half), torch.load(whole))
     assert json.loads(log.read_text())["losses"] == trained(launcher).losses[23:46]
@@ -197,23 +217,17 @@ def test_resume_of_finished_run_only_tests(
 ) -> None:
     path = tmp_path / "done.pt"
     torch.save(trained("python").checkpoint, path)
-    line = final_line(run("python", "--resume", path).stdout)
+    line = final_line(run_forked(0, tmp_path, "--resume", path).stdout)
     assert line.split(",")[0] == final_line(trained("python").stdout).split(",")[0]
     assert "nothing left to train" in line
 
 
 def test_progress_bar_only_rank_0_prints(tmp_path: Path) -> None:
-    logs = tmp_path / "logs"
-    command = [*LAUNCHERS["torchrun"], "--redirects=3", f"--log-dir={logs}", str(MAIN)]
-    subprocess.run(
-        [*command, "--no-cuda", "--epochs=1"], check=True, env=environment(), timeout=TIMEOUT_S
-    )
-    (out_0,), (err_0,) = logs.glob("**/0/stdout.log"), logs.glob("**/0/stderr.log")
-    (out_1,), (err_1,) = logs.glob("**/1/stdout.log"), logs.glob("**/1/stderr.log")
-    assert "final: " in out_0.read_text()
-    assert "epoch 1/1: " in err_0.read_text()  # the bar
-    assert out_1.read_text() == ""
-    assert "epoch" not in err_1.read_text()
+    done = run_forked(2, tmp_path, "--epochs=1")
+    assert done.returncode == 0, done.stderr
+    assert "final: " in done.stdout
+    assert "epoch 1/1: " in done.stderr  # the bar
+    assert (tmp_path / "GPU_1.log").read_text() == ""
 
 
 @pytest.mark.parametrize(
@@ -234,8 +248,8 @@ def test_bad_argument_fails_with_one_sentence(
     assert complaint in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_resume_without_checkpoint_fails_with_one_sentence() -> None:
-    complaint = only_complaint(run("python", "--resume=/nowhere.pt"))
+def test_resume_without_checkpoint_fails_with_one_sentence(tmp_path: Path) -> None:
+    complaint = only_complaint(run_forked(0, tmp_path, "--resume=/nowhere.pt"))
     assert "there is no checkpoint /nowhere.pt" in complaint
 
 
@@ -244,7 +258,7 @@ def test_resume_with_other_settings_fails_with_one_sentence(
 ) -> None:
     path = tmp_path / "checkpoint.pt"
     torch.save(trained("python").checkpoint, path)
-    complaint = only_complaint(run("python", "--resume", path, "--batch-size=32"))
+    complaint = only_complaint(run_forked(0, tmp_path, "--resume", path, "--batch-size=32"))
     assert "was trained with --batch-size 64, not 32" in complaint
 
 
@@ -286,7 +300,7 @@ def fake_torchvision(folder: Path) -> dict[str, str]:
 def test_mnist_two_ranks_download_once_and_train(tmp_path: Path) -> None:
     env = fake_torchvision(tmp_path)
     args = ["--dataset=mnist", "--download", "--epochs=2", f"--data-dir={tmp_path}"]
-    done = run("torchrun", *args, **env)
+    done = run_forked(2, tmp_path, *args, **env)
     assert done.returncode == 0, done.stderr
     assert " of 100)" in done.stdout
     assert (tmp_path / "downloads").read_text() == "x"
@@ -294,14 +308,14 @@ def test_mnist_two_ranks_download_once_and_train(tmp_path: Path) -> None:
 
 def test_mnist_missing_data_fails_with_one_sentence(tmp_path: Path) -> None:
     env = fake_torchvision(tmp_path)
-    done = run("python", "--dataset=mnist", f"--data-dir={tmp_path}", **env)
+    done = run_forked(0, tmp_path, "--dataset=mnist", f"--data-dir={tmp_path}", **env)
     assert f"MNIST is not in {tmp_path}: run again with --download" in only_complaint(done)
 
 
 def test_mnist_without_torchvision_fails_with_one_sentence(tmp_path: Path) -> None:
     env = fake_torchvision(tmp_path)
     (tmp_path / "torchvision" / "datasets.py").write_text("raise ImportError('none here')\n")
-    done = run("python", "--dataset=mnist", **env)
+    done = run_forked(0, tmp_path, "--dataset=mnist", **env)
     assert "--dataset mnist needs torchvision" in only_complaint(done)
 
 
