@@ -30,6 +30,12 @@ LAUNCHERS = {
     "launch": [sys.executable, "-m", "torch.distributed.launch", *RANKS],
 }
 TWO_RANKS = ["torchrun", "launch"]
+#: One launcher trains to the end, the others for as long as it takes to see that they do the same.
+EPOCHS = {"torchrun": 30, "python": 5, "launch": 5}
+#: The least test accuracy in percent after so many epochs; measured after five: 79.7.
+ACCURACY = {30: 97.0, 5: 75.0}
+#: Steps of one epoch.
+STEPS = 23
 # Against hangs only; nothing here takes nearly as long.
 TIMEOUT_S = 120
 
@@ -104,14 +110,16 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
-    """The whole default job under one launcher, run once for all tests here."""
+    """The default job under one launcher, the whole of it under torchrun; run once for all tests."""
     known: dict[str, Trained] = {}
 
     def get(launcher: str) -> Trained:
         if launcher not in known:
             folder = tmp_path_factory.mktemp(launcher)
             log, checkpoint = folder / "losses.json", folder / "checkpoint.pt"
-            arguments = ("--loss-log", log, "--save", checkpoint)
+            arguments = ["--loss-log", log, "--save", checkpoint]
+            if launcher != "torchrun":
+                arguments.append(f"--epochs={EPOCHS[launcher]}")
             alone = launcher == "python"
             done = run_forked(0, folder, *arguments) if alone else run(launcher, *arguments)
             assert done.returncode == 0, done.stderr
@@ -141,7 +149,7 @@ def final_line(stdout: str) -> str:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_digits_default_run_reaches_97_percent(
+def test_digits_run_reaches_its_accuracy(
     launcher: str, trained: Callable[[str], Trained]
 ) -> None:
     line = final_line(trained(launcher).stdout)
@@ -149,15 +157,16 @@ def test_digits_default_run_reaches_97_percent(
         r"final: test accuracy (\d+\.\d\d) %, trained \d+\.\d s, \d+ samples/s, .*", line
     )
     assert match, line
-    assert float(match[1]) >= 97.0
+    assert float(match[1]) >= ACCURACY[EPOCHS[launcher]]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_digits_every_epoch_tests_each_sample_once(
     launcher: str, trained: Callable[[str], Trained]
 ) -> None:
-    epochs = re.findall(r"^epoch \d+/30: .* of (\d+)\)$", trained(launcher).stdout, re.MULTILINE)
-    assert epochs == ["360"] * 30
+    count = EPOCHS[launcher]
+    line = rf"^epoch \d+/{count}: .* of (\d+)\)$"
+    assert re.findall(line, trained(launcher).stdout, re.MULTILINE) == ["360"] * count
 
 
 @pytest.mark.parametrize("launcher", TWO_RANKS)
@@ -172,15 +181,17 @@ def test_two_ranks_end_with_bitwise_equal_parameters(
 def test_two_ranks_loss_curve_equals_one_process(
     launcher: str, trained: Callable[[str], Trained]
 ) -> None:
-    # 30 epochs of 23 steps. Measured: a relative difference of 8e-6 at most, on the last losses.
+    # Measured, over 30 epochs: a relative difference of 8e-6 at most, on the last losses.
     one, two = trained("python").losses, trained(launcher).losses
-    assert len(one) == 30 * 23
-    assert two == pytest.approx(one, rel=1e-4)
+    assert len(one) == EPOCHS["python"] * STEPS
+    assert len(two) == EPOCHS[launcher] * STEPS
+    assert two[: len(one)] == pytest.approx(one, rel=1e-4)
     assert two[:20] == pytest.approx(one[:20], rel=1e-6)
 
 
 def test_two_launchers_give_the_same_bits(trained: Callable[[str], Trained]) -> None:
-    assert trained("torchrun").losses == trained("launch").losses
+    short = trained("launch").losses
+    assert trained("torchrun").losses[: len(short)] == short
 
 
 def same_bits(one: object, other: object) -> bool:
@@ -209,7 +220,7 @@ def test_resume_continues_exactly(
     assert run("--epochs=2", "--save", whole).returncode == 0
     assert same_bits(torch.load(resumed), torch.load(whole))
     assert not same_bits(torch.load(half), torch.load(whole))
-    assert json.loads(log.read_text())["losses"] == trained(launcher).losses[23:46]
+    assert json.loads(log.read_text())["losses"] == trained(launcher).losses[STEPS : 2 * STEPS]
 
 
 def test_resume_of_finished_run_only_tests(
@@ -217,7 +228,8 @@ def test_resume_of_finished_run_only_tests(
 ) -> None:
     path = tmp_path / "done.pt"
     torch.save(trained("python").checkpoint, path)
-    line = final_line(run_forked(0, tmp_path, "--resume", path).stdout)
+    epochs = f"--epochs={EPOCHS['python']}"
+    line = final_line(run_forked(0, tmp_path, "--resume", path, epochs).stdout)
     assert line.split(",")[0] == final_line(trained("python").stdout).split(",")[0]
     assert "nothing left to train" in line
 
