@@ -38,7 +38,10 @@ function(apex_unity target)
     return()
   endif()
   get_target_property(groups ${target} APEX_UNITY_GROUPS)
-  math(EXPR group "${groups} + 1")  # not found: 0
+  if(NOT groups)
+    set(groups 0)
+  endif()
+  math(EXPR group "${groups} + 1")
   set_target_properties(${target} PROPERTIES
     APEX_UNITY_GROUPS ${group} UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
   set_source_files_properties(${ARGN} TARGET_DIRECTORY ${target} PROPERTIES UNITY_GROUP "group${group}")

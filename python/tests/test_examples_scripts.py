@@ -403,7 +403,7 @@ def test_spawn_other_settings_are_refused(tmp_path: Path) -> None:
 
 def imagenet(folder: Path, *arguments: str) -> list[str]:
     """The losses that are printed."""
-    small = ["--synthetic=16", "--image-size=32", "-b=4", "-j=0", "-p=1", "--opt-level=O2"]
+    small = ["--synthetic=8", "--image-size=16", "-b=2", "-j=0", "-p=1", "--opt-level=O2"]
     done = train("imagenet/main.py", folder, *small, "--steps=1", *arguments, ranks=2)
     assert done.returncode == 0, done.stderr
     return re.findall(r"loss (\d\.\d+)", done.stdout)
@@ -418,7 +418,7 @@ def test_imagenet_resumed_continues_with_the_same_losses(tmp_path: Path) -> None
 
 def test_imagenet_resumed_at_another_level_is_refused(tmp_path: Path) -> None:
     imagenet(tmp_path, "--epochs=1", "--checkpoint=one.pt")
-    arguments = ("--synthetic=16", "--resume=one.pt", "--opt-level=O0")
+    arguments = ("--synthetic=8", "--resume=one.pt", "--opt-level=O0")
     done = train("imagenet/main.py", tmp_path, *arguments)
     assert_one_sentence(done, "was trained with opt-level O2, not O0")
 
