@@ -110,7 +110,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
-    """The default job under one launcher, the whole of it under torchrun; run once for all tests."""
+    """The default job under one launcher, run once for all tests: the whole of it under torchrun."""
     known: dict[str, Trained] = {}
 
     def get(launcher: str) -> Trained:
@@ -149,9 +149,7 @@ def final_line(stdout: str) -> str:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_digits_run_reaches_its_accuracy(
-    launcher: str, trained: Callable[[str], Trained]
-) -> None:
+def test_digits_run_reaches_its_accuracy(launcher: str, trained: Callable[[str], Trained]) -> None:
     line = final_line(trained(launcher).stdout)
     match = re.fullmatch(
         r"final: test accuracy (\d+\.\d\d) %, trained \d+\.\d s, \d+ samples/s, .*", line

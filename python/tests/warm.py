@@ -1,8 +1,8 @@
 """Scripts in processes that have imported torch already: the import takes longer than most of them.
 
 What ends a process, destructors of statics and functions registered with ``atexit``, does not run.
-Processes that a script starts with ``mp.spawn`` are forked as well: nothing is pickled for them, and
-they do not import the script again.
+Processes that a script starts with ``mp.spawn`` are forked as well: nothing is pickled for them,
+and they do not import the script again.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def _start(
 ) -> BaseProcess:
     multiprocessing.set_forkserver_preload(PRELOADED)
     process = multiprocessing.get_context("forkserver").Process(
-        target=_main, args=(str(script), arguments, str(cwd), dict(env), str(out), str(err), without)
+        target=_main,
+        args=(str(script), arguments, str(cwd), dict(env), str(out), str(err), without),
     )
     process.start()
     return process
