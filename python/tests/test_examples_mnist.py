@@ -110,7 +110,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
-    """The default job under one launcher, run once for all tests: the whole of it under torchrun."""
+    """The default job under one launcher, run once for all tests; torchrun runs the whole of it."""
     known: dict[str, Trained] = {}
 
     def get(launcher: str) -> Trained:
