@@ -14,7 +14,7 @@ from package_support import cpp_program, torchrun
 from warm import run_script
 
 # Against hangs only.
-TIMEOUT_S = 180
+TIMEOUT_S = 600
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 PYTHON_RANK = """
 import sys

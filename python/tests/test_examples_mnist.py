@@ -37,7 +37,7 @@ ACCURACY = {30: 97.0, 5: 75.0}
 #: Steps of one epoch.
 STEPS = 23
 # Against hangs only; nothing here takes nearly as long.
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 
 pytestmark = pytest.mark.processes
 

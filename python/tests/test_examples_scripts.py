@@ -26,7 +26,7 @@ pytest.importorskip("tqdm")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Against hangs only; nothing here takes nearly as long.
-TIMEOUT_S = 240
+TIMEOUT_S = 600
 STANDALONE = ["--standalone", "--local-addr=localhost", "--nproc_per_node=2"]
 LAUNCHERS = {
     "multiproc": [sys.executable, "-m", "apex.parallel.multiproc", "--nproc=2"],

@@ -12,7 +12,7 @@ from warm import run_ranks, run_script
 
 MAIN = pathlib.Path(__file__).parents[2] / "examples" / "syncbn" / "main.py"
 # Against hangs only.
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 
 
 def _run(folder: pathlib.Path, ranks: int) -> dict:

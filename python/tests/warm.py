@@ -28,7 +28,7 @@ def run_script(
     *arguments: str,
     cwd: Path,
     env: Mapping[str, str],
-    timeout_s: float = 120,
+    timeout_s: float = 600,
     without: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """As ``python script arguments`` in that folder, with what it wrote to stdout and stderr.
@@ -50,7 +50,7 @@ def run_ranks(
     *arguments: str,
     cwd: Path,
     env: Mapping[str, str],
-    timeout_s: float = 120,
+    timeout_s: float = 600,
 ) -> subprocess.CompletedProcess[str]:
     """As ``python -m apex.parallel.multiproc --nproc=ranks script arguments`` in that folder.
 
