@@ -39,7 +39,8 @@ for part in TESTS EXAMPLES; do
   fi
 done
 # By scikit-build-core's variable: the pip of older systems has no option for it.
-SKBUILD_CMAKE_DEFINE="${SKBUILD_CMAKE_DEFINE:+$SKBUILD_CMAKE_DEFINE;}APEX_BUILD_TESTS=ON;APEX_BUILD_EXAMPLES=ON" \
+options="APEX_BUILD_TESTS=ON;APEX_BUILD_EXAMPLES=ON;APEX_UNITY_BUILD=ON"
+SKBUILD_CMAKE_DEFINE="${SKBUILD_CMAKE_DEFINE:+$SKBUILD_CMAKE_DEFINE;}$options" \
   apex_install_package "$venv" || exit 1
 apex_quiet "$venv/bin/cmake" --build "$build" --parallel "$(apex_build_jobs)" || exit 1
 

@@ -50,8 +50,11 @@ TOLERANCE = {
 }
 
 
-# Optimizers import torch._dynamo when the first is made.
-PRELOADED = ["torch._dynamo", "apex.amp", "apex.parallel", "ddp_support"]
+# Optimizers import torch._dynamo when the first is made; examples train on digits of scikit-learn.
+PRELOADED = [
+    *["torch._dynamo", "apex.amp", "apex.parallel", "apex.parallel.multiproc", "ddp_support"],
+    *["sklearn.datasets", "sklearn.model_selection", "tqdm"],
+]
 
 
 class RanksFailed(AssertionError):

@@ -1,11 +1,15 @@
 """Where the C++ programs are that some tests run."""
 
 import os
+import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
+from warm import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,13 +34,18 @@ def cpp_program(*parts: str) -> Path:
     )
 
 
+def _torchrun_options(processes: int) -> list[str]:
+    return ["--standalone", f"--nproc-per-node={processes}", "--no-python"]
+
+
 def torchrun(processes: int) -> list[str]:
     """The command that starts so many processes of a program that is no Python script."""
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={processes}",
-        "--no-python",
-    ]
+    return [sys.executable, "-m", "torch.distributed.run", *_torchrun_options(processes)]
+
+
+def run_torchrun(
+    processes: int, *command: str, cwd: Path, env: Mapping[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``torchrun(processes)``, forked from a process that has imported torch: see warm."""
+    script, options = torch.distributed.run.__file__, _torchrun_options(processes)
+    return run_script(script, *options, *command, cwd=cwd, env=env, timeout_s=timeout_s)

@@ -433,7 +433,7 @@ assert "torch._dynamo" not in sys.modules, "an eager step has imported torch._dy
 
 def test_compile_eager_step_does_not_import_the_compiler(tmp_path: Any) -> None:
     command = [sys.executable, "-c", EAGER, str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
 
 

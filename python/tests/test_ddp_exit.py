@@ -61,7 +61,7 @@ def test_script_end_leaves_no_gloo_thread(tmp_path: Path, imported: str, end: st
         )
         for rank in range(2)
     ]
-    outputs = [process.communicate(timeout=120) for process in processes]
+    outputs = [process.communicate(timeout=600) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     for printed, errors in outputs:
         assert "THREADS []" in printed, (printed, errors)

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from ddp_support import free_port
+from warm import run_ranks, run_script
 
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
@@ -28,8 +30,14 @@ LAUNCHERS = {
     "launch": [sys.executable, "-m", "torch.distributed.launch", *RANKS],
 }
 TWO_RANKS = ["torchrun", "launch"]
+#: One launcher trains to the end, the others for as long as it takes to see that they do the same.
+EPOCHS = {"torchrun": 30, "python": 5, "launch": 5}
+#: The least test accuracy in percent after so many epochs; measured after five: 79.7.
+ACCURACY = {30: 97.0, 5: 75.0}
+#: Steps of one epoch.
+STEPS = 23
 # Against hangs only; nothing here takes nearly as long.
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 
 pytestmark = pytest.mark.processes
 
@@ -72,6 +80,18 @@ def run(launcher: str, *args: object, **env: str) -> subprocess.CompletedProcess
     return finish(start(launcher, *args, **env))
 
 
+def run_forked(
+    ranks: int, folder: Path, *args: object, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Without a launcher if there are 0 ranks; forked with torch imported: see warm."""
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if ranks else {}
+    place = {"cwd": folder, "env": environment(**port, **env), "timeout_s": TIMEOUT_S}
+    arguments = ("--no-cuda", *map(str, args))
+    if ranks:
+        return run_ranks(ranks, MAIN, *arguments, **place)
+    return run_script(MAIN, *arguments, **place)
+
+
 def only_complaint(done: subprocess.CompletedProcess[str]) -> str:
     """The single sentence on stderr of a one-process run that refused its arguments."""
     assert done.returncode != 0
@@ -90,14 +110,18 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
-    """The whole default job under one launcher, run once for all tests here."""
+    """The default job under one launcher, run once for all tests; torchrun runs the whole of it."""
     known: dict[str, Trained] = {}
 
     def get(launcher: str) -> Trained:
         if launcher not in known:
             folder = tmp_path_factory.mktemp(launcher)
             log, checkpoint = folder / "losses.json", folder / "checkpoint.pt"
-            done = run(launcher, "--loss-log", log, "--save", checkpoint)
+            arguments = ["--loss-log", log, "--save", checkpoint]
+            if launcher != "torchrun":
+                arguments.append(f"--epochs={EPOCHS[launcher]}")
+            alone = launcher == "python"
+            done = run_forked(0, folder, *arguments) if alone else run(launcher, *arguments)
             assert done.returncode == 0, done.stderr
             losses = json.loads(log.read_text())["losses"]
             known[launcher] = Trained(done.stdout, done.stderr, losses, torch.load(checkpoint))
@@ -125,23 +149,22 @@ def final_line(stdout: str) -> str:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_digits_default_run_reaches_97_percent(
-    launcher: str, trained: Callable[[str], Trained]
-) -> None:
+def test_digits_run_reaches_its_accuracy(launcher: str, trained: Callable[[str], Trained]) -> None:
     line = final_line(trained(launcher).stdout)
     match = re.fullmatch(
         r"final: test accuracy (\d+\.\d\d) %, trained \d+\.\d s, \d+ samples/s, .*", line
     )
     assert match, line
-    assert float(match[1]) >= 97.0
+    assert float(match[1]) >= ACCURACY[EPOCHS[launcher]]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_digits_every_epoch_tests_each_sample_once(
     launcher: str, trained: Callable[[str], Trained]
 ) -> None:
-    epochs = re.findall(r"^epoch \d+/30: .* of (\d+)\)$", trained(launcher).stdout, re.MULTILINE)
-    assert epochs == ["360"] * 30
+    count = EPOCHS[launcher]
+    line = rf"^epoch \d+/{count}: .* of (\d+)\)$"
+    assert re.findall(line, trained(launcher).stdout, re.MULTILINE) == ["360"] * count
 
 
 @pytest.mark.parametrize("launcher", TWO_RANKS)
@@ -156,15 +179,17 @@ def test_two_ranks_end_with_bitwise_equal_parameters(
 def test_two_ranks_loss_curve_equals_one_process(
     launcher: str, trained: Callable[[str], Trained]
 ) -> None:
-    # 30 epochs of 23 steps. Measured: a relative difference of 8e-6 at most, on the last losses.
+    # Measured, over 30 epochs: a relative difference of 8e-6 at most, on the last losses.
     one, two = trained("python").losses, trained(launcher).losses
-    assert len(one) == 30 * 23
-    assert two == pytest.approx(one, rel=1e-4)
+    assert len(one) == EPOCHS["python"] * STEPS
+    assert len(two) == EPOCHS[launcher] * STEPS
+    assert two[: len(one)] == pytest.approx(one, rel=1e-4)
     assert two[:20] == pytest.approx(one[:20], rel=1e-6)
 
 
 def test_two_launchers_give_the_same_bits(trained: Callable[[str], Trained]) -> None:
-    assert trained("torchrun").losses == trained("launch").losses
+    short = trained("launch").losses
+    assert trained("torchrun").losses[: len(short)] == short
 
 
 def same_bits(one: object, other: object) -> bool:
@@ -177,19 +202,23 @@ def same_bits(one: object, other: object) -> bool:
     return one == other
 
 
-@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+@pytest.mark.parametrize(("launcher", "ranks"), [("python", 0), ("torchrun", 2)])
 def test_resume_continues_exactly(
-    launcher: str, trained: Callable[[str], Trained], tmp_path: Path
+    launcher: str, ranks: int, trained: Callable[[str], Trained], tmp_path: Path
 ) -> None:
     log, half, resumed, whole = (tmp_path / name for name in ("losses", "half", "resumed", "whole"))
-    assert run(launcher, "--epochs=1", "--save", half).returncode == 0
-    done = run(launcher, "--epochs=2", "--resume", half, "--save", resumed, "--loss-log", log)
+
+    def run(*args: object) -> subprocess.CompletedProcess[str]:
+        return run_forked(ranks, tmp_path, *args)
+
+    assert run("--epochs=1", "--save", half).returncode == 0
+    done = run("--epochs=2", "--resume", half, "--save", resumed, "--loss-log", log)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("epoch 2/2: ")
-    assert run(launcher, "--epochs=2", "--save", whole).returncode == 0
+    assert run("--epochs=2", "--save", whole).returncode == 0
     assert same_bits(torch.load(resumed), torch.load(whole))
     assert not same_bits(torch.load(half), torch.load(whole))
-    assert json.loads(log.read_text())["losses"] == trained(launcher).losses[23:46]
+    assert json.loads(log.read_text())["losses"] == trained(launcher).losses[STEPS : 2 * STEPS]
 
 
 def test_resume_of_finished_run_only_tests(
@@ -197,23 +226,18 @@ def test_resume_of_finished_run_only_tests(
 ) -> None:
     path = tmp_path / "done.pt"
     torch.save(trained("python").checkpoint, path)
-    line = final_line(run("python", "--resume", path).stdout)
+    epochs = f"--epochs={EPOCHS['python']}"
+    line = final_line(run_forked(0, tmp_path, "--resume", path, epochs).stdout)
     assert line.split(",")[0] == final_line(trained("python").stdout).split(",")[0]
     assert "nothing left to train" in line
 
 
 def test_progress_bar_only_rank_0_prints(tmp_path: Path) -> None:
-    logs = tmp_path / "logs"
-    command = [*LAUNCHERS["torchrun"], "--redirects=3", f"--log-dir={logs}", str(MAIN)]
-    subprocess.run(
-        [*command, "--no-cuda", "--epochs=1"], check=True, env=environment(), timeout=TIMEOUT_S
-    )
-    (out_0,), (err_0,) = logs.glob("**/0/stdout.log"), logs.glob("**/0/stderr.log")
-    (out_1,), (err_1,) = logs.glob("**/1/stdout.log"), logs.glob("**/1/stderr.log")
-    assert "final: " in out_0.read_text()
-    assert "epoch 1/1: " in err_0.read_text()  # the bar
-    assert out_1.read_text() == ""
-    assert "epoch" not in err_1.read_text()
+    done = run_forked(2, tmp_path, "--epochs=1")
+    assert done.returncode == 0, done.stderr
+    assert "final: " in done.stdout
+    assert "epoch 1/1: " in done.stderr  # the bar
+    assert (tmp_path / "GPU_1.log").read_text() == ""
 
 
 @pytest.mark.parametrize(
@@ -234,8 +258,8 @@ def test_bad_argument_fails_with_one_sentence(
     assert complaint in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_resume_without_checkpoint_fails_with_one_sentence() -> None:
-    complaint = only_complaint(run("python", "--resume=/nowhere.pt"))
+def test_resume_without_checkpoint_fails_with_one_sentence(tmp_path: Path) -> None:
+    complaint = only_complaint(run_forked(0, tmp_path, "--resume=/nowhere.pt"))
     assert "there is no checkpoint /nowhere.pt" in complaint
 
 
@@ -244,7 +268,7 @@ def test_resume_with_other_settings_fails_with_one_sentence(
 ) -> None:
     path = tmp_path / "checkpoint.pt"
     torch.save(trained("python").checkpoint, path)
-    complaint = only_complaint(run("python", "--resume", path, "--batch-size=32"))
+    complaint = only_complaint(run_forked(0, tmp_path, "--resume", path, "--batch-size=32"))
     assert "was trained with --batch-size 64, not 32" in complaint
 
 
@@ -286,7 +310,7 @@ def fake_torchvision(folder: Path) -> dict[str, str]:
 def test_mnist_two_ranks_download_once_and_train(tmp_path: Path) -> None:
     env = fake_torchvision(tmp_path)
     args = ["--dataset=mnist", "--download", "--epochs=2", f"--data-dir={tmp_path}"]
-    done = run("torchrun", *args, **env)
+    done = run_forked(2, tmp_path, *args, **env)
     assert done.returncode == 0, done.stderr
     assert " of 100)" in done.stdout
     assert (tmp_path / "downloads").read_text() == "x"
@@ -294,14 +318,14 @@ def test_mnist_two_ranks_download_once_and_train(tmp_path: Path) -> None:
 
 def test_mnist_missing_data_fails_with_one_sentence(tmp_path: Path) -> None:
     env = fake_torchvision(tmp_path)
-    done = run("python", "--dataset=mnist", f"--data-dir={tmp_path}", **env)
+    done = run_forked(0, tmp_path, "--dataset=mnist", f"--data-dir={tmp_path}", **env)
     assert f"MNIST is not in {tmp_path}: run again with --download" in only_complaint(done)
 
 
 def test_mnist_without_torchvision_fails_with_one_sentence(tmp_path: Path) -> None:
     env = fake_torchvision(tmp_path)
     (tmp_path / "torchvision" / "datasets.py").write_text("raise ImportError('none here')\n")
-    done = run("python", "--dataset=mnist", **env)
+    done = run_forked(0, tmp_path, "--dataset=mnist", **env)
     assert "--dataset mnist needs torchvision" in only_complaint(done)
 
 

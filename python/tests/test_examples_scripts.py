@@ -19,19 +19,20 @@ from types import ModuleType
 import pytest
 import torch
 from ddp_support import free_port
-from warm import run_script
+from warm import run_ranks, run_script
 
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Against hangs only; nothing here takes nearly as long.
-TIMEOUT_S = 240
-LAUNCHER = [sys.executable, "-m", "apex.parallel.multiproc", "--nproc=2"]
-TORCHRUN = [
-    *[sys.executable, "-m", "torch.distributed.run", "--standalone"],
-    *["--local-addr=localhost", "--nproc_per_node=2"],
-]
+TIMEOUT_S = 600
+STANDALONE = ["--standalone", "--local-addr=localhost", "--nproc_per_node=2"]
+LAUNCHERS = {
+    "multiproc": [sys.executable, "-m", "apex.parallel.multiproc", "--nproc=2"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", *STANDALONE],
+    "launch": [sys.executable, "-m", "torch.distributed.launch", *STANDALONE],
+}
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,11 @@ class Script:
     final: str | None = None
     needs: str | None = "the digits come with scikit-learn"
 
-    def command(self, ranks: int, extra: Sequence[object] = ()) -> list[str]:
-        start = LAUNCHER if ranks == 2 and self.two_ranks is None else [sys.executable]
+    def train(self, ranks: int, folder: Path) -> subprocess.CompletedProcess[str]:
+        if ranks == 2 and self.two_ranks is None:
+            return train(self.path, folder, *self.arguments, ranks=2)
         chosen = self.two_ranks if ranks == 2 and self.two_ranks is not None else ()
-        script = str(EXAMPLES / self.path)
-        return [*start, script, *self.arguments, *chosen, *map(str, extra)]
+        return train(self.path, folder, *self.arguments, *chosen)
 
 
 # Losses begin at ln 10 = 2.3. The bounds are about twice what was measured on two ranks.
@@ -128,8 +129,8 @@ SCRIPTS = {
 #: One process only.
 SINGLE = {"mnist": Script("tutorial/mnist.py", ("--data=digits", "--epochs=2"), loss=1.0)}
 ALL = {**SCRIPTS, **SINGLE}
-#: Ranks, or workers that load data: these import the script again.
-STARTS_PROCESSES = ("spawn/main.py", "-distributed.py", "-mixed.py", "imagenet/main.py")
+#: Their ranks import the script again and unpickle what they are given: not so if they are forked.
+SPAWN = ("spawn", "mnist-distributed", "mnist-mixed")
 #: One row per script, without the rows that differ in arguments only.
 EACH_SCRIPT = list({script.path: name for name, script in reversed(ALL.items())}.values())
 
@@ -156,6 +157,16 @@ def run(command: Sequence[str], folder: Path, **env: str) -> subprocess.Complete
     )
 
 
+def train(
+    script: str, folder: Path, *arguments: str, ranks: int = 0, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """The script without a launcher, or on so many ranks; forked with torch imported: see warm."""
+    path, place = EXAMPLES / script, {"cwd": folder, "timeout_s": TIMEOUT_S}
+    if ranks:
+        return run_ranks(ranks, path, *arguments, env=environment(**env), **place)
+    return run_script(path, *arguments, env=environment(**env), **place)
+
+
 def losses(stdout: str) -> list[float]:
     """The loss of each epoch, from lines like `epoch 1/2: loss 1.2345`."""
     return [
@@ -165,17 +176,29 @@ def losses(stdout: str) -> list[float]:
 
 @dataclass(frozen=True)
 class Alone:
-    """A run of one process that a test looks at; such runs go on side by side."""
+    """A run of one process that a test looks at; such runs go on side by side.
 
-    command: tuple[str, ...]
+    Args:
+        script: below examples/.
+        arguments: of the script.
+        forked: from a process that has imported torch.
+        scikit_learn: can be imported.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    forked: bool = True
     scikit_learn: bool = True
 
     def start(self, folder: Path) -> subprocess.CompletedProcess[str]:
-        env = {} if self.scikit_learn else {"PYTHONPATH": without_scikit_learn(folder)}
-        if self.command[1].endswith(STARTS_PROCESSES):
-            return run(self.command, folder, **env)
+        path = EXAMPLES / self.script
+        if not self.forked:
+            return run([sys.executable, str(path), *self.arguments], folder)
+        if self.scikit_learn:
+            return train(self.script, folder, *self.arguments)
+        env = environment(PYTHONPATH=without_scikit_learn(folder))
         return run_script(
-            *self.command[1:], cwd=folder, env=environment(**env), timeout_s=TIMEOUT_S
+            path, *self.arguments, cwd=folder, env=env, timeout_s=TIMEOUT_S, without="sklearn"
         )
 
 
@@ -227,7 +250,10 @@ def check_output(script: Script, ranks: int, done: subprocess.CompletedProcess[s
 
 @pytest.mark.parametrize(
     ("name", "done"),
-    [(name, Alone(tuple(script.command(1)))) for name, script in ALL.items()],
+    [
+        (name, Alone(script.path, script.arguments, forked=name not in SPAWN))
+        for name, script in ALL.items()
+    ],
     ids=ALL,
     indirect=["done"],
 )
@@ -239,7 +265,7 @@ def test_script_one_process_trains(name: str, done: subprocess.CompletedProcess[
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_two_ranks_train(name: str, tmp_path: Path) -> None:
     script = SCRIPTS[name]
-    done = run(script.command(2), tmp_path)
+    done = script.train(2, tmp_path)
     check_output(script, 2, done)
     assert re.search(r"\d+/\d+ \[", done.stderr), "no progress bar"
     if script.two_ranks is None:
@@ -250,16 +276,16 @@ def test_script_two_ranks_train(name: str, tmp_path: Path) -> None:
         assert len(lines) == len(set(line.partition(":")[0] for line in lines))
 
 
-@pytest.mark.parametrize("launcher", ["run", "launch"])
-def test_script_torch_launchers_start_it(launcher: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_script_every_launcher_starts_it(launcher: str, tmp_path: Path) -> None:
     script = SCRIPTS["simple_ddp_amp"]
-    start = [part.replace("distributed.run", f"distributed.{launcher}") for part in TORCHRUN]
-    check_output(script, 2, run([*start, str(EXAMPLES / script.path), *script.arguments], tmp_path))
+    command = [*LAUNCHERS[launcher], str(EXAMPLES / script.path), *script.arguments]
+    check_output(script, 2, run(command, tmp_path))
 
 
 @pytest.mark.parametrize(
     "done",
-    [Alone((sys.executable, str(EXAMPLES / ALL[name].path), "--help")) for name in EACH_SCRIPT],
+    [Alone(ALL[name].path, ("--help",)) for name in EACH_SCRIPT],
     ids=EACH_SCRIPT,
     indirect=True,
 )
@@ -274,7 +300,7 @@ WITH_DATA = [name for name in EACH_SCRIPT if ALL[name].needs]
 
 @pytest.mark.parametrize(
     ("name", "done"),
-    [(name, Alone(tuple(ALL[name].command(1)), scikit_learn=False)) for name in WITH_DATA],
+    [(n, Alone(ALL[n].path, ALL[n].arguments, scikit_learn=False)) for n in WITH_DATA],
     ids=WITH_DATA,
     indirect=["done"],
 )
@@ -310,10 +336,7 @@ BAD_ARGUMENTS = [
 
 @pytest.mark.parametrize(
     ("sentence", "done"),
-    [
-        (sentence, Alone((sys.executable, str(EXAMPLES / script), *arguments)))
-        for script, arguments, sentence in BAD_ARGUMENTS
-    ],
+    [(sentence, Alone(script, arguments)) for script, arguments, sentence in BAD_ARGUMENTS],
     ids=[" ".join((script, *arguments)) for script, arguments, _ in BAD_ARGUMENTS],
     indirect=["done"],
 )
@@ -328,8 +351,7 @@ def test_bad_argument_fails_with_one_sentence(
 
 def spawn(ranks: int, folder: Path, *arguments: str) -> str:
     """The digest of all parameters that the run ends with."""
-    command = [sys.executable, str(EXAMPLES / "spawn/main.py"), f"--processes={ranks}", "--seed=5"]
-    done = run([*command, *arguments], folder)
+    done = train("spawn/main.py", folder, f"--processes={ranks}", "--seed=5", *arguments)
     assert done.returncode == 0, done.stderr
     match = re.search(r"parameters ([0-9a-f]{12}) on all", done.stdout)
     assert match is not None, done.stdout
@@ -355,18 +377,17 @@ def test_spawn_resumed_ends_with_the_bits_of_one_run(tmp_path: Path) -> None:
 
 def test_spawn_two_machines_are_one_job(tmp_path: Path) -> None:
     url = f"--dist-url=file://{tmp_path / 'meeting'}"
-    command = [sys.executable, str(EXAMPLES / "spawn/main.py"), "--seed=5", "--epochs=1"]
-    machines = [
-        subprocess.Popen(
-            [*command, "--world-size=2", f"--rank={rank}", url],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    outputs = [machine.communicate(timeout=TIMEOUT_S)[0] for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0]
+    folders = [tmp_path / "node0", tmp_path / "node1"]
+
+    def machine(rank: int) -> subprocess.CompletedProcess[str]:
+        folders[rank].mkdir()
+        place = ("--world-size=2", f"--rank={rank}", url)
+        return train("spawn/main.py", folders[rank], "--seed=5", "--epochs=1", *place)
+
+    with ThreadPoolExecutor(2) as pool:
+        machines = list(pool.map(machine, (0, 1)))
+    assert [done.returncode for done in machines] == [0, 0], machines
+    outputs = [done.stdout for done in machines]
     assert "final: 2 rank(s)" in outputs[0]
     assert outputs[1] == ""
     # Where the processes run makes no difference to what they compute.
@@ -375,16 +396,15 @@ def test_spawn_two_machines_are_one_job(tmp_path: Path) -> None:
 
 def test_spawn_other_settings_are_refused(tmp_path: Path) -> None:
     spawn(1, tmp_path, "--epochs=1", "--checkpoint=one.pt")
-    arguments = ["--resume=one.pt", "--seed=5", "--batch-size=32"]
-    done = run([sys.executable, str(EXAMPLES / "spawn/main.py"), *arguments], tmp_path)
+    arguments = ("--resume=one.pt", "--seed=5", "--batch-size=32")
+    done = train("spawn/main.py", tmp_path, *arguments)
     assert_one_sentence(done, "was trained with --batch-size 64, not 32")
 
 
 def imagenet(folder: Path, *arguments: str) -> list[str]:
     """The losses that are printed."""
-    small = ["--synthetic=16", "--image-size=32", "-b=4", "-j=0", "-p=1", "--opt-level=O2"]
-    command = [*LAUNCHER, str(EXAMPLES / "imagenet/main.py"), *small, "--steps=1", *arguments]
-    done = run(command, folder)
+    small = ["--synthetic=8", "--image-size=16", "-b=2", "-j=0", "-p=1", "--opt-level=O2"]
+    done = train("imagenet/main.py", folder, *small, "--steps=1", *arguments, ranks=2)
     assert done.returncode == 0, done.stderr
     return re.findall(r"loss (\d\.\d+)", done.stdout)
 
@@ -398,8 +418,8 @@ def test_imagenet_resumed_continues_with_the_same_losses(tmp_path: Path) -> None
 
 def test_imagenet_resumed_at_another_level_is_refused(tmp_path: Path) -> None:
     imagenet(tmp_path, "--epochs=1", "--checkpoint=one.pt")
-    arguments = ["--synthetic=16", "--resume=one.pt", "--opt-level=O0"]
-    done = run([sys.executable, str(EXAMPLES / "imagenet/main.py"), *arguments], tmp_path)
+    arguments = ("--synthetic=8", "--resume=one.pt", "--opt-level=O0")
+    done = train("imagenet/main.py", tmp_path, *arguments)
     assert_one_sentence(done, "was trained with opt-level O2, not O0")
 
 
@@ -420,9 +440,9 @@ def picture_folder(folder: Path) -> Path:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_imagenet_images_in_folders_train(ranks: int, tmp_path: Path) -> None:
     folder = picture_folder(tmp_path / "pictures")
-    start = LAUNCHER if ranks == 2 else [sys.executable]
     small = ["--image-size=32", f"-b={6 // ranks}", "--epochs=1", "-j=1", "--opt-level=O0", "-p=1"]
-    done = run([*start, str(EXAMPLES / "imagenet/main.py"), str(folder), *small], tmp_path)
+    several = {"ranks": 2} if ranks == 2 else {}
+    done = train("imagenet/main.py", tmp_path, str(folder), *small, **several)
     assert done.returncode == 0, done.stderr
     assert re.search(r"step 2/2: loss \d\.\d+", done.stdout), done.stdout
     assert re.search(rf"final: best top-1 accuracy \d+\.\d+ %, {ranks} rank", done.stdout)
@@ -457,7 +477,7 @@ def test_imagenet_folder_without_images_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     for part in ("train", "val"):
         (tmp_path / part / "nothing").mkdir(parents=True)
-    done = run([sys.executable, str(EXAMPLES / "imagenet/main.py"), str(tmp_path)], tmp_path)
+    done = train("imagenet/main.py", tmp_path, str(tmp_path))
     assert_one_sentence(done, "main.py: there are no images in")
 
 
@@ -471,7 +491,7 @@ def test_imagenet_parts_of_images_lie_inside(imagenet_images: ModuleType) -> Non
 
 def trained(script: str, folder: Path, *arguments: str) -> list[float]:
     """The losses that two ranks print, one per epoch."""
-    done = run([*LAUNCHER, str(EXAMPLES / script), *arguments], folder)
+    done = train(script, folder, *arguments, ranks=2)
     assert done.returncode == 0, done.stderr
     return losses(done.stdout)
 
@@ -503,7 +523,7 @@ def test_script_one_rank_per_gpu_trains(name: str, tmp_path: Path) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
     path = str(EXAMPLES / script.path)
     if script.two_ranks is None:
-        command = [*LAUNCHER[:-1], f"--nproc={gpus}", path, *script.arguments]
+        command = [*LAUNCHERS["multiproc"][:-1], f"--nproc={gpus}", path, *script.arguments]
     else:
         ranks = [part.replace("=2", f"={gpus}") for part in script.two_ranks]
         command = [sys.executable, path, *script.arguments, *ranks]

@@ -5,27 +5,25 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from ddp_support import free_port
+from warm import run_ranks, run_script
 
 MAIN = pathlib.Path(__file__).parents[2] / "examples" / "syncbn" / "main.py"
+# Against hangs only.
+TIMEOUT_S = 600
 
 
 def _run(folder: pathlib.Path, ranks: int) -> dict:
     output = folder / f"{ranks}.json"
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    result = subprocess.run(
-        [*launcher, str(MAIN), "--steps", "20", "--batch", "30", "--double", "--output", output],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    small = ("--steps", "20", "--batch", "30", "--double", "--output", str(output))
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if ranks == 1:
+        result = run_script(MAIN, *small, cwd=folder, env=env, timeout_s=TIMEOUT_S)
+    else:
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        result = run_ranks(ranks, MAIN, *small, cwd=folder, env=env, timeout_s=TIMEOUT_S)
     assert result.returncode == 0, result.stdout + result.stderr
     return json.loads(output.read_text())
 

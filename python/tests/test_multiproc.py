@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 from ddp_support import free_port
+from torch import distributed as dist
+from warm import run_script
 
+from apex.parallel import _multiproc_nodes, multiproc
 from apex.parallel import _multiproc_script as script_options
-from apex.parallel import multiproc
 
 # Against hangs only; nothing here takes nearly as long.
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 
 linux_only = pytest.mark.skipif(
     not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc"
@@ -41,23 +43,31 @@ TAKES_ALL = """
     parser.add_argument("--lr")
     parser.parse_args()
 """
-#: Every rank waits until the launcher ends it; rank 0 says when all of them are there.
-WAIT = """
-    import os, sys, time
-    import torch.distributed as dist
-    dist.init_process_group("gloo")
-    dist.barrier()
-    if os.environ["RANK"] == "0":
-        print("all here", flush=True)
-    while True:
-        time.sleep(0.1)
-"""
-#: Like torch's own tests of hanging jobs: this rank fails, the others wait for it in a collective.
-FAIL = """
-    import os, signal, sys
+#: All ranks have started when this is done.
+MEET_IN_GROUP = """
     import torch, torch.distributed as dist
     dist.init_process_group("gloo")
     dist.barrier()
+"""
+#: The same without torch, whose import takes longer than most jobs here.
+MEET = """
+    import os, pathlib, time
+    place = pathlib.Path(os.environ["REPORT_TO"])
+    (place / os.environ["RANK"]).touch()
+    while len(list(place.iterdir())) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+"""
+#: Every rank waits until the launcher ends it; rank 0 says when all of them are there.
+WAIT = """
+    import os, signal
+    if os.environ["RANK"] == "0":
+        print("all here", flush=True)
+    while True:
+        signal.pause()
+"""
+#: This rank fails, the others wait until they are stopped.
+FAIL = """
+    import os, signal, sys
     if os.environ["RANK"] == os.environ["FAILING_RANK"]:
         how = sys.argv[1]
         if how == "raise":
@@ -83,21 +93,24 @@ class Job:
     def write(self, *sources: str) -> None:
         (self.folder / "job.py").write_text("".join(map(textwrap.dedent, sources)))
 
-    def start(self, *command: str, **env: str) -> subprocess.Popen[str]:
+    def environment(self, **env: str) -> dict[str, str]:
         launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         kept = {name: value for name, value in os.environ.items() if name not in launchers}
         kept.pop("OMP_NUM_THREADS", None)
+        return {
+            **kept,
+            "REPORT_TO": str(self.reports),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TMPDIR": str(self.folder),  # a launcher that is killed leaves its folder behind
+            **env,
+        }
+
+    def start(self, *command: str, **env: str) -> subprocess.Popen[str]:
         # The ranks inherit the pipes: at their end, no process of the job is left.
         process = subprocess.Popen(
             [sys.executable, "-m", "apex.parallel.multiproc", *command],
             cwd=self.folder,
-            env={
-                **kept,
-                "REPORT_TO": str(self.reports),
-                "GLOO_SOCKET_IFNAME": "lo",
-                "TMPDIR": str(self.folder),  # a launcher that is killed leaves its folder behind
-                **env,
-            },
+            env=self.environment(**env),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -106,7 +119,10 @@ class Job:
         return process
 
     def run(self, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return self.finish(self.start(*command, **env))
+        """The launcher is forked from a process that has imported torch: see warm."""
+        whole = self.environment(**env)
+        module = multiproc.__file__
+        return run_script(module, *command, cwd=self.folder, env=whole, timeout_s=TIMEOUT_S)
 
     def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
         """Wait until the launcher and whatever has its output open are gone."""
@@ -148,7 +164,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 @pytest.mark.processes
 def test_environment_every_rank_is_complete(job: Job) -> None:
     job.write(REPORT)
-    done = job.run("--nproc", "3", "job.py")
+    done = job.finish(job.start("--nproc", "3", "job.py"))
     assert done.returncode == 0, done.stderr
     assert job.ranks() == [0, 1, 2]
     reports = [job.report(rank)["env"] for rank in range(3)]
@@ -201,7 +217,7 @@ def test_output_rank_0_on_terminal_others_in_logs(job: Job) -> None:
         'print("out of", os.environ["RANK"])\n',
         'print("err of", os.environ["RANK"], file=sys.stderr)\n',
     )
-    done = job.run("--nproc=2", "--log-dir=logs/new", "job.py")
+    done = job.finish(job.start("--nproc=2", "--log-dir=logs/new", "job.py"))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "out of 0\n"
     assert "err of 0" in done.stderr
@@ -313,7 +329,7 @@ def test_split_world_size_finds_every_spelling(
 def test_failing_rank_stops_all_and_is_shown(
     job: Job, failing: int, how: str, code: int, complaint: str
 ) -> None:
-    job.write(FAIL)
+    job.write(MEET_IN_GROUP if how == "raise" else MEET, FAIL)
     done = job.run("--nproc=2", "job.py", how, FAILING_RANK=str(failing))
     assert done.returncode == code, done.stderr
     assert complaint in done.stderr
@@ -341,6 +357,7 @@ def test_stopped_launcher_leaves_no_process(job: Job, number: signal.Signals) ->
         "import subprocess, sys\n",
         'sleeper = "import time; time.sleep(1000)"\n',
         "subprocess.Popen([sys.executable, '-c', sleeper], start_new_session=True)\n",
+        MEET_IN_GROUP if number == signal.SIGINT else MEET,
         WAIT,
     )
     launcher = job.start("--nproc=2", "job.py")
@@ -357,7 +374,7 @@ def test_stopped_launcher_leaves_no_process(job: Job, number: signal.Signals) ->
 @pytest.mark.processes
 @linux_only
 def test_killed_launcher_leaves_no_rank(job: Job) -> None:
-    job.write(WAIT)
+    job.write(MEET, WAIT)
     launcher = job.start("--nproc=2", "job.py")
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "all here\n"
@@ -370,7 +387,7 @@ def test_killed_launcher_leaves_no_rank(job: Job) -> None:
 @linux_only
 @pytest.mark.parametrize("failing", [0, 1])
 def test_failing_node_stops_the_other(job: Job, failing: int) -> None:
-    job.write(FAIL)
+    job.write(MEET, FAIL)
     nodes = ["--nproc=1", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     launchers = [
         job.start(*nodes, f"--node-rank={node}", "job.py", "raise", FAILING_RANK=str(failing))
@@ -391,6 +408,23 @@ def test_missing_node_fails_with_one_sentence(job: Job) -> None:
     assert done.returncode == 1
     assert "multiproc: node 1 could not meet the others at 127.0.0.1:" in done.stderr
     assert job.ranks() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(dist.DistNetworkError("no store"), []), (ValueError("a rank"), [1])]
+)
+def test_watch_tells_the_other_nodes_unless_they_never_met(
+    error: Exception, told: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[int] = []
+    monkeypatch.setattr(_multiproc_nodes, "_watch", lambda *_: None)
+    monkeypatch.setattr(_multiproc_nodes, "_tell", lambda master, nodes, rank: heard.append(rank))
+    with (
+        pytest.raises(type(error)),
+        _multiproc_nodes.watch(("127.0.0.1", 1), nodes=2, node_rank=1, timeout_s=1),
+    ):
+        raise error
+    assert heard == told
 
 
 # --- what is refused ---

@@ -79,7 +79,7 @@ def cmake(*arguments: str, **environment: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     return result.returncode, result.stdout
 

@@ -62,7 +62,7 @@ def run(*command: str | Path, **environment: str) -> str:
         env=ENVIRONMENT | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -81,7 +81,7 @@ def run_together(commands: list[list[str]], environments: list[dict[str, str]]) 
         for command, environment in zip(commands, environments, strict=True)
     ]
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in started]
+        outputs = [process.communicate(timeout=600)[0] for process in started]
     finally:
         for process in started:
             process.kill()

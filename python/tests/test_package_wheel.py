@@ -114,6 +114,6 @@ def test_readme_cpp_program_built_from_an_empty_folder_trains(prefix: Path, tmp_
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert run.returncode == 0, run.stdout + run.stderr

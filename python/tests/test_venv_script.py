@@ -23,7 +23,7 @@ def bash(script: Path, command: str, **env: str) -> subprocess.CompletedProcess[
         capture_output=True,
         text=True,
         env={**os.environ, **env},
-        timeout=60,
+        timeout=600,
     )
 
 
@@ -159,7 +159,7 @@ def test_install_package_no_compiler_fails_with_one_sentence(checkout: Checkout)
         capture_output=True,
         text=True,
         env={**{k: v for k, v in os.environ.items() if k != "CXX"}, "PATH": str(tools)},
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode != 0
     assert "there is no C++ compiler here" in done.stderr

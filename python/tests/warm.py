@@ -1,6 +1,8 @@
 """Scripts in processes that have imported torch already: the import takes longer than most of them.
 
 What ends a process, destructors of statics and functions registered with ``atexit``, does not run.
+Processes that a script starts with ``mp.spawn`` are forked as well: nothing is pickled for them,
+and they do not import the script again.
 """
 
 from __future__ import annotations
@@ -10,45 +12,131 @@ import os
 import runpy
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from ddp_support import PRELOADED
 
+from apex.parallel import _multiproc_script
+
 
 def run_script(
-    script: Path | str, *arguments: str, cwd: Path, env: Mapping[str, str], timeout_s: float = 120
+    script: Path | str,
+    *arguments: str,
+    cwd: Path,
+    env: Mapping[str, str],
+    timeout_s: float = 600,
+    without: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """As ``python script arguments`` in that folder, with what it wrote to stdout and stderr.
+
+    Args:
+        without: a package that the script is to import itself: PYTHONPATH may hold another one.
 
     Raises:
         subprocess.TimeoutExpired: when it was ended because time was up.
     """
-    multiprocessing.set_forkserver_preload(PRELOADED)
     out, err = cwd / "stdout.txt", cwd / "stderr.txt"
+    process = _start(script, arguments, cwd, env, out, err, without)
+    return _finish([process], [str(script), *arguments], out, err, timeout_s)
+
+
+def run_ranks(
+    ranks: int,
+    script: Path | str,
+    *arguments: str,
+    cwd: Path,
+    env: Mapping[str, str],
+    timeout_s: float = 600,
+) -> subprocess.CompletedProcess[str]:
+    """As ``python -m apex.parallel.multiproc --nproc=ranks script arguments`` in that folder.
+
+    ``env`` holds MASTER_ADDR and MASTER_PORT. The exit code is that of the first rank that failed;
+    when one has, the others are ended. Their output is in GPU_<rank>.log, as multiproc leaves it.
+
+    Raises:
+        subprocess.TimeoutExpired: when they were ended because time was up.
+    """
+    out, err = cwd / "stdout.txt", cwd / "stderr.txt"
+    takes = _multiproc_script.options_taken(Path(script))
+    processes = []
+    for rank in range(ranks):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        mine = {**env, **{name: str(number) for name, number in place.items()}}
+        more = [
+            part
+            for option in _multiproc_script.appended(takes, arguments, None)
+            for part in (option, mine[_multiproc_script.RANK_OPTIONS[option]])
+        ]
+        log = cwd / f"GPU_{rank}.log"
+        files = (out, err) if rank == 0 else (log, log)
+        processes.append(_start(script, (*arguments, *more), cwd, mine, *files, None))
+    return _finish(processes, [str(script), *arguments], out, err, timeout_s)
+
+
+def _start(
+    script: Path | str,
+    arguments: tuple[str, ...],
+    cwd: Path,
+    env: Mapping[str, str],
+    out: Path,
+    err: Path,
+    without: str | None,
+) -> BaseProcess:
+    multiprocessing.set_forkserver_preload(PRELOADED)
     process = multiprocessing.get_context("forkserver").Process(
-        target=_main, args=(str(script), arguments, str(cwd), dict(env), str(out), str(err))
+        target=_main,
+        args=(str(script), arguments, str(cwd), dict(env), str(out), str(err), without),
     )
     process.start()
-    process.join(timeout_s)
-    if process.is_alive():
-        process.kill()
-        process.join()
-        raise subprocess.TimeoutExpired([str(script), *arguments], timeout_s, out.read_bytes())
-    assert process.exitcode is not None
-    command = [str(script), *arguments]
-    return subprocess.CompletedProcess(command, process.exitcode, out.read_text(), err.read_text())
+    return process
+
+
+def _finish(
+    processes: list[BaseProcess], command: list[str], out: Path, err: Path, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    deadline = time.monotonic() + timeout_s
+    running = {process.sentinel: process for process in processes}
+    code = 0
+    while running:
+        ended = connection.wait(list(running), max(0.0, deadline - time.monotonic()))
+        for sentinel in ended:
+            process = running.pop(sentinel)
+            process.join()
+            code = code or process.exitcode
+        if running and (code or not ended):
+            for process in running.values():
+                process.kill()
+                process.join()
+            if not code:
+                raise subprocess.TimeoutExpired(command, timeout_s, out.read_bytes())
+            break
+    return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
 
 
 def _main(
-    script: str, arguments: tuple[str, ...], cwd: str, env: dict[str, str], out: str, err: str
+    script: str,
+    arguments: tuple[str, ...],
+    cwd: str,
+    env: dict[str, str],
+    out: str,
+    err: str,
+    without: str | None,
 ) -> None:
     for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND), number)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
     sys.argv = [script, *arguments]
     more = env.get("PYTHONPATH")
     sys.path[:0] = [os.path.dirname(script), *(more.split(os.pathsep) if more else [])]
+    if without is not None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == without]:
+            del sys.modules[name]
+    contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    contexts["spawn"] = contexts["fork"]
     runpy.run_path(script, run_name="__main__")

@@ -5,7 +5,10 @@
 #include <string>
 #include <vector>
 
-#include <torch/torch.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include <apex/error.h>
 #include <apex/parallel/distributed_data_parallel.h>

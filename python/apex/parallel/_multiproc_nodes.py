@@ -55,6 +55,8 @@ def watch(
     watcher.start()
     try:
         yield
+    except dist.DistNetworkError:  # the store is not there: nobody could be told
+        raise
     except BaseException:
         done.set()  # before the key is there for the own watcher to see
         if _reason is None:
