@@ -35,14 +35,14 @@ def positive_message_size(message_size: Any) -> int | str:
     return message_size
 
 
-def size_by_device(message_size: int | str) -> bool:
-    """Whether the size of a bucket was left to the device."""
-    return message_size in ("auto", MESSAGE_SIZE)
+def given_elements(message_size: int | str) -> int | None:
+    """The size of a bucket in elements; None where it was left to the device."""
+    return None if isinstance(message_size, str) or message_size == MESSAGE_SIZE else message_size
 
 
 def check_exclusive(
     *,
-    message_size: int,
+    message_size: int | str,
     bucket_cap_mb: float | None,
     delay_allreduce: bool,
     shared_param: Any,
