@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "batch_norm_cpu.h"
 #include "host_device.h"

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <iostream>
 #include <new>
@@ -22,6 +23,7 @@
 #include <vector>
 
 #include "support/cuda_emulator/cuda_emulator.h"
+#include "support/launch_shapes.h"
 #include "support/test_seed.h"
 
 namespace apex::kernels {
@@ -119,6 +121,9 @@ struct Param {
 // channels and tiles among blocks.
 constexpr DeviceLimits kSmall{2, 1024};
 constexpr DeviceLimits kLarge{132, 2048};
+
+// Launch shapes that need more elements run where APEX_TEST_ALL_SHAPES is set: all of them take a minute.
+constexpr int64_t kLargestEmulated = 20000;
 
 /// What a case is about.
 struct Case {
@@ -511,6 +516,29 @@ TYPED_TEST(BatchNormCuda, ManyBlocks_ShareChannelsAndTiles_MatchFloat64) {
       this->check(c);
     }
   }
+}
+
+TYPED_TEST(BatchNormCuda, LaunchShapes_UpToResNet50_MatchFloat64) {
+  // Each shape in one type of its size; half and bfloat16 take turns.
+  int number = 0, run = 0;
+  const int turn = std::is_same_v<TypeParam, c10::BFloat16> ? 1 : 0;
+  for (const auto& [shape, input] : testing::launch_shapes()) {
+    if (input.element_bytes != sizeof(TypeParam)) continue;
+    ++number;
+    if (sizeof(TypeParam) == 2 && number % 2 != turn) continue;
+    if (input.elements() > kLargestEmulated && std::getenv("APEX_TEST_ALL_SHAPES") == nullptr) continue;
+    Case c;
+    c.rows = input.rows;
+    c.sizes = input.sizes;
+    c.batches = std::vector<int64_t>{input.sizes.batch};
+    c.aligned = input.aligned;
+    c.limits = input.limits;
+    c.order = this->random_() % 3;
+    this->check(c);
+    ++run;
+    if (this->HasFailure()) return;
+  }
+  EXPECT_GT(run, 40);
 }
 
 TYPED_TEST(BatchNormCuda, Options_AllOfThem_MatchFloat64) {
