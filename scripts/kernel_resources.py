@@ -4,8 +4,8 @@
     python scripts/kernel_resources.py --output docs/kernels.md
     python scripts/kernel_resources.py --architectures 90   some only
 
-Needs nvcc (CUDACXX, or on PATH) and torch, whose headers are included; a CPU build of torch will do,
-and no GPU is needed. It takes some 20 seconds of processor time for each architecture.
+Needs nvcc (CUDACXX, or on PATH) and torch, whose headers are included; a CPU build of torch will
+do, and no GPU is needed. It takes some 20 seconds of processor time for each architecture.
 """
 
 from __future__ import annotations
@@ -151,10 +151,10 @@ def page(table: Table, version: str) -> str:
     lines = [
         "# CUDA kernels: registers and shared memory",
         "",
-        "What each kernel takes on each architecture that is shipped, as the compiler says: registers",
-        "per thread (after a plus, bytes of registers spilled to memory), and bytes of shared memory",
-        "per block. Written by `python scripts/kernel_resources.py --output docs/kernels.md`; run it",
-        "again when a kernel changes, which `python/tests/test_kernel_resources.py` tells.",
+        "What each kernel takes on each shipped architecture, as the compiler says: registers per",
+        "thread (and, after a plus, bytes of them that are spilled to memory); shared memory per",
+        "block in bytes. `python scripts/kernel_resources.py --output docs/kernels.md` writes this",
+        "page; `python/tests/test_kernel_resources.py` fails when a kernel has changed since.",
         "",
         f"Compiler: nvcc {version}. Sources: {digest()}.",
         "",
@@ -178,7 +178,7 @@ def page(table: Table, version: str) -> str:
 
 
 def read_page(text: str) -> tuple[str, str, Table]:
-    """Version of the compiler, digest of the sources, and table of a page; no more than was written."""
+    """Of a page: the version of the compiler, the digest of the sources, and the table."""
     head = re.search(r"Compiler: nvcc ([\d.]+)\. Sources: (\w+)\.", text)
     rows = [
         [cell.strip(" `") for cell in line.strip("|").split("|")]

@@ -58,7 +58,8 @@ inline LaunchShape shape_of(const kernels::PlanesPlan& plan) {
   const LoopShape first_loop(plan.units_per_split, plan.threads), last_loop(last, plan.threads);
   // A step of a thread stays in its plane, or leaves it, or passes over whole planes.
   const int step = plan.units_per_plane > plan.threads ? 0 : plan.units_per_plane == 0 ? 2 : 1;
-  return {0, plan.vector, plan.threads, plan.splits > 1, plan.sizes.batch > 1, step,
+  const int several = 2 * (plan.sizes.batch > 1) + (plan.sizes.channels > 1);
+  return {0, plan.vector, plan.threads, plan.splits > 1, several, step,
           first_loop.idle, first_loop.unrolled, first_loop.rest, last_loop.idle, last_loop.unrolled,
           last_loop.rest};
 }

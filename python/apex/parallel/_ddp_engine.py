@@ -48,6 +48,7 @@ class EngineOwner(nn.Module):
     _splits_graphs: bool
     _parameters_seen: list[nn.Parameter]  # as _reducer numbers them
     _buffers_agreed: _buffers.Buffers  # at the same time
+    _first_bucket_bytes: int = _options.FIRST_BUCKET_BYTES  # where buckets are sized in bytes
     _engines_made: int = 0  # tells one engine from the next; a reference would keep its hooks alive
     _overlap: Any  # the OverlappedOptimizer, if there is one
     _watched: WatchedModule | None  # None: the next forward builds the engine again
@@ -100,7 +101,7 @@ class EngineOwner(nn.Module):
             parameters,
             [group.group_name for group in self._groups],
             cap=cap,
-            first_cap=min(cap, _options.FIRST_BUCKET_BYTES) if in_bytes else 0,
+            first_cap=min(cap, self._first_bucket_bytes) if in_bytes else 0,
             cap_in_bytes=in_bytes,
             delay_allreduce=self.delay_allreduce,
             # Those that are there: a frozen one gets no gradient, so it closes no bucket.

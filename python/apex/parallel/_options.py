@@ -35,6 +35,14 @@ def positive_message_size(message_size: Any) -> int | str:
     return message_size
 
 
+def bucket_caps(caps_mb: Sequence[float]) -> tuple[float, int]:
+    """The size of buckets in MiB, and that of the first in bytes."""
+    for cap_mb in caps_mb:
+        if not cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb_list holds sizes, which are positive; got {cap_mb}.")
+    return max(caps_mb), max(1, int(caps_mb[0] * (1 << 20)))
+
+
 def given_elements(message_size: int | str) -> int | None:
     """The size of a bucket in elements; None where it was left to the device."""
     return None if isinstance(message_size, str) or message_size == MESSAGE_SIZE else message_size

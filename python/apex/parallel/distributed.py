@@ -114,8 +114,9 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         device_mesh: a one-dimensional mesh in place of ``process_group``.
         skip_all_reduce_unused_params: no effect (parameters that no rank used are never sent, once
             that is learnt).
-        bucket_cap_mb_list: its largest number takes the place of ``bucket_cap_mb``; for sizes that
-            differ by bucket there is :meth:`load_bucket_plan`.
+        bucket_cap_mb_list: sizes in MiB: the first number is that of the first bucket, the largest
+            that of all others, in place of ``bucket_cap_mb``. For other sizes, bucket by bucket,
+            there is :meth:`load_bucket_plan`.
         batched_grad_copy: no effect (gradients are copied by multi-tensor operations).
         lazy_bucket_allocation: no effect (buckets are allocated in the first backward).
         check_finite: raise on every process after a backward to which a process contributed an
@@ -179,7 +180,7 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
             # DistributedDataParallel(module, [device]), as torch's class is called.
             message_size, device_ids = _options.MESSAGE_SIZE, message_size
         if bucket_cap_mb_list:
-            bucket_cap_mb = max(bucket_cap_mb_list)
+            bucket_cap_mb, self._first_bucket_bytes = _options.bucket_caps(bucket_cap_mb_list)
         message_size = _options.positive_message_size(message_size)
         _options.check_exclusive(
             message_size=message_size,
