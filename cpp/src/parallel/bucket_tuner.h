@@ -10,7 +10,8 @@ namespace apex::parallel {
 /// Tries plans in turn, a few backwards each, and keeps the fastest. Knows nothing of ranks: each rank has
 /// one, fed with the same candidates; what they measured is compared by the caller.
 ///
-///     observe -> (caller proposes candidates) -> try each -> (caller says which was fastest) -> keep -> ...
+///     observe -> (caller proposes candidates) -> try each
+///             -> (caller says which was fastest) -> keep -> ...
 class BucketTuner {
  public:
   enum class Phase { kObserve, kTry, kKeep };

@@ -20,10 +20,11 @@ namespace apex::parallel::detail {
 // the others still wait for, of other sizes. So a backward that was begun is carried through on every rank, with
 // zeros where a rank has nothing to send, and facts in the last message that tell why:
 //
-// - it failed: an exception ended its backward, in the module, in a hook, or in a callback. Then nothing of this
-//   backward counts: every rank throws, and all can go on with the next backward;
-// - it left the plan (relearn(), another communication hook ...), which may well have happened on all ranks: then
-//   all make a new plan and reduce their gradients by that. If some have kept the plan, every rank throws.
+// - it failed: an exception ended its backward, in the module, in a hook, or in a callback. Then
+//   nothing of this backward counts: every rank throws, and all can go on with the next backward;
+// - it left the plan (relearn(), another communication hook ...), which may well have happened on
+//   all ranks: then all make a new plan and reduce their gradients by that. If some have kept the
+//   plan, every rank throws.
 //
 // Whoever reads such a fact exchanges details with the others, in which all ranks take part, also those that sent
 // it: without waiting for the answer, since they may be in a destructor. They have no more to say; so nobody may
