@@ -167,8 +167,8 @@ class APEX_API Reducer {
   ///                    and one may be given several times. For CPU tensors over Gloo the reducer
   ///                    makes groups of its own from them, with the same timeout, so that no other
   ///                    use of a group can come between its messages.
-  /// @throws InvalidArgument for options that contradict each other or are out of range, a parameter
-  ///         that is no leaf or of a dtype that cannot be averaged;
+  /// @throws InvalidArgument for options that contradict each other or are out of range, a
+  ///         parameter that is no leaf or of a dtype that cannot be averaged;
   ///         RankMismatch if the ranks differ; CommunicationError if the group fails.
   Reducer(std::vector<NamedTensor> parameters,
           std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups, ReducerOptions options = {});
