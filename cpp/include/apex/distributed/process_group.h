@@ -82,12 +82,12 @@ APEX_API c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
 /// A group of some of the ranks, e.g. for SyncBatchNorm within a machine or for a second
 /// communicator. `ranks` are ranks of the default group, in any order; the new group numbers them
 /// in ascending order. All ranks of the default group must call it, members or not, in the same
-/// order. Returns null to ranks that are no members. `backend`: empty for that of the
-/// default group. `nccl`: of this group alone, for instance fewer CTAs for gradients and high priority for
+/// order. Returns null to ranks that are no members. `backend`: empty for that of the default
+/// group. `nccl`: of this group alone, for instance fewer CTAs for gradients and high priority for
 /// batch-norm statistics. Blocks members until all of them are there.
 ///
-/// @throws apex::InvalidArgument for duplicate or unknown ranks, impossible `nccl`, or without a default
-///   group.
+/// @throws apex::InvalidArgument for duplicate or unknown ranks, impossible `nccl`, or without a
+///   default group.
 /// @throws apex::CommunicationError when a member does not arrive in time.
 APEX_API c10::intrusive_ptr<c10d::ProcessGroup> new_group(
     const std::vector<int>& ranks, const std::string& backend = "",

@@ -89,8 +89,8 @@ class APEX_API Bucket {
   /// Gathers the members' gradients into the message and multiplies by `scale`.
   ///
   /// @param used  by parameter index of the reducer: whether this rank contributes; a used member
-  ///              has a gradient. A member that is not used contributes its present gradient if it has
-  ///              one, else zeros.
+  ///              has a gradient. A member that is not used contributes its present gradient if it
+  ///              has one, else zeros.
   /// @param facts  bit i: number i of the facts, of a bucket that carries facts.
   /// One multi-tensor copy at most; gradients that already are views of the buffer are not copied, and
   /// neither is that of a bucket in place, if nothing but its parameter and `incoming` refers to its
