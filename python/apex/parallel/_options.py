@@ -194,7 +194,7 @@ def communicators(count: int, given: Any, group: dist.ProcessGroup) -> list[dist
     if over_gloo(group):
         return [group] * count
     ranks = dist.get_process_group_ranks(group)
-    make = functools.partial(dist.new_group, ranks, use_local_synchronization=True)
+    make: Any = functools.partial(dist.new_group, ranks, use_local_synchronization=True)
     return [group, *(make(timeout=timeout_of(group)) for _ in range(count - 1))]
 
 
