@@ -17,8 +17,8 @@
 # APEX_VENV (default: .venv in the repository) first, then from PATH; a tool that is nowhere is "not installed", which is
 # no failure. Exit status: 0, or 1 if a tool found something.
 #
-# clang-tidy needs a clang-tidy of version 19 or newer (Debian: clang-tidy-19; PyPI: clang-tidy) and takes about 20
-# seconds per file. Environment: APEX_TIDY_JOBS, files at a time (default: one per core).
+# clang-tidy has to be of version 19 or newer (pip install clang-tidy; Debian: clang-tidy-19), and takes about 20 seconds
+# of processor time per file, more with 19. Environment: APEX_TIDY_JOBS, files at a time (default: one per core).
 # shellcheck disable=SC2317,SC2329  # functions are called by the name of their tool
 set -uo pipefail
 
@@ -105,7 +105,7 @@ tidy_files() {
 
 run_clang_tidy() {
   local tidy='' candidate build=build/tidy listed=() file
-  for candidate in clang-tidy-21 clang-tidy-20 clang-tidy-19 clang-tidy; do
+  for candidate in clang-tidy clang-tidy-23 clang-tidy-22 clang-tidy-21 clang-tidy-20 clang-tidy-19; do
     if command -v "$candidate" >/dev/null &&
       [ "$("$candidate" --version | sed -n 's/.*version \([0-9]*\).*/\1/p' | head -1)" -ge 19 ]; then
       tidy=$candidate

@@ -99,7 +99,7 @@ TEST(BatchNormIndex, Planes_LargeBatches_FillTheDevice) {
           continue;  // too little work for that
         }
         const double rounds = static_cast<double>(plan.blocks() * plan.threads) /
-                              static_cast<double>(132 * 2048 / share);
+                              (132.0 * 2048.0 / static_cast<double>(share));
         EXPECT_GE(rounds / std::ceil(rounds), 0.66) << channels << " of " << side << ", " << batch;
       }
     }
@@ -185,7 +185,7 @@ TEST(BatchNormIndex, LaunchShapes_UpToResNet50_VisitEveryElementOnce) {
 /// Images per rank in the next test; APEX_TEST_IMAGES=256 takes a minute.
 int64_t images() {
   const char* given = std::getenv("APEX_TEST_IMAGES");
-  return given == nullptr ? 4 : std::atoll(given);
+  return given == nullptr ? 4 : std::strtoll(given, nullptr, 10);
 }
 
 TEST(BatchNormIndex, ResNet50_AllLayers_VisitEveryElementOnce) {
