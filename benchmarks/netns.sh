@@ -57,6 +57,7 @@ stop_relay() {
   wait "$relay" 2>/dev/null || true # its devices go with it
   relay=
 }
+# shellcheck disable=SC2317,SC2329  # called by the trap
 cleanup() {
   for child in "${children[@]}"; do kill "$child" 2>/dev/null || true; done
   stop_relay

@@ -32,6 +32,8 @@ if [ ! -e /usr/include/gtest/gtest.h ] && command -v apt-get >/dev/null && [ "$(
 fi
 
 apex_ensure_venv "$venv" "pytest>=8" pytest-xdist scikit-learn tqdm pillow mypy || exit 1
+apex_quiet "$venv/bin/python" -m pip install --requirement "$here/analysis-requirements.txt" ||
+  echo "that failed; tests of what could not be installed are skipped"
 build=$(apex_build_folder "$venv") || exit 1
 for part in TESTS EXAMPLES; do
   if ! grep -qs "^APEX_BUILD_$part:[A-Z]*=ON" "$build/CMakeCache.txt"; then

@@ -103,6 +103,7 @@ stage() {
 export -f configure stage
 export root build python
 
+# shellcheck disable=SC2016  # expanded by that bash
 phase machine 30 bash -c 'nvidia-smi; nvcc --version; "$python" -c "
 import torch
 print(torch.__version__, torch.version.cuda, torch.cuda.is_available())
@@ -132,7 +133,7 @@ pytest() {
 }
 export -f pytest
 export python work
-parallel= parallel_gpu=
+parallel='' parallel_gpu=''
 if "$python" -c 'import xdist' 2>/dev/null; then parallel="-n 8" parallel_gpu="-n 4"; fi
 if [ $dry_run = yes ]; then collect=--collect-only; else collect=; fi
 phase pytest_gpu 170 bash -c "pytest -m 'cuda or nccl' $parallel_gpu $collect"

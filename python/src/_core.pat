@@ -1,3 +1,15 @@
 # What nanobind's stubgen leaves out of _core.pyi.
 _core.__suffix__:
     __version__: str
+
+# And dictionaries of which it does not know what they hold.
+_core.ModuleWatch.__init__:
+    \from typing import Any
+    def __init__(self, dictionaries: Sequence[dict[str, Any]]) -> None: ...
+
+_core.Reducer.overlap_report:
+    def overlap_report(self) -> dict[str, Any] | None:
+        \doc
+
+_core.Reducer.statistics:
+    def statistics(self) -> dict[str, int]: ...

@@ -200,6 +200,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("bool", {"message_size": True}, TypeError, "got bool"),
     ("cap_zero", {"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb must be positive"),
     ("cap_nan", {"bucket_cap_mb": float("nan")}, ValueError, "bucket_cap_mb must be positive"),
+    ("cap_list_zero", {"bucket_cap_mb_list": [1, 0]}, ValueError, "bucket_cap_mb_list holds sizes"),
     ("two_sizes", {"message_size": 5, "bucket_cap_mb": 1}, ValueError, "give one of them"),
     ("shared_param", {"shared_param": True}, ValueError, "shared_param is not an option"),
     ("delay_streams", {"delay_allreduce": True, "num_allreduce_streams": 2}, ValueError,

@@ -137,6 +137,23 @@ def test_semi_public_names_work_or_say_what_does(ranks: RankPool) -> None:
     ranks.run(2, _names)
 
 
+def _bucket_caps(rank: int, world: int) -> None:
+    quarter = [nn.Linear(256, 256, bias=False) for _ in range(6)]  # of a MiB each
+    for caps, sizes in ([0.25, 0.5], [1, 2, 2, 1]), ([0.5, 0.25, 1], [2, 4]), ([0.75], [3, 3]):
+        ddp = DistributedDataParallel(
+            nn.Sequential(*quarter), bucket_cap_mb_list=caps, batched_grad_copy=True
+        )
+        ddp(torch.ones(1, 256)).sum().backward()
+        plan = ddp.bucket_plan()
+        check(plan is not None, "a plan after the first backward")
+        check_equal([len(bucket) for bucket in plan], sizes, f"parameters by bucket for {caps}")
+
+
+@pytest.mark.processes
+def test_bucket_cap_mb_list_sizes_the_first_bucket_and_the_others(ranks: RankPool) -> None:
+    ranks.run(2, _bucket_caps)
+
+
 def _mesh(rank: int, world: int) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
     ddp = DistributedDataParallel(nn.Linear(2, 2), device_mesh=mesh)

@@ -16,12 +16,14 @@ namespace apex::parallel {
 // whoever waits for a survivor that has given up sees the survivor's connection close. So a rank whose collective
 // fails says so in the group's store at once, and then looks what the others have to say:
 //
-// - a rank that waits in a collective of that group, and for longer than usual, looks into the store now and then,
-//   hears of the failure, and gives up, too, instead of waiting for those who will not come;
-// - every rank knows the processes of those on its own host, and sees whether they have ended or are stopped. That is
-//   proof, which is passed on to ranks on other hosts, and with it nobody is waited for;
-// - without proof, those who have not said anything when patience ends are named: they are stopped, cut off, or in
-//   another part of the program.
+// - a rank that waits in a collective of that group, and for longer than usual, looks into the
+//   store now and then, hears of the failure, and gives up, too, instead of waiting for those who
+//   will not come;
+// - every rank knows the processes of those on its own host, and sees whether they have ended or
+//   are stopped. That is proof, which is passed on to ranks on other hosts, and with it nobody is
+//   waited for;
+// - without proof, those who have not said anything when patience ends are named: they are stopped,
+//   cut off, or in another part of the program.
 //
 // The store may be on a process that is stopped: a call of it can block for ever. So all calls are made on a
 // connection of their own, on a thread that is left behind when time is up.

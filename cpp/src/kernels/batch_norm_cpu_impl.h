@@ -68,6 +68,7 @@ inline void prefetch(const T* p, int64_t elements) {
   constexpr uintptr_t kLine = 64;
   const auto start = reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(elements) * sizeof(T);
   for (uintptr_t offset = 0; offset < Pack<T>::kWidth * sizeof(T); offset += kLine) {
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): an address that is not read from
     __builtin_prefetch(reinterpret_cast<const void*>(start + offset));
   }
 #endif

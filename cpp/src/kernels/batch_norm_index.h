@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "batch_norm_cpu.h"
 #include "host_device.h"
@@ -67,7 +68,7 @@ inline PlanesPlan plan_planes(Planes sizes, int element_bytes, bool pointers_ali
   plan.vector = vector_width(sizes.plane, element_bytes, pointers_aligned);
   plan.units_per_plane = sizes.plane / plan.vector;
   plan.units = plan.units_per_plane * sizes.batch;
-  while (plan.threads < kBlockThreads && plan.threads * 2 * kLoadsInFlight <= plan.units) {
+  while (plan.threads < kBlockThreads && int64_t{plan.threads} * 2 * kLoadsInFlight <= plan.units) {
     plan.threads *= 2;
   }
   const int64_t resident = static_cast<int64_t>(limits.multiprocessors) *

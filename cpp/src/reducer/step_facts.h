@@ -17,8 +17,8 @@ namespace apex::parallel {
 // notices before the last step, in which that rank or the others wait for ever. The counts of backwards
 // themselves cannot differ; what happened *between* two synchronized backwards can:
 //
-// - forwards whose outputs no backward has reached, and none can any more: their backward was skipped (or forward
-//   raised);
+// - forwards whose outputs no backward has reached, and none can any more: their backward was
+//   skipped (or forward raised);
 // - an optimizer that stepped twice without a backward between: a step without a gradient;
 // - parameters that were updated, or not, since the last synchronized backward;
 // - parameters that were updated after a backward that was not synchronized.

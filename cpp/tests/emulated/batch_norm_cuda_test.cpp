@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "support/cuda_emulator/cuda_emulator.h"
+#include "support/launch_shapes.h"
 #include "support/test_seed.h"
 
 namespace apex::kernels {
@@ -511,6 +512,27 @@ TYPED_TEST(BatchNormCuda, ManyBlocks_ShareChannelsAndTiles_MatchFloat64) {
       this->check(c);
     }
   }
+}
+
+TYPED_TEST(BatchNormCuda, LaunchShapes_UpToResNet50_MatchFloat64) {
+  // Each shape in one type of its size; half and bfloat16 take turns.
+  int number = 0;
+  const int turn = std::is_same_v<TypeParam, c10::BFloat16> ? 1 : 0;
+  for (const auto& [shape, input] : testing::launch_shapes()) {
+    if (input.element_bytes != sizeof(TypeParam)) continue;
+    ++number;
+    if (sizeof(TypeParam) == 2 && number % 2 != turn) continue;
+    Case c;
+    c.rows = input.rows;
+    c.sizes = input.sizes;
+    c.batches = std::vector<int64_t>{input.sizes.batch};
+    c.aligned = input.aligned;
+    c.limits = input.limits;
+    c.order = this->random_() % 3;
+    this->check(c);
+    if (this->HasFailure()) return;
+  }
+  EXPECT_GT(number, 100);
 }
 
 TYPED_TEST(BatchNormCuda, Options_AllOfThem_MatchFloat64) {

@@ -16,8 +16,8 @@
 /// CUDA refuses then is reported:
 ///   - a host that waits, or asks whether something is over,
 ///   - the default stream, joined or used,
-///   - a captured stream that waits for an event from outside of the capture, or another one that waits for an
-///     event of a capture that has ended,
+///   - a captured stream that waits for an event from outside of the capture, or another one that
+///     waits for an event of a capture that has ended,
 ///   - a stream that joined and is not waited for when the capture ends,
 /// and one thing that CUDA does not notice: work outside of the graph on memory that the graph uses.
 /// Unlike on a GPU, what is captured is computed while it is captured, too. Streams and memory that only the

@@ -5,8 +5,13 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstdlib>
+#include <utility>
 #include <vector>
+
+#include "support/launch_shapes.h"
 
 namespace apex::kernels {
 namespace {
@@ -14,12 +19,21 @@ namespace {
 constexpr DeviceLimits kLarge{132, 2048};
 constexpr DeviceLimits kSmall{2, 1024};
 
+/// Whether every load of `vector` elements has been visited once.
+void expect_once(const std::vector<uint8_t>& visits) {
+  const auto wrong = std::find_if(visits.begin(), visits.end(), [](uint8_t n) { return n != 1; });
+  ASSERT_EQ(wrong, visits.end()) << "load " << wrong - visits.begin() << " of " << visits.size()
+                                 << " was visited " << int{*wrong} << " times";
+}
+
 void expect_planes_cover(Planes sizes, int element_bytes, bool aligned, DeviceLimits limits) {
   const PlanesPlan plan = plan_planes(sizes, element_bytes, aligned, limits);
   ASSERT_GE(plan.threads, 32);
   ASSERT_EQ(plan.threads % 32, 0);
   ASSERT_GE(plan.splits, 1);
-  std::vector<int> visits(sizes.batch * sizes.channels * sizes.plane);
+  const int64_t elements = sizes.batch * sizes.channels * sizes.plane;
+  ASSERT_EQ(elements % plan.vector, 0);
+  std::vector<uint8_t> visits(elements / plan.vector);
   for (int64_t block = 0; block < plan.blocks(); ++block) {
     const int64_t channel = block / plan.splits;
     for (int thread = 0; thread < plan.threads; ++thread) {
@@ -27,17 +41,14 @@ void expect_planes_cover(Planes sizes, int element_bytes, bool aligned, DeviceLi
            cursor.advance(plan)) {
         const int64_t at = cursor.offset(plan, channel);
         ASSERT_EQ(at % plan.vector, 0) << "an unaligned load";
-        for (int i = 0; i < plan.vector; ++i) {
-          ASSERT_LT(at + i, static_cast<int64_t>(visits.size()));
-          ASSERT_EQ((at + i) / sizes.plane % sizes.channels, channel);
-          ++visits[at + i];
-        }
+        ASSERT_LE(at + plan.vector, elements);
+        ASSERT_EQ(at / sizes.plane % sizes.channels, channel);
+        ASSERT_EQ((at + plan.vector - 1) / sizes.plane % sizes.channels, channel);
+        ++visits[at / plan.vector];
       }
     }
   }
-  for (size_t i = 0; i < visits.size(); ++i) {
-    ASSERT_EQ(visits[i], 1) << "element " << i;
-  }
+  expect_once(visits);
 }
 
 TEST(BatchNormIndex, Planes_AnySizes_VisitEveryElementOnce) {
@@ -77,14 +88,10 @@ TEST(BatchNormIndex, Planes_MoreThanTwoToThe31Elements_OffsetsStayRight) {
   EXPECT_EQ(last, 3 * (int64_t{1} << 30) - 1);
 }
 
-// The inputs of ResNet-50's batch norms with 32 and 256 images: channels, height = width.
-constexpr int64_t kResNet50[][2] = {{64, 112}, {64, 56},   {256, 56}, {128, 28}, {512, 28},
-                                    {256, 14}, {1024, 14}, {512, 7},  {2048, 7}};
-
 TEST(BatchNormIndex, Planes_LargeBatches_FillTheDevice) {
   // Registers let half of a multiprocessor's threads in, or a quarter. With that many blocks at once, no round of
   // them may leave more than a third of the device idle.
-  for (const auto& [channels, side] : kResNet50) {
+  for (const auto& [channels, side] : testing::kResNet50) {
     for (const int64_t batch : {32, 256}) {
       for (const int64_t share : {2, 4}) {
         const PlanesPlan plan = plan_planes({batch, channels, side * side}, 2, true, kLarge);
@@ -92,7 +99,7 @@ TEST(BatchNormIndex, Planes_LargeBatches_FillTheDevice) {
           continue;  // too little work for that
         }
         const double rounds = static_cast<double>(plan.blocks() * plan.threads) /
-                              static_cast<double>(132 * 2048 / share);
+                              (132.0 * 2048.0 / static_cast<double>(share));
         EXPECT_GE(rounds / std::ceil(rounds), 0.66) << channels << " of " << side << ", " << batch;
       }
     }
@@ -108,28 +115,24 @@ void expect_rows_cover(int64_t rows, int64_t channels, int element_bytes, bool a
   // What merge_tile relies on: powers of two, several threads per sum, whole warps per column.
   ASSERT_EQ(kRowsThreads % (2 * plan.tile_channels()), 0);
   ASSERT_EQ(32 % plan.threads_x, 0);
-  std::vector<int> visits(rows * channels);
+  ASSERT_EQ(channels % plan.vector, 0);
+  const int64_t columns = channels / plan.vector;
+  std::vector<uint8_t> visits(rows * columns);
   for (int64_t block = 0; block < plan.blocks(); ++block) {
     const int64_t tile = block % plan.tiles;
     const int64_t split = block / plan.tiles;
     for (int thread = 0; thread < plan.threads(); ++thread) {
-      const int64_t channel =
-          tile * plan.tile_channels() + thread % plan.threads_x * plan.vector;
-      if (channel >= channels) {
+      const int64_t column = tile * plan.threads_x + thread % plan.threads_x;
+      if (column >= columns) {
         continue;
       }
       for (int64_t row = plan.begin(split) + thread / plan.threads_x; row < plan.end(split);
            row += plan.threads_y) {
-        for (int i = 0; i < plan.vector; ++i) {
-          ASSERT_LT(channel + i, channels);
-          ++visits[row * channels + channel + i];
-        }
+        ++visits[row * columns + column];
       }
     }
   }
-  for (size_t i = 0; i < visits.size(); ++i) {
-    ASSERT_EQ(visits[i], 1) << "element " << i;
-  }
+  expect_once(visits);
 }
 
 TEST(BatchNormIndex, Rows_AnySizes_VisitEveryElementOnce) {
@@ -147,7 +150,7 @@ TEST(BatchNormIndex, Rows_AnySizes_VisitEveryElementOnce) {
 }
 
 TEST(BatchNormIndex, Rows_LargeBatches_FillTheDeviceOnce) {
-  for (const auto& [channels, side] : kResNet50) {
+  for (const auto& [channels, side] : testing::kResNet50) {
     for (const int bytes : {2, 4}) {
       const int64_t rows = 256 * side * side;
       // One block that reduces per multiprocessor, four that map: never one more, and hardly less.
@@ -157,6 +160,45 @@ TEST(BatchNormIndex, Rows_LargeBatches_FillTheDeviceOnce) {
       const int64_t mapping = plan_rows(rows, channels, bytes, true, kLarge, false).blocks();
       EXPECT_LE(mapping, 4 * 132) << channels << " of " << side;
       EXPECT_GE(mapping, 4 * 128) << channels << " of " << side;
+    }
+  }
+}
+
+TEST(BatchNormIndex, LaunchShapes_UpToResNet50_VisitEveryElementOnce) {
+  const auto shapes = testing::launch_shapes();
+  EXPECT_GT(shapes.size(), 700u);
+  for (const auto& [shape, input] : shapes) {
+    if (!input.rows) {
+      expect_planes_cover(input.sizes, input.element_bytes, input.aligned, input.limits);
+    } else {
+      for (const bool reduces : {true, false}) {
+        expect_rows_cover(input.sizes.batch * input.sizes.plane, input.sizes.channels,
+                          input.element_bytes, input.aligned, input.limits, reduces);
+      }
+    }
+    if (HasFatalFailure()) {
+      FAIL() << input.sizes.batch << " x " << input.sizes.channels << " x " << input.sizes.plane;
+    }
+  }
+}
+
+/// Images per rank in the next test; APEX_TEST_IMAGES=256 takes a minute.
+int64_t images() {
+  const char* given = std::getenv("APEX_TEST_IMAGES");
+  return given == nullptr ? 4 : std::strtoll(given, nullptr, 10);
+}
+
+TEST(BatchNormIndex, ResNet50_AllLayers_VisitEveryElementOnce) {
+  for (const auto& [channels, side] : testing::kResNet50) {
+    for (const DeviceLimits limits : testing::kDevices) {
+      for (const auto& [bytes, aligned] : {std::pair{2, true}, {4, true}, {4, false}}) {
+        const Planes sizes{images(), channels, side * side};
+        expect_planes_cover(sizes, bytes, aligned, limits);
+        for (const bool reduces : {true, false}) {
+          expect_rows_cover(sizes.batch * sizes.plane, channels, bytes, aligned, limits, reduces);
+        }
+        ASSERT_FALSE(HasFatalFailure()) << channels << " of " << side;
+      }
     }
   }
 }

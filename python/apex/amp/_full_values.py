@@ -110,7 +110,7 @@ def follow(master: torch.Tensor, parameter: torch.Tensor) -> None:
 
 def record_of(parameter: torch.Tensor) -> FullValue:
     """The record of `parameter`; made where there is none."""
-    record = _records.get(parameter)
+    record: FullValue | None = _records.get(parameter)
     if record is None:
         record = _records[parameter] = FullValue()
     return record

@@ -166,7 +166,8 @@ def _copy_optimizer(stash: OptimizerStash, memo: dict[int, Any]) -> torch.optim.
     """
     original: Any = stash._optimizer
     kind: Any = type(original)
-    copied: Any = object.__new__(kind)
+    result: torch.optim.Optimizer = object.__new__(kind)
+    copied: Any = result
     memo[id(original)] = copied
     copied.__setstate__(copy.deepcopy(kind.__getstate__(original), memo))
     process_optimizer(copied, stash.master_weights, stash.scalers)
@@ -189,7 +190,7 @@ def _copy_optimizer(stash: OptimizerStash, memo: dict[int, Any]) -> torch.optim.
         group["params"] = new_group["params"]
     copied.state = changed["state"]
     new_stash.collect()
-    return copied
+    return result
 
 
 def refuse_master_weights(optimizer: Any) -> None:

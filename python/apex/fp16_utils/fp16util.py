@@ -161,4 +161,5 @@ def master_params_to_model_params(
 
 def to_python_float(t: Any) -> float:
     """The number in a one-element tensor (waits for its device), or a sequence's first item."""
-    return t.item() if hasattr(t, "item") else t[0]
+    value: float = t.item() if hasattr(t, "item") else t[0]
+    return value

@@ -125,8 +125,9 @@ class ForeachOptimizer(torch.optim.Optimizer):
                 )
 
     def _count_step(self, group: dict[str, Any]) -> int:
-        group["step"] = int(group.get("step") or 0) + 1
-        return group["step"]
+        step = int(group.get("step") or 0) + 1
+        group["step"] = step
+        return step
 
     def _alike(self, group: dict[str, Any]) -> list[list[Tensor]]:
         """Parameters of `group` that have a gradient, by device and type."""

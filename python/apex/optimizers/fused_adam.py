@@ -102,7 +102,8 @@ class FusedAdam(torch.optim.Adam):
         state_steps: list[Tensor],
     ) -> bool:
         # Called once per group and step.
-        has_complex = super()._init_group(
+        base: Any = super()
+        has_complex: bool = base._init_group(
             group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
         )
         group[self._counter] = int(group.get(self._counter) or 0) + 1

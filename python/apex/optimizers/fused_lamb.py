@@ -104,7 +104,7 @@ class FusedLAMB(ForeachOptimizer):
         found: list[Tensor] = []
         for group in self.param_groups:
             for members in self._alike(group):
-                found += norms([param.grad for param in members])
+                found += norms([param.grad for param in members if param.grad is not None])
         if not found:
             return None
         widest = max((norm.dtype for norm in found), key=lambda dtype: dtype.itemsize)

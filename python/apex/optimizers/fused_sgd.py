@@ -79,7 +79,8 @@ class FusedSGD(torch.optim.SGD):
         # Here and not in the constructor: apex.amp casts parameters later (level O3).
         if group["fused"] and _fused_is_wrong(group):
             group["fused"], group["foreach"] = False, True
-        has_sparse = super()._init_group(group, params, grads, momentum_buffer_list)
+        base: Any = super()
+        has_sparse: bool = base._init_group(group, params, grads, momentum_buffer_list)
         late = [i for i, buffer in enumerate(momentum_buffer_list) if buffer is None]
         if group["fused"] and len(late) < len(momentum_buffer_list):
             # torch's kernel takes a first step for all parameters of a group or for none.
@@ -97,5 +98,5 @@ class FusedSGD(torch.optim.SGD):
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         wanted = grad if scale is None else grad / scale
         wanted = wanted + group["weight_decay"] * param
-        buffer = wanted * (group["dampening"] / group["momentum"])
+        buffer: torch.Tensor = wanted * (group["dampening"] / group["momentum"])
         return buffer if found_inf is None else buffer.masked_fill_(found_inf != 0, 0)

@@ -11,7 +11,7 @@ import torch
 
 from apex import _core
 
-Hook = Callable[[Any, Any], torch.futures.Future]
+Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
 class RegisteredHook(NamedTuple):
@@ -115,7 +115,7 @@ def make_runner(
                 f"got {type(future).__name__}"
             )
 
-        def done(finished: torch._C.Future) -> None:
+        def done(finished: torch._C.Future[Any]) -> None:
             try:
                 value = finished.value()
                 if isinstance(value, (list, tuple)):

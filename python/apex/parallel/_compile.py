@@ -49,14 +49,13 @@ def bucket_bytes(
     """The size of a bucket in bytes, for the compiler, which refuses less than its first
     bucket's."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    by_device = _options.size_by_device(message_size)
+    elements = _options.given_elements(message_size)
     if bucket_cap_mb is not None:
         cap = int(bucket_cap_mb * (1 << 20))
-    elif by_device and all(parameter.device.type == "cpu" for parameter in trainable):
+    elif elements is None and all(parameter.device.type == "cpu" for parameter in trainable):
         cap = _options.CPU_BUCKET_BYTES
     else:
-        elements = _options.MESSAGE_SIZE if by_device else message_size
         held = sum(parameter.numel() for parameter in trainable)
         held_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
-        cap = elements * held_bytes // max(1, held)
+        cap = (elements or _options.MESSAGE_SIZE) * held_bytes // max(1, held)
     return max(cap, getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", _options.FIRST_BUCKET_BYTES))

@@ -23,7 +23,7 @@ class EngineOwner(nn.Module):
     """What all parts of the wrapper share. Its attributes are set by DistributedDataParallel."""
 
     module: nn.Module
-    message_size: int | str
+    message_size: int
     bucket_cap_mb: float | None
     delay_allreduce: bool
     num_allreduce_streams: int
@@ -48,6 +48,7 @@ class EngineOwner(nn.Module):
     _splits_graphs: bool
     _parameters_seen: list[nn.Parameter]  # as _reducer numbers them
     _buffers_agreed: _buffers.Buffers  # at the same time
+    _first_bucket_bytes: int = _options.FIRST_BUCKET_BYTES  # where buckets are sized in bytes
     _engines_made: int = 0  # tells one engine from the next; a reference would keep its hooks alive
     _overlap: Any  # the OverlappedOptimizer, if there is one
     _watched: WatchedModule | None  # None: the next forward builds the engine again
@@ -57,7 +58,7 @@ class EngineOwner(nn.Module):
 
     def _connect(
         self, process_group: dist.ProcessGroup | None, given: Any, init_sync: bool
-    ) -> None:
+    ) -> _core.Reducer:
         self.process_group = require_group(process_group, type(self).__name__)
         end_groups_at_exit(self)
         watch_optimizers()
@@ -74,11 +75,12 @@ class EngineOwner(nn.Module):
                 list(named), list(named.values()), self._settings(), self.process_group.group_name
             )
         self._groups = _options.communicators(self.num_allreduce_streams, given, self.process_group)
-        self._build_reducer(init_sync)
+        reducer = self._build_reducer(init_sync)
         if init_sync and self.broadcast_buffers:
             self._sync_buffers()
+        return reducer
 
-    def _build_reducer(self, init_sync: bool) -> None:
+    def _build_reducer(self, init_sync: bool) -> _core.Reducer:
         # If the models are refused, the next forward compares them again on every rank: one that
         # has taken its change back must not go on with the old engine while others build.
         self._watched = None
@@ -89,8 +91,9 @@ class EngineOwner(nn.Module):
         if self._reducer is not None:
             self._reducer.wait()  # what it still has on its way would be lost with it
         in_bytes = self.bucket_cap_mb is not None
-        cap = 0 if _options.size_by_device(self.message_size) else self.message_size
-        if in_bytes:
+        if self.bucket_cap_mb is None:
+            cap = _options.given_elements(self.message_size) or 0
+        else:
             cap = max(1, int(self.bucket_cap_mb * (1 << 20)))
         synchronizing = self._reducer is None or self._reducer.synchronizing
         reducer = _core.Reducer(
@@ -98,7 +101,7 @@ class EngineOwner(nn.Module):
             parameters,
             [group.group_name for group in self._groups],
             cap=cap,
-            first_cap=min(cap, _options.FIRST_BUCKET_BYTES) if in_bytes else 0,
+            first_cap=min(cap, self._first_bucket_bytes) if in_bytes else 0,
             cap_in_bytes=in_bytes,
             delay_allreduce=self.delay_allreduce,
             # Those that are there: a frozen one gets no gradient, so it closes no bucket.
@@ -120,6 +123,7 @@ class EngineOwner(nn.Module):
         self._engines_made += 1
         self._install_hooks(reducer)
         self._watched = watched
+        return reducer
 
     def _module_changed(self) -> bool:
         """Whether the module needs another engine; every rank has to see the same change."""
@@ -153,15 +157,17 @@ class EngineOwner(nn.Module):
         try:
             self._buffers_agreed.take(self.process_group, root, tensors_of_functional_call())
         except _buffers.BuffersDiffer:
-            self._reducer.release()  # see Note [Buffers that change]
+            if self._reducer is not None:
+                self._reducer.release()  # see Note [Buffers that change]
             raise
 
-    def _connect_copy(self) -> None:
+    def _connect_copy(self) -> _core.Reducer:
         """After unpickling or copying: ranks have the same, but for what was replaced since then,
         of which rank 0's counts as in any module."""
         replaced = self._copied is not None and self._copied.has_other_parameters(self)
-        self._connect(None, None, init_sync=replaced)
+        reducer = self._connect(None, None, init_sync=replaced)
         self._copied = None
+        return reducer
 
     def _refuse_backward(self, outputs: list[Tensor]) -> None:
         """A copy that was run in ``eval()`` is not connected: nobody would average gradients."""
@@ -179,9 +185,7 @@ class EngineOwner(nn.Module):
 
     @property
     def _engine(self) -> _core.Reducer:
-        if self._reducer is None:
-            self._connect_copy()
-        return self._reducer
+        return self._connect_copy() if self._reducer is None else self._reducer
 
     # --- accumulation ---
 
@@ -230,7 +234,8 @@ class EngineOwner(nn.Module):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        base: Any = super()
+        base.__setstate__(state)
         # The first forward in train() connects to the default group; evaluation needs none.
         self._reducer = self._watched = None
         self._copied = WatchedModule(self)

@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch import nn
 
 from apex import _core
-from apex.parallel import _comm_hook
+from apex.parallel._comm_hook import RegisteredHook, make_runner, require_wrapper
 from apex.parallel._ddp_engine import EngineOwner
 
 
 class ReducedBucket(NamedTuple):
     """What a bucket callback is called with."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index()
     parameters: list[nn.Parameter]
 
 
 class BucketHooks(EngineOwner):
     """The part of the wrapper that registers them."""
 
-    _comm_hook: _comm_hook.RegisteredHook | str | None
+    _comm_hook: RegisteredHook | str | None
     _bucket_callback: Callable[[ReducedBucket], None] | None
 
     def _install_hooks(self, engine: _core.Reducer) -> None:
@@ -40,7 +40,7 @@ class BucketHooks(EngineOwner):
     # --- communication hooks ---
 
     def register_comm_hook(
-        self, state: object, hook: Callable[[Any, Any], torch.futures.Future]
+        self, state: object, hook: Callable[[Any, Any], torch.futures.Future[Any]]
     ) -> None:
         """Replaces the all-reduce of each bucket, and the averaging, by ``hook(state, bucket)``.
 
@@ -56,7 +56,7 @@ class BucketHooks(EngineOwner):
         """
         if not callable(hook):
             raise TypeError(f"a communication hook is a function, got {type(hook).__name__}.")
-        self._set_comm_hook(_comm_hook.RegisteredHook(state, hook))
+        self._set_comm_hook(RegisteredHook(state, hook))
 
     def register_builtin_comm_hook(self, name: str) -> None:
         """Sends gradients in a narrower dtype, without Python on the way.
@@ -81,7 +81,7 @@ class BucketHooks(EngineOwner):
         if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:
             self.register_builtin_comm_hook("fp16")
 
-    def _set_comm_hook(self, comm_hook: _comm_hook.RegisteredHook | str) -> None:
+    def _set_comm_hook(self, comm_hook: RegisteredHook | str) -> None:
         mine = None if self._mixed_precision is None else self._mixed_precision.wire
         if self._comm_hook is not None and self._comm_hook != mine:
             raise RuntimeError("a communication hook is registered already; there can be one.")
@@ -89,13 +89,11 @@ class BucketHooks(EngineOwner):
         self._install_comm_hook(engine, comm_hook)
         self._comm_hook = comm_hook  # where the engine finds it
 
-    def _install_comm_hook(
-        self, engine: _core.Reducer, comm_hook: _comm_hook.RegisteredHook | str
-    ) -> None:
+    def _install_comm_hook(self, engine: _core.Reducer, comm_hook: RegisteredHook | str) -> None:
         if isinstance(comm_hook, str):
             engine.set_builtin_comm_hook(comm_hook)
         else:
-            engine.set_comm_hook(_comm_hook.make_runner(weakref.ref(self)))
+            engine.set_comm_hook(make_runner(weakref.ref(self)))
 
     def register_bucket_callback(self, callback: Callable[[ReducedBucket], None] | None) -> None:
         """Calls ``callback(bucket)`` for each bucket of a synchronized backward that is complete.
@@ -121,7 +119,7 @@ class BucketHooks(EngineOwner):
         reference = weakref.ref(self)  # see Note [What the engine may hold]
 
         def run(index: int, members: list[int]) -> None:
-            wrapper = _comm_hook.require_wrapper(reference, "a bucket callback")
+            wrapper = require_wrapper(reference, "a bucket callback")
             parameters = wrapper._parameters_seen
             bucket = ReducedBucket(index, [parameters[i] for i in members])
             if wrapper._bucket_callback is not None:

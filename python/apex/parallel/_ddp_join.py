@@ -70,11 +70,14 @@ class UnevenInputs(EngineOwner):
     # Read and written by torch's Join.
     @property
     def _join_config(self) -> Any:
+        if self._torch_join is None:
+            return torch_join._JoinConfig.construct_disabled_join_config()
         return self._torch_join.config
 
     @_join_config.setter
     def _join_config(self, config: Any) -> None:
-        self._torch_join.begin(config)
+        if self._torch_join is not None:  # join_hook() has been called
+            self._torch_join.begin(config)
 
     @property
     def join_device(self) -> torch.device:

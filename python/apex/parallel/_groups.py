@@ -6,12 +6,17 @@ import atexit
 import contextlib
 import datetime
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 import torch.distributed.nn.functional as dist_functional
 
 from apex import _core
+
+
+def world_group() -> dist.ProcessGroup:
+    """The default group, which is there as soon as torch.distributed is initialized."""
+    return cast(dist.ProcessGroup, dist.group.WORLD)
 
 
 def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
@@ -29,8 +34,9 @@ def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.Pro
             "world_size=1))."
         )
     if process_group is None:
-        return dist.group.WORLD
-    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        return world_group()
+    not_a_member: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() returns there
+    if process_group is not_a_member:
         raise RuntimeError(
             f"{who}: rank {dist.get_rank()} is not a member of the process group it was given; "
             "construct it only on the ranks that are."
@@ -43,7 +49,8 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
-            return options._timeout
+            timeout: datetime.timedelta = options._timeout
+            return timeout
     return None
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from apex import _core
+from apex.parallel._groups import world_group
 
 #: OTHER: a batch norm, or, with a negative argument, the overflow flags of a loss scaler.
 END, FORWARD, BACKWARD, LOCAL_BACKWARD, OTHER = range(5)
@@ -83,7 +84,8 @@ class Join:
         """Returns the rank whose buffers are taken."""
         event = self._ddp._engine.announce(FORWARD, int(synchronizes_buffers))
         self._check(event[2])
-        return event[2][0]
+        root: int = event[2][0]
+        return root
 
     def announce_batch_norm(self, module: Any, goes_backward: bool) -> None:
         if torch._C._current_graph_task_id() != -1:
@@ -213,7 +215,8 @@ def _take_full_values(
     what = "broadcast of master weights at the end of join()"
     if not _broadcast_object(known, group, root, device, what):
         return
-    from apex.amp._full_values import full_value, is_low_precision, set_full_value
+    from apex.amp._full_values import full_value, set_full_value
+    from apex.amp.casts import is_low_precision
 
     parameters = [parameter for parameter in module.parameters() if is_low_precision(parameter)]
     values = [full_value(parameter) for parameter in parameters]
@@ -240,11 +243,12 @@ def _shadow_batch_norm(channels: int, goes_backward: bool) -> torch.Tensor:
     """Takes part in one SyncBatchNorm with an empty batch, whose count of values is zero."""
     from apex.parallel.syncbn_group import default_group_name
 
-    device = collective_device(dist.group.WORLD)
+    device = collective_device(world_group())
     empty = torch.empty(0, channels, device=device, requires_grad=goes_backward)
-    return torch.ops.apex.sync_batch_norm(
+    output: torch.Tensor = torch.ops.apex.sync_batch_norm(
         empty, None, None, None, None, None, None, 0.1, 1e-5, False, False, default_group_name()
     )[0]
+    return output
 
 
 def collective_device(group: dist.ProcessGroup) -> torch.device:

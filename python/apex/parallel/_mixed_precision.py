@@ -165,6 +165,7 @@ class Casts:
     ) -> None:
         self._parameters: list[_Entry] = []
         self._buffers: list[_Entry] = []
+        apply: Any = _Cast.apply
         made: dict[int, torch.Tensor] = {}  # what is shared stays shared
         for part in module.modules():
             for members, dtype, entries in (
@@ -175,7 +176,7 @@ class Casts:
                     if own is None or not own.is_floating_point() or own.dtype == dtype:
                         continue
                     if id(own) not in made:
-                        made[id(own)] = _Cast.apply(own, dtype)
+                        made[id(own)] = apply(own, dtype)
                     entries.append(_Entry(members, name, own, made[id(own)]))
 
     def __bool__(self) -> bool:

@@ -37,9 +37,17 @@ def positive_message_size(message_size: Any) -> int:
     return message_size
 
 
-def size_by_device(message_size: int) -> bool:
-    """Whether the size of a bucket was left to the device."""
-    return message_size == MESSAGE_SIZE
+def bucket_caps(caps_mb: Sequence[float]) -> tuple[float, int]:
+    """The size of buckets in MiB, and that of the first in bytes."""
+    for cap_mb in caps_mb:
+        if not cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb_list holds sizes, which are positive; got {cap_mb}.")
+    return max(caps_mb), max(1, int(caps_mb[0] * (1 << 20)))
+
+
+def given_elements(message_size: int) -> int | None:
+    """The size of a bucket in elements; None where it was left to the device."""
+    return None if message_size == MESSAGE_SIZE else message_size
 
 
 def check_exclusive(
@@ -188,7 +196,7 @@ def communicators(count: int, given: Any, group: dist.ProcessGroup) -> list[dist
     if over_gloo(group):
         return [group] * count
     ranks = dist.get_process_group_ranks(group)
-    make = functools.partial(dist.new_group, ranks, use_local_synchronization=True)
+    make: Any = functools.partial(dist.new_group, ranks, use_local_synchronization=True)
     return [group, *(make(timeout=timeout_of(group)) for _ in range(count - 1))]
 
 

@@ -35,18 +35,18 @@ class Reducer:
         module_or_grads_list: nn.Module | Iterable[Any],
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        self.module: nn.Module | None = None
         self.process_group = require_group(process_group, type(self).__name__)
         end_groups_at_exit(self)
         if isinstance(module_or_grads_list, nn.Module):
             self.module = module_or_grads_list
-            named = list(self.module.named_parameters())
+            named = list(module_or_grads_list.named_parameters())
             names, parameters = [n for n, _ in named], [p for _, p in named]
             group = self.process_group.group_name
             _core.verify_same_model(names, parameters, [], group)
             _core.broadcast_coalesced(parameters, group, 0, "broadcast of a Reducer's parameters")
             _in_backward.refuse(self.module, self.process_group)
         else:
-            self.module = None
             self.grads = list(_flatten(module_or_grads_list))
 
     def reduce(self) -> None:

@@ -52,7 +52,8 @@ def _with_items(value: Any, items: Iterable[tuple[Any, Any]]) -> Any:
     try:
         result = copy.copy(value)
     except TypeError:  # copying calls the class, which needs arguments
-        result = type(value).__new__(type(value))
+        kind: Any = type(value)
+        result = kind.__new__(kind)
         result.__dict__.update(value.__dict__)
     for key, item in list(items):
         result[key] = item

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -10,6 +12,9 @@ from torch.nn.utils import stateless
 
 from apex import _core
 from apex.parallel import _included
+
+if TYPE_CHECKING:
+    from apex.parallel._ddp_engine import EngineOwner
 
 # Note [Tensors that functional_call puts in place]
 #
@@ -24,7 +29,7 @@ _FUNCTIONAL_CALL = stateless._functional_call.__code__
 def tensors_of_functional_call() -> dict[int, object]:
     """What the functional_call() that runs now has put in place of a module's own, by id."""
     tensors: dict[int, object] = {}
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _FUNCTIONAL_CALL:
             values = frame.f_locals["parameters_and_buffers"].values()
@@ -43,7 +48,7 @@ class WatchedModule:
         parameters: those that are synchronized, in the order by which the engine numbers them.
     """
 
-    def __init__(self, wrapper: nn.Module) -> None:
+    def __init__(self, wrapper: EngineOwner) -> None:
         self.parameters: list[nn.Parameter] = self._present(wrapper)
         if self._are_borrowed(self.parameters):
             raise RuntimeError(
@@ -54,7 +59,7 @@ class WatchedModule:
         self._look(wrapper)
 
     @staticmethod
-    def _present(wrapper: nn.Module) -> list[nn.Parameter]:
+    def _present(wrapper: EngineOwner) -> list[nn.Parameter]:
         return _included.parameters(wrapper.module, wrapper.parameters_to_ignore)
 
     @staticmethod
@@ -62,7 +67,7 @@ class WatchedModule:
         tensors = tensors_of_functional_call()
         return any(id(parameter) in tensors for parameter in parameters)
 
-    def _look(self, wrapper: nn.Module) -> None:
+    def _look(self, wrapper: EngineOwner) -> None:
         parts = list(wrapper.modules())
         plain = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
         # What a scripted module holds is not in dictionaries of Python's: it is listed each time.
@@ -71,7 +76,7 @@ class WatchedModule:
             [members for part in plain for members in (part._parameters, part._modules)]
         )
 
-    def has_other_parameters(self, wrapper: nn.Module) -> bool:
+    def has_other_parameters(self, wrapper: EngineOwner) -> bool:
         """Whether parameters were added, removed, reordered or replaced, for more than one forward.
 
         Costs nanoseconds per parameter where nothing was replaced and no module is scripted.

@@ -19,7 +19,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         super().__setstate__({})
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's groups."""
         return self.optim.param_groups
 
@@ -28,7 +28,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self.optim.param_groups = value
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The wrapped optimizer's state."""
         return self.optim.state
 
@@ -37,7 +37,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self.optim.state = value
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """The wrapped optimizer's defaults."""
         return self.optim.defaults
 

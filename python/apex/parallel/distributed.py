@@ -113,8 +113,9 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         device_mesh: a one-dimensional mesh in place of ``process_group``.
         skip_all_reduce_unused_params: no effect (parameters that no rank used are never sent, once
             that is learnt).
-        bucket_cap_mb_list: its largest number takes the place of ``bucket_cap_mb``; for sizes that
-            differ by bucket there is :meth:`load_bucket_plan`.
+        bucket_cap_mb_list: sizes in MiB: the first number is that of the first bucket, the largest
+            that of all others, in place of ``bucket_cap_mb``. For other sizes, bucket by bucket,
+            there is :meth:`load_bucket_plan`.
         batched_grad_copy: no effect (gradients are copied by multi-tensor operations).
         lazy_bucket_allocation: no effect (buckets are allocated in the first backward).
         check_finite: raise on every process after a backward to which a process contributed an
@@ -137,7 +138,7 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
     def __init__(
         self,
         module: nn.Module,
-        message_size: int | str = _options.MESSAGE_SIZE,
+        message_size: int = _options.MESSAGE_SIZE,
         delay_allreduce: bool = False,
         shared_param: Any = None,
         allreduce_trigger_params: Iterable[nn.Parameter] | None = None,
@@ -178,7 +179,7 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
             # DistributedDataParallel(module, [device]), as torch's class is called.
             message_size, device_ids = _options.MESSAGE_SIZE, message_size
         if bucket_cap_mb_list:
-            bucket_cap_mb = max(bucket_cap_mb_list)
+            bucket_cap_mb, self._first_bucket_bytes = _options.bucket_caps(bucket_cap_mb_list)
         message_size = _options.positive_message_size(message_size)
         _options.check_exclusive(
             message_size=message_size,
@@ -271,7 +272,7 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
             try:
                 output = self._call_module(inputs, kwargs)
             except BaseException:
-                if casts is not None:
+                if casts is not None and self._mixed_precision is not None:
                     self._mixed_precision.abandon(casts)
                 raise
             finally:
@@ -294,16 +295,17 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         return self.module(*inputs, **kwargs)
 
     def _leave(self, output: Any, training: bool, casts: Casts | None) -> Any:
-        if casts is not None:
+        if casts is not None and self._mixed_precision is not None:
             self._mixed_precision.leave(self.module, casts, output, training)
         if self._output_device is not None:
             output = _options.move(output, self._output_device)
         if training and output is not None:
-            outputs = output if isinstance(output, torch.Tensor) else find_tensors(output)
+            found: torch.Tensor | list[torch.Tensor]
+            found = output if isinstance(output, torch.Tensor) else find_tensors(output)
             if self._reducer is None:
-                self._refuse_backward([output] if outputs is output else outputs)
+                self._refuse_backward([found] if isinstance(found, torch.Tensor) else found)
             else:
-                self._reducer.watch_outputs(outputs)
+                self._reducer.watch_outputs(found)
         return output
 
     # The engine cannot be traced. While torch.compile traces this class, the graph is broken before
@@ -314,22 +316,23 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
     _leave_untraced = torch._disable_dynamo(_leave)
 
     def _prepare(self) -> None:
-        if self._reducer is None:
+        engine = self._reducer
+        if engine is None:
             if not self.training:
                 return  # some ranks may evaluate alone; see _refuse_backward()
-            self._connect_copy()
+            engine = self._connect_copy()
         elif self._module_changed():
             if self._join is not None:
                 raise RuntimeError("parameters were added, removed or replaced under join().")
-            self._build_reducer(init_sync=True)
+            engine = self._build_reducer(init_sync=True)
         if self._stepped_in_backward != _in_backward.parameters_known():
             self._refuse_steps_in_backward()
-        self._reducer.prepare_for_forward(self.training)
+        engine.prepare_for_forward(self.training)
         buffers = (
             self.broadcast_buffers
             and self.training
             and self.require_forward_param_sync
-            and self._reducer.synchronizing
+            and engine.synchronizing
         )
         root = 0 if self._join is None else self._join.announce_forward(buffers)
         if buffers:

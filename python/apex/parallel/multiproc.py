@@ -304,12 +304,13 @@ def launch(job: Job) -> int:
 
 
 def _config(job: Job, folder: str) -> LaunchConfig:
+    address: str | None
     if job.master is None:
-        where = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+        backend, endpoint, address = "c10d", "localhost:0", "localhost"
         options: dict[str, object] = {"timeout": job.timeout_s}
     else:
         host, port = job.master
-        where = {"rdzv_backend": "static", "rdzv_endpoint": f"{host}:{port}"}
+        backend, endpoint, address = "static", f"{host}:{port}", None
         options = {"timeout": job.timeout_s, "rank": job.node_rank}
     return LaunchConfig(
         min_nodes=job.nodes,
@@ -317,11 +318,13 @@ def _config(job: Job, folder: str) -> LaunchConfig:
         nproc_per_node=job.processes,
         run_id=str(uuid.uuid4()) if job.master is None else "apex_multiproc",
         role="rank",
+        rdzv_backend=backend,
+        rdzv_endpoint=endpoint,
         rdzv_configs=options,
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=folder),
-        **where,
+        local_addr=address,
     )
 
 

@@ -290,17 +290,17 @@ class OverlappedOptimizer(WrappedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; those that are still needed, when they have been used."""
-        waiting = self._in_flight()
-        if waiting and self._later is None:  # step() was not called: they are not needed
+        waiting, later = self._in_flight(), self._later
+        if waiting and later is None:  # step() was not called: they are not needed
             self.synchronize()
             waiting = set()
-        if not waiting:
+        if not waiting or later is None:
             # Its own way, since mixed precision keeps more gradients than those of its groups.
             self.optim.zero_grad(set_to_none)
             return
         everything = [p for group in self.optim.param_groups for p in group["params"]]
         _clear([p for p in everything if p not in waiting], set_to_none)
-        self._later.clear = set_to_none
+        later.clear = set_to_none
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

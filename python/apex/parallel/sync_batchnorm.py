@@ -63,6 +63,8 @@ class SyncBatchNorm(_BatchNorm):
 
     #: Its name in the model, for errors; the same on all ranks.
     _layer_name = ""
+    #: The class it was converted from, if it was.
+    _converted_from: type[torch.nn.Module]
 
     def __init__(
         self,
@@ -108,28 +110,29 @@ class SyncBatchNorm(_BatchNorm):
         other synchronized modules. Blocks the host on CPU and only the stream on CUDA.
         """
         if not self.training and self.running_mean is not None and self.running_var is not None:
-            return torch.ops.apex.batch_norm_inference(
+            inferred: Tensor = torch.ops.apex.batch_norm_inference(
                 input, z, self.weight, self.bias, self.running_mean, self.running_var, self.eps,
                 self.channel_last, self.fuse_relu,
             )  # fmt: skip
+            return inferred
         group_name = ""
         if self.training:
             joining = _join.current()
             if joining is not None:
                 joining.announce_batch_norm(self, self._goes_backward(input, z))
-            group_name = self._process_group_name
-            if group_name is None:
-                group_name = default_group_name()
+            given = self._process_group_name
+            group_name = default_group_name() if given is None else given
             if group_name and self._layer_name:
                 group_name += "\n" + self._layer_name
         update = self.training and self.track_running_stats
-        return torch.ops.apex.sync_batch_norm(
+        output: Tensor = torch.ops.apex.sync_batch_norm(
             input, z, self.weight, self.bias,
             self.running_mean if update else None,
             self.running_var if update else None,
             self.num_batches_tracked if update else None,
             self.momentum, self.eps, self.channel_last, self.fuse_relu, group_name,
         )[0]  # fmt: skip
+        return output
 
     def _goes_backward(self, input: Tensor, z: Tensor | None) -> bool:
         tensors = (input, z, self.weight, self.bias)
@@ -140,7 +143,8 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def extra_repr(self) -> str:
-        text = super().extra_repr()
+        base: Any = super()
+        text: str = base.extra_repr()
         if self.channel_last:
             text += ", channel_last=True"
         if self.fuse_relu:

@@ -6,7 +6,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .sync_batchnorm import SyncBatchNorm, name_layers
 from .syncbn_group import create_syncbn_process_group, group_name_of
+
+_M = TypeVar("_M", bound=Module)
 
 __all__ = ["convert_syncbn_model", "create_syncbn_process_group", "revert_syncbn_model"]
 
@@ -132,7 +134,7 @@ def _place(name: str) -> str:
     return f"module '{name}'" if name else "the module"
 
 
-def _is_synchronized(module: Module) -> bool:
+def _is_synchronized(module: Module) -> TypeGuard[SyncBatchNorm]:
     return isinstance(module, SyncBatchNorm)
 
 
@@ -244,7 +246,8 @@ def _make(
 
 def _exchange(module: Module, made: dict[int, tuple[Module, Module]]) -> Module:
     for _, result in made.values():
-        for hook in result._load_state_dict_pre_hooks.values():
+        hooks: dict[int, Any] = result._load_state_dict_pre_hooks
+        for hook in hooks.values():
             if getattr(hook, "with_module", False):  # such a hook holds its module weakly
                 hook.module = weakref.ref(result)
     for parent in list(module.modules()):
@@ -254,7 +257,7 @@ def _exchange(module: Module, made: dict[int, tuple[Module, Module]]) -> Module:
     return made[id(module)][1] if id(module) in made else module
 
 
-def _transplant(source: Module, kind: type[Module]) -> Module:
+def _transplant(source: Module, kind: type[_M]) -> _M:
     """A module of class ``kind`` with everything ``source`` has: the same parameters, buffers,
     hooks (their handles still remove them) and attributes."""
     result = kind.__new__(kind)
@@ -279,7 +282,7 @@ def _to_sync(module: Module, process_group: Any, channel_last: bool) -> Module:
 
 
 def _to_plain(module: Module) -> Module:
-    kind = module.__dict__.get("_converted_from", _BatchNormAnyRank)
+    kind: type[Module] = module.__dict__.get("_converted_from", _BatchNormAnyRank)
     result = _transplant(module, kind)
     for name in (
         "_process_group",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from apex.parallel._groups import end_groups_at_exit, timeout_of
+from apex.parallel._groups import end_groups_at_exit, timeout_of, world_group
 
 _lock = threading.Lock()
 _world: weakref.ref[Any] | None = None
@@ -31,7 +31,7 @@ def default_group() -> Any:
     global _world, _own_group
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
-    world = dist.group.WORLD
+    world = world_group()
     with _lock:
         group = _own_group() if _own_group is not None else None
         if group is None or _world is None or _world() is not world:
@@ -88,7 +88,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
     result = None
     for index in range(world_size // group_size):
         ranks = list(range(index * group_size, (index + 1) * group_size))
-        group = dist.new_group(ranks=ranks, timeout=timeout_of(dist.group.WORLD))
+        group = dist.new_group(ranks=ranks, timeout=timeout_of(world_group()))
         if index == mine:
             result = group
     end_groups_at_exit()

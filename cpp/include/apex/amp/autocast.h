@@ -29,12 +29,12 @@ namespace apex::amp {
 class APEX_API AutocastGuard {
  public:
   /// @param device_type operators on this kind of device are concerned, and no others
-  /// @param dtype at::kHalf or at::kBFloat16; none: the thread's setting, at first at::kHalf for CUDA
-  ///        and at::kBFloat16 for CPU
-  /// @param enabled false: operators run as if there was no autocast, for a part of a model that needs
-  ///        its full precision inside of another guard
-  /// @param cache_enabled false: no cast is remembered, which a CUDA graph may need; a setting of the
-  ///        thread for all types of devices
+  /// @param dtype at::kHalf or at::kBFloat16; none: the thread's setting, at first at::kHalf for
+  ///        CUDA and at::kBFloat16 for CPU
+  /// @param enabled false: operators run as if there was no autocast, for a part of a model that
+  ///        needs its full precision inside of another guard
+  /// @param cache_enabled false: no cast is remembered, which a CUDA graph may need; a setting of
+  ///        the thread for all types of devices
   /// @throws InvalidArgument for a device type without autocast, or another dtype
   explicit AutocastGuard(at::DeviceType device_type,
                          std::optional<at::ScalarType> dtype = std::nullopt, bool enabled = true,

@@ -87,8 +87,8 @@ APEX_API c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
 /// group. `nccl`: of this group alone, for instance fewer CTAs for gradients and high priority for
 /// batch-norm statistics. Blocks members until all of them are there.
 ///
-/// @throws apex::InvalidArgument for duplicate or unknown ranks, impossible `nccl`, or without a default
-///   group.
+/// @throws apex::InvalidArgument for duplicate or unknown ranks, impossible `nccl`, or without a
+///   default group.
 /// @throws apex::CommunicationError when a member does not arrive in time.
 APEX_API c10::intrusive_ptr<c10d::ProcessGroup> new_group(
     const std::vector<int>& ranks, const std::string& backend = "",

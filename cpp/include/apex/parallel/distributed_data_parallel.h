@@ -51,8 +51,8 @@ template <typename Wrapped>
 class DistributedDataParallel {
  public:
   /// Verifies that all ranks hold the same model and takes rank 0's parameters, frozen ones included.
-  /// @throws InvalidArgument, RankMismatch, CommunicationError as Reducer does; InvalidArgument if there
-  ///         is no process group.
+  /// @throws InvalidArgument, RankMismatch, CommunicationError as Reducer does; InvalidArgument if
+  ///         there is no process group.
   explicit DistributedDataParallel(Wrapped module, DistributedDataParallelOptions options = {})
       : module_(required(std::move(module))),
         group_(options.process_group ? options.process_group

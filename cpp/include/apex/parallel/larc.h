@@ -77,9 +77,9 @@ class APEX_API LARC : public torch::optim::Optimizer {
   /// @param closure passed on; the gradients are adapted after each evaluation. It may use this
   ///        object, but not call step(), save() or load().
   /// @return what the wrapped optimizer returns: the loss, undefined without a closure.
-  /// @throws InvalidArgument if a gradient is sparse, complex or integer: before anything is changed,
-  ///         unless it is the closure's second evaluation or a later one. Whatever the wrapped
-  ///         optimizer and the closure throw.
+  /// @throws InvalidArgument if a gradient is sparse, complex or integer: before anything is
+  ///         changed, unless it is the closure's second evaluation or a later one. Whatever the
+  ///         wrapped optimizer and the closure throw.
   torch::Tensor step(LossClosure closure = nullptr) override;
 
   /// As the wrapped optimizer would.

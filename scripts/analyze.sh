@@ -1,0 +1,155 @@
+#!/usr/bin/env bash
+# Run the static analysis: one line per tool says whether it passed.
+#
+#   scripts/analyze.sh [--all | --base REVISION] [--install] [TOOL...]
+#
+# Tools (default: all of them):
+#   - ruff, ruff-format: lint and layout of Python
+#   - clang-format: layout of C++ and CUDA
+#   - shellcheck: shell scripts
+#   - codespell: misspelled words
+#   - mypy: types of the package apex (scripts/check_types.sh)
+#   - sphinx: the documentation, warnings as errors
+#   - clang-tidy: C++ files changed since REVISION; with --all, every file of cpp/src and python/src
+#
+# REVISION is by default where this branch left main, or HEAD~1 on main itself; what is not committed counts as changed.
+# --install installs what scripts/analysis-requirements.txt pins beside the Python that is used. Tools are taken from
+# APEX_VENV (default: .venv in the repository) first, then from PATH; a tool that is nowhere is "not installed", which is
+# no failure. Exit status: 0, or 1 if a tool found something.
+#
+# clang-tidy has to be of version 19 or newer (pip install clang-tidy; Debian: clang-tidy-19), and takes about 20 seconds
+# of processor time per file, more with 19. Environment: APEX_TIDY_JOBS, files at a time (default: one per core).
+# shellcheck disable=SC2317,SC2329  # functions are called by the name of their tool
+set -uo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/.." && pwd)
+cd "$root" || exit 1
+venv=${APEX_VENV:-$root/.venv}
+if [ -d "$venv/bin" ]; then export PATH="$venv/bin:$PATH"; fi
+
+all=no base='' install=no tools=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --all) all=yes ;;
+    --install) install=yes ;;
+    --base)
+      [ $# -gt 1 ] || { echo "--base needs a revision" >&2; exit 2; }
+      base=$2
+      shift
+      ;;
+    -*)
+      echo "unknown option $1; see the head of $0" >&2
+      exit 2
+      ;;
+    *) tools+=("$1") ;;
+  esac
+  shift
+done
+if [ ${#tools[@]} -eq 0 ]; then
+  tools=(ruff ruff-format clang-format shellcheck codespell mypy sphinx clang-tidy)
+fi
+if [ "$install" = yes ]; then
+  python3 -m pip install --quiet --requirement "$here/analysis-requirements.txt" || exit 1
+fi
+
+# files PATTERN...: those of the repository, committed or new, one a line.
+files() {
+  git ls-files --cached --others --exclude-standard -- "$@" | while read -r file; do
+    if [ -f "$file" ]; then echo "$file"; fi
+  done
+}
+
+# Each function, called by name, runs a tool; its status: 0, passed; 1, failed; 3, not installed; 4, nothing to look at.
+need() { command -v "$1" >/dev/null || return 3; }
+
+run_ruff() { need ruff || return; ruff check .; }
+run_ruff_format() { need ruff || return; ruff format --check .; }
+run_clang_format() {
+  need clang-format || return
+  local wrong
+  wrong=$(files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs clang-format --dry-run --Werror 2>&1 |
+    sed -n 's/^\([^ :]*\):[0-9]*:.* error: .*/\1/p' | sort -u)
+  if [ -n "$wrong" ]; then
+    printf 'to be formatted by clang-format -i:\n%s\n' "$wrong"
+    return 1
+  fi
+}
+run_shellcheck() {
+  need shellcheck || return
+  files '*.sh' .ci/run | xargs shellcheck
+}
+run_codespell() {
+  need codespell || return
+  codespell --toml pyproject.toml .ci benchmarks cmake cpp docs examples python scripts ./*.md ./*.toml ./CMake*
+}
+run_mypy() { PYTHON=python3 bash "$here/check_types.sh"; }
+run_sphinx() {
+  (cd / && python3 -c 'import furo, myst_parser, sphinx, torch') 2>/dev/null || return 3
+  python3 -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
+}
+
+tidy_files() {
+  if [ "$all" = yes ]; then
+    files 'cpp/src/*.cpp' 'python/src/*.cpp'
+    return
+  fi
+  local since=$base
+  if [ -z "$since" ]; then
+    since=$(git merge-base HEAD main 2>/dev/null || git merge-base HEAD origin/main 2>/dev/null)
+    if [ -z "$since" ] || [ "$since" = "$(git rev-parse HEAD)" ]; then since=HEAD~1; fi
+  fi
+  { git diff --name-only --diff-filter=d "$since" -- '*.cpp'; git ls-files --others --exclude-standard -- '*.cpp'; } |
+    sort -u
+}
+
+run_clang_tidy() {
+  local tidy='' candidate build=build/tidy listed=() file
+  for candidate in clang-tidy clang-tidy-23 clang-tidy-22 clang-tidy-21 clang-tidy-20 clang-tidy-19; do
+    if command -v "$candidate" >/dev/null &&
+      [ "$("$candidate" --version | sed -n 's/.*version \([0-9]*\).*/\1/p' | head -1)" -ge 19 ]; then
+      tidy=$candidate
+      break
+    fi
+  done
+  if [ -z "$tidy" ] || ! need cmake; then return 3; fi
+  # Configured, not built; without precompiled headers, which are those of another compiler.
+  if ! cmake -S . -B "$build" -G Ninja -DAPEX_CUDA=OFF -DAPEX_BUILD_TESTS=ON -DAPEX_BUILD_EXAMPLES=ON \
+    -DAPEX_BUILD_PYTHON=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON \
+    >"$build.log" 2>&1; then
+    cat "$build.log"
+    return 1
+  fi
+  while read -r file; do
+    # Only what this configuration compiles, and so has a command line for.
+    if grep -q "\"file\": \".*/$file\"" "$build/compile_commands.json"; then listed+=("$file"); fi
+  done < <(tidy_files)
+  if [ ${#listed[@]} -eq 0 ]; then return 4; fi
+  echo "${#listed[@]} files"
+  printf '%s\n' "${listed[@]}" |
+    xargs -P "${APEX_TIDY_JOBS:-$(getconf _NPROCESSORS_ONLN)}" -n 1 "$tidy" --quiet --warnings-as-errors='*' -p "$build" \
+      2> >(grep -v 'warnings generated' >&2)
+}
+
+mkdir -p build
+status=0 summary=()
+for tool in "${tools[@]}"; do
+  function=run_${tool//-/_}
+  if ! declare -F "$function" >/dev/null; then
+    echo "there is no tool $tool; see the head of $0" >&2
+    exit 2
+  fi
+  echo "=== $tool"
+  SECONDS=0
+  "$function"
+  case $? in
+    0) result=passed ;;
+    3) result="not installed" ;;
+    4) result="passed (no files changed)" ;;
+    *) result=FAILED status=1 ;;
+  esac
+  summary+=("$(printf '%-13s %s (%d s)' "$tool" "$result" $SECONDS)")
+done
+echo
+printf '%s\n' "${summary[@]}"
+exit $status

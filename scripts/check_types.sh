@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Check the types of the Python package apex: mypy --strict, as pyproject.toml configures it.
+#
+# What a build adds to the sources (the stubs of apex._core, and _build_info.py) is taken from the apex that is installed
+# beside mypy, so install the package first: `bash scripts/test.sh --collect-only -q` does so.
+#
+# Environment: PYTHON, the Python with torch, mypy and apex (default: that of .venv, or else python3). Arguments are
+# passed on to mypy. Exit status: 0, no findings; 1, findings; 3, mypy or the installed package is missing.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-$root/.venv/bin/python}
+if [ ! -x "$python" ]; then python=$(command -v "${PYTHON:-python3}") || exit 3; fi
+
+# From /, so that the installed package is found and not a folder of that name.
+if ! installed=$(cd / && "$python" -c 'import importlib.util, pathlib, sys
+if importlib.util.find_spec("mypy") is None: sys.exit("there is no mypy beside " + sys.executable)
+spec = importlib.util.find_spec("apex")
+folder = pathlib.Path(spec.origin).parent if spec and spec.origin else None
+if folder is None or not (folder / "_core.pyi").exists():
+    sys.exit("apex is not installed beside " + sys.executable + ": build and install it first")
+print(folder)'); then
+  exit 3
+fi
+
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cp -R "$root/python/apex" "$folder/apex"
+cp "$installed/_core.pyi" "$installed/_build_info.py" "$folder/apex/"
+cd "$folder"
+# Paths as they are in the repository.
+"$python" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$root/build/mypy-cache" \
+  --show-error-codes "$@" apex | sed 's|^apex/|python/apex/|'

@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# Build and run the C++ unit tests under sanitizers, and say for each what came of it.
+#
+#   scripts/sanitize.sh [--tests FILTER] [--build-only] [PRESET...]
+#
+# PRESETs are those of CMakePresets.json: asan (AddressSanitizer and UndefinedBehaviorSanitizer) and tsan
+# (ThreadSanitizer); default: both, one after the other. FILTER is GoogleTest's, e.g. 'Reducer*:-*Error*'. A preset is
+# built in build/PRESET, which is used again the next time; what it prints while it runs goes to build/PRESET/sanitize.log.
+#
+# Environment: APEX_VENV, the environment with torch, cmake and ninja (default: .venv in the repository; scripts/test.sh
+# makes it); CMAKE_BUILD_PARALLEL_LEVEL, compilers at a time; those of the sanitizers are set by the presets.
+# Exit status: 0 if every test passed and nothing was reported.
+set -uo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=venv.sh
+source "$here/venv.sh"
+cd "$apex_root" || exit 1
+venv=${APEX_VENV:-$apex_root/.venv}
+if [ -d "$venv/bin" ]; then export PATH="$venv/bin:$PATH"; fi
+if command -v ccache >/dev/null; then
+  export CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros}
+fi
+
+presets=() build_only=no
+while [ $# -gt 0 ]; do
+  case $1 in
+    --tests)
+      export GTEST_FILTER=${2:?"--tests needs a filter"}
+      shift
+      ;;
+    --build-only) build_only=yes ;;
+    asan | tsan) presets+=("$1") ;;
+    *)
+      echo "unknown argument $1; see the head of $0" >&2
+      exit 2
+      ;;
+  esac
+  shift
+done
+if [ ${#presets[@]} -eq 0 ]; then presets=(asan tsan); fi
+
+# run PRESET: sets result.
+run() {
+  local folder=build/$1 status
+  if ! apex_quiet cmake --preset "$1" -DAPEX_BUILD_EXAMPLES=OFF ||
+    ! apex_quiet cmake --build --preset "$1" --parallel "${CMAKE_BUILD_PARALLEL_LEVEL:-$(apex_build_jobs)}"; then
+    result="FAILED to build"
+    return 1
+  fi
+  if [ "$build_only" = yes ]; then
+    result=built
+    return 0
+  fi
+  rm -rf "$folder/test-results"
+  ctest --preset "$1" --no-tests=error --verbose >"$folder/sanitize.log" 2>&1
+  status=$?
+  local reports
+  reports=$(grep -cE 'ERROR: AddressSanitizer|WARNING: ThreadSanitizer|: runtime error: ' "$folder/sanitize.log")
+  # A program that a sanitizer ends writes no results: ctest's last lines name it.
+  result=$(python3 - "$folder/test-results" <<'PYTHON'
+import pathlib
+import sys
+import xml.etree.ElementTree as tree
+
+counts = dict.fromkeys(("tests", "failures", "skipped"), 0)
+for file in pathlib.Path(sys.argv[1]).glob("*.xml"):
+    root = tree.parse(file).getroot()
+    for name in ("tests", "failures"):
+        counts[name] += int(root.get(name, 0))
+    for case in root.iter("testcase"):
+        counts["skipped"] += case.get("result") == "skipped"
+print(", ".join(f"{number} {name}" for name, number in counts.items()))
+PYTHON
+)
+  result+=", $reports reports"
+  if [ $status -ne 0 ] || [ "$reports" -ne 0 ]; then
+    grep -E -A40 'ERROR: AddressSanitizer|WARNING: ThreadSanitizer|: runtime error: |\[  FAILED  \]|: Failure' \
+      "$folder/sanitize.log" | head -200
+    sed -n '/tests passed/,$p' "$folder/sanitize.log"
+    result+=": FAILED, see $folder/sanitize.log"
+    return 1
+  fi
+}
+
+status=0 summary=()
+for preset in "${presets[@]}"; do
+  echo "=== $preset"
+  SECONDS=0 result=''
+  run "$preset" || status=1
+  summary+=("$preset: $result ($SECONDS s)")
+done
+echo
+printf '%s\n' "${summary[@]}"
+exit $status
