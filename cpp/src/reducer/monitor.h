@@ -28,8 +28,10 @@ class Monitor {
         return;
       }
       std::unique_lock<std::mutex> lock(monitor.mutex_);
+      ++monitor.waiting_;
       monitor.left_.wait(lock, [&] { return monitor.owner_.load() == std::thread::id(); });
-      monitor.owner_.store(std::this_thread::get_id());
+      --monitor.waiting_;
+      monitor.owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
       lock.release();  // held until the outermost Change ends, but for open()
       outermost_ = true;
     }
@@ -37,9 +39,10 @@ class Monitor {
     Change& operator=(const Change&) = delete;
     ~Change() {
       if (outermost_) {
-        monitor_->owner_.store(std::thread::id());
+        monitor_->owner_.store(std::thread::id(), std::memory_order_relaxed);
+        const bool awaited = monitor_->waiting_ > 0;
         monitor_->mutex_.unlock();
-        monitor_->left_.notify_one();
+        if (awaited) monitor_->left_.notify_one();
       } else if (reopen_) {
         monitor_->reopen();
       }
@@ -81,7 +84,7 @@ class Monitor {
   }
 
  private:
-  bool is_mine() const { return owner_.load() == std::this_thread::get_id(); }
+  bool is_mine() const { return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
   bool close() {
     if (!open_) return false;
     mutex_.lock();
@@ -96,6 +99,7 @@ class Monitor {
   std::mutex mutex_;
   std::condition_variable left_;
   std::atomic<std::thread::id> owner_{std::thread::id()};
+  int waiting_ = 0;    ///< threads, for the right to change
   bool open_ = false;  ///< the owner's: it does not hold mutex_ just now
 };
 
