@@ -4,11 +4,12 @@
 # tests and examples, and prints "N passed, N failed, N skipped" for both together as its last line.
 # What is built or installed already is used again.
 #
-# With --quick as its first argument it runs, after the same build, the C++ unit tests and some Python tests
-# of each area (python/tests/conftest.py lists them): for between two changes.
+# With --quick as its first argument it runs the C++ unit tests and some Python tests of each area
+# (python/tests/conftest.py lists them): for between two changes. That needs no examples, which it does not build.
 #
 # Environment: APEX_VENV, the folder of the virtual environment (default: .venv in the repository),
-# APEX_TEST_WORKERS, how many files of Python tests run at a time (default: 2; 0 for debuggers), what
+# APEX_TEST_WORKERS, how many files of Python tests run at a time (default: 2; 0 for debuggers),
+# APEX_TEST_RESULTS, the folder of the results as JUnit XML (default: build/test-results; emptied first), what
 # scripts/venv.sh lists, and PYTEST_ADDOPTS. Arguments are passed on to pytest.
 set -uo pipefail
 
@@ -17,12 +18,12 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/venv.sh"
 cd "$apex_root" || exit 1
 venv=${APEX_VENV:-$apex_root/.venv}
-cpp_tests=() python_tests=()
+cpp_tests=() python_tests=() parts=(TESTS EXAMPLES)
 if [ "${1:-}" = --quick ]; then
   shift
-  cpp_tests=(--label-regex unit) python_tests=(-m quick)
+  cpp_tests=(--label-regex unit) python_tests=(-m quick) parts=(TESTS)
 fi
-results=$apex_root/build/test-results
+results=${APEX_TEST_RESULTS:-$apex_root/build/test-results}
 
 # GoogleTest comes with the system where it can, else CMake fetches a pinned release.
 if [ ! -e /usr/include/gtest/gtest.h ] && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
@@ -33,14 +34,15 @@ fi
 
 apex_ensure_venv "$venv" "pytest>=8" pytest-xdist scikit-learn tqdm pillow mypy || exit 1
 build=$(apex_build_folder "$venv") || exit 1
-for part in TESTS EXAMPLES; do
+defines=${SKBUILD_CMAKE_DEFINE:-}
+for part in "${parts[@]}"; do
+  defines+="${defines:+;}APEX_BUILD_$part=ON"
   if ! grep -qs "^APEX_BUILD_$part:[A-Z]*=ON" "$build/CMakeCache.txt"; then
     rm -f "$venv/.apex-package-stamp" # what is installed was built without them
   fi
 done
 # By scikit-build-core's variable: the pip of older systems has no option for it.
-SKBUILD_CMAKE_DEFINE="${SKBUILD_CMAKE_DEFINE:+$SKBUILD_CMAKE_DEFINE;}APEX_BUILD_TESTS=ON;APEX_BUILD_EXAMPLES=ON" \
-  apex_install_package "$venv" || exit 1
+SKBUILD_CMAKE_DEFINE=$defines apex_install_package "$venv" || exit 1
 apex_quiet "$venv/bin/cmake" --build "$build" --parallel "$(apex_build_jobs)" || exit 1
 
 rm -rf "$results" "$build/test-results"

@@ -13,6 +13,7 @@
 #include "comm/collectives.h"
 #include "comm/failure_report.h"
 #include "distributed/backends.h"
+#include "torch_version.h"
 
 namespace apex::parallel::detail {
 
@@ -105,7 +106,7 @@ void refuse_different(const c10d::ProcessGroup& group, const std::vector<Header>
 }
 
 bool talks_over_gloo(c10d::ProcessGroup& group, const at::Tensor& tensor) {
-  return tensor.is_cpu() && group.hasBackendForDeviceType(at::kCPU) &&
+  return tensor.is_cpu() && has_backend(group, at::kCPU) &&
          distributed::gloo_timeout(*group.getBackend(at::kCPU)).has_value();
 }
 
@@ -132,12 +133,9 @@ at::Tensor gather_with_headers(const Peers& peers, const at::Tensor& local, Dire
     std::memcpy(to + rank * length + sizeof(mine), local.const_data_ptr(), static_cast<size_t>(bytes));
   }
   // Without the layer, which a rank that only takes part under join() does not know.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // its new name is not in torch 2.11
   const auto work = call_collective(describe({}, direction, channels), *peers.group, [&] {
-    return peers.group->alltoall_base(received, sent, rooms, lengths);
+    return all_to_all_single(*peers.group, received, sent, rooms, lengths);
   });
-#pragma GCC diagnostic pop
   wait_collective(work, describe(peers, direction, channels), *peers.group);
   remember_processes(*peers.group);
   const uint8_t* from = received.const_data_ptr<uint8_t>();
@@ -188,11 +186,8 @@ at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Direction dir
   at::Tensor share = local;
   c10d::AllgatherOptions options;
   options.asyncOp = false;  // NCCL: on the current stream, without an event in between
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // its new name is not in torch 2.11
   const auto work =
-      call_collective(what, *peers.group, [&] { return peers.group->_allgather_base(gathered, share, options); });
-#pragma GCC diagnostic pop
+      call_collective(what, *peers.group, [&] { return all_gather_single(*peers.group, gathered, share, options); });
   if (work) wait_collective(work, what, *peers.group);
   return gathered;
 }

@@ -16,6 +16,7 @@
 #include "comm/failure_listener.h"
 #include "distributed/backends.h"
 #include "interruption.h"
+#include "torch_version.h"
 
 namespace apex::parallel {
 
@@ -41,7 +42,7 @@ std::string message_of(const std::exception_ptr& cause) {
 /// others end the communicator when a wait times out.
 bool can_stop_waiting(const c10d::ProcessGroup& group) {
   auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
-  if (!mutable_group.hasBackendForDeviceType(at::kCPU)) return false;
+  if (!detail::has_backend(group, at::kCPU)) return false;
   const auto devices = mutable_group.getDeviceTypes();
   return std::all_of(devices.begin(), devices.end(), [&](const c10::Device& device) {
     return distributed::gloo_timeout(*mutable_group.getBackend(device.type())).has_value();
@@ -87,7 +88,7 @@ bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group, const std:
 
 std::string note_on_ranks(const c10d::ProcessGroup& group) {
   auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
-  if (!mutable_group.hasBackendForDeviceType(at::kCPU)) return {};
+  if (!detail::has_backend(group, at::kCPU)) return {};
   const auto ranks = distributed::gloo_global_ranks(*mutable_group.getBackend(at::kCPU));
   bool same = true;
   std::string list;
@@ -110,10 +111,7 @@ void throw_communication_error(const std::string& what, const c10d::ProcessGroup
 
 c10::intrusive_ptr<c10d::Work> all_gather_flat(const std::string& what, c10d::ProcessGroup& group,
                                                at::Tensor gathered, at::Tensor share) {
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // its new name is not in torch 2.11
-  return call_collective(what, group, [&] { return group._allgather_base(gathered, share); });
-#pragma GCC diagnostic pop
+  return call_collective(what, group, [&] { return detail::all_gather_single(group, gathered, share); });
 }
 
 void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what,

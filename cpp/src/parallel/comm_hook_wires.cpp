@@ -13,6 +13,7 @@
 #include <apex/parallel/comm_hook.h>
 
 #include "comm/collectives.h"
+#include "torch_version.h"
 
 namespace apex::parallel {
 
@@ -128,12 +129,9 @@ class Fp32AccumulateHook final : public CommHook {
     at::Tensor input = bytes(exchange.sent);
     at::Tensor output = bytes(exchange.received);
     std::vector<int64_t> even;
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // its new name is not in torch 2.11
     exchange.work = call_collective("all-to-all of narrow gradients", *group_, [&] {
-      return group_->alltoall_base(output, input, even, even);
+      return detail::all_to_all_single(*group_, output, input, even, even);
     });
-#pragma GCC diagnostic pop
     return exchange;
   }
 

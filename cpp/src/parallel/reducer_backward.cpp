@@ -80,6 +80,7 @@ void ReducerState::begin_backward() {
         ": a collective, or the communication hook of some ranks, failed in an earlier backward, so the messages "
         "of the ranks do not match any more: start again with a new process group and a new wrapper");
   }
+  require_same_ranks(*parent_, rank_, world_size_, "this reducer");
   told_ = steps_compared_ = false;
   details_ = {};
   gives_up_.reset();

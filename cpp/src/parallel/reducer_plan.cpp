@@ -352,7 +352,7 @@ at::Tensor ReducerState::allocate_registered(const GroupPtr& group, int64_t nume
                                              const at::TensorOptions& options) {
   const at::Device device = options.device();
   std::string reason = "the group has no backend for " + device.str();
-  if (group->hasBackendForDeviceType(device.type())) {
+  if (has_backend(*group, device.type())) {
     const auto backend = group->getBackend(device.type());
     try {
       if (backend->supportsTensorAlloc(device.index())) {
@@ -492,7 +492,7 @@ void ReducerState::build_buckets() {
     entry.average_on_wire =
         options_.gradient_average && options_.gradient_predivide_factor == 1.0 &&
         entry.bucket.kind() != Bucket::Kind::kSparse && type == at::kCUDA &&
-        group->hasBackendForDeviceType(type) && group->getBackend(type)->getBackendName() == "nccl";
+        has_backend(*group, type) && is_nccl(group->getBackend(type)->getBackendName());
   }
 }
 

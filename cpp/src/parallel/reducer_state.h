@@ -32,14 +32,13 @@
 #include "reducer/recurrence.h"
 #include "reducer/step_facts.h"
 #include "reducer/step_tracker.h"
+#include "torch_version.h"
 
 namespace apex::parallel::detail {
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-/// torch up to 2.11 hands out a std::shared_ptr, later versions an intrusive_ptr.
-using AccumulatorPtr =
-    decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+using AccumulatorPtr = NodePtr;
 
 class BackwardScope;
 
