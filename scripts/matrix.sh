@@ -20,7 +20,7 @@
 set -uo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-# shellcheck source=scripts/venv.sh
+# shellcheck source=venv.sh
 source "$here/venv.sh"
 # shellcheck disable=SC2154 # venv.sh assigns apex_root
 work=$apex_root/build/matrix

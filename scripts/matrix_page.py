@@ -119,10 +119,7 @@ def page(args: argparse.Namespace) -> int:
     plan = dict(line.rstrip("\n").split("|", 1) for line in sys.stdin)
     results = load(args.file)
     shown = [
-        results[key]
-        for name in plan
-        for key in (f"{name} full", f"{name} quick")
-        if key in results
+        results[key] for name in plan for key in (f"{name} full", f"{name} quick") if key in results
     ]
     lines = [
         (
