@@ -130,9 +130,10 @@ def page(args: argparse.Namespace) -> int:
     ]  # fmt: skip
     head = ("torch", "wheel", "Python", "compiler", "standard", "tests", "result", "date", "commit")
     text = HEAD
-    defines = sorted({r["defines"] for r in shown if r["defines"]})
-    if defines:
-        text += "- Built with " + ", ".join(f"`{d}`" for d in defines) + ".\n"
+    for options in sorted({r["defines"] for r in shown if r["defines"]}):
+        names = [r["row"] for r in shown if r["defines"] == options]
+        of = "" if len(names) == len(shown) else " (" + ", ".join(names) + ")"
+        text += f"- Built with `{options}`{of}.\n"
     text += "\n" + table(head, lines)
     bad = [r for r in shown if r.get("failures")]
     if bad:
