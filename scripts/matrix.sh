@@ -2,11 +2,12 @@
 # Build and test the package with several versions of torch, Python, the C++ compiler and the C++ standard, one row after
 # another, and write docs/compatibility.md from what was seen.
 #
-#   scripts/matrix.sh [--list] [--rows PATTERN]... [--full] [--again] [--keep] [--page]
+#   scripts/matrix.sh [--list] [--rows PATTERN]... [--full | --python] [--again] [--keep] [--page]
 #
 #   --list           print the rows, and which of them have a result or cannot be run here
 #   --rows PATTERN   run the rows whose name fits this pattern of the shell, e.g. 'torch2.15*'; may be repeated
 #   --full           the whole test suite, as scripts/test.sh; default: its --quick
+#   --python         only the Python tests of --quick, without building any in C++
 #   --again          run rows, too, that have a result of the same commit
 #   --keep           keep environments and builds; default: delete those of a row that has a result
 #   --page           only write docs/compatibility.md from the results that there are
@@ -82,7 +83,7 @@ run_row() {
   rm -rf "$row/test-results"
   begin=$SECONDS
   PYTHON=$(find_python "$python") CXX=$(find_compiler "$compiler") APEX_TORCH=torch==$torch APEX_VENV=$row/venv \
-    APEX_TEST_RESULTS=$row/test-results SKBUILD_BUILD_DIR=$row/build \
+    APEX_TEST_RESULTS=$row/test-results APEX_TEST_CPP=$cpp SKBUILD_BUILD_DIR=$row/build \
     SKBUILD_CMAKE_DEFINE="${defines:+$defines;}CMAKE_CXX_STANDARD=$standard" \
     bash "$here/test.sh" ${level[@]+"${level[@]}"} >"$row/log" 2>&1 || status=$?
   tail -n 1 "$row/log"
@@ -95,7 +96,7 @@ run_row() {
   return "$status"
 }
 
-level=(--quick) tests=quick patterns=() list=no again=no keep=no only_page=no
+level=(--quick) tests=quick cpp=ON patterns=() list=no again=no keep=no only_page=no
 while [ $# -gt 0 ]; do
   case $1 in
     --list) list=yes ;;
@@ -107,7 +108,8 @@ while [ $# -gt 0 ]; do
       patterns+=("$2")
       shift
       ;;
-    --full) level=() tests=full ;;
+    --full) level=() tests=full cpp=ON ;;
+    --python) level=(--quick) tests=python cpp=OFF ;;
     --again) again=yes ;;
     --keep) keep=yes ;;
     --page) only_page=yes ;;

@@ -26,8 +26,8 @@ HEAD = """\
 `bash scripts/matrix.sh` builds the package, runs its tests and writes this page. A row holds for
 the versions and the commit that it names, and for nothing else.
 
-- *quick*: the C++ unit tests and the Python tests of `scripts/test.sh --quick`. *full*: all of
-  `scripts/test.sh`.
+- *quick*: the C++ unit tests and the Python tests of `scripts/test.sh --quick`. *python*: the
+  latter alone. *full*: all of `scripts/test.sh`.
 - A skipped test needs something that was not there, for instance a GPU.
 - A CUDA wheel on a machine without a GPU is tested over Gloo, on the CPU.
 """
@@ -64,7 +64,7 @@ def wheel() -> str:
 
 
 def record(args: argparse.Namespace) -> int:
-    built = (args.results / "ctest.xml").exists()
+    built = args.results.exists()  # scripts/test.sh makes it after the build
     result: dict[str, Any] = {
         "row": args.row,
         "tests": args.tests,
@@ -119,7 +119,10 @@ def page(args: argparse.Namespace) -> int:
     plan = dict(line.rstrip("\n").split("|", 1) for line in sys.stdin)
     results = load(args.file)
     shown = [
-        results[key] for name in plan for key in (f"{name} full", f"{name} quick") if key in results
+        results[key]
+        for name in plan
+        for key in (f"{name} full", f"{name} quick", f"{name} python")
+        if key in results
     ]
     lines = [
         (
