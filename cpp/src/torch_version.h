@@ -32,13 +32,13 @@ inline bool has_backend(const c10d::ProcessGroup& group, c10::DeviceType type) {
 #endif
 }
 
-// The collectives of one tensor have new names since torch 2.14, and the old ones are deprecated.
+// The collectives of one tensor have new names since torch 2.13, and the old ones are deprecated.
 
 /// `output` [ranks * n] is `input` [n] of every rank, in the order of the ranks. Does not block the host.
 inline c10::intrusive_ptr<c10d::Work> all_gather_single(c10d::ProcessGroup& group, at::Tensor& output,
                                                         at::Tensor& input,
                                                         const c10d::AllgatherOptions& options = {}) {
-#if APEX_TORCH_AT_LEAST(2, 14)
+#if APEX_TORCH_AT_LEAST(2, 13)
   return group.all_gather_single(output, input, options);
 #else
   return group._allgather_base(output, input, options);
@@ -49,7 +49,7 @@ inline c10::intrusive_ptr<c10d::Work> all_gather_single(c10d::ProcessGroup& grou
 inline c10::intrusive_ptr<c10d::Work> all_to_all_single(c10d::ProcessGroup& group, at::Tensor& output,
                                                         at::Tensor& input, std::vector<int64_t>& output_sizes,
                                                         std::vector<int64_t>& input_sizes) {
-#if APEX_TORCH_AT_LEAST(2, 14)
+#if APEX_TORCH_AT_LEAST(2, 13)
   return group.all_to_all_single(output, input, output_sizes, input_sizes);
 #else
   return group.alltoall_base(output, input, output_sizes, input_sizes);
