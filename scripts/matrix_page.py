@@ -124,6 +124,9 @@ def page(args: argparse.Namespace) -> int:
         for key in (f"{name} full", f"{name} quick", f"{name} python")
         if key in results
     ]
+    if not shown:
+        print(f"no results: {args.page} is left as it is")
+        return 0
     lines = [
         (
             r["torch"], r["wheel"], r["python"], compiler_of(r), f"C++{r['standard']}",
