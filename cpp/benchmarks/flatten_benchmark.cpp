@@ -5,15 +5,15 @@
 
 #include <ATen/ATen.h>
 
-#include <apex/parallel/bucket.h>
+#include "reducer/bucket_message.h"
 
 // A bucket's way without the network: gradients into the message, the average, and back. The copy of one
 // flat tensor of the same size is beside it as the floor.
 
 namespace {
 
-using apex::parallel::Bucket;
-using apex::parallel::BucketOptions;
+using apex::parallel::detail::BucketMessage;
+using apex::parallel::detail::MessageOptions;
 
 struct Gradients {
   std::vector<at::Tensor> variables;
@@ -33,13 +33,13 @@ struct Gradients {
 /// Arguments: number of gradients, elements of each, 1 for gradients that stay views of the buffer.
 void PackAndUnpack(benchmark::State& state) {
   Gradients gradients(state.range(0), state.range(1));
-  BucketOptions options;
+  MessageOptions options;
   options.gradient_as_bucket_view = state.range(2) != 0;
-  const auto kind = state.range(0) == 1 ? Bucket::Kind::kInPlace : Bucket::Kind::kFlat;
-  Bucket bucket(kind, gradients.members, gradients.variables, {}, at::kCPU, options);
+  const auto kind = state.range(0) == 1 ? BucketMessage::Kind::kInPlace : BucketMessage::Kind::kFlat;
+  BucketMessage bucket(kind, gradients.members, gradients.variables, {}, at::kCPU, options);
   for (auto _ : state) {
     bucket.pack(gradients.used, 1.0);
-    bucket.unpack(0.5);
+    bucket.unpack(0.5, gradients.used);
     benchmark::ClobberMemory();
   }
   state.SetBytesProcessed(state.iterations() * state.range(0) * state.range(1) *

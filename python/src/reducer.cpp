@@ -61,7 +61,6 @@ nb::dict to_dict(const ReducerStatistics& statistics) {
   nb::dict result;
   result["backwards"] = statistics.backwards;
   result["plans_learnt"] = statistics.plans_learnt;
-  result["plans_tuned"] = statistics.plans_tuned;
   result["plans_extended"] = statistics.plans_extended;
   result["launched_in_backward"] = statistics.launched_in_backward;
   result["launched_at_end"] = statistics.launched_at_end;
@@ -153,7 +152,7 @@ void init_reducer(nb::module_& m) {
               const std::vector<int64_t>& trigger_parameters, bool gradient_as_bucket_view,
               bool allreduce_always_fp32, bool gradient_average, double gradient_predivide_factor,
               bool static_graph, bool init_sync, bool check_finite,
-              std::optional<bool> check_steps, bool auto_buckets, bool registered_buffers,
+              std::optional<bool> check_steps, bool registered_buffers,
               const std::vector<std::string>& settings) {
              ReducerOptions options;
              options.limits.cap = cap;
@@ -170,7 +169,6 @@ void init_reducer(nb::module_& m) {
              options.init_sync = init_sync;
              options.check_finite = check_finite;
              options.check_steps = check_steps;
-             options.auto_buckets = auto_buckets;
              options.registered_buffers = registered_buffers;
              options.settings = settings;
              new (self) Reducer(named(names, parameters), groups(group_names), options);
@@ -183,7 +181,7 @@ void init_reducer(nb::module_& m) {
            nb::arg("gradient_average") = true, nb::arg("gradient_predivide_factor") = 1.0,
            nb::arg("static_graph") = false, nb::arg("init_sync") = true,
            nb::arg("check_finite") = false, nb::arg("check_steps") = nb::none(),
-           nb::arg("auto_buckets") = false, nb::arg("registered_buffers") = false,
+           nb::arg("registered_buffers") = false,
            nb::arg("settings") = std::vector<std::string>(), release())
       .def("prepare_for_forward", &Reducer::prepare_for_forward, nb::arg("training") = true, release())
       .def_static("release_all", &Reducer::release_all, release())

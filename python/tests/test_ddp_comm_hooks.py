@@ -182,22 +182,3 @@ def test_comm_hook_result_of_any_shape_and_strides_is_taken_in_order(
     ranks.run(2, _returns, name, options)
 
 
-# --- a state, and buckets that change ---
-
-
-def _excludes_auto(rank: int, world: int) -> None:
-    state = power_sgd.PowerSGDState(None)
-    ddp = DistributedDataParallel(build(), message_size="auto")
-    with raises(ValueError, "PowerSGDState", 'message_size="auto"', "bucket_cap_mb"):
-        ddp.register_comm_hook(state, power_sgd.powerSGD_hook)
-    check_step(ddp, _loss, "without a hook")
-    # What has no state, or a group for one, does not mind.
-    ddp.register_comm_hook(dist.group.WORLD, default_hooks.allreduce_hook)
-    check_step(ddp, _loss, "with a hook")
-    DistributedDataParallel(build(), bucket_cap_mb=1).register_comm_hook(
-        state, power_sgd.powerSGD_hook
-    )
-
-
-def test_comm_hook_with_a_state_and_auto_buckets_is_refused(ranks: RankPool) -> None:
-    ranks.run(2, _excludes_auto)

@@ -406,7 +406,6 @@ def _has_bytes(rank: int, world: int) -> None:
     model = nn.Linear(1024, 1024, bias=False)  # 4 MiB
     for options, wanted in [
         ({}, 8 * floor),
-        ({"message_size": "auto"}, 8 * floor),
         ({"message_size": 500_000}, 2_000_000),
         ({"message_size": 10}, floor),
         ({"bucket_cap_mb": 3}, 3 * floor),

@@ -112,7 +112,6 @@ class Policy(NamedTuple):
 
 @pytest.mark.parametrize(("name", "values", "said"), [
     ("message_size", [10, 20], "bucket size=10"),
-    ("message_size", ["auto", 10_000_000], 'message_size="auto"'),
     ("bucket_cap_mb", [1, 2], "bucket size="),
     ("delay_allreduce", [False, True], "delay_allreduce"),
     ("gradient_average", [False, True], "gradient_average"),

@@ -8,7 +8,6 @@
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
 #include <apex/interruption.h>
-#include <apex/parallel/bucket.h>
 #include <apex/parallel/bucket_assignment.h>
 #include <apex/parallel/comm_hook.h>
 #include <apex/parallel/distributed_data_parallel.h>

@@ -129,14 +129,12 @@ at::Tensor LossScaler::found_inf() const {
 void LossScaler::synchronize(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   if (!options_.dynamic || group->getSize() == 1) return;
   at::NoGradGuard no_grad;
-  std::vector<at::Tensor> flags{found_inf()};
-  c10d::AllreduceOptions maximum;
-  maximum.reduceOp = c10d::ReduceOp::MAX;
+  const at::Tensor flag = found_inf();
   const std::string what = "all-reduce of the overflow flags of a LossScaler";
-  apex::parallel::wait_collective(
-      apex::parallel::call_collective(what, *group, [&] { return group->allreduce(flags, maximum); }), what, *group);
+  parallel::run_collective(what, *group,
+                           [&] { return parallel::issue_all_reduce(what, *group, flag, c10d::ReduceOp::MAX); });
   // At least as large as every device's own flag, so those may stay.
-  found_inf_on(flags[0].device()).copy_(flags[0]);
+  found_inf_on(flag.device()).copy_(flag);
 }
 
 bool LossScaler::overflowed() const { return found_inf().item<float>() > 0; }

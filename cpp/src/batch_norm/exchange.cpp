@@ -133,9 +133,7 @@ at::Tensor gather_with_headers(const Peers& peers, const at::Tensor& local, Dire
     std::memcpy(to + rank * length + sizeof(mine), local.const_data_ptr(), static_cast<size_t>(bytes));
   }
   // Without the layer, which a rank that only takes part under join() does not know.
-  const auto work = call_collective(describe({}, direction, channels), *peers.group, [&] {
-    return all_to_all_single(*peers.group, received, sent, rooms, lengths);
-  });
+  const auto work = issue_all_to_all(describe({}, direction, channels), *peers.group, received, sent, rooms, lengths);
   wait_collective(work, describe(peers, direction, channels), *peers.group);
   remember_processes(*peers.group);
   const uint8_t* from = received.const_data_ptr<uint8_t>();
@@ -182,13 +180,9 @@ BeforeExchange::~BeforeExchange() {
 at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Direction direction, int64_t channels) {
   if (talks_over_gloo(*peers.group, local)) return gather_with_headers(peers, local, direction, channels);
   const std::string what = describe(peers, direction, channels);
-  at::Tensor gathered = at::empty({peers.group->getSize() * local.numel()}, local.options());
-  at::Tensor share = local;
-  c10d::AllgatherOptions options;
-  options.asyncOp = false;  // NCCL: on the current stream, without an event in between
-  const auto work =
-      call_collective(what, *peers.group, [&] { return all_gather_single(*peers.group, gathered, share, options); });
-  if (work) wait_collective(work, what, *peers.group);
+  const at::Tensor gathered = at::empty({peers.group->getSize() * local.numel()}, local.options());
+  run_collective(what, *peers.group,
+                 [&] { return issue_all_gather(what, *peers.group, gathered, local, /*immediate=*/true); });
   return gathered;
 }
 
@@ -204,11 +198,9 @@ void all_reduce(const Peers& peers, at::Tensor& tensor, Direction direction, int
     return;
   }
   const std::string what = describe(peers, direction, channels);
-  std::vector<at::Tensor> tensors{tensor};
-  c10d::AllreduceOptions options;
-  options.asyncOp = false;
-  const auto work = call_collective(what, *peers.group, [&] { return peers.group->allreduce(tensors, options); });
-  if (work) wait_collective(work, what, *peers.group);
+  run_collective(what, *peers.group, [&] {
+    return issue_all_reduce(what, *peers.group, tensor, c10d::ReduceOp::SUM, /*immediate=*/true);
+  });
 }
 
 at::Tensor all_reduce_sum(const at::Tensor& tensor, c10::string_view name) {

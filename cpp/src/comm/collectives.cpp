@@ -109,9 +109,40 @@ void throw_communication_error(const std::string& what, const c10d::ProcessGroup
       "start again with a new process group)" + report_failure(group, what) + note_on_ranks(group));
 }
 
-c10::intrusive_ptr<c10d::Work> all_gather_flat(const std::string& what, c10d::ProcessGroup& group,
-                                               at::Tensor gathered, at::Tensor share) {
-  return call_collective(what, group, [&] { return detail::all_gather_single(group, gathered, share); });
+c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
+                                                const at::Tensor& tensor, c10d::ReduceOp::RedOpType op,
+                                                bool immediate) {
+  std::vector<at::Tensor> message{tensor};
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  options.asyncOp = !immediate;
+  return call_collective(what, group, [&] { return group.allreduce(message, options); });
+}
+
+c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::ProcessGroup& group,
+                                               const at::Tensor& tensor, int64_t root) {
+  std::vector<at::Tensor> message{tensor};
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  return call_collective(what, group, [&] { return group.broadcast(message, options); });
+}
+
+c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,
+                                                const at::Tensor& gathered, const at::Tensor& share,
+                                                bool immediate) {
+  at::Tensor output = gathered, input = share;
+  c10d::AllgatherOptions options;
+  options.asyncOp = !immediate;
+  return call_collective(what, group, [&] { return detail::all_gather_single(group, output, input, options); });
+}
+
+c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::ProcessGroup& group,
+                                                const at::Tensor& received, const at::Tensor& sent,
+                                                const std::vector<int64_t>& received_numel,
+                                                const std::vector<int64_t>& sent_numel) {
+  at::Tensor output = received, input = sent;
+  std::vector<int64_t> to = received_numel, from = sent_numel;
+  return call_collective(what, group, [&] { return detail::all_to_all_single(group, output, input, to, from); });
 }
 
 void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what,

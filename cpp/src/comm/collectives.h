@@ -6,6 +6,7 @@
 #include <exception>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -36,9 +37,23 @@ c10::intrusive_ptr<c10d::Work> call_collective(const std::string& what,
   }
 }
 
-/// Issues an all-gather of equal shares: `gathered` has world_size times the elements of `share`.
-c10::intrusive_ptr<c10d::Work> all_gather_flat(const std::string& what, c10d::ProcessGroup& group,
-                                               at::Tensor gathered, at::Tensor share);
+/// The collectives, each of one tensor, in place; `immediate`: NCCL enqueues it on the current stream, without an
+/// event in between, and there may be no Work.
+c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
+                                                const at::Tensor& tensor,
+                                                c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM,
+                                                bool immediate = false);
+c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::ProcessGroup& group,
+                                               const at::Tensor& tensor, int64_t root);
+/// Equal shares: `gathered` has world_size times the elements of `share`.
+c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,
+                                                const at::Tensor& gathered, const at::Tensor& share,
+                                                bool immediate = false);
+/// By rank so many elements each; no numbers: as many for everybody.
+c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::ProcessGroup& group,
+                                                const at::Tensor& received, const at::Tensor& sent,
+                                                const std::vector<int64_t>& received_numel = {},
+                                                const std::vector<int64_t>& sent_numel = {});
 
 /// Waits for `work` as its backend does: the host for CPU backends, the current stream for NCCL. Over Gloo it gives up
 /// when another rank has reported a failure of the group: those who failed are not to be waited for. If it takes long,
@@ -46,7 +61,13 @@ c10::intrusive_ptr<c10d::Work> all_gather_flat(const std::string& what, c10d::Pr
 APEX_API void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what,
                               const c10d::ProcessGroup& group, const std::function<void()>& meanwhile = {});
 
-/// The same for a future.
+/// Issues a collective by `issue()` and waits for it; `issue` may give no Work.
+template <typename Issue>
+void run_collective(const std::string& what, const c10d::ProcessGroup& group, Issue&& issue) {
+  if (const c10::intrusive_ptr<c10d::Work> work = issue()) wait_collective(work, what, group);
+}
+
+/// wait_collective() for a future.
 void wait_future(c10::ivalue::Future& future, const std::string& what, const c10d::ProcessGroup& group);
 
 }  // namespace apex::parallel

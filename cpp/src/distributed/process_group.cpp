@@ -9,8 +9,10 @@
 
 #include <apex/distributed/launch_environment.h>
 #include <apex/error.h>
-#include <distributed/backends.h>
-#include <distributed/rendezvous.h>
+
+#include "comm/collectives.h"
+#include "distributed/backends.h"
+#include "distributed/rendezvous.h"
 
 namespace apex::distributed {
 namespace {
@@ -317,14 +319,10 @@ void barrier(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
       options.device_ids = {world_slot()->device_index};
     }
   }
-  try {
-    target->barrier(options)->wait();
-  } catch (const std::exception& error) {
-    throw CommunicationError(
-        "barrier() failed on rank " + std::to_string(target->getRank()) + " of " +
-        std::to_string(target->getSize()) + ": another rank has ended or does not arrive (" +
-        message_of(error) + ")");
-  }
+  constexpr const char* kWhat = "barrier()";
+  parallel::run_collective(kWhat, *target, [&] {
+    return parallel::call_collective(kWhat, *target, [&] { return target->barrier(options); });
+  });
 }
 
 void destroy_process_group() {

@@ -13,7 +13,6 @@
 #include <apex/parallel/comm_hook.h>
 
 #include "comm/collectives.h"
-#include "torch_version.h"
 
 namespace apex::parallel {
 
@@ -51,11 +50,9 @@ class CompressHook final : public CommHook {
 
   FuturePtr run(GradientBucket& bucket) override {
     const bool narrows = static_cast<size_t>(bucket.buffer.element_size()) > c10::elementSize(wire_);
-    std::vector<at::Tensor> message{narrows ? bucket.buffer.to(wire_) : bucket.buffer};
-    message.front().div_(group_->getSize());
-    return call_collective("compressed all-reduce", *group_, [&] {
-             return group_->allreduce(message);
-           })->getFuture();
+    at::Tensor message = narrows ? bucket.buffer.to(wire_) : bucket.buffer;
+    message.div_(group_->getSize());
+    return issue_all_reduce("compressed all-reduce", *group_, message)->getFuture();
   }
 
  private:
@@ -126,12 +123,8 @@ class Fp32AccumulateHook final : public CommHook {
     exchange.sent.narrow(0, 0, buffer.numel()).copy_(buffer);
     exchange.sent.narrow(0, buffer.numel(), world_ * share - buffer.numel()).zero_();
     exchange.received = at::empty_like(exchange.sent);
-    at::Tensor input = bytes(exchange.sent);
-    at::Tensor output = bytes(exchange.received);
-    std::vector<int64_t> even;
-    exchange.work = call_collective("all-to-all of narrow gradients", *group_, [&] {
-      return detail::all_to_all_single(*group_, output, input, even, even);
-    });
+    exchange.work = issue_all_to_all("all-to-all of low-precision gradients", *group_, bytes(exchange.received),
+                                     bytes(exchange.sent));
     return exchange;
   }
 
@@ -142,7 +135,7 @@ class Fp32AccumulateHook final : public CommHook {
   }
 
   c10::intrusive_ptr<c10d::Work> gather(const at::Tensor& gathered, const at::Tensor& share) {
-    return all_gather_flat("all-gather of narrow averages", *group_, bytes(gathered), bytes(share));
+    return issue_all_gather("all-gather of low-precision averages", *group_, bytes(gathered), bytes(share));
   }
 
   FuturePtr run_on_device(GradientBucket& bucket) {
@@ -155,10 +148,10 @@ class Fp32AccumulateHook final : public CommHook {
     const c10::StreamGuard guard(*stream_);
     bucket.buffer.record_stream(*stream_);
     const Exchange exchange = scatter(bucket.buffer);
-    wait_collective(exchange.work, "all-to-all of narrow gradients", *group_);
+    wait_collective(exchange.work, "all-to-all of low-precision gradients", *group_);
     const at::Tensor share = sum(exchange);
     at::Tensor gathered = at::empty({world_ * share.numel()}, share.options());
-    wait_collective(gather(gathered, share), "all-gather of narrow averages", *group_);
+    wait_collective(gather(gathered, share), "all-gather of low-precision averages", *group_);
     return completed(gathered.narrow(0, 0, bucket.buffer.numel()));
   }
 

@@ -13,6 +13,7 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
+#include "fingerprint.h"
 #include "torch_version.h"
 
 namespace apex::parallel {
@@ -56,28 +57,17 @@ std::vector<std::string> split_lines(const std::string& text) {
   return lines;
 }
 
-/// FNV-1a, 64 bit (Fowler, Noll, Vo): a fingerprint, not a defence.
-int64_t fingerprint(const std::string& text) {
-  uint64_t hash = 14695981039346656037ull;
-  for (const char c : text) {
-    hash ^= static_cast<unsigned char>(c);
-    hash *= 1099511628211ull;
-  }
-  return static_cast<int64_t>(hash);
-}
-
 constexpr const char* kComparison = "comparison of the models";
 
 /// All-gathers one tensor of the same shape from each rank; result on the CPU, [world, ...].
 at::Tensor all_gather_host(const at::Tensor& mine, at::Device device, const GroupPtr& group) {
-  std::vector<at::Tensor> inputs{mine.to(device)};
-  std::vector<std::vector<at::Tensor>> outputs(1);
-  for (int rank = 0; rank < group->getSize(); ++rank) {
-    outputs[0].push_back(at::empty_like(inputs[0]));
-  }
-  wait_collective(call_collective(kComparison, *group, [&] { return group->allgather(outputs, inputs); }),
-                  kComparison, *group);
-  return at::stack(outputs[0]).cpu();
+  const at::Tensor share = mine.to(device);
+  std::vector<int64_t> shape = share.sizes().vec();
+  shape.insert(shape.begin(), group->getSize());
+  const at::Tensor all = at::empty(shape, share.options());
+  run_collective(kComparison, *group,
+                 [&] { return issue_all_gather(kComparison, *group, all.view({-1}), share.view({-1})); });
+  return all.cpu();
 }
 
 /// A model as compared: a line for each setting, an empty one, a line for each tensor.
@@ -158,7 +148,7 @@ void verify_same_model(const std::vector<NamedTensor>& tensors,
   const at::Device device = control_device(group, fallback);
 
   const at::Tensor mine = at::tensor({static_cast<int64_t>(tensors.size()),
-                                      static_cast<int64_t>(text.size()), fingerprint(text)},
+                                      static_cast<int64_t>(text.size()), Fingerprint().add(text.data(), text.size()).value()},
                                      at::kLong);
   const at::Tensor all = all_gather_host(mine, device, group);
   if (all.eq(all[0]).all().item<bool>()) return;
@@ -228,11 +218,7 @@ void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group
   // not changed are not written.
   const bool where_it_lies = pieces.size() == 1 && pieces[0].numel() >= kInPlaceBytes;
   at::Tensor flat = where_it_lies ? pieces[0] : at::cat(pieces);
-  std::vector<at::Tensor> message{flat};
-  c10d::BroadcastOptions options;
-  options.rootRank = root;
-  options.rootTensor = 0;
-  wait_collective(call_collective(what, *group, [&] { return group->broadcast(message, options); }), what, *group);
+  run_collective(what, *group, [&] { return issue_broadcast(what, *group, flat, root); });
   if (group->getRank() == root) return;
   int64_t offset = 0;
   for (size_t i = 0; i < chunk.size(); ++i) {
@@ -303,8 +289,8 @@ void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr
     std::vector<at::Tensor> pieces;
     for (const at::Tensor& tensor : batch.tensors) pieces.push_back(tensor.reshape(-1));
     at::Tensor flat = at::cat(pieces);
-    std::vector<at::Tensor> message{at::isComplexType(batch.dtype) ? at::view_as_real(flat) : flat};
-    wait_collective(call_collective(what, *group, [&] { return group->allreduce(message); }), what, *group);
+    const at::Tensor message = at::isComplexType(batch.dtype) ? at::view_as_real(flat) : flat;
+    run_collective(what, *group, [&] { return issue_all_reduce(what, *group, message); });
     if (scale != 1.0) flat.mul_(scale);
     std::vector<at::Tensor> results;
     int64_t offset = 0;

@@ -6,7 +6,7 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
-#include "parallel/reducer_state.h"
+#include "reducer/reducer_core.h"
 #include "reducer/parameter_owner.h"
 
 namespace apex::parallel::detail {
@@ -16,7 +16,7 @@ namespace {
 struct Registry {
   std::mutex mutex;
   // A state that is being destroyed cannot be locked any more, but has to be found.
-  std::vector<std::pair<const ReducerState*, std::weak_ptr<ReducerState>>> states;
+  std::vector<std::pair<const ReducerCore*, std::weak_ptr<ReducerCore>>> states;
 };
 
 // Never destroyed: reducers may outlive static objects.
@@ -27,20 +27,20 @@ Registry& registry() {
 
 }  // namespace
 
-void add_reducer(const std::shared_ptr<ReducerState>& state) {
+void add_reducer(const std::shared_ptr<ReducerCore>& state) {
   const std::lock_guard<std::mutex> lock(registry().mutex);
   registry().states.emplace_back(state.get(), state);
 }
 
-void drop_reducer(const ReducerState* state) {
+void drop_reducer(const ReducerCore* state) {
   const std::lock_guard<std::mutex> lock(registry().mutex);
   auto& states = registry().states;
   states.erase(std::remove_if(states.begin(), states.end(), [&](const auto& entry) { return entry.first == state; }),
                states.end());
 }
 
-std::vector<std::shared_ptr<ReducerState>> all_reducers() {
-  std::vector<std::shared_ptr<ReducerState>> alive;
+std::vector<std::shared_ptr<ReducerCore>> all_reducers() {
+  std::vector<std::shared_ptr<ReducerCore>> alive;
   const std::lock_guard<std::mutex> lock(registry().mutex);
   for (const auto& entry : registry().states) {
     if (auto state = entry.second.lock()) alive.push_back(std::move(state));
@@ -48,19 +48,19 @@ std::vector<std::shared_ptr<ReducerState>> all_reducers() {
   return alive;
 }
 
-std::vector<std::shared_ptr<ReducerState>> owners_of(const std::vector<at::Tensor>& parameters) {
+std::vector<std::shared_ptr<ReducerCore>> owners_of(const std::vector<at::Tensor>& parameters) {
   std::unordered_set<const void*> owners;
   for (const at::Tensor& parameter : parameters) {
     if (parameter.defined()) owners.insert(owner_of(parameter)->load());
   }
-  std::vector<std::shared_ptr<ReducerState>> found = all_reducers();
+  std::vector<std::shared_ptr<ReducerCore>> found = all_reducers();
   found.erase(std::remove_if(found.begin(), found.end(),
                              [&](const auto& state) { return owners.count(state.get()) == 0; }),
               found.end());
   return found;
 }
 
-void enter_backward(ReducerState& reached) {
+void enter_backward(ReducerCore& reached) {
   const auto* only = torch::autograd::get_current_graph_task_exec_info();
   if (only != nullptr && !only->empty()) return;  // see Note [The end of a backward]
   const int task = torch::autograd::get_current_graph_task_id();
@@ -72,7 +72,7 @@ void enter_backward(ReducerState& reached) {
     return;
   }
   const auto& nodes = *torch::autograd::get_current_graph_task_nodes_in_graph();
-  std::vector<std::shared_ptr<ReducerState>> in_graph;
+  std::vector<std::shared_ptr<ReducerCore>> in_graph;
   for (const auto& state : reducers) {
     if (state->reach_outputs_in(nodes) || state.get() == &reached) in_graph.push_back(state);
   }

@@ -9,7 +9,7 @@
 
 namespace apex::parallel::detail {
 
-class ReducerState;
+class ReducerCore;
 
 // Note [One backward, all its reducers]
 //
@@ -23,16 +23,16 @@ class ReducerState;
 // An exception in a part of the graph that comes before all outputs is a backward that was not run.
 
 /// Adds a reducer; it leaves by drop_reducer().
-void add_reducer(const std::shared_ptr<ReducerState>& state);
-void drop_reducer(const ReducerState* state);
+void add_reducer(const std::shared_ptr<ReducerCore>& state);
+void drop_reducer(const ReducerCore* state);
 
 /// Those that are alive, in the order of construction. Thread safe, as the two above.
-std::vector<std::shared_ptr<ReducerState>> all_reducers();
+std::vector<std::shared_ptr<ReducerCore>> all_reducers();
 
 /// Of these, the owners of `parameters`.
-std::vector<std::shared_ptr<ReducerState>> owners_of(const std::vector<at::Tensor>& parameters);
+std::vector<std::shared_ptr<ReducerCore>> owners_of(const std::vector<at::Tensor>& parameters);
 
 /// Called by autograd when a backward comes to an output of `reached`. No reducer may be locked by this thread.
-void enter_backward(ReducerState& reached);
+void enter_backward(ReducerCore& reached);
 
 }  // namespace apex::parallel::detail

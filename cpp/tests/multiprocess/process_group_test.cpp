@@ -289,7 +289,7 @@ TEST(ProcessGroup, ProcessEnd_WithPendingCollective_DoesNotWaitForIt) {
 
 TEST(ProcessGroup, Barrier_PeerHasEnded_Throws) {
   const auto results = run_to_the_end(ranks_of("lost_peer", 2));
-  EXPECT_TRUE(failed_with(results[0], {"barrier() failed on rank 0 of 2"}));
+  EXPECT_TRUE(failed_with(results[0], {"rank 0 of 2: barrier() failed"}));
 }
 
 TEST(ProcessGroup, Variables_Missing_MessageNamesThem) {

@@ -203,7 +203,6 @@ TEST(Reducer, OneRank_Backward_SendsNothing) {
       [](ReducerOptions& options) { options.allreduce_always_fp32 = true; },
       [](ReducerOptions& options) { options.delay_allreduce = true; },
       [](ReducerOptions& options) { options.check_steps = true; },
-      [](ReducerOptions& options) { options.auto_buckets = true; },
   };
   for (const Change& change : changes) {
     const auto control = ThreadBackendControl::create(1);

@@ -44,7 +44,7 @@ def splits_graphs() -> bool:
 
 
 def bucket_bytes(
-    parameters: Iterable[nn.Parameter], message_size: int | str, bucket_cap_mb: float | None
+    parameters: Iterable[nn.Parameter], message_size: int, bucket_cap_mb: float | None
 ) -> int:
     """The size of a bucket in bytes, for the compiler, which refuses less than its first
     bucket's."""

@@ -109,7 +109,6 @@ class EngineOwner(nn.Module):
             gradient_average=self.gradient_average,
             gradient_predivide_factor=self.gradient_predivide_factor,
             static_graph=self.static_graph,
-            auto_buckets=self.message_size == "auto",
             init_sync=init_sync,
             check_finite=self.check_finite,
             check_steps=self.check_reduction,

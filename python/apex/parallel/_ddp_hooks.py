@@ -52,19 +52,10 @@ class BucketHooks(EngineOwner):
 
         Raises:
             TypeError: if ``hook`` is not callable.
-            ValueError: for a state other than None or a process group together with
-                ``message_size="auto"``.
             RuntimeError: if there is a hook already.
         """
         if not callable(hook):
             raise TypeError(f"a communication hook is a function, got {type(hook).__name__}.")
-        if self.message_size == "auto" and not isinstance(state, (type(None), dist.ProcessGroup)):
-            raise ValueError(
-                f"register_comm_hook() with a state ({type(state).__name__}) and "
-                'message_size="auto" exclude each other: while buckets tune themselves, what the '
-                "state keeps for a bucket would be used for another. Construct with a number as "
-                "message_size, or with bucket_cap_mb."
-            )
         self._set_comm_hook(_comm_hook.RegisteredHook(state, hook))
 
     def register_builtin_comm_hook(self, name: str) -> None:

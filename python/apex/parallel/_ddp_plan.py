@@ -47,11 +47,9 @@ class BucketPlan(EngineOwner):
         self._engine.relearn()
 
     def bucket_plan(self) -> list[list[str]] | None:
-        """The names of the parameters in each bucket, in launch order; None before it is learnt.
+        """The names of the parameters in each bucket, in launch order; None before it is recorded.
 
-        With ``message_size="auto"``: the plan in force, which is final once
-        ``statistics()["plans_tuned"]`` is 1. Save it for the same model, world size and network,
-        and give it to :meth:`load_bucket_plan` in the next run.
+        Save it for the same model, and give it to :meth:`load_bucket_plan` in the next run.
         """
         plan = self._engine.plan()
         if plan is None:
@@ -62,8 +60,7 @@ class BucketPlan(EngineOwner):
     def load_bucket_plan(self, plan: Sequence[Sequence[str]]) -> None:
         """Uses a plan that :meth:`bucket_plan` returned, from the next backward on.
 
-        If other parameters than those in the plan get a gradient, buckets are made from sizes as
-        ever.
+        If other parameters than those in the plan get a gradient, buckets are made from sizes.
         Collective: every process calls it, and rank 0's plan counts.
 
         Raises:

@@ -1,7 +1,7 @@
 """Uneven inputs: what ``DistributedDataParallel.join()`` does.
 
 A rank that has run out of batches takes part in what the others still do, with zeros. How it learns
-what that is: Note [Uneven inputs] in cpp/src/parallel/reducer_join.cpp.
+what that is: Note [Uneven inputs] in cpp/src/reducer/join_protocol.h.
 """
 
 from __future__ import annotations

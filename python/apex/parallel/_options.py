@@ -21,23 +21,25 @@ CPU_BUCKET_BYTES = 8 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # torch's default for the first bucket
 
 
-def positive_message_size(message_size: Any) -> int | str:
+def positive_message_size(message_size: Any) -> int:
     if message_size == "auto":
-        return "auto"
+        raise ValueError(
+            'message_size="auto" is gone: on every link measured, no buckets that it found were '
+            "faster than the default. Leave it out, or see python -m apex.parallel.propose_plan."
+        )
     if isinstance(message_size, bool) or not isinstance(message_size, int):
         raise TypeError(
-            'message_size is a number of elements (int) or "auto", got '
-            f"{type(message_size).__name__}; device_ids "
-            "and the other arguments of torch.nn.parallel.DistributedDataParallel go by keyword."
+            f"message_size is a number of elements (int), got {type(message_size).__name__}; "
+            "device_ids and the other arguments of torch.nn.parallel.DistributedDataParallel go by keyword."
         )
     if message_size <= 0:
         raise ValueError(f"message_size must be positive, got {message_size}.")
     return message_size
 
 
-def size_by_device(message_size: int | str) -> bool:
+def size_by_device(message_size: int) -> bool:
     """Whether the size of a bucket was left to the device."""
-    return message_size in ("auto", MESSAGE_SIZE)
+    return message_size == MESSAGE_SIZE
 
 
 def check_exclusive(

@@ -68,8 +68,7 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         module: the module to train; reachable as ``.module``.
         message_size: a bucket is sent as soon as it holds this many elements. The default goes by
             the device: 8 MiB on the CPU, this many elements elsewhere, with a first bucket of 1 MiB
-            where there has to be more than one. ``"auto"``: buckets tune themselves in the first
-            few dozen backwards, see :meth:`bucket_plan`.
+            where there has to be more than one.
         delay_allreduce: send everything at the end of backward, in one message per dtype.
         shared_param: refused; shared parameters need no option.
         allreduce_trigger_params: parameters at whose gradients the open buckets are sent, instead

@@ -63,38 +63,4 @@ APEX_API BucketPlan assign_buckets(const std::vector<ParameterInfo>& parameters,
                                    const BucketLimits& limits,
                                    const std::vector<int64_t>& closing = {});
 
-/// What it costs to reduce a bucket: `latency_s + bytes * seconds_per_byte`, one bucket after the other,
-/// after its gradients were copied together, `copy_seconds_per_byte` (a gradient that is a bucket of its
-/// own is not copied).
-struct ReduceCost {
-  double latency_s = 0;
-  double seconds_per_byte = 0;
-  double copy_seconds_per_byte = 0;
-};
-
-/// A plan and when, under the cost it was made for, its last bucket is reduced: seconds on the clock of
-/// the ready times.
-struct TimedPlan {
-  BucketPlan plan;
-  double end_s = 0;
-};
-
-/// Assigns parameters to buckets so that the last one is reduced as early as possible.
-///
-/// A bucket can start when its last gradient is there and the bucket before it is done. Merging saves
-/// latencies, splitting starts earlier. Over all ways to cut the ready order into runs, dynamic programming
-/// finds the one that ends first: end(j) = min over i < j of max(end(i), ready(j)) + cost(i..j), which is
-/// optimal since a run can only gain if the ones before it end earlier. Source: S. Shi, X. Chu, B. Li,
-/// "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms", INFOCOM 2019,
-/// section IV, which merges greedily under the same model. A run of several dtypes or devices is one bucket
-/// for each of them. Time O(n^2) in the number of listed parameters.
-///
-/// @param parameters, ready_order  as for assign_buckets().
-/// @param ready_s  by position in `ready_order`: when that gradient is ready; taken as not decreasing.
-/// @throws InvalidArgument for sizes that differ, negative or non-finite costs, or bad indices.
-APEX_API TimedPlan assign_buckets_by_time(const std::vector<ParameterInfo>& parameters,
-                                          const std::vector<int64_t>& ready_order,
-                                          const std::vector<double>& ready_s,
-                                          const ReduceCost& cost);
-
 }  // namespace apex::parallel

@@ -27,19 +27,15 @@
 namespace apex::parallel {
 
 namespace detail {
-class ReducerState;
-}
+class Reduction;
+class ReducerCore;
+struct ReductionSite;
+}  // namespace detail
 
 /// Everything that can be chosen; the defaults are those of NVIDIA Apex, but for the size of buckets.
 struct ReducerOptions {
   /// Size at which a bucket is closed; by default it goes by the device.
   BucketLimits limits;
-
-  /// Buckets tune themselves: `limits` is where they begin; in the first fifty or so backwards other
-  /// partitions, made from the times that were measured, are tried and the fastest is kept. Measured
-  /// anew after a thousand backwards and when the plan is learnt anew. No effect with one rank. Excludes
-  /// delay_allreduce and trigger_parameters. On devices other than the CPU, times are those of the host.
-  bool auto_buckets = false;
 
   /// Launch nothing before the end of backward; one bucket per dtype and device.
   bool delay_allreduce = false;
@@ -90,6 +86,10 @@ struct ReducerOptions {
 
   /// Compared between ranks at construction, besides the options above: "name=value".
   std::vector<std::string> settings;
+
+  /// How a bucket is reduced, instead of by the built-in choice; the same on every rank. For the library's own parts and
+  /// tests: the interface (src/reducer/reduction.h) is private and changes.
+  std::function<std::unique_ptr<detail::Reduction>(const detail::ReductionSite&)> reduction_factory;
 };
 
 /// A bucket whose gradients are complete; see Reducer::set_bucket_callback().
@@ -116,7 +116,6 @@ struct JoinEvent {
 struct ReducerStatistics {
   int64_t backwards = 0;           ///< synchronized backwards that were completed
   int64_t plans_learnt = 0;        ///< times the order was learnt and a plan agreed on
-  int64_t plans_tuned = 0;         ///< times auto_buckets decided on one
   int64_t plans_extended = 0;      ///< times parameters without a gradient so far were added
   // With one rank buckets are launched and counted as with several, but nothing is sent.
   int64_t launched_in_backward = 0;///< collectives started by a hook, while backward was running
@@ -219,7 +218,7 @@ class APEX_API Reducer {
   /// are sent in the order in which the next forward needs them, as the third backward with a plan has
   /// shown. A backward that began before all was waited for waits for the rest, and throws if it reaches a
   /// parameter that was not waited for, since forward then used its old value. Waits at once, as without
-  /// it: in backwards that learn, order or tune; in which this rank misses a gradient or a parameter is
+  /// it: in backwards that learn or order; in which this rank misses a gradient or a parameter is
   /// outside the plan (without static_graph); with check_finite, check_steps, under join(), and with hooks
   /// of two phases. Parameters must be frozen and unfrozen alike on every rank. The plan is learnt anew.
   /// Every rank has to do the same.
@@ -285,8 +284,7 @@ class APEX_API Reducer {
   std::optional<BucketPlan> plan() const;
 
   /// Uses `plan`, saved from plan() of the same model, from the next backward on, if the parameters that
-  /// get a gradient are those it holds; it is not tuned before a thousand backwards are over. Collective:
-  /// rank 0's plan counts.
+  /// get a gradient are those it holds. Collective: rank 0's plan counts.
   /// @throws InvalidArgument if it names other parameters than these, or mixes dtypes or devices.
   void set_plan(const BucketPlan& plan);
 
@@ -309,7 +307,7 @@ class APEX_API Reducer {
 
   /// What the last synchronized backward of this rank hid, of those that were recorded and whose buckets
   /// were all awaited: after a deferred backward, the one before it until wait() or wait_for() have
-  /// completed it. nullopt if there is none. Without what is exchanged to learn or tune a plan, and late
+  /// completed it. nullopt if there is none. Without what is exchanged to learn a plan, and late
   /// gradients that were reduced apart from it.
   /// On the CPU does not block, and arrivals are told by the backend, when the future of its Work is
   /// complete; by a backend without futures, when the wait for the bucket returned, which is later. On
@@ -318,7 +316,7 @@ class APEX_API Reducer {
   std::optional<OverlapReport> overlap_report() const;
 
  private:
-  std::shared_ptr<detail::ReducerState> state_;
+  std::shared_ptr<detail::ReducerCore> core_;
 };
 
 }  // namespace apex::parallel

@@ -1,0 +1,58 @@
+#include "comm/membership.h"
+
+#include <utility>
+
+#include <ATen/Functions.h>
+
+#include <apex/parallel/model_sync.h>
+
+#include "comm/collectives.h"
+
+namespace apex::parallel {
+
+at::Tensor ControlMessage::wait() const {
+  if (work_) wait_collective(work_, what_, *group_);
+  return result_.cpu();
+}
+
+bool ControlMessage::arrived() const {
+  return result_.defined() && (!work_ || (work_->isCompleted() && !work_->exception()));
+}
+
+Membership::Membership(std::vector<GroupPtr> given)
+    : parent(given.empty() ? nullptr : given.front()),
+      groups(std::move(given)),
+      rank(parent ? parent->getRank() : 0),
+      size(parent ? parent->getSize() : 1) {}
+
+void Membership::release() {
+  groups.clear();
+  parent.reset();
+}
+
+at::Device Membership::control_device() const { return apex::parallel::control_device(control(), device); }
+
+ControlMessage Membership::all_reduce(const std::string& what, const at::Tensor& mine,
+                                      c10d::ReduceOp::RedOpType op) const {
+  if (alone()) return {what, nullptr, nullptr, mine.clone()};
+  at::Tensor message = mine.to(control_device(), mine.scalar_type(), false, /*copy=*/true);
+  auto work = issue_all_reduce(what, *control(), message, op);
+  return {what, control(), std::move(work), message};
+}
+
+ControlMessage Membership::broadcast(const std::string& what, const at::Tensor& mine) const {
+  if (alone()) return {what, nullptr, nullptr, mine.clone()};
+  at::Tensor message = mine.to(control_device(), mine.scalar_type(), false, /*copy=*/true);
+  auto work = issue_broadcast(what, *control(), message, 0);
+  return {what, control(), std::move(work), message};
+}
+
+ControlMessage Membership::all_gather(const std::string& what, const at::Tensor& mine) const {
+  if (alone()) return {what, nullptr, nullptr, mine.reshape({-1}).clone()};
+  const at::Tensor share = mine.to(control_device());
+  const at::Tensor all = at::empty({size * share.numel()}, share.options());
+  auto work = issue_all_gather(what, *control(), all, share);
+  return {what, control(), std::move(work), all};
+}
+
+}  // namespace apex::parallel

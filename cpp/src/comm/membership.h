@@ -1,0 +1,69 @@
+#pragma once
+
+/// The ranks that work together, and small messages between them.
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+namespace apex::parallel {
+
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+/// A control message in flight: a small tensor of every rank, combined.
+class ControlMessage {
+ public:
+  ControlMessage() = default;
+  /// Without `work` the result is there already (one rank).
+  ControlMessage(std::string what, GroupPtr group, c10::intrusive_ptr<c10d::Work> work, at::Tensor result)
+      : what_(std::move(what)), group_(std::move(group)), work_(std::move(work)), result_(std::move(result)) {}
+
+  explicit operator bool() const { return result_.defined(); }
+
+  /// The result, on the CPU. Blocks the host.
+  /// @throws CommunicationError.
+  at::Tensor wait() const;
+
+  /// Whether wait() would return at once, and not throw. Does not block.
+  bool arrived() const;
+
+ private:
+  std::string what_;
+  GroupPtr group_;
+  c10::intrusive_ptr<c10d::Work> work_;
+  at::Tensor result_;
+};
+
+/// Which ranks, by which groups. A value; groups may be exchanged for others over the same ranks.
+struct Membership {
+  GroupPtr parent;               ///< the group that the user gave
+  std::vector<GroupPtr> groups;  ///< carry buckets, in turn; none after release()
+  int rank = 0;
+  int size = 1;
+  at::Device device = at::Device(at::kCPU);  ///< of control messages, where a group has no CPU backend
+
+  Membership() = default;
+  explicit Membership(std::vector<GroupPtr> given);
+
+  bool released() const { return groups.empty(); }
+  void release();
+  bool alone() const { return size == 1; }
+  const GroupPtr& control() const { return groups.front(); }
+  const GroupPtr& group_of(size_t bucket) const { return groups[bucket % groups.size()]; }
+
+  /// Issue a message over control(): `mine` is a small tensor of any device, of equal shape on every rank. With one
+  /// rank no backend is called. Errors name `what`.
+  /// @throws CommunicationError.
+  ControlMessage all_reduce(const std::string& what, const at::Tensor& mine, c10d::ReduceOp::RedOpType op) const;
+  ControlMessage broadcast(const std::string& what, const at::Tensor& mine) const;   ///< rank 0's
+  ControlMessage all_gather(const std::string& what, const at::Tensor& mine) const;  ///< [size * numel], by rank
+
+  /// Where control messages travel.
+  at::Device control_device() const;
+};
+
+}  // namespace apex::parallel

@@ -1,0 +1,61 @@
+#include <utility>
+
+#include "comm/collectives.h"
+#include "reducer/reduction.h"
+#include "torch_version.h"
+
+namespace apex::parallel::detail {
+
+namespace {
+
+class AllReduce final : public Reduction {
+ public:
+  AllReduce(GroupPtr group, bool averages) : group_(std::move(group)), averages_(averages) {}
+
+  ReductionTraits traits() const override {
+    ReductionTraits traits;
+    traits.averages = averages_;
+    return traits;
+  }
+
+  std::string describe() const override { return "all-reduce of bucket "; }
+
+  void start(const BucketMessage&, const at::Tensor& tensor, const std::string& what) override {
+    work_ = issue_all_reduce(what, *group_, tensor, averages_ ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
+  }
+
+  void wait(const std::string& what, const std::function<void()>& meanwhile) override {
+    if (!work_) return;
+    wait_collective(work_, what, *group_, meanwhile);
+    work_.reset();
+  }
+
+  bool done() const override { return work_ && work_->isCompleted() && !work_->exception(); }
+
+  FuturePtr future() const override {
+    try {
+      return work_ ? work_->getFuture() : nullptr;
+    } catch (const std::exception&) {
+      return nullptr;  // not every backend has them
+    }
+  }
+
+  void drop() noexcept override { work_.reset(); }
+
+ private:
+  const GroupPtr group_;
+  const bool averages_;
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
+}  // namespace
+
+std::unique_ptr<Reduction> make_all_reduce(const ReductionSite& site) {
+  // NCCL divides while it sums; others leave the division to us.
+  const auto type = site.device.type();
+  const bool averages = site.plain_average && type == at::kCUDA && has_backend(*site.group, type) &&
+                        is_nccl(site.group->getBackend(type)->getBackendName());
+  return std::make_unique<AllReduce>(site.group, averages);
+}
+
+}  // namespace apex::parallel::detail

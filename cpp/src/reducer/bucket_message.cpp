@@ -1,0 +1,435 @@
+#include "reducer/bucket_message.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <apex/error.h>
+
+#include "reducer/bucket_layout.h"
+#include "reducer/multi_tensor.h"
+
+namespace apex::parallel::detail {
+
+namespace {
+
+/// Gradients and buffers are handled below autograd: no versions, no view tracking, no graph.
+using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
+
+at::ScalarType message_dtype(at::ScalarType dtype, bool always_fp32) {
+  if (at::isComplexType(dtype)) return c10::toRealValueType(dtype);
+  if (always_fp32 && (dtype == at::kHalf || dtype == at::kBFloat16)) return at::kFloat;
+  return dtype;
+}
+
+/// `buffer`, from `offset` on, seen as `like`: its shape, and its strides if they leave no gaps.
+at::Tensor view_like(const at::Tensor& buffer, int64_t offset, const at::Tensor& like,
+                     at::ScalarType dtype) {
+  at::Tensor flat = buffer.narrow(0, offset, like.numel() * (at::isComplexType(dtype) ? 2 : 1));
+  if (at::isComplexType(dtype)) flat = at::view_as_complex(flat.view({-1, 2}));
+  if (like.is_non_overlapping_and_dense()) {
+    return flat.as_strided(like.sizes(), like.strides(), flat.storage_offset());
+  }
+  return flat.view(like.sizes());
+}
+
+/// The gradient without its history, if it has one (backward with create_graph=True), and strided.
+at::Tensor dense(const at::Tensor& grad) {
+  at::Tensor plain = grad.requires_grad() ? grad.detach() : grad;
+  return plain.layout() == at::kStrided ? plain : plain.to_dense();
+}
+
+/// True if the gradient lies where the slot's view of the buffer lies, element by element.
+bool lies_in(const at::Tensor& grad, const BucketMessage::Slot& slot) {
+  return slot.numel > 0 && grad.layout() == at::kStrided &&
+         grad.const_data_ptr() == slot.view.const_data_ptr() && grad.sizes() == slot.view.sizes() &&
+         grad.strides() == slot.view.strides() && grad.scalar_type() == slot.view.scalar_type();
+}
+
+/// A tensor of its own on the same memory, to be handed out as a gradient.
+at::Tensor handed_out(const at::Tensor& view) { return view.variable_data(); }
+
+// Note [Who may read a gradient's memory]
+//
+// Autograd may keep an incoming gradient without copying it if nobody else holds that *tensor*, although
+// others hold its *memory*: of `a.view(-1) + b.view(-1)`, .grad of a and b are views of one gradient; of
+// `x + position.unsqueeze(0)`, .grad is a view of what flows on to x; and the argument of backward() becomes
+// .grad of an output that is a parameter. So, while backward is running, a gradient is scaled and reduced
+// where it lies only if its storage has no other owner. Counting them must leave out who is about to let
+// go: while a gradient is being accumulated, the engine still holds the one that came in, and if that is a view,
+// its base.
+//
+// When backward has ended, the sum is written into a gradient that was there before it began: autograd itself
+// has added to that memory, and it may be a part of a buffer that the caller keeps. A gradient that this
+// backward made is replaced if its memory has another owner.
+
+bool has_one_owner(const at::Tensor& grad, const at::Tensor& incoming) {
+  if (grad.requires_grad() || grad.grad_fn()) return false;  // its history may have saved it
+  size_t owners = 1;
+  if (incoming.defined() && !incoming.is_same(grad) && incoming.use_count() == 1 &&
+      incoming.layout() == at::kStrided && incoming.storage().is_alias_of(grad.storage())) {
+    ++owners;
+    if (incoming.is_view() && incoming._base().use_count() == 1) ++owners;
+  }
+  return grad.storage().use_count() <= owners;
+}
+
+}  // namespace
+
+BucketMessage::BucketMessage(Kind kind, const std::vector<int64_t>& parameters,
+                             const std::vector<at::Tensor>& variables, BucketTrailer trailer, at::Device device,
+                             const MessageOptions& options)
+    : kind_(kind), device_(device), options_(options), trailer_(std::move(trailer)) {
+  if (variables.empty()) return;
+  dtype_ = message_dtype(variables.front().scalar_type(), options_.allreduce_always_fp32);
+  std::vector<int64_t> numel;
+  for (const at::Tensor& variable : variables) numel.push_back(variable.numel() * (variable.is_complex() ? 2 : 1));
+  const BucketLayout layout = lay_out(numel, static_cast<int64_t>(c10::elementSize(dtype_)));
+  numel_ = layout.numel;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    Slot slot;
+    slot.parameter = parameters[i];
+    slot.variable = variables[i];
+    slot.numel = variables[i].numel();
+    slot.offset = layout.offsets[i];
+    slots_.push_back(std::move(slot));
+  }
+}
+
+void BucketMessage::allocate() {
+  if (buffer_.defined()) return;
+  const BelowAutograd guard;
+  const auto wire = at::TensorOptions().dtype(dtype_).device(device_);
+  const int64_t numel = numel_ + trailer_.numel();
+  buffer_ = options_.allocate ? options_.allocate(numel, wire) : at::zeros({numel}, wire);
+  home_ = buffer_;
+  if (kind_ != Kind::kFlat) return;
+  const at::ScalarType dtype = slots_.front().variable.scalar_type();
+  if (options_.gradient_as_bucket_view && c10::toRealValueType(dtype) != dtype_) {
+    home_ = at::zeros({numel_}, wire.dtype(dtype));
+  }
+  for (Slot& slot : slots_) {
+    const bool same = c10::toRealValueType(dtype) == home_.scalar_type();
+    slot.view = view_like(home_, slot.offset, slot.variable, same ? dtype : home_.scalar_type());
+  }
+}
+
+// Note [Gradients that move into their bucket]
+//
+// With gradient_as_bucket_view a gradient that was copied is not needed any more. It is let go of at once,
+// and not when the bucket is full: the memory then serves the next gradients of the same backward, while
+// it is in the cache, where otherwise a bucket's worth of it would be mapped and faulted in again in every
+// step. Until unpack() sets it to the view, .grad is undefined rather than the view: a further gradient of
+// this backward must not be added to what was scaled already. It arrives alone instead, and is scaled
+// before it is added.
+
+void BucketMessage::copy_early(size_t index, double scale) {
+  if (kind_ != Kind::kFlat || !device_.is_cpu()) return;
+  const BelowAutograd guard;
+  allocate();
+  Slot& slot = slots_[index];
+  at::Tensor& grad = slot.variable.mutable_grad();
+  if (!grad.defined() || has_home() || lies_in(grad, slot)) return;
+  if (slot.moved) {
+    slot.view.add_(dense(grad), slot.early_scale);
+    grad = at::Tensor();
+    return;
+  }
+  slot.early = at::Tensor();
+  if (grad.layout() != at::kStrided || grad.requires_grad()) return;
+  if (!copy_in_one_pass(slot.view, grad, scale)) return;
+  slot.early_scale = scale;
+  if (options_.gradient_as_bucket_view) {
+    slot.moved = true;
+    grad = at::Tensor();
+  } else {
+    slot.early = grad;
+    slot.early_version = grad._version();
+  }
+}
+
+/// Whether the buffer holds the gradient of this slot, times `scale`, already.
+bool BucketMessage::is_copied(const Slot& slot, double scale) const {
+  const at::Tensor& grad = slot.variable.grad();
+  if (slot.moved) return !grad.defined();
+  return slot.early.defined() && slot.early.is_same(grad) &&
+         slot.early._version() == slot.early_version && slot.early_scale == scale;
+}
+
+void BucketMessage::pack(const std::vector<uint8_t>& used, double scale, uint32_t facts,
+                  const at::Tensor& incoming) {
+  const BelowAutograd guard;
+  copied_ = copied_early_ = 0;
+  packed_ = true;
+  has_unused_ = false;
+  for (Slot& slot : slots_) {
+    slot.used = used[slot.parameter] != 0;
+    has_unused_ |= !slot.used;
+    slot.stash = at::Tensor();
+  }
+  switch (kind_) {
+    case Kind::kFlat:
+    case Kind::kMaskOnly:
+      pack_flat(used, scale, facts);
+      break;
+    case Kind::kInPlace:
+      pack_in_place(scale, incoming);
+      break;
+    case Kind::kSparse:
+      pack_sparse(scale);
+      break;
+  }
+}
+
+void BucketMessage::pack_flat(const std::vector<uint8_t>& used, double scale, uint32_t facts) {
+  allocate();
+    // Where gradients are copied in, scaling costs nothing on top.
+  const double while_copying = device_.is_cpu() && !has_home() ? scale : 1.0;
+  std::vector<at::Tensor> targets;
+  std::vector<at::Tensor> sources;
+  targets.reserve(slots_.size());
+  sources.reserve(slots_.size());
+  for (Slot& slot : slots_) {
+    const at::Tensor& grad = slot.variable.grad();
+    const bool copied = is_copied(slot, while_copying);
+    slot.early = at::Tensor();
+    slot.moved &= copied;  // else somebody has set another gradient since
+    if (copied) {
+      ++copied_early_;
+    } else if (!grad.defined()) {
+      slot.view.zero_();
+    } else if (lies_in(grad, slot)) {
+      // Already in the buffer. An unused one may have to be put back as it was.
+      if (!slot.used) slot.stash = slot.view.clone();
+      if (while_copying != 1.0) slot.view.mul_(while_copying);
+    } else {
+      const at::Tensor source = dense(grad);
+      targets.push_back(slot.view);
+      // The same memory in another layout cannot be copied onto itself.
+      sources.push_back(source.storage().is_alias_of(home_.storage()) ? source.clone() : source);
+    }
+  }
+  copied_ = copied_early_ + static_cast<int64_t>(targets.size());
+  multi_tensor_copy(std::move(targets), std::move(sources), while_copying);
+  if (has_home()) gradients_of(buffer_).copy_(home_);
+  if (while_copying != scale) gradients_of(buffer_).mul_(scale);
+  trailer_.write(trailer_of(buffer_), used, facts);
+  tensor_ = buffer_;
+}
+
+at::Tensor BucketMessage::absent(uint32_t facts, bool poison) const {
+  const BelowAutograd guard;
+  if (is_sparse()) return {};
+  const at::Tensor tensor =
+      at::zeros({numel_ + trailer_.numel()}, at::TensorOptions().dtype(dtype_).device(device_));
+  if (poison) gradients_of(tensor).fill_(std::numeric_limits<double>::quiet_NaN());
+  trailer_.write(trailer_of(tensor), {}, facts);
+  return tensor;
+}
+
+void BucketMessage::pack_in_place(double scale, const at::Tensor& incoming) {
+  Slot& slot = slots_.front();
+  const at::Tensor& own = slot.variable.grad();
+  tensor_ = slot.view = at::Tensor();  // they may refer to the same memory since the last backward
+  // An unused gradient must be left as it is until it is known whether another rank used it.
+  const bool in_place = slot.used && own.defined() && own.layout() == at::kStrided && !own.is_conj() &&
+              !own.is_neg() && same_dense_layout(own, slot.variable) &&
+              c10::toRealValueType(own.scalar_type()) == dtype_ && has_one_owner(own, incoming);
+  if (in_place) {
+    slot.view = handed_out(own);
+  } else {
+    const at::Tensor grad = own.defined() ? dense(own) : own;
+    slot.view = at::empty_strided(slot.variable.sizes(), slot.variable.strides(),
+                                  slot.variable.options().dtype(slot.variable.is_complex()
+                                                                    ? slot.variable.scalar_type()
+                                                                    : dtype_));
+    if (grad.defined()) {
+      slot.view.copy_(grad);
+      copied_ = 1;
+    } else {
+      slot.view.zero_();
+    }
+  }
+  tensor_ = flat_alias(slot.view);
+  if (scale != 1.0) tensor_.mul_(scale);
+}
+
+void BucketMessage::pack_sparse(double scale) {
+  Slot& slot = slots_.front();
+  at::Tensor grad = slot.variable.grad();
+  if (!grad.defined()) {
+    grad = at::_sparse_coo_tensor_with_dims(
+        options_.sparse_dim, slot.variable.dim() - options_.sparse_dim, slot.variable.sizes(),
+        slot.variable.options().layout(at::kSparse));
+  } else if (grad.layout() != at::kSparse || grad.sparse_dim() != options_.sparse_dim) {
+    // Ranks exchange entries of one form, the recorded one.
+    grad = dense(grad).to_sparse(options_.sparse_dim);
+  }
+  tensor_ = grad.coalesce();
+  // Values may alias the gradient's own: scale a copy.
+  if (scale != 1.0 || tensor_.is_same(grad)) tensor_ = tensor_.mul(scale);
+}
+
+at::Tensor BucketMessage::gradients_buffer() const {
+  if (kind_ != Kind::kFlat) return tensor_;
+  return home_.defined() ? gradients_of(home_) : at::Tensor();
+}
+
+std::vector<at::Tensor> BucketMessage::views_of(const at::Tensor& gradients) const {
+  const BelowAutograd guard;
+  std::vector<at::Tensor> views;
+  for (const Slot& slot : slots_) {
+    const at::ScalarType dtype = slot.variable.scalar_type();
+    const bool same = c10::toRealValueType(dtype) == dtype_;
+    views.push_back(view_like(gradients, slot.offset, slot.variable, same ? dtype : dtype_));
+  }
+  return views;
+}
+
+void BucketMessage::assign(const at::Tensor& result) {
+  if (is_sparse()) {
+    tensor_ = result;
+    return;
+  }
+  const BelowAutograd guard;
+  const at::Tensor target = gradients_of(tensor_);
+  if (result.numel() != target.numel()) {
+    throw InvalidArgument("a communication hook returned " + std::to_string(result.numel()) +
+                          " elements for a bucket of " + std::to_string(target.numel()) +
+                          "; its future must yield a tensor like bucket.buffer()");
+  }
+  if (result.const_data_ptr() != target.const_data_ptr()) target.copy_(result.reshape({-1}));
+}
+
+void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
+  const BelowAutograd guard;
+  packed_ = false;
+  if (kind_ == Kind::kMaskOnly) return;
+  if (is_sparse()) {
+    if (scale != 1.0) tensor_.mul_(scale);
+    Slot& slot = slots_.front();
+    if (slot.used) slot.variable.mutable_grad() = tensor_;
+    return;
+  }
+  if (scale != 1.0) gradients_of(tensor_).mul_(scale);
+  if (kind_ == Kind::kFlat && has_home()) {
+    home_.copy_(gradients_of(buffer_));
+  }
+  std::vector<at::Tensor> targets;
+  std::vector<at::Tensor> sources;
+  for (Slot& slot : slots_) {
+    if (!slot.used) continue;
+    at::Tensor& grad = slot.variable.mutable_grad();
+    if (std::exchange(slot.moved, false) && !grad.defined()) {
+      grad = view_as_gradient(slot);
+      continue;
+    }
+    if (!grad.defined() || lies_in(grad, slot)) continue;  // undefined: the caller took it away
+    const bool view_fits = slot.view.scalar_type() == slot.variable.scalar_type();
+    if (options_.gradient_as_bucket_view && view_fits) {
+      grad = view_as_gradient(slot);
+      continue;
+    }
+    if (grad.requires_grad() || grad.layout() != at::kStrided ||
+        !(kept[slot.parameter] || has_one_owner(grad, {}))) {
+      // A gradient with a history keeps it for whoever holds it; the reduced one is a new tensor.
+      grad = at::empty_like(slot.view, slot.variable.options(), at::MemoryFormat::Preserve);
+    }
+    targets.push_back(grad);
+    sources.push_back(slot.view);
+  }
+  multi_tensor_copy(std::move(targets), std::move(sources));
+}
+
+/// The slot's view, as a tensor that its holder may change.
+at::Tensor BucketMessage::view_as_gradient(Slot& slot) const {
+  // A gradient's own memory must not have one more owner.
+  if (kind_ != Kind::kFlat) return handed_out(slot.view);
+  // That of the last backward, if nobody has changed it.
+  if (!slot.handed.defined() || !lies_in(slot.handed, slot) || slot.handed.requires_grad()) {
+    slot.handed = handed_out(slot.view);
+  }
+  return slot.handed;
+}
+
+void BucketMessage::settle(const std::vector<uint8_t>& used_by_any) {
+  if (!has_unused_) return;
+  const BelowAutograd guard;
+  for (Slot& slot : slots_) {
+    if (slot.used) continue;
+    if (!used_by_any[slot.parameter]) {
+      if (slot.stash.defined()) slot.view.copy_(slot.stash);
+      slot.stash = at::Tensor();
+      continue;
+    }
+    at::Tensor& grad = slot.variable.mutable_grad();
+    if (is_sparse()) {
+      grad = tensor_;
+    } else if (grad.defined() && lies_in(grad, slot)) {
+      // A view of the buffer: the reduced values are there.
+    } else if (grad.defined() && !grad.requires_grad() && grad.layout() == at::kStrided) {
+      grad.copy_(slot.view);
+    } else if (slot.view.scalar_type() == slot.variable.scalar_type() &&
+               (kind_ == Kind::kInPlace || options_.gradient_as_bucket_view)) {
+      grad = view_as_gradient(slot);
+    } else {
+      grad = at::empty_like(slot.view, slot.variable.options(), at::MemoryFormat::Preserve);
+      grad.copy_(slot.view);
+    }
+    slot.stash = at::Tensor();
+  }
+}
+
+void BucketMessage::read_used(const at::Tensor& tensor, std::vector<uint8_t>& used_by_any) const {
+  trailer_.read_used(trailer_of(tensor), used_by_any);
+}
+
+uint32_t BucketMessage::read_facts(const at::Tensor& tensor) const { return trailer_.read_facts(trailer_of(tensor)); }
+
+at::Tensor BucketMessage::largest_values() const {
+  const BelowAutograd guard;
+  std::vector<at::Tensor> values;
+  std::vector<size_t> places;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    at::Tensor grad = slots_[i].moved ? slots_[i].view : slots_[i].variable.grad();
+    if (!slots_[i].used || !grad.defined()) continue;
+    if (grad.layout() == at::kSparse) grad = grad.coalesce().values();
+    if (grad.requires_grad()) grad = grad.detach();
+    if (grad.numel() == 0) continue;
+    values.push_back(grad);
+    places.push_back(i);
+  }
+  at::Tensor result =
+      at::zeros({static_cast<int64_t>(slots_.size())}, at::TensorOptions(device_).dtype(at::kDouble));
+  if (values.empty()) return result;
+  std::vector<at::Tensor> norms = at::_foreach_norm(values, std::numeric_limits<double>::infinity());
+  for (at::Tensor& norm : norms) norm = norm.to(at::kDouble);
+  const at::Tensor found = at::stack(norms);
+  if (places.size() == slots_.size()) return found;
+  std::vector<int64_t> indices(places.begin(), places.end());
+  return result.index_copy_(0, at::tensor(indices, at::kLong).to(device_), found);
+}
+
+void BucketMessage::abandon() {
+  const BelowAutograd guard;
+  const bool packed = std::exchange(packed_, false);
+  tensor_ = at::Tensor();
+  for (Slot& slot : slots_) {
+    at::Tensor& grad = slot.variable.mutable_grad();
+    // What was moved is this rank's own gradient until it is packed.
+    if (slot.moved && !packed && !grad.defined()) grad = slot.view.div(slot.early_scale);
+    if (packed && slot.view.defined() && grad.defined() && lies_in(grad, slot)) grad = at::Tensor();
+    slot.moved = false;
+    slot.stash = slot.early = slot.handed = at::Tensor();
+  }
+  // In-flight collectives keep their reference to the old buffer and write to nobody's memory.
+  buffer_ = home_ = at::Tensor();
+  for (Slot& slot : slots_) slot.view = at::Tensor();
+}
+
+}  // namespace apex::parallel::detail

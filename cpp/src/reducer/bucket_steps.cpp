@@ -1,0 +1,197 @@
+#include "reducer/bucket_steps.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <apex/error.h>
+
+#include "reducer/profiler_range.h"
+
+namespace apex::parallel::detail {
+
+namespace {
+
+/// The current stream waits for those on which gradients were produced.
+void join_producers(const PlannedBucket& entry) {
+  const at::Device device = entry.message.device();
+  if (device.is_cpu() || entry.producers.empty()) return;
+  const c10::Stream current = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  bool foreign = false;
+  for (const c10::Stream& producer : entry.producers) {
+    if (producer == current) continue;
+    foreign = true;
+    // Recorded now, hence after every gradient that the producer has been asked for so far.
+    c10::Event event(device.type());
+    event.record(producer);
+    event.block(current);
+  }
+  if (!foreign) return;
+  for (const BucketMessage::Slot& slot : entry.message.slots()) {
+    // The allocator must not reuse a gradient for its producer's stream while this one reads it.
+    const at::Tensor& grad = slot.variable.grad();
+    if (grad.defined()) grad.record_stream(current);
+  }
+}
+
+/// Gradients, and a buffer that was made in a hook, belong to the streams that made them; the one that ends
+/// backward reads and writes them, and until it is done their memory must not serve those streams again.
+/// Who made them is not known in a backward that is recorded.
+void keep_for_current_stream(const PlannedBucket& entry) {
+  const BucketMessage& message = entry.message;
+  if (message.device().is_cpu()) return;
+  const c10::impl::VirtualGuardImpl guard(message.device().type());
+  const c10::Stream current = guard.getStream(message.device());
+  const auto is_current = [&](const c10::Stream& producer) { return producer == current; };
+  if (!entry.producers.empty() && std::all_of(entry.producers.begin(), entry.producers.end(), is_current)) return;
+  const auto keep = [&](const at::Tensor& tensor) {
+    if (tensor.defined() && tensor.layout() == at::kStrided) tensor.record_stream(current);
+  };
+  keep(message.tensor());
+  keep(message.gradients_buffer());
+  for (const BucketMessage::Slot& slot : message.slots()) keep(slot.variable.grad());
+}
+
+/// For errors; with one rank nothing is sent, and nothing named.
+std::string name_of(const PlannedBucket& entry, size_t index, const ReducerContext& context) {
+  return entry.traits.has_peers || entry.traits.runs_user_code ? describe_bucket(entry, index, context) : "";
+}
+
+void start(PlannedBucket& entry, const at::Tensor& tensor, const std::string& what, ReducerContext& context) {
+  entry.user_code_failed = entry.traits.runs_user_code;  // unless it returns
+  context.monitor.open([&] { entry.reduction->start(entry.message, tensor, what); });
+  entry.user_code_failed = false;
+}
+
+/// Waits for the sum and hands out the gradients.
+void receive(PlannedBucket& entry, const std::string& what, const std::function<void()>& meanwhile,
+             ReducerContext& context) {
+  context.monitor.open([&] { entry.reduction->wait(what, meanwhile); });
+  entry.reduction->deliver(entry.message);
+}
+
+void unpack(PlannedBucket& entry, const BackwardPass& pass, ReducerContext& context) {
+  keep_for_current_stream(entry);
+  entry.message.unpack(entry.averaging(context).after, pass.kept);
+}
+
+}  // namespace
+
+void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass, uint32_t facts,
+                   const at::Tensor& incoming, ReducerContext& context) {
+  const ProfilerRange range("apex::reducer::launch_bucket");
+  const c10::OptionalDeviceGuard guard(entry.message.device());
+  join_producers(entry);
+  BucketMessage& message = entry.message;
+  message.pack(pass.used, entry.averaging(context).before, facts, incoming);
+  if (context.options.check_finite) entry.largest = message.largest_values();
+  context.statistics.add(&ReducerStatistics::gradients_copied, message.copied());
+  context.statistics.add(&ReducerStatistics::gradients_copied_early, message.copied_early());
+  if (message.kind() == BucketMessage::Kind::kInPlace && message.copied() == 0) {
+    context.statistics.add(&ReducerStatistics::reduced_in_place);
+  }
+  const std::string what = name_of(entry, index, context);
+  if (!entry.traits.starts_at_wait) context.observers.tell(&BackwardObserver::launched, index, message);
+  start(entry, message.tensor(), what, context);
+  context.observers.tell(&BackwardObserver::in_flight, index, *entry.reduction);
+}
+
+void launch_absent(std::vector<PlannedBucket>& entries, const StepFacts& facts, bool without_user_code,
+                   ReducerContext& context) {
+  // Without facts nobody would notice zeros.
+  const bool heard = !entries.empty() && entries.back().message.trailer().carries_facts();
+  for (size_t b = 0; b < entries.size(); ++b) {
+    PlannedBucket& entry = entries[b];
+    if (entry.launched || entry.traits.starts_at_wait) continue;
+    entry.launched = true;
+    if (without_user_code && entry.traits.runs_user_code) continue;
+    const c10::OptionalDeviceGuard guard(entry.message.device());
+    entry.absent = entry.message.absent(facts.encode(), facts.failed && !heard);
+    // Named as by the ranks whose gradients travel in it: see Note [Ranks in different collectives].
+    start(entry, entry.absent, describe_bucket(entry, b, context), context);
+    if (entry.reduction->holds_back_next()) {
+      context.monitor.open([&] { entry.reduction->future()->wait(); });
+    }
+  }
+}
+
+void run_next_phases(Plan& plan, ReducerContext& context) {
+  for (bool any = true; any;) {
+    any = false;
+    for (size_t b = 0; b < plan.entries.size(); ++b) {
+      PlannedBucket& entry = plan.entries[b];
+      if (!entry.reduction->has_next_phase()) continue;
+      any = true;
+      const c10::OptionalDeviceGuard guard(entry.message.device());
+      context.monitor.open([&] { entry.reduction->next_phase(describe_bucket(entry, b, context)); });
+      context.observers.tell(&BackwardObserver::in_flight, b, *entry.reduction);
+    }
+  }
+}
+
+void complete_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
+                     const std::function<void()>& meanwhile, ReducerContext& context) {
+  const c10::OptionalDeviceGuard guard(entry.message.device());
+  if (entry.traits.starts_at_wait) context.observers.tell(&BackwardObserver::launched, index, entry.message);
+  context.observers.tell(&BackwardObserver::awaiting, index);
+  receive(entry, name_of(entry, index, context), meanwhile, context);
+  context.observers.tell(&BackwardObserver::arrived, index);
+  unpack(entry, pass, context);
+  entry.completed = true;
+}
+
+void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place>& places, const BackwardPass& pass,
+                 const std::function<void(const std::vector<BucketMessage::Slot>&)>& call_back,
+                 ReducerContext& context) {
+  const std::string what = "all-reduce of late gradients";
+  std::vector<PlannedBucket> round = build_late_round(parameters, places, context);
+  for (PlannedBucket& entry : round) {
+    const c10::OptionalDeviceGuard guard(entry.message.device());
+    entry.message.pack(pass.used, entry.averaging(context).before);
+    start(entry, entry.message.tensor(), what, context);
+  }
+  const std::vector<uint8_t> used_by_any(context.parameters.size(), 1);
+  for (PlannedBucket& entry : round) {
+    const c10::OptionalDeviceGuard guard(entry.message.device());
+    receive(entry, what, {}, context);
+    unpack(entry, pass, context);
+    entry.message.settle(used_by_any);
+    call_back(entry.message.slots());
+  }
+}
+
+std::string find_non_finite(std::vector<PlannedBucket>& entries, ReducerContext& context) {
+  int64_t first = -1;
+  for (PlannedBucket& entry : entries) {
+    if (!entry.largest.defined()) continue;
+    const at::Tensor largest = std::exchange(entry.largest, {}).cpu();
+    const double* values = largest.const_data_ptr<double>();
+    const auto& slots = entry.message.slots();
+    for (size_t i = 0; i < slots.size(); ++i) {
+      if (std::isfinite(values[i])) continue;
+      if (first < 0 || slots[i].parameter < first) first = slots[i].parameter;
+    }
+  }
+  const ControlMessage message =
+      context.members.all_gather("exchange of non-finite gradients", at::full({1}, first, at::kLong));
+  const at::Tensor found = context.monitor.open([&] { return message.wait(); });
+  const int64_t* of_rank = found.const_data_ptr<int64_t>();
+  std::string text;
+  int64_t ranks = 0;
+  for (int64_t rank = 0; rank < found.numel(); ++rank) {
+    if (of_rank[rank] < 0 || ranks++ > 0) continue;
+    text = "rank " + std::to_string(rank) + " contributed a gradient that is infinite or NaN for parameter '" +
+           context.parameters[of_rank[rank]].name + "'";
+  }
+  if (text.empty()) return text;
+  return text + " (" + std::to_string(ranks) + " of " + std::to_string(found.numel()) +
+         " ranks have such gradients), and so it is on every rank now: look at that rank's batch and "
+         "loss, lower the learning rate, or scale the loss; do not step the optimizer";
+}
+
+}  // namespace apex::parallel::detail

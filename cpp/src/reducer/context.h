@@ -1,0 +1,45 @@
+#pragma once
+
+/// What the parts of a reducer share.
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <apex/parallel/reducer.h>
+
+#include "comm/membership.h"
+#include "reducer/monitor.h"
+#include "reducer/observer.h"
+#include "reducer/parameter_table.h"
+#include "reducer/reduction.h"
+#include "reducer/statistics.h"
+
+namespace apex::parallel::detail {
+
+struct ReducerContext {
+  ReducerContext(std::vector<NamedTensor> tensors, std::vector<GroupPtr> groups, ReducerOptions given, const void* self)
+      : options(std::move(given)),
+        members(std::move(groups)),
+        parameters(std::move(tensors), self),
+        choose(options.reduction_factory ? options.reduction_factory : choose_reduction),
+        divisor(members.size) {}
+
+  const ReducerOptions options;
+  Membership members;
+  ParameterTable parameters;
+  const std::function<std::unique_ptr<Reduction>(const ReductionSite&)> choose;
+  std::shared_ptr<CommHook> hook;
+  Observers observers;
+  StatisticsCounter statistics;
+  Monitor monitor;       ///< guards what may change here, and all that the reducer is made of
+  int64_t divisor;       ///< of the average: the number of ranks, or of those that have data
+  bool joining = false;  ///< between begin_join() and end_join()
+  bool defers = false;   ///< backward may end before its buckets have arrived
+
+  /// "rank 1: ".
+  std::string me() const { return "rank " + std::to_string(members.rank) + ": "; }
+};
+
+}  // namespace apex::parallel::detail

@@ -1,0 +1,100 @@
+#include <utility>
+
+#include <apex/error.h>
+
+#include "comm/collectives.h"
+#include "reducer/reduction.h"
+
+namespace apex::parallel::detail {
+
+namespace {
+
+/// What a communication hook's future yields: a tensor, or a list of one.
+at::Tensor tensor_of(const c10::IValue& value) {
+  return value.isTensorList() ? value.toTensorVector().at(0) : value.toTensor();
+}
+
+class HookReduction final : public Reduction {
+ public:
+  explicit HookReduction(const ReductionSite& site)
+      : hook_(site.hook), group_(site.group), alone_(site.alone), index_(site.index), is_last_(site.last_of_hook) {}
+
+  ReductionTraits traits() const override {
+    ReductionTraits traits;
+    traits.has_peers = !alone_;
+    traits.carries_trailer = false;
+    traits.averages = true;
+    traits.has_later_messages = true;
+    traits.runs_user_code = true;
+    return traits;
+  }
+
+  std::string describe() const override { return "communication hook '" + hook_->name() + "', for bucket "; }
+
+  void start(const BucketMessage& bucket, const at::Tensor& tensor, const std::string& what) override {
+    given_ = {};
+    given_.index = static_cast<int64_t>(index_);
+    given_.is_last = is_last_;
+    given_.buffer = bucket.gradients_of(tensor);
+    given_.gradients = bucket.views_of(given_.buffer);
+    for (const BucketMessage::Slot& slot : bucket.slots()) given_.parameters.push_back(slot.variable);
+    finishing_ = false;
+    future_ = checked(hook_->run(given_), what);
+  }
+
+  bool holds_back_next() const override { return future_ && hook_->may_chain() && !future_->completed(); }
+
+  bool has_next_phase() const override { return future_ && !finishing_ && hook_->has_finish(given_); }
+
+  void next_phase(const std::string& what) override {
+    await(what);
+    finishing_ = true;
+    future_ = checked(hook_->finish(given_, tensor_of(future_->value())), what);
+  }
+
+  void wait(const std::string& what, const std::function<void()>&) override {
+    if (future_) await(what);
+  }
+
+  void deliver(BucketMessage& bucket) override {
+    const c10::IValue value = future_->value();
+    bucket.assign(tensor_of(value));
+    drop();
+  }
+
+  bool done() const override { return future_ && future_->completed(); }
+  FuturePtr future() const override { return future_; }
+
+  void drop() noexcept override {
+    future_.reset();
+    given_ = {};
+  }
+
+ private:
+  FuturePtr checked(FuturePtr future, const std::string& what) const {
+    if (!future) {
+      throw Error(what + ": the hook returned no future, so the gradients of this bucket would not be averaged: "
+                  "return one that yields the result");
+    }
+    return future;
+  }
+
+  void await(const std::string& what) { wait_future(*future_, what, *group_); }
+
+  const std::shared_ptr<CommHook> hook_;
+  const GroupPtr group_;
+  const bool alone_;
+  const size_t index_;
+  const bool is_last_;
+  GradientBucket given_;  ///< to the hook
+  bool finishing_ = false;
+  FuturePtr future_;
+};
+
+}  // namespace
+
+std::unique_ptr<Reduction> make_hook_reduction(const ReductionSite& site) {
+  return std::make_unique<HookReduction>(site);
+}
+
+}  // namespace apex::parallel::detail

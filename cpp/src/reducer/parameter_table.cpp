@@ -1,0 +1,141 @@
+#include "reducer/parameter_table.h"
+
+#include <algorithm>
+#include <sstream>
+#include <unordered_set>
+
+#include <apex/error.h>
+
+namespace apex::parallel::detail {
+
+namespace {
+
+void check(const NamedTensor& parameter, int rank) {
+  const at::Tensor& tensor = parameter.tensor;
+  const at::ScalarType dtype = tensor.scalar_type();
+  const bool can_be_averaged = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf ||
+                               dtype == at::kBFloat16 || dtype == at::kComplexFloat || dtype == at::kComplexDouble;
+  std::ostringstream out;
+  if (!can_be_averaged) {
+    out << "rank " << rank << ": parameter '" << parameter.name << "' requires a gradient and has dtype " << dtype
+        << ", which cannot be averaged over ranks: use float32, float64, float16, bfloat16, "
+           "complex64 or complex128, or freeze it with requires_grad_(False)";
+    throw InvalidArgument(out.str());
+  }
+  if (!tensor.is_leaf()) {
+    out << "rank " << rank << ": parameter '" << parameter.name
+        << "' is the result of an operation, not a leaf: it never gets a .grad; pass the tensor that "
+           "it was computed from";
+    throw InvalidArgument(out.str());
+  }
+}
+
+bool same_kind(const Parameter& parameter) {
+  return parameter.variable.scalar_type() == parameter.dtype && parameter.variable.device() == parameter.device &&
+         parameter.variable.strides() == parameter.strides;
+}
+
+bool same_trainable(const Parameter& parameter) { return parameter.variable.requires_grad() == parameter.trainable; }
+
+}  // namespace
+
+ParameterTable::ParameterTable(std::vector<NamedTensor> parameters, const void* self) : self_(self) {
+  std::unordered_set<const void*> seen;
+  for (NamedTensor& parameter : parameters) {
+    if (!parameter.tensor.defined()) throw InvalidArgument("parameter '" + parameter.name + "' is undefined");
+    if (!seen.insert(parameter.tensor.unsafeGetTensorImpl()).second) continue;
+    named_.push_back(std::move(parameter));
+  }
+  for (const NamedTensor& parameter : named_) {
+    Parameter entry;
+    entry.name = parameter.name;
+    entry.variable = parameter.tensor;
+    if (entry.variable.is_leaf() && entry.variable.grad().defined()) entry.touch();
+    entry.owner = owner_of(entry.variable);
+    parameters_.push_back(std::move(entry));
+  }
+}
+
+ParameterTable::~ParameterTable() {
+  retire();
+  unhook();
+}
+
+void ParameterTable::check_trainable(int rank) const {
+  for (const NamedTensor& parameter : named_) {
+    if (parameter.tensor.requires_grad()) check(parameter, rank);
+  }
+}
+
+void ParameterTable::hook(int rank, const MakeHook& make_hook) {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& parameter = parameters_[i];
+    parameter.trainable = parameter.variable.requires_grad();
+    parameter.dtype = parameter.variable.scalar_type();
+    parameter.device = parameter.variable.device();
+    parameter.strides = parameter.variable.strides().vec();
+    if (!parameter.trainable) continue;
+    ever_trainable_ = true;
+    check(named_[i], rank);
+    parameter.accumulator = torch::autograd::impl::grad_accumulator(parameter.variable);
+    parameter.hook = parameter.accumulator->add_post_hook(make_hook(i));
+  }
+}
+
+void ParameterTable::unhook() {
+  for (Parameter& parameter : parameters_) {
+    if (parameter.accumulator) parameter.accumulator->del_post_hook(parameter.hook);
+    parameter.accumulator = {};
+    parameter.hook = 0;
+  }
+}
+
+bool ParameterTable::changed() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [](const Parameter& parameter) {
+    // Module.double() and its like replace the accumulator, and with it the hook, also where the dtype is the
+    // same again afterwards.
+    return !same_trainable(parameter) || !detail::same_kind(parameter) ||
+           (parameter.trainable &&
+            torch::autograd::impl::try_get_grad_accumulator(parameter.variable) != parameter.accumulator);
+  });
+}
+
+bool ParameterTable::same_kind() const {
+  return std::all_of(parameters_.begin(), parameters_.end(), detail::same_kind);
+}
+
+bool ParameterTable::same_set() const { return std::all_of(parameters_.begin(), parameters_.end(), same_trainable); }
+
+void ParameterTable::own_all() {
+  for (Parameter& parameter : parameters_) parameter.owner->store(self_, std::memory_order_relaxed);
+}
+
+bool ParameterTable::owns(const Parameter& parameter) const {
+  const void* owner = parameter.owner->load(std::memory_order_relaxed);
+  // Retired, and nobody else has taken it: graphs of this reducer's outputs are synchronized all the same.
+  return owner == self_ || (owner == nullptr && retired_.load(std::memory_order_relaxed));
+}
+
+bool ParameterTable::owns_any() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [&](const Parameter& one) { return owns(one); });
+}
+
+std::vector<bool> ParameterTable::trained() const {
+  std::vector<bool> result;
+  for (size_t i = 0; i < parameters_.size(); ++i) result.push_back(trains(i));
+  return result;
+}
+
+void ParameterTable::retire() {
+  retired_.store(true);
+  for (Parameter& parameter : parameters_) {
+    const void* mine = self_;
+    parameter.owner->compare_exchange_strong(mine, nullptr);
+  }
+}
+
+void ParameterTable::forget_versions() {
+  for (Parameter& parameter : parameters_) parameter.seen_version = parameter.variable._version();
+}
+
+}  // namespace apex::parallel::detail

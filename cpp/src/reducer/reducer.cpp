@@ -1,0 +1,129 @@
+#include <apex/parallel/reducer.h>
+
+#include <cmath>
+#include <string>
+#include <utility>
+
+#include <apex/error.h>
+
+#include "comm/separate_group.h"
+#include "reducer/reducer_core.h"
+#include "reducer/registry.h"
+
+namespace apex::parallel {
+
+namespace {
+
+void check_options(const ReducerOptions& options, size_t parameters, size_t groups) {
+  if (groups == 0) throw InvalidArgument("a reducer needs at least one process group");
+  if (options.limits.cap < 0) {
+    throw InvalidArgument("the bucket size (message_size, bucket_cap_mb) must be positive, got " +
+                          std::to_string(options.limits.cap));
+  }
+  if (options.limits.first_cap < 0) {
+    throw InvalidArgument("the size of the first bucket must not be negative, got " +
+                          std::to_string(options.limits.first_cap));
+  }
+  if (options.limits.cap == 0 && options.limits.first_cap > 0) {
+    throw InvalidArgument("the size of the first bucket goes with one for the others (limits.cap)");
+  }
+  const double factor = options.gradient_predivide_factor;
+  if (!(factor > 0) || !std::isfinite(factor)) {
+    throw InvalidArgument("gradient_predivide_factor must be positive and finite, got " +
+                          std::to_string(factor));
+  }
+  if (options.delay_allreduce && !options.trigger_parameters.empty()) {
+    throw InvalidArgument(
+        "delay_allreduce launches nothing before the end of backward, so allreduce_trigger_params "
+        "cannot have an effect: give one of the two");
+  }
+  for (const int64_t index : options.trigger_parameters) {
+    if (index < 0 || static_cast<size_t>(index) >= parameters) {
+      throw InvalidArgument("trigger parameter " + std::to_string(index) + " is not one of the " +
+                            std::to_string(parameters) + " parameters");
+    }
+  }
+}
+
+}  // namespace
+
+Reducer::Reducer(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups, ReducerOptions options) {
+  const size_t given = parameters.size();
+  const bool triggers = !options.trigger_parameters.empty();
+  check_options(options, given, groups.size());
+  core_ = std::make_shared<detail::ReducerCore>(std::move(parameters), std::move(groups), std::move(options));
+  if (triggers && core_->parameters().size() != given) {
+    throw InvalidArgument("trigger parameters need a list of parameters without repetitions");
+  }
+  core_->begin();
+}
+
+Reducer::~Reducer() {
+  if (core_) core_->retire();
+}
+
+void Reducer::prepare_for_forward(bool training) { core_->prepare_for_forward(training); }
+void Reducer::watch_outputs(const std::vector<at::Tensor>& outputs) { core_->watch_outputs(outputs); }
+void Reducer::set_synchronizing(bool on) { core_->set_synchronizing(on); }
+bool Reducer::synchronizing() const { return core_->synchronizing(); }
+void Reducer::set_comm_hook(std::shared_ptr<CommHook> hook) { core_->set_comm_hook(std::move(hook)); }
+void Reducer::relearn() { core_->relearn(); }
+void Reducer::set_bucket_callback(std::function<void(const ReducedBucket&)> callback) {
+  core_->set_bucket_callback(std::move(callback));
+}
+void Reducer::set_deferred(bool on) { core_->set_deferred(on); }
+void Reducer::wait_for(const std::vector<int64_t>& parameters) { core_->wait_for(parameters); }
+void Reducer::wait() { core_->wait(); }
+std::vector<int64_t> Reducer::in_flight() const { return core_->in_flight(); }
+c10::intrusive_ptr<c10d::ProcessGroup> Reducer::communicator() const { return core_->communicator(); }
+std::optional<BucketPlan> Reducer::plan() const { return core_->plan(); }
+void Reducer::set_plan(const BucketPlan& plan) { core_->set_plan(plan); }
+std::vector<at::Tensor> Reducer::buffers() const { return core_->buffers(); }
+const std::vector<NamedTensor>& Reducer::parameters() const { return core_->parameters(); }
+void Reducer::record_overlap(bool on) { core_->record_overlap(on); }
+std::optional<OverlapReport> Reducer::overlap_report() const { return core_->overlap_report(); }
+ReducerStatistics Reducer::statistics() const { return core_->statistics(); }
+void Reducer::release() { core_->release(); }
+
+void Reducer::begin_join(bool divide_by_initial_world_size) { core_->begin_join(divide_by_initial_world_size); }
+void Reducer::end_join() { core_->end_join(); }
+JoinEvent Reducer::announce(JoinEvent::Kind kind, int64_t argument) { return core_->join_event(true, kind, argument); }
+JoinEvent Reducer::await_event() { return core_->join_event(false, JoinEvent::kEnd, 0); }
+void Reducer::shadow_backward_begin(bool gradients_were_kept) { core_->shadow_backward_begin(gradients_were_kept); }
+void Reducer::shadow_backward_end() { core_->shadow_backward_end(); }
+int64_t Reducer::last_with_data(bool followed, int64_t scalers) const {
+  return core_->last_with_data(followed, scalers);
+}
+
+int64_t Reducer::follow_until_end(const std::function<void(const JoinEvent&)>& on_forward) {
+  bool followed = false;
+  for (JoinEvent event = await_event(); event.kind != JoinEvent::kEnd; event = await_event()) {
+    followed = true;
+    if (event.kind == JoinEvent::kForward) {
+      prepare_for_forward(/*training=*/false);
+      on_forward(event);
+    } else if (event.kind == JoinEvent::kBackward) {
+      shadow_backward_begin(event.argument != 0);
+      shadow_backward_end();
+    }
+  }
+  end_join();
+  return last_with_data(followed);
+}
+
+void Reducer::release_all() {
+  for (const auto& core : detail::all_reducers()) {
+    try {
+      core->release();
+    } catch (const Error&) {
+      // A backward is in progress.
+    }
+  }
+  finish_dropped_groups();
+}
+
+void Reducer::optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer) {
+  for (const auto& core : detail::owners_of(parameters)) core->optimizer_stepped(optimizer);
+}
+
+}  // namespace apex::parallel

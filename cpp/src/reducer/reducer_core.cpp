@@ -1,0 +1,411 @@
+#include "reducer/reducer_core.h"
+
+#include <algorithm>
+#include <sstream>
+#include <utility>
+
+#include <ATen/Functions.h>
+
+#include <apex/error.h>
+
+#include "comm/collectives.h"
+#include "comm/failure_listener.h"
+#include "comm/separate_group.h"
+#include "reducer/hooks.h"
+#include "reducer/join_protocol.h"
+#include "reducer/registry.h"
+
+namespace apex::parallel::detail {
+
+namespace {
+
+std::vector<std::string> settings_of(const ReducerOptions& options, size_t groups) {
+  auto text = [](const char* name, auto value) {
+    std::ostringstream out;
+    out << name << '=' << value;
+    return out.str();
+  };
+  std::string triggers;
+  for (const int64_t index : options.trigger_parameters) triggers += std::to_string(index) + ' ';
+  std::vector<std::string> settings = options.settings;
+  const std::vector<std::string> own{
+      text("bucket size", options.limits.cap),
+      text("first bucket size", options.limits.first_cap),
+      text("bucket size in bytes", options.limits.unit == BucketLimits::Unit::kBytes),
+      text("delay_allreduce", options.delay_allreduce),
+      text("allreduce_trigger_params", triggers),
+      text("allreduce_always_fp32", options.allreduce_always_fp32),
+      text("gradient_average", options.gradient_average),
+      text("gradient_predivide_factor", options.gradient_predivide_factor),
+      text("static_graph", options.static_graph),
+      text("init_sync", options.init_sync),
+      text("communicators", groups),
+      text("check_finite", options.check_finite),
+      text("check_reduction (check_steps)", options.check_steps.has_value() ? *options.check_steps : -1)};
+  settings.insert(settings.end(), own.begin(), own.end());
+  return settings;
+}
+
+}  // namespace
+
+ReducerCore::ReducerCore(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups, ReducerOptions options)
+    : context_(std::move(parameters), std::move(groups), std::move(options), this),
+      step_(context_),
+      overtaken_(context_.parameters.size(), 0) {}
+
+ReducerCore::~ReducerCore() { drop_reducer(this); }
+
+void ReducerCore::begin() {
+  Membership& members = context_.members;
+  verify_same_model(parameters(), settings_of(context_.options, members.groups.size()), members.parent);
+  context_.parameters.check_trainable(members.rank);
+  remember_processes(*members.parent);
+  if (!members.alone()) separate_groups();
+  if (context_.options.init_sync) {
+    std::vector<at::Tensor> tensors;
+    for (const NamedTensor& parameter : parameters()) tensors.push_back(parameter.tensor);
+    broadcast_coalesced(tensors, members.control(), 0, kBroadcastBytes, "broadcast of parameters");
+  }
+  add_reducer(shared_from_this());
+  const Change change(context_.monitor);
+  context_.parameters.forget_versions();
+  context_.parameters.own_all();
+  hook_parameters();
+}
+
+void ReducerCore::separate_groups() {
+  Membership& members = context_.members;
+  if (!context_.parameters.empty()) members.device = context_.parameters[0].variable.device();
+  // Ranks may have failed to construct different numbers of reducers; a name must be new to all of them.
+  static std::atomic<int64_t> next_name{0};
+  const at::Tensor mine = at::full({1}, next_name.load(), at::kLong);
+  const int64_t name = members.all_reduce("naming of a communicator", mine, c10d::ReduceOp::MAX).wait().item<int64_t>();
+  next_name.store(name + 1);
+  for (size_t i = 0; i < members.groups.size(); ++i) {
+    const std::string unique = "apex/reducer/" + members.parent->getGroupName() + "/" + std::to_string(name) + "/" +
+                               std::to_string(i);
+    try {
+      members.groups[i] = make_separate_group(members.groups[i], unique);
+    } catch (...) {
+      throw_communication_error("connecting a reducer's communicator", *members.parent, std::current_exception());
+    }
+    hear_too(*members.groups[i], *members.parent);
+  }
+}
+
+void ReducerCore::hook_parameters() {
+  if (!context_.parameters.empty()) context_.members.device = context_.parameters[0].variable.device();
+  context_.parameters.hook(context_.members.rank,
+                           [this](size_t index) { return make_gradient_hook(weak_from_this(), index); });
+}
+
+void ReducerCore::enter(Phase phase) {
+  TORCH_INTERNAL_ASSERT(may_follow(phase_, phase), "apex reducer: phase ", static_cast<int>(phase), " after ",
+                        static_cast<int>(phase_));
+  phase_ = phase;
+}
+
+void ReducerCore::fail() {
+  if (phase_ != Phase::kFailed && phase_ != Phase::kReleased) enter(Phase::kFailed);
+}
+
+void ReducerCore::refuse_in_backward(const char* what) const {
+  const Read read(context_.monitor);
+  if (in_backward(phase_)) throw Error(std::string(what) + " while a backward is running");
+}
+
+void ReducerCore::complete_deferred() {
+  if (phase_ == Phase::kDeferred) complete();
+}
+
+// Note [Parameters that are frozen or unfrozen]
+//
+// A change of dtype, device or strides leaves the buckets without use: they are made again, and every rank has to
+// make the change before the same forward. Freezing and unfreezing, however, may well depend on what a rank
+// has seen, and ranks that forgot the plan at different times would meet in collectives of different
+// sizes. So the rank keeps the plan, and asks the others in the next synchronized backward for a new one:
+// by one of the facts in its last message. A frozen parameter counts as not used in that backward; one that was
+// unfrozen is reduced at its end, when all ranks have agreed on the new plan. The facts have to be
+// read after every backward, which costs nothing where the message lies on the CPU; elsewhere the host
+// would have to wait for the device, and ranks have to freeze and unfreeze alike.
+
+void ReducerCore::follow_change() {
+  complete_deferred();
+  if (!context_.parameters.same_kind()) {
+    refresh(ReasonToLeave::kParameters);
+    return;
+  }
+  const bool same_set = context_.parameters.same_set();
+  context_.parameters.unhook();
+  hook_parameters();
+  // Else choose_plan() sees to it.
+  if (!same_set && context_.defers) leave_plan(ReasonToLeave::kParameters);
+}
+
+void ReducerCore::refresh(ReasonToLeave reason) {
+  context_.parameters.unhook();
+  hook_parameters();
+  leave_plan(reason);
+}
+
+/// Lets go of a plan that the other ranks may not let go of. They find out in the next backward; see
+/// Note [Carried through].
+void ReducerCore::leave_plan(ReasonToLeave reason) {
+  book_.take_expected();  // as the others do
+  const Plan* plan = book_.current();
+  if (plan != nullptr && plan->carries_facts() && left_.empty()) {
+    left_ = std::move(book_.leave().entries);
+    step_.set_reason(reason);
+  } else {
+    book_.forget();
+  }
+}
+
+/// Of the settings that may change between backwards, those that all ranks must share.
+std::string ReducerCore::describe_settings() const {
+  return (context_.hook ? "the communication hook '" + context_.hook->name() + "'"
+                        : std::string("no communication hook")) +
+         (context_.defers ? ", an OverlappedOptimizer (set_deferred)" : "");
+}
+
+void ReducerCore::prepare_for_forward(bool training) {
+  const Change change(context_.monitor);
+  if (training) step_.tracker.forward_began();
+  if (!in_backward(phase_) && context_.parameters.changed()) follow_change();
+}
+
+void ReducerCore::watch_outputs(const std::vector<at::Tensor>& outputs) {
+  const auto can_be_reached = [](const at::Tensor& output) {
+    return output.defined() && output.requires_grad() && output.grad_fn();
+  };
+  StepTracker::ForwardPtr forward;
+  {
+    const Change change(context_.monitor);
+    forward = step_.tracker.forward_ended(std::any_of(outputs.begin(), outputs.end(), can_be_reached));
+  }
+  torch::autograd::Node* last = nullptr;
+  for (const at::Tensor& output : outputs) {
+    if (!output.defined() || !output.requires_grad()) continue;
+    const auto& node = output.grad_fn();
+    // A leaf has no node to hook (and keeps its hooks for ever): it is a parameter, hooked already,
+    // or nothing to do with parameters. Outputs of one operation need one hook.
+    if (!node || node.get() == last) continue;
+    last = node.get();
+    auto watched = std::make_shared<const WatchedOutput>(WatchedOutput{last, forward});
+    outputs_.add(watched);
+    node->add_pre_hook(make_output_hook(shared_from_this(), std::move(watched)));
+  }
+}
+
+void ReducerCore::set_comm_hook(std::shared_ptr<CommHook> hook) {
+  refuse_in_backward("set_comm_hook()");
+  const Change change(context_.monitor);
+  complete_deferred();
+  leave_plan(ReasonToLeave::kCommHook);
+  context_.hook = std::move(hook);
+}
+
+void ReducerCore::relearn() {
+  refuse_in_backward("relearn()");
+  const Change change(context_.monitor);
+  complete_deferred();
+  refresh(ReasonToLeave::kRelearn);
+}
+
+void ReducerCore::release() {
+  refuse_in_backward("release()");
+  const Change change(context_.monitor);
+  if (phase_ == Phase::kReleased) return;
+  if (phase_ == Phase::kDeferred) drop_messages();
+  book_.forget();
+  left_.clear();
+  step_.drop();
+  context_.hook.reset();
+  callback_ = nullptr;
+  context_.members.release();
+  enter(Phase::kReleased);
+}
+
+void ReducerCore::set_bucket_callback(std::function<void(const ReducedBucket&)> callback) {
+  refuse_in_backward("set_bucket_callback()");
+  const Change change(context_.monitor);
+  complete_deferred();
+  callback_ = std::move(callback);
+}
+
+void ReducerCore::set_deferred(bool on) {
+  refuse_in_backward("set_deferred()");
+  const Change change(context_.monitor);
+  complete_deferred();
+  if (context_.defers == on) return;
+  context_.defers = on;
+  refresh(ReasonToLeave::kDeferred);
+}
+
+void ReducerCore::wait() {
+  refuse_in_backward("wait()");
+  const Change change(context_.monitor);
+  complete_deferred();
+}
+
+void ReducerCore::wait_for(const std::vector<int64_t>& parameters) {
+  const Change change(context_.monitor);
+  for (const int64_t index : parameters) {
+    if (index < 0 || static_cast<size_t>(index) >= context_.parameters.size()) {
+      throw InvalidArgument("wait_for(): parameter " + std::to_string(index) + " is not one of the " +
+                            std::to_string(context_.parameters.size()) + " parameters");
+    }
+    // Not so in a checkpointed segment that backward runs again.
+    if (phase_ != Phase::kDeferred) return;
+    Plan& plan = *book_.current();
+    const int64_t bucket = plan.places[index].bucket;
+    if (bucket < 0 || plan.entries[bucket].completed) continue;
+    or_drop([&] { complete_entry(static_cast<size_t>(bucket)); });
+    if (pass_->callback_error) std::rethrow_exception(std::exchange(pass_->callback_error, nullptr));
+  }
+  if (phase_ != Phase::kDeferred) return;
+  const Plan& plan = *book_.current();
+  const auto end = plan.entries.begin() + static_cast<int64_t>(plan.buckets.buckets.size());
+  if (std::all_of(plan.entries.begin(), end, [](const PlannedBucket& entry) { return entry.completed; })) {
+    complete_deferred();
+  }
+}
+
+std::vector<int64_t> ReducerCore::parameters_in_flight() const {
+  std::vector<int64_t> waiting;
+  if (phase_ != Phase::kDeferred) return waiting;
+  const Plan& plan = *book_.current();
+  for (size_t i = 0; i < plan.places.size(); ++i) {
+    const int64_t bucket = plan.places[i].bucket;
+    if (bucket >= 0 && !plan.entries[bucket].completed) waiting.push_back(static_cast<int64_t>(i));
+  }
+  return waiting;
+}
+
+std::vector<int64_t> ReducerCore::in_flight() const {
+  const Read read(context_.monitor);
+  return parameters_in_flight();
+}
+
+std::optional<BucketPlan> ReducerCore::plan() const {
+  const Read read(context_.monitor);
+  const Plan* plan = book_.current();
+  return plan != nullptr ? std::optional<BucketPlan>(plan->buckets) : std::nullopt;
+}
+
+std::vector<at::Tensor> ReducerCore::buffers() {
+  const Change change(context_.monitor);
+  complete_deferred();
+  std::vector<at::Tensor> buffers;
+  const Plan* plan = book_.current();
+  if (plan == nullptr) return buffers;
+  for (size_t i = 0; i < plan->buckets.buckets.size(); ++i) {
+    buffers.push_back(plan->entries[i].message.gradients_buffer());
+  }
+  return buffers;
+}
+
+void ReducerCore::adopt(const BucketPlan& buckets) {
+  Plan& plan = *book_.current();
+  if (buckets == plan.buckets) return;
+  plan.buckets = buckets;
+  build_entries(plan, context_);
+}
+
+void ReducerCore::set_plan(const BucketPlan& plan) {
+  refuse_in_backward("set_plan()");
+  const Change change(context_.monitor);
+  complete_deferred();
+  const ParameterTable& parameters = context_.parameters;
+  std::vector<bool> seen(parameters.size(), false);
+  for (const auto& bucket : plan.buckets) {
+    for (const int64_t index : bucket) {
+      if (index < 0 || static_cast<size_t>(index) >= parameters.size() || seen[index]) {
+        throw InvalidArgument("a bucket plan names parameter " + std::to_string(index) +
+                              ", which is not one of the " + std::to_string(parameters.size()) +
+                              " parameters, or named twice");
+      }
+      seen[index] = true;
+      const Parameter& first = parameters[bucket.front()];
+      const Parameter& one = parameters[index];
+      if (one.variable.scalar_type() != first.variable.scalar_type() ||
+          one.variable.device() != first.variable.device()) {
+        throw InvalidArgument("a bucket plan puts parameters '" + first.name + "' and '" + one.name +
+                              "' together, which differ in dtype or device");
+      }
+    }
+  }
+  const auto count = static_cast<int64_t>(parameters.size());
+  std::vector<BucketPlan> agreed =
+      context_.monitor.open([&] { return broadcast_plans(context_.members, {plan}, count); });
+  preset_ = agreed.empty() ? BucketPlan{} : std::move(agreed.front());
+  refresh(ReasonToLeave::kPlan);
+}
+
+void ReducerCore::record_overlap(bool on) {
+  refuse_in_backward("record_overlap()");
+  const Change change(context_.monitor);
+  complete_deferred();
+  if (on == (recorder_ != nullptr)) return;
+  if (on) {
+    recorder_ = std::make_unique<OverlapRecorder>();
+    context_.observers.add(recorder_.get());
+  } else {
+    context_.observers.remove(recorder_.get());
+    recorder_.reset();
+  }
+}
+
+std::optional<OverlapReport> ReducerCore::overlap_report() const {
+  const Read read(context_.monitor);
+  if (!recorder_) return std::nullopt;
+  std::optional<OverlapReport> report = recorder_->report();
+  if (!report) return report;
+  for (BucketOverlap& bucket : report->buckets) {
+    for (const int64_t parameter : bucket.parameters) bucket.names.push_back(context_.parameters[parameter].name);
+  }
+  return report;
+}
+
+GroupPtr ReducerCore::communicator() const {
+  const Read read(context_.monitor);
+  return context_.members.released() ? nullptr : context_.members.control();
+}
+
+void ReducerCore::optimizer_stepped(int64_t optimizer) {
+  const Change change(context_.monitor);
+  step_.tracker.optimizer_stepped(optimizer);
+}
+
+void ReducerCore::begin_join(bool divide_by_initial_world_size) {
+  refuse_in_backward("begin_join()");
+  const Change change(context_.monitor);
+  complete_deferred();
+  context_.joining = true;
+  context_.divisor = context_.members.size;
+  divide_by_initial_ = divide_by_initial_world_size;
+}
+
+void ReducerCore::end_join() {
+  const Change change(context_.monitor);
+  context_.joining = false;
+  context_.divisor = context_.members.size;
+  // Ranks without data have not done what the others did.
+  step_.tracker.forget();
+  context_.parameters.forget_versions();
+}
+
+JoinEvent ReducerCore::join_event(bool active, JoinEvent::Kind kind, int64_t argument) {
+  const Change change(context_.monitor);
+  JoinEvent event =
+      context_.monitor.open([&] { return exchange_join_event(context_, active, kind, argument); });
+  if (!event.active.empty() && !divide_by_initial_) context_.divisor = static_cast<int64_t>(event.active.size());
+  return event;
+}
+
+int64_t ReducerCore::last_with_data(bool followed, int64_t states) const {
+  const Change change(context_.monitor);
+  return context_.monitor.open([&] { return detail::last_with_data(context_, followed, states); });
+}
+
+}  // namespace apex::parallel::detail

@@ -1,0 +1,30 @@
+#include "reducer/watched_outputs.h"
+
+#include <algorithm>
+
+namespace apex::parallel::detail {
+
+void WatchedOutputs::add(const std::shared_ptr<const WatchedOutput>& output) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  // Whoever holds many outputs does not have them looked through in every forward.
+  if (outputs_.size() >= most_) {
+    outputs_.erase(std::remove_if(outputs_.begin(), outputs_.end(), [](const auto& held) { return held.expired(); }),
+                   outputs_.end());
+    most_ = std::max<size_t>(16, 2 * outputs_.size());
+  }
+  outputs_.push_back(output);
+}
+
+bool WatchedOutputs::reach_in(const std::unordered_set<torch::autograd::Node*>& nodes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  bool any = false;
+  for (const auto& held : outputs_) {
+    const auto output = held.lock();
+    if (!output || nodes.count(output->node) == 0) continue;
+    if (output->forward) output->forward->reached = true;
+    any = true;
+  }
+  return any;
+}
+
+}  // namespace apex::parallel::detail

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <unordered_set>
+#include <vector>
+
+#include <torch/csrc/autograd/node.h>
+
+#include "reducer/step_tracker.h"
+
+namespace apex::parallel::detail {
+
+/// An output that backward may come through; it lives as long as its hook.
+struct WatchedOutput {
+  torch::autograd::Node* node;
+  StepTracker::ForwardPtr forward;
+};
+
+/// Those of one reducer. Thread safe; nothing is waited for under its mutex. (Not the reducer's monitor: another thread's
+/// backward may have that while it waits for other ranks, which may wait for this one.)
+class WatchedOutputs {
+ public:
+  void add(const std::shared_ptr<const WatchedOutput>& output);
+  /// Whether one is among the nodes of a backward, by which it counts as reached.
+  bool reach_in(const std::unordered_set<torch::autograd::Node*>& nodes);
+
+ private:
+  std::mutex mutex_;  ///< guards the rest
+  std::vector<std::weak_ptr<const WatchedOutput>> outputs_;
+  size_t most_ = 0;   ///< so many, before those that are gone are removed
+};
+
+}  // namespace apex::parallel::detail
