@@ -4,11 +4,13 @@
 # tests and examples, and prints "N passed, N failed, N skipped" for both together as its last line.
 # What is built or installed already is used again.
 #
-# With --quick as its first argument it runs, after the same build, the C++ unit tests and some Python tests
-# of each area (python/tests/conftest.py lists them): for between two changes.
+# With --quick as its first argument it runs the C++ unit tests and some Python tests of each area
+# (python/tests/conftest.py lists them): for between two changes. That needs no examples, which it does not build.
 #
 # Environment: APEX_VENV, the folder of the virtual environment (default: .venv in the repository),
-# APEX_TEST_WORKERS, how many files of Python tests run at a time (default: 2; 0 for debuggers), what
+# APEX_TEST_WORKERS, how many files of Python tests run at a time (default: 2; 0 for debuggers),
+# APEX_TEST_CPP, OFF to build and run no C++ tests,
+# APEX_TEST_RESULTS, the folder of the results as JUnit XML (default: build/test-results; emptied first), what
 # scripts/venv.sh lists, and PYTEST_ADDOPTS. Arguments are passed on to pytest.
 set -uo pipefail
 
@@ -17,12 +19,13 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/venv.sh"
 cd "$apex_root" || exit 1
 venv=${APEX_VENV:-$apex_root/.venv}
-cpp_tests=() python_tests=()
+cpp_tests=() python_tests=() parts=(TESTS EXAMPLES)
 if [ "${1:-}" = --quick ]; then
   shift
-  cpp_tests=(--label-regex unit) python_tests=(-m quick)
+  cpp_tests=(--label-regex unit) python_tests=(-m quick) parts=(TESTS)
 fi
-results=$apex_root/build/test-results
+if [ "${APEX_TEST_CPP:-ON}" = OFF ]; then parts=(); fi
+results=${APEX_TEST_RESULTS:-$apex_root/build/test-results}
 
 # GoogleTest comes with the system where it can, else CMake fetches a pinned release.
 if [ ! -e /usr/include/gtest/gtest.h ] && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
@@ -35,15 +38,15 @@ apex_ensure_venv "$venv" "pytest>=8" pytest-xdist scikit-learn tqdm pillow mypy 
 apex_quiet "$venv/bin/python" -m pip install --requirement "$here/analysis-requirements.txt" ||
   echo "that failed; tests of what could not be installed are skipped"
 build=$(apex_build_folder "$venv") || exit 1
-for part in TESTS EXAMPLES; do
+defines=${SKBUILD_CMAKE_DEFINE:-}
+for part in ${parts[@]+"${parts[@]}"}; do
+  defines+="${defines:+;}APEX_BUILD_$part=ON"
   if ! grep -qs "^APEX_BUILD_$part:[A-Z]*=ON" "$build/CMakeCache.txt"; then
     rm -f "$venv/.apex-package-stamp" # what is installed was built without them
   fi
 done
 # By scikit-build-core's variable: the pip of older systems has no option for it.
-options="APEX_BUILD_TESTS=ON;APEX_BUILD_EXAMPLES=ON;APEX_UNITY_BUILD=ON"
-SKBUILD_CMAKE_DEFINE="${SKBUILD_CMAKE_DEFINE:+$SKBUILD_CMAKE_DEFINE;}$options" \
-  apex_install_package "$venv" || exit 1
+SKBUILD_CMAKE_DEFINE="${defines:+$defines;}APEX_UNITY_BUILD=ON" apex_install_package "$venv" || exit 1
 apex_quiet "$venv/bin/cmake" --build "$build" --parallel "$(apex_build_jobs)" || exit 1
 
 rm -rf "$results" "$build/test-results"
@@ -53,11 +56,13 @@ mkdir -p "$results"
 export APEX_CPP_BUILD=$build
 export PATH="$venv/bin:$PATH"
 
-echo "C++ tests in $build"
-"$venv/bin/ctest" --test-dir "$build" --output-on-failure --no-tests=error --parallel 2 \
-  --output-junit "$results/ctest.xml" ${cpp_tests[@]+"${cpp_tests[@]}"}
-cpp_status=$?
-cp "$build"/test-results/*.xml "$results/" 2>/dev/null
+cpp_status=0
+if [ "${APEX_TEST_CPP:-ON}" != OFF ]; then
+  echo "C++ tests in $build"
+  "$venv/bin/ctest" --test-dir "$build" --output-on-failure --no-tests=error --parallel 2 \
+    --output-junit "$results/ctest.xml" ${cpp_tests[@]+"${cpp_tests[@]}"} || cpp_status=$?
+  cp "$build"/test-results/*.xml "$results/" 2>/dev/null
+fi
 
 echo "Python tests"
 # From another folder, so that the installed package is tested and not the sources. Two files at a time: most of

@@ -30,23 +30,39 @@ def outcomes(file: Path) -> dict[str, list[str]]:
     return result
 
 
-def main(folder: Path) -> int:
-    counts: Counter[str] = Counter()
-    for name, states in outcomes(folder / "ctest.xml").items():
+def all_outcomes(folder: Path) -> dict[str, list[str]]:
+    """Outcomes of everything that left results in the folder, by name."""
+    result: dict[str, list[str]] = {}
+
+    def add(found: dict[str, list[str]]) -> None:
+        for name, states in found.items():  # one source may be in several executables
+            result.setdefault(name, []).extend(states)
+
+    ctest = folder / "ctest.xml"  # not there with APEX_TEST_CPP=OFF
+    for name, states in outcomes(ctest).items() if ctest.exists() else ():
         own = folder / f"{name.split('::')[-1]}.xml"
         if not own.exists():
-            counts.update(states)
+            add({name: states})
             continue
-        inner = [state for found in outcomes(own).values() for state in found]
-        counts.update(inner)
-        if "failed" in states and "failed" not in inner:
-            counts["failed"] += 1  # it ended badly after, or between, its tests
+        inner = outcomes(own)
+        add(inner)
+        if "failed" in states and not any("failed" in found for found in inner.values()):
+            add({f"{name}, after or between its tests": ["failed"]})
     pytest = folder / "pytest.xml"
-    if pytest.exists():
-        for states in outcomes(pytest).values():
-            counts.update(states)
-    else:
-        counts["failed"] += 1
+    add(outcomes(pytest) if pytest.exists() else {"pytest, which left no results": ["failed"]})
+    return result
+
+
+def count(folder: Path) -> Counter[str]:
+    return Counter(state for states in all_outcomes(folder).values() for state in states)
+
+
+def failures(folder: Path) -> list[str]:
+    return [name for name, states in all_outcomes(folder).items() if "failed" in states]
+
+
+def main(folder: Path) -> int:
+    counts = count(folder)
     print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
     return 0 if counts["passed"] and not counts["failed"] else 1
 

@@ -15,6 +15,7 @@
 #                machines with an NVIDIA GPU, torch==2.13.0 elsewhere
 #   CXX          the C++ compiler; by way of ccache where that is installed
 #   CMAKE_BUILD_PARALLEL_LEVEL   compilers at a time; default: one per core and 2 GiB free memory
+#   SKBUILD_BUILD_DIR   the folder to build in (default: build/<Python tag> in the repository)
 
 apex_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -153,6 +154,10 @@ apex_install_package() {
 # apex_build_folder DIR: where scikit-build-core builds for the Python of DIR.
 apex_build_folder() {
   local tag
+  if [ -n "${SKBUILD_BUILD_DIR:-}" ]; then
+    echo "$SKBUILD_BUILD_DIR"
+    return
+  fi
   tag=$("$1/bin/python" -c 'import sys, sysconfig
 version = f"cp{sys.version_info.major}{sys.version_info.minor}"
 platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")

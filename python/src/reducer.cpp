@@ -49,7 +49,8 @@ std::vector<NamedTensor> named(const std::vector<std::string>& names,
   return result;
 }
 
-/// Process groups cross the boundary by name: c10d's registry is the same in both languages.
+/// Process groups come by name: c10d's registry is the same in both languages, and apex._group_names.name_of() has
+/// registered those that it did not know.
 std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups(const std::vector<std::string>& names) {
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> result;
   for (const std::string& name : names) result.push_back(c10d::resolve_process_group(name));

@@ -16,6 +16,7 @@ QUICK = (
     "test_ddp_programs.py::test_programs_equal_one_process[1000-2]",
     "test_fp16_utils_optimizer.py",
     "test_fused_optimizers.py",
+    "test_group_names.py",
     "test_larc.py",
     "test_multiproc.py::test_environment_every_rank_is_complete",
     "test_old_names.py",

@@ -13,6 +13,7 @@
 #include "comm/collectives.h"
 #include "comm/failure_report.h"
 #include "distributed/backends.h"
+#include "torch_version.h"
 
 namespace apex::parallel::detail {
 
@@ -105,7 +106,7 @@ void refuse_different(const c10d::ProcessGroup& group, const std::vector<Header>
 }
 
 bool talks_over_gloo(c10d::ProcessGroup& group, const at::Tensor& tensor) {
-  return tensor.is_cpu() && group.hasBackendForDeviceType(at::kCPU) &&
+  return tensor.is_cpu() && has_backend(group, at::kCPU) &&
          distributed::gloo_timeout(*group.getBackend(at::kCPU)).has_value();
 }
 

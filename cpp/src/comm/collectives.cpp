@@ -16,6 +16,7 @@
 #include "comm/failure_listener.h"
 #include "distributed/backends.h"
 #include "interruption.h"
+#include "torch_version.h"
 
 namespace apex::parallel {
 
@@ -41,7 +42,7 @@ std::string message_of(const std::exception_ptr& cause) {
 /// others end the communicator when a wait times out.
 bool can_stop_waiting(const c10d::ProcessGroup& group) {
   auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
-  if (!mutable_group.hasBackendForDeviceType(at::kCPU)) return false;
+  if (!detail::has_backend(group, at::kCPU)) return false;
   const auto devices = mutable_group.getDeviceTypes();
   return std::all_of(devices.begin(), devices.end(), [&](const c10::Device& device) {
     return distributed::gloo_timeout(*mutable_group.getBackend(device.type())).has_value();
@@ -87,7 +88,7 @@ bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group, const std:
 
 std::string note_on_ranks(const c10d::ProcessGroup& group) {
   auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
-  if (!mutable_group.hasBackendForDeviceType(at::kCPU)) return {};
+  if (!detail::has_backend(group, at::kCPU)) return {};
   const auto ranks = distributed::gloo_global_ranks(*mutable_group.getBackend(at::kCPU));
   bool same = true;
   std::string list;
@@ -126,15 +127,13 @@ c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::Pr
   return call_collective(what, group, [&] { return group.broadcast(message, options); });
 }
 
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // their new names are not in torch 2.11
 c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& gathered, const at::Tensor& share,
                                                 bool immediate) {
   at::Tensor output = gathered, input = share;
   c10d::AllgatherOptions options;
   options.asyncOp = !immediate;
-  return call_collective(what, group, [&] { return group._allgather_base(output, input, options); });
+  return call_collective(what, group, [&] { return detail::all_gather_single(group, output, input, options); });
 }
 
 c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::ProcessGroup& group,
@@ -143,9 +142,8 @@ c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::P
                                                 const std::vector<int64_t>& sent_numel) {
   at::Tensor output = received, input = sent;
   std::vector<int64_t> to = received_numel, from = sent_numel;
-  return call_collective(what, group, [&] { return group.alltoall_base(output, input, to, from); });
+  return call_collective(what, group, [&] { return detail::all_to_all_single(group, output, input, to, from); });
 }
-#pragma GCC diagnostic pop
 
 void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what,
                      const c10d::ProcessGroup& group, const std::function<void()>& meanwhile) {

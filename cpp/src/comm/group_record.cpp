@@ -10,6 +10,7 @@
 
 #include "comm/bounded_call.h"
 #include "distributed/backends.h"
+#include "torch_version.h"
 
 namespace apex::parallel {
 
@@ -98,7 +99,7 @@ GroupRecordPtr record_of(const c10d::ProcessGroup& group) {
 milliseconds patience_of(const c10d::ProcessGroup& group) {
   std::optional<milliseconds> timeout;
   auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
-  if (mutable_group.hasBackendForDeviceType(at::kCPU)) {
+  if (detail::has_backend(mutable_group, at::kCPU)) {
     timeout = distributed::gloo_timeout(*mutable_group.getBackend(at::kCPU));
   }
   return timeout ? std::clamp(*timeout / 8, kLeastPatience, kMostPatience) : kMostPatience;

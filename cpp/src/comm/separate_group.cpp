@@ -17,6 +17,7 @@
 #include "comm/bounded_call.h"
 #include "comm/failure_report.h"
 #include "distributed/backends.h"
+#include "torch_version.h"
 
 namespace apex::parallel {
 
@@ -102,7 +103,7 @@ void meet(c10d::Backend& backend) {
 c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
     const c10::intrusive_ptr<c10d::ProcessGroup>& parent, const std::string& name) {
   const auto store = parent->getStore();
-  if (!store || parent->getSize() == 1 || !parent->hasBackendForDeviceType(at::kCPU)) return parent;
+  if (!store || parent->getSize() == 1 || !detail::has_backend(*parent, at::kCPU)) return parent;
   const auto prefixed = c10::make_intrusive<c10d::PrefixStore>(name, store);
   const BackendPtr given = parent->getBackend(at::kCPU);
   const auto timeout = distributed::gloo_timeout(*given);
@@ -127,7 +128,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
   for (const c10::Device& device : parent->getDeviceTypes()) {
     if (device.is_cpu()) continue;
     const BackendPtr other = parent->getBackend(device.type());
-    const bool nccl = other->getBackendName() == "nccl";
+    const bool nccl = detail::is_nccl(other->getBackendName());
     group->setBackend(device.type(), nccl ? BackendType::NCCL : BackendType::UNDEFINED, other);
   }
   return group;

@@ -110,8 +110,10 @@ inline void narrow(const Vec<float>& a, const Vec<float>& b, at::BFloat16* p) {
 #if defined(CPU_CAPABILITY_AVX512)
   // The even results are the upper halves of a, moved down, between the upper halves of b.
   constexpr __mmask32 kOdd = 0xaaaaaaaa;
-  const __m512i even = _mm512_srli_epi32(round_to_bfloat16(a), 16);
-  store_vector<kStore>(Words(_mm512_mask_blend_epi16(kOdd, even, round_to_bfloat16(b))), p);
+  // Named, since without optimization the intrinsics are macros, which cast.
+  const __m512i first = round_to_bfloat16(a), odd = round_to_bfloat16(b);
+  const __m512i even = _mm512_srli_epi32(first, 16);
+  store_vector<kStore>(Words(_mm512_mask_blend_epi16(kOdd, even, odd)), p);
 #else
   const Words even = (round_to_bfloat16(a) >> Words(16)) & Words(0xffff);
   const Words odd = round_to_bfloat16(b) & Words(static_cast<int32_t>(0xffff0000u));

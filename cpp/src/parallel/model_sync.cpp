@@ -14,6 +14,7 @@
 
 #include "comm/collectives.h"
 #include "fingerprint.h"
+#include "torch_version.h"
 
 namespace apex::parallel {
 
@@ -128,7 +129,7 @@ std::string difference(int64_t rank, const std::string& reference, const std::st
 }  // namespace
 
 at::Device control_device(const GroupPtr& group, at::Device fallback) {
-  if (group->hasBackendForDeviceType(at::DeviceType::CPU)) return at::Device(at::kCPU);
+  if (detail::has_backend(*group, at::kCPU)) return at::Device(at::kCPU);
   return fallback;
 }
 

@@ -21,13 +21,21 @@ std::optional<at::Tensor> if_defined(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }
 
-/// c10d asserts on unknown names; asking is the only way to know.
-bool is_registered_as(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                      const std::string& name) {
+/// The group that c10d knows by this name, or null. It asserts on unknown names; asking is the only way to know.
+c10::intrusive_ptr<c10d::ProcessGroup> registered_as(const std::string& name) {
   try {
-    return c10d::resolve_process_group(name) == group;
+    return c10d::resolve_process_group(name);
   } catch (const std::exception&) {
-    return false;
+    return nullptr;
+  }
+}
+
+bool try_register(const std::string& name, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  try {
+    c10d::register_process_group(name, group);
+    return true;
+  } catch (const std::exception&) {
+    return false;  // the name of a group that has ended
   }
 }
 
@@ -76,8 +84,11 @@ std::string process_group_name(const c10::intrusive_ptr<c10d::ProcessGroup>& gro
     return "";
   }
   std::string own = group->getGroupName();
-  if (!own.empty() && is_registered_as(group, own)) {
-    return own;
+  if (!own.empty()) {
+    const auto registered = registered_as(own);
+    if (registered == group || (!registered && try_register(own, group))) {
+      return own;
+    }
   }
   static std::atomic<int64_t> next{0};
   const std::string name = "apex_group_" + std::to_string(next++);

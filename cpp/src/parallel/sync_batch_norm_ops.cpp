@@ -8,6 +8,8 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include <apex/parallel/sync_batch_norm.h>
+
 namespace apex::parallel::detail {
 namespace {
 
@@ -132,6 +134,8 @@ TORCH_LIBRARY_FRAGMENT(apex, m) {
   m.def(kBackward, tags);
   m.def(kInference, tags);
   m.def(kAllReduceSum, tags);
+  // How a process group of Python becomes one of the engine: as an object, which it then has a name for.
+  m.def("process_group_name(__torch__.torch.classes.c10d.ProcessGroup group) -> str", &apex::parallel::process_group_name);
 }
 
 TORCH_LIBRARY_IMPL(apex, Meta, m) {

@@ -2,6 +2,7 @@
 
 #include "comm/collectives.h"
 #include "reducer/reduction.h"
+#include "torch_version.h"
 
 namespace apex::parallel::detail {
 
@@ -52,8 +53,8 @@ class AllReduce final : public Reduction {
 std::unique_ptr<Reduction> make_all_reduce(const ReductionSite& site) {
   // NCCL divides while it sums; others leave the division to us.
   const auto type = site.device.type();
-  const bool averages = site.plain_average && type == at::kCUDA && site.group->hasBackendForDeviceType(type) &&
-                        site.group->getBackend(type)->getBackendName() == "nccl";
+  const bool averages = site.plain_average && type == at::kCUDA && has_backend(*site.group, type) &&
+                        is_nccl(site.group->getBackend(type)->getBackendName());
   return std::make_unique<AllReduce>(site.group, averages);
 }
 

@@ -18,11 +18,11 @@
 #include <apex/parallel/model_sync.h>
 
 #include "reducer/parameter_owner.h"
+#include "torch_version.h"
 
 namespace apex::parallel::detail {
 
-/// torch up to 2.11 hands out a std::shared_ptr, later versions an intrusive_ptr.
-using AccumulatorPtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+using AccumulatorPtr = NodePtr;
 
 struct Parameter {
   std::string name;

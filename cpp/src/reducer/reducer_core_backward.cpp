@@ -8,6 +8,7 @@
 #include <apex/error.h>
 
 #include "reducer/reducer_core.h"
+#include "torch_version.h"
 
 namespace apex::parallel::detail {
 
@@ -147,6 +148,7 @@ void ReducerCore::begin_backward() {
                              "the messages of the ranks do not match any more: start again with a new process group "
                              "and a new wrapper");
   }
+  require_same_ranks(*context_.members.parent, context_.members.rank, context_.members.size, "this reducer");
   companions_.forget();
   overtake_deferred();
   BackwardPass pass = prepare_pass();

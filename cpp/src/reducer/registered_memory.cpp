@@ -6,6 +6,8 @@
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
 
+#include "torch_version.h"
+
 namespace apex::parallel::detail {
 
 namespace {
@@ -16,7 +18,7 @@ at::Tensor allocate(const GroupPtr& group, StatisticsCounter& statistics, int64_
                     const at::TensorOptions& options) {
   const at::Device device = options.device();
   std::string reason = "the group has no backend for " + device.str();
-  if (group->hasBackendForDeviceType(device.type())) {
+  if (has_backend(*group, device.type())) {
     const auto backend = group->getBackend(device.type());
     try {
       if (backend->supportsTensorAlloc(device.index())) {

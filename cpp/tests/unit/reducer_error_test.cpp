@@ -4,6 +4,7 @@
 #include <string>
 
 #include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <apex/error.h>
 #include <apex/parallel/reducer.h>
@@ -248,6 +249,39 @@ TEST(Reducer, UserErrorInBackward_NextBackward_StartsClean) {
       }
     }
     EXPECT_EQ(reducer.statistics().backwards, 3);
+  });
+}
+
+/// As torch since 2.14 allows: its size is that of now.
+class ReconfiguredGroup final : public c10d::ProcessGroup {
+ public:
+  ReconfiguredGroup(const Group& given, int rank, int size)
+      : ProcessGroup(c10::make_intrusive<c10d::HashStore>(), rank, size), size(size) {
+    setBackend(at::kCPU, BackendType::CUSTOM, given->getBackend(at::kCPU));
+    setDefaultBackend(BackendType::CUSTOM);
+  }
+  int getSize() const override { return size; }
+
+  int size;
+};
+
+TEST(Reducer, GroupReconfigured_Backward_ThrowsUntilTheSizeIsThatOfConstruction) {
+  run_ranks(2, [](int rank, const Group& given) {
+    const auto group = c10::make_intrusive<ReconfiguredGroup>(given, rank, 2);
+    ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
+    Reducer reducer(model.parameters, {group});
+    const auto backward = [&] {
+      model.zero_grad();
+      const at::Tensor y = model.forward(at::full({1, 4}, rank + 1.0));
+      reducer.watch_outputs({y});
+      y.sum().backward();
+    };
+    group->size = 1;
+    expect_contains(message_of<Error>(backward),
+                    "rank " + std::to_string(rank) + " of 1: the process group was reconfigured");
+    group->size = 2;
+    backward();
+    EXPECT_TRUE(model[3].grad().equal(at::ones({2}))) << model[3].grad();
   });
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import _core
+from .._group_names import name_of
 from ._scaler_by_hand import ScalerByHand
 
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -165,7 +166,7 @@ class LossScaler(ScalerByHand):
         if joining is not None and joining.current() is not None:
             joining.current().announce_overflow_flags(self, group)
         self._take_buffer()
-        self._policy.synchronize(group.group_name)
+        self._policy.synchronize(name_of(group))
 
     def update_scale_async(self) -> torch.Tensor:
         """Adapt the scale on the device and return the flag that decided; blocks nothing."""

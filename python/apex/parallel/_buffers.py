@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from apex import _core
+from apex._group_names import name_of
 
 # Note [Buffers that change]
 #
@@ -72,7 +73,7 @@ class Buffers:
         tensors = synchronized(self._module, borrowed, self._ignored)
         if not self._layout or any(not tensor.is_cpu for tensor in tensors):
             if tensors:
-                _core.broadcast_coalesced(tensors, group.group_name, root, self._what)
+                _core.broadcast_coalesced(tensors, name_of(group), root, self._what)
             return
         changed = _layout(tensors) != self._layout
         mine = (
@@ -82,12 +83,12 @@ class Buffers:
         header = torch.tensor([mine, size])
         first = [torch.zeros(shape, dtype=dtype) for shape, dtype in self._layout]
         message = [header, *(first if changed else tensors)]
-        _core.broadcast_coalesced(message, group.group_name, root, self._what)
+        _core.broadcast_coalesced(message, name_of(group), root, self._what)
         sent, sent_size = header.tolist()
         if sent != self._fingerprint:
             alike = sent == mine
             second = tensors if alike else [torch.empty(sent_size, dtype=torch.uint8)]
-            _core.broadcast_coalesced(second, group.group_name, root, self._what)
+            _core.broadcast_coalesced(second, name_of(group), root, self._what)
         if sent != mine:
             raise BuffersDiffer(self._difference(dist.get_rank(group), root))
         if changed:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from apex import _core
+from apex._group_names import name_of
 from apex.parallel import _buffers, _included, _options
 from apex.parallel._groups import end_groups_at_exit, require_group
 from apex.parallel._join import Join
@@ -72,7 +73,7 @@ class EngineOwner(nn.Module):
             _options.check_initialized(self.module)
             named = dict(_included.named_parameters(self.module, self.parameters_to_ignore))
             _core.verify_same_model(
-                list(named), list(named.values()), self._settings(), self.process_group.group_name
+                list(named), list(named.values()), self._settings(), name_of(self.process_group)
             )
         self._groups = _options.communicators(self.num_allreduce_streams, given, self.process_group)
         reducer = self._build_reducer(init_sync)
@@ -99,7 +100,7 @@ class EngineOwner(nn.Module):
         reducer = _core.Reducer(
             names,
             parameters,
-            [group.group_name for group in self._groups],
+            [name_of(group) for group in self._groups],
             cap=cap,
             first_cap=min(cap, self._first_bucket_bytes) if in_bytes else 0,
             cap_in_bytes=in_bytes,

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from apex import _core
+from apex._group_names import name_of
 from apex.parallel._groups import world_group
 
 #: OTHER: a batch norm, or, with a negative argument, the overflow flags of a loss scaler.
@@ -187,7 +188,7 @@ class Join:
         tensors = [t for n, t in ddp.module.named_parameters() if n not in ignored]
         tensors += [t for n, t in ddp.module.named_buffers() if n not in ignored]
         what = "broadcast of parameters and buffers at the end of join()"
-        _core.broadcast_coalesced([t.detach() for t in tensors], group.group_name, root, what)
+        _core.broadcast_coalesced([t.detach() for t in tensors], name_of(group), root, what)
         _take_full_values(ddp.module, group, root, device, shadowed)
         if scalers:
             states = _broadcast_object(
@@ -199,7 +200,7 @@ class Join:
                     scaler.load_state_dict(state)
         # Nobody goes on, and perhaps ends, before all have what was sent.
         nothing = [torch.zeros(1, device=device)]
-        _core.all_reduce_coalesced(nothing, group.group_name, 1.0, "end of join()")
+        _core.all_reduce_coalesced(nothing, name_of(group), 1.0, "end of join()")
 
 
 def _take_full_values(
@@ -220,7 +221,7 @@ def _take_full_values(
 
     parameters = [parameter for parameter in module.parameters() if is_low_precision(parameter)]
     values = [full_value(parameter) for parameter in parameters]
-    _core.broadcast_coalesced(values, group.group_name, root, what)
+    _core.broadcast_coalesced(values, name_of(group), root, what)
     if takes:
         for parameter, value in zip(parameters, values, strict=True):
             set_full_value(parameter, value)
@@ -232,10 +233,10 @@ def _broadcast_object(
     """What rank ``root`` passes as ``value``; anything that can be pickled."""
     sent = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     size = torch.tensor([sent.numel()], device=device)
-    _core.broadcast_coalesced([size], group.group_name, root, what)
+    _core.broadcast_coalesced([size], name_of(group), root, what)
     if sent.numel() != int(size):
         sent = torch.empty(int(size), dtype=torch.uint8, device=device)
-    _core.broadcast_coalesced([sent], group.group_name, root, what)
+    _core.broadcast_coalesced([sent], name_of(group), root, what)
     return pickle.loads(sent.cpu().numpy().tobytes())
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from apex import _core
+from apex._group_names import name_of
 from apex.parallel import _in_backward
 from apex.parallel._groups import end_groups_at_exit, require_group
 from apex.parallel._tensor_lists import apply_flat_dist_call
@@ -42,7 +43,7 @@ class Reducer:
             self.module = module_or_grads_list
             named = list(module_or_grads_list.named_parameters())
             names, parameters = [n for n, _ in named], [p for _, p in named]
-            group = self.process_group.group_name
+            group = name_of(self.process_group)
             _core.verify_same_model(names, parameters, [], group)
             _core.broadcast_coalesced(parameters, group, 0, "broadcast of a Reducer's parameters")
             _in_backward.refuse(self.module, self.process_group)
@@ -61,7 +62,7 @@ class Reducer:
         else:
             tensors = self.grads
         world = dist.get_world_size(self.process_group)
-        name = self.process_group.group_name
+        name = name_of(self.process_group)
         _core.all_reduce_coalesced(tensors, name, 1.0 / world, "all-reduce in Reducer.reduce()")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from apex._group_names import name_of
 from apex.parallel._groups import end_groups_at_exit, timeout_of, world_group
 
 _lock = threading.Lock()
@@ -44,7 +45,7 @@ def default_group() -> Any:
 def default_group_name() -> str:
     """The name of :func:`default_group`; empty where there is none."""
     group = default_group()
-    return "" if group is None else group.group_name
+    return "" if group is None else name_of(group)
 
 
 # torch.compile calls this function while it traces (its graph keeps the name, as it keeps the name
@@ -65,7 +66,7 @@ def group_name_of(group: Any) -> str | None:
             "SyncBatchNorm: this rank is not a member of the process_group it was given; pass each "
             "rank the group it belongs to (apex.parallel.create_syncbn_process_group returns it)."
         )
-    return "" if group.size() == 1 else group.group_name
+    return "" if group.size() == 1 else name_of(group)
 
 
 def create_syncbn_process_group(group_size: int) -> Any:

@@ -64,8 +64,8 @@ APEX_API at::Tensor sync_batch_norm(const at::Tensor& input,
 APEX_API at::Tensor batch_norm_inference(const at::Tensor& input,
                                          const SyncBatchNormArguments& arguments);
 
-/// The name under which operators find `group` (torch.ops.apex.*): its own where c10d knows it by
-/// that, else one that is registered here. Empty for null.
+/// The name under which operators find `group` (torch.ops.apex.*): its own, registered here where c10d
+/// does not know it, or another one where that name belongs to another group. Empty for null.
 APEX_API std::string process_group_name(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 struct SyncBatchNormOptions {

@@ -1,0 +1,30 @@
+"""How process groups of Python become those of the engine."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# What the engine finds each group by. Weak: a group ends with its last reference.
+_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """The name by which the engine finds ``group`` in c10d's registry.
+
+    The group itself crosses the boundary once, as an argument of an operator, which registers it
+    where c10d does not know it, or another one, by its name (as with backends of torchcomms). A
+    group that was destroyed is not registered again: the engine says that it is not there.
+    """
+    name = _names.get(group)
+    if name is not None:
+        return name
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return group.group_name
+    name = _names[group] = torch.ops.apex.process_group_name(group.boxed())
+    return name

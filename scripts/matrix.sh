@@ -1,0 +1,155 @@
+#!/usr/bin/env bash
+# Build and test the package with several versions of torch, Python, the C++ compiler and the C++ standard, one row after
+# another, and write docs/compatibility.md from what was seen.
+#
+#   scripts/matrix.sh [--list] [--rows PATTERN]... [--full | --python] [--again] [--keep] [--page]
+#
+#   --list           print the rows, and which of them have a result or cannot be run here
+#   --rows PATTERN   run the rows whose name fits this pattern of the shell, e.g. 'torch2.15*'; may be repeated
+#   --full           the whole test suite, as scripts/test.sh; default: its --quick
+#   --python         only the Python tests of --quick, without building any in C++
+#   --again          run rows, too, that have a result of the same commit
+#   --keep           keep environments and builds; default: delete those of a row that has a result
+#   --page           only write docs/compatibility.md from the results that there are
+#
+# Each row has an environment and a build of its own in build/matrix/ROW, with its log. The result is appended to
+# build/matrix/results.jsonl. A run that is interrupted goes on where it was when it is started again.
+#
+# Environment: what scripts/venv.sh and scripts/test.sh list, except what a row decides: PYTHON, CXX, APEX_TORCH and the
+# folders. SKBUILD_CMAKE_DEFINE adds options of CMake to every row, e.g. APEX_CUDA=OFF, and the page names them.
+# Interpreters are looked for as python3.N on the PATH, then among pyenv's and uv's.
+set -uo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=venv.sh
+source "$here/venv.sh"
+# shellcheck disable=SC2154 # venv.sh assigns apex_root
+work=$apex_root/build/matrix
+defines=${SKBUILD_CMAKE_DEFINE:-}
+
+# torch, Python, compiler, standard: first the newest release of each minor version, then other compilers, standards and
+# Pythons. torch 2.15 has no wheels for Python 3.10.
+rows=(
+  "2.15.0 3.11 gcc 20"
+  "2.11.0 3.11 gcc 20"
+  "2.14.1 3.11 gcc 20"
+  "2.12.1 3.11 gcc 20"
+  "2.13.0 3.11 gcc 20"
+  "2.13.0 3.11 clang 20"
+  "2.13.0 3.11 gcc 23"
+  "2.15.0 3.11 clang 23"
+  "2.14.1 3.10 gcc 20"
+  "2.15.0 3.12 gcc 20"
+  "2.15.0 3.13 gcc 20"
+  "2.15.0 3.14 gcc 20"
+)
+
+name_of() {
+  echo "torch$1-py$2-$3-c++$4"
+}
+
+# find_python 3.N: print its path.
+find_python() {
+  local found
+  found=$(command -v "python$1") && "$found" -c '' 2>/dev/null && echo "$found" && return
+  for found in "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
+    if [ -x "$found" ]; then
+      echo "$found"
+      return
+    fi
+  done
+  command -v uv >/dev/null && uv python find --no-python-downloads "$1" 2>/dev/null
+}
+
+find_compiler() {
+  local name names=(g++)
+  if [ "$1" = clang ]; then names=(clang++ clang++-{20,19,18,17,16}); fi
+  for name in "${names[@]}"; do
+    command -v "$name" && return
+  done
+  return 1
+}
+
+# missing PYTHON COMPILER: print what a row needs and this machine lacks.
+missing() {
+  find_python "$1" >/dev/null || echo "no Python $1"
+  find_compiler "$2" >/dev/null || echo "no $2"
+}
+
+run_row() {
+  local name=$1 torch=$2 python=$3 compiler=$4 standard=$5 row begin status=0
+  row=$work/$name
+  mkdir -p "$row"
+  rm -rf "$row/test-results"
+  begin=$SECONDS
+  PYTHON=$(find_python "$python") CXX=$(find_compiler "$compiler") APEX_TORCH=torch==$torch APEX_VENV=$row/venv \
+    APEX_TEST_RESULTS=$row/test-results APEX_TEST_CPP=$cpp SKBUILD_BUILD_DIR=$row/build \
+    SKBUILD_CMAKE_DEFINE="${defines:+$defines;}CMAKE_CXX_STANDARD=$standard" \
+    bash "$here/test.sh" ${level[@]+"${level[@]}"} >"$row/log" 2>&1 || status=$?
+  tail -n 1 "$row/log"
+  # With the Python of the row, which knows the versions of what was tested.
+  "$row/venv/bin/python" "$here/matrix_page.py" record "$work/results.jsonl" --row "$name" --compiler-kind "$compiler" \
+    --compiler "$("$(find_compiler "$compiler")" --version | head -n 1)" --standard "$standard" --status "$status" \
+    --results "$row/test-results" --tests "$tests" --defines "$defines" \
+    --seconds $((SECONDS - begin)) || return 1
+  [ "$keep" = yes ] || rm -rf "$row/venv" "$row/build"
+  return "$status"
+}
+
+level=(--quick) tests=quick cpp=ON patterns=() list=no again=no keep=no only_page=no
+while [ $# -gt 0 ]; do
+  case $1 in
+    --list) list=yes ;;
+    --rows)
+      if [ $# -lt 2 ]; then
+        apex_error "--rows needs a pattern"
+        exit 1
+      fi
+      patterns+=("$2")
+      shift
+      ;;
+    --full) level=() tests=full cpp=ON ;;
+    --python) level=(--quick) tests=python cpp=OFF ;;
+    --again) again=yes ;;
+    --keep) keep=yes ;;
+    --page) only_page=yes ;;
+    *)
+      apex_error "matrix.sh has no option $1; its first lines list them"
+      exit 1
+      ;;
+  esac
+  shift
+done
+
+mkdir -p "$work"
+failed=0
+plan=()
+for row in "${rows[@]}"; do
+  read -r torch python compiler standard <<<"$row"
+  name=$(name_of "$torch" "$python" "$compiler" "$standard")
+  lacks=$(missing "$python" "$compiler" | paste -sd, -)
+  plan+=("$name|$lacks")
+  fits=${#patterns[@]}
+  for pattern in ${patterns[@]+"${patterns[@]}"}; do
+    # shellcheck disable=SC2254 # a pattern is meant
+    case $name in $pattern) fits=0 ;; esac
+  done
+  [ "$fits" -eq 0 ] || continue
+  known=$(python3 "$here/matrix_page.py" known "$work/results.jsonl" --row "$name" --tests "$tests")
+  if [ "$list" = yes ]; then
+    echo "$name: ${lacks:-${known:-not run}}"
+  elif [ "$only_page" = yes ]; then
+    continue
+  elif [ -n "$lacks" ]; then
+    echo "$name: not run, there is $lacks here"
+  elif [ -n "$known" ] && [ "$again" = no ]; then
+    echo "$name: $known"
+  else
+    echo "$name: running, see $work/$name/log"
+    run_row "$name" "$torch" "$python" "$compiler" "$standard" || failed=1
+  fi
+done
+[ "$list" = no ] || exit 0
+printf '%s\n' "${plan[@]}" |
+  python3 "$here/matrix_page.py" page "$work/results.jsonl" "$apex_root/docs/compatibility.md" || exit 1
+exit "$failed"
