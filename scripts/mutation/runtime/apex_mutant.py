@@ -1,4 +1,4 @@
-"""Imported by mutated modules, and a plugin of pytest: apex_mutant.h and listener.cpp for Python."""
+"""Imported by mutated modules, and a plugin of pytest: what apex_mutant.h and listener.cpp do."""
 
 import mmap
 import os
