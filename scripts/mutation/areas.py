@@ -66,5 +66,7 @@ CPP_TESTS = (
 #: Calls of pytest in python/tests: arguments, each recorded by a run of its own.
 PYTHON_TESTS = (
     ("-m", "not slow", "test_amp*.py", "test_fp16_utils*.py"),
+    ("-m", "not slow", "test_sync_batch_norm*.py"),
+    ("-m", "not slow", "test_ddp_errors.py", "test_faults.py", "test_ranks_apart.py"),
     ("-m", "quick", "test_*.py"),
 )
