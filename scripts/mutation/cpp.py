@@ -22,8 +22,10 @@ LEFT_OUT = {
     "throw_statement", "ERROR",
 }  # fmt: skip
 
-#: Calls that change no result: memory asked for in advance, warnings.
-NO_EFFECT = ("reserve", "shrink_to_fit", "prefetch", "TORCH_WARN", "__builtin_prefetch")
+#: Calls that change no result: memory asked for in advance, warnings, pauses between two looks.
+NO_EFFECT = (
+    "reserve", "shrink_to_fit", "prefetch", "sleep_for", "TORCH_WARN", "__builtin_prefetch",
+)  # fmt: skip
 
 _parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_cpp.language()))
 
