@@ -56,6 +56,9 @@ def parse() -> argparse.Namespace:
         "--most-seconds", type=float, default=60, help="of tests of one program for one mutant"
     )
     parser.add_argument("--only", default="", help="mutants whose place contains this")
+    parser.add_argument(
+        "--cpp-only", action="store_true", help="ask no Python test (then --retry does)"
+    )
     parser.add_argument("--retry", action="store_true", help="those not caught, again")
     parser.add_argument("--list", action="store_true", help="print the mutants and do nothing")
     parser.add_argument("--build", action="store_true", help="stop when all is compiled")
@@ -100,9 +103,10 @@ def run(
         if test.outcome == "failed":
             print(f"left out, for it fails with all mutants off: {test.program} {test.name}")
     tests = [test for test in tests if test.outcome == "passed"]
+    reached = {number for test in tests for number in test.reached}
 
     def judge(mutant: Mutant) -> None:
-        if time.monotonic() > stop:
+        if time.monotonic() > stop or arguments.cpp_only and mutant.number not in reached:
             return
         verdict = suite.judge(mutant.number, tests, arguments.most_seconds)
         print(f"{mutant.number} {mutant.path}:{mutant.line}: {': '.join(verdict)}", flush=True)
@@ -124,7 +128,7 @@ def main() -> int:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     folder = arguments.folder.resolve()
     workspace = Workspace(ROOT, folder, arguments.python.absolute())
-    suite = Suite(workspace)
+    suite = Suite(workspace, arguments.cpp_only)
     mutants = prepare(workspace, suite, arguments)
     if arguments.list:
         for mutant in mutants:

@@ -31,8 +31,9 @@ class Test:
 
 
 class Suite:
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self, workspace: Workspace, cpp_only: bool = False) -> None:
         self.workspace = workspace
+        self.python_tests = () if cpp_only else PYTHON_TESTS
         self.records = workspace.folder / "records"
 
     def _command(self, program: str, names: list[str] | None) -> list[str]:
@@ -100,7 +101,7 @@ class Suite:
             for program in CPP_TESTS
         }
         tests = self.workspace.root / "python/tests"
-        for number, arguments in enumerate(PYTHON_TESTS):
+        for number, arguments in enumerate(self.python_tests):
             options = [argument for argument in arguments if ".py" not in argument]
             files = sorted(
                 str(file.relative_to(self.workspace.root))
