@@ -68,13 +68,15 @@ def parse() -> argparse.Namespace:
 
 def prepare(workspace: Workspace, suite: Suite, arguments: argparse.Namespace) -> list[Mutant]:
     """Draws the mutants, compiles them in, and has the tests recorded."""
-    state = workspace.folder / "refused.json"
-    refused = set(json.loads(state.read_text())) if state.exists() else set()
+    state = workspace.folder / "mutants.json"
+    kept = json.loads(state.read_text()) if state.exists() else {"refused": [], "numbers": {}}
+    refused, numbers = set(kept["refused"]), kept["numbers"]
     found = workspace.find()
     while True:
-        mutants = draw(found, arguments.seed, arguments.scale, refused)
+        mutants = draw(found, arguments.seed, arguments.scale, refused, numbers)
         if arguments.list:
             return mutants
+        state.write_text(json.dumps({"refused": sorted(refused), "numbers": numbers}, indent=1))
         if workspace.write(mutants):
             suite.forget_records()
         workspace.configure()
@@ -83,9 +85,8 @@ def prepare(workspace: Workspace, suite: Suite, arguments: argparse.Namespace) -
             break
         print(f"{len(bad)} do not compile; others are drawn", flush=True)
         refused |= {mutant.key for mutant in bad}
-        state.write_text(json.dumps(sorted(refused), indent=1))
     if not arguments.build:
-        suite.record(len(mutants))
+        suite.record(len(numbers))
     return mutants
 
 

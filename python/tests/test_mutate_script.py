@@ -94,7 +94,7 @@ def test_draw_lines_that_move_keep_their_mutants(mutation, tmp_path):
         found = mutation.python.find(folder, "module.py")
         for mutant in found:
             mutant.area = area.name
-        drawn = mutation.model.draw(found, 1, 5 / area.quota, set())
+        drawn = mutation.model.draw(found, 1, 5 / area.quota, set(), {})
         assert [mutant.number for mutant in drawn] == [0, 1, 2, 3, 4]
         return {mutant.key for mutant in drawn}
 

@@ -46,11 +46,14 @@ def source_files(root: Path) -> dict[str, str]:
     return found
 
 
-def draw(mutants: list[Mutant], seed: int, scale: float, refused: set[str]) -> list[Mutant]:
-    """Each area's quota times `scale`, less what is `refused`.
+def draw(
+    mutants: list[Mutant], seed: int, scale: float, refused: set[str], numbers: dict[str, int]
+) -> list[Mutant]:
+    """Each area's quota times `scale`, without what is `refused`.
 
     The order is that of hashes of the changed lines: editing one line of a source changes which
-    mutants of that line are drawn, and hardly any other.
+    mutants of that line are drawn, and hardly any other. `numbers` has those given out so far, and
+    is added to, so that a source is written and compiled again only where its own mutants change.
     """
     seen: Counter[str] = Counter()
     for mutant in mutants:
@@ -64,6 +67,6 @@ def draw(mutants: list[Mutant], seed: int, scale: float, refused: set[str]) -> l
         own.sort(key=lambda m: hashlib.sha256(f"{seed} {m.key}".encode()).digest())
         chosen += own[: round(area.quota * scale)]
     chosen.sort(key=lambda m: (m.path, m.line, m.begin))
-    for number, mutant in enumerate(chosen):
-        mutant.number = number
+    for mutant in chosen:
+        mutant.number = numbers.setdefault(mutant.key, len(numbers))
     return chosen

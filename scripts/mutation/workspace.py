@@ -77,6 +77,8 @@ class Workspace:
         return changed
 
     def configure(self) -> None:
+        if (self.build / "build.ninja").exists():
+            return
         ask = "import torch; print(torch.utils.cmake_prefix_path)"
         prefix = subprocess.check_output([self.interpreter, "-c", ask], text=True).strip()
         launcher = shutil.which("ccache")
