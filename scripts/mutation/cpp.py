@@ -56,11 +56,17 @@ def _is_text(node: tree_sitter.Node) -> bool:
     return b'"' in node.text or b"to_string" in node.text
 
 
-def _returns_text(node: tree_sitter.Node) -> bool:
+def _returns_constant(node: tree_sitter.Node) -> bool:
+    """True where `return {}` compiles and is no text: not in a lambda without a written type."""
     while node is not None and node.type not in ("function_definition", "lambda_expression"):
         node = node.parent
-    kind = node.child_by_field_name("type") if node is not None else None
-    return kind is not None and b"string" in kind.text
+    if node is None:
+        return False
+    if node.type == "lambda_expression":
+        declarator = node.child_by_field_name("declarator")
+        return declarator is not None and b"->" in declarator.text
+    kind = node.child_by_field_name("type")
+    return kind is not None and b"string" not in kind.text and not kind.text.endswith(b"&")
 
 
 def _expressions(node: tree_sitter.Node) -> Iterator[tuple[str, str, bool]]:
@@ -105,7 +111,7 @@ def _expressions(node: tree_sitter.Node) -> Iterator[tuple[str, str, bool]]:
     elif node.type == "return_statement" and node.named_children:
         value = node.named_children[0]
         plain = value.type in ("true", "false", "null", "initializer_list", "number_literal")
-        if not plain and not _returns_text(node):
+        if not plain and _returns_constant(node):
             yield "constant returned", "return {};", True
 
     parent = node.parent
