@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -98,6 +99,7 @@ def run(
 ) -> None:
     """Adds the verdicts that are missing, and writes them down one by one."""
     state = suite.workspace.folder / "verdicts.json"
+    lock = threading.Lock()
     stop = time.monotonic() + arguments.seconds
     tests = suite.tests()
     for test in tests:
@@ -111,8 +113,11 @@ def run(
             return
         verdict = suite.judge(mutant.number, tests, arguments.most_seconds)
         print(f"{mutant.number} {mutant.path}:{mutant.line}: {': '.join(verdict)}", flush=True)
-        verdicts[mutant.key] = list(verdict)
-        state.write_text(json.dumps(dict(verdicts), indent=1, sort_keys=True))
+        with lock:
+            verdicts[mutant.key] = list(verdict)
+            partial = state.with_suffix(".partial")
+            partial.write_text(json.dumps(verdicts, indent=1, sort_keys=True))
+            partial.replace(state)
 
     missing = [
         mutant
