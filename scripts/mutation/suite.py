@@ -18,7 +18,7 @@ START_SECONDS = 60
 #: Tests are asked in two calls: the quickest for so long, then all others.
 FIRST_SECONDS = 2
 
-FAILED = re.compile(r"^(?:\[  FAILED  \]|FAILED|ERROR) (?:python/tests/)?(\S+)", re.MULTILINE)
+FAILED = re.compile(r"^(?:\[  FAILED  \]|FAILED|ERROR) (?:\S*python/tests/)?(\S+)", re.MULTILINE)
 
 
 @dataclass
