@@ -119,12 +119,16 @@ def run(
             partial.write_text(json.dumps(verdicts, indent=1, sort_keys=True))
             partial.replace(state)
 
-    missing = [
-        mutant
-        for mutant in mutants
-        if arguments.only in f"{mutant.path}:{mutant.line}"
-        and (mutant.key not in verdicts or arguments.retry and verdicts[mutant.key][0] != "caught")
-    ]
+    reasons = report.Reasons()
+
+    def is_missing(mutant: Mutant) -> bool:
+        if mutant.key not in verdicts:
+            return True
+        again = arguments.retry and verdicts[mutant.key][0] != "caught"
+        return again and reasons.of(mutant) is None
+
+    place = arguments.only
+    missing = [m for m in mutants if place in f"{m.path}:{m.line}" and is_missing(m)]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(judge, missing))
 
