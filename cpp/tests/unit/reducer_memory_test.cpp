@@ -198,14 +198,16 @@ TEST(ReducerMemory, LargeParameterUnusedEverywhere_Backward_LeavesItsGradient) {
     Reducer reducer({{"used", used}, {"large", large}}, {group}, options);
     for (int step = 0; step < 4; ++step) {
       used.mutable_grad() = at::Tensor();
-      if (step < 2) large.mutable_grad() = at::Tensor();
+      // Other values on each rank: an average of equal ones would change nothing.
+      large.mutable_grad() = step < 2 ? at::Tensor() : at::full({kSide, kSide}, rank + 7.0F);
       reducer.prepare_for_forward();
       at::Tensor y = used.sum() * (rank + 1.0);
       if (step < 2) y = y + large.sum() * (rank + 1.0);
       reducer.watch_outputs({y});
       y.backward();
       EXPECT_TRUE(used.grad().equal(at::full({3}, 1.5))) << step;
-      EXPECT_TRUE(large.grad().equal(at::full({kSide, kSide}, 1.5))) << step;
+      const double expected = step < 2 ? 1.5 : rank + 7.0;
+      EXPECT_TRUE(large.grad().equal(at::full({kSide, kSide}, expected))) << step;
     }
   });
 }
