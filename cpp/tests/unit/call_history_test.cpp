@@ -52,6 +52,14 @@ TEST_F(CallHistoryTest, NumberOfBackwardAndNamesOfBuffers_AreNotCompared) {
   EXPECT_EQ(compare(one_, 1), "");
 }
 
+TEST_F(CallHistoryTest, LastNumber_CountsCallsFromOne) {
+  EXPECT_EQ(zero_.last_number(), 0);
+  for (int i = 1; i <= 20; ++i) {
+    zero_.add("a");
+    EXPECT_EQ(zero_.last_number(), i);
+  }
+}
+
 TEST_F(CallHistoryTest, Forget_LeavesNothing) {
   for (int i = 0; i < 20; ++i) zero_.add("a");
   compare(zero_, 0);

@@ -180,6 +180,8 @@ TEST(LossScaler, State_SetAndRead_RoundTrips) {
   EXPECT_EQ(scaler.get_scale(), 3.5);
   EXPECT_EQ(scaler.growth_tracker(), 8);
   EXPECT_EQ(scaler.scale_tensor().data_ptr(), address) << "graphs capture the address";
+  scaler.set_growth_tracker(0);
+  EXPECT_EQ(scaler.growth_tracker(), 0);
 }
 
 TEST(LossScaler, Synchronize_OverflowOnOneRank_EveryRankBacksOff) {

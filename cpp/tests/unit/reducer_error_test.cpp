@@ -141,7 +141,13 @@ TEST(ReducerConstruction, BadOptions_Construct_ThrowsInvalidArgument) {
                       o.trigger_parameters = {0};
                     }),
                     "delay_allreduce");
-    expect_contains(construct([](auto& o) { o.trigger_parameters = {4}; }), "trigger parameter 4");
+    for (const int64_t index : {-1, 1, 4}) {
+      expect_contains(construct([&](auto& o) { o.trigger_parameters = {index}; }),
+                      "trigger parameter " + std::to_string(index));
+    }
+    ReducerOptions first;
+    first.trigger_parameters = {0};
+    EXPECT_NO_THROW(Reducer({{"p", p}}, {group}, first));
     expect_contains(message_of<InvalidArgument>([&] { Reducer reducer({{"p", p}}, {}); }),
                     "at least one process group");
     expect_contains(message_of<InvalidArgument>([&] { Reducer reducer({{"p", at::Tensor()}}, {group}); }),

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -120,21 +121,22 @@ TEST(ReducerRegisteredBuffers, BackendWithoutMemoryOrOutOfIt_Buckets_LieInTorchs
 }
 
 TEST(ReducerCheckFinite, NanOnOneRank_ThrowsOnEveryRankNamingRankAndParameter) {
-  for (const bool views : {false, true}) {
-    run_ranks(3, [&](int rank, const Group& group) {
+  for (const auto& [bad, views] : {std::pair(2, false), {2, true}, {0, false}}) {
+    run_ranks(3, [bad = bad, views = views](int rank, const Group& group) {
       ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
       ReducerOptions options = small_buckets(20);
       options.check_finite = true;
       options.gradient_as_bucket_view = views;
       Reducer reducer(model.parameters, {group}, options);
       backward(reducer, model, random_batch(4, 4, 0));
-      auto hook = model[2].register_hook([rank](const at::Tensor& grad) {
-        return rank == 2 ? at::full_like(grad, std::numeric_limits<double>::quiet_NaN()) : grad;
+      auto hook = model[2].register_hook([&](const at::Tensor& grad) {
+        return rank == bad ? at::full_like(grad, std::numeric_limits<double>::quiet_NaN()) : grad;
       });
       model.zero_grad();
       expect_throws<NonFiniteGradient>(
           [&] { backward(reducer, model, random_batch(4, 4, 1)); },
-          "rank 2 contributed a gradient that is infinite or NaN for parameter '" +
+          "rank " + std::to_string(bad) +
+              " contributed a gradient that is infinite or NaN for parameter '" +
               model.parameters[2].name + "' (1 of 3 ranks");
       model[2].remove_hook(hook);
       model.zero_grad();
@@ -142,6 +144,21 @@ TEST(ReducerCheckFinite, NanOnOneRank_ThrowsOnEveryRankNamingRankAndParameter) {
       EXPECT_EQ(reducer.statistics().backwards, 3);
     });
   }
+}
+
+/// A sum that is reduced again would be counted once per rank. All parameters are in the first bucket.
+TEST(ReducerSum, GradientsNotCleared_NextBackward_Throws) {
+  run_ranks(2, [&](int rank, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 2}, 1);
+    ReducerOptions options;
+    options.gradient_average = false;
+    Reducer reducer(model.parameters, {group}, options);
+    for (int step = 0; step < 3; ++step) {
+      model.zero_grad();
+      backward(reducer, model, random_batch(4, 4, step));
+    }
+    expect_throws<Error>([&] { backward(reducer, model, random_batch(4, 4, 3)); }, "still held the gradient");
+  });
 }
 
 TEST(ReducerCheckSteps, RankThatSkippedABackward_ThrowsOnEveryRank) {

@@ -130,6 +130,34 @@ TEST_P(ReducerFreeze, EveryRankFreezesAlike_LaterBackwards_OverlapWithOneMorePla
   });
 }
 
+TEST(ReducerFreezeKind, ParametersOfAnotherDtype_NextBackward_IsRightByANewPlan) {
+  run_ranks(2, [&](int rank, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
+    Reducer reducer(model.parameters, {group});
+    for (int step = 0; step < 4; ++step) {
+      model.zero_grad();
+      if (step == 2) {
+        const at::NoGradGuard guard;
+        for (size_t i = 0; i < model.size(); ++i) model[i].set_data(model[i].to(at::kDouble));
+      }
+      ToyModel reference = model.clone(at::kDouble);
+      for (int r = 0; r < 2; ++r) {
+        reference.forward(batch(r, step).to(at::kDouble)).square().mean().backward();
+      }
+      reducer.prepare_for_forward();
+      const at::Tensor y = model.forward(batch(rank, step).to(model[0].scalar_type()));
+      reducer.watch_outputs({y});
+      y.square().mean().backward();
+      for (size_t i = 0; i < model.size(); ++i) {
+        EXPECT_EQ(model[i].grad().scalar_type(), step < 2 ? at::kFloat : at::kDouble);
+        EXPECT_LT(relative_error(model[i].grad(), reference[i].grad() / 2), step < 2 ? 1e-5 : 1e-12)
+            << step << ", " << model.parameters[i].name;
+      }
+      EXPECT_EQ(reducer.statistics().plans_learnt, step < 2 ? 1 : 2) << step;
+    }
+  });
+}
+
 /// A program that trains two models in turn. See Note [Sets that come again].
 TEST_P(ReducerFreeze, SetsThatComeAgain_AfterOnePeriod_HaveTheirPlansAndOverlap) {
   const std::vector<Frozen> period{{}, {}, {0, 1, 2, 3}, {0, 1, 2, 3, 4, 5}};

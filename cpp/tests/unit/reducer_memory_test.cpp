@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -185,6 +186,82 @@ TEST(ReducerMemory, GradientThatIsReplacedOrRestrided_Backward_SendsWhatItHolds)
       });
     }
   }
+}
+
+/// It is reduced where it lies only in a backward that uses it.
+TEST(ReducerMemory, LargeParameterUnusedEverywhere_Backward_LeavesItsGradient) {
+  run_ranks(kWorld, [&](int rank, const Group& group) {
+    const at::Tensor used = at::ones({3}).requires_grad_();
+    const at::Tensor large = at::ones({kSide, kSide}).requires_grad_();
+    ReducerOptions options;
+    options.limits.cap = 1;
+    Reducer reducer({{"used", used}, {"large", large}}, {group}, options);
+    for (int step = 0; step < 4; ++step) {
+      used.mutable_grad() = at::Tensor();
+      // Other values on each rank: an average of equal ones would change nothing.
+      large.mutable_grad() = step < 2 ? at::Tensor() : at::full({kSide, kSide}, rank + 7.0F);
+      reducer.prepare_for_forward();
+      at::Tensor y = used.sum() * (rank + 1.0);
+      if (step < 2) y = y + large.sum() * (rank + 1.0);
+      reducer.watch_outputs({y});
+      y.backward();
+      EXPECT_TRUE(used.grad().equal(at::full({3}, 1.5))) << step;
+      const double expected = step < 2 ? 1.5 : rank + 7.0;
+      EXPECT_TRUE(large.grad().equal(at::full({kSide, kSide}, expected))) << step;
+    }
+  });
+}
+
+TEST(ReducerMemory, BackwardThatRaisesBeforeAnyGradient_LeavesGradients) {
+  for (const bool views : {true, false}) {
+    run_ranks(kWorld, [&](int rank, const Group& group) {
+      const at::Tensor p = at::ones({4}).requires_grad_();
+      ReducerOptions options;
+      options.gradient_as_bucket_view = views;
+      Reducer reducer({{"p", p}}, {group}, options);
+      for (int step = 0; step < 4; ++step) {
+        const bool fail = step == 2;
+        if (!fail) p.mutable_grad() = at::Tensor();
+        reducer.prepare_for_forward();
+        const at::Tensor h = p * (rank + 1.0);
+        h.register_hook([fail](const at::Tensor&) -> void {
+          if (fail) throw std::runtime_error("user error");
+        });
+        const at::Tensor y = h.sum();
+        reducer.watch_outputs({y});
+        if (fail) {
+          EXPECT_THROW(y.backward(), std::exception);
+        } else {
+          y.backward();
+        }
+        ASSERT_TRUE(p.grad().defined()) << step << ", views " << views;
+        EXPECT_TRUE(p.grad().equal(at::full({4}, 1.5))) << step << ", views " << views;
+      }
+    });
+  }
+}
+
+/// Ranks exchange entries of one form, whatever form a rank's gradient has.
+TEST(ReducerMemory, SparseGradientOfAnotherForm_Backward_IsAveraged) {
+  run_ranks(kWorld, [&](int rank, const Group& group) {
+    const at::Tensor table = at::zeros({4, 2}).requires_grad_();
+    Reducer reducer({{"table", table}}, {group});
+    bool other = false;
+    table.register_hook([&](const at::Tensor& grad) {
+      return other ? grad.to_dense().to_sparse(/*sparse_dim=*/2) : grad;
+    });
+    for (int step = 0; step < 4; ++step) {
+      other = step == 2 && rank == 1;
+      table.mutable_grad() = at::Tensor();
+      reducer.prepare_for_forward();
+      const at::Tensor row = at::full({1}, rank, at::kLong);
+      const at::Tensor y = at::embedding(table, row, -1, false, /*sparse=*/true).sum() * (rank + 1.0);
+      reducer.watch_outputs({y});
+      y.backward();
+      const at::Tensor expected = at::tensor({0.5F, 1.0F, 0.0F, 0.0F}).view({4, 1}).expand({4, 2});
+      EXPECT_TRUE(table.grad().to_dense().equal(expected)) << step;
+    }
+  });
 }
 
 }  // namespace

@@ -1,0 +1,167 @@
+#!/usr/bin/env python3
+"""Mutation testing: breaks the engine in some 200 places, one at a time, and asks the tests.
+
+    pip install tree-sitter tree-sitter-cpp    # into .venv, which scripts/test.sh makes
+    .venv/bin/python scripts/mutate.py --output docs/mutation.md
+
+The mutants are found in the syntax trees of C++ and Python (scripts/mutation/areas.py lists the
+sources, how many mutants of each area are drawn, and the tests). All of them are compiled in at
+once, into a copy of the sources under build/mutate, each behind a number that the environment
+variable APEX_MUTANT selects. A first run of all tests records which mutants each test reaches; a
+mutant is then given to the tests that reach it, the quickest first, until one fails, crashes or
+does not end.
+
+A campaign that was interrupted goes on where it was. Verdicts are kept until the source line that
+was mutated is edited; after adding tests, --retry gives them the mutants that were not caught.
+build/mutate/mutants.tsv has every mutant and the test that caught it.
+
+Needs Python 3.11. Ends with 1 if fewer than 95 % are caught, or one not caught has no reason in
+scripts/mutation/reasons.toml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from mutation import report
+from mutation.model import Mutant, draw
+from mutation.suite import Suite
+from mutation.workspace import Workspace
+
+ROOT = Path(__file__).resolve().parents[1]
+WANTED = 0.95
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--scale", type=float, default=1.0, help="of every area's quota")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build/mutate")
+    parser.add_argument(
+        "--python",
+        type=Path,
+        default=ROOT / ".venv/bin/python",
+        help="the interpreter that has torch and pytest",
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="mutants tested at a time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start none after that")
+    parser.add_argument(
+        "--most-seconds", type=float, default=60, help="of tests of one program for one mutant"
+    )
+    parser.add_argument("--only", default="", help="mutants whose place contains this")
+    parser.add_argument(
+        "--cpp-only", action="store_true", help="ask no Python test (then --retry does)"
+    )
+    parser.add_argument("--retry", action="store_true", help="those not caught, again")
+    parser.add_argument("--list", action="store_true", help="print the mutants and do nothing")
+    parser.add_argument("--build", action="store_true", help="stop when all is compiled")
+    parser.add_argument("--output", type=Path, help="write the report here")
+    return parser.parse_args()
+
+
+def prepare(workspace: Workspace, suite: Suite, arguments: argparse.Namespace) -> list[Mutant]:
+    """Draws the mutants, compiles them in, and has the tests recorded."""
+    state = workspace.folder / "mutants.json"
+    kept = json.loads(state.read_text()) if state.exists() else {"refused": [], "numbers": {}}
+    refused, numbers = set(kept["refused"]), kept["numbers"]
+    found = workspace.find()
+    while True:
+        mutants = draw(found, arguments.seed, arguments.scale, refused, numbers)
+        if arguments.list:
+            return mutants
+        state.write_text(json.dumps({"refused": sorted(refused), "numbers": numbers}, indent=1))
+        if workspace.write(mutants):
+            suite.forget_records()
+        workspace.configure()
+        bad = workspace.compile(mutants)
+        if not bad:
+            break
+        print(f"{len(bad)} do not compile; others are drawn", flush=True)
+        refused |= {mutant.key for mutant in bad}
+    if not arguments.build:
+        suite.record(len(numbers))
+    return mutants
+
+
+def run(
+    mutants: list[Mutant],
+    suite: Suite,
+    verdicts: dict[str, list[str]],
+    arguments: argparse.Namespace,
+) -> None:
+    """Adds the verdicts that are missing, and writes them down one by one."""
+    state = suite.workspace.folder / "verdicts.json"
+    lock = threading.Lock()
+    stop = time.monotonic() + arguments.seconds
+    tests = suite.tests()
+    for test in tests:
+        if test.outcome == "failed":
+            print(f"left out, for it fails with all mutants off: {test.program} {test.name}")
+    tests = [test for test in tests if test.outcome == "passed"]
+    reached = {number for test in tests for number in test.reached}
+
+    def judge(mutant: Mutant) -> None:
+        if time.monotonic() > stop or arguments.cpp_only and mutant.number not in reached:
+            return
+        verdict = suite.judge(mutant.number, tests, arguments.most_seconds)
+        print(f"{mutant.number} {mutant.path}:{mutant.line}: {': '.join(verdict)}", flush=True)
+        with lock:
+            verdicts[mutant.key] = list(verdict)
+            partial = state.with_suffix(".partial")
+            partial.write_text(json.dumps(verdicts, indent=1, sort_keys=True))
+            partial.replace(state)
+
+    reasons = report.Reasons()
+
+    def is_missing(mutant: Mutant) -> bool:
+        if mutant.key not in verdicts:
+            return True
+        again = arguments.retry and verdicts[mutant.key][0] != "caught"
+        return again and reasons.of(mutant) is None
+
+    place = arguments.only
+    missing = [m for m in mutants if place in f"{m.path}:{m.line}" and is_missing(m)]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        list(pool.map(judge, missing))
+
+
+def main() -> int:
+    arguments = parse()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    folder = arguments.folder.resolve()
+    workspace = Workspace(ROOT, folder, arguments.python.absolute())
+    suite = Suite(workspace, arguments.cpp_only)
+    mutants = prepare(workspace, suite, arguments)
+    if arguments.list:
+        for mutant in mutants:
+            print(f"{mutant.number} {mutant.path}:{mutant.line} {mutant.operator}: {mutant.change}")
+        return 0
+    if arguments.build:
+        return 0
+    state = folder / "verdicts.json"
+    verdicts = json.loads(state.read_text()) if state.exists() else {}
+    run(mutants, suite, verdicts, arguments)
+    (folder / "mutants.tsv").write_text(report.table(mutants, verdicts))
+    if arguments.output:
+        arguments.output.write_text(report.write(mutants, verdicts, arguments.seed))
+    left = [mutant for mutant in mutants if verdicts.get(mutant.key, [""])[0] != "caught"]
+    unexplained = [mutant for mutant in left if report.Reasons().of(mutant) is None]
+    for mutant in unexplained:
+        verdict = ": ".join(verdicts.get(mutant.key, ["not run"]))
+        print(f"{mutant.number} {mutant.path}:{mutant.line}: {verdict}: {mutant.change}")
+    caught = len(mutants) - len(left)
+    print(f"{len(mutants)} mutants, {caught} caught, {len(left)} not caught,", end=" ")
+    print(f"{len(unexplained)} of these without a reason")
+    return 0 if caught >= WANTED * len(mutants) and not unexplained else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""What is mutated, how much of it, and which tests are asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Area:
+    """Some sources, and how many mutants are drawn from them."""
+
+    name: str
+    quota: int
+    globs: tuple[str, ...]
+    without: tuple[str, ...] = ()
+
+
+#: A file belongs to the first area that has it. Missing folders are no error: sources move.
+AREAS = (
+    Area(
+        "buckets and their trailer",
+        30,
+        ("cpp/src/**/bucket*.cpp", "cpp/src/**/multi_tensor.cpp", "cpp/src/**/trailer*.cpp"),
+    ),
+    Area(
+        "strategies and communication",
+        40,
+        (
+            "cpp/src/comm/*.cpp",
+            "cpp/src/**/comm_hook*.cpp",
+            "cpp/src/**/sparse_all_reduce.cpp",
+            "cpp/src/**/reducer_defer.cpp",
+            "cpp/src/**/reducer_carry.cpp",
+            "cpp/src/**/reducer_join.cpp",
+            "cpp/src/**/reducer_tune.cpp",
+            "cpp/src/**/strateg*.cpp",
+        ),
+    ),
+    Area("reducer", 50, ("cpp/src/reducer/**/*.cpp", "cpp/src/parallel/reducer*.cpp")),
+    Area(
+        "batch norm",
+        45,
+        (
+            "cpp/src/batch_norm/*.cpp",
+            "cpp/src/parallel/sync_batch_norm*.cpp",
+            "cpp/src/kernels/batch_norm_cpu*.cpp",
+            "cpp/src/kernels/batch_norm_cpu*.h",
+            "cpp/src/kernels/batch_norm_math.h",
+            "cpp/src/kernels/welford.h",
+        ),
+        without=("*_cuda.cpp", "*_no_cuda.cpp"),
+    ),
+    Area("amp, C++", 10, ("cpp/src/amp/*.cpp",)),
+    Area("amp, Python", 35, ("python/apex/amp/*.py",)),
+)
+
+#: Executables of cpp/tests that are asked, the quickest first.
+CPP_TESTS = (
+    "apex_kernel_tests",
+    "apex_fake_device_tests",
+    "apex_emulated_cuda_tests",
+    "apex_unit_tests",
+    "apex_multiprocess_tests",
+)
+
+#: Calls of pytest in python/tests: arguments, each recorded by a run of its own.
+PYTHON_TESTS = (
+    ("-m", "not slow", "test_amp*.py", "test_fp16_utils*.py"),
+    ("-m", "not slow", "test_sync_batch_norm*.py"),
+    ("-m", "not slow", "test_ddp_errors.py", "test_faults.py", "test_ranks_apart.py"),
+    ("-m", "quick", "test_*.py"),
+)

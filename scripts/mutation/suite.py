@@ -1,0 +1,163 @@
+"""Which tests reach which mutants, and what they say of one that is switched on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from dataclasses import dataclass
+
+from .areas import CPP_TESTS, PYTHON_TESTS
+from .workspace import RUNTIME, Workspace
+
+#: A test that takes this much longer than it did, and at least so many seconds, hangs.
+TIMES_AS_LONG, AT_LEAST_SECONDS = 10, 20
+#: Starting a program that loads torch, on a busy machine.
+START_SECONDS = 60
+#: Tests are asked in two calls: the quickest for so long, then all others.
+FIRST_SECONDS = 2
+
+FAILED = re.compile(r"^(?:\[  FAILED  \]|FAILED|ERROR) (?:\S*python/tests/)?(\S+)", re.MULTILINE)
+
+
+@dataclass
+class Test:
+    program: str  #: one of CPP_TESTS, or "pytest"
+    name: str
+    outcome: str
+    seconds: float
+    reached: list[int]
+
+
+class Suite:
+    def __init__(self, workspace: Workspace, cpp_only: bool = False) -> None:
+        self.workspace = workspace
+        self.python_tests = () if cpp_only else PYTHON_TESTS
+        self.records = workspace.folder / "records"
+
+    def _command(self, program: str, names: list[str] | None) -> list[str]:
+        if program != "pytest":
+            path = self.workspace.build / "cpp/tests" / program
+            chosen = [f"--gtest_filter={':'.join(names)}"] if names else []
+            return [str(path), "--gtest_brief=1", "--gtest_fail_fast", *chosen]
+        root = self.workspace.root
+        return (
+            [str(self.workspace.interpreter), "-m", "pytest", "-c", f"{root}/pyproject.toml"]
+            + ["--rootdir", str(root), "-p", "no:cacheprovider", "-p", "apex_mutant", "-q", "-x"]
+            + [f"{root}/{name}" for name in names or []]
+        )
+
+    def _run(
+        self, command: list[str], seconds: float | None, **variables: str
+    ) -> tuple[int | None, str]:
+        """Exit status, None if it was ended; and what it printed."""
+        environment = dict(os.environ, OMP_NUM_THREADS="1", **variables)
+        environment["PYTHONPATH"] = f"{self.workspace.overlay}:{RUNTIME}"
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"
+        environment["APEX_CPP_BUILD"] = str(self.workspace.build)
+        environment["PATH"] = f"{self.workspace.interpreter.parent}:{environment['PATH']}"
+        with subprocess.Popen(
+            ["bash", "-c", 'ulimit -c 0; exec "$@"', "bash", *command],
+            cwd=self.workspace.folder, env=environment, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace",
+        ) as process:  # fmt: skip
+            status: int | None = None
+            try:
+                output, _ = process.communicate(timeout=seconds)
+                status = process.returncode
+            except subprocess.TimeoutExpired:
+                output = ""
+            # And the ranks that it started, if it left any.
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            return status, output or ""
+
+    def record(self, count: int) -> None:
+        """Runs every test with all mutants off."""
+        self.records.mkdir(exist_ok=True)
+        seen = self.workspace.folder / "seen"
+        for name, command in self._recordings().items():
+            target = self.records / f"{name}.tsv"
+            if target.exists():
+                continue
+            partial = target.with_suffix(".partial")
+            partial.unlink(missing_ok=True)
+            seen.write_bytes(bytes(max(count, 1)))
+            _, output = self._run(
+                command, None, APEX_MUTANT_SEEN=str(seen), APEX_MUTANT_RECORD=str(partial)
+            )
+            (self.records / f"{name}.log").write_text(output)
+            if not partial.exists():
+                raise RuntimeError(f"{name} ran no test: see {self.records}/{name}.log")
+            partial.rename(target)
+
+    def _recordings(self) -> dict[str, list[str]]:
+        commands = {
+            program: [part for part in self._command(program, None) if "fail_fast" not in part]
+            for program in CPP_TESTS
+        }
+        tests = self.workspace.root / "python/tests"
+        for number, arguments in enumerate(self.python_tests):
+            options = [argument for argument in arguments if ".py" not in argument]
+            files = sorted(
+                str(file.relative_to(self.workspace.root))
+                for pattern in arguments
+                if ".py" in pattern
+                for file in tests.glob(pattern)
+            )
+            command = [part for part in self._command("pytest", files) if part != "-x"]
+            commands[f"pytest{number}"] = command + options
+        return commands
+
+    def forget_records(self) -> None:
+        for file in self.records.glob("*.tsv"):
+            file.unlink()
+
+    def tests(self) -> list[Test]:
+        """Those that passed, the quickest of each program first."""
+        found: dict[tuple[str, str], Test] = {}
+        for name in self._recordings():
+            program = "pytest" if name.startswith("pytest") else name
+            for row in (self.records / f"{name}.tsv").read_text().splitlines():
+                test, outcome, milliseconds, reached = row.split("\t")
+                seconds = int(milliseconds) / 1000
+                numbers = [int(number) for number in reached.split()]
+                found.setdefault((program, test), Test(program, test, outcome, seconds, numbers))
+        return sorted(found.values(), key=lambda test: test.seconds)
+
+    def judge(self, number: int, tests: list[Test], most_seconds: float) -> tuple[str, str]:
+        """("caught", by what), ("survived", the tests that passed) or ("not reached", "")."""
+        asked = 0
+        for program in (*CPP_TESTS, "pytest"):
+            reaching = [t for t in tests if t.program == program and number in t.reached]
+            batches: list[list[Test]] = [[], []]
+            total = 0.0
+            for test in reaching:
+                total += test.seconds
+                if total <= most_seconds or not batches[0]:
+                    batches[total > FIRST_SECONDS and bool(batches[0])].append(test)
+            for batch in batches:
+                if not batch:
+                    continue
+                asked += len(batch)
+                limit = START_SECONDS + max(
+                    AT_LEAST_SECONDS, TIMES_AS_LONG * sum(test.seconds for test in batch)
+                )
+                command = self._command(program, [test.name for test in batch])
+                status, output = self._run(command, limit, APEX_MUTANT=str(number))
+                if status == 0:
+                    continue
+                if program == "pytest" and status not in (None, 1, 2) and status > 0:
+                    raise RuntimeError(f"pytest could not run {batch}:\n{output}")
+                if status is None:
+                    return "caught", f"{program}: no end within {limit:.0f} s"
+                failed = FAILED.search(output)
+                if failed:
+                    return "caught", f"{program}: {failed[1].rstrip(',')}"
+                last = output.strip().splitlines()[-1:] or [""]
+                return "caught", f"{program}: exit status {status}: {last[0][:100]}"
+        return ("survived", f"{asked} tests") if asked else ("not reached", "")
