@@ -8,9 +8,9 @@
 
 #include "kernels/batch_norm_cpu.h"
 
-// The passes of batch norm on the CPU over one input, without operators around them: Welford statistics and
-// normalization forward, the two sums and the gradient backward. The copy of the input is beside them as the
-// floor.
+// The passes of batch norm on the CPU over one input, without operators around them: Welford
+// statistics and normalization forward, the two sums and the gradient backward. The copy of the
+// input is beside them as the floor.
 
 namespace {
 
@@ -39,7 +39,8 @@ struct Data {
       : sizes(planes),
         sums(static_cast<size_t>(2 * planes.channels)),
         ones(static_cast<size_t>(planes.channels), Acc(1)) {
-    for (at::Tensor& tensor : tensors) tensor = at::randn({numel()}).to(c10::CppTypeToScalarType<T>::value);
+    for (at::Tensor& tensor : tensors)
+      tensor = at::randn({numel()}).to(c10::CppTypeToScalarType<T>::value);
     x = tensors[0].const_data_ptr<T>();
     dy = tensors[1].const_data_ptr<T>();
     result = tensors[2].mutable_data_ptr<T>();
@@ -56,14 +57,13 @@ void planes(Pass pass, Data<T>& data, bool stream) {
     if (pass == Pass::kStatistics) {
       benchmark::DoNotOptimize(k.planes_statistics(data.x, data.sizes, c));
     } else if (pass == Pass::kNormalize) {
-      k.planes_normalize(data.x, nullptr, data.result, data.sizes, c, forward, false,
-                         stream);
+      k.planes_normalize(data.x, nullptr, data.result, data.sizes, c, forward, false, stream);
     } else if (pass == Pass::kReduce) {
-      benchmark::DoNotOptimize(k.planes_reduce(data.dy, data.x, nullptr, data.sizes, c, forward,
-                                               ReluMask::kNone));
+      benchmark::DoNotOptimize(
+          k.planes_reduce(data.dy, data.x, nullptr, data.sizes, c, forward, ReluMask::kNone));
     } else {
-      k.planes_gradient(data.dy, data.x, nullptr, data.result, nullptr, data.sizes, c,
-                        forward, GradientCoefficients<Acc>{1, 1, 1, 1}, ReluMask::kNone, stream);
+      k.planes_gradient(data.dy, data.x, nullptr, data.result, nullptr, data.sizes, c, forward,
+                        GradientCoefficients<Acc>{1, 1, 1, 1}, ReluMask::kNone, stream);
     }
   }
 }
@@ -91,8 +91,8 @@ void rows(Pass pass, Data<T>& data, bool stream) {
   }
 }
 
-/// Arguments: channels and height = width of a batch of 16, 1 for channels last, 1 for results that are
-/// written past the caches.
+/// Arguments: channels and height = width of a batch of 16, 1 for channels last, 1 for results that
+/// are written past the caches.
 template <typename T, Pass kPass>
 void BatchNorm(benchmark::State& state) {
   Data<T> data(Planes{16, state.range(0), state.range(1) * state.range(1)});
@@ -111,9 +111,9 @@ void BatchNorm(benchmark::State& state) {
   constexpr int kArrays[] = {2, 1, 2, 2, 3};  // read or written by each pass
   state.SetBytesProcessed(state.iterations() * data.numel() * static_cast<int64_t>(sizeof(T)) *
                           kArrays[static_cast<int>(kPass)]);
-  state.counters["ns_per_element"] =
-      benchmark::Counter(static_cast<double>(data.numel()) * 1e-9,
-                         benchmark::Counter::kIsIterationInvariantRate | benchmark::Counter::kInvert);
+  state.counters["ns_per_element"] = benchmark::Counter(
+      static_cast<double>(data.numel()) * 1e-9,
+      benchmark::Counter::kIsIterationInvariantRate | benchmark::Counter::kInvert);
 }
 
 /// One layer whose arrays fit into the last cache, one whose do not.
@@ -126,11 +126,11 @@ void layers(benchmark::internal::Benchmark* registered) {
   }
 }
 
-#define APEX_BATCH_NORM_PASSES(type)                                              \
-  BENCHMARK_TEMPLATE2(BatchNorm, type, Pass::kCopy)->Apply(layers<false>);        \
-  BENCHMARK_TEMPLATE2(BatchNorm, type, Pass::kStatistics)->Apply(layers<false>);  \
-  BENCHMARK_TEMPLATE2(BatchNorm, type, Pass::kNormalize)->Apply(layers<true>);    \
-  BENCHMARK_TEMPLATE2(BatchNorm, type, Pass::kReduce)->Apply(layers<false>);      \
+#define APEX_BATCH_NORM_PASSES(type)                                             \
+  BENCHMARK_TEMPLATE2(BatchNorm, type, Pass::kCopy)->Apply(layers<false>);       \
+  BENCHMARK_TEMPLATE2(BatchNorm, type, Pass::kStatistics)->Apply(layers<false>); \
+  BENCHMARK_TEMPLATE2(BatchNorm, type, Pass::kNormalize)->Apply(layers<true>);   \
+  BENCHMARK_TEMPLATE2(BatchNorm, type, Pass::kReduce)->Apply(layers<false>);     \
   BENCHMARK_TEMPLATE2(BatchNorm, type, Pass::kGradient)->Apply(layers<true>)
 APEX_BATCH_NORM_PASSES(float);
 APEX_BATCH_NORM_PASSES(at::BFloat16);

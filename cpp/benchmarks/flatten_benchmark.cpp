@@ -7,8 +7,8 @@
 
 #include "reducer/bucket_message.h"
 
-// A bucket's way without the network: gradients into the message, the average, and back. The copy of one
-// flat tensor of the same size is beside it as the floor.
+// A bucket's way without the network: gradients into the message, the average, and back. The copy
+// of one flat tensor of the same size is beside it as the floor.
 
 namespace {
 
@@ -35,7 +35,8 @@ void PackAndUnpack(benchmark::State& state) {
   Gradients gradients(state.range(0), state.range(1));
   MessageOptions options;
   options.gradient_as_bucket_view = state.range(2) != 0;
-  const auto kind = state.range(0) == 1 ? BucketMessage::Kind::kInPlace : BucketMessage::Kind::kFlat;
+  const auto kind =
+      state.range(0) == 1 ? BucketMessage::Kind::kInPlace : BucketMessage::Kind::kFlat;
   BucketMessage bucket(kind, gradients.members, gradients.variables, {}, at::kCPU, options);
   for (auto _ : state) {
     bucket.pack(gradients.used, 1.0);
@@ -58,7 +59,8 @@ void FlatCopy(benchmark::State& state) {
     to.copy_(from);
     benchmark::ClobberMemory();
   }
-  state.SetBytesProcessed(state.iterations() * state.range(0) * static_cast<int64_t>(sizeof(float)));
+  state.SetBytesProcessed(state.iterations() * state.range(0) *
+                          static_cast<int64_t>(sizeof(float)));
 }
 BENCHMARK(FlatCopy)->Arg(100 * 64)->Arg(100 * 4096)->Arg(100 * 65536);
 

@@ -13,8 +13,8 @@
 #include <apex/distributed/process_group.h>
 #include <apex/parallel/reducer.h>
 
-// What hooks, launches and the end of a backward cost: the model is one autograd node that hands out
-// gradients, and the group has one rank.
+// What hooks, launches and the end of a backward cost: the model is one autograd node that hands
+// out gradients, and the group has one rank.
 
 namespace {
 
@@ -37,8 +37,8 @@ struct HandOut : torch::autograd::Function<HandOut> {
 
 c10::intrusive_ptr<c10d::ProcessGroup> group_of_one() {
   if (!apex::distributed::is_initialized()) {
-    const auto path = std::filesystem::temp_directory_path() /
-                      ("apex_benchmark_" + std::to_string(::getpid()));
+    const auto path =
+        std::filesystem::temp_directory_path() / ("apex_benchmark_" + std::to_string(::getpid()));
     apex::distributed::ProcessGroupOptions options;
     options.init_method = "file://" + path.string();
     options.rank = 0;

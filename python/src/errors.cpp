@@ -33,9 +33,9 @@ void translate(const std::exception_ptr& pointer, void*) {
   }
 }
 
-/// Lets Python see its signals while C++ waits: their handlers run. If one raises, the wait ends by Interrupted, which
-/// is a RuntimeError by the time it has passed through autograd; so Ctrl-C is signalled again, and the interpreter
-/// raises KeyboardInterrupt as soon as it runs.
+/// Lets Python see its signals while C++ waits: their handlers run. If one raises, the wait ends by
+/// Interrupted, which is a RuntimeError by the time it has passed through autograd; so Ctrl-C is
+/// signalled again, and the interpreter raises KeyboardInterrupt as soon as it runs.
 bool sees_signal(std::thread::id main_thread) {
   if (std::this_thread::get_id() != main_thread || Py_IsInitialized() == 0) return false;
   const nb::gil_scoped_acquire gil;
@@ -50,7 +50,8 @@ bool sees_signal(std::thread::id main_thread) {
 
 void init_errors(nb::module_&) {
   nb::register_exception_translator(translate);
-  set_interruption_check([main_thread = std::this_thread::get_id()] { return sees_signal(main_thread); });
+  set_interruption_check(
+      [main_thread = std::this_thread::get_id()] { return sees_signal(main_thread); });
 }
 
 }  // namespace apex::python

@@ -69,31 +69,39 @@ void init_python_comm_hook(nb::module_& m) {
   nb::class_<BucketView>(m, "GradBucket",
                          "A bucket of gradients as a communication hook sees it; the methods are "
                          "those of torch.distributed.GradBucket.")
-      .def("index", [](const BucketView& self) { return self.bucket.index; },
-           "Position in the launch order, from 0.")
-      .def("is_last", [](const BucketView& self) { return self.bucket.is_last; },
-           "True for the last bucket of this backward.")
-      .def("buffer", [](const BucketView& self) { return self.bucket.buffer; },
-           "The gradients, one after another: a 1-D tensor.")
-      .def("set_buffer",
-           [](BucketView& self, const at::Tensor& buffer) { self.bucket.buffer = buffer; },
-           nb::arg("buffer"), "Replaces what buffer() returns.")
-      .def("gradients", [](const BucketView& self) { return self.bucket.gradients; },
-           "Views of the buffer, shaped like the parameters.")
-      .def("parameters", [](const BucketView& self) { return self.bucket.parameters; },
-           "The parameters, in the order of gradients().");
+      .def(
+          "index", [](const BucketView& self) { return self.bucket.index; },
+          "Position in the launch order, from 0.")
+      .def(
+          "is_last", [](const BucketView& self) { return self.bucket.is_last; },
+          "True for the last bucket of this backward.")
+      .def(
+          "buffer", [](const BucketView& self) { return self.bucket.buffer; },
+          "The gradients, one after another: a 1-D tensor.")
+      .def(
+          "set_buffer",
+          [](BucketView& self, const at::Tensor& buffer) { self.bucket.buffer = buffer; },
+          nb::arg("buffer"), "Replaces what buffer() returns.")
+      .def(
+          "gradients", [](const BucketView& self) { return self.bucket.gradients; },
+          "Views of the buffer, shaped like the parameters.")
+      .def(
+          "parameters", [](const BucketView& self) { return self.bucket.parameters; },
+          "The parameters, in the order of gradients().");
 
   nb::class_<Completion>(m, "Completion", "Takes the result of a communication hook.")
-      .def("complete",
-           [](const Completion& self, const at::Tensor& result) {
-             self.future->markCompleted(c10::IValue(result));
-           },
-           nb::arg("result"))
-      .def("fail",
-           [](const Completion& self, const std::string& message) {
-             self.future->setError(std::make_exception_ptr(Error(message)));
-           },
-           nb::arg("message"));
+      .def(
+          "complete",
+          [](const Completion& self, const at::Tensor& result) {
+            self.future->markCompleted(c10::IValue(result));
+          },
+          nb::arg("result"))
+      .def(
+          "fail",
+          [](const Completion& self, const std::string& message) {
+            self.future->setError(std::make_exception_ptr(Error(message)));
+          },
+          nb::arg("message"));
 }
 
 }  // namespace apex::python

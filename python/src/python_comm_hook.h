@@ -7,8 +7,9 @@
 
 namespace apex::python {
 
-/// A communication hook written in Python: `runner(bucket, completion)`, where `bucket` has the methods
-/// of torch.distributed.GradBucket and `completion` takes the result. See apex/parallel/_comm_hook.py.
+/// A communication hook written in Python: `runner(bucket, completion)`, where `bucket` has the
+/// methods of torch.distributed.GradBucket and `completion` takes the result. See
+/// apex/parallel/_comm_hook.py.
 std::shared_ptr<parallel::CommHook> make_python_comm_hook(nanobind::object runner);
 
 /// GradBucket and Completion.

@@ -49,8 +49,8 @@ std::vector<NamedTensor> named(const std::vector<std::string>& names,
   return result;
 }
 
-/// Process groups come by name: c10d's registry is the same in both languages, and apex._group_names.name_of() has
-/// registered those that it did not know.
+/// Process groups come by name: c10d's registry is the same in both languages, and
+/// apex._group_names.name_of() has registered those that it did not know.
 std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups(const std::vector<std::string>& names) {
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> result;
   for (const std::string& name : names) result.push_back(c10d::resolve_process_group(name));
@@ -125,10 +125,11 @@ std::shared_ptr<parallel::CommHook> builtin_comm_hook(
 
 /// Owns a Python function; called without the GIL.
 std::function<void(const parallel::ReducedBucket&)> bucket_callback(nb::object callback) {
-  const std::shared_ptr<nb::object> held(new nb::object(std::move(callback)), [](nb::object* object) {
-    const nb::gil_scoped_acquire gil;
-    delete object;
-  });
+  const std::shared_ptr<nb::object> held(new nb::object(std::move(callback)),
+                                         [](nb::object* object) {
+                                           const nb::gil_scoped_acquire gil;
+                                           delete object;
+                                         });
   return [held](const parallel::ReducedBucket& bucket) {
     const nb::gil_scoped_acquire gil;
     try {
@@ -145,85 +146,93 @@ void init_reducer(nb::module_& m) {
   using release = nb::call_guard<nb::gil_scoped_release>;
 
   nb::class_<Reducer>(m, "Reducer", "The gradient reducer; see apex/parallel/reducer.h.")
-      .def("__init__",
-           [](Reducer* self, const std::vector<std::string>& names,
-              const std::vector<at::Tensor>& parameters, const std::vector<std::string>& group_names,
-              int64_t cap, int64_t first_cap, bool cap_in_bytes, bool delay_allreduce,
-              const std::vector<int64_t>& trigger_parameters, bool gradient_as_bucket_view,
-              bool allreduce_always_fp32, bool gradient_average, double gradient_predivide_factor,
-              bool static_graph, bool init_sync, bool check_finite,
-              std::optional<bool> check_steps, bool registered_buffers,
-              const std::vector<std::string>& settings) {
-             ReducerOptions options;
-             options.limits.cap = cap;
-             options.limits.first_cap = first_cap;
-             options.limits.unit =
-                 cap_in_bytes ? BucketLimits::Unit::kBytes : BucketLimits::Unit::kElements;
-             options.delay_allreduce = delay_allreduce;
-             options.trigger_parameters = trigger_parameters;
-             options.gradient_as_bucket_view = gradient_as_bucket_view;
-             options.allreduce_always_fp32 = allreduce_always_fp32;
-             options.gradient_average = gradient_average;
-             options.gradient_predivide_factor = gradient_predivide_factor;
-             options.static_graph = static_graph;
-             options.init_sync = init_sync;
-             options.check_finite = check_finite;
-             options.check_steps = check_steps;
-             options.registered_buffers = registered_buffers;
-             options.settings = settings;
-             new (self) Reducer(named(names, parameters), groups(group_names), options);
-           },
-           nb::arg("names"), nb::arg("parameters"), nb::arg("groups"), nb::kw_only(),
-           nb::arg("cap"), nb::arg("first_cap") = 0, nb::arg("cap_in_bytes") = false,
-           nb::arg("delay_allreduce") = false,
-           nb::arg("trigger_parameters") = std::vector<int64_t>(),
-           nb::arg("gradient_as_bucket_view") = false, nb::arg("allreduce_always_fp32") = false,
-           nb::arg("gradient_average") = true, nb::arg("gradient_predivide_factor") = 1.0,
-           nb::arg("static_graph") = false, nb::arg("init_sync") = true,
-           nb::arg("check_finite") = false, nb::arg("check_steps") = nb::none(),
-           nb::arg("registered_buffers") = false,
-           nb::arg("settings") = std::vector<std::string>(), release())
-      .def("prepare_for_forward", &Reducer::prepare_for_forward, nb::arg("training") = true, release())
+      .def(
+          "__init__",
+          [](Reducer* self, const std::vector<std::string>& names,
+             const std::vector<at::Tensor>& parameters, const std::vector<std::string>& group_names,
+             int64_t cap, int64_t first_cap, bool cap_in_bytes, bool delay_allreduce,
+             const std::vector<int64_t>& trigger_parameters, bool gradient_as_bucket_view,
+             bool allreduce_always_fp32, bool gradient_average, double gradient_predivide_factor,
+             bool static_graph, bool init_sync, bool check_finite, std::optional<bool> check_steps,
+             bool registered_buffers, const std::vector<std::string>& settings) {
+            ReducerOptions options;
+            options.limits.cap = cap;
+            options.limits.first_cap = first_cap;
+            options.limits.unit =
+                cap_in_bytes ? BucketLimits::Unit::kBytes : BucketLimits::Unit::kElements;
+            options.delay_allreduce = delay_allreduce;
+            options.trigger_parameters = trigger_parameters;
+            options.gradient_as_bucket_view = gradient_as_bucket_view;
+            options.allreduce_always_fp32 = allreduce_always_fp32;
+            options.gradient_average = gradient_average;
+            options.gradient_predivide_factor = gradient_predivide_factor;
+            options.static_graph = static_graph;
+            options.init_sync = init_sync;
+            options.check_finite = check_finite;
+            options.check_steps = check_steps;
+            options.registered_buffers = registered_buffers;
+            options.settings = settings;
+            new (self) Reducer(named(names, parameters), groups(group_names), options);
+          },
+          nb::arg("names"), nb::arg("parameters"), nb::arg("groups"), nb::kw_only(), nb::arg("cap"),
+          nb::arg("first_cap") = 0, nb::arg("cap_in_bytes") = false,
+          nb::arg("delay_allreduce") = false,
+          nb::arg("trigger_parameters") = std::vector<int64_t>(),
+          nb::arg("gradient_as_bucket_view") = false, nb::arg("allreduce_always_fp32") = false,
+          nb::arg("gradient_average") = true, nb::arg("gradient_predivide_factor") = 1.0,
+          nb::arg("static_graph") = false, nb::arg("init_sync") = true,
+          nb::arg("check_finite") = false, nb::arg("check_steps") = nb::none(),
+          nb::arg("registered_buffers") = false, nb::arg("settings") = std::vector<std::string>(),
+          release())
+      .def("prepare_for_forward", &Reducer::prepare_for_forward, nb::arg("training") = true,
+           release())
       .def_static("release_all", &Reducer::release_all, release())
       .def_static("optimizer_stepped", &Reducer::optimizer_stepped, nb::arg("parameters"),
-                  nb::arg("optimizer"), "Tells the reducers that own these parameters of a step.", release())
-      .def("watch_outputs",
-           [](Reducer& self, nb::handle output) { self.watch_outputs(output_tensors(output)); },
-           nb::arg("output"))
+                  nb::arg("optimizer"), "Tells the reducers that own these parameters of a step.",
+                  release())
+      .def(
+          "watch_outputs",
+          [](Reducer& self, nb::handle output) { self.watch_outputs(output_tensors(output)); },
+          nb::arg("output"))
       .def_prop_rw("synchronizing", &Reducer::synchronizing, &Reducer::set_synchronizing)
-      .def("set_comm_hook",
-           [](Reducer& self, nb::object runner) {
-             auto hook = runner.is_none() ? nullptr : make_python_comm_hook(std::move(runner));
-             const nb::gil_scoped_release no_gil;
-             self.set_comm_hook(std::move(hook));
-           },
-           nb::arg("runner").none())
-      .def("set_builtin_comm_hook",
-           [](Reducer& self, const std::string& name) {
-             self.set_comm_hook(builtin_comm_hook(name, self.communicator()));
-           },
-           nb::arg("name"), release())
-      .def("set_bucket_callback",
-           [](Reducer& self, nb::object callback) {
-             auto function = callback.is_none() ? nullptr : bucket_callback(std::move(callback));
-             const nb::gil_scoped_release no_gil;
-             self.set_bucket_callback(std::move(function));
-           },
-           nb::arg("callback").none())
+      .def(
+          "set_comm_hook",
+          [](Reducer& self, nb::object runner) {
+            auto hook = runner.is_none() ? nullptr : make_python_comm_hook(std::move(runner));
+            const nb::gil_scoped_release no_gil;
+            self.set_comm_hook(std::move(hook));
+          },
+          nb::arg("runner").none())
+      .def(
+          "set_builtin_comm_hook",
+          [](Reducer& self, const std::string& name) {
+            self.set_comm_hook(builtin_comm_hook(name, self.communicator()));
+          },
+          nb::arg("name"), release())
+      .def(
+          "set_bucket_callback",
+          [](Reducer& self, nb::object callback) {
+            auto function = callback.is_none() ? nullptr : bucket_callback(std::move(callback));
+            const nb::gil_scoped_release no_gil;
+            self.set_bucket_callback(std::move(function));
+          },
+          nb::arg("callback").none())
       .def("begin_join", &Reducer::begin_join, nb::arg("divide_by_initial_world_size"), release())
       .def("end_join", &Reducer::end_join, release())
-      .def("announce",
-           [](Reducer& self, int64_t kind, int64_t argument) {
-             return to_tuple(self.announce(static_cast<JoinEvent::Kind>(kind), argument));
-           },
-           nb::arg("kind"), nb::arg("argument") = 0, release(),
-           "Returns (kind, argument, active ranks).")
-      .def("await_event", [](Reducer& self) { return to_tuple(self.await_event()); }, release(),
-           "Returns (kind, argument, active ranks).")
-      .def("last_with_data", &Reducer::last_with_data, nb::arg("followed"), nb::arg("scalers"), release(),
-           "A rank that had data to the end, or -1 if all had. Collective.")
-      .def("shadow_backward_begin", &Reducer::shadow_backward_begin,
-           nb::arg("gradients_were_kept"), release())
+      .def(
+          "announce",
+          [](Reducer& self, int64_t kind, int64_t argument) {
+            return to_tuple(self.announce(static_cast<JoinEvent::Kind>(kind), argument));
+          },
+          nb::arg("kind"), nb::arg("argument") = 0, release(),
+          "Returns (kind, argument, active ranks).")
+      .def(
+          "await_event", [](Reducer& self) { return to_tuple(self.await_event()); }, release(),
+          "Returns (kind, argument, active ranks).")
+      .def("last_with_data", &Reducer::last_with_data, nb::arg("followed"), nb::arg("scalers"),
+           release(), "A rank that had data to the end, or -1 if all had. Collective.")
+      .def("shadow_backward_begin", &Reducer::shadow_backward_begin, nb::arg("gradients_were_kept"),
+           release())
       .def("shadow_backward_end", &Reducer::shadow_backward_end, release())
       .def("set_deferred", &Reducer::set_deferred, nb::arg("on"), release())
       .def("wait_for", &Reducer::wait_for, nb::arg("parameters"), release())
@@ -231,35 +240,38 @@ void init_reducer(nb::module_& m) {
       .def("in_flight", &Reducer::in_flight, release())
       .def("relearn", &Reducer::relearn, release())
       .def("release", &Reducer::release, release())
-      .def("plan",
-           [](const Reducer& self) -> std::optional<std::vector<std::vector<int64_t>>> {
-             std::optional<parallel::BucketPlan> plan;
-             {
-               const nb::gil_scoped_release no_gil;
-               plan = self.plan();
-             }
-             if (!plan) return std::nullopt;
-             return plan->buckets;
-           },
-           "Parameter indices by bucket in launch order, or None before the first backward.")
-      .def("set_plan",
-           [](Reducer& self, const std::vector<std::vector<int64_t>>& buckets) {
-             self.set_plan({buckets});
-           },
-           nb::arg("buckets"), release(), "Collective: rank 0's plan counts.")
+      .def(
+          "plan",
+          [](const Reducer& self) -> std::optional<std::vector<std::vector<int64_t>>> {
+            std::optional<parallel::BucketPlan> plan;
+            {
+              const nb::gil_scoped_release no_gil;
+              plan = self.plan();
+            }
+            if (!plan) return std::nullopt;
+            return plan->buckets;
+          },
+          "Parameter indices by bucket in launch order, or None before the first backward.")
+      .def(
+          "set_plan",
+          [](Reducer& self, const std::vector<std::vector<int64_t>>& buckets) {
+            self.set_plan({buckets});
+          },
+          nb::arg("buckets"), release(), "Collective: rank 0's plan counts.")
       .def("buffers", &Reducer::buffers, release())
       .def("record_overlap", &Reducer::record_overlap, nb::arg("on"), release())
-      .def("overlap_report",
-           [](const Reducer& self) -> std::optional<nb::dict> {
-             std::optional<OverlapReport> report;
-             {
-               const nb::gil_scoped_release no_gil;
-               report = self.overlap_report();
-             }
-             if (!report) return std::nullopt;
-             return to_dict(*report);
-           },
-           "The fields of apex.parallel.OverlapReport, or None.")
+      .def(
+          "overlap_report",
+          [](const Reducer& self) -> std::optional<nb::dict> {
+            std::optional<OverlapReport> report;
+            {
+              const nb::gil_scoped_release no_gil;
+              report = self.overlap_report();
+            }
+            if (!report) return std::nullopt;
+            return to_dict(*report);
+          },
+          "The fields of apex.parallel.OverlapReport, or None.")
       .def("statistics", [](const Reducer& self) {
         ReducerStatistics statistics;
         {
@@ -269,24 +281,29 @@ void init_reducer(nb::module_& m) {
         return to_dict(statistics);
       });
 
-  m.def("broadcast_coalesced",
-        [](const std::vector<at::Tensor>& tensors, const std::string& group, int64_t root, const std::string& what) {
-          parallel::broadcast_coalesced(tensors, c10d::resolve_process_group(group), root,
-                                        parallel::kBroadcastBytes, what);
-        },
-        nb::arg("tensors"), nb::arg("group"), nb::arg("root"), nb::arg("what"), release());
-  m.def("all_reduce_coalesced",
-        [](const std::vector<at::Tensor>& tensors, const std::string& group, double scale, const std::string& what) {
-          parallel::all_reduce_coalesced(tensors, c10d::resolve_process_group(group), scale, what);
-        },
-        nb::arg("tensors"), nb::arg("group"), nb::arg("scale"), nb::arg("what"), release());
-  m.def("verify_same_model",
-        [](const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
-           const std::vector<std::string>& settings, const std::string& group) {
-          parallel::verify_same_model(named(names, tensors), settings,
-                                      c10d::resolve_process_group(group));
-        },
-        nb::arg("names"), nb::arg("tensors"), nb::arg("settings"), nb::arg("group"), release());
+  m.def(
+      "broadcast_coalesced",
+      [](const std::vector<at::Tensor>& tensors, const std::string& group, int64_t root,
+         const std::string& what) {
+        parallel::broadcast_coalesced(tensors, c10d::resolve_process_group(group), root,
+                                      parallel::kBroadcastBytes, what);
+      },
+      nb::arg("tensors"), nb::arg("group"), nb::arg("root"), nb::arg("what"), release());
+  m.def(
+      "all_reduce_coalesced",
+      [](const std::vector<at::Tensor>& tensors, const std::string& group, double scale,
+         const std::string& what) {
+        parallel::all_reduce_coalesced(tensors, c10d::resolve_process_group(group), scale, what);
+      },
+      nb::arg("tensors"), nb::arg("group"), nb::arg("scale"), nb::arg("what"), release());
+  m.def(
+      "verify_same_model",
+      [](const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
+         const std::vector<std::string>& settings, const std::string& group) {
+        parallel::verify_same_model(named(names, tensors), settings,
+                                    c10d::resolve_process_group(group));
+      },
+      nb::arg("names"), nb::arg("tensors"), nb::arg("settings"), nb::arg("group"), release());
 }
 
 }  // namespace apex::python

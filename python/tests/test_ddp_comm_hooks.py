@@ -180,5 +180,3 @@ def test_comm_hook_result_of_any_shape_and_strides_is_taken_in_order(
     ranks: RankPool, name: str, options: dict[str, Any]
 ) -> None:
     ranks.run(2, _returns, name, options)
-
-

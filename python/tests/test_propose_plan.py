@@ -60,7 +60,13 @@ def report_of(
     for index, (at, size) in enumerate(zip(ready, sizes, strict=True)):
         free = max(free, at) + cost.of(size)
         buckets.append(
-            {"names": [f"p{index}"], "bytes": size, "ready_s": at, "launched_s": at, "arrived_s": free}
+            {
+                "names": [f"p{index}"],
+                "bytes": size,
+                "ready_s": at,
+                "launched_s": at,
+                "arrived_s": free,
+            }
         )
     return {"clock": clock, "buckets": [*buckets, {**buckets[-1], "names": [], "bytes": 8}]}
 
@@ -83,7 +89,9 @@ def test_large_latency_merges_and_none_does_not() -> None:
     assert plan == [[f"p{i}"] for i in range(6)]
 
 
-def test_reports_that_say_nothing_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_reports_that_say_nothing_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match="no buckets"):
         propose_plan({"clock": "host", "buckets": []})
     with pytest.raises(ValueError, match="host only"):

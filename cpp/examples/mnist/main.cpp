@@ -58,11 +58,11 @@ struct Arguments {
   int epochs = 15;
   int64_t batch_size = 64;  // over all ranks together
   double lr = 0.1;
-  double gamma = 0.9;             // on the learning rate after every epoch
+  double gamma = 0.9;              // on the learning rate after every epoch
   std::string precision = "fp32";  // or bf16, fp16
-  std::string data;               // default: digits.bin beside the program
-  std::string save;               // a checkpoint is written here after every epoch
-  std::string resume;             // and read from here
+  std::string data;                // default: digits.bin beside the program
+  std::string save;                // a checkpoint is written here after every epoch
+  std::string resume;              // and read from here
   int seed = 1;
 };
 
@@ -78,17 +78,26 @@ Arguments parse(int argc, char** argv) {
     } else if (i + 1 < argc) {
       value = argv[++i];
     }
-    if (name == "--epochs") args.epochs = std::stoi(value);
-    else if (name == "--batch-size") args.batch_size = std::stoll(value);
-    else if (name == "--lr") args.lr = std::stod(value);
-    else if (name == "--precision") args.precision = value;
-    else if (name == "--data") args.data = value;
-    else if (name == "--save") args.save = value;
-    else if (name == "--resume") args.resume = value;
-    else if (name == "--seed") args.seed = std::stoi(value);
-    else throw std::invalid_argument(
-        "unknown argument " + name + "; there are --epochs, --batch-size, --lr, --precision "
-        "(fp32, bf16 or fp16), --data, --save, --resume and --seed");
+    if (name == "--epochs")
+      args.epochs = std::stoi(value);
+    else if (name == "--batch-size")
+      args.batch_size = std::stoll(value);
+    else if (name == "--lr")
+      args.lr = std::stod(value);
+    else if (name == "--precision")
+      args.precision = value;
+    else if (name == "--data")
+      args.data = value;
+    else if (name == "--save")
+      args.save = value;
+    else if (name == "--resume")
+      args.resume = value;
+    else if (name == "--seed")
+      args.seed = std::stoi(value);
+    else
+      throw std::invalid_argument("unknown argument " + name +
+                                  "; there are --epochs, --batch-size, --lr, --precision "
+                                  "(fp32, bf16 or fp16), --data, --save, --resume and --seed");
   }
   if (args.precision != "fp32" && args.precision != "bf16" && args.precision != "fp16") {
     throw std::invalid_argument("--precision is fp32, bf16 or fp16, not " + args.precision);
@@ -98,7 +107,8 @@ Arguments parse(int argc, char** argv) {
 
 /// Forward in the precision that was asked for; backward follows it.
 apex::amp::AutocastGuard autocast(const Arguments& args, torch::DeviceType device) {
-  return apex::amp::AutocastGuard(device, args.precision == "fp16" ? torch::kHalf : torch::kBFloat16,
+  return apex::amp::AutocastGuard(device,
+                                  args.precision == "fp16" ? torch::kHalf : torch::kBFloat16,
                                   /*enabled=*/args.precision != "fp32");
 }
 
@@ -126,8 +136,9 @@ Job start_job() {
   job.rank = apex::distributed::rank();
   job.world_size = apex::distributed::world_size();
   if (gpu) {
-    job.device = torch::Device(torch::kCUDA, apex::distributed::choose_gpu(
-        apex::distributed::local_rank(), static_cast<int>(torch::cuda::device_count())));
+    job.device = torch::Device(
+        torch::kCUDA, apex::distributed::choose_gpu(apex::distributed::local_rank(),
+                                                    static_cast<int>(torch::cuda::device_count())));
   }
   return job;
 }

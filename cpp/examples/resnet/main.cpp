@@ -22,8 +22,8 @@ using apex::parallel::SyncBatchNormOptions;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 torch::nn::Conv2d conv(int64_t in, int64_t out, int64_t kernel, int64_t stride = 1) {
-  return torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, kernel)
-                               .stride(stride).padding(kernel / 2).bias(false));
+  return torch::nn::Conv2d(
+      torch::nn::Conv2dOptions(in, out, kernel).stride(stride).padding(kernel / 2).bias(false));
 }
 
 SyncBatchNorm norm(int64_t channels, const Group& group, bool relu) {
@@ -34,7 +34,8 @@ SyncBatchNorm norm(int64_t channels, const Group& group, bool relu) {
 }
 
 /// K. He et al., "Deep Residual Learning for Image Recognition" (2016), figure 5, right; the stride
-/// sits in the 3x3 convolution. Normalization, the shortcut's addition and the ReLU are one operator.
+/// sits in the 3x3 convolution. Normalization, the shortcut's addition and the ReLU are one
+/// operator.
 struct BottleneckImpl : torch::nn::Module {
   BottleneckImpl(int64_t in, int64_t width, int64_t stride, const Group& group) {
     const int64_t out = 4 * width;
@@ -111,13 +112,19 @@ Arguments parse(int argc, char** argv) {
     } else if (i + 1 < argc) {
       value = argv[++i];
     }
-    if (name == "--batch-size") args.batch_size = std::stoll(value);
-    else if (name == "--image-size") args.image_size = std::stoll(value);
-    else if (name == "--steps") args.steps = std::stoi(value);
-    else if (name == "--precision" && (value == "fp32" || value == "bf16")) args.precision = value;
-    else throw std::invalid_argument(
-        name + " " + value + " is not understood; there are --batch-size, --image-size, --steps "
-        "and --precision (fp32 or bf16)");
+    if (name == "--batch-size")
+      args.batch_size = std::stoll(value);
+    else if (name == "--image-size")
+      args.image_size = std::stoll(value);
+    else if (name == "--steps")
+      args.steps = std::stoi(value);
+    else if (name == "--precision" && (value == "fp32" || value == "bf16"))
+      args.precision = value;
+    else
+      throw std::invalid_argument(
+          name + " " + value +
+          " is not understood; there are --batch-size, --image-size, --steps "
+          "and --precision (fp32 or bf16)");
   }
   return args;
 }
@@ -135,8 +142,9 @@ void run(const Arguments& args) {
   const auto group = dist::init_process_group(gpu ? "nccl" : "gloo");
   torch::Device device = torch::kCPU;
   if (gpu) {
-    device = torch::Device(torch::kCUDA, dist::choose_gpu(
-        dist::local_rank(), static_cast<int>(torch::cuda::device_count())));
+    device = torch::Device(
+        torch::kCUDA,
+        dist::choose_gpu(dist::local_rank(), static_cast<int>(torch::cuda::device_count())));
   }
   const int rank = dist::rank(), world_size = dist::world_size();
 
@@ -154,9 +162,8 @@ void run(const Arguments& args) {
   torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.01).momentum(0.9));
 
   torch::manual_seed(rank);  // each rank has images of its own
-  const auto images =
-      torch::randn({args.batch_size, 3, args.image_size, args.image_size}, device)
-          .contiguous(torch::MemoryFormat::ChannelsLast);
+  const auto images = torch::randn({args.batch_size, 3, args.image_size, args.image_size}, device)
+                          .contiguous(torch::MemoryFormat::ChannelsLast);
   const auto labels =
       torch::randint(1000, {args.batch_size}, torch::dtype(torch::kInt64).device(device));
 
@@ -169,7 +176,8 @@ void run(const Arguments& args) {
       start = std::chrono::steady_clock::now();
     }
     optimizer.zero_grad();
-    const auto step_loss = torch::nn::functional::cross_entropy(scores(model, images, args), labels);
+    const auto step_loss =
+        torch::nn::functional::cross_entropy(scores(model, images, args), labels);
     step_loss.backward();
     optimizer.step();
     if (step + 1 == args.steps) loss = step_loss.item<double>();

@@ -43,8 +43,8 @@ class APEX_API CommunicationError : public Error {
   ~CommunicationError() override;
 };
 
-/// A rank contributed a gradient that is infinite or NaN, and ReducerOptions::check_finite asked to be
-/// told (Python: RuntimeError). Thrown on every rank; gradients are reduced, and not finite.
+/// A rank contributed a gradient that is infinite or NaN, and ReducerOptions::check_finite asked to
+/// be told (Python: RuntimeError). Thrown on every rank; gradients are reduced, and not finite.
 class APEX_API NonFiniteGradient : public Error {
  public:
   explicit NonFiniteGradient(const std::string& message);

@@ -5,7 +5,8 @@
 /// Symbol visibility. The library is built with hidden visibility; what is public carries APEX_API.
 
 #if defined(__GLIBCXX__) && !_GLIBCXX_USE_CXX11_ABI
-#error "libtorch and apex are built with the C++11 ABI of libstdc++: compile without -D_GLIBCXX_USE_CXX11_ABI=0"
+#error \
+    "libtorch and apex are built with the C++11 ABI of libstdc++: compile without -D_GLIBCXX_USE_CXX11_ABI=0"
 #endif
 
 #if defined(APEX_STATIC_DEFINE) || !defined(__GNUC__)

@@ -44,9 +44,9 @@ void check(const LossScalerOptions& options) {
 
 /// The values to multiply: a sparse gradient's stored elements, else the gradient itself.
 at::Tensor values_of(const at::Tensor& grad) {
-  require(at::isFloatingType(grad.scalar_type()),
-          std::string("a gradient has dtype ") + c10::toString(grad.scalar_type()) +
-              "; only floating gradients can be unscaled.");
+  require(at::isFloatingType(grad.scalar_type()), std::string("a gradient has dtype ") +
+                                                      c10::toString(grad.scalar_type()) +
+                                                      "; only floating gradients can be unscaled.");
   if (!grad.is_sparse()) return grad;
   require(grad.is_coalesced(), "a sparse gradient is not coalesced; call coalesce() on it first.");
   return grad._values();
@@ -132,8 +132,9 @@ void LossScaler::synchronize(const c10::intrusive_ptr<c10d::ProcessGroup>& group
   at::NoGradGuard no_grad;
   const at::Tensor flag = found_inf();
   const std::string what = "all-reduce of the overflow flags of a LossScaler";
-  parallel::run_collective(what, *group,
-                           [&] { return parallel::issue_all_reduce(what, *group, flag, c10d::ReduceOp::MAX); });
+  parallel::run_collective(what, *group, [&] {
+    return parallel::issue_all_reduce(what, *group, flag, c10d::ReduceOp::MAX);
+  });
   // At least as large as every device's own flag, so those may stay.
   found_inf_on(flag.device()).copy_(flag);
 }
@@ -163,9 +164,8 @@ void LossScaler::update() {
 double LossScaler::get_scale() const { return scale_.item<float>(); }
 
 void LossScaler::set_scale(double scale) {
-  require(is_positive(scale),
-          "the scale cannot be set to " + std::to_string(scale) +
-              "; it must be positive and finite.");
+  require(is_positive(scale), "the scale cannot be set to " + std::to_string(scale) +
+                                  "; it must be positive and finite.");
   at::NoGradGuard no_grad;
   scale_.fill_(scale);
 }
@@ -173,8 +173,8 @@ void LossScaler::set_scale(double scale) {
 int64_t LossScaler::growth_tracker() const { return growth_tracker_.item<int32_t>(); }
 
 void LossScaler::set_growth_tracker(int64_t count) {
-  require(count >= 0 && count <= INT32_MAX, "the number of clean updates cannot be " +
-                                                std::to_string(count) + "; it counts from 0.");
+  require(count >= 0 && count <= INT32_MAX,
+          "the number of clean updates cannot be " + std::to_string(count) + "; it counts from 0.");
   at::NoGradGuard no_grad;
   growth_tracker_.fill_(count);
 }

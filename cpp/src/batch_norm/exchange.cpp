@@ -21,13 +21,14 @@ namespace {
 
 // Note [Ranks in different layers]
 //
-// The collectives of a layer are matched by their order. A rank that has skipped or repeated one, or is in backward
-// while others are in forward, sends something else than they expect. If that is larger, Gloo ends their process by an
-// exception on a thread of its own; if it is smaller or equal, values are mixed without a word. So a message begins
-// with a header that says which exchange it is, and every rank reads all of them before any value. And it is received
-// into more room than it needs, which an all-to-all allows, as each rank gives the lengths that it expects itself.
-// (With as many values for everybody it is the same as an all-gather; and a rank sends to all at once, where an
-// all-gather passes messages round a ring.)
+// The collectives of a layer are matched by their order. A rank that has skipped or repeated one,
+// or is in backward while others are in forward, sends something else than they expect. If that is
+// larger, Gloo ends their process by an exception on a thread of its own; if it is smaller or
+// equal, values are mixed without a word. So a message begins with a header that says which
+// exchange it is, and every rank reads all of them before any value. And it is received into more
+// room than it needs, which an all-to-all allows, as each rank gives the lengths that it expects
+// itself. (With as many values for everybody it is the same as an all-gather; and a rank sends to
+// all at once, where an all-gather passes messages round a ring.)
 
 struct Header {
   static constexpr size_t kNameLength = 40;
@@ -88,8 +89,9 @@ std::string describe(const Peers& peers, Direction direction, int64_t channels) 
 
 void refuse_different(const c10d::ProcessGroup& group, const std::vector<Header>& headers) {
   const int rank = group.getRank();
-  const auto different = std::find_if(headers.begin(), headers.end(),
-                                      [&](const Header& header) { return !header.matches(headers[rank]); });
+  const auto different = std::find_if(headers.begin(), headers.end(), [&](const Header& header) {
+    return !header.matches(headers[rank]);
+  });
   if (different == headers.end()) return;
   std::string text = "rank " + std::to_string(rank) + " of " + std::to_string(headers.size()) +
                      ": the ranks are in different batch norms: ";
@@ -98,11 +100,13 @@ void refuse_different(const c10d::ProcessGroup& group, const std::vector<Header>
     text += (r == 0 ? "rank " : ", rank ") + std::to_string(r) + " in " +
             describe(header.direction, header.layer(), header.channels);
   }
-  throw RankMismatch(text +
-                     ". Nothing was exchanged. Every rank has to run the same synchronized layers, forward and "
-                     "backward, in the same order, and with as many channels; a rank that runs a forward for itself "
-                     "does so in eval(), and with fewer batches than others under DistributedDataParallel.join()" +
-                     note_on_ranks(group));
+  throw RankMismatch(
+      text +
+      ". Nothing was exchanged. Every rank has to run the same synchronized layers, forward and "
+      "backward, in the same order, and with as many channels; a rank that runs a forward for "
+      "itself "
+      "does so in eval(), and with fewer batches than others under DistributedDataParallel.join()" +
+      note_on_ranks(group));
 }
 
 bool talks_over_gloo(c10d::ProcessGroup& group, const at::Tensor& tensor) {
@@ -111,8 +115,8 @@ bool talks_over_gloo(c10d::ProcessGroup& group, const at::Tensor& tensor) {
 }
 
 /// With `announced`, the header says that this many bytes will follow, and `local` is empty.
-at::Tensor gather_with_headers(const Peers& peers, const at::Tensor& local, Direction direction, int64_t channels,
-                               int64_t announced = -1) {
+at::Tensor gather_with_headers(const Peers& peers, const at::Tensor& local, Direction direction,
+                               int64_t channels, int64_t announced = -1) {
   const int64_t ranks = peers.group->getSize();
   const auto bytes = static_cast<int64_t>(local.nbytes());
   const int64_t length = static_cast<int64_t>(sizeof(Header)) + bytes;
@@ -121,29 +125,36 @@ at::Tensor gather_with_headers(const Peers& peers, const at::Tensor& local, Dire
   }
   const int64_t room = std::max(length, kRoom);
   const int rank_of_mine = peers.group->getRank();
-  std::vector<int64_t> lengths(static_cast<size_t>(ranks), length), rooms(static_cast<size_t>(ranks), room);
+  std::vector<int64_t> lengths(static_cast<size_t>(ranks), length),
+      rooms(static_cast<size_t>(ranks), room);
   rooms[rank_of_mine] = length;  // Gloo demands it
-  const auto begin_of = [&](int64_t rank) { return rank * room - (rank > rank_of_mine ? room - length : 0); };
+  const auto begin_of = [&](int64_t rank) {
+    return rank * room - (rank > rank_of_mine ? room - length : 0);
+  };
   at::Tensor sent = at::empty({ranks * length}, at::kByte);
   at::Tensor received = at::empty({begin_of(ranks)}, at::kByte);
   const Header mine = header_of(peers, announced < 0 ? bytes : announced, direction, channels);
   uint8_t* to = sent.mutable_data_ptr<uint8_t>();
   for (int64_t rank = 0; rank < ranks; ++rank) {
     std::memcpy(to + rank * length, &mine, sizeof(mine));
-    std::memcpy(to + rank * length + sizeof(mine), local.const_data_ptr(), static_cast<size_t>(bytes));
+    std::memcpy(to + rank * length + sizeof(mine), local.const_data_ptr(),
+                static_cast<size_t>(bytes));
   }
   // Without the layer, which a rank that only takes part under join() does not know.
-  const auto work = issue_all_to_all(describe({}, direction, channels), *peers.group, received, sent, rooms, lengths);
+  const auto work = issue_all_to_all(describe({}, direction, channels), *peers.group, received,
+                                     sent, rooms, lengths);
   wait_collective(work, describe(peers, direction, channels), *peers.group);
   remember_processes(*peers.group);
   const uint8_t* from = received.const_data_ptr<uint8_t>();
   std::vector<Header> headers(static_cast<size_t>(ranks));
-  for (int64_t rank = 0; rank < ranks; ++rank) std::memcpy(&headers[rank], from + begin_of(rank), sizeof(Header));
+  for (int64_t rank = 0; rank < ranks; ++rank)
+    std::memcpy(&headers[rank], from + begin_of(rank), sizeof(Header));
   refuse_different(*peers.group, headers);
   at::Tensor gathered = at::empty({ranks * local.numel()}, local.options());
   auto* const result = static_cast<uint8_t*>(gathered.mutable_data_ptr());
   for (int64_t rank = 0; rank < ranks; ++rank) {
-    std::memcpy(result + rank * bytes, from + begin_of(rank) + sizeof(Header), static_cast<size_t>(bytes));
+    std::memcpy(result + rank * bytes, from + begin_of(rank) + sizeof(Header),
+                static_cast<size_t>(bytes));
   }
   return gathered;
 }
@@ -163,7 +174,8 @@ Peers find_peers(c10::string_view name) {
     peers.group = c10d::resolve_process_group(text);
   } catch (const std::exception&) {
     TORCH_CHECK(false, "apex sync batch norm: no process group is registered as '", text,
-                "'; it was destroyed, or never made on this rank. Create it on every rank, and pass its group_name.");
+                "'; it was destroyed, or never made on this rank. Create it on every rank, and "
+                "pass its group_name.");
   }
   if (peers.group->getSize() == 1) peers.group.reset();
   return peers;
@@ -177,12 +189,15 @@ BeforeExchange::~BeforeExchange() {
   refuse_call(*peers_.group, "the arguments of " + describe(direction_, peers_.layer));
 }
 
-at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Direction direction, int64_t channels) {
-  if (talks_over_gloo(*peers.group, local)) return gather_with_headers(peers, local, direction, channels);
+at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Direction direction,
+                      int64_t channels) {
+  if (talks_over_gloo(*peers.group, local))
+    return gather_with_headers(peers, local, direction, channels);
   const std::string what = describe(peers, direction, channels);
   const at::Tensor gathered = at::empty({peers.group->getSize() * local.numel()}, local.options());
-  run_collective(what, *peers.group,
-                 [&] { return issue_all_gather(what, *peers.group, gathered, local, /*immediate=*/true); });
+  run_collective(what, *peers.group, [&] {
+    return issue_all_gather(what, *peers.group, gathered, local, /*immediate=*/true);
+  });
   return gathered;
 }
 
@@ -190,11 +205,13 @@ void all_reduce(const Peers& peers, at::Tensor& tensor, Direction direction, int
   const int64_t ranks = peers.group->getSize();
   const bool gloo = talks_over_gloo(*peers.group, tensor);
   if (gloo && tensor.nbytes() * static_cast<size_t>(ranks) > kMaxGatheredBytes) {
-    gather_with_headers(peers, tensor.narrow(0, 0, 0), direction, channels, static_cast<int64_t>(tensor.nbytes()));
+    gather_with_headers(peers, tensor.narrow(0, 0, 0), direction, channels,
+                        static_cast<int64_t>(tensor.nbytes()));
   } else if (gloo) {
     const at::Tensor gathered = gather_with_headers(peers, tensor, direction, channels);
     tensor.copy_(gathered.narrow(0, 0, tensor.numel()));
-    for (int64_t rank = 1; rank < ranks; ++rank) tensor.add_(gathered.narrow(0, rank * tensor.numel(), tensor.numel()));
+    for (int64_t rank = 1; rank < ranks; ++rank)
+      tensor.add_(gathered.narrow(0, rank * tensor.numel(), tensor.numel()));
     return;
   }
   const std::string what = describe(peers, direction, channels);

@@ -10,8 +10,8 @@
 
 namespace apex::parallel {
 
-/// Runs `body(stop)` on a thread of its own, which is left behind if it does not end in time. What `body` uses, it
-/// must own. Not to be used by several threads at a time.
+/// Runs `body(stop)` on a thread of its own, which is left behind if it does not end in time. What
+/// `body` uses, it must own. Not to be used by several threads at a time.
 class BoundedCall {
  public:
   explicit BoundedCall(std::function<void(const std::atomic<bool>& stop)> body);

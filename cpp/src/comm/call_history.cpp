@@ -6,8 +6,8 @@ namespace apex::parallel {
 
 namespace {
 
-/// Ranks may count their backwards differently, and yet be in the same one; and buffers that differ are for the
-/// broadcast itself to find.
+/// Ranks may count their backwards differently, and yet be in the same one; and buffers that differ
+/// are for the broadcast itself to find.
 std::string in_common(const std::string& what) {
   return what.substr(0, std::min(what.find(", of backward number"), what.find(" ('")));
 }
@@ -32,7 +32,8 @@ std::string CallHistory::compare(c10d::Store& store, const std::string& group, i
     const std::lock_guard<std::mutex> lock(mutex_);
     calls = last_;
   }
-  std::sort(calls.begin(), calls.end(), [](const Call& a, const Call& b) { return a.number < b.number; });
+  std::sort(calls.begin(), calls.end(),
+            [](const Call& a, const Call& b) { return a.number < b.number; });
   for (const Call& call : calls) {
     if (call.number == 0) continue;
     const std::string key = "apex/calls/" + group + "/" + std::to_string(call.number);
@@ -40,14 +41,15 @@ std::string CallHistory::compare(c10d::Store& store, const std::string& group, i
     const std::vector<uint8_t> mine(text.begin(), text.end());
     const std::vector<uint8_t> there = store.compareSet(key, {}, mine);
     if (there == mine) {
-      if (std::find(written_.begin(), written_.end(), key) == written_.end()) written_.push_back(key);
+      if (std::find(written_.begin(), written_.end(), key) == written_.end())
+        written_.push_back(key);
       continue;
     }
     const std::string other(there.begin(), there.end());
     const size_t space = other.find(' ');
     if (space == std::string::npos || other.substr(space + 1) == in_common(call.what)) continue;
-    return "rank " + std::to_string(rank) + " is in: " + call.what + ", while rank " + other.substr(0, space) +
-           " is in: " + other.substr(space + 1);
+    return "rank " + std::to_string(rank) + " is in: " + call.what + ", while rank " +
+           other.substr(0, space) + " is in: " + other.substr(space + 1);
   }
   return {};
 }

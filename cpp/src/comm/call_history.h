@@ -14,10 +14,11 @@ namespace apex::parallel {
 
 // Note [Ranks in different collectives]
 //
-// Collectives of a group are matched by their order. Where ranks call different ones, Gloo pairs messages of one kind
-// and lets the others wait until the timeout. So every rank numbers its calls, and who waits for long writes into the
-// store what its last calls were, each under its number, unless another rank has written something there before. If
-// that is something else, the ranks are apart for certain, however late any of them is.
+// Collectives of a group are matched by their order. Where ranks call different ones, Gloo pairs
+// messages of one kind and lets the others wait until the timeout. So every rank numbers its calls,
+// and who waits for long writes into the store what its last calls were, each under its number,
+// unless another rank has written something there before. If that is something else, the ranks are
+// apart for certain, however late any of them is.
 
 /// The last collectives that this rank has called in one group. Thread safe.
 class CallHistory {
@@ -25,8 +26,8 @@ class CallHistory {
   void add(const std::string& what);
   int64_t last_number();
 
-  /// Compares with what other ranks have written into `store` under the name `group`, and writes for them. Returns what
-  /// is different, or an empty text. Blocks as the store does.
+  /// Compares with what other ranks have written into `store` under the name `group`, and writes
+  /// for them. Returns what is different, or an empty text. Blocks as the store does.
   std::string compare(c10d::Store& store, const std::string& group, int rank);
 
   /// Takes back what compare() has written.

@@ -38,8 +38,8 @@ std::string message_of(const std::exception_ptr& cause) {
   }
 }
 
-/// Whether the host waits for the group's collectives, and may stop waiting without consequences for the backend:
-/// others end the communicator when a wait times out.
+/// Whether the host waits for the group's collectives, and may stop waiting without consequences
+/// for the backend: others end the communicator when a wait times out.
 bool can_stop_waiting(const c10d::ProcessGroup& group) {
   auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
   if (!detail::has_backend(group, at::kCPU)) return false;
@@ -50,26 +50,31 @@ bool can_stop_waiting(const c10d::ProcessGroup& group) {
 }
 
 /// Calls `ended_within(slice)` until it returns true, or another rank reports a failure.
-void wait_or_hear(const c10d::ProcessGroup& group, const std::function<bool(std::chrono::milliseconds)>& ended_within,
+void wait_or_hear(const c10d::ProcessGroup& group,
+                  const std::function<bool(std::chrono::milliseconds)>& ended_within,
                   const std::function<void()>& meanwhile = {}) {
   if (ended_within(kUsual)) return;
   FailureListener listener(group);
   while (!ended_within(kSlice)) {
     if (is_interrupted()) {
       announce_failure(group, "an interruption (Ctrl-C, or another signal)");
-      throw Interrupted("rank " + std::to_string(group.getRank()) + " of " + std::to_string(group.getSize()) +
+      throw Interrupted("rank " + std::to_string(group.getRank()) + " of " +
+                        std::to_string(group.getSize()) +
                         ": interrupted while it waited for other ranks");
     }
     if (const std::string apart = listener.apart(); !apart.empty()) {
       throw Error("the ranks are in different collectives: " + apart);
     }
-    if (listener.heard()) throw Error("another rank reports that a collective of this group has failed");
-    if (listener.is_left_alone()) throw Error("a process of this group has ended, and the store with it");
+    if (listener.heard())
+      throw Error("another rank reports that a collective of this group has failed");
+    if (listener.is_left_alone())
+      throw Error("a process of this group has ended, and the store with it");
     if (meanwhile) meanwhile();
   }
 }
 
-bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group, const std::function<void()>& meanwhile) {
+bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group,
+                   const std::function<void()>& meanwhile) {
   // In this order: whether it has completed may not be asked while a graph is captured.
   if (!can_stop_waiting(group) || work.isCompleted()) return work.wait();
   const auto ended_within = [&](std::chrono::milliseconds slice) {
@@ -106,12 +111,13 @@ void throw_communication_error(const std::string& what, const c10d::ProcessGroup
       "rank " + std::to_string(group.getRank()) + " of " + std::to_string(group.getSize()) + ": " +
       what + " failed: " + message_of(cause) +
       " (another rank has probably stopped, or left this step; look at its output first, then "
-      "start again with a new process group)" + report_failure(group, what) + note_on_ranks(group));
+      "start again with a new process group)" +
+      report_failure(group, what) + note_on_ranks(group));
 }
 
 c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
-                                                const at::Tensor& tensor, c10d::ReduceOp::RedOpType op,
-                                                bool immediate) {
+                                                const at::Tensor& tensor,
+                                                c10d::ReduceOp::RedOpType op, bool immediate) {
   std::vector<at::Tensor> message{tensor};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
@@ -133,7 +139,8 @@ c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::P
   at::Tensor output = gathered, input = share;
   c10d::AllgatherOptions options;
   options.asyncOp = !immediate;
-  return call_collective(what, group, [&] { return detail::all_gather_single(group, output, input, options); });
+  return call_collective(what, group,
+                         [&] { return detail::all_gather_single(group, output, input, options); });
 }
 
 c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::ProcessGroup& group,
@@ -142,7 +149,8 @@ c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::P
                                                 const std::vector<int64_t>& sent_numel) {
   at::Tensor output = received, input = sent;
   std::vector<int64_t> to = received_numel, from = sent_numel;
-  return call_collective(what, group, [&] { return detail::all_to_all_single(group, output, input, to, from); });
+  return call_collective(what, group,
+                         [&] { return detail::all_to_all_single(group, output, input, to, from); });
 }
 
 void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what,
@@ -158,12 +166,13 @@ void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::stri
     throw_communication_error(what, group, std::current_exception());
   }
   if (!finished) {
-    throw_communication_error(
-        what, group, std::make_exception_ptr(Error("the collective did not complete")));
+    throw_communication_error(what, group,
+                              std::make_exception_ptr(Error("the collective did not complete")));
   }
 }
 
-void wait_future(c10::ivalue::Future& future, const std::string& what, const c10d::ProcessGroup& group) {
+void wait_future(c10::ivalue::Future& future, const std::string& what,
+                 const c10d::ProcessGroup& group) {
   try {
     if (can_stop_waiting(group) && !future.completed()) {
       struct Shared {

@@ -1,7 +1,7 @@
 #pragma once
 
-/// Every collective that this package calls, and every wait for one: with errors that say which rank, which
-/// operation and who is lost; see Note [Who is lost].
+/// Every collective that this package calls, and every wait for one: with errors that say which
+/// rank, which operation and who is lost; see Note [Who is lost].
 
 #include <exception>
 #include <functional>
@@ -17,12 +17,14 @@
 
 namespace apex::parallel {
 
-/// Throws CommunicationError that carries the rank, `what`, the cause, and what report_failure() finds out, for which
-/// it blocks; call it in a catch block or with a captured exception.
-[[noreturn]] APEX_API void throw_communication_error(const std::string& what, const c10d::ProcessGroup& group,
+/// Throws CommunicationError that carries the rank, `what`, the cause, and what report_failure()
+/// finds out, for which it blocks; call it in a catch block or with a captured exception.
+[[noreturn]] APEX_API void throw_communication_error(const std::string& what,
+                                                     const c10d::ProcessGroup& group,
                                                      const std::exception_ptr& cause);
 
-/// To be added to messages that name ranks of `group`: which ranks of the job these are. Empty where they are the same.
+/// To be added to messages that name ranks of `group`: which ranks of the job these are. Empty
+/// where they are the same.
 std::string note_on_ranks(const c10d::ProcessGroup& group);
 
 /// Issues a collective: `call()` returns its Work.
@@ -37,8 +39,8 @@ c10::intrusive_ptr<c10d::Work> call_collective(const std::string& what,
   }
 }
 
-/// The collectives, each of one tensor, in place; `immediate`: NCCL enqueues it on the current stream, without an
-/// event in between, and there may be no Work.
+/// The collectives, each of one tensor, in place; `immediate`: NCCL enqueues it on the current
+/// stream, without an event in between, and there may be no Work.
 c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& tensor,
                                                 c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM,
@@ -55,11 +57,13 @@ c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::P
                                                 const std::vector<int64_t>& received_numel = {},
                                                 const std::vector<int64_t>& sent_numel = {});
 
-/// Waits for `work` as its backend does: the host for CPU backends, the current stream for NCCL. Over Gloo it gives up
-/// when another rank has reported a failure of the group: those who failed are not to be waited for. If it takes long,
-/// `meanwhile` is called now and then, and may throw RankMismatch to end the wait.
+/// Waits for `work` as its backend does: the host for CPU backends, the current stream for NCCL.
+/// Over Gloo it gives up when another rank has reported a failure of the group: those who failed
+/// are not to be waited for. If it takes long, `meanwhile` is called now and then, and may throw
+/// RankMismatch to end the wait.
 APEX_API void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what,
-                              const c10d::ProcessGroup& group, const std::function<void()>& meanwhile = {});
+                              const c10d::ProcessGroup& group,
+                              const std::function<void()>& meanwhile = {});
 
 /// Issues a collective by `issue()` and waits for it; `issue` may give no Work.
 template <typename Issue>
@@ -68,6 +72,7 @@ void run_collective(const std::string& what, const c10d::ProcessGroup& group, Is
 }
 
 /// wait_collective() for a future.
-void wait_future(c10::ivalue::Future& future, const std::string& what, const c10d::ProcessGroup& group);
+void wait_future(c10::ivalue::Future& future, const std::string& what,
+                 const c10d::ProcessGroup& group);
 
 }  // namespace apex::parallel

@@ -23,10 +23,11 @@ constexpr milliseconds kLate{2000};   // until who waits looks whether the other
 
 // Note [When the store is lost]
 //
-// As a rule the process that keeps the store is a rank. When it ends, nobody can report any more; and Gloo does not
-// always notice that a connection has been closed (one in some hundred killed ranks), so that who waits would do so
-// until the timeout. So it looks at the processes of its host, and gives up when one has ended and nothing has come of
-// the collective, or of the store, for two seconds more. Those that end first are remembered: the others have given up.
+// As a rule the process that keeps the store is a rank. When it ends, nobody can report any more;
+// and Gloo does not always notice that a connection has been closed (one in some hundred killed
+// ranks), so that who waits would do so until the timeout. So it looks at the processes of its
+// host, and gives up when one has ended and nothing has come of the collective, or of the store,
+// for two seconds more. Those that end first are remembered: the others have given up.
 
 struct FailureListener::State {
   GroupRecordPtr record;
@@ -42,7 +43,8 @@ struct FailureListener::State {
   bool ended = false;
 };
 
-FailureListener::FailureListener(const c10d::ProcessGroup& group) : state_(std::make_shared<State>()) {
+FailureListener::FailureListener(const c10d::ProcessGroup& group)
+    : state_(std::make_shared<State>()) {
   const GroupRecordPtr record = find_record(group);
   const StorePtr store = record ? record->store.lock() : nullptr;
   if (!store) return;

@@ -9,8 +9,8 @@
 
 namespace apex::parallel {
 
-/// Listens, while it lives, for other ranks that report a failure of `group`, and looks whether they are in another
-/// collective.
+/// Listens, while it lives, for other ranks that report a failure of `group`, and looks whether
+/// they are in another collective.
 class FailureListener {
  public:
   explicit FailureListener(const c10d::ProcessGroup& group);
@@ -18,7 +18,8 @@ class FailureListener {
   FailureListener(const FailureListener&) = delete;
   FailureListener& operator=(const FailureListener&) = delete;
   bool heard() const;
-  /// Whether a process of the group on this host has ended, and the store is lost since; for who waits.
+  /// Whether a process of the group on this host has ended, and the store is lost since; for who
+  /// waits.
   bool is_left_alone();
   /// Which ranks are where; empty as long as nothing else is known than that they are late.
   std::string apart() const;

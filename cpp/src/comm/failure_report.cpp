@@ -25,8 +25,9 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kFarewell{2000};
 constexpr milliseconds kVerdictHolds{10000};
-constexpr milliseconds kLook{20};         // between two looks of who collects
-// How long to go on looking once there is proof, for more of it: of who collects, and of who waits for that.
+constexpr milliseconds kLook{20};  // between two looks of who collects
+// How long to go on looking once there is proof, for more of it: of who collects, and of who waits
+// for that.
 constexpr milliseconds kAfterProof{100};
 constexpr milliseconds kForOthers{300};
 
@@ -55,17 +56,19 @@ std::string encode(const std::map<int, std::string>& proof, const std::string& w
 
 void decode(const std::string& text, int from, Findings& findings) {
   size_t begin = 0;
-  for (size_t end = text.find('\n'); end != begin && end != std::string::npos; end = text.find('\n', begin)) {
+  for (size_t end = text.find('\n'); end != begin && end != std::string::npos;
+       end = text.find('\n', begin)) {
     const size_t space = text.find(' ', begin);
-    findings.proof.emplace(std::atoi(text.c_str() + begin), text.substr(space + 1, end - space - 1));
+    findings.proof.emplace(std::atoi(text.c_str() + begin),
+                           text.substr(space + 1, end - space - 1));
     begin = end + 1;
   }
   findings.reports[from] = text.substr(std::min(begin + 1, text.size()));
 }
 
 /// Reports, and reads what the others report, until all are accounted for or `until`.
-void collect(const StorePtr& store, GroupRecord& record, const std::string& what, Clock::time_point until,
-             const std::atomic<bool>& stop, Findings& findings) {
+void collect(const StorePtr& store, GroupRecord& record, const std::string& what,
+             Clock::time_point until, const std::atomic<bool>& stop, Findings& findings) {
   // First: others may be waiting for this rank.
   std::map<int, std::string> said = look_around(record);
   store->set(record.report_key(record.rank), encode(said, what));
@@ -121,9 +124,9 @@ void collect(const StorePtr& store, GroupRecord& record, const std::string& what
   }
 }
 
-/// The process that keeps the store takes it along when it ends, so that those who hear of the failure late, or
-/// read slowly, find nothing. As a rule it is rank 0, which waits a little for them; they may have failed in the group
-/// that is heard, too.
+/// The process that keeps the store takes it along when it ends, so that those who hear of the
+/// failure late, or read slowly, find nothing. As a rule it is rank 0, which waits a little for
+/// them; they may have failed in the group that is heard, too.
 void say_farewell(const StorePtr& store, const GroupRecord& record, const std::set<int>& lost,
                   const std::atomic<bool>& stop) {
   std::vector<std::pair<StorePtr, const GroupRecord*>> places{{own_connection(store), &record}};
@@ -135,7 +138,9 @@ void say_farewell(const StorePtr& store, const GroupRecord& record, const std::s
   if (record.rank != 0 || (agent != nullptr && std::string(agent) == "True")) return;
   const auto until = Clock::now() + kFarewell;
   for (int rank = 1; rank < record.size; ++rank) {
-    const auto has_left = [&, rank](const auto& place) { return place.first->check({place.second->farewell_key(rank)}); };
+    const auto has_left = [&, rank](const auto& place) {
+      return place.first->check({place.second->farewell_key(rank)});
+    };
     while (lost.count(rank) == 0 && std::none_of(places.begin(), places.end(), has_left)) {
       if (stop || Clock::now() >= until) return;
       std::this_thread::sleep_for(kLook);
@@ -143,12 +148,16 @@ void say_farewell(const StorePtr& store, const GroupRecord& record, const std::s
   }
 }
 
-std::string describe(const Findings& findings, const GroupRecord& record, const std::string& what, milliseconds patience) {
+std::string describe(const Findings& findings, const GroupRecord& record, const std::string& what,
+                     milliseconds patience) {
   std::string text;
-  for (const auto& [rank, state] : findings.proof) text += "; rank " + std::to_string(rank) + ' ' + state;
+  for (const auto& [rank, state] : findings.proof)
+    text += "; rank " + std::to_string(rank) + ' ' + state;
   if (!findings.store_answers) {
-    return text + "; the store, through which ranks report, does not answer: the process that keeps it, as a rule "
-                  "rank 0 or the launcher, has ended, is stopped, or is cut off";
+    return text +
+           "; the store, through which ranks report, does not answer: the process that keeps it, "
+           "as a rule "
+           "rank 0 or the launcher, has ended, is stopped, or is cut off";
   }
   if (!findings.proof.empty()) return text;
   std::vector<int> silent;
@@ -156,8 +165,9 @@ std::string describe(const Findings& findings, const GroupRecord& record, const 
     if (rank != record.rank && findings.reports.count(rank) == 0) silent.push_back(rank);
   }
   if (!silent.empty()) {
-    text += "; " + list_of(silent) + (silent.size() == 1 ? " has" : " have") + " not reported this failure within " +
-            std::to_string(patience.count()) + " ms: stopped, cut off, or never came to this collective";
+    text += "; " + list_of(silent) + (silent.size() == 1 ? " has" : " have") +
+            " not reported this failure within " + std::to_string(patience.count()) +
+            " ms: stopped, cut off, or never came to this collective";
   }
   if (silent.empty()) text += "; every rank has reported this failure, and none has ended";
   for (const auto& [rank, other] : findings.reports) {
@@ -166,7 +176,8 @@ std::string describe(const Findings& findings, const GroupRecord& record, const 
   return text;
 }
 
-std::string investigate(const c10d::ProcessGroup& group, const GroupRecordPtr& record, const std::string& what) {
+std::string investigate(const c10d::ProcessGroup& group, const GroupRecordPtr& record,
+                        const std::string& what) {
   const StorePtr store = record->store.lock();
   if (!store) return {};
   const milliseconds patience = patience_of(group);
@@ -182,7 +193,8 @@ std::string investigate(const c10d::ProcessGroup& group, const GroupRecordPtr& r
   });
   // What this rank sees by itself, and at first: others end when they have given up, too.
   std::map<int, std::string> seen;
-  while (!talk.wait_until(std::min(until + kLook, Clock::now() + kLook)) && Clock::now() < until + kLook) {
+  while (!talk.wait_until(std::min(until + kLook, Clock::now() + kLook)) &&
+         Clock::now() < until + kLook) {
     if (!seen.empty() || (seen = look_around(*record)).empty()) continue;
     until = std::min(until, Clock::now() + kForOthers);
   }
@@ -204,13 +216,15 @@ std::string investigate(const c10d::ProcessGroup& group, const GroupRecordPtr& r
     const bool proven = !findings->proof.empty();
     for (int rank = 0; rank < record->size; ++rank) {
       // Without proof everybody had the time to come.
-      if (proven ? findings->proof.count(rank) != 0 : findings->reports.count(rank) == 0) lost.insert(rank);
+      if (proven ? findings->proof.count(rank) != 0 : findings->reports.count(rank) == 0)
+        lost.insert(rank);
     }
     text = describe(*findings, *record, what, patience);
     if (!findings->store_answers) return text;
   }
-  BoundedCall([=](const std::atomic<bool>& stop) { say_farewell(store, *record, lost, stop); })
-      .wait_until(Clock::now() + kFarewell + kLook);
+  BoundedCall([=](const std::atomic<bool>& stop) {
+    say_farewell(store, *record, lost, stop);
+  }).wait_until(Clock::now() + kFarewell + kLook);
   return text;
 }
 
@@ -263,7 +277,9 @@ void refuse_call(const c10d::ProcessGroup& group, const std::string& what) noexc
   if (!record) return;
   talk_to_store(group, *record,
                 [key = record->refusal_key(record->calls.last_number()),
-                 text = std::to_string(record->rank) + ' ' + what](c10d::Store& store) { store.set(key, text); });
+                 text = std::to_string(record->rank) + ' ' + what](c10d::Store& store) {
+                  store.set(key, text);
+                });
 } catch (...) {
   // The others wait until their timeout.
 }

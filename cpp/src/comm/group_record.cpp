@@ -47,10 +47,13 @@ GroupRecordPtr introduce_to(const c10d::ProcessGroup& group, const StorePtr& sto
   // A group of this name may have been there before, on a store that outlives it.
   const auto named = std::make_shared<GroupRecord>();
   const bool told = talk_to_store(
-      group, *record, [named, rank = record->rank, group_name = group.getGroupName()](c10d::Store& shared) {
-        const int64_t times = shared.add("apex/introduced/" + group_name + "/" + std::to_string(rank), 1);
+      group, *record,
+      [named, rank = record->rank, group_name = group.getGroupName()](c10d::Store& shared) {
+        const int64_t times =
+            shared.add("apex/introduced/" + group_name + "/" + std::to_string(rank), 1);
         named->name = group_name + "/" + std::to_string(times);
-        if (const auto process = this_process()) shared.set(named->process_key(rank), process->encode());
+        if (const auto process = this_process())
+          shared.set(named->process_key(rank), process->encode());
       });
   if (told) record->name = named->name;
   return record;
@@ -80,7 +83,8 @@ GroupRecordPtr find_record(const c10d::ProcessGroup& group) {
   if (found == records().entries.end()) return nullptr;
   const Records::Entry& entry = found->second;
   // Another group may have been at the same address.
-  return entry.store == group.getStore().get() && entry.name == group.getGroupName() ? entry.record : nullptr;
+  return entry.store == group.getStore().get() && entry.name == group.getGroupName() ? entry.record
+                                                                                     : nullptr;
 }
 
 GroupRecordPtr record_of(const c10d::ProcessGroup& group) {
@@ -127,7 +131,8 @@ void read_processes(c10d::Store& store, GroupRecord& record) {
     const std::string key = record.process_key(rank);
     if (rank == record.rank || !store.check({key})) continue;
     const std::vector<uint8_t> value = store.get(key);
-    if (auto process = ProcessName::decode({value.begin(), value.end()})) found.emplace(rank, std::move(*process));
+    if (auto process = ProcessName::decode({value.begin(), value.end()}))
+      found.emplace(rank, std::move(*process));
   }
   const std::lock_guard<std::mutex> lock(record.mutex);
   record.processes = std::move(found);
@@ -145,7 +150,8 @@ std::map<int, std::string> look_around(GroupRecord& record, std::optional<Proces
     const ProcessState state = state_of(process);
     if (only && state != *only) continue;
     if (state == ProcessState::kEnded) proof[rank] = "has ended (" + name + ")";
-    if (state == ProcessState::kStopped) proof[rank] = "is stopped (" + name + ", by a signal or a debugger)";
+    if (state == ProcessState::kStopped)
+      proof[rank] = "is stopped (" + name + ", by a signal or a debugger)";
   }
   return proof;
 }

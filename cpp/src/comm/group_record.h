@@ -1,7 +1,7 @@
 #pragma once
 
-/// What this rank knows of each process group: its name in the store, the processes behind its ranks, and what has
-/// become of it.
+/// What this rank knows of each process group: its name in the store, the processes behind its
+/// ranks, and what has become of it.
 
 #include <atomic>
 #include <chrono>
@@ -33,9 +33,10 @@ struct GroupRecord {
   CallHistory calls;
 
   std::mutex mutex;
-  std::map<int, ProcessName> processes;      ///< of other ranks
-  std::map<int, std::string> ended_first;    ///< seen when the store was lost: by rank, what look_around() says
-  std::string verdict;                   ///< what report_failure() has found
+  std::map<int, ProcessName> processes;  ///< of other ranks
+  std::map<int, std::string>
+      ended_first;      ///< seen when the store was lost: by rank, what look_around() says
+  std::string verdict;  ///< what report_failure() has found
   std::chrono::steady_clock::time_point verdict_until;  ///< it is not asked for again until then
 
   std::atomic<bool> asked{false};      ///< for the processes
@@ -46,34 +47,37 @@ struct GroupRecord {
   // Keys of the store.
   std::string process_key(int of_rank) const;
   std::string report_key(int of_rank) const;
-  std::string count_key() const;                   ///< of the reports
-  std::string refusal_key(int64_t call) const;     ///< a rank has refused the arguments of that call
+  std::string count_key() const;                ///< of the reports
+  std::string refusal_key(int64_t call) const;  ///< a rank has refused the arguments of that call
   std::string farewell_key(int of_rank) const;
 };
 
-/// The record of `group`; at first this rank tells the others, through the store, which process it is. Null for groups
-/// of one rank or without a store.
+/// The record of `group`; at first this rank tells the others, through the store, which process it
+/// is. Null for groups of one rank or without a store.
 GroupRecordPtr record_of(const c10d::ProcessGroup& group);
 
 /// The same, or null where record_of() has not been called.
 GroupRecordPtr find_record(const c10d::ProcessGroup& group);
 
-/// How long the store and other ranks are waited for: an eighth of the timeout, between half a second and five.
+/// How long the store and other ranks are waited for: an eighth of the timeout, between half a
+/// second and five.
 std::chrono::milliseconds patience_of(const c10d::ProcessGroup& group);
 
-/// Runs `body(store)` with the group's store, and returns whether it has ended before patience does; it is left behind
-/// then, so it must own what it uses.
+/// Runs `body(store)` with the group's store, and returns whether it has ended before patience
+/// does; it is left behind then, so it must own what it uses.
 bool talk_to_store(const c10d::ProcessGroup& group, const GroupRecord& record,
                    std::function<void(c10d::Store& store)> body);
 
-/// A connection of its own, which is not shared with who may block in it; for stores that have connections. (A file
-/// is removed when as many stores on it have ended as there are ranks, copies included.)
+/// A connection of its own, which is not shared with who may block in it; for stores that have
+/// connections. (A file is removed when as many stores on it have ended as there are ranks, copies
+/// included.)
 StorePtr own_connection(const StorePtr& store);
 
 /// Reads which process each rank is, as they have told.
 void read_processes(c10d::Store& store, GroupRecord& record);
 
-/// Looks at the processes of this host: what has become of those that have ended or are stopped, by rank.
+/// Looks at the processes of this host: what has become of those that have ended or are stopped, by
+/// rank.
 std::map<int, std::string> look_around(GroupRecord& record, std::optional<ProcessState> only = {});
 
 }  // namespace apex::parallel

@@ -30,7 +30,9 @@ void Membership::release() {
   parent.reset();
 }
 
-at::Device Membership::control_device() const { return apex::parallel::control_device(control(), device); }
+at::Device Membership::control_device() const {
+  return apex::parallel::control_device(control(), device);
+}
 
 ControlMessage Membership::all_reduce(const std::string& what, const at::Tensor& mine,
                                       c10d::ReduceOp::RedOpType op) const {

@@ -19,8 +19,12 @@ class ControlMessage {
  public:
   ControlMessage() = default;
   /// Without `work` the result is there already (one rank).
-  ControlMessage(std::string what, GroupPtr group, c10::intrusive_ptr<c10d::Work> work, at::Tensor result)
-      : what_(std::move(what)), group_(std::move(group)), work_(std::move(work)), result_(std::move(result)) {}
+  ControlMessage(std::string what, GroupPtr group, c10::intrusive_ptr<c10d::Work> work,
+                 at::Tensor result)
+      : what_(std::move(what)),
+        group_(std::move(group)),
+        work_(std::move(work)),
+        result_(std::move(result)) {}
 
   explicit operator bool() const { return result_.defined(); }
 
@@ -44,7 +48,8 @@ struct Membership {
   std::vector<GroupPtr> groups;  ///< carry buckets, in turn; none after release()
   int rank = 0;
   int size = 1;
-  at::Device device = at::Device(at::kCPU);  ///< of control messages, where a group has no CPU backend
+  at::Device device =
+      at::Device(at::kCPU);  ///< of control messages, where a group has no CPU backend
 
   Membership() = default;
   explicit Membership(std::vector<GroupPtr> given);
@@ -55,12 +60,14 @@ struct Membership {
   const GroupPtr& control() const { return groups.front(); }
   const GroupPtr& group_of(size_t bucket) const { return groups[bucket % groups.size()]; }
 
-  /// Issue a message over control(): `mine` is a small tensor of any device, of equal shape on every rank. With one
-  /// rank no backend is called. Errors name `what`.
+  /// Issue a message over control(): `mine` is a small tensor of any device, of equal shape on
+  /// every rank. With one rank no backend is called. Errors name `what`.
   /// @throws CommunicationError.
-  ControlMessage all_reduce(const std::string& what, const at::Tensor& mine, c10d::ReduceOp::RedOpType op) const;
-  ControlMessage broadcast(const std::string& what, const at::Tensor& mine) const;   ///< rank 0's
-  ControlMessage all_gather(const std::string& what, const at::Tensor& mine) const;  ///< [size * numel], by rank
+  ControlMessage all_reduce(const std::string& what, const at::Tensor& mine,
+                            c10d::ReduceOp::RedOpType op) const;
+  ControlMessage broadcast(const std::string& what, const at::Tensor& mine) const;  ///< rank 0's
+  ControlMessage all_gather(const std::string& what,
+                            const at::Tensor& mine) const;  ///< [size * numel], by rank
 
   /// Where control messages travel.
   at::Device control_device() const;

@@ -18,7 +18,8 @@ struct Stat {
   uint64_t start_time = 0;
 };
 
-/// From /proc/PID/stat, see proc(5): fields 3 and 22. The second is a name in parentheses that may hold anything.
+/// From /proc/PID/stat, see proc(5): fields 3 and 22. The second is a name in parentheses that may
+/// hold anything.
 std::optional<Stat> read_stat(int64_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string text;
@@ -77,10 +78,14 @@ ProcessState state_of(const ProcessName& process) {
   const auto stat = read_stat(process.pid);
 #ifndef _WIN32
   // /proc may be out of reach for other reasons.
-  if (!stat) return ::kill(static_cast<pid_t>(process.pid), 0) != 0 && errno == ESRCH ? ProcessState::kEnded : ProcessState::kUnknown;
+  if (!stat)
+    return ::kill(static_cast<pid_t>(process.pid), 0) != 0 && errno == ESRCH
+               ? ProcessState::kEnded
+               : ProcessState::kUnknown;
 #endif
   // A zombie has ended: its parent has not asked for its status yet.
-  if (stat->start_time != process.start_time || stat->state == 'Z' || stat->state == 'X') return ProcessState::kEnded;
+  if (stat->start_time != process.start_time || stat->state == 'Z' || stat->state == 'X')
+    return ProcessState::kEnded;
   return stat->state == 'T' || stat->state == 't' ? ProcessState::kStopped : ProcessState::kUnknown;
 }
 

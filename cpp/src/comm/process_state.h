@@ -10,7 +10,7 @@ namespace apex::parallel {
 
 /// Names a process for good: numbers of processes are used again. Comparable within one host.
 struct ProcessName {
-  std::string host;         ///< this boot of the host, and the namespace in which `pid` counts
+  std::string host;  ///< this boot of the host, and the namespace in which `pid` counts
   int64_t pid = 0;
   uint64_t start_time = 0;  ///< in ticks since boot
 

@@ -56,7 +56,8 @@ void end_elsewhere(BackendPtr backend, bool may_be_stuck) noexcept try {
     if (ending.done->load()) ending.thread.join();
   }
   const auto joined = [](const Endings::Ending& ending) { return !ending.thread.joinable(); };
-  all.running.erase(std::remove_if(all.running.begin(), all.running.end(), joined), all.running.end());
+  all.running.erase(std::remove_if(all.running.begin(), all.running.end(), joined),
+                    all.running.end());
   auto done = std::make_shared<std::atomic<bool>>(false);
   std::thread thread([done, dropped = std::move(backend)]() mutable {
     dropped.reset();
@@ -69,10 +70,11 @@ void end_elsewhere(BackendPtr backend, bool may_be_stuck) noexcept try {
 
 // Note [Where a group ends]
 //
-// A Gloo backend ends by joining its threads, and these may have to let go of Python objects that were current
-// when a collective was issued. Whoever drops the last reference to the group may hold the interpreter's lock: a
-// graph that is freed, a wrapper or a communication hook that is collected. So the backend ends on a thread of
-// its own, and the end of the process, or whoever can wait without a lock, waits for that thread.
+// A Gloo backend ends by joining its threads, and these may have to let go of Python objects that
+// were current when a collective was issued. Whoever drops the last reference to the group may hold
+// the interpreter's lock: a graph that is freed, a wrapper or a communication hook that is
+// collected. So the backend ends on a thread of its own, and the end of the process, or whoever can
+// wait without a lock, waits for that thread.
 class SeparateGroup final : public c10d::ProcessGroup {
  public:
   SeparateGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, BackendPtr own)
@@ -91,8 +93,9 @@ class SeparateGroup final : public c10d::ProcessGroup {
   BackendPtr own_;
 };
 
-/// Gloo tells a rank that it is connected before the others have seen as much. If it let go of the group at once, they
-/// would find a closed connection; so it does not come back before everybody is there.
+/// Gloo tells a rank that it is connected before the others have seen as much. If it let go of the
+/// group at once, they would find a closed connection; so it does not come back before everybody is
+/// there.
 void meet(c10d::Backend& backend) {
   std::vector<at::Tensor> nothing{at::zeros({1}, at::kInt)};
   backend.allreduce(nothing, c10d::AllreduceOptions())->wait();
@@ -116,12 +119,13 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
     *made = own;
   });
   if (!connect.wait_until(std::chrono::steady_clock::now() + *timeout + kAtTheLatest)) {
-    throw Error("the ranks did not meet in the store within " + std::to_string(timeout->count()) + " ms");
+    throw Error("the ranks did not meet in the store within " + std::to_string(timeout->count()) +
+                " ms");
   }
   if (connect.error()) std::rethrow_exception(connect.error());
   BackendPtr own = std::move(*made);
-  c10::intrusive_ptr<c10d::ProcessGroup> group =
-      c10::make_intrusive<SeparateGroup>(prefixed, parent->getRank(), parent->getSize(), std::move(own));
+  c10::intrusive_ptr<c10d::ProcessGroup> group = c10::make_intrusive<SeparateGroup>(
+      prefixed, parent->getRank(), parent->getSize(), std::move(own));
   // Before others are added, which keep their name and their device.
   group->setGroupName(name);
   group->setBoundDeviceId(parent->getBoundDeviceId());

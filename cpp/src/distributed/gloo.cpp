@@ -13,10 +13,11 @@ namespace apex::distributed {
 
 namespace {
 
-/// Gloo writes to sockets whose other end may be gone, for which the system ends the process by SIGPIPE, without a word.
-/// Python ignores that signal; so does this, unless the program has chosen what is to happen.
+/// Gloo writes to sockets whose other end may be gone, for which the system ends the process by
+/// SIGPIPE, without a word. Python ignores that signal; so does this, unless the program has chosen
+/// what is to happen.
 void ignore_broken_pipes() {
-  struct sigaction now {};
+  struct sigaction now{};
   if (sigaction(SIGPIPE, nullptr, &now) != 0) return;
   const bool chosen = (now.sa_flags & SA_SIGINFO) != 0 || now.sa_handler != SIG_DFL;
   if (!chosen) std::signal(SIGPIPE, SIG_IGN);
@@ -30,18 +31,19 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
   auto options = c10d::ProcessGroupGloo::Options::create_default(request.timeout);
   options->group_name = request.group_name;
   options->global_ranks_in_group = request.global_ranks;
-  return c10::make_intrusive<c10d::ProcessGroupGloo>(
-      request.store, request.rank, request.size, std::move(options));
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(request.store, request.rank, request.size,
+                                                     std::move(options));
 }
 
 namespace {
 
-/// Gloo's own backend, or null. Plain casts: that of intrusive pointers leaks a reference (torch 2.13), and with it the
-/// threads of the group.
+/// Gloo's own backend, or null. Plain casts: that of intrusive pointers leaks a reference
+/// (torch 2.13), and with it the threads of the group.
 c10d::ProcessGroupGloo* gloo_of(c10d::Backend& backend) {
   auto* inner = &backend;
   // TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every backend.
-  if (auto* const wrapper = dynamic_cast<c10d::ProcessGroupWrapper*>(inner)) inner = wrapper->getWrappedPg().get();
+  if (auto* const wrapper = dynamic_cast<c10d::ProcessGroupWrapper*>(inner))
+    inner = wrapper->getWrappedPg().get();
   return dynamic_cast<c10d::ProcessGroupGloo*>(inner);
 }
 
@@ -59,8 +61,8 @@ std::vector<uint64_t> gloo_global_ranks(c10d::Backend& backend) {
 }
 
 // Not by Backend::split(): it connects to the store anew, which takes a quarter of a second.
-c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(const c10::intrusive_ptr<c10d::Backend>& given,
-                                                         const c10::intrusive_ptr<c10d::Store>& store) {
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(
+    const c10::intrusive_ptr<c10d::Backend>& given, const c10::intrusive_ptr<c10d::Store>& store) {
   auto* const gloo = gloo_of(*given);
   if (!gloo) return nullptr;
   ignore_broken_pipes();

@@ -13,17 +13,16 @@ int parse_int(const std::string& name, const std::string& value, long lowest, lo
   const long number = std::strtol(value.c_str(), &end, 10);
   const bool digits = !value.empty() && std::isspace(static_cast<unsigned char>(value[0])) == 0;
   if (!digits || *end != '\0' || number < lowest || number > highest) {
-    throw InvalidArgument(
-        name + " is \"" + value + "\", but a whole number from " + std::to_string(lowest) +
-        " to " + std::to_string(highest) + " is needed");
+    throw InvalidArgument(name + " is \"" + value + "\", but a whole number from " +
+                          std::to_string(lowest) + " to " + std::to_string(highest) + " is needed");
   }
   return static_cast<int>(number);
 }
 
 constexpr long kMaxRanks = 1L << 30;
 
-std::optional<int> read_int(
-    const EnvironmentLookup& lookup, const std::string& name, long lowest, long highest) {
+std::optional<int> read_int(const EnvironmentLookup& lookup, const std::string& name, long lowest,
+                            long highest) {
   const auto value = lookup(name);
   if (!value) {
     return std::nullopt;
@@ -71,8 +70,7 @@ std::optional<std::string> slurm_node_list(const EnvironmentLookup& lookup) {
   return std::nullopt;
 }
 
-std::string default_host(
-    const std::optional<LaunchRanks>& ranks, const EnvironmentLookup& lookup) {
+std::string default_host(const std::optional<LaunchRanks>& ranks, const EnvironmentLookup& lookup) {
   if (ranks && ranks->launcher != "torchrun") {
     if (ranks->local_world_size && *ranks->local_world_size == ranks->world_size) {
       return "127.0.0.1";
@@ -127,9 +125,8 @@ void parse_query(const std::string& url, const std::string& query, InitMethod& m
     } else if (key == "world_size") {
       method.world_size = parse_int("world_size in " + url, value, 1, kMaxRanks);
     } else {
-      throw InvalidArgument(
-          "\"" + key + "\" in the init_method " + url +
-          " is unknown: only rank and world_size are understood");
+      throw InvalidArgument("\"" + key + "\" in the init_method " + url +
+                            " is unknown: only rank and world_size are understood");
     }
   }
 }
@@ -169,9 +166,9 @@ std::optional<LaunchRanks> read_launch_ranks(const EnvironmentLookup& lookup) {
           "be given");
     }
     if (*rank >= *size) {
-      throw InvalidArgument(
-          std::string(names.rank) + " is " + std::to_string(*rank) + " but " + size_name + " is " +
-          std::to_string(*size) + ": ranks go from 0 to " + std::to_string(*size - 1));
+      throw InvalidArgument(std::string(names.rank) + " is " + std::to_string(*rank) + " but " +
+                            size_name + " is " + std::to_string(*size) + ": ranks go from 0 to " +
+                            std::to_string(*size - 1));
     }
     LaunchRanks ranks;
     ranks.launcher = names.launcher;
@@ -186,8 +183,8 @@ std::optional<LaunchRanks> read_launch_ranks(const EnvironmentLookup& lookup) {
   return std::nullopt;
 }
 
-MasterAddress read_master_address(
-    const std::optional<LaunchRanks>& ranks, const EnvironmentLookup& lookup) {
+MasterAddress read_master_address(const std::optional<LaunchRanks>& ranks,
+                                  const EnvironmentLookup& lookup) {
   MasterAddress address;
   const auto host = lookup("MASTER_ADDR");
   address.host = host ? *host : default_host(ranks, lookup);
@@ -215,8 +212,8 @@ std::string first_slurm_host(const std::string& node_list) {
     i = close;
   }
   if (host.empty() || host.find(']') != std::string::npos) {
-    throw InvalidArgument(
-        "\"" + node_list + "\" is no SLURM node list: set MASTER_ADDR to the host name of rank 0");
+    throw InvalidArgument("\"" + node_list +
+                          "\" is no SLURM node list: set MASTER_ADDR to the host name of rank 0");
   }
   return host;
 }
@@ -227,8 +224,7 @@ InitMethod parse_init_method(const std::string& url) {
   const std::string address = url.substr(0, question);
   const auto scheme_end = address.find("://");
   const std::string scheme = lower(address.substr(0, scheme_end));
-  const std::string rest =
-      scheme_end == std::string::npos ? "" : address.substr(scheme_end + 3);
+  const std::string rest = scheme_end == std::string::npos ? "" : address.substr(scheme_end + 3);
   if (scheme_end != std::string::npos && scheme == "env" && rest.empty()) {
     method.kind = InitMethod::Kind::kEnv;
   } else if (scheme == "tcp" && rest.rfind(':') != std::string::npos) {
@@ -259,10 +255,9 @@ InitMethod parse_init_method(const std::string& url) {
 std::vector<DeviceBackend> parse_backend(const std::string& backend) {
   const auto check_name = [&](const std::string& name) {
     if (name != "gloo" && name != "nccl") {
-      throw InvalidArgument(
-          "the backend \"" + name + "\" is unknown" +
-          (name == backend ? "" : " (in \"" + backend + "\")") +
-          ": use \"nccl\", \"gloo\" or \"cpu:gloo,cuda:nccl\"");
+      throw InvalidArgument("the backend \"" + name + "\" is unknown" +
+                            (name == backend ? "" : " (in \"" + backend + "\")") +
+                            ": use \"nccl\", \"gloo\" or \"cpu:gloo,cuda:nccl\"");
     }
   };
   const std::string text = lower(backend);
@@ -286,8 +281,8 @@ std::vector<DeviceBackend> parse_backend(const std::string& backend) {
     entry.device = parts[0] == "cpu" ? c10::DeviceType::CPU : c10::DeviceType::CUDA;
     entry.backend = parts[1];
     if (entry.device == c10::DeviceType::CPU && entry.backend == "nccl") {
-      throw InvalidArgument(
-          "NCCL has no CPU tensors: use cpu:gloo in the backend \"" + backend + "\"");
+      throw InvalidArgument("NCCL has no CPU tensors: use cpu:gloo in the backend \"" + backend +
+                            "\"");
     }
     for (const DeviceBackend& other : result) {
       if (other.device == entry.device) {
@@ -304,9 +299,8 @@ int choose_gpu(int local_rank, int visible_gpus, const EnvironmentLookup& lookup
   const std::string seen =
       visible ? " (CUDA_VISIBLE_DEVICES is \"" + *visible + "\")" : std::string();
   if (visible_gpus <= 0) {
-    throw InvalidArgument(
-        "NCCL needs a GPU and this process sees none" + seen +
-        ": check the driver, or use the gloo backend");
+    throw InvalidArgument("NCCL needs a GPU and this process sees none" + seen +
+                          ": check the driver, or use the gloo backend");
   }
   if (local_rank < visible_gpus) {
     return local_rank;
@@ -314,10 +308,10 @@ int choose_gpu(int local_rank, int visible_gpus, const EnvironmentLookup& lookup
   if (visible_gpus == 1 && visible && visible->find(',') == std::string::npos) {
     return 0;
   }
-  throw InvalidArgument(
-      "local rank " + std::to_string(local_rank) + " needs GPU " + std::to_string(local_rank) +
-      " but this process sees only " + std::to_string(visible_gpus) + seen +
-      ": start at most one process per GPU, or set options.device_index");
+  throw InvalidArgument("local rank " + std::to_string(local_rank) + " needs GPU " +
+                        std::to_string(local_rank) + " but this process sees only " +
+                        std::to_string(visible_gpus) + seen +
+                        ": start at most one process per GPU, or set options.device_index");
 }
 
 }  // namespace apex::distributed

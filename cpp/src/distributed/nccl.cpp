@@ -13,8 +13,8 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& reques
   options->timeout = request.timeout;
   options->group_name = request.group_name;
   options->global_ranks_in_group = request.global_ranks;
-  return c10::make_intrusive<c10d::ProcessGroupNCCL>(
-      request.store, request.rank, request.size, std::move(options));
+  return c10::make_intrusive<c10d::ProcessGroupNCCL>(request.store, request.rank, request.size,
+                                                     std::move(options));
 }
 
 void require_nccl() {}

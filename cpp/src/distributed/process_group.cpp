@@ -58,15 +58,17 @@ std::unique_ptr<World>& world_slot() {
   return *slot;
 }
 
-// Objects of libtorch have another layout in every minor version, so what follows would write beside them.
+// Objects of libtorch have another layout in every minor version, so what follows would write
+// beside them.
 void require_same_torch() {
   if (aoti_torch_abi_version == nullptr) return;
   const uint64_t version = aoti_torch_abi_version();
   const uint64_t major = version >> 56, minor = (version >> 48) & 0xff;
   if (major == TORCH_VERSION_MAJOR && minor == TORCH_VERSION_MINOR) return;
   throw Error("apex was built for libtorch " + std::to_string(TORCH_VERSION_MAJOR) + "." +
-              std::to_string(TORCH_VERSION_MINOR) + " and runs with " + std::to_string(major) + "." +
-              std::to_string(minor) + ": build apex and this program with the libtorch that they run with");
+              std::to_string(TORCH_VERSION_MINOR) + " and runs with " + std::to_string(major) +
+              "." + std::to_string(minor) +
+              ": build apex and this program with the libtorch that they run with");
 }
 
 World& require_world() {
@@ -78,20 +80,18 @@ World& require_world() {
 }
 
 bool uses_nccl(const std::vector<DeviceBackend>& backends) {
-  return std::any_of(backends.begin(), backends.end(), [](const DeviceBackend& entry) {
-    return entry.backend == "nccl";
-  });
+  return std::any_of(backends.begin(), backends.end(),
+                     [](const DeviceBackend& entry) { return entry.backend == "nccl"; });
 }
 
-std::chrono::milliseconds resolve_timeout(
-    const std::optional<std::chrono::milliseconds>& timeout,
-    const std::vector<DeviceBackend>& backends) {
+std::chrono::milliseconds resolve_timeout(const std::optional<std::chrono::milliseconds>& timeout,
+                                          const std::vector<DeviceBackend>& backends) {
   if (!timeout) {
     return uses_nccl(backends) ? kDefaultNcclTimeout : kDefaultTimeout;
   }
   if (timeout->count() <= 0) {
-    throw InvalidArgument(
-        "the timeout is " + std::to_string(timeout->count()) + " ms, but it must be positive");
+    throw InvalidArgument("the timeout is " + std::to_string(timeout->count()) +
+                          " ms, but it must be positive");
   }
   return *timeout;
 }
@@ -120,17 +120,15 @@ const char* device_name(c10::DeviceType device) {
 // "<group name>/", then "<device>/", where the default group is called "0", later ones by their
 // number, and a backend that serves all devices lies under the first of them. The same nesting
 // here lets C++ and Python ranks find each other. Each PrefixStore adds a "/" of its own.
-Group make_group(
-    const std::string& name, const std::string& description,
-    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<DeviceBackend>& backends,
-    BackendRequest request) {
+Group make_group(const std::string& name, const std::string& description,
+                 const c10::intrusive_ptr<c10d::Store>& store,
+                 const std::vector<DeviceBackend>& backends, BackendRequest request) {
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, request.rank, request.size);
   group->setDefaultBackend(uses_nccl(backends) ? BackendType::NCCL : BackendType::GLOO);
   request.group_name = name;
-  const bool one_backend =
-      std::all_of(backends.begin(), backends.end(), [&](const DeviceBackend& entry) {
-        return entry.backend == backends.front().backend;
-      });
+  const bool one_backend = std::all_of(
+      backends.begin(), backends.end(),
+      [&](const DeviceBackend& entry) { return entry.backend == backends.front().backend; });
   c10::intrusive_ptr<c10d::Backend> backend;
   for (const DeviceBackend& entry : backends) {
     if (!backend || !one_backend) {
@@ -138,8 +136,8 @@ Group make_group(
           std::string(device_name(entry.device)) + "/", store);
       backend = entry.backend == "nccl" ? make_nccl_backend(request) : make_gloo_backend(request);
     }
-    group->setBackend(
-        entry.device, entry.backend == "nccl" ? BackendType::NCCL : BackendType::GLOO, backend);
+    group->setBackend(entry.device, entry.backend == "nccl" ? BackendType::NCCL : BackendType::GLOO,
+                      backend);
   }
   group->setGroupName(name);
   group->setGroupDesc(description);
@@ -148,14 +146,12 @@ Group make_group(
 }
 
 // make_group() with errors that say what to look at.
-Group connect_group(
-    const std::string& who, const std::string& name, const std::string& description,
-    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<DeviceBackend>& backends,
-    const BackendRequest& request) {
+Group connect_group(const std::string& who, const std::string& name, const std::string& description,
+                    const c10::intrusive_ptr<c10d::Store>& store,
+                    const std::vector<DeviceBackend>& backends, const BackendRequest& request) {
   try {
-    return make_group(
-        name, description, c10::make_intrusive<c10d::PrefixStore>(name + "/", store), backends,
-        request);
+    return make_group(name, description, c10::make_intrusive<c10d::PrefixStore>(name + "/", store),
+                      backends, request);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
@@ -164,13 +160,14 @@ Group connect_group(
         " ranks of its group within " + std::to_string(request.timeout.count()) +
         " ms: check that all of them were started with the same world size and backend, that none "
         "has failed, and that the machines reach each other (GLOO_SOCKET_IFNAME or "
-        "NCCL_SOCKET_IFNAME choose the network interface) (" + message_of(error) + ")");
+        "NCCL_SOCKET_IFNAME choose the network interface) (" +
+        message_of(error) + ")");
   }
 }
 
 // Rank, size and meeting place from the options, the address and the launcher, in this order.
-Rendezvous plan_rendezvous(
-    const ProcessGroupOptions& options, const std::optional<LaunchRanks>& launched) {
+Rendezvous plan_rendezvous(const ProcessGroupOptions& options,
+                           const std::optional<LaunchRanks>& launched) {
   const InitMethod method = parse_init_method(options.init_method);
   if (options.rank.has_value() != options.world_size.has_value()) {
     throw InvalidArgument("options.rank and options.world_size: give both or neither");
@@ -188,9 +185,9 @@ Rendezvous plan_rendezvous(
   plan.rank = rank ? *rank : launched->rank;
   plan.world_size = world_size ? *world_size : launched->world_size;
   if (plan.world_size < 1 || plan.rank < 0 || plan.rank >= plan.world_size) {
-    throw InvalidArgument(
-        "the rank is " + std::to_string(plan.rank) + " and the world size is " +
-        std::to_string(plan.world_size) + ": ranks go from 0 to the world size minus 1");
+    throw InvalidArgument("the rank is " + std::to_string(plan.rank) + " and the world size is " +
+                          std::to_string(plan.world_size) +
+                          ": ranks go from 0 to the world size minus 1");
   }
   const bool agent = process_environment("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
   if (method.kind == InitMethod::Kind::kEnv) {
@@ -207,8 +204,8 @@ Rendezvous plan_rendezvous(
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
-    const std::string& backend, const ProcessGroupOptions& options) {
+c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(const std::string& backend,
+                                                          const ProcessGroupOptions& options) {
   require_same_torch();
   const std::lock_guard<std::mutex> lock(world_mutex());
   if (world_slot()) {
@@ -247,16 +244,17 @@ c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
   request.timeout = plan.timeout;
   request.nccl = options.nccl;
   const auto default_store = c10::make_intrusive<c10d::PrefixStore>("default_pg", job_store);
-  world->group = connect_group(
-      plan.describe(), "0", "default_pg", default_store, world->backends, request);
+  world->group =
+      connect_group(plan.describe(), "0", "default_pg", default_store, world->backends, request);
   world->store = c10::make_intrusive<c10d::PrefixStore>("0/", default_store);
   world_slot() = std::move(world);
   return world_slot()->group;
 }
 
-c10::intrusive_ptr<c10d::ProcessGroup> new_group(
-    const std::vector<int>& ranks, const std::string& backend,
-    std::optional<std::chrono::milliseconds> timeout, const NcclOptions& nccl) {
+c10::intrusive_ptr<c10d::ProcessGroup> new_group(const std::vector<int>& ranks,
+                                                 const std::string& backend,
+                                                 std::optional<std::chrono::milliseconds> timeout,
+                                                 const NcclOptions& nccl) {
   check_nccl_options(nccl);
   const std::lock_guard<std::mutex> lock(world_mutex());
   World& world = require_world();
@@ -268,13 +266,11 @@ c10::intrusive_ptr<c10d::ProcessGroup> new_group(
   }
   for (size_t i = 0; i < members.size(); ++i) {
     if (members[i] < 0 || members[i] >= world.group->getSize()) {
-      throw InvalidArgument(
-          "new_group(): there is no rank " + std::to_string(members[i]) + " in a world of " +
-          std::to_string(world.group->getSize()));
+      throw InvalidArgument("new_group(): there is no rank " + std::to_string(members[i]) +
+                            " in a world of " + std::to_string(world.group->getSize()));
     }
     if (i > 0 && members[i] == members[i - 1]) {
-      throw InvalidArgument(
-          "new_group(): rank " + std::to_string(members[i]) + " is listed twice");
+      throw InvalidArgument("new_group(): rank " + std::to_string(members[i]) + " is listed twice");
     }
   }
   const auto backends = backend.empty() ? world.backends : parse_backend(backend);
@@ -298,8 +294,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> new_group(
   request.rank = static_cast<int>(position - members.begin());
   request.size = static_cast<int>(members.size());
   request.global_ranks.assign(members.begin(), members.end());
-  auto group = connect_group(
-      "rank " + std::to_string(self), name, "undefined", world.store, backends, request);
+  auto group = connect_group("rank " + std::to_string(self), name, "undefined", world.store,
+                             backends, request);
   world.subgroups.push_back(group);
   return group;
 }

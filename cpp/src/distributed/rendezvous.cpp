@@ -20,9 +20,8 @@ bool contains(const std::string& text, const char* part) {
 }
 
 [[noreturn]] void throw_not_joined(const Rendezvous& rendezvous, const std::string& why) {
-  throw CommunicationError(
-      rendezvous.describe() + " could not join within " +
-      std::to_string(rendezvous.timeout.count()) + " ms: " + why);
+  throw CommunicationError(rendezvous.describe() + " could not join within " +
+                           std::to_string(rendezvous.timeout.count()) + " ms: " + why);
 }
 
 // The likely cause and what to do about it, from what libtorch's store says.
@@ -52,19 +51,17 @@ std::string identity() {
 }
 
 // Writes `value` unless another process has written there; returns what is there now.
-std::string claim(
-    const c10::intrusive_ptr<c10d::Store>& store, const std::string& key,
-    const std::string& value) {
+std::string claim(const c10::intrusive_ptr<c10d::Store>& store, const std::string& key,
+                  const std::string& value) {
   return store->compareSet(key, std::string(), value);
 }
 
 }  // namespace
 
 std::string Rendezvous::describe() const {
-  const std::string place =
-      kind == InitMethod::Kind::kFile
-          ? "file://" + path
-          : "tcp://" + master.host + ":" + std::to_string(master.port);
+  const std::string place = kind == InitMethod::Kind::kFile
+                                ? "file://" + path
+                                : "tcp://" + master.host + ":" + std::to_string(master.port);
   return "rank " + std::to_string(rank) + " of " + std::to_string(world_size) + " at " + place;
 }
 
@@ -81,20 +78,19 @@ std::string message_of(const std::exception& error) {
 c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous) {
   const bool is_server = rendezvous.rank == 0 && !rendezvous.agent_store;
   if (rendezvous.kind != InitMethod::Kind::kFile && !is_server) {
-    const std::string why = wait_for_listener(
-        rendezvous.master.host, rendezvous.master.port, rendezvous.timeout);
+    const std::string why =
+        wait_for_listener(rendezvous.master.host, rendezvous.master.port, rendezvous.timeout);
     if (!why.empty()) {
-      throw_not_joined(
-          rendezvous, (rendezvous.agent_store ? "the launcher's agent" : "rank 0") +
-                          std::string(" was not reached, ") + why +
-                          ": check MASTER_ADDR and MASTER_PORT, that rank 0 was started, and the "
-                          "firewall");
+      throw_not_joined(rendezvous,
+                       (rendezvous.agent_store ? "the launcher's agent" : "rank 0") +
+                           std::string(" was not reached, ") + why +
+                           ": check MASTER_ADDR and MASTER_PORT, that rank 0 was started, and the "
+                           "firewall");
     }
   }
   try {
     if (rendezvous.kind == InitMethod::Kind::kFile) {
-      auto store =
-          c10::make_intrusive<c10d::FileStore>(rendezvous.path, rendezvous.world_size);
+      auto store = c10::make_intrusive<c10d::FileStore>(rendezvous.path, rendezvous.world_size);
       store->setTimeout(rendezvous.timeout);
       return store;
     }
@@ -119,20 +115,18 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous) {
   }
 }
 
-void check_peers(
-    const c10::intrusive_ptr<c10d::Store>& store, const Rendezvous& rendezvous) {
+void check_peers(const c10::intrusive_ptr<c10d::Store>& store, const Rendezvous& rendezvous) {
   // A process that joins a second time must not meet its own notes of the first.
   static std::atomic<int> joins{0};
-  const auto notes = c10::make_intrusive<c10d::PrefixStore>(
-      "apex/" + std::to_string(joins++), store);
+  const auto notes =
+      c10::make_intrusive<c10d::PrefixStore>("apex/" + std::to_string(joins++), store);
 
   const std::string size = std::to_string(rendezvous.world_size);
   const std::string other_size = claim(notes, "world_size", size);
   if (other_size != size) {
-    throw InvalidArgument(
-        rendezvous.describe() + " was started with world size " + size +
-        " but another rank with world size " + other_size +
-        ": WORLD_SIZE has to be the same on every rank");
+    throw InvalidArgument(rendezvous.describe() + " was started with world size " + size +
+                          " but another rank with world size " + other_size +
+                          ": WORLD_SIZE has to be the same on every rank");
   }
   const std::string self = identity();
   const std::string other = claim(notes, "rank" + std::to_string(rendezvous.rank), self);

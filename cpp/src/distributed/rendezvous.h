@@ -35,8 +35,7 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous);
 /// Compares notes with the other C++ processes of the job through `store`, without waiting for
 /// any: Python ranks keep no notes.
 /// @throws apex::InvalidArgument when another process has the same rank or another world size.
-void check_peers(
-    const c10::intrusive_ptr<c10d::Store>& store, const Rendezvous& rendezvous);
+void check_peers(const c10::intrusive_ptr<c10d::Store>& store, const Rendezvous& rendezvous);
 
 /// The first line of what an exception says, without libtorch's stack trace.
 std::string message_of(const std::exception& error);

@@ -20,9 +20,8 @@ using std::chrono::milliseconds;
 class Socket {
  public:
   explicit Socket(const addrinfo& address)
-      : descriptor_(socket(
-            address.ai_family, address.ai_socktype | SOCK_NONBLOCK | SOCK_CLOEXEC,
-            address.ai_protocol)) {}
+      : descriptor_(socket(address.ai_family, address.ai_socktype | SOCK_NONBLOCK | SOCK_CLOEXEC,
+                           address.ai_protocol)) {}
   ~Socket() {
     if (descriptor_ >= 0) {
       close(descriptor_);
@@ -77,8 +76,7 @@ std::string wait_for_listener(const std::string& host, int port, milliseconds ti
   constexpr milliseconds kLongestPause{1000};
   const auto end = Clock::now() + timeout;
   const auto left = [&] {
-    return std::max(
-        milliseconds(0), std::chrono::duration_cast<milliseconds>(end - Clock::now()));
+    return std::max(milliseconds(0), std::chrono::duration_cast<milliseconds>(end - Clock::now()));
   };
   milliseconds pause{20};
   while (true) {

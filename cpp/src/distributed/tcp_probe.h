@@ -12,7 +12,6 @@ namespace apex::distributed {
 /// libtorch's store, left alone with an address that nobody listens at, tries for twice its timeout
 /// and fills the terminal with stack traces; so the address is tried out before it is given to the
 /// store.
-std::string wait_for_listener(
-    const std::string& host, int port, std::chrono::milliseconds timeout);
+std::string wait_for_listener(const std::string& host, int port, std::chrono::milliseconds timeout);
 
 }  // namespace apex::distributed

@@ -53,7 +53,8 @@ int visit_vector(ElementType type, int vector, F&& f) {
   });
 }
 
-/// By a function instead of <<<>>>, which only nvcc reads: the tests compile this file for the host.
+/// By a function instead of <<<>>>, which only nvcc reads: the tests compile this file for the
+/// host.
 template <typename Kernel, typename... Arguments>
 int launch(const CudaCall& call, int64_t blocks, int threads, Kernel* kernel,
            const Arguments&... arguments) {

@@ -35,14 +35,14 @@ struct ReduceResult {
 };
 
 // Note [Error of the statistics]
-// Elements are summed as deviations d = x - s in their type of computation (unit roundoff u = 2^-24,
-// or 2^-53 for float64) over chunks of a bounded size; everything across lanes and chunks is float64.
-// A lane adds up at most k terms of a chunk of n values, so (Higham, Accuracy and Stability of
-// Numerical Algorithms, section 4.2) sum(d^2) is off by at most (k+3) u sum(d^2), and sum(d) by
-// (k+1) u sum|d|, which enters the correction sum(d)^2 / n: together 3 (k+3) u sum(d^2). And
-// sum(d^2) = m2 + n (mean - s)^2, where s is the chunk's own mean, or a value for which the second term
-// was seen to be no more than the first, or, once at least n values have been merged, their mean: by
-// Chan's identity these sums are together at most twice the whole m2. So
+// Elements are summed as deviations d = x - s in their type of computation (unit roundoff u =
+// 2^-24, or 2^-53 for float64) over chunks of a bounded size; everything across lanes and chunks is
+// float64. A lane adds up at most k terms of a chunk of n values, so (Higham, Accuracy and
+// Stability of Numerical Algorithms, section 4.2) sum(d^2) is off by at most (k+3) u sum(d^2), and
+// sum(d) by (k+1) u sum|d|, which enters the correction sum(d)^2 / n: together 3 (k+3) u sum(d^2).
+// And sum(d^2) = m2 + n (mean - s)^2, where s is the chunk's own mean, or a value for which the
+// second term was seen to be no more than the first, or, once at least n values have been merged,
+// their mean: by Chan's identity these sums are together at most twice the whole m2. So
 //   |error of m2| <= 6 (k+3) u m2,  |error of the mean| <= the same factor times the deviation,
 // as long as k u |mean| is small against the deviation. c merges add what float64 can say of the
 // mean: it is off by e <= 2 c 2^-53 |mean|, and m2 by 2 e sum(n |difference of means|), which by
@@ -66,8 +66,8 @@ struct ElementwiseType<double> {
   using type = double;
 };
 
-/// T: float, double, at::Half, at::BFloat16. Pointers are to the start of the whole array. `stream` asks for
-/// results to be written past the caches, for those that are larger.
+/// T: float, double, at::Half, at::BFloat16. Pointers are to the start of the whole array. `stream`
+/// asks for results to be written past the caches, for those that are larger.
 template <typename T>
 struct CpuKernels {
   using Acc = typename ElementwiseType<T>::type;
@@ -77,21 +77,21 @@ struct CpuKernels {
   void (*planes_normalize)(const T* x, const T* z, T* y, Planes sizes, int64_t channel,
                            NormalizeCoefficients<Acc> coefficients, bool relu, bool stream);
   /// `y` is read for ReluMask::kOutput only. sum_dy_xmu is relative to coefficients.high.
-  ReduceResult (*planes_reduce)(const T* dy, const T* x, const T* y, Planes sizes,
-                                int64_t channel, NormalizeCoefficients<Acc> coefficients,
-                                ReluMask mask);
+  ReduceResult (*planes_reduce)(const T* dy, const T* x, const T* y, Planes sizes, int64_t channel,
+                                NormalizeCoefficients<Acc> coefficients, ReluMask mask);
   /// `dz` (may be null) gets the masked dy.
   void (*planes_gradient)(const T* dy, const T* x, const T* y, T* dx, T* dz, Planes sizes,
                           int64_t channel, NormalizeCoefficients<Acc> forward,
                           GradientCoefficients<Acc> backward, ReluMask mask, bool stream);
 
-  /// Merges the rows' statistics into mean[channels] and m2[channels], which summarize `count` rows.
+  /// Merges the rows' statistics into mean[channels] and m2[channels], which summarize `count`
+  /// rows.
   void (*rows_statistics)(const T* x, int64_t begin, int64_t end, int64_t channels, double* mean,
                           double* m2, int64_t count);
   /// Coefficients are arrays of one entry per channel: high, scale, shift.
-  void (*rows_normalize)(const T* x, const T* z, T* y, int64_t begin, int64_t end,
-                         int64_t channels, const Acc* high, const Acc* scale, const Acc* shift,
-                         bool relu, bool stream);
+  void (*rows_normalize)(const T* x, const T* z, T* y, int64_t begin, int64_t end, int64_t channels,
+                         const Acc* high, const Acc* scale, const Acc* shift, bool relu,
+                         bool stream);
   /// Adds to sum_dy[channels] and sum_dy_xmu[channels] (relative to high).
   void (*rows_reduce)(const T* dy, const T* x, const T* y, int64_t begin, int64_t end,
                       int64_t channels, const Acc* high, const Acc* scale, const Acc* shift,

@@ -10,12 +10,12 @@ namespace apex::kernels {
 inline namespace APEX_CPU_VARIANT {
 
 // Note [Chunks]
-// Deviations are taken from a value near the mean. For the first chunk of planes it is the mean of their first
-// few values; where these turn out to have been far from the others, its sums are taken again from the mean,
-// which is known by then. The first chunk of rows is short and read twice: for its mean, and, from the
-// first-level cache, for deviations from it. Every later chunk is read once: its shift is the mean of all before
-// it, which are at least as many values. That is close enough: see Note [Error of the statistics], which also
-// says why chunks have a largest size.
+// Deviations are taken from a value near the mean. For the first chunk of planes it is the mean of
+// their first few values; where these turn out to have been far from the others, its sums are taken
+// again from the mean, which is known by then. The first chunk of rows is short and read twice: for
+// its mean, and, from the first-level cache, for deviations from it. Every later chunk is read
+// once: its shift is the mean of all before it, which are at least as many values. That is close
+// enough: see Note [Error of the statistics], which also says why chunks have a largest size.
 constexpr int64_t kChunkElements = 4096;
 constexpr int64_t kFirstRows = 32;
 constexpr int64_t kChunkRows = 128;
@@ -57,11 +57,12 @@ inline void for_each_pack_of_plane(int64_t n, const Full& full, const Short& sho
 
 // ---- planes: [N, C, S], one channel ------------------------------------------------------------
 
-// A plane of less than a page ends before the processor has noticed that it is being read through, and the
-// next one of the channel is somewhere else: it has to be asked for.
+// A plane of less than a page ends before the processor has noticed that it is being read through,
+// and the next one of the channel is somewhere else: it has to be asked for.
 constexpr int64_t kShortPlaneBytes = 4096;
 
-/// Asks for the pack `elements` after `p`. Outside of the data that is harmless, but no pointer may go there.
+/// Asks for the pack `elements` after `p`. Outside of the data that is harmless, but no pointer may
+/// go there.
 template <typename T>
 inline void prefetch(const T* p, int64_t elements) {
 #if defined(__GNUC__)
@@ -126,9 +127,8 @@ ShiftedSums shifted_sums(const T* x, int64_t stride, int64_t segments, int64_t l
       add(P::load(p + i) - center);
     }
     if (i < length) {
-      add(length > kWidth
-              ? (P::load(p + length - kWidth) - center) * last
-              : select(P::first_elements(length), P::load(p, length), center) - center);
+      add(length > kWidth ? (P::load(p + length - kWidth) - center) * last
+                          : select(P::first_elements(length), P::load(p, length), center) - center);
     }
   }
   return {(sum0 + sum1).sum(), (square0 + square1).sum()};
@@ -186,11 +186,12 @@ Welford<double> planes_statistics(const T* x, Planes sizes, int64_t channel) {
 }
 
 // Note [Past the caches]
-// A result that the caches cannot hold until somebody reads it is stored past them, where the processor can:
-// a usual store first fetches the line that it is about to overwrite. That takes whole, aligned vectors, and
-// lines that follow each other.
+// A result that the caches cannot hold until somebody reads it is stored past them, where the
+// processor can: a usual store first fetches the line that it is about to overwrite. That takes
+// whole, aligned vectors, and lines that follow each other.
 
-/// Whether vectors of T can be streamed to `to`, `step` elements apart from the first of one run to the next.
+/// Whether vectors of T can be streamed to `to`, `step` elements apart from the first of one run to
+/// the next.
 template <typename T>
 inline bool can_stream(const T* to, int64_t step) {
   constexpr int64_t kVector = static_cast<int64_t>(sizeof(Vec<float>));
@@ -250,10 +251,10 @@ void planes_normalize_to(const T* x, const T* z, T* y, Planes sizes, int64_t cha
 template <typename T>
 void planes_normalize(const T* x, const T* z, T* y, Planes sizes, int64_t channel,
                       NormalizeCoefficients<typename Pack<T>::Acc> k, bool relu, bool stream) {
-  const auto run = z != nullptr ? (relu ? planes_normalize_to<T, true, true>
-                                        : planes_normalize_to<T, true, false>)
-                                : (relu ? planes_normalize_to<T, false, true>
-                                        : planes_normalize_to<T, false, false>);
+  const auto run =
+      z != nullptr
+          ? (relu ? planes_normalize_to<T, true, true> : planes_normalize_to<T, true, false>)
+          : (relu ? planes_normalize_to<T, false, true> : planes_normalize_to<T, false, false>);
   run(x, z, y, sizes, channel, k, stream);
 }
 

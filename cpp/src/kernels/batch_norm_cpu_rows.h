@@ -17,20 +17,19 @@ namespace apex::kernels {
 inline namespace APEX_CPU_VARIANT {
 
 // Note [Bands]
-// One row after the other is how processors like to read, as long as what belongs to the channels (sums,
-// coefficients) stays in the first-level cache beside it. The passes that only read take wider rows in bands
-// of a few: side by side, so that the sums of a channel are loaded and stored once per band, and each row in
-// the order of memory. They take the narrowest in bands as well, whose few sums would be waited for from one
-// row to the next; such a band is little more than one piece of memory. And most rows of 16-bit values, with twice
-// the sums for the same bytes.
-// A column of many rows would be fewer loads still, but with a power of two of channels all its rows fall into
-// the same few sets of the cache; so do strips of some channels over all rows, which were slower than two
-// passes over everything even where the strip stayed in the second-level cache.
-// The passes that write never take bands: rows side by side that lie a power of two apart were up to 2.7 times
-// slower, as stores to the one look like loads of the other, and writing past the caches wants lines that
-// follow each other.
-// (Zen 3; of rows of 0.5 to 2 KiB of sums, one at a time took 0.7 of bands of four; with 64 bytes of sums,
-// twice as long.)
+// One row after the other is how processors like to read, as long as what belongs to the channels
+// (sums, coefficients) stays in the first-level cache beside it. The passes that only read take
+// wider rows in bands of a few: side by side, so that the sums of a channel are loaded and stored
+// once per band, and each row in the order of memory. They take the narrowest in bands as well,
+// whose few sums would be waited for from one row to the next; such a band is little more than one
+// piece of memory. And most rows of 16-bit values, with twice the sums for the same bytes. A column
+// of many rows would be fewer loads still, but with a power of two of channels all its rows fall
+// into the same few sets of the cache; so do strips of some channels over all rows, which were
+// slower than two passes over everything even where the strip stayed in the second-level cache. The
+// passes that write never take bands: rows side by side that lie a power of two apart were up
+// to 2.7 times slower, as stores to the one look like loads of the other, and writing past the
+// caches wants lines that follow each other. (Zen 3; of rows of 0.5 to 2 KiB of sums, one at a time
+// took 0.7 of bands of four; with 64 bytes of sums, twice as long.)
 constexpr int64_t kWideBytes = 2048;
 constexpr int64_t kNarrowBytes = 256;
 constexpr int64_t kBlockBytes = 65536;  // see Note [Back to front]
@@ -50,14 +49,16 @@ inline int64_t for_each_band_of(int64_t begin, int64_t end, const Each& each) {
   return begin;
 }
 
-// Rows of 16-bit values are half as long for the same sums, and bands of them read pieces too short for processors to
-// fetch ahead by themselves: all but the narrowest ask for what comes next. The sums of backward, which read two
-// arrays, take rows of 256 to 512 channels one at a time (Zen 4: 0.4 to 0.9 of the time of bands).
+// Rows of 16-bit values are half as long for the same sums, and bands of them read pieces too short
+// for processors to fetch ahead by themselves: all but the narrowest ask for what comes next. The
+// sums of backward, which read two arrays, take rows of 256 to 512 channels one at a time (Zen 4:
+// 0.4 to 0.9 of the time of bands).
 template <typename T>
 inline constexpr bool kHalfWidth = sizeof(T) < sizeof(typename Pack<T>::Acc);
 constexpr int64_t kBandBytes = 512;  // up to which bands of these are better for two arrays
 
-/// each(first row, Band<>()) for all rows of [begin, end): see Note [Bands]. kArrays: how many of x, dy are read.
+/// each(first row, Band<>()) for all rows of [begin, end): see Note [Bands]. kArrays: how many of
+/// x, dy are read.
 template <typename T, int kArrays, typename Each>
 inline void for_each_band(int64_t begin, int64_t end, int64_t channels, const Each& each) {
   constexpr int64_t kBand = 4;
@@ -74,7 +75,8 @@ inline void for_each_band(int64_t begin, int64_t end, int64_t channels, const Ea
 
 /// each(row) for all rows of [begin, end): see Note [Back to front].
 template <typename Each>
-inline void for_each_row_backwards(int64_t begin, int64_t end, int64_t row_bytes, const Each& each) {
+inline void for_each_row_backwards(int64_t begin, int64_t end, int64_t row_bytes,
+                                   const Each& each) {
   const int64_t block = std::max<int64_t>(1, kBlockBytes / std::max<int64_t>(1, row_bytes));
   for (int64_t stop = end; stop > begin; stop -= std::min(block, stop - begin)) {
     for (int64_t row = std::max(begin, stop - block); row < stop; ++row) {
@@ -83,9 +85,10 @@ inline void for_each_row_backwards(int64_t begin, int64_t end, int64_t row_bytes
   }
 }
 
-// Processors follow one or two streams by themselves, several side by side less well: bands of wide rows ask for
-// what comes next, this far ahead, which took a third to a half off them (Zen 5, data in the third-level cache;
-// it costs 15 % on Zen 3). Others gain a little where there is one stream, and lose where there are two (Zen 3).
+// Processors follow one or two streams by themselves, several side by side less well: bands of wide
+// rows ask for what comes next, this far ahead, which took a third to a half off them (Zen 5, data
+// in the third-level cache; it costs 15 % on Zen 3). Others gain a little where there is one
+// stream, and lose where there are two (Zen 3).
 constexpr int64_t kAheadOfBands = 8192;
 constexpr int64_t kAheadOfRows = 2048;
 
@@ -103,8 +106,8 @@ inline void for_each_channel_pack(int64_t channels, const Each& each) {
       [&](int64_t c, int64_t n) { each(c, [n](const T* p) { return P::load(p, n); }); });
 }
 
-/// Sums or coefficients per channel in the type of computation: columns of whole packs, zeros behind the last
-/// channel.
+/// Sums or coefficients per channel in the type of computation: columns of whole packs, zeros
+/// behind the last channel.
 template <typename T>
 class ChannelColumns {
  public:
@@ -139,8 +142,8 @@ class ChannelColumns {
   std::vector<Acc> storage_;
 };
 
-/// Adds a band of rows to `sum`: the values themselves (center is null), or deviations from `center`, whose
-/// squares then go to `squares`.
+/// Adds a band of rows to `sum`: the values themselves (center is null), or deviations from
+/// `center`, whose squares then go to `squares`.
 template <typename T, typename Rows, bool kDeviations>
 inline void add_band(const T* x, int64_t channels, const typename Pack<T>::Acc* center,
                      typename Pack<T>::Acc* sum, typename Pack<T>::Acc* squares) {
@@ -234,8 +237,8 @@ void rows_normalize_as(const T* x, const T* z, T* y, int64_t begin, int64_t end,
   scale = coefficients.set_coefficients(1, scale, channels);
   shift = coefficients.set_coefficients(2, shift, channels);
   const auto apply = [&](int64_t c, const P& value, const P& added) {
-    P result = fma(value - P::load_lanes(high + c), P::load_lanes(scale + c),
-                   P::load_lanes(shift + c));
+    P result =
+        fma(value - P::load_lanes(high + c), P::load_lanes(scale + c), P::load_lanes(shift + c));
     if constexpr (kAdd) {
       result = result + added;
     }
@@ -280,8 +283,9 @@ void rows_normalize(const T* x, const T* z, T* y, int64_t begin, int64_t end, in
                     const typename Pack<T>::Acc* high, const typename Pack<T>::Acc* scale,
                     const typename Pack<T>::Acc* shift, bool relu, bool stream) {
   const auto run =
-      z != nullptr ? (relu ? rows_normalize_to<T, true, true> : rows_normalize_to<T, true, false>)
-                   : (relu ? rows_normalize_to<T, false, true> : rows_normalize_to<T, false, false>);
+      z != nullptr
+          ? (relu ? rows_normalize_to<T, true, true> : rows_normalize_to<T, true, false>)
+          : (relu ? rows_normalize_to<T, false, true> : rows_normalize_to<T, false, false>);
   run(x, z, y, begin, end, channels, high, scale, shift, stream);
 }
 
@@ -347,9 +351,8 @@ void rows_reduce(const T* dy, const T* x, const T* y, int64_t begin, int64_t end
 }
 
 template <typename T, ReluMask kMask, Store kStore>
-void rows_gradient_as(const T* dy, const T* x, const T* y, T* dx, T* dz, int64_t begin,
-                      int64_t end, int64_t channels,
-                      const typename Pack<T>::Acc* const forward[3],
+void rows_gradient_as(const T* dy, const T* x, const T* y, T* dx, T* dz, int64_t begin, int64_t end,
+                      int64_t channels, const typename Pack<T>::Acc* const forward[3],
                       const typename Pack<T>::Acc* const backward[3]) {
   using P = Pack<T>;
   using Acc = typename P::Acc;
@@ -421,9 +424,9 @@ void rows_gradient(const T* dy, const T* x, const T* y, T* dx, T* dz, int64_t be
 
 template <typename T>
 const CpuKernels<T>& kernels_of_this_variant() {
-  static const CpuKernels<T> kernels{
-      planes_statistics<T>, planes_normalize<T>, planes_reduce<T>, planes_gradient<T>,
-      rows_statistics<T>,   rows_normalize<T>,   rows_reduce<T>,   rows_gradient<T>};
+  static const CpuKernels<T> kernels{planes_statistics<T>, planes_normalize<T>, planes_reduce<T>,
+                                     planes_gradient<T>,   rows_statistics<T>,  rows_normalize<T>,
+                                     rows_reduce<T>,       rows_gradient<T>};
   return kernels;
 }
 

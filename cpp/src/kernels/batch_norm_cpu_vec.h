@@ -23,19 +23,20 @@ template <typename Acc>
 using Vec = at::vec::Vectorized<Acc>;
 
 // Note [Lanes]
-// A bfloat16 is the upper half of a float32. Of a vector of them, seen as 32-bit words, the elements at odd
-// places are float32 once their lower neighbours are masked, and those at even places once they are shifted:
-// two instructions where keeping the order takes five, and as much less on the way back. So the first vector
-// of a pack of bfloat16 holds the elements at even places and the second the others; of other types, the
-// first half and the second. What belongs to a channel is put into that order beforehand (to_lanes). The
-// words are little-endian, as libtorch's platforms are.
+// A bfloat16 is the upper half of a float32. Of a vector of them, seen as 32-bit words, the
+// elements at odd places are float32 once their lower neighbours are masked, and those at even
+// places once they are shifted: two instructions where keeping the order takes five, and as much
+// less on the way back. So the first vector of a pack of bfloat16 holds the elements at even places
+// and the second the others; of other types, the first half and the second. What belongs to a
+// channel is put into that order beforehand (to_lanes). The words are little-endian, as libtorch's
+// platforms are.
 //
 // Note [NaN in bfloat16]
-// Rounding to the nearest adds to the bits of the value, which makes a NaN whose lower half is (nearly) all
-// ones something else. No such NaN gets there: one from the data is a bfloat16, with zeros there, one that
-// an operation makes has a single bit set, operations pass on what they are given, and coefficients are
-// made canonical before use (canonical()). For that, relu() selects and does not take a maximum, whose NaN
-// in at::vec is all ones.
+// Rounding to the nearest adds to the bits of the value, which makes a NaN whose lower half is
+// (nearly) all ones something else. No such NaN gets there: one from the data is a bfloat16, with
+// zeros there, one that an operation makes has a single bit set, operations pass on what they are
+// given, and coefficients are made canonical before use (canonical()). For that, relu() selects and
+// does not take a maximum, whose NaN in at::vec is all ones.
 
 template <typename T>
 inline constexpr bool kEvenAndOdd = std::is_same_v<T, at::BFloat16>;

@@ -59,7 +59,9 @@ struct NormalizeArguments {
   int64_t* count;
 
   /// What evaluation normalizes with.
-  APEX_HOST_DEVICE ChannelStatistics constants() const { return {running_mean, running_var, true, eps}; }
+  APEX_HOST_DEVICE ChannelStatistics constants() const {
+    return {running_mean, running_var, true, eps};
+  }
 };
 
 int launch_normalize(const CudaCall& call, const NormalizeArguments& arguments);

@@ -159,8 +159,7 @@ __device__ __forceinline__ void finish_channel(const NormalizeArguments& a, int6
     *a.count = static_cast<int64_t>(all.count);
   }
   const double factor = running_factor(a.momentum, a.num_batches != nullptr ? *a.num_batches : 0);
-  a.running_mean.store(channel,
-                       update_running_mean(a.running_mean.load(channel, 0), all, factor));
+  a.running_mean.store(channel, update_running_mean(a.running_mean.load(channel, 0), all, factor));
   a.running_var.store(channel, update_running_var(a.running_var.load(channel, 0), all, factor));
 }
 
@@ -175,20 +174,22 @@ __device__ __forceinline__ void finish_reduction(const GradientArguments& a, int
 }
 
 template <typename A>
-__device__ __forceinline__ NormalizeCoefficients<A> forward_coefficients(
-    const GradientArguments& a, int64_t channel) {
-  return normalize_coefficients<A>(a.statistics.load_mean(channel), a.statistics.load_invstd(channel),
-                                   a.weight.load(channel, 1), a.bias.load(channel, 0));
+__device__ __forceinline__ NormalizeCoefficients<A> forward_coefficients(const GradientArguments& a,
+                                                                         int64_t channel) {
+  return normalize_coefficients<A>(a.statistics.load_mean(channel),
+                                   a.statistics.load_invstd(channel), a.weight.load(channel, 1),
+                                   a.bias.load(channel, 0));
 }
 
 template <typename A>
-__device__ __forceinline__ GradientCoefficients<A> backward_coefficients(
-    const GradientArguments& a, int64_t channel, int64_t channels) {
+__device__ __forceinline__ GradientCoefficients<A> backward_coefficients(const GradientArguments& a,
+                                                                         int64_t channel,
+                                                                         int64_t channels) {
   const bool training = a.count != nullptr;
-  return gradient_coefficients<A>(a.statistics.load_mean(channel), a.statistics.load_invstd(channel),
-                                  a.weight.load(channel, 1), training ? a.sums[channel] : 0.0,
-                                  training ? a.sums[channels + channel] : 0.0,
-                                  training ? static_cast<double>(*a.count) : 0.0);
+  return gradient_coefficients<A>(
+      a.statistics.load_mean(channel), a.statistics.load_invstd(channel), a.weight.load(channel, 1),
+      training ? a.sums[channel] : 0.0, training ? a.sums[channels + channel] : 0.0,
+      training ? static_cast<double>(*a.count) : 0.0);
 }
 
 template <typename A>

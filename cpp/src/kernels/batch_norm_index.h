@@ -21,13 +21,14 @@ struct DeviceLimits {
 constexpr int kLoadBytes = 16;     // the widest load of one thread
 constexpr int kLoadsInFlight = 4;  // independent loads a thread issues before it uses the first
 constexpr int kMaxSplits = 1024;
-// Of a block. Registers let about half of a multiprocessor's threads in, in all kernels: blocks of this size come
-// several at a time, so that one begins and ends while others keep the memory busy.
+// Of a block. Registers let about half of a multiprocessor's threads in, in all kernels: blocks of
+// this size come several at a time, so that one begins and ends while others keep the memory busy.
 constexpr int kBlockThreads = 256;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// Elements per load: 16 bytes, or else 8, where every run of `run` elements starts aligned to that, else one.
+/// Elements per load: 16 bytes, or else 8, where every run of `run` elements starts aligned to
+/// that, else one.
 inline int vector_width(int64_t run, int element_bytes, bool pointers_aligned) {
   for (const int width : {kLoadBytes / element_bytes, kLoadBytes / element_bytes / 2}) {
     if (pointers_aligned && run % width == 0) {
@@ -37,8 +38,9 @@ inline int vector_width(int64_t run, int element_bytes, bool pointers_aligned) {
   return 1;
 }
 
-/// How many parts each of `shared` things is divided into, so that there are at most `blocks` blocks, and no more
-/// than is `useful`. Rounded down: with a few blocks more than there is room for, all would wait for these.
+/// How many parts each of `shared` things is divided into, so that there are at most `blocks`
+/// blocks, and no more than is `useful`. Rounded down: with a few blocks more than there is room
+/// for, all would wait for these.
 inline int64_t count_splits(int64_t blocks, int64_t shared, int64_t useful) {
   const int64_t wanted = shared > 0 ? blocks / shared : 1;
   const int64_t splits = wanted < useful ? wanted : useful;
@@ -55,13 +57,13 @@ struct PlanesPlan {
   int threads;
   int splits;
   int64_t units_per_plane;
-  int64_t units;            // per channel
+  int64_t units;  // per channel
   int64_t units_per_split;
   int64_t blocks() const { return sizes.channels * splits; }
 };
 
-/// Few channels fill the device once with several blocks each; many get one block each, which is no larger than
-/// there is work for.
+/// Few channels fill the device once with several blocks each; many get one block each, which is no
+/// larger than there is work for.
 inline PlanesPlan plan_planes(Planes sizes, int element_bytes, bool pointers_aligned,
                               DeviceLimits limits) {
   PlanesPlan plan{sizes, 1, 32, 1, 0, 0, 0};

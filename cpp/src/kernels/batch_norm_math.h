@@ -29,8 +29,8 @@ struct NormalizeCoefficients {
 };
 
 template <typename T>
-APEX_HOST_DEVICE NormalizeCoefficients<T> normalize_coefficients(
-    double mean, double invstd, double weight, double bias) {
+APEX_HOST_DEVICE NormalizeCoefficients<T> normalize_coefficients(double mean, double invstd,
+                                                                 double weight, double bias) {
   const T high = static_cast<T>(mean);
   const double low = mean - static_cast<double>(high);
   const double scale = invstd * weight;
@@ -49,8 +49,9 @@ struct GradientCoefficients {
 /// `sum_dy` and `sum_dy_xmu` (sum of dy * (x - mean)) are over all ranks, like `count`. A count of
 /// zero says that the statistics were constants (evaluation), whose gradient has no such terms.
 template <typename T>
-APEX_HOST_DEVICE GradientCoefficients<T> gradient_coefficients(
-    double mean, double invstd, double weight, double sum_dy, double sum_dy_xmu, double count) {
+APEX_HOST_DEVICE GradientCoefficients<T> gradient_coefficients(double mean, double invstd,
+                                                               double weight, double sum_dy,
+                                                               double sum_dy_xmu, double count) {
   const T high = static_cast<T>(mean);
   const double low = mean - static_cast<double>(high);
   const double dy_scale = weight * invstd;
@@ -79,13 +80,13 @@ APEX_HOST_DEVICE double running_factor(double momentum, int64_t batches) {
 }
 
 /// The running variance is the unbiased one. Nothing changes where no unbiased variance exists.
-APEX_HOST_DEVICE double update_running_mean(
-    double running, const Welford<double>& all, double factor) {
+APEX_HOST_DEVICE double update_running_mean(double running, const Welford<double>& all,
+                                            double factor) {
   return all.count > 1 ? (1 - factor) * running + factor * all.mean : running;
 }
 
-APEX_HOST_DEVICE double update_running_var(
-    double running, const Welford<double>& all, double factor) {
+APEX_HOST_DEVICE double update_running_var(double running, const Welford<double>& all,
+                                           double factor) {
   return all.count > 1 ? (1 - factor) * running + factor * (all.m2 / (all.count - 1)) : running;
 }
 
@@ -93,8 +94,8 @@ APEX_HOST_DEVICE double update_running_var(
 APEX_HOST_DEVICE int64_t statistics_length(int64_t channels) { return 2 * channels + 1; }
 
 /// One channel's statistics over all ranks; `gathered` holds `ranks` such records.
-APEX_HOST_DEVICE Welford<double> merge_ranks(
-    const double* gathered, int64_t ranks, int64_t channels, int64_t channel) {
+APEX_HOST_DEVICE Welford<double> merge_ranks(const double* gathered, int64_t ranks,
+                                             int64_t channels, int64_t channel) {
   Welford<double> all;
   for (int64_t rank = 0; rank < ranks; ++rank) {
     const double* record = gathered + rank * statistics_length(channels);

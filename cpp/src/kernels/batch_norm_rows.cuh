@@ -178,8 +178,9 @@ __global__ void __launch_bounds__(kBlockThreads)
   const RowsPlace place(plan, gridDim.x - 1 - static_cast<int64_t>(blockIdx.x));
   __shared__ NormalizeCoefficients<A> shared[kMaxTileChannels];
   const int width = plan.tile_channels();
-  // Few ranks: a thread does a channel, and one round does the tile. Every block does this first, so
-  // that its length counts. Whole warps leave the loop, since their lanes exchange what they have.
+  // Few ranks: a thread does a channel, and one round does the tile. Every block does this first,
+  // so that its length counts. Whole warps leave the loop, since their lanes exchange what they
+  // have.
   const int lanes = a.records != nullptr ? lanes_per_channel(a.ranks) : 1;
   const int at_once = kBlockThreads / lanes;
   for (int first = threadIdx.x / 32 * 32 / lanes; first < width; first += at_once) {
@@ -204,8 +205,8 @@ __global__ void __launch_bounds__(kBlockThreads)
       mean = a.constants().load_mean(channel);
       invstd = a.constants().load_invstd(channel);
     }
-    shared[i] = normalize_coefficients<A>(mean, invstd, a.weight.load(channel, 1),
-                                          a.bias.load(channel, 0));
+    shared[i] =
+        normalize_coefficients<A>(mean, invstd, a.weight.load(channel, 1), a.bias.load(channel, 0));
   }
   __syncthreads();
   if (!place.inside) {

@@ -60,8 +60,9 @@ struct ChannelParam {
   }
 };
 
-/// What a backward pass knows of the distribution of a channel: the mean and 1 / sqrt(variance + eps) that the
-/// forward pass left, or, where the statistics were constants, running mean and running variance as they are.
+/// What a backward pass knows of the distribution of a channel: the mean and 1 / sqrt(variance +
+/// eps) that the forward pass left, or, where the statistics were constants, running mean and
+/// running variance as they are.
 struct ChannelStatistics {
   ChannelParam mean;
   ChannelParam invstd_or_var;

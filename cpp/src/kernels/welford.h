@@ -46,8 +46,8 @@ struct Welford {
 
   APEX_HOST_DEVICE void merge(const Welford& other) { merge(other.mean, other.m2, other.count); }
 
-  /// Appends `n` values given as sums of deviations from `shift`: sum(x - shift), sum((x - shift)^2).
-  /// Exact where `shift` is close to the values' mean (the two-pass correction).
+  /// Appends `n` values given as sums of deviations from `shift`: sum(x - shift), sum((x -
+  /// shift)^2). Exact where `shift` is close to the values' mean (the two-pass correction).
   APEX_HOST_DEVICE void merge_shifted(T shift, T sum, T sum_squares, T n) {
     if (n == T(0)) {
       return;

@@ -21,7 +21,8 @@ class AllReduce final : public Reduction {
   std::string describe() const override { return "all-reduce of bucket "; }
 
   void start(const BucketMessage&, const at::Tensor& tensor, const std::string& what) override {
-    work_ = issue_all_reduce(what, *group_, tensor, averages_ ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
+    work_ = issue_all_reduce(what, *group_, tensor,
+                             averages_ ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
   }
 
   void wait(const std::string& what, const std::function<void()>& meanwhile) override {

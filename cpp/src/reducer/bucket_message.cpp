@@ -56,17 +56,17 @@ at::Tensor handed_out(const at::Tensor& view) { return view.variable_data(); }
 
 // Note [Who may read a gradient's memory]
 //
-// Autograd may keep an incoming gradient without copying it if nobody else holds that *tensor*, although
-// others hold its *memory*: of `a.view(-1) + b.view(-1)`, .grad of a and b are views of one gradient; of
-// `x + position.unsqueeze(0)`, .grad is a view of what flows on to x; and the argument of backward() becomes
-// .grad of an output that is a parameter. So, while backward is running, a gradient is scaled and reduced
-// where it lies only if its storage has no other owner. Counting them must leave out who is about to let
-// go: while a gradient is being accumulated, the engine still holds the one that came in, and if that is a view,
-// its base.
+// Autograd may keep an incoming gradient without copying it if nobody else holds that *tensor*,
+// although others hold its *memory*: of `a.view(-1) + b.view(-1)`, .grad of a and b are views of
+// one gradient; of `x + position.unsqueeze(0)`, .grad is a view of what flows on to x; and the
+// argument of backward() becomes .grad of an output that is a parameter. So, while backward is
+// running, a gradient is scaled and reduced where it lies only if its storage has no other owner.
+// Counting them must leave out who is about to let go: while a gradient is being accumulated, the
+// engine still holds the one that came in, and if that is a view, its base.
 //
-// When backward has ended, the sum is written into a gradient that was there before it began: autograd itself
-// has added to that memory, and it may be a part of a buffer that the caller keeps. A gradient that this
-// backward made is replaced if its memory has another owner.
+// When backward has ended, the sum is written into a gradient that was there before it began:
+// autograd itself has added to that memory, and it may be a part of a buffer that the caller keeps.
+// A gradient that this backward made is replaced if its memory has another owner.
 
 bool has_one_owner(const at::Tensor& grad, const at::Tensor& incoming) {
   if (grad.requires_grad() || grad.grad_fn()) return false;  // its history may have saved it
@@ -82,13 +82,14 @@ bool has_one_owner(const at::Tensor& grad, const at::Tensor& incoming) {
 }  // namespace
 
 BucketMessage::BucketMessage(Kind kind, const std::vector<int64_t>& parameters,
-                             const std::vector<at::Tensor>& variables, BucketTrailer trailer, at::Device device,
-                             const MessageOptions& options)
+                             const std::vector<at::Tensor>& variables, BucketTrailer trailer,
+                             at::Device device, const MessageOptions& options)
     : kind_(kind), device_(device), options_(options), trailer_(std::move(trailer)) {
   if (variables.empty()) return;
   dtype_ = message_dtype(variables.front().scalar_type(), options_.allreduce_always_fp32);
   std::vector<int64_t> numel;
-  for (const at::Tensor& variable : variables) numel.push_back(variable.numel() * (variable.is_complex() ? 2 : 1));
+  for (const at::Tensor& variable : variables)
+    numel.push_back(variable.numel() * (variable.is_complex() ? 2 : 1));
   const BucketLayout layout = lay_out(numel, static_cast<int64_t>(c10::elementSize(dtype_)));
   numel_ = layout.numel;
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -121,12 +122,12 @@ void BucketMessage::allocate() {
 
 // Note [Gradients that move into their bucket]
 //
-// With gradient_as_bucket_view a gradient that was copied is not needed any more. It is let go of at once,
-// and not when the bucket is full: the memory then serves the next gradients of the same backward, while
-// it is in the cache, where otherwise a bucket's worth of it would be mapped and faulted in again in every
-// step. Until unpack() sets it to the view, .grad is undefined rather than the view: a further gradient of
-// this backward must not be added to what was scaled already. It arrives alone instead, and is scaled
-// before it is added.
+// With gradient_as_bucket_view a gradient that was copied is not needed any more. It is let go of
+// at once, and not when the bucket is full: the memory then serves the next gradients of the same
+// backward, while it is in the cache, where otherwise a bucket's worth of it would be mapped and
+// faulted in again in every step. Until unpack() sets it to the view, .grad is undefined rather
+// than the view: a further gradient of this backward must not be added to what was scaled already.
+// It arrives alone instead, and is scaled before it is added.
 
 void BucketMessage::copy_early(size_t index, double scale) {
   if (kind_ != Kind::kFlat || !device_.is_cpu()) return;
@@ -162,7 +163,7 @@ bool BucketMessage::is_copied(const Slot& slot, double scale) const {
 }
 
 void BucketMessage::pack(const std::vector<uint8_t>& used, double scale, uint32_t facts,
-                  const at::Tensor& incoming) {
+                         const at::Tensor& incoming) {
   const BelowAutograd guard;
   copied_ = copied_early_ = 0;
   packed_ = true;
@@ -188,7 +189,7 @@ void BucketMessage::pack(const std::vector<uint8_t>& used, double scale, uint32_
 
 void BucketMessage::pack_flat(const std::vector<uint8_t>& used, double scale, uint32_t facts) {
   allocate();
-    // Where gradients are copied in, scaling costs nothing on top.
+  // Where gradients are copied in, scaling costs nothing on top.
   const double while_copying = device_.is_cpu() && !has_home() ? scale : 1.0;
   std::vector<at::Tensor> targets;
   std::vector<at::Tensor> sources;
@@ -237,17 +238,18 @@ void BucketMessage::pack_in_place(double scale, const at::Tensor& incoming) {
   const at::Tensor& own = slot.variable.grad();
   tensor_ = slot.view = at::Tensor();  // they may refer to the same memory since the last backward
   // An unused gradient must be left as it is until it is known whether another rank used it.
-  const bool in_place = slot.used && own.defined() && own.layout() == at::kStrided && !own.is_conj() &&
-              !own.is_neg() && same_dense_layout(own, slot.variable) &&
-              c10::toRealValueType(own.scalar_type()) == dtype_ && has_one_owner(own, incoming);
+  const bool in_place = slot.used && own.defined() && own.layout() == at::kStrided &&
+                        !own.is_conj() && !own.is_neg() && same_dense_layout(own, slot.variable) &&
+                        c10::toRealValueType(own.scalar_type()) == dtype_ &&
+                        has_one_owner(own, incoming);
   if (in_place) {
     slot.view = handed_out(own);
   } else {
     const at::Tensor grad = own.defined() ? dense(own) : own;
-    slot.view = at::empty_strided(slot.variable.sizes(), slot.variable.strides(),
-                                  slot.variable.options().dtype(slot.variable.is_complex()
-                                                                    ? slot.variable.scalar_type()
-                                                                    : dtype_));
+    slot.view =
+        at::empty_strided(slot.variable.sizes(), slot.variable.strides(),
+                          slot.variable.options().dtype(
+                              slot.variable.is_complex() ? slot.variable.scalar_type() : dtype_));
     if (grad.defined()) {
       slot.view.copy_(grad);
       copied_ = 1;
@@ -389,7 +391,9 @@ void BucketMessage::read_used(const at::Tensor& tensor, std::vector<uint8_t>& us
   trailer_.read_used(trailer_of(tensor), used_by_any);
 }
 
-uint32_t BucketMessage::read_facts(const at::Tensor& tensor) const { return trailer_.read_facts(trailer_of(tensor)); }
+uint32_t BucketMessage::read_facts(const at::Tensor& tensor) const {
+  return trailer_.read_facts(trailer_of(tensor));
+}
 
 at::Tensor BucketMessage::largest_values() const {
   const BelowAutograd guard;
@@ -404,10 +408,11 @@ at::Tensor BucketMessage::largest_values() const {
     values.push_back(grad);
     places.push_back(i);
   }
-  at::Tensor result =
-      at::zeros({static_cast<int64_t>(slots_.size())}, at::TensorOptions(device_).dtype(at::kDouble));
+  at::Tensor result = at::zeros({static_cast<int64_t>(slots_.size())},
+                                at::TensorOptions(device_).dtype(at::kDouble));
   if (values.empty()) return result;
-  std::vector<at::Tensor> norms = at::_foreach_norm(values, std::numeric_limits<double>::infinity());
+  std::vector<at::Tensor> norms =
+      at::_foreach_norm(values, std::numeric_limits<double>::infinity());
   for (at::Tensor& norm : norms) norm = norm.to(at::kDouble);
   const at::Tensor found = at::stack(norms);
   if (places.size() == slots_.size()) return found;

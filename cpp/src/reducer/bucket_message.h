@@ -1,6 +1,7 @@
 #pragma once
 
-/// The gradients of one bucket, gathered into a message and handed out again. Knows nothing of autograd or communication.
+/// The gradients of one bucket, gathered into a message and handed out again. Knows nothing of
+/// autograd or communication.
 
 #include <cstdint>
 #include <functional>
@@ -20,8 +21,8 @@ struct MessageOptions {
   std::function<at::Tensor(int64_t, const at::TensorOptions&)> allocate;
 };
 
-/// All member functions work on the current stream of the message's device and never block the host, except
-/// read_used() and read_facts(). Not thread safe.
+/// All member functions work on the current stream of the message's device and never block the
+/// host, except read_used() and read_facts(). Not thread safe.
 class BucketMessage {
  public:
   enum class Kind {
@@ -37,13 +38,15 @@ class BucketMessage {
     at::Tensor variable;  ///< the parameter
     int64_t offset = 0;   ///< first element in the buffer
     int64_t numel = 0;    ///< elements of the gradient
-    /// The buffer seen with the parameter's shape, strides and dtype. Never handed out: whoever holds a
-    /// gradient may point it elsewhere (`grad.data = ...`), and with it every tensor that is the same one.
+    /// The buffer seen with the parameter's shape, strides and dtype. Never handed out: whoever
+    /// holds a gradient may point it elsewhere (`grad.data = ...`), and with it every tensor that
+    /// is the same one.
     at::Tensor view;
-    at::Tensor handed;    ///< the last tensor like it that was handed out
-    at::Tensor stash;     ///< an unused gradient's value, kept until it is known to be unused by all
-    bool used = false;    ///< this rank contributes a gradient in this backward
-    at::Tensor early;     ///< the gradient that copy_early() has copied and left in place, until pack()
+    at::Tensor handed;  ///< the last tensor like it that was handed out
+    at::Tensor stash;   ///< an unused gradient's value, kept until it is known to be unused by all
+    bool used = false;  ///< this rank contributes a gradient in this backward
+    at::Tensor
+        early;  ///< the gradient that copy_early() has copied and left in place, until pack()
     uint32_t early_version = 0;  ///< its version then
     double early_scale = 1.0;    ///< what copy_early() multiplied by
     bool moved = false;          ///< copy_early() took the gradient away, until unpack()
@@ -53,8 +56,9 @@ class BucketMessage {
   /// @param variables   the members' parameters, in the same order.
   /// @param trailer     empty for kinds other than kFlat and kMaskOnly.
   /// @param device      where the buffer lives.
-  BucketMessage(Kind kind, const std::vector<int64_t>& parameters, const std::vector<at::Tensor>& variables,
-                BucketTrailer trailer, at::Device device, const MessageOptions& options);
+  BucketMessage(Kind kind, const std::vector<int64_t>& parameters,
+                const std::vector<at::Tensor>& variables, BucketTrailer trailer, at::Device device,
+                const MessageOptions& options);
 
   Kind kind() const { return kind_; }
   bool is_sparse() const { return kind_ == Kind::kSparse; }
@@ -68,27 +72,31 @@ class BucketMessage {
   /// Elements of gradients in the message; those of the trailer do not count.
   int64_t numel() const { return numel_; }
 
-  /// Copies the gradient of `slots()[index]`, times `scale`, ahead of pack(): right after it was computed
-  /// it is still in the cache. Only on the CPU, and only where that is one pass over the memory; otherwise
-  /// does nothing. pack() copies again what has changed since. With gradient_as_bucket_view the gradient
-  /// is taken away from its parameter, which gets the view in unpack().
+  /// Copies the gradient of `slots()[index]`, times `scale`, ahead of pack(): right after it was
+  /// computed it is still in the cache. Only on the CPU, and only where that is one pass over the
+  /// memory; otherwise does nothing. pack() copies again what has changed since. With
+  /// gradient_as_bucket_view the gradient is taken away from its parameter, which gets the view in
+  /// unpack().
   void copy_early(size_t index, double scale);
 
   /// Gathers the members' gradients into the message and multiplies by `scale`.
   ///
-  /// @param used  by parameter index of the reducer: whether this rank contributes; a used member has
+  /// @param used  by parameter index of the reducer: whether this rank contributes; a used member
+  /// has
   ///              a gradient. A member that is not used contributes its present gradient if it has
   ///              one, else zeros.
   /// @param facts  for the trailer.
-  /// One multi-tensor copy at most; gradients that already are views of the buffer are not copied, and
-  /// neither is that of a message in place, if nothing but its parameter and `incoming` refers to its
-  /// memory (see Note [Who may read a gradient's memory] in the source).
+  /// One multi-tensor copy at most; gradients that already are views of the buffer are not copied,
+  /// and neither is that of a message in place, if nothing but its parameter and `incoming` refers
+  /// to its memory (see Note [Who may read a gradient's memory] in the source).
   /// @param incoming  the gradient that autograd is accumulating just now, if it is.
-  void pack(const std::vector<uint8_t>& used, double scale, uint32_t facts = 0, const at::Tensor& incoming = {});
+  void pack(const std::vector<uint8_t>& used, double scale, uint32_t facts = 0,
+            const at::Tensor& incoming = {});
 
-  /// The message of a rank that contributes nothing to this bucket, which other ranks have packed: zeros (with
-  /// `poison`: NaN, for devices on which nobody reads the facts), no parameter used, and these facts. A new
-  /// tensor; what is packed here does not change. Undefined for a sparse one.
+  /// The message of a rank that contributes nothing to this bucket, which other ranks have packed:
+  /// zeros (with `poison`: NaN, for devices on which nobody reads the facts), no parameter used,
+  /// and these facts. A new tensor; what is packed here does not change. Undefined for a sparse
+  /// one.
   at::Tensor absent(uint32_t facts, bool poison) const;
 
   /// The tensor to reduce, valid between pack() and unpack(): contiguous, real-valued, or sparse.
@@ -98,40 +106,40 @@ class BucketMessage {
   at::Tensor gradients_of(const at::Tensor& tensor) const { return tensor.narrow(0, 0, numel_); }
   std::vector<at::Tensor> views_of(const at::Tensor& gradients) const;
 
-  /// The buffer that gradients are views of with gradient_as_bucket_view, [numel()]; of a message in
-  /// place, the gradient as a flat alias. Undefined before the first pack().
+  /// The buffer that gradients are views of with gradient_as_bucket_view, [numel()]; of a message
+  /// in place, the gradient as a flat alias. Undefined before the first pack().
   at::Tensor gradients_buffer() const;
 
-  /// Replaces the gradients' part of the message by `result`: same number of elements, any dtype. Of a sparse one:
-  /// replaces the message by the reduced tensor.
+  /// Replaces the gradients' part of the message by `result`: same number of elements, any dtype.
+  /// Of a sparse one: replaces the message by the reduced tensor.
   /// @throws InvalidArgument for another number of elements.
   void assign(const at::Tensor& result);
 
-  /// Multiplies the gradients' part of the message by `scale` and hands every used member its gradient: as a
-  /// view of the buffer, or by one multi-tensor copy. Members that this rank did not use are left for
-  /// settle().
+  /// Multiplies the gradients' part of the message by `scale` and hands every used member its
+  /// gradient: as a view of the buffer, or by one multi-tensor copy. Members that this rank did not
+  /// use are left for settle().
   /// @param kept  by parameter index of the reducer: whether .grad was there before this backward.
   void unpack(double scale, const std::vector<uint8_t>& kept);
 
-  /// After unpack(): decides for members that this rank did not use. With `used_by_any` they get the
-  /// reduced gradient, otherwise they are left as they were before pack() (None stays None).
+  /// After unpack(): decides for members that this rank did not use. With `used_by_any` they get
+  /// the reduced gradient, otherwise they are left as they were before pack() (None stays None).
   void settle(const std::vector<uint8_t>& used_by_any);
 
   /// True if a member was not used by this rank in the last pack().
   bool has_unused() const { return has_unused_; }
 
-  /// After the reduction of `tensor`, which is tensor() or what absent() gave: what its trailer says. Blocks the host
-  /// until it is readable.
+  /// After the reduction of `tensor`, which is tensor() or what absent() gave: what its trailer
+  /// says. Blocks the host until it is readable.
   void read_used(const at::Tensor& tensor, std::vector<uint8_t>& used_by_any) const;
   uint32_t read_facts(const at::Tensor& tensor) const;
 
-  /// Largest absolute value of each packed gradient, in the order of slots() (0 where there is none):
-  /// not finite where a gradient is not. On the message's device; one multi-tensor call.
+  /// Largest absolute value of each packed gradient, in the order of slots() (0 where there is
+  /// none): not finite where a gradient is not. On the message's device; one multi-tensor call.
   at::Tensor largest_values() const;
 
-  /// Forgets a message that is in flight, so that what still writes to it cannot be seen any more: a
-  /// gradient that lies in it is taken away from its parameter. Gradients that were moved into a bucket, or
-  /// are views of it, and were not packed yet are put back as tensors of their own.
+  /// Forgets a message that is in flight, so that what still writes to it cannot be seen any more:
+  /// a gradient that lies in it is taken away from its parameter. Gradients that were moved into a
+  /// bucket, or are views of it, and were not packed yet are put back as tensors of their own.
   void abandon();
 
   /// How many gradients the last pack() copied, and of these, how many copy_early() had copied.
@@ -146,7 +154,9 @@ class BucketMessage {
   bool is_copied(const Slot& slot, double scale) const;
   bool has_home() const { return home_.data_ptr() != buffer_.data_ptr(); }
   at::Tensor view_as_gradient(Slot& slot) const;
-  at::Tensor trailer_of(const at::Tensor& tensor) const { return tensor.narrow(0, numel_, trailer_.numel()); }
+  at::Tensor trailer_of(const at::Tensor& tensor) const {
+    return tensor.narrow(0, numel_, trailer_.numel());
+  }
 
   Kind kind_;
   at::Device device_;
@@ -156,8 +166,8 @@ class BucketMessage {
   at::ScalarType dtype_ = at::kFloat;  ///< real-valued
   int64_t numel_ = 0;                  ///< in elements of dtype_
   at::Tensor buffer_;                  ///< flat: gradients, then the trailer; in dtype_
-  at::Tensor home_;     ///< where views live if gradients have another dtype, else buffer_
-  at::Tensor tensor_;   ///< what is reduced in this backward
+  at::Tensor home_;      ///< where views live if gradients have another dtype, else buffer_
+  at::Tensor tensor_;    ///< what is reduced in this backward
   bool packed_ = false;  ///< between pack() and unpack()
   bool has_unused_ = false;
   int64_t copied_ = 0;

@@ -39,16 +39,18 @@ void join_producers(const PlannedBucket& entry) {
   }
 }
 
-/// Gradients, and a buffer that was made in a hook, belong to the streams that made them; the one that ends
-/// backward reads and writes them, and until it is done their memory must not serve those streams again.
-/// Who made them is not known in a backward that is recorded.
+/// Gradients, and a buffer that was made in a hook, belong to the streams that made them; the one
+/// that ends backward reads and writes them, and until it is done their memory must not serve those
+/// streams again. Who made them is not known in a backward that is recorded.
 void keep_for_current_stream(const PlannedBucket& entry) {
   const BucketMessage& message = entry.message;
   if (message.device().is_cpu()) return;
   const c10::impl::VirtualGuardImpl guard(message.device().type());
   const c10::Stream current = guard.getStream(message.device());
   const auto is_current = [&](const c10::Stream& producer) { return producer == current; };
-  if (!entry.producers.empty() && std::all_of(entry.producers.begin(), entry.producers.end(), is_current)) return;
+  if (!entry.producers.empty() &&
+      std::all_of(entry.producers.begin(), entry.producers.end(), is_current))
+    return;
   const auto keep = [&](const at::Tensor& tensor) {
     if (tensor.defined() && tensor.layout() == at::kStrided) tensor.record_stream(current);
   };
@@ -59,10 +61,13 @@ void keep_for_current_stream(const PlannedBucket& entry) {
 
 /// For errors; with one rank nothing is sent, and nothing named.
 std::string name_of(const PlannedBucket& entry, size_t index, const ReducerContext& context) {
-  return entry.traits.has_peers || entry.traits.runs_user_code ? describe_bucket(entry, index, context) : "";
+  return entry.traits.has_peers || entry.traits.runs_user_code
+             ? describe_bucket(entry, index, context)
+             : "";
 }
 
-void start(PlannedBucket& entry, const at::Tensor& tensor, const std::string& what, ReducerContext& context) {
+void start(PlannedBucket& entry, const at::Tensor& tensor, const std::string& what,
+           ReducerContext& context) {
   entry.user_code_failed = entry.traits.runs_user_code;  // unless it returns
   context.monitor.open([&] { entry.reduction->start(entry.message, tensor, what); });
   entry.user_code_failed = false;
@@ -96,13 +101,14 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
     context.statistics.add(&ReducerStatistics::reduced_in_place);
   }
   const std::string what = name_of(entry, index, context);
-  if (!entry.traits.starts_at_wait) context.observers.tell(&BackwardObserver::launched, index, message);
+  if (!entry.traits.starts_at_wait)
+    context.observers.tell(&BackwardObserver::launched, index, message);
   start(entry, message.tensor(), what, context);
   context.observers.tell(&BackwardObserver::in_flight, index, *entry.reduction);
 }
 
-void launch_absent(std::vector<PlannedBucket>& entries, const StepFacts& facts, bool without_user_code,
-                   ReducerContext& context) {
+void launch_absent(std::vector<PlannedBucket>& entries, const StepFacts& facts,
+                   bool without_user_code, ReducerContext& context) {
   // Without facts nobody would notice zeros.
   const bool heard = !entries.empty() && entries.back().message.trailer().carries_facts();
   for (size_t b = 0; b < entries.size(); ++b) {
@@ -112,7 +118,8 @@ void launch_absent(std::vector<PlannedBucket>& entries, const StepFacts& facts, 
     if (without_user_code && entry.traits.runs_user_code) continue;
     const c10::OptionalDeviceGuard guard(entry.message.device());
     entry.absent = entry.message.absent(facts.encode(), facts.failed && !heard);
-    // Named as by the ranks whose gradients travel in it: see Note [Ranks in different collectives].
+    // Named as by the ranks whose gradients travel in it: see Note [Ranks in different
+    // collectives].
     start(entry, entry.absent, describe_bucket(entry, b, context), context);
     if (entry.reduction->holds_back_next()) {
       context.monitor.open([&] { entry.reduction->future()->wait(); });
@@ -128,7 +135,8 @@ void run_next_phases(Plan& plan, ReducerContext& context) {
       if (!entry.reduction->has_next_phase()) continue;
       any = true;
       const c10::OptionalDeviceGuard guard(entry.message.device());
-      context.monitor.open([&] { entry.reduction->next_phase(describe_bucket(entry, b, context)); });
+      context.monitor.open(
+          [&] { entry.reduction->next_phase(describe_bucket(entry, b, context)); });
       context.observers.tell(&BackwardObserver::in_flight, b, *entry.reduction);
     }
   }
@@ -137,7 +145,8 @@ void run_next_phases(Plan& plan, ReducerContext& context) {
 void complete_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
                      const std::function<void()>& meanwhile, ReducerContext& context) {
   const c10::OptionalDeviceGuard guard(entry.message.device());
-  if (entry.traits.starts_at_wait) context.observers.tell(&BackwardObserver::launched, index, entry.message);
+  if (entry.traits.starts_at_wait)
+    context.observers.tell(&BackwardObserver::launched, index, entry.message);
   context.observers.tell(&BackwardObserver::awaiting, index);
   receive(entry, name_of(entry, index, context), meanwhile, context);
   context.observers.tell(&BackwardObserver::arrived, index);
@@ -145,7 +154,8 @@ void complete_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pas
   entry.completed = true;
 }
 
-void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place>& places, const BackwardPass& pass,
+void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place>& places,
+                 const BackwardPass& pass,
                  const std::function<void(const std::vector<BucketMessage::Slot>&)>& call_back,
                  ReducerContext& context) {
   const std::string what = "all-reduce of late gradients";
@@ -177,20 +187,22 @@ std::string find_non_finite(std::vector<PlannedBucket>& entries, ReducerContext&
       if (first < 0 || slots[i].parameter < first) first = slots[i].parameter;
     }
   }
-  const ControlMessage message =
-      context.members.all_gather("exchange of non-finite gradients", at::full({1}, first, at::kLong));
+  const ControlMessage message = context.members.all_gather("exchange of non-finite gradients",
+                                                            at::full({1}, first, at::kLong));
   const at::Tensor found = context.monitor.open([&] { return message.wait(); });
   const int64_t* of_rank = found.const_data_ptr<int64_t>();
   std::string text;
   int64_t ranks = 0;
   for (int64_t rank = 0; rank < found.numel(); ++rank) {
     if (of_rank[rank] < 0 || ranks++ > 0) continue;
-    text = "rank " + std::to_string(rank) + " contributed a gradient that is infinite or NaN for parameter '" +
+    text = "rank " + std::to_string(rank) +
+           " contributed a gradient that is infinite or NaN for parameter '" +
            context.parameters[of_rank[rank]].name + "'";
   }
   if (text.empty()) return text;
   return text + " (" + std::to_string(ranks) + " of " + std::to_string(found.numel()) +
-         " ranks have such gradients), and so it is on every rank now: look at that rank's batch and "
+         " ranks have such gradients), and so it is on every rank now: look at that rank's batch "
+         "and "
          "loss, lower the learning rate, or scale the loss; do not step the optimizer";
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
-/// What happens to a bucket in a backward, step by step; each on the thread that changes the reducer.
+/// What happens to a bucket in a backward, step by step; each on the thread that changes the
+/// reducer.
 
 #include <functional>
 #include <string>
@@ -12,16 +13,17 @@
 
 namespace apex::parallel::detail {
 
-/// Waits on the current stream for the streams that produced the gradients, packs these, and starts the reduction.
+/// Waits on the current stream for the streams that produced the gradients, packs these, and starts
+/// the reduction.
 /// @param incoming  see BucketMessage::pack().
 void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass, uint32_t facts,
                    const at::Tensor& incoming, ReducerContext& context);
 
-/// Launches what `entries` still have to send as this rank's part of a backward: zeros, and these facts. See
-/// Note [Carried through].
+/// Launches what `entries` still have to send as this rank's part of a backward: zeros, and these
+/// facts. See Note [Carried through].
 /// @param without_user_code  those whose reduction runs user code send nothing: it failed.
-void launch_absent(std::vector<PlannedBucket>& entries, const StepFacts& facts, bool without_user_code,
-                   ReducerContext& context);
+void launch_absent(std::vector<PlannedBucket>& entries, const StepFacts& facts,
+                   bool without_user_code, ReducerContext& context);
 
 /// Later phases of reductions that have them, in the order of the buckets.
 void run_next_phases(Plan& plan, ReducerContext& context);
@@ -32,11 +34,13 @@ void complete_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pas
 
 /// Reduces gradients that are in no bucket of this backward. The same list on every rank.
 /// @param call_back  is given each list of parameters that are complete.
-void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place>& places, const BackwardPass& pass,
+void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place>& places,
+                 const BackwardPass& pass,
                  const std::function<void(const std::vector<BucketMessage::Slot>&)>& call_back,
                  ReducerContext& context);
 
-/// With check_finite: the error if a rank contributed a gradient that is not finite, else an empty text. Collective.
+/// With check_finite: the error if a rank contributed a gradient that is not finite, else an empty
+/// text. Collective.
 std::string find_non_finite(std::vector<PlannedBucket>& entries, ReducerContext& context);
 
 }  // namespace apex::parallel::detail

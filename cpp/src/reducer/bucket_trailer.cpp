@@ -25,18 +25,23 @@ std::vector<uint8_t> above_zero(const at::Tensor& trailer) {
 
 }  // namespace
 
-void BucketTrailer::write(const at::Tensor& trailer, const std::vector<uint8_t>& used, uint32_t facts) const {
+void BucketTrailer::write(const at::Tensor& trailer, const std::vector<uint8_t>& used,
+                          uint32_t facts) const {
   if (numel() == 0) return;
   const auto is_used = [&](int64_t parameter) { return !used.empty() && used[parameter] != 0; };
   if (trailer.is_cpu()) {
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, trailer.scalar_type(), "trailer", [&] {
-      scalar_t* out = trailer.mutable_data_ptr<scalar_t>();
-      for (const int64_t parameter : reported_) *out++ = scalar_t(is_used(parameter) ? 1.0F : 0.0F);
-      for (int i = 0; i < facts_; ++i) *out++ = scalar_t((facts >> i) & 1U ? 1.0F : 0.0F);
-    });
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, trailer.scalar_type(), "trailer",
+                                    [&] {
+                                      scalar_t* out = trailer.mutable_data_ptr<scalar_t>();
+                                      for (const int64_t parameter : reported_)
+                                        *out++ = scalar_t(is_used(parameter) ? 1.0F : 0.0F);
+                                      for (int i = 0; i < facts_; ++i)
+                                        *out++ = scalar_t((facts >> i) & 1U ? 1.0F : 0.0F);
+                                    });
     return;
   }
-  // One kernel, and one more for each number that is not as usual: parameters are used, facts do not hold.
+  // One kernel, and one more for each number that is not as usual: parameters are used, facts do
+  // not hold.
   if (mask_numel() > 0) trailer.narrow(0, 0, mask_numel()).fill_(1.0);
   for (int64_t i = 0; i < mask_numel(); ++i) {
     if (!is_used(reported_[i])) trailer.select(0, i).zero_();

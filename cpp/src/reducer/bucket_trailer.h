@@ -9,15 +9,17 @@
 
 namespace apex::parallel::detail {
 
-/// One number per reported parameter, 1 where a rank has a gradient for it (the used-parameter mask), then one per fact,
-/// 1 where the fact holds on a rank; else 0. The sum over ranks is above 0 exactly if it is 1 on some rank, in every
-/// floating dtype, for every number of ranks, and also if the numbers were averaged.
+/// One number per reported parameter, 1 where a rank has a gradient for it (the used-parameter
+/// mask), then one per fact, 1 where the fact holds on a rank; else 0. The sum over ranks is above
+/// 0 exactly if it is 1 on some rank, in every floating dtype, for every number of ranks, and also
+/// if the numbers were averaged.
 class BucketTrailer {
  public:
   BucketTrailer() = default;
   /// @param reported  indices of parameters.
   /// @param facts     at most 32.
-  BucketTrailer(std::vector<int64_t> reported, int facts) : reported_(std::move(reported)), facts_(facts) {}
+  BucketTrailer(std::vector<int64_t> reported, int facts)
+      : reported_(std::move(reported)), facts_(facts) {}
 
   int64_t numel() const { return static_cast<int64_t>(reported_.size()) + facts_; }
   const std::vector<int64_t>& reported() const { return reported_; }
@@ -28,8 +30,8 @@ class BucketTrailer {
   /// @param facts  bit i: fact i holds.
   void write(const at::Tensor& trailer, const std::vector<uint8_t>& used, uint32_t facts) const;
 
-  /// Of a sum: adds to `used_by_any` (by parameter index) which parameters are used on some rank. Blocks the host until
-  /// `trailer` can be read.
+  /// Of a sum: adds to `used_by_any` (by parameter index) which parameters are used on some rank.
+  /// Blocks the host until `trailer` can be read.
   void read_used(const at::Tensor& trailer, std::vector<uint8_t>& used_by_any) const;
 
   /// Of a sum: bit i is set if fact i holds on some rank. Blocks likewise.

@@ -13,7 +13,8 @@ constexpr std::chrono::seconds kLastWait{2};
 
 }  // namespace
 
-void Companions::set(const std::vector<std::shared_ptr<ReducerCore>>& in_graph, const ReducerCore* self) {
+void Companions::set(const std::vector<std::shared_ptr<ReducerCore>>& in_graph,
+                     const ReducerCore* self) {
   others_.clear();
   for (const auto& core : in_graph) {
     if (core.get() != self) others_.push_back(core);

@@ -12,12 +12,13 @@ class ReducerCore;
 
 // Note [Out of step in one of several]
 //
-// The reducers of one backward end one after the other. If a rank has left one of them out of a backward, the others
-// wait for it there until its next backward, while it waits for them in another reducer of that. The messages by
-// which the two would find out have arrived by then. So who waits for long looks at the other reducers of its
-// backward: for one whose facts differ the exchange that compares ranks is begun at once. It is not waited for, as the
-// others may merely be late, and first compare another reducer. And who has thrown waits no longer than two seconds
-// for ranks that will not come.
+// The reducers of one backward end one after the other. If a rank has left one of them out of a
+// backward, the others wait for it there until its next backward, while it waits for them in
+// another reducer of that. The messages by which the two would find out have arrived by then. So
+// who waits for long looks at the other reducers of its backward: for one whose facts differ the
+// exchange that compares ranks is begun at once. It is not waited for, as the others may merely be
+// late, and first compare another reducer. And who has thrown waits no longer than two seconds for
+// ranks that will not come.
 
 /// The other reducers of a backward, as one of them sees them. Belongs to one backward.
 class Companions {
@@ -26,7 +27,8 @@ class Companions {
   void forget() { *this = {}; }
   bool empty() const { return others_.empty(); }
 
-  /// This reducer throws since ranks are out of step: the others need not come to the rest of this backward.
+  /// This reducer throws since ranks are out of step: the others need not come to the rest of this
+  /// backward.
   void tell() const;
   /// A companion has said so.
   void give_up_soon();

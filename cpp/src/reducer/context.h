@@ -19,7 +19,8 @@
 namespace apex::parallel::detail {
 
 struct ReducerContext {
-  ReducerContext(std::vector<NamedTensor> tensors, std::vector<GroupPtr> groups, ReducerOptions given, const void* self)
+  ReducerContext(std::vector<NamedTensor> tensors, std::vector<GroupPtr> groups,
+                 ReducerOptions given, const void* self)
       : options(std::move(given)),
         members(std::move(groups)),
         parameters(std::move(tensors), self),

@@ -17,7 +17,11 @@ at::Tensor tensor_of(const c10::IValue& value) {
 class HookReduction final : public Reduction {
  public:
   explicit HookReduction(const ReductionSite& site)
-      : hook_(site.hook), group_(site.group), alone_(site.alone), index_(site.index), is_last_(site.last_of_hook) {}
+      : hook_(site.hook),
+        group_(site.group),
+        alone_(site.alone),
+        index_(site.index),
+        is_last_(site.last_of_hook) {}
 
   ReductionTraits traits() const override {
     ReductionTraits traits;
@@ -29,22 +33,30 @@ class HookReduction final : public Reduction {
     return traits;
   }
 
-  std::string describe() const override { return "communication hook '" + hook_->name() + "', for bucket "; }
+  std::string describe() const override {
+    return "communication hook '" + hook_->name() + "', for bucket ";
+  }
 
-  void start(const BucketMessage& bucket, const at::Tensor& tensor, const std::string& what) override {
+  void start(const BucketMessage& bucket, const at::Tensor& tensor,
+             const std::string& what) override {
     given_ = {};
     given_.index = static_cast<int64_t>(index_);
     given_.is_last = is_last_;
     given_.buffer = bucket.gradients_of(tensor);
     given_.gradients = bucket.views_of(given_.buffer);
-    for (const BucketMessage::Slot& slot : bucket.slots()) given_.parameters.push_back(slot.variable);
+    for (const BucketMessage::Slot& slot : bucket.slots())
+      given_.parameters.push_back(slot.variable);
     finishing_ = false;
     future_ = checked(hook_->run(given_), what);
   }
 
-  bool holds_back_next() const override { return future_ && hook_->may_chain() && !future_->completed(); }
+  bool holds_back_next() const override {
+    return future_ && hook_->may_chain() && !future_->completed();
+  }
 
-  bool has_next_phase() const override { return future_ && !finishing_ && hook_->has_finish(given_); }
+  bool has_next_phase() const override {
+    return future_ && !finishing_ && hook_->has_finish(given_);
+  }
 
   void next_phase(const std::string& what) override {
     await(what);
@@ -73,8 +85,10 @@ class HookReduction final : public Reduction {
  private:
   FuturePtr checked(FuturePtr future, const std::string& what) const {
     if (!future) {
-      throw Error(what + ": the hook returned no future, so the gradients of this bucket would not be averaged: "
-                  "return one that yields the result");
+      throw Error(
+          what +
+          ": the hook returned no future, so the gradients of this bucket would not be averaged: "
+          "return one that yields the result");
     }
     return future;
   }

@@ -21,17 +21,21 @@ constexpr const char* kNoCompiledAutograd =
 
 class GradientHook final : public torch::autograd::FunctionPostHook {
  public:
-  GradientHook(std::weak_ptr<ReducerCore> core, size_t index) : core_(std::move(core)), index_(index) {}
+  GradientHook(std::weak_ptr<ReducerCore> core, size_t index)
+      : core_(std::move(core)), index_(index) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
                                             const torch::autograd::variable_list& inputs) override {
     // By reference: one more owner of the gradient that came in would count, see has_one_owner().
     static const at::Tensor none;
-    if (const auto core = core_.lock()) core->gradient_ready(index_, inputs.empty() ? none : inputs.front());
+    if (const auto core = core_.lock())
+      core->gradient_ready(index_, inputs.empty() ? none : inputs.front());
     return outputs;
   }
 
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { throw Error(kNoCompiledAutograd); }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    throw Error(kNoCompiledAutograd);
+  }
 
  private:
   std::weak_ptr<ReducerCore> core_;
@@ -49,7 +53,9 @@ class OutputHook final : public torch::autograd::FunctionPreHook {
     return grads;
   }
 
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { throw Error(kNoCompiledAutograd); }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    throw Error(kNoCompiledAutograd);
+  }
 
  private:
   std::shared_ptr<ReducerCore> core_;
@@ -58,12 +64,13 @@ class OutputHook final : public torch::autograd::FunctionPreHook {
 
 }  // namespace
 
-std::unique_ptr<torch::autograd::FunctionPostHook> make_gradient_hook(std::weak_ptr<ReducerCore> core, size_t index) {
+std::unique_ptr<torch::autograd::FunctionPostHook> make_gradient_hook(
+    std::weak_ptr<ReducerCore> core, size_t index) {
   return std::make_unique<GradientHook>(std::move(core), index);
 }
 
-std::unique_ptr<torch::autograd::FunctionPreHook> make_output_hook(std::shared_ptr<ReducerCore> core,
-                                                                   std::shared_ptr<const WatchedOutput> output) {
+std::unique_ptr<torch::autograd::FunctionPreHook> make_output_hook(
+    std::shared_ptr<ReducerCore> core, std::shared_ptr<const WatchedOutput> output) {
   return std::make_unique<OutputHook>(std::move(core), std::move(output));
 }
 

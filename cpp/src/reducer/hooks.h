@@ -14,11 +14,12 @@ namespace apex::parallel::detail {
 class ReducerCore;
 
 /// Runs after a parameter's gradient was accumulated: gradient_ready().
-std::unique_ptr<torch::autograd::FunctionPostHook> make_gradient_hook(std::weak_ptr<ReducerCore> core, size_t index);
+std::unique_ptr<torch::autograd::FunctionPostHook> make_gradient_hook(
+    std::weak_ptr<ReducerCore> core, size_t index);
 
-/// Runs when backward enters through an output of the model: enter_backward(). Keeps the reducer alive for as long as
-/// there may be something to synchronize.
-std::unique_ptr<torch::autograd::FunctionPreHook> make_output_hook(std::shared_ptr<ReducerCore> core,
-                                                                   std::shared_ptr<const WatchedOutput> output);
+/// Runs when backward enters through an output of the model: enter_backward(). Keeps the reducer
+/// alive for as long as there may be something to synchronize.
+std::unique_ptr<torch::autograd::FunctionPreHook> make_output_hook(
+    std::shared_ptr<ReducerCore> core, std::shared_ptr<const WatchedOutput> output);
 
 }  // namespace apex::parallel::detail

@@ -10,16 +10,18 @@ namespace apex::parallel::detail {
 
 // Note [Who may touch a reducer]
 //
-// One thread at a time may change a reducer, and may take as long as other ranks and user code do: a communication hook,
-// a bucket callback, a wait for a rank that has died. A mutex that is held for so long delays everybody, also who only
-// looks, or wants to abort. So the right to change is one thing and the mutex another: the thread that changes opens the
-// monitor while it waits or runs user code. Meanwhile others may read; what they read is as the changing thread has left
-// it, which opens only where that is consistent. User code may come back to the reducer on the same thread.
+// One thread at a time may change a reducer, and may take as long as other ranks and user code do:
+// a communication hook, a bucket callback, a wait for a rank that has died. A mutex that is held
+// for so long delays everybody, also who only looks, or wants to abort. So the right to change is
+// one thing and the mutex another: the thread that changes opens the monitor while it waits or runs
+// user code. Meanwhile others may read; what they read is as the changing thread has left it, which
+// opens only where that is consistent. User code may come back to the reducer on the same thread.
 
 /// Guards what belongs to one reducer.
 class Monitor {
  public:
-  /// The right to change. Waits until no other thread has it; the thread that has it may take it again.
+  /// The right to change. Waits until no other thread has it; the thread that has it may take it
+  /// again.
   class Change {
    public:
     explicit Change(Monitor& monitor) : monitor_(&monitor) {
@@ -84,7 +86,9 @@ class Monitor {
   }
 
  private:
-  bool is_mine() const { return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
+  bool is_mine() const {
+    return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
+  }
   bool close() {
     if (!open_) return false;
     mutex_.lock();

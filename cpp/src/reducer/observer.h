@@ -13,8 +13,9 @@
 
 namespace apex::parallel::detail {
 
-/// Called on the thread on which it happens, between one began() and the next completed() or dropped(). gradient_ready()
-/// may come from one thread while another is in launched() or in_flight(). Must not throw.
+/// Called on the thread on which it happens, between one began() and the next completed() or
+/// dropped(). gradient_ready() may come from one thread while another is in launched() or
+/// in_flight(). Must not throw.
 class BackwardObserver {
  public:
   virtual ~BackwardObserver() = default;

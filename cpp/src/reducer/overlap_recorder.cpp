@@ -19,14 +19,15 @@ int64_t bytes_of(const at::Tensor& message) {
 
 // Note [When a bucket has arrived]
 //
-// The wait for a bucket begins when backward has nothing left to compute; most have arrived long before. So
-// the arrival is taken from the future of its Work: on the CPU from the time at which the future is
-// completed, in the backend's thread. On a device the future is complete as soon as the collective is in
-// its stream; the callback then runs on a stream of torch's pool that waits for the collective's, and an
-// event recorded there has the time of arrival, while neither the host nor the stream of backward waits.
+// The wait for a bucket begins when backward has nothing left to compute; most have arrived long
+// before. So the arrival is taken from the future of its Work: on the CPU from the time at which
+// the future is completed, in the backend's thread. On a device the future is complete as soon as
+// the collective is in its stream; the callback then runs on a stream of torch's pool that waits
+// for the collective's, and an event recorded there has the time of arrival, while neither the host
+// nor the stream of backward waits.
 //
-// A Work without a future, or a callback that comes late, leaves the moment at which the wait returned (on a
-// device: at which the waiting stream went on), which is never before the arrival.
+// A Work without a future, or a callback that comes late, leaves the moment at which the wait
+// returned (on a device: at which the waiting stream went on), which is never before the arrival.
 
 void OverlapRecorder::began(std::optional<c10::Device> device, size_t parameters) {
   current_ = std::make_unique<Backward>();
@@ -57,13 +58,15 @@ void OverlapRecorder::launched(size_t bucket, const BucketMessage& message) {
   if (!current_) return;
   if (current_->buckets.size() <= bucket) current_->buckets.resize(bucket + 1);
   BucketStamps& stamps = current_->buckets[bucket];
-  for (const BucketMessage::Slot& slot : message.slots()) stamps.parameters.push_back(slot.parameter);
+  for (const BucketMessage::Slot& slot : message.slots())
+    stamps.parameters.push_back(slot.parameter);
   stamps.bytes = bytes_of(message.tensor());
   stamps.launched = now(current_->device);
 }
 
 void OverlapRecorder::in_flight(size_t bucket, const Reduction& reduction) {
-  // With several devices neither clock would tell: the callback of one that is not the CPU comes at once.
+  // With several devices neither clock would tell: the callback of one that is not the CPU comes at
+  // once.
   if (!current_ || bucket >= current_->buckets.size()) return;
   auto arrival = std::make_shared<Arrival>();
   const FuturePtr future = reduction.future();
@@ -135,7 +138,8 @@ OverlapReport OverlapRecorder::report_of(const Backward& backward, OverlapClock 
     bucket.parameters = stamps.parameters;
     bucket.bytes = stamps.bytes;
     bucket.launched_s = seconds(stamps.launched);
-    // That a gradient is missing is known when the bucket is sent all the same; so are usage numbers.
+    // That a gradient is missing is known when the bucket is sent all the same; so are usage
+    // numbers.
     bool has_all = !stamps.parameters.empty();
     for (const int64_t parameter : stamps.parameters) {
       const Stamp& gradient = backward.gradients[parameter];

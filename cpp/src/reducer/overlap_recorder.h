@@ -16,11 +16,12 @@
 
 namespace apex::parallel::detail {
 
-/// Takes the times of one backward after another for OverlapReport. Nothing here waits, but report().
-/// Not thread safe, but for what futures call back; the reducer serializes calls.
+/// Takes the times of one backward after another for OverlapReport. Nothing here waits, but
+/// report(). Not thread safe, but for what futures call back; the reducer serializes calls.
 class OverlapRecorder final : public BackwardObserver {
  public:
-  /// Times are taken on the current stream of `device`. What the last backward has not completed is forgotten.
+  /// Times are taken on the current stream of `device`. What the last backward has not completed is
+  /// forgotten.
   void began(std::optional<c10::Device> device, size_t parameters) override;
   void gradient_ready(size_t parameter) override;
   void launched(size_t bucket, const BucketMessage& message) override;
@@ -32,8 +33,8 @@ class OverlapRecorder final : public BackwardObserver {
   void completed() override;
   void dropped() override { current_.reset(); }
 
-  /// Of the last backward that was completed, without names; nullopt if none was. On a device, the host
-  /// waits until its streams are through with it.
+  /// Of the last backward that was completed, without names; nullopt if none was. On a device, the
+  /// host waits until its streams are through with it.
   std::optional<OverlapReport> report() const;
 
  private:
@@ -45,8 +46,8 @@ class OverlapRecorder final : public BackwardObserver {
     std::optional<c10::Event> event;
   };
 
-  /// Where a future writes when it is completed, in whatever thread. Shared with it alone, so that it may
-  /// be completed when reducer and recorder are gone.
+  /// Where a future writes when it is completed, in whatever thread. Shared with it alone, so that
+  /// it may be completed when reducer and recorder are gone.
   struct Arrival {
     Stamp stamp;
     std::atomic<bool> set{false};

@@ -25,12 +25,13 @@ std::shared_ptr<ParameterOwner> owner_of(const at::Tensor& parameter) {
   const std::lock_guard<std::mutex> lock(registry_mutex());
   std::weak_ptr<ParameterOwner>& entry = registry()[key];
   if (auto owner = entry.lock()) return owner;
-  const std::shared_ptr<ParameterOwner> owner(new ParameterOwner(nullptr), [key](ParameterOwner* last) {
-    delete last;
-    const std::lock_guard<std::mutex> inner(registry_mutex());
-    const auto found = registry().find(key);
-    if (found != registry().end() && found->second.expired()) registry().erase(found);
-  });
+  const std::shared_ptr<ParameterOwner> owner(
+      new ParameterOwner(nullptr), [key](ParameterOwner* last) {
+        delete last;
+        const std::lock_guard<std::mutex> inner(registry_mutex());
+        const auto found = registry().find(key);
+        if (found != registry().end() && found->second.expired()) registry().erase(found);
+      });
   entry = owner;
   return owner;
 }

@@ -14,35 +14,43 @@ void check(const NamedTensor& parameter, int rank) {
   const at::Tensor& tensor = parameter.tensor;
   const at::ScalarType dtype = tensor.scalar_type();
   const bool can_be_averaged = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf ||
-                               dtype == at::kBFloat16 || dtype == at::kComplexFloat || dtype == at::kComplexDouble;
+                               dtype == at::kBFloat16 || dtype == at::kComplexFloat ||
+                               dtype == at::kComplexDouble;
   std::ostringstream out;
   if (!can_be_averaged) {
-    out << "rank " << rank << ": parameter '" << parameter.name << "' requires a gradient and has dtype " << dtype
+    out << "rank " << rank << ": parameter '" << parameter.name
+        << "' requires a gradient and has dtype " << dtype
         << ", which cannot be averaged over ranks: use float32, float64, float16, bfloat16, "
            "complex64 or complex128, or freeze it with requires_grad_(False)";
     throw InvalidArgument(out.str());
   }
   if (!tensor.is_leaf()) {
     out << "rank " << rank << ": parameter '" << parameter.name
-        << "' is the result of an operation, not a leaf: it never gets a .grad; pass the tensor that "
+        << "' is the result of an operation, not a leaf: it never gets a .grad; pass the tensor "
+           "that "
            "it was computed from";
     throw InvalidArgument(out.str());
   }
 }
 
 bool same_kind(const Parameter& parameter) {
-  return parameter.variable.scalar_type() == parameter.dtype && parameter.variable.device() == parameter.device &&
+  return parameter.variable.scalar_type() == parameter.dtype &&
+         parameter.variable.device() == parameter.device &&
          parameter.variable.strides() == parameter.strides;
 }
 
-bool same_trainable(const Parameter& parameter) { return parameter.variable.requires_grad() == parameter.trainable; }
+bool same_trainable(const Parameter& parameter) {
+  return parameter.variable.requires_grad() == parameter.trainable;
+}
 
 }  // namespace
 
-ParameterTable::ParameterTable(std::vector<NamedTensor> parameters, const void* self) : self_(self) {
+ParameterTable::ParameterTable(std::vector<NamedTensor> parameters, const void* self)
+    : self_(self) {
   std::unordered_set<const void*> seen;
   for (NamedTensor& parameter : parameters) {
-    if (!parameter.tensor.defined()) throw InvalidArgument("parameter '" + parameter.name + "' is undefined");
+    if (!parameter.tensor.defined())
+      throw InvalidArgument("parameter '" + parameter.name + "' is undefined");
     if (!seen.insert(parameter.tensor.unsafeGetTensorImpl()).second) continue;
     named_.push_back(std::move(parameter));
   }
@@ -92,11 +100,11 @@ void ParameterTable::unhook() {
 
 bool ParameterTable::changed() const {
   return std::any_of(parameters_.begin(), parameters_.end(), [](const Parameter& parameter) {
-    // Module.double() and its like replace the accumulator, and with it the hook, also where the dtype is the
-    // same again afterwards.
+    // Module.double() and its like replace the accumulator, and with it the hook, also where the
+    // dtype is the same again afterwards.
     return !same_trainable(parameter) || !detail::same_kind(parameter) ||
-           (parameter.trainable &&
-            torch::autograd::impl::try_get_grad_accumulator(parameter.variable) != parameter.accumulator);
+           (parameter.trainable && torch::autograd::impl::try_get_grad_accumulator(
+                                       parameter.variable) != parameter.accumulator);
   });
 }
 
@@ -104,7 +112,9 @@ bool ParameterTable::same_kind() const {
   return std::all_of(parameters_.begin(), parameters_.end(), detail::same_kind);
 }
 
-bool ParameterTable::same_set() const { return std::all_of(parameters_.begin(), parameters_.end(), same_trainable); }
+bool ParameterTable::same_set() const {
+  return std::all_of(parameters_.begin(), parameters_.end(), same_trainable);
+}
 
 void ParameterTable::own_all() {
   for (Parameter& parameter : parameters_) parameter.owner->store(self_, std::memory_order_relaxed);
@@ -112,12 +122,14 @@ void ParameterTable::own_all() {
 
 bool ParameterTable::owns(const Parameter& parameter) const {
   const void* owner = parameter.owner->load(std::memory_order_relaxed);
-  // Retired, and nobody else has taken it: graphs of this reducer's outputs are synchronized all the same.
+  // Retired, and nobody else has taken it: graphs of this reducer's outputs are synchronized all
+  // the same.
   return owner == self_ || (owner == nullptr && retired_.load(std::memory_order_relaxed));
 }
 
 bool ParameterTable::owns_any() const {
-  return std::any_of(parameters_.begin(), parameters_.end(), [&](const Parameter& one) { return owns(one); });
+  return std::any_of(parameters_.begin(), parameters_.end(),
+                     [&](const Parameter& one) { return owns(one); });
 }
 
 std::vector<bool> ParameterTable::trained() const {

@@ -77,7 +77,8 @@ class ParameterTable {
   auto end() const { return parameters_.end(); }
   const std::vector<NamedTensor>& named() const { return named_; }
 
-  /// @throws InvalidArgument, naming `rank`, for a trainable one that is no leaf or whose dtype cannot be averaged.
+  /// @throws InvalidArgument, naming `rank`, for a trainable one that is no leaf or whose dtype
+  /// cannot be averaged.
   void check_trainable(int rank) const;
 
   /// Notes what each parameter is now, and hooks those that are trainable.
@@ -95,7 +96,9 @@ class ParameterTable {
   bool owns(const Parameter& parameter) const;
   bool owns_any() const;
   /// By index: trainable, and this reducer's.
-  bool trains(size_t index) const { return parameters_[index].trainable && owns(parameters_[index]); }
+  bool trains(size_t index) const {
+    return parameters_[index].trainable && owns(parameters_[index]);
+  }
   std::vector<bool> trained() const;
   /// The reducer is gone; only graphs of its outputs refer to it. Others may take its parameters.
   void retire();

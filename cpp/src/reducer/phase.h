@@ -32,6 +32,8 @@ constexpr bool may_follow(Phase from, Phase to) {
 }
 
 /// Whether a synchronized backward is in progress on this rank.
-constexpr bool in_backward(Phase phase) { return phase == Phase::kRunning || phase == Phase::kEnding; }
+constexpr bool in_backward(Phase phase) {
+  return phase == Phase::kRunning || phase == Phase::kEnding;
+}
 
 }  // namespace apex::parallel::detail

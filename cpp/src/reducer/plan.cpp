@@ -13,26 +13,26 @@ namespace apex::parallel::detail {
 // A rank that produced no gradient for a parameter has to know whether another rank did: if so it
 // needs the average, if not its .grad must stay as it is (None, for an optimizer that skips such
 // parameters). Asking in a collective of its own would cost every step of every user. Instead, each
-// flat bucket ends with one number per parameter, 1 or 0, which is summed with the gradients: those of
-// its own members and those of the buckets in place (or sparse) that were launched since the previous
-// flat bucket and have no room for it. If the plan ends with such a bucket, one with a trailer only
-// follows. A rank reads the mask only if it missed a gradient itself; a rank that has all of them
-// needs to know nothing. So the ordinary step pays a few bytes and no wait.
+// flat bucket ends with one number per parameter, 1 or 0, which is summed with the gradients: those
+// of its own members and those of the buckets in place (or sparse) that were launched since the
+// previous flat bucket and have no room for it. If the plan ends with such a bucket, one with a
+// trailer only follows. A rank reads the mask only if it missed a gradient itself; a rank that has
+// all of them needs to know nothing. So the ordinary step pays a few bytes and no wait.
 //
 // Behind the mask the last message carries facts about the step that each rank is in; see
 // Note [Ranks that are out of step] and Note [Parameters that are frozen or unfrozen].
 //
-// Parameters outside the plan (no rank had a gradient when the plan was recorded) are reported by the
-// last bucket, which is then launched at the end of backward and read by every rank: if one of them
-// did get a gradient somewhere, every rank learns of it in the same step, they are reduced in a second
-// round, and are part of the plan from then on.
+// Parameters outside the plan (no rank had a gradient when the plan was recorded) are reported by
+// the last bucket, which is then launched at the end of backward and read by every rank: if one of
+// them did get a gradient somewhere, every rank learns of it in the same step, they are reduced in
+// a second round, and are part of the plan from then on.
 
 namespace {
 
 using Kind = BucketMessage::Kind;
 
-/// A bucket of one parameter is reduced in place from this size on: below, a copy into a flat bucket
-/// that also carries the mask is cheaper than a bucket for the mask alone.
+/// A bucket of one parameter is reduced in place from this size on: below, a copy into a flat
+/// bucket that also carries the mask is cheaper than a bucket for the mask alone.
 constexpr int64_t kInPlaceBytes = int64_t{64} << 10;
 
 bool may_be_in_place(const ReducerContext& context, const Parameter& parameter) {
@@ -41,7 +41,8 @@ bool may_be_in_place(const ReducerContext& context, const Parameter& parameter) 
   return !is_cast && parameter.variable.is_non_overlapping_and_dense();
 }
 
-/// Decided from the back: a small bucket is reduced in place only if a flat one follows that carries its mask.
+/// Decided from the back: a small bucket is reduced in place only if a flat one follows that
+/// carries its mask.
 std::vector<Kind> kinds_of(const Plan& plan, const ReducerContext& context) {
   const auto& buckets = plan.buckets.buckets;
   std::vector<Kind> kinds(buckets.size(), Kind::kFlat);
@@ -52,7 +53,8 @@ std::vector<Kind> kinds_of(const Plan& plan, const ReducerContext& context) {
       kinds[b] = Kind::kSparse;
       continue;
     }
-    const bool worth_it = flat_follows || static_cast<int64_t>(first.variable.nbytes()) >= kInPlaceBytes;
+    const bool worth_it =
+        flat_follows || static_cast<int64_t>(first.variable.nbytes()) >= kInPlaceBytes;
     if (buckets[b].size() == 1 && worth_it && may_be_in_place(context, first)) {
       kinds[b] = Kind::kInPlace;
     } else {
@@ -67,16 +69,18 @@ int facts_on(at::Device device, const ReducerContext& context) {
   return device.is_cpu() || context.options.check_steps.value_or(false) ? StepFacts::kCount : 0;
 }
 
-PlannedBucket make_entry(Kind kind, const std::vector<int64_t>& members, BucketTrailer trailer, at::Device device,
-                         const ReductionSite& site, std::unique_ptr<Reduction> reduction,
-                         const std::vector<Place>& places, ReducerContext& context) {
+PlannedBucket make_entry(Kind kind, const std::vector<int64_t>& members, BucketTrailer trailer,
+                         at::Device device, const ReductionSite& site,
+                         std::unique_ptr<Reduction> reduction, const std::vector<Place>& places,
+                         ReducerContext& context) {
   std::vector<at::Tensor> variables;
   for (const int64_t index : members) variables.push_back(context.parameters[index].variable);
   MessageOptions options;
   options.gradient_as_bucket_view = context.options.gradient_as_bucket_view;
   options.allreduce_always_fp32 = context.options.allreduce_always_fp32;
   if (!members.empty()) options.sparse_dim = places[members.front()].sparse_dim;
-  if (context.options.registered_buffers) options.allocate = registered_memory(site.group, context.statistics);
+  if (context.options.registered_buffers)
+    options.allocate = registered_memory(site.group, context.statistics);
   PlannedBucket entry(BucketMessage(kind, members, variables, std::move(trailer), device, options),
                       std::move(reduction));
   entry.members = entry.pending = static_cast<int64_t>(members.size());
@@ -90,7 +94,8 @@ ReductionSite site_of(Kind kind, at::Device device, size_t index, const ReducerC
   site.index = index;
   site.group = context.members.group_of(index);
   site.alone = context.members.alone();
-  site.plain_average = context.options.gradient_average && context.options.gradient_predivide_factor == 1.0;
+  site.plain_average =
+      context.options.gradient_average && context.options.gradient_predivide_factor == 1.0;
   return site;
 }
 
@@ -99,7 +104,8 @@ std::vector<int64_t> unplanned(const Plan& plan, const ReducerContext& context) 
   std::vector<int64_t> result;
   if (context.options.static_graph) return result;
   for (size_t i = 0; i < plan.places.size(); ++i) {
-    if (plan.places[i].bucket < 0 && plan.places[i].trainable_anywhere) result.push_back(static_cast<int64_t>(i));
+    if (plan.places[i].bucket < 0 && plan.places[i].trainable_anywhere)
+      result.push_back(static_cast<int64_t>(i));
   }
   return result;
 }
@@ -140,7 +146,8 @@ void build_entries(Plan& plan, ReducerContext& context) {
 
   std::vector<int64_t> unreported;
   bool facts_carried = false;
-  at::Device device = context.parameters.empty() ? at::Device(at::kCPU) : context.parameters[0].device;
+  at::Device device =
+      context.parameters.empty() ? at::Device(at::kCPU) : context.parameters[0].device;
   bool has_peers = !context.members.alone();
   for (size_t b = 0; b < buckets.size(); ++b) {
     unreported.insert(unreported.end(), buckets[b].begin(), buckets[b].end());
@@ -160,23 +167,26 @@ void build_entries(Plan& plan, ReducerContext& context) {
       facts_carried = facts > 0;
       trailer = BucketTrailer(std::exchange(unreported, {}), facts);
     }
-    plan.entries.push_back(make_entry(kinds[b], buckets[b], std::move(trailer), device, site, std::move(reduction),
-                                      plan.places, context));
+    plan.entries.push_back(make_entry(kinds[b], buckets[b], std::move(trailer), device, site,
+                                      std::move(reduction), plan.places, context));
   }
   unreported.insert(unreported.end(), outside.begin(), outside.end());
-  // Ranks that agree on a plan without buckets still have to hear of a parameter that one of them unfreezes.
+  // Ranks that agree on a plan without buckets still have to hear of a parameter that one of them
+  // unfreezes.
   const int facts = has_peers ? facts_on(device, context) : 0;
   if (!unreported.empty() || (facts > 0 && !facts_carried)) {
-    if (buckets.empty() && !unreported.empty()) device = context.parameters[unreported.front()].device;
+    if (buckets.empty() && !unreported.empty())
+      device = context.parameters[unreported.front()].device;
     const ReductionSite site = site_of(Kind::kMaskOnly, device, buckets.size(), context);
-    plan.entries.push_back(make_entry(Kind::kMaskOnly, {}, BucketTrailer(unreported, facts), device, site,
-                                      context.choose(site), plan.places, context));
+    plan.entries.push_back(make_entry(Kind::kMaskOnly, {}, BucketTrailer(unreported, facts), device,
+                                      site, context.choose(site), plan.places, context));
   }
   const bool more_follows = context.options.check_finite || plan.has_later_messages();
   plan.last_at_end = plan.watches_unplanned || (more_follows && plan.carries_facts());
 }
 
-std::vector<PlannedBucket> build_late_round(const std::vector<int64_t>& parameters, const std::vector<Place>& places,
+std::vector<PlannedBucket> build_late_round(const std::vector<int64_t>& parameters,
+                                            const std::vector<Place>& places,
                                             ReducerContext& context) {
   std::vector<PlannedBucket> round;
   const auto infos = parameter_infos(context, places);
@@ -189,29 +199,34 @@ std::vector<PlannedBucket> build_late_round(const std::vector<int64_t>& paramete
       kind = Kind::kInPlace;
     }
     ReductionSite site = site_of(kind, first.device, 0, context);
-    round.push_back(make_entry(kind, members, {}, first.device, site, context.choose(site), places, context));
+    round.push_back(
+        make_entry(kind, members, {}, first.device, site, context.choose(site), places, context));
   }
   return round;
 }
 
-std::vector<ParameterInfo> parameter_infos(const ReducerContext& context, const std::vector<Place>& places) {
+std::vector<ParameterInfo> parameter_infos(const ReducerContext& context,
+                                           const std::vector<Place>& places) {
   std::vector<ParameterInfo> infos;
   for (size_t i = 0; i < context.parameters.size(); ++i) {
     const Parameter& parameter = context.parameters[i];
-    infos.push_back({parameter.variable.numel(), parameter.dtype, parameter.device, places[i].sparse});
+    infos.push_back(
+        {parameter.variable.numel(), parameter.dtype, parameter.device, places[i].sparse});
   }
   return infos;
 }
 
-std::string describe_bucket(const PlannedBucket& entry, size_t index, const ReducerContext& context) {
+std::string describe_bucket(const PlannedBucket& entry, size_t index,
+                            const ReducerContext& context) {
   const auto& slots = entry.message.slots();
   std::string text = entry.reduction->describe() + std::to_string(index);
-  const std::string backward = ", of backward number " + std::to_string(context.statistics.get().backwards + 1);
+  const std::string backward =
+      ", of backward number " + std::to_string(context.statistics.get().backwards + 1);
   if (slots.empty()) return text + " (used-parameter mask)" + backward;
   text += " (parameter '" + context.parameters[slots.front().parameter].name + "'";
   if (slots.size() > 1) {
-    text += " to '" + context.parameters[slots.back().parameter].name + "', " + std::to_string(slots.size()) +
-            " parameters";
+    text += " to '" + context.parameters[slots.back().parameter].name + "', " +
+            std::to_string(slots.size()) + " parameters";
   }
   return text + ", " + std::to_string(entry.message.numel()) + " elements)" + backward;
 }

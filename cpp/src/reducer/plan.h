@@ -18,11 +18,11 @@ namespace apex::parallel::detail {
 
 /// Where a parameter stands in a plan, and what it was when the plan was agreed on.
 struct Place {
-  int64_t bucket = -1;      ///< index into the plan's entries, -1: in none
-  size_t slot = 0;          ///< its place in that bucket
-  int32_t expected = 1;     ///< times it fires per backward, as this rank has recorded
-  bool sparse = false;      ///< its gradient has sparse layout
-  int64_t sparse_dim = 0;   ///< and over how many of its dimensions
+  int64_t bucket = -1;     ///< index into the plan's entries, -1: in none
+  size_t slot = 0;         ///< its place in that bucket
+  int32_t expected = 1;    ///< times it fires per backward, as this rank has recorded
+  bool sparse = false;     ///< its gradient has sparse layout
+  int64_t sparse_dim = 0;  ///< and over how many of its dimensions
   bool trainable_here = false;
   bool trainable_anywhere = false;  ///< on some rank
 };
@@ -32,12 +32,12 @@ struct PlannedBucket {
   BucketMessage message;
   std::unique_ptr<Reduction> reduction;
   ReductionTraits traits;
-  int64_t members = 0;     ///< parameters that have to fire before it is launched
-  int64_t pending = 0;     ///< of these, how many have not
+  int64_t members = 0;  ///< parameters that have to fire before it is launched
+  int64_t pending = 0;  ///< of these, how many have not
   bool launched = false;
-  bool completed = false;  ///< awaited and unpacked, and its callback was called
+  bool completed = false;              ///< awaited and unpacked, and its callback was called
   std::vector<c10::Stream> producers;  ///< where its gradients were produced
-  at::Tensor absent;   ///< what was sent instead of the message, see Note [Carried through]
+  at::Tensor absent;  ///< what was sent instead of the message, see Note [Carried through]
   bool user_code_failed = false;  ///< a communication hook threw
   at::Tensor largest;  ///< with check_finite: of each gradient, its largest absolute value
 
@@ -45,7 +45,8 @@ struct PlannedBucket {
       : message(std::move(of)), reduction(std::move(by)), traits(reduction->traits()) {}
 
   Averaging averaging(const ReducerContext& context) const {
-    return averaging_of(context.options, traits, message.dtype(), context.divisor, context.members.size);
+    return averaging_of(context.options, traits, message.dtype(), context.divisor,
+                        context.members.size);
   }
   /// What travels: the message, or what was sent instead.
   const at::Tensor& sent() const { return absent.defined() ? absent : message.tensor(); }
@@ -56,15 +57,18 @@ struct PlannedBucket {
 struct Plan {
   std::vector<Place> places;  ///< by parameter
   BucketPlan buckets;
-  std::vector<PlannedBucket> entries;  ///< the buckets, then perhaps one that carries a trailer only
-  bool watches_unplanned = false;      ///< the last entry tells of parameters outside the plan
-  /// The last entry is launched when backward has ended: it tells of parameters outside the plan, or more exchanges
-  /// follow, in which a rank that fails until then could not take part.
+  std::vector<PlannedBucket>
+      entries;                     ///< the buckets, then perhaps one that carries a trailer only
+  bool watches_unplanned = false;  ///< the last entry tells of parameters outside the plan
+  /// The last entry is launched when backward has ended: it tells of parameters outside the plan,
+  /// or more exchanges follow, in which a rank that fails until then could not take part.
   bool last_at_end = false;
   bool preset = false;    ///< given by the user: left as it is
   int64_t backwards = 0;  ///< with this plan
 
-  bool carries_facts() const { return !entries.empty() && entries.back().message.trailer().carries_facts(); }
+  bool carries_facts() const {
+    return !entries.empty() && entries.back().message.trailer().carries_facts();
+  }
   /// Whether collectives follow those that launch buckets.
   bool has_later_messages() const;
   void reset();
@@ -74,13 +78,17 @@ struct Plan {
 void build_entries(Plan& plan, ReducerContext& context);
 
 /// Buckets for gradients that are in no entry, which are reduced at once, without trailer and hook.
-std::vector<PlannedBucket> build_late_round(const std::vector<int64_t>& parameters, const std::vector<Place>& places,
+std::vector<PlannedBucket> build_late_round(const std::vector<int64_t>& parameters,
+                                            const std::vector<Place>& places,
                                             ReducerContext& context);
 
 /// For assign_buckets().
-std::vector<ParameterInfo> parameter_infos(const ReducerContext& context, const std::vector<Place>& places);
+std::vector<ParameterInfo> parameter_infos(const ReducerContext& context,
+                                           const std::vector<Place>& places);
 
-/// "all-reduce of bucket 1 (parameter 'a' to 'b', 2 parameters, 30 elements), of backward number 7".
-std::string describe_bucket(const PlannedBucket& entry, size_t index, const ReducerContext& context);
+/// "all-reduce of bucket 1 (parameter 'a' to 'b', 2 parameters, 30 elements), of backward number
+/// 7".
+std::string describe_bucket(const PlannedBucket& entry, size_t index,
+                            const ReducerContext& context);
 
 }  // namespace apex::parallel::detail

@@ -7,7 +7,8 @@
 namespace apex::parallel::detail {
 
 PlanExchange::PlanExchange(const Membership& members, const Recording& mine)
-    : maximum_(members.all_reduce("exchange of used parameters", encode(mine), c10d::ReduceOp::MAX)),
+    : maximum_(
+          members.all_reduce("exchange of used parameters", encode(mine), c10d::ReduceOp::MAX)),
       order_(members.broadcast("broadcast of the bucket order", encode_order(mine))) {}
 
 AgreedRecording PlanExchange::wait() const {
@@ -15,9 +16,10 @@ AgreedRecording PlanExchange::wait() const {
   return decode(maximum, order_.wait());
 }
 
-std::vector<BucketPlan> broadcast_plans(const Membership& members, const std::vector<BucketPlan>& plans,
-                                        int64_t parameters) {
-  // [kMostPlans, 2, parameters]: members of all buckets in order, and where buckets end; -1 behind the last.
+std::vector<BucketPlan> broadcast_plans(const Membership& members,
+                                        const std::vector<BucketPlan>& plans, int64_t parameters) {
+  // [kMostPlans, 2, parameters]: members of all buckets in order, and where buckets end; -1 behind
+  // the last.
   at::Tensor code = at::full({kMostPlans, 2, parameters}, -1, at::kLong);
   auto fields = code.accessor<int64_t, 3>();
   for (size_t p = 0; p < plans.size() && p < kMostPlans; ++p) {

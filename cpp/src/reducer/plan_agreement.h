@@ -25,10 +25,10 @@ class PlanExchange {
   ControlMessage order_;
 };
 
-/// Rank 0's plans, on every rank: floating point may not be the same on all hosts. At most kMostPlans; `parameters` is
-/// their number. Collective; blocks the host.
-std::vector<BucketPlan> broadcast_plans(const Membership& members, const std::vector<BucketPlan>& plans,
-                                        int64_t parameters);
+/// Rank 0's plans, on every rank: floating point may not be the same on all hosts. At most
+/// kMostPlans; `parameters` is their number. Collective; blocks the host.
+std::vector<BucketPlan> broadcast_plans(const Membership& members,
+                                        const std::vector<BucketPlan>& plans, int64_t parameters);
 constexpr int64_t kMostPlans = 8;
 
 }  // namespace apex::parallel::detail

@@ -47,7 +47,7 @@ void PlanBook::came() {
 }
 
 /// The set for which `field` has these values.
-std::optional<size_t> PlanBook::find(bool Place::*field, const std::vector<bool>& values) const {
+std::optional<size_t> PlanBook::find(bool Place::* field, const std::vector<bool>& values) const {
   for (size_t set = 0; set < plans_.size(); ++set) {
     const std::vector<Place>& places = plans_[set]->places;
     bool same = true;

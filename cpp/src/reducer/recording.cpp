@@ -23,7 +23,8 @@ at::Tensor encode(const Recording& recording) {
     out[4 * count + i] = static_cast<int32_t>((recording.facts >> i) & 1U);
   }
   // With both signs: the maxima cancel if it is the same on every rank.
-  const auto settings = static_cast<int32_t>(std::hash<std::string>()(recording.settings) & 0x7fffffffU);
+  const auto settings =
+      static_cast<int32_t>(std::hash<std::string>()(recording.settings) & 0x7fffffffU);
   out[4 * count + StepFacts::kCount] = settings;
   out[4 * count + StepFacts::kCount + 1] = -settings;
   return table;
@@ -40,12 +41,14 @@ AgreedRecording decode(const at::Tensor& maximum, const at::Tensor& order_of_ran
   const int32_t* const in = maximum.const_data_ptr<int32_t>();
   AgreedRecording agreed;
   for (int64_t i = 0; i < count; ++i) {
-    agreed.parameters.push_back({in[i] != 0, in[count + i], in[2 * count + i], in[3 * count + i] != 0});
+    agreed.parameters.push_back(
+        {in[i] != 0, in[count + i], in[2 * count + i], in[3 * count + i] != 0});
   }
   for (int i = 0; i < StepFacts::kCount; ++i) {
     agreed.facts |= in[4 * count + i] != 0 ? uint32_t{1} << i : 0;
   }
-  agreed.same_settings = in[4 * count + StepFacts::kCount] == -in[4 * count + StepFacts::kCount + 1];
+  agreed.same_settings =
+      in[4 * count + StepFacts::kCount] == -in[4 * count + StepFacts::kCount + 1];
   const int64_t* const order = order_of_rank_0.const_data_ptr<int64_t>();
   std::vector<bool> listed(count, false);
   for (int64_t i = 0; i < count && order[i] >= 0; ++i) {

@@ -22,7 +22,7 @@ struct Recording {
   std::vector<RecordedParameter> parameters;
   std::vector<int64_t> ready_order;  ///< indices, those that fired
   uint32_t facts = 0;                ///< of this step, see StepFacts
-  std::string settings;              ///< those that may change between backwards, and all ranks must share
+  std::string settings;  ///< those that may change between backwards, and all ranks must share
 };
 
 /// What holds on some rank, with the largest numbers; and rank 0's order.

@@ -18,7 +18,8 @@ void Recurrence::came(size_t thing) {
 std::optional<size_t> Recurrence::next() const {
   if (!current_) return std::nullopt;
   const Run& last = runs_[*current_];
-  return length_ == last.length ? last.successor : *current_;  // a run that is longer may be of any length
+  return length_ == last.length ? last.successor
+                                : *current_;  // a run that is longer may be of any length
 }
 
 }  // namespace apex::parallel

@@ -6,13 +6,15 @@
 
 namespace apex::parallel {
 
-/// Foretells which of a few recurring things comes next, from the lengths of their runs: after a, a, b, a, a, b,
-/// that is a, a, b again. Ranks that have seen the same foretell the same. Not thread safe.
+/// Foretells which of a few recurring things comes next, from the lengths of their runs: after a,
+/// a, b, a, a, b, that is a, a, b again. Ranks that have seen the same foretell the same. Not
+/// thread safe.
 class Recurrence {
  public:
   /// `thing`, a small number from 0, has come.
   void came(size_t thing);
-  /// What comes next; nothing if nothing has come yet. A thing that has come once is expected to go on.
+  /// What comes next; nothing if nothing has come yet. A thing that has come once is expected to go
+  /// on.
   std::optional<size_t> next() const;
   void forget() { *this = {}; }
 

@@ -47,11 +47,13 @@ void check_options(const ReducerOptions& options, size_t parameters, size_t grou
 
 }  // namespace
 
-Reducer::Reducer(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups, ReducerOptions options) {
+Reducer::Reducer(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups,
+                 ReducerOptions options) {
   const size_t given = parameters.size();
   const bool triggers = !options.trigger_parameters.empty();
   check_options(options, given, groups.size());
-  core_ = std::make_shared<detail::ReducerCore>(std::move(parameters), std::move(groups), std::move(options));
+  core_ = std::make_shared<detail::ReducerCore>(std::move(parameters), std::move(groups),
+                                                std::move(options));
   if (triggers && core_->parameters().size() != given) {
     throw InvalidArgument("trigger parameters need a list of parameters without repetitions");
   }
@@ -63,10 +65,14 @@ Reducer::~Reducer() {
 }
 
 void Reducer::prepare_for_forward(bool training) { core_->prepare_for_forward(training); }
-void Reducer::watch_outputs(const std::vector<at::Tensor>& outputs) { core_->watch_outputs(outputs); }
+void Reducer::watch_outputs(const std::vector<at::Tensor>& outputs) {
+  core_->watch_outputs(outputs);
+}
 void Reducer::set_synchronizing(bool on) { core_->set_synchronizing(on); }
 bool Reducer::synchronizing() const { return core_->synchronizing(); }
-void Reducer::set_comm_hook(std::shared_ptr<CommHook> hook) { core_->set_comm_hook(std::move(hook)); }
+void Reducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
+  core_->set_comm_hook(std::move(hook));
+}
 void Reducer::relearn() { core_->relearn(); }
 void Reducer::set_bucket_callback(std::function<void(const ReducedBucket&)> callback) {
   core_->set_bucket_callback(std::move(callback));
@@ -75,7 +81,9 @@ void Reducer::set_deferred(bool on) { core_->set_deferred(on); }
 void Reducer::wait_for(const std::vector<int64_t>& parameters) { core_->wait_for(parameters); }
 void Reducer::wait() { core_->wait(); }
 std::vector<int64_t> Reducer::in_flight() const { return core_->in_flight(); }
-c10::intrusive_ptr<c10d::ProcessGroup> Reducer::communicator() const { return core_->communicator(); }
+c10::intrusive_ptr<c10d::ProcessGroup> Reducer::communicator() const {
+  return core_->communicator();
+}
 std::optional<BucketPlan> Reducer::plan() const { return core_->plan(); }
 void Reducer::set_plan(const BucketPlan& plan) { core_->set_plan(plan); }
 std::vector<at::Tensor> Reducer::buffers() const { return core_->buffers(); }
@@ -85,11 +93,17 @@ std::optional<OverlapReport> Reducer::overlap_report() const { return core_->ove
 ReducerStatistics Reducer::statistics() const { return core_->statistics(); }
 void Reducer::release() { core_->release(); }
 
-void Reducer::begin_join(bool divide_by_initial_world_size) { core_->begin_join(divide_by_initial_world_size); }
+void Reducer::begin_join(bool divide_by_initial_world_size) {
+  core_->begin_join(divide_by_initial_world_size);
+}
 void Reducer::end_join() { core_->end_join(); }
-JoinEvent Reducer::announce(JoinEvent::Kind kind, int64_t argument) { return core_->join_event(true, kind, argument); }
+JoinEvent Reducer::announce(JoinEvent::Kind kind, int64_t argument) {
+  return core_->join_event(true, kind, argument);
+}
 JoinEvent Reducer::await_event() { return core_->join_event(false, JoinEvent::kEnd, 0); }
-void Reducer::shadow_backward_begin(bool gradients_were_kept) { core_->shadow_backward_begin(gradients_were_kept); }
+void Reducer::shadow_backward_begin(bool gradients_were_kept) {
+  core_->shadow_backward_begin(gradients_were_kept);
+}
 void Reducer::shadow_backward_end() { core_->shadow_backward_end(); }
 int64_t Reducer::last_with_data(bool followed, int64_t scalers) const {
   return core_->last_with_data(followed, scalers);

@@ -41,14 +41,16 @@ std::vector<std::string> settings_of(const ReducerOptions& options, size_t group
       text("init_sync", options.init_sync),
       text("communicators", groups),
       text("check_finite", options.check_finite),
-      text("check_reduction (check_steps)", options.check_steps.has_value() ? *options.check_steps : -1)};
+      text("check_reduction (check_steps)",
+           options.check_steps.has_value() ? *options.check_steps : -1)};
   settings.insert(settings.end(), own.begin(), own.end());
   return settings;
 }
 
 }  // namespace
 
-ReducerCore::ReducerCore(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups, ReducerOptions options)
+ReducerCore::ReducerCore(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups,
+                         ReducerOptions options)
     : context_(std::move(parameters), std::move(groups), std::move(options), this),
       step_(context_),
       overtaken_(context_.parameters.size(), 0) {}
@@ -57,7 +59,8 @@ ReducerCore::~ReducerCore() { drop_reducer(this); }
 
 void ReducerCore::begin() {
   Membership& members = context_.members;
-  verify_same_model(parameters(), settings_of(context_.options, members.groups.size()), members.parent);
+  verify_same_model(parameters(), settings_of(context_.options, members.groups.size()),
+                    members.parent);
   context_.parameters.check_trainable(members.rank);
   remember_processes(*members.parent);
   if (!members.alone()) separate_groups();
@@ -76,32 +79,38 @@ void ReducerCore::begin() {
 void ReducerCore::separate_groups() {
   Membership& members = context_.members;
   if (!context_.parameters.empty()) members.device = context_.parameters[0].variable.device();
-  // Ranks may have failed to construct different numbers of reducers; a name must be new to all of them.
+  // Ranks may have failed to construct different numbers of reducers; a name must be new to all of
+  // them.
   static std::atomic<int64_t> next_name{0};
   const at::Tensor mine = at::full({1}, next_name.load(), at::kLong);
-  const int64_t name = members.all_reduce("naming of a communicator", mine, c10d::ReduceOp::MAX).wait().item<int64_t>();
+  const int64_t name = members.all_reduce("naming of a communicator", mine, c10d::ReduceOp::MAX)
+                           .wait()
+                           .item<int64_t>();
   next_name.store(name + 1);
   for (size_t i = 0; i < members.groups.size(); ++i) {
-    const std::string unique = "apex/reducer/" + members.parent->getGroupName() + "/" + std::to_string(name) + "/" +
-                               std::to_string(i);
+    const std::string unique = "apex/reducer/" + members.parent->getGroupName() + "/" +
+                               std::to_string(name) + "/" + std::to_string(i);
     try {
       members.groups[i] = make_separate_group(members.groups[i], unique);
     } catch (...) {
-      throw_communication_error("connecting a reducer's communicator", *members.parent, std::current_exception());
+      throw_communication_error("connecting a reducer's communicator", *members.parent,
+                                std::current_exception());
     }
     hear_too(*members.groups[i], *members.parent);
   }
 }
 
 void ReducerCore::hook_parameters() {
-  if (!context_.parameters.empty()) context_.members.device = context_.parameters[0].variable.device();
-  context_.parameters.hook(context_.members.rank,
-                           [this](size_t index) { return make_gradient_hook(weak_from_this(), index); });
+  if (!context_.parameters.empty())
+    context_.members.device = context_.parameters[0].variable.device();
+  context_.parameters.hook(context_.members.rank, [this](size_t index) {
+    return make_gradient_hook(weak_from_this(), index);
+  });
 }
 
 void ReducerCore::enter(Phase phase) {
-  TORCH_INTERNAL_ASSERT(may_follow(phase_, phase), "apex reducer: phase ", static_cast<int>(phase), " after ",
-                        static_cast<int>(phase_));
+  TORCH_INTERNAL_ASSERT(may_follow(phase_, phase), "apex reducer: phase ", static_cast<int>(phase),
+                        " after ", static_cast<int>(phase_));
   phase_ = phase;
 }
 
@@ -120,14 +129,15 @@ void ReducerCore::complete_deferred() {
 
 // Note [Parameters that are frozen or unfrozen]
 //
-// A change of dtype, device or strides leaves the buckets without use: they are made again, and every rank has to
-// make the change before the same forward. Freezing and unfreezing, however, may well depend on what a rank
-// has seen, and ranks that forgot the plan at different times would meet in collectives of different
-// sizes. So the rank keeps the plan, and asks the others in the next synchronized backward for a new one:
-// by one of the facts in its last message. A frozen parameter counts as not used in that backward; one that was
-// unfrozen is reduced at its end, when all ranks have agreed on the new plan. The facts have to be
-// read after every backward, which costs nothing where the message lies on the CPU; elsewhere the host
-// would have to wait for the device, and ranks have to freeze and unfreeze alike.
+// A change of dtype, device or strides leaves the buckets without use: they are made again, and
+// every rank has to make the change before the same forward. Freezing and unfreezing, however, may
+// well depend on what a rank has seen, and ranks that forgot the plan at different times would meet
+// in collectives of different sizes. So the rank keeps the plan, and asks the others in the next
+// synchronized backward for a new one: by one of the facts in its last message. A frozen parameter
+// counts as not used in that backward; one that was unfrozen is reduced at its end, when all ranks
+// have agreed on the new plan. The facts have to be read after every backward, which costs nothing
+// where the message lies on the CPU; elsewhere the host would have to wait for the device, and
+// ranks have to freeze and unfreeze alike.
 
 void ReducerCore::follow_change() {
   complete_deferred();
@@ -148,8 +158,8 @@ void ReducerCore::refresh(ReasonToLeave reason) {
   leave_plan(reason);
 }
 
-/// Lets go of a plan that the other ranks may not let go of. They find out in the next backward; see
-/// Note [Carried through].
+/// Lets go of a plan that the other ranks may not let go of. They find out in the next backward;
+/// see Note [Carried through].
 void ReducerCore::leave_plan(ReasonToLeave reason) {
   book_.take_expected();  // as the others do
   const Plan* plan = book_.current();
@@ -181,7 +191,8 @@ void ReducerCore::watch_outputs(const std::vector<at::Tensor>& outputs) {
   StepTracker::ForwardPtr forward;
   {
     const Change change(context_.monitor);
-    forward = step_.tracker.forward_ended(std::any_of(outputs.begin(), outputs.end(), can_be_reached));
+    forward =
+        step_.tracker.forward_ended(std::any_of(outputs.begin(), outputs.end(), can_be_reached));
   }
   torch::autograd::Node* last = nullptr;
   for (const at::Tensor& output : outputs) {
@@ -252,8 +263,9 @@ void ReducerCore::wait_for(const std::vector<int64_t>& parameters) {
   const Change change(context_.monitor);
   for (const int64_t index : parameters) {
     if (index < 0 || static_cast<size_t>(index) >= context_.parameters.size()) {
-      throw InvalidArgument("wait_for(): parameter " + std::to_string(index) + " is not one of the " +
-                            std::to_string(context_.parameters.size()) + " parameters");
+      throw InvalidArgument("wait_for(): parameter " + std::to_string(index) +
+                            " is not one of the " + std::to_string(context_.parameters.size()) +
+                            " parameters");
     }
     // Not so in a checkpointed segment that backward runs again.
     if (phase_ != Phase::kDeferred) return;
@@ -261,12 +273,14 @@ void ReducerCore::wait_for(const std::vector<int64_t>& parameters) {
     const int64_t bucket = plan.places[index].bucket;
     if (bucket < 0 || plan.entries[bucket].completed) continue;
     or_drop([&] { complete_entry(static_cast<size_t>(bucket)); });
-    if (pass_->callback_error) std::rethrow_exception(std::exchange(pass_->callback_error, nullptr));
+    if (pass_->callback_error)
+      std::rethrow_exception(std::exchange(pass_->callback_error, nullptr));
   }
   if (phase_ != Phase::kDeferred) return;
   const Plan& plan = *book_.current();
   const auto end = plan.entries.begin() + static_cast<int64_t>(plan.buckets.buckets.size());
-  if (std::all_of(plan.entries.begin(), end, [](const PlannedBucket& entry) { return entry.completed; })) {
+  if (std::all_of(plan.entries.begin(), end,
+                  [](const PlannedBucket& entry) { return entry.completed; })) {
     complete_deferred();
   }
 }
@@ -330,8 +344,8 @@ void ReducerCore::set_plan(const BucketPlan& plan) {
       const Parameter& one = parameters[index];
       if (one.variable.scalar_type() != first.variable.scalar_type() ||
           one.variable.device() != first.variable.device()) {
-        throw InvalidArgument("a bucket plan puts parameters '" + first.name + "' and '" + one.name +
-                              "' together, which differ in dtype or device");
+        throw InvalidArgument("a bucket plan puts parameters '" + first.name + "' and '" +
+                              one.name + "' together, which differ in dtype or device");
       }
     }
   }
@@ -362,7 +376,8 @@ std::optional<OverlapReport> ReducerCore::overlap_report() const {
   std::optional<OverlapReport> report = recorder_->report();
   if (!report) return report;
   for (BucketOverlap& bucket : report->buckets) {
-    for (const int64_t parameter : bucket.parameters) bucket.names.push_back(context_.parameters[parameter].name);
+    for (const int64_t parameter : bucket.parameters)
+      bucket.names.push_back(context_.parameters[parameter].name);
   }
   return report;
 }
@@ -399,7 +414,8 @@ JoinEvent ReducerCore::join_event(bool active, JoinEvent::Kind kind, int64_t arg
   const Change change(context_.monitor);
   JoinEvent event =
       context_.monitor.open([&] { return exchange_join_event(context_, active, kind, argument); });
-  if (!event.active.empty() && !divide_by_initial_) context_.divisor = static_cast<int64_t>(event.active.size());
+  if (!event.active.empty() && !divide_by_initial_)
+    context_.divisor = static_cast<int64_t>(event.active.size());
   return event;
 }
 

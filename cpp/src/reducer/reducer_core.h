@@ -1,8 +1,9 @@
 #pragma once
 
-/// The inside of Reducer: what autograd calls, what its user calls between backwards, and how the parts work together.
-/// See docs/design.md for a map. reducer_core.cpp is what happens between backwards, reducer_core_backward.cpp a
-/// backward up to its last gradient, reducer_core_end.cpp the rest of it.
+/// The inside of Reducer: what autograd calls, what its user calls between backwards, and how the
+/// parts work together. See docs/design.md for a map. reducer_core.cpp is what happens between
+/// backwards, reducer_core_backward.cpp a backward up to its last gradient, reducer_core_end.cpp
+/// the rest of it.
 
 #include <atomic>
 #include <chrono>
@@ -30,10 +31,12 @@ namespace apex::parallel::detail {
 
 class BackwardScope;
 
-/// Thread safe, see Note [Who may touch a reducer]. What is documented at Reducer is not repeated here.
+/// Thread safe, see Note [Who may touch a reducer]. What is documented at Reducer is not repeated
+/// here.
 class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
  public:
-  ReducerCore(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups, ReducerOptions options);
+  ReducerCore(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups,
+              ReducerOptions options);
   ~ReducerCore();
   /// Compares models, connects, broadcasts, and hooks the parameters. Collective.
   void begin();
@@ -75,8 +78,11 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   bool has_entered(int task) const;
   void own_parameters();
   void accompany(const std::vector<std::shared_ptr<ReducerCore>>& in_graph);
-  bool reach_outputs_in(const std::unordered_set<torch::autograd::Node*>& nodes) { return outputs_.reach_in(nodes); }
-  /// By the hook of a parameter: its gradient was accumulated; `incoming` is what autograd has added.
+  bool reach_outputs_in(const std::unordered_set<torch::autograd::Node*>& nodes) {
+    return outputs_.reach_in(nodes);
+  }
+  /// By the hook of a parameter: its gradient was accumulated; `incoming` is what autograd has
+  /// added.
   void gradient_ready(size_t index, const at::Tensor& incoming);
   /// By the scope of a backward: it has ended, or failed.
   void finish(BackwardScope* scope);
@@ -152,16 +158,17 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   Phase phase_ = Phase::kIdle;
   PlanBook book_;
   StepAgreement step_;
-  BackwardScope* scope_ = nullptr;      ///< of the backward in progress
-  std::optional<BackwardPass> pass_;    ///< of the backward in progress, or deferred
+  BackwardScope* scope_ = nullptr;    ///< of the backward in progress
+  std::optional<BackwardPass> pass_;  ///< of the backward in progress, or deferred
   std::shared_ptr<BackwardScope> shadow_;
   Companions companions_;
-  int entered_task_ = -1;               ///< the graph task that came to this reducer last
-  bool wants_rebuild_ = false;          ///< the next pass does
-  std::vector<uint8_t> overtaken_;      ///< by parameter: used before its update
-  std::vector<PlannedBucket> left_;     ///< the plan that was left, until the other ranks have left it, too
-  BucketPlan preset_;                   ///< used instead of one made from sizes, where it fits
-  bool divide_by_initial_ = true;       ///< under join()
+  int entered_task_ = -1;           ///< the graph task that came to this reducer last
+  bool wants_rebuild_ = false;      ///< the next pass does
+  std::vector<uint8_t> overtaken_;  ///< by parameter: used before its update
+  std::vector<PlannedBucket>
+      left_;           ///< the plan that was left, until the other ranks have left it, too
+  BucketPlan preset_;  ///< used instead of one made from sizes, where it fits
+  bool divide_by_initial_ = true;  ///< under join()
   std::function<void(const ReducedBucket&)> callback_;
   std::unique_ptr<OverlapRecorder> recorder_;  ///< only while times are taken
 };

@@ -14,28 +14,30 @@ namespace apex::parallel::detail {
 
 // Note [The end of a backward]
 //
-// The reduction ends in a final callback of the autograd engine, so that gradients are complete when
-// backward() returns. A final callback belongs to the graph task in which it was queued. Reentrant
-// checkpointing runs segments of the model in inner graph tasks, and a callback queued by a gradient
-// inside one would run before the outer backward is done. So it is queued from the first of our hooks
-// that runs: normally the one on the model's outputs (watch_outputs), which runs in the outer task; a
-// gradient's own hook queues it only where backward did not come through a watched output.
+// The reduction ends in a final callback of the autograd engine, so that gradients are complete
+// when backward() returns. A final callback belongs to the graph task in which it was queued.
+// Reentrant checkpointing runs segments of the model in inner graph tasks, and a callback queued by
+// a gradient inside one would run before the outer backward is done. So it is queued from the first
+// of our hooks that runs: normally the one on the model's outputs (watch_outputs), which runs in
+// the outer task; a gradient's own hook queues it only where backward did not come through a
+// watched output.
 //
 // The callback owns a BackwardScope. If backward fails the engine destroys its callbacks without
-// running them, and the scope's destructor resets the reducer: there is no state to guess about in the
-// next backward, whether or not there is one.
+// running them, and the scope's destructor resets the reducer: there is no state to guess about in
+// the next backward, whether or not there is one.
 //
 // Which reducers take part in a backward, see Note [One backward, all its reducers].
 //
-// An output's hook also runs for autograd.grad(), which computes gradients without accumulating any.
-// The engine then has a list of what to execute, and a backward that leaves gradients has none; with
-// backward(inputs=...), which has one too, the first gradient that is accumulated opens the scope.
+// An output's hook also runs for autograd.grad(), which computes gradients without accumulating
+// any. The engine then has a list of what to execute, and a backward that leaves gradients has
+// none; with backward(inputs=...), which has one too, the first gradient that is accumulated opens
+// the scope.
 
 // Note [Order of launches]
 //
-// Collectives of one process group must be issued in the same order on every rank, but gradients become
-// ready in an order that may differ. So buckets have one order, the plan's, and a bucket is launched
-// only when all before it were. Only the thread that changes the reducer launches.
+// Collectives of one process group must be issued in the same order on every rank, but gradients
+// become ready in an order that may differ. So buckets have one order, the plan's, and a bucket is
+// launched only when all before it were. Only the thread that changes the reducer launches.
 
 void ReducerCore::own_parameters() {
   const Change change(context_.monitor);
@@ -62,10 +64,12 @@ void ReducerCore::output_reached(int task) {
     return;
   }
   choose_plan();
-  // Without a parameter in the plan, or one that may still get there, there is nothing to do. While a plan is recorded
-  // there may be: a frozen parameter's gradient, accumulated before, on another rank only.
+  // Without a parameter in the plan, or one that may still get there, there is nothing to do. While
+  // a plan is recorded there may be: a frozen parameter's gradient, accumulated before, on another
+  // rank only.
   const Plan* plan = book_.current();
-  const bool anything = plan != nullptr ? !plan->entries.empty() : context_.parameters.ever_trainable();
+  const bool anything =
+      plan != nullptr ? !plan->entries.empty() : context_.parameters.ever_trainable();
   // All taken by another reducer: see Note [One parameter, one reducer].
   if (anything && context_.parameters.owns_any()) {
     begin_backward();
@@ -78,8 +82,8 @@ void ReducerCore::announce_local_backward() {
   if (context_.joining) join_event(true, JoinEvent::kLocalBackward, 0);
 }
 
-/// Before a backward: takes the plan that all ranks expect; or, where ranks hear nothing of each other, the plan of
-/// what is trainable here, which has to be the same on all.
+/// Before a backward: takes the plan that all ranks expect; or, where ranks hear nothing of each
+/// other, the plan of what is trainable here, which has to be the same on all.
 void ReducerCore::choose_plan() {
   context_.monitor.open([&] { step_.look_back_on_failure(); });
   if (step_.hooks_apart()) fail();
@@ -88,7 +92,8 @@ void ReducerCore::choose_plan() {
   wants_rebuild_ = false;
   if (plan == nullptr) return;
   for (size_t i = 0; i < plan->places.size(); ++i) {
-    wants_rebuild_ = wants_rebuild_ || plan->places[i].trainable_here != context_.parameters.trains(i);
+    wants_rebuild_ =
+        wants_rebuild_ || plan->places[i].trainable_here != context_.parameters.trains(i);
   }
   if (!wants_rebuild_ || plan->carries_facts() || context_.defers) return;
   book_.take_for(context_.parameters.trained());
@@ -120,7 +125,8 @@ BackwardPass ReducerCore::prepare_pass() {
     if (owned) {
       const uint32_t version = parameter.variable._version();
       changed = changed || version != parameter.seen_version;
-      touched_changed = touched_changed || (parameter.touched && version != parameter.touched_version);
+      touched_changed =
+          touched_changed || (parameter.touched && version != parameter.touched_version);
       parameter.seen_version = version;
     }
     pass.kept[i] = grad.defined();
@@ -128,7 +134,8 @@ BackwardPass ReducerCore::prepare_pass() {
     pass.used[i] = parameter.touched && owned && grad.defined();
     if (context_.options.gradient_average && !context_.joining) continue;
     const auto reduced = parameter.reduced.lock();
-    pass.gradients[i].stale = grad.defined() && reduced && reduced.get() == grad.unsafeGetTensorImpl() &&
+    pass.gradients[i].stale = grad.defined() && reduced &&
+                              reduced.get() == grad.unsafeGetTensorImpl() &&
                               grad._version() == parameter.reduced_version;
   }
   step_.backward_began();
@@ -143,12 +150,14 @@ void ReducerCore::begin_backward() {
         "interpreter): gradients would not be averaged");
   }
   if (phase_ == Phase::kFailed) {
-    throw CommunicationError(context_.me() +
-                             "a collective, or the communication hook of some ranks, failed in an earlier backward, so "
-                             "the messages of the ranks do not match any more: start again with a new process group "
-                             "and a new wrapper");
+    throw CommunicationError(
+        context_.me() +
+        "a collective, or the communication hook of some ranks, failed in an earlier backward, so "
+        "the messages of the ranks do not match any more: start again with a new process group "
+        "and a new wrapper");
   }
-  require_same_ranks(*context_.members.parent, context_.members.rank, context_.members.size, "this reducer");
+  require_same_ranks(*context_.members.parent, context_.members.rank, context_.members.size,
+                     "this reducer");
   companions_.forget();
   overtake_deferred();
   BackwardPass pass = prepare_pass();
@@ -179,7 +188,8 @@ void ReducerCore::shadow_backward_begin(bool gradients_were_kept) {
   for (Parameter& parameter : context_.parameters) {
     // The others have cleared their gradients, so this rank's must not count either; what has never
     // been reduced still has to.
-    if (!gradients_were_kept && !parameter.touched) parameter.variable.mutable_grad() = at::Tensor();
+    if (!gradients_were_kept && !parameter.touched)
+      parameter.variable.mutable_grad() = at::Tensor();
   }
   choose_plan();
   wants_rebuild_ = false;  // what is trainable is for those who have data to say
@@ -209,7 +219,8 @@ namespace {
 
 std::string describe_overtaken(const std::string& name) {
   return "parameter '" + name +
-         "' got a gradient, but forward used it without waiting for its last one, so before it was updated "
+         "' got a gradient, but forward used it without waiting for its last one, so before it was "
+         "updated "
          "(it is not used through the forward of the module that owns it). Wait for it first, see "
          "OverlappedOptimizer.synchronize() or Reducer::wait_for(), or do without overlapping.";
 }
@@ -219,11 +230,14 @@ std::string describe_overtaken(const std::string& name) {
 void ReducerCore::gradient_ready(size_t index, const at::Tensor& incoming) {
   const Change change(context_.monitor);
   const Parameter& parameter = context_.parameters[index];
-  if (!context_.parameters.owns(parameter) || (context_.parameters.retired() && !in_backward(phase_))) return;
+  if (!context_.parameters.owns(parameter) ||
+      (context_.parameters.retired() && !in_backward(phase_)))
+    return;
   if (!in_backward(phase_) && !begin_at_gradient(index, incoming)) return;
   if (phase_ == Phase::kEnding) {
-    throw Error(context_.me() + "parameter '" + parameter.name +
-                "' got a gradient while another backward was ending: a bucket callback must not start one");
+    throw Error(
+        context_.me() + "parameter '" + parameter.name +
+        "' got a gradient while another backward was ending: a bucket callback must not start one");
   }
   BackwardPass& pass = *pass_;
   GradientState& gradient = pass.gradients[index];
@@ -233,18 +247,22 @@ void ReducerCore::gradient_ready(size_t index, const at::Tensor& incoming) {
   // With views a gradient of this backward may be in its bucket already, and .grad be undefined.
   if (parameter.variable.grad().defined()) pass.used[index] = 1;
   if (gradient.stale && !context_.options.gradient_average) {
-    pass.fail(context_.me() + "parameter '" + parameter.name +
-              "' still held the gradient that the last synchronized backward summed over the ranks when this "
-              "one began; with gradient_average=False what it added cannot be told apart, and the old sum was "
-              "counted once per rank. Clear gradients (zero_grad) between synchronized backwards, or "
-              "accumulate under no_sync().");
+    pass.fail(
+        context_.me() + "parameter '" + parameter.name +
+        "' still held the gradient that the last synchronized backward summed over the ranks when "
+        "this "
+        "one began; with gradient_average=False what it added cannot be told apart, and the old "
+        "sum was "
+        "counted once per rank. Clear gradients (zero_grad) between synchronized backwards, or "
+        "accumulate under no_sync().");
   }
   gradient.last_fired = ++pass.clock;
   context_.observers.tell(&BackwardObserver::gradient_ready, index);
   if (book_.current() != nullptr) count_down(index, incoming);
 }
 
-/// A gradient that did not come through a watched output: begins a backward, if it is to be synchronized.
+/// A gradient that did not come through a watched output: begins a backward, if it is to be
+/// synchronized.
 bool ReducerCore::begin_at_gradient(size_t index, const at::Tensor& incoming) {
   Parameter& parameter = context_.parameters[index];
   if (!synchronizing_.load()) {
@@ -259,8 +277,8 @@ bool ReducerCore::begin_at_gradient(size_t index, const at::Tensor& incoming) {
   step_.tracker.reached_from_elsewhere();
   // This gradient is there already; if it is the one that came in, this backward has made it.
   const at::Tensor& grad = parameter.variable.grad();
-  if (grad.defined() && incoming.defined() && grad.layout() == at::kStrided && incoming.layout() == at::kStrided &&
-      incoming.storage().is_alias_of(grad.storage())) {
+  if (grad.defined() && incoming.defined() && grad.layout() == at::kStrided &&
+      incoming.layout() == at::kStrided && incoming.storage().is_alias_of(grad.storage())) {
     pass_->kept[index] = 0;
   }
   return true;
@@ -284,19 +302,25 @@ void ReducerCore::count_down(size_t index, const at::Tensor& incoming) {
   }
   PlannedBucket& entry = plan.entries[place.bucket];
   if (entry.launched) {
-    pass_->fail(context_.me() + "parameter '" + parameter.name + "' got gradient number " + std::to_string(fired) +
-                " of one backward after its bucket had been launched; " + std::to_string(place.expected) +
-                " were recorded in the first backward, so the later ones are not averaged. A layer was "
-                "probably used in more checkpointed segments than before: call relearn() on every rank when "
-                "that changes, or construct with delay_allreduce=True.");
+    pass_->fail(
+        context_.me() + "parameter '" + parameter.name + "' got gradient number " +
+        std::to_string(fired) + " of one backward after its bucket had been launched; " +
+        std::to_string(place.expected) +
+        " were recorded in the first backward, so the later ones are not averaged. A layer was "
+        "probably used in more checkpointed segments than before: call relearn() on every rank "
+        "when "
+        "that changes, or construct with delay_allreduce=True.");
     return;
   }
   if (!parameter.device.is_cpu()) {
-    const c10::Stream stream = c10::impl::VirtualGuardImpl(parameter.device.type()).getStream(parameter.device);
+    const c10::Stream stream =
+        c10::impl::VirtualGuardImpl(parameter.device.type()).getStream(parameter.device);
     auto& producers = entry.producers;
-    if (std::find(producers.begin(), producers.end(), stream) == producers.end()) producers.push_back(stream);
+    if (std::find(producers.begin(), producers.end(), stream) == producers.end())
+      producers.push_back(stream);
   }
-  if (fired >= place.expected) entry.message.copy_early(place.slot, entry.averaging(context_).before);
+  if (fired >= place.expected)
+    entry.message.copy_early(place.slot, entry.averaging(context_).before);
   if (fired == place.expected) --entry.pending;
   launch_ready(incoming);
 }
@@ -305,10 +329,12 @@ void ReducerCore::launch_ready(const at::Tensor& incoming) {
   if (context_.options.delay_allreduce) return;
   Plan& plan = *book_.current();
   BackwardPass& pass = *pass_;
-  // What this rank has unfrozen is reduced after that, so its part is not done before backward has ended.
+  // What this rank has unfrozen is reduced after that, so its part is not done before backward has
+  // ended.
   const size_t end = plan.entries.size() - (plan.last_at_end || pass.wants_rebuild ? 1 : 0);
   while (pass.next_launch < end && plan.entries[pass.next_launch].pending == 0) {
-    if (pass.next_launch > 0 && plan.entries[pass.next_launch - 1].reduction->holds_back_next()) return;
+    if (pass.next_launch > 0 && plan.entries[pass.next_launch - 1].reduction->holds_back_next())
+      return;
     launch(pass.next_launch, incoming);
     context_.statistics.add(&ReducerStatistics::launched_in_backward);
   }

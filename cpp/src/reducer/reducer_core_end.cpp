@@ -11,42 +11,46 @@ namespace apex::parallel::detail {
 
 // Note [Carried through]
 //
-// Ranks that have begun a synchronized backward wait for each other's buckets. A rank that cannot send its own, or
-// does not want to, may therefore not just stay away: the messages of its next backward would meet those that
-// the others still wait for, of other sizes. So a backward that was begun is carried through on every rank, with
-// zeros where a rank has nothing to send, and facts in the last message that tell why:
+// Ranks that have begun a synchronized backward wait for each other's buckets. A rank that cannot
+// send its own, or does not want to, may therefore not just stay away: the messages of its next
+// backward would meet those that the others still wait for, of other sizes. So a backward that was
+// begun is carried through on every rank, with zeros where a rank has nothing to send, and facts in
+// the last message that tell why:
 //
-// - it failed: an exception ended its backward, in the module, in a hook, or in a callback. Then nothing of this
-//   backward counts: every rank throws, and all can go on with the next backward;
-// - it left the plan (relearn(), another communication hook ...), which may well have happened on all ranks: then
-//   all make a new plan and reduce their gradients by that. If some have kept the plan, every rank throws.
+// - it failed: an exception ended its backward, in the module, in a hook, or in a callback. Then
+//   nothing of this backward counts: every rank throws, and all can go on with the next backward;
+// - it left the plan (relearn(), another communication hook ...), which may well have happened on
+//   all ranks: then all make a new plan and reduce their gradients by that. If some have kept the
+//   plan, every rank throws.
 //
-// Whoever reads such a fact exchanges details with the others, in which all ranks take part, also those that sent
-// it: without waiting for the answer, since they may be in a destructor. They have no more to say; so nobody may
-// expect them in another exchange of that backward.
+// Whoever reads such a fact exchanges details with the others, in which all ranks take part, also
+// those that sent it: without waiting for the answer, since they may be in a destructor. They have
+// no more to say; so nobody may expect them in another exchange of that backward.
 //
-// A rank whose messages were all launched when it failed has done its part, and the others have their average. It waits
-// for them then, since the facts in these messages may lead to an exchange; the exception is thrown after that.
+// A rank whose messages were all launched when it failed has done its part, and the others have
+// their average. It waits for them then, since the facts in these messages may lead to an exchange;
+// the exception is thrown after that.
 
 // Note [Backwards that end before their buckets have arrived]
 //
-// A step can take no less than its forward and then the longer of backward and communication, as long as
-// backward waits for the last bucket. It need not: the next forward can begin, and wait for each parameter
-// when it comes to it. Then what matters is that the buckets of the first layers arrive first, although
-// their gradients are the last to be computed. (Y. Peng et al., "A Generic Communication Scheduler for
-// Distributed DNN Training Acceleration", SOSP 2019; A. Jayarajan et al., "Priority-based Parameter
-// Propagation for Distributed DNN Training", MLSys 2019.)
+// A step can take no less than its forward and then the longer of backward and communication, as
+// long as backward waits for the last bucket. It need not: the next forward can begin, and wait for
+// each parameter when it comes to it. Then what matters is that the buckets of the first layers
+// arrive first, although their gradients are the last to be computed. (Y. Peng et al., "A Generic
+// Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019; A. Jayarajan et
+// al., "Priority-based Parameter Propagation for Distributed DNN Training", MLSys 2019.)
 //
-// Ranks have to launch in one order, so priorities that depend on what is ready are out. But a fixed order
-// does: what has arrived by the end of backward stays where it is, and so does the bucket that is on the
-// network then; the others are still waiting for the network, and are launched in the order in which the next forward
-// asks for them, the reverse of that in which backward made them. How many have arrived is what rank 0 sees
-// in the third backward with a plan. A plan that was given is not reordered.
+// Ranks have to launch in one order, so priorities that depend on what is ready are out. But a
+// fixed order does: what has arrived by the end of backward stays where it is, and so does the
+// bucket that is on the network then; the others are still waiting for the network, and are
+// launched in the order in which the next forward asks for them, the reverse of that in which
+// backward made them. How many have arrived is what rank 0 sees in the third backward with a plan.
+// A plan that was given is not reordered.
 //
-// In between, gradients are neither complete nor free to be added to. Whatever needs them completes the
-// deferred backward first: the next backward (at its first output), a change of plan, hook or callback. A
-// parameter that gets a gradient although nobody has waited for its last one was used in forward before
-// it was updated: that is an error.
+// In between, gradients are neither complete nor free to be added to. Whatever needs them completes
+// the deferred backward first: the next backward (at its first output), a change of plan, hook or
+// callback. A parameter that gets a gradient although nobody has waited for its last one was used
+// in forward before it was updated: that is an error.
 
 namespace {
 
@@ -132,8 +136,9 @@ void ReducerCore::agree_on_plan() {
   const ParameterTable& parameters = context_.parameters;
   const Recording mine = recording(step_.facts(pass_->wants_rebuild, !left_.empty()));
   const AgreedRecording agreed =
-      parameters.empty() ? AgreedRecording()
-                         : context_.monitor.open([&] { return PlanExchange(context_.members, mine).wait(); });
+      parameters.empty()
+          ? AgreedRecording()
+          : context_.monitor.open([&] { return PlanExchange(context_.members, mine).wait(); });
   std::vector<Place> places(parameters.size());
   for (size_t i = 0; i < places.size(); ++i) {
     const RecordedParameter& seen = agreed.parameters[i];
@@ -143,7 +148,8 @@ void ReducerCore::agree_on_plan() {
     places[i].trainable_here = mine.parameters[i].trainable;
     places[i].trainable_anywhere = seen.trainable;
     // A rank goes by its own count; one that has none yet, by that of the others.
-    places[i].expected = std::max<int32_t>(1, mine.parameters[i].fired > 0 ? mine.parameters[i].fired : seen.fired);
+    places[i].expected =
+        std::max<int32_t>(1, mine.parameters[i].fired > 0 ? mine.parameters[i].fired : seen.fired);
   }
   if (!context_.members.alone() && !parameters.empty()) {
     const SeenFacts seen(agreed.facts);
@@ -152,34 +158,41 @@ void ReducerCore::agree_on_plan() {
     if (context_.options.check_steps.value_or(context_.members.control_device().is_cpu())) {
       std::vector<bool> anywhere;
       for (const Place& place : places) anywhere.push_back(place.trainable_anywhere);
-      const std::string error = context_.monitor.open([&] { return step_.compare(seen, anywhere); });
+      const std::string error =
+          context_.monitor.open([&] { return step_.compare(seen, anywhere); });
       if (pass_->out_of_step.empty()) pass_->out_of_step = error;
     }
   }
   // Frozen after it accumulated a local gradient: reduced now, and not waited for in later steps.
   const auto& ready = agreed.ready_order;
-  book_.serves_once = std::any_of(ready.begin(), ready.end(), [&](int64_t i) { return !places[i].trainable_anywhere; });
+  book_.serves_once = std::any_of(ready.begin(), ready.end(),
+                                  [&](int64_t i) { return !places[i].trainable_anywhere; });
   context_.statistics.add(&ReducerStatistics::plans_learnt);
   pass_->wants_rebuild = false;
   if (book_.take_agreed(places, ready)) return;
 
   BucketLimits limits = context_.options.limits;
-  if (context_.options.delay_allreduce) limits.cap = limits.first_cap = std::numeric_limits<int64_t>::max();
+  if (context_.options.delay_allreduce)
+    limits.cap = limits.first_cap = std::numeric_limits<int64_t>::max();
   Plan& plan = *book_.current();
-  plan.buckets = assign_buckets(parameter_infos(context_, places), ready, limits, context_.options.trigger_parameters);
+  plan.buckets = assign_buckets(parameter_infos(context_, places), ready, limits,
+                                context_.options.trigger_parameters);
   plan.preset = holds_same(preset_, plan.buckets);
   if (plan.preset) plan.buckets = preset_;
   build_entries(plan, context_);
 }
 
-/// Takes part in a backward by the plan that this rank has left, and lets go of it if all ranks have left it.
+/// Takes part in a backward by the plan that this rank has left, and lets go of it if all ranks
+/// have left it.
 void ReducerCore::carry_left_plan() {
-  launch_absent(left_, step_.facts(pass_->wants_rebuild, /*left_plan=*/true), step_.hook_failed(), context_);
+  launch_absent(left_, step_.facts(pass_->wants_rebuild, /*left_plan=*/true), step_.hook_failed(),
+                context_);
   try {
     const SeenFacts seen = await_facts(left_);
     context_.monitor.open([&] {
       step_.refuse_failed_step(seen);
-      // Of the plan's other messages nothing is wanted, but that they do not come in the way of the next.
+      // Of the plan's other messages nothing is wanted, but that they do not come in the way of the
+      // next.
       for (PlannedBucket& entry : left_) entry.reduction->wait(kLeftPlan, {});
     });
   } catch (const CommunicationError&) {
@@ -196,7 +209,8 @@ void ReducerCore::carry_left_plan() {
 SeenFacts ReducerCore::await_facts(std::vector<PlannedBucket>& entries) {
   if (entries.empty() || !entries.back().message.trailer().carries_facts()) return SeenFacts(0);
   PlannedBucket& last = entries.back();
-  const std::string what = &entries == &left_ ? kLeftPlan : describe_bucket(last, entries.size() - 1, context_);
+  const std::string what =
+      &entries == &left_ ? kLeftPlan : describe_bucket(last, entries.size() - 1, context_);
   awaiting([&](const std::function<void()>& meanwhile) {
     context_.monitor.open([&] { last.reduction->wait(what, meanwhile); });
   });
@@ -225,8 +239,8 @@ void ReducerCore::awaiting(const std::function<void(const std::function<void()>&
 bool ReducerCore::may_defer() const {
   const Plan& plan = *book_.current();
   if (!context_.defers || context_.joining || book_.serves_once || plan.watches_unplanned ||
-      context_.options.check_finite || context_.options.check_steps.value_or(false) || plan.backwards <= kOrderAfter ||
-      !pass_->error.empty()) {
+      context_.options.check_finite || context_.options.check_steps.value_or(false) ||
+      plan.backwards <= kOrderAfter || !pass_->error.empty()) {
     return false;
   }
   // Members that this rank has not used are settled when all masks are there.
@@ -235,8 +249,8 @@ bool ReducerCore::may_defer() const {
   });
 }
 
-/// At the end of a backward: how many buckets have arrived, if this is the backward that decides on the
-/// order; asking may mean asking a device, so no other does.
+/// At the end of a backward: how many buckets have arrived, if this is the backward that decides on
+/// the order; asking may mean asking a device, so no other does.
 size_t ReducerCore::done_in_order() const {
   const Plan* plan = book_.current();
   if (plan == nullptr || !context_.defers || plan->backwards + 1 != kOrderAfter) return 0;
@@ -247,25 +261,28 @@ size_t ReducerCore::done_in_order() const {
 
 void ReducerCore::order_by_need(size_t done) {
   const Plan& plan = *book_.current();
-  if (!context_.defers || plan.preset || context_.members.alone() || plan.backwards != kOrderAfter) return;
+  if (!context_.defers || plan.preset || context_.members.alone() || plan.backwards != kOrderAfter)
+    return;
   BucketPlan ordered = plan.buckets;
   // One more is on the network.
   const size_t stay = std::min(done + 1, ordered.buckets.size());
   std::reverse(ordered.buckets.begin() + static_cast<int64_t>(stay), ordered.buckets.end());
   const auto count = static_cast<int64_t>(context_.parameters.size());
-  adopt(context_.monitor.open([&] { return broadcast_plans(context_.members, {ordered}, count); }).front());
+  adopt(context_.monitor.open([&] { return broadcast_plans(context_.members, {ordered}, count); })
+            .front());
 }
 
 void ReducerCore::complete(size_t done) {
   if (phase_ == Phase::kDeferred) enter(Phase::kEnding);
   or_drop([&] {
     Plan* plan = book_.current();
-    // A rank that failed takes part in no further exchange, so its failure has to be known before the first. A
-    // bucket callback, however, is to be called as soon as its bucket is there.
+    // A rank that failed takes part in no further exchange, so its failure has to be known before
+    // the first. A bucket callback, however, is to be called as soon as its bucket is there.
     const auto refuse = [&](const SeenFacts& seen) {
       context_.monitor.open([&] { step_.refuse_failed_step(seen); });
     };
-    if (!callback_ || context_.options.check_finite || plan->has_later_messages()) refuse(await_facts(plan->entries));
+    if (!callback_ || context_.options.check_finite || plan->has_later_messages())
+      refuse(await_facts(plan->entries));
     run_next_phases(*plan, context_);
     if (context_.options.check_finite && !context_.parameters.empty()) {
       pass_->non_finite = find_non_finite(plan->entries, context_);
@@ -276,7 +293,8 @@ void ReducerCore::complete(size_t done) {
     std::vector<std::vector<BucketMessage::Slot>> slots;
     for (const size_t index : unsettled) slots.push_back(plan->entries[index].message.slots());
     settle();
-    for (size_t i = 0; i < unsettled.size(); ++i) call_back(static_cast<int64_t>(unsettled[i]), slots[i], false);
+    for (size_t i = 0; i < unsettled.size(); ++i)
+      call_back(static_cast<int64_t>(unsettled[i]), slots[i], false);
     context_.observers.tell(&BackwardObserver::completed);
     compare_steps(seen);
     if (seen.rebuild_wanted()) rebuild_now();
@@ -299,11 +317,12 @@ void ReducerCore::complete_entry(size_t index) {
     complete_bucket(entry, index, *pass_, meanwhile, context_);
   });
   const bool is_bucket = index < book_.current()->buckets.buckets.size();
-  if (is_bucket && !entry.message.has_unused()) call_back(static_cast<int64_t>(index), entry.message.slots(), true);
+  if (is_bucket && !entry.message.has_unused())
+    call_back(static_cast<int64_t>(index), entry.message.slots(), true);
 }
 
-/// Completes all entries that are not. Returns those with parameters that this rank did not use, if somebody is to be
-/// called back for them.
+/// Completes all entries that are not. Returns those with parameters that this rank did not use, if
+/// somebody is to be called back for them.
 std::vector<size_t> ReducerCore::complete_entries() {
   std::vector<size_t> unsettled;
   const Plan& plan = *book_.current();
@@ -316,12 +335,14 @@ std::vector<size_t> ReducerCore::complete_entries() {
 }
 
 /// Calls the bucket callback. What it throws is thrown when the other ranks have been served.
-void ReducerCore::call_back(int64_t bucket, const std::vector<BucketMessage::Slot>& slots, bool all_used) {
+void ReducerCore::call_back(int64_t bucket, const std::vector<BucketMessage::Slot>& slots,
+                            bool all_used) {
   if (!callback_ || pass_->callback_error) return;
   ReducedBucket reduced;
   reduced.index = bucket;
   for (const BucketMessage::Slot& slot : slots) {
-    if (all_used || pass_->used_by_any[slot.parameter]) reduced.parameters.push_back(slot.parameter);
+    if (all_used || pass_->used_by_any[slot.parameter])
+      reduced.parameters.push_back(slot.parameter);
   }
   if (reduced.parameters.empty()) return;
   try {
@@ -334,8 +355,9 @@ void ReducerCore::call_back(int64_t bucket, const std::vector<BucketMessage::Slo
 /// Decides for gradients that this rank does not have: from what the masks say.
 void ReducerCore::settle() {
   Plan& plan = *book_.current();
-  const bool missed = std::any_of(plan.entries.begin(), plan.entries.end(),
-                                  [](const PlannedBucket& entry) { return entry.message.has_unused(); });
+  const bool missed =
+      std::any_of(plan.entries.begin(), plan.entries.end(),
+                  [](const PlannedBucket& entry) { return entry.message.has_unused(); });
   if (!missed && !plan.watches_unplanned) return;
   std::vector<uint8_t>& used_by_any = pass_->used_by_any;
   used_by_any = pass_->used;
@@ -349,15 +371,17 @@ void ReducerCore::settle() {
   if (!plan.watches_unplanned) return;
   std::vector<int64_t> late;
   for (size_t i = 0; i < plan.places.size(); ++i) {
-    // One that was unfrozen since is not reported; the other ranks will hear of it in rebuild_now().
+    // One that was unfrozen since is not reported; the other ranks will hear of it in
+    // rebuild_now().
     const bool reported = plan.places[i].bucket < 0 && plan.places[i].trainable_anywhere;
     if (reported && used_by_any[i]) late.push_back(static_cast<int64_t>(i));
   }
   if (late.empty()) return;
-  // Every rank has read the same numbers, so every rank comes here with the same list, and extends its
-  // plan alike.
+  // Every rank has read the same numbers, so every rank comes here with the same list, and extends
+  // its plan alike.
   reduce_late_and_call_back(late);
-  const BucketPlan more = assign_buckets(parameter_infos(context_, plan.places), late, context_.options.limits);
+  const BucketPlan more =
+      assign_buckets(parameter_infos(context_, plan.places), late, context_.options.limits);
   plan.buckets.buckets.insert(plan.buckets.buckets.end(), more.buckets.begin(), more.buckets.end());
   build_entries(plan, context_);
   plan.backwards = 0;
@@ -366,11 +390,13 @@ void ReducerCore::settle() {
 }
 
 void ReducerCore::reduce_late_and_call_back(const std::vector<int64_t>& late) {
-  reduce_late(late, book_.current()->places, *pass_, [this](const auto& slots) { call_back(-1, slots, true); },
-              context_);
+  reduce_late(
+      late, book_.current()->places, *pass_,
+      [this](const auto& slots) { call_back(-1, slots, true); }, context_);
 }
 
-/// Parameters were frozen or unfrozen on some rank: agrees on a new plan, and reduces what the old one had no room for.
+/// Parameters were frozen or unfrozen on some rank: agrees on a new plan, and reduces what the old
+/// one had no room for.
 void ReducerCore::rebuild_now() {
   std::vector<bool> reduced;
   for (const Place& place : book_.current()->places) reduced.push_back(place.bucket >= 0);
@@ -379,7 +405,8 @@ void ReducerCore::rebuild_now() {
   std::vector<int64_t> late;
   for (size_t i = 0; i < places.size(); ++i) {
     // A kept plan may hold parameters that no rank has used in this backward.
-    if (places[i].bucket >= 0 && !reduced[i] && pass_->used_by_any[i]) late.push_back(static_cast<int64_t>(i));
+    if (places[i].bucket >= 0 && !reduced[i] && pass_->used_by_any[i])
+      late.push_back(static_cast<int64_t>(i));
   }
   reduce_late_and_call_back(late);
 }
@@ -402,10 +429,12 @@ void ReducerCore::compare_early() {
   if (context_.monitor.is_taken()) return;
   const Change change(context_.monitor);
   const Plan* plan = book_.current();
-  if (phase_ != Phase::kRunning || plan == nullptr || !left_.empty() || !plan->carries_facts() || step_.compared()) {
+  if (phase_ != Phase::kRunning || plan == nullptr || !left_.empty() || !plan->carries_facts() ||
+      step_.compared()) {
     return;
   }
-  // Other exchanges may come first, and a callback may step an optimizer, which changes what is compared.
+  // Other exchanges may come first, and a callback may step an optimizer, which changes what is
+  // compared.
   if (plan->last_at_end || callback_) return;
   const PlannedBucket& last = plan->entries.back();
   try {
@@ -453,7 +482,8 @@ void ReducerCore::end_pass() {
   if (phase_ != Phase::kFailed) enter(Phase::kIdle);
 }
 
-/// Runs a part of the end of a backward; if it throws, the other ranks are told, and nothing stays in flight.
+/// Runs a part of the end of a backward; if it throws, the other ranks are told, and nothing stays
+/// in flight.
 void ReducerCore::or_drop(const std::function<void()>& body) {
   try {
     body();
@@ -480,10 +510,12 @@ void ReducerCore::drop_messages() noexcept {
   end_pass();
 }
 
-/// An exception has ended the backward of this rank: the others are told. Does not wait for them, unless a
-/// communication hook does.
+/// An exception has ended the backward of this rank: the others are told. Does not wait for them,
+/// unless a communication hook does.
 void ReducerCore::send_failure() noexcept {
-  if (context_.members.alone() || phase_ == Phase::kFailed || phase_ == Phase::kReleased || step_.told()) return;
+  if (context_.members.alone() || phase_ == Phase::kFailed || phase_ == Phase::kReleased ||
+      step_.told())
+    return;
   try {
     const StepFacts facts = StepAgreement::failure();
     Plan* plan = book_.current();
@@ -526,7 +558,8 @@ void ReducerCore::abandon(BackwardScope* scope) noexcept {
   const Change change(context_.monitor);
   if (scope_ != scope) return;
   for (size_t i = 0; i < pass_->used.size(); ++i) {
-    // Whatever accumulated is still local, or half way: the next synchronized backward takes it along.
+    // Whatever accumulated is still local, or half way: the next synchronized backward takes it
+    // along.
     if (pass_->used[i]) context_.parameters[i].touch();
   }
   const Plan* plan = book_.current();

@@ -1,6 +1,7 @@
 #pragma once
 
-/// How one bucket becomes its sum: the interface that the reducer knows, and the built-in answers, one source each.
+/// How one bucket becomes its sum: the interface that the reducer knows, and the built-in answers,
+/// one source each.
 
 #include <functional>
 #include <memory>
@@ -18,20 +19,24 @@ namespace apex::parallel::detail {
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 struct ReductionTraits {
-  bool has_peers = true;         ///< other ranks contribute, so that facts are worth sending
-  bool carries_trailer = true;   ///< numbers behind the gradients are summed like them; else it takes gradients only
-  bool averages = false;         ///< the result is divided by the world size already
-  bool has_later_messages = false;  ///< collectives follow that of start(): in next_phase() or wait()
-  bool starts_at_wait = false;   ///< start() sends nothing
-  bool runs_user_code = false;   ///< start() may fail on one rank alone
+  bool has_peers = true;  ///< other ranks contribute, so that facts are worth sending
+  bool carries_trailer =
+      true;  ///< numbers behind the gradients are summed like them; else it takes gradients only
+  bool averages = false;  ///< the result is divided by the world size already
+  bool has_later_messages =
+      false;                    ///< collectives follow that of start(): in next_phase() or wait()
+  bool starts_at_wait = false;  ///< start() sends nothing
+  bool runs_user_code = false;  ///< start() may fail on one rank alone
 };
 
 /// One for each bucket of a plan, used in one backward after the other:
 ///
-///     start() -> next_phase() while has_next_phase() -> wait() -> deliver(), or drop() at any time.
+///     start() -> next_phase() while has_next_phase() -> wait() -> deliver(), or drop() at any
+///     time.
 ///
-/// The reducer issues start() and next_phase() in the same order of buckets on every rank, each from one thread, with
-/// the bucket's device current. `what` names bucket and operation in errors. Not thread safe.
+/// The reducer issues start() and next_phase() in the same order of buckets on every rank, each
+/// from one thread, with the bucket's device current. `what` names bucket and operation in errors.
+/// Not thread safe.
 class Reduction {
  public:
   Reduction() = default;
@@ -44,18 +49,22 @@ class Reduction {
   /// For errors: "all-reduce of bucket ".
   virtual std::string describe() const = 0;
 
-  /// Begins to reduce `tensor`: bucket.tensor(), or what bucket.absent() gave. Does not wait for other ranks.
-  virtual void start(const BucketMessage& bucket, const at::Tensor& tensor, const std::string& what) = 0;
+  /// Begins to reduce `tensor`: bucket.tensor(), or what bucket.absent() gave. Does not wait for
+  /// other ranks.
+  virtual void start(const BucketMessage& bucket, const at::Tensor& tensor,
+                     const std::string& what) = 0;
 
   /// The buckets behind this one may not be started yet: its collectives might come after theirs.
   virtual bool holds_back_next() const { return false; }
 
-  /// Of a reduction that takes several collectives: whether another is to be issued when this one has ended.
+  /// Of a reduction that takes several collectives: whether another is to be issued when this one
+  /// has ended.
   virtual bool has_next_phase() const { return false; }
   /// Waits for the present one and issues it.
   virtual void next_phase(const std::string& /*what*/) {}
 
-  /// Waits for the sum: the host on CPU backends, the current stream on NCCL. The second time it does nothing.
+  /// Waits for the sum: the host on CPU backends, the current stream on NCCL. The second time it
+  /// does nothing.
   /// @param meanwhile  see wait_collective(); may be empty.
   virtual void wait(const std::string& what, const std::function<void()>& meanwhile) = 0;
 
@@ -90,7 +99,8 @@ std::unique_ptr<Reduction> choose_reduction(const ReductionSite& site);
 std::unique_ptr<Reduction> make_all_reduce(const ReductionSite& site);
 std::unique_ptr<Reduction> make_hook_reduction(const ReductionSite& site);
 std::unique_ptr<Reduction> make_sparse_reduction(const ReductionSite& site);
-/// With one rank: the sum is there already, and handing a message to a backend costs more than the rest of a step does.
+/// With one rank: the sum is there already, and handing a message to a backend costs more than the
+/// rest of a step does.
 std::unique_ptr<Reduction> make_local_reduction();
 
 }  // namespace apex::parallel::detail

@@ -37,8 +37,8 @@ at::Tensor allocate(const GroupPtr& group, StatisticsCounter& statistics, int64_
 
 }  // namespace
 
-std::function<at::Tensor(int64_t, const at::TensorOptions&)> registered_memory(GroupPtr group,
-                                                                               StatisticsCounter& statistics) {
+std::function<at::Tensor(int64_t, const at::TensorOptions&)> registered_memory(
+    GroupPtr group, StatisticsCounter& statistics) {
   return [group = std::move(group), &statistics](int64_t numel, const at::TensorOptions& options) {
     return allocate(group, statistics, numel, options);
   };

@@ -6,8 +6,8 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
-#include "reducer/reducer_core.h"
 #include "reducer/parameter_owner.h"
+#include "reducer/reducer_core.h"
 
 namespace apex::parallel::detail {
 
@@ -35,7 +35,8 @@ void add_reducer(const std::shared_ptr<ReducerCore>& state) {
 void drop_reducer(const ReducerCore* state) {
   const std::lock_guard<std::mutex> lock(registry().mutex);
   auto& states = registry().states;
-  states.erase(std::remove_if(states.begin(), states.end(), [&](const auto& entry) { return entry.first == state; }),
+  states.erase(std::remove_if(states.begin(), states.end(),
+                              [&](const auto& entry) { return entry.first == state; }),
                states.end());
 }
 

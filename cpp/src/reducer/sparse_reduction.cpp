@@ -36,15 +36,14 @@ std::vector<at::Tensor> all_gather(at::Tensor mine, c10d::ProcessGroup& group) {
   return all.unbind(0);
 }
 
-/// The sum over ranks of sparse COO tensors of one shape, coalesced, by all-gathers: of the number of entries and of
-/// the entries, padded to the largest number. Works on every backend that gathers dense tensors. Blocks the host until
-/// the numbers of entries are known.
+/// The sum over ranks of sparse COO tensors of one shape, coalesced, by all-gathers: of the number
+/// of entries and of the entries, padded to the largest number. Works on every backend that gathers
+/// dense tensors. Blocks the host until the numbers of entries are known.
 at::Tensor sparse_all_reduce(const at::Tensor& tensor, const GroupPtr& group) {
   const at::Tensor mine = tensor.coalesce();
   const at::Device device = control_device(group, mine.device());
-  const auto counts =
-      all_gather(at::full({1}, mine._nnz(), at::TensorOptions().dtype(at::kLong).device(device)),
-                 *group);
+  const auto counts = all_gather(
+      at::full({1}, mine._nnz(), at::TensorOptions().dtype(at::kLong).device(device)), *group);
   std::vector<int64_t> entries;
   for (const at::Tensor& count : counts) entries.push_back(count.item<int64_t>());
   const int64_t most = *std::max_element(entries.begin(), entries.end());
@@ -65,8 +64,8 @@ at::Tensor sparse_all_reduce(const at::Tensor& tensor, const GroupPtr& group) {
       .coalesce();
 }
 
-/// The size of a sparse gradient is not known before every rank has told its own, which the host waits for: so all is
-/// exchanged in wait(), when the other buckets are on their way.
+/// The size of a sparse gradient is not known before every rank has told its own, which the host
+/// waits for: so all is exchanged in wait(), when the other buckets are on their way.
 class SparseReduction final : public Reduction {
  public:
   explicit SparseReduction(GroupPtr group) : group_(std::move(group)) {}
@@ -79,7 +78,9 @@ class SparseReduction final : public Reduction {
     return traits;
   }
   std::string describe() const override { return "all-reduce of bucket "; }
-  void start(const BucketMessage&, const at::Tensor& tensor, const std::string&) override { tensor_ = tensor; }
+  void start(const BucketMessage&, const at::Tensor& tensor, const std::string&) override {
+    tensor_ = tensor;
+  }
   void wait(const std::string&, const std::function<void()>&) override {
     if (tensor_.defined()) sum_ = sparse_all_reduce(std::exchange(tensor_, {}), group_);
   }

@@ -9,7 +9,7 @@ namespace apex::parallel::detail {
 /// The counts of a reducer. Thread safe.
 class StatisticsCounter {
  public:
-  void add(int64_t ReducerStatistics::*count, int64_t more = 1) {
+  void add(int64_t ReducerStatistics::* count, int64_t more = 1) {
     const std::lock_guard<std::mutex> lock(mutex_);
     counts_.*count += more;
   }

@@ -21,7 +21,9 @@ constexpr const char* kDetails = "exchange of what the ranks did in this step";
 
 }  // namespace
 
-bool must_refuse(const SeenFacts& seen) { return seen.failed() || (seen.plan_left() && seen.plan_kept()); }
+bool must_refuse(const SeenFacts& seen) {
+  return seen.failed() || (seen.plan_left() && seen.plan_kept());
+}
 
 StepFacts StepAgreement::facts(bool wants_rebuild, bool left_plan) {
   sent_ = tracker.facts();
@@ -41,12 +43,15 @@ at::Tensor StepAgreement::pack_details(bool failed) const {
   return at::tensor(details.encode(), at::kLong);
 }
 
-ControlMessage StepAgreement::gather(const at::Tensor& mine) const { return context_.members.all_gather(kDetails, mine); }
+ControlMessage StepAgreement::gather(const at::Tensor& mine) const {
+  return context_.members.all_gather(kDetails, mine);
+}
 
 std::vector<StepDetails> StepAgreement::decode(const at::Tensor& all) const {
   std::vector<StepDetails> ranks;
   for (int rank = 0; rank < context_.members.size; ++rank) {
-    ranks.push_back(StepDetails::decode(all.const_data_ptr<int64_t>() + rank * StepDetails::kFields));
+    ranks.push_back(
+        StepDetails::decode(all.const_data_ptr<int64_t>() + rank * StepDetails::kFields));
   }
   return ranks;
 }
@@ -57,7 +62,8 @@ void StepAgreement::refuse_failed_step(const SeenFacts& seen) {
   hooks_apart_ = hooks_are_apart(ranks);
   for (Parameter& parameter : context_.parameters) parameter.touched = false;
   told_ = true;
-  throw RankMismatch(describe_difference(context_.members.rank, ranks) + note_on_ranks(*context_.members.control()));
+  throw RankMismatch(describe_difference(context_.members.rank, ranks) +
+                     note_on_ranks(*context_.members.control()));
 }
 
 void StepAgreement::attend_refusal() {
@@ -71,7 +77,8 @@ void StepAgreement::send_failure() {
 
 void StepAgreement::look_back_on_failure() {
   const ControlMessage failure = std::exchange(failure_, {});
-  if (std::exchange(hook_failed_, false) && failure) hooks_apart_ = hooks_are_apart(decode(failure.wait()));
+  if (std::exchange(hook_failed_, false) && failure)
+    hooks_apart_ = hooks_are_apart(decode(failure.wait()));
 }
 
 void StepAgreement::refuse_settings(const std::string& mine) {
@@ -93,7 +100,8 @@ std::string StepAgreement::compare(const SeenFacts& seen, const std::vector<bool
   return error;
 }
 
-std::string StepAgreement::compare_early(const std::optional<SeenFacts>& seen, const std::vector<bool>& trainable) {
+std::string StepAgreement::compare_early(const std::optional<SeenFacts>& seen,
+                                         const std::vector<bool>& trainable) {
   if (details_.arrived()) return take_details(trainable);
   if (!details_ && seen && !must_refuse(*seen) && may_differ(*seen)) start_details();
   return {};

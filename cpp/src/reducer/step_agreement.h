@@ -14,7 +14,8 @@
 
 namespace apex::parallel::detail {
 
-/// A rank failed, or has left the plan while others have kept it: no gradient of this backward counts.
+/// A rank failed, or has left the plan while others have kept it: no gradient of this backward
+/// counts.
 bool must_refuse(const SeenFacts& seen);
 
 /// Not thread safe.
@@ -53,18 +54,22 @@ class StepAgreement {
   void refuse_failed_step(const SeenFacts& seen);
   /// For a rank that cannot take part in that: sends its details, and does not wait.
   void send_failure();
-  /// Before the next backward: what the others did in the one in which this rank failed. Blocks the host.
+  /// Before the next backward: what the others did in the one in which this rank failed. Blocks the
+  /// host.
   void look_back_on_failure();
   /// For a rank that fails when all its messages are on their way: takes part without throwing.
   void attend_refusal();
   /// The ranks' messages do not match any more: hooks have failed on some ranks only.
   bool hooks_apart() const { return hooks_apart_; }
 
-  /// Collective where `seen` says so. Returns the error if ranks are out of step, else an empty text. Blocks the host.
+  /// Collective where `seen` says so. Returns the error if ranks are out of step, else an empty
+  /// text. Blocks the host.
   /// @param trainable  by parameter: on some rank.
   std::string compare(const SeenFacts& seen, const std::vector<bool>& trainable);
-  /// Begins that, or goes on with it, if it does not have to wait: `seen` is read if there is nothing to go on with.
-  std::string compare_early(const std::optional<SeenFacts>& seen, const std::vector<bool>& trainable);
+  /// Begins that, or goes on with it, if it does not have to wait: `seen` is read if there is
+  /// nothing to go on with.
+  std::string compare_early(const std::optional<SeenFacts>& seen,
+                            const std::vector<bool>& trainable);
   bool compared() const { return compared_; }
   bool comparing() const { return static_cast<bool>(details_); }
 
@@ -93,7 +98,8 @@ class StepAgreement {
   ControlMessage details_;  ///< the exchange that compares, where it has begun
   bool have_digests_ = false;
   ControlMessage failure_;  ///< details, after this rank has failed
-  int64_t harmless_differences_ = 0;  ///< so many times ranks differed in updates, but not in parameters
+  int64_t harmless_differences_ =
+      0;  ///< so many times ranks differed in updates, but not in parameters
 };
 
 }  // namespace apex::parallel::detail

@@ -20,7 +20,7 @@ static_assert(kEnd == StepFacts::kCount);
 constexpr uint32_t bit(int index) { return uint32_t{1} << index; }
 
 struct Question {
-  bool StepFacts::*answer;
+  bool StepFacts::* answer;
   const char* yes;  ///< what a rank has done that answers yes
 };
 
@@ -28,7 +28,8 @@ const Question kAsked[] = {
     {&StepFacts::skipped_forward, "ran a forward that no backward has followed"},
     {&StepFacts::idle_step, "stepped an optimizer twice without a backward between"},
     {&StepFacts::updated, "updated the parameters since the last synchronized backward"},
-    {&StepFacts::updated_locally, "updated the parameters after a backward without synchronization"},
+    {&StepFacts::updated_locally,
+     "updated the parameters after a backward without synchronization"},
 };
 
 /// "rank 0, rank 2": those for which `holds` is true.
@@ -88,10 +89,10 @@ std::vector<int64_t> StepDetails::encode() const {
 
 StepDetails StepDetails::decode(const int64_t* fields) {
   StepDetails details;
-  bool* const values[] = {&details.facts.failed,    &details.facts.left_plan,
-                          &details.facts.skipped_forward, &details.facts.idle_step,
-                          &details.facts.updated,   &details.facts.updated_locally,
-                          &details.hook_failed};
+  bool* const values[] = {
+      &details.facts.failed,    &details.facts.left_plan, &details.facts.skipped_forward,
+      &details.facts.idle_step, &details.facts.updated,   &details.facts.updated_locally,
+      &details.hook_failed};
   int place = 0;
   for (bool* const value : values) *value = ((fields[0] >> place++) & 1) != 0;
   details.backward = fields[1];
@@ -102,7 +103,8 @@ StepDetails StepDetails::decode(const int64_t* fields) {
 
 bool hooks_are_apart(const std::vector<StepDetails>& ranks) {
   const auto failed = [](const StepDetails& details) { return details.hook_failed; };
-  return std::any_of(ranks.begin(), ranks.end(), failed) && !std::all_of(ranks.begin(), ranks.end(), failed);
+  return std::any_of(ranks.begin(), ranks.end(), failed) &&
+         !std::all_of(ranks.begin(), ranks.end(), failed);
 }
 
 bool needs_digests(const std::vector<StepDetails>& ranks) {
@@ -111,7 +113,8 @@ bool needs_digests(const std::vector<StepDetails>& ranks) {
   for (const StepDetails& details : ranks) {
     const StepFacts& facts = details.facts;
     if (facts.failed || facts.left_plan) return false;
-    if (facts.skipped_forward != first.skipped_forward || facts.idle_step != first.idle_step) return false;
+    if (facts.skipped_forward != first.skipped_forward || facts.idle_step != first.idle_step)
+      return false;
     updates_differ = updates_differ || facts.updated != first.updated ||
                      facts.updated_locally != first.updated_locally;
   }
@@ -120,11 +123,13 @@ bool needs_digests(const std::vector<StepDetails>& ranks) {
 
 std::string describe_difference(int rank, const std::vector<StepDetails>& ranks) {
   const std::string mine = "rank " + std::to_string(rank) + ": ";
-  const std::string failed = names(ranks, [](const StepDetails& details) { return details.facts.failed; });
+  const std::string failed =
+      names(ranks, [](const StepDetails& details) { return details.facts.failed; });
   if (!failed.empty()) {
-    return mine + "backward number " + std::to_string(ranks[rank].backward) + " was ended by an exception on " +
-           failed +
-           ", so no gradient of this step is an average over all ranks. Look at the output of that rank; "
+    return mine + "backward number " + std::to_string(ranks[rank].backward) +
+           " was ended by an exception on " + failed +
+           ", so no gradient of this step is an average over all ranks. Look at the output of that "
+           "rank; "
            "to go on, clear the gradients (zero_grad) on every rank and run the next step";
   }
   const auto has_left = [](const StepDetails& details) { return details.facts.left_plan; };
@@ -133,28 +138,34 @@ std::string describe_difference(int rank, const std::vector<StepDetails>& ranks)
     const auto first = std::find_if(ranks.begin(), ranks.end(), has_left);
     return mine + "before this backward " + left + " asked for a new bucket plan (" +
            kReasonsToLeave[first->reason] +
-           "), but the other ranks did not, so no gradient of this step is an average over all ranks. Do it "
+           "), but the other ranks did not, so no gradient of this step is an average over all "
+           "ranks. Do it "
            "on every rank";
   }
   if (needs_digests(ranks)) {
     const int64_t first = ranks.front().digest;
-    const bool same = std::all_of(ranks.begin(), ranks.end(),
-                                  [&](const StepDetails& details) { return details.digest == first; });
+    const bool same = std::all_of(ranks.begin(), ranks.end(), [&](const StepDetails& details) {
+      return details.digest == first;
+    });
     if (same) return {};
   }
   std::string told;
   for (const Question& asked : kAsked) {
     const auto yes = [&](const StepDetails& details) { return details.facts.*asked.answer; };
     const std::string who = names(ranks, yes);
-    const std::string others = names(ranks, [&](const StepDetails& details) { return !yes(details); });
+    const std::string others =
+        names(ranks, [&](const StepDetails& details) { return !yes(details); });
     if (who.empty() || others.empty()) continue;
     told += (told.empty() ? "" : "; ") + who + " " + asked.yes + ", " + others + " did not";
   }
   if (told.empty()) return {};
   return mine + "the ranks are out of step: " + told +
-         ". Gradients of different steps are averaged then, and parameters may differ. Run the same forwards, "
-         "backwards and optimizer steps on every rank (join() covers ranks with fewer batches; a forward that needs "
-         "no backward goes under torch.no_grad()), and start again from a checkpoint; check_reduction=False "
+         ". Gradients of different steps are averaged then, and parameters may differ. Run the "
+         "same forwards, "
+         "backwards and optimizer steps on every rank (join() covers ranks with fewer batches; a "
+         "forward that needs "
+         "no backward goes under torch.no_grad()), and start again from a checkpoint; "
+         "check_reduction=False "
          "(check_steps) switches this check off";
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 
-/// What each rank tells the others about the step that it is in, so that a rank that is out of step is
-/// noticed in the first backward in which its gradients meet those of another step.
+/// What each rank tells the others about the step that it is in, so that a rank that is out of step
+/// is noticed in the first backward in which its gradients meet those of another step.
 
 #include <cstdint>
 #include <functional>
@@ -12,10 +12,11 @@ namespace apex::parallel {
 
 // Note [Ranks that are out of step]
 //
-// The nth synchronized backward of a rank always meets the nth of the others. A rank that has skipped one, run
-// one more, or run one under no_sync(), is averaged with gradients of another step from then on, and nobody
-// notices before the last step, in which that rank or the others wait for ever. The counts of backwards
-// themselves cannot differ; what happened *between* two synchronized backwards can:
+// The nth synchronized backward of a rank always meets the nth of the others. A rank that has
+// skipped one, run one more, or run one under no_sync(), is averaged with gradients of another step
+// from then on, and nobody notices before the last step, in which that rank or the others wait for
+// ever. The counts of backwards themselves cannot differ; what happened *between* two synchronized
+// backwards can:
 //
 // - forwards whose outputs no backward has reached, and none can any more: their backward was
 //   skipped (or forward raised);
@@ -23,14 +24,16 @@ namespace apex::parallel {
 // - parameters that were updated, or not, since the last synchronized backward;
 // - parameters that were updated after a backward that was not synchronized.
 //
-// Each is put as a number behind the gradients of the last bucket, one-hot, so that the sum over ranks tells
-// which answers there were. If there is more than one answer, every rank has read the same sum, and all
-// exchange who said what in a second, small message. Ranks that differ in the first two are out of step. A
-// difference in the last two alone may be harmless (a sharded optimizer steps what others receive as a
-// broadcast), so then the parameters decide: out of step are ranks whose parameters differ.
+// Each is put as a number behind the gradients of the last bucket, one-hot, so that the sum over
+// ranks tells which answers there were. If there is more than one answer, every rank has read the
+// same sum, and all exchange who said what in a second, small message. Ranks that differ in the
+// first two are out of step. A difference in the last two alone may be harmless (a sharded
+// optimizer steps what others receive as a broadcast), so then the parameters decide: out of step
+// are ranks whose parameters differ.
 //
-// The same numbers carry what a rank says when it cannot do what the others expect in this backward: that it
-// failed (an exception ended its backward), or that it left the plan. See Note [Carried through].
+// The same numbers carry what a rank says when it cannot do what the others expect in this
+// backward: that it failed (an exception ended its backward), or that it left the plan. See Note
+// [Carried through].
 
 /// Facts about one rank, at the time at which it launches its last bucket.
 struct StepFacts {
@@ -46,7 +49,8 @@ struct StepFacts {
   /// How many numbers encode() makes use of.
   static constexpr int kCount = 12;
 
-  /// Bit i is number i behind the gradients. A rank that failed or is not compared gives no answers.
+  /// Bit i is number i behind the gradients. A rank that failed or is not compared gives no
+  /// answers.
   uint32_t encode() const;
 };
 
@@ -57,8 +61,8 @@ class SeenFacts {
 
   bool rebuild_wanted() const;
   bool failed() const;
-  bool plan_left() const;     ///< by some rank
-  bool plan_kept() const;     ///< by some rank
+  bool plan_left() const;  ///< by some rank
+  bool plan_kept() const;  ///< by some rank
   /// Whether ranks must exchange who said what.
   bool differ() const { return failed() || (plan_left() && plan_kept()) || answers_differ(); }
 
@@ -70,10 +74,10 @@ class SeenFacts {
 /// One rank's row in the exchange that follows.
 struct StepDetails {
   StepFacts facts;
-  int64_t backward = 0;  ///< number of this synchronized backward, from 1
+  int64_t backward = 0;      ///< number of this synchronized backward, from 1
   bool hook_failed = false;  ///< the exception came from its communication hook
-  int64_t reason = 0;    ///< why it left the plan: an index into kReasonsToLeave
-  int64_t digest = 0;    ///< of its parameters, where that was asked for
+  int64_t reason = 0;        ///< why it left the plan: an index into kReasonsToLeave
+  int64_t digest = 0;        ///< of its parameters, where that was asked for
 
   static constexpr int kFields = 4;
   std::vector<int64_t> encode() const;
@@ -84,7 +88,8 @@ struct StepDetails {
 extern const char* const kReasonsToLeave[];
 enum class ReasonToLeave : int64_t { kNone, kRelearn, kCommHook, kPlan, kDeferred, kParameters };
 
-/// Whether the communication hook failed on some ranks, but not on all: what hooks send does not match any more.
+/// Whether the communication hook failed on some ranks, but not on all: what hooks send does not
+/// match any more.
 bool hooks_are_apart(const std::vector<StepDetails>& ranks);
 
 /// Whether the parameters have to be compared to tell if these ranks are out of step.

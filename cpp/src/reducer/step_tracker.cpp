@@ -6,8 +6,8 @@ namespace apex::parallel {
 
 namespace {
 
-/// A program that never runs backward through the wrapper must not collect forwards for ever; more than one
-/// skipped forward means no more than one.
+/// A program that never runs backward through the wrapper must not collect forwards for ever; more
+/// than one skipped forward means no more than one.
 constexpr size_t kMostForwards = 64;
 
 }  // namespace
@@ -48,10 +48,11 @@ void StepTracker::backward_began(bool changed, bool touched_changed) {
 
 StepFacts StepTracker::facts() const {
   StepFacts facts = facts_;
-  // While whoever hooked its outputs refers to it, backward may still come there: this one, or a later one.
-  facts.skipped_forward = std::any_of(forwards_.begin(), forwards_.end(), [](const ForwardPtr& forward) {
-    return !forward->reached && forward.use_count() == 1;
-  });
+  // While whoever hooked its outputs refers to it, backward may still come there: this one, or a
+  // later one.
+  facts.skipped_forward = std::any_of(
+      forwards_.begin(), forwards_.end(),
+      [](const ForwardPtr& forward) { return !forward->reached && forward.use_count() == 1; });
   return facts;
 }
 

@@ -8,8 +8,8 @@
 
 namespace apex::parallel {
 
-/// What has happened on this rank since its last synchronized backward. Knows nothing of other ranks; not thread
-/// safe. See Note [Ranks that are out of step].
+/// What has happened on this rank since its last synchronized backward. Knows nothing of other
+/// ranks; not thread safe. See Note [Ranks that are out of step].
 class StepTracker {
  public:
   /// One forward in training.
@@ -20,11 +20,12 @@ class StepTracker {
 
   /// A forward in training begins; it counts as skipped until its outputs are watched and reached.
   void forward_began();
-  /// The outputs of the latest forward are known; without one that can be reached there is nothing to skip.
-  /// Whoever hooks them sets `reached`, and lets go of it when they cannot be reached any more. Null if no forward
-  /// was begun.
+  /// The outputs of the latest forward are known; without one that can be reached there is nothing
+  /// to skip. Whoever hooks them sets `reached`, and lets go of it when they cannot be reached any
+  /// more. Null if no forward was begun.
   ForwardPtr forward_ended(bool can_be_reached);
-  /// Gradients arrive although backward entered through no watched output: whose they are is not known.
+  /// Gradients arrive although backward entered through no watched output: whose they are is not
+  /// known.
   void reached_from_elsewhere();
 
   /// A gradient has arrived, in a backward that is synchronized or not.

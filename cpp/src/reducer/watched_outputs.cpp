@@ -8,7 +8,8 @@ void WatchedOutputs::add(const std::shared_ptr<const WatchedOutput>& output) {
   const std::lock_guard<std::mutex> lock(mutex_);
   // Whoever holds many outputs does not have them looked through in every forward.
   if (outputs_.size() >= most_) {
-    outputs_.erase(std::remove_if(outputs_.begin(), outputs_.end(), [](const auto& held) { return held.expired(); }),
+    outputs_.erase(std::remove_if(outputs_.begin(), outputs_.end(),
+                                  [](const auto& held) { return held.expired(); }),
                    outputs_.end());
     most_ = std::max<size_t>(16, 2 * outputs_.size());
   }

@@ -17,8 +17,9 @@ struct WatchedOutput {
   StepTracker::ForwardPtr forward;
 };
 
-/// Those of one reducer. Thread safe; nothing is waited for under its mutex. (Not the reducer's monitor: another thread's
-/// backward may have that while it waits for other ranks, which may wait for this one.)
+/// Those of one reducer. Thread safe; nothing is waited for under its mutex. (Not the reducer's
+/// monitor: another thread's backward may have that while it waits for other ranks, which may wait
+/// for this one.)
 class WatchedOutputs {
  public:
   void add(const std::shared_ptr<const WatchedOutput>& output);
@@ -28,7 +29,7 @@ class WatchedOutputs {
  private:
   std::mutex mutex_;  ///< guards the rest
   std::vector<std::weak_ptr<const WatchedOutput>> outputs_;
-  size_t most_ = 0;   ///< so many, before those that are gone are removed
+  size_t most_ = 0;  ///< so many, before those that are gone are removed
 };
 
 }  // namespace apex::parallel::detail

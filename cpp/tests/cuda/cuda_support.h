@@ -18,14 +18,14 @@ inline std::string why_no_gpu() {
 }
 
 /// Skips the test, with the reason, where there is no GPU.
-#define APEX_REQUIRE_GPU()                                                      \
-  do {                                                                          \
-    const std::string apex_reason = ::apex::testing::why_no_gpu();              \
-    if (!apex_reason.empty()) GTEST_SKIP() << apex_reason;                      \
+#define APEX_REQUIRE_GPU()                                         \
+  do {                                                             \
+    const std::string apex_reason = ::apex::testing::why_no_gpu(); \
+    if (!apex_reason.empty()) GTEST_SKIP() << apex_reason;         \
   } while (false)
 
-/// Ranks over NCCL that share the first GPU. Before NCCL 2.30 that is only possible if each rank claims
-/// to be another host, so that they talk over sockets; from then on a switch allows it.
+/// Ranks over NCCL that share the first GPU. Before NCCL 2.30 that is only possible if each rank
+/// claims to be another host, so that they talk over sockets; from then on a switch allows it.
 inline std::vector<ProcessSpec> ranks_on_one_gpu(
     const std::string& scenario, int world_size,
     const std::map<std::string, std::string>& environment = {}) {

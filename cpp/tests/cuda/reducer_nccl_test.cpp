@@ -71,9 +71,9 @@ void train() {
     for (size_t i = 0; i < model.size(); ++i) {
       const double error =
           apex::testing::relative_error(model[i].grad().cpu(), reference[i].grad());
-      require(error < (dtype == at::kFloat ? 2e-5 : 0.1),
-              "step " + std::to_string(step) + ", " + model.parameters[i].name + ": error " +
-                  std::to_string(error));
+      require(error < (dtype == at::kFloat ? 2e-5 : 0.1), "step " + std::to_string(step) + ", " +
+                                                              model.parameters[i].name +
+                                                              ": error " + std::to_string(error));
     }
     model.sgd_step(1e-3);
     // The reference follows the model, so that rounding does not add up.
@@ -87,8 +87,8 @@ void train() {
   apex::distributed::destroy_process_group();
 }
 
-/// Both ranks' float16 gradients are 60,000: their sum overflows, so the average is finite only if it is
-/// taken while summing.
+/// Both ranks' float16 gradients are 60,000: their sum overflows, so the average is finite only if
+/// it is taken while summing.
 void average_on_the_wire() {
   const auto group = join();
   constexpr double kLarge = 60000.0;
@@ -167,10 +167,10 @@ class NcclReducer : public ::testing::TestWithParam<std::tuple<int, bool, bool>>
 TEST_P(NcclReducer, Training_OverNccl_EqualsTheWholeBatchAndKeepsRanksEqual) {
   APEX_REQUIRE_GPU();
   const auto [world, views, bfloat16] = GetParam();
-  EXPECT_EQ(run_on_one_gpu("cuda_train", world,
-                           {{"TEST_VIEWS", views ? "1" : "0"},
-                            {"TEST_BFLOAT16", bfloat16 ? "1" : "0"}}),
-            "");
+  EXPECT_EQ(
+      run_on_one_gpu("cuda_train", world,
+                     {{"TEST_VIEWS", views ? "1" : "0"}, {"TEST_BFLOAT16", bfloat16 ? "1" : "0"}}),
+      "");
 }
 
 INSTANTIATE_TEST_SUITE_P(Table, NcclReducer,

@@ -17,8 +17,8 @@
 #include <apex/parallel/reducer.h>
 #include <cuda/cuda_support.h>
 
-// The reducer and CUDA streams, over a group of one rank (NCCL in this process where it is built in,
-// Gloo otherwise): what must be waited for must be waited for by streams, whoever reduces.
+// The reducer and CUDA streams, over a group of one rank (NCCL in this process where it is built
+// in, Gloo otherwise): what must be waited for must be waited for by streams, whoever reduces.
 
 namespace apex::testing {
 namespace {
@@ -72,9 +72,9 @@ void order(const c10::Stream& earlier, const c10::Stream& later) {
 }
 
 TEST_P(CudaReducer, GradientsProducedOnSideStreams_AreComplete) {
-  // Parameter 0 is the last to get its gradient, on a stream that is free. The gradients of the others
-  // come from streams that sleep first: a bucket that is packed without waiting for these would hold
-  // what their memory held before, which is the last step's gradient or nothing.
+  // Parameter 0 is the last to get its gradient, on a stream that is free. The gradients of the
+  // others come from streams that sleep first: a bucket that is packed without waiting for these
+  // would hold what their memory held before, which is the last step's gradient or nothing.
   constexpr int kParameters = 4;
   constexpr int64_t kNumel = 1 << 16;
   std::vector<c10::cuda::CUDAStream> streams;
@@ -82,8 +82,8 @@ TEST_P(CudaReducer, GradientsProducedOnSideStreams_AreComplete) {
   std::vector<Accumulator> accumulators;
   for (int i = 0; i < kParameters; ++i) {
     streams.push_back(c10::cuda::getStreamFromPool());
-    parameters.push_back({"p" + std::to_string(i),
-                          at::ones({kNumel}, at::device(at::kCUDA)).requires_grad_()});
+    parameters.push_back(
+        {"p" + std::to_string(i), at::ones({kNumel}, at::device(at::kCUDA)).requires_grad_()});
   }
   c10::cuda::device_synchronize();
   for (int i = 0; i < kParameters; ++i) {
@@ -178,9 +178,8 @@ TEST_P(CudaReducer, GradientsZeroedInPlace_ViewsAreNotCopied) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Views, CudaReducer, ::testing::Bool(), [](const auto& info) {
-  return info.param ? "Views" : "Copies";
-});
+INSTANTIATE_TEST_SUITE_P(Views, CudaReducer, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "Views" : "Copies"; });
 
 }  // namespace
 }  // namespace apex::testing

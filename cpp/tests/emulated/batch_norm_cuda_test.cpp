@@ -1,8 +1,8 @@
-// The CUDA kernels of batch norm, every block and thread of them, on the host: a step of several ranks
-// against float64, whatever the sizes, types, layouts, alignments and orders of threads.
+// The CUDA kernels of batch norm, every block and thread of them, on the host: a step of several
+// ranks against float64, whatever the sizes, types, layouts, alignments and orders of threads.
 //
-// Inputs are new in every run; a failure prints the seed, and APEX_TEST_SEED repeats it. Every array ends
-// where memory that cannot be touched begins.
+// Inputs are new in every run; a failure prints the seed, and APEX_TEST_SEED repeats it. Every
+// array ends where memory that cannot be touched begins.
 
 #include "kernels/batch_norm_cuda.h"
 
@@ -31,8 +31,8 @@ namespace {
 using testing::cuda::last_error;
 using testing::cuda::set_order;
 
-/// Values that end at a page without access, and begin at a multiple of 16 bytes or, if not `aligned`, of
-/// their own size only.
+/// Values that end at a page without access, and begin at a multiple of 16 bytes or, if not
+/// `aligned`, of their own size only.
 template <typename T>
 class Guarded {
  public:
@@ -58,7 +58,9 @@ class Guarded {
     if (memory_ != nullptr) munmap(memory_, bytes_);
   }
   Guarded(Guarded&& other) noexcept
-      : count_(other.count_), bytes_(other.bytes_), memory_(std::exchange(other.memory_, nullptr)),
+      : count_(other.count_),
+        bytes_(other.bytes_),
+        memory_(std::exchange(other.memory_, nullptr)),
         data_(other.data_) {}
   Guarded& operator=(Guarded&&) = delete;
 
@@ -75,8 +77,8 @@ class Guarded {
   T* data_;
 };
 
-/// Relative errors of one rounding to T and to the type it is computed in; the error of one to a value so
-/// small that T has fewer digits for it.
+/// Relative errors of one rounding to T and to the type it is computed in; the error of one to a
+/// value so small that T has fewer digits for it.
 template <typename T>
 struct Traits;
 template <>
@@ -116,8 +118,8 @@ struct Param {
   Guarded<Value> values;
 };
 
-// A device with so few multiprocessors has no more blocks than the work asks for; one with many shares
-// channels and tiles among blocks.
+// A device with so few multiprocessors has no more blocks than the work asks for; one with many
+// shares channels and tiles among blocks.
 constexpr DeviceLimits kSmall{2, 1024};
 constexpr DeviceLimits kLarge{132, 2048};
 
@@ -166,11 +168,23 @@ class BatchNormCuda : public ::testing::Test {
   /// One rank's part.
   struct Rank {
     Rank(const Case& c, int64_t batch)
-        : count(batch * c.sizes.channels * c.sizes.plane), x(count, c.aligned), z(count, c.aligned),
-          y(count, c.aligned), dy(count, c.aligned), dx(count, c.aligned), dz(count, c.aligned),
-          record(statistics_length(c.sizes.channels)), running_mean(c.sizes.channels),
-          running_var(c.sizes.channels), batches(1), mean(c.sizes.channels), invstd(c.sizes.channels),
-          total(1), sums(2 * c.sizes.channels), dweight(c.sizes.channels), dbias(c.sizes.channels) {}
+        : count(batch * c.sizes.channels * c.sizes.plane),
+          x(count, c.aligned),
+          z(count, c.aligned),
+          y(count, c.aligned),
+          dy(count, c.aligned),
+          dx(count, c.aligned),
+          dz(count, c.aligned),
+          record(statistics_length(c.sizes.channels)),
+          running_mean(c.sizes.channels),
+          running_var(c.sizes.channels),
+          batches(1),
+          mean(c.sizes.channels),
+          invstd(c.sizes.channels),
+          total(1),
+          sums(2 * c.sizes.channels),
+          dweight(c.sizes.channels),
+          dbias(c.sizes.channels) {}
     int64_t count;
     Guarded<T> x, z, y, dy, dx, dz;
     Guarded<double> record;
@@ -190,9 +204,16 @@ class BatchNormCuda : public ::testing::Test {
   /// A call with a work area that is used up to its end; counters have to come back as zeros.
   struct Work {
     Work(const Case& c, int64_t batch)
-        : call{Traits<T>::kElement, c.rows,  {batch, c.sizes.channels, c.sizes.plane}, c.aligned, c.limits,
-               nullptr,             nullptr, nullptr},
-          partial(partial_length(call)), counters(counters_length(call)) {
+        : call{Traits<T>::kElement,
+               c.rows,
+               {batch, c.sizes.channels, c.sizes.plane},
+               c.aligned,
+               c.limits,
+               nullptr,
+               nullptr,
+               nullptr},
+          partial(partial_length(call)),
+          counters(counters_length(call)) {
       std::fill_n(counters.data(), counters.size(), 0u);
       call.partial = partial.data();
       call.counters = counters.data();
@@ -236,7 +257,8 @@ class BatchNormCuda : public ::testing::Test {
     Guarded<double> records(world * statistics_length(channels));
     for (int64_t r = 0; r < world; ++r) {
       Work work(c, c.batches[r]);
-      ASSERT_EQ(launch_statistics(work.call, ranks[r].x.data(), ranks[r].record.data(), ranks[r].batches.data()),
+      ASSERT_EQ(launch_statistics(work.call, ranks[r].x.data(), ranks[r].record.data(),
+                                  ranks[r].batches.data()),
                 0)
           << last_error();
       EXPECT_EQ(ranks[r].batches[0], 5);
@@ -274,7 +296,8 @@ class BatchNormCuda : public ::testing::Test {
     int64_t count = 0;
     for (const Rank& rank : ranks) {
       count += rank.count / channels;
-      for (int64_t i = 0; i < rank.count; ++i) mean[channel_of(c, i)] += static_cast<double>(rank.x[i]);
+      for (int64_t i = 0; i < rank.count; ++i)
+        mean[channel_of(c, i)] += static_cast<double>(rank.x[i]);
     }
     for (long double& value : mean) value /= static_cast<long double>(count);
     for (const Rank& rank : ranks) {
@@ -293,14 +316,17 @@ class BatchNormCuda : public ::testing::Test {
       invstd[k] = static_cast<double>(1 / std::sqrt(m2[k] / static_cast<long double>(count) + eps));
       for (const Rank& rank : ranks) {
         EXPECT_EQ(rank.total[0], count);
-        EXPECT_NEAR(rank.mean[k], static_cast<double>(mean[k]), 64 * kRounding + lost) << "channel " << k;
+        EXPECT_NEAR(rank.mean[k], static_cast<double>(mean[k]), 64 * kRounding + lost)
+            << "channel " << k;
         EXPECT_NEAR(rank.invstd[k] / invstd[k], 1, 64 * kRounding + lost) << "channel " << k;
         if (count > 1) {
           const double running_mean = (1 - factor) * 0.5 + factor * static_cast<double>(mean[k]);
-          const double running_var =
-              (1 - factor) * 2 + factor * static_cast<double>(m2[k]) / static_cast<double>(count - 1);
-          EXPECT_NEAR(rank.running_mean[k], running_mean, 64 * kRounding + lost + param_unit * std::fabs(running_mean));
-          EXPECT_NEAR(rank.running_var[k], running_var, 64 * kRounding + lost + param_unit * running_var);
+          const double running_var = (1 - factor) * 2 + factor * static_cast<double>(m2[k]) /
+                                                            static_cast<double>(count - 1);
+          EXPECT_NEAR(rank.running_mean[k], running_mean,
+                      64 * kRounding + lost + param_unit * std::fabs(running_mean));
+          EXPECT_NEAR(rank.running_var[k], running_var,
+                      64 * kRounding + lost + param_unit * running_var);
         }
       }
     }
@@ -316,7 +342,8 @@ class BatchNormCuda : public ::testing::Test {
         const double more = c.z ? static_cast<double>(rank.z[i]) : 0;
         const double want = c.relu ? std::max(part + more, 0.0) : part + more;
         ASSERT_NEAR(static_cast<double>(rank.y[i]), want,
-                    kUnit * std::fabs(want) + (256 * kRounding + lost) * (1 + std::fabs(part) + std::fabs(more)) +
+                    kUnit * std::fabs(want) +
+                        (256 * kRounding + lost) * (1 + std::fabs(part) + std::fabs(more)) +
                         Traits<T>::kTiny)
             << "y at " << i;
         // On which side of the ReLU such a value lies is a matter of rounding.
@@ -327,7 +354,9 @@ class BatchNormCuda : public ::testing::Test {
     }
 
     // ---- backward ----
-    const ReluMask mask = !c.relu ? ReluMask::kNone : c.z ? ReluMask::kOutput : ReluMask::kRecompute;
+    const ReluMask mask = !c.relu ? ReluMask::kNone
+                          : c.z   ? ReluMask::kOutput
+                                  : ReluMask::kRecompute;
     const auto arguments = [&](Rank& rank) {
       GradientArguments a{};
       a.dy = rank.dy.data();
@@ -377,8 +406,10 @@ class BatchNormCuda : public ::testing::Test {
         sum[k] += own_sum[k];
         dot[k] += own_dot[k];
         if (c.affine) {
-          EXPECT_NEAR(rank.dbias[k], own_sum[k], (256 * kRounding + lost) * size[k] + param_unit * std::fabs(own_sum[k]));
-          EXPECT_NEAR(rank.dweight[k], own_dot[k], (256 * kRounding + lost) * size[k] + param_unit * std::fabs(own_dot[k]));
+          EXPECT_NEAR(rank.dbias[k], own_sum[k],
+                      (256 * kRounding + lost) * size[k] + param_unit * std::fabs(own_sum[k]));
+          EXPECT_NEAR(rank.dweight[k], own_dot[k],
+                      (256 * kRounding + lost) * size[k] + param_unit * std::fabs(own_dot[k]));
         }
       }
     }
@@ -386,11 +417,13 @@ class BatchNormCuda : public ::testing::Test {
       for (int64_t i = 0; i < rank.count; ++i) {
         const int64_t k = channel_of(c, i);
         const double normal = deviation(rank, i) * invstd[k];
-        const double want = w(k) * invstd[k] *
-                            (masked_dy(rank, i) - (sum[k] + normal * dot[k]) / static_cast<double>(count));
+        const double want =
+            w(k) * invstd[k] *
+            (masked_dy(rank, i) - (sum[k] + normal * dot[k]) / static_cast<double>(count));
         ASSERT_NEAR(static_cast<double>(rank.dx[i]), want,
                     kUnit * std::fabs(want) +
-                        (256 * kRounding + lost) * std::fabs(w(k)) * invstd[k] * (2 + std::fabs(static_cast<double>(rank.dy[i])) + std::fabs(normal)) +
+                        (256 * kRounding + lost) * std::fabs(w(k)) * invstd[k] *
+                            (2 + std::fabs(static_cast<double>(rank.dy[i])) + std::fabs(normal)) +
                         Traits<T>::kTiny)
             << "dx at " << i;
         if (c.z) {
@@ -412,13 +445,15 @@ class BatchNormCuda : public ::testing::Test {
     Param<T> weight(channels);
     fill(weight.values, 1, 0.3);
     for (int64_t k = 0; k < channels; ++k) {
-      rank.running_var.values[k] = static_cast<typename Param<T>::Value>(0.5f + 0.25f * static_cast<float>(k));
+      rank.running_var.values[k] =
+          static_cast<typename Param<T>::Value>(0.5f + 0.25f * static_cast<float>(k));
       rank.mean[k] = rank.running_mean[k];
       rank.invstd[k] = 1 / std::sqrt(rank.running_var[k] + eps);
     }
     for (int64_t i = 0; i < rank.count; ++i) {
       const int64_t k = channel_of(c, i);
-      if (std::fabs((static_cast<double>(rank.x[i]) - rank.mean[k]) * rank.invstd[k] * weight[k]) < kNearZero) {
+      if (std::fabs((static_cast<double>(rank.x[i]) - rank.mean[k]) * rank.invstd[k] * weight[k]) <
+          kNearZero) {
         rank.dy[i] = static_cast<T>(0.0f);
       }
     }
@@ -449,11 +484,13 @@ class BatchNormCuda : public ::testing::Test {
       const int64_t k = channel_of(c, i);
       const double normal = (static_cast<double>(rank.x[i]) - rank.mean[k]) * rank.invstd[k];
       const double y = c.relu ? std::max(normal * weight[k], 0.0) : normal * weight[k];
-      ASSERT_NEAR(static_cast<double>(rank.y[i]), y, kUnit * std::fabs(y) + 64 * kRounding * (1 + std::fabs(normal)))
+      ASSERT_NEAR(static_cast<double>(rank.y[i]), y,
+                  kUnit * std::fabs(y) + 64 * kRounding * (1 + std::fabs(normal)))
           << "y at " << i;
       const double dy = c.relu && !(y > 0) ? 0 : static_cast<double>(rank.dy[i]);
       const double dx = dy * weight[k] * rank.invstd[k];
-      ASSERT_NEAR(static_cast<double>(rank.dx[i]), dx, (kUnit + 8 * kRounding) * std::fabs(dx) + Traits<T>::kTiny)
+      ASSERT_NEAR(static_cast<double>(rank.dx[i]), dx,
+                  (kUnit + 8 * kRounding) * std::fabs(dx) + Traits<T>::kTiny)
           << "dx at " << i;
       dot[k] += dy * normal;
       size[k] += std::fabs(dy * normal) + std::fabs(dy);
@@ -553,7 +590,8 @@ TYPED_TEST(BatchNormCuda, Options_AllOfThem_MatchFloat64) {
 }
 
 TYPED_TEST(BatchNormCuda, Ranks_UnevenAndEmptyAndMany_MatchFloat64) {
-  const std::vector<std::vector<int64_t>> all{{3, 7}, {0, 4, 2}, {1, 1, 1, 1, 1}, std::vector<int64_t>(40, 2)};
+  const std::vector<std::vector<int64_t>> all{
+      {3, 7}, {0, 4, 2}, {1, 1, 1, 1, 1}, std::vector<int64_t>(40, 2)};
   for (const bool rows : {false, true}) {
     for (const std::vector<int64_t>& batches : all) {
       Case c;
@@ -576,7 +614,9 @@ TYPED_TEST(BatchNormCuda, LargeMean_IsNoLessExact) {
     c.batches = std::vector<int64_t>{6, 3};
     c.limits = kLarge;
     // More than one value of the type lies within a deviation.
-    c.mean = std::is_same_v<TypeParam, c10::BFloat16> ? 100 : std::is_same_v<TypeParam, c10::Half> ? 1000 : 1e4;
+    c.mean = std::is_same_v<TypeParam, c10::BFloat16> ? 100
+             : std::is_same_v<TypeParam, c10::Half>   ? 1000
+                                                      : 1e4;
     this->check(c);
   }
 }

@@ -9,8 +9,8 @@
 #include "emulated/emulated_launch.h"
 #include "support/cuda_emulator/cuda_emulator.h"
 
-// What the CUDA kernels of batch norm share, in kernels so small that many orders of their threads can be
-// tried.
+// What the CUDA kernels of batch norm share, in kernels so small that many orders of their threads
+// can be tried.
 
 namespace apex::kernels {
 namespace {
@@ -65,11 +65,13 @@ TEST(BatchNormDevice, BlockSum_AnyNumberOfWarps_IsInEachThreadOfTheFirst) {
   set_order(0);
 }
 
-inline __global__ void merge_kernel(const double* records, int64_t ranks, int64_t channels, Welford<double>* out) {
+inline __global__ void merge_kernel(const double* records, int64_t ranks, int64_t channels,
+                                    Welford<double>* out) {
   const int lanes = lanes_per_channel(ranks);
   const int64_t channel = threadIdx.x / lanes;
   const bool present = channel < channels;
-  const Welford<double> all = merge_records(records, ranks, channels, present ? channel : -1, lanes);
+  const Welford<double> all =
+      merge_records(records, ranks, channels, present ? channel : -1, lanes);
   if (present) {
     out[channel * lanes + threadIdx.x % lanes] = all;
   }
@@ -90,7 +92,8 @@ TEST(BatchNormDevice, MergeRecords_AnyNumberOfRanks_IsTheSameInEachLane) {
       records.push_back(empty ? 0 : 5.0 + static_cast<double>(rank));
     }
     std::vector<Welford<double>> out(channels * lanes);
-    ASSERT_EQ(launch(1, 128, merge_kernel, records.data(), ranks, channels, out.data()), cudaSuccess);
+    ASSERT_EQ(launch(1, 128, merge_kernel, records.data(), ranks, channels, out.data()),
+              cudaSuccess);
     for (int64_t c = 0; c < channels; ++c) {
       const Welford<double> want = merge_ranks(records.data(), ranks, channels, c);
       for (int lane = 0; lane < lanes; ++lane) {

@@ -141,7 +141,9 @@ int sum_of_ones(void (*kernel)(int*, unsigned*, int*)) {
   return sum;
 }
 
-TEST_P(CudaEmulator, Blocks_ThatHandOver_AreSeenWhole) { EXPECT_EQ(sum_of_ones(sum_kernel<true>), 6 * 64); }
+TEST_P(CudaEmulator, Blocks_ThatHandOver_AreSeenWhole) {
+  EXPECT_EQ(sum_of_ones(sum_kernel<true>), 6 * 64);
+}
 
 TEST(CudaEmulatorBlocks, HandOver_BeforeAllThreadsHaveWritten_LosesValues) {
   int lost = 0;

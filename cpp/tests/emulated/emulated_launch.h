@@ -6,7 +6,8 @@ namespace apex::testing::cuda {
 
 /// A launch of a kernel of a test's own.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch(unsigned blocks, unsigned threads, void (*kernel)(Parameters...), Arguments... arguments) {
+cudaError_t launch(unsigned blocks, unsigned threads, void (*kernel)(Parameters...),
+                   Arguments... arguments) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);

@@ -75,14 +75,15 @@ const Scenario kCollectives("collectives", [] {
 
 // A rank that writes to one that has ended would end, too.
 const Scenario kBrokenPipes("broken_pipes", [] {
-  struct sigaction chosen {};
+  struct sigaction chosen{};
   chosen.sa_handler = [](int) {};
   if (variable("TEST_CHOSEN") == "1") sigaction(SIGPIPE, &chosen, nullptr);
   init();
-  struct sigaction now {};
+  struct sigaction now{};
   sigaction(SIGPIPE, nullptr, &now);
   const bool own = now.sa_handler == chosen.sa_handler;
-  require(variable("TEST_CHOSEN") == "1" ? own : now.sa_handler == SIG_IGN, "broken pipes: not as expected");
+  require(variable("TEST_CHOSEN") == "1" ? own : now.sa_handler == SIG_IGN,
+          "broken pipes: not as expected");
   dist::destroy_process_group();
 });
 
@@ -175,8 +176,8 @@ class TemporaryFolder {
   std::string path_;
 };
 
-::testing::AssertionResult failed_with(
-    const ProcessResult& result, const std::vector<std::string>& parts) {
+::testing::AssertionResult failed_with(const ProcessResult& result,
+                                       const std::vector<std::string>& parts) {
   if (result.status != 1 || result.killed) {
     return ::testing::AssertionFailure()
            << "status " << result.status << (result.killed ? " (killed)" : "") << "\n"
@@ -206,7 +207,8 @@ TEST(ProcessGroup, Torchrun_ThreeProcesses_Collect) {
 
 TEST(ProcessGroup, BrokenPipes_Gloo_IgnoresThemUnlessTheProgramHasAHandler) {
   for (const char* chosen : {"0", "1"}) {
-    EXPECT_EQ(failures_of(run_processes(ranks_of("broken_pipes", 1, {{"TEST_CHOSEN", chosen}}))), "");
+    EXPECT_EQ(failures_of(run_processes(ranks_of("broken_pipes", 1, {{"TEST_CHOSEN", chosen}}))),
+              "");
   }
 }
 
@@ -215,8 +217,8 @@ TEST(ProcessGroup, Torchrun_OneProcess_Works) {
 }
 
 TEST(ProcessGroup, PerDeviceBackend_CpuGloo_Works) {
-  EXPECT_EQ(
-      failures_of(run_processes(ranks_of("collectives", 2, {{"TEST_BACKEND", "cpu:gloo"}}))), "");
+  EXPECT_EQ(failures_of(run_processes(ranks_of("collectives", 2, {{"TEST_BACKEND", "cpu:gloo"}}))),
+            "");
 }
 
 TEST(ProcessGroup, AgentStore_HostedElsewhere_EveryRankIsAClient) {
@@ -225,10 +227,9 @@ TEST(ProcessGroup, AgentStore_HostedElsewhere_EveryRankIsAClient) {
   server.waitWorkers = false;
   server.port = 0;
   const auto agent = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", server);
-  const auto specs = ranks_of(
-      "collectives", 2,
-      {{"TORCHELASTIC_USE_AGENT_STORE", "True"},
-       {"MASTER_PORT", std::to_string(agent->getPort())}});
+  const auto specs = ranks_of("collectives", 2,
+                              {{"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                               {"MASTER_PORT", std::to_string(agent->getPort())}});
   EXPECT_EQ(failures_of(run_processes(specs)), "");
 }
 
@@ -236,20 +237,18 @@ TEST(ProcessGroup, SlurmAndMpi_TheirVariables_Suffice) {
   const std::string port = std::to_string(free_port());
   std::vector<ProcessSpec> slurm, mpi;
   for (const char* rank : {"0", "1"}) {
-    slurm.push_back(
-        {"collectives",
-         {{"SLURM_PROCID", rank},
-          {"SLURM_NTASKS", "2"},
-          {"SLURM_LOCALID", rank},
-          {"SLURM_JOB_NODELIST", "localhost"},
-          {"MASTER_PORT", port}}});
-    mpi.push_back(
-        {"collectives",
-         {{"OMPI_COMM_WORLD_RANK", rank},
-          {"OMPI_COMM_WORLD_SIZE", "2"},
-          {"OMPI_COMM_WORLD_LOCAL_RANK", rank},
-          {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
-          {"MASTER_PORT", port}}});
+    slurm.push_back({"collectives",
+                     {{"SLURM_PROCID", rank},
+                      {"SLURM_NTASKS", "2"},
+                      {"SLURM_LOCALID", rank},
+                      {"SLURM_JOB_NODELIST", "localhost"},
+                      {"MASTER_PORT", port}}});
+    mpi.push_back({"collectives",
+                   {{"OMPI_COMM_WORLD_RANK", rank},
+                    {"OMPI_COMM_WORLD_SIZE", "2"},
+                    {"OMPI_COMM_WORLD_LOCAL_RANK", rank},
+                    {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                    {"MASTER_PORT", port}}});
   }
   EXPECT_EQ(failures_of(run_processes(slurm)), "");
   EXPECT_EQ(failures_of(run_processes(mpi)), "");
@@ -258,17 +257,15 @@ TEST(ProcessGroup, SlurmAndMpi_TheirVariables_Suffice) {
 TEST(ProcessGroup, TcpAddress_RanksFromOptionsOrAddress_Work) {
   const std::string address = "tcp://127.0.0.1:" + std::to_string(free_port());
   std::vector<ProcessSpec> specs;
-  specs.push_back(
-      {"collectives",
-       {{"TEST_INIT_METHOD", address}, {"TEST_RANK", "0"}, {"TEST_WORLD_SIZE", "2"}}});
+  specs.push_back({"collectives",
+                   {{"TEST_INIT_METHOD", address}, {"TEST_RANK", "0"}, {"TEST_WORLD_SIZE", "2"}}});
   specs.push_back({"collectives", {{"TEST_INIT_METHOD", address + "?rank=1&world_size=2"}}});
   EXPECT_EQ(failures_of(run_processes(specs)), "");
 }
 
 TEST(ProcessGroup, FileAddress_DestroyAndInitAgain_Works) {
   const TemporaryFolder folder;
-  EXPECT_EQ(
-      failures_of(run_processes(ranks_of("twice", 2, {{"TEST_FOLDER", folder.path()}}))), "");
+  EXPECT_EQ(failures_of(run_processes(ranks_of("twice", 2, {{"TEST_FOLDER", folder.path()}}))), "");
 }
 
 TEST(ProcessGroup, NewGroup_MembersAndOthers_Agree) {
@@ -306,10 +303,9 @@ TEST(ProcessGroup, Master_Unreachable_FailsWithinTheTimeout) {
   const std::string port = std::to_string(free_port());
   auto specs = ranks_of("collectives", 2, {{"TEST_TIMEOUT_MS", "2000"}, {"MASTER_PORT", port}});
   specs.erase(specs.begin());
-  EXPECT_TRUE(failed_with(
-      run_to_the_end(specs)[0],
-      {"rank 1 of 2 at tcp://127.0.0.1:" + port, "rank 0 was not reached, nothing listens there",
-       "MASTER_ADDR"}));
+  EXPECT_TRUE(failed_with(run_to_the_end(specs)[0],
+                          {"rank 1 of 2 at tcp://127.0.0.1:" + port,
+                           "rank 0 was not reached, nothing listens there", "MASTER_ADDR"}));
   specs[0].environment["MASTER_ADDR"] = "no-such-host.invalid";
   EXPECT_TRUE(failed_with(run_to_the_end(specs)[0], {"the host name is unknown"}));
 }
@@ -355,8 +351,8 @@ TEST(ProcessGroup, Rank_TakenTwice_IsFound) {
 
 TEST(ProcessGroup, NcclWithoutGpu_FailsAtOnce) {
   for (const char* backend : {"nccl", "cpu:gloo,cuda:nccl"}) {
-    auto specs = ranks_of(
-        "collectives", 2, {{"TEST_BACKEND", backend}, {"CUDA_VISIBLE_DEVICES", "-1"}});
+    auto specs =
+        ranks_of("collectives", 2, {{"TEST_BACKEND", backend}, {"CUDA_VISIBLE_DEVICES", "-1"}});
     specs.pop_back();
     // Without CUDA parts the build says so, with them the missing GPU is named.
     EXPECT_TRUE(failed_with(run_to_the_end(specs)[0], {"NCCL", "gloo backend"})) << backend;
@@ -364,8 +360,8 @@ TEST(ProcessGroup, NcclWithoutGpu_FailsAtOnce) {
 }
 
 TEST(ProcessGroup, Timeout_NotPositive_IsRefused) {
-  EXPECT_TRUE(failed_with(
-      run_to_the_end(ranks_of("collectives", 1, {{"TEST_TIMEOUT_MS", "0"}}))[0], {"timeout"}));
+  EXPECT_TRUE(failed_with(run_to_the_end(ranks_of("collectives", 1, {{"TEST_TIMEOUT_MS", "0"}}))[0],
+                          {"timeout"}));
 }
 
 TEST(ProcessGroup, Accessors_WithoutAGroup_Throw) {

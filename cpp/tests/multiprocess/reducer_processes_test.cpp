@@ -16,9 +16,9 @@
 #include <apex/parallel/model_sync.h>
 #include <apex/parallel/reducer.h>
 #include <apex/parallel/sync_batch_norm.h>
-#include <torch/nn/modules/batchnorm.h>
 #include <support/processes.h>
 #include <support/toy_model.h>
+#include <torch/nn/modules/batchnorm.h>
 
 // The reducer on real processes over Gloo, compared with one process on the whole batch in float64.
 
@@ -57,9 +57,9 @@ void train() {
     reference.forward(batch).square().mean().backward();
     for (size_t i = 0; i < model.size(); ++i) {
       const double error = apex::testing::relative_error(model[i].grad(), reference[i].grad());
-      require(error < (dtype == at::kFloat ? 2e-5 : 0.1),
-              "step " + std::to_string(step) + ", " + model.parameters[i].name + ": error " +
-                  std::to_string(error));
+      require(error < (dtype == at::kFloat ? 2e-5 : 0.1), "step " + std::to_string(step) + ", " +
+                                                              model.parameters[i].name +
+                                                              ": error " + std::to_string(error));
     }
     model.sgd_step(1e-3);
     // The reference follows the model, so that rounding does not add up.
@@ -81,7 +81,8 @@ void train() {
 
 const apex::testing::Scenario kTrain("reducer_train", train);
 
-/// Rank TEST_LOST ends in the middle of the third backward; the others must be told, not left waiting.
+/// Rank TEST_LOST ends in the middle of the third backward; the others must be told, not left
+/// waiting.
 void lose_a_rank() {
   const std::string lost = std::getenv("TEST_LOST");
   apex::distributed::ProcessGroupOptions group_options;
@@ -116,8 +117,8 @@ void lose_a_rank() {
   require(false, "backward() returned although a rank was gone");
 }
 
-/// Rank 0, with the store, ends while rank 2 waits for rank 1, which is there and does not come: nothing of that
-/// closes a connection on which rank 2 waits.
+/// Rank 0, with the store, ends while rank 2 waits for rank 1, which is there and does not come:
+/// nothing of that closes a connection on which rank 2 waits.
 void left_alone() {
   apex::distributed::ProcessGroupOptions group_options;
   group_options.timeout = std::chrono::seconds(60);
@@ -141,7 +142,8 @@ void left_alone() {
   } catch (const apex::CommunicationError& error) {
     text = error.what();
   }
-  require(text.find("rank 0 has ended (process") != std::string::npos, "rank 0 is not named: " + text);
+  require(text.find("rank 0 has ended (process") != std::string::npos,
+          "rank 0 is not named: " + text);
   require(text.find("rank 1 has ended") == std::string::npos, "rank 1 is blamed: " + text);
   std::_Exit(0);
 }
@@ -150,7 +152,8 @@ const apex::testing::Scenario kLeftAlone("reducer_left_alone", left_alone);
 
 const apex::testing::Scenario kLoseARank("reducer_lose_a_rank", lose_a_rank);
 
-/// Gradients that travel as bfloat16 and are summed in float32 are rounded once, and alike everywhere.
+/// Gradients that travel as bfloat16 and are summed in float32 are rounded once, and alike
+/// everywhere.
 void narrow_wire() {
   const auto group = apex::distributed::init_process_group("gloo");
   const int rank = group->getRank();
@@ -186,7 +189,8 @@ void narrow_wire() {
 
 const apex::testing::Scenario kNarrowWire("reducer_narrow_wire", narrow_wire);
 
-/// Nothing is sent in between, so that a rank may be done with the reducer while others still connect.
+/// Nothing is sent in between, so that a rank may be done with the reducer while others still
+/// connect.
 void connect_and_drop() {
   const auto group = apex::distributed::init_process_group("gloo");
   const ToyModel model = ToyModel::mlp({3, 3}, 1);
@@ -204,7 +208,8 @@ void swapped_layers() {
   torch::nn::Sequential layers(torch::nn::BatchNorm1d(3), torch::nn::BatchNorm1d(3));
   apex::parallel::convert_sync_batch_norm(*layers, group);
   if (group->getRank() == 1) {
-    layers = torch::nn::Sequential(layers->ptr<SyncBatchNormImpl>(1), layers->ptr<SyncBatchNormImpl>(0));
+    layers =
+        torch::nn::Sequential(layers->ptr<SyncBatchNormImpl>(1), layers->ptr<SyncBatchNormImpl>(0));
   }
   std::string text;
   try {
@@ -212,9 +217,10 @@ void swapped_layers() {
   } catch (const apex::RankMismatch& error) {
     text = error.what();
   }
-  require(text.find("rank 0 in forward of SyncBatchNorm '0' of 3 channels") != std::string::npos &&
-              text.find("rank 1 in forward of SyncBatchNorm '1' of 3 channels") != std::string::npos,
-          "no mismatch, or without names: " + text);
+  require(
+      text.find("rank 0 in forward of SyncBatchNorm '0' of 3 channels") != std::string::npos &&
+          text.find("rank 1 in forward of SyncBatchNorm '1' of 3 channels") != std::string::npos,
+      "no mismatch, or without names: " + text);
   apex::distributed::destroy_process_group();
 }
 
@@ -235,14 +241,18 @@ void default_ranks_of_batch_norm() {
   options.this_rank_alone = true;
   apex::parallel::SyncBatchNorm alone(options);
   for (int step = 0; step < 2; ++step) {
-    require(at::allclose(apex::parallel::SyncBatchNorm(3)(mine), normalized(mine, all), 1e-4, 1e-5), "a layer normalizes by one rank");
-    require(at::allclose(layers->forward(mine), normalized(mine, all), 1e-4, 1e-5), "a converted one does");
-    require(at::allclose(alone(mine), normalized(mine, mine), 1e-4, 1e-5), "one on its own does not");
+    require(at::allclose(apex::parallel::SyncBatchNorm(3)(mine), normalized(mine, all), 1e-4, 1e-5),
+            "a layer normalizes by one rank");
+    require(at::allclose(layers->forward(mine), normalized(mine, all), 1e-4, 1e-5),
+            "a converted one does");
+    require(at::allclose(alone(mine), normalized(mine, mine), 1e-4, 1e-5),
+            "one on its own does not");
   }
   apex::distributed::destroy_process_group();
 }
 
-const apex::testing::Scenario kDefaultRanks("sync_batch_norm_default_ranks", default_ranks_of_batch_norm);
+const apex::testing::Scenario kDefaultRanks("sync_batch_norm_default_ranks",
+                                            default_ranks_of_batch_norm);
 
 }  // namespace
 

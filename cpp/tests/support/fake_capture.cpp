@@ -16,7 +16,7 @@ struct State {
   int64_t number = 0;  ///< of the latest capture
   c10::StreamId origin = 0;
   std::map<c10::StreamId, RaceDetector::Clock> streams;  ///< and how far each was asked
-  std::map<RaceDetector::Block, bool> inside, outside;   ///< memory used so far, and whether written
+  std::map<RaceDetector::Block, bool> inside, outside;  ///< memory used so far, and whether written
 };
 
 State& state() {
@@ -95,7 +95,8 @@ void Capture::host(const std::string& what, int64_t capture) {
 }
 
 void Capture::operate(c10::StreamId stream, const std::string& what,
-                      const std::vector<RaceDetector::Access>& accesses, std::function<void()> again) {
+                      const std::vector<RaceDetector::Access>& accesses,
+                      std::function<void()> again) {
   State& s = state();
   const Lock lock(s.mutex);
   if (s.graph == nullptr) return;
@@ -106,7 +107,8 @@ void Capture::operate(c10::StreamId stream, const std::string& what,
   for (const RaceDetector::Access& access : accesses) {
     const auto other = there.find(access.block);
     if (other != there.end() && (access.writes || other->second)) {
-      s.graph->errors_.push_back(what + " on " + named(stream) + " uses memory on the other side of the capture");
+      s.graph->errors_.push_back(what + " on " + named(stream) +
+                                 " uses memory on the other side of the capture");
     }
     here[access.block] = here[access.block] || access.writes;
   }

@@ -10,18 +10,18 @@
 
 #include <support/race_detector.h>
 
-/// Graphs of the fake device, by the rules of CUDA's stream capture ("CUDA Graphs" in the CUDA C++ Programming
-/// Guide, "Creating a Graph Using Stream Capture"): between begin() and end() what a stream is asked for is
-/// put into a graph, and so is what other streams are asked for once they have waited for an event of it. What
-/// CUDA refuses then is reported:
+/// Graphs of the fake device, by the rules of CUDA's stream capture ("CUDA Graphs" in the CUDA C++
+/// Programming Guide, "Creating a Graph Using Stream Capture"): between begin() and end() what a
+/// stream is asked for is put into a graph, and so is what other streams are asked for once they
+/// have waited for an event of it. What CUDA refuses then is reported:
 ///   - a host that waits, or asks whether something is over,
 ///   - the default stream, joined or used,
 ///   - a captured stream that waits for an event from outside of the capture, or another one that
 ///     waits for an event of a capture that has ended,
 ///   - a stream that joined and is not waited for when the capture ends,
-/// and one thing that CUDA does not notice: work outside of the graph on memory that the graph uses.
-/// Unlike on a GPU, what is captured is computed while it is captured, too. Streams and memory that only the
-/// graph uses stay its own, as in a memory pool of a graph.
+/// and one thing that CUDA does not notice: work outside of the graph on memory that the graph
+/// uses. Unlike on a GPU, what is captured is computed while it is captured, too. Streams and
+/// memory that only the graph uses stay its own, as in a memory pool of a graph.
 namespace apex::testing::fake {
 
 class Graph {
@@ -54,7 +54,8 @@ class Capture {
   static void host(const std::string& what, int64_t capture);
   /// An operation was put into `stream`; `again` computes it, and is kept if it is captured.
   static void operate(c10::StreamId stream, const std::string& what,
-                      const std::vector<RaceDetector::Access>& accesses, std::function<void()> again);
+                      const std::vector<RaceDetector::Access>& accesses,
+                      std::function<void()> again);
 };
 
 }  // namespace apex::testing::fake

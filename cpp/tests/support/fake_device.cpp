@@ -33,7 +33,8 @@ struct Memory {
 class Memories {
  public:
   static Memories& instance() {
-    static Memories* const memories = new Memories;  // never destroyed: static tensors are freed after it
+    static Memories* const memories =
+        new Memories;  // never destroyed: static tensors are freed after it
     return *memories;
   }
 
@@ -114,12 +115,15 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
   c10::Stream getNewStream(c10::Device, int = 0) const override { return new_stream("new"); }
   // A pool would order its users by chance.
-  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return new_stream("pool"); }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
+    return new_stream("pool");
+  }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return stream_of(std::exchange(current, stream.id()));
   }
 
-  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex,
+              c10::EventFlag) const override {
     if (*event == nullptr) *event = new Mark;
     *static_cast<Mark*>(*event) = fake::record(stream);
   }
@@ -144,9 +148,7 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
     return static_cast<double>(operations(second) - operations(first));
   }
 
-  bool queryStream(const c10::Stream& stream) const override {
-    return query(fake::record(stream));
-  }
+  bool queryStream(const c10::Stream& stream) const override { return query(fake::record(stream)); }
   void synchronizeStream(const c10::Stream& stream) const override {
     host_waits(fake::record(stream), "synchronizing a stream");
   }
@@ -154,7 +156,8 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
     detector().host_waits(detector().record_all(), "synchronizing the device");
   }
 
-  void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
+  void recordDataPtrOnStream(const c10::DataPtr& pointer,
+                             const c10::Stream& stream) const override {
     const Memory* const memory = memory_of(pointer);
     if (memory != nullptr) detector().used_on(memory->block, stream.id());
   }
@@ -235,8 +238,9 @@ std::vector<RaceDetector::Access> access(const at::Tensor& tensor, bool writes) 
   return {{memory->block, begin, end, writes}};
 }
 
-void operate(const c10::Stream& stream, const std::string& what, const std::vector<at::Tensor>& reads,
-             const std::vector<at::Tensor>& writes, const std::function<void()>& compute) {
+void operate(const c10::Stream& stream, const std::string& what,
+             const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes,
+             const std::function<void()>& compute) {
   std::vector<RaceDetector::Access> accesses;
   const auto add = [&](const std::vector<at::Tensor>& tensors, bool are_written) {
     for (const at::Tensor& tensor : tensors) {

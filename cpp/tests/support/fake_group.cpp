@@ -20,13 +20,10 @@ using Tensors = std::vector<at::Tensor>;
 class MirrorWork final : public c10d::Work {
  public:
   MirrorWork(c10d::OpType type, c10::Stream stream, Tensors kept, const Tensors& outputs)
-      : c10d::Work(0, type),
-        stream_(stream),
-        done_(record(stream)),
-        kept_(std::move(kept)) {
+      : c10d::Work(0, type), stream_(stream), done_(record(stream)), kept_(std::move(kept)) {
     const c10::StreamGuard guard(stream_);
-    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
-                                                       std::vector<c10::Device>{device()});
+    future_ = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device()});
     future_->markCompleted(c10::IValue(outputs));
   }
 
@@ -62,11 +59,12 @@ class MirrorBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& options) override {
     const bool sums = options.reduceOp == c10d::ReduceOp::SUM;
-    return issue("all-reduce", c10d::OpType::ALLREDUCE, tensors, tensors, [tensors, sums, size = size_] {
-      for (const at::Tensor& tensor : tensors) {
-        if (sums) host_alias(tensor).mul_(size);
-      }
-    });
+    return issue("all-reduce", c10d::OpType::ALLREDUCE, tensors, tensors,
+                 [tensors, sums, size = size_] {
+                   for (const at::Tensor& tensor : tensors) {
+                     if (sums) host_alias(tensor).mul_(size);
+                   }
+                 });
   }
 
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
@@ -77,30 +75,36 @@ class MirrorBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
                                            std::vector<at::Tensor>& inputs,
                                            const c10d::AllgatherOptions&) override {
-    return issue("all-gather", c10d::OpType::ALLGATHER, inputs, outputs.at(0), [input = inputs.at(0), all = outputs.at(0)] {
-      for (const at::Tensor& output : all) host_alias(output).copy_(host_alias(input));
-    });
+    return issue("all-gather", c10d::OpType::ALLGATHER, inputs, outputs.at(0),
+                 [input = inputs.at(0), all = outputs.at(0)] {
+                   for (const at::Tensor& output : all) host_alias(output).copy_(host_alias(input));
+                 });
   }
 
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
                                                  const c10d::AllgatherOptions&) override {
-    return issue("all-gather", c10d::OpType::_ALLGATHER_BASE, {input}, {output}, [input, output, size = size_] {
-      host_alias(output).view({size, -1}).copy_(host_alias(input).view({1, -1}));
-    });
+    return issue("all-gather", c10d::OpType::_ALLGATHER_BASE, {input}, {output},
+                 [input, output, size = size_] {
+                   host_alias(output).view({size, -1}).copy_(host_alias(input).view({1, -1}));
+                 });
   }
 
   c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
                                                std::vector<int64_t>&, std::vector<int64_t>&,
                                                const c10d::AllToAllOptions&) override {
     // Every other rank sends what this one sends to itself.
-    return issue("all-to-all", c10d::OpType::ALLTOALL_BASE, {input}, {output}, [input, output, size = size_] {
-      host_alias(output).view({size, -1}).copy_(host_alias(input).view({size, -1}).narrow(0, 0, 1));
-    });
+    return issue("all-to-all", c10d::OpType::ALLTOALL_BASE, {input}, {output},
+                 [input, output, size = size_] {
+                   host_alias(output)
+                       .view({size, -1})
+                       .copy_(host_alias(input).view({size, -1}).narrow(0, 0, 1));
+                 });
   }
 
  private:
-  c10::intrusive_ptr<c10d::Work> issue(const std::string& what, c10d::OpType type, const Tensors& inputs,
-                                       const Tensors& outputs, const std::function<void()>& compute) {
+  c10::intrusive_ptr<c10d::Work> issue(const std::string& what, c10d::OpType type,
+                                       const Tensors& inputs, const Tensors& outputs,
+                                       const std::function<void()>& compute) {
     order(current_stream(), stream_);
     operate(stream_, what, inputs, outputs, compute);
     Tensors kept = inputs;
@@ -114,9 +118,10 @@ class MirrorBackend final : public c10d::Backend {
 }  // namespace
 
 c10::intrusive_ptr<c10d::ProcessGroup> make_mirror_group(int world_size, const std::string& name) {
-  auto group =
-      c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(), 0, world_size);
-  const c10::intrusive_ptr<c10d::Backend> backend = c10::make_intrusive<MirrorBackend>(world_size, name);
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(), 0,
+                                                       world_size);
+  const c10::intrusive_ptr<c10d::Backend> backend =
+      c10::make_intrusive<MirrorBackend>(world_size, name);
   group->setBackend(c10::DeviceType::PrivateUse1, c10d::ProcessGroup::BackendType::CUSTOM, backend);
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
   return group;

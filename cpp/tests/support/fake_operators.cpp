@@ -14,10 +14,10 @@
 #include <ATen/core/stack.h>
 #include <torch/library.h>
 
-// Operators of the fake device: one boxed function for all of them. It shows the CPU's kernel the same
-// memory as tensors of the CPU, and tells the detector what the operator's schema says of its arguments: a
-// written one is written, one that is only viewed (annotated, but not written) is not touched, any other is
-// read.
+// Operators of the fake device: one boxed function for all of them. It shows the CPU's kernel the
+// same memory as tensors of the CPU, and tells the detector what the operator's schema says of its
+// arguments: a written one is written, one that is only viewed (annotated, but not written) is not
+// touched, any other is read.
 
 namespace apex::testing::fake {
 namespace {
@@ -46,7 +46,8 @@ at::Tensor tensor_in(const c10::Storage& storage, c10::DispatchKey key, const at
 
 c10::Storage alias_of(const c10::Storage& storage) {
   return {c10::Storage::use_byte_size_t(), storage.nbytes(),
-          c10::DataPtr(storage.mutable_data(), c10::Device(at::kCPU)), nullptr, /*resizable=*/false};
+          c10::DataPtr(storage.mutable_data(), c10::Device(at::kCPU)), nullptr,
+          /*resizable=*/false};
 }
 
 /// One operator on its way to the CPU's kernel and back.
@@ -58,13 +59,15 @@ class Call {
     if (value.isTensor()) return tensor_to_host(value.toTensor(), alias);
     if (value.isTensorList()) {
       c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(tensor_to_host(tensor, alias));
+      for (const at::Tensor& tensor : value.toTensorVector())
+        list.push_back(tensor_to_host(tensor, alias));
       return list;
     }
     if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> list;
       for (const auto& tensor : value.toOptionalTensorVector()) {
-        list.push_back(tensor ? std::optional<at::Tensor>(tensor_to_host(*tensor, alias)) : std::nullopt);
+        list.push_back(tensor ? std::optional<at::Tensor>(tensor_to_host(*tensor, alias))
+                              : std::nullopt);
       }
       return list;
     }
@@ -76,7 +79,8 @@ class Call {
     if (value.isTensor()) return tensor_to_device(value.toTensor());
     if (value.isTensorList()) {
       c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(tensor_to_device(tensor));
+      for (const at::Tensor& tensor : value.toTensorVector())
+        list.push_back(tensor_to_device(tensor));
       return list;
     }
     if (!value.isNone()) returns_value_ = true;
@@ -130,7 +134,8 @@ class Call {
       if (passed.alias.is_same(result)) return passed.original;
     }
     for (const Passed& passed : passed_) {
-      if (passed.alias.storage().data() != result.storage().data() || result.storage().data() == nullptr) {
+      if (passed.alias.storage().data() != result.storage().data() ||
+          result.storage().data() == nullptr) {
         continue;
       }
       if (!passed.original.is_privateuseone()) return result;
@@ -151,7 +156,7 @@ class Call {
   std::vector<RaceDetector::Access> accesses_;
   size_t results_ = 0;                                ///< tensors among the results so far
   std::vector<std::pair<size_t, at::Tensor>> fresh_;  ///< those with memory of their own, by number
-  bool with_host_ = false;      ///< tensors of the CPU take part
+  bool with_host_ = false;                            ///< tensors of the CPU take part
   bool returns_value_ = false;  ///< other than a tensor: the host has to know it
 };
 
@@ -167,7 +172,8 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (argument.name() == "non_blocking" && value.isBool()) non_blocking = value.toBool();
     value = call.to_host(value, argument.alias_info());
   }
-  const torch::jit::Stack before(stack->end() - static_cast<std::ptrdiff_t>(arguments), stack->end());
+  const torch::jit::Stack before(stack->end() - static_cast<std::ptrdiff_t>(arguments),
+                                 stack->end());
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
     (*stack)[i] = call.to_device((*stack)[i]);
@@ -186,15 +192,18 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   });
 }
 
-at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                 std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
+                 std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>,
+                 std::optional<at::MemoryFormat> format) {
   return at::detail::empty_generic(size, c10::GetAllocator(c10::DeviceType::PrivateUse1),
                                    c10::DispatchKeySet(kKey), c10::dtype_or_default(dtype), format);
 }
 
-at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
-                         std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
-  return at::detail::empty_strided_generic(size, stride, c10::GetAllocator(c10::DeviceType::PrivateUse1),
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
+                         std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                         std::optional<at::Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(size, stride,
+                                           c10::GetAllocator(c10::DeviceType::PrivateUse1),
                                            c10::DispatchKeySet(kKey), c10::dtype_or_default(dtype));
 }
 

@@ -7,8 +7,8 @@
 
 #include "kernels/batch_norm_index.h"
 
-/// Every launch shape that the CUDA kernels of batch norm get, up to the inputs of ResNet-50: what of
-/// a plan decides which code a thread runs, with the smallest input that leads there.
+/// Every launch shape that the CUDA kernels of batch norm get, up to the inputs of ResNet-50: what
+/// of a plan decides which code a thread runs, with the smallest input that leads there.
 
 namespace apex::testing {
 
@@ -40,8 +40,8 @@ struct LaunchInput {
   int64_t elements() const { return sizes.batch * sizes.channels * sizes.plane; }
 };
 
-/// How the threads of a block run through `units` of which each takes one at a time: some have none;
-/// some run the unrolled loop; some run the loop after it.
+/// How the threads of a block run through `units` of which each takes one at a time: some have
+/// none; some run the unrolled loop; some run the loop after it.
 struct LoopShape {
   bool idle, unrolled, rest;
   LoopShape(int64_t units, int64_t threads)
@@ -59,8 +59,17 @@ inline LaunchShape shape_of(const kernels::PlanesPlan& plan) {
   // A step of a thread stays in its plane, or leaves it, or passes over whole planes.
   const int step = plan.units_per_plane > plan.threads ? 0 : plan.units_per_plane == 0 ? 2 : 1;
   const int several = 2 * (plan.sizes.batch > 1) + (plan.sizes.channels > 1);
-  return {0, plan.vector, plan.threads, plan.splits > 1, several, step,
-          first_loop.idle, first_loop.unrolled, first_loop.rest, last_loop.idle, last_loop.unrolled,
+  return {0,
+          plan.vector,
+          plan.threads,
+          plan.splits > 1,
+          several,
+          step,
+          first_loop.idle,
+          first_loop.unrolled,
+          first_loop.rest,
+          last_loop.idle,
+          last_loop.unrolled,
           last_loop.rest};
 }
 
@@ -68,13 +77,14 @@ inline LaunchShape shape_of(const kernels::RowsPlan& plan, bool reduces) {
   const int64_t last = plan.rows - (plan.splits - 1) * plan.rows_per_split;
   const LoopShape first_loop(plan.rows_per_split, plan.threads_y), last_loop(last, plan.threads_y);
   const bool whole_tiles = plan.channels % plan.tile_channels() == 0;
-  return {1 + reduces, plan.vector, plan.threads_x, plan.splits > 1, plan.tiles > 1, whole_tiles,
-          first_loop.idle, first_loop.unrolled, first_loop.rest, last_loop.idle, last_loop.unrolled,
-          last_loop.rest};
+  return {1 + reduces,     plan.vector,    plan.threads_x,     plan.splits > 1,
+          plan.tiles > 1,  whole_tiles,    first_loop.idle,    first_loop.unrolled,
+          first_loop.rest, last_loop.idle, last_loop.unrolled, last_loop.rest};
 }
 
-/// Calls f(sizes) for [N, C], [N, C, L], [N, C, H, W] and [N, C, D, H, W], from 1 x 1 up, and for the
-/// inputs of ResNet-50 with up to 256 images. A kernel sees the product of what follows the channels.
+/// Calls f(sizes) for [N, C], [N, C, L], [N, C, H, W] and [N, C, D, H, W], from 1 x 1 up, and for
+/// the inputs of ResNet-50 with up to 256 images. A kernel sees the product of what follows the
+/// channels.
 template <typename F>
 void for_each_input(F&& f) {
   for (const int64_t batch : {1, 2, 3, 4, 5, 8, 9, 16, 31, 32, 64, 100, 128, 256, 1000, 4096}) {
@@ -83,10 +93,11 @@ void for_each_input(F&& f) {
     }
     for (const int64_t channels : {1,  2,  3,  4,  5,  6,  7,  8,  9,  12,  16,  24,  31,  32,
                                    33, 40, 48, 63, 64, 65, 68, 72, 96, 100, 128, 130, 256, 1000}) {
-      for (const int64_t plane : {1,   2,   3,   4,   5,   6,   7,   8,   9,    10,   12,   14,
-                                  15,  16,  17,  25,  27,  28,  32,  33,  36,   49,   56,   64,
-                                  81,  100, 112, 125, 128, 169, 196, 216, 224,  256,  343,  400,
-                                  512, 576, 729, 784, 900, 999, 1000, 1024, 2048, 3136, 4096, 12544}) {
+      for (const int64_t plane :
+           {1,   2,   3,   4,   5,   6,   7,    8,    9,    10,   12,   14,
+            15,  16,  17,  25,  27,  28,  32,   33,   36,   49,   56,   64,
+            81,  100, 112, 125, 128, 169, 196,  216,  224,  256,  343,  400,
+            512, 576, 729, 784, 900, 999, 1000, 1024, 2048, 3136, 4096, 12544}) {
         if (batch * channels * plane <= 1 << 18) f(kernels::Planes{batch, channels, plane});
       }
     }

@@ -197,8 +197,8 @@ void require(bool condition, const std::string& message) {
   }
 }
 
-std::vector<ProcessResult> run_processes(
-    const std::vector<ProcessSpec>& specs, const RunOptions& options) {
+std::vector<ProcessResult> run_processes(const std::vector<ProcessSpec>& specs,
+                                         const RunOptions& options) {
   using Clock = std::chrono::steady_clock;
   std::vector<Child> children;
   for (const ProcessSpec& spec : specs) {
@@ -243,20 +243,18 @@ std::vector<ProcessResult> run_processes(
   return results;
 }
 
-std::vector<ProcessSpec> ranks_of(
-    const std::string& scenario, int world_size,
-    const std::map<std::string, std::string>& environment) {
+std::vector<ProcessSpec> ranks_of(const std::string& scenario, int world_size,
+                                  const std::map<std::string, std::string>& environment) {
   const std::string port = std::to_string(free_port());
   std::vector<ProcessSpec> specs;
   for (int rank = 0; rank < world_size; ++rank) {
     ProcessSpec spec;
     spec.scenario = scenario;
-    spec.environment = {
-        {"RANK", std::to_string(rank)},
-        {"WORLD_SIZE", std::to_string(world_size)},
-        {"LOCAL_RANK", std::to_string(rank)},
-        {"MASTER_ADDR", "127.0.0.1"},
-        {"MASTER_PORT", port}};
+    spec.environment = {{"RANK", std::to_string(rank)},
+                        {"WORLD_SIZE", std::to_string(world_size)},
+                        {"LOCAL_RANK", std::to_string(rank)},
+                        {"MASTER_ADDR", "127.0.0.1"},
+                        {"MASTER_PORT", port}};
     for (const auto& entry : environment) {
       spec.environment[entry.first] = entry.second;
     }

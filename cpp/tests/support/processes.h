@@ -53,14 +53,13 @@ struct RunOptions {
 
 /// Runs all processes at the same time and waits for all of them; kills what is left at the
 /// timeout. No process outlives the call, or the test.
-std::vector<ProcessResult> run_processes(
-    const std::vector<ProcessSpec>& specs, const RunOptions& options = {});
+std::vector<ProcessResult> run_processes(const std::vector<ProcessSpec>& specs,
+                                         const RunOptions& options = {});
 
 /// `world_size` processes with the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
 /// MASTER_ADDR 127.0.0.1, MASTER_PORT free), and `environment` on top for each.
-std::vector<ProcessSpec> ranks_of(
-    const std::string& scenario, int world_size,
-    const std::map<std::string, std::string>& environment = {});
+std::vector<ProcessSpec> ranks_of(const std::string& scenario, int world_size,
+                                  const std::map<std::string, std::string>& environment = {});
 
 /// "" when every process ended with status 0, else what each of them did and wrote.
 std::string failures_of(const std::vector<ProcessResult>& results);

@@ -79,15 +79,18 @@ void RaceDetector::check_reuse(Stream stream, const std::string& what, const Blo
   const auto settled = [&](const Ghost& ghost) {
     if (ghost.freed > block.born) return false;
     if (knows(clocks_[stream], ghost.use)) return stream == block.owner;
-    report(what + " on stream '" + names_[stream] + "' writes to memory that may be that of a freed tensor "
-           "of stream '" + names_[block.owner] + "', with which " + ghost.use.what + " on stream '" +
+    report(what + " on stream '" + names_[stream] +
+           "' writes to memory that may be that of a freed tensor "
+           "of stream '" +
+           names_[block.owner] + "', with which " + ghost.use.what + " on stream '" +
            names_[ghost.use.stream] + "' need not be done: record_stream() is missing");
     return true;
   };
   ghosts.erase(std::remove_if(ghosts.begin(), ghosts.end(), settled), ghosts.end());
 }
 
-void RaceDetector::operate(Stream stream, const std::string& what, const std::vector<Access>& accesses) {
+void RaceDetector::operate(Stream stream, const std::string& what,
+                           const std::vector<Access>& accesses) {
   const Lock lock(mutex_);
   Clock& clock = clocks_.at(stream);
   merge(clock, host_);
@@ -103,9 +106,10 @@ void RaceDetector::operate(Stream stream, const std::string& what, const std::ve
       if (use.end <= access.begin || access.end <= use.begin) return false;
       const bool known = knows(clock, use);
       if (!known && (use.writes || access.writes)) {
-        report(what + " on stream '" + names_[stream] + "' " + (access.writes ? "writes" : "reads") +
-               " what " + use.what + " on stream '" + names_[use.stream] + "' " +
-               (use.writes ? "writes" : "reads") + ", without waiting for it");
+        report(what + " on stream '" + names_[stream] + "' " +
+               (access.writes ? "writes" : "reads") + " what " + use.what + " on stream '" +
+               names_[use.stream] + "' " + (use.writes ? "writes" : "reads") +
+               ", without waiting for it");
       }
       // Whoever is ordered with this access is ordered with what came before it, too.
       const bool covered = access.begin <= use.begin && use.end <= access.end;

@@ -10,21 +10,21 @@
 
 namespace apex::testing {
 
-/// Finds accesses to a device's memory that nothing orders, from the order in which the host asked for
-/// them: it needs no device, and it does not depend on which interleaving happens to come up.
+/// Finds accesses to a device's memory that nothing orders, from the order in which the host asked
+/// for them: it needs no device, and it does not depend on which interleaving happens to come up.
 ///
-/// Each stream has a vector clock (L. Lamport, "Time, Clocks, and the Ordering of Events in a Distributed
-/// System", CACM 1978; F. Mattern, "Virtual Time and Global States of Distributed Systems", 1989): entry t
-/// of the clock of stream s says up to which operation of t everything is over before the next operation of
-/// s begins. Two accesses to the same bytes, one of which writes, are a race unless one is known to the
-/// other's stream.
+/// Each stream has a vector clock (L. Lamport, "Time, Clocks, and the Ordering of Events in a
+/// Distributed System", CACM 1978; F. Mattern, "Virtual Time and Global States of Distributed
+/// Systems", 1989): entry t of the clock of stream s says up to which operation of t everything is
+/// over before the next operation of s begins. Two accesses to the same bytes, one of which writes,
+/// are a race unless one is known to the other's stream.
 ///
 /// Memory is reused as by a caching allocator: what was freed may serve the stream for which it was
-/// allocated at once, whatever other streams still do with it, unless used_on() has told of them. So an
-/// error is also a write to younger memory of that stream which does not know of such a use.
+/// allocated at once, whatever other streams still do with it, unless used_on() has told of them.
+/// So an error is also a write to younger memory of that stream which does not know of such a use.
 ///
-/// What one host thread has waited for counts as known to all: host threads are assumed to be ordered among
-/// themselves. Thread safe.
+/// What one host thread has waited for counts as known to all: host threads are assumed to be
+/// ordered among themselves. Thread safe.
 class RaceDetector {
  public:
   using Stream = int64_t;  ///< from new_stream()
@@ -43,7 +43,8 @@ class RaceDetector {
 
   Block allocate(Stream owner);
   void free(Block block);
-  /// The allocator keeps the block until what `stream` has been asked for before it is freed is over.
+  /// The allocator keeps the block until what `stream` has been asked for before it is freed is
+  /// over.
   void used_on(Block block, Stream stream);
 
   /// One operation is put into `stream`.
@@ -71,7 +72,8 @@ class RaceDetector {
   int64_t operations() const;
   int64_t uses_told() const;  ///< calls of used_on()
 
-  /// Forgets what was counted and found, and orders everything so far before everything from now on.
+  /// Forgets what was counted and found, and orders everything so far before everything from now
+  /// on.
   void reset();
 
  private:

@@ -11,7 +11,8 @@
 
 namespace apex::testing {
 
-inline at::Tensor forward(apex::parallel::Reducer& reducer, const ToyModel& model, const at::Tensor& x) {
+inline at::Tensor forward(apex::parallel::Reducer& reducer, const ToyModel& model,
+                          const at::Tensor& x) {
   reducer.prepare_for_forward();
   const at::Tensor y = model.forward(x);
   reducer.watch_outputs({y});
@@ -23,8 +24,10 @@ inline at::Tensor batch(int rank, int number) { return random_batch(5, 4, 10 * n
 
 inline at::Tensor loss_of(const at::Tensor& output) { return output.square().mean(); }
 
-/// Compares gradients with those of `sum`, in which the ranks' gradients were added up, over `world`.
-inline void expect_mean_of(const ToyModel& model, const ToyModel& sum, int world, const std::string& where) {
+/// Compares gradients with those of `sum`, in which the ranks' gradients were added up, over
+/// `world`.
+inline void expect_mean_of(const ToyModel& model, const ToyModel& sum, int world,
+                           const std::string& where) {
   for (size_t i = 0; i < model.size(); ++i) {
     EXPECT_LT(relative_error(model[i].grad(), sum[i].grad() / world), 1e-5)
         << where << ", " << model.parameters[i].name;

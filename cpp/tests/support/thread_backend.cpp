@@ -26,9 +26,8 @@ Pieces one_each(const std::vector<at::Tensor>& tensors) {
 // The world-size parts, in rank order, of a tensor that holds one part per rank.
 std::vector<at::Tensor> parts_of(const at::Tensor& tensor, int world) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  TORCH_CHECK(
-      tensor.is_contiguous() && tensor.numel() % world == 0,
-      "a tensor of all ranks must be contiguous and divisible by the world size");
+  TORCH_CHECK(tensor.is_contiguous() && tensor.numel() % world == 0,
+              "a tensor of all ranks must be contiguous and divisible by the world size");
   const auto flat = tensor.view(-1);
   const int64_t length = tensor.numel() / world;
   std::vector<at::Tensor> parts;
@@ -70,10 +69,10 @@ std::string message_of(const std::exception_ptr& error) {
   }
 }
 
-// MKL looks up the kernel of a vector function in that function's first call. Where two threads make that
-// call at once, one of them may be given a kernel of low accuracy for it (oneMKL before 2025.0, which
-// torch's wheels hold; pytorch/pytorch#188792): a rank's activations are off by 1e-4, once. So one thread
-// calls them before there are ranks.
+// MKL looks up the kernel of a vector function in that function's first call. Where two threads
+// make that call at once, one of them may be given a kernel of low accuracy for it (oneMKL before
+// 2025.0, which torch's wheels hold; pytorch/pytorch#188792): a rank's activations are off by 1e-4,
+// once. So one thread calls them before there are ranks.
 void settle_vector_functions() {
   using Function = at::Tensor (*)(const at::Tensor&);
   static const bool settled = [] {
@@ -97,9 +96,7 @@ ThreadBackend::ThreadBackend(int rank, std::shared_ptr<ThreadBackendControl> con
       control_(std::move(control)),
       timeout_ms_(control_->timeout().count()) {}
 
-void ThreadBackend::setTimeout(std::chrono::milliseconds timeout) {
-  timeout_ms_ = timeout.count();
-}
+void ThreadBackend::setTimeout(std::chrono::milliseconds timeout) { timeout_ms_ = timeout.count(); }
 
 at::Tensor ThreadBackend::allocateTensor(long size, at::TensorOptions options) {
   return control_->allocate(size, options);
@@ -107,30 +104,28 @@ at::Tensor ThreadBackend::allocateTensor(long size, at::TensorOptions options) {
 
 uint64_t ThreadBackend::getSequenceNumberForGroup() { return control_->issued(rank_); }
 
-c10::intrusive_ptr<c10d::Work> ThreadBackend::issue(
-    const char* op, c10d::OpType type, Contribution contribution,
-    std::chrono::milliseconds timeout) {
+c10::intrusive_ptr<c10d::Work> ThreadBackend::issue(const char* op, c10d::OpType type,
+                                                    Contribution contribution,
+                                                    std::chrono::milliseconds timeout) {
   contribution.record.op = op;
   auto results = flatten(contribution.outputs);
   const bool unset = timeout == c10d::kUnsetTimeout || timeout == kNoTimeout;
-  return control_->issue(
-      rank_, type, std::move(contribution), std::move(results),
-      unset ? std::chrono::milliseconds(timeout_ms_.load()) : timeout);
+  return control_->issue(rank_, type, std::move(contribution), std::move(results),
+                         unset ? std::chrono::milliseconds(timeout_ms_.load()) : timeout);
 }
 
-c10::intrusive_ptr<c10d::Work> ThreadBackend::broadcast(
-    std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) {
-  TORCH_CHECK(
-      options.rootRank >= 0 && options.rootRank < size_, "broadcast: there is no rank ",
-      options.rootRank);
+c10::intrusive_ptr<c10d::Work> ThreadBackend::broadcast(std::vector<at::Tensor>& tensors,
+                                                        const c10d::BroadcastOptions& options) {
+  TORCH_CHECK(options.rootRank >= 0 && options.rootRank < size_, "broadcast: there is no rank ",
+              options.rootRank);
   Contribution contribution;
   contribution.record.root = options.rootRank;
   contribution.inputs = contribution.outputs = one_each(tensors);
   return issue("broadcast", c10d::OpType::BROADCAST, std::move(contribution), options.timeout);
 }
 
-c10::intrusive_ptr<c10d::Work> ThreadBackend::allreduce(
-    std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) {
+c10::intrusive_ptr<c10d::Work> ThreadBackend::allreduce(std::vector<at::Tensor>& tensors,
+                                                        const c10d::AllreduceOptions& options) {
   Contribution contribution;
   contribution.record.reduce_op = options.reduceOp;
   contribution.inputs = contribution.outputs = one_each(tensors);
@@ -142,16 +137,14 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::allreduce_coalesced(
   Contribution contribution;
   contribution.record.reduce_op = options.reduceOp;
   contribution.inputs = contribution.outputs = one_each(tensors);
-  return issue(
-      "allreduce_coalesced", c10d::OpType::ALLREDUCE_COALESCED, std::move(contribution),
-      options.timeout);
+  return issue("allreduce_coalesced", c10d::OpType::ALLREDUCE_COALESCED, std::move(contribution),
+               options.timeout);
 }
 
-c10::intrusive_ptr<c10d::Work> ThreadBackend::reduce(
-    std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) {
-  TORCH_CHECK(
-      options.rootRank >= 0 && options.rootRank < size_, "reduce: there is no rank ",
-      options.rootRank);
+c10::intrusive_ptr<c10d::Work> ThreadBackend::reduce(std::vector<at::Tensor>& tensors,
+                                                     const c10d::ReduceOptions& options) {
+  TORCH_CHECK(options.rootRank >= 0 && options.rootRank < size_, "reduce: there is no rank ",
+              options.rootRank);
   Contribution contribution;
   contribution.record.reduce_op = options.reduceOp;
   contribution.record.root = options.rootRank;
@@ -175,8 +168,8 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::_allgather_base(
   contribution.inputs = {{input}};
   contribution.outputs = {parts_of(output, size_)};
   check_parts(contribution.outputs, {input}, size_);
-  return issue(
-      "_allgather_base", c10d::OpType::_ALLGATHER_BASE, std::move(contribution), options.timeout);
+  return issue("_allgather_base", c10d::OpType::_ALLGATHER_BASE, std::move(contribution),
+               options.timeout);
 }
 
 c10::intrusive_ptr<c10d::Work> ThreadBackend::allgather_into_tensor_coalesced(
@@ -188,9 +181,8 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::allgather_into_tensor_coalesced(
     contribution.outputs.push_back(parts_of(output, size_));
   }
   check_parts(contribution.outputs, inputs, size_);
-  return issue(
-      "allgather_into_tensor_coalesced", c10d::OpType::COALESCED, std::move(contribution),
-      options.timeout);
+  return issue("allgather_into_tensor_coalesced", c10d::OpType::COALESCED, std::move(contribution),
+               options.timeout);
 }
 
 c10::intrusive_ptr<c10d::Work> ThreadBackend::reduce_scatter(
@@ -201,8 +193,8 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::reduce_scatter(
   contribution.record.reduce_op = options.reduceOp;
   contribution.inputs = inputs;
   contribution.outputs = one_each(outputs);
-  return issue(
-      "reduce_scatter", c10d::OpType::REDUCE_SCATTER, std::move(contribution), options.timeout);
+  return issue("reduce_scatter", c10d::OpType::REDUCE_SCATTER, std::move(contribution),
+               options.timeout);
 }
 
 c10::intrusive_ptr<c10d::Work> ThreadBackend::_reduce_scatter_base(
@@ -212,9 +204,8 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::_reduce_scatter_base(
   contribution.inputs = {parts_of(input, size_)};
   contribution.outputs = {{output}};
   check_parts(contribution.inputs, {output}, size_);
-  return issue(
-      "_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE, std::move(contribution),
-      options.timeout);
+  return issue("_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE, std::move(contribution),
+               options.timeout);
 }
 
 c10::intrusive_ptr<c10d::Work> ThreadBackend::barrier(const c10d::BarrierOptions& options) {
@@ -223,8 +214,8 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::barrier(const c10d::BarrierOptions
 
 c10::intrusive_ptr<c10d::ProcessGroup> make_thread_group(
     int rank, const std::shared_ptr<ThreadBackendControl>& control) {
-  auto group = c10::make_intrusive<c10d::ProcessGroup>(
-      c10::make_intrusive<c10d::HashStore>(), rank, control->world_size());
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(), rank,
+                                                       control->world_size());
   const c10::intrusive_ptr<c10d::Backend> backend =
       c10::make_intrusive<ThreadBackend>(rank, control);
   group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
@@ -232,8 +223,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_thread_group(
   return group;
 }
 
-ScopedGroupName::ScopedGroupName(
-    std::string name, const c10::intrusive_ptr<c10d::ProcessGroup>& group)
+ScopedGroupName::ScopedGroupName(std::string name,
+                                 const c10::intrusive_ptr<c10d::ProcessGroup>& group)
     : name_(std::move(name)) {
   c10d::register_process_group(name_, group);
 }
@@ -249,9 +240,8 @@ void run_ranks(int world_size, const RankFunction& body) {
   run_ranks(ThreadBackendControl::create(world_size), body);
 }
 
-void run_ranks(
-    const std::shared_ptr<ThreadBackendControl>& control, const RankFunction& body,
-    const std::string& group_name) {
+void run_ranks(const std::shared_ptr<ThreadBackendControl>& control, const RankFunction& body,
+               const std::string& group_name) {
   settle_vector_functions();
   std::mutex mutex;
   std::optional<RankError> first;

@@ -32,33 +32,32 @@ class ThreadBackend final : public c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex) override { return control_->allocates(); }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
-  c10::intrusive_ptr<c10d::Work> broadcast(
-      std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> allreduce(
-      std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override;
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
       std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> reduce(
-      std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> allgather(
-      std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
-      const c10d::AllgatherOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> _allgather_base(
-      at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>& tensors,
+                                        const c10d::ReduceOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                           std::vector<at::Tensor>& inputs,
+                                           const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& options) override;
   c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
       std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
       const c10d::AllgatherOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> reduce_scatter(
-      std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
-      const c10d::ReduceScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter(std::vector<at::Tensor>& outputs,
+                                                std::vector<std::vector<at::Tensor>>& inputs,
+                                                const c10d::ReduceScatterOptions& options) override;
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override;
 
  private:
-  c10::intrusive_ptr<c10d::Work> issue(
-      const char* op, c10d::OpType type, Contribution contribution,
-      std::chrono::milliseconds timeout);
+  c10::intrusive_ptr<c10d::Work> issue(const char* op, c10d::OpType type, Contribution contribution,
+                                       std::chrono::milliseconds timeout);
 
   const std::shared_ptr<ThreadBackendControl> control_;
   std::atomic<int64_t> timeout_ms_;
@@ -104,8 +103,7 @@ using RankFunction =
 /// exception that came first is rethrown as RankError. The group of each rank is registered under
 /// `group_name` (unless empty) for c10d::resolve_process_group(). One run_ranks at a time.
 void run_ranks(int world_size, const RankFunction& body);
-void run_ranks(
-    const std::shared_ptr<ThreadBackendControl>& control, const RankFunction& body,
-    const std::string& group_name = "");
+void run_ranks(const std::shared_ptr<ThreadBackendControl>& control, const RankFunction& body,
+               const std::string& group_name = "");
 
 }  // namespace apex::testing

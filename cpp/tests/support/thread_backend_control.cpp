@@ -30,16 +30,16 @@ struct Collective {
 
 }  // namespace
 
-ThreadWork::ThreadWork(
-    int rank, c10d::OpType type, uint64_t seq, std::chrono::milliseconds timeout,
-    std::vector<at::Tensor> results, std::weak_ptr<ThreadBackendControl> control)
+ThreadWork::ThreadWork(int rank, c10d::OpType type, uint64_t seq, std::chrono::milliseconds timeout,
+                       std::vector<at::Tensor> results, std::weak_ptr<ThreadBackendControl> control)
     : c10d::Work(rank, type),
       seq_(seq),
       timeout_(timeout),
       results_(std::move(results)),
       control_(std::move(control)),
-      future_(c10::make_intrusive<c10::ivalue::Future>(
-          c10::ListType::create(c10::TensorType::get()))) {}
+      future_(
+          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
+}
 
 void ThreadWork::complete(std::exception_ptr error) {
   if (claimed_.exchange(true)) {
@@ -66,8 +66,8 @@ bool ThreadWork::wait(std::chrono::milliseconds timeout) {
     const auto control = control_.lock();
     throw std::runtime_error(
         "rank " + std::to_string(rank_) + ": collective " + std::to_string(seq_) +
-        " did not complete within " + std::to_string(limit.count()) + " ms: " +
-        (control ? control->describe_pending(seq_) : "its process group is gone"));
+        " did not complete within " + std::to_string(limit.count()) +
+        " ms: " + (control ? control->describe_pending(seq_) : "its process group is gone"));
   }
   if (exception_) {
     std::rethrow_exception(exception_);
@@ -125,9 +125,8 @@ struct ThreadBackendControl::State {
     Collective& collective = *found->second;
     if (collective.error) {
       ready.push_back(seq);  // again for late arrivals
-    } else if (
-        !collective.scheduled && collective.arrived == world_size && !dropped.count(seq) &&
-        !is_held(seq, collective)) {
+    } else if (!collective.scheduled && collective.arrived == world_size && !dropped.count(seq) &&
+               !is_held(seq, collective)) {
       collective.scheduled = true;
       ready.push_back(seq);
     }
@@ -145,10 +144,9 @@ struct ThreadBackendControl::State {
   void fail_if_incomplete(uint64_t seq) {
     for (int rank = 0; rank < world_size; ++rank) {
       if (left[rank] && logs[rank].size() <= seq) {
-        fail_collective(
-            seq, "collective " + std::to_string(seq) + " can not complete: rank " +
-                     std::to_string(rank) + " ended after " + std::to_string(logs[rank].size()) +
-                     " collectives");
+        fail_collective(seq, "collective " + std::to_string(seq) + " can not complete: rank " +
+                                 std::to_string(rank) + " ended after " +
+                                 std::to_string(logs[rank].size()) + " collectives");
       }
     }
   }
@@ -361,8 +359,8 @@ size_t ThreadBackendControl::issued(int rank) const {
 size_t ThreadBackendControl::issued(int rank, const std::string& op) const {
   std::lock_guard<std::mutex> lock(state_->mutex);
   const auto& log = state_->logs.at(rank);
-  return std::count_if(
-      log.begin(), log.end(), [&](const CollectiveRecord& record) { return record.op == op; });
+  return std::count_if(log.begin(), log.end(),
+                       [&](const CollectiveRecord& record) { return record.op == op; });
 }
 
 std::vector<uint64_t> ThreadBackendControl::completed() const {
@@ -372,9 +370,8 @@ std::vector<uint64_t> ThreadBackendControl::completed() const {
 
 void ThreadBackendControl::wait_until_issued(uint64_t seq) {
   state_->wait_for("issued", seq, [&] {
-    return std::all_of(state_->logs.begin(), state_->logs.end(), [&](const auto& log) {
-      return log.size() > seq;
-    });
+    return std::all_of(state_->logs.begin(), state_->logs.end(),
+                       [&](const auto& log) { return log.size() > seq; });
   });
 }
 
@@ -385,9 +382,10 @@ void ThreadBackendControl::wait_until_completed(uint64_t seq) {
   });
 }
 
-c10::intrusive_ptr<ThreadWork> ThreadBackendControl::issue(
-    int rank, c10d::OpType type, Contribution contribution, std::vector<at::Tensor> results,
-    std::chrono::milliseconds timeout) {
+c10::intrusive_ptr<ThreadWork> ThreadBackendControl::issue(int rank, c10d::OpType type,
+                                                           Contribution contribution,
+                                                           std::vector<at::Tensor> results,
+                                                           std::chrono::milliseconds timeout) {
   check_contribution(contribution);
   complete_contribution(contribution);
   std::lock_guard<std::mutex> lock(state_->mutex);
@@ -396,20 +394,20 @@ c10::intrusive_ptr<ThreadWork> ThreadBackendControl::issue(
   state_->logs[rank].push_back(contribution.record);
   const auto refused = state_->issue_failures.find({seq, rank});
   if (refused != state_->issue_failures.end()) {
-    state_->fail_collective(
-        seq, "collective " + std::to_string(seq) + " failed on rank " + std::to_string(rank) +
-                 " when it was issued: " + refused->second);
+    state_->fail_collective(seq, "collective " + std::to_string(seq) + " failed on rank " +
+                                     std::to_string(rank) +
+                                     " when it was issued: " + refused->second);
     throw std::runtime_error(refused->second);
   }
-  auto work = c10::make_intrusive<ThreadWork>(
-      rank, type, seq, timeout, std::move(results), weak_from_this());
+  auto work = c10::make_intrusive<ThreadWork>(rank, type, seq, timeout, std::move(results),
+                                              weak_from_this());
   const auto collective = state_->get(seq);
   collective->works[rank] = work;
   if (!collective->error) {
     for (int other = 0; other < state_->world_size && !collective->error; ++other) {
       if (collective->works[other] && other != rank) {
-        collective->error = find_mismatch(
-            other, collective->contributions[other].record, rank, contribution.record);
+        collective->error = find_mismatch(other, collective->contributions[other].record, rank,
+                                          contribution.record);
       }
     }
     collective->contributions[rank] = std::move(contribution);

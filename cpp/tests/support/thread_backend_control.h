@@ -22,9 +22,8 @@ class ThreadBackendControl;
 /// its future run there, too, and must not wait for another collective of the same control.
 class ThreadWork final : public c10d::Work {
  public:
-  ThreadWork(
-      int rank, c10d::OpType type, uint64_t seq, std::chrono::milliseconds timeout,
-      std::vector<at::Tensor> results, std::weak_ptr<ThreadBackendControl> control);
+  ThreadWork(int rank, c10d::OpType type, uint64_t seq, std::chrono::milliseconds timeout,
+             std::vector<at::Tensor> results, std::weak_ptr<ThreadBackendControl> control);
 
   /// Blocks until completion. Throws what the collective failed with, or, after `timeout` (0: that
   /// of the backend), an error that says which ranks have not arrived.
@@ -122,9 +121,9 @@ class ThreadBackendControl final : public std::enable_shared_from_this<ThreadBac
 
   // --- for ThreadBackend ---
 
-  c10::intrusive_ptr<ThreadWork> issue(
-      int rank, c10d::OpType type, Contribution contribution, std::vector<at::Tensor> results,
-      std::chrono::milliseconds timeout);
+  c10::intrusive_ptr<ThreadWork> issue(int rank, c10d::OpType type, Contribution contribution,
+                                       std::vector<at::Tensor> results,
+                                       std::chrono::milliseconds timeout);
   /// "waiting for rank 1, which has issued 3 collectives": for messages.
   std::string describe_pending(uint64_t seq) const;
 

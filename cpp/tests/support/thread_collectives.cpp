@@ -11,16 +11,26 @@ namespace {
 
 const char* name_of(ReduceOpType op) {
   switch (op) {
-    case ReduceOpType::SUM: return "SUM";
-    case ReduceOpType::AVG: return "AVG";
-    case ReduceOpType::PRODUCT: return "PRODUCT";
-    case ReduceOpType::MIN: return "MIN";
-    case ReduceOpType::MAX: return "MAX";
-    case ReduceOpType::BAND: return "BAND";
-    case ReduceOpType::BOR: return "BOR";
-    case ReduceOpType::BXOR: return "BXOR";
-    case ReduceOpType::PREMUL_SUM: return "PREMUL_SUM";
-    default: return "UNUSED";
+    case ReduceOpType::SUM:
+      return "SUM";
+    case ReduceOpType::AVG:
+      return "AVG";
+    case ReduceOpType::PRODUCT:
+      return "PRODUCT";
+    case ReduceOpType::MIN:
+      return "MIN";
+    case ReduceOpType::MAX:
+      return "MAX";
+    case ReduceOpType::BAND:
+      return "BAND";
+    case ReduceOpType::BOR:
+      return "BOR";
+    case ReduceOpType::BXOR:
+      return "BXOR";
+    case ReduceOpType::PREMUL_SUM:
+      return "PREMUL_SUM";
+    default:
+      return "UNUSED";
   }
 }
 
@@ -30,8 +40,7 @@ at::Tensor flat(const at::Tensor& tensor) {
 }
 
 bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
-  return a.numel() == 0 ||
-         std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+  return a.numel() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
 void accumulate(at::Tensor& sum, const at::Tensor& next, ReduceOpType op) {
@@ -63,8 +72,8 @@ void accumulate(at::Tensor& sum, const at::Tensor& next, ReduceOpType op) {
   }
 }
 
-at::Tensor reduced(
-    const std::vector<Contribution>& ranks, size_t tensor, size_t piece, ReduceOpType op) {
+at::Tensor reduced(const std::vector<Contribution>& ranks, size_t tensor, size_t piece,
+                   ReduceOpType op) {
   at::Tensor sum = flat(ranks[0].inputs[tensor][piece]).clone();
   for (size_t rank = 1; rank < ranks.size(); ++rank) {
     accumulate(sum, flat(ranks[rank].inputs[tensor][piece]), op);
@@ -80,10 +89,9 @@ void check_snapshots(const std::vector<Contribution>& ranks) {
     size_t next = 0;
     for (const auto& pieces : ranks[rank].inputs) {
       for (const at::Tensor& piece : pieces) {
-        TORCH_CHECK(
-            same_bytes(flat(piece), ranks[rank].snapshots[next++]), "rank ", rank,
-            " wrote to a tensor while collective ", ranks[rank].record.seq, " (",
-            ranks[rank].record.describe(), ") was still using it");
+        TORCH_CHECK(same_bytes(flat(piece), ranks[rank].snapshots[next++]), "rank ", rank,
+                    " wrote to a tensor while collective ", ranks[rank].record.seq, " (",
+                    ranks[rank].record.describe(), ") was still using it");
       }
     }
   }
@@ -116,24 +124,21 @@ std::string CollectiveRecord::describe() const {
 void check_contribution(const Contribution& contribution) {
   const auto op = contribution.record.reduce_op;
   const auto check = [&](const at::Tensor& tensor) {
-    TORCH_CHECK(
-        tensor.defined() && tensor.device().is_cpu(),
-        "the thread backend takes CPU tensors only");
-    TORCH_CHECK(
-        tensor.is_non_overlapping_and_dense(),
-        "the thread backend takes dense tensors only, like NCCL; got sizes ", tensor.sizes(),
-        " and strides ", tensor.strides());
+    TORCH_CHECK(tensor.defined() && tensor.device().is_cpu(),
+                "the thread backend takes CPU tensors only");
+    TORCH_CHECK(tensor.is_non_overlapping_and_dense(),
+                "the thread backend takes dense tensors only, like NCCL; got sizes ",
+                tensor.sizes(), " and strides ", tensor.strides());
     if (op == ReduceOpType::MIN || op == ReduceOpType::MAX) {
       TORCH_CHECK(!tensor.is_complex(), name_of(op), " does not exist for complex numbers");
     }
     if (op == ReduceOpType::AVG) {
-      TORCH_CHECK(
-          tensor.is_floating_point() || tensor.is_complex(), "AVG does not exist for integers");
+      TORCH_CHECK(tensor.is_floating_point() || tensor.is_complex(),
+                  "AVG does not exist for integers");
     }
     if (op == ReduceOpType::BAND || op == ReduceOpType::BOR || op == ReduceOpType::BXOR) {
-      TORCH_CHECK(
-          !tensor.is_floating_point() && !tensor.is_complex(), name_of(op),
-          " exists for integers and bool only");
+      TORCH_CHECK(!tensor.is_floating_point() && !tensor.is_complex(), name_of(op),
+                  " exists for integers and bool only");
     }
   };
   for (const auto* side : {&contribution.inputs, &contribution.outputs}) {
@@ -161,8 +166,8 @@ void complete_contribution(Contribution& contribution) {
   }
 }
 
-std::optional<std::string> find_mismatch(
-    int rank_a, const CollectiveRecord& a, int rank_b, const CollectiveRecord& b) {
+std::optional<std::string> find_mismatch(int rank_a, const CollectiveRecord& a, int rank_b,
+                                         const CollectiveRecord& b) {
   if (a.op == b.op && a.reduce_op == b.reduce_op && a.root == b.root && a.dtype == b.dtype &&
       a.sizes == b.sizes) {
     return std::nullopt;

@@ -61,8 +61,8 @@ void check_contribution(const Contribution& contribution);
 void complete_contribution(Contribution& contribution);
 
 /// Why two ranks cannot be in the same collective, or nothing when they can.
-std::optional<std::string> find_mismatch(
-    int rank_a, const CollectiveRecord& a, int rank_b, const CollectiveRecord& b);
+std::optional<std::string> find_mismatch(int rank_a, const CollectiveRecord& a, int rank_b,
+                                         const CollectiveRecord& b);
 
 /// Runs a collective. `contributions[r]` is that of rank r. Sums and other reductions are formed in
 /// the tensors' own dtype as ((rank 0 + rank 1) + rank 2) + ..., so every run has the same bits.

@@ -39,17 +39,24 @@ std::vector<const CpuVariant*> usable_variants() {
 template <typename T>
 const CpuKernels<T>& kernels_of(const CpuVariant& variant);
 template <>
-const CpuKernels<float>& kernels_of<float>(const CpuVariant& v) { return *v.float32; }
+const CpuKernels<float>& kernels_of<float>(const CpuVariant& v) {
+  return *v.float32;
+}
 template <>
-const CpuKernels<double>& kernels_of<double>(const CpuVariant& v) { return *v.float64; }
+const CpuKernels<double>& kernels_of<double>(const CpuVariant& v) {
+  return *v.float64;
+}
 template <>
-const CpuKernels<at::Half>& kernels_of<at::Half>(const CpuVariant& v) { return *v.float16; }
+const CpuKernels<at::Half>& kernels_of<at::Half>(const CpuVariant& v) {
+  return *v.float16;
+}
 template <>
 const CpuKernels<at::BFloat16>& kernels_of<at::BFloat16>(const CpuVariant& v) {
   return *v.bfloat16;
 }
 
-/// Memory that starts with a cache line, as that of tensors does: only there results can go past the caches.
+/// Memory that starts with a cache line, as that of tensors does: only there results can go past
+/// the caches.
 template <typename T>
 struct LineAllocator {
   using value_type = T;
@@ -71,7 +78,8 @@ void expect_rounded(T got, double want, double size, const std::string& what) {
                       : std::is_same_v<T, at::Half>   ? 0x1p-11
                                                       : 0;
   const double rounding = std::is_same_v<Acc, double> ? 0x1p-53 : 0x1p-24;
-  EXPECT_NEAR(static_cast<double>(got), want, 8 * rounding * size + unit * std::fabs(want) + 1e-7 * unit)
+  EXPECT_NEAR(static_cast<double>(got), want,
+              8 * rounding * size + unit * std::fabs(want) + 1e-7 * unit)
       << what;
 }
 
@@ -105,8 +113,9 @@ class BatchNormCpu : public ::testing::Test {
 
   using Acc = typename CpuKernels<T>::Acc;
   // Large against the deviation, yet more than one value of T within it.
-  static constexpr double kLargeMean =
-      std::is_same_v<T, at::BFloat16> ? 100 : std::is_same_v<T, at::Half> ? 1000 : 1e4;
+  static constexpr double kLargeMean = std::is_same_v<T, at::BFloat16> ? 100
+                                       : std::is_same_v<T, at::Half>   ? 1000
+                                                                       : 1e4;
   static constexpr double kRounding = std::is_same_v<Acc, double> ? 0x1p-53 : 0x1p-24;
   // The narrowest pack: two vectors of 32 bytes.
   static constexpr int64_t kWidth = 64 / static_cast<int64_t>(sizeof(Acc));
@@ -116,8 +125,7 @@ class BatchNormCpu : public ::testing::Test {
                                 int64_t additions, int64_t merges, const std::string& what) {
     const double mean = static_cast<double>(want.mean);
     const double variance = static_cast<double>(want.m2 / want.count);
-    const double bound =
-        variance_error(additions, kRounding, merges, variance, std::fabs(mean));
+    const double bound = variance_error(additions, kRounding, merges, variance, std::fabs(mean));
     EXPECT_NEAR(got.m2 / got.count, variance, bound) << what;
     // Where every value is the same, the sum is exact, and so is the mean.
     EXPECT_NEAR(got.mean, mean, variance > 0 ? bound / std::sqrt(variance) : 0) << what;
@@ -167,7 +175,8 @@ TYPED_TEST(BatchNormCpu, RowsStatistics_AnyWidthAndParts_StayWithinTheBound) {
       const int64_t rows = 701;
       auto x = this->random_values(rows * channels, -this->kLargeMean);
       for (int64_t i = 0; i < rows * channels; ++i) {  // another mean for each channel
-        x[i] = static_cast<T>(static_cast<float>(x[i]) - 16.0f * static_cast<float>(i % channels % 7));
+        x[i] =
+            static_cast<T>(static_cast<float>(x[i]) - 16.0f * static_cast<float>(i % channels % 7));
       }
       std::vector<double> mean(channels), m2(channels);
       const auto& kernels = kernels_of<T>(*variant);
@@ -182,7 +191,6 @@ TYPED_TEST(BatchNormCpu, RowsStatistics_AnyWidthAndParts_StayWithinTheBound) {
   }
 }
 
-
 TYPED_TEST(BatchNormCpu, PlanesStatistics_FirstValuesFarFromTheOthers_AreNoLessExact) {
   // Deviations are taken from the mean of the first few, which here is far from that of all.
   using T = TypeParam;
@@ -195,7 +203,8 @@ TYPED_TEST(BatchNormCpu, PlanesStatistics_FirstValuesFarFromTheOthers_AreNoLessE
   for (const CpuVariant* variant : usable_variants()) {
     const Welford<double> got =
         kernels_of<T>(*variant).planes_statistics(x.data(), Planes{1, 1, count}, 0);
-    // Few roundings where the deviations are as small as they can be, a hundred times that elsewhere.
+    // Few roundings where the deviations are as small as they can be, a hundred times that
+    // elsewhere.
     const double relative = std::fabs(static_cast<double>(got.m2 / want.m2 - 1));
     EXPECT_LE(relative, 200 * this->kRounding) << variant->name;
   }
@@ -263,42 +272,45 @@ std::vector<Acc> per_channel(int64_t channels, Acc first) {
 TYPED_TEST(BatchNormCpu, Normalize_EveryCombination_IsTheFormulaAndStreamedTheSame) {
   using T = TypeParam;
   using Acc = typename CpuKernels<T>::Acc;
-  for_each_elementwise_case<T>(*this, [](const CpuKernels<T>& k, const Elementwise<T>& data,
-                                         const std::string& name) {
-    const int64_t channels = data.sizes.channels;
-    const auto high = per_channel<Acc>(channels, -0.5);
-    const auto scale = per_channel<Acc>(channels, 0.75);
-    const auto shift = per_channel<Acc>(channels, -1);
-    for (const bool adds : {false, true}) {
-      for (const bool relu : {false, true}) {
-        const T* z = adds ? data.extra.data() : nullptr;
-        const auto run = [&](bool stream) {
-          Lines<T> y(data.x.size(), static_cast<T>(77.0f));
-          if (data.rows) {
-            k.rows_normalize(data.x.data(), z, y.data(), 0, 3, channels, high.data(),
-                             scale.data(), shift.data(), relu, stream);
-            k.rows_normalize(data.x.data(), z, y.data(), 3, 7, channels, high.data(),
-                             scale.data(), shift.data(), relu, stream);
-          } else {
-            k.planes_normalize(data.x.data(), z, y.data(), data.sizes, 1,
-                               {high[1], scale[1], shift[1]}, relu, stream);
+  for_each_elementwise_case<T>(
+      *this, [](const CpuKernels<T>& k, const Elementwise<T>& data, const std::string& name) {
+        const int64_t channels = data.sizes.channels;
+        const auto high = per_channel<Acc>(channels, -0.5);
+        const auto scale = per_channel<Acc>(channels, 0.75);
+        const auto shift = per_channel<Acc>(channels, -1);
+        for (const bool adds : {false, true}) {
+          for (const bool relu : {false, true}) {
+            const T* z = adds ? data.extra.data() : nullptr;
+            const auto run = [&](bool stream) {
+              Lines<T> y(data.x.size(), static_cast<T>(77.0f));
+              if (data.rows) {
+                k.rows_normalize(data.x.data(), z, y.data(), 0, 3, channels, high.data(),
+                                 scale.data(), shift.data(), relu, stream);
+                k.rows_normalize(data.x.data(), z, y.data(), 3, 7, channels, high.data(),
+                                 scale.data(), shift.data(), relu, stream);
+              } else {
+                k.planes_normalize(data.x.data(), z, y.data(), data.sizes, 1,
+                                   {high[1], scale[1], shift[1]}, relu, stream);
+              }
+              return y;
+            };
+            const auto y = run(false);
+            const std::string what = name + (adds ? ", added" : "") + (relu ? ", ReLU" : "");
+            EXPECT_EQ(std::memcmp(run(true).data(), y.data(), y.size() * sizeof(T)), 0) << what;
+            for (int64_t i = 0; i < data.count(); ++i) {
+              const int64_t c = data.channel(i);
+              const double product = (static_cast<double>(data.x[i]) - high[c]) * scale[c];
+              const double added = adds ? static_cast<double>(data.extra[i]) : 0;
+              const double value = product + shift[c] + added;
+              expect_rounded(y[i],
+                             !data.computed(i) ? 77.0
+                             : relu            ? std::max(0.0, value)
+                                               : value,
+                             std::fabs(product) + std::fabs(added) + 2, what);
+            }
           }
-          return y;
-        };
-        const auto y = run(false);
-        const std::string what = name + (adds ? ", added" : "") + (relu ? ", ReLU" : "");
-        EXPECT_EQ(std::memcmp(run(true).data(), y.data(), y.size() * sizeof(T)), 0) << what;
-        for (int64_t i = 0; i < data.count(); ++i) {
-          const int64_t c = data.channel(i);
-          const double product = (static_cast<double>(data.x[i]) - high[c]) * scale[c];
-          const double added = adds ? static_cast<double>(data.extra[i]) : 0;
-          const double value = product + shift[c] + added;
-          expect_rounded(y[i], !data.computed(i) ? 77.0 : relu ? std::max(0.0, value) : value,
-                         std::fabs(product) + std::fabs(added) + 2, what);
         }
-      }
-    }
-  });
+      });
 }
 
 TYPED_TEST(BatchNormCpu, Gradient_EveryMask_IsTheFormulaAndStreamedTheSame) {
@@ -366,8 +378,8 @@ TEST(BatchNormCpuBFloat16, EveryBitPattern_ComesBackAsItWas) {
   }
   for (const CpuVariant* variant : usable_variants()) {
     for (const bool relu : {false, true}) {
-      variant->bfloat16->rows_normalize(x.data(), nullptr, y.data(), 0, count / 32, 32, zeros.data(),
-                                        ones.data(), zeros.data(), relu, false);
+      variant->bfloat16->rows_normalize(x.data(), nullptr, y.data(), 0, count / 32, 32,
+                                        zeros.data(), ones.data(), zeros.data(), relu, false);
       for (int64_t i = 0; i < count; ++i) {
         const float value = static_cast<float>(x[i]);
         if (std::isnan(value)) {
@@ -393,8 +405,8 @@ TEST(BatchNormCpuBFloat16, Results_AreRoundedToNearestAndTiesToEven) {
   for (const float factor : {1.00390625f, 1.5f, 0.3f, 3e-20f, 1e20f}) {
     const std::vector<float> scale(32, factor);
     for (const CpuVariant* variant : usable_variants()) {
-      variant->bfloat16->rows_normalize(x.data(), nullptr, y.data(), 0, count / 32, 32, zeros.data(),
-                                        scale.data(), zeros.data(), false, false);
+      variant->bfloat16->rows_normalize(x.data(), nullptr, y.data(), 0, count / 32, 32,
+                                        zeros.data(), scale.data(), zeros.data(), false, false);
       for (int64_t i = 0; i < count; ++i) {
         const float want = static_cast<float>(T(static_cast<float>(x[i]) * factor));
         if (!std::isnan(want)) {
@@ -499,8 +511,9 @@ TYPED_TEST(BatchNormCpu, PlanesReduce_AnyLength_StaysWithinTheBound) {
           dy.data(), x.data(), nullptr, sizes, 0, k, ReluMask::kRecompute);
       // Each lane adds up rounded products of rounded deviations, at most 4096 elements' worth.
       const int64_t packs = (std::min<int64_t>(plane, 4096) + this->kWidth - 1) / this->kWidth;
-      const double bound = static_cast<double>((plane < 4096 ? 2 * packs : packs) + 3) *
-                               this->kRounding + 1e-15 * static_cast<double>(plane);
+      const double bound =
+          static_cast<double>((plane < 4096 ? 2 * packs : packs) + 3) * this->kRounding +
+          1e-15 * static_cast<double>(plane);
       EXPECT_NEAR(got.sum_dy, sum, bound * sum_size) << variant->name << " " << plane;
       EXPECT_NEAR(got.sum_dy_xmu, dot, bound * dot_size) << variant->name << " " << plane;
     }

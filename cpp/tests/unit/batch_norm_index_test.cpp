@@ -52,9 +52,9 @@ void expect_planes_cover(Planes sizes, int element_bytes, bool aligned, DeviceLi
 }
 
 TEST(BatchNormIndex, Planes_AnySizes_VisitEveryElementOnce) {
-  for (const Planes sizes : {Planes{1, 1, 1}, Planes{3, 5, 49}, Planes{2, 3, 64}, Planes{7, 2, 1000},
-                             Planes{1, 1, 40000}, Planes{300, 1, 8}, Planes{0, 4, 16},
-                             Planes{4, 4, 0}, Planes{33, 130, 4}}) {
+  for (const Planes sizes : {Planes{1, 1, 1}, Planes{3, 5, 49}, Planes{2, 3, 64},
+                             Planes{7, 2, 1000}, Planes{1, 1, 40000}, Planes{300, 1, 8},
+                             Planes{0, 4, 16}, Planes{4, 4, 0}, Planes{33, 130, 4}}) {
     for (const int bytes : {2, 4, 8}) {
       for (const bool aligned : {true, false}) {
         expect_planes_cover(sizes, bytes, aligned, kLarge);
@@ -89,8 +89,8 @@ TEST(BatchNormIndex, Planes_MoreThanTwoToThe31Elements_OffsetsStayRight) {
 }
 
 TEST(BatchNormIndex, Planes_LargeBatches_FillTheDevice) {
-  // Registers let half of a multiprocessor's threads in, or a quarter. With that many blocks at once, no round of
-  // them may leave more than a third of the device idle.
+  // Registers let half of a multiprocessor's threads in, or a quarter. With that many blocks at
+  // once, no round of them may leave more than a third of the device idle.
   for (const auto& [channels, side] : testing::kResNet50) {
     for (const int64_t batch : {32, 256}) {
       for (const int64_t share : {2, 4}) {

@@ -164,8 +164,7 @@ TEST(BucketAssignment, RandomInput_Assigned_IsAnOrderedPartitionWithinLimits) {
 
 TEST(BucketAssignment, BadInput_Assigned_ThrowsInvalidArgument) {
   const std::vector<ParameterInfo> two{parameter(1), parameter(1)};
-  EXPECT_THROW(assign_buckets(two, {0, 1}, {0, 1, BucketLimits::Unit::kElements}),
-               InvalidArgument);
+  EXPECT_THROW(assign_buckets(two, {0, 1}, {0, 1, BucketLimits::Unit::kElements}), InvalidArgument);
   EXPECT_THROW(assign_buckets(two, {0, 1}, {-5, 0, BucketLimits::Unit::kElements}),
                InvalidArgument);
   EXPECT_THROW(assign_buckets(two, {0, 2}, kTen), InvalidArgument);

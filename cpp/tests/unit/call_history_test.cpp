@@ -10,7 +10,9 @@ namespace {
 
 class CallHistoryTest : public ::testing::Test {
  protected:
-  std::string compare(CallHistory& history, int rank) { return history.compare(*store_, "group", rank); }
+  std::string compare(CallHistory& history, int rank) {
+    return history.compare(*store_, "group", rank);
+  }
 
   c10::intrusive_ptr<c10d::HashStore> store_ = c10::make_intrusive<c10d::HashStore>();
   CallHistory zero_, one_;

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "parallel/cpu_memory_cache.h"
+#include "batch_norm/cpu_memory_cache.h"
 
 namespace apex::parallel {
 namespace {
@@ -39,7 +39,8 @@ TEST(CpuMemoryCache, AnotherSize_SmallestThatWastesLittle_IsTaken) {
   cache.free(large);
   void* larger_request = cache.allocate(9 * kMib + 1);
   EXPECT_NE(larger_request, large);
-  void* smaller_request = cache.allocate(7 * kMib);  // 8 MiB waste more than an eighth of it, 9 still more
+  void* smaller_request =
+      cache.allocate(7 * kMib);  // 8 MiB waste more than an eighth of it, 9 still more
   EXPECT_NE(smaller_request, small);
   EXPECT_NE(smaller_request, large);
   void* fits_both = cache.allocate(8 * kMib - 64);

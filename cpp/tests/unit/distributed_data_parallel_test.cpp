@@ -102,7 +102,8 @@ TEST(DistributedDataParallelCpp, Holder_Trained_KeepsRanksEqualAndFollowsTheWhol
   });
 }
 
-TEST(DistributedDataParallelCpp, SharedPointerAndSeveralOutputs_Forward_ReturnsWhatTheModuleReturns) {
+TEST(DistributedDataParallelCpp,
+     SharedPointerAndSeveralOutputs_Forward_ReturnsWhatTheModuleReturns) {
   run_ranks(2, [](int rank, const Group& group) {
     torch::manual_seed(0);
     DistributedDataParallel model(std::make_shared<TwoHeads>(), with_group(group));
@@ -154,7 +155,8 @@ TEST(DistributedDataParallelCpp, NullModule_Constructed_SaysSo) {
   });
 }
 
-TEST(DistributedDataParallelCpp, BuffersOfOtherShapes_BroadcastOrNot_AreRefusedOnEveryRankOrLeftAlone) {
+TEST(DistributedDataParallelCpp,
+     BuffersOfOtherShapes_BroadcastOrNot_AreRefusedOnEveryRankOrLeftAlone) {
   for (const bool broadcast : {true, false}) {
     run_ranks(2, [&](int rank, const Group& group) {
       Net net;
@@ -207,8 +209,8 @@ TEST(DistributedDataParallelCpp, Join_UnevenBatches_EndsAlikeWithTheBuffersOfALo
       EXPECT_EQ(model.reducer().statistics().backwards, 4);
       // Counted by rank 1 alone; with broadcast_buffers the first forward took rank 0's.
       EXPECT_EQ(model->bn->num_batches_tracked.item<int64_t>(), 4);
-      std::vector<at::Tensor> mine{torch::cat({model->fc1->weight.detach().view(-1),
-                                               model->bn->running_mean.view(-1)})};
+      std::vector<at::Tensor> mine{
+          torch::cat({model->fc1->weight.detach().view(-1), model->bn->running_mean.view(-1)})};
       std::vector<std::vector<at::Tensor>> all{{}};
       for (int r = 0; r < 3; ++r) all[0].push_back(torch::empty_like(mine[0]));
       group->allgather(all, mine)->wait();

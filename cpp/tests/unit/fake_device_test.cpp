@@ -136,7 +136,8 @@ TEST_F(FakeDevice, MemoryOfAnotherStream_MustBeKept) {
 }
 
 TEST_F(FakeDevice, BackwardOfSeveralStreams_IsOrderedByAutograd) {
-  // Nothing of ours: torch's engine has to be clean here, or what is found elsewhere would mean nothing.
+  // Nothing of ours: torch's engine has to be clean here, or what is found elsewhere would mean
+  // nothing.
   const c10::Stream main = fake::current_stream();
   const c10::Stream side = fake::new_stream("side");
   at::Tensor p = at::ones({3}, at::device(fake::device())).requires_grad_();

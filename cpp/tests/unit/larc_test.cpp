@@ -35,7 +35,8 @@ Tensors random_parameters(at::ScalarType dtype = at::kFloat) {
 
 void set_gradients(const Tensors& params, double size = 1) {
   for (const Tensor& param : params) {
-    param.mutable_grad() = (torch::randn(param.sizes(), at::kDouble) * size).to(param.scalar_type());
+    param.mutable_grad() =
+        (torch::randn(param.sizes(), at::kDouble) * size).to(param.scalar_type());
   }
 }
 
@@ -62,7 +63,8 @@ Numbers reference(const Numbers& p, const Numbers& g, double lr, double decay,
     share = decay * factor;
   }
   Numbers result;
-  for (size_t i = 0; i < p.size(); ++i) result.push_back(p[i] - lr * (factor * g[i] + share * p[i]));
+  for (size_t i = 0; i < p.size(); ++i)
+    result.push_back(p[i] - lr * (factor * g[i] + share * p[i]));
   return result;
 }
 
@@ -189,8 +191,7 @@ TEST(LARC, Step_EveryOptimizerOfTorch_TakesItsWeightDecay) {
 TEST(LARC, Step_Closure_AdaptsAfterEachEvaluationAndReturnsTheLoss) {
   torch::manual_seed(3);
   const Tensor param = parameter(torch::randn({6}));
-  LARC optimizer(torch::optim::LBFGS(Tensors{param},
-                                     torch::optim::LBFGSOptions(1.0).max_iter(4)));
+  LARC optimizer(torch::optim::LBFGS(Tensors{param}, torch::optim::LBFGSOptions(1.0).max_iter(4)));
   int evaluations = 0;
   std::vector<double> norms;
   const Tensor loss = optimizer.step([&] {
@@ -313,7 +314,9 @@ TEST(LARC, Moved_Itself_KeepsItsOptimizer) {
 
 TEST(LARC, Options_OutOfRange_ThrowInvalidArgument) {
   const Tensors params{parameter(torch::ones({1}))};
-  const auto make = [&](const LARCOptions& options) { LARC(SGD(params, SGDOptions(0.1)), options); };
+  const auto make = [&](const LARCOptions& options) {
+    LARC(SGD(params, SGDOptions(0.1)), options);
+  };
   EXPECT_NO_THROW(make(larc_options(0.02, true, 0)));
   EXPECT_THROW(make(larc_options(0, true)), InvalidArgument);
   EXPECT_THROW(make(larc_options(-1, true)), InvalidArgument);

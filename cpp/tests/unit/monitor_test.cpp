@@ -18,11 +18,14 @@ TEST(Monitor, Opened_OtherThreads_ReadButDoNotChange) {
     const Monitor::Change change(monitor);
     value = 1;
     monitor.open([&] {
-      EXPECT_EQ(std::async(std::launch::async, [&] {
-                  const Monitor::Read read(monitor);
-                  EXPECT_TRUE(monitor.is_taken());
-                  return value;
-                }).get(), 1);
+      EXPECT_EQ(std::async(std::launch::async,
+                           [&] {
+                             const Monitor::Read read(monitor);
+                             EXPECT_TRUE(monitor.is_taken());
+                             return value;
+                           })
+                    .get(),
+                1);
       other = std::thread([&] {
         changing.set_value();
         const Monitor::Change later(monitor);
@@ -42,18 +45,26 @@ TEST(Monitor, UserCodeOfTheSameThread_ComesBack_ReadsAndChanges) {
   int value = 0;
   const Monitor::Change change(monitor);
   monitor.open([&] {
-    { const Monitor::Read read(monitor); }
+    {
+      const Monitor::Read read(monitor);
+    }
     {
       const Monitor::Change again(monitor);
-      monitor.open([&] { const Monitor::Change third(monitor); ++value; });
+      monitor.open([&] {
+        const Monitor::Change third(monitor);
+        ++value;
+      });
       const Monitor::Read read(monitor);
       ++value;
     }
     // Open again: another thread may read.
-    EXPECT_EQ(std::async(std::launch::async, [&] {
-                const Monitor::Read read(monitor);
-                return value;
-              }).get(), 2);
+    EXPECT_EQ(std::async(std::launch::async,
+                         [&] {
+                           const Monitor::Read read(monitor);
+                           return value;
+                         })
+                  .get(),
+              2);
   });
   EXPECT_THROW(monitor.open([] { throw 1; }), int);
   const Monitor::Read read(monitor);
@@ -79,7 +90,8 @@ TEST(Monitor, ManyThreads_Change_OneAtATime) {
 }
 
 TEST(Phase, Released_AnyOther_NeverFollows) {
-  for (const Phase to : {Phase::kIdle, Phase::kRunning, Phase::kEnding, Phase::kDeferred, Phase::kFailed}) {
+  for (const Phase to :
+       {Phase::kIdle, Phase::kRunning, Phase::kEnding, Phase::kDeferred, Phase::kFailed}) {
     EXPECT_FALSE(may_follow(Phase::kReleased, to));
   }
   EXPECT_FALSE(may_follow(Phase::kFailed, Phase::kIdle));

@@ -38,7 +38,14 @@ TEST(OverlapReport, TimesOfBuckets_AreSummarized) {
       {"arrived before the last gradient", 10, 11, {bucket(2, 5, 10)}, 3, 0, 1, {0}},
       {"launched after it", 10, 14, {bucket(11, 14, 11)}, 3, 3, 0, {3}},
       {"half of it", 10, 12, {bucket(8, 12, 10)}, 4, 2, 0.5, {2}},
-      {"two at once count once", 10, 12, {bucket(4, 11, 10), bucket(6, 12, 11)}, 8, 2, 0.75, {1, 2}},
+      {"two at once count once",
+       10,
+       12,
+       {bucket(4, 11, 10), bucket(6, 12, 11)},
+       8,
+       2,
+       0.75,
+       {1, 2}},
       {"one within the other", 10, 10, {bucket(1, 9, 10), bucket(2, 3, 10)}, 8, 0, 1, {0, 0}},
       {"a pause between", 10, 13, {bucket(1, 2, 10), bucket(11, 13, 11)}, 3, 2, 1.0 / 3, {0, 2}},
       {"in another order", 10, 13, {bucket(11, 13, 11), bucket(1, 2, 10)}, 3, 2, 1.0 / 3, {2, 0}},
@@ -47,8 +54,14 @@ TEST(OverlapReport, TimesOfBuckets_AreSummarized) {
       // A deferred backward: the next forward hides what is left, until it waits.
       {"there before it is awaited", 10, 10, {bucket(9, 15, 16)}, 6, 0, 1, {0}},
       {"awaited before it is there", 10, 10, {bucket(9, 15, 12)}, 6, 3, 0.5, {3}},
-      {"waiting exposes all that are in flight", 10, 11, {bucket(9, 15, 13), bucket(12, 18, 18)}, 9, 3,
-       2.0 / 3, {3, 2}},
+      {"waiting exposes all that are in flight",
+       10,
+       11,
+       {bucket(9, 15, 13), bucket(12, 18, 18)},
+       9,
+       3,
+       2.0 / 3,
+       {3, 2}},
   };
   for (const Case& c : cases) {
     SCOPED_TRACE(c.name);
@@ -112,7 +125,8 @@ TEST(OverlapReport, Text_HasTheSumsAndARowPerBucket) {
   EXPECT_EQ(lines[2],
             "bucket       MiB     ready  launched   arrived in flight   exposed  parameters");
   EXPECT_EQ(lines[3],
-            "     0     3.000      1.25      1.50      4.50      3.00      0.00  fc2.weight to fc2.bias (2)");
+            "     0     3.000      1.25      1.50      4.50      3.00      0.00  fc2.weight to "
+            "fc2.bias (2)");
   EXPECT_EQ(lines[4],
             "     1     0.500      0.00      9.00     12.00      3.00      2.00  fc1.weight");
   EXPECT_EQ(lines[5],

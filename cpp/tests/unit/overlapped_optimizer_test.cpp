@@ -127,7 +127,8 @@ TEST_P(OverlappedOptimizerTest, GradientClearedByOthers_Synchronize_ThrowsNaming
       optimizer.synchronize();
       EXPECT_TRUE(GetParam());
     } catch (const Error& error) {
-      EXPECT_NE(std::string(error.what()).find("OverlappedOptimizer::zero_grad()"), std::string::npos);
+      EXPECT_NE(std::string(error.what()).find("OverlappedOptimizer::zero_grad()"),
+                std::string::npos);
     }
     net->before = nullptr;
   });

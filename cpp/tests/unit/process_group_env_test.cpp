@@ -29,8 +29,8 @@ std::string message_of(Function function) {
   return "nothing was thrown";
 }
 
-::testing::AssertionResult mentions(
-    const std::string& text, const std::vector<std::string>& parts) {
+::testing::AssertionResult mentions(const std::string& text,
+                                    const std::vector<std::string>& parts) {
   for (const std::string& part : parts) {
     if (text.find(part) == std::string::npos) {
       return ::testing::AssertionFailure() << "\"" << text << "\" does not mention " << part;
@@ -101,15 +101,13 @@ TEST(LaunchRanks, NoLauncher_IsNothing) {
 }
 
 TEST(LaunchRanks, Incomplete_MessageNamesWhatIsMissing) {
-  EXPECT_TRUE(mentions(
-      message_of([] { read_launch_ranks(variables({{"RANK", "0"}})); }),
-      {"RANK is set but WORLD_SIZE is not"}));
-  EXPECT_TRUE(mentions(
-      message_of([] { read_launch_ranks(variables({{"WORLD_SIZE", "2"}})); }),
-      {"WORLD_SIZE is set but RANK is not"}));
-  EXPECT_TRUE(mentions(
-      message_of([] { read_launch_ranks(variables({{"OMPI_COMM_WORLD_RANK", "0"}})); }),
-      {"OMPI_COMM_WORLD_SIZE is not"}));
+  EXPECT_TRUE(mentions(message_of([] { read_launch_ranks(variables({{"RANK", "0"}})); }),
+                       {"RANK is set but WORLD_SIZE is not"}));
+  EXPECT_TRUE(mentions(message_of([] { read_launch_ranks(variables({{"WORLD_SIZE", "2"}})); }),
+                       {"WORLD_SIZE is set but RANK is not"}));
+  EXPECT_TRUE(
+      mentions(message_of([] { read_launch_ranks(variables({{"OMPI_COMM_WORLD_RANK", "0"}})); }),
+               {"OMPI_COMM_WORLD_SIZE is not"}));
 }
 
 TEST(LaunchRanks, Malformed_MessageNamesVariableAndValue) {
@@ -141,22 +139,21 @@ TEST(MasterAddress, Torchrun_Missing_MessageNamesTheVariable) {
   EXPECT_TRUE(
       mentions(message_of([&] { read_master_address(std::nullopt, no_port); }), {"MASTER_PORT"}));
   const auto bad_port = variables({{"MASTER_ADDR", "h"}, {"MASTER_PORT", "70000"}});
-  EXPECT_TRUE(mentions(
-      message_of([&] { read_master_address(std::nullopt, bad_port); }), {"MASTER_PORT", "70000"}));
+  EXPECT_TRUE(mentions(message_of([&] { read_master_address(std::nullopt, bad_port); }),
+                       {"MASTER_PORT", "70000"}));
 }
 
 TEST(MasterAddress, Slurm_FirstHostAndPortOfTheJob) {
-  std::map<std::string, std::string> job = {
-      {"SLURM_PROCID", "1"},
-      {"SLURM_NTASKS", "2"},
-      {"SLURM_JOB_NODELIST", "gpu[07-09,12],login1"},
-      {"SLURM_JOB_ID", "123456"}};
+  std::map<std::string, std::string> job = {{"SLURM_PROCID", "1"},
+                                            {"SLURM_NTASKS", "2"},
+                                            {"SLURM_JOB_NODELIST", "gpu[07-09,12],login1"},
+                                            {"SLURM_JOB_ID", "123456"}};
   const auto first = read_master_address(read_launch_ranks(variables(job)), variables(job));
   EXPECT_EQ(first.host, "gpu07");
   EXPECT_GT(first.port, 1024);
   job["SLURM_JOB_ID"] = "123457";
-  EXPECT_NE(
-      read_master_address(read_launch_ranks(variables(job)), variables(job)).port, first.port);
+  EXPECT_NE(read_master_address(read_launch_ranks(variables(job)), variables(job)).port,
+            first.port);
   job["MASTER_ADDR"] = "other";
   job["MASTER_PORT"] = "777";
   const auto given = read_master_address(read_launch_ranks(variables(job)), variables(job));
@@ -165,10 +162,9 @@ TEST(MasterAddress, Slurm_FirstHostAndPortOfTheJob) {
 }
 
 TEST(MasterAddress, Mpi_OneMachineIsLocalSeveralNeedTheVariable) {
-  std::map<std::string, std::string> job = {
-      {"OMPI_COMM_WORLD_RANK", "1"},
-      {"OMPI_COMM_WORLD_SIZE", "2"},
-      {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}};
+  std::map<std::string, std::string> job = {{"OMPI_COMM_WORLD_RANK", "1"},
+                                            {"OMPI_COMM_WORLD_SIZE", "2"},
+                                            {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}};
   const auto local = read_master_address(read_launch_ranks(variables(job)), variables(job));
   EXPECT_EQ(local.host, "127.0.0.1");
   EXPECT_EQ(local.port, 29500);
@@ -204,10 +200,9 @@ TEST(InitMethods, EveryForm_IsUnderstood) {
 }
 
 TEST(InitMethods, Malformed_MessageShowsIt) {
-  for (const char* bad :
-       {"", "env", "env://x", "tcp://host", "tcp://:80", "tcp://host:", "tcp://host:0",
-        "tcp://host:70000", "file://", "file://relative", "http://host:80",
-        "tcp://host:80?color=red", "tcp://host:80?rank=x"}) {
+  for (const char* bad : {"", "env", "env://x", "tcp://host", "tcp://:80", "tcp://host:",
+                          "tcp://host:0", "tcp://host:70000", "file://", "file://relative",
+                          "http://host:80", "tcp://host:80?color=red", "tcp://host:80?rank=x"}) {
     EXPECT_TRUE(mentions(message_of([&] { parse_init_method(bad); }), {bad})) << bad;
   }
 }
@@ -244,11 +239,11 @@ TEST(Gpus, LocalRank_PicksItsOwn) {
 }
 
 TEST(Gpus, TooFew_MessageSaysHowMany) {
-  EXPECT_TRUE(mentions(
-      message_of([] { choose_gpu(0, 0, variables({{"CUDA_VISIBLE_DEVICES", "-1"}})); }),
-      {"sees none", "CUDA_VISIBLE_DEVICES is \"-1\""}));
-  EXPECT_TRUE(mentions(
-      message_of([] { choose_gpu(2, 2, variables({})); }), {"local rank 2", "only 2"}));
+  EXPECT_TRUE(
+      mentions(message_of([] { choose_gpu(0, 0, variables({{"CUDA_VISIBLE_DEVICES", "-1"}})); }),
+               {"sees none", "CUDA_VISIBLE_DEVICES is \"-1\""}));
+  EXPECT_TRUE(
+      mentions(message_of([] { choose_gpu(2, 2, variables({})); }), {"local rank 2", "only 2"}));
   EXPECT_TRUE(mentions(message_of([] { choose_gpu(1, 1, variables({})); }), {"only 1"}));
 }
 

@@ -24,8 +24,10 @@ Recording recording(std::vector<RecordedParameter> parameters, std::vector<int64
 }
 
 TEST(Recording, RanksThatUsedDifferentParameters_Agreed_HoldsThoseOfAnyRank) {
-  const Recording first = recording({{true, 0, 2, true}, {false, 0, 0, true}, {false, 0, 0, false}}, {0});
-  const Recording second = recording({{true, 0, 1, true}, {true, 1, 1, true}, {false, 0, 0, true}}, {1, 0});
+  const Recording first =
+      recording({{true, 0, 2, true}, {false, 0, 0, true}, {false, 0, 0, false}}, {0});
+  const Recording second =
+      recording({{true, 0, 1, true}, {true, 1, 1, true}, {false, 0, 0, true}}, {1, 0});
   const AgreedRecording agreed = agree({first, second});
   ASSERT_EQ(agreed.parameters.size(), 3u);
   EXPECT_TRUE(agreed.parameters[0].used && agreed.parameters[1].used);
@@ -38,7 +40,8 @@ TEST(Recording, RanksThatUsedDifferentParameters_Agreed_HoldsThoseOfAnyRank) {
 
 TEST(Recording, UsedElsewhereOnly_Agreed_ComeLastAndFromTheBack) {
   const RecordedParameter none{false, 0, 0, true}, used{true, 0, 1, true};
-  const AgreedRecording agreed = agree({recording({none, used, none, none}, {1}), recording({used, none, used, none}, {})});
+  const AgreedRecording agreed =
+      agree({recording({none, used, none, none}, {1}), recording({used, none, used, none}, {})});
   EXPECT_EQ(agreed.ready_order, (std::vector<int64_t>{1, 2, 0}));
 }
 

@@ -17,8 +17,8 @@
 #include <support/fake_group.h>
 #include <support/toy_model.h>
 
-// A whole training step as a graph: what a GPU would refuse to capture is reported by the fake device, and
-// replays train like the plain loop.
+// A whole training step as a graph: what a GPU would refuse to capture is reported by the fake
+// device, and replays train like the plain loop.
 
 namespace apex::testing {
 namespace {
@@ -32,8 +32,8 @@ constexpr int kWorld = 2;
 constexpr double kLearningRate = 0.1;
 const std::vector<int64_t> kWidths{6, 20, 20, 20, 3};
 
-/// Trains a model on the fake device by replays of one step, beside its float64 reference on the CPU. All
-/// ranks see the same batches, so that averages are the model's own gradients.
+/// Trains a model on the fake device by replays of one step, beside its float64 reference on the
+/// CPU. All ranks see the same batches, so that averages are the model's own gradients.
 class CapturedTraining {
  public:
   CapturedTraining() : guard_(fake::new_stream("training")) {
@@ -127,7 +127,8 @@ TEST_P(CapturedStep, Replays_TrainLikeThePlainLoop) {
   CapturedTraining training;
   Reducer reducer(training.model.parameters, groups, options_);
   const std::string name = each.name;
-  if (name == "Compressed") reducer.set_comm_hook(parallel::make_compress_hook(groups[0], at::kHalf));
+  if (name == "Compressed")
+    reducer.set_comm_hook(parallel::make_compress_hook(groups[0], at::kHalf));
   if (name == "OptimizerInCallback") {
     training.in_callback = true;
     reducer.set_bucket_callback([&](const parallel::ReducedBucket& bucket) {
@@ -153,9 +154,12 @@ INSTANTIATE_TEST_SUITE_P(
         ::testing::Bool(),
         ::testing::Values(
             Case{"Default", [](ReducerOptions&, std::vector<Group>&) {}},
-            Case{"OneBucket", [](ReducerOptions& options, std::vector<Group>&) { options.limits.cap = 1 << 20; }},
-            Case{"Delayed", [](ReducerOptions& options, std::vector<Group>&) { options.delay_allreduce = true; }},
-            Case{"StaticGraph", [](ReducerOptions& options, std::vector<Group>&) { options.static_graph = true; }},
+            Case{"OneBucket", [](ReducerOptions& options,
+                                 std::vector<Group>&) { options.limits.cap = 1 << 20; }},
+            Case{"Delayed", [](ReducerOptions& options,
+                               std::vector<Group>&) { options.delay_allreduce = true; }},
+            Case{"StaticGraph",
+                 [](ReducerOptions& options, std::vector<Group>&) { options.static_graph = true; }},
             Case{"SeveralGroups",
                  [](ReducerOptions&, std::vector<Group>& groups) {
                    groups.push_back(fake::make_mirror_group(kWorld, "wire 1"));
@@ -164,7 +168,8 @@ INSTANTIATE_TEST_SUITE_P(
             Case{"Compressed", [](ReducerOptions&, std::vector<Group>&) {}, 5e-3},
             Case{"OptimizerInCallback", [](ReducerOptions&, std::vector<Group>&) {}})),
     [](const auto& tested) {
-      return std::string(std::get<1>(tested.param).name) + (std::get<0>(tested.param) ? "Views" : "Copies");
+      return std::string(std::get<1>(tested.param).name) +
+             (std::get<0>(tested.param) ? "Views" : "Copies");
     });
 
 TEST(CapturedStepRefused, ParameterWithoutGradient_NeedsTheHost) {
@@ -274,7 +279,8 @@ TEST_F(FakeCapture, EventOfACaptureAfterItsEnd_IsReported) {
   EXPECT_EQ(graph_.errors(), Strings{});
   event.block(fake::current_stream());
   ASSERT_EQ(fake::detector().errors().size(), 1u);
-  EXPECT_NE(fake::detector().errors().front().find("of a capture that has ended"), std::string::npos);
+  EXPECT_NE(fake::detector().errors().front().find("of a capture that has ended"),
+            std::string::npos);
   fake::detector().reset();
 }
 

@@ -16,9 +16,9 @@
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
-// Backwards that one rank cannot run as the others expect, and steps in which ranks do different things. The
-// oracle is the average over ranks in float64; the thread backend fails where messages do not match. See
-// Note [Carried through] and Note [Ranks that are out of step].
+// Backwards that one rank cannot run as the others expect, and steps in which ranks do different
+// things. The oracle is the average over ranks in float64; the thread backend fails where messages
+// do not match. See Note [Carried through] and Note [Ranks that are out of step].
 
 namespace apex::parallel {
 namespace {
@@ -95,11 +95,12 @@ TEST_P(ReducerException, OneRankThrows_EveryRankThrows_AndTheNextStepIsRight) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Table, ReducerException,
-    ::testing::Combine(::testing::Values(1, 40, 10'000'000), ::testing::Bool(), ::testing::Bool(),
-                       ::testing::Values(Place{"last layer", 4}, Place{"middle layer", 2},
-                                         Place{"first layer", 0})));
+INSTANTIATE_TEST_SUITE_P(Table, ReducerException,
+                         ::testing::Combine(::testing::Values(1, 40, 10'000'000), ::testing::Bool(),
+                                            ::testing::Bool(),
+                                            ::testing::Values(Place{"last layer", 4},
+                                                              Place{"middle layer", 2},
+                                                              Place{"first layer", 0})));
 
 /// In the loss, say: the reducer has not heard of that backward. It is one that was skipped.
 TEST(ReducerException, BeforeBackwardReachesTheModel_EveryRankThrowsWhenTheyMeet) {
@@ -114,7 +115,8 @@ TEST(ReducerException, BeforeBackwardReachesTheModel_EveryRankThrowsWhenTheyMeet
       EXPECT_EQ(thrown_by([&] { y.square().mean().backward(); }), "user error");
     }
     const std::string error = thrown_by([&] { step(reducer, model, rank, 1); });
-    EXPECT_NE(error.find("rank 1 ran a forward that no backward has followed"), std::string::npos) << error;
+    EXPECT_NE(error.find("rank 1 ran a forward that no backward has followed"), std::string::npos)
+        << error;
   });
 }
 
@@ -149,7 +151,8 @@ TEST(ReducerException, RankWhosePartIsDone_Throws_TheOthersHaveTheirAverage) {
     x.register_hook([&](const at::Tensor&) -> void {
       if (fail) throw std::runtime_error("user error");
     });
-    const std::string error = thrown_by([&] { forward(reducer, model, x).square().mean().backward(); });
+    const std::string error =
+        thrown_by([&] { forward(reducer, model, x).square().mean().backward(); });
     // Whether autograd calls that hook before the last gradient or after it is its own business.
     if (rank != 1 && error.empty()) expect_average(model, 1, "the others");
     fail = false;
@@ -159,8 +162,8 @@ TEST(ReducerException, RankWhosePartIsDone_Throws_TheOthersHaveTheirAverage) {
   });
 }
 
-/// What the last message leads to (a new plan, a comparison) is an exchange of all ranks, also of the one that has
-/// failed; and a collective of the user may come right after.
+/// What the last message leads to (a new plan, a comparison) is an exchange of all ranks, also of
+/// the one that has failed; and a collective of the user may come right after.
 TEST(ReducerException, RankWhosePartIsDone_Throws_AndTheOthersExchangeMore_EveryRankIsThere) {
   for (const bool freezes : {true, false}) {
     run_ranks(kWorld, [&](int rank, const Group& group) {
@@ -169,7 +172,8 @@ TEST(ReducerException, RankWhosePartIsDone_Throws_AndTheOthersExchangeMore_Every
       step(reducer, model, rank, 0);
       model.zero_grad();
       if (rank == 0 && freezes) model[2].set_requires_grad(false);
-      if (rank == 0 && !freezes) at::NoGradGuard(), model[2].detach().mul_(1);  // written, to the same values
+      if (rank == 0 && !freezes)
+        at::NoGradGuard(), model[2].detach().mul_(1);  // written, to the same values
       // After all accumulators, which autograd prefers to other nodes.
       at::Tensor x = batch(rank, 1).to(at::kFloat).requires_grad_().mul(1);
       x.register_hook([&](const at::Tensor&) -> void {
@@ -229,7 +233,8 @@ TEST(ReducerException, SparseBucket_OneRankThrows_EveryRankThrows_AndTheNextStep
       dense.mutable_grad() = table.mutable_grad() = at::Tensor();
       fail = number == 2 && rank == 1;
       reducer.prepare_for_forward();
-      const at::Tensor rows = at::embedding(table, at::full({1}, rank, at::kLong), -1, false, /*sparse=*/true);
+      const at::Tensor rows =
+          at::embedding(table, at::full({1}, rank, at::kLong), -1, false, /*sparse=*/true);
       const at::Tensor y = (rows + dense).sum() * (rank + 1.0);
       reducer.watch_outputs({y});
       const std::string error = thrown_by([&] { y.backward(); });
@@ -255,7 +260,9 @@ std::vector<at::Tensor> tensors_of(const ToyModel& model) {
 TEST(ReducerOutOfStep, EachWayToGetThere_ThrowsInThatStepOnEveryRank_NamingRankAndDeed) {
   const Misstep missteps[] = {
       {"rank 1 ran a forward that no backward has followed",
-       [](Reducer& reducer, ToyModel& model, int) { forward(reducer, model, random_batch(5, 4, 1)); }},
+       [](Reducer& reducer, ToyModel& model, int) {
+         forward(reducer, model, random_batch(5, 4, 1));
+       }},
       {"rank 1 ran a forward that no backward has followed",
        [](Reducer& reducer, ToyModel&, int) { reducer.prepare_for_forward(); }},
       {"rank 1 updated the parameters after a backward without synchronization",
@@ -294,9 +301,10 @@ TEST(ReducerOutOfStep, RankThatDidNotUpdate_IsFound_ByItsParameters) {
     step(reducer, model, rank, 0);
     if (rank != 1) model.sgd_step(0.1);
     const std::string error = thrown_by([&] { step(reducer, model, rank, 1); });
-    EXPECT_NE(error.find("rank 0, rank 2 updated the parameters since the last synchronized backward, "
-                         "rank 1 did not"),
-              std::string::npos)
+    EXPECT_NE(
+        error.find("rank 0, rank 2 updated the parameters since the last synchronized backward, "
+                   "rank 1 did not"),
+        std::string::npos)
         << error;
   });
 }
@@ -307,7 +315,8 @@ TEST(ReducerOutOfStep, ForwardThatBackwardReachesLast_IsNotTakenForSkipped) {
     Reducer reducer(model.parameters, {group});
     for (int number = 0; number < 4; ++number) {
       model.zero_grad();
-      // Of the first forward, rank 1 uses no parameter; all buckets are gone before backward comes there.
+      // Of the first forward, rank 1 uses no parameter; all buckets are gone before backward comes
+      // there.
       reducer.prepare_for_forward();
       const at::Tensor x = batch(rank, number).requires_grad_() * 1.0;
       const at::Tensor first = rank == 1 ? x : model.forward(x);
@@ -444,7 +453,8 @@ TEST(ReducerException, CommunicationHookThatThrowsOnOneRank_EveryRankThrows_NowA
     EXPECT_NE(thrown_by([&] { step(reducer, model, rank, 1); }), "");
     throws = false;
     // What the hooks of the ranks have sent does not match any more.
-    EXPECT_NE(thrown_by([&] { step(reducer, model, rank, 2); }).find("start again"), std::string::npos);
+    EXPECT_NE(thrown_by([&] { step(reducer, model, rank, 2); }).find("start again"),
+              std::string::npos);
   });
 }
 

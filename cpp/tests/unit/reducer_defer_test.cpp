@@ -120,7 +120,8 @@ TEST_P(ReducerDefer, NextBackwardWithoutWaiting_CompletesTheLastAndThrowsNamingA
       backward(*deferred.reducer, deferred.model, batch(rank, 8));
       ADD_FAILURE() << "nothing was thrown";
     } catch (const Error& error) {
-      EXPECT_NE(std::string(error.what()).find("without waiting"), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find("without waiting"), std::string::npos)
+          << error.what();
       EXPECT_NE(std::string(error.what()).find("'fc"), std::string::npos) << error.what();
     }
     // And goes on.
@@ -138,7 +139,8 @@ TEST_P(ReducerDefer, PlanHookOrCallbackChanged_WaitsFirst) {
     deferred.settle(rank);
     for (int what = 0; what < 4; ++what) {
       backward(*deferred.reducer, deferred.model, batch(rank, what));
-      EXPECT_EQ(deferred.reducer->in_flight().empty(), what > 1) << what;  // the plan is learnt anew
+      EXPECT_EQ(deferred.reducer->in_flight().empty(), what > 1)
+          << what;  // the plan is learnt anew
       if (what == 0) deferred.reducer->buffers();
       if (what == 1) deferred.reducer->relearn();
       if (what == 2) deferred.reducer->set_comm_hook(nullptr);

@@ -11,8 +11,8 @@
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
-// Gradients that are copied into their bucket as soon as they are computed, and what may happen to them
-// between that and the launch of the bucket. See Note [Gradients that move into their bucket].
+// Gradients that are copied into their bucket as soon as they are computed, and what may happen to
+// them between that and the launch of the bucket. See Note [Gradients that move into their bucket].
 
 namespace apex::parallel {
 namespace {
@@ -56,7 +56,8 @@ class ReducerEarlyCopy : public ::testing::TestWithParam<bool> {
 
   static void expect_gradients(const ToyModel& model, const ToyModel& reference) {
     for (size_t i = 0; i < model.size(); ++i) {
-      EXPECT_LT(relative_error(model[i].grad(), reference[i].grad()), 1e-5) << model.parameters[i].name;
+      EXPECT_LT(relative_error(model[i].grad(), reference[i].grad()), 1e-5)
+          << model.parameters[i].name;
     }
   }
 };
@@ -94,9 +95,8 @@ TEST_P(ReducerEarlyCopy, GradientChangedByAHookBeforeTheLaunch_Average_IsOfTheCh
     step(reducer, model, batch(rank));
     change = true;
     step(reducer, model, batch(rank));
-    ToyModel reference = expected(2, [](ToyModel& one, int r) {
-      one.forward(batch(r)).square().mean().backward();
-    });
+    ToyModel reference =
+        expected(2, [](ToyModel& one, int r) { one.forward(batch(r)).square().mean().backward(); });
     at::Tensor& changed = reference[kLastWeight].mutable_grad();
     if (GetParam()) {
       changed.fill_(7.0);
@@ -111,7 +111,8 @@ TEST_P(ReducerEarlyCopy, ParameterFiresAgainBeforeTheLaunch_Average_IsOfTheSum) 
   run_ranks(3, [&](int rank, const Group& group) {  // 1/3 is no power of two
     ToyModel model = this->model();
     Reducer reducer(model.parameters, {group}, one_bucket());
-    // A reentrant backward, as of a checkpointed segment, that this rank has not run while learning.
+    // A reentrant backward, as of a checkpointed segment, that this rank has not run while
+    // learning.
     bool again = false;
     model[kFirstWeight].register_hook([&](const at::Tensor&) -> void {
       if (!again) return;
@@ -150,9 +151,8 @@ TEST_P(ReducerEarlyCopy, BackwardFailsBeforeTheLaunch_Gradients_AreTheRanksOwnAn
     const at::Tensor y = model.forward(batch(rank));
     reducer.watch_outputs({y});
     y.square().mean().backward();
-    ToyModel reference = expected(3, [](ToyModel& one, int r) {
-      one.forward(batch(r)).square().mean().backward();
-    });
+    ToyModel reference =
+        expected(3, [](ToyModel& one, int r) { one.forward(batch(r)).square().mean().backward(); });
     EXPECT_LT(relative_error(model[kLastWeight].grad(), reference[kLastWeight].grad() * 2), 1e-5);
   });
 }

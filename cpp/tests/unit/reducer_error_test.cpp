@@ -47,7 +47,8 @@ TEST(ReducerConstruction, ModelsThatDiffer_Construct_ThrowsOnEveryRankNamingRank
       {"'renamed'", [](auto& p) { p[2].name = "renamed"; }},
       {"3 parameters", [](auto& p) { p.pop_back(); }},
       {"'extra'", [](auto& p) { p.push_back({"extra", at::zeros({1}).requires_grad_()}); }},
-      {"Double", [](auto& p) { p[3].tensor = p[3].tensor.detach().to(at::kDouble).requires_grad_(); }},
+      {"Double",
+       [](auto& p) { p[3].tensor = p[3].tensor.detach().to(at::kDouble).requires_grad_(); }},
       {"strides",
        [](auto& p) { p[0].tensor = p[0].tensor.detach().t().contiguous().t().requires_grad_(); }},
       {"frozen", [](auto& p) { p[0].tensor = p[0].tensor.detach(); }},
@@ -85,7 +86,9 @@ TEST(ReducerConstruction, SettingOfOneRankOnly_Construct_ThrowsOnEveryRankNaming
     if (rank == 1) options.settings = {"broadcast_buffers=True"};
     const std::string message =
         message_of<RankMismatch>([&] { Reducer reducer(model.parameters, {group}, options); });
-    expect_contains(message, "rank 0 was constructed without broadcast_buffers, rank 1 with broadcast_buffers=True");
+    expect_contains(
+        message,
+        "rank 0 was constructed without broadcast_buffers, rank 1 with broadcast_buffers=True");
   });
 }
 
@@ -132,7 +135,8 @@ TEST(ReducerConstruction, BadOptions_Construct_ThrowsInvalidArgument) {
       change(options);
       return message_of<InvalidArgument>([&] { Reducer reducer({{"p", p}}, {group}, options); });
     };
-    expect_contains(construct([](auto& o) { o.limits.first_cap = 1; }), "goes with one for the others");
+    expect_contains(construct([](auto& o) { o.limits.first_cap = 1; }),
+                    "goes with one for the others");
     expect_contains(construct([](auto& o) { o.limits.cap = -3; }), "must be positive, got -3");
     expect_contains(construct([](auto& o) { o.gradient_predivide_factor = 0; }), "predivide");
     expect_contains(construct([](auto& o) { o.gradient_predivide_factor = NAN; }), "predivide");
@@ -150,12 +154,12 @@ TEST(ReducerConstruction, BadOptions_Construct_ThrowsInvalidArgument) {
     EXPECT_NO_THROW(Reducer({{"p", p}}, {group}, first));
     expect_contains(message_of<InvalidArgument>([&] { Reducer reducer({{"p", p}}, {}); }),
                     "at least one process group");
-    expect_contains(message_of<InvalidArgument>([&] { Reducer reducer({{"p", at::Tensor()}}, {group}); }),
-                    "'p' is undefined");
-    expect_contains(message_of<InvalidArgument>([&] {
-                      Reducer reducer({{"derived", p * 2}}, {group});
-                    }),
-                    "'derived' is the result of an operation");
+    expect_contains(
+        message_of<InvalidArgument>([&] { Reducer reducer({{"p", at::Tensor()}}, {group}); }),
+        "'p' is undefined");
+    expect_contains(
+        message_of<InvalidArgument>([&] { Reducer reducer({{"derived", p * 2}}, {group}); }),
+        "'derived' is the result of an operation");
     const at::Tensor f8 = at::ones({2}).to(at::kFloat8_e4m3fn).requires_grad_();
     expect_contains(message_of<InvalidArgument>([&] { Reducer reducer({{"f8", f8}}, {group}); }),
                     "Float8_e4m3fn");

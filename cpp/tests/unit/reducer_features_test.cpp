@@ -71,7 +71,8 @@ TEST(ReducerBucketCallback, LaterBucketOnItsWay_IsCalledForTheEarlierOne) {
     EXPECT_GT(buckets, 1u);
     EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
     std::sort(parameters.begin(), parameters.end());
-    for (size_t i = 0; i < parameters.size(); ++i) EXPECT_EQ(parameters[i], static_cast<int64_t>(i));
+    for (size_t i = 0; i < parameters.size(); ++i)
+      EXPECT_EQ(parameters[i], static_cast<int64_t>(i));
     EXPECT_EQ(parameters.size(), model.size());
   });
 }
@@ -146,7 +147,8 @@ TEST(ReducerCheckFinite, NanOnOneRank_ThrowsOnEveryRankNamingRankAndParameter) {
   }
 }
 
-/// A sum that is reduced again would be counted once per rank. All parameters are in the first bucket.
+/// A sum that is reduced again would be counted once per rank. All parameters are in the first
+/// bucket.
 TEST(ReducerSum, GradientsNotCleared_NextBackward_Throws) {
   run_ranks(2, [&](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 2}, 1);
@@ -157,7 +159,8 @@ TEST(ReducerSum, GradientsNotCleared_NextBackward_Throws) {
       model.zero_grad();
       backward(reducer, model, random_batch(4, 4, step));
     }
-    expect_throws<Error>([&] { backward(reducer, model, random_batch(4, 4, 3)); }, "still held the gradient");
+    expect_throws<Error>([&] { backward(reducer, model, random_batch(4, 4, 3)); },
+                         "still held the gradient");
   });
 }
 
@@ -170,8 +173,9 @@ TEST(ReducerCheckSteps, RankThatSkippedABackward_ThrowsOnEveryRank) {
     backward(reducer, model, random_batch(4, 4, 0));
     if (rank == 1) reducer.prepare_for_forward();
     model.zero_grad();
-    expect_throws<Error>([&] { backward(reducer, model, random_batch(4, 4, 1)); },
-                         "rank 1 ran a forward that no backward has followed, rank 0, rank 2 did not");
+    expect_throws<Error>(
+        [&] { backward(reducer, model, random_batch(4, 4, 1)); },
+        "rank 1 ran a forward that no backward has followed, rank 0, rank 2 did not");
   });
 }
 
@@ -213,7 +217,9 @@ TEST(ReducerJoin, RankWithoutData_FollowsTheOthersWithZeros) {
             if (step >= steps_of[r]) continue;
             ToyModel reference = model.clone(at::kDouble);
             reference.forward(random_batch(4, 4, 10 * static_cast<int>(step) + r))
-                .square().mean().backward();
+                .square()
+                .mean()
+                .backward();
             const double share = 1.0 / (by_world ? 3.0 : static_cast<double>(active));
             for (size_t i = 0; i < model.size(); ++i) {
               const at::Tensor part = reference[i].grad() * share;

@@ -46,13 +46,14 @@ class ReducerFreeze : public ::testing::TestWithParam<std::tuple<int64_t, bool>>
     return options;
   }
 
-  /// Runs the steps, `by_step[s][r]` frozen on rank r in step s, and compares each gradient with the
-  /// average over ranks in float64, with zeros where a rank has frozen the parameter.
+  /// Runs the steps, `by_step[s][r]` frozen on rank r in step s, and compares each gradient with
+  /// the average over ranks in float64, with zeros where a rank has frozen the parameter.
   void run(const std::vector<std::vector<Frozen>>& by_step) const {
     run_ranks(kWorld, [&](int rank, const Group& group) {
       ToyModel model = ToyModel::mlp({4, 6, 6, 2}, 1);
       for (const size_t i : by_step.front()[rank]) model[i].requires_grad_(false);
-      // One that never gets a gradient, so that every backward asks after parameters outside the plan.
+      // One that never gets a gradient, so that every backward asks after parameters outside the
+      // plan.
       auto parameters = model.parameters;
       parameters.push_back({"unused", at::ones({3}).requires_grad_()});
       Reducer reducer(parameters, {group}, options());
@@ -182,7 +183,8 @@ TEST_P(ReducerFreeze, SetsThatComeAgain_AfterOnePeriod_HaveTheirPlansAndOverlap)
       // With everything frozen there is only what tells of the step.
       const bool alone = frozen.size() == model.size();
       EXPECT_EQ(after.launched_at_end - before.launched_at_end, alone ? 1 : 0) << step;
-      EXPECT_EQ(after.gradients_copied - before.gradients_copied + after.reduced_in_place - before.reduced_in_place,
+      EXPECT_EQ(after.gradients_copied - before.gradients_copied + after.reduced_in_place -
+                    before.reduced_in_place,
                 static_cast<int64_t>(model.size() - frozen.size()))
           << step;
     }

@@ -13,8 +13,9 @@
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
-// Gradients whose memory somebody else reads: autograd, another parameter's .grad, the caller. The oracle is
-// the same program without a reducer in float64, averaged. See Note [Who may read a gradient's memory].
+// Gradients whose memory somebody else reads: autograd, another parameter's .grad, the caller. The
+// oracle is the same program without a reducer in float64, averaged. See Note [Who may read a
+// gradient's memory].
 
 namespace apex::parallel {
 namespace {
@@ -82,7 +83,8 @@ TEST_P(ReducerMemory, GradientsThatShareMemory_SeveralSteps_EqualTheReference) {
     std::vector<NamedTensor> named;
     for (size_t i = 0; i < program.shapes.size(); ++i) {
       const int64_t numel = c10::multiply_integers(program.shapes[i]);
-      const at::Tensor value = at::linspace(-1, 1 + static_cast<double>(i), numel).view(program.shapes[i]);
+      const at::Tensor value =
+          at::linspace(-1, 1 + static_cast<double>(i), numel).view(program.shapes[i]);
       p.push_back(value.clone().requires_grad_());
       reference.push_back(value.to(at::kDouble).requires_grad_());
       named.push_back({"p" + std::to_string(i), p.back()});
@@ -255,7 +257,8 @@ TEST(ReducerMemory, SparseGradientOfAnotherForm_Backward_IsAveraged) {
       table.mutable_grad() = at::Tensor();
       reducer.prepare_for_forward();
       const at::Tensor row = at::full({1}, rank, at::kLong);
-      const at::Tensor y = at::embedding(table, row, -1, false, /*sparse=*/true).sum() * (rank + 1.0);
+      const at::Tensor y =
+          at::embedding(table, row, -1, false, /*sparse=*/true).sum() * (rank + 1.0);
       reducer.watch_outputs({y});
       y.backward();
       const at::Tensor expected = at::tensor({0.5F, 1.0F, 0.0F, 0.0F}).view({4, 1}).expand({4, 2});

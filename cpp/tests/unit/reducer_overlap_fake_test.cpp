@@ -81,7 +81,8 @@ TEST_F(FakeDeviceOverlap, TimedEvents_TimesAreThoseOfTheStreams) {
   expect_in_order(report);
   ASSERT_GE(report.buckets.size(), 3u);
   for (const BucketOverlap& bucket : report.buckets) {
-    // One operation is a millisecond: an event that is not behind the all-reduce would not have its time.
+    // One operation is a millisecond: an event that is not behind the all-reduce would not have its
+    // time.
     EXPECT_GE(bucket.arrived_s, bucket.launched_s + 0.9e-3);
     EXPECT_LE(bucket.ready_s, report.last_gradient_s);
   }

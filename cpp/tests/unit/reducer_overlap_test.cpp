@@ -16,8 +16,8 @@
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
-// Times of a backward and its buckets, on ranks that are threads. What is compared are orders of events that
-// the tests bring about, never durations.
+// Times of a backward and its buckets, on ranks that are threads. What is compared are orders of
+// events that the tests bring about, never durations.
 
 namespace apex::parallel {
 namespace {
@@ -251,8 +251,8 @@ TEST(ReducerOverlap, FailedBackward_LeavesTheReportOfTheLastOne) {
     reducer.record_overlap(true);
     backward(reducer, model, rank);
     const double before = reducer.overlap_report()->backward_s;
-    const auto hook =
-        model[0].register_hook([](const at::Tensor&) { throw std::runtime_error("as a test wants it"); });
+    const auto hook = model[0].register_hook(
+        [](const at::Tensor&) { throw std::runtime_error("as a test wants it"); });
     EXPECT_THROW(backward(reducer, model, rank), std::runtime_error);
     model[0].remove_hook(hook);
     EXPECT_EQ(reducer.overlap_report()->backward_s, before);
@@ -293,7 +293,8 @@ TEST(ReducerOverlap, SparseGradient_IsSentAtTheEnd) {
     for (int step = 0; step < 2; ++step) {
       model.zero_grad();
       reducer.prepare_for_forward();
-      const at::Tensor rows = at::embedding(model[0], at::tensor({rank, 3, 5}), -1, false, /*sparse=*/true);
+      const at::Tensor rows =
+          at::embedding(model[0], at::tensor({rank, 3, 5}), -1, false, /*sparse=*/true);
       const at::Tensor y = rows.matmul(model[1]);
       reducer.watch_outputs({y});
       y.sum().backward();
@@ -301,9 +302,9 @@ TEST(ReducerOverlap, SparseGradient_IsSentAtTheEnd) {
     const auto report = reducer.overlap_report();
     ASSERT_TRUE(report);
     expect_in_order(*report);
-    const auto found = std::find_if(report->buckets.begin(), report->buckets.end(), [](const auto& bucket) {
-      return bucket.parameters == std::vector<int64_t>{0};
-    });
+    const auto found = std::find_if(
+        report->buckets.begin(), report->buckets.end(),
+        [](const auto& bucket) { return bucket.parameters == std::vector<int64_t>{0}; });
     ASSERT_NE(found, report->buckets.end());
     EXPECT_LE(report->last_gradient_s, found->launched_s);
     EXPECT_GE(found->bytes, 3 * (3 * 4 + 8)) << "three rows of float32, and their numbers";
@@ -371,8 +372,8 @@ class SilentBackend final : public c10d::Backend {
 TEST(ReducerOverlap, BackendWithoutFutures_BucketsArriveWhenTheyAreAwaited) {
   const auto control = ThreadBackendControl::create(kWorld);
   run_ranks(control, [&](int rank, const Group& thread_group) {
-    const auto group = c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(),
-                                                               rank, kWorld);
+    const auto group = c10::make_intrusive<c10d::ProcessGroup>(
+        c10::make_intrusive<c10d::HashStore>(), rank, kWorld);
     const c10::intrusive_ptr<c10d::Backend> backend =
         c10::make_intrusive<SilentBackend>(thread_group->getBackend(at::kCPU));
     group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);

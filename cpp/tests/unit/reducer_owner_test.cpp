@@ -12,8 +12,9 @@
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
-// Several reducers that know one parameter. The oracle is the average of the ranks' gradients in float64: reduced
-// once, whoever does it, and no message of one reducer meets another's. See Note [One parameter, one reducer].
+// Several reducers that know one parameter. The oracle is the average of the ranks' gradients in
+// float64: reduced once, whoever does it, and no message of one reducer meets another's. See Note
+// [One parameter, one reducer].
 
 namespace apex::parallel {
 namespace {
@@ -138,7 +139,8 @@ TEST(ReducerOwner, SharedLayers_OneBackwardThroughBoth_GradientsAreAveragedOnce)
     for (int number = 0; number < 4; ++number) {
       first.zero_grad();
       second.zero_grad();
-      const auto loss = [&](Reducer* a, Reducer* b, const ToyModel& f, const ToyModel& s, const at::Tensor& x) {
+      const auto loss = [&](Reducer* a, Reducer* b, const ToyModel& f, const ToyModel& s,
+                            const at::Tensor& x) {
         const at::Tensor left = a ? forward(*a, f, x) : f.forward(x);
         const at::Tensor right = b ? forward(*b, s, x) : s.forward(x);
         return left.square().mean() + right.sin().mean();
@@ -146,14 +148,16 @@ TEST(ReducerOwner, SharedLayers_OneBackwardThroughBoth_GradientsAreAveragedOnce)
       loss(&one, &two, first, second, batch(rank, number)).backward();
       ToyModel f = first.clone(at::kDouble);
       ToyModel s = sharing(second.clone(at::kDouble), f);
-      for (int r = 0; r < kWorld; ++r) loss(nullptr, nullptr, f, s, batch(r, number).to(at::kDouble)).backward();
+      for (int r = 0; r < kWorld; ++r)
+        loss(nullptr, nullptr, f, s, batch(r, number).to(at::kDouble)).backward();
       expect_mean_of(first, f, kWorld, "first, step " + std::to_string(number));
       expect_mean_of(second, s, kWorld, "second, step " + std::to_string(number));
     }
   });
 }
 
-/// Ranks run forwards in another order, and one runs more of them: what they have in common is the graph.
+/// Ranks run forwards in another order, and one runs more of them: what they have in common is the
+/// graph.
 TEST(ReducerOwner, ForwardsInAnotherOrderOnEachRank_GradientsAreAveragedOnce) {
   run_ranks(kWorld, [](int rank, const Group& group) {
     ToyModel first = ToyModel::mlp({4, 6, 2}, 1);
@@ -173,16 +177,19 @@ TEST(ReducerOwner, ForwardsInAnotherOrderOnEachRank_GradientsAreAveragedOnce) {
       ToyModel s = sharing(second.clone(at::kDouble), f);
       for (int r = 0; r < kWorld; ++r) {
         const at::Tensor x = batch(r, number).to(at::kDouble);
-        (number % 3 == 2 ? loss_of(f.forward(x)) : loss_of(f.forward(x)) + s.forward(x).sin().mean()).backward();
+        (number % 3 == 2 ? loss_of(f.forward(x))
+                         : loss_of(f.forward(x)) + s.forward(x).sin().mean())
+            .backward();
       }
       expect_mean_of(first, f, kWorld, "first, step " + std::to_string(number));
-      if (number % 3 != 2) expect_mean_of(second, s, kWorld, "second, step " + std::to_string(number));
+      if (number % 3 != 2)
+        expect_mean_of(second, s, kWorld, "second, step " + std::to_string(number));
     }
   });
 }
 
-/// A rank that does not use a shared layer, and a backward through one of two reducers that know it: that one
-/// owns it then, on every rank. See Note [One backward, all its reducers].
+/// A rank that does not use a shared layer, and a backward through one of two reducers that know
+/// it: that one owns it then, on every rank. See Note [One backward, all its reducers].
 TEST(ReducerOwner, OneRankDoesNotUseTheSharedLayer_BackwardThroughTheOther_IsAveraged) {
   run_ranks(kWorld, [](int rank, const Group& group) {
     ToyModel first = ToyModel::mlp({4, 6, 2}, 1);
@@ -203,7 +210,8 @@ TEST(ReducerOwner, OneRankDoesNotUseTheSharedLayer_BackwardThroughTheOther_IsAve
       const at::Tensor right = forward(two, second, batch(rank, number));
       loss_of(left).backward();
       ToyModel reference = first.clone(at::kDouble);
-      for (int r = 0; r < kWorld; ++r) loss_of(run(r, reference, batch(r, number).to(at::kDouble))).backward();
+      for (int r = 0; r < kWorld; ++r)
+        loss_of(run(r, reference, batch(r, number).to(at::kDouble))).backward();
       expect_mean_of(first, reference, kWorld, "first, step " + std::to_string(number));
       EXPECT_FALSE(second[2].grad().defined()) << "no rank has used it";
       first.zero_grad();
@@ -213,7 +221,8 @@ TEST(ReducerOwner, OneRankDoesNotUseTheSharedLayer_BackwardThroughTheOther_IsAve
   });
 }
 
-/// The graph came through all outputs, also through those that this rank did not reach: none was skipped.
+/// The graph came through all outputs, also through those that this rank did not reach: none was
+/// skipped.
 TEST(ReducerOwner, ExceptionBeforeTheOutputsOfAnotherReducer_ItsNextStep_IsNotOutOfStep) {
   run_ranks(kWorld, [](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
@@ -225,9 +234,11 @@ TEST(ReducerOwner, ExceptionBeforeTheOutputsOfAnotherReducer_ItsNextStep_IsNotOu
     second.register_hook([&](const at::Tensor&) -> void {
       if (fail) throw std::runtime_error("user error");
     });
-    // Nodes run from the last to the first: the hook's after the older one's output, before the newer one's.
+    // Nodes run from the last to the first: the hook's after the older one's output, before the
+    // newer one's.
     const at::Tensor again = forward(older, model, batch(rank, 0));
-    const std::string error = thrown_by([&] { (loss_of(first) + loss_of(second) + loss_of(again)).backward(); });
+    const std::string error =
+        thrown_by([&] { (loss_of(first) + loss_of(second) + loss_of(again)).backward(); });
     EXPECT_FALSE(error.empty());
     fail = false;
     for (int number = 1; number < 4; ++number) {
@@ -238,7 +249,8 @@ TEST(ReducerOwner, ExceptionBeforeTheOutputsOfAnotherReducer_ItsNextStep_IsNotOu
   });
 }
 
-/// The first output that backward comes to begins it for all reducers in the graph, so each hears of the exception.
+/// The first output that backward comes to begins it for all reducers in the graph, so each hears
+/// of the exception.
 TEST(ReducerOwner, ExceptionBeforeTheSecondReducerIsReached_EveryRankThrows_AndTheNextStepIsRight) {
   for (const bool learning : {true, false}) {
     const auto second = apex::testing::ThreadBackendControl::create(kWorld);

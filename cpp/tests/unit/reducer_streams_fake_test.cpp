@@ -17,9 +17,9 @@
 #include <support/fake_group.h>
 #include <support/toy_model.h>
 
-// The reducer and streams, without a GPU: whatever one stream does to memory that another has used must be
-// ordered by events, memory must be kept for the streams that use it, and the host must not wait. Values
-// cannot tell here, since operators run at once: fake::detector() does.
+// The reducer and streams, without a GPU: whatever one stream does to memory that another has used
+// must be ordered by events, memory must be kept for the streams that use it, and the host must not
+// wait. Values cannot tell here, since operators run at once: fake::detector() does.
 
 namespace apex::testing {
 namespace {
@@ -76,8 +76,8 @@ class FakeDeviceReducer : public ::testing::TestWithParam<Setting> {
   bool expects_errors_ = false;
 };
 
-/// A model whose ranks all see the same batches, so that averages are its own gradients, next to a float64
-/// reference on the CPU.
+/// A model whose ranks all see the same batches, so that averages are its own gradients, next to a
+/// float64 reference on the CPU.
 struct Training {
   ToyModel model = ToyModel::mlp(kWidths, 1).clone(on_device());
   ToyModel reference = ToyModel::mlp(kWidths, 1).clone(at::kDouble);
@@ -310,8 +310,8 @@ TEST_P(FakeDeviceReducer, DeferredBackward_IsReadyWhereItWasWaitedFor) {
 void fail_backward(Training& training, Reducer& reducer) {
   training.model.zero_grad();
   reducer.prepare_for_forward();
-  const at::Tensor first =
-      at::addmm(training.model[1], training.device_batches[0].to(at::kFloat), training.model[0].t());
+  const at::Tensor first = at::addmm(training.model[1], training.device_batches[0].to(at::kFloat),
+                                     training.model[0].t());
   first.register_hook([](const at::Tensor&) { throw std::runtime_error("no gradient today"); });
   at::Tensor y = first;
   for (size_t i = 2; i < training.model.size(); i += 2) {
@@ -342,8 +342,8 @@ TEST_P(FakeDeviceReducer, BackwardThatFails_LeavesMemoryToThoseThatUseIt) {
 
 // Fails: the stream that ends backward does not say that it uses a buffer that a hook has made.
 TEST_P(FakeDeviceReducer, BuffersMadeOnAnotherStream_AreKeptForTheStreamThatCalledBackward) {
-  // After a backward that failed buffers are made anew, by the hook that packs the first gradient: on the
-  // stream on which gradients are accumulated, which is that on which the reducer was made.
+  // After a backward that failed buffers are made anew, by the hook that packs the first gradient:
+  // on the stream on which gradients are accumulated, which is that on which the reducer was made.
   Training training(3);
   Reducer reducer(training.model.parameters, {group_}, options_);
   const c10::Stream main = fake::current_stream();
@@ -362,14 +362,15 @@ TEST_P(FakeDeviceReducer, BuffersMadeOnAnotherStream_AreKeptForTheStreamThatCall
   at::ones({4}, on_device());
 }
 
-/// Parameters whose gradients are produced each on a stream of its own: parameter 0's last, so that its
-/// stream is the one that launches.
+/// Parameters whose gradients are produced each on a stream of its own: parameter 0's last, so that
+/// its stream is the one that launches.
 class SideStreams {
  public:
   SideStreams(int count, int64_t numel) : main_(fake::current_stream()) {
     for (int i = 0; i < count; ++i) {
       streams.push_back(fake::new_stream("side " + std::to_string(i)));
-      parameters.push_back({"p" + std::to_string(i), at::ones({numel}, on_device()).requires_grad_()});
+      parameters.push_back(
+          {"p" + std::to_string(i), at::ones({numel}, on_device()).requires_grad_()});
     }
     for (int i = 0; i < count; ++i) {
       // A gradient is accumulated on the stream on which its accumulator was made.
@@ -400,7 +401,8 @@ class SideStreams {
   void expect_gradients(int step) const {
     for (size_t i = 0; i < parameters.size(); ++i) {
       const at::Tensor grad = fake::peek(parameters[i].tensor.grad());
-      EXPECT_TRUE(grad.eq(factor(step, static_cast<int>(i))).all().item<bool>()) << parameters[i].name;
+      EXPECT_TRUE(grad.eq(factor(step, static_cast<int>(i))).all().item<bool>())
+          << parameters[i].name;
     }
   }
 
@@ -473,8 +475,8 @@ TEST_P(FakeDeviceReducer, GradientsOfSideStreams_AreKeptForTheStreamThatPacksThe
   }
 }
 
-// Fails: when backward ends, gradients of other streams are packed (while learning) and copied into without
-// being kept for the stream that called it.
+// Fails: when backward ends, gradients of other streams are packed (while learning) and copied into
+// without being kept for the stream that called it.
 TEST_P(FakeDeviceReducer, GradientsOfSideStreams_AreKeptForTheStreamThatCalledBackward) {
   for (const int64_t cap : {int64_t{1} << 20, int64_t{1}}) {
     SCOPED_TRACE(cap);

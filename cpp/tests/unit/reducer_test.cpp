@@ -62,8 +62,8 @@ TEST_P(ReducerModes, Gradients_SeveralSteps_EqualConcatenatedBatchInFloat64) {
     options.gradient_average = mode.average;
     options.gradient_predivide_factor = mode.predivide;
     Reducer reducer(model.parameters, {group}, options);
-    ToyModel reference =
-        ToyModel::mlp({5, 7, 6, 3}, 7, mode.dtype).clone(complex ? at::kComplexDouble : at::kDouble);
+    ToyModel reference = ToyModel::mlp({5, 7, 6, 3}, 7, mode.dtype)
+                             .clone(complex ? at::kComplexDouble : at::kDouble);
     for (size_t i = 0; i < model.size(); ++i) {
       ASSERT_EQ(relative_error(model[i], reference[i]), 0) << "rank 0's parameters were not taken";
     }
@@ -103,25 +103,25 @@ TEST_P(ReducerModes, Gradients_SeveralSteps_EqualConcatenatedBatchInFloat64) {
 
 INSTANTIATE_TEST_SUITE_P(
     Table, ReducerModes,
-    ::testing::Values(
-        Mode{"OneRank", 1, at::kFloat, 40, false, false, true, 1, 1e-5},
-        Mode{"TwoRanks", 2, at::kFloat, 40, false, false, true, 1, 1e-5},
-        Mode{"ThreeRanks", 3, at::kFloat, 40, false, false, true, 1, 1e-5},
-        Mode{"FourRanks", 4, at::kFloat, 10, false, false, true, 1, 1e-5},
-        Mode{"OneBucket", 2, at::kFloat, 10'000'000, false, false, true, 1, 1e-5},
-        Mode{"EveryParameterAlone", 2, at::kFloat, 1, false, false, true, 1, 1e-5},
-        Mode{"Views", 2, at::kFloat, 40, true, false, true, 1, 1e-5},
-        Mode{"ViewsThreeRanks", 3, at::kFloat, 15, true, false, true, 1, 1e-5},
-        Mode{"Delayed", 2, at::kFloat, 40, false, true, true, 1, 1e-5},
-        Mode{"DelayedViews", 2, at::kFloat, 40, true, true, true, 1, 1e-5},
-        Mode{"Double", 2, at::kDouble, 40, false, false, true, 1, 1e-12},
-        Mode{"Half", 2, at::kHalf, 40, false, false, true, 1, 3e-2},
-        Mode{"BFloat16Views", 2, at::kBFloat16, 40, true, false, true, 1, 2e-1},
-        Mode{"Complex", 2, at::kComplexFloat, 40, false, false, true, 1, 1e-5},
-        Mode{"ComplexDoubleViews", 2, at::kComplexDouble, 40, true, false, true, 1, 1e-12},
-        Mode{"Sum", 2, at::kFloat, 40, false, false, false, 1, 1e-5},
-        Mode{"SumPredivided", 2, at::kFloat, 40, false, false, false, 4, 1e-5},
-        Mode{"Predivided", 2, at::kFloat, 40, true, false, true, 8, 1e-5}),
+    ::testing::Values(Mode{"OneRank", 1, at::kFloat, 40, false, false, true, 1, 1e-5},
+                      Mode{"TwoRanks", 2, at::kFloat, 40, false, false, true, 1, 1e-5},
+                      Mode{"ThreeRanks", 3, at::kFloat, 40, false, false, true, 1, 1e-5},
+                      Mode{"FourRanks", 4, at::kFloat, 10, false, false, true, 1, 1e-5},
+                      Mode{"OneBucket", 2, at::kFloat, 10'000'000, false, false, true, 1, 1e-5},
+                      Mode{"EveryParameterAlone", 2, at::kFloat, 1, false, false, true, 1, 1e-5},
+                      Mode{"Views", 2, at::kFloat, 40, true, false, true, 1, 1e-5},
+                      Mode{"ViewsThreeRanks", 3, at::kFloat, 15, true, false, true, 1, 1e-5},
+                      Mode{"Delayed", 2, at::kFloat, 40, false, true, true, 1, 1e-5},
+                      Mode{"DelayedViews", 2, at::kFloat, 40, true, true, true, 1, 1e-5},
+                      Mode{"Double", 2, at::kDouble, 40, false, false, true, 1, 1e-12},
+                      Mode{"Half", 2, at::kHalf, 40, false, false, true, 1, 3e-2},
+                      Mode{"BFloat16Views", 2, at::kBFloat16, 40, true, false, true, 1, 2e-1},
+                      Mode{"Complex", 2, at::kComplexFloat, 40, false, false, true, 1, 1e-5},
+                      Mode{"ComplexDoubleViews", 2, at::kComplexDouble, 40, true, false, true, 1,
+                           1e-12},
+                      Mode{"Sum", 2, at::kFloat, 40, false, false, false, 1, 1e-5},
+                      Mode{"SumPredivided", 2, at::kFloat, 40, false, false, false, 4, 1e-5},
+                      Mode{"Predivided", 2, at::kFloat, 40, true, false, true, 8, 1e-5}),
     [](const auto& info) { return std::string(info.param.name); });
 
 // A step on one rank's slice with gradients cleared; what a training loop does.
@@ -140,7 +140,8 @@ TEST(Reducer, RanksThatFinishInDifferentOrder_Backward_LaunchInTheSameOrder) {
     ToyModel a = ToyModel::mlp({4, 6, 2}, 1);
     ToyModel b = ToyModel::mlp({4, 6, 2}, 2);
     std::vector<NamedTensor> all = a.parameters;
-    for (const auto& parameter : b.parameters) all.push_back({"b." + parameter.name, parameter.tensor});
+    for (const auto& parameter : b.parameters)
+      all.push_back({"b." + parameter.name, parameter.tensor});
     Reducer reducer(all, {group}, small_buckets(12));
     for (int step = 0; step < 3; ++step) {
       const at::Tensor x = apex::testing::random_batch(4, 4, step);
@@ -316,7 +317,8 @@ TEST_P(ReducerUsage, BranchesChosenPerRankAndStep_Backward_AverageWithZerosAndNo
     ToyModel a = ToyModel::mlp({4, 6, 2}, 1);
     ToyModel b = ToyModel::mlp({4, 6, 2}, 2);
     std::vector<NamedTensor> all = a.parameters;
-    for (const auto& parameter : b.parameters) all.push_back({"b." + parameter.name, parameter.tensor});
+    for (const auto& parameter : b.parameters)
+      all.push_back({"b." + parameter.name, parameter.tensor});
     ToyModel a64 = a.clone(at::kDouble);
     ToyModel b64 = b.clone(at::kDouble);
     ReducerOptions options = small_buckets(usage.cap);
@@ -351,14 +353,12 @@ TEST_P(ReducerUsage, BranchesChosenPerRankAndStep_Backward_AverageWithZerosAndNo
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Table, ReducerUsage,
-                         ::testing::Values(UsageCase{"Copied", false, 20},
-                                           UsageCase{"Views", true, 20},
-                                           UsageCase{"Alone", false, 1},
-                                           UsageCase{"AloneViews", true, 1},
-                                           UsageCase{"OneBucket", false, 1000},
-                                           UsageCase{"OneBucketViews", true, 1000}),
-                         [](const auto& info) { return std::string(info.param.name); });
+INSTANTIATE_TEST_SUITE_P(
+    Table, ReducerUsage,
+    ::testing::Values(UsageCase{"Copied", false, 20}, UsageCase{"Views", true, 20},
+                      UsageCase{"Alone", false, 1}, UsageCase{"AloneViews", true, 1},
+                      UsageCase{"OneBucket", false, 1000}, UsageCase{"OneBucketViews", true, 1000}),
+    [](const auto& info) { return std::string(info.param.name); });
 
 TEST(Reducer, EveryRankUsesEverything_Backward_ReadsNoUsageAndSendsNothingExtra) {
   const auto control = ThreadBackendControl::create(2);
@@ -451,7 +451,8 @@ TEST(Reducer, ParameterUsedOnlyWhileNotSynchronizing_NextBackward_ReducesItToo) 
     ToyModel a = ToyModel::mlp({4, 2}, 1);
     ToyModel b = ToyModel::mlp({4, 2}, 2);
     std::vector<NamedTensor> all = a.parameters;
-    for (const auto& parameter : b.parameters) all.push_back({"b." + parameter.name, parameter.tensor});
+    for (const auto& parameter : b.parameters)
+      all.push_back({"b." + parameter.name, parameter.tensor});
     ToyModel a64 = a.clone(at::kDouble);
     ToyModel b64 = b.clone(at::kDouble);
     Reducer reducer(all, {group}, small_buckets());

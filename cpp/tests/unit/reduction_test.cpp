@@ -74,7 +74,8 @@ TEST(Reduction, OfTheCallersOwn_SeveralSteps_AveragesIncludingUnusedParameters) 
       Reducer reducer(parameters, {group}, options);
       for (int step = 0; step < 4; ++step) {
         model.zero_grad();
-        apex::testing::loss_of(forward(reducer, model, apex::testing::batch(rank, step))).backward();
+        apex::testing::loss_of(forward(reducer, model, apex::testing::batch(rank, step)))
+            .backward();
         apex::testing::expect_average(model, 2, step, "reversed");
         EXPECT_FALSE(parameters.back().tensor.grad().defined());
       }
@@ -95,7 +96,8 @@ TEST(Averaging, EveryWay_BeforeAndAfter_GiveTheAverage) {
           ReductionTraits traits;
           traits.averages = averages;
           const auto [before, after] = detail::averaging_of(options, traits, dtype, divisor, 8);
-          EXPECT_DOUBLE_EQ(before * (averages ? 1.0 / 8 : 1.0) * after, 1.0 / static_cast<double>(divisor));
+          EXPECT_DOUBLE_EQ(before * (averages ? 1.0 / 8 : 1.0) * after,
+                           1.0 / static_cast<double>(divisor));
           // Dividing first would push small gradients of 16 bits below their smallest number.
           if (dtype == at::kHalf || dtype == at::kBFloat16) {
             EXPECT_EQ(before, averages ? 1.0 : 1.0 / factor);

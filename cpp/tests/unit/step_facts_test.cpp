@@ -31,8 +31,8 @@ void expect_contains(const std::string& text, const std::string& part) {
 }
 
 TEST(StepFacts, EveryFact_AloneOnOneRank_IsSeen) {
-  bool StepFacts::*const questions[] = {&StepFacts::skipped_forward, &StepFacts::idle_step,
-                                        &StepFacts::updated, &StepFacts::updated_locally};
+  bool StepFacts::* const questions[] = {&StepFacts::skipped_forward, &StepFacts::idle_step,
+                                         &StepFacts::updated, &StepFacts::updated_locally};
   for (const auto question : questions) {
     std::vector<StepFacts> ranks(3);
     EXPECT_FALSE(seen_by_all(ranks).differ());
@@ -76,7 +76,8 @@ TEST(StepFacts, Difference_Described_NamesRanksAndWhatTheyDid) {
   ranks[0].left_plan = true;
   auto details = details_of(ranks);
   details[0].reason = static_cast<int64_t>(ReasonToLeave::kRelearn);
-  expect_contains(describe_difference(1, details), "rank 0 asked for a new bucket plan (relearn())");
+  expect_contains(describe_difference(1, details),
+                  "rank 0 asked for a new bucket plan (relearn())");
 }
 
 TEST(StepFacts, UpdatesThatDiffer_Described_OnlyIfParametersDo) {

@@ -37,7 +37,7 @@ TEST(StepTracker, ForwardWithoutBackward_NextBackward_TellsOfIt_Once) {
   tracker.forward_began();
   const auto held = tracker.forward_ended(/*can_be_reached=*/true);
   EXPECT_FALSE(step(tracker).skipped_forward);  // its backward may come yet
-  tracker.forward_began();  // and raised
+  tracker.forward_began();                      // and raised
   EXPECT_TRUE(step(tracker).skipped_forward);
   tracker.forward_began();
   tracker.forward_ended(/*can_be_reached=*/false);  // under no_grad

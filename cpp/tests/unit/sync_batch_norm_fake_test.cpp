@@ -20,8 +20,8 @@
 #include <support/fake_device.h>
 #include <support/fake_group.h>
 
-// The CUDA operators of batch norm, with their kernels emulated, on the fake device: the results are the CPU's,
-// streams are ordered, the host never waits, and what is launched is counted.
+// The CUDA operators of batch norm, with their kernels emulated, on the fake device: the results
+// are the CPU's, streams are ordered, the host never waits, and what is launched is counted.
 
 namespace apex::testing {
 namespace {
@@ -87,7 +87,8 @@ Results run(Layer& layer, const SyncBatchNormArguments& arguments) {
   return {y.detach(), torch::autograd::grad({y}, inputs, {layer.dy})};
 }
 
-void expect_close(const at::Tensor& device, const at::Tensor& want, double tolerance, const std::string& what) {
+void expect_close(const at::Tensor& device, const at::Tensor& want, double tolerance,
+                  const std::string& what) {
   EXPECT_TRUE(device.is_privateuseone()) << what;
   EXPECT_EQ(device.scalar_type(), want.scalar_type()) << what;
   const at::Tensor error = (fake::peek(device).to(at::kDouble) - want.to(at::kDouble)).abs().max();
@@ -108,7 +109,9 @@ class SyncBatchNormFake : public ::testing::Test {
   }
 
   /// Copies to the device and back would wait.
-  static at::Tensor on_device(const at::Tensor& tensor) { return tensor.to(fake::device(), /*non_blocking=*/true); }
+  static at::Tensor on_device(const at::Tensor& tensor) {
+    return tensor.to(fake::device(), /*non_blocking=*/true);
+  }
 
   static Layer make(at::ScalarType dtype, at::IntArrayRef shape, int64_t channels, bool z) {
     Layer layer;
@@ -144,13 +147,15 @@ class SyncBatchNormFakeCases
 TEST_P(SyncBatchNormFakeCases, ForwardAndBackward_EqualTheCpus) {
   const auto& [dtype, memory, relu, z, grouped] = GetParam();
   const int64_t channels = 6;
-  const std::vector<int64_t> shape = memory == Memory::kFlat           ? std::vector<int64_t>{11, channels}
-                                     : memory == Memory::kChannelLast ? std::vector<int64_t>{3, 5, 8, channels}
-                                                                       : std::vector<int64_t>{3, channels, 5, 8};
+  const std::vector<int64_t> shape = memory == Memory::kFlat ? std::vector<int64_t>{11, channels}
+                                     : memory == Memory::kChannelLast
+                                         ? std::vector<int64_t>{3, 5, 8, channels}
+                                         : std::vector<int64_t>{3, channels, 5, 8};
   Layer host = make(dtype, shape, channels, z);
   for (at::Tensor* tensor : {&host.x, &host.z, &host.dy}) {
     if (!tensor->defined()) continue;
-    if (memory == Memory::kChannelsLast) *tensor = tensor->contiguous(at::MemoryFormat::ChannelsLast);
+    if (memory == Memory::kChannelsLast)
+      *tensor = tensor->contiguous(at::MemoryFormat::ChannelsLast);
     if (memory == Memory::kStrided) *tensor = tensor->transpose(2, 3).contiguous().transpose(2, 3);
   }
   Layer device = move(host);
@@ -172,10 +177,14 @@ TEST_P(SyncBatchNormFakeCases, ForwardAndBackward_EqualTheCpus) {
   const Results want = run(whole, on_host);
 
   // Channels-last memory stays that; other strides become contiguous.
-  EXPECT_EQ(got.y.strides(), memory == Memory::kStrided ? got.y.contiguous().strides() : host.x.strides());
+  EXPECT_EQ(got.y.strides(),
+            memory == Memory::kStrided ? got.y.contiguous().strides() : host.x.strides());
   EXPECT_EQ(got.gradients[0].strides(), got.y.strides());
 
-  const double unit = dtype == at::kDouble ? 1e-13 : dtype == at::kFloat ? 1e-6 : dtype == at::kHalf ? 1e-3 : 8e-3;
+  const double unit = dtype == at::kDouble  ? 1e-13
+                      : dtype == at::kFloat ? 1e-6
+                      : dtype == at::kHalf  ? 1e-3
+                                            : 8e-3;
   const auto part = [&](const at::Tensor& all) { return all.narrow(0, 0, shape[0]); };
   expect_close(got.y, part(want.y), unit, "y");
   size_t i = 0;
@@ -194,18 +203,19 @@ TEST_P(SyncBatchNormFakeCases, ForwardAndBackward_EqualTheCpus) {
   EXPECT_EQ(fake::peek(device.num_batches).item<int64_t>(), 7);
 }
 
-std::string name_of_case(const ::testing::TestParamInfo<SyncBatchNormFakeCases::ParamType>& tested) {
+std::string name_of_case(
+    const ::testing::TestParamInfo<SyncBatchNormFakeCases::ParamType>& tested) {
   const auto& [dtype, memory, relu, z, grouped] = tested.param;
   const char* const memories[] = {"Contiguous", "ChannelsLast", "ChannelLast", "Strided", "Flat"};
-  return std::string(c10::toString(dtype)) + memories[static_cast<int>(memory)] + (relu ? "Relu" : "") +
-         (z ? "Z" : "") + (grouped ? "Grouped" : "");
+  return std::string(c10::toString(dtype)) + memories[static_cast<int>(memory)] +
+         (relu ? "Relu" : "") + (z ? "Z" : "") + (grouped ? "Grouped" : "");
 }
 
 INSTANTIATE_TEST_SUITE_P(
     All, SyncBatchNormFakeCases,
     ::testing::Combine(::testing::Values(at::kFloat, at::kDouble, at::kHalf, at::kBFloat16),
-                       ::testing::Values(Memory::kContiguous, Memory::kChannelsLast, Memory::kChannelLast,
-                                         Memory::kStrided, Memory::kFlat),
+                       ::testing::Values(Memory::kContiguous, Memory::kChannelsLast,
+                                         Memory::kChannelLast, Memory::kStrided, Memory::kFlat),
                        ::testing::Bool(), ::testing::Bool(), ::testing::Bool()),
     name_of_case);
 
@@ -240,7 +250,8 @@ TEST_F(SyncBatchNormFake, StridedParametersAndOtherCounters_EqualTheCpus) {
   host.num_batches = at::full({}, 6, at::kInt);
   Layer device = move(host);
   for (Layer* layer : {&host, &device}) {
-    for (at::Tensor* tensor : {&layer->weight, &layer->bias, &layer->running_mean, &layer->running_var}) {
+    for (at::Tensor* tensor :
+         {&layer->weight, &layer->bias, &layer->running_mean, &layer->running_var}) {
       *tensor = tensor->select(1, 0);
       ASSERT_EQ(tensor->stride(0), 2);
     }
@@ -267,7 +278,8 @@ TEST_F(SyncBatchNormFake, OnlySomeGradients_AreRight) {
       SyncBatchNormArguments a = layer.arguments();
       a.fuse_relu = true;
       const at::Tensor input = (of_weight ? a.weight : a.z).requires_grad_();
-      found.push_back(torch::autograd::grad({parallel::sync_batch_norm(layer.x, a)}, {input}, {layer.dy})[0]);
+      found.push_back(
+          torch::autograd::grad({parallel::sync_batch_norm(layer.x, a)}, {input}, {layer.dy})[0]);
     }
     expect_close(found[1], found[0], 1e-6, of_weight ? "dweight" : "dz");
   }
@@ -292,7 +304,8 @@ TEST_F(SyncBatchNormFake, Inference_EqualsTheCpus) {
 }
 
 TEST_F(SyncBatchNormFake, NoElements_GiveNone) {
-  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{4, 0, 3}, std::vector<int64_t>{0, 2, 3}}) {
+  for (const std::vector<int64_t>& shape :
+       {std::vector<int64_t>{4, 0, 3}, std::vector<int64_t>{0, 2, 3}}) {
     Layer layer;
     layer.x = on_device(at::empty(shape));
     layer.dy = on_device(at::empty(shape));
@@ -314,15 +327,19 @@ TEST_F(SyncBatchNormFake, BackwardOperator_TensorsThatDoNotFit_AreRefusedBeforeA
   using Tensor = at::Tensor;
   using Optional = std::optional<at::Tensor>;
   using Signature = std::tuple<Tensor, Tensor, Tensor, Tensor>(
-      const Tensor&, const Tensor&, const Optional&, const Optional&, const Optional&, const Tensor&, const Tensor&,
-      const Optional&, double, bool, bool, std::array<bool, 4>, c10::string_view);
-  const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("apex::sync_batch_norm_backward", "").typed<Signature>();
+      const Tensor&, const Tensor&, const Optional&, const Optional&, const Optional&,
+      const Tensor&, const Tensor&, const Optional&, double, bool, bool, std::array<bool, 4>,
+      c10::string_view);
+  const auto op = c10::Dispatcher::singleton()
+                      .findSchemaOrThrow("apex::sync_batch_norm_backward", "")
+                      .typed<Signature>();
   const Tensor x = on_device(at::randn({4, 3, 5}));
-  const Tensor channels = on_device(at::ones({3}, at::kDouble)), count = on_device(at::full({1}, 20));
-  const auto call = [&](const Tensor& dy, const Optional& y, const Tensor& weight, const Tensor& mean,
-                        const Optional& n) {
-    op.call(dy, x, y, weight, std::nullopt, mean, channels, n, 1e-5, false, true, {true, true, true, true}, "");
+  const Tensor channels = on_device(at::ones({3}, at::kDouble)),
+               count = on_device(at::full({1}, 20));
+  const auto call = [&](const Tensor& dy, const Optional& y, const Tensor& weight,
+                        const Tensor& mean, const Optional& n) {
+    op.call(dy, x, y, weight, std::nullopt, mean, channels, n, 1e-5, false, true,
+            {true, true, true, true}, "");
   };
   call(x, x, channels, channels, count);
   const int64_t launches = cuda::launches();
@@ -331,7 +348,8 @@ TEST_F(SyncBatchNormFake, BackwardOperator_TensorsThatDoNotFit_AreRefusedBeforeA
   EXPECT_THROW(call(x, part, channels, channels, count), c10::ValueError);
   EXPECT_THROW(call(x, x, few, channels, count), c10::ValueError);
   EXPECT_THROW(call(x, x, channels, few, count), c10::ValueError);
-  EXPECT_THROW(call(x, x, channels, channels, on_device(at::empty({0}, at::kLong))), c10::ValueError);
+  EXPECT_THROW(call(x, x, channels, channels, on_device(at::empty({0}, at::kLong))),
+               c10::ValueError);
   EXPECT_THROW(call(x, x, channels, at::ones({3}), count), c10::ValueError);  // of the CPU
   EXPECT_EQ(cuda::launches(), launches);
 }
@@ -377,8 +395,8 @@ TEST_F(SyncBatchNormFake, CapturedStep_Replays_EqualTheCpus) {
     const Results results = run(device, arguments);
     graph.end();
     EXPECT_EQ(graph.errors(), Strings{});
-    // Two launches and a collective each way. The counters of the reducing ones are the graph's own, as it may be
-    // replayed beside anything, and it clears them.
+    // Two launches and a collective each way. The counters of the reducing ones are the graph's
+    // own, as it may be replayed beside anything, and it clears them.
     EXPECT_EQ(graph.size(), 2u * (3 + 1));
     for (int step = 0; step < 3; ++step) {
       fake::host_alias(device.x.detach()).copy_(at::randn(shape));

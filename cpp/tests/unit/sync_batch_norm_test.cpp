@@ -23,8 +23,8 @@
 namespace apex::parallel {
 namespace {
 
-using apex::testing::ThreadBackendControl;
 using apex::testing::run_ranks;
+using apex::testing::ThreadBackendControl;
 
 TEST(SyncBatchNorm, Forward_NoGroup_EqualsBatchNorm) {
   SyncBatchNorm ours(3);
@@ -43,9 +43,8 @@ TEST(SyncBatchNorm, Forward_ThreeUnevenRanks_EqualsWholeBatch) {
   const auto all = torch::randn({6, 4, 5}, torch::kDouble);
   const int64_t cuts[] = {0, 1, 1, 6};  // 1, 0 and 5 samples
   const auto whole = all.clone().requires_grad_();
-  const auto want =
-      torch::nn::functional::batch_norm(whole, {}, {},
-                                        torch::nn::functional::BatchNormFuncOptions().training(true));
+  const auto want = torch::nn::functional::batch_norm(
+      whole, {}, {}, torch::nn::functional::BatchNormFuncOptions().training(true));
   want.pow(3).sum().backward();
   run_ranks(3, [&](int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
     SyncBatchNormOptions options(4);
@@ -108,7 +107,8 @@ TEST(SyncBatchNorm, CounterAndStatisticsOfOtherTypesAndStrides_AreUpdatedAsTorch
     options.momentum = std::nullopt;
     torch::nn::BatchNorm1d theirs(torch::nn::BatchNorm1dOptions(3).momentum(std::nullopt));
     const auto strided = [](double value) { return torch::full({6}, value).slice(0, 0, 6, 2); };
-    SyncBatchNorm ours(options, strided(1.5), strided(0.5), strided(0), strided(1), torch::zeros({}, type));
+    SyncBatchNorm ours(options, strided(1.5), strided(0.5), strided(0), strided(1),
+                       torch::zeros({}, type));
     torch::nn::init::constant_(theirs->weight, 1.5);
     torch::nn::init::constant_(theirs->bias, 0.5);
     theirs->num_batches_tracked.set_data(torch::zeros({}, type));

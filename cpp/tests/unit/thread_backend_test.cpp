@@ -14,8 +14,8 @@ namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-c10::intrusive_ptr<c10d::Work> all_reduce(
-    const Group& group, at::Tensor tensor, ReduceOpType op = ReduceOpType::SUM) {
+c10::intrusive_ptr<c10d::Work> all_reduce(const Group& group, at::Tensor tensor,
+                                          ReduceOpType op = ReduceOpType::SUM) {
   std::vector<at::Tensor> tensors{std::move(tensor)};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
@@ -39,8 +39,8 @@ std::string error_of(const c10::intrusive_ptr<c10d::Work>& work) {
 }
 
 const std::vector<at::ScalarType> kAllTypes = {
-    at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kComplexFloat, at::kComplexDouble,
-    at::kInt, at::kLong, at::kShort, at::kChar, at::kByte, at::kBool};
+    at::kFloat, at::kDouble, at::kHalf,  at::kBFloat16, at::kComplexFloat, at::kComplexDouble,
+    at::kInt,   at::kLong,   at::kShort, at::kChar,     at::kByte,         at::kBool};
 
 TEST(ThreadBackend, Allreduce_EveryDtype_SumsOverRanks) {
   run_ranks(3, [](int rank, const Group& group) {
@@ -311,8 +311,8 @@ TEST(ThreadBackend, RunRanks_OneRankThrows_OthersEndAndItsMessageArrives) {
 TEST(ThreadBackend, RunRanks_OneRankReturnsEarly_OthersAreToldAtOnce) {
   run_ranks(2, [](int rank, const Group& group) {
     if (rank == 0) {
-      EXPECT_TRUE(contains(
-          error_of(all_reduce(group, at::ones({2}))), "rank 1 ended after 0 collectives"));
+      EXPECT_TRUE(
+          contains(error_of(all_reduce(group, at::ones({2}))), "rank 1 ended after 0 collectives"));
     }
   });
 }

@@ -109,8 +109,7 @@ TEST(BatchNormMath, GradientCoefficients_MatchDefinition) {
   for (const double x : {100.0, 123.0, 140.0}) {
     const double dy = 0.3 * x - 30;
     const double want =
-        weight * invstd *
-        (dy - sum_dy / count - (x - mean) * invstd * invstd * sum_dy_xmu / count);
+        weight * invstd * (dy - sum_dy / count - (x - mean) * invstd * invstd * sum_dy_xmu / count);
     EXPECT_NEAR(dy * k.dy_scale + (x - k.high) * k.x_scale + k.shift, want, 1e-12);
   }
 }

@@ -30,7 +30,8 @@ def positive_message_size(message_size: Any) -> int:
     if isinstance(message_size, bool) or not isinstance(message_size, int):
         raise TypeError(
             f"message_size is a number of elements (int), got {type(message_size).__name__}; "
-            "device_ids and the other arguments of torch.nn.parallel.DistributedDataParallel go by keyword."
+            "device_ids and the other arguments of torch.nn.parallel.DistributedDataParallel go by "
+            "keyword."
         )
     if message_size <= 0:
         raise ValueError(f"message_size must be positive, got {message_size}.")

@@ -22,7 +22,7 @@ struct Switch {
     const char* path = std::getenv("APEX_MUTANT_SEEN");
     const int file = path ? open(path, O_RDWR) : -1;
     if (file < 0) return;
-    struct stat status {};
+    struct stat status{};
     if (fstat(file, &status) == 0 && status.st_size > 0) {
       void* memory = mmap(nullptr, status.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
       if (memory != MAP_FAILED) {

@@ -1,4 +1,5 @@
-// Linked into the GoogleTest programs: writes, for each test, how long it took and which mutants it reached.
+// Linked into the GoogleTest programs: writes, for each test, how long it took and which mutants it
+// reached.
 
 #include <cstring>
 #include <fstream>
@@ -13,7 +14,9 @@ class Recorder : public testing::EmptyTestEventListener {
   void OnTestEnd(const testing::TestInfo& test) override {
     const apex_mutant::Switch& record = apex_mutant::the_switch;
     std::ofstream out(std::getenv("APEX_MUTANT_RECORD"), std::ios::app);
-    const char* outcome = test.result()->Skipped() ? "skipped" : test.result()->Passed() ? "passed" : "failed";
+    const char* outcome = test.result()->Skipped()  ? "skipped"
+                          : test.result()->Passed() ? "passed"
+                                                    : "failed";
     out << test.test_suite_name() << '.' << test.name() << '\t' << outcome << '\t'
         << test.result()->elapsed_time() << '\t';
     for (long i = 0; i < record.size; ++i) {

@@ -8,9 +8,10 @@
 
 namespace apex::amp {
 
-/// While it lives, operators on one type of device run in a lower precision where that is safe: matrix
-/// products and convolutions in `dtype`, losses and what else needs its range in float32 (on CUDA
-/// softmax, for one), the rest in the dtype of their inputs. torch's autocast decides for each.
+/// While it lives, operators on one type of device run in a lower precision where that is safe:
+/// matrix products and convolutions in `dtype`, losses and what else needs its range in float32 (on
+/// CUDA softmax, for one), the rest in the dtype of their inputs. torch's autocast decides for
+/// each.
 ///
 ///     torch::Tensor loss;
 ///     {
@@ -19,13 +20,14 @@ namespace apex::amp {
 ///     }
 ///     scaler.scale(loss).backward();
 ///
-/// Backward runs outside of it, in the precision that forward chose. Guards nest, also for different
-/// devices or dtypes, and are destroyed in reverse order, on the thread that made them: autocast is a
-/// setting of the thread, which other threads do not see. An exception that leaves the scope restores
-/// what was before, as any other way out.
+/// Backward runs outside of it, in the precision that forward chose. Guards nest, also for
+/// different devices or dtypes, and are destroyed in reverse order, on the thread that made them:
+/// autocast is a setting of the thread, which other threads do not see. An exception that leaves
+/// the scope restores what was before, as any other way out.
 ///
-/// Parameters that were cast are remembered, so that a second use costs nothing, until the outermost
-/// guard ends; a guard that changes the dtype forgets those of the other one. Blocks nothing.
+/// Parameters that were cast are remembered, so that a second use costs nothing, until the
+/// outermost guard ends; a guard that changes the dtype forgets those of the other one. Blocks
+/// nothing.
 class APEX_API AutocastGuard {
  public:
   /// @param device_type operators on this kind of device are concerned, and no others

@@ -57,8 +57,8 @@ struct MasterAddress {
 ///
 /// @throws apex::InvalidArgument when the address cannot be known (the message names the variable
 ///   to set), or when the port is no number from 1 to 65535.
-APEX_API MasterAddress read_master_address(
-    const std::optional<LaunchRanks>& ranks, const EnvironmentLookup& lookup = process_environment);
+APEX_API MasterAddress read_master_address(const std::optional<LaunchRanks>& ranks,
+                                           const EnvironmentLookup& lookup = process_environment);
 
 /// The first host of a SLURM node list: "gpu[07-09,12],login1" gives "gpu07".
 ///
@@ -103,7 +103,7 @@ APEX_API std::vector<DeviceBackend> parse_backend(const std::string& backend);
 /// names one (SLURM's --gpus-per-task=1 does so) uses that one, index 0.
 ///
 /// @throws apex::InvalidArgument when there are no GPUs or fewer than the local rank needs.
-APEX_API int choose_gpu(
-    int local_rank, int visible_gpus, const EnvironmentLookup& lookup = process_environment);
+APEX_API int choose_gpu(int local_rank, int visible_gpus,
+                        const EnvironmentLookup& lookup = process_environment);
 
 }  // namespace apex::distributed

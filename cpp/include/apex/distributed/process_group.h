@@ -25,11 +25,11 @@ namespace apex::distributed {
 
 /// What only NCCL has. Unset: NCCL's own choice.
 struct NcclOptions {
-  /// Collectives run on a stream of high priority, so that they start before computation that was queued
-  /// earlier on others.
+  /// Collectives run on a stream of high priority, so that they start before computation that was
+  /// queued earlier on others.
   bool high_priority_stream = false;
-  /// Fewest and most thread blocks (CTAs) of a collective, from 1: more move data faster, fewer leave more
-  /// of the GPU to the computation that they overlap with.
+  /// Fewest and most thread blocks (CTAs) of a collective, from 1: more move data faster, fewer
+  /// leave more of the GPU to the computation that they overlap with.
   std::optional<int> min_ctas;
   std::optional<int> max_ctas;
 };
@@ -76,7 +76,8 @@ struct ProcessGroupOptions {
 ///   or two processes have the same rank.
 /// @throws apex::CommunicationError within the timeout: rank 0 unreachable, its port in use, ranks
 ///   that did not arrive.
-/// @throws apex::Error, first of all, if libtorch is of another minor version than apex was built for.
+/// @throws apex::Error, first of all, if libtorch is of another minor version than apex was built
+/// for.
 APEX_API c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
     const std::string& backend, const ProcessGroupOptions& options = {});
 

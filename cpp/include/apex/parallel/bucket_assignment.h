@@ -14,8 +14,8 @@ namespace apex::parallel {
 
 /// What the assignment needs to know of one parameter.
 struct ParameterInfo {
-  int64_t numel = 0;                                ///< elements; 0 is allowed
-  at::ScalarType dtype = at::ScalarType::Float;     ///< dtype of the gradient
+  int64_t numel = 0;                             ///< elements; 0 is allowed
+  at::ScalarType dtype = at::ScalarType::Float;  ///< dtype of the gradient
   at::Device device = at::Device(at::DeviceType::CPU);
   bool sparse = false;  ///< its gradient has sparse layout: a bucket of its own
 };
@@ -26,9 +26,9 @@ struct BucketLimits {
   enum class Unit { kElements, kBytes };
 
   /// A bucket is closed as soon as it holds at least this much; a parameter that reaches it alone
-  /// is a bucket of its own (and can be reduced where it is, without a copy). 0 means by device: on the
-  /// CPU 8 MiB, elsewhere the 10,000,000 elements of NVIDIA Apex, the first bucket 1 MiB where there has
-  /// to be more than one.
+  /// is a bucket of its own (and can be reduced where it is, without a copy). 0 means by device: on
+  /// the CPU 8 MiB, elsewhere the 10,000,000 elements of NVIDIA Apex, the first bucket 1 MiB where
+  /// there has to be more than one.
   int64_t cap = 0;
 
   /// The same for the first bucket of each (dtype, device); 0 means `cap`. A small first bucket
@@ -56,8 +56,8 @@ struct BucketPlan {
 /// @param closing      indices at which every open bucket is closed (with the parameter inside),
 ///                     whatever its size; when not empty, `limits` is ignored and what follows the
 ///                     last of them forms the last buckets.
-/// @throws InvalidArgument when a limit is negative or excludes another, or an index is out of range or repeated.
-/// Thread safe; the same input gives the same plan on every rank and platform.
+/// @throws InvalidArgument when a limit is negative or excludes another, or an index is out of
+/// range or repeated. Thread safe; the same input gives the same plan on every rank and platform.
 APEX_API BucketPlan assign_buckets(const std::vector<ParameterInfo>& parameters,
                                    const std::vector<int64_t>& ready_order,
                                    const BucketLimits& limits,

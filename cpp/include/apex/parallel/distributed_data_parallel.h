@@ -21,7 +21,8 @@
 /// Data-parallel training of torch::nn modules.
 ///
 ///     auto group = apex::distributed::init_process_group("gloo");
-///     apex::parallel::DistributedDataParallel model{Net()};  // in braces: in parentheses it declares a function
+///     apex::parallel::DistributedDataParallel model{Net()};  // in braces: in parentheses it
+///     declares a function
 ///     ...
 ///     loss_of(model.forward(x)).backward();  // gradients are averaged over the ranks
 ///     optimizer.step();
@@ -33,24 +34,25 @@ struct DistributedDataParallelOptions : ReducerOptions {
   /// The ranks that take part; by default those of apex::distributed::init_process_group().
   c10::intrusive_ptr<c10d::ProcessGroup> process_group;
 
-  /// Take rank 0's buffers (running statistics of batch norm, for one) at construction and before each
-  /// training forward.
+  /// Take rank 0's buffers (running statistics of batch norm, for one) at construction and before
+  /// each training forward.
   bool broadcast_buffers = false;
 };
 
-/// Wraps a module so that backward averages its gradients over the ranks of a process group while it is
-/// still running; see Reducer for what happens when.
+/// Wraps a module so that backward averages its gradients over the ranks of a process group while
+/// it is still running; see Reducer for what happens when.
 ///
-/// `Wrapped` is a module holder (`TORCH_MODULE(Net)`'s `Net`) or a `std::shared_ptr` to a module. The
-/// wrapper is not a module: parameters keep their names, and `torch::save(model.module(), path)` writes
-/// what the unwrapped module would, from any rank.
+/// `Wrapped` is a module holder (`TORCH_MODULE(Net)`'s `Net`) or a `std::shared_ptr` to a module.
+/// The wrapper is not a module: parameters keep their names, and `torch::save(model.module(),
+/// path)` writes what the unwrapped module would, from any rank.
 ///
-/// Construction is collective and blocks the host; forward() is collective only where it synchronizes
-/// buffers. Not thread safe.
+/// Construction is collective and blocks the host; forward() is collective only where it
+/// synchronizes buffers. Not thread safe.
 template <typename Wrapped>
 class DistributedDataParallel {
  public:
-  /// Verifies that all ranks hold the same model and takes rank 0's parameters, frozen ones included.
+  /// Verifies that all ranks hold the same model and takes rank 0's parameters, frozen ones
+  /// included.
   /// @throws InvalidArgument, RankMismatch, CommunicationError as Reducer does; InvalidArgument if
   ///         there is no process group.
   explicit DistributedDataParallel(Wrapped module, DistributedDataParallelOptions options = {})
@@ -70,7 +72,8 @@ class DistributedDataParallel {
     const bool training = at::GradMode::is_enabled();
     if (training) {
       reducer_->prepare_for_forward(module_->is_training());
-      const bool buffers = broadcast_buffers_ && module_->is_training() && reducer_->synchronizing();
+      const bool buffers =
+          broadcast_buffers_ && module_->is_training() && reducer_->synchronizing();
       int64_t root = 0;
       if (joining_) root = reducer_->announce(JoinEvent::kForward, buffers).active.front();
       if (buffers) synchronize_buffers(root);
@@ -89,8 +92,8 @@ class DistributedDataParallel {
     return forward(std::forward<Args>(args)...);
   }
 
-  /// While it lives, backward does not communicate and gradients accumulate; what accumulated is part of
-  /// the next synchronized backward. Guards may be nested. Every rank has to do the same.
+  /// While it lives, backward does not communicate and gradients accumulate; what accumulated is
+  /// part of the next synchronized backward. Guards may be nested. Every rank has to do the same.
   class NoSync {
    public:
     explicit NoSync(Reducer& reducer) : reducer_(reducer), before_(reducer.synchronizing()) {
@@ -108,9 +111,10 @@ class DistributedDataParallel {
   [[nodiscard]] NoSync no_sync() { return NoSync(*reducer_); }
 
   /// For ranks with different numbers of batches: call begin_join() before the loop over them and
-  /// end_join() after it, on every rank. A rank that ends early takes part in the others' backwards with
-  /// zeros, and at the end has the parameters and buffers of one that went to the end. See
-  /// Reducer::begin_join(). Modules with collectives of their own, as SyncBatchNorm, are not covered.
+  /// end_join() after it, on every rank. A rank that ends early takes part in the others' backwards
+  /// with zeros, and at the end has the parameters and buffers of one that went to the end. See
+  /// Reducer::begin_join(). Modules with collectives of their own, as SyncBatchNorm, are not
+  /// covered.
   void begin_join(bool divide_by_initial_world_size = true) {
     reducer_->begin_join(divide_by_initial_world_size);
     joining_ = true;
@@ -127,7 +131,8 @@ class DistributedDataParallel {
     // Nobody goes on, and perhaps ends, before all have what was sent.
     const std::vector<at::Tensor> parameters = module_->parameters();
     if (parameters.empty()) return;
-    all_reduce_coalesced({at::zeros({1}, parameters.front().device())}, group_, 1.0, "end of join()");
+    all_reduce_coalesced({at::zeros({1}, parameters.front().device())}, group_, 1.0,
+                         "end of join()");
   }
 
   /// The wrapped module: `model->fc1`, `torch::save(model.module(), path)`.
@@ -153,17 +158,20 @@ class DistributedDataParallel {
       empty = !static_cast<bool>(module);
     }
     if (empty) {
-      throw InvalidArgument("DistributedDataParallel: the module is null; construct it first, e.g. Net(), "
-                            "std::make_shared<NetImpl>()");
+      throw InvalidArgument(
+          "DistributedDataParallel: the module is null; construct it first, e.g. Net(), "
+          "std::make_shared<NetImpl>()");
     }
     return module;
   }
 
   std::unique_ptr<Reducer> make_reducer(ReducerOptions options) const {
     std::vector<NamedTensor> named;
-    for (const auto& item : module_->named_parameters()) named.push_back({item.key(), item.value()});
+    for (const auto& item : module_->named_parameters())
+      named.push_back({item.key(), item.value()});
     // Compared between ranks, since they travel in one message.
-    options.settings.push_back(std::string("broadcast_buffers=") + (broadcast_buffers_ ? "1" : "0"));
+    options.settings.push_back(std::string("broadcast_buffers=") +
+                               (broadcast_buffers_ ? "1" : "0"));
     options.settings.insert(options.settings.end(), buffers_.begin(), buffers_.end());
     return std::make_unique<Reducer>(std::move(named), std::vector{group_}, std::move(options));
   }
@@ -171,7 +179,8 @@ class DistributedDataParallel {
   std::vector<std::string> describe_buffers() const {
     std::vector<std::string> lines;
     for (const auto& item : module_->named_buffers()) {
-      std::string line = "buffer '" + item.key() + "'=" + c10::toString(item.value().scalar_type()) + " [";
+      std::string line =
+          "buffer '" + item.key() + "'=" + c10::toString(item.value().scalar_type()) + " [";
       for (const int64_t size : item.value().sizes()) line += " " + std::to_string(size);
       lines.push_back(line + " ]");
     }
@@ -181,22 +190,26 @@ class DistributedDataParallel {
   void synchronize_buffers(int64_t root) {
     if (describe_buffers() != buffers_) {
       throw Error("rank " + std::to_string(group_->getRank()) +
-                  ": a buffer was added, removed, or has another shape or dtype than when the ranks compared theirs, "
-                  "so broadcast_buffers would mix up their values: make such changes on every rank, and construct the "
+                  ": a buffer was added, removed, or has another shape or dtype than when the "
+                  "ranks compared theirs, "
+                  "so broadcast_buffers would mix up their values: make such changes on every "
+                  "rank, and construct the "
                   "wrapper again");
     }
     std::vector<at::Tensor> buffers;
     for (const auto& item : module_->named_buffers()) {
       // Written without counting as a change of what an earlier forward saved, as batch norm's own
       // update of them is: its backward in training reads the statistics of the batch.
-      const bool running = ends_with(item.key(), "running_mean") || ends_with(item.key(), "running_var");
+      const bool running =
+          ends_with(item.key(), "running_mean") || ends_with(item.key(), "running_var");
       buffers.push_back(running ? item.value().variable_data() : item.value());
     }
     broadcast_coalesced(buffers, group_, root);
   }
 
   static bool ends_with(const std::string& text, const std::string& end) {
-    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+    return text.size() >= end.size() &&
+           text.compare(text.size() - end.size(), end.size(), end) == 0;
   }
 
   Wrapped module_;

@@ -13,7 +13,8 @@ namespace apex::parallel {
 
 /// How LARC adapts learning rates.
 struct LARCOptions {
-  /// Share of a parameter's norm that a step may change at most, before the learning rate; positive.
+  /// Share of a parameter's norm that a step may change at most, before the learning rate;
+  /// positive.
   double trust_coefficient = 0.02;
   /// True: the learning rate is only ever scaled down (LARC). False: it is multiplied by the local
   /// rate, whatever that is (LARS).
@@ -40,14 +41,15 @@ struct LARCOptions {
 /// norm is zero keeps its gradient and takes no weight decay; one without a gradient is passed by.
 ///
 /// The wrapped optimizer's parameter groups, defaults and state belong to this object once it is
-/// wrapped, and are lent to it while it steps, saves or loads. So everything that takes an Optimizer
-/// works: zero_grad(), add_param_group(), learning rate schedulers, and torch::save and torch::load,
-/// whose archives are those of the wrapped optimizer alone: LARC keeps no state of its own.
+/// wrapped, and are lent to it while it steps, saves or loads. So everything that takes an
+/// Optimizer works: zero_grad(), add_param_group(), learning rate schedulers, and torch::save and
+/// torch::load, whose archives are those of the wrapped optimizer alone: LARC keeps no state of its
+/// own.
 ///
-/// Parameters and gradients: dense, real, floating, any mix of dtypes and devices. Norms are computed
-/// in float32 (float64 for float64), by one multi-tensor operation per group, device and dtype.
-/// Weight decay is known of the options of torch's own optimizers; a group with options of another
-/// class counts as one without.
+/// Parameters and gradients: dense, real, floating, any mix of dtypes and devices. Norms are
+/// computed in float32 (float64 for float64), by one multi-tensor operation per group, device and
+/// dtype. Weight decay is known of the options of torch's own optimizers; a group with options of
+/// another class counts as one without.
 ///
 /// Nothing is copied to the host, and LARC itself does not block it. Not thread safe.
 class APEX_API LARC : public torch::optim::Optimizer {

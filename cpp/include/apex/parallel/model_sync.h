@@ -9,10 +9,10 @@
 
 #include <apex/export.h>
 
-/// Making the ranks of a process group hold the same model. All functions here are collective: every
-/// rank of the group has to call them in the same order. They block the host until the result is on
-/// its way (CPU backends) or enqueued on the current streams (NCCL), except where they say otherwise.
-/// Not thread safe with respect to other collectives on the same group.
+/// Making the ranks of a process group hold the same model. All functions here are collective:
+/// every rank of the group has to call them in the same order. They block the host until the result
+/// is on its way (CPU backends) or enqueued on the current streams (NCCL), except where they say
+/// otherwise. Not thread safe with respect to other collectives on the same group.
 
 namespace apex::parallel {
 
@@ -23,8 +23,8 @@ struct NamedTensor {
 };
 
 /// Checks that every rank holds the same tensors: their number, then for each its name, shape,
-/// strides, dtype, layout and requires_grad. `settings` are compared first: "key=value", in the same
-/// order on every rank; one that only some ranks give is a difference.
+/// strides, dtype, layout and requires_grad. `settings` are compared first: "key=value", in the
+/// same order on every rank; one that only some ranks give is a difference.
 ///
 /// Sends 24 bytes a rank when the ranks agree. Blocks the host.
 /// @throws RankMismatch on every rank, naming the first rank and the first tensor that differ from

@@ -11,9 +11,9 @@
 
 #include <ATen/core/Tensor.h>
 
-/// Finding the tensors in what a module's forward returned: a tensor, or tuples, pairs, arrays, vectors,
-/// optionals and maps of such, nested. A type of your own takes part by a function
-/// `void collect_tensors(const YourType&, std::vector<at::Tensor>&)` in its namespace.
+/// Finding the tensors in what a module's forward returned: a tensor, or tuples, pairs, arrays,
+/// vectors, optionals and maps of such, nested. A type of your own takes part by a function `void
+/// collect_tensors(const YourType&, std::vector<at::Tensor>&)` in its namespace.
 
 namespace apex::parallel {
 

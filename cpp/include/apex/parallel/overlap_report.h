@@ -6,8 +6,9 @@
 
 #include <apex/export.h>
 
-/// What communication of a backward was hidden behind computation, what was exposed, and when each bucket
-/// was ready, sent and there. A leaf: it knows times, not the reducer; see Reducer::record_overlap().
+/// What communication of a backward was hidden behind computation, what was exposed, and when each
+/// bucket was ready, sent and there. A leaf: it knows times, not the reducer; see
+/// Reducer::record_overlap().
 
 namespace apex::parallel {
 
@@ -15,21 +16,22 @@ namespace apex::parallel {
 enum class OverlapClock {
   kHost,      ///< gradients are on the CPU: the host's clock
   kDevice,    ///< gradients are on a device: when its streams got there, by events
-  kHostOnly,  ///< gradients are on a device without timed events, or on several: when the host asked for
-              ///< things, which says little about when they happened
+  kHostOnly,  ///< gradients are on a device without timed events, or on several: when the host
+              ///< asked for things, which says little about when they happened
 };
 
 /// One bucket's way. Seconds since backward began; ready_s <= launched_s <= arrived_s.
 struct BucketOverlap {
-  std::vector<int64_t> parameters;  ///< indices into Reducer::parameters(); none: a bucket of usage numbers
-  std::vector<std::string> names;   ///< of these parameters
-  int64_t bytes = 0;        ///< what this rank gave to the process group, or to the communication hook
-  double ready_s = 0;       ///< its last gradient was computed; launched_s where this rank missed one
-  double launched_s = 0;    ///< packed, and handed to the process group
-  double arrived_s = 0;     ///< its sum was there: from launched_s on it was in flight, which includes
-                            ///< waiting for the last rank to send its part
-  double awaited_s = 0;     ///< somebody began to wait for it; may be before or after it arrived
-  double exposed_s = 0;     ///< of the time in flight, what nothing hid; see OverlapReport::exposed_s
+  std::vector<int64_t>
+      parameters;  ///< indices into Reducer::parameters(); none: a bucket of usage numbers
+  std::vector<std::string> names;  ///< of these parameters
+  int64_t bytes = 0;   ///< what this rank gave to the process group, or to the communication hook
+  double ready_s = 0;  ///< its last gradient was computed; launched_s where this rank missed one
+  double launched_s = 0;  ///< packed, and handed to the process group
+  double arrived_s = 0;  ///< its sum was there: from launched_s on it was in flight, which includes
+                         ///< waiting for the last rank to send its part
+  double awaited_s = 0;  ///< somebody began to wait for it; may be before or after it arrived
+  double exposed_s = 0;  ///< of the time in flight, what nothing hid; see OverlapReport::exposed_s
 };
 
 /// One synchronized backward on one rank. Seconds.
@@ -39,10 +41,10 @@ struct OverlapReport {
   double backward_s = 0;       ///< until gradients were complete; of one that was deferred
                                ///< (Reducer::set_deferred()), until it returned
   double communication_s = 0;  ///< time in which at least one bucket was in flight
-  double exposed_s = 0;        ///< of it, what nothing hid: between last_gradient_s and backward_s, or, after
-                               ///< a deferred backward, while somebody waited for a bucket
-  double hidden_s = 0;         ///< the rest: gradients, or the next forward, were computed meanwhile
-  double hidden_fraction = 1;  ///< hidden_s / communication_s; 1 if nothing was in flight
+  double exposed_s = 0;  ///< of it, what nothing hid: between last_gradient_s and backward_s, or,
+                         ///< after a deferred backward, while somebody waited for a bucket
+  double hidden_s = 0;   ///< the rest: gradients, or the next forward, were computed meanwhile
+  double hidden_fraction = 1;          ///< hidden_s / communication_s; 1 if nothing was in flight
   std::vector<BucketOverlap> buckets;  ///< in launch order
 };
 
@@ -57,8 +59,8 @@ APEX_API OverlapReport summarize_overlap(double last_gradient_s, double backward
                                          std::vector<BucketOverlap> buckets,
                                          OverlapClock clock = OverlapClock::kHost);
 
-/// A table to read: two lines about the backward, and a row per bucket, in milliseconds and MiB. Several
-/// lines, each ended. Thread safe; does not block.
+/// A table to read: two lines about the backward, and a row per bucket, in milliseconds and MiB.
+/// Several lines, each ended. Thread safe; does not block.
 APEX_API std::string to_string(const OverlapReport& report);
 
 }  // namespace apex::parallel

@@ -15,8 +15,8 @@
 namespace apex::parallel {
 
 /// Lets the last buckets of a backward arrive while the next forward is already running: backward()
-/// returns when the last bucket was sent, step() updates the parameters whose gradients have arrived, and
-/// the others are updated when forward waits for them, part by part:
+/// returns when the last bucket was sent, step() updates the parameters whose gradients have
+/// arrived, and the others are updated when forward waits for them, part by part:
 ///
 ///     apex::parallel::DistributedDataParallel model(Net(), options);  // buckets of a few MiB
 ///     torch::optim::SGD sgd(model.parameters(), 0.1);
@@ -29,34 +29,40 @@ namespace apex::parallel {
 ///     }
 ///     optimizer.synchronize();
 ///
-/// Modules in C++ have no hooks, so the waiting is written into forward; a parameter that was used without
-/// it is an error in the next backward. Between backward and that, gradients and parameters are not final:
-/// synchronize() before reading or changing them, saving them, or clipping. Results are those without it,
-/// bit for bit with the same bucket plan. See Reducer::set_deferred() for when backward waits at once.
+/// Modules in C++ have no hooks, so the waiting is written into forward; a parameter that was used
+/// without it is an error in the next backward. Between backward and that, gradients and parameters
+/// are not final: synchronize() before reading or changing them, saving them, or clipping. Results
+/// are those without it, bit for bit with the same bucket plan. See Reducer::set_deferred() for
+/// when backward waits at once.
 ///
-/// Source: Y. Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration",
-/// SOSP 2019. Not thread safe. At most one for a reducer, on every rank.
+/// Source: Y. Peng et al., "A Generic Communication Scheduler for Distributed DNN Training
+/// Acceleration", SOSP 2019. Not thread safe. At most one for a reducer, on every rank.
 class APEX_API OverlappedOptimizer {
  public:
   /// Both have to outlive it. Takes the reducer's bucket callback. The optimizer has to treat each
-  /// parameter by itself (torch::optim::LBFGS does not); its groups' options are those of step() even if a
-  /// scheduler changes them before the last update.
+  /// parameter by itself (torch::optim::LBFGS does not); its groups' options are those of step()
+  /// even if a scheduler changes them before the last update.
   OverlappedOptimizer(torch::optim::Optimizer& optimizer, Reducer& reducer);
 
-  /// Makes the updates that are left, unless communication fails, and gives the reducer back as it was.
+  /// Makes the updates that are left, unless communication fails, and gives the reducer back as it
+  /// was.
   ~OverlappedOptimizer();
   OverlappedOptimizer(const OverlappedOptimizer&) = delete;
   OverlappedOptimizer& operator=(const OverlappedOptimizer&) = delete;
 
-  /// Updates the parameters whose gradients have arrived, and has the others updated when theirs do.
+  /// Updates the parameters whose gradients have arrived, and has the others updated when theirs
+  /// do.
   void step();
 
-  /// Clears gradients; those that are still needed, when they have been used. Do not clear them otherwise.
-  /// @throws Error from wait_for(), synchronize() or the next backward if that was done: an update is lost.
+  /// Clears gradients; those that are still needed, when they have been used. Do not clear them
+  /// otherwise.
+  /// @throws Error from wait_for(), synchronize() or the next backward if that was done: an update
+  /// is lost.
   void zero_grad(bool set_to_none = true);
 
-  /// Returns when the gradients of these parameters are complete and the updates that were asked for are
-  /// made. Others than the reducer's are passed over. On CPU backends the host waits, on NCCL the stream.
+  /// Returns when the gradients of these parameters are complete and the updates that were asked
+  /// for are made. Others than the reducer's are passed over. On CPU backends the host waits, on
+  /// NCCL the stream.
   void wait_for(const std::vector<at::Tensor>& parameters);
   void wait_for(const torch::nn::Module& module) { wait_for(module.parameters()); }
 

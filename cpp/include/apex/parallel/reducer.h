@@ -20,9 +20,9 @@
 /// backward is still running.
 ///
 /// Sources: bucketed, overlapped gradient all-reduce as in S. Li et al., "PyTorch Distributed:
-/// Experiences on Accelerating Data Parallel Training", VLDB 2020, sections 3.2 and 4.2; learning the
-/// order in which gradients arrive in the first backward, and rank 0's order for all, is the documented
-/// behaviour of NVIDIA Apex's DistributedDataParallel.
+/// Experiences on Accelerating Data Parallel Training", VLDB 2020, sections 3.2 and 4.2; learning
+/// the order in which gradients arrive in the first backward, and rank 0's order for all, is the
+/// documented behaviour of NVIDIA Apex's DistributedDataParallel.
 
 namespace apex::parallel {
 
@@ -32,7 +32,8 @@ class ReducerCore;
 struct ReductionSite;
 }  // namespace detail
 
-/// Everything that can be chosen; the defaults are those of NVIDIA Apex, but for the size of buckets.
+/// Everything that can be chosen; the defaults are those of NVIDIA Apex, but for the size of
+/// buckets.
 struct ReducerOptions {
   /// Size at which a bucket is closed; by default it goes by the device.
   BucketLimits limits;
@@ -40,65 +41,69 @@ struct ReducerOptions {
   /// Launch nothing before the end of backward; one bucket per dtype and device.
   bool delay_allreduce = false;
 
-  /// Indices (into the reducer's parameters) at whose gradients the open buckets are closed, instead
-  /// of by size.
+  /// Indices (into the reducer's parameters) at whose gradients the open buckets are closed,
+  /// instead of by size.
   std::vector<int64_t> trigger_parameters;
 
   /// Leave gradients as views of the buckets' buffers: saves the copy back and the memory of one
-  /// gradient. A view must not be detached in place, and lives until the plan is learnt anew. During
-  /// backward, .grad may be undefined from when a gradient has moved into its bucket to the end.
+  /// gradient. A view must not be detached in place, and lives until the plan is learnt anew.
+  /// During backward, .grad may be undefined from when a gradient has moved into its bucket to the
+  /// end.
   bool gradient_as_bucket_view = false;
 
   /// Half and bfloat16 gradients are summed as float32.
   bool allreduce_always_fp32 = false;
 
-  /// Divide the sum by the world size. Without it gradients are sums, and have to be cleared between
-  /// two synchronized backwards: a sum that is summed again counts once per rank.
+  /// Divide the sum by the world size. Without it gradients are sums, and have to be cleared
+  /// between two synchronized backwards: a sum that is summed again counts once per rank.
   bool gradient_average = true;
 
   /// Gradients are multiplied by 1/f before the all-reduce and, when averaging, by f/world after.
   double gradient_predivide_factor = 1.0;
 
   /// The set of parameters that get a gradient never changes after the first backward: parameters
-  /// that had none then are not watched any more (which, on devices other than the CPU, saves reading
-  /// a few bytes per backward). A gradient that appears all the same is an error.
+  /// that had none then are not watched any more (which, on devices other than the CPU, saves
+  /// reading a few bytes per backward). A gradient that appears all the same is an error.
   bool static_graph = false;
 
-  /// Take the memory of flat buckets from the backend, where it has some of its own: with NCCL that is
-  /// registered with the communicator, which then may reduce without copying to buffers of its own (user
-  /// buffer registration). Where it has none, a warning is logged and torch's memory is used. Buckets in
-  /// place are gradients, whose memory is not ours. The group has to outlive the reducer's buffers.
+  /// Take the memory of flat buckets from the backend, where it has some of its own: with NCCL that
+  /// is registered with the communicator, which then may reduce without copying to buffers of its
+  /// own (user buffer registration). Where it has none, a warning is logged and torch's memory is
+  /// used. Buckets in place are gradients, whose memory is not ours. The group has to outlive the
+  /// reducer's buffers.
   bool registered_buffers = false;
 
   /// Broadcast parameters from rank 0 at construction.
   bool init_sync = true;
 
-  /// After each synchronized backward, throw NonFiniteGradient on every rank if a rank contributed an
-  /// infinity or a NaN, naming the first rank and its first parameter. Costs one read of the gradients,
-  /// an all-gather of one number per rank, and a wait of the host.
+  /// After each synchronized backward, throw NonFiniteGradient on every rank if a rank contributed
+  /// an infinity or a NaN, naming the first rank and its first parameter. Costs one read of the
+  /// gradients, an all-gather of one number per rank, and a wait of the host.
   bool check_finite = false;
 
-  /// After each synchronized backward, throw RankMismatch on every rank if the ranks are out of step: if some
-  /// have run a forward in training whose outputs no backward has reached, or stepped an optimizer twice without
-  /// a backward between, or updated their parameters, and others have not; the error says who did what. By
-  /// default on where it costs nothing, for parameters on the CPU; elsewhere it is a wait of the host.
+  /// After each synchronized backward, throw RankMismatch on every rank if the ranks are out of
+  /// step: if some have run a forward in training whose outputs no backward has reached, or stepped
+  /// an optimizer twice without a backward between, or updated their parameters, and others have
+  /// not; the error says who did what. By default on where it costs nothing, for parameters on the
+  /// CPU; elsewhere it is a wait of the host.
   std::optional<bool> check_steps;
 
   /// Compared between ranks at construction, besides the options above: "name=value".
   std::vector<std::string> settings;
 
-  /// How a bucket is reduced, instead of by the built-in choice; the same on every rank. For the library's own parts and
-  /// tests: the interface (src/reducer/reduction.h) is private and changes.
+  /// How a bucket is reduced, instead of by the built-in choice; the same on every rank. For the
+  /// library's own parts and tests: the interface (src/reducer/reduction.h) is private and changes.
   std::function<std::unique_ptr<detail::Reduction>(const detail::ReductionSite&)> reduction_factory;
 };
 
 /// A bucket whose gradients are complete; see Reducer::set_bucket_callback().
 struct ReducedBucket {
-  int64_t index = 0;                ///< position in the launch order; -1: reduced apart from the plan
+  int64_t index = 0;  ///< position in the launch order; -1: reduced apart from the plan
   std::vector<int64_t> parameters;  ///< indices into parameters(): those whose gradient was reduced
 };
 
-/// What the active ranks do next, as a rank learns that has run out of data; see Reducer::begin_join().
+/// What the active ranks do next, as a rank learns that has run out of data; see
+/// Reducer::begin_join().
 struct JoinEvent {
   enum Kind : int64_t {
     kEnd = 0,            ///< no rank is active any more
@@ -114,50 +119,53 @@ struct JoinEvent {
 
 /// Counts since construction. A fast path that is no longer taken shows here, without a clock.
 struct ReducerStatistics {
-  int64_t backwards = 0;           ///< synchronized backwards that were completed
-  int64_t plans_learnt = 0;        ///< times the order was learnt and a plan agreed on
-  int64_t plans_extended = 0;      ///< times parameters without a gradient so far were added
+  int64_t backwards = 0;       ///< synchronized backwards that were completed
+  int64_t plans_learnt = 0;    ///< times the order was learnt and a plan agreed on
+  int64_t plans_extended = 0;  ///< times parameters without a gradient so far were added
   // With one rank buckets are launched and counted as with several, but nothing is sent.
-  int64_t launched_in_backward = 0;///< collectives started by a hook, while backward was running
-  int64_t launched_at_end = 0;     ///< collectives started when backward had ended
-  int64_t gradients_copied = 0;    ///< gradients copied into a buffer
+  int64_t launched_in_backward = 0;  ///< collectives started by a hook, while backward was running
+  int64_t launched_at_end = 0;       ///< collectives started when backward had ended
+  int64_t gradients_copied = 0;      ///< gradients copied into a buffer
   int64_t gradients_copied_early = 0;  ///< of these, as soon as they were computed (on the CPU)
-  int64_t reduced_in_place = 0;    ///< collectives on a gradient's own memory
-  int64_t buffers_registered = 0;  ///< buckets whose memory came from the backend
-  int64_t deferred = 0;            ///< backwards that ended before their buckets had arrived
-  int64_t usage_reads = 0;         ///< times the host read usage numbers
+  int64_t reduced_in_place = 0;        ///< collectives on a gradient's own memory
+  int64_t buffers_registered = 0;      ///< buckets whose memory came from the backend
+  int64_t deferred = 0;                ///< backwards that ended before their buckets had arrived
+  int64_t usage_reads = 0;             ///< times the host read usage numbers
 };
 
 /// Hooks the gradient accumulators of a module's parameters and keeps their gradients averaged.
 ///
-/// One backward: each gradient that becomes ready counts its bucket down, on the autograd thread and
-/// without Python; a bucket that is full, and whose predecessors were launched, is launched at once;
-/// when the outermost backward ends, the rest is launched, the results are awaited (the host waits on
-/// CPU backends, the current stream on NCCL) and gradients are complete when backward() returns.
+/// One backward: each gradient that becomes ready counts its bucket down, on the autograd thread
+/// and without Python; a bucket that is full, and whose predecessors were launched, is launched at
+/// once; when the outermost backward ends, the rest is launched, the results are awaited (the host
+/// waits on CPU backends, the current stream on NCCL) and gradients are complete when backward()
+/// returns.
 ///
-/// The first backward, and the first after a change of the trainable parameters, observes: it reduces
-/// at its end and fixes the plan. Then, on every rank: launch order is the same; a parameter that only
-/// some ranks used gets the average with zeros; one that no rank used is left alone (None stays None)
-/// without a flag and without a collective; parameters may be used several times, in checkpointed
-/// segments (reentrant or not), and backward may be called several times on one forward.
+/// The first backward, and the first after a change of the trainable parameters, observes: it
+/// reduces at its end and fixes the plan. Then, on every rank: launch order is the same; a
+/// parameter that only some ranks used gets the average with zeros; one that no rank used is left
+/// alone (None stays None) without a flag and without a collective; parameters may be used several
+/// times, in checkpointed segments (reentrant or not), and backward may be called several times on
+/// one forward.
 ///
-/// Thread safety: hooks may run on any number of autograd threads. The member functions may be called
-/// from one thread at a time, not during backward unless they say so. Backwards of one reducer must
-/// not run at the same time.
+/// Thread safety: hooks may run on any number of autograd threads. The member functions may be
+/// called from one thread at a time, not during backward unless they say so. Backwards of one
+/// reducer must not run at the same time.
 ///
-/// Of several reducers that know a parameter, one averages its gradient: of those with an output in the graph, the one
-/// that was constructed last. For the others it is as if frozen.
+/// Of several reducers that know a parameter, one averages its gradient: of those with an output in
+/// the graph, the one that was constructed last. For the others it is as if frozen.
 ///
-/// Dropping the reducer while outputs that it watches are alive is safe: a backward through these still
-/// synchronizes, unless another reducer has taken its parameters; other backwards do not.
+/// Dropping the reducer while outputs that it watches are alive is safe: a backward through these
+/// still synchronizes, unless another reducer has taken its parameters; other backwards do not.
 ///
-/// A backward that an exception ends on one rank throws on every rank: what that rank had not sent yet it sends
-/// as zeros, with a note that it failed. Afterwards all ranks can go on with the next backward, once gradients
-/// are cleared. Where the last bucket is not on the CPU nobody reads that note; such a rank then sends NaN.
+/// A backward that an exception ends on one rank throws on every rank: what that rank had not sent
+/// yet it sends as zeros, with a note that it failed. Afterwards all ranks can go on with the next
+/// backward, once gradients are cleared. Where the last bucket is not on the CPU nobody reads that
+/// note; such a rank then sends NaN.
 class APEX_API Reducer {
  public:
-  /// Verifies that all ranks hold the same parameters, broadcasts them (frozen ones too) from rank 0,
-  /// and hooks the trainable ones. Collective; blocks the host.
+  /// Verifies that all ranks hold the same parameters, broadcasts them (frozen ones too) from rank
+  /// 0, and hooks the trainable ones. Collective; blocks the host.
   ///
   /// @param parameters  all parameters, with names for error messages, in the same order on every
   ///                    rank; a tensor that appears twice counts once. Any strided floating or
@@ -175,21 +183,24 @@ class APEX_API Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  /// Call before each forward: notices parameters that were frozen, unfrozen, or changed dtype, device or
-  /// strides, and agrees on a new plan in the next backward. On the CPU ranks may freeze and unfreeze different
-  /// ones, at different times; other changes, and on other devices these as well, have to be the same on every
-  /// rank. Costs nanoseconds per parameter.
-  /// @param training  whether check_steps counts it; false for evaluation with gradients enabled, which ranks may
+  /// Call before each forward: notices parameters that were frozen, unfrozen, or changed dtype,
+  /// device or strides, and agrees on a new plan in the next backward. On the CPU ranks may freeze
+  /// and unfreeze different ones, at different times; other changes, and on other devices these as
+  /// well, have to be the same on every rank. Costs nanoseconds per parameter.
+  /// @param training  whether check_steps counts it; false for evaluation with gradients enabled,
+  /// which ranks may
   ///                  do differently.
   void prepare_for_forward(bool training = true);
 
-  /// Tells the reducers that own these parameters that an optimizer has stepped: check_steps then also finds
-  /// ranks that have stepped without a backward, or by kernels that do not count as a change of a tensor. May be
-  /// left out. `optimizer` is any number that tells optimizers apart. Thread safe; does not block.
+  /// Tells the reducers that own these parameters that an optimizer has stepped: check_steps then
+  /// also finds ranks that have stepped without a backward, or by kernels that do not count as a
+  /// change of a tensor. May be left out. `optimizer` is any number that tells optimizers apart.
+  /// Thread safe; does not block.
   static void optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer);
 
-  /// The group that carries gradients, over the same ranks as the first one that was given; nullptr after
-  /// release(). For communication hooks; collectives on it have to be issued in the order of the buckets.
+  /// The group that carries gradients, over the same ranks as the first one that was given; nullptr
+  /// after release(). For communication hooks; collectives on it have to be issued in the order of
+  /// the buckets.
   c10::intrusive_ptr<c10d::ProcessGroup> communicator() const;
 
   /// Call with the outputs of each forward that a loss may be computed from. Their backward is then
@@ -204,43 +215,47 @@ class APEX_API Reducer {
   void set_synchronizing(bool on);
   bool synchronizing() const;
 
-  /// Calls `callback` for each bucket of a synchronized backward once its gradients are complete, while
-  /// later buckets may still be on their way: an optimizer may step these parameters. Buckets with a
-  /// parameter that this rank did not use come last, since another rank may have used it; parameters
-  /// that no rank used are not listed. Called on the thread that ends backward, on the current stream;
-  /// it must not start a backward. An exception reaches the caller of backward() after all buckets were
-  /// completed. nullptr: none. Not called for gradients that are accumulated without synchronization.
+  /// Calls `callback` for each bucket of a synchronized backward once its gradients are complete,
+  /// while later buckets may still be on their way: an optimizer may step these parameters. Buckets
+  /// with a parameter that this rank did not use come last, since another rank may have used it;
+  /// parameters that no rank used are not listed. Called on the thread that ends backward, on the
+  /// current stream; it must not start a backward. An exception reaches the caller of backward()
+  /// after all buckets were completed. nullptr: none. Not called for gradients that are accumulated
+  /// without synchronization.
   void set_bucket_callback(std::function<void(const ReducedBucket&)> callback);
 
-  /// Past the bound of one step: with `on`, backward() returns when the last bucket was sent, not when it
-  /// has arrived. Gradients must not be read or changed before wait_for() says that they are there; the
-  /// bucket callback is called from there, and may step the optimizer. Buckets that arrive after backward
-  /// are sent in the order in which the next forward needs them, as the third backward with a plan has
-  /// shown. A backward that began before all was waited for waits for the rest, and throws if it reaches a
-  /// parameter that was not waited for, since forward then used its old value. Waits at once, as without
-  /// it: in backwards that learn or order; in which this rank misses a gradient or a parameter is
-  /// outside the plan (without static_graph); with check_finite, check_steps, under join(), and with hooks
-  /// of two phases. Parameters must be frozen and unfrozen alike on every rank. The plan is learnt anew.
-  /// Every rank has to do the same.
+  /// Past the bound of one step: with `on`, backward() returns when the last bucket was sent, not
+  /// when it has arrived. Gradients must not be read or changed before wait_for() says that they
+  /// are there; the bucket callback is called from there, and may step the optimizer. Buckets that
+  /// arrive after backward are sent in the order in which the next forward needs them, as the third
+  /// backward with a plan has shown. A backward that began before all was waited for waits for the
+  /// rest, and throws if it reaches a parameter that was not waited for, since forward then used
+  /// its old value. Waits at once, as without it: in backwards that learn or order; in which this
+  /// rank misses a gradient or a parameter is outside the plan (without static_graph); with
+  /// check_finite, check_steps, under join(), and with hooks of two phases. Parameters must be
+  /// frozen and unfrozen alike on every rank. The plan is learnt anew. Every rank has to do the
+  /// same.
   void set_deferred(bool on);
 
-  /// Returns when the gradients of these parameters (indices into parameters()) are complete: on CPU
-  /// backends the host waits, on NCCL the current stream. Calls the bucket callback for each bucket that
-  /// they are in. Does nothing for what is complete.
-  /// @throws CommunicationError, what the callback throws, and InvalidArgument for an index out of range.
+  /// Returns when the gradients of these parameters (indices into parameters()) are complete: on
+  /// CPU backends the host waits, on NCCL the current stream. Calls the bucket callback for each
+  /// bucket that they are in. Does nothing for what is complete.
+  /// @throws CommunicationError, what the callback throws, and InvalidArgument for an index out of
+  /// range.
   void wait_for(const std::vector<int64_t>& parameters);
 
   /// The same for all parameters.
   void wait();
 
-  /// Of a backward that has ended without waiting: the parameters (indices into parameters()) that were
-  /// not waited for since.
+  /// Of a backward that has ended without waiting: the parameters (indices into parameters()) that
+  /// were not waited for since.
   std::vector<int64_t> in_flight() const;
 
-  /// Uneven inputs. Between begin_join() and end_join() each rank announces its forwards (announce())
-  /// and, by itself, its backwards; a rank that has run out of data calls await_event() instead, until
-  /// it says kEnd, and takes part in the others' backwards by shadow_backward_begin() and _end() with
-  /// zeros. Each announcement is one small all-reduce that the host waits for.
+  /// Uneven inputs. Between begin_join() and end_join() each rank announces its forwards
+  /// (announce()) and, by itself, its backwards; a rank that has run out of data calls
+  /// await_event() instead, until it says kEnd, and takes part in the others' backwards by
+  /// shadow_backward_begin() and _end() with zeros. Each announcement is one small all-reduce that
+  /// the host waits for.
   ///
   /// `divide_by_initial_world_size`: gradients are divided by the number of ranks, so that a rank
   /// without data counts as zeros; else by the number of ranks that still have data.
@@ -251,19 +266,19 @@ class APEX_API Reducer {
   JoinEvent await_event();
   void shadow_backward_begin(bool gradients_were_kept);
   /// The loop of a rank without data: await_event() until the end, backwards shadowed, `on_forward`
-  /// called for each forward; then end_join(). Returns a rank that had data to the end, the same on every
-  /// rank, or -1 if all had.
+  /// called for each forward; then end_join(). Returns a rank that had data to the end, the same on
+  /// every rank, or -1 if all had.
   int64_t follow_until_end(const std::function<void(const JoinEvent&)>& on_forward);
-  /// A rank that had data to the end, the same on every rank, or -1 if all had. `followed`: this rank
-  /// awaited other events than kEnd. `scalers`: how many loss scalers the caller is going to take over
-  /// from that rank. Collective; blocks the host.
+  /// A rank that had data to the end, the same on every rank, or -1 if all had. `followed`: this
+  /// rank awaited other events than kEnd. `scalers`: how many loss scalers the caller is going to
+  /// take over from that rank. Collective; blocks the host.
   /// @throws RankMismatch on every rank if ranks have different numbers of loss scalers.
   int64_t last_with_data(bool followed, int64_t scalers = 0) const;
   void shadow_backward_end();
 
-  /// Replaces the all-reduce (and the averaging) by a hook; nullptr restores it. The next backward agrees on a
-  /// new plan. Every rank has to do the same: where gradients are on the CPU, the next backward throws
-  /// RankMismatch on every rank if some have not.
+  /// Replaces the all-reduce (and the averaging) by a hook; nullptr restores it. The next backward
+  /// agrees on a new plan. Every rank has to do the same: where gradients are on the CPU, the next
+  /// backward throws RankMismatch on every rank if some have not.
   void set_comm_hook(std::shared_ptr<CommHook> hook);
 
   /// Forget the plan; the next backward learns a new one. Every rank has to do the same, as for
@@ -275,21 +290,21 @@ class APEX_API Reducer {
   /// backward that would have to synchronize throws from then on. Does nothing the second time.
   void release();
 
-  /// release() for every reducer of this process, also those that only graphs refer to, and waits until groups
-  /// that reducers have made are gone. For the end of a process that may hold some in global variables. Blocks;
-  /// reducers with a backward in progress are passed over.
+  /// release() for every reducer of this process, also those that only graphs refer to, and waits
+  /// until groups that reducers have made are gone. For the end of a process that may hold some in
+  /// global variables. Blocks; reducers with a backward in progress are passed over.
   static void release_all();
 
   /// The plan in force (indices into parameters()), or nothing before the first backward.
   std::optional<BucketPlan> plan() const;
 
-  /// Uses `plan`, saved from plan() of the same model, from the next backward on, if the parameters that
-  /// get a gradient are those it holds. Collective: rank 0's plan counts.
+  /// Uses `plan`, saved from plan() of the same model, from the next backward on, if the parameters
+  /// that get a gradient are those it holds. Collective: rank 0's plan counts.
   /// @throws InvalidArgument if it names other parameters than these, or mixes dtypes or devices.
   void set_plan(const BucketPlan& plan);
 
-  /// The flat buffer of each bucket of the plan, [elements], in launch order; of a bucket reduced in
-  /// place, its gradient. With gradient_as_bucket_view, gradients are views of these.
+  /// The flat buffer of each bucket of the plan, [elements], in launch order; of a bucket reduced
+  /// in place, its gradient. With gradient_as_bucket_view, gradients are views of these.
   std::vector<at::Tensor> buffers() const;
 
   /// All parameters, duplicates removed.
@@ -297,22 +312,22 @@ class APEX_API Reducer {
 
   ReducerStatistics statistics() const;
 
-  /// Takes the times of each synchronized backward from the next one on, for overlap_report(); off: one
-  /// branch. On: a clock is read per gradient and a few times per bucket; on devices other than the CPU a
-  /// timed event is recorded each time, and another stream of torch's pool waits for each bucket, but
-  /// neither the host nor the stream of backward does. Not while a device's graph is captured. Off forgets
-  /// the last report. Waits for a deferred backward.
+  /// Takes the times of each synchronized backward from the next one on, for overlap_report(); off:
+  /// one branch. On: a clock is read per gradient and a few times per bucket; on devices other than
+  /// the CPU a timed event is recorded each time, and another stream of torch's pool waits for each
+  /// bucket, but neither the host nor the stream of backward does. Not while a device's graph is
+  /// captured. Off forgets the last report. Waits for a deferred backward.
   /// @throws Error while a backward is running; what wait() throws.
   void record_overlap(bool on);
 
-  /// What the last synchronized backward of this rank hid, of those that were recorded and whose buckets
-  /// were all awaited: after a deferred backward, the one before it until wait() or wait_for() have
-  /// completed it. nullopt if there is none. Without what is exchanged to learn a plan, and late
-  /// gradients that were reduced apart from it.
-  /// On the CPU does not block, and arrivals are told by the backend, when the future of its Work is
-  /// complete; by a backend without futures, when the wait for the bucket returned, which is later. On
-  /// another device the host waits until its streams are through with that backward; if its events give no
-  /// times (OverlapClock::kHostOnly), times are those of the host.
+  /// What the last synchronized backward of this rank hid, of those that were recorded and whose
+  /// buckets were all awaited: after a deferred backward, the one before it until wait() or
+  /// wait_for() have completed it. nullopt if there is none. Without what is exchanged to learn a
+  /// plan, and late gradients that were reduced apart from it. On the CPU does not block, and
+  /// arrivals are told by the backend, when the future of its Work is complete; by a backend
+  /// without futures, when the wait for the bucket returned, which is later. On another device the
+  /// host waits until its streams are through with that backward; if its events give no times
+  /// (OverlapClock::kHostOnly), times are those of the host.
   std::optional<OverlapReport> overlap_report() const;
 
  private:

@@ -1,11 +1,11 @@
 #pragma once
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/nn/cloneable.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/common.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/pimpl.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
 #include <optional>
@@ -53,10 +53,10 @@ struct SyncBatchNormArguments {
 };
 
 /// Normalizes by the statistics of this batch over all ranks and updates the running ones.
-/// Throws apex::InvalidArgument for one value per channel in all (on CUDA with a process group, where the
-/// host cannot know, the running statistics keep their values instead), for fewer than two
-/// dimensions, for per-channel tensors or a z that do not fit, and for other dtypes; apex::Error with
-/// other ranks in a transform of torch.func or for a forward-mode derivative.
+/// Throws apex::InvalidArgument for one value per channel in all (on CUDA with a process group,
+/// where the host cannot know, the running statistics keep their values instead), for fewer than
+/// two dimensions, for per-channel tensors or a z that do not fit, and for other dtypes;
+/// apex::Error with other ranks in a transform of torch.func or for a forward-mode derivative.
 APEX_API at::Tensor sync_batch_norm(const at::Tensor& input,
                                     const SyncBatchNormArguments& arguments);
 
@@ -64,8 +64,8 @@ APEX_API at::Tensor sync_batch_norm(const at::Tensor& input,
 APEX_API at::Tensor batch_norm_inference(const at::Tensor& input,
                                          const SyncBatchNormArguments& arguments);
 
-/// The name under which operators find `group` (torch.ops.apex.*): its own, registered here where c10d
-/// does not know it, or another one where that name belongs to another group. Empty for null.
+/// The name under which operators find `group` (torch.ops.apex.*): its own, registered here where
+/// c10d does not know it, or another one where that name belongs to another group. Empty for null.
 APEX_API std::string process_group_name(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 struct SyncBatchNormOptions {
@@ -79,9 +79,9 @@ struct SyncBatchNormOptions {
   bool channel_last = false;
   bool fuse_relu = false;
   // In training. Null: all ranks of apex::distributed::init_process_group(), over a communicator of
-  // their own, so that collectives never queue behind gradient buckets; all layers share it, and the
-  // first training forward of one makes it, which is collective. This rank alone in a program that
-  // has not called init_process_group().
+  // their own, so that collectives never queue behind gradient buckets; all layers share it, and
+  // the first training forward of one makes it, which is collective. This rank alone in a program
+  // that has not called init_process_group().
   c10::intrusive_ptr<c10d::ProcessGroup> process_group;
   bool this_rank_alone = false;  // nothing is synchronized; excludes process_group
 };

@@ -27,8 +27,9 @@ int main() {
 #ifdef CONSUMER_OPERATORS
   const auto op = c10::Dispatcher::singleton().findSchema({"apex::sync_batch_norm", ""});
   std::printf(", operators %s", op && op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
-                                         op->hasKernelForDispatchKey(c10::DispatchKey::Autograd)
-                                     ? "registered" : "MISSING");
+                                        op->hasKernelForDispatchKey(c10::DispatchKey::Autograd)
+                                    ? "registered"
+                                    : "MISSING");
 #endif
   std::printf("\n");
 }

@@ -1,6 +1,6 @@
 // One rank of a job whose other ranks may be Python programs (python/tests/test_cpp_python_job.py):
-// trains a small model for a few steps with the optimizer named in the second argument, sgd or larc, and
-// writes its parameters, as raw float32, to the file named in the first.
+// trains a small model for a few steps with the optimizer named in the second argument, sgd or
+// larc, and writes its parameters, as raw float32, to the file named in the first.
 
 #include <cstdio>
 #include <exception>
@@ -24,8 +24,8 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
-                                                        const std::vector<torch::Tensor>& parameters) {
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(
+    const std::string& name, const std::vector<torch::Tensor>& parameters) {
   const auto options = torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.01);
   auto sgd = std::make_unique<torch::optim::SGD>(parameters, options);
   if (name == "sgd") return sgd;

@@ -1,5 +1,5 @@
-// The launches of batch_norm_cuda.h on the fake device: the emulator computes them, and the device is told of
-// the memory they use, in the stream they are put into.
+// The launches of batch_norm_cuda.h on the fake device: the emulator computes them, and the device
+// is told of the memory they use, in the stream they are put into.
 
 #include <support/fake_device.h>
 
@@ -24,12 +24,18 @@ namespace fake = testing::fake;
 class Launch {
  public:
   Launch(const CudaCall& call, const char* name)
-      : call_(call), name_(name), elements_(call.sizes.batch * call.sizes.channels * call.sizes.plane) {}
+      : call_(call),
+        name_(name),
+        elements_(call.sizes.batch * call.sizes.channels * call.sizes.plane) {}
 
   Launch& reads(const void* data, int64_t bytes) { return add(data, bytes, false); }
   Launch& writes(const void* data, int64_t bytes) { return add(data, bytes, true); }
-  Launch& reads_elements(const void* data) { return reads(data, elements_ * element_bytes(call_.type)); }
-  Launch& writes_elements(const void* data) { return writes(data, elements_ * element_bytes(call_.type)); }
+  Launch& reads_elements(const void* data) {
+    return reads(data, elements_ * element_bytes(call_.type));
+  }
+  Launch& writes_elements(const void* data) {
+    return writes(data, elements_ * element_bytes(call_.type));
+  }
   Launch& reads_channels(const double* data, int64_t per_channel = 1) {
     return reads(data, 8 * per_channel * call_.sizes.channels);
   }
@@ -39,7 +45,8 @@ class Launch {
   Launch& reads(const ChannelParam& param) { return reads(param.data, bytes(param)); }
   Launch& writes(const ChannelParam& param) { return writes(param.data, bytes(param)); }
   Launch& works() {
-    return writes(call_.partial, 8 * partial_length(call_)).writes(call_.counters, 4 * counters_length(call_));
+    return writes(call_.partial, 8 * partial_length(call_))
+        .writes(call_.counters, 4 * counters_length(call_));
   }
 
   int run(const std::function<int()>& compute) {
@@ -50,14 +57,18 @@ class Launch {
 
  private:
   c10::Stream stream() const {
-    return c10::Stream(c10::Stream::UNSAFE, fake::device(), reinterpret_cast<c10::StreamId>(call_.stream));
+    return c10::Stream(c10::Stream::UNSAFE, fake::device(),
+                       reinterpret_cast<c10::StreamId>(call_.stream));
   }
   int64_t bytes(const ChannelParam& param) const {
-    const int64_t size = param.type == ParamType::kFloat64 ? 8 : param.type == ParamType::kFloat32 ? 4 : 2;
+    const int64_t size = param.type == ParamType::kFloat64   ? 8
+                         : param.type == ParamType::kFloat32 ? 4
+                                                             : 2;
     return call_.sizes.channels == 0 ? 0 : size * ((call_.sizes.channels - 1) * param.stride + 1);
   }
   Launch& add(const void* data, int64_t bytes, bool writes) {
-    if (data != nullptr && bytes > 0) regions_.push_back({data, static_cast<size_t>(bytes), writes});
+    if (data != nullptr && bytes > 0)
+      regions_.push_back({data, static_cast<size_t>(bytes), writes});
     return *this;
   }
 
@@ -69,7 +80,8 @@ class Launch {
 
 }  // namespace
 
-int launch_statistics(const CudaCall& call, const void* x, double* record, int64_t* num_batches_tracked) {
+int launch_statistics(const CudaCall& call, const void* x, double* record,
+                      int64_t* num_batches_tracked) {
   return Launch(call, "statistics")
       .reads_elements(x)
       .writes(record, 8 * statistics_length(call.sizes.channels))
@@ -82,7 +94,8 @@ int launch_normalize(const CudaCall& call, const NormalizeArguments& a) {
   Launch launch(call, "normalize");
   launch.reads_elements(a.x).reads_elements(a.z).writes_elements(a.y).reads(a.weight).reads(a.bias);
   if (a.records != nullptr) {
-    launch.reads(a.records, 8 * a.ranks * statistics_length(call.sizes.channels)).reads(a.num_batches, 8);
+    launch.reads(a.records, 8 * a.ranks * statistics_length(call.sizes.channels))
+        .reads(a.num_batches, 8);
     launch.writes(a.running_mean).writes(a.running_var);
     launch.writes_channels(a.mean).writes_channels(a.invstd).writes(a.count, 8);
   } else {

@@ -1,5 +1,5 @@
-// The CUDA operators of batch norm, registered for the fake device. Their headers come first, so that the
-// name of the dispatch key is replaced in that one file only.
+// The CUDA operators of batch norm, registered for the fake device. Their headers come first, so
+// that the name of the dispatch key is replaced in that one file only.
 
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAException.h>
@@ -12,11 +12,11 @@
 #include <mutex>
 #include <utility>
 
+#include "batch_norm/sync_batch_norm_common.h"
 #include "kernels/batch_norm_cuda.h"
-#include "parallel/sync_batch_norm_common.h"
 
 #define CUDA PrivateUse1
-#include "parallel/sync_batch_norm_cuda.cpp"
+#include "batch_norm/sync_batch_norm_cuda.cpp"
 #undef CUDA
 
 TORCH_LIBRARY_IMPL(apex, PrivateUse1, m) {

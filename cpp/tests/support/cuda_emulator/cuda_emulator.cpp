@@ -38,7 +38,8 @@ enum class State { kReady, kAtBarrier, kExchanging, kOver };
 struct Thread {
   State state = State::kReady;
   Place where{};
-  // Two slots in turns: a lane that is one exchange ahead does not overwrite what others still read.
+  // Two slots in turns: a lane that is one exchange ahead does not overwrite what others still
+  // read.
   std::array<uint64_t, 2> brought{};
   int exchanges = 0;
 };
@@ -47,7 +48,8 @@ struct Thread {
 struct Fiber {
   bool begun = false;
   ucontext_t begin;
-  jmp_buf turn;  // where it gave its turn; unlike contexts, these do not ask the kernel for a signal mask
+  jmp_buf turn;  // where it gave its turn; unlike contexts, these do not ask the kernel for a
+                 // signal mask
 };
 
 /// A block that has begun, and the place that it has.
@@ -82,8 +84,9 @@ ThreadLocals thread_locals() {
   return found;
 }
 
-/// The turns of blocks and of their threads, all on one thread of the emulator's own: __shared__ variables
-/// are its thread_local ones, and nothing else is, so that they can be exchanged with the block.
+/// The turns of blocks and of their threads, all on one thread of the emulator's own: __shared__
+/// variables are its thread_local ones, and nothing else is, so that they can be exchanged with the
+/// block.
 class Emulator {
  public:
   static Emulator& instance() {
@@ -98,8 +101,8 @@ class Emulator {
     if (config.gridDim.x == 0 || config.gridDim.y != 1 || config.gridDim.z != 1 || block.x == 0 ||
         block.x > kMostThreads || block.x % kWarp != 0 || block.y != 1 || block.z != 1 ||
         config.dynamicSmemBytes != 0 || config.numAttrs != 0) {
-      error_ = "a launch of " + std::to_string(config.gridDim.x) + " blocks of " + std::to_string(block.x) +
-               " threads, or with what is not emulated";
+      error_ = "a launch of " + std::to_string(config.gridDim.x) + " blocks of " +
+               std::to_string(block.x) + " threads, or with what is not emulated";
       return cudaErrorInvalidConfiguration;
     }
     body_ = &thread;
@@ -158,7 +161,8 @@ class Emulator {
  private:
   Emulator() {
     stacks_ = static_cast<char*>(mmap(nullptr, kStackBytes * kMostThreads * kMostResident,
-                                      PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+                                      PROT_READ | PROT_WRITE,
+                                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     if (stacks_ == MAP_FAILED) throw std::bad_alloc();
     std::thread([this] { run_device(); }).detach();
   }
@@ -274,8 +278,9 @@ class Emulator {
   void release_warp(unsigned warp) {
     const unsigned begin = warp * kWarp;
     const auto first = block_->threads.begin() + begin;
-    const bool complete = std::all_of(
-        first, first + kWarp, [](const Thread& thread) { return thread.state == State::kExchanging; });
+    const bool complete = std::all_of(first, first + kWarp, [](const Thread& thread) {
+      return thread.state == State::kExchanging;
+    });
     if (complete) release(begin, begin + kWarp, "an exchange");
   }
 
@@ -297,14 +302,15 @@ class Emulator {
     const Thread* before = nullptr;
     for (unsigned i = 0; i < block_->threads.size(); ++i) {
       const Thread& thread = block_->threads[i];
-      if (before != nullptr && before->state == thread.state && before->where.line == thread.where.line) {
+      if (before != nullptr && before->state == thread.state &&
+          before->where.line == thread.where.line) {
         continue;
       }
       before = &thread;
       text << "from thread " << i << " on "
-           << (thread.state == State::kOver         ? "over"
+           << (thread.state == State::kOver        ? "over"
                : thread.state == State::kAtBarrier ? "at a barrier"
-                                                    : "in an exchange");
+                                                   : "in an exchange");
       if (thread.state != State::kOver) text << " at line " << thread.where.line;
       text << "; ";
     }

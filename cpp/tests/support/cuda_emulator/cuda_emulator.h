@@ -3,21 +3,22 @@
 #include <cstdint>
 #include <string>
 
-/// Runs the project's CUDA kernels on the host, thread by thread, from the same source: every index, barrier
-/// and exchange between lanes is the one that a GPU computes; only the order in which threads run is the
-/// emulator's, and memory is the host's.
+/// Runs the project's CUDA kernels on the host, thread by thread, from the same source: every
+/// index, barrier and exchange between lanes is the one that a GPU computes; only the order in
+/// which threads run is the emulator's, and memory is the host's.
 ///
-/// A launch is over when it returns. Its threads take turns: each runs until it has to wait for others.
-/// Reported, as an error of the launch, are barriers that not all threads of a block reach, or reach in
-/// different places, and exchanges that not all lanes of a warp take part in. Missing barriers show as wrong
-/// results under one of the orders. Not noticed are missing fences, and races that no order of turns gets
-/// wrong. Shared memory starts as NaN (bytes of 0xff) in every block.
+/// A launch is over when it returns. Its threads take turns: each runs until it has to wait for
+/// others. Reported, as an error of the launch, are barriers that not all threads of a block reach,
+/// or reach in different places, and exchanges that not all lanes of a warp take part in. Missing
+/// barriers show as wrong results under one of the orders. Not noticed are missing fences, and
+/// races that no order of turns gets wrong. Shared memory starts as NaN (bytes of 0xff) in every
+/// block.
 ///
 /// Launches of several host threads are run one after the other.
 namespace apex::testing::cuda {
 
-/// The order of turns: 0 ascending and 1 descending, one block after the other; anything else shuffled, with
-/// that seed, and a few blocks at a time. 0 at first.
+/// The order of turns: 0 ascending and 1 descending, one block after the other; anything else
+/// shuffled, with that seed, and a few blocks at a time. 0 at first.
 void set_order(uint64_t seed);
 
 /// Launches since the program began.

@@ -8,8 +8,9 @@
 #include <functional>
 #include <type_traits>
 
-/// Stands in for CUDA's header of this name, so that a host compiler compiles device code, and kernels run
-/// on the host (cuda_emulator.h): what the kernels of this project use of CUDA, and nothing more.
+/// Stands in for CUDA's header of this name, so that a host compiler compiles device code, and
+/// kernels run on the host (cuda_emulator.h): what the kernels of this project use of CUDA, and
+/// nothing more.
 
 #define __global__
 #define __device__
@@ -32,7 +33,11 @@ extern uint3 blockIdx;
 extern dim3 blockDim;
 extern dim3 gridDim;
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9, cudaErrorLaunchFailure = 719 };
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorLaunchFailure = 719
+};
 using cudaStream_t = struct CUstream_st*;
 struct cudaLaunchConfig_t {
   dim3 gridDim;
@@ -43,7 +48,8 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs;
 };
 
-/// A small device: two blocks of rows_*_kernel at a time, so that tests of moderate size share channels.
+/// A small device: two blocks of rows_*_kernel at a time, so that tests of moderate size share
+/// channels.
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxThreadsPerMultiProcessor };
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount ? 3 : 1024;

@@ -22,6 +22,8 @@ class CUDAStream {
   c10::Stream stream_;
 };
 
-inline CUDAStream getCurrentCUDAStream() { return CUDAStream(apex::testing::fake::current_stream()); }
+inline CUDAStream getCurrentCUDAStream() {
+  return CUDAStream(apex::testing::fake::current_stream());
+}
 
 }  // namespace c10::cuda

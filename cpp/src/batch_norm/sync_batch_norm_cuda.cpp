@@ -20,8 +20,8 @@
 #include <mutex>
 #include <utility>
 
+#include "batch_norm/sync_batch_norm_common.h"
 #include "kernels/batch_norm_cuda.h"
-#include "sync_batch_norm_common.h"
 
 namespace apex::parallel::detail {
 namespace {
@@ -33,8 +33,8 @@ kernels::DeviceLimits device_limits(c10::DeviceIndex device) {
   auto found = known.find(device);
   if (found == known.end()) {
     kernels::DeviceLimits limits{};
-    C10_CUDA_CHECK(cudaDeviceGetAttribute(&limits.multiprocessors,
-                                          cudaDevAttrMultiProcessorCount, device));
+    C10_CUDA_CHECK(
+        cudaDeviceGetAttribute(&limits.multiprocessors, cudaDevAttrMultiProcessorCount, device));
     C10_CUDA_CHECK(cudaDeviceGetAttribute(&limits.threads_per_multiprocessor,
                                           cudaDevAttrMaxThreadsPerMultiProcessor, device));
     found = known.emplace(device, limits).first;
@@ -129,7 +129,8 @@ ForwardResult forward_cuda(const at::Tensor& input, const OptionalTensor& z,
   const Peers peers = find_peers(group_name);
   {
     const BeforeExchange checking(peers, Direction::kForward);
-    check_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked, channel_last);
+    check_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked,
+                  channel_last);
     check_updated(running_mean, running_var);
   }
   const c10::cuda::CUDAGuard guard(input.device());
@@ -153,12 +154,12 @@ ForwardResult forward_cuda(const at::Tensor& input, const OptionalTensor& z,
   at::Tensor record = at::empty({kernels::statistics_length(channels)}, float64);
   const at::Tensor counter = counter_as_int64(num_batches_tracked);
   int64_t* batches = counter.defined() ? counter.mutable_data_ptr<int64_t>() : nullptr;
-  const bool aligned =
-      is_aligned({x.const_data_ptr(), pointer(added), output.const_data_ptr()});
+  const bool aligned = is_aligned({x.const_data_ptr(), pointer(added), output.const_data_ptr()});
   const Prepared prepared = prepare(x, sizes, aligned, true);
   check_launch(kernels::launch_statistics(prepared.call, x.const_data_ptr(),
                                           record.mutable_data_ptr<double>(), batches));
-  const at::Tensor records = peers ? all_gather(peers, record, Direction::kForward, channels) : record;
+  const at::Tensor records =
+      peers ? all_gather(peers, record, Direction::kForward, channels) : record;
 
   kernels::NormalizeArguments a{};
   a.x = x.const_data_ptr();
@@ -184,8 +185,8 @@ ForwardResult forward_cuda(const at::Tensor& input, const OptionalTensor& z,
 
 at::Tensor inference_cuda(const at::Tensor& input, const OptionalTensor& z,
                           const OptionalTensor& weight, const OptionalTensor& bias,
-                          const at::Tensor& running_mean, const at::Tensor& running_var,
-                          double eps, bool channel_last, bool fuse_relu) {
+                          const at::Tensor& running_mean, const at::Tensor& running_var, double eps,
+                          bool channel_last, bool fuse_relu) {
   check_forward(input, z, weight, bias, running_mean, running_var, std::nullopt, channel_last);
   const c10::cuda::CUDAGuard guard(input.device());
   const MemoryLayout layout = layout_of(input, channel_last);
@@ -247,7 +248,7 @@ BackwardResult backward_cuda(const at::Tensor& grad_output, const at::Tensor& in
   a.y = pointer(out);
   a.dx = dx.numel() > 0 ? dx.mutable_data_ptr() : nullptr;
   a.dz = dz.numel() > 0 ? dz.mutable_data_ptr() : nullptr;
-  a.mask = !fuse_relu         ? kernels::ReluMask::kNone
+  a.mask = !fuse_relu        ? kernels::ReluMask::kNone
            : is_present(out) ? kernels::ReluMask::kOutput
                              : kernels::ReluMask::kRecompute;
   a.weight = channel_param(weight);
@@ -260,10 +261,8 @@ BackwardResult backward_cuda(const at::Tensor& grad_output, const at::Tensor& in
   if (dbias.numel() > 0) {
     a.dbias = channel_param(dbias);
   }
-  const bool reduces =
-      (training && needs[0]) || a.dweight.present() || a.dbias.present();
-  const Prepared prepared =
-      prepare(x, sizes, is_aligned({a.dy, a.x, a.y, a.dx, a.dz}), reduces);
+  const bool reduces = (training && needs[0]) || a.dweight.present() || a.dbias.present();
+  const Prepared prepared = prepare(x, sizes, is_aligned({a.dy, a.x, a.y, a.dx, a.dz}), reduces);
   at::Tensor sums = at::empty({2 * channels}, mean.options().dtype(at::kDouble));
   a.sums = sums.mutable_data_ptr<double>();
   if (reduces) {

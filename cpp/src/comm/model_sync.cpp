@@ -65,8 +65,9 @@ at::Tensor all_gather_host(const at::Tensor& mine, at::Device device, const Grou
   std::vector<int64_t> shape = share.sizes().vec();
   shape.insert(shape.begin(), group->getSize());
   const at::Tensor all = at::empty(shape, share.options());
-  run_collective(kComparison, *group,
-                 [&] { return issue_all_gather(kComparison, *group, all.view({-1}), share.view({-1})); });
+  run_collective(kComparison, *group, [&] {
+    return issue_all_gather(kComparison, *group, all.view({-1}), share.view({-1}));
+  });
   return all.cpu();
 }
 
@@ -91,7 +92,9 @@ struct Description {
     return "without " + key;
   }
 
-  static std::string key_of(const std::string& setting) { return setting.substr(0, setting.find('=')); }
+  static std::string key_of(const std::string& setting) {
+    return setting.substr(0, setting.find('='));
+  }
 
   std::vector<std::string> settings;
   std::vector<std::string> tensors;
@@ -118,10 +121,12 @@ std::string difference(int64_t rank, const std::string& reference, const std::st
   size_t i = 0;
   const size_t both = std::min(expected.tensors.size(), actual.tensors.size());
   while (i < both && expected.tensors[i] == actual.tensors[i]) ++i;
-  out << "parameter " << i << " is " << (i < expected.tensors.size() ? expected.tensors[i] : "missing")
-      << " on rank 0 and " << (i < actual.tensors.size() ? actual.tensors[i] : "missing") << " on rank "
-      << rank << " (" << expected.tensors.size() << " and " << actual.tensors.size()
-      << " parameters in all). Construct the same model, with the same options, in the same order on every "
+  out << "parameter " << i << " is "
+      << (i < expected.tensors.size() ? expected.tensors[i] : "missing") << " on rank 0 and "
+      << (i < actual.tensors.size() ? actual.tensors[i] : "missing") << " on rank " << rank << " ("
+      << expected.tensors.size() << " and " << actual.tensors.size()
+      << " parameters in all). Construct the same model, with the same options, in the same order "
+         "on every "
          "rank.";
   return out.str();
 }
@@ -147,9 +152,10 @@ void verify_same_model(const std::vector<NamedTensor>& tensors,
   }
   const at::Device device = control_device(group, fallback);
 
-  const at::Tensor mine = at::tensor({static_cast<int64_t>(tensors.size()),
-                                      static_cast<int64_t>(text.size()), Fingerprint().add(text.data(), text.size()).value()},
-                                     at::kLong);
+  const at::Tensor mine =
+      at::tensor({static_cast<int64_t>(tensors.size()), static_cast<int64_t>(text.size()),
+                  Fingerprint().add(text.data(), text.size()).value()},
+                 at::kLong);
   const at::Tensor all = all_gather_host(mine, device, group);
   if (all.eq(all[0]).all().item<bool>()) return;
 
@@ -214,8 +220,8 @@ void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group
                      const std::string& what) {
   std::vector<at::Tensor> pieces;
   for (const at::Tensor& tensor : chunk) pieces.push_back(as_bytes(tensor));
-  // A single large tensor is received where it lies; others by way of a copy, so that those that have
-  // not changed are not written.
+  // A single large tensor is received where it lies; others by way of a copy, so that those that
+  // have not changed are not written.
   const bool where_it_lies = pieces.size() == 1 && pieces[0].numel() >= kInPlaceBytes;
   at::Tensor flat = where_it_lies ? pieces[0] : at::cat(pieces);
   run_collective(what, *group, [&] { return issue_broadcast(what, *group, flat, root); });
@@ -228,8 +234,9 @@ void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group
       target.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
     } else {
       const at::Tensor received = flat.narrow(0, offset, bytes);
-      // What has not changed is not written: a forward that awaits its backward may have saved it. Bytes are
-      // compared, since -0.0 equals 0.0, a NaN does not equal itself, and some dtypes have no comparison.
+      // What has not changed is not written: a forward that awaits its backward may have saved it.
+      // Bytes are compared, since -0.0 equals 0.0, a NaN does not equal itself, and some dtypes
+      // have no comparison.
       if (!target.is_cpu() || !as_bytes(target).equal(received)) {
         // The offset inside the message need not be aligned to the dtype: clone aligns it.
         target.copy_(received.clone().view(target.scalar_type()).view(target.sizes()));

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "sync_batch_norm_common.h"
+#include "batch_norm/sync_batch_norm_common.h"
 
 /// The operators as C++ calls that go through the dispatcher (so that autograd, fake tensors and
 /// tracing see them). Their schemas are in sync_batch_norm_ops.cpp.
@@ -17,14 +17,14 @@ ForwardResult call_forward(const at::Tensor& input, const OptionalTensor& z,
 BackwardResult call_backward(const at::Tensor& grad_output, const at::Tensor& input,
                              const OptionalTensor& output, const OptionalTensor& weight,
                              const OptionalTensor& bias, const at::Tensor& mean,
-                             const at::Tensor& invstd_or_var, const OptionalTensor& count, double eps,
-                             bool channel_last, bool fuse_relu, OutputMask needs,
+                             const at::Tensor& invstd_or_var, const OptionalTensor& count,
+                             double eps, bool channel_last, bool fuse_relu, OutputMask needs,
                              c10::string_view group_name);
 
 at::Tensor call_inference(const at::Tensor& input, const OptionalTensor& z,
                           const OptionalTensor& weight, const OptionalTensor& bias,
-                          const at::Tensor& running_mean, const at::Tensor& running_var,
-                          double eps, bool channel_last, bool fuse_relu);
+                          const at::Tensor& running_mean, const at::Tensor& running_var, double eps,
+                          bool channel_last, bool fuse_relu);
 
 at::Tensor call_all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name);
 

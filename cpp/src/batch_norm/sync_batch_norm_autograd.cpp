@@ -7,7 +7,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "sync_batch_norm_ops.h"
+#include "batch_norm/sync_batch_norm_ops.h"
 
 namespace apex::parallel::detail {
 namespace {
@@ -81,8 +81,8 @@ class BackwardFunction : public Function<BackwardFunction> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const variable_list saved = ctx->get_saved_variables();
-    // What the first derivative was asked for is one thing, what depends on x another: dweight does, through the
-    // statistics, too.
+    // What the first derivative was asked for is one thing, what depends on x another: dweight
+    // does, through the statistics, too.
     const bool through_input = ctx->saved_data["needs_input"].toBool() || saved[1].requires_grad();
     const BackwardCall call{saved[0],
                             saved[1],
@@ -104,7 +104,8 @@ class BackwardFunction : public Function<BackwardFunction> {
     const DoubleBackwardResult result =
         double_backward(call, gradient(0, "needs_input"), gradient(1, "needs_z"),
                         gradient(2, "needs_weight"), gradient(3, "needs_bias"));
-    return {result.grad_output, result.input, {}, result.weight, {}, {}, {}, {}, {}, {}, {}, {}, {}};
+    return {
+        result.grad_output, result.input, {}, result.weight, {}, {}, {}, {}, {}, {}, {}, {}, {}};
   }
 };
 
@@ -138,20 +139,26 @@ class ForwardFunction : public Function<ForwardFunction> {
     const variable_list saved = ctx->get_saved_variables();
     const bool has_z = ctx->saved_data["has_z"].toBool();
     const bool fuse_relu = ctx->saved_data["fuse_relu"].toBool();
-    const OutputMask needs =
-        needed_gradients(ctx, has_z, saved[2].defined(), saved[3].defined());
+    const OutputMask needs = needed_gradients(ctx, has_z, saved[2].defined(), saved[3].defined());
     // Without a gradient, too: other ranks may have one, and wait for this one's sums.
     const at::Tensor dy = gradients[0].defined() ? gradients[0] : at::zeros_like(saved[0]);
-    const auto [dx, dz, dweight, dbias] = call_backward(
-        dy, saved[0], or_none(saved[1]), or_none(saved[2]), or_none(saved[3]), saved[4],
-        saved[5], or_none(saved[6]), ctx->saved_data["eps"].toDouble(),
-        ctx->saved_data["channel_last"].toBool(), fuse_relu, needs,
-        ctx->saved_data["group_name"].toStringRef());
+    const auto [dx, dz, dweight, dbias] =
+        call_backward(dy, saved[0], or_none(saved[1]), or_none(saved[2]), or_none(saved[3]),
+                      saved[4], saved[5], or_none(saved[6]), ctx->saved_data["eps"].toDouble(),
+                      ctx->saved_data["channel_last"].toBool(), fuse_relu, needs,
+                      ctx->saved_data["group_name"].toStringRef());
     return {if_needed(needs[0], dx),
             if_needed(needs[1], fuse_relu ? dz : dy),
             if_needed(needs[2], dweight),
             if_needed(needs[3], dbias),
-            {}, {}, {}, {}, {}, {}, {}, {}};
+            {},
+            {},
+            {},
+            {},
+            {},
+            {},
+            {},
+            {}};
   }
 };
 
@@ -178,8 +185,7 @@ class InferenceFunction : public Function<InferenceFunction> {
     const bool has_z = ctx->saved_data["has_z"].toBool();
     const bool fuse_relu = ctx->saved_data["fuse_relu"].toBool();
     const double eps = ctx->saved_data["eps"].toDouble();
-    const OutputMask needs =
-        needed_gradients(ctx, has_z, saved[2].defined(), saved[3].defined());
+    const OutputMask needs = needed_gradients(ctx, has_z, saved[2].defined(), saved[3].defined());
     const auto [dx, dz, dweight, dbias] =
         call_backward(gradients[0], saved[0], or_none(saved[1]), or_none(saved[2]),
                       or_none(saved[3]), saved[4], saved[5], std::nullopt, eps,
@@ -188,7 +194,11 @@ class InferenceFunction : public Function<InferenceFunction> {
             if_needed(needs[1], fuse_relu ? dz : gradients[0]),
             if_needed(needs[2], dweight),
             if_needed(needs[3], dbias),
-            {}, {}, {}, {}, {}};
+            {},
+            {},
+            {},
+            {},
+            {}};
   }
 };
 
@@ -279,12 +289,12 @@ BackwardResult backward_autograd(const at::Tensor& grad_output, const at::Tensor
                               "dual_level), too.");
   if (!needs_node(grad_output, input, output, weight, bias)) {
     at::AutoDispatchBelowADInplaceOrView below;
-    return call_backward(grad_output, input, output, weight, bias, mean, invstd_or_var, count,
-                         eps, channel_last, fuse_relu, needs, group_name);
+    return call_backward(grad_output, input, output, weight, bias, mean, invstd_or_var, count, eps,
+                         channel_last, fuse_relu, needs, group_name);
   }
-  variable_list results = BackwardFunction::apply(
-      grad_output, input, output, weight, bias, mean, invstd_or_var, count, eps, channel_last,
-      fuse_relu, needs, std::string(group_name));
+  variable_list results =
+      BackwardFunction::apply(grad_output, input, output, weight, bias, mean, invstd_or_var, count,
+                              eps, channel_last, fuse_relu, needs, std::string(group_name));
   return {results[0], results[1], results[2], results[3]};
 }
 

@@ -50,14 +50,16 @@ double seconds_in_both(const Intervals& left, const Intervals& right) {
 }
 
 void check(double last_gradient_s, double backward_s, const std::vector<BucketOverlap>& buckets) {
-  if (!std::isfinite(backward_s) || !(last_gradient_s <= backward_s) || !std::isfinite(last_gradient_s)) {
+  if (!std::isfinite(backward_s) || !(last_gradient_s <= backward_s) ||
+      !std::isfinite(last_gradient_s)) {
     throw InvalidArgument("overlap: backward computed its last gradient at " +
                           std::to_string(last_gradient_s) + " s, and ended at " +
                           std::to_string(backward_s) + " s");
   }
   for (size_t b = 0; b < buckets.size(); ++b) {
     const BucketOverlap& bucket = buckets[b];
-    const bool ordered = bucket.ready_s <= bucket.launched_s && bucket.launched_s <= bucket.arrived_s;
+    const bool ordered =
+        bucket.ready_s <= bucket.launched_s && bucket.launched_s <= bucket.arrived_s;
     if (ordered && std::isfinite(bucket.ready_s) && std::isfinite(bucket.arrived_s) &&
         std::isfinite(bucket.awaited_s)) {
       continue;
@@ -134,9 +136,11 @@ std::string to_string(const OverlapReport& report) {
     text += " (times at which the host asked the device, not those of the device)";
   }
   text += '\n';
-  append(text, "%zu buckets, %.2f MiB, in flight for %.2f ms: %.2f ms hidden (%.0f %%), %.2f ms exposed\n",
-         report.buckets.size(), bytes / kMebi, report.communication_s * kMilli,
-         report.hidden_s * kMilli, report.hidden_fraction * 100, report.exposed_s * kMilli);
+  append(
+      text,
+      "%zu buckets, %.2f MiB, in flight for %.2f ms: %.2f ms hidden (%.0f %%), %.2f ms exposed\n",
+      report.buckets.size(), bytes / kMebi, report.communication_s * kMilli,
+      report.hidden_s * kMilli, report.hidden_fraction * 100, report.exposed_s * kMilli);
   append(text, "%6s %9s %9s %9s %9s %9s %9s  %s\n", "bucket", "MiB", "ready", "launched", "arrived",
          "in flight", "exposed", "parameters");
   for (size_t b = 0; b < report.buckets.size(); ++b) {

@@ -75,8 +75,9 @@ void check_more_than_one_value(const at::Tensor& input, int64_t values_over_all_
 kernels::ChannelParam channel_param(const OptionalTensor& tensor);
 
 /// Of the arguments of the backward operator.
-kernels::ChannelStatistics channel_statistics(const at::Tensor& mean, const at::Tensor& invstd_or_var,
-                                              bool constant, double eps);
+kernels::ChannelStatistics channel_statistics(const at::Tensor& mean,
+                                              const at::Tensor& invstd_or_var, bool constant,
+                                              double eps);
 
 using ForwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using BackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;

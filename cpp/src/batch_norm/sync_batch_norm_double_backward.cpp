@@ -16,7 +16,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 
-#include "sync_batch_norm_ops.h"
+#include "batch_norm/sync_batch_norm_ops.h"
 
 namespace apex::parallel::detail {
 namespace {
@@ -65,8 +65,7 @@ DoubleBackwardResult double_backward(const BackwardCall& call, const at::Tensor&
       r = (call_all_reduce_sum(squares, call.group_name) / count + call.eps).rsqrt();
     }
   }
-  const at::Tensor weight =
-      has_weight ? call.weight->to(acc) : at::ones_like(r.detach());
+  const at::Tensor weight = has_weight ? call.weight->to(acc) : at::ones_like(r.detach());
   const at::Tensor w = channels.spread(weight);
   const at::Tensor scale = channels.spread(r);
   const at::Tensor xhat = (x - channels.spread(mean)) * scale;
@@ -96,11 +95,11 @@ DoubleBackwardResult double_backward(const BackwardCall& call, const at::Tensor&
   if (call.needs_input && training) {
     const at::Tensor big_g = gg_input.defined() ? gg_input.to(acc) : at::zeros_like(x);
     const at::Tensor e = u.defined() ? dy * u : at::zeros_like(x);
-    const at::Tensor sums = call_all_reduce_sum(
-        at::stack({channels.sum(g), channels.sum(g * xhat), channels.sum(big_g),
-                   channels.sum(big_g * xhat), channels.sum(g * big_g), channels.sum(e),
-                   channels.sum(e * xhat)}),
-        call.group_name);
+    const at::Tensor sums =
+        call_all_reduce_sum(at::stack({channels.sum(g), channels.sum(g * xhat), channels.sum(big_g),
+                                       channels.sum(big_g * xhat), channels.sum(g * big_g),
+                                       channels.sum(e), channels.sum(e * xhat)}),
+                            call.group_name);
     const at::Tensor means = sums / count;
     const auto m = [&](int64_t i) { return channels.spread(means.select(0, i)); };
     const at::Tensor projected = big_g - m(2) - xhat * m(3);

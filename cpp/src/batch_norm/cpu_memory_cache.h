@@ -10,9 +10,10 @@ namespace apex::parallel {
 
 /// Memory on the CPU that is kept when it is freed, for the next request of about its size.
 ///
-/// A C library gives large blocks back to the system, which hands out new pages, zeroed, when they are first
-/// written: more work than a batch norm does with them. Thread safe; does not wait for other threads, whose
-/// concurrent requests are served without the cache (and so is a forked child, should the lock have been held).
+/// A C library gives large blocks back to the system, which hands out new pages, zeroed, when they
+/// are first written: more work than a batch norm does with them. Thread safe; does not wait for
+/// other threads, whose concurrent requests are served without the cache (and so is a forked child,
+/// should the lock have been held).
 class CpuMemoryCache {
  public:
   /// Smaller blocks are left to the C library, which keeps them.
@@ -26,7 +27,8 @@ class CpuMemoryCache {
   CpuMemoryCache(const CpuMemoryCache&) = delete;
   CpuMemoryCache& operator=(const CpuMemoryCache&) = delete;
 
-  /// Uninitialized, aligned to kAlignment; null for 0 bytes. Gives back what it keeps rather than fail.
+  /// Uninitialized, aligned to kAlignment; null for 0 bytes. Gives back what it keeps rather than
+  /// fail.
   /// @throws c10::Error if there is not so much memory.
   void* allocate(size_t bytes);
   /// Of what allocate() of this cache returned; nothing for null.
@@ -57,8 +59,8 @@ class CpuMemoryCache {
 /// @throws c10::ValueError (a ValueError in Python) unless it is a number of MiB.
 size_t cpu_cache_limit_bytes(const char* value);
 
-/// Allocator of a cache that the process shares, with cpu_cache_limit_bytes() of its environment. What it
-/// hands out shows in torch's memory profile as torch's own allocations do.
+/// Allocator of a cache that the process shares, with cpu_cache_limit_bytes() of its environment.
+/// What it hands out shows in torch's memory profile as torch's own allocations do.
 /// @throws as cpu_cache_limit_bytes(), in every call.
 c10::Allocator* cpu_cache_allocator();
 

@@ -21,17 +21,17 @@ namespace {
 using torch::nn::AnyModule;
 
 template <typename BatchNormImpl>
-std::shared_ptr<SyncBatchNormImpl> to_sync(
-    const BatchNormImpl& module, int dimensions,
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group, bool channel_last) {
+std::shared_ptr<SyncBatchNormImpl> to_sync(const BatchNormImpl& module, int dimensions,
+                                           const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                           bool channel_last) {
   SyncBatchNormOptions options(module.options.num_features());
   options.eps = module.options.eps();
   options.momentum = module.options.momentum();
   options.channel_last = channel_last;
   options.process_group = group;
-  auto result = std::make_shared<SyncBatchNormImpl>(
-      std::move(options), module.weight, module.bias, module.running_mean, module.running_var,
-      module.num_batches_tracked);
+  auto result = std::make_shared<SyncBatchNormImpl>(std::move(options), module.weight, module.bias,
+                                                    module.running_mean, module.running_var,
+                                                    module.num_batches_tracked);
   result->converted_from = dimensions;
   result->train(module.is_training());
   return result;
@@ -121,8 +121,7 @@ class ReplaceInPlace {
       if (!replacement_.applies(*child.value())) {
         prepare(*child.value(), name);
       } else if (!is_container(parent)) {
-        refuse(name, "the module that contains it holds it as a typed member",
-               replacement_.remedy);
+        refuse(name, "the module that contains it holds it as a typed member", replacement_.remedy);
       } else if (made_.count(child.value().get()) == 0) {
         made_.emplace(child.value().get(), replacement_.make(*child.value(), name));
       }
@@ -263,9 +262,9 @@ void convert_sync_batch_norm(torch::nn::Module& model,
   name_layers(model);
 }
 
-torch::nn::Sequential convert_sync_batch_norm(
-    const torch::nn::Sequential& model, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    bool channel_last) {
+torch::nn::Sequential convert_sync_batch_norm(const torch::nn::Sequential& model,
+                                              const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                              bool channel_last) {
   torch::nn::Sequential result = rebuild(model, to_sync_batch_norm(group, channel_last));
   name_layers(*result);
   return result;

@@ -14,9 +14,9 @@ namespace {
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 constexpr int64_t kMebi = int64_t{1} << 20;
 
-// Where nothing was chosen. A step over a link of 1 Gbit/s between CPUs takes 6 to 12 % longer with buckets of
-// 25 or 40 MiB than with any size from 0.5 to 4 MiB, which do not differ (docs/performance.md). On one
-// machine it is the number of collectives that costs.
+// Where nothing was chosen. A step over a link of 1 Gbit/s between CPUs takes 6 to 12 % longer with
+// buckets of 25 or 40 MiB than with any size from 0.5 to 4 MiB, which do not differ
+// (docs/performance.md). On one machine it is the number of collectives that costs.
 constexpr int64_t kCpuBytes = 8 * kMebi;
 constexpr int64_t kDeviceElements = 10'000'000;
 constexpr int64_t kFirstBytes = kMebi;
@@ -125,7 +125,8 @@ BucketPlan assign_buckets(const std::vector<ParameterInfo>& parameters,
         return candidate.dtype == parameter.dtype && candidate.device == parameter.device;
       });
       if (bucket == open.end()) {
-        bucket = open.insert(open.end(), {parameter.dtype, parameter.device, caps.first(parameter), 0, {}});
+        bucket = open.insert(open.end(),
+                             {parameter.dtype, parameter.device, caps.first(parameter), 0, {}});
       }
       bucket->members.push_back(index);
       bucket->size += size;
@@ -142,7 +143,8 @@ BucketPlan assign_buckets(const std::vector<ParameterInfo>& parameters,
 
   // A bucket can be launched when its last member is ready; that decides the order.
   std::vector<int64_t> position(parameters.size(), 0);
-  for (size_t i = 0; i < ready_order.size(); ++i) position[ready_order[i]] = static_cast<int64_t>(i);
+  for (size_t i = 0; i < ready_order.size(); ++i)
+    position[ready_order[i]] = static_cast<int64_t>(i);
   std::sort(plan.buckets.begin(), plan.buckets.end(), [&](const auto& left, const auto& right) {
     return position[left.back()] < position[right.back()];
   });

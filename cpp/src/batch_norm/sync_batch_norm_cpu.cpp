@@ -10,9 +10,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "cpu_memory_cache.h"
+#include "batch_norm/cpu_memory_cache.h"
+#include "batch_norm/sync_batch_norm_common.h"
 #include "kernels/processor_cache.h"
-#include "sync_batch_norm_common.h"
 
 namespace apex::parallel::detail {
 namespace {
@@ -29,18 +29,22 @@ int64_t grain(int64_t elements_per_item) {
   return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_per_item));
 }
 
-/// A new result of the size of the input, where an old one was if there is one that nobody uses any more.
+/// A new result of the size of the input, where an old one was if there is one that nobody uses any
+/// more.
 at::Tensor new_result(const at::Tensor& like, MemoryLayout layout) {
-  return empty_in_layout(like, layout, [](c10::SymIntArrayRef sizes, const at::TensorOptions& options,
-                                          std::optional<at::MemoryFormat> format) {
-    return at::Tensor(at::detail::empty_generic(
-        C10_AS_INTARRAYREF_SLOW(sizes), cpu_cache_allocator(), c10::DispatchKeySet(c10::DispatchKey::CPU),
-        c10::typeMetaToScalarType(options.dtype()), format));
-  });
+  return empty_in_layout(like, layout,
+                         [](c10::SymIntArrayRef sizes, const at::TensorOptions& options,
+                            std::optional<at::MemoryFormat> format) {
+                           return at::Tensor(at::detail::empty_generic(
+                               C10_AS_INTARRAYREF_SLOW(sizes), cpu_cache_allocator(),
+                               c10::DispatchKeySet(c10::DispatchKey::CPU),
+                               c10::typeMetaToScalarType(options.dtype()), format));
+                         });
 }
 
-/// Whether a pass over `arrays` arrays like this one writes its result past the caches: once they together
-/// are more than half of the last cache (others use it, too), whoever reads the result will not find it there.
+/// Whether a pass over `arrays` arrays like this one writes its result past the caches: once they
+/// together are more than half of the last cache (others use it, too), whoever reads the result
+/// will not find it there.
 bool outgrows_cache(const at::Tensor& like, int arrays) {
   return like.nbytes() * static_cast<size_t>(arrays) > kernels::last_cache_bytes() / 2;
 }
@@ -180,13 +184,14 @@ void normalize(const T* x, const T* z, T* y, const Sizes& sizes, const double* m
 ForwardResult forward_cpu(const at::Tensor& input, const OptionalTensor& z,
                           const OptionalTensor& weight, const OptionalTensor& bias,
                           const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                          const OptionalTensor& num_batches_tracked,
-                          std::optional<double> momentum, double eps, bool channel_last,
-                          bool fuse_relu, c10::string_view group_name) {
+                          const OptionalTensor& num_batches_tracked, std::optional<double> momentum,
+                          double eps, bool channel_last, bool fuse_relu,
+                          c10::string_view group_name) {
   const Peers peers = find_peers(group_name);
   {
     const BeforeExchange checking(peers, Direction::kForward);
-    check_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked, channel_last);
+    check_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked,
+                  channel_last);
     check_updated(running_mean, running_var);
   }
   const MemoryLayout layout = layout_of(input, channel_last);
@@ -247,7 +252,8 @@ ForwardResult forward_cpu(const at::Tensor& input, const OptionalTensor& z,
     double* local = record.mutable_data_ptr<double>();
     local_statistics(from, sizes, local, local + channels);
     local[2 * channels] = local_count;
-    const at::Tensor gathered = peers ? all_gather(peers, record, Direction::kForward, channels) : record;
+    const at::Tensor gathered =
+        peers ? all_gather(peers, record, Direction::kForward, channels) : record;
     const int64_t ranks = peers ? peers.group->getSize() : 1;
     const double* records = gathered.const_data_ptr<double>();
     double total = 0;
@@ -300,9 +306,9 @@ void local_reduction(const T* dy, const T* x, const T* y, const Sizes& sizes,
   if (!sizes.rows) {
     at::parallel_for(0, channels, grain(sizes.values_per_channel()), [&](int64_t b, int64_t e) {
       for (int64_t c = b; c < e; ++c) {
-        const auto sums = k.planes_reduce(
-            dy, x, y, sizes.planes, c,
-            {rows.columns[0][c], rows.columns[1][c], rows.columns[2][c]}, mask);
+        const auto sums =
+            k.planes_reduce(dy, x, y, sizes.planes, c,
+                            {rows.columns[0][c], rows.columns[1][c], rows.columns[2][c]}, mask);
         sum_dy[c] = sums.sum_dy;
         sum_dy_xmu[c] = sums.sum_dy_xmu;
       }
@@ -329,8 +335,8 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
                             const OptionalTensor& output, const OptionalTensor& weight,
                             const OptionalTensor& bias, const at::Tensor& mean,
                             const at::Tensor& invstd_or_var, const OptionalTensor& count,
-                            double eps, bool channel_last, bool fuse_relu,
-                            OutputMask needs, c10::string_view group_name) {
+                            double eps, bool channel_last, bool fuse_relu, OutputMask needs,
+                            c10::string_view group_name) {
   check_backward(grad_output, input, output, weight, bias, mean, invstd_or_var, count,
                  channel_last);
   const MemoryLayout layout = layout_of(input, channel_last);
@@ -340,9 +346,9 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
   const Sizes sizes = sizes_of(x, layout);
   const int64_t channels = sizes.planes.channels;
   const bool training = count.has_value() && count->defined();
-  const ReluMask mask = !fuse_relu             ? ReluMask::kNone
-                        : out.has_value()      ? ReluMask::kOutput
-                                               : ReluMask::kRecompute;
+  const ReluMask mask = !fuse_relu        ? ReluMask::kNone
+                        : out.has_value() ? ReluMask::kOutput
+                                          : ReluMask::kRecompute;
   const Peers peers = training && needs[0] ? find_peers(group_name) : Peers();
   const Affine affine{channel_param(weight), channel_param(bias)};
 
@@ -356,16 +362,17 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
   at::Tensor dz = needs[1] && fuse_relu ? new_result(x, layout) : none();
   at::Tensor dweight = param_gradient(needs[2], weight);
   at::Tensor dbias = param_gradient(needs[3], bias);
-  const ChannelParam to_weight = dweight.size(0) == channels ? channel_param(dweight) : ChannelParam{};
+  const ChannelParam to_weight =
+      dweight.size(0) == channels ? channel_param(dweight) : ChannelParam{};
   const ChannelParam to_bias = dbias.size(0) == channels ? channel_param(dbias) : ChannelParam{};
   const bool writes_elements = needs[0] || dz.numel() > 0;
   const bool reduces = (training && needs[0]) || to_weight.present() || to_bias.present();
 
-  const LoadedStatistics statistics(channel_statistics(mean, invstd_or_var, !training, eps), channels);
+  const LoadedStatistics statistics(channel_statistics(mean, invstd_or_var, !training, eps),
+                                    channels);
   const std::vector<double>& means = statistics.mean;
   const std::vector<double>& invstds = statistics.invstd;
-  const double total =
-      training ? static_cast<double>(*count->const_data_ptr<int64_t>()) : 0.0;
+  const double total = training ? static_cast<double>(*count->const_data_ptr<int64_t>()) : 0.0;
 
   visit_element_type(input.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
@@ -415,8 +422,8 @@ BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& inp
             store_parameters(c, sums.sum_dy, sums.sum_dy_xmu);
           }
           if (writes_elements) {
-            k.planes_gradient(gradient, values, outputs, to_x, to_z, sizes.planes, c,
-                              forward_of(c), backward_of(c, sums.sum_dy, sums.sum_dy_xmu), mask, stream);
+            k.planes_gradient(gradient, values, outputs, to_x, to_z, sizes.planes, c, forward_of(c),
+                              backward_of(c, sums.sum_dy, sums.sum_dy_xmu), mask, stream);
           }
         }
       });

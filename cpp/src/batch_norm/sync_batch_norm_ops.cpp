@@ -1,7 +1,7 @@
 // Schemas of torch.ops.apex.*, the calls to them, their fake (Meta) kernels, and the one operator
 // that is the same on every device.
 
-#include "sync_batch_norm_ops.h"
+#include "batch_norm/sync_batch_norm_ops.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
@@ -23,8 +23,8 @@ constexpr const char* kForward =
 
 // Results: gradients of input, z, weight and bias; those that `needs` does not ask for are empty,
 // and that of z without a fused ReLU, too (it is grad_output itself). Without a count the
-// statistics are constants, running mean and running variance of any floating type. `output` is given
-// where something was added before the fused ReLU.
+// statistics are constants, running mean and running variance of any floating type. `output` is
+// given where something was added before the fused ReLU.
 constexpr const char* kBackward =
     "sync_batch_norm_backward(Tensor grad_output, Tensor input, Tensor? output, Tensor? weight, "
     "Tensor? bias, Tensor mean, Tensor invstd_or_var, Tensor? count, float eps, bool channel_last, "
@@ -47,7 +47,8 @@ ForwardResult forward_fake(const at::Tensor& input, const OptionalTensor& z,
                            const OptionalTensor& running_mean, const OptionalTensor& running_var,
                            const OptionalTensor& num_batches_tracked, std::optional<double>, double,
                            bool channel_last, bool, c10::string_view) {
-  check_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked, channel_last);
+  check_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked,
+                channel_last);
   check_updated(running_mean, running_var);
   const c10::SymInt channels = input.sym_size(channel_dim(input, channel_last));
   const auto float64 = input.options().dtype(at::kDouble);
@@ -104,8 +105,8 @@ ForwardResult call_forward(const at::Tensor& input, const OptionalTensor& z,
 BackwardResult call_backward(const at::Tensor& grad_output, const at::Tensor& input,
                              const OptionalTensor& output, const OptionalTensor& weight,
                              const OptionalTensor& bias, const at::Tensor& mean,
-                             const at::Tensor& invstd_or_var, const OptionalTensor& count, double eps,
-                             bool channel_last, bool fuse_relu, OutputMask needs,
+                             const at::Tensor& invstd_or_var, const OptionalTensor& count,
+                             double eps, bool channel_last, bool fuse_relu, OutputMask needs,
                              c10::string_view group_name) {
   static const auto op = find_operator<decltype(backward_fake)>("apex::sync_batch_norm_backward");
   return op.call(grad_output, input, output, weight, bias, mean, invstd_or_var, count, eps,
@@ -114,8 +115,8 @@ BackwardResult call_backward(const at::Tensor& grad_output, const at::Tensor& in
 
 at::Tensor call_inference(const at::Tensor& input, const OptionalTensor& z,
                           const OptionalTensor& weight, const OptionalTensor& bias,
-                          const at::Tensor& running_mean, const at::Tensor& running_var,
-                          double eps, bool channel_last, bool fuse_relu) {
+                          const at::Tensor& running_mean, const at::Tensor& running_var, double eps,
+                          bool channel_last, bool fuse_relu) {
   static const auto op = find_operator<decltype(inference_fake)>("apex::batch_norm_inference");
   return op.call(input, z, weight, bias, running_mean, running_var, eps, channel_last, fuse_relu);
 }
@@ -134,8 +135,10 @@ TORCH_LIBRARY_FRAGMENT(apex, m) {
   m.def(kBackward, tags);
   m.def(kInference, tags);
   m.def(kAllReduceSum, tags);
-  // How a process group of Python becomes one of the engine: as an object, which it then has a name for.
-  m.def("process_group_name(__torch__.torch.classes.c10d.ProcessGroup group) -> str", &apex::parallel::process_group_name);
+  // How a process group of Python becomes one of the engine: as an object, which it then has a name
+  // for.
+  m.def("process_group_name(__torch__.torch.classes.c10d.ProcessGroup group) -> str",
+        &apex::parallel::process_group_name);
 }
 
 TORCH_LIBRARY_IMPL(apex, Meta, m) {

@@ -103,9 +103,10 @@ void OverlappedOptimizer::arrived(const ReducedBucket& bucket) {
     const NamedTensor& parameter = reducer_.parameters()[i];
     if (later_->parameters.erase(parameter.tensor.unsafeGetTensorImpl()) == 0) continue;
     if (!parameter.tensor.grad().defined()) {
-      throw Error("the gradient of parameter '" + parameter.name +
-                  "' was cleared while it was on its way, so its update is lost: clear gradients by "
-                  "OverlappedOptimizer::zero_grad()");
+      throw Error(
+          "the gradient of parameter '" + parameter.name +
+          "' was cleared while it was on its way, so its update is lost: clear gradients by "
+          "OverlappedOptimizer::zero_grad()");
     }
     due.insert(parameter.tensor.unsafeGetTensorImpl());
     tensors.push_back(parameter.tensor);

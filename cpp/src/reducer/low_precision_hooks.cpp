@@ -49,7 +49,8 @@ class CompressHook final : public CommHook {
   bool may_chain() const override { return false; }
 
   FuturePtr run(GradientBucket& bucket) override {
-    const bool narrows = static_cast<size_t>(bucket.buffer.element_size()) > c10::elementSize(wire_);
+    const bool narrows =
+        static_cast<size_t>(bucket.buffer.element_size()) > c10::elementSize(wire_);
     at::Tensor message = narrows ? bucket.buffer.to(wire_) : bucket.buffer;
     message.div_(group_->getSize());
     return issue_all_reduce("compressed all-reduce", *group_, message)->getFuture();
@@ -71,8 +72,9 @@ class Fp32AccumulateHook final : public CommHook {
 
   bool may_chain() const override { return false; }
 
-  // On the CPU the second collective is issued at the end of backward: from a callback it would come in
-  // another order on every rank. On a device both are enqueued at once, on a stream of their own.
+  // On the CPU the second collective is issued at the end of backward: from a callback it would
+  // come in another order on every rank. On a device both are enqueued at once, on a stream of
+  // their own.
   bool has_finish(const GradientBucket& bucket) const override {
     return world_ > 1 && bucket.buffer.is_cpu();
   }
@@ -123,8 +125,8 @@ class Fp32AccumulateHook final : public CommHook {
     exchange.sent.narrow(0, 0, buffer.numel()).copy_(buffer);
     exchange.sent.narrow(0, buffer.numel(), world_ * share - buffer.numel()).zero_();
     exchange.received = at::empty_like(exchange.sent);
-    exchange.work = issue_all_to_all("all-to-all of low-precision gradients", *group_, bytes(exchange.received),
-                                     bytes(exchange.sent));
+    exchange.work = issue_all_to_all("all-to-all of low-precision gradients", *group_,
+                                     bytes(exchange.received), bytes(exchange.sent));
     return exchange;
   }
 
@@ -135,7 +137,8 @@ class Fp32AccumulateHook final : public CommHook {
   }
 
   c10::intrusive_ptr<c10d::Work> gather(const at::Tensor& gathered, const at::Tensor& share) {
-    return issue_all_gather("all-gather of low-precision averages", *group_, bytes(gathered), bytes(share));
+    return issue_all_gather("all-gather of low-precision averages", *group_, bytes(gathered),
+                            bytes(share));
   }
 
   FuturePtr run_on_device(GradientBucket& bucket) {

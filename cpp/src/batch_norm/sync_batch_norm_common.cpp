@@ -1,4 +1,4 @@
-#include "sync_batch_norm_common.h"
+#include "batch_norm/sync_batch_norm_common.h"
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
@@ -13,7 +13,8 @@ int64_t channel_dim(const at::Tensor& input, bool channel_last) {
 
 namespace {
 
-/// torch's name for "channels last" of that many dimensions, whose strides it knows without looking.
+/// torch's name for "channels last" of that many dimensions, whose strides it knows without
+/// looking.
 std::optional<at::MemoryFormat> channels_last_format(int64_t dim) {
   if (dim == 4) {
     return at::MemoryFormat::ChannelsLast;
@@ -34,8 +35,7 @@ MemoryLayout layout_of(const at::Tensor& input, bool channel_last) {
     return MemoryLayout::kPlanes;
   }
   const auto format = channels_last_format(input.dim());
-  const bool moved =
-      format ? input.is_contiguous(*format) : input.movedim(1, -1).is_contiguous();
+  const bool moved = format ? input.is_contiguous(*format) : input.movedim(1, -1).is_contiguous();
   return moved ? MemoryLayout::kMovedRows : MemoryLayout::kPlanes;
 }
 
@@ -77,11 +77,13 @@ Sizes sizes_of(const at::Tensor& input, MemoryLayout layout) {
 
 namespace {
 
-/// An argument on `meta` would send the whole call there, and memory that nobody has written would come back.
+/// An argument on `meta` would send the whole call there, and memory that nobody has written would
+/// come back.
 void check_device(const OptionalTensor& tensor, const at::Tensor& input, const char* name) {
   if (tensor.has_value() && tensor->defined()) {
-    TORCH_CHECK_VALUE(tensor->device() == input.device(), "apex sync batch norm: ", name, " is on ", tensor->device(),
-                      " and the input on ", input.device(), "; move the module or the input.");
+    TORCH_CHECK_VALUE(tensor->device() == input.device(), "apex sync batch norm: ", name, " is on ",
+                      tensor->device(), " and the input on ", input.device(),
+                      "; move the module or the input.");
   }
 }
 
@@ -241,8 +243,9 @@ kernels::ChannelParam channel_param(const OptionalTensor& tensor) {
   }
 }
 
-kernels::ChannelStatistics channel_statistics(const at::Tensor& mean, const at::Tensor& invstd_or_var,
-                                              bool constant, double eps) {
+kernels::ChannelStatistics channel_statistics(const at::Tensor& mean,
+                                              const at::Tensor& invstd_or_var, bool constant,
+                                              double eps) {
   return {channel_param(mean), channel_param(invstd_or_var), constant, eps};
 }
 

@@ -1,4 +1,4 @@
-#include "cpu_memory_cache.h"
+#include "batch_norm/cpu_memory_cache.h"
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
@@ -44,7 +44,8 @@ void prefer_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t byte
 }
 
 void* allocate_block(size_t bytes) {
-  TORCH_CHECK(bytes <= SIZE_MAX - kHeaderBytes, "apex: a result of ", bytes, " bytes does not fit into memory.");
+  TORCH_CHECK(bytes <= SIZE_MAX - kHeaderBytes, "apex: a result of ", bytes,
+              " bytes does not fit into memory.");
   char* block = static_cast<char*>(c10::alloc_cpu(bytes + kHeaderBytes));
   prefer_huge_pages(block, bytes + kHeaderBytes);
   std::memcpy(block, &bytes, sizeof(bytes));
@@ -149,8 +150,9 @@ size_t cpu_cache_limit_bytes(const char* value) {
   if (value != nullptr) {
     const char* const end = value + std::strlen(value);
     const auto [parsed, error] = std::from_chars(value, end, mib);
-    TORCH_CHECK_VALUE(parsed == end && error == std::errc{} && mib <= kMaxLimitMib, "APEX_CPU_CACHE_MIB is '",
-                      value, "'; set it to how many MiB of memory for results on the CPU to keep for ",
+    TORCH_CHECK_VALUE(parsed == end && error == std::errc{} && mib <= kMaxLimitMib,
+                      "APEX_CPU_CACHE_MIB is '", value,
+                      "'; set it to how many MiB of memory for results on the CPU to keep for ",
                       "reuse, from 0 (none) to ", kMaxLimitMib, ", or unset it.");
   }
   return mib << 20;

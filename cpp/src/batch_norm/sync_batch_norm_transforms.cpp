@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "sync_batch_norm_ops.h"
+#include "batch_norm/sync_batch_norm_ops.h"
 
 namespace apex::parallel::detail {
 namespace {

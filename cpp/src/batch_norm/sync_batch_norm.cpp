@@ -12,7 +12,7 @@
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
 
-#include "sync_batch_norm_ops.h"
+#include "batch_norm/sync_batch_norm_ops.h"
 
 namespace apex::parallel {
 namespace {
@@ -21,7 +21,8 @@ std::optional<at::Tensor> if_defined(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }
 
-/// The group that c10d knows by this name, or null. It asserts on unknown names; asking is the only way to know.
+/// The group that c10d knows by this name, or null. It asserts on unknown names; asking is the only
+/// way to know.
 c10::intrusive_ptr<c10d::ProcessGroup> registered_as(const std::string& name) {
   try {
     return c10d::resolve_process_group(name);
@@ -39,8 +40,8 @@ bool try_register(const std::string& name, const c10::intrusive_ptr<c10d::Proces
   }
 }
 
-/// The communicator of all ranks that layers without a group share; null with one rank. The first call of a job is
-/// collective.
+/// The communicator of all ranks that layers without a group share; null with one rank. The first
+/// call of a job is collective.
 c10::intrusive_ptr<c10d::ProcessGroup> group_of_all_ranks() {
   using WeakGroup = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
   if (!apex::distributed::is_initialized()) {
@@ -125,8 +126,7 @@ at::Tensor batch_norm_inference(const at::Tensor& input, const SyncBatchNormArgu
   });
 }
 
-SyncBatchNormImpl::SyncBatchNormImpl(SyncBatchNormOptions options_)
-    : options(std::move(options_)) {
+SyncBatchNormImpl::SyncBatchNormImpl(SyncBatchNormOptions options_) : options(std::move(options_)) {
   check_options();
   reset();
 }
@@ -194,8 +194,7 @@ void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
   } else {
     stream << "None";
   }
-  stream << ", affine=" << options.affine
-         << ", track_running_stats=" << options.track_running_stats
+  stream << ", affine=" << options.affine << ", track_running_stats=" << options.track_running_stats
          << ", channel_last=" << options.channel_last << ", fuse_relu=" << options.fuse_relu << ")";
 }
 

@@ -36,7 +36,8 @@ double* weight_decay_of(OptimizerParamGroup& group) {
   OptimizerOptions& options = group.options();
   for (const auto find :
        {&weight_decay_in<torch::optim::SGDOptions>, &weight_decay_in<torch::optim::AdamOptions>,
-        &weight_decay_in<torch::optim::AdamWOptions>, &weight_decay_in<torch::optim::AdagradOptions>,
+        &weight_decay_in<torch::optim::AdamWOptions>,
+        &weight_decay_in<torch::optim::AdagradOptions>,
         &weight_decay_in<torch::optim::RMSpropOptions>}) {
     if (double* decay = find(options)) return decay;
   }
@@ -127,8 +128,9 @@ std::unique_ptr<OptimizerOptions> defaults_of(const std::unique_ptr<Optimizer>& 
 }  // namespace
 
 /// Swaps the groups and the state of a LARC with those of the wrapped optimizer, which are empty
-/// otherwise, and back. Options and states are held by pointer, and the elements of a swapped vector
-/// stay where they are: references that the wrapped optimizer holds while a closure runs stay good.
+/// otherwise, and back. Options and states are held by pointer, and the elements of a swapped
+/// vector stay where they are: references that the wrapped optimizer holds while a closure runs
+/// stay good.
 class LARC::Lent {
  public:
   explicit Lent(LARC& owner) : owner_(owner) { swap(); }
