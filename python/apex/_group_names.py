@@ -26,5 +26,6 @@ def name_of(group: dist.ProcessGroup) -> str:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError):
         return group.group_name
-    name = _names[group] = torch.ops.apex.process_group_name(group.boxed())
-    return name
+    registered: str = torch.ops.apex.process_group_name(group.boxed())
+    _names[group] = registered
+    return registered
