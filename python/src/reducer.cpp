@@ -105,7 +105,7 @@ nb::dict to_dict(const OverlapReport& report) {
   return result;
 }
 
-std::tuple<int64_t, int64_t, std::vector<int64_t>> to_tuple(const JoinEvent& event) {
+std::tuple<JoinEvent::Kind, int64_t, std::vector<int64_t>> to_tuple(const JoinEvent& event) {
   return {event.kind, event.argument, event.active};
 }
 
@@ -144,6 +144,13 @@ std::function<void(const parallel::ReducedBucket&)> bucket_callback(nb::object c
 
 void init_reducer(nb::module_& m) {
   using release = nb::call_guard<nb::gil_scoped_release>;
+
+  nb::enum_<JoinEvent::Kind>(m, "JoinEventKind", "What ranks announce under join(); see JoinEvent.")
+      .value("END", JoinEvent::kEnd)
+      .value("FORWARD", JoinEvent::kForward)
+      .value("BACKWARD", JoinEvent::kBackward)
+      .value("LOCAL_BACKWARD", JoinEvent::kLocalBackward)
+      .value("CUSTOM", JoinEvent::kCustom);
 
   nb::class_<Reducer>(m, "Reducer", "The gradient reducer; see apex/parallel/reducer.h.")
       .def(
@@ -221,15 +228,15 @@ void init_reducer(nb::module_& m) {
       .def("end_join", &Reducer::end_join, release())
       .def(
           "announce",
-          [](Reducer& self, int64_t kind, int64_t argument) {
-            return to_tuple(self.announce(static_cast<JoinEvent::Kind>(kind), argument));
+          [](Reducer& self, JoinEvent::Kind kind, int64_t argument) {
+            return to_tuple(self.announce(kind, argument));
           },
           nb::arg("kind"), nb::arg("argument") = 0, release(),
           "Returns (kind, argument, active ranks).")
       .def(
           "await_event", [](Reducer& self) { return to_tuple(self.await_event()); }, release(),
           "Returns (kind, argument, active ranks).")
-      .def("last_with_data", &Reducer::last_with_data, nb::arg("followed"), nb::arg("scalers"),
+      .def("last_with_data", &Reducer::last_with_data, nb::arg("followed"), nb::arg("states"),
            release(), "A rank that had data to the end, or -1 if all had. Collective.")
       .def("shadow_backward_begin", &Reducer::shadow_backward_begin, nb::arg("gradients_were_kept"),
            release())

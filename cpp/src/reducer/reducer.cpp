@@ -105,8 +105,8 @@ void Reducer::shadow_backward_begin(bool gradients_were_kept) {
   core_->shadow_backward_begin(gradients_were_kept);
 }
 void Reducer::shadow_backward_end() { core_->shadow_backward_end(); }
-int64_t Reducer::last_with_data(bool followed, int64_t scalers) const {
-  return core_->last_with_data(followed, scalers);
+int64_t Reducer::last_with_data(bool followed, int64_t states) const {
+  return core_->last_with_data(followed, states);
 }
 
 int64_t Reducer::follow_until_end(const std::function<void(const JoinEvent&)>& on_forward) {

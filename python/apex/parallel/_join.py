@@ -18,8 +18,8 @@ from apex import _core
 from apex._group_names import name_of
 from apex.parallel._groups import world_group
 
-#: OTHER: a batch norm, or, with a negative argument, the overflow flags of a loss scaler.
-END, FORWARD, BACKWARD, LOCAL_BACKWARD, OTHER = range(5)
+#: CUSTOM: a batch norm, or, with a negative argument, the overflow flags of a loss scaler.
+Kind = _core.JoinEventKind
 
 _current: Join | None = None
 
@@ -83,7 +83,7 @@ class Join:
 
     def announce_forward(self, synchronizes_buffers: bool) -> int:
         """Returns the rank whose buffers are taken."""
-        event = self._ddp._engine.announce(FORWARD, int(synchronizes_buffers))
+        event = self._ddp._engine.announce(Kind.FORWARD, int(synchronizes_buffers))
         self._check(event[2])
         root: int = event[2][0]
         return root
@@ -101,7 +101,7 @@ class Join:
                 "SyncBatchNorm with a process_group of its own under join(): ranks without data "
                 "follow those that use the default communicator only."
             )
-        self._ddp._engine.announce(OTHER, 2 * module.num_features + int(goes_backward))
+        self._ddp._engine.announce(Kind.CUSTOM, 2 * module.num_features + int(goes_backward))
 
     def announce_overflow_flags(self, scaler: Any, group: dist.ProcessGroup | None) -> None:
         """A loss scaler is about to combine its overflow flags over `group`."""
@@ -115,7 +115,7 @@ class Join:
                 "of amp.initialize() or of join(scalers=[...]), over the ranks of the wrapper's "
                 "process group: the ranks without data follow no other."
             )
-        self._ddp._engine.announce(OTHER, -1 - known[0])
+        self._ddp._engine.announce(Kind.CUSTOM, -1 - known[0])
 
     def _all_scalers(self) -> list[Any]:
         return [*self._scalers, *_amp_scalers()]
@@ -135,24 +135,24 @@ class Join:
         shadowed = self._has_data = False
         while True:
             event = self._ddp._engine.await_event()
-            if event[0] == END:
+            if event[0] == Kind.END:
                 break
             shadowed = True
             self._follow(*event)
         self._take_final_state(shadowed)
 
-    def _follow(self, kind: int, argument: int, active: list[int]) -> None:
+    def _follow(self, kind: Kind, argument: int, active: list[int]) -> None:
         self._check(active)
         engine = self._ddp._engine
-        if kind == FORWARD:
+        if kind == Kind.FORWARD:
             self._shadow_forward(bool(argument), active[0])
-        elif kind == OTHER and argument < 0:
+        elif kind == Kind.CUSTOM and argument < 0:
             scaler = self._all_scalers()[-1 - argument]
             scaler.synchronize(scaler.overflow_group)
             scaler.clear_overflow_state()  # as if it had never seen them: it will get a state
-        elif kind == OTHER:
+        elif kind == Kind.CUSTOM:
             self._outputs.append(_shadow_batch_norm(argument // 2, bool(argument % 2)))
-        elif kind == BACKWARD:
+        elif kind == Kind.BACKWARD:
             engine.shadow_backward_begin(bool(argument))
             self._shadow_backward()
             engine.shadow_backward_end()

@@ -130,8 +130,8 @@ class TorchJoin(_join.Join):
     def follow_iteration(self) -> None:
         engine = self._ddp._engine
         engine.begin_join(self._divide_by_initial_world_size)
-        kind = _join.FORWARD
-        while kind in (_join.FORWARD, _join.OTHER):
+        kind = _join.Kind.FORWARD
+        while kind in (_join.Kind.FORWARD, _join.Kind.CUSTOM):
             event = engine.await_event()
             kind = event[0]
             self._follow(*event)

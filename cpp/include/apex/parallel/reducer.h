@@ -270,10 +270,10 @@ class APEX_API Reducer {
   /// every rank, or -1 if all had.
   int64_t follow_until_end(const std::function<void(const JoinEvent&)>& on_forward);
   /// A rank that had data to the end, the same on every rank, or -1 if all had. `followed`: this
-  /// rank awaited other events than kEnd. `scalers`: how many loss scalers the caller is going to
-  /// take over from that rank. Collective; blocks the host.
-  /// @throws RankMismatch on every rank if ranks have different numbers of loss scalers.
-  int64_t last_with_data(bool followed, int64_t scalers = 0) const;
+  /// rank awaited other events than kEnd. `states`: how many states besides the model's, e.g. of
+  /// loss scalers, the caller is going to take over from that rank. Collective; blocks the host.
+  /// @throws RankMismatch on every rank if these numbers differ.
+  int64_t last_with_data(bool followed, int64_t states = 0) const;
   void shadow_backward_end();
 
   /// Replaces the all-reduce (and the averaging) by a hook; nullptr restores it. The next backward
