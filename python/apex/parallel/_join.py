@@ -15,11 +15,9 @@ import torch
 import torch.distributed as dist
 
 from apex import _core
+from apex._core import JoinEventKind as Kind
 from apex._group_names import name_of
 from apex.parallel._groups import world_group
-
-#: CUSTOM: a batch norm, or, with a negative argument, the overflow flags of a loss scaler.
-Kind = _core.JoinEventKind
 
 _current: Join | None = None
 
@@ -146,11 +144,11 @@ class Join:
         engine = self._ddp._engine
         if kind == Kind.FORWARD:
             self._shadow_forward(bool(argument), active[0])
-        elif kind == Kind.CUSTOM and argument < 0:
+        elif kind == Kind.CUSTOM and argument < 0:  # the overflow flags of a loss scaler
             scaler = self._all_scalers()[-1 - argument]
             scaler.synchronize(scaler.overflow_group)
             scaler.clear_overflow_state()  # as if it had never seen them: it will get a state
-        elif kind == Kind.CUSTOM:
+        elif kind == Kind.CUSTOM:  # a batch norm
             self._outputs.append(_shadow_batch_norm(argument // 2, bool(argument % 2)))
         elif kind == Kind.BACKWARD:
             engine.shadow_backward_begin(bool(argument))

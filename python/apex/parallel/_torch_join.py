@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.algorithms import join as torch_join
 
+from apex._core import JoinEventKind as Kind
 from apex.parallel import _join
 
 
@@ -130,8 +131,8 @@ class TorchJoin(_join.Join):
     def follow_iteration(self) -> None:
         engine = self._ddp._engine
         engine.begin_join(self._divide_by_initial_world_size)
-        kind = _join.Kind.FORWARD
-        while kind in (_join.Kind.FORWARD, _join.Kind.CUSTOM):
+        kind = Kind.FORWARD
+        while kind in (Kind.FORWARD, Kind.CUSTOM):
             event = engine.await_event()
             kind = event[0]
             self._follow(*event)
