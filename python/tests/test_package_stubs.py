@@ -17,7 +17,13 @@ STUB = Path(_core.__file__).parent / "_core.pyi"
 
 def members(tree: ast.Module | ast.ClassDef) -> dict[str, ast.AST]:
     kinds = (ast.ClassDef, ast.FunctionDef)
-    return {node.name: node for node in tree.body if isinstance(node, kinds)}
+    found: dict[str, ast.AST] = {node.name: node for node in tree.body if isinstance(node, kinds)}
+    if isinstance(tree, ast.ClassDef):  # those of an enumeration
+        values = [node for node in tree.body if isinstance(node, ast.Assign)]
+        found |= {
+            name.id: node for node in values for name in node.targets if isinstance(name, ast.Name)
+        }
+    return found
 
 
 def test_stubs_lie_beside_the_module_and_py_typed() -> None:
