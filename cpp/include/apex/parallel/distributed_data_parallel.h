@@ -169,10 +169,12 @@ class DistributedDataParallel {
     std::vector<NamedTensor> named;
     for (const auto& item : module_->named_parameters())
       named.push_back({item.key(), item.value()});
-    // Compared between ranks, since they travel in one message.
-    options.settings.push_back(std::string("broadcast_buffers=") +
-                               (broadcast_buffers_ ? "1" : "0"));
-    options.settings.insert(options.settings.end(), buffers_.begin(), buffers_.end());
+    if (broadcast_buffers_) {
+      // Compared between ranks, since buffers travel in one message. Not as in Python, whose
+      // messages have a header.
+      options.settings.push_back("broadcast_buffers=C++");
+      options.settings.insert(options.settings.end(), buffers_.begin(), buffers_.end());
+    }
     return std::make_unique<Reducer>(std::move(named), std::vector{group_}, std::move(options));
   }
 
