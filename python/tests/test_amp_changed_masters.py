@@ -247,3 +247,16 @@ def _refused_by_rank(rank: int) -> None:
 @pytest.mark.processes
 def test_changed_masters_error_names_the_rank() -> None:
     run_ranks(2, _refused_by_rank)
+
+
+def test_skipped_first_step_leaves_a_model_that_was_changed() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with amp.scale_loss(model(torch.ones(2, 3)).float().mean() * float("inf"), optimizer) as loss:
+        loss.backward()
+    with torch.no_grad():
+        model.weight.fill_(0.25)
+    optimizer.step()
+    assert torch.equal(model.weight, torch.full((3, 3), 0.25, dtype=torch.float16))
+    assert torch.equal(next(amp.master_params(optimizer)), torch.full((3, 3), 0.25))
