@@ -315,6 +315,8 @@ def test_function_removed_from_the_lists_follows_its_inputs(restored_lists: None
     assert torch.nn.functional.softmax(half, 1).dtype == torch.float16
     assert torch.nn.functional.linear(half.float(), half.float()).dtype == torch.float32
     assert half.exp().dtype == torch.float16 and torch.exp(half).dtype == torch.float32
+    with amp.disable_casts():
+        assert half.exp().dtype == torch.float16
     assert half.clone().exp_().dtype == torch.float16  # not refused any more
     assert torch.nn.functional.log_softmax(half, 1).dtype == torch.float32
     _amp_state.handle._deactivate()
