@@ -339,3 +339,33 @@ def test_zero_grad_after_an_overflow_leaves_the_next_step(level: str) -> None:
     optimizer.step()
     after = list(amp.master_params(optimizer))
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.usefixtures("fresh_amp")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_zero_grad_after_a_deferred_overflow_is_of_that_optimizer_alone(level: str) -> None:
+    """Both overflow; the optimizer whose gradients are cleared steps, the other one does not."""
+    models, optimizers = _two_models(level)
+    x = torch.randn(4, 5)
+
+    def backward(index: int, factor: float, **options: bool) -> None:
+        loss = models[index](x).float().square().mean() * factor
+        with amp.scale_loss(loss, optimizers[index], **options) as scaled:
+            scaled.backward()
+
+    def step(index: int) -> bool:
+        before = [param.clone() for param in amp.master_params(optimizers[index])]
+        optimizers[index].step()
+        after = list(amp.master_params(optimizers[index]))
+        return not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+    backward(0, float("inf"), delay_overflow_check=True)
+    optimizers[0].zero_grad()
+    backward(0, 0.01)
+    assert step(0), "what was cleared counts"
+
+    for index in (0, 1):
+        optimizers[index].zero_grad()
+        backward(index, float("inf"), delay_overflow_check=True)
+    optimizers[0].zero_grad()
+    assert not step(1), "what was not cleared is forgotten"

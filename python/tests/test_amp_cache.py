@@ -346,9 +346,13 @@ def test_cache_keeps_no_dropped_parameter_alive() -> None:
     other(torch.rand(1, 4))
     cache = amp._amp_state.handle.cache
     assert len(cache) == 4
-    del other
+    node = nn.Identity()
+    vars(node)["itself"] = other.weight.holds = node
+    held = weakref.ref(node)
+    del other, node
     gc.collect()
     assert dropped() is None
+    assert held() is None, "the cache is looked at before garbage is collected, and not after"
     assert len(cache) == 2, "parameters in use were forgotten as well"
 
 

@@ -11,7 +11,7 @@ from amp_support import DEVICES, fresh_amp  # noqa: F401
 from torch import nn
 
 from apex import amp
-from apex.amp import _amp_state
+from apex.amp import _amp_state, patch
 
 DTYPES = [torch.float16, torch.bfloat16]
 
@@ -454,3 +454,20 @@ def test_autocast_inside_o1_has_its_own_type(inside: torch.dtype, expected: floa
     assert linear(torch.ones(1, 1)).dtype == torch.float16
     with torch.autocast("cpu"):
         assert linear(torch.ones(1, 1)).dtype == torch.float16
+
+
+def test_o1_call_with_plain_arguments_takes_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = []
+    cast_low = patch._cast_low
+
+    def counted(*args: object) -> object:
+        slow.append(args)
+        return cast_low(*args)
+
+    monkeypatch.setattr(patch, "_cast_low", counted)
+    start("cpu")
+    x = matrix("cpu")
+    assert F.linear(x, x).dtype == F.linear(x, x, None).dtype == torch.float16
+    assert not slow
+    assert F.linear(input=x, weight=x).dtype == torch.float16
+    assert len(slow) == 1

@@ -132,6 +132,19 @@ def test_checkpoint_loaded_weights_survive_the_next_step() -> None:
     assert not model[0].weight.any(), "the masters of before came back"
 
 
+def test_checkpoint_of_another_shape_is_refused_and_leaves_the_masters() -> None:
+    def losses(refused: bool) -> list[float]:
+        model, optimizer = initialize(*build(0, "sgd"), "O2")
+        train(model, optimizer, range(2))
+        if refused:
+            state = {"0.weight": torch.zeros(5, 6)}
+            with pytest.raises(RuntimeError, match="size mismatch"):
+                model.load_state_dict(state, strict=False)
+        return train(model, optimizer, range(2, 5))
+
+    assert losses(refused=True) == losses(refused=False)
+
+
 def test_state_dict_has_plain_values_in_apex_format() -> None:
     initialize(*build(0, "sgd"), "O2")
     state = amp.state_dict()
