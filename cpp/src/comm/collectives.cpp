@@ -106,13 +106,11 @@ std::string note_on_ranks(const c10d::ProcessGroup& group) {
 }
 
 void throw_communication_error(const std::string& what, const c10d::ProcessGroup& group,
-                               const std::exception_ptr& cause) {
-  throw CommunicationError(
-      "rank " + std::to_string(group.getRank()) + " of " + std::to_string(group.getSize()) + ": " +
-      what + " failed: " + message_of(cause) +
-      " (another rank has probably stopped, or left this step; look at its output first, then "
-      "start again with a new process group)" +
-      report_failure(group, what) + note_on_ranks(group));
+                               const std::exception_ptr& cause, const char* advice) {
+  throw CommunicationError("rank " + std::to_string(group.getRank()) + " of " +
+                           std::to_string(group.getSize()) + ": " + what +
+                           " failed: " + message_of(cause) + " (" + advice + ")" +
+                           report_failure(group, what) + note_on_ranks(group));
 }
 
 c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
@@ -195,7 +193,12 @@ void wait_future(c10::ivalue::Future& future, const std::string& what,
   } catch (const Interrupted&) {
     throw;
   } catch (...) {
-    throw_communication_error(what, group, std::current_exception());
+    throw_communication_error(
+        what, group, std::current_exception(),
+        future.completed() ? "its future holds this error: mend the hook if it is the hook's own, "
+                             "else look at the output of the other ranks; then start again with a "
+                             "new process group"
+                           : kLookAtOthers);
   }
 }
 

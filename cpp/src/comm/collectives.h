@@ -19,9 +19,13 @@ namespace apex::parallel {
 
 /// Throws CommunicationError that carries the rank, `what`, the cause, and what report_failure()
 /// finds out, for which it blocks; call it in a catch block or with a captured exception.
+inline constexpr const char* kLookAtOthers =
+    "another rank has probably stopped, or left this step; look at its output first, then start "
+    "again with a new process group";
 [[noreturn]] APEX_API void throw_communication_error(const std::string& what,
                                                      const c10d::ProcessGroup& group,
-                                                     const std::exception_ptr& cause);
+                                                     const std::exception_ptr& cause,
+                                                     const char* advice = kLookAtOthers);
 
 /// To be added to messages that name ranks of `group`: which ranks of the job these are. Empty
 /// where they are the same.

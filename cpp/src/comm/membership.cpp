@@ -1,5 +1,6 @@
 #include "comm/membership.h"
 
+#include <atomic>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -7,6 +8,8 @@
 #include <apex/parallel/model_sync.h>
 
 #include "comm/collectives.h"
+#include "comm/failure_listener.h"
+#include "comm/separate_group.h"
 
 namespace apex::parallel {
 
@@ -24,6 +27,28 @@ Membership::Membership(std::vector<GroupPtr> given)
       groups(std::move(given)),
       rank(parent ? parent->getRank() : 0),
       size(parent ? parent->getSize() : 1) {}
+
+void Membership::separate() {
+  if (alone()) return;
+  // Ranks may have failed to construct different numbers of reducers; a name must be new to all of
+  // them.
+  static std::atomic<int64_t> next_name{0};
+  const at::Tensor mine = at::full({1}, next_name.load(), at::kLong);
+  const int64_t name =
+      all_reduce("naming of a communicator", mine, c10d::ReduceOp::MAX).wait().item<int64_t>();
+  next_name.store(name + 1);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const std::string unique = "apex/reducer/" + parent->getGroupName() + "/" +
+                               std::to_string(name) + "/" + std::to_string(i);
+    try {
+      groups[i] = make_separate_group(groups[i], unique);
+    } catch (...) {
+      throw_communication_error("connecting a reducer's communicator", *parent,
+                                std::current_exception());
+    }
+    hear_too(*groups[i], *parent);
+  }
+}
 
 void Membership::release() {
   groups.clear();

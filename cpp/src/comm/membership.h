@@ -54,6 +54,10 @@ struct Membership {
   Membership() = default;
   explicit Membership(std::vector<GroupPtr> given);
 
+  /// Exchanges `groups` for communicators of their own, where the backend has them: see
+  /// make_separate_group(). Collective.
+  /// @throws CommunicationError.
+  void separate();
   bool released() const { return groups.empty(); }
   void release();
   bool alone() const { return size == 1; }

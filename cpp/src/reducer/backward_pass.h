@@ -40,6 +40,8 @@ struct BackwardPass {
   std::string out_of_step;  ///< the ranks are; outranks the others
   std::string non_finite;
   std::exception_ptr callback_error;  ///< what the bucket callback threw
+  std::exception_ptr
+      failure;  ///< gradients could not be handed out: nothing of this backward counts
 
   void fail(std::string text) {
     if (error.empty()) error = std::move(text);

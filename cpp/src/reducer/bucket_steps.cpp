@@ -73,18 +73,6 @@ void start(PlannedBucket& entry, const at::Tensor& tensor, const std::string& wh
   entry.user_code_failed = false;
 }
 
-/// Waits for the sum and hands out the gradients.
-void receive(PlannedBucket& entry, const std::string& what, const std::function<void()>& meanwhile,
-             ReducerContext& context) {
-  context.monitor.open([&] { entry.reduction->wait(what, meanwhile); });
-  entry.reduction->deliver(entry.message);
-}
-
-void unpack(PlannedBucket& entry, const BackwardPass& pass, ReducerContext& context) {
-  keep_for_current_stream(entry);
-  entry.message.unpack(entry.averaging(context).after, pass.kept);
-}
-
 }  // namespace
 
 void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass, uint32_t facts,
@@ -101,6 +89,7 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
     context.statistics.add(&ReducerStatistics::reduced_in_place);
   }
   const std::string what = name_of(entry, index, context);
+  entry.launched = true;  // if packing throws, zeros have to be sent instead
   if (!entry.traits.starts_at_wait)
     context.observers.tell(&BackwardObserver::launched, index, message);
   start(entry, message.tensor(), what, context);
@@ -142,16 +131,22 @@ void run_next_phases(Plan& plan, ReducerContext& context) {
   }
 }
 
-void complete_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
-                     const std::function<void()>& meanwhile, ReducerContext& context) {
+void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()>& meanwhile,
+                  ReducerContext& context) {
   const c10::OptionalDeviceGuard guard(entry.message.device());
   if (entry.traits.starts_at_wait)
     context.observers.tell(&BackwardObserver::launched, index, entry.message);
   context.observers.tell(&BackwardObserver::awaiting, index);
-  receive(entry, name_of(entry, index, context), meanwhile, context);
+  const std::string what = name_of(entry, index, context);
+  context.monitor.open([&] { entry.reduction->wait(what, meanwhile); });
   context.observers.tell(&BackwardObserver::arrived, index);
-  unpack(entry, pass, context);
-  entry.completed = true;
+}
+
+void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerContext& context) {
+  const c10::OptionalDeviceGuard guard(entry.message.device());
+  entry.reduction->deliver(entry.message);
+  keep_for_current_stream(entry);
+  entry.message.unpack(entry.averaging(context).after, pass.kept);
 }
 
 void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place>& places,
@@ -168,11 +163,23 @@ void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place
   const std::vector<uint8_t> used_by_any(context.parameters.size(), 1);
   for (PlannedBucket& entry : round) {
     const c10::OptionalDeviceGuard guard(entry.message.device());
-    receive(entry, what, {}, context);
-    unpack(entry, pass, context);
+    context.monitor.open([&] { entry.reduction->wait(what, {}); });
+    hand_out_bucket(entry, pass, context);
     entry.message.settle(used_by_any);
     call_back(entry.message.slots());
   }
+}
+
+void move_gradients_in(Plan& plan, ReducerContext& context) {
+  std::vector<uint8_t> there;
+  for (const Parameter& parameter : context.parameters)
+    there.push_back(parameter.variable.grad().defined());
+  for (PlannedBucket& entry : plan.entries) {
+    const c10::OptionalDeviceGuard guard(entry.message.device());
+    entry.message.pack(there, 1.0);
+    entry.message.unpack(1.0, there);
+  }
+  plan.holds_gradients = true;
 }
 
 std::string find_non_finite(std::vector<PlannedBucket>& entries, ReducerContext& context) {

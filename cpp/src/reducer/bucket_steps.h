@@ -28,9 +28,12 @@ void launch_absent(std::vector<PlannedBucket>& entries, const StepFacts& facts,
 /// Later phases of reductions that have them, in the order of the buckets.
 void run_next_phases(Plan& plan, ReducerContext& context);
 
-/// Waits for a bucket, and hands out its gradients. `meanwhile`: see wait_collective().
-void complete_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
-                     const std::function<void()>& meanwhile, ReducerContext& context);
+/// Waits for a bucket. `meanwhile`: see wait_collective().
+void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()>& meanwhile,
+                  ReducerContext& context);
+
+/// Hands out the gradients of a bucket that has arrived.
+void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerContext& context);
 
 /// Reduces gradients that are in no bucket of this backward. The same list on every rank.
 /// @param call_back  is given each list of parameters that are complete.
@@ -38,6 +41,9 @@ void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place
                  const BackwardPass& pass,
                  const std::function<void(const std::vector<BucketMessage::Slot>&)>& call_back,
                  ReducerContext& context);
+
+/// Makes reduced gradients views of the messages of a plan that was made since.
+void move_gradients_in(Plan& plan, ReducerContext& context);
 
 /// With check_finite: the error if a rank contributed a gradient that is not finite, else an empty
 /// text. Collective.

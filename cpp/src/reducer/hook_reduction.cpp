@@ -61,7 +61,14 @@ class HookReduction final : public Reduction {
   void next_phase(const std::string& what) override {
     await(what);
     finishing_ = true;
-    future_ = checked(hook_->finish(given_, tensor_of(future_->value())), what);
+    try {
+      future_ = checked(hook_->finish(given_, tensor_of(future_->value())), what);
+    } catch (const CommunicationError&) {
+      throw;
+    } catch (...) {
+      // The other ranks may be waiting in this phase already: they hear of it.
+      throw_communication_error(what, *group_, std::current_exception(), "a later phase of it");
+    }
   }
 
   void wait(const std::string& what, const std::function<void()>&) override {

@@ -132,6 +132,7 @@ void build_entries(Plan& plan, ReducerContext& context) {
   const auto& buckets = plan.buckets.buckets;
   const std::vector<Kind> kinds = kinds_of(plan, context);
   plan.entries.clear();
+  plan.holds_gradients = false;
   for (Place& place : plan.places) place.bucket = -1;
   size_t last_of_hook = 0;
   for (size_t b = 0; b < buckets.size(); ++b) {

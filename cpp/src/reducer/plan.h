@@ -63,8 +63,9 @@ struct Plan {
   /// The last entry is launched when backward has ended: it tells of parameters outside the plan,
   /// or more exchanges follow, in which a rank that fails until then could not take part.
   bool last_at_end = false;
-  bool preset = false;    ///< given by the user: left as it is
-  int64_t backwards = 0;  ///< with this plan
+  bool preset = false;           ///< given by the user: left as it is
+  int64_t backwards = 0;         ///< with this plan
+  bool holds_gradients = false;  ///< its messages are those of the last backward
 
   bool carries_facts() const {
     return !entries.empty() && entries.back().message.trailer().carries_facts();

@@ -30,6 +30,7 @@ void PlanBook::switch_to(std::optional<size_t> set) {
   if (set == in_force_) return;
   if (Plan* plan = current()) plan->reset();
   in_force_ = set;
+  if (Plan* plan = current()) plan->holds_gradients = false;
 }
 
 void PlanBook::take_expected() {

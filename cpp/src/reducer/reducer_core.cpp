@@ -9,8 +9,6 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
-#include "comm/failure_listener.h"
-#include "comm/separate_group.h"
 #include "reducer/hooks.h"
 #include "reducer/join_protocol.h"
 #include "reducer/registry.h"
@@ -63,7 +61,8 @@ void ReducerCore::begin() {
                     members.parent);
   context_.parameters.check_trainable(members.rank);
   remember_processes(*members.parent);
-  if (!members.alone()) separate_groups();
+  if (!context_.parameters.empty()) members.device = context_.parameters[0].variable.device();
+  members.separate();
   if (context_.options.init_sync) {
     std::vector<at::Tensor> tensors;
     for (const NamedTensor& parameter : parameters()) tensors.push_back(parameter.tensor);
@@ -74,30 +73,6 @@ void ReducerCore::begin() {
   context_.parameters.forget_versions();
   context_.parameters.own_all();
   hook_parameters();
-}
-
-void ReducerCore::separate_groups() {
-  Membership& members = context_.members;
-  if (!context_.parameters.empty()) members.device = context_.parameters[0].variable.device();
-  // Ranks may have failed to construct different numbers of reducers; a name must be new to all of
-  // them.
-  static std::atomic<int64_t> next_name{0};
-  const at::Tensor mine = at::full({1}, next_name.load(), at::kLong);
-  const int64_t name = members.all_reduce("naming of a communicator", mine, c10d::ReduceOp::MAX)
-                           .wait()
-                           .item<int64_t>();
-  next_name.store(name + 1);
-  for (size_t i = 0; i < members.groups.size(); ++i) {
-    const std::string unique = "apex/reducer/" + members.parent->getGroupName() + "/" +
-                               std::to_string(name) + "/" + std::to_string(i);
-    try {
-      members.groups[i] = make_separate_group(members.groups[i], unique);
-    } catch (...) {
-      throw_communication_error("connecting a reducer's communicator", *members.parent,
-                                std::current_exception());
-    }
-    hear_too(*members.groups[i], *members.parent);
-  }
 }
 
 void ReducerCore::hook_parameters() {
@@ -273,6 +248,7 @@ void ReducerCore::wait_for(const std::vector<int64_t>& parameters) {
     const int64_t bucket = plan.places[index].bucket;
     if (bucket < 0 || plan.entries[bucket].completed) continue;
     or_drop([&] { complete_entry(static_cast<size_t>(bucket)); });
+    if (pass_->failure) return complete_deferred();  // throws it
     if (pass_->callback_error)
       std::rethrow_exception(std::exchange(pass_->callback_error, nullptr));
   }
@@ -312,7 +288,7 @@ std::vector<at::Tensor> ReducerCore::buffers() {
   complete_deferred();
   std::vector<at::Tensor> buffers;
   const Plan* plan = book_.current();
-  if (plan == nullptr) return buffers;
+  if (plan == nullptr || !plan->holds_gradients) return buffers;
   for (size_t i = 0; i < plan->buckets.buckets.size(); ++i) {
     buffers.push_back(plan->entries[i].message.gradients_buffer());
   }

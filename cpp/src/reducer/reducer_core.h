@@ -3,7 +3,7 @@
 /// The inside of Reducer: what autograd calls, what its user calls between backwards, and how the
 /// parts work together. See docs/design.md for a map. reducer_core.cpp is what happens between
 /// backwards, reducer_core_backward.cpp a backward up to its last gradient, reducer_core_end.cpp
-/// the rest of it.
+/// the rest of it, reducer_core_failure.cpp what ranks owe each other when one of them fails.
 
 #include <atomic>
 #include <chrono>
@@ -98,7 +98,6 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   using Read = Monitor::Read;
 
   // Between backwards.
-  void separate_groups();
   void hook_parameters();
   void follow_change();
   void refresh(ReasonToLeave reason);
@@ -138,15 +137,18 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   void settle();
   void reduce_late_and_call_back(const std::vector<int64_t>& late);
   void rebuild_now();
+  void agree_on_what_follows(const SeenFacts& seen, size_t done);
   void compare_steps(const SeenFacts& seen);
   SeenFacts await_facts(std::vector<PlannedBucket>& entries);
   void carry_left_plan();
   void remember_reduced();
   void end_pass();
+  void close_book();
 
   // It fails.
   void or_drop(const std::function<void()>& body);
   void drop_messages() noexcept;
+  bool part_is_done() const;
   void send_failure() noexcept;
   void follow_the_others() noexcept;
   void awaiting(const std::function<void(const std::function<void()>& meanwhile)>& body);

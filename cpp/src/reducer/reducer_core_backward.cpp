@@ -342,9 +342,7 @@ void ReducerCore::launch_ready(const at::Tensor& incoming) {
 
 void ReducerCore::launch(size_t index, const at::Tensor& incoming) {
   PlannedBucket& entry = book_.current()->entries[index];
-  // First, so that a launch that throws is not tried again.
-  entry.launched = true;
-  pass_->next_launch = index + 1;
+  pass_->next_launch = index + 1;  // first, so that a launch that throws is not tried again
   const bool tells = entry.message.trailer().carries_facts();
   const uint32_t facts = tells ? step_.facts(pass_->wants_rebuild, !left_.empty()).encode() : 0;
   try {

@@ -9,28 +9,6 @@
 
 namespace apex::parallel::detail {
 
-// Note [Carried through]
-//
-// Ranks that have begun a synchronized backward wait for each other's buckets. A rank that cannot
-// send its own, or does not want to, may therefore not just stay away: the messages of its next
-// backward would meet those that the others still wait for, of other sizes. So a backward that was
-// begun is carried through on every rank, with zeros where a rank has nothing to send, and facts in
-// the last message that tell why:
-//
-// - it failed: an exception ended its backward, in the module, in a hook, or in a callback. Then
-//   nothing of this backward counts: every rank throws, and all can go on with the next backward;
-// - it left the plan (relearn(), another communication hook ...), which may well have happened on
-//   all ranks: then all make a new plan and reduce their gradients by that. If some have kept the
-//   plan, every rank throws.
-//
-// Whoever reads such a fact exchanges details with the others, in which all ranks take part, also
-// those that sent it: without waiting for the answer, since they may be in a destructor. They have
-// no more to say; so nobody may expect them in another exchange of that backward.
-//
-// A rank whose messages were all launched when it failed has done its part, and the others have
-// their average. It waits for them then, since the facts in these messages may lead to an exchange;
-// the exception is thrown after that.
-
 // Note [Backwards that end before their buckets have arrived]
 //
 // A step can take no less than its forward and then the longer of backward and communication, as
@@ -55,8 +33,6 @@ namespace apex::parallel::detail {
 namespace {
 
 constexpr int64_t kOrderAfter = 3;
-
-constexpr const char* kLeftPlan = "exchange by the plan that was left";
 
 /// Whether two plans hold the same parameters.
 bool holds_same(const BucketPlan& left, const BucketPlan& right) {
@@ -83,6 +59,7 @@ void ReducerCore::finish(BackwardScope* scope) {
     launch_rest();
   });
   ++book_.current()->backwards;
+  book_.current()->holds_gradients = true;
   if (may_defer()) {
     scope_ = nullptr;
     enter(Phase::kDeferred);
@@ -151,7 +128,7 @@ void ReducerCore::agree_on_plan() {
     places[i].expected =
         std::max<int32_t>(1, mine.parameters[i].fired > 0 ? mine.parameters[i].fired : seen.fired);
   }
-  if (!context_.members.alone() && !parameters.empty()) {
+  if (!parameters.empty()) {
     const SeenFacts seen(agreed.facts);
     context_.monitor.open([&] { step_.refuse_failed_step(seen); });
     if (!agreed.same_settings) step_.refuse_settings(mine.settings);
@@ -182,60 +159,6 @@ void ReducerCore::agree_on_plan() {
   build_entries(plan, context_);
 }
 
-/// Takes part in a backward by the plan that this rank has left, and lets go of it if all ranks
-/// have left it.
-void ReducerCore::carry_left_plan() {
-  launch_absent(left_, step_.facts(pass_->wants_rebuild, /*left_plan=*/true), step_.hook_failed(),
-                context_);
-  try {
-    const SeenFacts seen = await_facts(left_);
-    context_.monitor.open([&] {
-      step_.refuse_failed_step(seen);
-      // Of the plan's other messages nothing is wanted, but that they do not come in the way of the
-      // next.
-      for (PlannedBucket& entry : left_) entry.reduction->wait(kLeftPlan, {});
-    });
-  } catch (const CommunicationError&) {
-    throw;
-  } catch (...) {
-    for (PlannedBucket& entry : left_) entry.launched = false;
-    throw;
-  }
-  left_.clear();
-  step_.set_reason(ReasonToLeave::kNone);
-}
-
-/// Waits for the message that carries facts, and reads them.
-SeenFacts ReducerCore::await_facts(std::vector<PlannedBucket>& entries) {
-  if (entries.empty() || !entries.back().message.trailer().carries_facts()) return SeenFacts(0);
-  PlannedBucket& last = entries.back();
-  const std::string what =
-      &entries == &left_ ? kLeftPlan : describe_bucket(last, entries.size() - 1, context_);
-  awaiting([&](const std::function<void()>& meanwhile) {
-    context_.monitor.open([&] { last.reduction->wait(what, meanwhile); });
-  });
-  return SeenFacts(last.message.read_facts(last.sent()));
-}
-
-/// Waits for messages of this backward, looking after its companions.
-void ReducerCore::awaiting(const std::function<void(const std::function<void()>&)>& body) {
-  if (companions_.empty()) {
-    body({});
-    return;
-  }
-  try {
-    body([this] { companions_.look(); });
-  } catch (const CommunicationError&) {
-    fail();
-    const std::string error = companions_.error();
-    if (!error.empty()) throw RankMismatch(error);  // the rank that has found out has ended
-    throw;
-  } catch (const RankMismatch&) {  // of look()
-    fail();
-    throw;
-  }
-}
-
 bool ReducerCore::may_defer() const {
   const Plan& plan = *book_.current();
   if (!context_.defers || context_.joining || book_.serves_once || plan.watches_unplanned ||
@@ -261,8 +184,7 @@ size_t ReducerCore::done_in_order() const {
 
 void ReducerCore::order_by_need(size_t done) {
   const Plan& plan = *book_.current();
-  if (!context_.defers || plan.preset || context_.members.alone() || plan.backwards != kOrderAfter)
-    return;
+  if (!context_.defers || plan.preset || plan.backwards != kOrderAfter) return;
   BucketPlan ordered = plan.buckets;
   // One more is on the network.
   const size_t stay = std::min(done + 1, ordered.buckets.size());
@@ -296,26 +218,55 @@ void ReducerCore::complete(size_t done) {
     for (size_t i = 0; i < unsettled.size(); ++i)
       call_back(static_cast<int64_t>(unsettled[i]), slots[i], false);
     context_.observers.tell(&BackwardObserver::completed);
-    compare_steps(seen);
-    if (seen.rebuild_wanted()) rebuild_now();
-    order_by_need(done);
+    agree_on_what_follows(seen, done);
+    plan = book_.current();
+    if (context_.options.gradient_as_bucket_view && !plan->holds_gradients && !pass_->failure)
+      move_gradients_in(*plan, context_);
   });
+  if (pass_->failure) {
+    const std::exception_ptr failure = pass_->failure;
+    drop_messages();
+    close_book();
+    std::rethrow_exception(failure);
+  }
   for (Parameter& parameter : context_.parameters) parameter.touched = false;
   remember_reduced();
   const BackwardPass ended = std::move(*pass_);
   end_pass();
-  book_.came();
+  close_book();
   context_.statistics.add(&ReducerStatistics::backwards);
-  if (book_.serves_once) book_.forget();
   if (!ended.out_of_step.empty()) companions_.tell();
   ended.rethrow();
+}
+
+/// The exchanges behind the last message of a backward. Every rank whose messages were sent takes
+/// part in them, also one whose backward has failed since.
+void ReducerCore::agree_on_what_follows(const SeenFacts& seen, size_t done) {
+  compare_steps(seen);
+  if (seen.rebuild_wanted()) rebuild_now();
+  order_by_need(done);
+}
+
+/// The backward has ended; plans are kept or forgotten as on the other ranks.
+void ReducerCore::close_book() {
+  book_.came();
+  if (book_.serves_once) book_.forget();
 }
 
 void ReducerCore::complete_entry(size_t index) {
   PlannedBucket& entry = book_.current()->entries[index];
   awaiting([&](const std::function<void()>& meanwhile) {
-    complete_bucket(entry, index, *pass_, meanwhile, context_);
+    await_bucket(entry, index, meanwhile, context_);
   });
+  entry.completed = true;
+  if (pass_->failure) return;
+  try {
+    hand_out_bucket(entry, *pass_, context_);
+  } catch (...) {
+    // Of this rank alone, while exchanges may follow: see Note [Carried through].
+    pass_->failure = std::current_exception();
+    return;
+  }
   const bool is_bucket = index < book_.current()->buckets.buckets.size();
   if (is_bucket && !entry.message.has_unused())
     call_back(static_cast<int64_t>(index), entry.message.slots(), true);
@@ -337,7 +288,7 @@ std::vector<size_t> ReducerCore::complete_entries() {
 /// Calls the bucket callback. What it throws is thrown when the other ranks have been served.
 void ReducerCore::call_back(int64_t bucket, const std::vector<BucketMessage::Slot>& slots,
                             bool all_used) {
-  if (!callback_ || pass_->callback_error) return;
+  if (!callback_ || pass_->callback_error || pass_->failure) return;
   ReducedBucket reduced;
   reduced.index = bucket;
   for (const BucketMessage::Slot& slot : slots) {
@@ -367,7 +318,9 @@ void ReducerCore::settle() {
     entry.message.read_used(entry.message.tensor(), used_by_any);
     context_.statistics.add(&ReducerStatistics::usage_reads);
   }
-  for (PlannedBucket& entry : plan.entries) entry.message.settle(used_by_any);
+  if (!pass_->failure) {
+    for (PlannedBucket& entry : plan.entries) entry.message.settle(used_by_any);
+  }
   if (!plan.watches_unplanned) return;
   std::vector<int64_t> late;
   for (size_t i = 0; i < plan.places.size(); ++i) {
@@ -480,97 +433,6 @@ void ReducerCore::end_pass() {
   scope_ = nullptr;
   step_.tracker.backward_ended();
   if (phase_ != Phase::kFailed) enter(Phase::kIdle);
-}
-
-/// Runs a part of the end of a backward; if it throws, the other ranks are told, and nothing stays
-/// in flight.
-void ReducerCore::or_drop(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const CommunicationError&) {
-    fail();
-    drop_messages();
-    throw;
-  } catch (...) {
-    if (step_.hooks_apart()) fail();
-    send_failure();
-    drop_messages();
-    throw;
-  }
-}
-
-void ReducerCore::drop_messages() noexcept {
-  if (Plan* plan = book_.current()) {
-    for (PlannedBucket& entry : plan->entries) {
-      entry.reduction->drop();
-      entry.message.abandon();
-    }
-  }
-  context_.observers.tell(&BackwardObserver::dropped);
-  end_pass();
-}
-
-/// An exception has ended the backward of this rank: the others are told. Does not wait for them,
-/// unless a communication hook does.
-void ReducerCore::send_failure() noexcept {
-  if (context_.members.alone() || phase_ == Phase::kFailed || phase_ == Phase::kReleased ||
-      step_.told())
-    return;
-  try {
-    const StepFacts facts = StepAgreement::failure();
-    Plan* plan = book_.current();
-    bool heard = true;
-    if (!left_.empty()) {
-      launch_absent(left_, facts, step_.hook_failed(), context_);
-      for (PlannedBucket& entry : left_) entry.launched = false;  // to be carried again
-    } else if (plan == nullptr) {
-      PlanExchange(context_.members, recording(facts));
-    } else if (pass_->next_launch < plan->entries.size()) {
-      launch_absent(plan->entries, facts, step_.hook_failed(), context_);
-      heard = plan->carries_facts();
-    } else {
-      return;  // its part is done
-    }
-    if (heard) step_.send_failure();
-  } catch (...) {
-    fail();
-  }
-}
-
-/// This rank failed in a backward when all its messages were on their way.
-void ReducerCore::follow_the_others() noexcept {
-  try {
-    const SeenFacts seen = await_facts(book_.current()->entries);
-    if (must_refuse(seen)) {
-      context_.monitor.open([&] { step_.attend_refusal(); });
-      if (step_.hooks_apart()) fail();
-      return;
-    }
-    compare_steps(seen);
-    if (seen.rebuild_wanted()) rebuild_now();
-    book_.came();
-  } catch (...) {
-    fail();
-  }
-}
-
-void ReducerCore::abandon(BackwardScope* scope) noexcept {
-  const Change change(context_.monitor);
-  if (scope_ != scope) return;
-  for (size_t i = 0; i < pass_->used.size(); ++i) {
-    // Whatever accumulated is still local, or half way: the next synchronized backward takes it
-    // along.
-    if (pass_->used[i]) context_.parameters[i].touch();
-  }
-  const Plan* plan = book_.current();
-  const bool part_is_done = plan != nullptr && left_.empty() && plan->carries_facts() &&
-                            pass_->next_launch == plan->entries.size() && phase_ != Phase::kFailed;
-  if (part_is_done) {
-    follow_the_others();
-  } else {
-    send_failure();
-  }
-  drop_messages();
 }
 
 }  // namespace apex::parallel::detail

@@ -18,7 +18,7 @@ class BucketPlan(EngineOwner):
     def allreduce_buffers(self) -> list[torch.Tensor]:
         """The flat buffers, [elements] each, in launch order, with ``retain_allreduce_buffers``.
 
-        Gradients are views of them. Empty before the first backward.
+        Gradients are views of them. Empty before the first backward, and after one that failed.
         """
         if not self.retain_allreduce_buffers:
             return []

@@ -304,7 +304,9 @@ class APEX_API Reducer {
   void set_plan(const BucketPlan& plan);
 
   /// The flat buffer of each bucket of the plan, [elements], in launch order; of a bucket reduced
-  /// in place, its gradient. With gradient_as_bucket_view, gradients are views of these.
+  /// in place, its gradient. With gradient_as_bucket_view, gradients are views of these. None
+  /// before the first backward, after one that failed, and, without gradient_as_bucket_view, after
+  /// one that changed the plan.
   std::vector<at::Tensor> buffers() const;
 
   /// All parameters, duplicates removed.

@@ -1,0 +1,193 @@
+"""One rank's backward fails when all its messages are on their way: it still takes part in what the
+others go on to agree on, and every later backward is right.
+
+Oracles: each exchange ends within the group's timeout, and check_step()'s averages in float64.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_models import build, data
+from ddp_support import RankPool, check_equal, check_same_on_all_ranks, check_step, raises
+from torch import Tensor, nn
+
+from apex.parallel import DistributedDataParallel, OverlappedOptimizer
+
+pytestmark = pytest.mark.processes
+
+
+def _group() -> dist.ProcessGroup:
+    return dist.new_group(timeout=datetime.timedelta(seconds=20))
+
+
+def _loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
+    return model(data(rank, step), [0, 1, 2]).square().sum()
+
+
+def _average(world: int, bucket: Any) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer().div_(world), async_op=True)
+    return work.get_future().then(lambda f: f.value()[0])
+
+
+def _result_is_refused(rank: int, world: int, changes: bool) -> None:
+    """Rank 0's hook yields too few elements while the last rank asks for a new plan."""
+    ddp = DistributedDataParallel(build(), process_group=_group(), message_size=20)
+    fails = [False]
+
+    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+        future = _average(world, bucket)
+        return future.then(lambda f: f.value()[1:]) if fails[0] and rank == 0 else future
+
+    ddp.register_comm_hook(None, hook)
+    for step in range(5):
+        fails[0] = step == 2
+        if not fails[0]:
+            check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
+            continue
+        if changes and rank == world - 1:
+            ddp.module.layers[1].weight.requires_grad_(False)
+        ddp.zero_grad()
+        if rank == 0:
+            with raises(Exception, "elements"):
+                _loss(ddp, rank, step).backward()
+        else:
+            _loss(ddp, rank, step).backward()
+        ddp.zero_grad()
+        ddp.module.layers[1].weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["alone", "new_plan"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_result_of_a_hook_that_one_rank_refuses(ranks: RankPool, world: int, changes: bool) -> None:
+    ranks.run(world, _result_is_refused, changes)
+
+
+def _future_fails(rank: int, world: int) -> None:
+    """Whether the others' messages still match nobody knows: every rank raises, and at once."""
+    ddp = DistributedDataParallel(build(), process_group=_group(), message_size=20)
+
+    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+        def fail(f: Any) -> Tensor:
+            raise LookupError("on purpose")
+
+        future = _average(world, bucket)
+        return future.then(fail) if rank == 0 and bucket.index() == 0 else future
+
+    ddp.register_comm_hook(None, hook)
+    said = ["on purpose", "its future holds this error"] if rank == 0 else ["rank 0 failed in comm"]
+    with raises(RuntimeError, f"rank {rank} of {world}", *said):
+        _loss(ddp, rank).backward()
+    with raises(RuntimeError, "start again with a new process group"):
+        _loss(ddp, rank).backward()
+
+
+def test_future_of_a_hook_that_fails_on_one_rank_ends_all(ranks: RankPool) -> None:
+    ranks.run(3, _future_fails)
+
+
+class _Raises(torch.autograd.Function):
+    """Below all parameters: its backward runs when their gradients are there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.fails:
+            raise LookupError("on purpose")
+        return grad, None
+
+
+def _raises_behind_its_messages(
+    rank: int, world: int, failing: int, at: int, deferred: bool
+) -> None:
+    ddp = DistributedDataParallel(build(), process_group=_group(), message_size=20)
+    if deferred:  # the third backward with a plan broadcasts an order
+        optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.0), ddp)
+
+    def loss(model: nn.Module, r: int, step: int, fails: bool = False) -> Tensor:
+        x = data(r, step).requires_grad_()
+        return model(_Raises.apply(x, fails), [0, 1, 2]).square().sum()
+
+    for step in range(9):
+        if step != at:
+            ddp.zero_grad()
+            loss(ddp, rank, step).backward()
+            if deferred:
+                optimizer.synchronize()
+            grads = [p.grad for p in ddp.parameters()]
+            check_same_on_all_ranks(grads, f"step {step}")
+            continue
+        ddp.zero_grad()
+        if rank == failing:
+            with raises(LookupError, "on purpose"):
+                loss(ddp, rank, step, fails=True).backward()
+        else:
+            loss(ddp, rank, step).backward()
+            if deferred:
+                optimizer.synchronize()
+    if not deferred:
+        check_step(ddp, lambda m, r: loss(m, r, 20), "at the end")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("at", [2, 3, 5])
+@pytest.mark.parametrize("deferred", [False, True], ids=["waits", "overlapped"])
+def test_exception_behind_the_last_message(
+    ranks: RankPool, failing: int, at: int, deferred: bool
+) -> None:
+    ranks.run(2, _raises_behind_its_messages, failing, at, deferred)
+
+
+# --- allreduce_buffers when plans change ---
+
+
+def _buffers_hold_gradients(rank: int, world: int, dtype: torch.dtype, always_fp32: bool) -> None:
+    """Freezes on one rank or on all, in a pattern that comes again, and uses a layer late."""
+    model = build().to(dtype)
+    ddp = DistributedDataParallel(
+        model,
+        process_group=_group(),
+        retain_allreduce_buffers=True,
+        message_size=20,
+        allreduce_always_fp32=always_fp32,
+    )
+    for step in range(12):
+        for i, layer in enumerate(model.layers):
+            frozen = step >= 2 and i == step % 2 and (step < 8 or rank == 0)
+            layer.weight.requires_grad_(not frozen)
+        used = [0, 1] if step == 0 else [0, 1, 2]
+        ddp.zero_grad()
+        ddp(data(rank, step).to(dtype), used).square().sum().backward()
+        buffers = ddp.allreduce_buffers
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        what = f"step {step}"
+        check_equal(sum(b.numel() for b in buffers) >= sum(g.numel() for g in grads), True, what)
+        ends = [(b.data_ptr(), b.data_ptr() + b.nbytes) for b in buffers]
+        for grad in grads:
+            there = any(
+                a <= grad.data_ptr() and grad.data_ptr() + grad.nbytes <= b for a, b in ends
+            )
+            check_equal(there, True, f"a gradient lies in a buffer, {what}")
+        have = torch.cat([b.flatten().double() for b in buffers]).norm()
+        want = torch.cat([g.flatten().double() for g in grads]).norm()
+        check_equal(torch.allclose(have, want, rtol=1e-12), True, f"norm of the buffers, {what}")
+        check_same_on_all_ranks([p.grad for p in model.parameters()], what)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "always_fp32"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ids=["float32", "bfloat16", "bfloat16_as_float32"],
+)
+def test_buffers_hold_the_gradients_when_the_plan_changes(
+    ranks: RankPool, dtype: torch.dtype, always_fp32: bool
+) -> None:
+    ranks.run(2, _buffers_hold_gradients, dtype, always_fp32)
