@@ -13,6 +13,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <apex/distributed/collectives.h>
 #include <apex/error.h>
 #include <apex/parallel/model_sync.h>
 #include <apex/parallel/overlap_report.h>
@@ -303,6 +304,13 @@ void init_reducer(nb::module_& m) {
         parallel::all_reduce_coalesced(tensors, c10d::resolve_process_group(group), scale, what);
       },
       nb::arg("tensors"), nb::arg("group"), nb::arg("scale"), nb::arg("what"), release());
+  m.def(
+      "all_reduce",
+      [](const at::Tensor& tensor, const std::string& group, bool average) {
+        distributed::all_reduce(tensor, average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM,
+                                c10d::resolve_process_group(group));
+      },
+      nb::arg("tensor"), nb::arg("group"), nb::arg("average"), release());
   m.def(
       "verify_same_model",
       [](const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,

@@ -196,7 +196,7 @@ at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Direction dir
   const std::string what = describe(peers, direction, channels);
   const at::Tensor gathered = at::empty({peers.group->getSize() * local.numel()}, local.options());
   run_collective(what, *peers.group, [&] {
-    return issue_all_gather(what, *peers.group, gathered, local, /*immediate=*/true);
+    return issue_all_gather(what, *peers.group, gathered, local, Way::kImmediate);
   });
   return gathered;
 }
@@ -216,7 +216,7 @@ void all_reduce(const Peers& peers, at::Tensor& tensor, Direction direction, int
   }
   const std::string what = describe(peers, direction, channels);
   run_collective(what, *peers.group, [&] {
-    return issue_all_reduce(what, *peers.group, tensor, c10d::ReduceOp::SUM, /*immediate=*/true);
+    return issue_all_reduce(what, *peers.group, tensor, c10d::ReduceOp::SUM, Way::kImmediate);
   });
 }
 

@@ -4,15 +4,11 @@
 
 namespace apex::parallel {
 
-namespace {
-
 /// Ranks may count their backwards differently, and yet be in the same one; and buffers that differ
 /// are for the broadcast itself to find.
-std::string in_common(const std::string& what) {
+std::string CallHistory::in_common(const std::string& what) {
   return what.substr(0, std::min(what.find(", of backward number"), what.find(" ('")));
 }
-
-}  // namespace
 
 void CallHistory::add(const std::string& what) {
   const std::lock_guard<std::mutex> lock(mutex_);

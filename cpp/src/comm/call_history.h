@@ -23,6 +23,9 @@ namespace apex::parallel {
 /// The last collectives that this rank has called in one group. Thread safe.
 class CallHistory {
  public:
+  /// Of the name of a collective, what all ranks that are in it have in common.
+  static std::string in_common(const std::string& what);
+
   void add(const std::string& what);
   int64_t last_number();
 

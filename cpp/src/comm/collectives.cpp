@@ -4,6 +4,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -14,6 +15,7 @@
 #include <apex/interruption.h>
 
 #include "comm/failure_listener.h"
+#include "comm/host_topology.h"
 #include "distributed/backends.h"
 #include "interruption.h"
 #include "torch_version.h"
@@ -73,8 +75,22 @@ void wait_or_hear(const c10d::ProcessGroup& group,
   }
 }
 
+/// The channel that carries such tensors, or null.
+std::shared_ptr<HostChannel> channel_for(const c10d::ProcessGroup& group, Way way,
+                                         std::initializer_list<at::Tensor> tensors) {
+  if (way == Way::kBackend) return nullptr;
+  const auto fits = [](const at::Tensor& one) { return one.is_cpu() && one.is_contiguous(); };
+  if (!std::all_of(tensors.begin(), tensors.end(), fits)) return nullptr;
+  return host_channel_of(group);
+}
+
 bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group,
                    const std::function<void()>& meanwhile) {
+  if (auto* const host = dynamic_cast<HostWork*>(&work)) {
+    wait_or_hear(group, [&](std::chrono::milliseconds slice) { return host->wait_for(slice); },
+                 meanwhile);
+    return true;
+  }
   // In this order: whether it has completed may not be asked while a graph is captured.
   if (!can_stop_waiting(group) || work.isCompleted()) return work.wait();
   const auto ended_within = [&](std::chrono::milliseconds slice) {
@@ -115,16 +131,22 @@ void throw_communication_error(const std::string& what, const c10d::ProcessGroup
 
 c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& tensor,
-                                                c10d::ReduceOp::RedOpType op, bool immediate) {
+                                                c10d::ReduceOp::RedOpType op, Way way) {
+  if (const auto channel = channel_for(group, way, {tensor})) {
+    if (HostChannel::can_all_reduce(tensor, op))
+      return call_collective(what, group, [&] { return channel->all_reduce(what, tensor, op); });
+  }
   std::vector<at::Tensor> message{tensor};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
-  options.asyncOp = !immediate;
+  options.asyncOp = way != Way::kImmediate;
   return call_collective(what, group, [&] { return group.allreduce(message, options); });
 }
 
 c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::ProcessGroup& group,
                                                const at::Tensor& tensor, int64_t root) {
+  if (const auto channel = channel_for(group, Way::kQueued, {tensor}))
+    return call_collective(what, group, [&] { return channel->broadcast(what, tensor, root); });
   std::vector<at::Tensor> message{tensor};
   c10d::BroadcastOptions options;
   options.rootRank = root;
@@ -133,10 +155,12 @@ c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::Pr
 
 c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& gathered, const at::Tensor& share,
-                                                bool immediate) {
+                                                Way way) {
+  if (const auto channel = channel_for(group, way, {gathered, share}))
+    return call_collective(what, group, [&] { return channel->all_gather(what, gathered, share); });
   at::Tensor output = gathered, input = share;
   c10d::AllgatherOptions options;
-  options.asyncOp = !immediate;
+  options.asyncOp = way != Way::kImmediate;
   return call_collective(what, group,
                          [&] { return detail::all_gather_single(group, output, input, options); });
 }
@@ -144,7 +168,12 @@ c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::P
 c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& received, const at::Tensor& sent,
                                                 const std::vector<int64_t>& received_numel,
-                                                const std::vector<int64_t>& sent_numel) {
+                                                const std::vector<int64_t>& sent_numel, Way way) {
+  if (const auto channel = channel_for(group, way, {received, sent})) {
+    return call_collective(what, group, [&] {
+      return channel->all_to_all(what, received, sent, received_numel, sent_numel);
+    });
+  }
   at::Tensor output = received, input = sent;
   std::vector<int64_t> to = received_numel, from = sent_numel;
   return call_collective(what, group,

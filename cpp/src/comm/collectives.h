@@ -43,23 +43,31 @@ c10::intrusive_ptr<c10d::Work> call_collective(const std::string& what,
   }
 }
 
-/// The collectives, each of one tensor, in place; `immediate`: NCCL enqueues it on the current
-/// stream, without an event in between, and there may be no Work.
+/// How a collective is to travel.
+enum class Way {
+  kQueued,     ///< between ranks of one host through their memory, see host_channel_of()
+  kImmediate,  ///< so, too; NCCL enqueues it on the current stream, without an event in between, and
+               ///< there may be no Work
+  kBackend,    ///< through the group's backend, whose Work has a future
+};
+
+/// The collectives, each of one tensor, in place.
 c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& tensor,
                                                 c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM,
-                                                bool immediate = false);
+                                                Way way = Way::kQueued);
 c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::ProcessGroup& group,
                                                const at::Tensor& tensor, int64_t root);
 /// Equal shares: `gathered` has world_size times the elements of `share`.
 c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& gathered, const at::Tensor& share,
-                                                bool immediate = false);
+                                                Way way = Way::kQueued);
 /// By rank so many elements each; no numbers: as many for everybody.
 c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& received, const at::Tensor& sent,
                                                 const std::vector<int64_t>& received_numel = {},
-                                                const std::vector<int64_t>& sent_numel = {});
+                                                const std::vector<int64_t>& sent_numel = {},
+                                                Way way = Way::kQueued);
 
 /// Waits for `work` as its backend does: the host for CPU backends, the current stream for NCCL.
 /// Over Gloo it gives up when another rank has reported a failure of the group: those who failed

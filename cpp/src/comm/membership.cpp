@@ -9,6 +9,7 @@
 
 #include "comm/collectives.h"
 #include "comm/failure_listener.h"
+#include "comm/host_topology.h"
 #include "comm/separate_group.h"
 
 namespace apex::parallel {
@@ -47,6 +48,7 @@ void Membership::separate() {
                                 std::current_exception());
     }
     hear_too(*groups[i], *parent);
+    host_channel_of(*groups[i]);
   }
 }
 

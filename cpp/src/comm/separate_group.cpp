@@ -16,6 +16,7 @@
 
 #include "comm/bounded_call.h"
 #include "comm/failure_report.h"
+#include "comm/host_topology.h"
 #include "distributed/backends.h"
 #include "torch_version.h"
 
@@ -84,6 +85,7 @@ class SeparateGroup final : public c10d::ProcessGroup {
   }
 
   ~SeparateGroup() override {
+    drop_host_channel(*this);
     const bool failed = has_failed(*this);
     ProcessGroup::release_resources();  // so that own_ is the last reference
     end_elsewhere(std::move(own_), failed);

@@ -1,6 +1,7 @@
 #include <utility>
 
 #include "comm/collectives.h"
+#include "comm/host_topology.h"
 #include "reducer/reduction.h"
 #include "torch_version.h"
 
@@ -10,12 +11,21 @@ namespace {
 
 class AllReduce final : public Reduction {
  public:
-  AllReduce(GroupPtr group, bool averages) : group_(std::move(group)), averages_(averages) {}
+  AllReduce(GroupPtr group, std::shared_ptr<HostChannel> channel, bool averages)
+      : group_(std::move(group)), channel_(std::move(channel)), averages_(averages) {}
 
   ReductionTraits traits() const override {
     ReductionTraits traits;
     traits.averages = averages_;
+    traits.shares_memory = channel_ != nullptr;
     return traits;
+  }
+
+  std::function<at::Tensor(int64_t, const at::TensorOptions&)> allocator() const override {
+    if (!channel_) return {};
+    return [channel = channel_](int64_t numel, const at::TensorOptions& options) {
+      return channel->allocate(numel, options);
+    };
   }
 
   std::string describe() const override { return "all-reduce of bucket "; }
@@ -35,7 +45,7 @@ class AllReduce final : public Reduction {
 
   FuturePtr future() const override {
     try {
-      return work_ ? work_->getFuture() : nullptr;
+      return work_ && !channel_ ? work_->getFuture() : nullptr;
     } catch (const std::exception&) {
       return nullptr;  // not every backend has them
     }
@@ -45,6 +55,7 @@ class AllReduce final : public Reduction {
 
  private:
   const GroupPtr group_;
+  const std::shared_ptr<HostChannel> channel_;  ///< that buckets take; may be null
   const bool averages_;
   c10::intrusive_ptr<c10d::Work> work_;
 };
@@ -52,11 +63,13 @@ class AllReduce final : public Reduction {
 }  // namespace
 
 std::unique_ptr<Reduction> make_all_reduce(const ReductionSite& site) {
-  // NCCL divides while it sums; others leave the division to us.
   const auto type = site.device.type();
-  const bool averages = site.plain_average && type == at::kCUDA && has_backend(*site.group, type) &&
-                        is_nccl(site.group->getBackend(type)->getBackendName());
-  return std::make_unique<AllReduce>(site.group, averages);
+  auto channel = type == at::kCPU ? host_channel_of(*site.group) : nullptr;
+  // NCCL and sums in shared memory divide while they sum; others leave the division to us.
+  const bool nccl = type == at::kCUDA && has_backend(*site.group, type) &&
+                    is_nccl(site.group->getBackend(type)->getBackendName());
+  const bool averages = site.plain_average && (nccl || channel);
+  return std::make_unique<AllReduce>(site.group, std::move(channel), averages);
 }
 
 }  // namespace apex::parallel::detail

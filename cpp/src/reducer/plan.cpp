@@ -79,8 +79,9 @@ PlannedBucket make_entry(Kind kind, const std::vector<int64_t>& members, BucketT
   options.gradient_as_bucket_view = context.options.gradient_as_bucket_view;
   options.allreduce_always_fp32 = context.options.allreduce_always_fp32;
   if (!members.empty()) options.sparse_dim = places[members.front()].sparse_dim;
-  if (context.options.registered_buffers)
-    options.allocate = registered_memory(site.group, context.statistics);
+  options.allocate = context.options.registered_buffers
+                         ? registered_memory(site.group, context.statistics)
+                         : reduction->allocator();
   PlannedBucket entry(BucketMessage(kind, members, variables, std::move(trailer), device, options),
                       std::move(reduction));
   entry.members = entry.pending = static_cast<int64_t>(members.size());

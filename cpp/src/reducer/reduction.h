@@ -27,6 +27,7 @@ struct ReductionTraits {
       false;                    ///< collectives follow that of start(): in next_phase() or wait()
   bool starts_at_wait = false;  ///< start() sends nothing
   bool runs_user_code = false;  ///< start() may fail on one rank alone
+  bool shares_memory = false;   ///< between ranks of one host, see host_channel_of()
 };
 
 /// One for each bucket of a plan, used in one backward after the other:
@@ -45,6 +46,11 @@ class Reduction {
   virtual ~Reduction() = default;
 
   virtual ReductionTraits traits() const = 0;
+
+  /// Where it wants messages to lie, as MessageOptions::allocate has it; empty: anywhere.
+  virtual std::function<at::Tensor(int64_t, const at::TensorOptions&)> allocator() const {
+    return {};
+  }
 
   /// For errors: "all-reduce of bucket ".
   virtual std::string describe() const = 0;

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include <apex/export.h>
+
+/// Collectives of tensors, for programs without Python: as torch.distributed's of the same names,
+/// with errors that say who is lost. Between ranks of one host they go through shared memory.
+///
+/// Every rank of `group` (null: the default group) has to call the same one, with tensors of the
+/// same shape and dtype. They block: the host on CPU backends, the current stream on NCCL. They may
+/// be called from any thread, in the same order on every rank. None of them is recorded by autograd.
+///
+/// All throw apex::CommunicationError when a rank does not come within the group's timeout, has
+/// ended, or is in another collective, and apex::InvalidArgument without a default group or for a
+/// tensor that is not contiguous.
+
+namespace apex::distributed {
+
+/// `tensor` becomes the sum (or what `op` says) over all ranks; the same bits on every rank.
+APEX_API void all_reduce(const at::Tensor& tensor,
+                         c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM,
+                         const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
+
+/// `tensor` becomes that of rank `root`.
+APEX_API void broadcast(const at::Tensor& tensor, int root = 0,
+                        const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
+
+/// `tensor` [...] of every rank, as [world_size, ...].
+APEX_API at::Tensor all_gather(const at::Tensor& tensor,
+                               const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
+
+}  // namespace apex::distributed

@@ -1,0 +1,123 @@
+#include "comm/host_sum.h"
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <apex/error.h>
+
+namespace apex::parallel {
+
+namespace {
+
+using Op = c10d::ReduceOp::RedOpType;
+
+/// Of a thread: stays in the first cache level.
+constexpr int64_t kBlock = 2048;
+/// Less is not worth another thread.
+constexpr int64_t kGrainBytes = int64_t{256} << 10;
+
+template <typename Stored>
+using Computed = std::conditional_t<
+    std::is_same_v<Stored, c10::Half> || std::is_same_v<Stored, c10::BFloat16>, float, Stored>;
+
+template <Op op, typename Value>
+Value combined(Value left, Value right) {
+  // Not a number wins, as with Gloo's comparison it may or may not.
+  if constexpr (op == Op::MAX) return right > left || right != right ? right : left;
+  if constexpr (op == Op::MIN) return right < left || right != right ? right : left;
+  return static_cast<Value>(left + right);
+}
+
+template <Op op, typename Stored>
+void combine_block(int64_t begin, int64_t numel, const std::vector<const char*>& from,
+                   const std::vector<char*>& to) {
+  using Value = Computed<Stored>;
+  alignas(64) Value sum[kBlock];
+  const auto at = [&](const char* of) { return reinterpret_cast<const Stored*>(of) + begin; };
+  const Stored* first = at(from.front());
+  for (int64_t i = 0; i < numel; ++i) sum[i] = static_cast<Value>(first[i]);
+  for (size_t rank = 1; rank < from.size(); ++rank) {
+    const Stored* more = at(from[rank]);
+    for (int64_t i = 0; i < numel; ++i)
+      sum[i] = combined<op>(sum[i], static_cast<Value>(more[i]));
+  }
+  if constexpr (op == Op::AVG) {
+    const auto scale = Value(1) / static_cast<Value>(from.size());
+    for (int64_t i = 0; i < numel; ++i) sum[i] *= scale;
+  }
+  if constexpr (!std::is_same_v<Value, Stored>) {
+    auto* out = reinterpret_cast<Stored*>(to.front()) + begin;
+    for (int64_t i = 0; i < numel; ++i) out[i] = static_cast<Stored>(sum[i]);
+    for (size_t i = 1; i < to.size(); ++i)
+      std::memcpy(reinterpret_cast<Stored*>(to[i]) + begin, out, numel * sizeof(Stored));
+  } else {
+    for (char* one : to)
+      std::memcpy(reinterpret_cast<Stored*>(one) + begin, sum, numel * sizeof(Stored));
+  }
+}
+
+template <Op op, typename Stored>
+void combine_as(int64_t numel, const std::vector<const char*>& from, const std::vector<char*>& to) {
+  const auto part = [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; at += kBlock)
+      combine_block<op, Stored>(at, std::min(kBlock, end - at), from, to);
+  };
+  const int64_t grain = kGrainBytes / static_cast<int64_t>(sizeof(Stored));
+  if (numel <= grain || at::get_num_threads() == 1 || at::in_parallel_region()) {
+    part(0, numel);
+  } else {
+    at::parallel_for(0, numel, grain, part);
+  }
+}
+
+template <Op op>
+void combine_op(at::ScalarType dtype, int64_t numel, const std::vector<const char*>& from,
+                const std::vector<char*>& to) {
+  switch (dtype) {
+    case at::kFloat: return combine_as<op, float>(numel, from, to);
+    case at::kDouble: return combine_as<op, double>(numel, from, to);
+    case at::kHalf: return combine_as<op, c10::Half>(numel, from, to);
+    case at::kBFloat16: return combine_as<op, c10::BFloat16>(numel, from, to);
+    default: break;
+  }
+  if constexpr (op != Op::AVG) {
+    switch (dtype) {
+      case at::kLong: return combine_as<op, int64_t>(numel, from, to);
+      case at::kInt: return combine_as<op, int32_t>(numel, from, to);
+      case at::kShort: return combine_as<op, int16_t>(numel, from, to);
+      case at::kChar: return combine_as<op, int8_t>(numel, from, to);
+      case at::kByte: return combine_as<op, uint8_t>(numel, from, to);
+      default: break;
+    }
+  }
+  throw Error("combine(): no sums of this dtype");
+}
+
+}  // namespace
+
+bool can_combine(Op op, at::ScalarType dtype) {
+  const bool floats = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf ||
+                      dtype == at::kBFloat16;
+  const bool integers = dtype == at::kLong || dtype == at::kInt || dtype == at::kShort ||
+                        dtype == at::kChar || dtype == at::kByte;
+  if (op == Op::AVG) return floats;
+  return (op == Op::SUM || op == Op::MAX || op == Op::MIN) && (floats || integers);
+}
+
+void combine(Op op, at::ScalarType dtype, int64_t numel, const std::vector<const char*>& from,
+             const std::vector<char*>& to) {
+  switch (op) {
+    case Op::SUM: return combine_op<Op::SUM>(dtype, numel, from, to);
+    case Op::AVG: return combine_op<Op::AVG>(dtype, numel, from, to);
+    case Op::MAX: return combine_op<Op::MAX>(dtype, numel, from, to);
+    case Op::MIN: return combine_op<Op::MIN>(dtype, numel, from, to);
+    default: throw Error("combine(): no such operation");
+  }
+}
+
+}  // namespace apex::parallel

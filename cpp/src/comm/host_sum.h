@@ -1,0 +1,24 @@
+#pragma once
+
+/// Sums over ranks, where their messages lie.
+
+#include <cstdint>
+#include <vector>
+
+#include <c10/core/ScalarType.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+namespace apex::parallel {
+
+/// Whether combine() can do it: sum, average, largest and smallest of real numbers; float16 and
+/// bfloat16 are summed in float32 and rounded once.
+bool can_combine(c10d::ReduceOp::RedOpType op, at::ScalarType dtype);
+
+/// Combines `numel` elements that lie at `from` of each rank, in the order of `from`, and writes the
+/// result to each of `to`. `to` may hold pointers of `from`, but nothing else may overlap. An element
+/// has the same bits wherever it lies and however many there are. Uses torch's intra-op threads
+/// where there is enough to do.
+void combine(c10d::ReduceOp::RedOpType op, at::ScalarType dtype, int64_t numel,
+             const std::vector<const char*>& from, const std::vector<char*>& to);
+
+}  // namespace apex::parallel
