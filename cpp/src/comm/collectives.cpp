@@ -71,6 +71,7 @@ void wait_or_hear(const c10d::ProcessGroup& group,
       throw Error("another rank reports that a collective of this group has failed");
     if (listener.is_left_alone())
       throw Error("a process of this group has ended, and the store with it");
+    advance_host_channels();
     if (meanwhile) meanwhile();
   }
 }
@@ -87,8 +88,8 @@ std::shared_ptr<HostChannel> channel_for(const c10d::ProcessGroup& group, Way wa
 bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group,
                    const std::function<void()>& meanwhile) {
   if (auto* const host = dynamic_cast<HostWork*>(&work)) {
-    wait_or_hear(group, [&](std::chrono::milliseconds slice) { return host->wait_for(slice); },
-                 meanwhile);
+    wait_or_hear(
+        group, [&](std::chrono::milliseconds slice) { return host->wait_for(slice); }, meanwhile);
     return true;
   }
   // In this order: whether it has completed may not be asked while a graph is captured.

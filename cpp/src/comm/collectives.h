@@ -46,8 +46,8 @@ c10::intrusive_ptr<c10d::Work> call_collective(const std::string& what,
 /// How a collective is to travel.
 enum class Way {
   kQueued,     ///< between ranks of one host through their memory, see host_channel_of()
-  kImmediate,  ///< so, too; NCCL enqueues it on the current stream, without an event in between, and
-               ///< there may be no Work
+  kImmediate,  ///< so, too; NCCL enqueues it on the current stream, without an event in between,
+               ///< and there may be no Work
   kBackend,    ///< through the group's backend, whose Work has a future
 };
 

@@ -22,6 +22,11 @@
 #include <unistd.h>
 #endif
 
+// The steps of the protocol, for tests that end or stop a process at each.
+#ifndef APEX_HOST_STEP
+#define APEX_HOST_STEP(name) ((void)0)
+#endif
+
 namespace apex::parallel {
 
 namespace {
@@ -35,11 +40,15 @@ constexpr uint64_t kRing = 256;
 /// Up to this size every rank sums an all-reduce whole: one exchange instead of two.
 constexpr int64_t kWhole = int64_t{16} << 10;
 constexpr size_t kCacheLine = 64;
+/// An all-reduce has at most so many shares, of at least so many bytes unless there are more ranks.
+constexpr int kShares = 64;
+constexpr int64_t kShareBytes = int64_t{256} << 10;
+constexpr uint8_t kDone = 0x80;
 constexpr microseconds kSpin{50};
 /// A sleep, after which the peer is looked at.
 constexpr milliseconds kNap{20};
-
-enum class Kind : uint8_t { kSumWhole, kSumShares, kBroadcast, kAllGather, kAllToAll };
+/// The same, if others of this process's channels may need it.
+constexpr microseconds kShortNap{500};
 
 int64_t this_pid() {
 #if defined(__linux__)
@@ -73,7 +82,8 @@ void sleep_on(std::atomic<uint32_t>& word, uint32_t value, std::chrono::nanoseco
 
 void wake_all(std::atomic<uint32_t>& word) {
 #if defined(__linux__)
-  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr,
+            0);
 #else
   (void)word;
 #endif
@@ -87,10 +97,13 @@ void relax() {
 
 }  // namespace
 
+enum class HostKind : uint8_t { kSumWhole, kSumShares, kBroadcast, kAllGather, kAllToAll };
+
 /// What a rank says of a collective. In shared memory.
 struct HostChannel::Message {
   uint64_t number = 0;
-  Kind kind = Kind::kSumWhole;
+  HostKind kind = HostKind::kSumWhole;
+  bool keeps_part = false;  ///< the rank's own part of the message is not there
   Op op = Op::SUM;
   at::ScalarType dtype = at::kByte;
   int32_t root = 0;
@@ -99,42 +112,72 @@ struct HostChannel::Message {
   char what[168] = {};
 };
 
-/// In shared memory, at the beginning of each rank's first block. Written by its rank, but for
-/// `sleepers`.
+/// In shared memory, at the beginning of each rank's first block; written by its rank.
 struct HostChannel::Control {
-  alignas(kCacheLine) std::atomic<uint64_t> posted{0};
-  alignas(kCacheLine) std::atomic<uint64_t> summed{0};
-  alignas(kCacheLine) std::atomic<uint32_t> bell{0};  ///< rung whenever one of these changes
-  std::atomic<uint32_t> sleepers{0};                  ///< peers that sleep on it
+  alignas(kCacheLine) std::atomic<uint64_t> posted{0};    ///< collectives
+  alignas(kCacheLine) std::atomic<uint64_t> finished{0};  ///< this rank reads no more of so many
+  std::atomic<uint64_t> handed_over[kRing / 64] = {};     ///< bits by slot: its part is there now
   std::atomic<End> end{End::kNone};
+  char why[256] = {};  ///< it has failed; written before `end`
   alignas(kCacheLine) Message ring[kRing];
 };
 
+/// In shared memory, behind rank 0's Control; written by all.
+struct HostChannel::Common {
+  struct Slot {
+    /// 0, or rank + 1 of who does this share, with kDone when it is done.
+    alignas(kCacheLine) std::atomic<uint8_t> claims[kShares] = {};
+    std::atomic<uint32_t> done{0};  ///< shares
+  };
+  alignas(kCacheLine) std::atomic<uint32_t> bell{0};  ///< rung whenever anything has changed
+  std::atomic<uint32_t> sleepers{0};
+  Slot slots[kRing];
+};
+
 struct HostOperation {
-  enum class State { kPosted, kSummed, kDone };
+  enum class State { kPosted, kBegun, kDone };
 
   uint64_t number = 0;
-  Kind kind = Kind::kSumWhole;
+  HostKind kind = HostKind::kSumWhole;
   Op op = Op::SUM;
   int root = 0;
   std::string what;
-  at::Tensor output;                  ///< held, and written
-  std::vector<int64_t> rooms;         ///< all-to-all: bytes for each rank in output
-  std::shared_ptr<char> staged;       ///< what peers read, if it is a copy
-  char* message = nullptr;            ///< summed by shares: as peers see it
-  std::vector<char*> messages;        ///< summed by shares: of each rank, here
+  at::Tensor output;             ///< held, and written
+  int64_t bytes = 0;             ///< of it
+  std::vector<int64_t> rooms;    ///< all-to-all: bytes for each rank in output
+  std::shared_ptr<char> staged;  ///< what peers read, if it is a copy
+  std::vector<char*> messages;   ///< summed by shares: of each rank, as its peers see them
+  bool keeps_part = false;       ///< of its own message, the part is in `output` only
   State state = State::kPosted;
-  bool completed = false;             ///< the result is there
+  bool completed = false;  ///< the result is there
 };
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
+static_assert(std::atomic<uint8_t>::is_always_lock_free);
+
+namespace {
+
+/// Of this process. Never destroyed.
+struct AllChannels {
+  std::mutex mutex;
+  std::vector<HostChannel*> channels;
+};
+
+AllChannels& all_channels() {
+  static auto* const instance = new AllChannels;
+  return *instance;
+}
+
+}  // namespace
 
 void HostChannel::prepare(HostMemory& memory) {
   static_assert(std::is_trivially_copyable_v<Message>);
-  static_assert(sizeof(Control) < kFirstBytes / 2);
+  static_assert(sizeof(Control) + sizeof(Common) < kFirstBytes / 2);
+  static_assert(kMostRanks < kDone && kMostRanks <= kShares);
   new (memory.first()) Control;
-  memory.reserve(sizeof(Control));
+  new (memory.first() + sizeof(Control)) Common;
+  memory.reserve(sizeof(Control) + sizeof(Common));
 }
 
 HostChannel::HostChannel(int rank, std::shared_ptr<HostMemory> memory, std::vector<Peer> peers,
@@ -149,19 +192,21 @@ HostChannel::HostChannel(int rank, std::shared_ptr<HostMemory> memory, std::vect
   for (int peer = 0; peer < size_; ++peer) {
     char* first = peer == rank_ ? memory_->first() : peers_[peer].memory->at(peers_[peer].first);
     controls_.push_back(reinterpret_cast<Control*>(first));
+    if (peer == 0) common_ = reinterpret_cast<Common*>(first + sizeof(Control));
   }
+  const std::lock_guard<std::mutex> lock(all_channels().mutex);
+  all_channels().channels.push_back(this);
 }
 
 HostChannel::~HostChannel() {
-  if (this_pid() == pid_) tell_end(End::kLeft);
-}
-
-/// How a rank has ended; peers look at it only while they wait for that rank.
-void HostChannel::tell_end(End end) noexcept {
-  Control& mine = *controls_[rank_];
-  mine.end.store(end);
-  mine.bell.fetch_add(1);
-  wake_all(mine.bell);
+  {
+    const std::lock_guard<std::mutex> lock(all_channels().mutex);
+    auto& channels = all_channels().channels;
+    channels.erase(std::find(channels.begin(), channels.end(), this));
+  }
+  if (this_pid() != pid_ || !failure_.empty()) return;
+  for (const auto& operation : pending_) hand_over(*operation);
+  tell_end(End::kLeft);
 }
 
 bool HostChannel::can_all_reduce(const at::Tensor& tensor, Op op) {
@@ -174,9 +219,28 @@ at::Tensor HostChannel::allocate(int64_t numel, const at::TensorOptions& options
   std::shared_ptr<char> memory = memory_->allocate(bytes);
   std::memset(memory.get(), 0, bytes);
   void* data = memory.get();
-  return at::from_blob(data, {numel}, [memory = std::move(memory)](void*) mutable { memory.reset(); },
-                       options);
+  return at::from_blob(
+      data, {numel}, [memory = std::move(memory)](void*) mutable { memory.reset(); }, options);
 }
+
+/// The mutex, held. Tensors are let go of when it is not: their last reference may be Python's,
+/// whose lock another thread may hold while it waits for this one.
+class HostChannel::Held {
+ public:
+  explicit Held(HostChannel& channel) : channel_(channel), lock_(channel.mutex_) {}
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+  ~Held() {
+    std::vector<at::Tensor> released;
+    released.swap(channel_.released_);
+    lock_.unlock();
+  }
+  Lock& lock() { return lock_; }
+
+ private:
+  HostChannel& channel_;
+  Lock lock_;
+};
 
 // --- issuing ---
 
@@ -198,40 +262,46 @@ std::shared_ptr<char> HostChannel::stage(size_t bytes) {
   return memory_->allocate(bytes);
 }
 
-std::shared_ptr<HostOperation> HostChannel::post(std::unique_lock<std::mutex>& lock,
-                                                 std::shared_ptr<HostOperation> operation,
-                                                 Message message) {
+HostChannel::WorkPtr HostChannel::post(Lock& lock, std::shared_ptr<Operation> operation,
+                                       Message message) {
   const uint64_t number = next_;
   if (number >= kRing) {
     // Its slot may still be read.
-    wait(lock, [&] { return all_have(&Control::summed, number - kRing); }, *operation,
-         Clock::now() + timeout_);
+    const auto is_free = [&] { return all_finished(number - kRing); };
+    if (!wait(lock, is_free, nullptr, Clock::now() + timeout_)) {
+      fail("timed out after " + std::to_string(timeout_.count()) +
+           " ms waiting for a rank that is " + std::to_string(kRing) + " collectives behind");
+    }
   }
   next_ = number + 1;
   operation->number = message.number = number;
   operation->kind = message.kind;
   operation->op = message.op;
   operation->root = message.root;
+  operation->keeps_part = message.keeps_part;
   const std::string said = CallHistory::in_common(operation->what);
   std::memcpy(message.what, said.data(), std::min(said.size(), sizeof(message.what) - 1));
-  controls_[rank_]->ring[number % kRing] = message;
-  pending_.push_back(operation);
-  say(&Control::posted, number + 1);
-  advance();
-  return operation;
-}
-
-/// Publishes a counter, and everything written before.
-void HostChannel::say(std::atomic<uint64_t> Control::*what, uint64_t value) {
+  APEX_HOST_STEP("message written");
   Control& mine = *controls_[rank_];
-  (mine.*what).store(value, std::memory_order_release);
-  mine.bell.fetch_add(1);
-  if (mine.sleepers.load() > 0) wake_all(mine.bell);
+  const uint64_t slot = number % kRing;
+  mine.ring[slot] = message;
+  mine.handed_over[slot / 64].fetch_and(~(uint64_t{1} << slot % 64));
+  if (rank_ == 0) {
+    for (auto& claim : common_->slots[slot].claims) claim.store(0, std::memory_order_relaxed);
+    common_->slots[slot].done.store(0, std::memory_order_relaxed);
+  }
+  pending_.push_back(operation);
+  APEX_HOST_STEP("described");
+  mine.posted.store(number + 1);
+  APEX_HOST_STEP("posted");
+  ring();
+  advance();
+  return c10::make_intrusive<HostWork>(shared_from_this(), std::move(operation));
 }
 
 HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::Tensor& tensor,
                                              Op op) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  Held held(*this);
   require_usable();
   auto operation = std::make_shared<HostOperation>();
   operation->what = what;
@@ -239,42 +309,41 @@ HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::
   const at::Tensor& real = operation->output;
   char* data = static_cast<char*>(real.mutable_data_ptr());
   const auto bytes = static_cast<int64_t>(real.nbytes());
+  operation->bytes = bytes;
   Message message;
   message.op = op;
   message.dtype = real.scalar_type();
   message.numel = real.numel();
+  std::optional<HostPlace> place;
   if (bytes <= kWhole) {
-    message.kind = Kind::kSumWhole;
     operation->staged = stage(static_cast<size_t>(bytes));
     std::memcpy(operation->staged.get(), data, static_cast<size_t>(bytes));
-    message.place = *memory_->place_of(operation->staged.get(), static_cast<size_t>(bytes));
   } else {
-    message.kind = Kind::kSumShares;
-    operation->message = data;
-    auto place = memory_->place_of(data, static_cast<size_t>(bytes));
+    message.kind = HostKind::kSumShares;
+    place = memory_->place_of(data, static_cast<size_t>(bytes));
     if (!place) {
+      message.keeps_part = true;
       operation->staged = memory_->allocate(static_cast<size_t>(bytes));
-      operation->message = operation->staged.get();
-      place = memory_->place_of(operation->message, static_cast<size_t>(bytes));
-      const auto [begin, end] = share_of(rank_, message.numel, real.element_size());
-      std::memcpy(operation->message, data, static_cast<size_t>(begin));
-      std::memcpy(operation->message + end, data + end, static_cast<size_t>(bytes - end));
+      char* const copy = operation->staged.get();
+      const auto [begin, end] = part_of(rank_, bytes);
+      std::memcpy(copy, data, static_cast<size_t>(begin));
+      std::memcpy(copy + end, data + end, static_cast<size_t>(bytes - end));
     }
-    message.place = *place;
   }
-  return c10::make_intrusive<HostWork>(shared_from_this(),
-                                       post(lock, std::move(operation), message));
+  message.place =
+      place ? *place : *memory_->place_of(operation->staged.get(), static_cast<size_t>(bytes));
+  return post(held.lock(), std::move(operation), message);
 }
 
 HostChannel::WorkPtr HostChannel::broadcast(const std::string& what, const at::Tensor& tensor,
                                             int64_t root) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  Held held(*this);
   require_usable();
   auto operation = std::make_shared<HostOperation>();
   operation->what = what;
   operation->output = tensor;
   Message message;
-  message.kind = Kind::kBroadcast;
+  message.kind = HostKind::kBroadcast;
   message.dtype = tensor.scalar_type();
   message.numel = tensor.numel();
   message.root = static_cast<int32_t>(root);
@@ -283,8 +352,7 @@ HostChannel::WorkPtr HostChannel::broadcast(const std::string& what, const at::T
     std::memcpy(operation->staged.get(), tensor.const_data_ptr(), tensor.nbytes());
     message.place = *memory_->place_of(operation->staged.get(), tensor.nbytes());
   }
-  return c10::make_intrusive<HostWork>(shared_from_this(),
-                                       post(lock, std::move(operation), message));
+  return post(held.lock(), std::move(operation), message);
 }
 
 HostChannel::WorkPtr HostChannel::all_gather(const std::string& what, const at::Tensor& gathered,
@@ -292,27 +360,26 @@ HostChannel::WorkPtr HostChannel::all_gather(const std::string& what, const at::
   TORCH_CHECK_VALUE(gathered.numel() == share.numel() * size_, what, ": room for ",
                     gathered.numel(), " elements, while ", size_, " ranks have ", share.numel(),
                     " each");
-  std::unique_lock<std::mutex> lock(mutex_);
+  Held held(*this);
   require_usable();
   auto operation = std::make_shared<HostOperation>();
   operation->what = what;
   operation->output = gathered;
   Message message;
-  message.kind = Kind::kAllGather;
+  message.kind = HostKind::kAllGather;
   message.dtype = share.scalar_type();
   message.numel = share.numel();
   operation->staged = stage(share.nbytes());
   std::memcpy(operation->staged.get(), share.const_data_ptr(), share.nbytes());
   message.place = *memory_->place_of(operation->staged.get(), share.nbytes());
-  return c10::make_intrusive<HostWork>(shared_from_this(),
-                                       post(lock, std::move(operation), message));
+  return post(held.lock(), std::move(operation), message);
 }
 
 HostChannel::WorkPtr HostChannel::all_to_all(const std::string& what, const at::Tensor& received,
                                              const at::Tensor& sent,
                                              const std::vector<int64_t>& received_numel,
                                              const std::vector<int64_t>& sent_numel) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  Held held(*this);
   require_usable();
   const auto bytes_of = [&](const at::Tensor& tensor, const std::vector<int64_t>& lengths) {
     std::vector<int64_t> bytes;
@@ -330,49 +397,86 @@ HostChannel::WorkPtr HostChannel::all_to_all(const std::string& what, const at::
   // What is for whom, then the data.
   const size_t head = sizeof(int64_t) * static_cast<size_t>(size_);
   Message message;
-  message.kind = Kind::kAllToAll;
+  message.kind = HostKind::kAllToAll;
   message.dtype = sent.scalar_type();
   operation->staged = stage(head + sent.nbytes());
   std::memcpy(operation->staged.get(), lengths.data(), head);
   std::memcpy(operation->staged.get() + head, sent.const_data_ptr(), sent.nbytes());
   message.place = *memory_->place_of(operation->staged.get(), head + sent.nbytes());
-  return c10::make_intrusive<HostWork>(shared_from_this(),
-                                       post(lock, std::move(operation), message));
+  return post(held.lock(), std::move(operation), message);
 }
 
-// --- progress ---
+// --- doing what can be done ---
 
-bool HostChannel::all_have(std::atomic<uint64_t> Control::*what, uint64_t number) const {
-  return std::all_of(controls_.begin(), controls_.end(), [&](const Control* control) {
-    return (control->*what).load(std::memory_order_acquire) > number;
-  });
+bool HostChannel::all_posted(uint64_t number) const {
+  return std::all_of(controls_.begin(), controls_.end(),
+                     [&](const Control* one) { return one->posted.load() > number; });
+}
+
+bool HostChannel::all_finished(uint64_t number) const {
+  return std::all_of(controls_.begin(), controls_.end(),
+                     [&](const Control* one) { return one->finished.load() > number; });
 }
 
 /// Does what this rank can do now.
-void HostChannel::advance() {
+/// @param helps  also shares of parts that belong to others.
+void HostChannel::advance(bool helps) {
+  bool in_order = true;  // nothing before is unfinished
   for (auto next = pending_.begin(); next != pending_.end();) {
-    HostOperation& operation = **next;
-    if (operation.state == HostOperation::State::kPosted) {
-      if (!all_have(&Control::posted, operation.number)) return;
-      check_messages(operation);
-      try {
-        do_part(operation);
-      } catch (const std::exception& error) {
-        fail(error.what());
+    Operation& operation = **next;
+    if (operation.state == Operation::State::kPosted) {
+      if (!all_posted(operation.number)) return;
+      APEX_HOST_STEP("all are here");
+      begin(operation);
+      operation.state = Operation::State::kBegun;
+    }
+    if (operation.kind == HostKind::kSumShares && !operation.completed) {
+      sum_shares(operation, helps);
+      const uint32_t done = common_->slots[operation.number % kRing].done.load();
+      if (done == static_cast<uint32_t>(shares_of(operation))) {
+        APEX_HOST_STEP("all shares are done");
+        take_result(operation);
+        operation.completed = true;
+        released_.push_back(std::move(operation.output));
+        operation.staged.reset();
       }
-      operation.state = HostOperation::State::kSummed;
-      say(&Control::summed, operation.number + 1);
     }
-    if (!all_have(&Control::summed, operation.number)) {
-      ++next;
-      continue;
+    in_order = in_order && (operation.kind != HostKind::kSumShares || operation.completed);
+    next = finish(operation, in_order) ? pending_.erase(next) : std::next(next);
+  }
+}
+
+/// Says so if this rank needs nothing more of it; returns whether it may be forgotten.
+bool HostChannel::finish(Operation& operation, bool in_order) {
+  if (!in_order) return false;
+  std::atomic<uint64_t>& finished = controls_[rank_]->finished;
+  if (finished.load() <= operation.number) {
+    finished.store(operation.number + 1);
+    APEX_HOST_STEP("finished");
+    ring();
+  }
+  // Peers read a copy until they have finished.
+  if (operation.staged && !all_finished(operation.number)) return false;
+  operation.completed = true;
+  released_.push_back(std::move(operation.output));
+  operation.staged.reset();
+  return true;
+}
+
+/// All ranks have posted it.
+void HostChannel::begin(Operation& operation) {
+  check_messages(operation);
+  try {
+    if (operation.kind == HostKind::kSumShares) {
+      find_messages(operation);
+    } else {
+      read_messages(operation);
     }
-    if (operation.kind == Kind::kSumShares) take_shares(operation);
-    operation.state = HostOperation::State::kDone;
-    operation.completed = true;
-    operation.output = at::Tensor();
-    operation.staged.reset();
-    next = pending_.erase(next);
+  } catch (const std::exception& error) {
+    if (!failure_.empty()) throw;
+    // Most likely because its owner is gone.
+    const std::string ended = ended_process();
+    fail(ended.empty() ? error.what() : ended);
   }
 }
 
@@ -380,7 +484,7 @@ const HostChannel::Message& HostChannel::message_of(int rank, uint64_t number) c
   return controls_[rank]->ring[number % kRing];
 }
 
-void HostChannel::check_messages(HostOperation& operation) {
+void HostChannel::check_messages(const Operation& operation) {
   const Message& mine = message_of(rank_, operation.number);
   for (int peer = 0; peer < size_; ++peer) {
     const Message& other = message_of(peer, operation.number);
@@ -393,27 +497,19 @@ void HostChannel::check_messages(HostOperation& operation) {
       fail(texts);
     }
     if (other.dtype != mine.dtype || other.numel != mine.numel) {
-      fail(texts + " (" + std::to_string(mine.numel) + " elements of " +
-           c10::toString(mine.dtype) + " here, " + std::to_string(other.numel) + " of " +
-           c10::toString(other.dtype) + " there)");
+      fail(texts + " (" + std::to_string(mine.numel) + " elements of " + c10::toString(mine.dtype) +
+           " here, " + std::to_string(other.numel) + " of " + c10::toString(other.dtype) +
+           " there)");
     }
   }
 }
 
-/// Of `numel` elements, the bytes that this rank sums, from and to: whole cache lines.
-std::pair<int64_t, int64_t> HostChannel::share_of(int rank, int64_t numel, size_t element) const {
-  const int64_t bytes = numel * static_cast<int64_t>(element);
-  const auto line = static_cast<int64_t>(kCacheLine);
-  const int64_t share = (bytes / size_ + line - 1) / line * line;
-  return {std::min(bytes, share * rank), rank + 1 == size_ ? bytes : std::min(bytes, share * (rank + 1))};
-}
-
-void HostChannel::do_part(HostOperation& operation) {
-  if (operation.kind == Kind::kSumShares) return sum_share(operation);
+/// Takes what this rank needs of the messages.
+void HostChannel::read_messages(Operation& operation) {
   std::vector<char*> from;
   for (int peer = 0; peer < size_; ++peer) {
     const HostPlace& place = message_of(peer, operation.number).place;
-    if (operation.kind == Kind::kBroadcast && peer != operation.root) {
+    if (operation.kind == HostKind::kBroadcast && peer != operation.root) {
       from.push_back(nullptr);
     } else {
       from.push_back(peer == rank_ ? operation.staged.get() : peers_[peer].memory->at(place));
@@ -422,20 +518,20 @@ void HostChannel::do_part(HostOperation& operation) {
   char* out = static_cast<char*>(operation.output.mutable_data_ptr());
   const size_t bytes = operation.output.nbytes();
   switch (operation.kind) {
-    case Kind::kSumWhole:
+    case HostKind::kSumWhole:
       combine(operation.op, operation.output.scalar_type(), operation.output.numel(),
               {from.begin(), from.end()}, {out});
       break;
-    case Kind::kBroadcast:
+    case HostKind::kBroadcast:
       if (operation.root != rank_) std::memcpy(out, from[operation.root], bytes);
       break;
-    case Kind::kAllGather:
+    case HostKind::kAllGather:
       for (int peer = 0; peer < size_; ++peer) {
         const size_t share = bytes / static_cast<size_t>(size_);
         std::memcpy(out + share * static_cast<size_t>(peer), from[peer], share);
       }
       break;
-    case Kind::kAllToAll:
+    case HostKind::kAllToAll:
       for (int peer = 0; peer < size_; ++peer) {
         const auto* lengths = reinterpret_cast<const int64_t*>(from[peer]);
         const char* data = from[peer] + sizeof(int64_t) * static_cast<size_t>(size_);
@@ -449,68 +545,174 @@ void HostChannel::do_part(HostOperation& operation) {
         out += operation.rooms[peer];
       }
       break;
-    case Kind::kSumShares: break;
+    case HostKind::kSumShares:
+      break;
   }
-  // What lies elsewhere is mapped when it is first read, for which this process has to be there.
+  // What lies in another block is mapped when it is first read, for which this process has to be
+  // there; then it has completed when all have finished.
   operation.completed = !operation.staged || message_of(rank_, operation.number).place.block == 0;
-  if (operation.completed) operation.output = at::Tensor();
 }
 
-void HostChannel::sum_share(HostOperation& operation) {
-  const at::Tensor& tensor = operation.output;
-  char* const data = static_cast<char*>(tensor.mutable_data_ptr());
+void HostChannel::find_messages(Operation& operation) {
+  char* const mine = operation.staged ? operation.staged.get()
+                                      : static_cast<char*>(operation.output.mutable_data_ptr());
   for (int peer = 0; peer < size_; ++peer) {
     const HostPlace& place = message_of(peer, operation.number).place;
-    operation.messages.push_back(peer == rank_ ? data : peers_[peer].memory->at(place));
+    operation.messages.push_back(peer == rank_ ? mine : peers_[peer].memory->at(place));
   }
-  const auto [begin, end] = share_of(rank_, tensor.numel(), tensor.element_size());
-  std::vector<char*> shares;
-  for (char* message : operation.messages) shares.push_back(message + begin);
-  combine(operation.op, tensor.scalar_type(), (end - begin) / tensor.element_size(),
-          {shares.begin(), shares.end()}, shares);
+  APEX_HOST_STEP("messages mapped");
 }
 
-/// The peers' shares, which lie in the copy, if there is one.
-void HostChannel::take_shares(const HostOperation& operation) const {
+/// Each rank's part has as many.
+int HostChannel::shares_of(const Operation& operation) const {
+  const auto wanted = static_cast<int>(std::min<int64_t>(kShares, operation.bytes / kShareBytes));
+  return std::max(1, wanted / size_) * size_;
+}
+
+/// Of a message, the bytes that belong to a rank, from and to: whole cache lines.
+std::pair<int64_t, int64_t> HostChannel::part_of(int rank, int64_t bytes) const {
+  const auto line = static_cast<int64_t>(kCacheLine);
+  const int64_t part = (bytes / size_ + line - 1) / line * line;
+  return {std::min(bytes, part * rank),
+          rank + 1 == size_ ? bytes : std::min(bytes, part * (rank + 1))};
+}
+
+bool HostChannel::keeps_part(int rank, const Operation& operation) const {
+  if (rank == rank_) return operation.keeps_part;
+  const uint64_t slot = operation.number % kRing;
+  const uint64_t bit = uint64_t{1} << slot % 64;
+  return message_of(rank, operation.number).keeps_part &&
+         (controls_[rank]->handed_over[slot / 64].load() & bit) == 0;
+}
+
+/// Claims shares and sums them: of the own part, and, if this rank helps, of all.
+void HostChannel::sum_shares(Operation& operation, bool helps) {
+  Common::Slot& slot = common_->slots[operation.number % kRing];
+  const int shares = shares_of(operation);
+  const int each = shares / size_;
+  for (int i = 0; i < (helps ? shares : each); ++i) {
+    const int share = (rank_ * each + i) % shares;
+    const int owner = share / each;
+    if (owner != rank_ && keeps_part(owner, operation)) continue;
+    uint8_t nobody = 0;
+    if (!slot.claims[share].compare_exchange_strong(nobody, static_cast<uint8_t>(rank_ + 1)))
+      continue;
+    APEX_HOST_STEP("claimed");
+    sum_share(share, operation);
+    APEX_HOST_STEP("summed");
+    slot.claims[share].fetch_or(kDone);
+    slot.done.fetch_add(1);
+    ring();
+  }
+}
+
+void HostChannel::sum_share(int share, const Operation& operation) const {
+  const int each = shares_of(operation) / size_;
+  const auto [part_begin, part_end] = part_of(share / each, operation.bytes);
+  const auto line = static_cast<int64_t>(kCacheLine);
+  const int64_t length = ((part_end - part_begin) / each + line - 1) / line * line;
+  const int64_t begin = std::min(part_end, part_begin + share % each * length);
+  const int64_t end = share % each + 1 == each ? part_end : std::min(part_end, begin + length);
+  std::vector<char*> at;
+  for (char* message : operation.messages) at.push_back(message + begin);
+  const at::Tensor& tensor = operation.output;
+  if (operation.keeps_part && share / each == rank_)
+    at[rank_] = static_cast<char*>(tensor.mutable_data_ptr()) + begin;
+  combine(operation.op, tensor.scalar_type(), (end - begin) / tensor.element_size(),
+          {at.begin(), at.end()}, at);
+}
+
+/// The result lies in the copy, if there is one; but for a part that was kept.
+void HostChannel::take_result(const Operation& operation) const {
   if (!operation.staged) return;
   char* const data = static_cast<char*>(operation.output.mutable_data_ptr());
-  const auto bytes = static_cast<int64_t>(operation.output.nbytes());
-  const auto [begin, end] =
-      share_of(rank_, operation.output.numel(), operation.output.element_size());
-  std::memcpy(data, operation.message, static_cast<size_t>(begin));
-  std::memcpy(data + end, operation.message + end, static_cast<size_t>(bytes - end));
+  const char* const copy = operation.staged.get();
+  const int64_t bytes = operation.bytes;
+  const auto [begin, end] = operation.keeps_part ? part_of(rank_, bytes) : std::pair(bytes, bytes);
+  std::memcpy(data, copy, static_cast<size_t>(begin));
+  std::memcpy(data + end, copy + end, static_cast<size_t>(bytes - end));
 }
+
+/// Lets others sum this rank's part.
+void HostChannel::hand_over(Operation& operation) {
+  if (operation.completed || !operation.keeps_part) return;
+  const auto [begin, end] = part_of(rank_, operation.bytes);
+  const char* const data = static_cast<const char*>(operation.output.const_data_ptr());
+  // What this rank has summed of it already is copied as it is.
+  std::memcpy(operation.staged.get() + begin, data + begin, static_cast<size_t>(end - begin));
+  operation.keeps_part = false;
+  const uint64_t slot = operation.number % kRing;
+  controls_[rank_]->handed_over[slot / 64].fetch_or(uint64_t{1} << slot % 64);
+  APEX_HOST_STEP("handed over");
+  ring();
+}
+
+/// In the channels of this process other than `but`; returns whether there is anything to come.
+bool HostChannel::advance_others(const HostChannel* but) {
+  const std::lock_guard<std::mutex> lock(all_channels().mutex);
+  bool more = false;
+  for (HostChannel* const channel : all_channels().channels) {
+    if (channel == but || channel->pid_ != this_pid()) continue;
+    const Lock other(channel->mutex_, std::try_to_lock);
+    if (!other) continue;  // its own thread sees to it
+    try {
+      if (channel->failure_.empty()) channel->advance(/*helps=*/true);
+    } catch (const std::exception&) {
+      // Who waits there will hear.
+    }
+    more = more || !channel->pending_.empty();
+  }
+  return more;
+}
+
+void advance_host_channels() { HostChannel::advance_others(nullptr); }
 
 // --- waiting ---
 
-/// Whether `operation` waits for that peer.
-bool HostChannel::owes(int peer, const HostOperation& operation) const {
-  const auto has = [&](std::atomic<uint64_t> Control::*what, uint64_t number) {
-    return (controls_[peer]->*what).load(std::memory_order_acquire) > number;
+/// The ranks that `operation` cannot go on without; null: the ring.
+std::vector<int> HostChannel::waited_for(const Operation* operation) const {
+  std::vector<int> ranks;
+  const auto add_if = [&](auto&& is_late) {
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer != rank_ && is_late(*controls_[peer])) ranks.push_back(peer);
+    }
+    return ranks;
   };
-  // Parts are done in order: what comes before `operation` may be what holds it up.
+  const auto has_not_finished = [](uint64_t number) {
+    return [number](const Control& peer) { return peer.finished.load() <= number; };
+  };
+  if (operation == nullptr) return add_if(has_not_finished(next_ - kRing));
+  // Messages are read in order: what comes before may be what holds it up.
   for (const auto& before : pending_) {
-    if (before->number > operation.number) break;
-    if (before->state == HostOperation::State::kPosted)
-      return !has(&Control::posted, before->number);
+    if (before->number > operation->number) break;
+    if (before->state != Operation::State::kPosted) continue;
+    return add_if([&](const Control& peer) { return peer.posted.load() <= before->number; });
   }
-  return !has(&Control::summed, operation.number);
+  if (operation->kind != HostKind::kSumShares) return add_if(has_not_finished(operation->number));
+  const Common::Slot& slot = common_->slots[operation->number % kRing];
+  const int shares = shares_of(*operation);
+  for (int share = 0; share < shares; ++share) {
+    const uint8_t claim = slot.claims[share].load();
+    const int owner = share / (shares / size_);
+    if ((claim & kDone) != 0) continue;
+    if (claim != 0) {
+      ranks.push_back(claim - 1);
+    } else if (owner != rank_ && keeps_part(owner, *operation)) {
+      ranks.push_back(owner);
+    }
+  }
+  return ranks;
 }
 
-/// The first peer that `operation` waits for, or -1.
-int HostChannel::behind(const HostOperation& operation) const {
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer != rank_ && owes(peer, operation)) return peer;
-  }
-  return -1;
-}
-
-bool HostChannel::wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done,
-                       const HostOperation& operation, Clock::time_point until) {
-  Clock::time_point spin_until = Clock::now() + (spins_ ? kSpin : microseconds(0));
+bool HostChannel::wait(Lock& lock, const std::function<bool()>& done, const Operation* operation,
+                       Clock::time_point until) {
+  Clock::time_point looked = Clock::now();
+  const Clock::time_point spin_until = looked + (spins_ ? kSpin : microseconds(0));
   for (;;) {
     require_usable();
-    advance();
+    // The bell first: what it announces is looked at after that, or else it has been rung since.
+    const uint32_t bell = common_->bell.load();
+    advance(/*helps=*/true);
     if (done()) return true;
     const Clock::time_point now = Clock::now();
     if (now >= until) return false;
@@ -518,43 +720,75 @@ bool HostChannel::wait(std::unique_lock<std::mutex>& lock, const std::function<b
       for (int i = 0; i < 32; ++i) relax();
       continue;
     }
-    // The bell first: what it announces is looked at after that, or else it has been rung since.
-    std::vector<uint32_t> bells;
-    for (const Control* control : controls_) bells.push_back(control->bell.load());
-    const int peer = behind(operation);
-    if (peer < 0 || peer == rank_) continue;
     check_ends(operation);
-    Control& other = *controls_[peer];
-    other.sleepers.fetch_add(1);
+    common_->sleepers.fetch_add(1);
+    APEX_HOST_STEP("sleeps");
     lock.unlock();
-    sleep_on(other.bell, bells[peer], std::min<std::chrono::nanoseconds>(kNap, until - now));
+    const std::chrono::nanoseconds nap = advance_others(this) ? kShortNap : kNap;
+    sleep_on(common_->bell, bell, std::min<std::chrono::nanoseconds>(nap, until - now));
     lock.lock();
-    other.sleepers.fetch_sub(1);
-    if (Clock::now() - now >= kNap / 2) check_ends(operation, /*processes=*/true);
+    common_->sleepers.fetch_sub(1);
+    if (Clock::now() - looked < kNap) continue;
+    check_ends(operation, /*processes=*/true);
+    looked = Clock::now();
   }
 }
 
-/// Fails if a peer that `operation` waits for will not do its part any more.
-void HostChannel::check_ends(const HostOperation& operation, bool processes) {
+void HostChannel::ring() noexcept {
+  common_->bell.fetch_add(1);
+  APEX_HOST_STEP("rung");
+  if (common_->sleepers.load() > 0) wake_all(common_->bell);
+}
+
+/// The first peer whose process has ended, in words, or "".
+std::string HostChannel::ended_process() const {
   for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_) continue;
-    const std::string name = "rank " + std::to_string(peer);
+    const auto& process = peers_[peer].process;
+    if (peer != rank_ && process && state_of(*process) == ProcessState::kEnded)
+      return describe_ended(peer);
+  }
+  return {};
+}
+
+std::string HostChannel::describe_ended(int peer) const {
+  return "rank " + std::to_string(peer) + ", process " + std::to_string(peers_[peer].process->pid) +
+         " of this host, has ended";
+}
+
+/// Fails if a peer that `operation` waits for will not come any more.
+void HostChannel::check_ends(const Operation* operation, bool processes) {
+  for (const int peer : waited_for(operation)) {
     std::string end;
     switch (controls_[peer]->end.load()) {
-      case End::kNone: break;
-      case End::kFailed: end = name + " reports that a collective of this group has failed"; break;
-      case End::kLeft: end = name + " has let go of the group"; break;
+      case End::kNone:
+        break;
+      case End::kFailed:
+        end = "rank " + std::to_string(peer) + " reports: " + controls_[peer]->why;
+        break;
+      case End::kLeft:
+        end = "rank " + std::to_string(peer) + " has let go of the group";
+        break;
     }
     const auto& process = peers_[peer].process;
     if (end.empty() && processes && process && state_of(*process) == ProcessState::kEnded)
-      end = name + ", process " + std::to_string(process->pid) + " of this host, has ended";
-    // Asked for last: it may have done its part just before.
-    if (!end.empty() && owes(peer, operation)) fail(end);
+      end = describe_ended(peer);
+    if (end.empty()) continue;
+    // It may have come just before.
+    const std::vector<int> still = waited_for(operation);
+    if (std::find(still.begin(), still.end(), peer) != still.end()) fail(end);
   }
+}
+
+/// How this rank has ended; peers look at it only while they wait for this rank.
+void HostChannel::tell_end(End end) noexcept {
+  controls_[rank_]->end.store(end);
+  ring();
 }
 
 void HostChannel::fail(const std::string& why) {
   failure_ = why;
+  char* const told = controls_[rank_]->why;
+  std::memcpy(told, why.data(), std::min(why.size(), sizeof(Control::why) - 1));
   tell_end(End::kFailed);
   throw Error(why);
 }
@@ -566,8 +800,16 @@ HostWork::HostWork(std::shared_ptr<HostChannel> channel, std::shared_ptr<HostOpe
       channel_(std::move(channel)),
       operation_(std::move(operation)) {}
 
+HostWork::~HostWork() { hand_over(); }
+
+void HostWork::hand_over() {
+  if (this_pid() != channel_->pid_) return;
+  const HostChannel::Held held(*channel_);
+  if (channel_->failure_.empty()) channel_->hand_over(*operation_);
+}
+
 bool HostWork::isCompleted() {
-  const std::lock_guard<std::mutex> lock(channel_->mutex_);
+  const HostChannel::Held held(*channel_);
   if (operation_->completed || !channel_->failure_.empty()) return operation_->completed;
   try {
     channel_->advance();
@@ -583,16 +825,18 @@ bool HostWork::isSuccess() const {
 }
 
 bool HostWork::wait_for(milliseconds slice) {
-  std::unique_lock<std::mutex> lock(channel_->mutex_);
+  HostChannel::Held held(*channel_);
   if (operation_->completed) return true;
   const Clock::time_point now = Clock::now();
   if (!deadline_) deadline_ = now + channel_->timeout_;
   const auto done = [&] { return operation_->completed; };
-  if (channel_->wait(lock, done, *operation_, std::min(now + slice, *deadline_))) return true;
+  if (channel_->wait(held.lock(), done, operation_.get(), std::min(now + slice, *deadline_)))
+    return true;
   if (Clock::now() < *deadline_) return false;
-  const int peer = channel_->behind(*operation_);
+  const std::vector<int> late = channel_->waited_for(operation_.get());
   channel_->fail("timed out after " + std::to_string(channel_->timeout_.count()) +
-                 " ms waiting for rank " + std::to_string(peer));
+                 " ms waiting for " +
+                 (late.empty() ? "a processor" : "rank " + std::to_string(late.front())));
 }
 
 bool HostWork::wait(milliseconds timeout) {

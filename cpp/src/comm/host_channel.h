@@ -28,31 +28,36 @@ namespace apex::parallel {
 // number k puts its message where its peers can read it, describes it in slot k of a ring, and says
 // so: `posted` = k + 1. Whoever finds that all have posted k does its part:
 //
-// - a large all-reduce is cut into one share a rank. Each sums its own, in the order of the ranks,
-//   straight out of the peers' messages, and writes the sum over the same share of all of them:
-//   nobody else reads or writes that share, and one pass over memory does it. Then it says
-//   `summed` = k + 1; when all have, the messages hold the result;
-// - of everything else each rank takes what it needs, and says `summed` when it has read it.
+// - a large all-reduce is cut into shares. Whoever claims one sums it, in the order of the ranks,
+//   straight out of all messages, and writes the sum over the same share of all of them: nobody
+//   else reads or writes that share, and one pass over memory does it. When all shares are done,
+//   the messages hold the result;
+// - of everything else each rank takes what it needs.
 //
-// A message in shared memory is summed where it lies. Of any other the shares of the peers are
-// copied there, and back; the own share stays where it is.
+// There is no thread: a rank claims shares when it issues, asks for or waits for a collective,
+// first those of its own part of the message, and while it waits those of the others, too. So a
+// rank that computes is not waited for once it has posted: those who wait do its part.
 //
-// Nobody works for others and there is no thread: a rank does its part when it issues, asks for or
-// waits for a collective. In which order parts are done does not matter for the result, so a rank
-// may be as far ahead as the ring is long. A message and its memory are held until all have summed,
-// also if whoever issued it has lost interest: peers read and write there.
+// A message in shared memory is summed where it lies. Any other is copied there, and back, but for
+// its rank's own part, which stays where it is, and which only that rank can sum; until it loses
+// interest: then it hands its part over, by copying that, too.
+//
+// In which order shares are done does not matter for the result, and a rank may be as far ahead as
+// the ring is long. A message and its memory are held as long as peers may read or write there.
 //
 // To wait is to look for some microseconds, if there are as many processors as ranks, and then to
-// sleep until the peer that is waited for rings its bell (a futex). Sleep is short, and between two
-// a rank looks whether the peer still runs.
+// sleep until somebody rings the bell (a futex). Sleep is short, and between two a rank looks
+// whether those that it waits for still run. While it waits in one channel, it does what it can in
+// the others of its process: two ranks may wait for each other in two of them.
 
 class HostChannel;
+struct HostOperation;
 
 /// A collective of a HostChannel. It makes progress while it is asked or waited for; it has no
 /// future.
 class HostWork final : public c10d::Work {
  public:
-  HostWork(std::shared_ptr<HostChannel> channel, std::shared_ptr<struct HostOperation> operation);
+  HostWork(std::shared_ptr<HostChannel> channel, std::shared_ptr<HostOperation> operation);
   /// Does not block, but may do this rank's part.
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -62,6 +67,10 @@ class HostWork final : public c10d::Work {
   void synchronize() override { wait(); }
   /// Waits for so long, and returns whether it has completed.
   bool wait_for(std::chrono::milliseconds slice);
+  /// It has to complete on the other ranks without this one, which does something else before it
+  /// waits, for as long as that takes. A Work that is dropped is handed over.
+  void hand_over();
+  ~HostWork() override;
 
  private:
   const std::shared_ptr<HostChannel> channel_;
@@ -82,6 +91,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
 
   /// So large has the first block of each rank's memory to be.
   static constexpr size_t kFirstBytes = size_t{4} << 20;
+  static constexpr int kMostRanks = 64;
 
   /// Prepares `memory`, whose first block is untouched; before peers can see it.
   static void prepare(HostMemory& memory);
@@ -120,30 +130,51 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
 
  private:
   friend class HostWork;
+  friend void advance_host_channels();
   struct Control;
+  struct Common;
   struct Message;
   enum class End : uint32_t { kNone, kFailed, kLeft };
+  using Operation = HostOperation;
+  using Lock = std::unique_lock<std::mutex>;
+  class Held;
 
-  std::shared_ptr<HostOperation> post(std::unique_lock<std::mutex>& lock,
-                                      std::shared_ptr<HostOperation> operation, Message message);
-  void advance();
-  bool all_have(std::atomic<uint64_t> Control::*what, uint64_t number) const;
-  void check_messages(HostOperation& operation);
-  void do_part(HostOperation& operation);
-  void sum_share(HostOperation& operation);
-  void take_shares(const HostOperation& operation) const;
-  const Message& message_of(int rank, uint64_t number) const;
+  // Issuing.
   std::shared_ptr<char> stage(size_t bytes);
-  void say(std::atomic<uint64_t> Control::*what, uint64_t value);
-  bool owes(int peer, const HostOperation& operation) const;
-  int behind(const HostOperation& operation) const;
-  bool wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done,
-            const HostOperation& operation, std::chrono::steady_clock::time_point until);
-  void check_ends(const HostOperation& operation, bool processes = false);
-  void tell_end(End end) noexcept;
+  WorkPtr post(Lock& lock, std::shared_ptr<Operation> operation, Message message);
   void require_usable() const;
+
+  // Doing what can be done.
+  void advance(bool helps = false);
+  static bool advance_others(const HostChannel* but);
+  void begin(Operation& operation);
+  void check_messages(const Operation& operation);
+  void read_messages(Operation& operation);
+  void find_messages(Operation& operation);
+  void sum_shares(Operation& operation, bool helps);
+  void sum_share(int share, const Operation& operation) const;
+  void take_result(const Operation& operation) const;
+  void hand_over(Operation& operation);
+  bool finish(Operation& operation, bool in_order);
+
+  // What is where.
+  const Message& message_of(int rank, uint64_t number) const;
+  bool all_posted(uint64_t number) const;
+  bool all_finished(uint64_t number) const;
+  bool keeps_part(int rank, const Operation& operation) const;
+  int shares_of(const Operation& operation) const;
+  std::pair<int64_t, int64_t> part_of(int rank, int64_t bytes) const;
+
+  // Waiting.
+  bool wait(Lock& lock, const std::function<bool()>& done, const Operation* operation,
+            std::chrono::steady_clock::time_point until);
+  std::vector<int> waited_for(const Operation* operation) const;
+  void check_ends(const Operation* operation, bool processes = false);
+  std::string ended_process() const;
+  std::string describe_ended(int peer) const;
+  void ring() noexcept;
+  void tell_end(End end) noexcept;
   [[noreturn]] void fail(const std::string& why);
-  std::pair<int64_t, int64_t> share_of(int rank, int64_t numel, size_t element) const;
 
   const int rank_;
   const int size_;
@@ -155,9 +186,14 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   mutable std::mutex mutex_;  ///< guards all below; not held while this thread sleeps
   std::vector<Peer> peers_;
   std::vector<Control*> controls_;  ///< by rank
+  Common* common_ = nullptr;        ///< at rank 0
   uint64_t next_ = 0;
-  std::deque<std::shared_ptr<HostOperation>> pending_;  ///< in order; held until all have summed
+  std::deque<std::shared_ptr<Operation>> pending_;  ///< in order; held while peers may use them
   std::string failure_;
+  std::vector<at::Tensor> released_;  ///< see Held
 };
+
+/// Does what this process can do for collectives that are in flight; for who waits elsewhere.
+void advance_host_channels();
 
 }  // namespace apex::parallel

@@ -57,8 +57,9 @@ int make_file(size_t bytes) {
 int open_file(int64_t pid, const HostPlace& place) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(place.fd);
   const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (fd < 0) throw_system_error("the memory of process " + std::to_string(pid) + " (" + path + ")");
-  struct stat status {};
+  if (fd < 0)
+    throw_system_error("the memory of process " + std::to_string(pid) + " (" + path + ")");
+  struct stat status{};
   const bool fits = ::fstat(fd, &status) == 0 && S_ISREG(status.st_mode) &&
                     static_cast<uint64_t>(status.st_size) == place.bytes &&
                     (::fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK) != 0;
@@ -167,9 +168,8 @@ std::shared_ptr<char> HostMemory::allocate(size_t bytes, bool in_first) {
       data = take(blocks_.back(), rounded);
     }
   }
-  return {data, [self = shared_from_this(), rounded](char* freed) {
-            self->give_back(freed, rounded);
-          }};
+  return {data,
+          [self = shared_from_this(), rounded](char* freed) { self->give_back(freed, rounded); }};
 }
 
 HostPlace HostMemory::first_place() const {

@@ -22,8 +22,9 @@ constexpr int64_t kBlock = 2048;
 constexpr int64_t kGrainBytes = int64_t{256} << 10;
 
 template <typename Stored>
-using Computed = std::conditional_t<
-    std::is_same_v<Stored, c10::Half> || std::is_same_v<Stored, c10::BFloat16>, float, Stored>;
+using Computed =
+    std::conditional_t<std::is_same_v<Stored, c10::Half> || std::is_same_v<Stored, c10::BFloat16>,
+                       float, Stored>;
 
 template <Op op, typename Value>
 Value combined(Value left, Value right) {
@@ -43,8 +44,7 @@ void combine_block(int64_t begin, int64_t numel, const std::vector<const char*>&
   for (int64_t i = 0; i < numel; ++i) sum[i] = static_cast<Value>(first[i]);
   for (size_t rank = 1; rank < from.size(); ++rank) {
     const Stored* more = at(from[rank]);
-    for (int64_t i = 0; i < numel; ++i)
-      sum[i] = combined<op>(sum[i], static_cast<Value>(more[i]));
+    for (int64_t i = 0; i < numel; ++i) sum[i] = combined<op>(sum[i], static_cast<Value>(more[i]));
   }
   if constexpr (op == Op::AVG) {
     const auto scale = Value(1) / static_cast<Value>(from.size());
@@ -79,20 +79,31 @@ template <Op op>
 void combine_op(at::ScalarType dtype, int64_t numel, const std::vector<const char*>& from,
                 const std::vector<char*>& to) {
   switch (dtype) {
-    case at::kFloat: return combine_as<op, float>(numel, from, to);
-    case at::kDouble: return combine_as<op, double>(numel, from, to);
-    case at::kHalf: return combine_as<op, c10::Half>(numel, from, to);
-    case at::kBFloat16: return combine_as<op, c10::BFloat16>(numel, from, to);
-    default: break;
+    case at::kFloat:
+      return combine_as<op, float>(numel, from, to);
+    case at::kDouble:
+      return combine_as<op, double>(numel, from, to);
+    case at::kHalf:
+      return combine_as<op, c10::Half>(numel, from, to);
+    case at::kBFloat16:
+      return combine_as<op, c10::BFloat16>(numel, from, to);
+    default:
+      break;
   }
   if constexpr (op != Op::AVG) {
     switch (dtype) {
-      case at::kLong: return combine_as<op, int64_t>(numel, from, to);
-      case at::kInt: return combine_as<op, int32_t>(numel, from, to);
-      case at::kShort: return combine_as<op, int16_t>(numel, from, to);
-      case at::kChar: return combine_as<op, int8_t>(numel, from, to);
-      case at::kByte: return combine_as<op, uint8_t>(numel, from, to);
-      default: break;
+      case at::kLong:
+        return combine_as<op, int64_t>(numel, from, to);
+      case at::kInt:
+        return combine_as<op, int32_t>(numel, from, to);
+      case at::kShort:
+        return combine_as<op, int16_t>(numel, from, to);
+      case at::kChar:
+        return combine_as<op, int8_t>(numel, from, to);
+      case at::kByte:
+        return combine_as<op, uint8_t>(numel, from, to);
+      default:
+        break;
     }
   }
   throw Error("combine(): no sums of this dtype");
@@ -101,8 +112,8 @@ void combine_op(at::ScalarType dtype, int64_t numel, const std::vector<const cha
 }  // namespace
 
 bool can_combine(Op op, at::ScalarType dtype) {
-  const bool floats = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf ||
-                      dtype == at::kBFloat16;
+  const bool floats =
+      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
   const bool integers = dtype == at::kLong || dtype == at::kInt || dtype == at::kShort ||
                         dtype == at::kChar || dtype == at::kByte;
   if (op == Op::AVG) return floats;
@@ -112,11 +123,16 @@ bool can_combine(Op op, at::ScalarType dtype) {
 void combine(Op op, at::ScalarType dtype, int64_t numel, const std::vector<const char*>& from,
              const std::vector<char*>& to) {
   switch (op) {
-    case Op::SUM: return combine_op<Op::SUM>(dtype, numel, from, to);
-    case Op::AVG: return combine_op<Op::AVG>(dtype, numel, from, to);
-    case Op::MAX: return combine_op<Op::MAX>(dtype, numel, from, to);
-    case Op::MIN: return combine_op<Op::MIN>(dtype, numel, from, to);
-    default: throw Error("combine(): no such operation");
+    case Op::SUM:
+      return combine_op<Op::SUM>(dtype, numel, from, to);
+    case Op::AVG:
+      return combine_op<Op::AVG>(dtype, numel, from, to);
+    case Op::MAX:
+      return combine_op<Op::MAX>(dtype, numel, from, to);
+    case Op::MIN:
+      return combine_op<Op::MIN>(dtype, numel, from, to);
+    default:
+      throw Error("combine(): no such operation");
   }
 }
 

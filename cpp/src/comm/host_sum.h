@@ -14,10 +14,10 @@ namespace apex::parallel {
 /// bfloat16 are summed in float32 and rounded once.
 bool can_combine(c10d::ReduceOp::RedOpType op, at::ScalarType dtype);
 
-/// Combines `numel` elements that lie at `from` of each rank, in the order of `from`, and writes the
-/// result to each of `to`. `to` may hold pointers of `from`, but nothing else may overlap. An element
-/// has the same bits wherever it lies and however many there are. Uses torch's intra-op threads
-/// where there is enough to do.
+/// Combines `numel` elements that lie at `from` of each rank, in the order of `from`, and writes
+/// the result to each of `to`. `to` may hold pointers of `from`, but nothing else may overlap. An
+/// element has the same bits wherever it lies and however many there are. Uses torch's intra-op
+/// threads where there is enough to do.
 void combine(c10d::ReduceOp::RedOpType op, at::ScalarType dtype, int64_t numel,
              const std::vector<const char*>& from, const std::vector<char*>& to);
 

@@ -52,9 +52,8 @@ std::vector<Record> exchange(c10d::ProcessGroup& group, const Record& mine) {
   at::Tensor share = at::empty({bytes}, at::kByte);
   std::memcpy(share.mutable_data_ptr(), &mine, sizeof(Record));
   const at::Tensor all = at::empty({group.getSize() * bytes}, at::kByte);
-  run_collective(kHandshake, group, [&] {
-    return issue_all_gather(kHandshake, group, all, share, Way::kBackend);
-  });
+  run_collective(kHandshake, group,
+                 [&] { return issue_all_gather(kHandshake, group, all, share, Way::kBackend); });
   std::vector<Record> records(static_cast<size_t>(group.getSize()));
   std::memcpy(records.data(), all.const_data_ptr(), all.nbytes());
   return records;
@@ -65,8 +64,7 @@ bool is_switched_off() {
   return value != nullptr && std::strcmp(value, "0") == 0;
 }
 
-std::shared_ptr<HostChannel> connect(c10d::ProcessGroup& group,
-                                     std::chrono::milliseconds timeout) {
+std::shared_ptr<HostChannel> connect(c10d::ProcessGroup& group, std::chrono::milliseconds timeout) {
   Introduction mine;
   Finding finding;
   std::shared_ptr<HostMemory> memory;
@@ -97,7 +95,8 @@ std::shared_ptr<HostChannel> connect(c10d::ProcessGroup& group,
     hosts.insert(peers[rank].process->host);
     pids.insert(peers[rank].process->pid);
   }
-  if (hosts.size() > 1 || pids.size() < ranks.size()) return nullptr;
+  if (hosts.size() > 1 || pids.size() < ranks.size() || ranks.size() > HostChannel::kMostRanks)
+    return nullptr;
 
   for (size_t rank = 0; rank < ranks.size() && finding.problem[0] == 0; ++rank) {
     if (static_cast<int>(rank) == group.getRank()) continue;
@@ -123,8 +122,8 @@ std::shared_ptr<HostChannel> connect(c10d::ProcessGroup& group,
                                        timeout);
 }
 
-/// By group. A weak pointer to a group would keep its destructor from running; so it is known by its
-/// address, its name and its store, and its channel ends with it where drop_host_channel() is
+/// By group. A weak pointer to a group would keep its destructor from running; so it is known by
+/// its address, its name and its store, and its channel ends with it where drop_host_channel() is
 /// called, else when another group takes its address or its name.
 struct Channels {
   struct Entry {

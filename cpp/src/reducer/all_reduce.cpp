@@ -51,6 +51,10 @@ class AllReduce final : public Reduction {
     }
   }
 
+  void leave() override {
+    if (auto* const work = dynamic_cast<HostWork*>(work_.get())) work->hand_over();
+  }
+
   void drop() noexcept override { work_.reset(); }
 
  private:

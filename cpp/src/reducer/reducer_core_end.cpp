@@ -61,6 +61,7 @@ void ReducerCore::finish(BackwardScope* scope) {
   ++book_.current()->backwards;
   book_.current()->holds_gradients = true;
   if (may_defer()) {
+    for (PlannedBucket& entry : book_.current()->entries) entry.reduction->leave();
     scope_ = nullptr;
     enter(Phase::kDeferred);
     context_.statistics.add(&ReducerStatistics::deferred);

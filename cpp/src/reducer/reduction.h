@@ -74,6 +74,9 @@ class Reduction {
   /// @param meanwhile  see wait_collective(); may be empty.
   virtual void wait(const std::string& what, const std::function<void()>& meanwhile) = 0;
 
+  /// Backward returns before wait(): the other ranks must not need this one until then.
+  virtual void leave() {}
+
   /// After wait(): puts the sum into the message, if it is not there already.
   virtual void deliver(BucketMessage& /*bucket*/) {}
 

@@ -1,0 +1,328 @@
+#include <functional>
+#include <string>
+
+namespace apex::testing {
+/// Called at every step of the protocol that this process makes.
+static std::function<void(const char*)> at_step;
+}  // namespace apex::testing
+
+#define APEX_HOST_STEP(name)                                      \
+  do {                                                            \
+    if (::apex::testing::at_step) ::apex::testing::at_step(name); \
+  } while (false)
+#include "../../src/comm/host_channel.cpp"
+
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+
+#include <poll.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <vector>
+
+/// Ranks as processes, one of which is ended or stopped at every step of the protocol in turn:
+/// enumerated, not drawn.
+
+namespace apex::parallel {
+namespace {
+
+namespace fs = std::filesystem;
+using std::chrono::seconds;
+
+/// What a rank tells the others, through pipes.
+struct Introduction {
+  char process[192] = {};
+  HostPlace first;
+};
+
+void write_all(int fd, const void* data, size_t bytes) {
+  const char* at = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t written = ::write(fd, at, bytes);
+    if (written <= 0) ::_exit(90);
+    at += written;
+    bytes -= static_cast<size_t>(written);
+  }
+}
+
+void read_all(int fd, void* data, size_t bytes) {
+  char* at = static_cast<char*>(data);
+  while (bytes > 0) {
+    const ssize_t got = ::read(fd, at, bytes);
+    if (got <= 0) ::_exit(91);
+    at += got;
+    bytes -= static_cast<size_t>(got);
+  }
+}
+
+/// A rank's pipes to and from the parent, which passes everything on.
+struct Link {
+  int to_parent[2];
+  int from_parent[2];
+};
+
+std::shared_ptr<HostChannel> connect(int rank, int ranks, const Link& link,
+                                     std::chrono::milliseconds timeout) {
+  auto memory = HostMemory::create(HostChannel::kFirstBytes);
+  HostChannel::prepare(*memory);
+  Introduction mine;
+  const std::string name = this_process()->encode();
+  std::memcpy(mine.process, name.data(), name.size());
+  mine.first = memory->first_place();
+  write_all(link.to_parent[1], &mine, sizeof(mine));
+  std::vector<Introduction> all(static_cast<size_t>(ranks));
+  read_all(link.from_parent[0], all.data(), sizeof(Introduction) * all.size());
+  std::vector<HostChannel::Peer> peers(static_cast<size_t>(ranks));
+  for (int peer = 0; peer < ranks; ++peer) {
+    peers[peer].process = ProcessName::decode(all[peer].process);
+    peers[peer].first = all[peer].first;
+    if (peer == rank) continue;
+    peers[peer].memory = std::make_unique<PeerMemory>(peers[peer].process->pid);
+    peers[peer].memory->at(peers[peer].first);
+  }
+  char ready = 1;
+  write_all(link.to_parent[1], &ready, 1);
+  read_all(link.from_parent[0], &ready, 1);
+  return std::make_shared<HostChannel>(rank, memory, std::move(peers), timeout);
+}
+
+/// Every kind of collective, small and large, in shared memory and not, and one behind another.
+/// Sums are checked; throws what went wrong.
+void train(HostChannel& channel, int rank, int ranks) {
+  const double sum = ranks * (ranks - 1) / 2.0;
+  const auto check = [](const at::Tensor& tensor, double expected, const char* what) {
+    if (!tensor.eq(expected).all().item<bool>())
+      throw std::runtime_error(std::string("wrong ") + what);
+  };
+  at::Tensor small = at::full({10}, rank, at::kFloat);
+  channel.all_reduce("small", small, Op::SUM)->wait();
+  check(small, sum, "small sum");
+  at::Tensor first = at::full({9000}, rank, at::kFloat);
+  at::Tensor bucket = channel.allocate(20000, at::kFloat);
+  bucket.fill_(rank);
+  auto one = channel.all_reduce("first", first, Op::SUM);
+  auto two = channel.all_reduce("bucket", bucket, Op::SUM);
+  one->wait();
+  two->wait();
+  check(first, sum, "large sum");
+  check(bucket, sum, "sum in shared memory");
+  at::Tensor all = at::empty({ranks * 40000}, at::kFloat);
+  channel.all_gather("gather", all, at::full({40000}, rank, at::kFloat))->wait();
+  check(all.narrow(0, 40000 * (ranks - 1), 40000), ranks - 1, "gathered");
+  at::Tensor root = at::full({3}, rank, at::kFloat);
+  channel.broadcast("broadcast", root, 1)->wait();
+  check(root, 1, "broadcast");
+}
+
+struct Outcome {
+  int status = -1;  ///< of waitpid()
+  std::string said;
+};
+
+/// Runs the ranks. `act(rank)` is called in each process before it trains.
+std::vector<Outcome> run(int ranks, const std::function<void(int rank)>& act,
+                         const std::function<void(pid_t)>& on_stop = {}) {
+  std::vector<Link> links(static_cast<size_t>(ranks));
+  for (Link& link : links) {
+    if (::pipe2(link.to_parent, O_CLOEXEC) != 0 || ::pipe2(link.from_parent, O_CLOEXEC) != 0)
+      throw Error("no pipes");
+  }
+  std::vector<pid_t> children;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      std::string said = "done";
+      int status = 0;
+      try {
+        const auto channel = connect(rank, ranks, links[rank], seconds(20));
+        act(rank);
+        train(*channel, rank, ranks);
+      } catch (const std::exception& error) {
+        said = error.what();
+        status = 1;
+      }
+      testing::at_step = nullptr;
+      write_all(links[rank].to_parent[1], said.c_str(), said.size() + 1);
+      ::_exit(status);
+    }
+    children.push_back(child);
+  }
+  std::vector<Introduction> all(static_cast<size_t>(ranks));
+  for (int rank = 0; rank < ranks; ++rank) {
+    ::close(links[rank].to_parent[1]);
+    ::close(links[rank].from_parent[0]);
+    read_all(links[rank].to_parent[0], &all[rank], sizeof(Introduction));
+  }
+  char ready = 0;
+  for (const Link& link : links)
+    write_all(link.from_parent[1], all.data(), sizeof(Introduction) * all.size());
+  for (const Link& link : links) read_all(link.to_parent[0], &ready, 1);
+  for (const Link& link : links) write_all(link.from_parent[1], &ready, 1);
+
+  std::vector<Outcome> outcomes(static_cast<size_t>(ranks));
+  const auto until = std::chrono::steady_clock::now() + seconds(15);
+  for (int left = ranks; left > 0 && std::chrono::steady_clock::now() < until;) {
+    int status = 0;
+    const pid_t child = ::waitpid(-1, &status, WUNTRACED | WNOHANG);
+    if (child <= 0) {
+      ::poll(nullptr, 0, 1);
+      continue;
+    }
+    if (WIFSTOPPED(status)) {
+      if (on_stop) on_stop(child);
+      continue;
+    }
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (children[rank] == child) outcomes[rank].status = status;
+    }
+    --left;
+  }
+  for (int rank = 0; rank < ranks; ++rank) {
+    if (outcomes[rank].status == -1)
+      ::kill(children[rank], SIGKILL), ::waitpid(children[rank], nullptr, 0);
+    char text[1024];
+    ssize_t got = 0;
+    while ((got = ::read(links[rank].to_parent[0], text, sizeof(text))) > 0)
+      outcomes[rank].said.append(text, static_cast<size_t>(got));
+    ::close(links[rank].to_parent[0]);
+    ::close(links[rank].from_parent[1]);
+  }
+  return outcomes;
+}
+
+/// How many steps a rank makes. Waiting makes more of them, so the count is of one that does not
+/// sleep; steps beyond are not reached, and nothing happens then.
+int count_steps(int ranks, int victim) {
+  int pipe_of_count[2];
+  EXPECT_EQ(::pipe(pipe_of_count), 0);
+  static int steps;
+  const auto outcomes = run(ranks, [&](int rank) {
+    if (rank != victim) return;
+    steps = 0;
+    testing::at_step = [fd = pipe_of_count[1]](const char*) {
+      ++steps;
+      write_all(fd, &steps, sizeof(steps));
+    };
+  });
+  for (const Outcome& outcome : outcomes) EXPECT_EQ(outcome.said.c_str(), std::string("done"));
+  ::close(pipe_of_count[1]);
+  int count = 0, last = 0;
+  while (::read(pipe_of_count[0], &count, sizeof(count)) == sizeof(count)) last = count;
+  ::close(pipe_of_count[0]);
+  return last;
+}
+
+int open_files() {
+  int count = 0;
+  for ([[maybe_unused]] const auto& entry : fs::directory_iterator("/proc/self/fd")) ++count;
+  return count;
+}
+
+/// In the process that is to be hit: sends itself `signal` at its step number `step`.
+void hit_at(int step, int signal) {
+  static int steps;
+  steps = 0;
+  testing::at_step = [step, signal](const char*) {
+    if (steps++ == step) ::kill(::getpid(), signal);
+  };
+}
+
+class HostProcesses : public ::testing::TestWithParam<std::tuple<int, int>> {
+ protected:
+  void SetUp() override {
+    at::set_num_threads(1);
+    at::ones({10}).sum();  // what starts once, before the forks
+  }
+};
+
+// The hazard: a rank that is killed between two stores leaves its peers waiting for what it had
+// announced, or reading what it had half written.
+TEST_P(HostProcesses, RankKilledAtAnyStepIsNamedWithinASecond) {
+  const auto [ranks, victim] = GetParam();
+  const int files = open_files();
+  const int steps = count_steps(ranks, victim);
+  ASSERT_GT(steps, 20);
+  for (int step = 0; step < steps; ++step) {
+    SCOPED_TRACE("step " + std::to_string(step) + " of " + std::to_string(steps));
+    const auto outcomes = run(ranks, [&, v = victim](int rank) {
+      if (rank == v) hit_at(step, SIGKILL);
+    });
+    if (!WIFSIGNALED(outcomes[victim].status)) continue;  // it slept less often this time
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (rank == victim) continue;
+      ASSERT_TRUE(WIFEXITED(outcomes[rank].status)) << "rank " << rank << " hangs";
+      const std::string said = outcomes[rank].said.c_str();
+      // "done": the victim had done all that this rank needed.
+      const std::string named = "rank " + std::to_string(victim) + ", process ";
+      EXPECT_TRUE(said == "done" || said.find(named) != std::string::npos) << said;
+    }
+  }
+  EXPECT_EQ(open_files(), files);
+}
+
+TEST_P(HostProcesses, RankStoppedAtAnyStepOnlyDelays) {
+  const auto [ranks, victim] = GetParam();
+  const int steps = count_steps(ranks, victim);
+  for (int step = 0; step < steps; ++step) {
+    SCOPED_TRACE("step " + std::to_string(step) + " of " + std::to_string(steps));
+    const auto outcomes = run(
+        ranks,
+        [&, v = victim](int rank) {
+          if (rank == v) hit_at(step, SIGSTOP);
+        },
+        [](pid_t child) {
+          ::poll(nullptr, 0, 25);  // longer than a nap: the peers look at the process
+          ::kill(child, SIGCONT);
+        });
+    for (const Outcome& outcome : outcomes) EXPECT_EQ(outcome.said.c_str(), std::string("done"));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(RanksAndVictim, HostProcesses,
+                         ::testing::Values(std::tuple(2, 0), std::tuple(2, 1), std::tuple(3, 1)));
+
+TEST(HostProcess, ForkedChildIsNoRank) {
+  const auto memory = HostMemory::create(HostChannel::kFirstBytes);
+  HostChannel::prepare(*memory);
+  std::vector<HostChannel::Peer> peers(1);
+  peers[0].first = memory->first_place();
+  const auto channel = std::make_shared<HostChannel>(0, memory, std::move(peers), seconds(5));
+  int said[2];
+  ASSERT_EQ(::pipe(said), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::string text = "nothing";
+    try {
+      channel->all_reduce("in the child", at::ones({3}), Op::SUM);
+    } catch (const std::exception& error) {
+      text = error.what();
+    }
+    write_all(said[1], text.c_str(), text.size());
+    ::_exit(0);
+  }
+  ::close(said[1]);
+  std::string text(4096, '\0');
+  text.resize(static_cast<size_t>(std::max<ssize_t>(0, ::read(said[0], text.data(), text.size()))));
+  ::close(said[0]);
+  ::waitpid(child, nullptr, 0);
+  EXPECT_NE(text.find("was forked"), std::string::npos) << text;
+  // The parent is as it was.
+  at::Tensor one = at::ones({3});
+  channel->all_reduce("in the parent", one, Op::SUM)->wait();
+}
+
+TEST(HostProcess, MemoryThatIsNotThereIsAnError) {
+  PeerMemory peer(::getpid());
+  HostPlace place;
+  place.fd = 0;
+  place.bytes = 4096;
+  EXPECT_THROW(peer.at(place), Error);
+  place.fd = 12345;
+  EXPECT_THROW(peer.at(place), Error);
+}
+
+}  // namespace
+}  // namespace apex::parallel
