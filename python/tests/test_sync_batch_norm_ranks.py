@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 import pickle
 import random
 
@@ -270,7 +271,9 @@ def test_sync_batch_norm_process_group_is_used() -> None:
     run_ranks(4, _group_body)
 
 
-def _collectives_body(rank: int, world_size: int) -> None:
+def _collectives_body(rank: int, world_size: int, channel: str) -> None:
+    os.environ["APEX_HOST_CHANNEL"] = channel
+    exchange = ["c10d::alltoall_base_"] if channel == "0" else []  # in shared memory
     module = SyncBatchNorm(4, fuse_relu=True)
     x = torch.randn(3, 4, 5, requires_grad=True)
     module(x, torch.randn(3, 4, 5)).sum().backward()  # makes the communicator
@@ -282,8 +285,8 @@ def _collectives_body(rank: int, world_size: int) -> None:
     def collectives(profile: torch.profiler.profile) -> list[str]:
         return sorted(e.name for e in profile.events() if e.name.startswith("c10d::"))
 
-    assert collectives(forward) == ["c10d::alltoall_base_"]
-    assert collectives(backward) == ["c10d::alltoall_base_"]  # one round, where a sum takes two
+    assert collectives(forward) == exchange
+    assert collectives(backward) == exchange  # one round, where a sum takes two
     module.eval()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as evaluation:
         module(x).sum().backward()
@@ -296,11 +299,13 @@ def _collectives_body(rank: int, world_size: int) -> None:
     assert collectives(parameters) == []
 
 
-def test_sync_batch_norm_one_collective_per_direction() -> None:
-    run_ranks(2, _collectives_body)
+@pytest.mark.parametrize("channel", ["0", "1"])
+def test_sync_batch_norm_one_collective_per_direction(channel: str) -> None:
+    run_ranks(2, _collectives_body, channel)
 
 
-def _many_channels_body(rank: int, world_size: int) -> None:
+def _many_channels_body(rank: int, world_size: int, channel: str) -> None:
+    os.environ["APEX_HOST_CHANNEL"] = channel
     channels = 40_000  # their sums from all ranks are more than are gathered
     whole = torch.randn(
         6, channels, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
@@ -311,7 +316,8 @@ def _many_channels_body(rank: int, world_size: int) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         y.backward(dy[3 * rank : 3 * rank + 3])
     names = [e.name for e in profile.events() if e.name.startswith("c10d::")]
-    assert names == ["c10d::alltoall_base_", "c10d::allreduce_"]  # headers alone go first
+    through_gloo = ["c10d::alltoall_base_", "c10d::allreduce_"]  # headers alone go first
+    assert names == (through_gloo if channel == "0" else [])
     whole.requires_grad_()
     want = reference_batch_norm(whole, None, None, None, 1e-5, False, False)[0]
     (dx,) = torch.autograd.grad(want, whole, dy)
@@ -319,8 +325,9 @@ def _many_channels_body(rank: int, world_size: int) -> None:
     assert_near(x.grad, dx[3 * rank : 3 * rank + 3], torch.float64, "gradient")
 
 
-def test_sync_batch_norm_many_channels_are_all_reduced() -> None:
-    run_ranks(2, _many_channels_body)
+@pytest.mark.parametrize("channel", ["0", "1"])
+def test_sync_batch_norm_many_channels_are_all_reduced(channel: str) -> None:
+    run_ranks(2, _many_channels_body, channel)
 
 
 def _no_gradient_body(rank: int, world_size: int) -> None:

@@ -173,7 +173,7 @@ AllChannels& all_channels() {
 
 void HostChannel::prepare(HostMemory& memory) {
   static_assert(std::is_trivially_copyable_v<Message>);
-  static_assert(sizeof(Control) + sizeof(Common) < kFirstBytes / 2);
+  static_assert(sizeof(Control) + sizeof(Common) < kFirstBytes / 1024);
   static_assert(kMostRanks < kDone && kMostRanks <= kShares);
   new (memory.first()) Control;
   new (memory.first() + sizeof(Control)) Common;
@@ -253,13 +253,11 @@ void HostChannel::require_usable() const {
   if (!failure_.empty()) throw Error("a collective of this group has failed before: " + failure_);
 }
 
-/// Memory for peers to read. Small messages lie in the first block, which all peers have mapped:
-/// they can be read when this process has ended.
+/// Memory for peers to read: in the first block, if there is room, which all peers have mapped, so
+/// that it can be read when this process has ended.
 std::shared_ptr<char> HostChannel::stage(size_t bytes) {
-  if (bytes <= size_t{64} << 10) {
-    if (auto memory = memory_->allocate(bytes, /*in_first=*/true)) return memory;
-  }
-  return memory_->allocate(bytes);
+  auto memory = memory_->allocate(bytes, /*in_first=*/true);
+  return memory ? memory : memory_->allocate(bytes);
 }
 
 HostChannel::WorkPtr HostChannel::post(Lock& lock, std::shared_ptr<Operation> operation,

@@ -89,8 +89,8 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
     std::optional<ProcessName> process;  ///< empty for ranks that are threads
   };
 
-  /// So large has the first block of each rank's memory to be.
-  static constexpr size_t kFirstBytes = size_t{4} << 20;
+  /// So large has the first block of each rank's memory to be: few programs need another.
+  static constexpr size_t kFirstBytes = size_t{1} << 30;
   static constexpr int kMostRanks = 64;
 
   /// Prepares `memory`, whose first block is untouched; before peers can see it.

@@ -162,7 +162,7 @@ std::shared_ptr<char> HostMemory::allocate(size_t bytes, bool in_first) {
       data = take(blocks_.front(), rounded);
       if (data == nullptr) return nullptr;
     }
-    for (size_t i = 1; data == nullptr && i < blocks_.size(); ++i) data = take(blocks_[i], rounded);
+    for (size_t i = 0; data == nullptr && i < blocks_.size(); ++i) data = take(blocks_[i], rounded);
     if (data == nullptr) {
       add_block(std::max(kBlockBytes, round_up(rounded, kHugePage)));
       data = take(blocks_.back(), rounded);

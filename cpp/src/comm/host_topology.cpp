@@ -124,7 +124,7 @@ std::shared_ptr<HostChannel> connect(c10d::ProcessGroup& group, std::chrono::mil
 
 /// By group. A weak pointer to a group would keep its destructor from running; so it is known by
 /// its address, its name and its store, and its channel ends with it where drop_host_channel() is
-/// called, else when another group takes its address or its name.
+/// called, else when another group takes its address.
 struct Channels {
   struct Entry {
     const void* store;
@@ -166,13 +166,10 @@ std::shared_ptr<HostChannel> host_channel_of(const c10d::ProcessGroup& given) {
     if (const auto timeout = distributed::gloo_timeout(*group.getBackend(at::kCPU)))
       channel = connect(group, *timeout);
   }
-  std::vector<std::shared_ptr<HostChannel>> ended;  // outlive the lock
+  std::shared_ptr<HostChannel> ended;  // outlives the lock
   const std::lock_guard<std::mutex> lock(all.mutex);
-  for (auto entry = all.entries.begin(); entry != all.entries.end();) {
-    const bool replaced = entry->first == &group || entry->second.name == group.getGroupName();
-    if (replaced) ended.push_back(std::move(entry->second.channel));
-    entry = replaced ? all.entries.erase(entry) : std::next(entry);
-  }
+  const auto before = all.entries.find(&group);
+  if (before != all.entries.end()) ended = std::move(before->second.channel);
   all.entries[&group] = {group.getStore().get(), group.getGroupName(), channel};
   return channel;
 }

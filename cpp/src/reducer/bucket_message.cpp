@@ -136,6 +136,8 @@ void BucketMessage::copy_early(size_t index, double scale) {
   Slot& slot = slots_[index];
   at::Tensor& grad = slot.variable.mutable_grad();
   if (!grad.defined() || has_home() || lies_in(grad, slot)) return;
+  // The gradient of another slot, which its own copy may overwrite: pack() sees to it.
+  if (grad.layout() == at::kStrided && grad.storage().is_alias_of(home_.storage())) return;
   if (slot.moved) {
     slot.view.add_(dense(grad), slot.early_scale);
     grad = at::Tensor();
@@ -374,10 +376,12 @@ void BucketMessage::settle(const std::vector<uint8_t>& used_by_any) {
       grad = tensor_;
     } else if (grad.defined() && lies_in(grad, slot)) {
       // A view of the buffer: the reduced values are there.
+    } else if (kind_ == Kind::kFlat && options_.gradient_as_bucket_view &&
+               slot.view.scalar_type() == slot.variable.scalar_type()) {
+      grad = view_as_gradient(slot);
     } else if (grad.defined() && !grad.requires_grad() && grad.layout() == at::kStrided) {
       grad.copy_(slot.view);
-    } else if (slot.view.scalar_type() == slot.variable.scalar_type() &&
-               (kind_ == Kind::kInPlace || options_.gradient_as_bucket_view)) {
+    } else if (kind_ == Kind::kInPlace) {
       grad = view_as_gradient(slot);
     } else {
       grad = at::empty_like(slot.view, slot.variable.options(), at::MemoryFormat::Preserve);

@@ -110,6 +110,7 @@ void launch_absent(std::vector<PlannedBucket>& entries, const StepFacts& facts,
     // Named as by the ranks whose gradients travel in it: see Note [Ranks in different
     // collectives].
     start(entry, entry.absent, describe_bucket(entry, b, context), context);
+    entry.reduction->leave();
     if (entry.reduction->holds_back_next()) {
       context.monitor.open([&] { entry.reduction->future()->wait(); });
     }

@@ -124,7 +124,7 @@ void ReducerCore::follow_change() {
   context_.parameters.unhook();
   hook_parameters();
   // Else choose_plan() sees to it.
-  if (!same_set && context_.defers) leave_plan(ReasonToLeave::kParameters);
+  if (!same_set && context_.defers) leave_plan(ReasonToLeave::kFrozen);
 }
 
 void ReducerCore::refresh(ReasonToLeave reason) {
@@ -156,6 +156,7 @@ std::string ReducerCore::describe_settings() const {
 void ReducerCore::prepare_for_forward(bool training) {
   const Change change(context_.monitor);
   if (training) step_.tracker.forward_began();
+  forward_since_ = true;
   if (!in_backward(phase_) && context_.parameters.changed()) follow_change();
 }
 

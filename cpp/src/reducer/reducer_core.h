@@ -167,6 +167,7 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   int entered_task_ = -1;           ///< the graph task that came to this reducer last
   bool wants_rebuild_ = false;      ///< the next pass does
   std::vector<uint8_t> overtaken_;  ///< by parameter: used before its update
+  bool forward_since_ = false;      ///< since backward returned with buckets in flight
   std::vector<PlannedBucket>
       left_;           ///< the plan that was left, until the other ranks have left it, too
   BucketPlan preset_;  ///< used instead of one made from sizes, where it fits

@@ -212,6 +212,8 @@ void ReducerCore::shadow_backward_end() {
 void ReducerCore::overtake_deferred() {
   const std::vector<int64_t> overtaken = parameters_in_flight();
   complete_deferred();
+  // A second backward of the same forward has used nothing since.
+  if (!std::exchange(forward_since_, false)) return;
   for (const int64_t i : overtaken) overtaken_[i] = 1;
 }
 

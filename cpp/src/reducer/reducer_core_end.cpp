@@ -63,6 +63,7 @@ void ReducerCore::finish(BackwardScope* scope) {
   if (may_defer()) {
     for (PlannedBucket& entry : book_.current()->entries) entry.reduction->leave();
     scope_ = nullptr;
+    forward_since_ = false;
     enter(Phase::kDeferred);
     context_.statistics.add(&ReducerStatistics::deferred);
     context_.observers.tell(&BackwardObserver::deferred);

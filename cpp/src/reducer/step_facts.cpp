@@ -49,7 +49,9 @@ const char* const kReasonsToLeave[] = {"",
                                        "another communication hook",
                                        "load_bucket_plan()",
                                        "another use of OverlappedOptimizer",
-                                       "parameters of another dtype, device or shape"};
+                                       "parameters of another dtype, device or shape",
+                                       "parameters that were frozen or unfrozen here, which with "
+                                       "OverlappedOptimizer has to happen on every rank alike"};
 
 uint32_t StepFacts::encode() const {
   uint32_t bits = wants_rebuild ? bit(kRebuild) : 0;

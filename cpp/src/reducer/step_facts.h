@@ -86,7 +86,15 @@ struct StepDetails {
 
 /// What a rank has called to leave the plan.
 extern const char* const kReasonsToLeave[];
-enum class ReasonToLeave : int64_t { kNone, kRelearn, kCommHook, kPlan, kDeferred, kParameters };
+enum class ReasonToLeave : int64_t {
+  kNone,
+  kRelearn,
+  kCommHook,
+  kPlan,
+  kDeferred,
+  kParameters,
+  kFrozen
+};
 
 /// Whether the communication hook failed on some ranks, but not on all: what hooks send does not
 /// match any more.
