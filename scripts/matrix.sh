@@ -63,7 +63,7 @@ find_python() {
 
 find_compiler() {
   local name names=(g++)
-  if [ "$1" = clang ]; then names=(clang++ clang++-{20,19,18,17,16}); fi
+  if [ "$1" = clang ]; then names=(clang++ clang++-{22,21,20,19,18,17,16}); fi
   for name in "${names[@]}"; do
     command -v "$name" && return
   done
@@ -77,11 +77,13 @@ missing() {
 }
 
 run_row() {
-  local name=$1 torch=$2 python=$3 compiler=$4 standard=$5 row begin status=0
+  local name=$1 torch=$2 python=$3 compiler=$4 standard=$5 row begin commit status=0
   row=$work/$name
   mkdir -p "$row"
   rm -rf "$row/test-results"
   begin=$SECONDS
+  # Now, not when it ends: somebody may commit while it runs.
+  commit=$(python3 "$here/matrix_page.py" commit)
   PYTHON=$(find_python "$python") CXX=$(find_compiler "$compiler") APEX_TORCH=torch==$torch APEX_VENV=$row/venv \
     APEX_TEST_RESULTS=$row/test-results APEX_TEST_CPP=$cpp SKBUILD_BUILD_DIR=$row/build \
     SKBUILD_CMAKE_DEFINE="${defines:+$defines;}CMAKE_CXX_STANDARD=$standard" \
@@ -91,7 +93,7 @@ run_row() {
   "$row/venv/bin/python" "$here/matrix_page.py" record "$work/results.jsonl" --row "$name" --compiler-kind "$compiler" \
     --compiler "$("$(find_compiler "$compiler")" --version | head -n 1)" --standard "$standard" --status "$status" \
     --results "$row/test-results" --tests "$tests" --defines "$defines" \
-    --seconds $((SECONDS - begin)) || return 1
+    --seconds $((SECONDS - begin)) --commit "$commit" || return 1
   [ "$keep" = yes ] || rm -rf "$row/venv" "$row/build"
   return "$status"
 }
