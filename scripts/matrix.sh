@@ -2,7 +2,7 @@
 # Build and test the package with several versions of torch, Python, the C++ compiler and the C++ standard, one row after
 # another, and write docs/compatibility.md from what was seen.
 #
-#   scripts/matrix.sh [--list] [--rows PATTERN]... [--full | --python] [--again] [--keep] [--page]
+#   scripts/matrix.sh [--list] [--rows PATTERN]... [--full | --python] [--again] [--keep] [--page] [--reason TEXT]
 #
 #   --list           print the rows, and which of them have a result or cannot be run here
 #   --rows PATTERN   run the rows whose name fits this pattern of the shell, e.g. 'torch2.15*'; may be repeated
@@ -11,6 +11,7 @@
 #   --again          run rows, too, that have a result of the same commit
 #   --keep           keep environments and builds; default: delete those of a row that has a result
 #   --page           only write docs/compatibility.md from the results that there are
+#   --reason TEXT    what that page says of rows that could be run here and have no result
 #
 # Each row has an environment and a build of its own in build/matrix/ROW, with its log. The result is appended to
 # build/matrix/results.jsonl. A run that is interrupted goes on where it was when it is started again.
@@ -99,6 +100,7 @@ run_row() {
 }
 
 level=(--quick) tests=quick cpp=ON patterns=() list=no again=no keep=no only_page=no
+reason="not run"
 while [ $# -gt 0 ]; do
   case $1 in
     --list) list=yes ;;
@@ -115,6 +117,14 @@ while [ $# -gt 0 ]; do
     --again) again=yes ;;
     --keep) keep=yes ;;
     --page) only_page=yes ;;
+    --reason)
+      if [ $# -lt 2 ]; then
+        apex_error "--reason needs a text"
+        exit 1
+      fi
+      reason=$2
+      shift
+      ;;
     *)
       apex_error "matrix.sh has no option $1; its first lines list them"
       exit 1
@@ -153,5 +163,5 @@ for row in "${rows[@]}"; do
 done
 [ "$list" = no ] || exit 0
 printf '%s\n' "${plan[@]}" |
-  python3 "$here/matrix_page.py" page "$work/results.jsonl" "$apex_root/docs/compatibility.md" || exit 1
+  python3 "$here/matrix_page.py" page "$work/results.jsonl" "$apex_root/docs/compatibility.md" --reason "$reason" || exit 1
 exit "$failed"

@@ -156,7 +156,7 @@ def page(args: argparse.Namespace) -> int:
         for r in bad:
             text += f"\n{r['row']}:\n\n" + "".join(f"- `{name}`\n" for name in r["failures"])
     run = {r["row"] for r in shown}
-    rest = [(name, lacks or "not run") for name, lacks in plan.items() if name not in run]
+    rest = [(name, lacks or args.reason) for name, lacks in plan.items() if name not in run]
     if rest:
         text += "\n## Not run\n\n" + "".join(f"- {name}: {why}\n" for name, why in rest)
     args.page.write_text(text)
@@ -174,6 +174,7 @@ def main() -> int:
         command.add_argument("file", type=Path)
         if action is page:
             command.add_argument("page", type=Path)
+            command.add_argument("--reason", default="not run", help="of rows that could be run")
             continue
         command.add_argument("--row", required=True)
         command.add_argument("--tests", required=True)
