@@ -29,7 +29,8 @@ the versions and the commit that it names, and for nothing else.
 - *quick*: the C++ unit tests and the Python tests of `scripts/test.sh --quick`. *python*: the
   latter alone. *full*: all of `scripts/test.sh`.
 - The commit is the last one that changed what is built or tested.
-- A skipped test needs something that was not there, for instance a GPU.
+- A skipped test needs something that was not there, for instance a GPU, or says nothing in a
+  setting that its parameters make.
 - A CUDA wheel on a machine without a GPU is tested over Gloo, on the CPU.
 """
 
