@@ -2,7 +2,7 @@
 # Build and test the package with several versions of torch, Python, the C++ compiler and the C++ standard, one row after
 # another, and write docs/compatibility.md from what was seen.
 #
-#   scripts/matrix.sh [--list] [--rows PATTERN]... [--full | --python] [--again] [--keep] [--page]
+#   scripts/matrix.sh [--list] [--rows PATTERN]... [--full | --python] [--again] [--keep] [--page] [--reason TEXT]
 #
 #   --list           print the rows, and which of them have a result or cannot be run here
 #   --rows PATTERN   run the rows whose name fits this pattern of the shell, e.g. 'torch2.15*'; may be repeated
@@ -11,6 +11,7 @@
 #   --again          run rows, too, that have a result of the same commit
 #   --keep           keep environments and builds; default: delete those of a row that has a result
 #   --page           only write docs/compatibility.md from the results that there are
+#   --reason TEXT    what that page says of rows that could be run here and have no result
 #
 # Each row has an environment and a build of its own in build/matrix/ROW, with its log. The result is appended to
 # build/matrix/results.jsonl. A run that is interrupted goes on where it was when it is started again.
@@ -63,7 +64,7 @@ find_python() {
 
 find_compiler() {
   local name names=(g++)
-  if [ "$1" = clang ]; then names=(clang++ clang++-{20,19,18,17,16}); fi
+  if [ "$1" = clang ]; then names=(clang++ clang++-{22,21,20,19,18,17,16}); fi
   for name in "${names[@]}"; do
     command -v "$name" && return
   done
@@ -77,11 +78,13 @@ missing() {
 }
 
 run_row() {
-  local name=$1 torch=$2 python=$3 compiler=$4 standard=$5 row begin status=0
+  local name=$1 torch=$2 python=$3 compiler=$4 standard=$5 row begin commit status=0
   row=$work/$name
   mkdir -p "$row"
   rm -rf "$row/test-results"
   begin=$SECONDS
+  # Now, not when it ends: somebody may commit while it runs.
+  commit=$(python3 "$here/matrix_page.py" commit)
   PYTHON=$(find_python "$python") CXX=$(find_compiler "$compiler") APEX_TORCH=torch==$torch APEX_VENV=$row/venv \
     APEX_TEST_RESULTS=$row/test-results APEX_TEST_CPP=$cpp SKBUILD_BUILD_DIR=$row/build \
     SKBUILD_CMAKE_DEFINE="${defines:+$defines;}CMAKE_CXX_STANDARD=$standard" \
@@ -91,12 +94,13 @@ run_row() {
   "$row/venv/bin/python" "$here/matrix_page.py" record "$work/results.jsonl" --row "$name" --compiler-kind "$compiler" \
     --compiler "$("$(find_compiler "$compiler")" --version | head -n 1)" --standard "$standard" --status "$status" \
     --results "$row/test-results" --tests "$tests" --defines "$defines" \
-    --seconds $((SECONDS - begin)) || return 1
+    --seconds $((SECONDS - begin)) --commit "$commit" || return 1
   [ "$keep" = yes ] || rm -rf "$row/venv" "$row/build"
   return "$status"
 }
 
 level=(--quick) tests=quick cpp=ON patterns=() list=no again=no keep=no only_page=no
+reason="not run"
 while [ $# -gt 0 ]; do
   case $1 in
     --list) list=yes ;;
@@ -113,6 +117,14 @@ while [ $# -gt 0 ]; do
     --again) again=yes ;;
     --keep) keep=yes ;;
     --page) only_page=yes ;;
+    --reason)
+      if [ $# -lt 2 ]; then
+        apex_error "--reason needs a text"
+        exit 1
+      fi
+      reason=$2
+      shift
+      ;;
     *)
       apex_error "matrix.sh has no option $1; its first lines list them"
       exit 1
@@ -151,5 +163,5 @@ for row in "${rows[@]}"; do
 done
 [ "$list" = no ] || exit 0
 printf '%s\n' "${plan[@]}" |
-  python3 "$here/matrix_page.py" page "$work/results.jsonl" "$apex_root/docs/compatibility.md" || exit 1
+  python3 "$here/matrix_page.py" page "$work/results.jsonl" "$apex_root/docs/compatibility.md" --reason "$reason" || exit 1
 exit "$failed"

@@ -28,19 +28,29 @@ the versions and the commit that it names, and for nothing else.
 
 - *quick*: the C++ unit tests and the Python tests of `scripts/test.sh --quick`. *python*: the
   latter alone. *full*: all of `scripts/test.sh`.
-- A skipped test needs something that was not there, for instance a GPU.
+- The commit is the last one that changed what is built or tested.
+- A skipped test needs something that was not there, for instance a GPU, or says nothing in a
+  setting that its parameters make.
 - A CUDA wheel on a machine without a GPU is tested over Gloo, on the CPU.
 """
 
 
 def commit() -> str:
+    """The last commit that changed what a row builds or tests; documentation does not."""
+
     def git(*arguments: str) -> str:
         run = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
         return run.stdout.strip()
 
     built = ["CMakeLists.txt", "pyproject.toml", "cmake", "cpp", "python"]
     changed = git("status", "--porcelain", "--", *built)
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-dirty" if changed else "")
+    last = git("log", "-1", "--format=%h", "--", *built)
+    return (last or "unknown") + ("-dirty" if changed else "")
+
+
+def print_commit(args: argparse.Namespace) -> int:
+    print(commit())
+    return 0
 
 
 def load(file: Path) -> dict[str, dict[str, Any]]:
@@ -78,7 +88,7 @@ def record(args: argparse.Namespace) -> int:
         "built": built,
         "seconds": args.seconds,
         "date": datetime.date.today().isoformat(),
-        "commit": commit(),
+        "commit": args.commit or commit(),
     }
     if built:
         counts = test_summary.count(args.results)
@@ -147,7 +157,7 @@ def page(args: argparse.Namespace) -> int:
         for r in bad:
             text += f"\n{r['row']}:\n\n" + "".join(f"- `{name}`\n" for name in r["failures"])
     run = {r["row"] for r in shown}
-    rest = [(name, lacks or "not run") for name, lacks in plan.items() if name not in run]
+    rest = [(name, lacks or args.reason) for name, lacks in plan.items() if name not in run]
     if rest:
         text += "\n## Not run\n\n" + "".join(f"- {name}: {why}\n" for name, why in rest)
     args.page.write_text(text)
@@ -158,12 +168,14 @@ def page(args: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True)
+    commands.add_parser("commit").set_defaults(action=print_commit)
     for action in (record, known, page):
         command = commands.add_parser(action.__name__)
         command.set_defaults(action=action)
         command.add_argument("file", type=Path)
         if action is page:
             command.add_argument("page", type=Path)
+            command.add_argument("--reason", default="not run", help="of rows that could be run")
             continue
         command.add_argument("--row", required=True)
         command.add_argument("--tests", required=True)
@@ -171,6 +183,7 @@ def main() -> int:
             command.add_argument("--results", type=Path, required=True)
             command.add_argument("--status", type=int, required=True)
             command.add_argument("--seconds", type=int, required=True)
+            command.add_argument("--commit", help="that of the sources when the row began")
             for name in ("--compiler", "--compiler-kind", "--standard", "--defines"):
                 command.add_argument(name, required=True)
     args = parser.parse_args()

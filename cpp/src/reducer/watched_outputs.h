@@ -5,7 +5,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include <torch/csrc/autograd/node.h>
+#include <torch/csrc/autograd/function.h>  // torch 2.11 has no node.h
 
 #include "reducer/step_tracker.h"
 
