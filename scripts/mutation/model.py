@@ -57,6 +57,7 @@ def draw(
     """
     seen: Counter[str] = Counter()
     for mutant in mutants:
+        mutant.occurrence = 0  # where mutants were drawn before
         base = mutant.name()
         mutant.occurrence = seen[base]
         seen[base] += 1
