@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -194,6 +195,74 @@ TEST(ReducerRelease, BackwardAfterIt_Throws_AndTheGroupIsFree) {
     expect_throws<Error>([&] { kept.sum().backward(); }, "let go of its process groups");
     reducer.prepare_for_forward();
     EXPECT_FALSE(reducer.plan().has_value());
+  });
+}
+
+/// What a hook holds (a group, error feedback) is not kept by whoever still refers to the reducer.
+TEST(ReducerRelease, CommunicationHookAndCallback_AreLetGo) {
+  run_ranks(2, [](int, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
+    Reducer reducer(model.parameters, {group}, small_buckets());
+    auto hook = make_compress_hook(group, at::kHalf);
+    const std::weak_ptr<CommHook> of_hook = hook;
+    auto held = std::make_shared<int>(1);
+    const std::weak_ptr<int> of_callback = held;
+    reducer.set_comm_hook(std::move(hook));
+    reducer.set_bucket_callback([held = std::move(held)](const ReducedBucket&) {});
+    backward(reducer, model, random_batch(4, 4, 0));
+    EXPECT_FALSE(of_hook.expired());
+    EXPECT_FALSE(of_callback.expired());
+    reducer.release();
+    EXPECT_TRUE(of_hook.expired());
+    EXPECT_TRUE(of_callback.expired());
+  });
+}
+
+TEST(ReducerSetPlan, PlanThatFits_IsUsedFromTheNextBackwardOn) {
+  run_ranks(2, [](int rank, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
+    Reducer reducer(model.parameters, {group}, small_buckets());
+    BucketPlan plan;
+    plan.buckets = {{3, 0}, {2, 1}};
+    reducer.set_plan(rank == 0 ? plan : BucketPlan());  // rank 0's counts
+    for (int step = 0; step < 3; ++step) {
+      model.zero_grad();
+      backward(reducer, model, random_batch(4, 4, step));  // the same on both ranks
+      EXPECT_EQ(reducer.plan()->buckets, plan.buckets);
+      ToyModel reference = model.clone(at::kDouble);
+      reference.forward(random_batch(4, 4, step)).square().mean().backward();
+      for (size_t i = 0; i < model.size(); ++i)
+        EXPECT_LT(relative_error(model[i].grad(), reference[i].grad()), 1e-5);
+    }
+  });
+}
+
+/// An index out of range would be read past the end of every table.
+TEST(ReducerSetPlan, ParameterThatIsNotThereOrTwice_IsRefused) {
+  run_ranks(1, [](int, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
+    Reducer reducer(model.parameters, {group}, small_buckets());
+    const std::vector<std::vector<std::vector<int64_t>>> wrong{
+        {{0, -1}}, {{0, 4}}, {{0}, {1, 0}}, {{2, 2}}};
+    for (const auto& buckets : wrong) {
+      BucketPlan plan;
+      plan.buckets = buckets;
+      expect_throws<InvalidArgument>([&] { reducer.set_plan(plan); },
+                                     "a bucket plan names parameter " +
+                                         std::to_string(buckets.back().back()) + ", which is not");
+    }
+  });
+}
+
+TEST(ReducerSetPlan, ParametersOfTwoDtypesInOneBucket_AreRefusedByName) {
+  run_ranks(1, [](int, const Group& group) {
+    const at::Tensor a = at::ones({2}).requires_grad_();
+    const at::Tensor b = at::ones({2}, at::kDouble).requires_grad_();
+    Reducer reducer({{"a", a}, {"b", b}}, {group}, small_buckets());
+    BucketPlan plan;
+    plan.buckets = {{0, 1}};
+    expect_throws<InvalidArgument>([&] { reducer.set_plan(plan); },
+                                   "'a' and 'b' together, which differ in dtype");
   });
 }
 
