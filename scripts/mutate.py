@@ -11,9 +11,10 @@ variable APEX_MUTANT selects. A first run of all tests records which mutants eac
 mutant is then given to the tests that reach it, the quickest first, until one fails, crashes or
 does not end.
 
-A campaign that was interrupted goes on where it was. Verdicts are kept until the source line that
-was mutated is edited; after adding tests, --retry gives them the mutants that were not caught.
-build/mutate/mutants.tsv has every mutant and the test that caught it.
+A campaign that was interrupted goes on where it was; what it has judged is of all areas alike.
+Verdicts are kept until the line that was mutated is edited; after adding tests, --retry gives
+them the mutants that were not caught. build/mutate/mutants.tsv has every mutant and the test that
+caught it.
 
 What no test catches gets a test, or a reason in scripts/mutation/reasons.toml. A mutant whose
 reason begins with "Equivalent:" cannot change what any user sees: it is left out of the percentage,
@@ -132,7 +133,7 @@ def run(
     place = arguments.only
     missing = [m for m in mutants if place in f"{m.path}:{m.line}" and is_missing(m)]
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(judge, missing))
+        list(pool.map(judge, sorted(missing, key=lambda mutant: mutant.turn)))
 
 
 def main() -> int:

@@ -170,11 +170,13 @@ class Suite:
         """The verdict of these tests, or None if they passed.
 
         Other programs may keep the machine so busy that a test fails for that alone, or takes too
-        long. So what failed has to pass right afterwards with the mutant off, within the same time.
+        long. So what failed has to pass right afterwards with the mutant off, within the same time,
+        and what does not end is asked twice.
         """
         limit = START_SECONDS + max(
             AT_LEAST_SECONDS, TIMES_AS_LONG * sum(test.seconds for test in batch)
         )
+        hung = False
         for _ in range(ATTEMPTS):
             command = self._command(program, [test.name for test in batch])
             status, output = self._run(command, limit, APEX_MUTANT=str(number))
@@ -190,7 +192,9 @@ class Suite:
             elif failed:
                 by = failed[1].rstrip(",")
                 names = [name for name in names if by in name] or names
-            if self._run(self._command(program, names), limit, APEX_MUTANT="-1")[0] == 0:
+            passes = self._run(self._command(program, names), limit, APEX_MUTANT="-1")[0] == 0
+            if passes and (status is not None or hung):
                 return "caught", f"{program}: {by}"
-            limit *= 2
+            hung = passes
+            limit *= 1 if passes else 2
         return "not settled", f"{program}: {by}, also with the mutant off"
