@@ -152,6 +152,43 @@ TEST_P(ReducerDefer, PlanHookOrCallbackChanged_WaitsFirst) {
   });
 }
 
+/// A forward that waited for everything before it begins would leave nothing to overlap.
+TEST_P(ReducerDefer, NextForwardBegins_NothingIsWaitedFor) {
+  const auto control = ThreadBackendControl::create(kWorld);
+  run_ranks(control, [&](int rank, const Group& group) {
+    Deferred deferred(group, GetParam());
+    deferred.settle(rank);
+    Reducer& reducer = *deferred.reducer;
+    const uint64_t first = control->issued(rank);
+    const size_t buckets = reducer.plan()->buckets.size();
+    for (uint64_t seq = first; seq < first + buckets; ++seq) control->hold(seq);
+    backward(reducer, deferred.model, batch(rank, 7));
+    reducer.prepare_for_forward();
+    EXPECT_EQ(reducer.in_flight().size(), deferred.model.size());
+    control->release_all();
+    reducer.wait();
+    deferred.expect_average(7);
+  });
+}
+
+/// What is in flight is dropped: nothing may read or write the buckets afterwards, or wait for
+/// them.
+TEST_P(ReducerDefer, Released_NothingIsInFlightAnyMore) {
+  const auto control = ThreadBackendControl::create(kWorld);
+  run_ranks(control, [&](int rank, const Group& group) {
+    Deferred deferred(group, GetParam());
+    deferred.settle(rank);
+    Reducer& reducer = *deferred.reducer;
+    backward(reducer, deferred.model, batch(rank, 7));
+    EXPECT_FALSE(reducer.in_flight().empty());
+    reducer.release();
+    EXPECT_TRUE(reducer.in_flight().empty());
+    reducer.wait();
+    reducer.wait_for({0});
+    EXPECT_TRUE(deferred.reported.empty());
+  });
+}
+
 TEST_P(ReducerDefer, RankThatMissesAGradient_WaitsAtOnceAndTheOthersDoNot) {
   run_ranks(kWorld, [&](int rank, const Group& group) {
     Deferred deferred(group, GetParam());
