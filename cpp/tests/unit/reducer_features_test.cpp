@@ -266,6 +266,33 @@ TEST(ReducerSetPlan, ParametersOfTwoDtypesInOneBucket_AreRefusedByName) {
   });
 }
 
+/// What one rank alone knows has to ride on the last message, however many there are.
+TEST(ReducerLateParameter, OneRankUsesIt_SeveralFlatBuckets_IsAveragedOnEveryRank) {
+  run_ranks(3, [](int rank, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 8, 8, 2}, 1);
+    const at::Tensor extra = at::ones({3}).requires_grad_();
+    std::vector<NamedTensor> parameters = model.parameters;
+    parameters.push_back({"extra", extra});
+    BucketPlan flat;  // no bucket of one parameter, which would be reduced in place
+    flat.buckets = {{5, 4}, {3, 2}, {1, 0}};
+    Reducer reducer(parameters, {group}, small_buckets());
+    reducer.set_plan(flat);
+    for (int step = 0; step < 5; ++step) {
+      model.zero_grad();
+      extra.mutable_grad() = at::Tensor();
+      reducer.prepare_for_forward();
+      at::Tensor y = model.forward(random_batch(4, 4, step)).square().mean();
+      if (step >= 2 && rank == 1) y = y + (extra * 6).sum();
+      reducer.watch_outputs({y});
+      y.backward();
+      ASSERT_EQ(extra.grad().defined(), step >= 2) << step;
+      if (step >= 2) EXPECT_TRUE(extra.grad().equal(at::full({3}, 2.0F))) << step;
+      if (step < 2) EXPECT_EQ(reducer.plan()->buckets, flat.buckets);
+    }
+    EXPECT_EQ(reducer.statistics().plans_extended, 1);
+  });
+}
+
 TEST(ReducerJoin, RankWithoutData_FollowsTheOthersWithZeros) {
   for (const bool by_world : {true, false}) {
     for (const bool views : {false, true}) {
