@@ -210,27 +210,51 @@ TEST_P(ReducerDefer, RankThatMissesAGradient_WaitsAtOnceAndTheOthersDoNot) {
   });
 }
 
-TEST(ReducerDeferOrder, BucketsThatArriveLate_AreSentInTheOrderOfTheNextForward) {
+enum class Origin { kLearnt, kExtended, kGivenAndExtended };
+
+class ReducerDeferOrder : public ::testing::TestWithParam<Origin> {};
+INSTANTIATE_TEST_SUITE_P(Plans, ReducerDeferOrder,
+                         ::testing::Values(Origin::kLearnt, Origin::kExtended,
+                                           Origin::kGivenAndExtended));
+
+TEST_P(ReducerDeferOrder, BucketsThatArriveLate_AreSentInTheOrderOfTheNextForward) {
+  const bool is_extended = GetParam() != Origin::kLearnt;
+  const int plan_at = is_extended ? 1 : 0;   // the plan is as it will stay after this step
+  const int order_at = is_extended ? 4 : 2;  // in the third backward with it
   const auto control = ThreadBackendControl::create(kWorld);
   run_ranks(control, [&](int rank, const Group& group) {
     Deferred deferred(group);
+    ToyModel& model = deferred.model;
+    if (GetParam() == Origin::kGivenAndExtended) {
+      BucketPlan given;
+      given.buckets = {{7, 6}, {5, 4}, {1, 0}};
+      deferred.reducer->set_plan(given);
+    }
     std::vector<std::vector<int64_t>> learnt;
-    for (int step = 0; step < kSettled; ++step) {
-      deferred.model.zero_grad();
-      const bool orders = step == 2;  // the third backward
+    for (int step = 0; step <= order_at + 1; ++step) {
+      model.zero_grad();
       const uint64_t first = control->issued(rank);
       const size_t buckets = learnt.size();
-      if (orders) {
+      if (step == order_at) {
         // All but the first arrive after backward: when rank 0, which looks, waits for the first.
         for (uint64_t seq = first + 1; seq < first + buckets; ++seq) control->hold(seq);
         deferred.reducer->set_bucket_callback([&](const ReducedBucket&) {
           if (rank == 0) control->release_all();
         });
       }
-      backward(*deferred.reducer, deferred.model, batch(rank, step));
+      if (is_extended && step == 0) {  // without the second layer
+        deferred.reducer->prepare_for_forward();
+        at::Tensor y = at::addmm(model[1], batch(rank, step).to(at::kFloat), model[0].t()).tanh();
+        for (size_t layer : {2, 3}) y = at::addmm(model[2 * layer + 1], y, model[2 * layer].t());
+        deferred.reducer->watch_outputs({y});
+        y.square().mean().backward();
+      } else {
+        backward(*deferred.reducer, model, batch(rank, step));
+      }
       deferred.reducer->wait();
-      if (step == 0) learnt = deferred.reducer->plan()->buckets;
+      if (step == plan_at) learnt = deferred.reducer->plan()->buckets;
     }
+    EXPECT_EQ(deferred.reducer->statistics().plans_extended, is_extended ? 1 : 0);
     const auto plan = deferred.reducer->plan()->buckets;
     ASSERT_GT(learnt.size(), 3u);
     // What had arrived, and the one on the wire, stay; at most those two, if the first was in time.

@@ -400,6 +400,18 @@ TEST(ReducerCommHook, CollectivesFromCallbacks_ComeInOneOrderOnEveryRank) {
   }
 }
 
+/// float16 is no narrower than bfloat16, and has no number for what bfloat16 can hold.
+TEST(ReducerCommHook, GradientsAsNarrowAsTheWire_AreSentAsTheyAre) {
+  run_ranks(2, [](int, const Group& group) {
+    const at::Tensor p = at::ones({4}, at::kBFloat16).requires_grad_();
+    Reducer reducer({{"p", p}}, {group});
+    reducer.set_comm_hook(make_compress_hook(group, at::kHalf));
+    reducer.prepare_for_forward();
+    (p * 131072.0).sum().backward();
+    EXPECT_TRUE(p.grad().equal(at::full({4}, 131072.0, at::kBFloat16))) << p.grad();
+  });
+}
+
 TEST(ReducerCommHook, WiresOfOtherDtypes_AreRefused) {
   run_ranks(1, [](int, const Group& group) {
     expect_throws<InvalidArgument>([&] { make_compress_hook(group, at::kFloat); },
