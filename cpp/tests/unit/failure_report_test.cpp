@@ -25,12 +25,12 @@ const std::string kAllReported = "; every rank has reported this failure, and no
 
 /// What report_failure() says to each rank; all call it at once.
 std::vector<std::string> reports(const StoredGroups& groups,
-                                 const std::vector<std::string>& whats) {
+                                 const std::vector<std::string>& collectives) {
   std::vector<std::string> texts(groups.size());
   std::vector<std::thread> ranks;
   for (size_t i = 0; i < groups.size(); ++i) {
     record_of(*groups[i]);
-    ranks.emplace_back([&, i] { texts[i] = report_failure(*groups[i], whats[i]); });
+    ranks.emplace_back([&, i] { texts[i] = report_failure(*groups[i], collectives[i]); });
   }
   for (std::thread& rank : ranks) rank.join();
   return texts;

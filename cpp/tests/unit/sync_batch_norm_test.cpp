@@ -4,7 +4,6 @@
 #include <apex/parallel/sync_batch_norm.h>
 #include <gtest/gtest.h>
 #include <support/thread_backend.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/nn/functional/batchnorm.h>
 #include <torch/nn/init.h>
 #include <torch/nn/modules/activation.h>
@@ -13,6 +12,7 @@
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/types.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <functional>
 #include <memory>
