@@ -7,6 +7,8 @@
 
 #include <chrono>
 #include <functional>
+#include <map>
+#include <string>
 #include <thread>
 
 #include <gtest/gtest.h>

@@ -2,6 +2,9 @@
 
 #include <support/stored_group.h>
 
+#include <chrono>
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
