@@ -260,3 +260,29 @@ def test_skipped_first_step_leaves_a_model_that_was_changed() -> None:
     optimizer.step()
     assert torch.equal(model.weight, torch.full((3, 3), 0.25, dtype=torch.float16))
     assert torch.equal(next(amp.master_params(optimizer)), torch.full((3, 3), 0.25))
+
+
+@pytest.mark.parametrize("level", MASTERS)
+def test_parameter_frozen_between_scale_loss_and_step_is_stepped(level: str) -> None:
+    """As torch has it, which steps what has a gradient; the model gets what its master got."""
+    results = []
+    for freezes in (False, True):
+        model, optimizer = _trained(level, 2)
+        _backward(model, optimizer, 5)
+        for param in model.parameters():
+            param.requires_grad_(not freezes)
+        optimizer.step()
+        results.append([param.detach().clone() for param in model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("level", MASTERS)
+def test_zero_grad_clears_what_was_frozen_since_its_backward(level: str) -> None:
+    """As torch has it; what stayed would count in the backward after it thaws."""
+    model, optimizer = _trained(level, 2)
+    _backward(model, optimizer, 5)
+    for param in model.parameters():
+        assert param.grad is not None
+        param.requires_grad_(False)
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in model.parameters())

@@ -96,10 +96,14 @@ def test_draw_lines_that_move_keep_their_mutants(mutation, tmp_path):
             mutant.area = area.name
         drawn = mutation.model.draw(found, 1, 5 / area.quota, set(), {})
         assert [mutant.number for mutant in drawn] == [0, 1, 2, 3, 4]
-        return {mutant.key for mutant in drawn}
+        keys = {mutant.key for mutant in drawn}
+        again = mutation.model.draw(found, 1, 5 / area.quota, set(), {})
+        assert {mutant.key for mutant in again} == keys
+        return keys
 
-    moved = SOURCE.replace("LIMIT = 1 + 1\n", "LIMIT = 2\n\n\n\n")
-    assert keys(tmp_path / "a", SOURCE) == keys(tmp_path / "b", moved)
+    twice = SOURCE + SOURCE.partition("LIMIT = 1 + 1\n")[2]
+    moved = twice.replace("LIMIT = 1 + 1\n", "LIMIT = 2\n\n\n\n")
+    assert keys(tmp_path / "a", twice) == keys(tmp_path / "b", moved)
 
 
 def test_cpp_mutants_nest_and_lines_stay(mutation, tmp_path):
@@ -122,3 +126,28 @@ def test_cpp_mutants_nest_and_lines_stay(mutation, tmp_path):
     assert (head, line) == ('#include "apex_mutant.h"', '#line 1 "f.cpp"')
     assert [len(body), body[2]] == [len(source.split("\n")), "  throw E(a + 1);"]
     assert all(f"apex_mutant::on({mutant.number})" in body[1] for mutant in found)
+
+
+def test_report_equivalent_mutants_are_left_out_of_the_percentage(mutation, tmp_path, monkeypatch):
+    pytest.importorskip("tomllib")  # Python 3.11
+    from mutation import report
+
+    monkeypatch.setattr(report, "REASONS", tmp_path / "reasons.toml")
+    entries = [("a", "Equivalent: it is not read."), ("b", "Performance only: it is slower.")]
+    (tmp_path / "reasons.toml").write_text(
+        "".join(
+            f'[[mutant]]\nline = "{line}"\nchange = "1 -> 2"\nreason = "{reason}"\n'
+            for line, reason in entries
+        )
+    )
+    area = mutation.model.AREAS[0].name
+    mutants, verdicts = [], {}
+    for line, verdict in (("a", "survived"), ("b", "survived"), ("c", "survived"), ("d", "caught")):
+        mutant = mutation.model.Mutant("f.cpp", 1, 1, line, "operator", "1 -> 2", area=area)
+        mutant.key = line
+        mutants.append(mutant)
+        verdicts[line] = [verdict, "a test"]
+    page = report.write(mutants, verdicts, 1)
+    # Mutants, caught, by a hang, equivalent, with another reason, without: one of three is caught.
+    assert "| all | 4 | 1 | 0 | 1 | 1 | 1 | 33.3 |" in page
+    assert page.count("**No reason given.**") == 1

@@ -29,6 +29,8 @@ AREAS = (
             "cpp/src/comm/*.cpp",
             "cpp/src/reducer/*_reduc*.cpp",
             "cpp/src/reducer/all_reduce.cpp",
+            "cpp/src/reducer/averaging.h",
+            "cpp/src/reducer/comm_hook.cpp",
             "cpp/src/reducer/low_precision_hooks.cpp",
             "cpp/src/reducer/join_protocol.cpp",
             "cpp/src/reducer/step_agreement.cpp",
@@ -65,5 +67,6 @@ PYTHON_TESTS = (
     ("-m", "not slow", "test_amp*.py", "test_fp16_utils*.py"),
     ("-m", "not slow", "test_sync_batch_norm*.py"),
     ("-m", "not slow", "test_ddp_errors.py", "test_faults.py", "test_ranks_apart.py"),
+    ("-m", "not slow", "test_ddp_one_rank_fails.py", "test_ddp_several.py", "test_ddp_steps.py"),
     ("-m", "quick", "test_*.py"),
 )

@@ -64,7 +64,8 @@ def _returns_constant(node: tree_sitter.Node) -> bool:
         return False
     if node.type == "lambda_expression":
         declarator = node.child_by_field_name("declarator")
-        return declarator is not None and b"->" in declarator.text
+        text = declarator.text if declarator is not None else b""
+        return b"->" in text and not text.endswith(b"&")
     kind = node.child_by_field_name("type")
     return kind is not None and b"string" not in kind.text and not kind.text.endswith(b"&")
 

@@ -27,6 +27,7 @@ class Mutant:
     area: str = ""
     number: int = -1  #: what APEX_MUTANT selects
     occurrence: int = 0  #: among equal changes of equal lines of the file
+    turn: float = 0.0  #: from 0 to 1 in the order in which those of the area were drawn
     key: str = field(default="", init=False)
 
     def name(self) -> str:
@@ -57,6 +58,7 @@ def draw(
     """
     seen: Counter[str] = Counter()
     for mutant in mutants:
+        mutant.occurrence = 0  # where mutants were drawn before
         base = mutant.name()
         mutant.occurrence = seen[base]
         seen[base] += 1
@@ -65,7 +67,10 @@ def draw(
     for area in AREAS:
         own = [m for m in mutants if m.area == area.name and m.key not in refused]
         own.sort(key=lambda m: hashlib.sha256(f"{seed} {m.key}".encode()).digest())
-        chosen += own[: round(area.quota * scale)]
+        own = own[: round(area.quota * scale)]
+        for place, mutant in enumerate(own):
+            mutant.turn = place / len(own)
+        chosen += own
     chosen.sort(key=lambda m: (m.path, m.line, m.begin))
     for mutant in chosen:
         mutant.number = numbers.setdefault(mutant.key, len(numbers))

@@ -17,10 +17,11 @@ HEAD = """# Mutation testing
 `scripts/mutate.py` breaks the engine in {total} places, one at a time, and runs the tests that
 reach the place. This page is written by it (`--output`); seed {seed}. A mutant is caught if a test
 fails, crashes or does not end. A reason, kept in `scripts/mutation/reasons.toml`, says why no test
-tells a survivor from the original.
+tells a survivor from the original. What cannot change what any user sees is equivalent, and left
+out of the percentage: caught / (mutants - equivalent).
 
-| area | mutants | caught | of these, by a hang | survived | with a reason | never reached |
-|---|---|---|---|---|---|---|
+| area | mutants | caught | of these, by a hang | equivalent | another reason | no reason | % |
+|---|---|---|---|---|---|---|---|
 """
 
 
@@ -34,6 +35,9 @@ class Reasons:
     def of(self, mutant: Mutant) -> str | None:
         return self._known.get((mutant.text, mutant.change))
 
+    def is_equivalent(self, mutant: Mutant) -> bool:
+        return (self.of(mutant) or "").startswith("Equivalent:")
+
 
 def _code(text: str) -> str:
     return "`" + text.replace("|", "\\|").replace("`", "'") + "`"
@@ -46,20 +50,22 @@ def write(mutants: list[Mutant], verdicts: dict[str, list[str]], seed: int) -> s
     counts: Counter[tuple[str, str]] = Counter()
     for mutant in judged:
         verdict, by = verdicts[mutant.key]
+        kind = "caught"
+        if verdict != "caught":
+            reason = "no reason" if reasons.of(mutant) is None else "reason"
+            kind = "equivalent" if reasons.is_equivalent(mutant) else reason
         for area in (mutant.area, "all"):
             counts[area, "mutants"] += 1
-            counts[area, verdict] += 1
             counts[area, "hang"] += "no end within" in by
-            counts[area, "reason"] += verdict != "caught" and reasons.of(mutant) is not None
+            counts[area, kind] += 1
     text = HEAD.format(total=len(judged), seed=seed)
-    columns = ("mutants", "caught", "hang", "survived", "reason", "not reached")
+    columns = ("mutants", "caught", "hang", "equivalent", "reason", "no reason")
     for area in [area.name for area in AREAS] + ["all"]:
         row = [str(counts[area, column]) for column in columns]
+        total = max(counts[area, "mutants"] - counts[area, "equivalent"], 1)
+        row.append(f"{100 * counts[area, 'caught'] / total:.1f}")
         text += f"| {area} | " + " | ".join(row) + " |\n"
-    caught, total = counts["all", "caught"], max(counts["all", "mutants"], 1)
-    text += f"\nCaught: {100 * caught / total:.1f} %. "
-    left = counts["all", "mutants"] - caught - counts["all", "reason"]
-    text += f"Neither caught nor with a reason: {left}.\n\n## By operator\n\n"
+    text += "\n## By operator\n\n"
     text += "| operator | mutants | caught |\n|---|---|---|\n"
     operators = Counter(mutant.operator for mutant in judged)
     for operator, number in sorted(operators.items()):

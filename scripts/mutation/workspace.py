@@ -40,8 +40,8 @@ class Workspace:
                 found.append(mutant)
         return found
 
-    def write(self, mutants: list[Mutant]) -> bool:
-        """Brings the copy up to date; True if anything in it has changed."""
+    def write(self, mutants: list[Mutant]) -> set[str]:
+        """Brings the copy up to date; returns the paths in it that have changed."""
         wanted: dict[str, bytes] = {}
         listed = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard", "cpp", "cmake"]
@@ -63,17 +63,18 @@ class Workspace:
         wanted["cpp/tests/CMakeLists.txt"] += LISTENER.format(
             targets=" ".join(CPP_TESTS), listener=RUNTIME / "listener.cpp"
         ).encode()
-        changed = False
+        changed: set[str] = set()
         for path, content in wanted.items():
             target = self.tree / path
             if not target.exists() or target.read_bytes() != content:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
-                changed = True
+                changed.add(path)
         for path in [path for path in self.tree.rglob("*") if path.is_file()]:
-            if path.relative_to(self.tree).as_posix() not in wanted:
+            relative = path.relative_to(self.tree).as_posix()
+            if relative not in wanted:
                 path.unlink()
-                changed = True
+                changed.add(relative)
         return changed
 
     def configure(self) -> None:
@@ -87,7 +88,7 @@ class Workspace:
         subprocess.run(
             ["cmake", "-S", self.tree, "-B", self.build, "-G", "Ninja"]
             + ["-DAPEX_BUILD_TESTS=ON", "-DAPEX_BUILD_PYTHON=ON", "-DAPEX_BUILD_EXAMPLES=OFF"]
-            + ["-DAPEX_CUDA=OFF", f"-DCMAKE_PREFIX_PATH={prefix}"]
+            + ["-DAPEX_UNITY_BUILD=ON", "-DAPEX_CUDA=OFF", f"-DCMAKE_PREFIX_PATH={prefix}"]
             + [f"-DPython_EXECUTABLE={self.interpreter}"]
             + ([f"-DCMAKE_CXX_COMPILER_LAUNCHER={launcher}"] if launcher else []),
             check=True, env=environment, stdout=subprocess.DEVNULL,

@@ -297,6 +297,7 @@ at::Tensor inference_cpu(const at::Tensor& input, const OptionalTensor& z,
   return output;
 }
 
+/// Into sum_dy[channels] and sum_dy_xmu[channels], which hold zeros.
 template <typename T>
 void local_reduction(const T* dy, const T* x, const T* y, const Sizes& sizes,
                      const RowCoefficients<typename CpuKernels<T>::Acc>& rows, ReluMask mask,
@@ -315,8 +316,6 @@ void local_reduction(const T* dy, const T* x, const T* y, const Sizes& sizes,
     });
     return;
   }
-  std::fill(sum_dy, sum_dy + channels, 0.0);
-  std::fill(sum_dy_xmu, sum_dy_xmu + channels, 0.0);
   reduce_rows(
       sizes.values_per_channel(), channels,
       [&](int64_t begin, int64_t end, double* sums) {

@@ -128,6 +128,7 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::allreduce(std::vector<at::Tensor>&
                                                         const c10d::AllreduceOptions& options) {
   Contribution contribution;
   contribution.record.reduce_op = options.reduceOp;
+  contribution.record.async_op = options.asyncOp;
   contribution.inputs = contribution.outputs = one_each(tensors);
   return issue("allreduce", c10d::OpType::ALLREDUCE, std::move(contribution), options.timeout);
 }
@@ -165,6 +166,7 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::allgather(
 c10::intrusive_ptr<c10d::Work> ThreadBackend::_allgather_base(
     at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
   Contribution contribution;
+  contribution.record.async_op = options.asyncOp;
   contribution.inputs = {{input}};
   contribution.outputs = {parts_of(output, size_)};
   check_parts(contribution.outputs, {input}, size_);

@@ -30,6 +30,8 @@ struct CollectiveRecord {
   ReduceOpType reduce_op = ReduceOpType::UNUSED;
   /// Root rank of broadcast and reduce, else -1.
   int64_t root = -1;
+  /// What the options of an all-reduce and of `_allgather_base` say.
+  bool async_op = true;
   /// Address of the first input tensor on this rank.
   const void* data_ptr = nullptr;
   /// Number of input tensors.

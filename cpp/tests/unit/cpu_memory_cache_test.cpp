@@ -131,6 +131,17 @@ TEST(CpuMemoryCache, Threads_EachBlockHasOneOwner) {
   EXPECT_EQ(mixed_up, 0);
 }
 
+/// What c10 calls to copy a storage that is shared until it is written.
+TEST(CpuCacheAllocator, CopyData_CopiesEveryByte) {
+  c10::Allocator* const allocator = cpu_cache_allocator();
+  const c10::DataPtr first = allocator->allocate(kMib);
+  std::memset(first.get(), 0x5a, kMib);
+  const c10::DataPtr second = allocator->allocate(kMib);
+  std::memset(second.get(), 0, kMib);
+  allocator->copy_data(second.get(), first.get(), kMib);
+  EXPECT_EQ(std::memcmp(first.get(), second.get(), kMib), 0);
+}
+
 TEST(CpuCacheLimit, Environment_IsMibOrAnErrorThatSaysHow) {
   EXPECT_EQ(cpu_cache_limit_bytes(nullptr), 128 * kMib);
   EXPECT_EQ(cpu_cache_limit_bytes("0"), 0u);

@@ -309,6 +309,20 @@ TEST(ReducerOutOfStep, RankThatDidNotUpdate_IsFound_ByItsParameters) {
   });
 }
 
+TEST(ReducerOutOfStep, RankThatDidNotUpdateThisTime_IsFound_AlthoughItHasBefore) {
+  run_ranks(kWorld, [](int rank, const Group& group) {
+    ToyModel model = ToyModel::mlp(kWidths, 1);
+    Reducer reducer(model.parameters, {group});
+    for (int number = 0; number < 3; ++number) {
+      model.zero_grad();
+      step(reducer, model, rank, number);
+      if (number < 2 || rank != 1) model.sgd_step(0.1);
+    }
+    const std::string error = thrown_by([&] { step(reducer, model, rank, 3); });
+    EXPECT_NE(error.find("rank 1 did not"), std::string::npos) << error;
+  });
+}
+
 TEST(ReducerOutOfStep, ForwardThatBackwardReachesLast_IsNotTakenForSkipped) {
   run_ranks(kWorld, [](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp(kWidths, 1);

@@ -152,6 +152,43 @@ TEST_P(ReducerDefer, PlanHookOrCallbackChanged_WaitsFirst) {
   });
 }
 
+/// A forward that waited for everything before it begins would leave nothing to overlap.
+TEST_P(ReducerDefer, NextForwardBegins_NothingIsWaitedFor) {
+  const auto control = ThreadBackendControl::create(kWorld);
+  run_ranks(control, [&](int rank, const Group& group) {
+    Deferred deferred(group, GetParam());
+    deferred.settle(rank);
+    Reducer& reducer = *deferred.reducer;
+    const uint64_t first = control->issued(rank);
+    const size_t buckets = reducer.plan()->buckets.size();
+    for (uint64_t seq = first; seq < first + buckets; ++seq) control->hold(seq);
+    backward(reducer, deferred.model, batch(rank, 7));
+    reducer.prepare_for_forward();
+    EXPECT_EQ(reducer.in_flight().size(), deferred.model.size());
+    control->release_all();
+    reducer.wait();
+    deferred.expect_average(7);
+  });
+}
+
+/// What is in flight is dropped: nothing may read or write the buckets afterwards, or wait for
+/// them.
+TEST_P(ReducerDefer, Released_NothingIsInFlightAnyMore) {
+  const auto control = ThreadBackendControl::create(kWorld);
+  run_ranks(control, [&](int rank, const Group& group) {
+    Deferred deferred(group, GetParam());
+    deferred.settle(rank);
+    Reducer& reducer = *deferred.reducer;
+    backward(reducer, deferred.model, batch(rank, 7));
+    EXPECT_FALSE(reducer.in_flight().empty());
+    reducer.release();
+    EXPECT_TRUE(reducer.in_flight().empty());
+    reducer.wait();
+    reducer.wait_for({0});
+    EXPECT_TRUE(deferred.reported.empty());
+  });
+}
+
 TEST_P(ReducerDefer, RankThatMissesAGradient_WaitsAtOnceAndTheOthersDoNot) {
   run_ranks(kWorld, [&](int rank, const Group& group) {
     Deferred deferred(group, GetParam());
@@ -173,27 +210,51 @@ TEST_P(ReducerDefer, RankThatMissesAGradient_WaitsAtOnceAndTheOthersDoNot) {
   });
 }
 
-TEST(ReducerDeferOrder, BucketsThatArriveLate_AreSentInTheOrderOfTheNextForward) {
+enum class Origin { kLearnt, kExtended, kGivenAndExtended };
+
+class ReducerDeferOrder : public ::testing::TestWithParam<Origin> {};
+INSTANTIATE_TEST_SUITE_P(Plans, ReducerDeferOrder,
+                         ::testing::Values(Origin::kLearnt, Origin::kExtended,
+                                           Origin::kGivenAndExtended));
+
+TEST_P(ReducerDeferOrder, BucketsThatArriveLate_AreSentInTheOrderOfTheNextForward) {
+  const bool is_extended = GetParam() != Origin::kLearnt;
+  const int plan_at = is_extended ? 1 : 0;   // the plan is as it will stay after this step
+  const int order_at = is_extended ? 4 : 2;  // in the third backward with it
   const auto control = ThreadBackendControl::create(kWorld);
   run_ranks(control, [&](int rank, const Group& group) {
     Deferred deferred(group);
+    ToyModel& model = deferred.model;
+    if (GetParam() == Origin::kGivenAndExtended) {
+      BucketPlan given;
+      given.buckets = {{7, 6}, {5, 4}, {1, 0}};
+      deferred.reducer->set_plan(given);
+    }
     std::vector<std::vector<int64_t>> learnt;
-    for (int step = 0; step < kSettled; ++step) {
-      deferred.model.zero_grad();
-      const bool orders = step == 2;  // the third backward
+    for (int step = 0; step <= order_at + 1; ++step) {
+      model.zero_grad();
       const uint64_t first = control->issued(rank);
       const size_t buckets = learnt.size();
-      if (orders) {
+      if (step == order_at) {
         // All but the first arrive after backward: when rank 0, which looks, waits for the first.
         for (uint64_t seq = first + 1; seq < first + buckets; ++seq) control->hold(seq);
         deferred.reducer->set_bucket_callback([&](const ReducedBucket&) {
           if (rank == 0) control->release_all();
         });
       }
-      backward(*deferred.reducer, deferred.model, batch(rank, step));
+      if (is_extended && step == 0) {  // without the second layer
+        deferred.reducer->prepare_for_forward();
+        at::Tensor y = at::addmm(model[1], batch(rank, step).to(at::kFloat), model[0].t()).tanh();
+        for (size_t layer : {2, 3}) y = at::addmm(model[2 * layer + 1], y, model[2 * layer].t());
+        deferred.reducer->watch_outputs({y});
+        y.square().mean().backward();
+      } else {
+        backward(*deferred.reducer, model, batch(rank, step));
+      }
       deferred.reducer->wait();
-      if (step == 0) learnt = deferred.reducer->plan()->buckets;
+      if (step == plan_at) learnt = deferred.reducer->plan()->buckets;
     }
+    EXPECT_EQ(deferred.reducer->statistics().plans_extended, is_extended ? 1 : 0);
     const auto plan = deferred.reducer->plan()->buckets;
     ASSERT_GT(learnt.size(), 3u);
     // What had arrived, and the one on the wire, stay; at most those two, if the first was in time.

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -197,6 +198,101 @@ TEST(ReducerRelease, BackwardAfterIt_Throws_AndTheGroupIsFree) {
   });
 }
 
+/// What a hook holds (a group, error feedback) is not kept by whoever still refers to the reducer.
+TEST(ReducerRelease, CommunicationHookAndCallback_AreLetGo) {
+  run_ranks(2, [](int, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
+    Reducer reducer(model.parameters, {group}, small_buckets());
+    auto hook = make_compress_hook(group, at::kHalf);
+    const std::weak_ptr<CommHook> of_hook = hook;
+    auto held = std::make_shared<int>(1);
+    const std::weak_ptr<int> of_callback = held;
+    reducer.set_comm_hook(std::move(hook));
+    reducer.set_bucket_callback([held = std::move(held)](const ReducedBucket&) {});
+    backward(reducer, model, random_batch(4, 4, 0));
+    EXPECT_FALSE(of_hook.expired());
+    EXPECT_FALSE(of_callback.expired());
+    reducer.release();
+    EXPECT_TRUE(of_hook.expired());
+    EXPECT_TRUE(of_callback.expired());
+  });
+}
+
+TEST(ReducerSetPlan, PlanThatFits_IsUsedFromTheNextBackwardOn) {
+  run_ranks(2, [](int rank, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
+    Reducer reducer(model.parameters, {group}, small_buckets());
+    BucketPlan plan;
+    plan.buckets = {{3, 0}, {2, 1}};
+    reducer.set_plan(rank == 0 ? plan : BucketPlan());  // rank 0's counts
+    for (int step = 0; step < 3; ++step) {
+      model.zero_grad();
+      backward(reducer, model, random_batch(4, 4, step));  // the same on both ranks
+      EXPECT_EQ(reducer.plan()->buckets, plan.buckets);
+      ToyModel reference = model.clone(at::kDouble);
+      reference.forward(random_batch(4, 4, step)).square().mean().backward();
+      for (size_t i = 0; i < model.size(); ++i)
+        EXPECT_LT(relative_error(model[i].grad(), reference[i].grad()), 1e-5);
+    }
+  });
+}
+
+/// An index out of range would be read past the end of every table.
+TEST(ReducerSetPlan, ParameterThatIsNotThereOrTwice_IsRefused) {
+  run_ranks(1, [](int, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
+    Reducer reducer(model.parameters, {group}, small_buckets());
+    const std::vector<std::vector<std::vector<int64_t>>> wrong{
+        {{0, -1}}, {{0, 4}}, {{0}, {1, 0}}, {{2, 2}}};
+    for (const auto& buckets : wrong) {
+      BucketPlan plan;
+      plan.buckets = buckets;
+      expect_throws<InvalidArgument>([&] { reducer.set_plan(plan); },
+                                     "a bucket plan names parameter " +
+                                         std::to_string(buckets.back().back()) + ", which is not");
+    }
+  });
+}
+
+TEST(ReducerSetPlan, ParametersOfTwoDtypesInOneBucket_AreRefusedByName) {
+  run_ranks(1, [](int, const Group& group) {
+    const at::Tensor a = at::ones({2}).requires_grad_();
+    const at::Tensor b = at::ones({2}, at::kDouble).requires_grad_();
+    Reducer reducer({{"a", a}, {"b", b}}, {group}, small_buckets());
+    BucketPlan plan;
+    plan.buckets = {{0, 1}};
+    expect_throws<InvalidArgument>([&] { reducer.set_plan(plan); },
+                                   "'a' and 'b' together, which differ in dtype");
+  });
+}
+
+/// What one rank alone knows has to ride on the last message, however many there are.
+TEST(ReducerLateParameter, OneRankUsesIt_SeveralFlatBuckets_IsAveragedOnEveryRank) {
+  run_ranks(3, [](int rank, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 8, 8, 2}, 1);
+    const at::Tensor extra = at::ones({3}).requires_grad_();
+    std::vector<NamedTensor> parameters = model.parameters;
+    parameters.push_back({"extra", extra});
+    BucketPlan flat;  // no bucket of one parameter, which would be reduced in place
+    flat.buckets = {{5, 4}, {3, 2}, {1, 0}};
+    Reducer reducer(parameters, {group}, small_buckets());
+    reducer.set_plan(flat);
+    for (int step = 0; step < 5; ++step) {
+      model.zero_grad();
+      extra.mutable_grad() = at::Tensor();
+      reducer.prepare_for_forward();
+      at::Tensor y = model.forward(random_batch(4, 4, step)).square().mean();
+      if (step >= 2 && rank == 1) y = y + (extra * 6).sum();
+      reducer.watch_outputs({y});
+      y.backward();
+      ASSERT_EQ(extra.grad().defined(), step >= 2) << step;
+      if (step >= 2) EXPECT_TRUE(extra.grad().equal(at::full({3}, 2.0F))) << step;
+      if (step < 2) EXPECT_EQ(reducer.plan()->buckets, flat.buckets);
+    }
+    EXPECT_EQ(reducer.statistics().plans_extended, 1);
+  });
+}
+
 TEST(ReducerJoin, RankWithoutData_FollowsTheOthersWithZeros) {
   for (const bool by_world : {true, false}) {
     for (const bool views : {false, true}) {
@@ -302,6 +398,18 @@ TEST(ReducerCommHook, CollectivesFromCallbacks_ComeInOneOrderOnEveryRank) {
       }
     });
   }
+}
+
+/// float16 is no narrower than bfloat16, and has no number for what bfloat16 can hold.
+TEST(ReducerCommHook, GradientsAsNarrowAsTheWire_AreSentAsTheyAre) {
+  run_ranks(2, [](int, const Group& group) {
+    const at::Tensor p = at::ones({4}, at::kBFloat16).requires_grad_();
+    Reducer reducer({{"p", p}}, {group});
+    reducer.set_comm_hook(make_compress_hook(group, at::kHalf));
+    reducer.prepare_for_forward();
+    (p * 131072.0).sum().backward();
+    EXPECT_TRUE(p.grad().equal(at::full({4}, 131072.0, at::kBFloat16))) << p.grad();
+  });
 }
 
 TEST(ReducerCommHook, WiresOfOtherDtypes_AreRefused) {

@@ -8,6 +8,7 @@
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <apex/parallel/reducer.h>
 #include <support/thread_backend.h>
@@ -124,6 +125,30 @@ TEST_P(ReducerMemory, GradientsThatShareMemory_SeveralSteps_EqualTheReference) {
 INSTANTIATE_TEST_SUITE_P(Table, ReducerMemory,
                          ::testing::Combine(::testing::Range(size_t{0}, std::size(kPrograms)),
                                             ::testing::Bool(), ::testing::Bool()));
+
+/// A function that has no gradient to pass on: there is no memory to compare with.
+struct PassesNothingOn : torch::autograd::Function<PassesNothingOn> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) {
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list&) {
+    return {at::Tensor()};
+  }
+};
+
+TEST(ReducerMemory, GradientThatIsUndefined_OutputsNotWatched_IsNone) {
+  run_ranks(kWorld, [](int, const Group& group) {
+    const at::Tensor p = at::ones({4}).requires_grad_();
+    Reducer reducer({{"p", p}}, {group});
+    for (int step = 0; step < 3; ++step) {
+      reducer.prepare_for_forward();
+      PassesNothingOn::apply(p).sum().backward();
+      EXPECT_FALSE(p.grad().defined()) << "step " << step;
+    }
+    EXPECT_EQ(reducer.statistics().backwards, 3);
+  });
+}
 
 TEST(ReducerMemory, GradientArgumentThatTheCallerKeeps_IsNotWritten) {
   run_ranks(kWorld, [](int rank, const Group& group) {

@@ -258,6 +258,29 @@ TEST_P(FakeDeviceReducer, ParameterWithoutGradient_IsAllTheHostWaitsFor) {
   EXPECT_EQ(host_waits() - before, reducer.statistics().usage_reads);
 }
 
+/// On a device a message's mask is written number by number, also the first and the last.
+TEST_P(FakeDeviceReducer, LayerWithoutGradient_WhereverItStandsInItsMessage_HasNone) {
+  for (size_t skipped = 1; skipped < 4; ++skipped) {
+    ToyModel model = ToyModel::mlp({6, 20, 20, 20, 20}, 1).clone(on_device());
+    Reducer reducer(model.parameters, {group_}, options_);
+    for (int step = 0; step < 4; ++step) {
+      model.zero_grad();
+      reducer.prepare_for_forward();
+      at::Tensor y = at::ones({2, 6}, on_device());
+      for (size_t layer = 0; layer < 4; ++layer) {
+        if (step < 2 || layer != skipped)
+          y = at::addmm(model[2 * layer + 1], y, model[2 * layer].t());
+      }
+      reducer.watch_outputs({y});
+      y.sum().backward();
+      for (size_t i = 0; i < model.size(); ++i) {
+        EXPECT_EQ(model[i].grad().defined(), step < 2 || i / 2 != skipped)
+            << model.parameters[i].name << ", step " << step;
+      }
+    }
+  }
+}
+
 TEST_P(FakeDeviceReducer, GradientsAfterBackward_AreReadyOnTheCallersStreamOnly) {
   Training training(3);
   Reducer reducer(training.model.parameters, {group_}, options_);

@@ -12,6 +12,7 @@
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/types.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <functional>
 #include <memory>
@@ -19,6 +20,8 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "torch_version.h"
 
 namespace apex::parallel {
 namespace {
@@ -63,12 +66,42 @@ TEST(SyncBatchNorm, Forward_ThreeUnevenRanks_EqualsWholeBatch) {
   });
 }
 
+/// The layer needs the result at once: on a stream of NCCL's own it would wait for that one twice.
+TEST(SyncBatchNorm, Exchanges_AreAskedForOnTheCurrentStream) {
+  const auto control = ThreadBackendControl::create(2);
+  run_ranks(control, [&](int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+    SyncBatchNormArguments arguments;
+    arguments.process_group = group;
+    sync_batch_norm(torch::randn({4, 3}).requires_grad_(), arguments).square().sum().backward();
+    const auto log = control->log(rank);
+    ASSERT_EQ(log.size(), 2U);
+    EXPECT_EQ(log[0].op, "_allgather_base");
+    EXPECT_FALSE(log[0].async_op);
+#if APEX_TORCH_AT_LEAST(2, 8)  // an all-reduce's option is not passed on before
+    EXPECT_FALSE(log[1].async_op);
+#endif
+  });
+}
+
 TEST(SyncBatchNorm, Forward_OneValueInAll_ThrowsInvalidArgumentOnEveryRank) {
   run_ranks(2, [](int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
     SyncBatchNormArguments arguments;
     arguments.process_group = group;
     EXPECT_THROW(sync_batch_norm(torch::randn({rank, 3}), arguments), InvalidArgument);
     EXPECT_NO_THROW(sync_batch_norm(torch::randn({1, 3}), arguments));
+  });
+}
+
+/// A graph that is saved with the name finds the group of that name in the process that loads it.
+TEST(SyncBatchNorm, GroupThatHasAName_IsKnownByThatNameAndNoOther) {
+  run_ranks(1, [](int, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+    const std::string name = "of the sync batch norm test";
+    group->setGroupName(name);
+    for (int time = 0; time < 2; ++time) {
+      EXPECT_EQ(process_group_name(group), name);
+      EXPECT_EQ(c10d::resolve_process_group(name), group);
+    }
+    c10d::unregister_process_group(name);
   });
 }
 
@@ -281,6 +314,17 @@ TEST(SyncBatchNormConvert, ContainersInAModuleInPlace_KeepNamesSharingAndOutput)
   revert_sync_batch_norm(*model);
   EXPECT_EQ(names(), before);
   EXPECT_EQ(count(static_cast<torch::nn::BatchNorm2dImpl*>(nullptr)), 4);
+}
+
+/// BatchNorm has no ReLU of its own: the model would compute something else.
+TEST(SyncBatchNormConvert, RevertOfFusedRelu_IsRefusedByNameAndNothingChanges) {
+  auto model = convert_sync_batch_norm(small_model());
+  model->ptr(1)->as<SyncBatchNormImpl>()->options.fuse_relu = true;
+  for (const auto& message : {refusal([&] { revert_sync_batch_norm(model); }),
+                              refusal([&] { revert_sync_batch_norm(*model); })}) {
+    EXPECT_NE(message.find("'bn': it fuses a ReLU"), std::string::npos) << message;
+  }
+  EXPECT_NE(model->ptr(1)->as<SyncBatchNormImpl>(), nullptr);
 }
 
 TEST(SyncBatchNormConvert, RevertOfBuiltModule_IsRefusedByName) {

@@ -1,0 +1,50 @@
+#include <gtest/gtest.h>
+
+#include <string>
+#include <utility>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "reducer/reduction.h"
+
+namespace apex::parallel::detail {
+namespace {
+
+class NamedBackend final : public c10d::Backend {
+ public:
+  explicit NamedBackend(std::string name) : Backend(0, 2), name_(std::move(name)) {}
+  const std::string getBackendName() const override { return name_; }
+
+ private:
+  const std::string name_;
+};
+
+bool averages(const std::string& backend, at::DeviceType of_backend, at::DeviceType of_bucket,
+              bool plain_average) {
+  ReductionSite site;
+  site.group =
+      c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(), 0, 2);
+  site.group->setBackend(
+      of_backend, c10d::ProcessGroup::BackendType::CUSTOM,
+      c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<NamedBackend>(backend)));
+  site.device = at::Device(of_bucket, of_bucket == at::kCPU ? -1 : 0);
+  site.plain_average = plain_average;
+  return make_all_reduce(site)->traits().averages;
+}
+
+// Who divides must divide once: gradients are scaled before and after by what the traits say.
+TEST(AllReduce, NcclOnItsDevice_Averages_AndNobodyElse) {
+  for (const char* name : {"nccl", "nccl2", "nccl-lazy"}) {
+    EXPECT_TRUE(averages(name, at::kCUDA, at::kCUDA, true)) << name;
+    EXPECT_FALSE(averages(name, at::kCUDA, at::kCUDA, false)) << name;  // sums, or predivides
+    EXPECT_FALSE(averages(name, at::kCUDA, at::kCPU, true)) << name;
+  }
+  EXPECT_FALSE(averages("gloo", at::kCUDA, at::kCUDA, true));
+  EXPECT_FALSE(averages("gloo", at::kCPU, at::kCPU, true));
+  EXPECT_FALSE(averages("nccl", at::kCPU, at::kCPU, true));
+}
+
+}  // namespace
+}  // namespace apex::parallel::detail
