@@ -68,6 +68,7 @@ nb::dict to_dict(const ReducerStatistics& statistics) {
   result["gradients_copied"] = statistics.gradients_copied;
   result["gradients_copied_early"] = statistics.gradients_copied_early;
   result["reduced_in_place"] = statistics.reduced_in_place;
+  result["reduced_in_shared_memory"] = statistics.reduced_in_shared_memory;
   result["buffers_registered"] = statistics.buffers_registered;
   result["deferred"] = statistics.deferred;
   result["usage_reads"] = statistics.usage_reads;
@@ -91,6 +92,7 @@ nb::dict to_dict(const OverlapReport& report) {
     row["arrived_s"] = bucket.arrived_s;
     row["awaited_s"] = bucket.awaited_s;
     row["exposed_s"] = bucket.exposed_s;
+    row["shared_memory"] = bucket.shared_memory;
     buckets.append(row);
   }
   nb::dict result;

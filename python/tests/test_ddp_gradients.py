@@ -168,7 +168,9 @@ def _sums_half(rank: int, world: int, views: bool) -> None:
         )
         for _ in range(3):
             grad = _step(ddp, 40000.0, torch.float16)
-            check_equal(grad, torch.full_like(grad, expected), f"allreduce_always_fp32={always}, {channel}")
+            check_equal(
+                grad, torch.full_like(grad, expected), f"allreduce_always_fp32={always}, {channel}"
+            )
 
 
 @pytest.mark.parametrize("views", [False, True])

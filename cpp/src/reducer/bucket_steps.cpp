@@ -88,6 +88,8 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
   if (message.kind() == BucketMessage::Kind::kInPlace && message.copied() == 0) {
     context.statistics.add(&ReducerStatistics::reduced_in_place);
   }
+  if (entry.traits.shares_memory)
+    context.statistics.add(&ReducerStatistics::reduced_in_shared_memory);
   const std::string what = name_of(entry, index, context);
   entry.launched = true;  // if packing throws, zeros have to be sent instead
   if (!entry.traits.starts_at_wait)

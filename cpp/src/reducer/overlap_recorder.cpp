@@ -68,6 +68,7 @@ void OverlapRecorder::in_flight(size_t bucket, const Reduction& reduction) {
   // With several devices neither clock would tell: the callback of one that is not the CPU comes at
   // once.
   if (!current_ || bucket >= current_->buckets.size()) return;
+  current_->buckets[bucket].shared_memory = reduction.traits().shares_memory;
   auto arrival = std::make_shared<Arrival>();
   const FuturePtr future = reduction.future();
   if (!future) {
@@ -137,6 +138,7 @@ OverlapReport OverlapRecorder::report_of(const Backward& backward, OverlapClock 
     BucketOverlap bucket;
     bucket.parameters = stamps.parameters;
     bucket.bytes = stamps.bytes;
+    bucket.shared_memory = stamps.shared_memory;
     bucket.launched_s = seconds(stamps.launched);
     // That a gradient is missing is known when the bucket is sent all the same; so are usage
     // numbers.

@@ -56,6 +56,7 @@ class OverlapRecorder final : public BackwardObserver {
   struct BucketStamps {
     std::vector<int64_t> parameters;
     int64_t bytes = 0;
+    bool shared_memory = false;
     Stamp launched;
     Stamp awaiting;
     Stamp arrived;                     ///< the wait for it returned

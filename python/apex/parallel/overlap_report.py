@@ -20,6 +20,8 @@ class BucketOverlap:
             waiting for the last process to send its part.
         awaited_s: somebody began to wait for it; may be before or after it arrived.
         exposed_s: of the time in flight, what nothing hid.
+        shared_memory: it was summed in memory that the processes of this host share; else it went
+            through the process group.
     """
 
     parameters: list[int]
@@ -30,6 +32,7 @@ class BucketOverlap:
     arrived_s: float
     awaited_s: float
     exposed_s: float
+    shared_memory: bool = False
 
 
 @dataclass(frozen=True)

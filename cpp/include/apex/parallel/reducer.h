@@ -126,11 +126,12 @@ struct ReducerStatistics {
   int64_t launched_in_backward = 0;  ///< collectives started by a hook, while backward was running
   int64_t launched_at_end = 0;       ///< collectives started when backward had ended
   int64_t gradients_copied = 0;      ///< gradients copied into a buffer
-  int64_t gradients_copied_early = 0;  ///< of these, as soon as they were computed (on the CPU)
-  int64_t reduced_in_place = 0;        ///< collectives on a gradient's own memory
-  int64_t buffers_registered = 0;      ///< buckets whose memory came from the backend
-  int64_t deferred = 0;                ///< backwards that ended before their buckets had arrived
-  int64_t usage_reads = 0;             ///< times the host read usage numbers
+  int64_t gradients_copied_early = 0;    ///< of these, as soon as they were computed (on the CPU)
+  int64_t reduced_in_place = 0;          ///< collectives on a gradient's own memory
+  int64_t reduced_in_shared_memory = 0;  ///< collectives between ranks of one host, in their memory
+  int64_t buffers_registered = 0;        ///< buckets whose memory came from the backend
+  int64_t deferred = 0;                  ///< backwards that ended before their buckets had arrived
+  int64_t usage_reads = 0;               ///< times the host read usage numbers
 };
 
 /// Hooks the gradient accumulators of a module's parameters and keeps their gradients averaged.

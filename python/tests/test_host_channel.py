@@ -1,0 +1,207 @@
+"""Processes of one host share memory: which way a bucket takes, what happens where they can't, and
+what is left behind.
+
+Oracles: check_step()'s averages in float64, the same bits as through Gloo, the process's files.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_models import build, data
+from ddp_support import RankPool, check, check_equal, check_step, raises
+from torch import Tensor, nn
+
+from apex.parallel import DistributedDataParallel, OverlappedOptimizer
+
+pytestmark = pytest.mark.processes
+
+
+def _loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
+    return model(data(rank, step), [0, 1, 2]).square().sum()
+
+
+def _group() -> dist.ProcessGroup:
+    return dist.new_group(timeout=datetime.timedelta(seconds=20))
+
+
+def _shared(ddp: DistributedDataParallel) -> int:
+    return ddp.statistics()["reduced_in_shared_memory"]
+
+
+def _takes_the_channel(rank: int, world: int, options: dict[str, Any]) -> None:
+    ddp = DistributedDataParallel(build(), process_group=_group(), **options)
+    ddp.record_overlap()
+    for step in range(4):
+        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
+    check(_shared(ddp) >= 4, f"{_shared(ddp)} buckets in shared memory")
+    report = ddp.overlap_report()
+    check(all(bucket.shared_memory for bucket in report.buckets), f"{report}")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"message_size": 1}, {"gradient_as_bucket_view": True}, {"delay_allreduce": True}],
+    ids=["default", "alone", "views", "delayed"],
+)
+def test_buckets_take_shared_memory(ranks: RankPool, options: dict[str, Any], world: int) -> None:
+    ranks.run(world, _takes_the_channel, options)
+
+
+def _falls_back(rank: int, world: int, way: str) -> None:
+    if rank == world - 1:
+        if way == "off":
+            os.environ["APEX_HOST_CHANNEL"] = "0"
+        else:
+            # No process may open more files: neither its own memory nor that of others.
+            import resource
+
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            group = _group()
+            files = len(os.listdir("/proc/self/fd"))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    try:
+        if way == "off" or rank != world - 1:
+            group = _group()
+        try:
+            total = torch.full((3,), float(rank))
+            from apex import _core
+
+            _core.all_reduce(total, group.group_name, False)
+        finally:
+            if way == "files" and rank == world - 1:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        check_equal(total, torch.full((3,), world * (world - 1) / 2), "the sum")
+        if way == "files":
+            return
+        ddp = DistributedDataParallel(build(), process_group=group)
+        for step in range(3):
+            check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
+        check_equal(_shared(ddp), 0, "buckets in shared memory")
+    finally:
+        os.environ.pop("APEX_HOST_CHANNEL", None)
+
+
+@pytest.mark.parametrize("way", ["off", "files"])
+def test_one_rank_that_cannot_takes_all_along(ranks: RankPool, way: str) -> None:
+    ranks.run(3, _falls_back, way)
+
+
+def _same_as_gloo(rank: int, world: int, dtype: torch.dtype) -> None:
+    """Sums of float32 and float64 over two ranks are the same bits, however they travel."""
+    results = []
+    for channel in ("0", "1"):
+        os.environ["APEX_HOST_CHANNEL"] = channel
+        ddp = DistributedDataParallel(build().to(dtype), process_group=_group(), message_size=30)
+        for step in range(3):
+            ddp.zero_grad()
+            _loss_of(ddp, rank, step, dtype).backward()
+        results.append([p.grad.clone() for p in ddp.parameters()])
+        check_equal(_shared(ddp) > 0, channel == "1", "shared memory")
+    for gloo, shared in zip(*results, strict=True):
+        check(torch.equal(gloo, shared), "other bits than through Gloo")
+
+
+def _loss_of(model: nn.Module, rank: int, step: int, dtype: torch.dtype) -> Tensor:
+    return model(data(rank, step).to(dtype), [0, 1, 2]).square().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_of_two_ranks_are_those_of_gloo(ranks: RankPool, dtype: torch.dtype) -> None:
+    ranks.run(2, _same_as_gloo, dtype)
+
+
+def _leaves_nothing(rank: int, world: int) -> None:
+    def memory_files() -> int:
+        links = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+        return sum("memfd:apex" in link for link in links)
+
+    group = _group()
+    _loss(DistributedDataParallel(build(), process_group=group), rank).backward()
+    dist.barrier(group)
+    before = memory_files()
+    for _ in range(5):
+        ddp = DistributedDataParallel(build(), process_group=group)
+        _loss(ddp, rank).backward()
+        check(memory_files() > before - 1, "no memory")
+        del ddp
+        dist.barrier(group)
+    _loss(DistributedDataParallel(build(), process_group=group), rank).backward()
+    dist.barrier(group)
+    check(memory_files() <= before + 1, f"{memory_files()} blocks of memory, {before} at first")
+    check(not list(Path("/dev/shm").glob("*apex*")), "something in /dev/shm")
+
+
+def test_memory_ends_with_its_wrapper(ranks: RankPool) -> None:
+    ranks.run(2, _leaves_nothing)
+
+
+def _dies_in_backward(rank: int, world: int) -> float:
+    ddp = DistributedDataParallel(build(), process_group=_group(), message_size=20)
+    for step in range(2):
+        _loss(ddp, rank, step).backward()
+    if rank == 1:
+        ddp.module.layers[1].weight.register_hook(lambda grad: os._exit(7))
+    begin = time.monotonic()
+    with raises(RuntimeError, "rank 1, process ", "of this host, has ended"):
+        _loss(ddp, rank, 2).backward()
+    return time.monotonic() - begin
+
+
+def test_rank_that_dies_is_named_by_its_process(ranks: RankPool) -> None:
+    times = ranks.run(3, _dies_in_backward, lost=(1,))
+    assert all(times[rank] < 15 for rank in (0, 2)), "the timeout, not the process, was seen"
+
+
+def _waits_elsewhere(rank: int, world: int, size: int) -> None:
+    """Rank 0 needs the others' updates while they wait for it: as where it saves a checkpoint."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, size))
+    ddp = DistributedDataParallel(model, process_group=_group(), message_size=size * size)
+    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.01), ddp)
+    for step in range(8):
+        optimizer.zero_grad()
+        ddp(torch.randn(2, size)).square().mean().backward()
+        optimizer.step()
+        if rank == step % world:
+            optimizer.state_dict()  # completes the step
+        dist.barrier()
+    optimizer.synchronize()
+    check(ddp.statistics()["deferred"] > 0, "no backward was deferred")
+
+
+@pytest.mark.parametrize("size", [8, 200])
+def test_rank_that_does_something_else_holds_nobody_up(ranks: RankPool, size: int) -> None:
+    ranks.run(3, _waits_elsewhere, size)
+
+
+def _fork_is_no_rank(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(build(), process_group=_group())
+    _loss(ddp, rank).backward()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = "nothing"
+        try:
+            _loss(ddp, rank, 1).backward()
+        except Exception as error:
+            said = str(error)
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    said = os.read(read, 4000).decode()
+    os.waitpid(child, 0)
+    check("was forked" in said, said)
+    check_step(ddp, lambda m, r: _loss(m, r, 1), "in the parent")
+
+
+def test_forked_child_gets_a_clear_error(ranks: RankPool) -> None:
+    ranks.run(2, _fork_is_no_rank)
