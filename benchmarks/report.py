@@ -17,6 +17,7 @@ from typing import Any
 
 import ddp
 import harness
+import host_channel
 import instructions
 import overhead
 import overlapped_optimizer
@@ -101,6 +102,8 @@ def section(name: str) -> str:
         tables = instructions.report(data["instructions"])
     elif "results" in data and "steps" in data["settings"]:
         tables = "\n".join(overlapped_optimizer.report(result) for result in data["results"])
+    elif "all_reduce" in data:
+        tables = host_channel.report(data)
     elif "batch_norm" in data:
         tables = f"\n{sync_batch_norm.report(data['batch_norm'])}"
     elif "results" in data:

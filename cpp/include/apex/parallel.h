@@ -4,6 +4,7 @@
 
 #include <apex/amp/autocast.h>
 #include <apex/amp/loss_scaler.h>
+#include <apex/distributed/collectives.h>
 #include <apex/distributed/launch_environment.h>
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
