@@ -191,3 +191,26 @@ def test_buffers_hold_the_gradients_when_the_plan_changes(
     ranks: RankPool, dtype: torch.dtype, always_fp32: bool
 ) -> None:
     ranks.run(2, _buffers_hold_gradients, dtype, always_fp32)
+
+
+def _unused_here_is_a_view(rank: int, world: int, change: str) -> None:
+    """Gradients that are zeroed in place, a new plan, and a layer that rank 1 does not use."""
+    model = build()
+    ddp = DistributedDataParallel(model, process_group=_group(), retain_allreduce_buffers=True)
+    for step in range(5):
+        if step == 2 and change == "relearn":
+            ddp.relearn()
+        if step == 2 and change == "freeze":
+            model.layers[0].bias.requires_grad_(False)
+        ddp.zero_grad(set_to_none=False)
+        used = [0, 1, 2] if rank == 0 or step < 2 else [0, 1]
+        ddp(data(rank, step), used).square().sum().backward()
+        for buffer in ddp.allreduce_buffers:
+            buffer.mul_(0.5)  # as a script of Apex clips
+        grads = [p.grad for p in model.parameters() if p.requires_grad]
+        check_same_on_all_ranks(grads, f"scaled gradients, step {step}")
+
+
+@pytest.mark.parametrize("change", ["relearn", "freeze"])
+def test_buffers_hold_gradients_that_a_rank_does_not_use(ranks: RankPool, change: str) -> None:
+    ranks.run(2, _unused_here_is_a_view, change)

@@ -590,3 +590,28 @@ def _module_changes(rank: int, world: int) -> None:
 
 def test_frozen_and_added_parameters_lose_no_update(ranks: RankPool) -> None:
     ranks.run(2, _module_changes)
+
+
+def _two_backwards(rank: int, world: int) -> None:
+    """Twice the loss in two backwards of one forward: as one backward of it doubled."""
+    results = []
+    for twice in (True, False):
+        ddp = make()
+        optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.05), ddp)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = ddp(batch(rank, step)).square().mean()
+            if twice:
+                loss.backward(retain_graph=True)
+                loss.backward()
+            else:
+                (2 * loss).backward()
+            optimizer.step()
+        optimizer.synchronize()
+        results.append([p.detach().clone() for p in ddp.parameters()])
+    for left, right in zip(*results, strict=True):
+        check(torch.allclose(left, right, rtol=1e-4, atol=1e-6), "other parameters")
+
+
+def test_overlapped_two_backwards_of_one_forward(ranks: RankPool) -> None:
+    ranks.run(2, _two_backwards)
