@@ -274,7 +274,8 @@ def test_sync_batch_norm_process_group_is_used() -> None:
 def _collectives_body(rank: int, world_size: int, channel: str) -> None:
     os.environ["APEX_HOST_CHANNEL"] = channel
     exchange = ["c10d::alltoall_base_"] if channel == "0" else []  # in shared memory
-    module = SyncBatchNorm(4, fuse_relu=True)
+    # A group decides once.
+    module = SyncBatchNorm(4, fuse_relu=True, process_group=dist.new_group())
     x = torch.randn(3, 4, 5, requires_grad=True)
     module(x, torch.randn(3, 4, 5)).sum().backward()  # makes the communicator
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as forward:
@@ -312,7 +313,7 @@ def _many_channels_body(rank: int, world_size: int, channel: str) -> None:
     )
     dy = torch.randn(6, channels, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     x = whole[3 * rank : 3 * rank + 3].clone().requires_grad_()
-    y = SyncBatchNorm(channels, affine=False)(x)
+    y = SyncBatchNorm(channels, affine=False, process_group=dist.new_group())(x)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         y.backward(dy[3 * rank : 3 * rank + 3])
     names = [e.name for e in profile.events() if e.name.startswith("c10d::")]
