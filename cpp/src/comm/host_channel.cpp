@@ -50,6 +50,11 @@ constexpr milliseconds kNap{20};
 /// The same, if others of this process's channels may need it.
 constexpr microseconds kShortNap{500};
 
+/// Of an empty tensor there may be no address.
+void copy_bytes(void* to, const void* from, size_t bytes) {
+  if (bytes > 0) std::memcpy(to, from, bytes);
+}
+
 int64_t this_pid() {
 #if defined(__linux__)
   return ::getpid();
@@ -278,7 +283,7 @@ HostChannel::WorkPtr HostChannel::post(Lock& lock, std::shared_ptr<Operation> op
   operation->root = message.root;
   operation->keeps_part = message.keeps_part;
   const std::string said = CallHistory::in_common(operation->what);
-  std::memcpy(message.what, said.data(), std::min(said.size(), sizeof(message.what) - 1));
+  copy_bytes(message.what, said.data(), std::min(said.size(), sizeof(message.what) - 1));
   APEX_HOST_STEP("message written");
   Control& mine = *controls_[rank_];
   const uint64_t slot = number % kRing;
@@ -315,7 +320,7 @@ HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::
   std::optional<HostPlace> place;
   if (bytes <= kWhole) {
     operation->staged = stage(static_cast<size_t>(bytes));
-    std::memcpy(operation->staged.get(), data, static_cast<size_t>(bytes));
+    copy_bytes(operation->staged.get(), data, static_cast<size_t>(bytes));
   } else {
     message.kind = HostKind::kSumShares;
     place = memory_->place_of(data, static_cast<size_t>(bytes));
@@ -324,8 +329,8 @@ HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::
       operation->staged = memory_->allocate(static_cast<size_t>(bytes));
       char* const copy = operation->staged.get();
       const auto [begin, end] = part_of(rank_, bytes);
-      std::memcpy(copy, data, static_cast<size_t>(begin));
-      std::memcpy(copy + end, data + end, static_cast<size_t>(bytes - end));
+      copy_bytes(copy, data, static_cast<size_t>(begin));
+      copy_bytes(copy + end, data + end, static_cast<size_t>(bytes - end));
     }
   }
   message.place =
@@ -347,7 +352,7 @@ HostChannel::WorkPtr HostChannel::broadcast(const std::string& what, const at::T
   message.root = static_cast<int32_t>(root);
   if (root == rank_) {
     operation->staged = stage(tensor.nbytes());
-    std::memcpy(operation->staged.get(), tensor.const_data_ptr(), tensor.nbytes());
+    copy_bytes(operation->staged.get(), tensor.const_data_ptr(), tensor.nbytes());
     message.place = *memory_->place_of(operation->staged.get(), tensor.nbytes());
   }
   return post(held.lock(), std::move(operation), message);
@@ -368,7 +373,7 @@ HostChannel::WorkPtr HostChannel::all_gather(const std::string& what, const at::
   message.dtype = share.scalar_type();
   message.numel = share.numel();
   operation->staged = stage(share.nbytes());
-  std::memcpy(operation->staged.get(), share.const_data_ptr(), share.nbytes());
+  copy_bytes(operation->staged.get(), share.const_data_ptr(), share.nbytes());
   message.place = *memory_->place_of(operation->staged.get(), share.nbytes());
   return post(held.lock(), std::move(operation), message);
 }
@@ -398,8 +403,8 @@ HostChannel::WorkPtr HostChannel::all_to_all(const std::string& what, const at::
   message.kind = HostKind::kAllToAll;
   message.dtype = sent.scalar_type();
   operation->staged = stage(head + sent.nbytes());
-  std::memcpy(operation->staged.get(), lengths.data(), head);
-  std::memcpy(operation->staged.get() + head, sent.const_data_ptr(), sent.nbytes());
+  copy_bytes(operation->staged.get(), lengths.data(), head);
+  copy_bytes(operation->staged.get() + head, sent.const_data_ptr(), sent.nbytes());
   message.place = *memory_->place_of(operation->staged.get(), head + sent.nbytes());
   return post(held.lock(), std::move(operation), message);
 }
@@ -521,12 +526,12 @@ void HostChannel::read_messages(Operation& operation) {
               {from.begin(), from.end()}, {out});
       break;
     case HostKind::kBroadcast:
-      if (operation.root != rank_) std::memcpy(out, from[operation.root], bytes);
+      if (operation.root != rank_) copy_bytes(out, from[operation.root], bytes);
       break;
     case HostKind::kAllGather:
       for (int peer = 0; peer < size_; ++peer) {
         const size_t share = bytes / static_cast<size_t>(size_);
-        std::memcpy(out + share * static_cast<size_t>(peer), from[peer], share);
+        copy_bytes(out + share * static_cast<size_t>(peer), from[peer], share);
       }
       break;
     case HostKind::kAllToAll:
@@ -539,7 +544,7 @@ void HostChannel::read_messages(Operation& operation) {
                std::to_string(lengths[rank_]) + " bytes, and there is room for " +
                std::to_string(operation.rooms[peer]));
         }
-        std::memcpy(out, data, static_cast<size_t>(lengths[rank_]));
+        copy_bytes(out, data, static_cast<size_t>(lengths[rank_]));
         out += operation.rooms[peer];
       }
       break;
@@ -627,8 +632,8 @@ void HostChannel::take_result(const Operation& operation) const {
   const char* const copy = operation.staged.get();
   const int64_t bytes = operation.bytes;
   const auto [begin, end] = operation.keeps_part ? part_of(rank_, bytes) : std::pair(bytes, bytes);
-  std::memcpy(data, copy, static_cast<size_t>(begin));
-  std::memcpy(data + end, copy + end, static_cast<size_t>(bytes - end));
+  copy_bytes(data, copy, static_cast<size_t>(begin));
+  copy_bytes(data + end, copy + end, static_cast<size_t>(bytes - end));
 }
 
 /// Lets others sum this rank's part.
@@ -637,7 +642,7 @@ void HostChannel::hand_over(Operation& operation) {
   const auto [begin, end] = part_of(rank_, operation.bytes);
   const char* const data = static_cast<const char*>(operation.output.const_data_ptr());
   // What this rank has summed of it already is copied as it is.
-  std::memcpy(operation.staged.get() + begin, data + begin, static_cast<size_t>(end - begin));
+  copy_bytes(operation.staged.get() + begin, data + begin, static_cast<size_t>(end - begin));
   operation.keeps_part = false;
   const uint64_t slot = operation.number % kRing;
   controls_[rank_]->handed_over[slot / 64].fetch_or(uint64_t{1} << slot % 64);
@@ -786,7 +791,7 @@ void HostChannel::tell_end(End end) noexcept {
 void HostChannel::fail(const std::string& why) {
   failure_ = why;
   char* const told = controls_[rank_]->why;
-  std::memcpy(told, why.data(), std::min(why.size(), sizeof(Control::why) - 1));
+  copy_bytes(told, why.data(), std::min(why.size(), sizeof(Control::why) - 1));
   tell_end(End::kFailed);
   throw Error(why);
 }

@@ -15,6 +15,7 @@ static std::function<void(const char*)> at_step;
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
+#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/wait.h>
