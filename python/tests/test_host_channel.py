@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -205,3 +206,34 @@ def _fork_is_no_rank(rank: int, world: int) -> None:
 
 def test_forked_child_gets_a_clear_error(ranks: RankPool) -> None:
     ranks.run(2, _fork_is_no_rank)
+
+
+def _two_threads(rank: int, world: int) -> None:
+    """Each makes the first collective of a group of its own, in another order on each rank."""
+    from apex import _core
+
+    groups = [_group() for _ in range(2)]
+    begun = [threading.Event() for _ in groups]
+    errors: list[str] = []
+
+    def work(i: int) -> None:
+        try:
+            if i != rank % 2:
+                begun[rank % 2].wait()  # the other thread is in its handshake, or past it
+            begun[i].set()
+            total = torch.full((10,), rank + 1.0)
+            _core.all_reduce(total, groups[i].group_name, False)
+            check_equal(total, torch.full((10,), world * (world + 1) / 2), "the sum")
+        except Exception as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    check(not errors, str(errors))
+
+
+def test_threads_connect_groups_in_any_order(ranks: RankPool) -> None:
+    ranks.run(2, _two_threads)

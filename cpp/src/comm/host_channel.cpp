@@ -435,8 +435,7 @@ void HostChannel::advance(bool helps) {
     }
     if (operation.kind == HostKind::kSumShares && !operation.completed) {
       sum_shares(operation, helps);
-      const uint32_t done = common_->slots[operation.number % kRing].done.load();
-      if (done == static_cast<uint32_t>(shares_of(operation))) {
+      if (all_shares_done(operation)) {
         APEX_HOST_STEP("all shares are done");
         take_result(operation);
         operation.completed = true;
@@ -471,7 +470,8 @@ void HostChannel::begin(Operation& operation) {
   check_messages(operation);
   try {
     if (operation.kind == HostKind::kSumShares) {
-      find_messages(operation);
+      // When others have done it all, they may have ended since.
+      if (!all_shares_done(operation)) find_messages(operation);
     } else {
       read_messages(operation);
     }
@@ -564,6 +564,11 @@ void HostChannel::find_messages(Operation& operation) {
     operation.messages.push_back(peer == rank_ ? mine : peers_[peer].memory->at(place));
   }
   APEX_HOST_STEP("messages mapped");
+}
+
+bool HostChannel::all_shares_done(const Operation& operation) const {
+  const uint32_t done = common_->slots[operation.number % kRing].done.load();
+  return done == static_cast<uint32_t>(shares_of(operation));
 }
 
 /// Each rank's part has as many.

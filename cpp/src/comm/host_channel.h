@@ -163,6 +163,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   bool all_finished(uint64_t number) const;
   bool keeps_part(int rank, const Operation& operation) const;
   int shares_of(const Operation& operation) const;
+  bool all_shares_done(const Operation& operation) const;
   std::pair<int64_t, int64_t> part_of(int rank, int64_t bytes) const;
 
   // Waiting.

@@ -131,9 +131,17 @@ struct Channels {
     std::string name;
     std::shared_ptr<HostChannel> channel;
   };
-  std::mutex connecting;
   std::mutex mutex;
   std::map<const c10d::ProcessGroup*, Entry> entries;
+  /// By group: threads may connect two groups in another order than those of another rank do.
+  std::map<const c10d::ProcessGroup*, std::shared_ptr<std::mutex>> connecting;
+
+  std::shared_ptr<std::mutex> connecting_of(const c10d::ProcessGroup& group) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::shared_ptr<std::mutex>& one = connecting[&group];
+    if (!one) one = std::make_shared<std::mutex>();
+    return one;
+  }
 
   std::optional<std::shared_ptr<HostChannel>> find(const c10d::ProcessGroup& group) {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -158,7 +166,8 @@ std::shared_ptr<HostChannel> host_channel_of(const c10d::ProcessGroup& given) {
   if (given.getSize() == 1) return nullptr;
   Channels& all = channels();
   if (const auto found = all.find(given)) return *found;
-  const std::lock_guard<std::mutex> connecting(all.connecting);
+  const std::shared_ptr<std::mutex> of_group = all.connecting_of(given);
+  const std::lock_guard<std::mutex> connecting(*of_group);
   if (const auto found = all.find(given)) return *found;
   auto& group = const_cast<c10d::ProcessGroup&>(given);
   std::shared_ptr<HostChannel> channel;
@@ -177,6 +186,7 @@ std::shared_ptr<HostChannel> host_channel_of(const c10d::ProcessGroup& given) {
 void drop_host_channel(const c10d::ProcessGroup& group) noexcept {
   std::shared_ptr<HostChannel> ended;  // outlives the lock
   const std::lock_guard<std::mutex> lock(channels().mutex);
+  channels().connecting.erase(&group);
   const auto found = channels().entries.find(&group);
   if (found == channels().entries.end()) return;
   ended = std::move(found->second.channel);
