@@ -418,6 +418,16 @@ def check_step(ddp: nn.Module, loss: Callable[[nn.Module, int], Tensor], what: s
 
 
 @contextlib.contextmanager
+def host_channel(value: str) -> Iterator[None]:
+    """``APEX_HOST_CHANNEL`` of this process of the pool, which serves other tests after this."""
+    os.environ["APEX_HOST_CHANNEL"] = value
+    try:
+        yield
+    finally:
+        del os.environ["APEX_HOST_CHANNEL"]
+
+
+@contextlib.contextmanager
 def raises(kind: type[BaseException], *fragments: str) -> Iterator[None]:
     """``pytest.raises`` for processes of the pool: the message holds all of ``fragments``."""
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from ddp_support import (
     check_near,
     check_same_on_all_ranks,
     gradients,
+    host_channel,
     mean_over_ranks,
     to_reference,
     widen,
@@ -162,15 +162,19 @@ def _step(ddp: nn.Module, value: float, dtype: torch.dtype) -> Tensor:
 def _sums_half(rank: int, world: int, views: bool) -> None:
     # Sums in shared memory are in float32, whatever the option says.
     for always, channel, expected in ((False, "0", math.inf), (False, "1", 4e4), (True, "0", 4e4)):
-        os.environ["APEX_HOST_CHANNEL"] = channel
-        ddp = DistributedDataParallel(
-            _Vector(4, torch.float16), allreduce_always_fp32=always, gradient_as_bucket_view=views
-        )
-        for _ in range(3):
-            grad = _step(ddp, 40000.0, torch.float16)
-            check_equal(
-                grad, torch.full_like(grad, expected), f"allreduce_always_fp32={always}, {channel}"
+        with host_channel(channel):
+            ddp = DistributedDataParallel(
+                _Vector(4, torch.float16),
+                allreduce_always_fp32=always,
+                gradient_as_bucket_view=views,
             )
+            for _ in range(3):
+                grad = _step(ddp, 40000.0, torch.float16)
+                check_equal(
+                    grad,
+                    torch.full_like(grad, expected),
+                    f"allreduce_always_fp32={always}, {channel}",
+                )
 
 
 @pytest.mark.parametrize("views", [False, True])

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_models import build, data
-from ddp_support import RankPool, check, check_equal, check_step, raises
+from ddp_support import RankPool, check, check_equal, check_step, host_channel, raises
 from torch import Tensor, nn
 
 from apex.parallel import DistributedDataParallel, OverlappedOptimizer
@@ -100,13 +100,15 @@ def _same_as_gloo(rank: int, world: int, dtype: torch.dtype) -> None:
     """Sums of float32 and float64 over two ranks are the same bits, however they travel."""
     results = []
     for channel in ("0", "1"):
-        os.environ["APEX_HOST_CHANNEL"] = channel
-        ddp = DistributedDataParallel(build().to(dtype), process_group=_group(), message_size=30)
-        for step in range(3):
-            ddp.zero_grad()
-            _loss_of(ddp, rank, step, dtype).backward()
-        results.append([p.grad.clone() for p in ddp.parameters()])
-        check_equal(_shared(ddp) > 0, channel == "1", "shared memory")
+        with host_channel(channel):
+            ddp = DistributedDataParallel(
+                build().to(dtype), process_group=_group(), message_size=30
+            )
+            for step in range(3):
+                ddp.zero_grad()
+                _loss_of(ddp, rank, step, dtype).backward()
+            results.append([p.grad.clone() for p in ddp.parameters()])
+            check_equal(_shared(ddp) > 0, channel == "1", "shared memory")
     for gloo, shared in zip(*results, strict=True):
         check(torch.equal(gloo, shared), "other bits than through Gloo")
 
