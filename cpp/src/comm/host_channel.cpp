@@ -267,15 +267,15 @@ std::shared_ptr<char> HostChannel::stage(size_t bytes) {
 
 HostChannel::WorkPtr HostChannel::post(Lock& lock, std::shared_ptr<Operation> operation,
                                        Message message) {
-  const uint64_t number = next_;
-  if (number >= kRing) {
-    // Its slot may still be read.
-    const auto is_free = [&] { return all_finished(number - kRing); };
+  // Its slot may still be read. While this thread waits, another may post.
+  while (next_ >= kRing && !all_finished(next_ - kRing)) {
+    const auto is_free = [&] { return all_finished(next_ - kRing); };
     if (!wait(lock, is_free, nullptr, Clock::now() + timeout_)) {
       fail("timed out after " + std::to_string(timeout_.count()) +
            " ms waiting for a rank that is " + std::to_string(kRing) + " collectives behind");
     }
   }
+  const uint64_t number = next_;
   next_ = number + 1;
   operation->number = message.number = number;
   operation->kind = message.kind;
