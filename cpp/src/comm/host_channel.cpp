@@ -106,7 +106,6 @@ enum class HostKind : uint8_t { kSumWhole, kSumShares, kBroadcast, kAllGather, k
 
 /// What a rank says of a collective. In shared memory.
 struct HostChannel::Message {
-  uint64_t number = 0;
   HostKind kind = HostKind::kSumWhole;
   bool keeps_part = false;  ///< the rank's own part of the message is not there
   Op op = Op::SUM;
@@ -140,8 +139,6 @@ struct HostChannel::Common {
 };
 
 struct HostOperation {
-  enum class State { kPosted, kBegun, kDone };
-
   uint64_t number = 0;
   HostKind kind = HostKind::kSumWhole;
   Op op = Op::SUM;
@@ -153,8 +150,8 @@ struct HostOperation {
   std::shared_ptr<char> staged;  ///< what peers read, if it is a copy
   std::vector<char*> messages;   ///< summed by shares: of each rank, as its peers see them
   bool keeps_part = false;       ///< of its own message, the part is in `output` only
-  State state = State::kPosted;
-  bool completed = false;  ///< the result is there
+  bool begun = false;            ///< all ranks have posted it, and this one has looked at it
+  bool completed = false;        ///< the result is there
 };
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
@@ -259,10 +256,18 @@ void HostChannel::require_usable() const {
 }
 
 /// Memory for peers to read: in the first block, if there is room, which all peers have mapped, so
-/// that it can be read when this process has ended.
-std::shared_ptr<char> HostChannel::stage(size_t bytes) {
-  auto memory = memory_->allocate(bytes, /*in_first=*/true);
-  return memory ? memory : memory_->allocate(bytes);
+/// that it can be read when this process has ended. Returns where it lies.
+HostPlace HostChannel::stage(Operation& operation, size_t bytes) {
+  operation.staged = memory_->allocate(bytes, /*in_first=*/true);
+  if (!operation.staged) operation.staged = memory_->allocate(bytes);
+  return *memory_->place_of(operation.staged.get(), bytes);
+}
+
+/// A copy of all of `tensor` there.
+HostPlace HostChannel::stage_copy(Operation& operation, const at::Tensor& tensor) {
+  const HostPlace place = stage(operation, tensor.nbytes());
+  copy_bytes(operation.staged.get(), tensor.const_data_ptr(), tensor.nbytes());
+  return place;
 }
 
 HostChannel::WorkPtr HostChannel::post(Lock& lock, std::shared_ptr<Operation> operation,
@@ -277,7 +282,7 @@ HostChannel::WorkPtr HostChannel::post(Lock& lock, std::shared_ptr<Operation> op
   }
   const uint64_t number = next_;
   next_ = number + 1;
-  operation->number = message.number = number;
+  operation->number = number;
   operation->kind = message.kind;
   operation->op = message.op;
   operation->root = message.root;
@@ -317,24 +322,21 @@ HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::
   message.op = op;
   message.dtype = real.scalar_type();
   message.numel = real.numel();
-  std::optional<HostPlace> place;
   if (bytes <= kWhole) {
-    operation->staged = stage(static_cast<size_t>(bytes));
-    copy_bytes(operation->staged.get(), data, static_cast<size_t>(bytes));
+    message.place = stage_copy(*operation, real);
   } else {
     message.kind = HostKind::kSumShares;
-    place = memory_->place_of(data, static_cast<size_t>(bytes));
-    if (!place) {
+    if (const auto place = memory_->place_of(data, static_cast<size_t>(bytes))) {
+      message.place = *place;
+    } else {
       message.keeps_part = true;
-      operation->staged = memory_->allocate(static_cast<size_t>(bytes));
+      message.place = stage(*operation, static_cast<size_t>(bytes));
       char* const copy = operation->staged.get();
       const auto [begin, end] = part_of(rank_, bytes);
       copy_bytes(copy, data, static_cast<size_t>(begin));
       copy_bytes(copy + end, data + end, static_cast<size_t>(bytes - end));
     }
   }
-  message.place =
-      place ? *place : *memory_->place_of(operation->staged.get(), static_cast<size_t>(bytes));
   return post(held.lock(), std::move(operation), message);
 }
 
@@ -351,9 +353,7 @@ HostChannel::WorkPtr HostChannel::broadcast(const std::string& what, const at::T
   message.numel = tensor.numel();
   message.root = static_cast<int32_t>(root);
   if (root == rank_) {
-    operation->staged = stage(tensor.nbytes());
-    copy_bytes(operation->staged.get(), tensor.const_data_ptr(), tensor.nbytes());
-    message.place = *memory_->place_of(operation->staged.get(), tensor.nbytes());
+    message.place = stage_copy(*operation, tensor);
   }
   return post(held.lock(), std::move(operation), message);
 }
@@ -372,9 +372,7 @@ HostChannel::WorkPtr HostChannel::all_gather(const std::string& what, const at::
   message.kind = HostKind::kAllGather;
   message.dtype = share.scalar_type();
   message.numel = share.numel();
-  operation->staged = stage(share.nbytes());
-  copy_bytes(operation->staged.get(), share.const_data_ptr(), share.nbytes());
-  message.place = *memory_->place_of(operation->staged.get(), share.nbytes());
+  message.place = stage_copy(*operation, share);
   return post(held.lock(), std::move(operation), message);
 }
 
@@ -402,10 +400,9 @@ HostChannel::WorkPtr HostChannel::all_to_all(const std::string& what, const at::
   Message message;
   message.kind = HostKind::kAllToAll;
   message.dtype = sent.scalar_type();
-  operation->staged = stage(head + sent.nbytes());
+  message.place = stage(*operation, head + sent.nbytes());
   copy_bytes(operation->staged.get(), lengths.data(), head);
   copy_bytes(operation->staged.get() + head, sent.const_data_ptr(), sent.nbytes());
-  message.place = *memory_->place_of(operation->staged.get(), head + sent.nbytes());
   return post(held.lock(), std::move(operation), message);
 }
 
@@ -427,20 +424,18 @@ void HostChannel::advance(bool helps) {
   bool in_order = true;  // nothing before is unfinished
   for (auto next = pending_.begin(); next != pending_.end();) {
     Operation& operation = **next;
-    if (operation.state == Operation::State::kPosted) {
+    if (!operation.begun) {
       if (!all_posted(operation.number)) return;
       APEX_HOST_STEP("all are here");
       begin(operation);
-      operation.state = Operation::State::kBegun;
+      operation.begun = true;
     }
     if (operation.kind == HostKind::kSumShares && !operation.completed) {
       sum_shares(operation, helps);
       if (all_shares_done(operation)) {
         APEX_HOST_STEP("all shares are done");
         take_result(operation);
-        operation.completed = true;
-        released_.push_back(std::move(operation.output));
-        operation.staged.reset();
+        complete(operation);
       }
     }
     in_order = in_order && (operation.kind != HostKind::kSumShares || operation.completed);
@@ -459,10 +454,15 @@ bool HostChannel::finish(Operation& operation, bool in_order) {
   }
   // Peers read a copy until they have finished.
   if (operation.staged && !all_finished(operation.number)) return false;
+  complete(operation);
+  return true;
+}
+
+/// The result is there, and no peer uses this rank's memory any more.
+void HostChannel::complete(Operation& operation) {
   operation.completed = true;
   released_.push_back(std::move(operation.output));
   operation.staged.reset();
-  return true;
 }
 
 /// All ranks have posted it.
@@ -693,7 +693,7 @@ std::vector<int> HostChannel::waited_for(const Operation* operation) const {
   // Messages are read in order: what comes before may be what holds it up.
   for (const auto& before : pending_) {
     if (before->number > operation->number) break;
-    if (before->state != Operation::State::kPosted) continue;
+    if (before->begun) continue;
     return add_if([&](const Control& peer) { return peer.posted.load() <= before->number; });
   }
   if (operation->kind != HostKind::kSumShares) return add_if(has_not_finished(operation->number));

@@ -140,7 +140,8 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   class Held;
 
   // Issuing.
-  std::shared_ptr<char> stage(size_t bytes);
+  HostPlace stage(Operation& operation, size_t bytes);
+  HostPlace stage_copy(Operation& operation, const at::Tensor& tensor);
   WorkPtr post(Lock& lock, std::shared_ptr<Operation> operation, Message message);
   void require_usable() const;
 
@@ -156,6 +157,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   void take_result(const Operation& operation) const;
   void hand_over(Operation& operation);
   bool finish(Operation& operation, bool in_order);
+  void complete(Operation& operation);
 
   // What is where.
   const Message& message_of(int rank, uint64_t number) const;
