@@ -13,7 +13,9 @@ Ratios are medians over rounds of a time divided by that of torch's default in t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import harness
@@ -34,6 +36,7 @@ TITLES = {
     "torch_unused": "torch, find_unused_parameters",
     "apex": "apex",
     "apex_view": "apex, gradient_as_bucket_view",
+    "apex_group": "apex, APEX_HOST_CHANNEL=0",
     "flat": "backward, then one flat all-reduce",
     "comm": "one all-reduce in place, alone",
     "forward": "forward alone",
@@ -68,6 +71,21 @@ def _flat_all_reduce(module: nn.Module) -> None:
     torch._foreach_copy_(grads, [p.view_as(g) for p, g in zip(pieces, grads, strict=True)])
 
 
+@contextlib.contextmanager
+def _host_channel(allowed: bool) -> Iterator[None]:
+    """What a wrapper that is made meanwhile may use: it decides once, with all ranks."""
+    before = os.environ.get("APEX_HOST_CHANNEL")
+    if not allowed:
+        os.environ["APEX_HOST_CHANNEL"] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("APEX_HOST_CHANNEL", None)
+        else:
+            os.environ["APEX_HOST_CHANNEL"] = before
+
+
 class Variant:
     """One way to train a model: ``step()`` is what is timed."""
 
@@ -90,7 +108,8 @@ class Variant:
             ids = [torch.cuda.current_device()] if device == "cuda" else None
             self.module = TorchDDP(self.module, device_ids=ids, **options)
         elif library == "apex":
-            self.module = ApexDDP(self.module, **options)
+            with _host_channel(option != "group"):
+                self.module = ApexDDP(self.module, **options)
         elif library == "flat":
             self.after = lambda: _flat_all_reduce(self.module)
         elif library == "comm":
@@ -289,7 +308,7 @@ def main() -> None:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
 
-    names = arguments.variants or [n for n in TITLES if n not in ("comm", "forward")]
+    names = arguments.variants or [n for n in TITLES if n not in ("comm", "forward", "apex_group")]
     if arguments.bucket_mb:
         names = list(arguments.variants or SWEPT)
         names += [f"{kind}@{size}" for size in arguments.bucket_mb for kind in ("torch", "apex")]

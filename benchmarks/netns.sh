@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Two hosts on one machine: two network namespaces joined by a rate-limited link, one rank in each, Gloo
 # across. Shows how much of the communication hides behind backward, against the size of the buckets
-# (--script ddp), or behind the next forward as well (--script overlapped_optimizer).
+# (--script ddp), or behind the next forward as well (--script overlapped_optimizer). With --ranks-per-host
+# the ranks of a host are in one namespace of processes, so that they can share memory, as in a container.
 #
-#   benchmarks/netns.sh [--links "1gbit/0 200mbit/1ms"] [--script ddp] [ARGUMENT of the script ...]
+#   benchmarks/netns.sh [--links "1gbit/0 200mbit/1ms"] [--script ddp] [--ranks-per-host 1]
+#                       [ARGUMENT of the script ...]
 #
 # A link is RATE/DELAY in tc's words, DELAY (0, or a number of ms) being that of one direction. Frames are
 # jumbo frames of 9000 bytes. Needs root, ip and tc (iproute2) and the kernel's veth and tbf; for a delay
@@ -18,19 +20,22 @@ links="1gbit/0 200mbit/1ms"
 output=${OUT:-$here/results}
 mtu=9000
 script=ddp
+ranks=1
 arguments=()
 while [ $# -gt 0 ]; do
   case $1 in
     --links) links=$2; shift 2 ;;
     --output) output=$2; shift 2 ;;
     --script) script=$2; shift 2 ;;
-    -h | --help) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    --ranks-per-host) ranks=$2; shift 2 ;;
+    -h | --help) sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) arguments+=("$1"); shift ;;
   esac
 done
 # For the record, without the folder: a path of this machine.
 command="benchmarks/netns.sh --links '$links'"
 [ "$script" = ddp ] || command+=" --script $script"
+[ "$ranks" = 1 ] || command+=" --ranks-per-host $ranks"
 command+="${arguments[*]:+ ${arguments[*]}}"
 if [ ${#arguments[@]} -eq 0 ] && [ "$script" = ddp ]; then
   # Rounds until the seconds are over: a step takes 0.2 s on one link and 2 s on another.
@@ -111,9 +116,14 @@ join_by_relay() { # join_by_relay RATE DELAY, in mbit or gbit and in ms
   bring_up
 }
 
-rank_in() { # rank_in NAMESPACE RANK NAME LINK
-  exec ip netns exec "$1" env RANK="$2" WORLD_SIZE=2 MASTER_ADDR=10.99.0.1 MASTER_PORT=29541 \
-    GLOO_SOCKET_IFNAME=link0 BENCHMARK_COMMAND="$command" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" \
+host_in() { # host_in NAMESPACE FIRST_RANK NAME LINK; the status, and what is said, are those of the first
+  # shellcheck disable=SC2016  # for the inner shell
+  exec ip netns exec "$1" env FIRST="$2" RANKS="$ranks" WORLD_SIZE=$((2 * ranks)) MASTER_ADDR=10.99.0.1 \
+    MASTER_PORT=29541 GLOO_SOCKET_IFNAME=link0 BENCHMARK_COMMAND="$command" \
+    OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" unshare --pid --fork --kill-child --mount-proc bash -c '
+      for ((rank = FIRST + 1; rank < FIRST + RANKS; ++rank)); do RANK=$rank "$@" >/dev/null & done
+      RANK=$FIRST "$@" || exit
+      wait' host \
     "$python" "$here/$script.py" --output "$output" --name "$3" --link "$4" "${arguments[@]}"
 }
 
@@ -130,6 +140,7 @@ for link in $links; do
   by=tbf name=netns-$rate
   [ "$delay" = 0 ] || by=netem name=netns-$rate-$delay
   [ "$script" = ddp ] || name+=-$script
+  [ "$ranks" = 1 ] || name+=-${ranks}ranks
   if [ "$by" = netem ] && ! $have_netem; then
     by=relay
     join_by_relay "$rate" "$delay"
@@ -139,9 +150,9 @@ for link in $links; do
   described="$rate, delay $delay each way, MTU $mtu, by $by"
   echo "== link: $described"
   ip netns exec "$a" ping -q -c 20 -i 0.01 10.99.0.2 2>/dev/null | tail -1 || true
-  rank_in "$b" 1 "$name" "$described" >/dev/null & # its messages are those of rank 0
+  host_in "$b" "$ranks" "$name" "$described" >/dev/null & # its messages are those of rank 0
   children=($!)
-  (rank_in "$a" 0 "$name" "$described") || status=$?
+  (host_in "$a" 0 "$name" "$described") || status=$?
   wait "${children[0]}" || status=$?
   children=()
   stop_relay

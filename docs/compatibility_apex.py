@@ -48,7 +48,7 @@ INITIALIZE = (
 SCALE_LOSS = "loss optimizers loss_id model delay_unscale delay_overflow_check"
 GRADS = "model_params master_params flat_master"
 CASTS_NOTE = "level O1 casts by `torch.autocast` and `apex.amp.patch`"
-TYPES_NOTE = "torch's types and `apex.amp.casts` take its place"
+TYPES_NOTE = "torch's types and `torch.utils._pytree` take its place"
 INTERNAL = "inner working of Apex's wrapper"
 KERNEL = "`apex.optimizers` has the optimizer"
 

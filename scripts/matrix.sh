@@ -14,7 +14,7 @@
 #   --reason TEXT    what that page says of rows that could be run here and have no result
 #
 # Each row has an environment and a build of its own in build/matrix/ROW, with its log. The result is appended to
-# build/matrix/results.jsonl. A run that is interrupted goes on where it was when it is started again.
+# docs/compatibility.jsonl. A run that is interrupted goes on where it was when it is started again.
 #
 # Environment: what scripts/venv.sh and scripts/test.sh list, except what a row decides: PYTHON, CXX, APEX_TORCH and the
 # folders. SKBUILD_CMAKE_DEFINE adds options of CMake to every row, e.g. APEX_CUDA=OFF, and the page names them.
@@ -26,6 +26,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/venv.sh"
 # shellcheck disable=SC2154 # venv.sh assigns apex_root
 work=$apex_root/build/matrix
+results=$apex_root/docs/compatibility.jsonl
 defines=${SKBUILD_CMAKE_DEFINE:-}
 
 # torch, Python, compiler, standard: first the newest release of each minor version, then other compilers, standards and
@@ -90,8 +91,12 @@ run_row() {
     SKBUILD_CMAKE_DEFINE="${defines:+$defines;}CMAKE_CXX_STANDARD=$standard" \
     bash "$here/test.sh" ${level[@]+"${level[@]}"} >"$row/log" 2>&1 || status=$?
   tail -n 1 "$row/log"
+  if ! "$row/venv/bin/python" -c 'import torch' 2>/dev/null; then
+    apex_error "$name: torch could not be installed, see $row/log"
+    return 1
+  fi
   # With the Python of the row, which knows the versions of what was tested.
-  "$row/venv/bin/python" "$here/matrix_page.py" record "$work/results.jsonl" --row "$name" --compiler-kind "$compiler" \
+  "$row/venv/bin/python" "$here/matrix_page.py" record "$results" --row "$name" --compiler-kind "$compiler" \
     --compiler "$("$(find_compiler "$compiler")" --version | head -n 1)" --standard "$standard" --status "$status" \
     --results "$row/test-results" --tests "$tests" --defines "$defines" \
     --seconds $((SECONDS - begin)) --commit "$commit" || return 1
@@ -147,7 +152,7 @@ for row in "${rows[@]}"; do
     case $name in $pattern) fits=0 ;; esac
   done
   [ "$fits" -eq 0 ] || continue
-  known=$(python3 "$here/matrix_page.py" known "$work/results.jsonl" --row "$name" --tests "$tests")
+  known=$(python3 "$here/matrix_page.py" known "$results" --row "$name" --tests "$tests")
   if [ "$list" = yes ]; then
     echo "$name: ${lacks:-${known:-not run}}"
   elif [ "$only_page" = yes ]; then
@@ -163,5 +168,5 @@ for row in "${rows[@]}"; do
 done
 [ "$list" = no ] || exit 0
 printf '%s\n' "${plan[@]}" |
-  python3 "$here/matrix_page.py" page "$work/results.jsonl" "$apex_root/docs/compatibility.md" --reason "$reason" || exit 1
+  python3 "$here/matrix_page.py" page "$results" "$apex_root/docs/compatibility.md" --reason "$reason" || exit 1
 exit "$failed"

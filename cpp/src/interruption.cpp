@@ -10,7 +10,7 @@ namespace apex {
 namespace {
 
 struct Check {
-  std::mutex mutex;
+  std::mutex mutex;  ///< guards function
   std::function<bool()> function;
 };
 

@@ -1,5 +1,5 @@
 """The functions of Apex's extension module ``apex_C``: flat copies of lists of tensors."""
 
-from apex._flat import flatten, unflatten
+from apex._internal.flat import flatten, unflatten
 
 __all__ = ["flatten", "unflatten"]

@@ -3,6 +3,7 @@
 #include <thread>
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/Exceptions.h>
 
 #include <apex/error.h>
 #include <apex/interruption.h>
@@ -16,6 +17,8 @@ namespace {
 void translate(const std::exception_ptr& pointer, void*) {
   try {
     std::rethrow_exception(pointer);
+  } catch (python_error& error) {
+    error.restore();
   } catch (const InvalidArgument& error) {
     PyErr_SetString(PyExc_ValueError, error.what());
   } catch (const Error& error) {
@@ -33,17 +36,16 @@ void translate(const std::exception_ptr& pointer, void*) {
   }
 }
 
-/// Lets Python see its signals while C++ waits: their handlers run. If one raises, the wait ends by
-/// Interrupted, which is a RuntimeError by the time it has passed through autograd; so Ctrl-C is
-/// signalled again, and the interpreter raises KeyboardInterrupt as soon as it runs.
+/// Lets Python see its signals while C++ waits: their handlers run. If one raises, that ends the
+/// wait. It is thrown as torch throws the errors of Python, so that it comes through autograd as
+/// what it is.
 bool sees_signal(std::thread::id main_thread) {
   if (std::this_thread::get_id() != main_thread || Py_IsInitialized() == 0) return false;
   const nb::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() == 0) return false;
-  const bool by_keyboard = PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) != 0;
-  PyErr_Clear();
-  if (by_keyboard) PyErr_SetInterrupt();
-  return true;
+  python_error error;
+  error.persist();
+  throw error;
 }
 
 }  // namespace

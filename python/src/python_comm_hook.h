@@ -8,8 +8,7 @@
 namespace apex::python {
 
 /// A communication hook written in Python: `runner(bucket, completion)`, where `bucket` has the
-/// methods of torch.distributed.GradBucket and `completion` takes the result. See
-/// apex/parallel/_comm_hook.py.
+/// methods of torch.distributed.GradBucket and `completion` takes the result.
 std::shared_ptr<parallel::CommHook> make_python_comm_hook(nanobind::object runner);
 
 /// GradBucket and Completion.

@@ -50,8 +50,22 @@ std::vector<NamedTensor> named(const std::vector<std::string>& names,
   return result;
 }
 
+/// What C++ says of options, with the names that they have in Python.
+std::string in_python(std::string text) {
+  for (const auto& [cpp, python] :
+       {std::pair("limits.first_cap", "the first of bucket_cap_mb_list"),
+        std::pair("limits.cap", "message_size, or bucket_cap_mb,"),
+        std::pair("trigger_parameters", "allreduce_trigger_params"),
+        std::pair("check_steps", "check_reduction")}) {
+    const std::string name = cpp;
+    for (size_t at = text.find(name); at != std::string::npos; at = text.find(name, at))
+      text.replace(at, name.size(), python);
+  }
+  return text;
+}
+
 /// Process groups come by name: c10d's registry is the same in both languages, and
-/// apex._group_names.name_of() has registered those that it did not know.
+/// the Python package has registered those that it did not know.
 std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups(const std::vector<std::string>& names) {
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> result;
   for (const std::string& name : names) result.push_back(c10d::resolve_process_group(name));
@@ -69,6 +83,7 @@ nb::dict to_dict(const ReducerStatistics& statistics) {
   result["gradients_copied_early"] = statistics.gradients_copied_early;
   result["reduced_in_place"] = statistics.reduced_in_place;
   result["reduced_in_shared_memory"] = statistics.reduced_in_shared_memory;
+  result["reduced_by_host"] = statistics.reduced_by_host;
   result["buffers_registered"] = statistics.buffers_registered;
   result["deferred"] = statistics.deferred;
   result["usage_reads"] = statistics.usage_reads;
@@ -93,6 +108,7 @@ nb::dict to_dict(const OverlapReport& report) {
     row["awaited_s"] = bucket.awaited_s;
     row["exposed_s"] = bucket.exposed_s;
     row["shared_memory"] = bucket.shared_memory;
+    row["by_host"] = bucket.by_host;
     buckets.append(row);
   }
   nb::dict result;
@@ -153,47 +169,49 @@ void init_reducer(nb::module_& m) {
       .value("FORWARD", JoinEvent::kForward)
       .value("BACKWARD", JoinEvent::kBackward)
       .value("LOCAL_BACKWARD", JoinEvent::kLocalBackward)
-      .value("CUSTOM", JoinEvent::kCustom);
+      .value("CUSTOM", JoinEvent::kCustom)
+      .value("BACKWARD_END", JoinEvent::kBackwardEnd);
+
+  nb::class_<ReducerOptions>(m, "ReducerOptions", "How gradients are reduced; see the C++ class.")
+      .def(nb::init<>())
+      .def_prop_rw(
+          "cap", [](const ReducerOptions& self) { return self.limits.cap; },
+          [](ReducerOptions& self, int64_t cap) { self.limits.cap = cap; })
+      .def_prop_rw(
+          "first_cap", [](const ReducerOptions& self) { return self.limits.first_cap; },
+          [](ReducerOptions& self, int64_t cap) { self.limits.first_cap = cap; })
+      .def_prop_rw(
+          "cap_in_bytes",
+          [](const ReducerOptions& self) { return self.limits.unit == BucketLimits::Unit::kBytes; },
+          [](ReducerOptions& self, bool on) {
+            self.limits.unit = on ? BucketLimits::Unit::kBytes : BucketLimits::Unit::kElements;
+          })
+      .def_rw("delay_allreduce", &ReducerOptions::delay_allreduce)
+      .def_rw("trigger_parameters", &ReducerOptions::trigger_parameters)
+      .def_rw("gradient_as_bucket_view", &ReducerOptions::gradient_as_bucket_view)
+      .def_rw("allreduce_always_fp32", &ReducerOptions::allreduce_always_fp32)
+      .def_rw("gradient_average", &ReducerOptions::gradient_average)
+      .def_rw("gradient_predivide_factor", &ReducerOptions::gradient_predivide_factor)
+      .def_rw("static_graph", &ReducerOptions::static_graph)
+      .def_rw("init_sync", &ReducerOptions::init_sync)
+      .def_rw("check_finite", &ReducerOptions::check_finite)
+      .def_rw("check_steps", &ReducerOptions::check_steps, nb::arg().none())
+      .def_rw("registered_buffers", &ReducerOptions::registered_buffers)
+      .def_rw("settings", &ReducerOptions::settings);
 
   nb::class_<Reducer>(m, "Reducer", "The gradient reducer; see apex/parallel/reducer.h.")
       .def(
           "__init__",
           [](Reducer* self, const std::vector<std::string>& names,
              const std::vector<at::Tensor>& parameters, const std::vector<std::string>& group_names,
-             int64_t cap, int64_t first_cap, bool cap_in_bytes, bool delay_allreduce,
-             const std::vector<int64_t>& trigger_parameters, bool gradient_as_bucket_view,
-             bool allreduce_always_fp32, bool gradient_average, double gradient_predivide_factor,
-             bool static_graph, bool init_sync, bool check_finite, std::optional<bool> check_steps,
-             bool registered_buffers, const std::vector<std::string>& settings) {
-            ReducerOptions options;
-            options.limits.cap = cap;
-            options.limits.first_cap = first_cap;
-            options.limits.unit =
-                cap_in_bytes ? BucketLimits::Unit::kBytes : BucketLimits::Unit::kElements;
-            options.delay_allreduce = delay_allreduce;
-            options.trigger_parameters = trigger_parameters;
-            options.gradient_as_bucket_view = gradient_as_bucket_view;
-            options.allreduce_always_fp32 = allreduce_always_fp32;
-            options.gradient_average = gradient_average;
-            options.gradient_predivide_factor = gradient_predivide_factor;
-            options.static_graph = static_graph;
-            options.init_sync = init_sync;
-            options.check_finite = check_finite;
-            options.check_steps = check_steps;
-            options.registered_buffers = registered_buffers;
-            options.settings = settings;
-            new (self) Reducer(named(names, parameters), groups(group_names), options);
+             const ReducerOptions& options) {
+            try {
+              new (self) Reducer(named(names, parameters), groups(group_names), options);
+            } catch (const InvalidArgument& error) {
+              throw InvalidArgument(in_python(error.what()));
+            }
           },
-          nb::arg("names"), nb::arg("parameters"), nb::arg("groups"), nb::kw_only(), nb::arg("cap"),
-          nb::arg("first_cap") = 0, nb::arg("cap_in_bytes") = false,
-          nb::arg("delay_allreduce") = false,
-          nb::arg("trigger_parameters") = std::vector<int64_t>(),
-          nb::arg("gradient_as_bucket_view") = false, nb::arg("allreduce_always_fp32") = false,
-          nb::arg("gradient_average") = true, nb::arg("gradient_predivide_factor") = 1.0,
-          nb::arg("static_graph") = false, nb::arg("init_sync") = true,
-          nb::arg("check_finite") = false, nb::arg("check_steps") = nb::none(),
-          nb::arg("registered_buffers") = false, nb::arg("settings") = std::vector<std::string>(),
-          release())
+          nb::arg("names"), nb::arg("parameters"), nb::arg("groups"), nb::arg("options"), release())
       .def("prepare_for_forward", &Reducer::prepare_for_forward, nb::arg("training") = true,
            release())
       .def_static("release_all", &Reducer::release_all, release())
@@ -227,6 +245,9 @@ void init_reducer(nb::module_& m) {
             self.set_bucket_callback(std::move(function));
           },
           nb::arg("callback").none())
+      .def_prop_ro_static(
+          "END_FOLLOWS", [](nb::handle) { return JoinEvent::kEndFollows; },
+          "In the argument of a JoinEventKind.BACKWARD: BACKWARD_END is announced, too.")
       .def("begin_join", &Reducer::begin_join, nb::arg("divide_by_initial_world_size"), release())
       .def("end_join", &Reducer::end_join, release())
       .def(
@@ -241,8 +262,7 @@ void init_reducer(nb::module_& m) {
           "Returns (kind, argument, active ranks).")
       .def("last_with_data", &Reducer::last_with_data, nb::arg("followed"), nb::arg("states"),
            release(), "A rank that had data to the end, or -1 if all had. Collective.")
-      .def("shadow_backward_begin", &Reducer::shadow_backward_begin, nb::arg("gradients_were_kept"),
-           release())
+      .def("shadow_backward_begin", &Reducer::shadow_backward_begin, nb::arg("argument"), release())
       .def("shadow_backward_end", &Reducer::shadow_backward_end, release())
       .def("set_deferred", &Reducer::set_deferred, nb::arg("on"), release())
       .def("wait_for", &Reducer::wait_for, nb::arg("parameters"), release())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
-from ddp_support import forget_amp, shared_pool
+from ddp_support import forget_amp
 
 from apex.amp import _amp_state
 
@@ -27,12 +26,3 @@ def fresh_amp(request: pytest.FixtureRequest) -> Iterator[None]:
     _amp_state.allow_incoming_model_not_fp32 = False
     yield
     forget_amp()
-
-
-def run_ranks(world: int, body: Callable[..., None], *args: Any) -> None:
-    """Run ``body(rank, *args)`` in `world` processes joined by Gloo; fails if one fails."""
-    shared_pool().run(world, _without_world, body, args)
-
-
-def _without_world(rank: int, world: int, body: Callable[..., None], args: Any) -> None:
-    body(rank, *args)

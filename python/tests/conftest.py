@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from ddp_support import RankPool, close_shared_pool, shared_pool
 
@@ -34,6 +38,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def ranks() -> RankPool:
     """Four processes for the whole session; ``ranks.run(world, body, *args)`` uses some of them."""
     return shared_pool()
+
+
+@pytest.fixture(scope="session")
+def prefix() -> Path:
+    """What `python -m apex.cmake_dir` prints."""
+    command = [sys.executable, "-m", "apex.cmake_dir"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    folder = Path(output.strip())
+    if not (folder / "lib" / "cmake" / "apex" / "apexConfig.cmake").is_file():
+        pytest.skip("apex is imported from a build tree here, not from an installation")
+    return folder
 
 
 def pytest_sessionfinish() -> None:

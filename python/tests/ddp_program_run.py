@@ -119,6 +119,10 @@ class Machine:
         if not self.static:
             options.pop("static_graph", None)
         self._freeze_alike()
+        # Of a module that is frozen as a whole, the first is unfrozen on all ranks or on none.
+        if not any(p.requires_grad for p in self.models[m].parameters()):
+            self.frozen = [[] for _ in self.frozen]
+            self._apply_frozen()
         if not op.args.get("keep"):
             self.wrappers[m].clear()
         wrapper = DistributedDataParallel(

@@ -69,7 +69,7 @@ def forget_amp() -> None:
     amp = sys.modules.get("apex.amp")
     if amp is None:
         return
-    sys.modules["apex._pending"].holders.clear()
+    sys.modules["apex._internal.pending"].holders.clear()
     state = amp._amp_state
     if state.handle is not None:
         state.handle._deactivate()
@@ -437,3 +437,8 @@ def raises(kind: type[BaseException], *fragments: str) -> Iterator[None]:
             check(fragment in str(error), f"expected {fragment!r} in: {error}")
     else:
         raise AssertionError(f"expected {kind.__name__}, nothing was raised")
+
+
+def run_ranks(world_size: int, body: Callable[..., None], *args: Any) -> None:
+    """Run ``body(rank, world_size, *args)`` in that many processes over Gloo."""
+    shared_pool().run(world_size, body, *args)

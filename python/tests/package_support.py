@@ -1,6 +1,7 @@
-"""Where the C++ programs are that some tests run."""
+"""The C++ programs that some tests run, and cmake for those that build some."""
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +13,7 @@ import torch.distributed.run
 from warm import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
+CMAKE = shutil.which("cmake")
 
 
 def _build_folders() -> list[Path]:
@@ -49,3 +51,62 @@ def run_torchrun(
     """Runs ``torchrun(processes)``, forked from a process that has imported torch: see warm."""
     script, options = torch.distributed.run.__file__, _torchrun_options(processes)
     return run_script(script, *options, *command, cwd=cwd, env=env, timeout_s=timeout_s)
+
+
+def make_torch(
+    folder: Path, version: str, cuda: str | None = None, archive: bool = False, abi: int = 1
+) -> Path:
+    """A folder that looks like a torch package, or like an unpacked libtorch archive."""
+    major, minor, patch = version.split("+")[0].split(".")
+    files = {
+        "include/torch/csrc/api/include/torch/torch.h": "",
+        "include/ATen/ATen.h": "",
+        "include/torch/headeronly/version.h": (
+            f"#define TORCH_VERSION_MAJOR {major}\n"
+            f"#define TORCH_VERSION_MINOR {minor}\n"
+            f"#define TORCH_VERSION_PATCH {patch}\n"
+        ),
+        "share/cmake/Torch/TorchConfig.cmake": f'set(FLAGS "-D_GLIBCXX_USE_CXX11_ABI={abi}")\n',
+        "lib/libc10.so": "",
+        "lib/libtorch_cpu.so": "",
+        "lib/libtorch.so": "",
+    }
+    if cuda is not None:
+        files |= {"lib/libc10_cuda.so": "", "lib/libtorch_cuda.so": ""}
+    if archive:
+        files["build-version"] = version + "\n"
+    else:
+        files["lib/libtorch_python.so"] = ""
+        files["version.py"] = f"__version__ = '{version}'\ncuda: Optional[str] = {cuda!r}\n"
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def cmake(*arguments: str, **environment: str) -> tuple[int, str]:
+    """Exit code and output of cmake, in an environment that names no torch."""
+    hidden = (
+        "Libtorch_ROOT", "Torch_ROOT", "TORCH_INSTALL_PREFIX", "CMAKE_PREFIX_PATH", "NCCL_ROOT",
+        "SKBUILD",
+    )  # fmt: skip
+    env = {name: value for name, value in os.environ.items() if name not in hidden} | environment
+    result = subprocess.run(
+        [str(CMAKE), *arguments],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    return result.returncode, result.stdout
+
+
+def words(text: str) -> str:
+    """CMake breaks the lines of its messages; tests do not care where."""
+    return " ".join(text.split())
+
+
+def generator() -> list[str]:
+    return ["-G", "Ninja"] if shutil.which("ninja") else []

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from ddp_support import shared_pool
 from torch import Tensor
 
 TOLERANCE = {
@@ -103,8 +102,3 @@ class CutGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
         return None if ctx.cut else dy, None
-
-
-def run_ranks(world_size: int, body: Callable[..., None], *args: Any) -> None:
-    """Run ``body(rank, world_size, *args)`` in that many processes over Gloo."""
-    shared_pool().run(world_size, body, *args)

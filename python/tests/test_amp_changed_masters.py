@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from amp_support import fresh_amp, run_ranks  # noqa: F401
+from amp_support import fresh_amp  # noqa: F401
+from ddp_support import run_ranks
 from torch import Tensor, nn
 
 from apex import amp
@@ -235,7 +236,7 @@ def test_parameter_written_after_a_load_does_not_bring_an_older_master_back(leve
         assert torch.equal(master, rounded[name].float()), name
 
 
-def _refused_by_rank(rank: int) -> None:
+def _refused_by_rank(rank: int, world: int) -> None:
     model, optimizer = _make("O2")
     _backward(model, optimizer, 0)
     optimizer.step()

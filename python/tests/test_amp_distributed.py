@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from amp_support import fresh_amp, run_ranks  # noqa: F401
-from ddp_support import forget_amp
+from amp_support import fresh_amp  # noqa: F401
+from ddp_support import forget_amp, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -45,7 +45,7 @@ def assert_same_on_all_ranks(value: float) -> None:
     assert len(set(values)) == 1, values
 
 
-def _skips_together(rank: int) -> None:
+def _skips_together(rank: int, world: int) -> None:
     # One pair of processes for all levels: starting them takes longest.
     for level in ("O1", "O2", "O3"):
         _skips_together_at(rank, level)
@@ -67,7 +67,7 @@ def test_overflow_on_one_rank_skips_on_all() -> None:
     run_ranks(2, _skips_together)
 
 
-def _prints_once(rank: int, folder: str) -> None:
+def _prints_once(rank: int, world: int, folder: str) -> None:
     import contextlib
     import pathlib
 
@@ -82,7 +82,7 @@ def test_overflow_message_and_options_are_printed_by_rank_0_only(tmp_path: Any) 
     assert "Gradient overflow" in first and "optimization level" in first and second == ""
 
 
-def _alone(rank: int) -> None:
+def _alone(rank: int, world: int) -> None:
     model, optimizer = build("O2", overflow_group=False)
     if rank == 1:
         # Only this rank scales a loss, so nothing may wait for the other.
@@ -99,7 +99,7 @@ def test_overflow_group_false_or_static_scale_does_not_communicate() -> None:
     run_ranks(2, _alone)
 
 
-def _in_groups(rank: int) -> None:
+def _in_groups(rank: int, world: int) -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     model, optimizer = build("O2", overflow_group=groups[rank // 2])
     iterate(model, optimizer, overflow=rank == 1)
@@ -110,7 +110,7 @@ def test_overflow_group_limits_who_skips() -> None:
     run_ranks(3, _in_groups)
 
 
-def _fp16_optimizer(rank: int) -> None:
+def _fp16_optimizer(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 3).half()
     optimizer = FP16_Optimizer(
@@ -138,7 +138,7 @@ WRAPPERS = {
 }
 
 
-def _wrapped(rank: int) -> None:
+def _wrapped(rank: int, world: int) -> None:
     for name in WRAPPERS:
         for level in ("O1", "O2"):
             _wrapped_at(rank, level, name)
@@ -189,7 +189,7 @@ def float32_losses() -> list[float]:
     return losses
 
 
-def _follows_one_process(rank: int, want: list[float]) -> None:
+def _follows_one_process(rank: int, world: int, want: list[float]) -> None:
     for level, tolerance in TOLERANCE.items():
         for accumulate in (False, True):
             model, x, y = regression()
@@ -229,7 +229,7 @@ def test_apex_ddp_and_amp_two_ranks_follow_one_process_in_float32() -> None:
     run_ranks(2, _follows_one_process, want)
 
 
-def _refuses_by_rank(rank: int) -> None:
+def _refuses_by_rank(rank: int, world: int) -> None:
     model, optimizer = build("O1")
     with amp.scale_loss(model(torch.ones(2, 3)).mean(), optimizer, delay_unscale=True) as scaled:
         scaled.backward()
@@ -277,7 +277,7 @@ def _losses(level: str, mesh: Any, rank: int) -> list[float]:
     return losses
 
 
-def _fully_shard_follows(rank: int) -> None:
+def _fully_shard_follows(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for level in ("O1", "O1-bf16"):
         mine, want = _losses(level, mesh, rank), _losses(level, None, rank)
@@ -300,7 +300,7 @@ def test_fully_shard_at_o1_trains_as_one_process_and_casting_levels_are_refused(
     run_ranks(2, _fully_shard_follows)
 
 
-def _saves_changed_model(rank: int) -> None:
+def _saves_changed_model(rank: int, world: int) -> None:
     model, optimizer = build("O2")
     with amp.scale_loss(model(torch.ones(2, 3)).float().mean(), optimizer) as scaled:
         scaled.backward()  # makes the masters

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from amp_checkpoint_support import OPTIMIZERS, build, initialize, through_file, train
 from amp_support import fresh_amp  # noqa: F401
-from test_amp_checkpoint import OPTIMIZERS, build, initialize, through_file, train
 from torch import nn
 
 from apex import amp

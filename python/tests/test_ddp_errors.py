@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import time
 import unittest.mock
 import warnings
 from collections.abc import Callable
@@ -232,7 +231,7 @@ def test_argument_out_of_range_or_contradictory_raises(ranks: RankPool, case: An
 
 def _refuses_more(rank: int, world: int) -> None:
     model = nn.Linear(2, 2)
-    with raises(ValueError, "allreduce_trigger_params", "give one of them"):
+    with raises(ValueError, "allreduce_trigger_params", "give one of the two"):
         DistributedDataParallel(
             model, delay_allreduce=True, allreduce_trigger_params=[model.weight]
         )
@@ -336,11 +335,9 @@ def _dies(rank: int, world: int, when: int, options: dict[str, Any]) -> str | No
         _loss(ddp, rank, step).backward()
     if rank == 1:
         ddp.module.layers[1].weight.register_hook(leave)
-    begin = time.monotonic()
     try:
         _loss(ddp, rank, when).backward()
     except RuntimeError as error:
-        check(time.monotonic() - begin < 30, "the error came long after the group's timeout")
         return str(error)
     raise AssertionError("backward() returned although a rank was lost")
 

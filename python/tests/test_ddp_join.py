@@ -8,48 +8,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_models import Mlp
+from ddp_join_support import Counter, Normed, batch, make, reference_step
 from ddp_support import (
     RankPool,
     check,
     check_near,
     check_same_on_all_ranks,
     gradients,
+    raises,
     to_reference,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from apex.parallel import DistributedDataParallel, SyncBatchNorm
 
 pytestmark = pytest.mark.processes
-
-ROWS = 4
-
-
-def batch(rank: int, step: int) -> torch.Tensor:
-    return torch.sin(
-        torch.arange(ROWS * 6, dtype=torch.float32).view(ROWS, 6) + 10 * step + 3 * rank
-    )
-
-
-def make(seed: int = 0) -> Mlp:
-    torch.manual_seed(seed)
-    return Mlp()
-
-
-def reference_step(
-    reference: nn.Module, active: list[int], divide_by: int, steps: list[int], rate: float
-) -> dict[str, Any]:
-    """One synchronized step in float64 on the batches of the active ranks; gradients by name."""
-    reference.zero_grad()
-    for rank in active:
-        for step in steps:
-            (reference(batch(rank, step).double()).square().sum() / divide_by).backward()
-    result = gradients(reference)
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter -= rate * parameter.grad
-    return result
 
 
 def _follows_reference(
@@ -133,17 +107,6 @@ def test_join_with_accumulation_equals_one_process(ranks: RankPool) -> None:
 # --- batch norm and buffers ---
 
 
-class Normed(nn.Module):
-    def __init__(self, norm: type[nn.Module]) -> None:
-        super().__init__()
-        self.a, self.norm_a = nn.Linear(6, 8), norm(8)
-        self.b, self.norm_b = nn.Linear(8, 5), norm(5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.norm_a(self.a(x.to(self.a.weight.dtype))))
-        return self.norm_b(self.b(x)) * torch.linspace(-1, 1, 5)
-
-
 def _normalizes(rank: int, world: int, accumulate: bool) -> None:
     counts = [1, 4, 2]
     torch.manual_seed(0)
@@ -185,18 +148,137 @@ def test_join_sync_batch_norm_equals_one_process(ranks: RankPool, accumulate: bo
     ranks.run(3, _normalizes, accumulate)
 
 
-class Counter(nn.Module):
-    """Its buffer says what the rank has seen; the loss depends on it."""
+class TwoHeads(nn.Module):
+    """Losses may come from either head alone; each has a batch norm of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: type[nn.Module]) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(6))
-        self.register_buffer("seen", torch.zeros(()))
+        self.trunk, self.norm = nn.Linear(6, 8), norm(8)
+        self.left, self.norm_left = nn.Linear(8, 5), norm(5)
+        self.right, self.norm_right = nn.Linear(8, 4), norm(4)
+        self.checkpoint: bool | None = None  # of the trunk: by torch, reentrant or not
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.seen += x.sum()
-        return x * self.scale + self.seen
+    def _trunk(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.norm(self.trunk(x)))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.to(self.trunk.weight.dtype)
+        if self.checkpoint is None:
+            x = self._trunk(x)
+        else:
+            x = checkpoint(self._trunk, x.requires_grad_(), use_reentrant=self.checkpoint)
+        return self.norm_left(self.left(x)), self.norm_right(self.right(x))
+
+
+def _backward_of_heads(way: str, model: nn.Module, x: torch.Tensor, factor: float) -> None:
+    left, right = (torch.sin(head).sum() * factor for head in model(x))
+    if way == "one":
+        left.backward()
+    elif way == "two_backwards":
+        left.backward(retain_graph=True)
+        right.backward()
+    elif way == "grad":
+        torch.autograd.grad(left, list(model.parameters())[:2], retain_graph=True)
+        (left + right).backward()
+    elif way == "two_forwards":
+        other, _ = model(x.flip(0) + 1)
+        (left + 0 * other.detach().sum()).backward()
+    else:
+        (left + right).backward()
+
+
+HEADS = ["one", "two_backwards", "grad", "two_forwards", "reentrant", "not_reentrant"]
+
+
+def _heads(rank: int, world: int, way: str, initial: bool) -> None:
+    counts = [1, 4, 2]
+    torch.manual_seed(0)
+    model = TwoHeads(SyncBatchNorm)
+    reference = TwoHeads(nn.BatchNorm1d).double()
+    reference.load_state_dict(model.state_dict())
+    if "reentrant" in way:
+        model.checkpoint = way == "reentrant"
+    torch.manual_seed(100 + rank)
+    ddp = DistributedDataParallel(model)
+    with ddp.join(divide_by_initial_world_size=initial):
+        for step in range(counts[rank]):
+            ddp.zero_grad()
+            _backward_of_heads(way, ddp, batch(rank, step), 1.0)
+            active = [r for r in range(world) if step < counts[r]]
+            divisor = world if initial else len(active)
+            reference.zero_grad()
+            whole = torch.cat([batch(r, step) for r in active]).double()
+            if way == "two_forwards":  # flipped within each rank's part
+                parts = torch.cat([batch(r, step).flip(0) for r in active]).double() + 1
+                left, _ = reference(whole)
+                reference(parts)
+                (torch.sin(left).sum() / divisor).backward()
+            else:
+                _backward_of_heads(way, reference, whole, 1 / divisor)
+            expected = gradients(reference)
+            for name, grad in gradients(ddp).items():
+                check_near(grad, expected[name], f"{way}, step {step}, {name}", 2e-3, scale=1.0)
+    check_same_on_all_ranks(list(model.state_dict().values()), "parameters and buffers")
+
+
+@pytest.mark.parametrize("initial", [True, False], ids=["by_world", "by_active"])
+@pytest.mark.parametrize("way", HEADS)
+def test_join_batch_norm_whose_backward_comes_once_twice_or_never(
+    ranks: RankPool, way: str, initial: bool
+) -> None:
+    ranks.run(3, _heads, way, initial)
+
+
+def _second_derivative(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model, reference = Normed(SyncBatchNorm).double(), Normed(nn.BatchNorm1d).double()
+    reference.load_state_dict(model.state_dict())
+    ddp = DistributedDataParallel(model)
+
+    def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """The sum of the rows' losses, and of the squares of its derivatives."""
+        x = x.double().requires_grad_()
+        loss = torch.sin(model(x)).sum()
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+    counts = [1, 3]
+    with ddp.join(divide_by_initial_world_size=False):
+        for step in range(counts[rank]):
+            ddp.zero_grad()
+            penalty(ddp, batch(rank, step)).backward()
+            active = [r for r in range(world) if step < counts[r]]
+            reference.zero_grad()
+            whole = torch.cat([batch(r, step) for r in active])
+            (penalty(reference, whole) / len(active)).backward()
+            expected = gradients(reference)
+            for name, grad in gradients(ddp).items():
+                check_near(grad, expected[name], f"step {step}, {name}", 1e-6, scale=1.0)
+
+
+def test_join_batch_norm_differentiated_twice_equals_one_process(ranks: RankPool) -> None:
+    ranks.run(2, _second_derivative)
+
+
+def _fails_in_backward(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Normed(SyncBatchNorm))
+    steps = 0
+
+    def hook(gradient: torch.Tensor) -> None:
+        if rank == 1 and steps == 1:
+            raise ArithmeticError("the script's own")
+
+    ddp.module.b.weight.register_hook(hook)  # a batch norm's backward comes after it
+    expected = ArithmeticError if rank == 1 else RuntimeError
+    with raises(expected), ddp.join():
+        for steps in range([1, 3, 3][rank]):
+            ddp.zero_grad()
+            torch.sin(ddp(batch(rank, steps))).sum().backward()
+
+
+def test_join_exception_in_backward_before_a_batch_norms_ends_all_ranks(ranks: RankPool) -> None:
+    ranks.run(3, _fails_in_backward)
 
 
 def _broadcasts_buffers(rank: int, world: int) -> None:

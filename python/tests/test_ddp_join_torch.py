@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_join_support import Counter, Normed, batch, make, reference_step
 from ddp_models import Mlp
 from ddp_support import (
     RankPool,
@@ -20,7 +21,6 @@ from ddp_support import (
     raises,
     to_reference,
 )
-from test_ddp_join import Counter, Normed, batch, make, reference_step
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -191,7 +191,7 @@ def _throws(rank: int, world: int) -> None:
     else:
         raise AssertionError("nothing was raised")
     gc.collect()
-    check(ddp._join is None, "the wrapper is left in a Join that has ended")
+    check(ddp._engine.join is None, "the wrapper is left in a Join that has ended")
     check_is_ordinary_again(ddp, rank)
 
 
@@ -251,7 +251,7 @@ def _is_silent(rank: int, world: int) -> None:
             loss_of(ddp(batch(rank, step))).backward()
             with torch.no_grad():
                 ddp(batch(rank, step))
-    check_equal(ddp._join, None, "the wrapper's join")
+    check_equal(ddp._engine.join, None, "the wrapper's join")
 
 
 def test_torch_join_evaluation_announces_nothing(ranks: RankPool) -> None:

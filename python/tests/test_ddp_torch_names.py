@@ -66,9 +66,9 @@ def _ignored(rank: int, world: int) -> None:
             model.norm.running_mean += rank  # rank 0's is taken by the next forward
     check_equal(sorted(sum(ddp.bucket_plan(), [])), sorted(names), "what is in the buckets")
     model.local.weight = nn.Parameter(own.clone())  # replacing an ignored one is no change
-    built = ddp._engines_made
+    built = ddp._engine.made
     ddp(torch.randn(4, 3)).sum().backward()
-    check_equal(ddp._engines_made, built, "engines made")
+    check_equal(ddp._engine.made, built, "engines made")
     copied = copy.deepcopy(ddp)
     copied(torch.randn(4, 3)).sum().backward()
     check_equal(copied.parameters_to_ignore, set(IGNORED), "names in a copy")

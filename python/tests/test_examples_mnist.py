@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from ddp_support import free_port
-from warm import run_ranks, run_script
+from warm import run_script, run_script_on_ranks
 
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
@@ -88,7 +88,7 @@ def run_forked(
     place = {"cwd": folder, "env": environment(**port, **env), "timeout_s": TIMEOUT_S}
     arguments = ("--no-cuda", *map(str, args))
     if ranks:
-        return run_ranks(ranks, MAIN, *arguments, **place)
+        return run_script_on_ranks(ranks, MAIN, *arguments, **place)
     return run_script(MAIN, *arguments, **place)
 
 

@@ -19,7 +19,7 @@ from types import ModuleType
 import pytest
 import torch
 from ddp_support import free_port
-from warm import run_ranks, run_script
+from warm import run_script, run_script_on_ranks
 
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
@@ -64,18 +64,18 @@ class Script:
 
 # Losses begin at ln 10 = 2.3. The bounds are about twice what was measured on two ranks.
 SCRIPTS = {
-    "simple_ddp_amp": Script("seeds/simple_ddp_amp.py", ("--epochs=3",), loss=0.6),
+    "simple_ddp_amp": Script("snippets/simple_ddp_amp.py", ("--epochs=3",), loss=0.6),
     "simple_ddp_amp O2": Script(
-        "seeds/simple_ddp_amp.py", ("--epochs=2", "--opt-level=O2"), loss=0.9
+        "snippets/simple_ddp_amp.py", ("--epochs=2", "--opt-level=O2"), loss=0.9
     ),
     "syncbn_layer": Script(
-        "seeds/syncbn_layer.py",
+        "snippets/syncbn_layer.py",
         ("--steps=5",),
         final=r"{ranks} rank\(s\), 5 batches: .* is \d\.\de-\d\d\.",
         needs=None,
     ),
     "syncbn_convert": Script(
-        "seeds/syncbn_convert.py",
+        "snippets/syncbn_convert.py",
         ("--epochs=2",),
         loss=0.4,
         final=r"2 batch norms are synchronized over {ranks} rank\(s\)",
@@ -171,7 +171,7 @@ def train(
         assert not ranks
         return run([sys.executable, str(path), *arguments], folder, **env)
     if ranks:
-        return run_ranks(ranks, path, *arguments, env=environment(**env), **place)
+        return run_script_on_ranks(ranks, path, *arguments, env=environment(**env), **place)
     return run_script(path, *arguments, env=environment(**env), **place)
 
 
@@ -514,7 +514,7 @@ def test_fp16_optimizer_resumed_continues_with_the_same_losses(tmp_path: Path) -
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_simple_ddp_amp_losses_agree_with_float32(level: str, tmp_path: Path) -> None:
-    script = "seeds/simple_ddp_amp.py"
+    script = "snippets/simple_ddp_amp.py"
     exact = trained(script, tmp_path, "--epochs=1", "--opt-level=O0")
     assert len(exact) == 1
     found = trained(script, tmp_path, "--epochs=1", f"--opt-level={level}")

@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 from ddp_support import free_port
-from warm import run_ranks, run_script
+from warm import run_script, run_script_on_ranks
 
 MAIN = pathlib.Path(__file__).parents[2] / "examples" / "syncbn" / "main.py"
 # Against hangs only.
@@ -23,7 +23,7 @@ def _run(folder: pathlib.Path, ranks: int) -> dict:
         result = run_script(MAIN, *small, cwd=folder, env=env, timeout_s=TIMEOUT_S)
     else:
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        result = run_ranks(ranks, MAIN, *small, cwd=folder, env=env, timeout_s=TIMEOUT_S)
+        result = run_script_on_ranks(ranks, MAIN, *small, cwd=folder, env=env, timeout_s=TIMEOUT_S)
     assert result.returncode == 0, result.stdout + result.stderr
     return json.loads(output.read_text())
 

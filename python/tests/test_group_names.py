@@ -9,7 +9,7 @@ from ddp_support import RankPool, check, check_equal
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from apex._group_names import name_of
+from apex._internal.group_names import name_of
 from apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm
 
 pytestmark = pytest.mark.processes

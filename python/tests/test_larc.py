@@ -279,9 +279,26 @@ def test_weight_decay_is_restored_when_the_step_raises() -> None:
     assert optimizer.param_groups[0]["weight_decay"] == 0.25
 
 
-def test_sparse_or_complex_gradient_raises() -> None:
-    table = nn.Embedding(4, 2, sparse=True)
-    optimizer = LARC(torch.optim.SGD(table.parameters(), lr=0.1))
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="dense real"):
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_gradient_it_cannot_adapt_raises_and_changes_nothing(kind: str) -> None:
+    dense = nn.Parameter(torch.ones(3))
+    other = nn.Parameter(torch.ones(3, dtype=torch.complex64 if kind == "complex" else None))
+    optimizer = LARC(torch.optim.SGD([dense, other], lr=0.1, weight_decay=0.5))
+    dense.grad = torch.ones(3)
+    other.grad = torch.ones_like(other)
+    if kind == "sparse":
+        other.grad = other.grad.to_sparse()
+    with pytest.raises(ValueError, match=f"parameter 1 of group 0 has .*{kind}"):
         optimizer.step()
+    assert dense.tolist() == dense.grad.tolist() == [1.0, 1.0, 1.0]
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [(name, value) for name in ("trust_coefficient", "eps") for value in (-1.0, math.inf, math.nan)]
+    + [("trust_coefficient", 0.0)],
+)
+def test_option_out_of_range_raises(option: str, value: float) -> None:
+    with pytest.raises(ValueError, match=option):
+        LARC(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), **{option: value})

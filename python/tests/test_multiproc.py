@@ -16,8 +16,9 @@ from ddp_support import free_port
 from torch import distributed as dist
 from warm import run_script
 
-from apex.parallel import _multiproc_nodes, multiproc
-from apex.parallel import _multiproc_script as script_options
+from apex.parallel import multiproc
+from apex.parallel._multiproc import nodes as other_nodes
+from apex.parallel._multiproc import script as script_options
 
 # Against hangs only; nothing here takes nearly as long.
 TIMEOUT_S = 600
@@ -417,11 +418,11 @@ def test_watch_tells_the_other_nodes_unless_they_never_met(
     error: Exception, told: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[int] = []
-    monkeypatch.setattr(_multiproc_nodes, "_watch", lambda *_: None)
-    monkeypatch.setattr(_multiproc_nodes, "_tell", lambda master, nodes, rank: heard.append(rank))
+    monkeypatch.setattr(other_nodes, "_watch", lambda *_: None)
+    monkeypatch.setattr(other_nodes, "_tell", lambda master, nodes, rank: heard.append(rank))
     with (
         pytest.raises(type(error)),
-        _multiproc_nodes.watch(("127.0.0.1", 1), nodes=2, node_rank=1, timeout_s=1),
+        other_nodes.watch(("127.0.0.1", 1), nodes=2, node_rank=1, timeout_s=1),
     ):
         raise error
     assert heard == told

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from sync_batch_norm_cases import check_random_cases
 from sync_batch_norm_support import fresh_seed
-from test_sync_batch_norm_ranks import check_random_cases
 from torch import Tensor, nn
 
 from apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
@@ -51,7 +51,7 @@ def _rank_main(rank: int, world_size: int, path: str, body: Callable[..., None],
         dist.destroy_process_group()
 
 
-def run_ranks(world_size: int, body: Callable[..., None], *args: Any) -> None:
+def run_nccl_ranks(world_size: int, body: Callable[..., None], *args: Any) -> None:
     with tempfile.TemporaryDirectory() as path:
         mp.spawn(_rank_main, (world_size, path, body, args), nprocs=world_size)
 
@@ -121,12 +121,12 @@ def _trains_like_one_process(rank: int, world_size: int, dtype: torch.dtype, opt
     ids=lambda options: next(iter(options), "default"),
 )
 def test_training_two_nccl_ranks_equals_one_process(options: dict) -> None:
-    run_ranks(2, _trains_like_one_process, torch.float32, options)
+    run_nccl_ranks(2, _trains_like_one_process, torch.float32, options)
 
 
 @pytest.mark.parametrize("options", [{}, {"allreduce_always_fp32": True}], ids=["bf16", "fp32_sum"])
 def test_training_bfloat16_two_nccl_ranks_equals_one_process(options: dict) -> None:
-    run_ranks(2, _trains_like_one_process, torch.bfloat16, options)
+    run_nccl_ranks(2, _trains_like_one_process, torch.bfloat16, options)
 
 
 def _overflows_only_as_a_sum(rank: int, world_size: int) -> None:
@@ -144,7 +144,7 @@ def _overflows_only_as_a_sum(rank: int, world_size: int) -> None:
 
 
 def test_average_float16_sum_overflows_is_taken_on_the_wire() -> None:
-    run_ranks(2, _overflows_only_as_a_sum)
+    run_nccl_ranks(2, _overflows_only_as_a_sum)
 
 
 def _accumulates(rank: int, world_size: int) -> None:
@@ -160,7 +160,7 @@ def _accumulates(rank: int, world_size: int) -> None:
 
 
 def test_no_sync_two_nccl_ranks_reduces_what_accumulated() -> None:
-    run_ranks(2, _accumulates)
+    run_nccl_ranks(2, _accumulates)
 
 
 class _Normalized(nn.Module):
@@ -193,7 +193,7 @@ def _normalizes_over_ranks(rank: int, world_size: int) -> None:
 
 
 def test_sync_batch_norm_under_ddp_two_nccl_ranks_equals_one_process() -> None:
-    run_ranks(2, _normalizes_over_ranks)
+    run_nccl_ranks(2, _normalizes_over_ranks)
 
 
 def _random_batch_norms(rank: int, world_size: int, seed: int) -> None:
@@ -203,7 +203,7 @@ def _random_batch_norms(rank: int, world_size: int, seed: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_sync_batch_norm_random_cases_nccl_ranks_match_one_process(world_size: int) -> None:
-    run_ranks(world_size, _random_batch_norms, fresh_seed())
+    run_nccl_ranks(world_size, _random_batch_norms, fresh_seed())
 
 
 def _replays(rank: int, world_size: int) -> None:
@@ -244,4 +244,4 @@ def _replays(rank: int, world_size: int) -> None:
 
 
 def test_step_with_sync_batch_norm_captured_in_a_graph_two_nccl_ranks_equals_one_process() -> None:
-    run_ranks(2, _replays)
+    run_nccl_ranks(2, _replays)

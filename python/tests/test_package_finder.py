@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from package_support import ROOT
+from package_support import CMAKE, ROOT, cmake, make_torch, words
 
-CMAKE = shutil.which("cmake")
 pytestmark = pytest.mark.skipif(CMAKE is None, reason="there is no cmake on PATH")
 
 FINDER = f"""
@@ -34,56 +33,6 @@ endforeach()
 """
 
 
-def make_torch(
-    folder: Path, version: str, cuda: str | None = None, archive: bool = False, abi: int = 1
-) -> Path:
-    """A folder that looks like a torch package, or like an unpacked libtorch archive."""
-    major, minor, patch = version.split("+")[0].split(".")
-    files = {
-        "include/torch/csrc/api/include/torch/torch.h": "",
-        "include/ATen/ATen.h": "",
-        "include/torch/headeronly/version.h": (
-            f"#define TORCH_VERSION_MAJOR {major}\n"
-            f"#define TORCH_VERSION_MINOR {minor}\n"
-            f"#define TORCH_VERSION_PATCH {patch}\n"
-        ),
-        "share/cmake/Torch/TorchConfig.cmake": f'set(FLAGS "-D_GLIBCXX_USE_CXX11_ABI={abi}")\n',
-        "lib/libc10.so": "",
-        "lib/libtorch_cpu.so": "",
-        "lib/libtorch.so": "",
-    }
-    if cuda is not None:
-        files |= {"lib/libc10_cuda.so": "", "lib/libtorch_cuda.so": ""}
-    if archive:
-        files["build-version"] = version + "\n"
-    else:
-        files["lib/libtorch_python.so"] = ""
-        files["version.py"] = f"__version__ = '{version}'\ncuda: Optional[str] = {cuda!r}\n"
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return folder
-
-
-def cmake(*arguments: str, **environment: str) -> tuple[int, str]:
-    """Exit code and output of cmake, in an environment that names no torch."""
-    hidden = (
-        "Libtorch_ROOT", "Torch_ROOT", "TORCH_INSTALL_PREFIX", "CMAKE_PREFIX_PATH", "NCCL_ROOT",
-        "SKBUILD",
-    )  # fmt: skip
-    env = {name: value for name, value in os.environ.items() if name not in hidden} | environment
-    result = subprocess.run(
-        [str(CMAKE), *arguments],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
-    return result.returncode, result.stdout
-
-
 def find(tmp_path: Path, *options: str, **environment: str) -> dict[str, str]:
     """What FindLibtorch says; "targets" are the names of the targets it made."""
     (tmp_path / "CMakeLists.txt").write_text(FINDER)
@@ -99,11 +48,6 @@ def configure(tmp_path: Path, *options: str, **environment: str) -> tuple[int, s
     """Configures this project, without tests."""
     off = ["-DAPEX_BUILD_TESTS=OFF", "-DAPEX_BUILD_EXAMPLES=OFF"]
     return cmake("-S", str(ROOT), "-B", str(tmp_path / "build"), *off, *options, **environment)
-
-
-def words(text: str) -> str:
-    """CMake breaks the lines of its messages; tests do not care where."""
-    return " ".join(text.split())
 
 
 def test_finder_torch_of_this_environment_described_right(tmp_path: Path) -> None:

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 from ddp_support import free_port
-from package_support import ROOT, torchrun
-from test_package_finder import CMAKE, cmake
-from test_package_wheel import generator, prefix  # noqa: F401  (a fixture)
+from package_support import CMAKE, ROOT, cmake, generator, torchrun
 
 pytestmark = [
     pytest.mark.skipif(CMAKE is None, reason="there is no cmake on PATH"),

@@ -18,11 +18,11 @@ STUB = Path(_core.__file__).parent / "_core.pyi"
 def members(tree: ast.Module | ast.ClassDef) -> dict[str, ast.AST]:
     kinds = (ast.ClassDef, ast.FunctionDef)
     found: dict[str, ast.AST] = {node.name: node for node in tree.body if isinstance(node, kinds)}
-    if isinstance(tree, ast.ClassDef):  # those of an enumeration
-        values = [node for node in tree.body if isinstance(node, ast.Assign)]
-        found |= {
-            name.id: node for node in values for name in node.targets if isinstance(name, ast.Name)
-        }
+    if isinstance(tree, ast.ClassDef):  # constants, and those of an enumeration
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+            found |= {name.id: node for name in targets if isinstance(name, ast.Name)}
     return found
 
 

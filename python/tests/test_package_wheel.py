@@ -3,35 +3,17 @@
 import importlib.metadata
 import os
 import re
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from package_support import ROOT, torchrun
-from test_package_finder import CMAKE, cmake, make_torch, words
+from package_support import CMAKE, ROOT, cmake, generator, make_torch, torchrun, words
 
 import apex
 
 pytestmark = pytest.mark.skipif(CMAKE is None, reason="there is no cmake on PATH")
 CONSUMER = ROOT / "cpp" / "tests" / "package" / "consumer"
-
-
-@pytest.fixture(scope="module")
-def prefix() -> Path:
-    """What `python -m apex.cmake_dir` prints."""
-    command = [sys.executable, "-m", "apex.cmake_dir"]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    folder = Path(output.strip())
-    if not (folder / "lib" / "cmake" / "apex" / "apexConfig.cmake").is_file():
-        pytest.skip("apex is imported from a build tree here, not from an installation")
-    return folder
-
-
-def generator() -> list[str]:
-    return ["-G", "Ninja"] if shutil.which("ninja") else []
 
 
 def test_wheel_holds_the_library_once_and_the_headers(prefix: Path) -> None:

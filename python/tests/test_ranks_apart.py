@@ -22,6 +22,8 @@ import torch.distributed as dist
 from ddp_support import RankPool, check, forget_amp
 from torch import nn
 
+from apex import _core
+from apex._internal.group_names import name_of
 from apex.parallel import DistributedDataParallel, SyncBatchNorm
 
 pytestmark = pytest.mark.processes
@@ -278,25 +280,92 @@ def test_a_new_group_knows_nothing_of_what_failed_in_another(ranks: RankPool) ->
     assert first == second
 
 
-def _is_interrupted(rank: int, world: int) -> str:
-    layer = SyncBatchNorm(3, process_group=dist.new_group(timeout=2 * TIMEOUT))
+class _Late(Exception):
+    """What the handler of a script raises."""
+
+
+def _is_interrupted(rank: int, world: int, wait: str, number: int, error: BaseException) -> str:
+    group = dist.new_group(timeout=2 * TIMEOUT)
+    layer = SyncBatchNorm(3, process_group=group)
+    ddp = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+    ddp(torch.randn(4, 3)).sum().backward()
     layer(torch.randn(4, 3))
     if rank == 1:
         return ""
-    # A process that was started in the background ignores it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    timer = threading.Timer(0.6, lambda: os.kill(os.getpid(), signal.SIGINT))
+    calls = []
+
+    def handler(*_: object) -> None:
+        calls.append(number)
+        raise error
+
+    # A process that was started in the background ignores Ctrl-C.
+    before = signal.signal(number, signal.default_int_handler if wait == "default" else handler)
+    output = ddp(torch.randn(4, 3)).sum()
+    timer = threading.Timer(0.6, lambda: os.kill(os.getpid(), number))
     timer.start()
     try:
-        with contextlib.suppress(ZeroDivisionError):
+        if wait == "backward":
+            output.backward()
+        elif wait == "collective":
+            _core.all_reduce(torch.ones(3), name_of(group), False)
+        else:
             layer(torch.randn(4, 3))
-    except KeyboardInterrupt as interrupt:  # raised while the wait's own error was
-        return str(interrupt.__context__)
-    return "no KeyboardInterrupt"
+        return "nothing was raised"
+    except BaseException as raised:
+        return f"{raised!r} after {len(calls)}"
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("wait", ["backward", "collective", "forward"])
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (signal.SIGINT, KeyboardInterrupt("mine")),
+        (signal.SIGTERM, SystemExit(143)),
+        (signal.SIGUSR1, _Late("too late", 5)),
+    ],
+    ids=["SIGINT", "SIGTERM", "SIGUSR1"],
+)
+def test_a_wait_ends_by_what_a_signal_handler_raises(
+    ranks: RankPool, wait: str, number: int, error: BaseException
+) -> None:
+    assert ranks.run(2, _is_interrupted, wait, number, error)[0] == f"{error!r} after 1"
 
 
 def test_a_wait_ends_by_ctrl_c(ranks: RankPool) -> None:
-    assert "interrupted while it waited" in ranks.run(2, _is_interrupted)[0]
+    """With Python's own handler."""
+    answer = ranks.run(2, _is_interrupted, "default", signal.SIGINT, KeyboardInterrupt())[0]
+    assert answer == "KeyboardInterrupt() after 0"
+
+
+def _forks(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(torch.nn.Linear(3, 2))
+
+    def step() -> None:
+        ddp(torch.randn(4, 3)).sum().backward()
+
+    step()
+    child = os.fork() if rank == 1 else None
+    if child == 0:
+        try:
+            for call in (
+                step,
+                lambda: _core.all_reduce(torch.ones(3), name_of(dist.group.WORLD), False),
+            ):
+                with contextlib.suppress(RuntimeError):
+                    call()
+        finally:
+            os._exit(0)
+    if child is not None:
+        os.waitpid(child, 0)
+    for n in range(4):
+        time.sleep(0.4 if n == rank else 0.0)  # whoever waits looks whether another has failed
+        step()
+
+
+def test_what_a_forked_process_is_refused_is_no_failure_of_its_parent(ranks: RankPool) -> None:
+    ranks.run(2, _forks)
 
 
 def test_a_group_closed_inside_scale_loss_is_refused() -> None:

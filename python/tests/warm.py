@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ddp_support import PRELOADED
 
-from apex.parallel import _multiproc_script
+from apex.parallel._multiproc import script as script_options
 
 
 def run_script(
@@ -44,7 +44,7 @@ def run_script(
     return _finish([process], [str(script), *arguments], out, err, timeout_s)
 
 
-def run_ranks(
+def run_script_on_ranks(
     ranks: int,
     script: Path | str,
     *arguments: str,
@@ -61,15 +61,15 @@ def run_ranks(
         subprocess.TimeoutExpired: when they were ended because time was up.
     """
     out, err = cwd / "stdout.txt", cwd / "stderr.txt"
-    takes = _multiproc_script.options_taken(Path(script))
+    takes = script_options.options_taken(Path(script))
     processes = []
     for rank in range(ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         mine = {**env, **{name: str(number) for name, number in place.items()}}
         more = [
             part
-            for option in _multiproc_script.appended(takes, arguments, None)
-            for part in (option, mine[_multiproc_script.RANK_OPTIONS[option]])
+            for option in script_options.appended(takes, arguments, None)
+            for part in (option, mine[script_options.RANK_OPTIONS[option]])
         ]
         log = cwd / f"GPU_{rank}.log"
         files = (out, err) if rank == 0 else (log, log)

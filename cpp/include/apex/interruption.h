@@ -7,8 +7,7 @@
 
 namespace apex {
 
-/// A wait for other ranks was ended from this process (Python: RuntimeError, and KeyboardInterrupt
-/// as soon as the interpreter runs again). The process group cannot be used afterwards.
+/// A wait for other ranks was ended from this process. The process group cannot be used afterwards.
 class APEX_API Interrupted : public Error {
  public:
   explicit Interrupted(const std::string& message);
@@ -16,9 +15,10 @@ class APEX_API Interrupted : public Error {
 };
 
 /// Sets what whoever waits for other ranks over Gloo for more than a quarter of a second asks about
-/// twenty times a second, on the thread that waits: whether to end the wait, by Interrupted. For
-/// one that never does, an empty function. Python's module sets one that lets the main thread see
-/// signals (Ctrl-C). Thread safe; blocks nothing.
+/// twenty times a second, on the thread that waits: whether to end the wait, by Interrupted. It may
+/// throw instead; then the wait ends by that. For one that never does, an empty function. Python's
+/// module sets one that lets the main thread see signals: what their handlers raise ends the wait
+/// (KeyboardInterrupt for Ctrl-C). Thread safe; blocks nothing.
 APEX_API void set_interruption_check(std::function<bool()> interrupted);
 
 }  // namespace apex

@@ -10,6 +10,7 @@
 
 #include <apex/error.h>
 
+#include "comm/announcer.h"
 #include "comm/collectives.h"
 #include "comm/failure_report.h"
 #include "distributed/backends.h"
@@ -202,6 +203,9 @@ at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Direction dir
 }
 
 void all_reduce(const Peers& peers, at::Tensor& tensor, Direction direction, int64_t channels) {
+  announce_collective(4 * channels + (direction == Direction::kBackward    ? 1
+                                      : tensor.scalar_type() == at::kFloat ? 2
+                                                                           : 3));
   const int64_t ranks = peers.group->getSize();
   const bool gloo = talks_over_gloo(*peers.group, tensor);
   if (gloo && tensor.nbytes() * static_cast<size_t>(ranks) > kMaxGatheredBytes) {

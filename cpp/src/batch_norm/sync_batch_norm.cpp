@@ -51,7 +51,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> group_of_all_ranks() {
   if (world->getSize() == 1) {
     return {};
   }
-  static std::mutex mutex;
+  static std::mutex mutex;  // guards both, and is held while the group is made
   static auto* const of = new WeakGroup{c10::intrusive_ptr<c10d::ProcessGroup>()};
   static auto* const made = new WeakGroup{c10::intrusive_ptr<c10d::ProcessGroup>()};
   const std::lock_guard<std::mutex> lock(mutex);
@@ -106,10 +106,10 @@ at::Tensor sync_batch_norm(const at::Tensor& input, const SyncBatchNormArguments
     peers += "\n" + a.layer_name;  // see detail::Peers
   }
   return with_own_errors([&] {
-    return std::get<0>(detail::call_forward(
+    return std::get<0>(detail::call(detail::ForwardArguments{
         input, if_defined(a.z), if_defined(a.weight), if_defined(a.bias),
         if_defined(a.running_mean), if_defined(a.running_var), if_defined(a.num_batches_tracked),
-        a.momentum, a.eps, a.channel_last, a.fuse_relu, peers));
+        a.momentum, a.eps, a.channel_last, a.fuse_relu, peers}));
   });
 }
 
@@ -120,9 +120,9 @@ at::Tensor batch_norm_inference(const at::Tensor& input, const SyncBatchNormArgu
         "or call sync_batch_norm.");
   }
   return with_own_errors([&] {
-    return detail::call_inference(input, if_defined(a.z), if_defined(a.weight), if_defined(a.bias),
-                                  a.running_mean, a.running_var, a.eps, a.channel_last,
-                                  a.fuse_relu);
+    return detail::call(detail::InferenceArguments{
+        input, if_defined(a.z), if_defined(a.weight), if_defined(a.bias), a.running_mean,
+        a.running_var, a.eps, a.channel_last, a.fuse_relu});
   });
 }
 

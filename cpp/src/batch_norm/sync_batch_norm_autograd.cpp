@@ -17,8 +17,6 @@ using torch::autograd::Function;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-bool present(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
-
 const at::Tensor& or_undefined(const at::Tensor& tensor) { return tensor; }
 
 at::Tensor or_undefined(const OptionalTensor& tensor) {
@@ -53,112 +51,114 @@ OutputMask needed_gradients(AutogradContext* ctx, bool z, bool weight, bool bias
   return {needs_input, needs_z, needs_weight, edges.needs(bias)};
 }
 
+/// The tensors that have edges are arguments of their own, as autograd wants them; the others are
+/// in `a`.
 class BackwardFunction : public Function<BackwardFunction> {
  public:
   static variable_list forward(AutogradContext* ctx, const at::Tensor& grad_output,
-                               const at::Tensor& input, const OptionalTensor& output,
-                               const OptionalTensor& weight, const OptionalTensor& bias,
-                               const at::Tensor& mean, const at::Tensor& invstd_or_var,
-                               const OptionalTensor& count, double eps, bool channel_last,
-                               bool fuse_relu, OutputMask needs, std::string group_name) {
+                               const at::Tensor& input, const OptionalTensor& weight,
+                               const BackwardArguments& a) {
     at::AutoDispatchBelowADInplaceOrView below;
-    auto [dx, dz, dweight, dbias] =
-        call_backward(grad_output, input, output, weight, bias, mean, invstd_or_var, count, eps,
-                      channel_last, fuse_relu, needs, group_name);
-    ctx->save_for_backward({grad_output, input, or_undefined(output), or_undefined(weight),
-                            or_undefined(bias), mean, invstd_or_var, or_undefined(count)});
+    auto [dx, dz, dweight, dbias] = call(a);
+    ctx->save_for_backward({grad_output, input, or_undefined(a.output), or_undefined(weight),
+                            or_undefined(a.bias), a.mean, a.invstd_or_var, or_undefined(a.count)});
     ctx->set_materialize_grads(false);
-    ctx->saved_data["eps"] = eps;
-    ctx->saved_data["channel_last"] = channel_last;
-    ctx->saved_data["fuse_relu"] = fuse_relu;
-    ctx->saved_data["needs_input"] = needs[0];
-    ctx->saved_data["needs_z"] = needs[1] && fuse_relu;
-    ctx->saved_data["needs_weight"] = needs[2];
-    ctx->saved_data["needs_bias"] = needs[3];
-    ctx->saved_data["group_name"] = group_name;
+    ctx->saved_data["eps"] = a.eps;
+    ctx->saved_data["channel_last"] = a.channel_last;
+    ctx->saved_data["fuse_relu"] = a.fuse_relu;
+    ctx->saved_data["needs_input"] = a.needs[0];
+    ctx->saved_data["needs_z"] = a.needs[1] && a.fuse_relu;
+    ctx->saved_data["needs_weight"] = a.needs[2];
+    ctx->saved_data["needs_bias"] = a.needs[3];
+    ctx->saved_data["group_name"] = std::string(a.group_name);
     return {dx, dz, dweight, dbias};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const variable_list saved = ctx->get_saved_variables();
+    const OptionalTensor output = or_none(saved[2]), weight = or_none(saved[3]),
+                         bias = or_none(saved[4]), count = or_none(saved[7]);
     // What the first derivative was asked for is one thing, what depends on x another: dweight
     // does, through the statistics, too.
     const bool through_input = ctx->saved_data["needs_input"].toBool() || saved[1].requires_grad();
-    const BackwardCall call{saved[0],
-                            saved[1],
-                            or_none(saved[2]),
-                            or_none(saved[3]),
-                            or_none(saved[4]),
-                            saved[5],
-                            saved[6],
-                            or_none(saved[7]),
-                            ctx->saved_data["eps"].toDouble(),
-                            ctx->saved_data["channel_last"].toBool(),
-                            ctx->saved_data["fuse_relu"].toBool(),
-                            through_input,
-                            ctx->saved_data["group_name"].toStringRef()};
     // A result that was not asked for is an empty placeholder, and so is its gradient.
     const auto gradient = [&](int64_t i, const char* needed) {
       return ctx->saved_data[needed].toBool() ? gradients[i] : Variable();
     };
     const DoubleBackwardResult result =
-        double_backward(call, gradient(0, "needs_input"), gradient(1, "needs_z"),
+        double_backward({saved[0],
+                         saved[1],
+                         output,
+                         weight,
+                         bias,
+                         saved[5],
+                         saved[6],
+                         count,
+                         ctx->saved_data["eps"].toDouble(),
+                         ctx->saved_data["channel_last"].toBool(),
+                         ctx->saved_data["fuse_relu"].toBool(),
+                         {through_input},
+                         ctx->saved_data["group_name"].toStringRef()},
+                        gradient(0, "needs_input"), gradient(1, "needs_z"),
                         gradient(2, "needs_weight"), gradient(3, "needs_bias"));
-    return {
-        result.grad_output, result.input, {}, result.weight, {}, {}, {}, {}, {}, {}, {}, {}, {}};
+    return {result.grad_output, result.input, result.weight, {}};
   }
 };
+
+/// What both batch norms need of their backward, whose node this is.
+void save_for_backward(AutogradContext* ctx, const at::Tensor& input, const OptionalTensor& z,
+                       const OptionalTensor& weight, const OptionalTensor& bias,
+                       const at::Tensor& output, const at::Tensor& mean,
+                       const at::Tensor& invstd_or_var, const at::Tensor& count, double eps,
+                       bool channel_last, bool fuse_relu) {
+  ctx->save_for_backward({input, fuse_relu && present(z) ? output : at::Tensor(),
+                          or_undefined(weight), or_undefined(bias), mean, invstd_or_var, count});
+  ctx->saved_data["eps"] = eps;
+  ctx->saved_data["has_z"] = present(z);
+  ctx->saved_data["channel_last"] = channel_last;
+  ctx->saved_data["fuse_relu"] = fuse_relu;
+}
+
+variable_list backward_of_saved(AutogradContext* ctx, const at::Tensor& dy,
+                                c10::string_view group_name) {
+  const variable_list saved = ctx->get_saved_variables();
+  const OptionalTensor output = or_none(saved[1]), weight = or_none(saved[2]),
+                       bias = or_none(saved[3]), count = or_none(saved[6]);
+  const bool fuse_relu = ctx->saved_data["fuse_relu"].toBool();
+  const OutputMask needs =
+      needed_gradients(ctx, ctx->saved_data["has_z"].toBool(), present(weight), present(bias));
+  const auto [dx, dz, dweight, dbias] =
+      call({dy, saved[0], output, weight, bias, saved[4], saved[5], count,
+            ctx->saved_data["eps"].toDouble(), ctx->saved_data["channel_last"].toBool(), fuse_relu,
+            needs, group_name});
+  return {if_needed(needs[0], dx),
+          if_needed(needs[1], fuse_relu ? dz : dy),
+          if_needed(needs[2], dweight),
+          if_needed(needs[3], dbias),
+          {}};
+}
 
 class ForwardFunction : public Function<ForwardFunction> {
  public:
   static variable_list forward(AutogradContext* ctx, const at::Tensor& input,
                                const OptionalTensor& z, const OptionalTensor& weight,
-                               const OptionalTensor& bias, const OptionalTensor& running_mean,
-                               const OptionalTensor& running_var,
-                               const OptionalTensor& num_batches_tracked,
-                               std::optional<double> momentum, double eps, bool channel_last,
-                               bool fuse_relu, std::string group_name) {
+                               const OptionalTensor& bias, const ForwardArguments& a) {
     at::AutoDispatchBelowADInplaceOrView below;
-    auto [output, mean, invstd, count] =
-        call_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked,
-                     momentum, eps, channel_last, fuse_relu, group_name);
-    ctx->save_for_backward({input, fuse_relu && present(z) ? output : at::Tensor(),
-                            or_undefined(weight), or_undefined(bias), mean, invstd, count});
+    auto [output, mean, invstd, count] = call(a);
+    save_for_backward(ctx, input, z, weight, bias, output, mean, invstd, count, a.eps,
+                      a.channel_last, a.fuse_relu);
     ctx->mark_non_differentiable({mean, invstd, count});
     // Else autograd would make zeros as gradients of the statistics: three launches for nothing.
     ctx->set_materialize_grads(false);
-    ctx->saved_data["eps"] = eps;
-    ctx->saved_data["has_z"] = present(z);
-    ctx->saved_data["channel_last"] = channel_last;
-    ctx->saved_data["fuse_relu"] = fuse_relu;
-    ctx->saved_data["group_name"] = group_name;
+    ctx->saved_data["group_name"] = std::string(a.group_name);
     return {output, mean, invstd, count};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    const variable_list saved = ctx->get_saved_variables();
-    const bool has_z = ctx->saved_data["has_z"].toBool();
-    const bool fuse_relu = ctx->saved_data["fuse_relu"].toBool();
-    const OutputMask needs = needed_gradients(ctx, has_z, saved[2].defined(), saved[3].defined());
     // Without a gradient, too: other ranks may have one, and wait for this one's sums.
-    const at::Tensor dy = gradients[0].defined() ? gradients[0] : at::zeros_like(saved[0]);
-    const auto [dx, dz, dweight, dbias] =
-        call_backward(dy, saved[0], or_none(saved[1]), or_none(saved[2]), or_none(saved[3]),
-                      saved[4], saved[5], or_none(saved[6]), ctx->saved_data["eps"].toDouble(),
-                      ctx->saved_data["channel_last"].toBool(), fuse_relu, needs,
-                      ctx->saved_data["group_name"].toStringRef());
-    return {if_needed(needs[0], dx),
-            if_needed(needs[1], fuse_relu ? dz : dy),
-            if_needed(needs[2], dweight),
-            if_needed(needs[3], dbias),
-            {},
-            {},
-            {},
-            {},
-            {},
-            {},
-            {},
-            {}};
+    const at::Tensor dy =
+        gradients[0].defined() ? gradients[0] : at::zeros_like(ctx->get_saved_variables().front());
+    return backward_of_saved(ctx, dy, ctx->saved_data["group_name"].toStringRef());
   }
 };
 
@@ -166,39 +166,16 @@ class InferenceFunction : public Function<InferenceFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const OptionalTensor& z,
                             const OptionalTensor& weight, const OptionalTensor& bias,
-                            const at::Tensor& running_mean, const at::Tensor& running_var,
-                            double eps, bool channel_last, bool fuse_relu) {
+                            const InferenceArguments& a) {
     at::AutoDispatchBelowADInplaceOrView below;
-    at::Tensor output = call_inference(input, z, weight, bias, running_mean, running_var, eps,
-                                       channel_last, fuse_relu);
-    ctx->save_for_backward({input, fuse_relu && present(z) ? output : at::Tensor(),
-                            or_undefined(weight), or_undefined(bias), running_mean, running_var});
-    ctx->saved_data["eps"] = eps;
-    ctx->saved_data["has_z"] = present(z);
-    ctx->saved_data["channel_last"] = channel_last;
-    ctx->saved_data["fuse_relu"] = fuse_relu;
+    at::Tensor output = call(a);
+    save_for_backward(ctx, input, z, weight, bias, output, a.running_mean, a.running_var, {}, a.eps,
+                      a.channel_last, a.fuse_relu);
     return output;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    const variable_list saved = ctx->get_saved_variables();
-    const bool has_z = ctx->saved_data["has_z"].toBool();
-    const bool fuse_relu = ctx->saved_data["fuse_relu"].toBool();
-    const double eps = ctx->saved_data["eps"].toDouble();
-    const OutputMask needs = needed_gradients(ctx, has_z, saved[2].defined(), saved[3].defined());
-    const auto [dx, dz, dweight, dbias] =
-        call_backward(gradients[0], saved[0], or_none(saved[1]), or_none(saved[2]),
-                      or_none(saved[3]), saved[4], saved[5], std::nullopt, eps,
-                      ctx->saved_data["channel_last"].toBool(), fuse_relu, needs, "");
-    return {if_needed(needs[0], dx),
-            if_needed(needs[1], fuse_relu ? dz : gradients[0]),
-            if_needed(needs[2], dweight),
-            if_needed(needs[3], dbias),
-            {},
-            {},
-            {},
-            {},
-            {}};
+    return backward_of_saved(ctx, gradients[0], "");
   }
 };
 
@@ -247,92 +224,52 @@ void mark_changed(const OptionalTensor& tensor) {
   }
 }
 
-ForwardResult forward_autograd(const at::Tensor& input, const OptionalTensor& z,
-                               const OptionalTensor& weight, const OptionalTensor& bias,
-                               const OptionalTensor& running_mean,
-                               const OptionalTensor& running_var,
-                               const OptionalTensor& num_batches_tracked,
-                               std::optional<double> momentum, double eps, bool channel_last,
-                               bool fuse_relu, c10::string_view group_name) {
-  if (is_transformed(input, z, weight, bias)) {
-    return forward_transformed(input, z, weight, bias, running_mean, running_var,
-                               num_batches_tracked, momentum, eps, channel_last, fuse_relu,
-                               group_name);
-  }
+void mark_changed(const ForwardArguments& a) {
+  mark_changed(a.running_mean);
+  mark_changed(a.running_var);
+  mark_changed(a.num_batches_tracked);
+}
+
+/// Inference mode passes autograd by, but what is overwritten may have been saved outside of it.
+ForwardResult forward_without_node(const ForwardArguments& a) {
   ForwardResult result;
-  if (needs_node(input, z, weight, bias)) {
-    variable_list results = ForwardFunction::apply(
-        input, z, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps,
-        channel_last, fuse_relu, std::string(group_name));
-    result = {results[0], results[1], results[2], results[3]};
-  } else {
+  {
     at::AutoDispatchBelowADInplaceOrView below;
-    result = call_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked,
-                          momentum, eps, channel_last, fuse_relu, group_name);
+    result = call(a);
   }
-  mark_changed(running_mean);
-  mark_changed(running_var);
-  mark_changed(num_batches_tracked);
+  mark_changed(a);
   return result;
 }
 
-BackwardResult backward_autograd(const at::Tensor& grad_output, const at::Tensor& input,
-                                 const OptionalTensor& output, const OptionalTensor& weight,
-                                 const OptionalTensor& bias, const at::Tensor& mean,
-                                 const at::Tensor& invstd_or_var, const OptionalTensor& count,
-                                 double eps, bool channel_last, bool fuse_relu, OutputMask needs,
-                                 c10::string_view group_name) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_transformed(grad_output, input, output, weight, bias),
+ForwardResult forward_autograd(const ForwardArguments& a) {
+  if (is_transformed(a.input, a.z, a.weight, a.bias)) return forward_transformed(a);
+  if (!needs_node(a.input, a.z, a.weight, a.bias)) return forward_without_node(a);
+  const variable_list results = ForwardFunction::apply(a.input, a.z, a.weight, a.bias, a);
+  mark_changed(a);
+  return {results[0], results[1], results[2], results[3]};
+}
+
+BackwardResult backward_autograd(const BackwardArguments& a) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_transformed(a.grad_output, a.input, a.output, a.weight, a.bias),
                               "apex sync batch norm: this derivative is part of a transform of "
                               "torch.func or of a forward-mode derivative, and the batch norm "
                               "itself is not; call the module inside of the transform (or of "
                               "dual_level), too.");
-  if (!needs_node(grad_output, input, output, weight, bias)) {
+  if (!needs_node(a.grad_output, a.input, a.output, a.weight, a.bias)) {
     at::AutoDispatchBelowADInplaceOrView below;
-    return call_backward(grad_output, input, output, weight, bias, mean, invstd_or_var, count, eps,
-                         channel_last, fuse_relu, needs, group_name);
+    return call(a);
   }
-  variable_list results =
-      BackwardFunction::apply(grad_output, input, output, weight, bias, mean, invstd_or_var, count,
-                              eps, channel_last, fuse_relu, needs, std::string(group_name));
+  const variable_list results = BackwardFunction::apply(a.grad_output, a.input, a.weight, a);
   return {results[0], results[1], results[2], results[3]};
 }
 
-at::Tensor inference_autograd(const at::Tensor& input, const OptionalTensor& z,
-                              const OptionalTensor& weight, const OptionalTensor& bias,
-                              const at::Tensor& running_mean, const at::Tensor& running_var,
-                              double eps, bool channel_last, bool fuse_relu) {
-  if (is_transformed(input, z, weight, bias)) {
-    return inference_transformed(input, z, weight, bias, running_mean, running_var, eps,
-                                 channel_last, fuse_relu);
+at::Tensor inference_autograd(const InferenceArguments& a) {
+  if (is_transformed(a.input, a.z, a.weight, a.bias)) return inference_transformed(a);
+  if (needs_node(a.input, a.z, a.weight, a.bias)) {
+    return InferenceFunction::apply(a.input, a.z, a.weight, a.bias, a);
   }
-  if (!needs_node(input, z, weight, bias)) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return call_inference(input, z, weight, bias, running_mean, running_var, eps, channel_last,
-                          fuse_relu);
-  }
-  return InferenceFunction::apply(input, z, weight, bias, running_mean, running_var, eps,
-                                  channel_last, fuse_relu);
-}
-
-/// Inference mode passes autograd by, but what is overwritten may have been saved outside of it.
-ForwardResult forward_in_inference_mode(const at::Tensor& input, const OptionalTensor& z,
-                                        const OptionalTensor& weight, const OptionalTensor& bias,
-                                        const OptionalTensor& running_mean,
-                                        const OptionalTensor& running_var,
-                                        const OptionalTensor& num_batches_tracked,
-                                        std::optional<double> momentum, double eps,
-                                        bool channel_last, bool fuse_relu,
-                                        c10::string_view group_name) {
-  ForwardResult result = [&] {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return call_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked,
-                        momentum, eps, channel_last, fuse_relu, group_name);
-  }();
-  mark_changed(running_mean);
-  mark_changed(running_var);
-  mark_changed(num_batches_tracked);
-  return result;
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call(a);
 }
 
 at::Tensor all_reduce_sum_autograd(const at::Tensor& tensor, c10::string_view group_name) {
@@ -344,12 +281,13 @@ at::Tensor all_reduce_sum_autograd(const at::Tensor& tensor, c10::string_view gr
 
 TORCH_LIBRARY_IMPL(apex, Autograd, m) {
   using namespace apex::parallel::detail;
-  m.impl("sync_batch_norm", &forward_autograd);
-  m.impl("sync_batch_norm_backward", &backward_autograd);
-  m.impl("batch_norm_inference", &inference_autograd);
+  m.impl("sync_batch_norm", &forward_kernel<&forward_autograd>);
+  m.impl("sync_batch_norm_backward", &backward_kernel<&backward_autograd>);
+  m.impl("batch_norm_inference", &inference_kernel<&inference_autograd>);
   m.impl("all_reduce_sum", &all_reduce_sum_autograd);
 }
 
 TORCH_LIBRARY_IMPL(apex, ADInplaceOrView, m) {
-  m.impl("sync_batch_norm", &apex::parallel::detail::forward_in_inference_mode);
+  using namespace apex::parallel::detail;
+  m.impl("sync_batch_norm", &forward_kernel<&forward_without_node>);
 }

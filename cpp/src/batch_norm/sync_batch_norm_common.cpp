@@ -49,19 +49,15 @@ at::Tensor to_layout(const at::Tensor& tensor, MemoryLayout layout) {
   return tensor.movedim(1, -1).contiguous().movedim(-1, 1);
 }
 
-at::Tensor torch_empty(c10::SymIntArrayRef sizes, const at::TensorOptions& options,
-                       std::optional<at::MemoryFormat> format) {
-  return at::empty_symint(sizes, options, format);
-}
-
-at::Tensor empty_in_layout(const at::Tensor& like, MemoryLayout layout, Empty empty) {
+at::Tensor empty_in_layout(const at::Tensor& like, MemoryLayout layout) {
+  const auto& options = like.options();
   if (layout != MemoryLayout::kMovedRows) {
-    return empty(like.sym_sizes(), like.options(), std::nullopt);
+    return at::empty_symint(like.sym_sizes(), options);
   }
   if (const auto format = channels_last_format(like.dim())) {
-    return empty(like.sym_sizes(), like.options(), format);
+    return at::empty_symint(like.sym_sizes(), options, format);
   }
-  return empty(like.movedim(1, -1).sym_sizes(), like.options(), std::nullopt).movedim(-1, 1);
+  return at::empty_symint(like.movedim(1, -1).sym_sizes(), options).movedim(-1, 1);
 }
 
 Sizes sizes_of(const at::Tensor& input, MemoryLayout layout) {
@@ -80,7 +76,7 @@ namespace {
 /// An argument on `meta` would send the whole call there, and memory that nobody has written would
 /// come back.
 void check_device(const OptionalTensor& tensor, const at::Tensor& input, const char* name) {
-  if (tensor.has_value() && tensor->defined()) {
+  if (present(tensor)) {
     TORCH_CHECK_VALUE(tensor->device() == input.device(), "apex sync batch norm: ", name, " is on ",
                       tensor->device(), " and the input on ", input.device(),
                       "; move the module or the input.");
@@ -100,7 +96,7 @@ void check_input(const at::Tensor& input) {
 }
 
 void check_channels(const OptionalTensor& tensor, const c10::SymInt& channels, const char* name) {
-  if (tensor.has_value() && tensor->defined()) {
+  if (present(tensor)) {
     TORCH_CHECK_VALUE(tensor->dim() == 1 && tensor->sym_size(0) == channels,
                       "apex sync batch norm: ", name, " has shape ", tensor->sym_sizes(),
                       " but the input has ", channels,
@@ -112,7 +108,7 @@ void check_channels(const OptionalTensor& tensor, const c10::SymInt& channels, c
 
 /// Of what is updated in place: two channels in one place would both be written.
 void check_own_memory(const OptionalTensor& tensor, const char* name) {
-  if (tensor.has_value() && tensor->defined()) {
+  if (present(tensor)) {
     TORCH_CHECK_VALUE(
         at::has_internal_overlap(*tensor) != at::MemOverlap::Yes, "apex sync batch norm: ", name,
         " is expanded, so its channels share memory and cannot be updated; clone() it first.");
@@ -122,7 +118,7 @@ void check_own_memory(const OptionalTensor& tensor, const char* name) {
 /// What has an element for each of the input's.
 void check_elements(const OptionalTensor& tensor, const at::Tensor& input, bool same_type,
                     const char* name, const char* why) {
-  if (tensor.has_value() && tensor->defined()) {
+  if (present(tensor)) {
     TORCH_CHECK_VALUE(tensor->sym_sizes() == input.sym_sizes() &&
                           (!same_type || tensor->dtype() == input.dtype()),
                       "apex sync batch norm: ", name, " is ", tensor->dtype(), " ",
@@ -135,25 +131,16 @@ bool is_one_number(const at::Tensor& tensor) {
   return tensor.sym_numel() == 1 && tensor.scalar_type() != at::kBool && !tensor.is_complex();
 }
 
-}  // namespace
-
-void check_forward(const at::Tensor& input, const OptionalTensor& z, const OptionalTensor& weight,
-                   const OptionalTensor& bias, const OptionalTensor& running_mean,
-                   const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked,
-                   bool channel_last) {
+void check_parameters(const at::Tensor& input, const OptionalTensor& z,
+                      const OptionalTensor& weight, const OptionalTensor& bias,
+                      const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                      bool channel_last) {
   check_input(input);
   check_device(z, input, "z");
   check_device(weight, input, "weight");
   check_device(bias, input, "bias");
   check_device(running_mean, input, "running_mean");
   check_device(running_var, input, "running_var");
-  check_device(num_batches_tracked, input, "num_batches_tracked");
-  if (num_batches_tracked.has_value() && num_batches_tracked->defined()) {
-    TORCH_CHECK_VALUE(is_one_number(*num_batches_tracked),
-                      "apex sync batch norm: num_batches_tracked is ", num_batches_tracked->dtype(),
-                      " ", num_batches_tracked->sym_sizes(),
-                      "; it has to be one number, e.g. torch.tensor(0).");
-  }
   const c10::SymInt channels = input.sym_size(channel_dim(input, channel_last));
   check_channels(weight, channels, "weight");
   check_channels(bias, channels, "bias");
@@ -163,45 +150,137 @@ void check_forward(const at::Tensor& input, const OptionalTensor& z, const Optio
                  "z is added element by element and has to be of the same kind.");
 }
 
-void check_updated(const OptionalTensor& running_mean, const OptionalTensor& running_var) {
-  check_own_memory(running_mean, "running_mean");
-  check_own_memory(running_var, "running_var");
+OptionalTensor optional_to_layout(const OptionalTensor& tensor, MemoryLayout layout) {
+  return present(tensor) ? OptionalTensor(to_layout(*tensor, layout)) : std::nullopt;
 }
 
-void check_backward(const at::Tensor& grad_output, const at::Tensor& input,
-                    const OptionalTensor& output, const OptionalTensor& weight,
-                    const OptionalTensor& bias, const at::Tensor& mean,
-                    const at::Tensor& invstd_or_var, const OptionalTensor& count,
-                    bool channel_last) {
+}  // namespace
+
+void check(const ForwardArguments& a) {
+  const OptionalTensor& batches = a.num_batches_tracked;
+  check_parameters(a.input, a.z, a.weight, a.bias, a.running_mean, a.running_var, a.channel_last);
+  check_device(batches, a.input, "num_batches_tracked");
+  if (present(batches)) {
+    TORCH_CHECK_VALUE(is_one_number(*batches), "apex sync batch norm: num_batches_tracked is ",
+                      batches->dtype(), " ", batches->sym_sizes(),
+                      "; it has to be one number, e.g. torch.tensor(0).");
+  }
+  check_own_memory(a.running_mean, "running_mean");
+  check_own_memory(a.running_var, "running_var");
+}
+
+void check(const InferenceArguments& a) {
+  check_parameters(a.input, a.z, a.weight, a.bias, a.running_mean, a.running_var, a.channel_last);
+}
+
+void check(const BackwardArguments& a) {
+  const at::Tensor& input = a.input;
   check_input(input);
-  check_device(grad_output, input, "grad_output");
-  check_device(output, input, "output");
-  check_device(weight, input, "weight");
-  check_device(bias, input, "bias");
-  check_device(mean, input, "mean");
-  check_device(invstd_or_var, input, "invstd_or_var");
-  check_device(count, input, "count");
-  TORCH_CHECK_TYPE(is_element_type(grad_output.scalar_type()),
-                   "apex sync batch norm: grad_output is ", grad_output.scalar_type(),
+  check_device(a.grad_output, input, "grad_output");
+  check_device(a.output, input, "output");
+  check_device(a.weight, input, "weight");
+  check_device(a.bias, input, "bias");
+  check_device(a.mean, input, "mean");
+  check_device(a.invstd_or_var, input, "invstd_or_var");
+  check_device(a.count, input, "count");
+  TORCH_CHECK_TYPE(is_element_type(a.grad_output.scalar_type()),
+                   "apex sync batch norm: grad_output is ", a.grad_output.scalar_type(),
                    "; it takes float16, bfloat16, float32 and float64.");
-  check_elements(grad_output, input, /*same_type=*/false, "grad_output",
+  check_elements(a.grad_output, input, /*same_type=*/false, "grad_output",
                  "pass a gradient for each element.");
-  check_elements(output, input, /*same_type=*/true, "output", "pass what the forward returned.");
-  const c10::SymInt channels = input.sym_size(channel_dim(input, channel_last));
-  check_channels(weight, channels, "weight");
-  check_channels(bias, channels, "bias");
-  check_channels(mean, channels, "mean");
-  check_channels(invstd_or_var, channels, "invstd_or_var");
-  if (count.has_value() && count->defined()) {
-    TORCH_CHECK_VALUE(count->sym_numel() == 1 && count->scalar_type() == at::kLong,
-                      "apex sync batch norm: count is ", count->dtype(), " ", count->sym_sizes(),
-                      "; pass the int64 that the forward returned.");
+  check_elements(a.output, input, /*same_type=*/true, "output", "pass what the forward returned.");
+  const c10::SymInt channels = input.sym_size(channel_dim(input, a.channel_last));
+  check_channels(a.weight, channels, "weight");
+  check_channels(a.bias, channels, "bias");
+  check_channels(a.mean, channels, "mean");
+  check_channels(a.invstd_or_var, channels, "invstd_or_var");
+  if (present(a.count)) {
+    TORCH_CHECK_VALUE(a.count->sym_numel() == 1 && a.count->scalar_type() == at::kLong,
+                      "apex sync batch norm: count is ", a.count->dtype(), " ",
+                      a.count->sym_sizes(), "; pass the int64 that the forward returned.");
   }
 }
 
-at::Tensor counter_as_int64(const OptionalTensor& counter) {
-  return counter.has_value() && counter->defined() ? counter->to(at::kLong) : at::Tensor();
+ForwardResult new_results(const ForwardArguments& a, MemoryLayout layout) {
+  const c10::SymInt channels = a.input.sym_size(channel_dim(a.input, a.channel_last));
+  const auto float64 = a.input.options().dtype(at::kDouble);
+  return {empty_in_layout(a.input, layout), at::empty_symint({channels}, float64),
+          at::empty_symint({channels}, float64),
+          at::empty({1}, a.input.options().dtype(at::kLong))};
 }
+
+BackwardResult new_results(const BackwardArguments& a, MemoryLayout layout) {
+  const c10::SymInt channels = a.input.sym_size(channel_dim(a.input, a.channel_last));
+  const auto none = [&] { return at::empty({0}, a.input.options()); };
+  const auto elements = [&](bool needed) {
+    return needed ? empty_in_layout(a.input, layout) : none();
+  };
+  const auto parameter = [&](bool needed, const OptionalTensor& p) {
+    return needed && present(p) ? at::empty_symint({channels}, p->options()) : none();
+  };
+  return {elements(a.needs[0]), elements(a.needs[1] && a.fuse_relu),
+          parameter(a.needs[2], a.weight), parameter(a.needs[3], a.bias)};
+}
+
+namespace {
+
+Peers checked(const ForwardArguments& a) {
+  Peers peers = find_peers(a.group_name);
+  const BeforeExchange checking(peers, Direction::kForward);
+  check(a);
+  return peers;
+}
+
+kernels::ReluMask mask_of(const BackwardArguments& a) {
+  if (!a.fuse_relu) return kernels::ReluMask::kNone;
+  return present(a.output) ? kernels::ReluMask::kOutput : kernels::ReluMask::kRecompute;
+}
+
+kernels::ChannelParam param_or_none(const at::Tensor& gradient) {
+  return gradient.numel() > 0 ? channel_param(gradient) : kernels::ChannelParam{};
+}
+
+}  // namespace
+
+ForwardCall::ForwardCall(const ForwardArguments& a)
+    : peers(checked(a)),
+      layout(layout_of(a.input, a.channel_last)),
+      x(to_layout(a.input, layout)),
+      z(optional_to_layout(a.z, layout)),
+      sizes(sizes_of(x, layout)),
+      results(new_results(a, layout)),
+      output(std::get<0>(results)),
+      mean(std::get<1>(results)),
+      invstd(std::get<2>(results)),
+      count(std::get<3>(results)),
+      counter(present(a.num_batches_tracked) ? a.num_batches_tracked->to(at::kLong)
+                                             : at::Tensor()) {
+  if (!peers) check_more_than_one_value(a.input, sizes.values_per_channel());
+}
+
+InferenceCall::InferenceCall(const InferenceArguments& a)
+    : layout((check(a), layout_of(a.input, a.channel_last))),
+      x(to_layout(a.input, layout)),
+      z(optional_to_layout(a.z, layout)),
+      sizes(sizes_of(x, layout)),
+      output(empty_in_layout(x, layout)) {}
+
+BackwardCall::BackwardCall(const BackwardArguments& a)
+    : layout((check(a), layout_of(a.input, a.channel_last))),
+      x(to_layout(a.input, layout)),
+      dy(to_layout(a.grad_output.to(a.input.scalar_type()), layout)),
+      y(optional_to_layout(a.output, layout)),
+      sizes(sizes_of(x, layout)),
+      training(present(a.count)),
+      peers(training && a.needs[0] ? find_peers(a.group_name) : Peers()),
+      mask(mask_of(a)),
+      results(new_results(a, layout)),
+      dx(std::get<0>(results)),
+      dz(std::get<1>(results)),
+      weight(param_or_none(std::get<2>(results))),
+      bias(param_or_none(std::get<3>(results))),
+      reduces((training && a.needs[0]) || weight.present() || bias.present()),
+      writes_elements(a.needs[0] || dz.numel() > 0) {}
 
 void store_counter(const OptionalTensor& counter, const at::Tensor& counted) {
   if (counted.defined() && !counted.is_same(*counter)) {
@@ -224,7 +303,7 @@ void check_more_than_one_value(const at::Tensor& input, int64_t values_over_all_
 
 kernels::ChannelParam channel_param(const OptionalTensor& tensor) {
   using kernels::ParamType;
-  if (!tensor.has_value() || !tensor->defined()) {
+  if (!present(tensor)) {
     return {};
   }
   const int64_t stride = tensor->stride(0);

@@ -29,12 +29,8 @@ enum class MemoryLayout {
 MemoryLayout layout_of(const at::Tensor& input, bool channel_last);
 at::Tensor to_layout(const at::Tensor& tensor, MemoryLayout layout);
 
-/// Makes a tensor whose values are not set.
-using Empty = at::Tensor (*)(c10::SymIntArrayRef sizes, const at::TensorOptions& options,
-                             std::optional<at::MemoryFormat> format);
-at::Tensor torch_empty(c10::SymIntArrayRef sizes, const at::TensorOptions& options,
-                       std::optional<at::MemoryFormat> format);
-at::Tensor empty_in_layout(const at::Tensor& like, MemoryLayout layout, Empty empty = &torch_empty);
+/// A tensor like this one, whose values are not set.
+at::Tensor empty_in_layout(const at::Tensor& like, MemoryLayout layout);
 
 /// The sizes that kernels see. With `rows` there are batch * plane rows of `channels` values.
 struct Sizes {
@@ -47,25 +43,146 @@ Sizes sizes_of(const at::Tensor& input, MemoryLayout layout);
 /// The dimension of `input` that holds the channels.
 int64_t channel_dim(const at::Tensor& input, bool channel_last);
 
+inline bool present(const OptionalTensor& tensor) {
+  return tensor.has_value() && tensor->defined();
+}
+
+/// What the operators are called with, in the order of their schemas. They refer to what the caller
+/// holds.
+struct ForwardArguments {
+  const at::Tensor& input;
+  const OptionalTensor& z;
+  const OptionalTensor& weight;
+  const OptionalTensor& bias;
+  const OptionalTensor& running_mean;
+  const OptionalTensor& running_var;
+  const OptionalTensor& num_batches_tracked;
+  std::optional<double> momentum;
+  double eps;
+  bool channel_last;
+  bool fuse_relu;
+  c10::string_view group_name;
+};
+
+struct InferenceArguments {
+  const at::Tensor& input;
+  const OptionalTensor& z;
+  const OptionalTensor& weight;
+  const OptionalTensor& bias;
+  const at::Tensor& running_mean;
+  const at::Tensor& running_var;
+  double eps;
+  bool channel_last;
+  bool fuse_relu;
+};
+
+/// Which gradients the caller wants: input, z, weight, bias.
+using OutputMask = std::array<bool, 4>;
+
+struct BackwardArguments {
+  const at::Tensor& grad_output;
+  const at::Tensor& input;
+  const OptionalTensor& output;
+  const OptionalTensor& weight;
+  const OptionalTensor& bias;
+  const at::Tensor& mean;
+  const at::Tensor& invstd_or_var;
+  const OptionalTensor& count;
+  double eps;
+  bool channel_last;
+  bool fuse_relu;
+  OutputMask needs;
+  c10::string_view group_name;
+};
+
+using ForwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using BackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+/// Kernels with the signatures of the schemas, for the dispatcher.
+template <ForwardResult (*kRun)(const ForwardArguments&)>
+ForwardResult forward_kernel(const at::Tensor& input, const OptionalTensor& z,
+                             const OptionalTensor& weight, const OptionalTensor& bias,
+                             const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                             const OptionalTensor& num_batches_tracked,
+                             std::optional<double> momentum, double eps, bool channel_last,
+                             bool fuse_relu, c10::string_view group_name) {
+  return kRun({input, z, weight, bias, running_mean, running_var, num_batches_tracked, momentum,
+               eps, channel_last, fuse_relu, group_name});
+}
+
+template <at::Tensor (*kRun)(const InferenceArguments&)>
+at::Tensor inference_kernel(const at::Tensor& input, const OptionalTensor& z,
+                            const OptionalTensor& weight, const OptionalTensor& bias,
+                            const at::Tensor& running_mean, const at::Tensor& running_var,
+                            double eps, bool channel_last, bool fuse_relu) {
+  return kRun({input, z, weight, bias, running_mean, running_var, eps, channel_last, fuse_relu});
+}
+
+template <BackwardResult (*kRun)(const BackwardArguments&)>
+BackwardResult backward_kernel(const at::Tensor& grad_output, const at::Tensor& input,
+                               const OptionalTensor& output, const OptionalTensor& weight,
+                               const OptionalTensor& bias, const at::Tensor& mean,
+                               const at::Tensor& invstd_or_var, const OptionalTensor& count,
+                               double eps, bool channel_last, bool fuse_relu, OutputMask needs,
+                               c10::string_view group_name) {
+  return kRun({grad_output, input, output, weight, bias, mean, invstd_or_var, count, eps,
+               channel_last, fuse_relu, needs, group_name});
+}
+
 /// Refuses, with a ValueError, what the operators cannot honour. Works on fake tensors, too.
-void check_forward(const at::Tensor& input, const OptionalTensor& z, const OptionalTensor& weight,
-                   const OptionalTensor& bias, const OptionalTensor& running_mean,
-                   const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked,
-                   bool channel_last);
+/// Kernels trust what passes.
+void check(const ForwardArguments& a);
+void check(const InferenceArguments& a);
+void check(const BackwardArguments& a);
 
-/// The same for the running statistics of a training batch, which are written.
-void check_updated(const OptionalTensor& running_mean, const OptionalTensor& running_var);
+/// Results that nobody has written yet. Gradients that `a.needs` does not ask for are empty.
+ForwardResult new_results(const ForwardArguments& a, MemoryLayout layout);
+BackwardResult new_results(const BackwardArguments& a, MemoryLayout layout);
 
-/// The same for the backward operator: kernels trust what passes.
-void check_backward(const at::Tensor& grad_output, const at::Tensor& input,
-                    const OptionalTensor& output, const OptionalTensor& weight,
-                    const OptionalTensor& bias, const at::Tensor& mean,
-                    const at::Tensor& invstd_or_var, const OptionalTensor& count,
-                    bool channel_last);
+/// A training batch before anything is computed, on every device: checked, in one layout, with
+/// memory for the results. If a check fails, the other ranks are told.
+struct ForwardCall {
+  explicit ForwardCall(const ForwardArguments& a);
 
-/// The counter of batches as an int64, which is what kernels count in: a copy where it is of
-/// another type. Undefined without one.
-at::Tensor counter_as_int64(const OptionalTensor& counter);
+  const Peers peers;
+  const MemoryLayout layout;
+  const at::Tensor x;
+  const OptionalTensor z;
+  const Sizes sizes;
+  const ForwardResult results;
+  const at::Tensor output, mean, invstd, count;  ///< of the results
+  /// Of batches, as an int64, which is what kernels count in: a copy where it is of another type.
+  /// Undefined without one.
+  const at::Tensor counter;
+};
+
+struct InferenceCall {
+  explicit InferenceCall(const InferenceArguments& a);
+
+  const MemoryLayout layout;
+  const at::Tensor x;
+  const OptionalTensor z;
+  const Sizes sizes;
+  const at::Tensor output;
+};
+
+struct BackwardCall {
+  explicit BackwardCall(const BackwardArguments& a);
+
+  const MemoryLayout layout;
+  const at::Tensor x, dy;
+  const OptionalTensor y;
+  const Sizes sizes;
+  const bool training;
+  const Peers peers;
+  const kernels::ReluMask mask;
+  const BackwardResult results;
+  const at::Tensor dx, dz;                   ///< of the results
+  const kernels::ChannelParam weight, bias;  ///< their gradients; absent if nobody wants them
+  const bool reduces;                        ///< sums over a channel are needed
+  const bool writes_elements;                ///< dx or dz is
+};
+
 /// Writes back what was counted in a copy.
 void store_counter(const OptionalTensor& counter, const at::Tensor& counted);
 
@@ -79,15 +196,9 @@ kernels::ChannelStatistics channel_statistics(const at::Tensor& mean,
                                               const at::Tensor& invstd_or_var, bool constant,
                                               double eps);
 
-using ForwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using BackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
-/// Which gradients the caller wants: input, z, weight, bias.
-using OutputMask = std::array<bool, 4>;
-
-/// Calls `f` with a value of the C++ type of `type`.
+/// Calls `f` with a value of the C++ type of `type`, and returns what it does.
 template <typename F>
-void visit_element_type(at::ScalarType type, F&& f) {
+auto visit_element_type(at::ScalarType type, F&& f) {
   switch (type) {
     case at::kFloat:
       return f(float{});

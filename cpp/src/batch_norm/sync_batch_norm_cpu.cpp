@@ -1,16 +1,15 @@
 // The batch-norm operators on the CPU: splits the work over threads, does what is per channel, and
 // talks to the other ranks once per direction.
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <vector>
 
-#include "batch_norm/cpu_memory_cache.h"
 #include "batch_norm/sync_batch_norm_common.h"
 #include "kernels/processor_cache.h"
 
@@ -29,19 +28,6 @@ int64_t grain(int64_t elements_per_item) {
   return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_per_item));
 }
 
-/// A new result of the size of the input, where an old one was if there is one that nobody uses any
-/// more.
-at::Tensor new_result(const at::Tensor& like, MemoryLayout layout) {
-  return empty_in_layout(like, layout,
-                         [](c10::SymIntArrayRef sizes, const at::TensorOptions& options,
-                            std::optional<at::MemoryFormat> format) {
-                           return at::Tensor(at::detail::empty_generic(
-                               C10_AS_INTARRAYREF_SLOW(sizes), cpu_cache_allocator(),
-                               c10::DispatchKeySet(c10::DispatchKey::CPU),
-                               c10::typeMetaToScalarType(options.dtype()), format));
-                         });
-}
-
 /// Whether a pass over `arrays` arrays like this one writes its result past the caches: once they
 /// together are more than half of the last cache (others use it, too), whoever reads the result
 /// will not find it there.
@@ -51,14 +37,7 @@ bool outgrows_cache(const at::Tensor& like, int arrays) {
 
 template <typename T>
 const T* data_or_null(const OptionalTensor& tensor) {
-  return tensor.has_value() && tensor->defined() ? tensor->const_data_ptr<T>() : nullptr;
-}
-
-OptionalTensor optional_to_layout(const OptionalTensor& tensor, MemoryLayout layout) {
-  if (tensor.has_value() && tensor->defined()) {
-    return to_layout(*tensor, layout);
-  }
-  return std::nullopt;
+  return present(tensor) ? tensor->const_data_ptr<T>() : nullptr;
 }
 
 /// One entry per channel of each coefficient, as the row kernels want them.
@@ -181,120 +160,107 @@ void normalize(const T* x, const T* z, T* y, const Sizes& sizes, const double* m
   });
 }
 
-ForwardResult forward_cpu(const at::Tensor& input, const OptionalTensor& z,
-                          const OptionalTensor& weight, const OptionalTensor& bias,
-                          const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                          const OptionalTensor& num_batches_tracked, std::optional<double> momentum,
-                          double eps, bool channel_last, bool fuse_relu,
-                          c10::string_view group_name) {
-  const Peers peers = find_peers(group_name);
-  {
-    const BeforeExchange checking(peers, Direction::kForward);
-    check_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked,
-                  channel_last);
-    check_updated(running_mean, running_var);
-  }
-  const MemoryLayout layout = layout_of(input, channel_last);
-  const at::Tensor x = to_layout(input, layout);
-  const OptionalTensor added = optional_to_layout(z, layout);
-  const Sizes sizes = sizes_of(x, layout);
-  const int64_t channels = sizes.planes.channels;
-  if (!peers) {
-    check_more_than_one_value(input, sizes.values_per_channel());
-  }
+/// Where the statistics of a batch go.
+struct KeptStatistics {
+  double* mean;
+  double* invstd;
+  ChannelParam running_mean, running_var;
+  double factor, eps;
 
-  const auto float64 = input.options().dtype(at::kDouble);
-  at::Tensor output = new_result(x, layout);
-  at::Tensor mean = at::empty({channels}, float64);
-  at::Tensor invstd = at::empty({channels}, float64);
-  at::Tensor count = at::empty({1}, input.options().dtype(at::kLong));
-  double* means = mean.mutable_data_ptr<double>();
-  double* invstds = invstd.mutable_data_ptr<double>();
-
-  const Affine affine{channel_param(weight), channel_param(bias)};
-  const ChannelParam r_mean = channel_param(running_mean);
-  const ChannelParam r_var = channel_param(running_var);
-  int64_t batches = 0;
-  const at::Tensor counter = counter_as_int64(num_batches_tracked);
-  if (counter.defined()) {
-    batches = *counter.const_data_ptr<int64_t>() + 1;
+  void keep(int64_t c, const Welford<double>& all) const {
+    mean[c] = all.mean;
+    invstd[c] = kernels::inverse_deviation(all, eps);
+    running_mean.store(c, kernels::update_running_mean(running_mean.load(c, 0), all, factor));
+    running_var.store(c, kernels::update_running_var(running_var.load(c, 0), all, factor));
   }
-  const double factor = kernels::running_factor(momentum.value_or(kernels::kNoMomentum), batches);
-  const auto finish_channel = [&](int64_t c, const Welford<double>& all) {
-    means[c] = all.mean;
-    invstds[c] = kernels::inverse_deviation(all, eps);
-    r_mean.store(c, kernels::update_running_mean(r_mean.load(c, 0), all, factor));
-    r_var.store(c, kernels::update_running_var(r_var.load(c, 0), all, factor));
-  };
+};
 
-  visit_element_type(input.scalar_type(), [&](auto tag) {
-    using T = decltype(tag);
-    using Acc = typename CpuKernels<T>::Acc;
-    const T* from = x.const_data_ptr<T>();
-    const T* plus = data_or_null<T>(added);
-    T* to = output.mutable_data_ptr<T>();
-    const double local_count = static_cast<double>(sizes.values_per_channel());
-    const bool stream = outgrows_cache(x, added.has_value() ? 3 : 2);
-    if (!peers && !sizes.rows) {
-      // Nobody to wait for: a channel is normalized while it is still in the cache.
-      const CpuKernels<T>& k = kernels::cpu_kernels<T>();
-      at::parallel_for(0, channels, grain(sizes.values_per_channel()), [&](int64_t b, int64_t e) {
-        for (int64_t c = b; c < e; ++c) {
-          finish_channel(c, k.planes_statistics(from, sizes.planes, c));
-          k.planes_normalize(from, plus, to, sizes.planes, c,
-                             affine.coefficients<Acc>(c, means[c], invstds[c]), fuse_relu, stream);
-        }
-      });
-      *count.mutable_data_ptr<int64_t>() = sizes.values_per_channel();
-      return;
-    }
-    at::Tensor record = at::empty({kernels::statistics_length(channels)}, float64);
-    double* local = record.mutable_data_ptr<double>();
-    local_statistics(from, sizes, local, local + channels);
-    local[2 * channels] = local_count;
-    const at::Tensor gathered =
-        peers ? all_gather(peers, record, Direction::kForward, channels) : record;
-    const int64_t ranks = peers ? peers.group->getSize() : 1;
-    const double* records = gathered.const_data_ptr<double>();
-    double total = 0;
-    for (int64_t rank = 0; rank < ranks; ++rank) {
-      total += records[(rank + 1) * kernels::statistics_length(channels) - 1];
-    }
-    check_more_than_one_value(input, static_cast<int64_t>(total));
-    for (int64_t c = 0; c < channels; ++c) {
-      finish_channel(c, kernels::merge_ranks(records, ranks, channels, c));
-    }
-    *count.mutable_data_ptr<int64_t>() = static_cast<int64_t>(total);
-    normalize(from, plus, to, sizes, means, invstds, affine, fuse_relu, stream);
-  });
-  if (counter.defined()) {
-    *counter.mutable_data_ptr<int64_t>() = batches;
-    store_counter(num_batches_tracked, counter);
+/// Merges every rank's statistics, of which `record` holds this one's. Returns the number of values
+/// of a channel.
+int64_t merge_statistics(const at::Tensor& input, const ForwardCall& call, const at::Tensor& record,
+                         const KeptStatistics& kept) {
+  const int64_t channels = call.sizes.planes.channels;
+  const at::Tensor gathered =
+      call.peers ? all_gather(call.peers, record, Direction::kForward, channels) : record;
+  const int64_t ranks = call.peers ? call.peers.group->getSize() : 1;
+  const double* records = gathered.const_data_ptr<double>();
+  double total = 0;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    total += records[(rank + 1) * kernels::statistics_length(channels) - 1];
   }
-  return {output, mean, invstd, count};
+  check_more_than_one_value(input, static_cast<int64_t>(total));
+  for (int64_t c = 0; c < channels; ++c) {
+    kept.keep(c, kernels::merge_ranks(records, ranks, channels, c));
+  }
+  return static_cast<int64_t>(total);
 }
 
-at::Tensor inference_cpu(const at::Tensor& input, const OptionalTensor& z,
-                         const OptionalTensor& weight, const OptionalTensor& bias,
-                         const at::Tensor& running_mean, const at::Tensor& running_var, double eps,
-                         bool channel_last, bool fuse_relu) {
-  check_forward(input, z, weight, bias, running_mean, running_var, std::nullopt, channel_last);
-  const MemoryLayout layout = layout_of(input, channel_last);
-  const at::Tensor x = to_layout(input, layout);
-  const OptionalTensor added = optional_to_layout(z, layout);
-  const Sizes sizes = sizes_of(x, layout);
+/// Returns the number of values of a channel, over all ranks.
+template <typename T>
+int64_t forward_as(const ForwardArguments& a, const ForwardCall& call, const KeptStatistics& kept) {
+  using Acc = typename CpuKernels<T>::Acc;
+  const Sizes& sizes = call.sizes;
   const int64_t channels = sizes.planes.channels;
+  const int64_t values = sizes.values_per_channel();
+  const Affine affine{channel_param(a.weight), channel_param(a.bias)};
+  const T* x = call.x.const_data_ptr<T>();
+  const T* z = data_or_null<T>(call.z);
+  T* y = call.output.mutable_data_ptr<T>();
+  const bool stream = outgrows_cache(call.x, z != nullptr ? 3 : 2);
+  if (!call.peers && !sizes.rows) {
+    // Nobody to wait for: a channel is normalized while it is still in the cache.
+    const CpuKernels<T>& k = kernels::cpu_kernels<T>();
+    at::parallel_for(0, channels, grain(values), [&](int64_t b, int64_t e) {
+      for (int64_t c = b; c < e; ++c) {
+        kept.keep(c, k.planes_statistics(x, sizes.planes, c));
+        k.planes_normalize(x, z, y, sizes.planes, c,
+                           affine.coefficients<Acc>(c, kept.mean[c], kept.invstd[c]), a.fuse_relu,
+                           stream);
+      }
+    });
+    return values;
+  }
+  at::Tensor record = at::empty({kernels::statistics_length(channels)}, call.mean.options());
+  double* local = record.mutable_data_ptr<double>();
+  local_statistics(x, sizes, local, local + channels);
+  local[2 * channels] = static_cast<double>(values);
+  const int64_t total = merge_statistics(a.input, call, record, kept);
+  normalize(x, z, y, sizes, kept.mean, kept.invstd, affine, a.fuse_relu, stream);
+  return total;
+}
+
+ForwardResult forward_cpu(const ForwardArguments& a) {
+  const ForwardCall call(a);
+  const int64_t batches = call.counter.defined() ? *call.counter.const_data_ptr<int64_t>() + 1 : 0;
+  const KeptStatistics kept{
+      call.mean.mutable_data_ptr<double>(),
+      call.invstd.mutable_data_ptr<double>(),
+      channel_param(a.running_mean),
+      channel_param(a.running_var),
+      kernels::running_factor(a.momentum.value_or(kernels::kNoMomentum), batches),
+      a.eps};
+  *call.count.mutable_data_ptr<int64_t>() = visit_element_type(
+      a.input.scalar_type(), [&](auto tag) { return forward_as<decltype(tag)>(a, call, kept); });
+  if (call.counter.defined()) {
+    *call.counter.mutable_data_ptr<int64_t>() = batches;
+    store_counter(a.num_batches_tracked, call.counter);
+  }
+  return call.results;
+}
+
+at::Tensor inference_cpu(const InferenceArguments& a) {
+  const InferenceCall call(a);
   const LoadedStatistics statistics(
-      channel_statistics(running_mean, running_var, /*constant=*/true, eps), channels);
-  at::Tensor output = new_result(x, layout);
-  visit_element_type(input.scalar_type(), [&](auto tag) {
+      channel_statistics(a.running_mean, a.running_var, /*constant=*/true, a.eps),
+      call.sizes.planes.channels);
+  visit_element_type(a.input.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
-    normalize(x.const_data_ptr<T>(), data_or_null<T>(added), output.mutable_data_ptr<T>(), sizes,
-              statistics.mean.data(), statistics.invstd.data(),
-              Affine{channel_param(weight), channel_param(bias)}, fuse_relu,
-              outgrows_cache(x, added.has_value() ? 3 : 2));
+    normalize(call.x.const_data_ptr<T>(), data_or_null<T>(call.z),
+              call.output.mutable_data_ptr<T>(), call.sizes, statistics.mean.data(),
+              statistics.invstd.data(), Affine{channel_param(a.weight), channel_param(a.bias)},
+              a.fuse_relu, outgrows_cache(call.x, present(call.z) ? 3 : 2));
   });
-  return output;
+  return call.output;
 }
 
 /// Into sum_dy[channels] and sum_dy_xmu[channels], which hold zeros.
@@ -330,148 +296,144 @@ void local_reduction(const T* dy, const T* x, const T* y, const Sizes& sizes,
       });
 }
 
-BackwardResult backward_cpu(const at::Tensor& grad_output, const at::Tensor& input,
-                            const OptionalTensor& output, const OptionalTensor& weight,
-                            const OptionalTensor& bias, const at::Tensor& mean,
-                            const at::Tensor& invstd_or_var, const OptionalTensor& count,
-                            double eps, bool channel_last, bool fuse_relu, OutputMask needs,
-                            c10::string_view group_name) {
-  check_backward(grad_output, input, output, weight, bias, mean, invstd_or_var, count,
-                 channel_last);
-  const MemoryLayout layout = layout_of(input, channel_last);
-  const at::Tensor x = to_layout(input, layout);
-  const at::Tensor dy = to_layout(grad_output.to(input.scalar_type()), layout);
-  const OptionalTensor out = optional_to_layout(output, layout);
-  const Sizes sizes = sizes_of(x, layout);
-  const int64_t channels = sizes.planes.channels;
-  const bool training = count.has_value() && count->defined();
-  const ReluMask mask = !fuse_relu        ? ReluMask::kNone
-                        : out.has_value() ? ReluMask::kOutput
-                                          : ReluMask::kRecompute;
-  const Peers peers = training && needs[0] ? find_peers(group_name) : Peers();
-  const Affine affine{channel_param(weight), channel_param(bias)};
-
-  const auto none = [&] { return at::empty({0}, input.options()); };
-  const auto param_gradient = [&](bool needed, const OptionalTensor& parameter) {
-    return needed && parameter.has_value() && parameter->defined()
-               ? at::empty({channels}, parameter->options())
-               : none();
-  };
-  at::Tensor dx = needs[0] ? new_result(x, layout) : none();
-  at::Tensor dz = needs[1] && fuse_relu ? new_result(x, layout) : none();
-  at::Tensor dweight = param_gradient(needs[2], weight);
-  at::Tensor dbias = param_gradient(needs[3], bias);
-  const ChannelParam to_weight =
-      dweight.size(0) == channels ? channel_param(dweight) : ChannelParam{};
-  const ChannelParam to_bias = dbias.size(0) == channels ? channel_param(dbias) : ChannelParam{};
-  const bool writes_elements = needs[0] || dz.numel() > 0;
-  const bool reduces = (training && needs[0]) || to_weight.present() || to_bias.present();
-
-  const LoadedStatistics statistics(channel_statistics(mean, invstd_or_var, !training, eps),
-                                    channels);
-  const std::vector<double>& means = statistics.mean;
-  const std::vector<double>& invstds = statistics.invstd;
-  const double total = training ? static_cast<double>(*count->const_data_ptr<int64_t>()) : 0.0;
-
-  visit_element_type(input.scalar_type(), [&](auto tag) {
-    using T = decltype(tag);
-    using Acc = typename CpuKernels<T>::Acc;
-    const CpuKernels<T>& k = kernels::cpu_kernels<T>();
-    const T* gradient = dy.const_data_ptr<T>();
-    const T* values = x.const_data_ptr<T>();
-    const T* outputs = data_or_null<T>(out);
-    T* to_x = needs[0] ? dx.mutable_data_ptr<T>() : nullptr;
-    T* to_z = dz.numel() > 0 ? dz.mutable_data_ptr<T>() : nullptr;
-    at::Tensor unused;
-    if (writes_elements && to_x == nullptr) {  // the kernels always write dx
-      unused = new_result(x, layout);
-      to_x = unused.mutable_data_ptr<T>();
+/// A backward of elements of type T.
+template <typename T>
+class BackwardOf {
+ public:
+  BackwardOf(const BackwardArguments& a, const BackwardCall& call)
+      : call_(call),
+        dy_(call.dy.const_data_ptr<T>()),
+        x_(call.x.const_data_ptr<T>()),
+        y_(data_or_null<T>(call.y)),
+        dx_(call.dx.numel() > 0 ? call.dx.mutable_data_ptr<T>() : nullptr),
+        dz_(call.dz.numel() > 0 ? call.dz.mutable_data_ptr<T>() : nullptr),
+        statistics_(channel_statistics(a.mean, a.invstd_or_var, !call.training, a.eps), channels()),
+        affine_{channel_param(a.weight), channel_param(a.bias)},
+        total_(call.training ? static_cast<double>(*a.count->const_data_ptr<int64_t>()) : 0.0),
+        stream_(outgrows_cache(call.x, 3)),
+        forward_(channels()) {
+    if (call.writes_elements && dx_ == nullptr) {  // the kernels always write dx
+      unused_ = at::empty_like(call.x);
+      dx_ = unused_.mutable_data_ptr<T>();
     }
-
-    const bool stream = outgrows_cache(x, 3);
-    RowCoefficients<Acc> forward(channels);
-    for (int64_t c = 0; c < channels; ++c) {
-      const auto f = affine.coefficients<Acc>(c, means[c], invstds[c]);
-      forward.set(c, f.high, f.scale, f.shift);
+    for (int64_t c = 0; c < channels(); ++c) {
+      const auto f =
+          affine_.template coefficients<Acc>(c, statistics_.mean[c], statistics_.invstd[c]);
+      forward_.set(c, f.high, f.scale, f.shift);
     }
-    const auto forward_of = [&](int64_t c) {
-      return kernels::NormalizeCoefficients<Acc>{forward.columns[0][c], forward.columns[1][c],
-                                                 forward.columns[2][c]};
-    };
-    // The kernels measure from `high`; the rest of the mean is taken off here.
-    const auto from_mean = [&](int64_t c, double sum_dy, double sum_dy_high) {
-      return sum_dy_high - (means[c] - static_cast<double>(forward.columns[0][c])) * sum_dy;
-    };
-    const auto store_parameters = [&](int64_t c, double sum_dy, double sum_dy_xmu) {
-      to_weight.store(c, sum_dy_xmu * invstds[c]);
-      to_bias.store(c, sum_dy);
-    };
-    const auto backward_of = [&](int64_t c, double sum_dy, double sum_dy_xmu) {
-      return kernels::gradient_coefficients<Acc>(means[c], invstds[c], affine.weight.load(c, 1),
-                                                 sum_dy, sum_dy_xmu, total);
-    };
+  }
 
-    if (!peers && !sizes.rows) {  // one channel after the other, while it is in the cache
-      at::parallel_for(0, channels, grain(sizes.values_per_channel()), [&](int64_t b, int64_t e) {
-        for (int64_t c = b; c < e; ++c) {
-          kernels::ReduceResult sums{0, 0};
-          if (reduces) {
-            sums = k.planes_reduce(gradient, values, outputs, sizes.planes, c, forward_of(c), mask);
-            sums.sum_dy_xmu = from_mean(c, sums.sum_dy, sums.sum_dy_xmu);
-            store_parameters(c, sums.sum_dy, sums.sum_dy_xmu);
-          }
-          if (writes_elements) {
-            k.planes_gradient(gradient, values, outputs, to_x, to_z, sizes.planes, c, forward_of(c),
-                              backward_of(c, sums.sum_dy, sums.sum_dy_xmu), mask, stream);
-          }
-        }
-      });
-      return;
-    }
-
-    at::Tensor sums = at::zeros({2 * channels}, mean.options().dtype(at::kDouble));
-    double* sum_dy = sums.mutable_data_ptr<double>();
-    double* sum_dy_xmu = sum_dy + channels;
-    if (reduces) {
-      local_reduction(gradient, values, outputs, sizes, forward, mask, sum_dy, sum_dy_xmu);
-      for (int64_t c = 0; c < channels; ++c) {
-        sum_dy_xmu[c] = from_mean(c, sum_dy[c], sum_dy_xmu[c]);
-        store_parameters(c, sum_dy[c], sum_dy_xmu[c]);
+  void run(const at::TensorOptions& float64) {
+    if (!call_.peers && !call_.sizes.rows) return one_channel_after_the_other();
+    at::Tensor sums = at::zeros({2 * channels()}, float64);
+    double* const sum_dy = sums.mutable_data_ptr<double>();
+    double* const sum_dy_xmu = sum_dy + channels();
+    if (call_.reduces) {
+      local_reduction(dy_, x_, y_, call_.sizes, forward_, call_.mask, sum_dy, sum_dy_xmu);
+      for (int64_t c = 0; c < channels(); ++c) {
+        const kernels::ReduceResult complete = finish(c, {sum_dy[c], sum_dy_xmu[c]});
+        sum_dy_xmu[c] = complete.sum_dy_xmu;
       }
     }
-    if (peers) {
-      all_reduce(peers, sums, Direction::kBackward, channels);
-    }
-    if (!writes_elements) {
-      return;
-    }
-    if (!sizes.rows) {
-      at::parallel_for(0, channels, grain(sizes.values_per_channel()), [&](int64_t b, int64_t e) {
+    if (call_.peers) all_reduce(call_.peers, sums, Direction::kBackward, channels());
+    if (call_.writes_elements) write(sum_dy, sum_dy_xmu);
+  }
+
+ private:
+  using Acc = typename CpuKernels<T>::Acc;
+
+  int64_t channels() const { return call_.sizes.planes.channels; }
+
+  /// While it is in the cache.
+  void one_channel_after_the_other() {
+    const kernels::Planes& planes = call_.sizes.planes;
+    at::parallel_for(0, channels(), grain(values()), [&](int64_t b, int64_t e) {
+      for (int64_t c = b; c < e; ++c) {
+        kernels::ReduceResult sums{0, 0};
+        if (call_.reduces) {
+          sums = finish(c, k_.planes_reduce(dy_, x_, y_, planes, c, forward_of(c), call_.mask));
+        }
+        if (call_.writes_elements) {
+          k_.planes_gradient(dy_, x_, y_, dx_, dz_, planes, c, forward_of(c),
+                             backward_of(c, sums.sum_dy, sums.sum_dy_xmu), call_.mask, stream_);
+        }
+      }
+    });
+  }
+
+  void write(const double* sum_dy, const double* sum_dy_xmu) {
+    if (!call_.sizes.rows) {
+      at::parallel_for(0, channels(), grain(values()), [&](int64_t b, int64_t e) {
         for (int64_t c = b; c < e; ++c) {
-          k.planes_gradient(gradient, values, outputs, to_x, to_z, sizes.planes, c, forward_of(c),
-                            backward_of(c, sum_dy[c], sum_dy_xmu[c]), mask, stream);
+          k_.planes_gradient(dy_, x_, y_, dx_, dz_, call_.sizes.planes, c, forward_of(c),
+                             backward_of(c, sum_dy[c], sum_dy_xmu[c]), call_.mask, stream_);
         }
       });
       return;
     }
-    RowCoefficients<Acc> backward(channels);
-    for (int64_t c = 0; c < channels; ++c) {
+    RowCoefficients<Acc> backward(channels());
+    for (int64_t c = 0; c < channels(); ++c) {
       const auto g = backward_of(c, sum_dy[c], sum_dy_xmu[c]);
       backward.set(c, g.dy_scale, g.x_scale, g.shift);
     }
-    at::parallel_for(0, sizes.values_per_channel(), grain(channels), [&](int64_t b, int64_t e) {
-      k.rows_gradient(gradient, values, outputs, to_x, to_z, b, e, channels, forward.columns,
-                      backward.columns, mask, stream);
+    at::parallel_for(0, values(), grain(channels()), [&](int64_t b, int64_t e) {
+      k_.rows_gradient(dy_, x_, y_, dx_, dz_, b, e, channels(), forward_.columns, backward.columns,
+                       call_.mask, stream_);
     });
+  }
+
+  /// The sums of a channel, measured from its mean, after storing the gradients of its parameters.
+  kernels::ReduceResult finish(int64_t c, kernels::ReduceResult sums) const {
+    // The kernels measure from `high`; the rest of the mean is taken off here.
+    sums.sum_dy_xmu -=
+        (statistics_.mean[c] - static_cast<double>(forward_.columns[0][c])) * sums.sum_dy;
+    call_.weight.store(c, sums.sum_dy_xmu * statistics_.invstd[c]);
+    call_.bias.store(c, sums.sum_dy);
+    return sums;
+  }
+
+  kernels::NormalizeCoefficients<Acc> forward_of(int64_t c) const {
+    return {forward_.columns[0][c], forward_.columns[1][c], forward_.columns[2][c]};
+  }
+
+  kernels::GradientCoefficients<Acc> backward_of(int64_t c, double sum_dy,
+                                                 double sum_dy_xmu) const {
+    return kernels::gradient_coefficients<Acc>(statistics_.mean[c], statistics_.invstd[c],
+                                               affine_.weight.load(c, 1), sum_dy, sum_dy_xmu,
+                                               total_);
+  }
+
+  int64_t values() const { return call_.sizes.values_per_channel(); }
+
+  const CpuKernels<T>& k_ = kernels::cpu_kernels<T>();
+  const BackwardCall& call_;
+  const T* const dy_;
+  const T* const x_;
+  const T* const y_;
+  T* dx_;
+  T* const dz_;
+  at::Tensor unused_;
+  const LoadedStatistics statistics_;
+  const Affine affine_;
+  const double total_;
+  const bool stream_;
+  RowCoefficients<Acc> forward_;
+};
+
+BackwardResult backward_cpu(const BackwardArguments& a) {
+  const BackwardCall call(a);
+  visit_element_type(a.input.scalar_type(), [&](auto tag) {
+    BackwardOf<decltype(tag)>(a, call).run(a.mean.options().dtype(at::kDouble));
   });
-  return {dx, dz, dweight, dbias};
+  return call.results;
 }
 
 }  // namespace
 }  // namespace apex::parallel::detail
 
 TORCH_LIBRARY_IMPL(apex, CPU, m) {
-  m.impl("sync_batch_norm", &apex::parallel::detail::forward_cpu);
-  m.impl("sync_batch_norm_backward", &apex::parallel::detail::backward_cpu);
-  m.impl("batch_norm_inference", &apex::parallel::detail::inference_cpu);
+  using namespace apex::parallel::detail;
+  m.impl("sync_batch_norm", &forward_kernel<&forward_cpu>);
+  m.impl("sync_batch_norm_backward", &backward_kernel<&backward_cpu>);
+  m.impl("batch_norm_inference", &inference_kernel<&inference_cpu>);
 }

@@ -42,102 +42,118 @@ class Channels {
   std::vector<int64_t> others_;
 };
 
-}  // namespace
+/// What the second derivative is made of, in the type that it is computed in: see above.
+struct Terms {
+  explicit Terms(const BackwardArguments& a);
 
-DoubleBackwardResult double_backward(const BackwardCall& call, const at::Tensor& gg_input,
-                                     const at::Tensor& gg_z, const at::Tensor& gg_weight,
-                                     const at::Tensor& gg_bias) {
-  const auto acc = call.input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const Channels channels(call.input, call.channel_last);
-  const bool training = call.count.has_value() && call.count->defined();
-  const bool has_weight = call.weight.has_value() && call.weight->defined();
-  const at::Tensor x = call.input.to(acc);
+  const at::ScalarType acc;
+  const Channels channels;
+  const bool training;
+  const at::Tensor x;
+  at::Tensor count, mean, r;
+  at::Tensor w, scale, xhat;  ///< weight and r, spread
+  at::Tensor mask;            ///< undefined without a ReLU
+  at::Tensor dy, g;           ///< behind the mask
+};
 
-  at::Tensor count, mean = call.mean.to(acc), r;
+Terms::Terms(const BackwardArguments& a)
+    : acc(a.input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat),
+      channels(a.input, a.channel_last),
+      training(present(a.count)),
+      x(a.input.to(acc)),
+      mean(a.mean.to(acc)),
+      dy(a.grad_output.to(acc)) {
   if (!training) {
-    r = (call.invstd_or_var.to(at::kDouble) + call.eps).rsqrt().to(acc);
+    r = (a.invstd_or_var.to(at::kDouble) + a.eps).rsqrt().to(acc);
   } else {
-    r = call.invstd_or_var.to(acc);
-    count = call.count->to(acc);
+    r = a.invstd_or_var.to(acc);
+    count = a.count->to(acc);
     if (c10::GradMode::is_enabled()) {  // to be differentiated again: then as functions of x
-      mean = call_all_reduce_sum(channels.sum(x), call.group_name) / count;
+      mean = call_all_reduce_sum(channels.sum(x), a.group_name) / count;
       const at::Tensor squares = channels.sum((x - channels.spread(mean)).square());
-      r = (call_all_reduce_sum(squares, call.group_name) / count + call.eps).rsqrt();
+      r = (call_all_reduce_sum(squares, a.group_name) / count + a.eps).rsqrt();
     }
   }
-  const at::Tensor weight = has_weight ? call.weight->to(acc) : at::ones_like(r.detach());
-  const at::Tensor w = channels.spread(weight);
-  const at::Tensor scale = channels.spread(r);
-  const at::Tensor xhat = (x - channels.spread(mean)) * scale;
-
-  at::Tensor mask, dy = call.grad_output.to(acc);
-  if (call.fuse_relu) {
-    if (call.output.has_value() && call.output->defined()) {
-      mask = call.output->gt(0).to(acc);
+  w = channels.spread(present(a.weight) ? a.weight->to(acc) : at::ones_like(r.detach()));
+  scale = channels.spread(r);
+  xhat = (x - channels.spread(mean)) * scale;
+  if (a.fuse_relu) {
+    if (present(a.output)) {
+      mask = a.output->gt(0).to(acc);
     } else {
       at::Tensor before = xhat * w;
-      if (call.bias.has_value() && call.bias->defined()) {
-        before = before + channels.spread(call.bias->to(acc));
-      }
+      if (present(a.bias)) before = before + channels.spread(a.bias->to(acc));
       mask = before.gt(0).to(acc);
     }
     dy = dy * mask;
   }
-  const at::Tensor g = dy * w;
-  const at::Tensor u = gg_weight.defined() ? channels.spread(gg_weight.to(acc)) : at::Tensor();
+  g = dy * w;
+}
 
-  at::Tensor grad_dy = at::zeros_like(x);
+/// Gradients of dy, x and weight; any may be undefined.
+struct Gradients {
+  at::Tensor dy, x, weight;
+};
+
+/// In training, where x moves the statistics. `big_g` and `u` are G and u, spread.
+Gradients through_statistics(const Terms& t, const at::Tensor& big_g, const at::Tensor& u,
+                             c10::string_view group_name) {
+  const at::Tensor e = u.defined() ? t.dy * u : at::zeros_like(t.x);
+  const auto sum = [&](const at::Tensor& elements) { return t.channels.sum(elements); };
+  const at::Tensor sums =
+      call_all_reduce_sum(at::stack({sum(t.g), sum(t.g * t.xhat), sum(big_g), sum(big_g * t.xhat),
+                                     sum(t.g * big_g), sum(e), sum(e * t.xhat)}),
+                          group_name);
+  const at::Tensor means = sums / t.count;
+  const auto m = [&](int64_t i) { return t.channels.spread(means.select(0, i)); };
+  const at::Tensor projected = big_g - m(2) - t.xhat * m(3);
+  const at::Tensor h = e - t.scale * (t.g * m(3) + big_g * m(1));
+  const at::Tensor mean_h = m(5) - t.scale * (m(0) * m(3) + m(2) * m(1));
+  const at::Tensor mean_hx = m(6) - t.scale * m(1) * m(3) * 2;
+  const at::Tensor s = m(4) - m(0) * m(2) - m(1) * m(3);  // S / M
+  return {t.w * t.scale * projected,
+          t.scale * (h - mean_h - t.xhat * mean_hx) - t.scale.square() * t.xhat * s,
+          sum(t.dy * t.scale * projected)};
+}
+
+/// The statistics are constants, or x needs no gradient at all.
+Gradients past_statistics(const Terms& t, const at::Tensor& big_g, const at::Tensor& u) {
+  Gradients result;
+  if (big_g.defined()) {
+    const at::Tensor scaled = big_g * t.scale;
+    result.dy = t.w * scaled;
+    result.weight = t.channels.sum(t.dy * scaled);
+  }
+  if (u.defined()) result.x = u * t.dy * t.scale;
+  return result;
+}
+
+}  // namespace
+
+DoubleBackwardResult double_backward(const BackwardArguments& a, const at::Tensor& gg_input,
+                                     const at::Tensor& gg_z, const at::Tensor& gg_weight,
+                                     const at::Tensor& gg_bias) {
+  const Terms t(a);
+  const bool needs_input = a.needs[0];
+  const at::Tensor u = gg_weight.defined() ? t.channels.spread(gg_weight.to(t.acc)) : at::Tensor();
+  at::Tensor big_g = gg_input.defined() && needs_input ? gg_input.to(t.acc) : at::Tensor();
+  const bool through = needs_input && t.training;
+  if (through && !big_g.defined()) big_g = at::zeros_like(t.x);
+  const Gradients gradients =
+      through ? through_statistics(t, big_g, u, a.group_name) : past_statistics(t, big_g, u);
+
+  at::Tensor grad_dy = at::zeros_like(t.x);
+  if (u.defined()) grad_dy = grad_dy + u * t.xhat;
+  if (gradients.dy.defined()) grad_dy = grad_dy + gradients.dy;
+  if (gg_bias.defined()) grad_dy = grad_dy + t.channels.spread(gg_bias.to(t.acc));
+  if (gg_z.defined()) grad_dy = grad_dy + gg_z.to(t.acc);
+  if (t.mask.defined()) grad_dy = grad_dy * t.mask;
+
   DoubleBackwardResult result;
-  at::Tensor grad_x;
-  if (u.defined()) {
-    grad_dy = grad_dy + u * xhat;
-  }
-  if (call.needs_input && training) {
-    const at::Tensor big_g = gg_input.defined() ? gg_input.to(acc) : at::zeros_like(x);
-    const at::Tensor e = u.defined() ? dy * u : at::zeros_like(x);
-    const at::Tensor sums =
-        call_all_reduce_sum(at::stack({channels.sum(g), channels.sum(g * xhat), channels.sum(big_g),
-                                       channels.sum(big_g * xhat), channels.sum(g * big_g),
-                                       channels.sum(e), channels.sum(e * xhat)}),
-                            call.group_name);
-    const at::Tensor means = sums / count;
-    const auto m = [&](int64_t i) { return channels.spread(means.select(0, i)); };
-    const at::Tensor projected = big_g - m(2) - xhat * m(3);
-    grad_dy = grad_dy + w * scale * projected;
-    result.weight = channels.sum(dy * scale * projected);
-    const at::Tensor h = e - scale * (g * m(3) + big_g * m(1));
-    const at::Tensor mean_h = m(5) - scale * (m(0) * m(3) + m(2) * m(1));
-    const at::Tensor mean_hx = m(6) - scale * m(1) * m(3) * 2;
-    const at::Tensor s = m(4) - m(0) * m(2) - m(1) * m(3);  // S / M
-    grad_x = scale * (h - mean_h - xhat * mean_hx) - scale.square() * xhat * s;
-  } else {
-    // The statistics are constants, or x needs no gradient at all.
-    if (gg_input.defined() && call.needs_input) {
-      const at::Tensor scaled = gg_input.to(acc) * scale;
-      grad_dy = grad_dy + w * scaled;
-      result.weight = channels.sum(dy * scaled);
-    }
-    if (u.defined()) {
-      grad_x = u * dy * scale;
-    }
-  }
-  if (gg_bias.defined()) {
-    grad_dy = grad_dy + channels.spread(gg_bias.to(acc));
-  }
-  if (gg_z.defined()) {
-    grad_dy = grad_dy + gg_z.to(acc);
-  }
-  if (mask.defined()) {
-    grad_dy = grad_dy * mask;
-  }
-  result.grad_output = grad_dy.to(call.grad_output.scalar_type());
-  if (grad_x.defined()) {
-    result.input = grad_x.to(call.input.scalar_type());
-  }
-  if (!has_weight) {
-    result.weight = at::Tensor();
-  } else if (result.weight.defined()) {
-    result.weight = result.weight.to(call.weight->scalar_type());
+  result.grad_output = grad_dy.to(a.grad_output.scalar_type());
+  if (gradients.x.defined()) result.input = gradients.x.to(a.input.scalar_type());
+  if (present(a.weight) && gradients.weight.defined()) {
+    result.weight = gradients.weight.to(a.weight->scalar_type());
   }
   return result;
 }

@@ -42,47 +42,19 @@ auto find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-ForwardResult forward_fake(const at::Tensor& input, const OptionalTensor& z,
-                           const OptionalTensor& weight, const OptionalTensor& bias,
-                           const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                           const OptionalTensor& num_batches_tracked, std::optional<double>, double,
-                           bool channel_last, bool, c10::string_view) {
-  check_forward(input, z, weight, bias, running_mean, running_var, num_batches_tracked,
-                channel_last);
-  check_updated(running_mean, running_var);
-  const c10::SymInt channels = input.sym_size(channel_dim(input, channel_last));
-  const auto float64 = input.options().dtype(at::kDouble);
-  return {empty_in_layout(input, layout_of(input, channel_last)),
-          at::empty_symint({channels}, float64), at::empty_symint({channels}, float64),
-          at::empty({1}, input.options().dtype(at::kLong))};
+ForwardResult forward_fake(const ForwardArguments& a) {
+  check(a);
+  return new_results(a, layout_of(a.input, a.channel_last));
 }
 
-at::Tensor inference_fake(const at::Tensor& input, const OptionalTensor& z,
-                          const OptionalTensor& weight, const OptionalTensor& bias,
-                          const at::Tensor& running_mean, const at::Tensor& running_var, double,
-                          bool channel_last, bool) {
-  check_forward(input, z, weight, bias, running_mean, running_var, std::nullopt, channel_last);
-  return empty_in_layout(input, layout_of(input, channel_last));
+at::Tensor inference_fake(const InferenceArguments& a) {
+  check(a);
+  return empty_in_layout(a.input, layout_of(a.input, a.channel_last));
 }
 
-BackwardResult backward_fake(const at::Tensor& grad_output, const at::Tensor& input,
-                             const OptionalTensor& output, const OptionalTensor& weight,
-                             const OptionalTensor& bias, const at::Tensor& mean,
-                             const at::Tensor& invstd_or_var, const OptionalTensor& count, double,
-                             bool channel_last, bool fuse_relu, OutputMask needs,
-                             c10::string_view) {
-  check_backward(grad_output, input, output, weight, bias, mean, invstd_or_var, count,
-                 channel_last);
-  const MemoryLayout layout = layout_of(input, channel_last);
-  const c10::SymInt channels = input.sym_size(channel_dim(input, channel_last));
-  const auto none = [&] { return at::empty({0}, input.options()); };
-  const auto parameter = [&](bool needed, const OptionalTensor& p) {
-    return needed && p.has_value() && p->defined() ? at::empty_symint({channels}, p->options())
-                                                   : none();
-  };
-  return {needs[0] ? empty_in_layout(input, layout) : none(),
-          needs[1] && fuse_relu ? empty_in_layout(input, layout) : none(),
-          parameter(needs[2], weight), parameter(needs[3], bias)};
+BackwardResult backward_fake(const BackwardArguments& a) {
+  check(a);
+  return new_results(a, layout_of(a.input, a.channel_last));
 }
 
 at::Tensor all_reduce_sum_fake(const at::Tensor& tensor, c10::string_view) {
@@ -91,34 +63,26 @@ at::Tensor all_reduce_sum_fake(const at::Tensor& tensor, c10::string_view) {
 
 }  // namespace
 
-ForwardResult call_forward(const at::Tensor& input, const OptionalTensor& z,
-                           const OptionalTensor& weight, const OptionalTensor& bias,
-                           const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                           const OptionalTensor& num_batches_tracked,
-                           std::optional<double> momentum, double eps, bool channel_last,
-                           bool fuse_relu, c10::string_view group_name) {
-  static const auto op = find_operator<decltype(forward_fake)>("apex::sync_batch_norm");
-  return op.call(input, z, weight, bias, running_mean, running_var, num_batches_tracked, momentum,
-                 eps, channel_last, fuse_relu, group_name);
+ForwardResult call(const ForwardArguments& a) {
+  static const auto op =
+      find_operator<decltype(forward_kernel<&forward_fake>)>("apex::sync_batch_norm");
+  return op.call(a.input, a.z, a.weight, a.bias, a.running_mean, a.running_var,
+                 a.num_batches_tracked, a.momentum, a.eps, a.channel_last, a.fuse_relu,
+                 a.group_name);
 }
 
-BackwardResult call_backward(const at::Tensor& grad_output, const at::Tensor& input,
-                             const OptionalTensor& output, const OptionalTensor& weight,
-                             const OptionalTensor& bias, const at::Tensor& mean,
-                             const at::Tensor& invstd_or_var, const OptionalTensor& count,
-                             double eps, bool channel_last, bool fuse_relu, OutputMask needs,
-                             c10::string_view group_name) {
-  static const auto op = find_operator<decltype(backward_fake)>("apex::sync_batch_norm_backward");
-  return op.call(grad_output, input, output, weight, bias, mean, invstd_or_var, count, eps,
-                 channel_last, fuse_relu, needs, group_name);
+at::Tensor call(const InferenceArguments& a) {
+  static const auto op =
+      find_operator<decltype(inference_kernel<&inference_fake>)>("apex::batch_norm_inference");
+  return op.call(a.input, a.z, a.weight, a.bias, a.running_mean, a.running_var, a.eps,
+                 a.channel_last, a.fuse_relu);
 }
 
-at::Tensor call_inference(const at::Tensor& input, const OptionalTensor& z,
-                          const OptionalTensor& weight, const OptionalTensor& bias,
-                          const at::Tensor& running_mean, const at::Tensor& running_var, double eps,
-                          bool channel_last, bool fuse_relu) {
-  static const auto op = find_operator<decltype(inference_fake)>("apex::batch_norm_inference");
-  return op.call(input, z, weight, bias, running_mean, running_var, eps, channel_last, fuse_relu);
+BackwardResult call(const BackwardArguments& a) {
+  static const auto op =
+      find_operator<decltype(backward_kernel<&backward_fake>)>("apex::sync_batch_norm_backward");
+  return op.call(a.grad_output, a.input, a.output, a.weight, a.bias, a.mean, a.invstd_or_var,
+                 a.count, a.eps, a.channel_last, a.fuse_relu, a.needs, a.group_name);
 }
 
 at::Tensor call_all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name) {
@@ -143,9 +107,9 @@ TORCH_LIBRARY_FRAGMENT(apex, m) {
 
 TORCH_LIBRARY_IMPL(apex, Meta, m) {
   using namespace apex::parallel::detail;
-  m.impl("sync_batch_norm", &forward_fake);
-  m.impl("sync_batch_norm_backward", &backward_fake);
-  m.impl("batch_norm_inference", &inference_fake);
+  m.impl("sync_batch_norm", &forward_kernel<&forward_fake>);
+  m.impl("sync_batch_norm_backward", &backward_kernel<&backward_fake>);
+  m.impl("batch_norm_inference", &inference_kernel<&inference_fake>);
   m.impl("all_reduce_sum", &all_reduce_sum_fake);
 }
 

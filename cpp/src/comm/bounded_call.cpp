@@ -8,7 +8,7 @@
 namespace apex::parallel {
 
 struct BoundedCall::Shared {
-  std::mutex mutex;
+  std::mutex mutex;  ///< guards done and error
   std::condition_variable ended;
   bool done = false;
   std::exception_ptr error;

@@ -43,7 +43,7 @@ class CallHistory {
   };
   static constexpr size_t kKept = 8;
 
-  std::mutex mutex_;
+  std::mutex mutex_;  ///< guards the rest
   std::array<Call, kKept> last_;
   int64_t calls_ = 0;
   std::vector<std::string> written_;

@@ -14,6 +14,7 @@
 #include <apex/error.h>
 #include <apex/interruption.h>
 
+#include "comm/error_text.h"
 #include "comm/failure_listener.h"
 #include "comm/host_topology.h"
 #include "distributed/backends.h"
@@ -28,18 +29,6 @@ namespace {
 constexpr std::chrono::milliseconds kUsual{250};
 constexpr std::chrono::milliseconds kSlice{50};
 
-std::string message_of(const std::exception_ptr& cause) {
-  try {
-    std::rethrow_exception(cause);
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  } catch (...) {
-    return "unknown error";
-  }
-}
-
 /// Whether the host waits for the group's collectives, and may stop waiting without consequences
 /// for the backend: others end the communicator when a wait times out.
 bool can_stop_waiting(const c10d::ProcessGroup& group) {
@@ -51,6 +40,25 @@ bool can_stop_waiting(const c10d::ProcessGroup& group) {
   });
 }
 
+/// What the interruption check has thrown, on its way through the handlers of other errors.
+struct Passing {
+  std::exception_ptr error;
+};
+
+void end_if_interrupted(const c10d::ProcessGroup& group) {
+  constexpr const char* kWhy = "an interruption (Ctrl-C, or another signal)";
+  try {
+    if (!is_interrupted()) return;
+  } catch (...) {
+    announce_failure(group, kWhy);
+    throw Passing{std::current_exception()};
+  }
+  announce_failure(group, kWhy);
+  throw Interrupted("rank " + std::to_string(group.getRank()) + " of " +
+                    std::to_string(group.getSize()) +
+                    ": interrupted while it waited for other ranks");
+}
+
 /// Calls `ended_within(slice)` until it returns true, or another rank reports a failure.
 void wait_or_hear(const c10d::ProcessGroup& group,
                   const std::function<bool(std::chrono::milliseconds)>& ended_within,
@@ -58,12 +66,7 @@ void wait_or_hear(const c10d::ProcessGroup& group,
   if (ended_within(kUsual)) return;
   FailureListener listener(group);
   while (!ended_within(kSlice)) {
-    if (is_interrupted()) {
-      announce_failure(group, "an interruption (Ctrl-C, or another signal)");
-      throw Interrupted("rank " + std::to_string(group.getRank()) + " of " +
-                        std::to_string(group.getSize()) +
-                        ": interrupted while it waited for other ranks");
-    }
+    end_if_interrupted(group);
     if (const std::string apart = listener.apart(); !apart.empty()) {
       throw Error("the ranks are in different collectives: " + apart);
     }
@@ -90,6 +93,11 @@ bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group,
   if (auto* const host = dynamic_cast<HostWork*>(&work)) {
     wait_or_hear(
         group, [&](std::chrono::milliseconds slice) { return host->wait_for(slice); }, meanwhile);
+    return true;
+  }
+  if (auto* const hosts = dynamic_cast<HierarchyWork*>(&work)) {
+    wait_or_hear(
+        group, [&](std::chrono::milliseconds slice) { return hosts->wait_for(slice); }, meanwhile);
     return true;
   }
   // In this order: whether it has completed may not be asked while a graph is captured.
@@ -190,6 +198,8 @@ void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::stri
     throw;
   } catch (const Interrupted&) {
     throw;
+  } catch (const Passing& passing) {
+    std::rethrow_exception(passing.error);
   } catch (...) {
     throw_communication_error(what, group, std::current_exception());
   }
@@ -222,10 +232,12 @@ void wait_future(c10::ivalue::Future& future, const std::string& what,
     future.waitAndThrow();
   } catch (const Interrupted&) {
     throw;
+  } catch (const Passing& passing) {
+    std::rethrow_exception(passing.error);
   } catch (...) {
     throw_communication_error(
         what, group, std::current_exception(),
-        future.completed() ? "its future holds this error: mend the hook if it is the hook's own, "
+        future.completed() ? "its future holds this error: fix the hook if it is the hook's own, "
                              "else look at the output of the other ranks; then start again with a "
                              "new process group"
                            : kLookAtOthers);

@@ -37,7 +37,7 @@ struct FailureListener::State {
   Clock::time_point look_at;
   Clock::time_point ended_at;
 
-  std::mutex mutex;
+  std::mutex mutex;  ///< guards what follows
   std::string apart;
   std::condition_variable wake;
   bool ended = false;

@@ -41,7 +41,7 @@ std::string list_of(const std::vector<int>& ranks) {
 
 /// What has been found out about a failure. Written by the thread that talks to the store.
 struct Findings {
-  std::mutex mutex;
+  std::mutex mutex;                    ///< guards the rest
   std::map<int, std::string> reports;  ///< by rank: the collective that failed there
   std::map<int, std::string> proof;    ///< by rank: what has become of its process
   bool store_answers = false;          ///< to the last call

@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "comm/bounded_call.h"
+#include "comm/by_group.h"
 #include "distributed/backends.h"
 #include "torch_version.h"
 
@@ -22,16 +23,11 @@ using std::chrono::milliseconds;
 constexpr milliseconds kMostPatience{5000};
 constexpr milliseconds kLeastPatience{500};
 
-/// By group. Never destroyed, as threads may be left behind.
+/// Never destroyed, as threads may be left behind.
 struct Records {
-  struct Entry {
-    const void* store;
-    std::string name;
-    GroupRecordPtr record;
-  };
-  std::mutex introduction;
-  std::mutex mutex;
-  std::map<const c10d::ProcessGroup*, Entry> entries;
+  std::mutex introduction;  ///< held while a record introduces itself, which waits for the store
+  std::mutex mutex;         ///< guards by_group
+  ByGroup<GroupRecordPtr> by_group;
 };
 
 Records& records() {
@@ -41,6 +37,7 @@ Records& records() {
 
 GroupRecordPtr introduce_to(const c10d::ProcessGroup& group, const StorePtr& store) {
   const auto record = std::make_shared<GroupRecord>();
+  record->pid = this_pid();
   record->rank = group.getRank();
   record->size = group.getSize();
   record->store = c10::weak_intrusive_ptr<c10d::Store>(store);
@@ -77,26 +74,36 @@ std::string GroupRecord::refusal_key(int64_t call) const {
 
 std::string GroupRecord::farewell_key(int of_rank) const { return report_key(of_rank) + "/left"; }
 
-GroupRecordPtr find_record(const c10d::ProcessGroup& group) {
+namespace {
+
+/// Also one of the process that this one was forked from.
+GroupRecordPtr any_record(const c10d::ProcessGroup& group) {
   const std::lock_guard<std::mutex> lock(records().mutex);
-  const auto found = records().entries.find(&group);
-  if (found == records().entries.end()) return nullptr;
-  const Records::Entry& entry = found->second;
-  // Another group may have been at the same address.
-  return entry.store == group.getStore().get() && entry.name == group.getGroupName() ? entry.record
-                                                                                     : nullptr;
+  const GroupRecordPtr* const found = records().by_group.find(group);
+  return found == nullptr ? nullptr : *found;
 }
+
+/// A forked process is no rank: what it says would be taken for its parent's word.
+GroupRecordPtr if_own(GroupRecordPtr record) {
+  return record && record->pid == this_pid() ? std::move(record) : nullptr;
+}
+
+}  // namespace
+
+GroupRecordPtr find_record(const c10d::ProcessGroup& group) { return if_own(any_record(group)); }
 
 GroupRecordPtr record_of(const c10d::ProcessGroup& group) {
   if (group.getSize() == 1) return nullptr;
-  if (auto record = find_record(group)) return record;
+  if (auto record = any_record(group)) return if_own(std::move(record));
   const StorePtr store = group.getStore();
   if (!store) return nullptr;
   const std::lock_guard<std::mutex> introduction(records().introduction);
-  if (auto record = find_record(group)) return record;
+  if (auto record = any_record(group)) return if_own(std::move(record));
   GroupRecordPtr record = introduce_to(group, store);
+  std::vector<GroupRecordPtr> gone;  // outlives the lock
   const std::lock_guard<std::mutex> lock(records().mutex);
-  records().entries[&group] = {store.get(), group.getGroupName(), record};
+  gone = records().by_group.take_gone();
+  records().by_group.put(group, record);
   return record;
 }
 

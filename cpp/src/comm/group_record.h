@@ -28,11 +28,12 @@ struct GroupRecord {
   std::string name;  ///< of the group, and how often there was one; the same on all ranks
   /// Not held: a store that outlives its group keeps its port.
   c10::weak_intrusive_ptr<c10d::Store> store{StorePtr()};
+  int64_t pid = 0;  ///< of this process
   int rank = 0;
   int size = 1;
   CallHistory calls;
 
-  std::mutex mutex;
+  std::mutex mutex;                      ///< guards what follows
   std::map<int, ProcessName> processes;  ///< of other ranks
   std::map<int, std::string>
       ended_first;      ///< seen when the store was lost: by rank, what look_around() says

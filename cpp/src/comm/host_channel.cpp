@@ -55,14 +55,6 @@ void copy_bytes(void* to, const void* from, size_t bytes) {
   if (bytes > 0) std::memcpy(to, from, bytes);
 }
 
-int64_t this_pid() {
-#if defined(__linux__)
-  return ::getpid();
-#else
-  return 0;
-#endif
-}
-
 int processors() {
 #if defined(__linux__)
   cpu_set_t set;
@@ -98,6 +90,17 @@ void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #endif
+}
+
+}  // namespace
+
+namespace {
+
+const char* text_of(Op op) {
+  static constexpr const char* kNames[] = {"sum",     "average",     "product",    "minimum",
+                                           "maximum", "bitwise and", "bitwise or", "bitwise xor"};
+  const auto index = static_cast<size_t>(op);
+  return index < std::size(kNames) ? kNames[index] : "another operation";
 }
 
 }  // namespace
@@ -201,12 +204,14 @@ HostChannel::HostChannel(int rank, std::shared_ptr<HostMemory> memory, std::vect
 }
 
 HostChannel::~HostChannel() {
+  // In a forked process a mutex may be held by a thread that is not there.
+  if (this_pid() != pid_) return;
   {
     const std::lock_guard<std::mutex> lock(all_channels().mutex);
     auto& channels = all_channels().channels;
     channels.erase(std::find(channels.begin(), channels.end(), this));
   }
-  if (this_pid() != pid_ || !failure_.empty()) return;
+  if (!failure_.empty()) return;
   for (const auto& operation : pending_) hand_over(*operation);
   tell_end(End::kLeft);
 }
@@ -492,18 +497,20 @@ void HostChannel::check_messages(const Operation& operation) {
   for (int peer = 0; peer < size_; ++peer) {
     const Message& other = message_of(peer, operation.number);
     const std::string said(other.what, ::strnlen(other.what, sizeof(other.what)));
-    const std::string texts = "the ranks are in different collectives: rank " +
-                              std::to_string(rank_) + " is in: " + operation.what +
-                              ", while rank " + std::to_string(peer) + " is in: " + said;
-    if (std::strncmp(other.what, mine.what, sizeof(mine.what)) != 0 || other.kind != mine.kind ||
-        other.op != mine.op || other.root != mine.root) {
-      fail(texts);
+    const std::string texts = "the ranks are in different collectives: " + name_of(rank_) +
+                              " is in: " + operation.what + ", while " + name_of(peer) +
+                              " is in: " + said;
+    if (std::strncmp(other.what, mine.what, sizeof(mine.what)) != 0) fail(texts);
+    // The kind follows from these.
+    if (other.dtype != mine.dtype || other.numel != mine.numel || other.op != mine.op ||
+        other.root != mine.root) {
+      const auto details = [](const Message& message) {
+        return std::to_string(message.numel) + " elements of " + c10::toString(message.dtype) +
+               ", " + text_of(message.op) + ", root " + std::to_string(message.root);
+      };
+      fail(texts + " (here " + details(mine) + "; there " + details(other) + ")");
     }
-    if (other.dtype != mine.dtype || other.numel != mine.numel) {
-      fail(texts + " (" + std::to_string(mine.numel) + " elements of " + c10::toString(mine.dtype) +
-           " here, " + std::to_string(other.numel) + " of " + c10::toString(other.dtype) +
-           " there)");
-    }
+    if (other.kind != mine.kind) fail(texts);
   }
 }
 
@@ -540,9 +547,8 @@ void HostChannel::read_messages(Operation& operation) {
         const char* data = from[peer] + sizeof(int64_t) * static_cast<size_t>(size_);
         for (int before = 0; before < rank_; ++before) data += lengths[before];
         if (lengths[rank_] > operation.rooms[peer]) {
-          fail(operation.what + ": rank " + std::to_string(peer) + " sends " +
-               std::to_string(lengths[rank_]) + " bytes, and there is room for " +
-               std::to_string(operation.rooms[peer]));
+          fail(operation.what + ": " + name_of(peer) + " sends " + std::to_string(lengths[rank_]) +
+               " bytes, and there is room for " + std::to_string(operation.rooms[peer]));
         }
         copy_bytes(out, data, static_cast<size_t>(lengths[rank_]));
         out += operation.rooms[peer];
@@ -759,8 +765,13 @@ std::string HostChannel::ended_process() const {
 }
 
 std::string HostChannel::describe_ended(int peer) const {
-  return "rank " + std::to_string(peer) + ", process " + std::to_string(peers_[peer].process->pid) +
+  return name_of(peer) + ", process " + std::to_string(peers_[peer].process->pid) +
          " of this host, has ended";
+}
+
+std::string HostChannel::name_of(int peer) const {
+  const int named = peers_[peer].named;
+  return "rank " + std::to_string(named < 0 ? peer : named);
 }
 
 /// Fails if a peer that `operation` waits for will not come any more.
@@ -771,10 +782,10 @@ void HostChannel::check_ends(const Operation* operation, bool processes) {
       case End::kNone:
         break;
       case End::kFailed:
-        end = "rank " + std::to_string(peer) + " reports: " + controls_[peer]->why;
+        end = name_of(peer) + " reports: " + controls_[peer]->why;
         break;
       case End::kLeft:
-        end = "rank " + std::to_string(peer) + " has let go of the group";
+        end = name_of(peer) + " has let go of the group";
         break;
     }
     const auto& process = peers_[peer].process;
@@ -801,6 +812,16 @@ void HostChannel::fail(const std::string& why) {
   throw Error(why);
 }
 
+void HostChannel::give_up(const std::string& why) noexcept {
+  const Held held(*this);
+  if (this_pid() != pid_ || !failure_.empty()) return;
+  try {
+    fail(why);
+  } catch (const std::exception&) {
+    // Said.
+  }
+}
+
 // --- HostWork ---
 
 HostWork::HostWork(std::shared_ptr<HostChannel> channel, std::shared_ptr<HostOperation> operation)
@@ -817,6 +838,7 @@ void HostWork::hand_over() {
 }
 
 bool HostWork::isCompleted() {
+  if (this_pid() != channel_->pid_) return false;
   const HostChannel::Held held(*channel_);
   if (operation_->completed || !channel_->failure_.empty()) return operation_->completed;
   try {
@@ -832,19 +854,19 @@ bool HostWork::isSuccess() const {
   return operation_->completed;
 }
 
-bool HostWork::wait_for(milliseconds slice) {
+bool HostWork::wait_for(milliseconds slice, const std::function<bool()>& interrupted) {
   HostChannel::Held held(*channel_);
   if (operation_->completed) return true;
   const Clock::time_point now = Clock::now();
   if (!deadline_) deadline_ = now + channel_->timeout_;
-  const auto done = [&] { return operation_->completed; };
+  const auto done = [&] { return operation_->completed || (interrupted && interrupted()); };
   if (channel_->wait(held.lock(), done, operation_.get(), std::min(now + slice, *deadline_)))
-    return true;
+    return operation_->completed;
   if (Clock::now() < *deadline_) return false;
   const std::vector<int> late = channel_->waited_for(operation_.get());
   channel_->fail("timed out after " + std::to_string(channel_->timeout_.count()) +
                  " ms waiting for " +
-                 (late.empty() ? "a processor" : "rank " + std::to_string(late.front())));
+                 (late.empty() ? "a processor" : channel_->name_of(late.front())));
 }
 
 bool HostWork::wait(milliseconds timeout) {

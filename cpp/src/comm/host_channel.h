@@ -65,8 +65,9 @@ class HostWork final : public c10d::Work {
   /// when time is up.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(); }
-  /// Waits for so long, and returns whether it has completed.
-  bool wait_for(std::chrono::milliseconds slice);
+  /// Waits for so long, or until `interrupted` says so (see HostChannel::wake()), and returns
+  /// whether it has completed.
+  bool wait_for(std::chrono::milliseconds slice, const std::function<bool()>& interrupted = {});
   /// It has to complete on the other ranks without this one, which does something else before it
   /// waits, for as long as that takes. A Work that is dropped is handed over.
   void hand_over();
@@ -87,6 +88,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
     std::unique_ptr<PeerMemory> memory;  ///< null for this rank
     HostPlace first;                     ///< its first block
     std::optional<ProcessName> process;  ///< empty for ranks that are threads
+    int named = -1;                      ///< its rank as errors have it; -1: the same as here
   };
 
   /// So large has the first block of each rank's memory to be: few programs need another.
@@ -122,6 +124,11 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   WorkPtr all_to_all(const std::string& what, const at::Tensor& received, const at::Tensor& sent,
                      const std::vector<int64_t>& received_numel,
                      const std::vector<int64_t>& sent_numel);
+
+  /// This rank cannot go on, for a reason outside the channel: peers that wait for it hear of it.
+  void give_up(const std::string& why) noexcept;
+  /// Those who wait look at what has changed, also at what HostWork::wait_for() was given.
+  void wake() noexcept { ring(); }
 
   /// A zeroed tensor in shared memory: all_reduce() of it copies nothing.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options);
@@ -175,6 +182,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   void check_ends(const Operation* operation, bool processes = false);
   std::string ended_process() const;
   std::string describe_ended(int peer) const;
+  std::string name_of(int peer) const;
   void ring() noexcept;
   void tell_end(End end) noexcept;
   [[noreturn]] void fail(const std::string& why);

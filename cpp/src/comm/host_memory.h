@@ -75,7 +75,7 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
   HostPlace place_in(size_t block, size_t offset) const;
 
   char* first_ = nullptr;
-  mutable std::mutex mutex_;
+  mutable std::mutex mutex_;  ///< guards blocks_
   std::vector<Block> blocks_;
 };
 

@@ -49,6 +49,7 @@ void Membership::separate() {
     }
     hear_too(*groups[i], *parent);
     host_channel_of(*groups[i]);
+    host_hierarchy_of(*groups[i]);
   }
 }
 

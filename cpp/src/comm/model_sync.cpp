@@ -299,13 +299,20 @@ void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr
     const at::Tensor message = at::isComplexType(batch.dtype) ? at::view_as_real(flat) : flat;
     run_collective(what, *group, [&] { return issue_all_reduce(what, *group, message); });
     if (scale != 1.0) flat.mul_(scale);
+    std::vector<at::Tensor> targets;
     std::vector<at::Tensor> results;
     int64_t offset = 0;
     for (const at::Tensor& tensor : batch.tensors) {
-      results.push_back(flat.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
+      const at::Tensor result = flat.narrow(0, offset, tensor.numel()).view(tensor.sizes());
       offset += tensor.numel();
+      if (tensor.is_conj() || tensor.is_neg()) {
+        tensor.copy_(result);  // multi-tensor functions do not take these
+      } else {
+        targets.push_back(tensor);
+        results.push_back(result);
+      }
     }
-    at::_foreach_copy_(batch.tensors, results);
+    if (!targets.empty()) at::_foreach_copy_(targets, results);
   }
 }
 

@@ -35,6 +35,12 @@ std::optional<Stat> read_stat(int64_t pid) {
   return fields ? std::optional<Stat>(stat) : std::nullopt;
 }
 
+/// See pretend_host(); empty: as it is.
+std::string& pretended_host() {
+  static auto* const name = new std::string;
+  return *name;
+}
+
 std::string name_of_host() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string boot;
@@ -68,9 +74,19 @@ std::optional<ProcessName> this_process() {
   const int64_t pid = ::getpid();  // each time: it may have been forked
   const auto stat = read_stat(pid);
   if (!stat || host.empty()) return std::nullopt;
-  return ProcessName{host, pid, stat->start_time};
+  return ProcessName{pretended_host().empty() ? host : pretended_host(), pid, stat->start_time};
 #endif
 }
+
+int64_t this_pid() {
+#if defined(__linux__)
+  return ::getpid();
+#else
+  return 0;
+#endif
+}
+
+void pretend_host(const std::string& name) { pretended_host() = name; }
 
 ProcessState state_of(const ProcessName& process) {
   const auto self = this_process();

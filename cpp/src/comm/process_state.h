@@ -21,6 +21,13 @@ struct ProcessName {
 /// Empty where the system does not tell (no /proc).
 std::optional<ProcessName> this_process();
 
+/// Its number alone; 0 where there are none. Tells a process from those that it has forked.
+int64_t this_pid();
+
+/// For tests: from now on this process, and those that it forks, say that they are on another host,
+/// of that name. Not while another thread asks for this_process().
+void pretend_host(const std::string& name);
+
 enum class ProcessState {
   kUnknown,  ///< it may run: on another host, or nobody can tell
   kStopped,  ///< by a signal or a debugger

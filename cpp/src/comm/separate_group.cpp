@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -17,6 +18,7 @@
 #include "comm/bounded_call.h"
 #include "comm/failure_report.h"
 #include "comm/host_topology.h"
+#include "comm/process_state.h"
 #include "distributed/backends.h"
 #include "torch_version.h"
 
@@ -37,8 +39,9 @@ struct Endings {
     std::shared_ptr<std::atomic<bool>> done;
     bool may_be_stuck = false;
   };
-  std::mutex mutex;
+  std::mutex mutex;  ///< guards running
   std::vector<Ending> running;
+  const int64_t pid = this_pid();
 };
 
 // Never destroyed: what still runs at the end of the process is waited for before.
@@ -48,25 +51,6 @@ Endings& endings() {
     return new Endings;
   }();
   return *all;
-}
-
-void end_elsewhere(BackendPtr backend, bool may_be_stuck) noexcept try {
-  Endings& all = endings();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  for (Endings::Ending& ending : all.running) {
-    if (ending.done->load()) ending.thread.join();
-  }
-  const auto joined = [](const Endings::Ending& ending) { return !ending.thread.joinable(); };
-  all.running.erase(std::remove_if(all.running.begin(), all.running.end(), joined),
-                    all.running.end());
-  auto done = std::make_shared<std::atomic<bool>>(false);
-  std::thread thread([done, dropped = std::move(backend)]() mutable {
-    dropped.reset();
-    done->store(true);
-  });
-  all.running.push_back({std::move(thread), std::move(done), may_be_stuck});
-} catch (...) {
-  // No thread is to be had: then it has ended on this one.
 }
 
 // Note [Where a group ends]
@@ -84,14 +68,24 @@ class SeparateGroup final : public c10d::ProcessGroup {
     setBackend(at::kCPU, BackendType::GLOO, own_);
   }
 
-  ~SeparateGroup() override {
+  ~SeparateGroup() override { end(); }
+  /// In place of the destructor, as long as there are weak references.
+  void release_resources() override { end(); }
+
+ private:
+  void end() noexcept {
+    if (!own_) return;
+    if (this_pid() != pid_) {  // forked: the threads that it would join are not there
+      own_.release();
+      return;
+    }
     drop_host_channel(*this);
     const bool failed = has_failed(*this);
     ProcessGroup::release_resources();  // so that own_ is the last reference
-    end_elsewhere(std::move(own_), failed);
+    end_elsewhere([own = std::move(own_)]() mutable { own.reset(); }, failed);
   }
 
- private:
+  const int64_t pid_ = this_pid();
   BackendPtr own_;
 };
 
@@ -103,20 +97,15 @@ void meet(c10d::Backend& backend) {
   backend.allreduce(nothing, c10d::AllreduceOptions())->wait();
 }
 
-}  // namespace
-
-c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& parent, const std::string& name) {
-  const auto store = parent->getStore();
-  if (!store || parent->getSize() == 1 || !detail::has_backend(*parent, at::kCPU)) return parent;
-  const auto prefixed = c10::make_intrusive<c10d::PrefixStore>(name, store);
-  const BackendPtr given = parent->getBackend(at::kCPU);
+/// Null without Gloo.
+BackendPtr connect_backend(const BackendPtr& given, const c10::intrusive_ptr<c10d::Store>& store,
+                           int rank, int size) {
   const auto timeout = distributed::gloo_timeout(*given);
-  if (!timeout) return parent;
+  if (!timeout) return nullptr;
   // The ranks meet in the store, whose process may be stopped: its calls have no deadline.
   const auto made = std::make_shared<BackendPtr>();
   BoundedCall connect([=](const std::atomic<bool>&) {
-    const BackendPtr own = distributed::make_gloo_backend_like(given, prefixed);
+    const BackendPtr own = distributed::make_gloo_backend_like(given, store, rank, size);
     meet(*own);
     *made = own;
   });
@@ -125,7 +114,64 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
                 " ms");
   }
   if (connect.error()) std::rethrow_exception(connect.error());
-  BackendPtr own = std::move(*made);
+  return std::move(*made);
+}
+
+}  // namespace
+
+void end_elsewhere(std::function<void()> end, bool may_be_stuck) noexcept try {
+  Endings& all = endings();
+  if (all.pid != this_pid()) {  // forked: what it would join is not there
+    new std::function<void()>(std::move(end));
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  for (Endings::Ending& ending : all.running) {
+    if (ending.done->load()) ending.thread.join();
+  }
+  const auto joined = [](const Endings::Ending& ending) { return !ending.thread.joinable(); };
+  all.running.erase(std::remove_if(all.running.begin(), all.running.end(), joined),
+                    all.running.end());
+  auto done = std::make_shared<std::atomic<bool>>(false);
+  // Shared, so that it is at hand if there is no thread to be had.
+  const auto called = std::make_shared<std::function<void()>>(std::move(end));
+  const auto call = [called] {
+    (*called)();
+    *called = nullptr;
+  };
+  try {
+    std::thread thread([done, call] {
+      call();
+      done->store(true);
+    });
+    all.running.push_back({std::move(thread), std::move(done), may_be_stuck});
+  } catch (const std::system_error&) {
+    call();
+  }
+} catch (...) {
+  // There is nobody to tell.
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> connect_some(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& parent, const std::string& name, int rank,
+    int size) {
+  const auto store = c10::make_intrusive<c10d::PrefixStore>(name, parent->getStore());
+  BackendPtr own = connect_backend(parent->getBackend(at::kCPU), store, rank, size);
+  if (!own) throw Error("there is no Gloo");
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
+  group->setDefaultBackend(BackendType::GLOO);
+  group->setBackend(at::kCPU, BackendType::GLOO, std::move(own));
+  return group;
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& parent, const std::string& name) {
+  const auto store = parent->getStore();
+  if (!store || parent->getSize() == 1 || !detail::has_backend(*parent, at::kCPU)) return parent;
+  const auto prefixed = c10::make_intrusive<c10d::PrefixStore>(name, store);
+  BackendPtr own =
+      connect_backend(parent->getBackend(at::kCPU), prefixed, parent->getRank(), parent->getSize());
+  if (!own) return parent;
   c10::intrusive_ptr<c10d::ProcessGroup> group = c10::make_intrusive<SeparateGroup>(
       prefixed, parent->getRank(), parent->getSize(), std::move(own));
   // Before others are added, which keep their name and their device.
@@ -141,6 +187,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
 }
 
 void finish_dropped_groups() {
+  if (endings().pid != this_pid()) return;  // forked: the threads are not there
   std::vector<Endings::Ending> running;
   {
     const std::lock_guard<std::mutex> lock(endings().mutex);

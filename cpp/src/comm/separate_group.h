@@ -1,5 +1,7 @@
 #pragma once
 
+#include <chrono>
+#include <functional>
 #include <string>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -27,6 +29,19 @@ namespace apex::parallel {
 /// store. Blocks until all ranks have come. Errors of the backend pass through.
 c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
     const c10::intrusive_ptr<c10d::ProcessGroup>& parent, const std::string& name);
+
+/// Connects some of the ranks of `parent`, this one as `rank` of `size`, by connections of their
+/// own, for CPU tensors over Gloo, which `parent` has to have. Collective over these ranks, every
+/// one with the same `name`, which must be new in the parent's store. Blocks until all of them have
+/// come. Not registered under a name; to be ended by end_elsewhere(). Errors of the backend pass
+/// through.
+c10::intrusive_ptr<c10d::ProcessGroup> connect_some(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& parent, const std::string& name, int rank,
+    int size);
+
+/// Calls `end` on a thread of its own: see Note [Where a group ends].
+/// @param may_be_stuck  the end of the process does not wait for it.
+void end_elsewhere(std::function<void()> end, bool may_be_stuck) noexcept;
 
 /// Blocks until all separate groups whose last reference was dropped have ended; see Note [Where a
 /// group ends]. Not to be called under the interpreter's lock.

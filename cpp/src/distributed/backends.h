@@ -30,11 +30,12 @@ struct BackendRequest {
 /// Connects to all ranks; blocks for at most the timeout.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request);
 
-/// Another Gloo backend over the ranks of `given`, with its options, connected through `store`, in
-/// which nothing may have used the keys before; nullptr if `given` is not Gloo's. Blocks for at
-/// most the timeout.
+/// Another Gloo backend over all or some of the ranks of `given`, with its options, connected
+/// through `store`, in which nothing may have used the keys before; nullptr if `given` is not
+/// Gloo's. Blocks for at most the timeout.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(
-    const c10::intrusive_ptr<c10d::Backend>& given, const c10::intrusive_ptr<c10d::Store>& store);
+    const c10::intrusive_ptr<c10d::Backend>& given, const c10::intrusive_ptr<c10d::Store>& store,
+    int rank, int size);
 
 /// How long Gloo waits for other ranks; nothing if `backend` is not Gloo's.
 std::optional<std::chrono::milliseconds> gloo_timeout(c10d::Backend& backend);

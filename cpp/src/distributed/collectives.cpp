@@ -1,5 +1,6 @@
 #include <apex/distributed/collectives.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -22,7 +23,12 @@ GroupPtr group_or_default(const GroupPtr& group) { return group ? group : get_de
 void require_contiguous(const at::Tensor& tensor, const char* what) {
   if (!tensor.defined() || !tensor.is_contiguous())
     throw InvalidArgument(std::string(what) + ": the tensor is undefined or not contiguous");
+  if (tensor.is_conj() || tensor.is_neg())
+    throw InvalidArgument(std::string(what) + ": the tensor is a lazy conj(); resolve_conj() it");
 }
+
+/// What is only moved travels as bytes: backends do not take every dtype.
+at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
 
 }  // namespace
 
@@ -31,8 +37,11 @@ void all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op, const Gr
   require_contiguous(tensor, kWhat);
   const at::NoGradGuard no_grad;
   const GroupPtr among = group_or_default(group);
+  const at::Tensor real = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+  if (tensor.is_complex() && op != c10d::ReduceOp::SUM && op != c10d::ReduceOp::AVG)
+    throw InvalidArgument("all_reduce(): complex numbers have a sum and an average only");
   parallel::run_collective(kWhat, *among,
-                           [&] { return parallel::issue_all_reduce(kWhat, *among, tensor, op); });
+                           [&] { return parallel::issue_all_reduce(kWhat, *among, real, op); });
 }
 
 void broadcast(const at::Tensor& tensor, int root, const GroupPtr& group) {
@@ -44,8 +53,9 @@ void broadcast(const at::Tensor& tensor, int root, const GroupPtr& group) {
     throw InvalidArgument("broadcast(): there is no rank " + std::to_string(root) + " among " +
                           std::to_string(among->getSize()));
   }
-  parallel::run_collective(kWhat, *among,
-                           [&] { return parallel::issue_broadcast(kWhat, *among, tensor, root); });
+  parallel::run_collective(kWhat, *among, [&] {
+    return parallel::issue_broadcast(kWhat, *among, as_bytes(tensor), root);
+  });
 }
 
 at::Tensor all_gather(const at::Tensor& tensor, const GroupPtr& group) {
@@ -57,9 +67,46 @@ at::Tensor all_gather(const at::Tensor& tensor, const GroupPtr& group) {
   shape.insert(shape.begin(), among->getSize());
   at::Tensor all = at::empty(shape, tensor.options());
   parallel::run_collective(kWhat, *among, [&] {
-    return parallel::issue_all_gather(kWhat, *among, all.view({-1}), tensor.view({-1}));
+    return parallel::issue_all_gather(kWhat, *among, as_bytes(all), as_bytes(tensor));
   });
   return all;
+}
+
+at::Tensor reduce_scatter(const at::Tensor& tensor, const GroupPtr& group) {
+  constexpr const char* kWhat = "reduce_scatter()";
+  require_contiguous(tensor, kWhat);
+  const at::NoGradGuard no_grad;
+  const GroupPtr among = group_or_default(group);
+  if (tensor.dim() == 0 || tensor.size(0) != among->getSize()) {
+    throw InvalidArgument("reduce_scatter(): the first dimension of the tensor has to be " +
+                          std::to_string(among->getSize()) + ", the number of ranks");
+  }
+  at::Tensor received = at::empty_like(tensor);
+  parallel::run_collective(kWhat, *among, [&] {
+    return parallel::issue_all_to_all(kWhat, *among, as_bytes(received), as_bytes(tensor));
+  });
+  return at::sum(received, {0}, /*keepdim=*/false, tensor.scalar_type());
+}
+
+bool ranks_agree(const at::Tensor& tensor, const GroupPtr& group) {
+  constexpr int64_t kMostDims = 16;
+  require_contiguous(tensor, "ranks_agree()");
+  if (tensor.dim() > kMostDims)
+    throw InvalidArgument("ranks_agree(): the tensor has more than 16 dimensions");
+  const at::NoGradGuard no_grad;
+  std::vector<int64_t> form(2 + kMostDims);
+  form[0] = static_cast<int64_t>(tensor.scalar_type());
+  form[1] = tensor.dim();
+  std::copy(tensor.sizes().begin(), tensor.sizes().end(), form.begin() + 2);
+  const at::Tensor forms = all_gather(at::tensor(form, at::kLong).to(tensor.device()), group).cpu();
+  if (!(forms == forms[0]).all().item<bool>()) return false;
+  if (tensor.numel() == 0) return true;
+  const at::Tensor mine = tensor.view({-1}).view(at::kByte);
+  at::Tensor first = mine.clone();
+  broadcast(first, 0, group);
+  const at::Tensor equal = at::eq(first, mine).all().to(at::kInt).view({1});
+  all_reduce(equal, c10d::ReduceOp::MIN, group);
+  return equal.item<int>() == 1;
 }
 
 }  // namespace apex::distributed

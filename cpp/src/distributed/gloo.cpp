@@ -62,12 +62,12 @@ std::vector<uint64_t> gloo_global_ranks(c10d::Backend& backend) {
 
 // Not by Backend::split(): it connects to the store anew, which takes a quarter of a second.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(
-    const c10::intrusive_ptr<c10d::Backend>& given, const c10::intrusive_ptr<c10d::Store>& store) {
+    const c10::intrusive_ptr<c10d::Backend>& given, const c10::intrusive_ptr<c10d::Store>& store,
+    int rank, int size) {
   auto* const gloo = gloo_of(*given);
   if (!gloo) return nullptr;
   ignore_broken_pipes();
-  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, gloo->getRank(), gloo->getSize(),
-                                                     gloo->getOptions());
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, gloo->getOptions());
 }
 
 }  // namespace apex::distributed

@@ -48,6 +48,9 @@ struct World {
 // the static objects takes its threads down after parts of libtorch that they need are gone, and
 // its destructor may wait for a collective that other ranks never join. So the slot that holds the
 // default group and its subgroups is never destroyed: what is left in it ends with the process.
+//
+// The mutex guards the slot. It is held while ranks meet in init_process_group() and new_group():
+// who asks meanwhile waits.
 std::mutex& world_mutex() {
   static auto* mutex = new std::mutex;
   return *mutex;

@@ -10,8 +10,6 @@
 
 namespace apex::parallel {
 
-// See Note [Steps that are taken later] in python/apex/parallel/overlapped_optimizer.py.
-
 namespace {
 
 void clear(at::Tensor parameter, bool set_to_none) {

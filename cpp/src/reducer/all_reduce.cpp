@@ -11,17 +11,27 @@ namespace {
 
 class AllReduce final : public Reduction {
  public:
-  AllReduce(GroupPtr group, std::shared_ptr<HostChannel> channel, bool averages)
-      : group_(std::move(group)), channel_(std::move(channel)), averages_(averages) {}
+  AllReduce(GroupPtr group, std::shared_ptr<HostChannel> channel,
+            std::shared_ptr<HostHierarchy> hierarchy, bool averages)
+      : group_(std::move(group)),
+        channel_(std::move(channel)),
+        hierarchy_(std::move(hierarchy)),
+        averages_(averages) {}
 
   ReductionTraits traits() const override {
     ReductionTraits traits;
     traits.averages = averages_;
     traits.shares_memory = channel_ != nullptr;
+    traits.across_hosts = hierarchy_ != nullptr;
     return traits;
   }
 
   std::function<at::Tensor(int64_t, const at::TensorOptions&)> allocator() const override {
+    if (hierarchy_) {
+      return [hierarchy = hierarchy_](int64_t numel, const at::TensorOptions& options) {
+        return hierarchy->allocate(numel, options);
+      };
+    }
     if (!channel_) return {};
     return [channel = channel_](int64_t numel, const at::TensorOptions& options) {
       return channel->allocate(numel, options);
@@ -31,8 +41,13 @@ class AllReduce final : public Reduction {
   std::string describe() const override { return "all-reduce of bucket "; }
 
   void start(const BucketMessage&, const at::Tensor& tensor, const std::string& what) override {
-    work_ = issue_all_reduce(what, *group_, tensor,
-                             averages_ ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
+    const auto op = averages_ ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+    if (hierarchy_) {
+      work_ =
+          call_collective(what, *group_, [&] { return hierarchy_->all_reduce(what, tensor, op); });
+    } else {
+      work_ = issue_all_reduce(what, *group_, tensor, op);
+    }
   }
 
   void wait(const std::string& what, const std::function<void()>& meanwhile) override {
@@ -45,7 +60,7 @@ class AllReduce final : public Reduction {
 
   FuturePtr future() const override {
     try {
-      return work_ && !channel_ ? work_->getFuture() : nullptr;
+      return work_ && !channel_ && !hierarchy_ ? work_->getFuture() : nullptr;
     } catch (const std::exception&) {
       return nullptr;  // not every backend has them
     }
@@ -59,7 +74,8 @@ class AllReduce final : public Reduction {
 
  private:
   const GroupPtr group_;
-  const std::shared_ptr<HostChannel> channel_;  ///< that buckets take; may be null
+  const std::shared_ptr<HostChannel> channel_;      ///< that buckets take; may be null
+  const std::shared_ptr<HostHierarchy> hierarchy_;  ///< so; one of both is null
   const bool averages_;
   c10::intrusive_ptr<c10d::Work> work_;
 };
@@ -69,11 +85,14 @@ class AllReduce final : public Reduction {
 std::unique_ptr<Reduction> make_all_reduce(const ReductionSite& site) {
   const auto type = site.device.type();
   auto channel = type == at::kCPU ? host_channel_of(*site.group) : nullptr;
+  auto hierarchy = type == at::kCPU ? find_host_hierarchy(*site.group) : nullptr;
   // NCCL and sums in shared memory divide while they sum; others leave the division to us.
   const bool nccl = type == at::kCUDA && has_backend(*site.group, type) &&
                     is_nccl(site.group->getBackend(type)->getBackendName());
-  const bool averages = site.plain_average && (nccl || channel);
-  return std::make_unique<AllReduce>(site.group, std::move(channel), averages);
+  const bool averages =
+      site.plain_average && (nccl || channel || (hierarchy && hierarchy->averages()));
+  return std::make_unique<AllReduce>(site.group, std::move(channel), std::move(hierarchy),
+                                     averages);
 }
 
 }  // namespace apex::parallel::detail

@@ -32,6 +32,9 @@ struct BackwardPass {
   int64_t clock = 0;                 ///< gradients so far
   bool wants_rebuild =
       false;  ///< parameters were frozen or unfrozen on this rank since the plan was agreed on
+  /// Under join(): its end is to be announced, and its buckets follow the last announcement, so
+  /// that all come in the same order on ranks without data.
+  bool owes_end = false;
   size_t next_launch = 0;  ///< the bucket that is launched next
   bool launching = false;  ///< a thread is launching, and sees to what becomes ready meanwhile
 

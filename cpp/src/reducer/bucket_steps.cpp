@@ -90,6 +90,7 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
   }
   if (entry.traits.shares_memory)
     context.statistics.add(&ReducerStatistics::reduced_in_shared_memory);
+  if (entry.traits.across_hosts) context.statistics.add(&ReducerStatistics::reduced_by_host);
   const std::string what = name_of(entry, index, context);
   entry.launched = true;  // if packing throws, zeros have to be sent instead
   if (!entry.traits.starts_at_wait)

@@ -100,7 +100,7 @@ class Monitor {
     mutex_.unlock();
   }
 
-  std::mutex mutex_;
+  std::mutex mutex_;  ///< guards open_, and what the monitor guards: see above
   std::condition_variable left_;
   std::atomic<std::thread::id> owner_{std::thread::id()};
   int waiting_ = 0;    ///< threads, for the right to change

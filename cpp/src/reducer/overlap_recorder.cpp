@@ -69,6 +69,7 @@ void OverlapRecorder::in_flight(size_t bucket, const Reduction& reduction) {
   // once.
   if (!current_ || bucket >= current_->buckets.size()) return;
   current_->buckets[bucket].shared_memory = reduction.traits().shares_memory;
+  current_->buckets[bucket].by_host = reduction.traits().across_hosts;
   auto arrival = std::make_shared<Arrival>();
   const FuturePtr future = reduction.future();
   if (!future) {
@@ -139,6 +140,7 @@ OverlapReport OverlapRecorder::report_of(const Backward& backward, OverlapClock 
     bucket.parameters = stamps.parameters;
     bucket.bytes = stamps.bytes;
     bucket.shared_memory = stamps.shared_memory;
+    bucket.by_host = stamps.by_host;
     bucket.launched_s = seconds(stamps.launched);
     // That a gradient is missing is known when the bucket is sent all the same; so are usage
     // numbers.

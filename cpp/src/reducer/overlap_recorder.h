@@ -57,6 +57,7 @@ class OverlapRecorder final : public BackwardObserver {
     std::vector<int64_t> parameters;
     int64_t bytes = 0;
     bool shared_memory = false;
+    bool by_host = false;
     Stamp launched;
     Stamp awaiting;
     Stamp arrived;                     ///< the wait for it returned

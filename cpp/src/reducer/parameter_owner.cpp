@@ -7,7 +7,7 @@ namespace apex::parallel {
 
 namespace {
 
-// Never destroyed: reducers may outlive static objects.
+// Guards registry(). Never destroyed: reducers may outlive static objects.
 std::mutex& registry_mutex() {
   static auto* mutex = new std::mutex;
   return *mutex;

@@ -17,15 +17,15 @@ namespace {
 void check_options(const ReducerOptions& options, size_t parameters, size_t groups) {
   if (groups == 0) throw InvalidArgument("a reducer needs at least one process group");
   if (options.limits.cap < 0) {
-    throw InvalidArgument("the bucket size (message_size, bucket_cap_mb) must be positive, got " +
-                          std::to_string(options.limits.cap));
+    throw InvalidArgument("limits.cap must be positive, got " + std::to_string(options.limits.cap));
   }
   if (options.limits.first_cap < 0) {
-    throw InvalidArgument("the size of the first bucket must not be negative, got " +
+    throw InvalidArgument("limits.first_cap must not be negative, got " +
                           std::to_string(options.limits.first_cap));
   }
   if (options.limits.cap == 0 && options.limits.first_cap > 0) {
-    throw InvalidArgument("the size of the first bucket goes with one for the others (limits.cap)");
+    throw InvalidArgument(
+        "limits.first_cap, the size of the first bucket, goes with one for the others, limits.cap");
   }
   const double factor = options.gradient_predivide_factor;
   if (!(factor > 0) || !std::isfinite(factor)) {
@@ -34,8 +34,8 @@ void check_options(const ReducerOptions& options, size_t parameters, size_t grou
   }
   if (options.delay_allreduce && !options.trigger_parameters.empty()) {
     throw InvalidArgument(
-        "delay_allreduce launches nothing before the end of backward, so allreduce_trigger_params "
-        "cannot have an effect: give one of the two");
+        "delay_allreduce launches nothing before the end of backward, so trigger_parameters cannot "
+        "have an effect: give one of the two");
   }
   for (const int64_t index : options.trigger_parameters) {
     if (index < 0 || static_cast<size_t>(index) >= parameters) {
@@ -43,6 +43,15 @@ void check_options(const ReducerOptions& options, size_t parameters, size_t grou
                             std::to_string(parameters) + " parameters");
     }
   }
+}
+
+/// What a rank without data cannot take part in.
+JoinEvent follow_custom(JoinEvent event) {
+  if (event.kind != JoinEvent::kCustom) return event;
+  throw Error(
+      "under join() a rank that has data runs a module with collectives of its own "
+      "(SyncBatchNorm), "
+      "which this rank cannot follow: give every rank equally many batches");
 }
 
 }  // namespace
@@ -100,10 +109,11 @@ void Reducer::end_join() { core_->end_join(); }
 JoinEvent Reducer::announce(JoinEvent::Kind kind, int64_t argument) {
   return core_->join_event(true, kind, argument);
 }
-JoinEvent Reducer::await_event() { return core_->join_event(false, JoinEvent::kEnd, 0); }
-void Reducer::shadow_backward_begin(bool gradients_were_kept) {
-  core_->shadow_backward_begin(gradients_were_kept);
+JoinEvent Reducer::await_event() {
+  core_->follow();
+  return core_->join_event(false, JoinEvent::kEnd, 0);
 }
+void Reducer::shadow_backward_begin(int64_t argument) { core_->shadow_backward_begin(argument); }
 void Reducer::shadow_backward_end() { core_->shadow_backward_end(); }
 int64_t Reducer::last_with_data(bool followed, int64_t states) const {
   return core_->last_with_data(followed, states);
@@ -117,8 +127,13 @@ int64_t Reducer::follow_until_end(const std::function<void(const JoinEvent&)>& o
       prepare_for_forward(/*training=*/false);
       on_forward(event);
     } else if (event.kind == JoinEvent::kBackward) {
-      shadow_backward_begin(event.argument != 0);
+      shadow_backward_begin(event.argument);
+      if ((event.argument & JoinEvent::kEndFollows) != 0) {
+        while (event.kind != JoinEvent::kBackwardEnd) event = follow_custom(await_event());
+      }
       shadow_backward_end();
+    } else {
+      follow_custom(event);
     }
   }
   end_join();

@@ -8,6 +8,7 @@
 
 #include <apex/error.h>
 
+#include "comm/announcer.h"
 #include "comm/collectives.h"
 #include "reducer/hooks.h"
 #include "reducer/join_protocol.h"
@@ -376,9 +377,17 @@ void ReducerCore::begin_join(bool divide_by_initial_world_size) {
   context_.joining = true;
   context_.divisor = context_.members.size;
   divide_by_initial_ = divide_by_initial_world_size;
+  announces_ends_ = false;
+  set_announcer(this, [core = weak_from_this()](int64_t argument) {
+    if (const auto self = core.lock()) self->join_event(true, JoinEvent::kCustom, argument);
+  });
 }
 
+/// This rank has run out of data: it announces nothing any more.
+void ReducerCore::follow() { clear_announcer(this); }
+
 void ReducerCore::end_join() {
+  clear_announcer(this);
   const Change change(context_.monitor);
   context_.joining = false;
   context_.divisor = context_.members.size;
@@ -389,8 +398,15 @@ void ReducerCore::end_join() {
 
 JoinEvent ReducerCore::join_event(bool active, JoinEvent::Kind kind, int64_t argument) {
   const Change change(context_.monitor);
-  JoinEvent event =
-      context_.monitor.open([&] { return exchange_join_event(context_, active, kind, argument); });
+  announces_ends_ = announces_ends_ || (active && kind == JoinEvent::kCustom);
+  JoinEvent event;
+  try {
+    event = context_.monitor.open(
+        [&] { return exchange_join_event(context_, active, kind, argument); });
+  } catch (...) {
+    if (pass_) pass_->owes_end = false;  // it was an error on every rank, and nobody waits for it
+    throw;
+  }
   if (!event.active.empty() && !divide_by_initial_)
     context_.divisor = static_cast<int64_t>(event.active.size());
   return event;

@@ -69,7 +69,8 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   void begin_join(bool divide_by_initial_world_size);
   void end_join();
   JoinEvent join_event(bool active, JoinEvent::Kind kind, int64_t argument);
-  void shadow_backward_begin(bool gradients_were_kept);
+  void follow();
+  void shadow_backward_begin(int64_t argument);
   void shadow_backward_end();
   int64_t last_with_data(bool followed, int64_t states) const;
 
@@ -124,6 +125,7 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   void launch_ready(const at::Tensor& incoming);
 
   // It ends.
+  void announce_end();
   void agree_on_plan();
   Recording recording(const StepFacts& facts) const;
   void launch_rest();
@@ -172,6 +174,7 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
       left_;           ///< the plan that was left, until the other ranks have left it, too
   BucketPlan preset_;  ///< used instead of one made from sizes, where it fits
   bool divide_by_initial_ = true;  ///< under join()
+  bool announces_ends_ = false;    ///< of backwards, under join()
   std::function<void(const ReducedBucket&)> callback_;
   std::unique_ptr<OverlapRecorder> recorder_;  ///< only while times are taken
 };

@@ -164,7 +164,9 @@ void ReducerCore::begin_backward() {
   if (context_.joining) {
     const bool kept = std::any_of(pass.gradients.begin(), pass.gradients.end(),
                                   [](const GradientState& gradient) { return gradient.stale; });
-    join_event(true, JoinEvent::kBackward, kept);
+    join_event(true, JoinEvent::kBackward,
+               (kept ? JoinEvent::kKept : 0) | (announces_ends_ ? JoinEvent::kEndFollows : 0));
+    pass.owes_end = announces_ends_;
   }
   auto scope = std::make_shared<BackwardScope>(shared_from_this());
   try {
@@ -182,14 +184,14 @@ void ReducerCore::begin_scope(const std::shared_ptr<BackwardScope>& scope, Backw
   enter(Phase::kRunning);
 }
 
-void ReducerCore::shadow_backward_begin(bool gradients_were_kept) {
+void ReducerCore::shadow_backward_begin(int64_t argument) {
   refuse_in_backward("shadow_backward_begin()");
   const Change change(context_.monitor);
+  // What the others have cleared must not count here either, nor what they divide among themselves;
+  // what has never been reduced still has to.
+  const bool counts = (argument & JoinEvent::kKept) != 0 && divide_by_initial_;
   for (Parameter& parameter : context_.parameters) {
-    // The others have cleared their gradients, so this rank's must not count either; what has never
-    // been reduced still has to.
-    if (!gradients_were_kept && !parameter.touched)
-      parameter.variable.mutable_grad() = at::Tensor();
+    if (!counts && !parameter.touched) parameter.variable.mutable_grad() = at::Tensor();
   }
   choose_plan();
   wants_rebuild_ = false;  // what is trainable is for those who have data to say
@@ -198,7 +200,7 @@ void ReducerCore::shadow_backward_begin(bool gradients_were_kept) {
   Plan* plan = book_.current();
   if (plan == nullptr) return;
   for (PlannedBucket& entry : plan->entries) entry.pending = 0;  // nothing here is waited for
-  launch_ready({});
+  if ((argument & JoinEvent::kEndFollows) == 0) launch_ready({});
 }
 
 void ReducerCore::shadow_backward_end() {
@@ -328,7 +330,7 @@ void ReducerCore::count_down(size_t index, const at::Tensor& incoming) {
 }
 
 void ReducerCore::launch_ready(const at::Tensor& incoming) {
-  if (context_.options.delay_allreduce) return;
+  if (context_.options.delay_allreduce || pass_->owes_end) return;
   Plan& plan = *book_.current();
   BackwardPass& pass = *pass_;
   // What this rank has unfrozen is reduced after that, so its part is not done before backward has

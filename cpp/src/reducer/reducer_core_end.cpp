@@ -54,6 +54,7 @@ void ReducerCore::finish(BackwardScope* scope) {
   const size_t done = done_in_order();
   enter(Phase::kEnding);
   or_drop([&] {
+    announce_end();
     if (!left_.empty()) carry_left_plan();
     if (book_.current() == nullptr) agree_on_plan();
     launch_rest();
@@ -70,6 +71,12 @@ void ReducerCore::finish(BackwardScope* scope) {
     return;
   }
   complete(done);
+}
+
+/// Until then ranks without data take part in what modules announce.
+void ReducerCore::announce_end() {
+  if (pass_->owes_end) join_event(true, JoinEvent::kBackwardEnd, 0);
+  pass_->owes_end = false;
 }
 
 void ReducerCore::launch_rest() {

@@ -180,6 +180,13 @@ void ReducerCore::abandon(BackwardScope* scope) noexcept {
     // along.
     if (pass_->used[i]) context_.parameters[i].touch();
   }
+  try {
+    announce_end();
+  } catch (const RankMismatch&) {
+    // Others are elsewhere in this backward: they have seen that, too, and raise as well.
+  } catch (...) {
+    fail();
+  }
   if (part_is_done()) {
     follow_the_others();
     drop_messages();

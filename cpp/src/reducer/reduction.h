@@ -28,6 +28,7 @@ struct ReductionTraits {
   bool starts_at_wait = false;  ///< start() sends nothing
   bool runs_user_code = false;  ///< start() may fail on one rank alone
   bool shares_memory = false;   ///< between ranks of one host, see host_channel_of()
+  bool across_hosts = false;    ///< inside each host first, see host_hierarchy_of()
 };
 
 /// One for each bucket of a plan, used in one backward after the other:

@@ -14,7 +14,7 @@ namespace apex::parallel::detail {
 namespace {
 
 struct Registry {
-  std::mutex mutex;
+  std::mutex mutex;  ///< guards states
   // A state that is being destroyed cannot be locked any more, but has to be found.
   std::vector<std::pair<const ReducerCore*, std::weak_ptr<ReducerCore>>> states;
 };

@@ -32,6 +32,11 @@ const Question kAsked[] = {
      "updated the parameters after a backward without synchronization"},
 };
 
+bool answers(const StepFacts& facts, const Question& asked) {
+  return asked.answer != &StepFacts::skipped_forward || facts.skipped_forward ||
+         !facts.forward_pending;
+}
+
 /// "rank 0, rank 2": those for which `holds` is true.
 template <typename Predicate>
 std::string names(const std::vector<StepDetails>& ranks, Predicate&& holds) {
@@ -60,7 +65,7 @@ uint32_t StepFacts::encode() const {
   if (left_plan || !compared) return bits;
   int question = kQuestions;
   for (const Question& asked : kAsked) {
-    bits |= bit(question + (this->*asked.answer ? 1 : 0));
+    if (answers(*this, asked)) bits |= bit(question + (this->*asked.answer ? 1 : 0));
     question += 2;
   }
   return bits;
@@ -81,9 +86,9 @@ bool SeenFacts::answers_differ() const {
 
 std::vector<int64_t> StepDetails::encode() const {
   int64_t flags = 0;
-  const bool values[] = {facts.failed,    facts.left_plan, facts.skipped_forward,
-                         facts.idle_step, facts.updated,   facts.updated_locally,
-                         hook_failed};
+  const bool values[] = {facts.failed,    facts.left_plan,      facts.skipped_forward,
+                         facts.idle_step, facts.updated,        facts.updated_locally,
+                         hook_failed,     facts.forward_pending};
   int place = 0;
   for (const bool value : values) flags |= static_cast<int64_t>(value) << place++;
   return {flags, backward, reason, digest};
@@ -91,10 +96,10 @@ std::vector<int64_t> StepDetails::encode() const {
 
 StepDetails StepDetails::decode(const int64_t* fields) {
   StepDetails details;
-  bool* const values[] = {
-      &details.facts.failed,    &details.facts.left_plan, &details.facts.skipped_forward,
-      &details.facts.idle_step, &details.facts.updated,   &details.facts.updated_locally,
-      &details.hook_failed};
+  bool* const values[] = {&details.facts.failed,          &details.facts.left_plan,
+                          &details.facts.skipped_forward, &details.facts.idle_step,
+                          &details.facts.updated,         &details.facts.updated_locally,
+                          &details.hook_failed,           &details.facts.forward_pending};
   int place = 0;
   for (bool* const value : values) *value = ((fields[0] >> place++) & 1) != 0;
   details.backward = fields[1];
@@ -112,11 +117,13 @@ bool hooks_are_apart(const std::vector<StepDetails>& ranks) {
 bool needs_digests(const std::vector<StepDetails>& ranks) {
   const StepFacts& first = ranks.front().facts;
   bool updates_differ = false;
+  bool skipped = false, reached = false;
   for (const StepDetails& details : ranks) {
     const StepFacts& facts = details.facts;
     if (facts.failed || facts.left_plan) return false;
-    if (facts.skipped_forward != first.skipped_forward || facts.idle_step != first.idle_step)
-      return false;
+    skipped = skipped || facts.skipped_forward;
+    reached = reached || (!facts.skipped_forward && !facts.forward_pending);
+    if ((skipped && reached) || facts.idle_step != first.idle_step) return false;
     updates_differ = updates_differ || facts.updated != first.updated ||
                      facts.updated_locally != first.updated_locally;
   }
@@ -155,8 +162,9 @@ std::string describe_difference(int rank, const std::vector<StepDetails>& ranks)
   for (const Question& asked : kAsked) {
     const auto yes = [&](const StepDetails& details) { return details.facts.*asked.answer; };
     const std::string who = names(ranks, yes);
-    const std::string others =
-        names(ranks, [&](const StepDetails& details) { return !yes(details); });
+    const std::string others = names(ranks, [&](const StepDetails& details) {
+      return !yes(details) && answers(details.facts, asked);
+    });
     if (who.empty() || others.empty()) continue;
     told += (told.empty() ? "" : "; ") + who + " " + asked.yes + ", " + others + " did not";
   }

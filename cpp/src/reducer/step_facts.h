@@ -42,6 +42,9 @@ struct StepFacts {
   bool left_plan = false;        ///< it wants to agree on a new plan: what it sends are zeros
   bool compared = true;          ///< the facts below count; not under join()
   bool skipped_forward = false;  ///< a forward of which backward has reached no output
+  /// There may be one: somebody still refers to the outputs of a forward before the one that
+  /// backward has reached, perhaps only until they are collected as garbage. No answer, then.
+  bool forward_pending = false;
   bool idle_step = false;        ///< an optimizer stepped twice without a backward between
   bool updated = false;          ///< parameters were updated since the last synchronized backward
   bool updated_locally = false;  ///< and that after a backward that was not synchronized

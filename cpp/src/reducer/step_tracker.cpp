@@ -53,6 +53,11 @@ StepFacts StepTracker::facts() const {
   facts.skipped_forward = std::any_of(
       forwards_.begin(), forwards_.end(),
       [](const ForwardPtr& forward) { return !forward->reached && forward.use_count() == 1; });
+  const auto last_reached = std::find_if(forwards_.rbegin(), forwards_.rend(),
+                                         [](const ForwardPtr& one) { return one->reached; });
+  facts.forward_pending = std::any_of(last_reached, forwards_.rend(), [](const ForwardPtr& one) {
+    return !one->reached && one.use_count() > 1;
+  });
   return facts;
 }
 

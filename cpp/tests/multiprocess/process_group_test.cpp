@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <apex/distributed/collectives.h>
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
 #include <support/processes.h>
@@ -15,7 +16,10 @@
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
+#include <functional>
 #include <iostream>
+#include <limits>
+#include <vector>
 
 namespace apex::testing {
 namespace {
@@ -71,6 +75,63 @@ const Scenario kCollectives("collectives", [] {
   require(!dist::is_initialized(), "still initialized");
   dist::destroy_process_group();  // Does nothing.
   std::cout << "rank " << rank << " of " << size << std::endl;
+});
+
+at::Tensor filled(int64_t rows, double value, at::ScalarType dtype) {
+  return at::full({rows, 3}, value, at::TensorOptions().dtype(dtype));
+}
+
+void check_tensor_collectives(const Group& group) {
+  const int rank = dist::rank(group), size = dist::world_size(group);
+  const double sum = size * (size + 1) / 2.0;
+  for (const at::ScalarType dtype : {at::kDouble, at::kBFloat16, at::kInt, at::kComplexFloat}) {
+    at::Tensor reduced = filled(4, rank + 1, dtype);
+    dist::all_reduce(reduced, c10d::ReduceOp::SUM, group);
+    require(reduced.equal(filled(4, sum, dtype)), "all_reduce() is wrong");
+    at::Tensor copied = filled(2, rank, dtype);
+    dist::broadcast(copied, size - 1, group);
+    require(copied.equal(filled(2, size - 1, dtype)), "broadcast() is wrong");
+    const at::Tensor gathered = dist::all_gather(filled(1, rank, dtype), group);
+    require(gathered.sizes() == at::IntArrayRef({size, 1, 3}), "all_gather(): another shape");
+    for (int64_t peer = 0; peer < size; ++peer) {
+      require(gathered[peer].equal(filled(1, static_cast<double>(peer), dtype)),
+              "all_gather() is wrong");
+    }
+    at::Tensor entries = at::empty({size, 1, 3}, at::TensorOptions().dtype(dtype));
+    for (int64_t peer = 0; peer < size; ++peer) entries[peer].fill_(10 * (rank + 1) + peer);
+    require(dist::reduce_scatter(entries, group).equal(filled(1, 10 * sum + size * rank, dtype)),
+            "reduce_scatter() is wrong");
+    require(dist::ranks_agree(copied, group), "ranks_agree() on the same tensor is wrong");
+    if (size == 1) continue;
+    require(!dist::ranks_agree(filled(2, rank == 1, dtype), group), "they differ on rank 1");
+    require(!dist::ranks_agree(filled(rank == 0 ? 2 : 1, 1, dtype), group), "shapes differ");
+  }
+  const at::Tensor nan = at::full({2}, std::numeric_limits<double>::quiet_NaN());
+  require(dist::ranks_agree(nan, group), "the same NaN is the same");
+  require(size == 1 || !dist::ranks_agree(rank == 0 ? nan : nan.to(at::kDouble), group),
+          "dtypes differ");
+}
+
+// By shared memory, and through the group.
+const Scenario kTensorCollectives("tensor_collectives", [] {
+  const Group group = init();
+  check_tensor_collectives({});
+  check_tensor_collectives(dist::new_group({0, 1}));
+  const at::Tensor tensor = at::zeros({dist::world_size() + 1, 2});
+  for (const auto& refused :
+       {std::function<void()>([&] { dist::reduce_scatter(tensor); }),
+        std::function<void()>([&] { dist::broadcast(tensor, 3); }),
+        std::function<void()>([&] { dist::all_reduce(tensor.t()); }), std::function<void()>([&] {
+          dist::all_reduce(at::zeros({2}, at::kComplexFloat).conj());
+        })}) {
+    try {
+      refused();
+      require(false, "a wrong argument was taken");
+    } catch (const InvalidArgument&) {
+    }
+  }
+  dist::barrier();
+  dist::destroy_process_group();
 });
 
 // A rank that writes to one that has ended would end, too.
@@ -347,6 +408,13 @@ TEST(ProcessGroup, Rank_TakenTwice_IsFound) {
     told += result.output.find("has the same rank") != std::string::npos;
   }
   EXPECT_EQ(told, 1);
+}
+
+TEST(Collectives, OfTensors_ThroughSharedMemoryAndWithout_AreRight) {
+  for (const char* channel : {"1", "0"}) {
+    const auto specs = ranks_of("tensor_collectives", 2, {{"APEX_HOST_CHANNEL", channel}});
+    EXPECT_EQ(failures_of(run_processes(specs)), "") << channel;
+  }
 }
 
 TEST(ProcessGroup, NcclWithoutGpu_FailsAtOnce) {

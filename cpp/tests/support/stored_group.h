@@ -3,6 +3,7 @@
 /// Ranks of one process that share a store and call no collective: what they tell each other there.
 
 #include <chrono>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -13,13 +14,15 @@
 namespace apex::testing {
 
 /// For programs that compile in the parts which ask a backend for its timeout: they define
-/// apex::distributed::gloo_timeout() by this one.
-class SilentBackend final : public c10d::Backend {
+/// apex::distributed::gloo_timeout() and gloo_global_ranks() by this one.
+class SilentBackend : public c10d::Backend {
  public:
   using Backend::Backend;
   const std::string getBackendName() const override { return "silent"; }
   /// As short as makes a difference: ranks are waited for for an eighth, and for half a second.
   std::chrono::milliseconds timeout() const { return std::chrono::seconds(4); }
+  /// By rank, as Gloo has them for a group of some ranks of the job.
+  std::vector<uint64_t> global_ranks;
 };
 
 /// One group for each rank, as if they were in processes of their own.

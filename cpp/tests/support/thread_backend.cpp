@@ -1,6 +1,7 @@
 #include <support/thread_backend.h>
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -245,6 +246,8 @@ void run_ranks(int world_size, const RankFunction& body) {
 void run_ranks(const std::shared_ptr<ThreadBackendControl>& control, const RankFunction& body,
                const std::string& group_name) {
   settle_vector_functions();
+  at::detail::getDefaultCPUGenerator();  // made by the first call, which two threads may make at
+                                         // once
   std::mutex mutex;
   std::optional<RankError> first;
   // The registry of groups by name is one per process; in this mode it is one per thread.

@@ -19,10 +19,20 @@ namespace apex::distributed {
 
 // The library's ask Gloo, which is not compiled into this program.
 std::optional<std::chrono::milliseconds> gloo_timeout(c10d::Backend& backend) {
-  return dynamic_cast<testing::SilentBackend&>(backend).timeout();
+  auto* const silent = dynamic_cast<testing::SilentBackend*>(&backend);
+  return silent == nullptr ? std::nullopt : std::optional(silent->timeout());
 }
 
-std::vector<uint64_t> gloo_global_ranks(c10d::Backend&) { return {}; }
+std::vector<uint64_t> gloo_global_ranks(c10d::Backend& backend) {
+  auto* const silent = dynamic_cast<testing::SilentBackend*>(&backend);
+  return silent == nullptr ? std::vector<uint64_t>() : silent->global_ranks;
+}
+
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(const c10::intrusive_ptr<c10d::Backend>&,
+                                                         const c10::intrusive_ptr<c10d::Store>&,
+                                                         int, int) {
+  return nullptr;
+}
 
 }  // namespace apex::distributed
 

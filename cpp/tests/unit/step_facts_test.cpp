@@ -46,6 +46,19 @@ TEST(StepFacts, EveryFact_AloneOnOneRank_IsSeen) {
   }
 }
 
+TEST(StepFacts, ForwardThatIsPending_IsNoAnswer) {
+  std::vector<StepFacts> ranks(3);
+  ranks[0].skipped_forward = true;
+  ranks[1].skipped_forward = true;
+  ranks[2].forward_pending = true;
+  EXPECT_FALSE(seen_by_all(ranks).differ());
+  EXPECT_EQ(describe_difference(0, details_of(ranks)), "");
+  ranks[1].skipped_forward = false;  // this one has run its backward
+  EXPECT_TRUE(seen_by_all(ranks).differ());
+  expect_contains(describe_difference(0, details_of(ranks)),
+                  "rank 0 ran a forward that no backward has followed, rank 1 did not");
+}
+
 TEST(StepFacts, RankThatFailedOrLeft_IsSeen_AndItsAnswersDoNotCount) {
   std::vector<StepFacts> ranks(2);
   ranks[0].updated = true;

@@ -46,6 +46,24 @@ TEST(StepTracker, ForwardWithoutBackward_NextBackward_TellsOfIt_Once) {
   EXPECT_TRUE(step(tracker).skipped_forward);
 }
 
+// The hazard: of two ranks that have thrown the same forward away, the garbage collector has come
+// to one of them only.
+TEST(StepTracker, ForwardThatIsHeldBeforeTheOneReached_IsPending) {
+  StepTracker tracker;
+  tracker.forward_began();
+  auto held = tracker.forward_ended(/*can_be_reached=*/true);
+  EXPECT_TRUE(step(tracker).forward_pending);
+  EXPECT_FALSE(step(tracker).forward_pending);
+  tracker.forward_began();
+  const auto first = tracker.forward_ended(/*can_be_reached=*/true);
+  tracker.forward_began();
+  const auto second = tracker.forward_ended(/*can_be_reached=*/true);
+  tracker.backward_began(false, false);
+  first->reached = true;
+  EXPECT_FALSE(tracker.facts().forward_pending);  // the second backward of this step follows
+  EXPECT_FALSE(tracker.facts().skipped_forward);
+}
+
 TEST(StepTracker, GradientsThatEnteredThroughNoOutput_ForwardsBefore_AreNotTakenForSkipped) {
   StepTracker tracker;
   tracker.forward_began();

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from ._handle import AmpHandle, NoOpHandle
     from ._optimizer_stash import OptimizerStash
     from .frontend import Properties
-    from .handle import AmpHandle, NoOpHandle
     from .scaler import LossScaler
 
 

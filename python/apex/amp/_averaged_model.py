@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel
 
+from .._internal.dtypes import is_low_precision
 from ._full_values import full_value, has_full_values, set_full_value
-from .casts import is_low_precision
 
 
 class _InFloat32:

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._internal.dtypes import is_low_precision
 from ._amp_state import several_ranks
-from .casts import is_low_precision
 
 
 class FullValue:

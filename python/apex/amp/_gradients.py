@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .casts import is_low_precision
+from .._internal.dtypes import is_low_precision
 
 
 def accumulate(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:

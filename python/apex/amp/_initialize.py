@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._internal.dtypes import LOW_PRECISION_DTYPES, convert_modules, is_low_precision
+from .._internal.refused import DataParallelWrapper, KeepsMasterWeights
+from .._internal.tree import map_tensors
 from ._amp_state import _amp_state, several_ranks, warn_or_err
 from ._averaged_model import average_full_values
 from ._full_values import hook_state_dicts, remember
+from ._handle import disable_casts
 from ._process_optimizer import adopt_before_load, process_optimizer, refuse_master_weights
 from .amp import init
-from .casts import LOW_PRECISION_DTYPES, is_low_precision, map_tensors
-from .handle import disable_casts
 from .scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ def cast_values(value: Any, dtype: torch.dtype) -> Any:
         movable = hasattr(leaf, "to") and not isinstance(leaf, torch.nn.Module)
         return leaf.to(dtype) if movable else leaf
 
-    return map_tensors(cast, value, move)
+    return map_tensors(value, cast, move)
 
 
 class CastForward:
@@ -78,12 +80,8 @@ _TORCH_DDP = torch.nn.parallel.DistributedDataParallel
 
 
 def _check_models(models: list[torch.nn.Module]) -> None:
-    wrappers: tuple[Any, ...] = (_TORCH_DDP, torch.nn.DataParallel)
-    parallel = sys.modules.get("apex.parallel.distributed")
-    if parallel is not None:  # above this package, so it is not imported here
-        wrappers += (parallel.DistributedDataParallel,)
     for model in models:
-        if isinstance(model, wrappers):
+        if isinstance(model, (_TORCH_DDP, torch.nn.DataParallel, DataParallelWrapper)):
             raise RuntimeError(
                 f"amp.initialize was given a {type(model).__name__}; initialize the bare model "
                 "first and wrap what initialize returns."
@@ -149,16 +147,9 @@ def _check_hooks(models: list[torch.nn.Module], dtype: torch.dtype) -> None:
                 )
 
 
-def fp16_optimizer() -> type:
-    """The class FP16_Optimizer; imported late, since its package imports this one."""
-    from ..fp16_utils import FP16_Optimizer
-
-    return FP16_Optimizer
-
-
 def _check_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
-        if isinstance(optimizer, fp16_optimizer()):
+        if isinstance(optimizer, KeepsMasterWeights):
             raise RuntimeError(
                 "amp.initialize was given an FP16_Optimizer; pass the optimizer it wraps, amp "
                 "keeps master weights itself."
@@ -182,8 +173,6 @@ def _remember_values(params: list[torch.Tensor]) -> dict[int, torch.Tensor]:
 
 
 def _cast_model(model: torch.nn.Module, properties: Properties) -> None:
-    from ..fp16_utils.fp16util import convert_modules
-
     dtype = properties.cast_model_type
     convert_modules(model, dtype, keep_batchnorm=bool(properties.keep_batchnorm_fp32))
     output_dtype = properties.cast_model_outputs or torch.float32

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from .._internal.dtypes import is_low_precision
 from ._amp_state import several_ranks
 from ._full_values import FullValue, full_value, record_of
-from .casts import is_low_precision
 
 #: The key of the master weights, by the index of the parameter, in the optimizer's state.
 MASTER_WEIGHTS = "amp_master_weights"

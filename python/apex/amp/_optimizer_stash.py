@@ -23,8 +23,8 @@ from ._gradients import (
     values_of,
     zero_where_zeroed_,
 )
+from ._handle import forget_casts
 from ._master_weights import MasterWeights, this_rank
-from .handle import forget_casts
 from .scaler import LossScaler
 
 #: Where gradients may be left scaled by ``delay_unscale``.

@@ -17,9 +17,9 @@ import torch
 from ._amp_state import _amp_state, find_stash, maybe_print
 from ._device_skip import step_unless
 from ._full_values import gets_master, record_of
+from ._handle import AmpHandle, disable_casts, forget_casts
 from ._optimizer_stash import OptimizerStash
 from ._overflow import check_deferred
-from .handle import AmpHandle, disable_casts, forget_casts
 from .scaler import LossScaler
 
 #: Evaluations of a closure that overflow in a row before a step gives up.

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import _core
 from ..multi_tensor_apply._operations import multi_tensor_axpby, multi_tensor_scale
-
-if TYPE_CHECKING:
-    from .. import _core
 
 
 class ScalerByHand:
@@ -142,8 +140,6 @@ class ScalerByHand:
 
     @_scale_seq_len.setter
     def _scale_seq_len(self, value: int) -> None:
-        from .. import _core
-
         scale, clean = self._policy.scale_tensor(), self._policy.growth_tracker()
         found = self._policy.found_inf()
         self._policy_options["growth_interval"] = int(value)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ._amp_state import _amp_state
-from .handle import AmpHandle, NoOpHandle
+from ._handle import AmpHandle, NoOpHandle
 from .patch import Function, wrap_float32, wrap_low_precision, wrap_promote
 
 Wrap = Callable[[AmpHandle, Function], Function]

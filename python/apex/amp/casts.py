@@ -1,112 +1,11 @@
-"""Casting of arguments, nested as they come, and the cache of cast parameters."""
+"""The cache of cast parameters."""
 
 from __future__ import annotations
 
-import collections
-import copy
-import dataclasses
-import operator
 import sys
-import types
-from collections.abc import Callable, Iterable, Mapping, MutableSequence
 from typing import Any, TypeAlias
 
 import torch
-import torch.utils._pytree as pytree
-
-LOW_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
-
-
-def is_low_precision(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is float16 or bfloat16."""
-    return tensor.dtype in LOW_PRECISION_DTYPES
-
-
-def _items(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """What a container holds, and how to make another one of its type; None: no container.
-
-    Those that torch.utils._pytree knows (torch's results, deques, classes registered by other
-    libraries), named tuples, dataclasses without a method ``to`` of their own, and mappings,
-    sequences and tuples of any other class.
-    """
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return list(value), kind
-    if isinstance(value, (str, bytes, bytearray, range, torch.nn.Module)):
-        return None
-    node = pytree.SUPPORTED_NODES.get(kind)
-    if node is not None:
-        children, context = node.flatten_fn(value)
-        return list(children), lambda items: node.unflatten_fn(items, context)
-    if isinstance(value, tuple):
-        if hasattr(value, "_fields"):
-            return list(value), lambda items: kind(*items)
-        return list(value), lambda items: tuple.__new__(kind, items)
-    if isinstance(value, types.MappingProxyType):
-        return list(value.values()), lambda items: kind(dict(zip(value, items, strict=True)))
-    if isinstance(value, Mapping):
-        keys = list(value)
-        return [value[key] for key in keys], lambda items: _copied(value, keys, items)
-    if isinstance(value, (MutableSequence, collections.deque)):
-        return list(value), lambda items: _copied(value, range(len(value)), items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "to"):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        return [getattr(value, name) for name in names], lambda items: _with(value, names, items)
-    return None
-
-
-def _with(original: Any, names: list[str], items: list[Any]) -> Any:
-    """A copy of a dataclass with other fields; its ``__init__`` does not run again."""
-    clone = copy.copy(original)
-    for name, item in zip(names, items, strict=True):
-        object.__setattr__(clone, name, item)  # frozen ones, too
-    return clone
-
-
-def _copied(original: Any, keys: Iterable[Any], items: list[Any]) -> Any:
-    """A copy of a mapping or sequence with other items; plain where that cannot be made."""
-    try:
-        clone = copy.copy(original)
-        for key, item in zip(keys, items, strict=True):
-            clone[key] = item
-        return clone
-    except (AttributeError, TypeError):
-        return dict(zip(keys, items, strict=True)) if isinstance(original, Mapping) else items
-
-
-def map_tensors(
-    function: Callable[[torch.Tensor], Any],
-    value: Any,
-    other: Callable[[Any], Any] = lambda leaf: leaf,
-) -> Any:
-    """Apply `function` to every tensor in `value`, and `other` to what is no container.
-
-    Containers keep their type; one in which nothing changes is returned as it is.
-    """
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    opened = _items(value)
-    if opened is None:
-        return other(value)
-    items, rebuild = opened
-    mapped = [map_tensors(function, item, other) for item in items]
-    if all(map(operator.is_, mapped, items)):
-        return value
-    return rebuild(mapped)
-
-
-def floating_tensors(value: Any) -> list[torch.Tensor]:
-    """The floating-point tensors in `value`, in containers of any class."""
-    found: list[torch.Tensor] = []
-
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_floating_point():
-            found.append(tensor)
-        return tensor
-
-    map_tensors(look, value)
-    return found
-
 
 #: A parameter, its version and address when it was cast, and the copy.
 _Entry: TypeAlias = tuple[torch.Tensor, int, int, torch.Tensor]

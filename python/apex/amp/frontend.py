@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from .._internal.refused import KeepsMasterWeights
 from ._amp_state import _amp_state, maybe_print, warn_or_err
-from ._initialize import fp16_optimizer, setup
+from ._initialize import setup
 
 
 class Properties:
@@ -270,7 +271,7 @@ def initialize(
 
     model_list = _as_list(models, (torch.nn.Module,), "a torch.nn.Module")
     optimizer_list = (
-        _as_list(optimizers, (torch.optim.Optimizer, fp16_optimizer()), "a torch optimizer")
+        _as_list(optimizers, (torch.optim.Optimizer, KeepsMasterWeights), "a torch optimizer")
         if given_optimizers
         else []
     )

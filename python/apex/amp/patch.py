@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import lists
-from .casts import floating_tensors, is_low_precision, map_tensors
+from .._internal.dtypes import is_low_precision
+from .._internal.tree import find_tensors, map_tensors
+from .lists import defaults, functional_overrides, tensor_overrides, torch_overrides
 
 if TYPE_CHECKING:
-    from .handle import AmpHandle
+    from ._handle import AmpHandle
 
 Function = Callable[..., Any]
 _MISSING = object()
@@ -51,6 +52,11 @@ class PatchSet:
                 setattr(namespace, name, own)
 
 
+def _floating_tensors(*values: Any) -> list[torch.Tensor]:
+    found = find_tensors(values, in_objects=False)
+    return [tensor for tensor in found if tensor.is_floating_point()]
+
+
 def _writes_to_out(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("out") is not None
 
@@ -59,11 +65,11 @@ def _cast_low(handle: AmpHandle, original: Function, args: Any, kwargs: Any) -> 
     """`args` and `kwargs` in the low-precision type, unless everything floating is double."""
     if _writes_to_out(kwargs):
         return args, kwargs
-    dtypes = {tensor.dtype for tensor in floating_tensors((args, kwargs))}
+    dtypes = {tensor.dtype for tensor in _floating_tensors(args, kwargs)}
     if dtypes <= {torch.float64}:
         return args, kwargs
     cast = handle.caster(None, original)
-    return map_tensors(cast, args), map_tensors(cast, kwargs)
+    return map_tensors(args, cast), map_tensors(kwargs, cast)
 
 
 def wrap_low_precision(handle: AmpHandle, original: Function) -> Function:
@@ -127,7 +133,7 @@ def wrap_float32(handle: AmpHandle, original: Function) -> Function:
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             return widen(tensor) if is_low_precision(tensor) else tensor
 
-        return original(*map_tensors(cast, args), **map_tensors(cast, kwargs))
+        return original(*map_tensors(args, cast), **map_tensors(kwargs, cast))
 
     return wrapper
 
@@ -139,11 +145,11 @@ def wrap_promote(handle: AmpHandle, original: Function) -> Function:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not handle.any_casting() or _writes_to_out(kwargs):
             return original(*args, **kwargs)
-        dtypes = {tensor.dtype for tensor in floating_tensors((args, kwargs))}
+        dtypes = {tensor.dtype for tensor in _floating_tensors(args, kwargs)}
         if len(dtypes) < 2:
             return original(*args, **kwargs)
         cast = handle.caster(functools.reduce(torch.promote_types, dtypes), original)
-        return original(*map_tensors(cast, args), **map_tensors(cast, kwargs))
+        return original(*map_tensors(args, cast), **map_tensors(kwargs, cast))
 
     return wrapper
 
@@ -156,7 +162,7 @@ def wrap_cast_to_self(handle: AmpHandle, original: Function) -> Function:
         if not handle.is_casting(self) or not self.is_floating_point():
             return original(self, *args, **kwargs)
         cast = handle.caster(self.dtype, original)
-        return original(self, *map_tensors(cast, args), **map_tensors(cast, kwargs))
+        return original(self, *map_tensors(args, cast), **map_tensors(kwargs, cast))
 
     return wrapper
 
@@ -184,7 +190,7 @@ def wrap_banned(handle: AmpHandle, original: Function, name: str, remedy: str) -
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        tensors = floating_tensors((args, kwargs))
+        tensors = _floating_tensors(args, kwargs)
         if not any(handle.is_casting(tensor) for tensor in tensors):
             return original(*args, **kwargs)
         if any(map(is_low_precision, tensors)):
@@ -192,8 +198,8 @@ def wrap_banned(handle: AmpHandle, original: Function, name: str, remedy: str) -
                 raise NotImplementedError(
                     f"{name} is not safe on float16 or bfloat16 under amp O1: {remedy}."
                 )
-            args = map_tensors(widen, args)
-            kwargs = map_tensors(widen, kwargs)
+            args = map_tensors(args, widen)
+            kwargs = map_tensors(kwargs, widen)
         # torch.autocast refuses this function on CUDA, even for float32 inputs.
         with handle.casts_disabled():
             return original(*args, **kwargs)
@@ -254,12 +260,12 @@ def _kinds(overrides: Any) -> dict[str, _Kind]:
     return kinds
 
 
-_OVERRIDES = (lists.torch_overrides, lists.functional_overrides, lists.tensor_overrides)
+_OVERRIDES = (torch_overrides, functional_overrides, tensor_overrides)
 #: As they are before a script changes the lists.
 _DEFAULTS = [_kinds(overrides) for overrides in _OVERRIDES]
 #: Has wrappers of its own.
 _APART = {"__ipow__"}
-_NOT_PATCHED = {*lists.PROMOTED_BY_TORCH, *lists.SEQUENCES_PROMOTED_BY_TORCH}
+_NOT_PATCHED = {*defaults.PROMOTED_BY_TORCH, *defaults.SEQUENCES_PROMOTED_BY_TORCH}
 
 
 def _install_lists(handle: AmpHandle, patches: PatchSet) -> None:
@@ -268,10 +274,10 @@ def _install_lists(handle: AmpHandle, patches: PatchSet) -> None:
     A function that a script has moved from one list to another, or out of all, runs with casts off
     inside: autocast has lists of its own, which know nothing of that.
     """
-    for overrides, defaults in zip(_OVERRIDES, _DEFAULTS, strict=True):
+    for overrides, unchanged in zip(_OVERRIDES, _DEFAULTS, strict=True):
         present = _kinds(overrides)
-        for name in {**defaults, **present}:
-            kind, default = present.get(name), defaults.get(name)
+        for name in {**unchanged, **present}:
+            kind, default = present.get(name), unchanged.get(name)
             if name in _APART or (kind == default and name in _NOT_PATCHED):
                 continue
             if kind != default:
@@ -283,14 +289,22 @@ def _install_lists(handle: AmpHandle, patches: PatchSet) -> None:
             patches.replace(overrides.MODULE, name, functools.partial(wrap, handle, **more))
 
 
+def _in_place_float32() -> tuple[str, ...]:
+    """The in-place methods of Tensor that belong to its float32 functions, such as ``exp_``."""
+    listed = tensor_overrides.FP32_FUNCS
+    names = [f"{name}_" for name in listed if not name.startswith("__")]
+    own = ("__ipow__",) if "__ipow__" in listed else ()
+    return tuple(name for name in names if hasattr(torch.Tensor, name)) + own
+
+
 def install(handle: AmpHandle, patches: PatchSet) -> None:
     """Patch everything that :mod:`apex.amp.lists` names, and autograd's start of a backward."""
     _install_lists(handle, patches)
-    for name in lists.LOW_PRECISION_RECURRENT:
+    for name in defaults.LOW_PRECISION_RECURRENT:
         patches.replace(torch._VF, name, functools.partial(wrap_recurrent, handle))
-    for name in lists.CAST_TO_SELF:
+    for name in defaults.CAST_TO_SELF:
         patches.replace(torch.Tensor, name, functools.partial(wrap_cast_to_self, handle))
-    for name in lists.in_place_float32():
+    for name in _in_place_float32():
         patches.replace(
             torch.Tensor, name, functools.partial(wrap_in_place_float32, handle, name=name)
         )

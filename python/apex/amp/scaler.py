@@ -5,14 +5,14 @@ The work is done by ``apex::amp::LossScaler`` in C++; this class adds the names 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .. import _core
-from .._group_names import name_of
+from .._internal import joining
+from .._internal.group_names import name_of
 from ._scaler_by_hand import ScalerByHand
 
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -162,9 +162,9 @@ class LossScaler(ScalerByHand):
             return
         distributed = torch.distributed
         group = distributed.group.WORLD if group is None else group
-        joining = sys.modules.get("apex.parallel._join")
-        if joining is not None and joining.current() is not None:
-            joining.current().announce_overflow_flags(self, group)
+        join = joining.current()
+        if join is not None:
+            join.announce_overflow_flags(self, group)
         self._take_buffer()
         self._policy.synchronize(name_of(group))
 

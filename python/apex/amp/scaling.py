@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from apex import _pending
+from apex._internal import pending
 
 from ._amp_state import _amp_state, find_stash
+from ._handle import forget_casts
 from ._optimizer_stash import OptimizerStash
 from ._overflow import check_overflow, ranks
 from ._process_optimizer import adopt
-from .handle import forget_casts
 from .scaler import LossScaler
 
 
@@ -99,12 +99,12 @@ def scale_loss(
         masters = any(stash.master_weights for stash in stashes)
         if not masters and scaler._static == 1.0 and not scaled_before:
             yield loss.float()
-            _pending.complete()  # for who reads gradients before step()
+            pending.complete()  # for who reads gradients before step()
             return
         ranks_then = ranks(scaler)
         scaler.contexts += 1
         entered = True
-        _pending.complete()
+        pending.complete()
         with contextlib.ExitStack() as contexts:
             claimed: set[int] = set()
             for stash in stashes:
@@ -121,9 +121,9 @@ def scale_loss(
             except Exception:
                 # What arrives later would be written over the gradients that are put back.
                 with contextlib.suppress(Exception):  # the body's own error is the one to report
-                    _pending.complete()
+                    pending.complete()
                 raise
-            _pending.complete()  # an OverlappedOptimizer's: what is read now has to be there
+            pending.complete()  # an OverlappedOptimizer's: what is read now has to be there
             for stash in stashes:
                 if delay_unscale:
                     stash.delay_unscale(scaler)

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from .._internal.dtypes import is_low_precision
+from .._internal.refused import KeepsMasterWeights
 from ..amp._amp_state import is_rank_zero
 from ..amp._full_values import follow
 from ..amp._gradients import multiply_, values_of
 from ..amp._process_optimizer import MAX_CLOSURE_RETRIES
-from ..amp.casts import is_low_precision
 from ..amp.scaler import LossScaler
 from .fp16util import (
     clip_grad_norm,
@@ -20,7 +21,7 @@ from .fp16util import (
 )
 
 
-class FP16_Optimizer:  # noqa: N801
+class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
     """Wrap `init_optimizer` so that it updates float32 masters of low-precision parameters.
 
     Use ``optimizer.backward(loss)`` instead of ``loss.backward()``. New scripts are better served

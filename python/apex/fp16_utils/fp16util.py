@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .._internal.dtypes import convert_module as convert_module
+from .._internal.dtypes import convert_modules
+
 #: ``torch.nn.utils.clip_grad_norm_``, under the name old scripts use.
 clip_grad_norm = torch.nn.utils.clip_grad_norm_
 
@@ -36,21 +39,6 @@ def network_to_half(network: torch.nn.Module) -> torch.nn.Sequential:
     return torch.nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
-def convert_module(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating parameters, their gradients and buffers of `module` itself to `dtype`.
-
-    In place; children are left alone, parameters keep their identity.
-    """
-    for param in module.parameters(recurse=False):
-        if param.is_floating_point():
-            param.data = param.data.to(dtype)
-            if param.grad is not None:
-                param.grad.data = param.grad.data.to(dtype)
-    for name, buffer in module.named_buffers(recurse=False):
-        if buffer.is_floating_point():
-            module._buffers[name] = buffer.to(dtype)
-
-
 def convert_network(network: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """Cast `network` to `dtype` in place, except for affine batch normalization; returns it.
 
@@ -59,16 +47,6 @@ def convert_network(network: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Mo
     """
     convert_modules(network, dtype, keep_batchnorm=True)
     return network
-
-
-def convert_modules(network: torch.nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> None:
-    """:func:`convert_network`, also of batch normalization if not `keep_batchnorm`."""
-    for module in network.modules():
-        if keep_batchnorm and isinstance(module, _BatchNorm) and module.affine:
-            continue
-        convert_module(module, dtype)
-        if isinstance(module, torch.nn.RNNBase):
-            module.flatten_parameters()
 
 
 class FP16Model(torch.nn.Module):

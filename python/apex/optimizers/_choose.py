@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from .._internal.dtypes import is_low_precision
+
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
-
-
-def as_list(params: Iterable[Any]) -> list[Any]:
-    """`params`, which may be a generator, as a list."""
-    return list(params)
 
 
 def is_low_precision_on_cpu(tensor: torch.Tensor) -> bool:
@@ -22,7 +17,7 @@ def is_low_precision_on_cpu(tensor: torch.Tensor) -> bool:
     Its CPU kernel skips whole vectors of float16 and bfloat16 parameters and writes wrong momenta
     (pytorch#191763; torch 2.12 and 2.13 at least). Those of Adam and AdamW are right.
     """
-    return tensor.device.type == "cpu" and tensor.dtype in _LOW_PRECISION
+    return tensor.device.type == "cpu" and is_low_precision(tensor)
 
 
 def implementation(params: list[Any]) -> dict[str, bool]:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._internal.dtypes import alike
+
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
     """The type in which values of `dtype` are updated: float32, or float64 for float64."""
@@ -129,18 +131,10 @@ class ForeachOptimizer(torch.optim.Optimizer):
         group["step"] = step
         return step
 
-    def _alike(self, group: dict[str, Any]) -> list[list[Tensor]]:
-        """Parameters of `group` that have a gradient, by device and type."""
-        kinds: dict[Any, list[Tensor]] = {}
-        for param in group["params"]:
-            if param.grad is not None:
-                kinds.setdefault((param.device, param.dtype, param.grad.dtype), []).append(param)
-        return list(kinds.values())
-
     def _batches(self, group: dict[str, Any]) -> Iterator[tuple[list[Tensor], Batch]]:
         """Parameters of `group` that have a gradient; those of a batch are written back when the
         next one is asked for."""
-        for members in self._alike(group):
+        for members in alike(group["params"]):
             batch = Batch(members)
             yield members, batch
             batch.write_back()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._choose import as_list, from_apex, implementation
+from ._choose import from_apex, implementation
 
 # Note [Adam without bias correction]
 #
@@ -76,7 +76,7 @@ class FusedAdam(torch.optim.Adam):
                 "FusedAdam(eps_inside_sqrt=True) was an option of early versions of Apex; eps is "
                 "added outside of the square root."
             )
-        params = as_list(params)
+        params = list(params)
         super().__init__(
             params,
             lr=lr,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._internal.dtypes import alike
 from ._foreach import Batch, ForeachOptimizer, norms, on_device
 
 
@@ -103,7 +104,7 @@ class FusedLAMB(ForeachOptimizer):
             return None
         found: list[Tensor] = []
         for group in self.param_groups:
-            for members in self._alike(group):
+            for members in alike(group["params"]):
                 found += norms([param.grad for param in members if param.grad is not None])
         if not found:
             return None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._choose import as_list, from_apex, implementation, is_low_precision_on_cpu
+from ._choose import from_apex, implementation, is_low_precision_on_cpu
 
 
 def _fused_is_wrong(group: dict[str, Any]) -> bool:
@@ -45,7 +45,7 @@ class FusedSGD(torch.optim.SGD):
                 "FusedSGD is torch.optim.SGD here, which applies weight decay before momentum; "
                 "pass wd_after_momentum=False."
             )
-        params = as_list(params)
+        params = list(params)
         super().__init__(
             params,
             lr=lr,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from apex._internal.dtypes import alike
 from apex.parallel._wrapped_optimizer import WrappedOptimizer
 
 
@@ -28,9 +30,12 @@ class LARC(WrappedOptimizer):
 
     Args:
         optimizer: the optimizer to wrap; dense real gradients only.
-        trust_coefficient: see above.
+        trust_coefficient: see above; positive and finite.
         clip: scale the learning rate down only (LARC); False replaces it, multiplied by lr (LARS).
-        eps: see above.
+        eps: see above; finite, and not negative.
+
+    Raises:
+        ValueError: for a trust_coefficient or eps outside of these ranges.
 
     Around an :class:`OverlappedOptimizer`, :meth:`step` waits for all gradients, so nothing is
     overlapped: wrap the LARC in the OverlappedOptimizer instead.
@@ -45,18 +50,19 @@ class LARC(WrappedOptimizer):
         clip: bool = True,
         eps: float = 1e-8,
     ) -> None:
+        if not 0 < trust_coefficient < math.inf:
+            raise ValueError(
+                f"LARC: trust_coefficient is {trust_coefficient}; it must be positive and finite."
+            )
+        if not 0 <= eps < math.inf:
+            raise ValueError(f"LARC: eps is {eps}; it must be finite and not negative.")
         super().__init__(optimizer)
         self.trust_coefficient = trust_coefficient
         self.clip = clip
         self.eps = eps
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "optim": self.optim,
-            "trust_coefficient": self.trust_coefficient,
-            "clip": self.clip,
-            "eps": self.eps,
-        }
+        return {name: vars(self)[name] for name in ("optim", "trust_coefficient", "clip", "eps")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -77,7 +83,7 @@ class LARC(WrappedOptimizer):
             closure: passed on; the gradients are adapted after each evaluation.
 
         Raises:
-            RuntimeError: a gradient is sparse or complex.
+            ValueError: a gradient is sparse, complex or of integers; before anything is changed.
         """
         decays = [group.get("weight_decay", 0) for group in self.param_groups]
         wrapped = closure
@@ -103,19 +109,18 @@ class LARC(WrappedOptimizer):
     @torch.no_grad()
     def _adapt(self, decays: list[Any]) -> None:
         self.synchronize()  # an OverlappedOptimizer inside has gradients that are still reduced
-        for group, decay in zip(self.param_groups, decays, strict=True):
-            by_kind: dict[Any, list[torch.Tensor]] = {}
+        for number, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
-                if param.grad is None:
-                    continue
-                if param.grad.is_sparse or param.grad.is_complex():
-                    raise RuntimeError(
-                        f"LARC needs dense real gradients; parameter {index} of its group has a "
-                        "sparse or complex one. Leave such parameters to another optimizer."
+                grad = param.grad
+                dense = grad is None or grad.layout == torch.strided
+                if grad is not None and not (dense and grad.is_floating_point()):
+                    raise ValueError(
+                        f"LARC needs dense real gradients; parameter {index} of group {number} has "
+                        f"a {grad.dtype} one{'' if dense else ' that is sparse'}. Leave such "
+                        "parameters to another optimizer."
                     )
-                kind = (param.device, param.dtype, param.grad.dtype)
-                by_kind.setdefault(kind, []).append(param)
-            for params in by_kind.values():
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            for params in alike(group["params"]):
                 self._adapt_alike(params, group["lr"], decay)
 
     def _adapt_alike(self, params: list[torch.Tensor], lr: Any, decay: Any) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from apex import _core
-from apex._group_names import name_of
+from apex._internal.group_names import name_of
 
 # Note [Buffers that change]
 #

@@ -79,33 +79,32 @@ class GradBucket:
 # The garbage collector cannot see what the engine, which is C++, refers to. If that led back to the
 # wrapper, which owns the engine, neither would ever be freed; and a hook, its state or a callback
 # often do: a method of the object that trains, a module that knows its wrapper. So the engine holds
-# the wrapper weakly, and finds there what is to be called. Who wants a backward with a hook keeps
-# the wrapper until then.
+# the wrapper's hooks weakly, and finds there what is to be called. Who wants a backward with a hook
+# keeps the wrapper until then.
 
 
-def require_wrapper(reference: weakref.ref[Any], what: str) -> Any:
-    """The wrapper, while there is one.
+def require_alive(reference: weakref.ref[Any], what: str) -> Any:
+    """The hooks of a wrapper, while there is one.
 
     Raises:
         RuntimeError: if it was deleted.
     """
-    wrapper = reference()
-    if wrapper is None:
+    hooks = reference()
+    if hooks is None:
         raise RuntimeError(
             f"the DistributedDataParallel was deleted before this backward, and with it {what}: "
             "keep it as long as outputs of its forward are used."
         )
-    return wrapper
+    return hooks
 
 
 def make_runner(
     reference: weakref.ref[Any],
 ) -> Callable[[_core.GradBucket, _core.Completion], None]:
-    """Adapt the wrapper's ``hook(state, bucket) -> torch.futures.Future`` to what the engine
-    calls."""
+    """Adapt ``hook(state, bucket) -> torch.futures.Future`` to what the engine calls."""
 
     def run(bucket: _core.GradBucket, completion: _core.Completion) -> None:
-        state, hook = require_wrapper(reference, "its communication hook")._comm_hook
+        state, hook = require_alive(reference, "its communication hook").comm_hook
         future = hook(state, GradBucket(bucket))
         # The base class: what Work.get_future() and its then() return is not a
         # torch.futures.Future.

@@ -8,6 +8,7 @@ import datetime
 import weakref
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as dist_functional
 
@@ -44,6 +45,13 @@ def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.Pro
     return process_group
 
 
+def collective_device(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors have to be for a collective of ``group``."""
+    if "nccl" in str(dist.get_backend(group)) and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
     """The timeout of a group's collectives; None, the default, if its backend does not tell."""
     for device in group._device_types:
@@ -74,7 +82,7 @@ def end_groups_at_exit(holder: Any = None) -> None:
 
     Scripts written for NVIDIA's Apex never end their groups. NCCL's are left to torch, which may
     have to wait for other ranks to end them. ``holder``, if given, keeps process groups in its
-    attributes ``process_group``, ``_groups`` and ``_reducer``; it lets go of them then.
+    attributes ``process_group``, ``groups`` and ``reducer``; it lets go of them then.
     """
     global _in_use
     _in_use = True
@@ -88,7 +96,7 @@ def _end_groups() -> None:
         return
     _core.Reducer.release_all()
     for holder in list(_holders):
-        for name in ("_reducer", "_groups", "process_group"):
+        for name in ("reducer", "groups", "process_group"):
             if name in holder.__dict__:
                 holder.__dict__[name] = None
     _forget_default_groups()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from apex.parallel._tree import find_tensors, map_tensors
+from apex._internal.tree import find_tensors, map_tensors
 
 WIRES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 

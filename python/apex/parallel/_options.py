@@ -12,11 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from apex._internal.tree import map_tensors
 from apex.parallel._groups import timeout_of
-from apex.parallel._tree import map_tensors
 
 #: Elements, NVIDIA Apex's default. It stands for "by device", see BucketLimits in C++.
 MESSAGE_SIZE = 10_000_000
+#: Attributes of the wrapper that the engine takes under the same names.
+OF_THE_ENGINE = (
+    "delay_allreduce", "gradient_as_bucket_view", "allreduce_always_fp32", "gradient_average",
+    "gradient_predivide_factor", "static_graph", "check_finite", "registered_buffers",
+)  # fmt: skip
 CPU_BUCKET_BYTES = 8 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # torch's default for the first bucket
 
@@ -46,66 +51,62 @@ def bucket_caps(caps_mb: Sequence[float]) -> tuple[float, int]:
     return max(caps_mb), max(1, int(caps_mb[0] * (1 << 20)))
 
 
+def bucket_limits(
+    message_size: int, bucket_cap_mb: float | None, first_bytes: int
+) -> dict[str, Any]:
+    """The size of buckets, as arguments of the engine."""
+    if bucket_cap_mb is None:
+        return {"cap": given_elements(message_size) or 0}
+    cap = max(1, int(bucket_cap_mb * (1 << 20)))
+    return {"cap": cap, "first_cap": min(cap, first_bytes), "cap_in_bytes": True}
+
+
+def settings(**options: tuple[Any, Any]) -> list[str]:
+    """Those of the options that are not at their defaults, ``(value, default)``.
+
+    Ranks may be written in C++, which has none of these options: there all are at their defaults.
+    """
+    return [f"{name}={v}" for name, (v, default) in options.items() if v != default]
+
+
 def given_elements(message_size: int) -> int | None:
     """The size of a bucket in elements; None where it was left to the device."""
     return None if message_size == MESSAGE_SIZE else message_size
 
 
-def check_exclusive(
-    *,
-    message_size: int,
-    bucket_cap_mb: float | None,
-    delay_allreduce: bool,
-    shared_param: Any,
-    allreduce_trigger_params: Any,
-    num_allreduce_streams: int,
-    allreduce_communicators: Any,
-    process_group: Any,
-    device_mesh: Any,
-    gradient_predivide_factor: float,
-) -> None:
-    """Raise ValueError for arguments that contradict each other or are out of range."""
-    if shared_param is not None:
+def check_size(message_size: int, bucket_cap_mb: float | None) -> None:
+    """Raise ValueError unless at most one of them sets the size of a bucket."""
+    if bucket_cap_mb is None:
+        return
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}.")
+    if message_size != MESSAGE_SIZE:
         raise ValueError(
-            "shared_param is not an option any more: a parameter used in several places is "
-            "recognized by itself; remove the argument."
+            "message_size (elements) and bucket_cap_mb (MiB) both set the size of a bucket: "
+            "give one of them."
         )
-    if bucket_cap_mb is not None:
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}.")
-        if message_size != MESSAGE_SIZE:
-            raise ValueError(
-                "message_size (elements) and bucket_cap_mb (MiB) both set the size of a bucket: "
-                "give one of them."
-            )
-    if delay_allreduce and allreduce_trigger_params:
-        raise ValueError(
-            "delay_allreduce sends everything at the end of backward, so allreduce_trigger_params "
-            "cannot have an effect: give one of them."
-        )
-    if delay_allreduce and num_allreduce_streams > 1:
+
+
+def check_streams(count: int, communicators: Any, delay_allreduce: bool) -> None:
+    """Raise ValueError for numbers of communicators that contradict each other."""
+    if delay_allreduce and count > 1:
         raise ValueError(
             "delay_allreduce sends everything at the end of backward, so num_allreduce_streams > 1 "
             "cannot have an effect: give one of them."
         )
-    if num_allreduce_streams < 1:
-        raise ValueError(f"num_allreduce_streams must be at least 1, got {num_allreduce_streams}.")
-    if allreduce_communicators is not None:
-        if num_allreduce_streams == 1:
-            raise ValueError(
-                "allreduce_communicators needs num_allreduce_streams > 1, the number of groups."
-            )
-        groups, streams = allreduce_communicators
-        if len(groups) != num_allreduce_streams or len(streams) != num_allreduce_streams:
-            raise ValueError(
-                f"allreduce_communicators holds {len(groups)} groups and {len(streams)} streams, "
-                f"but num_allreduce_streams is {num_allreduce_streams}: give as many of each."
-            )
-    if process_group is not None and device_mesh is not None:
-        raise ValueError("process_group and device_mesh both name the ranks: give one of them.")
-    if not gradient_predivide_factor > 0:
+    if count < 1:
+        raise ValueError(f"num_allreduce_streams must be at least 1, got {count}.")
+    if communicators is None:
+        return
+    if count == 1:
         raise ValueError(
-            f"gradient_predivide_factor must be positive, got {gradient_predivide_factor}."
+            "allreduce_communicators needs num_allreduce_streams > 1, the number of groups."
+        )
+    groups, streams = communicators
+    if len(groups) != count or len(streams) != count:
+        raise ValueError(
+            f"allreduce_communicators holds {len(groups)} groups and {len(streams)} streams, "
+            f"but num_allreduce_streams is {count}: give as many of each."
         )
 
 
@@ -212,8 +213,8 @@ def warn_ignored(gradient_average_split_factor: Any) -> None:
 
 def move(value: Any, device: torch.device) -> Any:
     """Tensors in nested containers moved to ``device``, and objects that have a ``to()``."""
-
-    def move_other(value: Any) -> Any:
-        return value.to(device) if callable(getattr(value, "to", None)) else value
-
-    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True), move_other)
+    return map_tensors(
+        value,
+        lambda tensor: tensor.to(device, non_blocking=True),
+        lambda other: other.to(device) if callable(getattr(other, "to", None)) else other,
+    )

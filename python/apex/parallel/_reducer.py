@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from apex import _core
-from apex._group_names import name_of
+from apex._internal.group_names import name_of
 from apex.parallel import _in_backward
 from apex.parallel._groups import end_groups_at_exit, require_group
 from apex.parallel._tensor_lists import apply_flat_dist_call
@@ -48,7 +49,8 @@ class Reducer:
             _core.broadcast_coalesced(parameters, group, 0, "broadcast of a Reducer's parameters")
             _in_backward.refuse(self.module, self.process_group)
         else:
-            self.grads = list(_flatten(module_or_grads_list))
+            given: Any = module_or_grads_list
+            self.grads = pytree.tree_leaves(given if torch.is_tensor(given) else list(given))
 
     def reduce(self) -> None:
         """Average every gradient that is not None, in place, grouped by dtype and device.
@@ -64,14 +66,6 @@ class Reducer:
         world = dist.get_world_size(self.process_group)
         name = name_of(self.process_group)
         _core.all_reduce_coalesced(tensors, name, 1.0 / world, "all-reduce in Reducer.reduce()")
-
-
-def _flatten(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-        return
-    for value in values:
-        yield from _flatten(value)
 
 
 def flat_dist_call(

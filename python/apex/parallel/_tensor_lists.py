@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from apex._flat import flatten, unflatten
+from apex._internal.flat import flatten, unflatten
 
 
 def split_by_type(tensors: Sequence[Tensor]) -> OrderedDict[str, list[Tensor]]:

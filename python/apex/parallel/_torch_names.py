@@ -8,8 +8,6 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import nn
 
-from apex.parallel._ddp_engine import EngineOwner
-
 #: Where torch keeps the names of parameters and buffers that a wrapper leaves alone.
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 
@@ -25,79 +23,32 @@ class NoReducer:
         )
 
 
-class TorchNames(EngineOwner):
-    """The part of the wrapper that has them."""
+def ignore(module: nn.Module, params_and_buffers: Iterable[str]) -> None:
+    """Notes in `module` that its wrapper leaves these parameters and buffers alone."""
+    names = list(params_and_buffers)
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"the module has no parameter or buffer {unknown[0]!r} to ignore.")
+    setattr(module, IGNORED, names)
 
-    #: False: training forwards leave buffers as they are, whatever ``broadcast_buffers`` says.
-    require_forward_param_sync: bool = True
-    #: torch's wrapper has a logger of its parts here; None is one of its values.
-    logger: None = None
 
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
-    ) -> None:
-        """Before a wrapper is made of `module`: these parameters and buffers are left alone by it.
-
-        They are not compared, sent or averaged. Names are as in ``named_parameters()`` and
-        ``named_buffers()``, the same on every rank.
-        """
-        names = list(params_and_buffers_to_ignore)
-        known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise ValueError(f"the module has no parameter or buffer {unknown[0]!r} to ignore.")
-        setattr(module, IGNORED, names)
-
-    def _remove_autograd_hooks(self) -> None:
-        """From now on, backward does not communicate; see :meth:`disable_allreduce`."""
-        self.disable_allreduce()
-
-    def _register_buffer_comm_hook(
-        self, state: Any, hook: Any, comm_hook_location: Any = None
-    ) -> None:
-        """Raises NotImplementedError."""
-        raise NotImplementedError(
-            "apex.parallel.DistributedDataParallel has no hooks for buffers: "
-            "broadcast_buffers=True takes rank 0's before each training forward; for anything else "
-            "reduce `module.buffers()` with torch.distributed after backward, on every rank."
-        )
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Options and counts under torch's names, and :meth:`statistics`."""
-        group = self.process_group
-        parameters = self._parameters_seen
-        return {
-            "module_name": type(self.module).__name__,
-            "backend_name": dist.get_backend(group),
-            "world_size": dist.get_world_size(group),
-            "rank": dist.get_rank(group),
-            "broadcast_buffers": int(self.broadcast_buffers),
-            "find_unused_parameters": 1,
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
-            "can_set_static_graph": 0,
-            "is_multi_device_module": int(len({p.device for p in parameters}) > 1),
-            "num_parameter_tensors": len(parameters),
-            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
-            "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
-            **self._engine.statistics(),
-        }
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """No effect: nothing is sampled, see :meth:`record_overlap`."""
-
-    @property
-    def reducer(self) -> NoReducer:
-        """An object without torch's attributes, whose errors say what there is instead."""
-        return NoReducer()
-
-    @property
-    def forward_sync_buffers(self) -> bool:
-        """``broadcast_buffers``, under torch's newer name."""
-        return self.broadcast_buffers
-
-    @forward_sync_buffers.setter
-    def forward_sync_buffers(self, on: bool) -> None:
-        self.broadcast_buffers = bool(on)
+def logging_data(wrapper: Any) -> dict[str, Any]:
+    """Options and counts of `wrapper` under torch's names."""
+    group, parameters = wrapper.process_group, wrapper._engine.parameters
+    return {
+        "module_name": type(wrapper.module).__name__,
+        "backend_name": dist.get_backend(group),
+        "world_size": dist.get_world_size(group),
+        "rank": dist.get_rank(group),
+        "broadcast_buffers": int(wrapper.broadcast_buffers),
+        "find_unused_parameters": 1,
+        "gradient_as_bucket_view": int(wrapper.gradient_as_bucket_view),
+        "static_graph": int(wrapper.static_graph),
+        "can_set_static_graph": 0,
+        "is_multi_device_module": int(len({p.device for p in parameters}) > 1),
+        "num_parameter_tensors": len(parameters),
+        "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
+    }

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import stateless
 
 from apex import _core
-from apex.parallel import _included
-
-if TYPE_CHECKING:
-    from apex.parallel._ddp_engine import EngineOwner
 
 # Note [Tensors that functional_call puts in place]
 #
@@ -38,37 +36,49 @@ def tensors_of_functional_call() -> dict[int, object]:
     return tensors
 
 
+def included_parameters(
+    module: nn.Module, ignored: Collection[str]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that a wrapper synchronizes: all but those named in `ignored`."""
+    return ((name, p) for name, p in module.named_parameters() if name not in ignored)
+
+
 class WatchedModule:
-    """The parameters of a wrapped module as they were, and a cheap look whether they still are.
+    """The parameters of a wrapper's module as they were, and a cheap look whether they still are.
 
     Only the parameters themselves count: a module without any that was replaced is seen, and is no
     change. Watches the wrapper's own entry, so that ``wrapper.module = other`` is seen, too.
+
+    Args:
+        wrapper: held weakly.
+        ignored: names of parameters that do not count.
 
     Attributes:
         parameters: those that are synchronized, in the order by which the engine numbers them.
     """
 
-    def __init__(self, wrapper: EngineOwner) -> None:
-        self.parameters: list[nn.Parameter] = self._present(wrapper)
+    def __init__(self, wrapper: weakref.ref[nn.Module], ignored: Collection[str]) -> None:
+        self._wrapper: Callable[[], Any] = wrapper
+        self._ignored = ignored
+        self.parameters = self._present()
         if self._are_borrowed(self.parameters):
             raise RuntimeError(
                 "this DistributedDataParallel has no engine yet, and in functional_call() it "
                 "cannot see the module's own parameters: run one forward of its own before, on "
                 "every rank."
             )
-        self._look(wrapper)
+        self._look()
 
-    @staticmethod
-    def _present(wrapper: EngineOwner) -> list[nn.Parameter]:
-        return _included.parameters(wrapper.module, wrapper.parameters_to_ignore)
+    def _present(self) -> list[nn.Parameter]:
+        return [p for _, p in included_parameters(self._wrapper().module, self._ignored)]
 
     @staticmethod
     def _are_borrowed(parameters: list[nn.Parameter]) -> bool:
         tensors = tensors_of_functional_call()
         return any(id(parameter) in tensors for parameter in parameters)
 
-    def _look(self, wrapper: EngineOwner) -> None:
-        parts = list(wrapper.modules())
+    def _look(self) -> None:
+        parts = list(self._wrapper().modules())
         plain = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
         # What a scripted module holds is not in dictionaries of Python's: it is listed each time.
         self._has_scripted = len(plain) < len(parts)
@@ -76,7 +86,7 @@ class WatchedModule:
             [members for part in plain for members in (part._parameters, part._modules)]
         )
 
-    def has_other_parameters(self, wrapper: EngineOwner) -> bool:
+    def has_other_parameters(self) -> bool:
         """Whether parameters were added, removed, reordered or replaced, for more than one forward.
 
         Costs nanoseconds per parameter where nothing was replaced and no module is scripted.
@@ -84,11 +94,11 @@ class WatchedModule:
         changed = self._watch.changed()
         if not (changed or self._has_scripted):
             return False
-        present = self._present(wrapper)
+        present = self._present()
         if len(present) == len(self.parameters) and all(
             new is old for new, old in zip(present, self.parameters, strict=True)
         ):
             if changed:
-                self._look(wrapper)
+                self._look()
             return False
         return not self._are_borrowed(present)

@@ -7,6 +7,15 @@ from typing import Any
 import torch
 
 
+def _of_wrapped(name: str) -> property:
+    """The attribute of this name of the wrapped optimizer."""
+    return property(
+        lambda self: getattr(self.optim, name),
+        lambda self, value: setattr(self.optim, name, value),
+        doc=f"The wrapped optimizer's {name}.",
+    )
+
+
 class WrappedOptimizer(torch.optim.Optimizer):
     """Groups, state and defaults are those of the wrapped optimizer, ``optim``.
 
@@ -18,32 +27,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         # Sets up the hooks of Optimizer; its constructor would make groups of its own.
         super().__setstate__({})
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's groups."""
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state."""
-        return self.optim.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optim.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's defaults."""
-        return self.optim.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.optim.defaults = value
+    param_groups: Any = _of_wrapped("param_groups")
+    state: Any = _of_wrapped("state")
+    defaults: Any = _of_wrapped("defaults")
 
     def synchronize(self) -> None:
         """Returns when the gradients are complete, also where the wrapped optimizer awaits some."""

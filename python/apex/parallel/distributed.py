@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms import join as torch_join
 
-from apex._flat import flatten, unflatten
-from apex.parallel import _compile, _in_backward, _options
-from apex.parallel._ddp_hooks import BucketHooks, ReducedBucket
-from apex.parallel._ddp_join import UnevenInputs
-from apex.parallel._ddp_overlap import OverlapTimes
-from apex.parallel._ddp_plan import BucketPlan
+from apex import _core
+from apex._internal.flat import flatten, unflatten
+from apex._internal.refused import DataParallelWrapper
+from apex._internal.tree import find_tensors
+from apex.parallel import _compile, _in_backward, _options, _torch_names
+from apex.parallel._comm_hook import RegisteredHook
+from apex.parallel._engine import Engine, EngineOptions, refuse_backward
+from apex.parallel._groups import collective_device
+from apex.parallel._hooks import Hooks, ReducedBucket
+from apex.parallel._join import Join, TorchJoin, TorchJoinHook
 from apex.parallel._mixed_precision import Casts, MixedPrecision
 from apex.parallel._reducer import Reducer, flat_dist_call
 from apex.parallel._tensor_lists import (
@@ -25,8 +31,7 @@ from apex.parallel._tensor_lists import (
     split_by_type,
     split_half_float_double,
 )
-from apex.parallel._torch_names import IGNORED, TorchNames
-from apex.parallel._tree import find_tensors
+from apex.parallel.overlap_report import BucketOverlap, OverlapReport
 from apex.parallel.sync_batchnorm import name_layers
 
 __all__ = [
@@ -45,7 +50,7 @@ __all__ = [
 _NO_RANGE = contextlib.nullcontext()
 
 
-class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPlan, TorchNames):
+class DistributedDataParallel(nn.Module, DataParallelWrapper):
     r"""Averages the gradients of a module over the processes of a group, during backward.
 
     Each process holds the whole module and works on its own part of the batch. At construction the
@@ -178,28 +183,28 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         if isinstance(message_size, (list, tuple)) and device_ids is None:
             # DistributedDataParallel(module, [device]), as torch's class is called.
             message_size, device_ids = _options.MESSAGE_SIZE, message_size
+        first_bucket_bytes = _options.FIRST_BUCKET_BYTES
         if bucket_cap_mb_list:
-            bucket_cap_mb, self._first_bucket_bytes = _options.bucket_caps(bucket_cap_mb_list)
+            bucket_cap_mb, first_bucket_bytes = _options.bucket_caps(bucket_cap_mb_list)
         message_size = _options.positive_message_size(message_size)
-        _options.check_exclusive(
-            message_size=message_size,
-            bucket_cap_mb=bucket_cap_mb,
-            delay_allreduce=delay_allreduce,
-            shared_param=shared_param,
-            allreduce_trigger_params=allreduce_trigger_params,
-            num_allreduce_streams=num_allreduce_streams,
-            allreduce_communicators=allreduce_communicators,
-            process_group=process_group,
-            device_mesh=device_mesh,
-            gradient_predivide_factor=gradient_predivide_factor,
-        )
+        _options.check_size(message_size, bucket_cap_mb)
+        _options.check_streams(num_allreduce_streams, allreduce_communicators, delay_allreduce)
+        if shared_param is not None:
+            raise ValueError(
+                "shared_param is not an option any more: a parameter used in several places needs "
+                "none; remove the argument."
+            )
         _options.warn_ignored(gradient_average_split_factor)
         if device_mesh is not None:
+            if process_group is not None:
+                raise ValueError(
+                    "process_group and device_mesh both name the ranks: give one of them."
+                )
             self.device_mesh = device_mesh
             process_group = device_mesh.get_group()
 
         self.module = module
-        self.parameters_to_ignore = set(getattr(module, IGNORED, ()))
+        self.parameters_to_ignore = set(getattr(module, _torch_names.IGNORED, ()))
         self.message_size = message_size
         self.bucket_cap_mb = bucket_cap_mb
         self.delay_allreduce = delay_allreduce
@@ -211,23 +216,36 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         self.gradient_predivide_factor = float(gradient_predivide_factor)
         self.prof = prof
         self.dim = dim
-        self.broadcast_buffers = broadcast_buffers or bool(forward_sync_buffers)
         self.init_sync = init_sync
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.check_finite = check_finite
         self.check_reduction = check_reduction
         self.registered_buffers = registered_buffers
-        self._trigger_names = _options.trigger_names(allreduce_trigger_params, module)
-        self._comm_hook = None
-        self._bucket_callback = None
-        self._join = None
-        self._torch_join = None
-        self._overlap = None
-        self._mixed_precision = None if mixed_precision is None else MixedPrecision(mixed_precision)
-        self._splits_graphs = False
-        self._reducer = None
-        parameters = [parameter for _, parameter in self._named_parameters()]
+        self._torch_join: TorchJoin | None = None  # made last
+        mixed = None if mixed_precision is None else MixedPrecision(mixed_precision)
+        self._mixed_precision = mixed
+        options = EngineOptions(
+            reducer={
+                **_options.bucket_limits(message_size, bucket_cap_mb, first_bucket_bytes),
+                **{name: getattr(self, name) for name in _options.OF_THE_ENGINE},
+                "check_steps": check_reduction,
+            },
+            settings=_options.settings(
+                num_allreduce_streams=(num_allreduce_streams, 1),
+                registered_buffers=(registered_buffers, False),
+                mixed_precision=(None if mixed is None else mixed.describe(), None),
+            ),
+            trigger_names=_options.trigger_names(allreduce_trigger_params, module),
+            ignored=self.parameters_to_ignore,
+            communicators=num_allreduce_streams,
+            overlaps=not delay_allreduce and mixed is None,
+        )
+        hooks = Hooks(None if mixed is None else mixed.wire)
+        self._engine = engine = Engine(
+            self, options, hooks, broadcast_buffers or bool(forward_sync_buffers)
+        )
+        parameters = [parameter for _, parameter in engine.named_parameters()]
         self._input_device, self._output_device = _options.single_device(
             device_ids, output_device, parameters
         )
@@ -239,16 +257,28 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
                 "gradient: forward passes through and nothing is synchronized.",
                 stacklevel=2,
             )
-        self._connect(process_group, allreduce_communicators, init_sync)
+        engine.connect(process_group, allreduce_communicators, init_sync)
         name_layers(module, self.process_group)
-        if self._mixed_precision is not None and self._mixed_precision.wire is not None:
-            self._set_comm_hook(self._mixed_precision.wire)
         self._refuse_steps_in_backward()
 
     def _refuse_steps_in_backward(self) -> None:
         # After what is collective, so that no rank waits for one that raises.
         _in_backward.refuse(self.module, self.process_group, self.parameters_to_ignore)
         self._stepped_in_backward = _in_backward.parameters_known()
+
+    @property
+    def _reducer(self) -> _core.Reducer:
+        return self._engine.connected()
+
+    @property
+    def process_group(self) -> Any:
+        """The processes that take part; None in a copy, before its first forward in ``train()``."""
+        return self._engine.process_group
+
+    @property
+    def world_size(self) -> float:
+        """Their number."""
+        return float(self._engine.world_size)
 
     # --- forward ---
 
@@ -266,7 +296,7 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         with torch.profiler.record_function(name) if self.prof else _NO_RANGE:
             inputs, kwargs, casts = enter(inputs, kwargs, training)
             outer = _compile.registry._active_ddp_module
-            if training and self._splits_graphs:
+            if training and self._engine.splits_graphs:
                 # Note [Compiled graphs are split by bucket] in _compile.py.
                 _compile.registry._active_ddp_module = self
             try:
@@ -302,10 +332,11 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
         if training and output is not None:
             found: torch.Tensor | list[torch.Tensor]
             found = output if isinstance(output, torch.Tensor) else find_tensors(output)
-            if self._reducer is None:
-                self._refuse_backward([found] if isinstance(found, torch.Tensor) else found)
+            reducer = self._engine.reducer
+            if reducer is None:
+                refuse_backward([found] if isinstance(found, torch.Tensor) else found)
             else:
-                self._reducer.watch_outputs(found)
+                reducer.watch_outputs(found)
         return output
 
     # The engine cannot be traced. While torch.compile traces this class, the graph is broken before
@@ -316,24 +347,356 @@ class DistributedDataParallel(OverlapTimes, BucketHooks, UnevenInputs, BucketPla
     _leave_untraced = torch._disable_dynamo(_leave)
 
     def _prepare(self) -> None:
-        engine = self._reducer
-        if engine is None:
+        engine, mixed = self._engine, self._mixed_precision
+        reducer = engine.reducer
+        if reducer is None:
             if not self.training:
-                return  # some ranks may evaluate alone; see _refuse_backward()
-            engine = self._connect_copy()
-        elif self._module_changed():
-            if self._join is not None:
+                return  # some ranks may evaluate alone; see refuse_backward()
+            reducer = engine.connected()
+        elif (mixed is None or not mixed.in_place) and engine.module_changed():
+            if engine.join is not None:
                 raise RuntimeError("parameters were added, removed or replaced under join().")
-            engine = self._build_reducer(init_sync=True)
+            reducer = engine.make_reducer(init_sync=True)
         if self._stepped_in_backward != _in_backward.parameters_known():
             self._refuse_steps_in_backward()
-        engine.prepare_for_forward(self.training)
+        reducer.prepare_for_forward(self.training)
         buffers = (
-            self.broadcast_buffers
+            engine.broadcast_buffers
             and self.training
             and self.require_forward_param_sync
-            and engine.synchronizing
+            and reducer.synchronizing
         )
-        root = 0 if self._join is None else self._join.announce_forward(buffers)
+        root = 0 if engine.join is None else engine.join.announce_forward(buffers)
         if buffers:
-            self._sync_buffers(root)
+            engine.sync_buffers(root)
+
+    # --- accumulation ---
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it backward does not communicate: gradients accumulate in this process.
+
+        What accumulated is part of the next synchronized backward. Takes effect at backward, not at
+        forward. May be nested, and may be left by an exception. Every process has to do the same.
+        """
+        before = self.require_backward_grad_sync
+        self.disable_allreduce()
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def disable_allreduce(self) -> None:
+        """From now on, backward does not communicate; see :meth:`no_sync`."""
+        self._reducer.synchronizing = False
+
+    def enable_allreduce(self) -> None:
+        """From now on, backward communicates; the next one takes along what has accumulated."""
+        self._reducer.synchronizing = True
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward that begins now communicates."""
+        return self._reducer.synchronizing
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, on: bool) -> None:
+        self._reducer.synchronizing = bool(on)
+
+    # --- communication hooks ---
+
+    def register_comm_hook(
+        self, state: object, hook: Callable[[Any, Any], torch.futures.Future[Any]]
+    ) -> None:
+        """Replaces the all-reduce of each bucket, and the averaging, by ``hook(state, bucket)``.
+
+        ``bucket`` has the methods of ``torch.distributed.GradBucket``, so the hooks of
+        ``torch.distributed.algorithms.ddp_comm_hooks`` can be used. The hook returns a
+        ``torch.futures.Future`` that yields the final gradients, a tensor like ``bucket.buffer()``.
+        It is called in launch order, on an autograd thread. May be registered once, on every
+        process.
+
+        Raises:
+            TypeError: if ``hook`` is not callable.
+            RuntimeError: if there is a hook already.
+        """
+        if not callable(hook):
+            raise TypeError(f"a communication hook is a function, got {type(hook).__name__}.")
+        self._engine.hooks.set_comm_hook(self._reducer, RegisteredHook(state, hook))
+
+    def register_builtin_comm_hook(self, name: str) -> None:
+        """Communicates gradients in a low-precision dtype, without Python on the way.
+
+        Args:
+            name: ``"fp16"`` or ``"bf16"``: an all-reduce in that dtype. ``"fp16_fp32_sum"`` or
+                ``"bf16_fp32_sum"``: that communication dtype, sums in float32 (a reduce-scatter by
+                all-to-all, then an all-gather), so that the rounding does not grow with the number
+                of processes.
+
+        Register one hook at most, the same on every process. Gradients in ``.grad`` keep their
+        dtype.
+
+        Raises:
+            ValueError: for another name.
+            RuntimeError: if there is a hook already.
+        """
+        self._engine.hooks.set_comm_hook(self._reducer, name)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        """As torch's: FP16_COMPRESS is ``"fp16"``; ALLREDUCE is what happens without a hook."""
+        if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:
+            self.register_builtin_comm_hook("fp16")
+
+    def register_bucket_callback(self, callback: Callable[[ReducedBucket], None] | None) -> None:
+        """Calls ``callback(bucket)`` for each bucket of a synchronized backward that is complete.
+
+        ``bucket.parameters`` are those whose averaged ``.grad`` is final, ``bucket.index`` is its
+        place in the launch order (-1: apart from the plan). Later buckets may still be on their
+        way, so an optimizer that steps these parameters now does so while they are communicated.
+        Each parameter that got a gradient is in one bucket; buckets with parameters that this
+        process did not use come last. Gradients that accumulate under :meth:`no_sync` are not
+        reported before they are reduced.
+
+        Called on the thread that ends backward, with gradients disabled or not as backward has it.
+        An exception reaches the caller of ``backward()`` once all buckets are complete. The
+        callback must not start a backward. ``None`` takes it away.
+        """
+        self._engine.hooks.set_callback(self._reducer, callback)
+
+    # --- uneven inputs ---
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        scalers: Sequence[Any] = (),
+    ) -> contextlib.AbstractContextManager[Any]:
+        """``with ddp.join():`` around a training loop whose number of batches differs by process.
+
+        A process that leaves the block early takes part in what the others still do: forwards that
+        take over buffers, backwards, with zeros for its gradients, and SyncBatchNorm, with an empty
+        batch. When all have left, every process has the parameters, buffers and loss scalers of one
+        that trained to the end; optimizer states are each process's own.
+
+        Args:
+            divide_by_initial_world_size: divide gradients by the number of processes; else by the
+                number of those that still have data.
+            enable: False makes it do nothing, for inputs that are known to be even.
+            throw_on_early_termination: raise on every process as soon as one has run out.
+            scalers: loss scalers (``state_dict``, ``load_state_dict``) to take over at the end;
+                those of ``apex.amp`` are.
+
+        Each forward and each backward is announced to the others in a small all-reduce that the
+        host waits for. All processes with data have to run the same forwards and backwards in each
+        step. The module must have no collectives of its own but SyncBatchNorm's over all processes,
+        outside checkpointed segments.
+
+        Raises:
+            RuntimeError: in nested use; as said above; or if processes with data do different
+                things.
+        """
+        if not enable:
+            return contextlib.nullcontext()
+        return Join(self._engine, divide_by_initial_world_size, throw_on_early_termination, scalers)
+
+    def join_hook(self, **kwargs: Any) -> torch_join.JoinHook:
+        """For ``torch.distributed.algorithms.join.Join([ddp, optimizer])``, which calls it.
+
+        Give the wrapper first. ``divide_by_initial_world_size`` is understood, as in :meth:`join`.
+        Each synchronized forward is followed by one backward; for more freedom, and for scalers,
+        there is :meth:`join`.
+        """
+        self._torch_join = TorchJoin(self, kwargs.get("divide_by_initial_world_size", True))
+        return TorchJoinHook(self._torch_join)
+
+    # Read and written by torch's Join.
+    @property
+    def _join_config(self) -> Any:
+        if self._torch_join is None:
+            return torch_join._JoinConfig.construct_disabled_join_config()
+        return self._torch_join.config
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        if self._torch_join is not None:  # join_hook() has been called
+            self._torch_join.begin(config)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where torch's Join puts what it communicates."""
+        return collective_device(self.process_group)
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The processes that torch's Join counts."""
+        group: dist.ProcessGroup = self.process_group
+        return group
+
+    # --- the plan ---
+
+    @property
+    def allreduce_buffers(self) -> list[torch.Tensor]:
+        """The flat buffers, [elements] each, in launch order, with ``retain_allreduce_buffers``.
+
+        Gradients are views of them. Empty before the first backward, and after one that failed.
+        """
+        if not self.retain_allreduce_buffers:
+            return []
+        return self._reducer.buffers()
+
+    @property
+    def needs_refresh(self) -> bool:
+        """Whether the next backward records the order of gradients."""
+        return self._reducer.plan() is None
+
+    @property
+    def active_params(self) -> list[nn.Parameter]:
+        """The parameters that require a gradient."""
+        return [p for _, p in self._engine.named_parameters() if p.requires_grad]
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """The size of a bucket in bytes, by which torch.compile splits the module's graph."""
+        return _compile.bucket_bytes(
+            self.module.parameters(), self.message_size, self.bucket_cap_mb
+        )
+
+    def relearn(self) -> None:
+        """Forget the order of gradients; the next backward records it. Call on every process."""
+        self._reducer.relearn()
+
+    def bucket_plan(self) -> list[list[str]] | None:
+        """The names of the parameters in each bucket, in launch order; None before it is recorded.
+
+        Save it for the same model, and give it to :meth:`load_bucket_plan` in the next run.
+        """
+        return self._engine.plan()
+
+    def load_bucket_plan(self, plan: Sequence[Sequence[str]]) -> None:
+        """Uses a plan that :meth:`bucket_plan` returned, from the next backward on.
+
+        If other parameters than those in the plan get a gradient, buckets are made from sizes.
+        Collective: every process calls it, and rank 0's plan counts.
+
+        Raises:
+            ValueError: if it names a parameter that the module does not have, or one twice, or puts
+                different dtypes or devices into one bucket.
+        """
+        self._engine.load_plan(plan)
+
+    def _set_static_graph(self) -> None:
+        """As ``static_graph=True``; before the first backward, on every process."""
+        if not self.static_graph:
+            self.static_graph = True
+            self._engine.set_static_graph()
+
+    def statistics(self) -> dict[str, int]:
+        """Counts since construction: backwards, launches, copies; see apex/parallel/reducer.h."""
+        return self._reducer.statistics()
+
+    # --- times ---
+
+    def record_overlap(self, on: bool = True) -> None:
+        """Takes the times of synchronized backwards from the next one on, for overlap_report().
+
+        Each process decides for itself. Off, as at first, it costs nothing. On, a clock is read for
+        each gradient and a few times for each bucket; on a GPU an event is recorded each time, and
+        neither the host nor the stream of backward waits. Not while a CUDA graph is captured.
+        Turning it off forgets the last report.
+
+        Waits for what an :class:`OverlappedOptimizer` has left on its way.
+
+        Raises:
+            RuntimeError: while a backward is running.
+        """
+        self._reducer.record_overlap(bool(on))
+        self._engine.hooks.records_overlap = bool(on)
+
+    def overlap_report(self) -> OverlapReport | None:
+        """What the last backward that :meth:`record_overlap` took the times of has hidden.
+
+        ``print(model.overlap_report())`` shows a table with a row per bucket. None if no backward
+        was recorded yet. With an :class:`OverlappedOptimizer` it is the last backward whose buckets
+        were all waited for. On a GPU the host waits until that backward is through. Not thread
+        safe.
+        """
+        report = self._reducer.overlap_report()
+        if report is None:
+            return None
+        buckets = [BucketOverlap(**bucket) for bucket in report.pop("buckets")]
+        return OverlapReport(**report, buckets=buckets)
+
+    # --- names that torch's class has for libraries ---
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether training forwards take rank 0's buffers; may be set."""
+        return self._engine.broadcast_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, on: bool) -> None:
+        self._engine.broadcast_buffers = bool(on)
+
+    #: The same, under torch's newer name.
+    forward_sync_buffers = broadcast_buffers
+
+    #: False: training forwards leave buffers as they are, whatever ``broadcast_buffers`` says.
+    require_forward_param_sync: bool = True
+    #: torch's wrapper has a logger of its parts here; None is one of its values.
+    logger: None = None
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Before a wrapper is made of `module`: these parameters and buffers are left alone by it.
+
+        They are not compared, sent or averaged. Names are as in ``named_parameters()`` and
+        ``named_buffers()``, the same on every rank.
+        """
+        _torch_names.ignore(module, params_and_buffers_to_ignore)
+
+    def _remove_autograd_hooks(self) -> None:
+        """From now on, backward does not communicate; see :meth:`disable_allreduce`."""
+        self.disable_allreduce()
+
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: Any, comm_hook_location: Any = None
+    ) -> None:
+        """Raises NotImplementedError."""
+        raise NotImplementedError(
+            "apex.parallel.DistributedDataParallel has no hooks for buffers: "
+            "broadcast_buffers=True takes rank 0's before each training forward; for anything else "
+            "reduce `module.buffers()` with torch.distributed after backward, on every rank."
+        )
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Options and counts under torch's names, and :meth:`statistics`."""
+        return {**_torch_names.logging_data(self), **self.statistics()}
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """No effect: nothing is sampled, see :meth:`record_overlap`."""
+
+    @property
+    def reducer(self) -> _torch_names.NoReducer:
+        """An object without torch's attributes, whose errors say what there is instead."""
+        return _torch_names.NoReducer()
+
+    # --- copies: the engine and the groups belong to the process ---
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**self.__dict__, "_torch_join": None, "_engine": copy.copy(self._engine)}
+        state.pop("device_mesh", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        base: Any = super()
+        base.__setstate__(state)
+        # The first forward in train() connects to the default group; evaluation needs none.
+        self._engine.belong_to(self)
+
+
+# Known to torch as what its Join takes, without the cost of an abstract base class.
+torch_join.Joinable.register(DistributedDataParallel)

@@ -5,7 +5,7 @@
 It runs on torchrun's elastic agent, without restarts: when one process fails, the others are
 stopped. The differences to ``torchrun`` are those that scripts written for NVIDIA's Apex rely on:
 ``--rank``, ``--world-size`` and ``--local_rank`` are appended for scripts that take them (see
-:mod:`apex.parallel._multiproc_script` for how that is found out), a ``--world-size N`` among the
+:mod:`apex.parallel._multiproc.script` for how that is found out), a ``--world-size N`` among the
 script's arguments is the number of processes, and only rank 0 writes to the terminal.
 
 Every process finds ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``
@@ -36,7 +36,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from apex.parallel import _multiproc_child, _multiproc_nodes, _multiproc_script
+from apex.parallel._multiproc import child, nodes, script
 
 #: How much of a failed rank's log is shown, and of how many ranks.
 TAIL_LINES = 40
@@ -67,7 +67,7 @@ class Job:
         script: the training script.
         arguments: what the script is given, the same on every rank.
         append: options that every process is given with a value of its own, as
-            ``_multiproc_script.appended`` explains.
+            ``_multiproc.script.appended`` explains.
     """
 
     processes: int
@@ -179,8 +179,8 @@ def _append_choice(text: str) -> tuple[str, ...]:
         return ()
     options = tuple("--" + name.strip().lstrip("-") for name in text.split(","))
     for option in options:
-        if option not in _multiproc_script.RANK_OPTIONS:
-            known = ", ".join(name[2:] for name in _multiproc_script.RANK_OPTIONS)
+        if option not in script.RANK_OPTIONS:
+            known = ", ".join(name[2:] for name in script.RANK_OPTIONS)
             raise argparse.ArgumentTypeError(f"{option[2:]!r} is none of {known}")
     return options
 
@@ -199,9 +199,9 @@ def plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
             f"give each node its own rank from 0 to {args.nnodes - 1}."
         )
     master = _master(args, environment)
-    takes = _multiproc_script.options_taken(args.script)
-    arguments, world = _multiproc_script.split_world_size(
-        args.arguments, keep=bool(takes & _multiproc_script.WORLD_SIZE_OPTIONS)
+    takes = script.options_taken(args.script)
+    arguments, world = script.split_world_size(
+        args.arguments, keep=bool(takes & script.WORLD_SIZE_OPTIONS)
     )
     processes = args.nproc
     if world is not None:
@@ -228,7 +228,7 @@ def plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
         log_dir=args.log_dir,
         script=args.script,
         arguments=tuple(arguments),
-        append=_multiproc_script.appended(takes, arguments, args.append),
+        append=script.appended(takes, arguments, args.append),
     )
 
 
@@ -283,23 +283,23 @@ def launch(job: Job) -> int:
     SIGTERM, SIGHUP and SIGQUIT stop the job.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // job.processes)))
-    _multiproc_child.adopt_orphans()
+    child.adopt_orphans()
     for number in STOPPING_SIGNALS:
         signal.signal(number, _raise_signal)
     with tempfile.TemporaryDirectory(prefix="apex_multiproc_") as folder:
         _write_command(job, Path(folder))
-        child = [sys.executable, "-I", _multiproc_child.__file__, folder]
+        command = [sys.executable, "-I", child.__file__, folder]
         try:
-            with _multiproc_nodes.watch(job.master, job.nodes, job.node_rank, job.timeout_s):
-                elastic_launch(_config(job, folder), child[0])(*child[1:])
+            with nodes.watch(job.master, job.nodes, job.node_rank, job.timeout_s):
+                elastic_launch(_config(job, folder), command[0])(*command[1:])
             return 0
         except ChildFailedError as error:
-            _multiproc_child.end_orphans()
+            child.end_orphans()
             return _report_failures(job, error.failures)
         except SignalException as stopped:
             return _stopped_by(stopped.sigval)
         except dist.DistError as error:
-            _multiproc_child.end_orphans()
+            child.end_orphans()
             return _report_no_meeting(job, error)
 
 
@@ -329,14 +329,14 @@ def _config(job: Job, folder: str) -> LaunchConfig:
 
 
 def _write_command(job: Job, folder: Path) -> None:
-    """What `_multiproc_child` reads; a file, because the agent rewrites `$` in arguments."""
+    """What `_multiproc.child` reads; a file, because the agent rewrites `$` in arguments."""
     command = {
         "launcher": os.getpid(),
         "command": [sys.executable, "-u", str(job.script), *job.arguments],
         "append": job.append,
         "log_dir": str(job.log_dir.absolute()),
     }
-    (folder / _multiproc_child.COMMAND_FILE).write_text(json.dumps(command))
+    (folder / child.COMMAND_FILE).write_text(json.dumps(command))
 
 
 def _raise_signal(number: int, _frame: object) -> None:
@@ -347,8 +347,8 @@ def _stopped_by(number: int) -> int:
     # The processes are gone already; a second Ctrl-C must not interrupt the cleaning up.
     for each in STOPPING_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
-    _multiproc_child.end_orphans()
-    reason = _multiproc_nodes.reason_to_stop()
+    child.end_orphans()
+    reason = nodes.reason_to_stop()
     if reason is not None:
         _say(f"{reason} The processes of this node were stopped.")
         return 1

@@ -20,8 +20,9 @@ class BucketOverlap:
             waiting for the last process to send its part.
         awaited_s: somebody began to wait for it; may be before or after it arrived.
         exposed_s: of the time in flight, what nothing hid.
-        shared_memory: it was summed in memory that the processes of this host share; else it went
-            through the process group.
+        shared_memory: it was summed in memory that the processes, all of this host, share.
+        by_host: it was summed in the memory of each host's processes, and then between the hosts;
+            if neither, it went through the process group.
     """
 
     parameters: list[int]
@@ -33,6 +34,7 @@ class BucketOverlap:
     awaited_s: float
     exposed_s: float
     shared_memory: bool = False
+    by_host: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex import _pending
-from apex.parallel._ddp_hooks import ReducedBucket
+from apex._internal import pending
+from apex.parallel._hooks import ReducedBucket
 from apex.parallel._wrapped_optimizer import WrappedOptimizer
 from apex.parallel.distributed import DistributedDataParallel
 
@@ -106,8 +106,8 @@ class OverlappedOptimizer(WrappedOptimizer):
     Between backward and the next forward gradients and parameters are not final. Call
     :meth:`synchronize` before reading or changing them: gradient clipping, ``GradScaler.unscale_``,
     norms, averaging of weights, and after the last step. ``state_dict()`` of the model and of this
-    object, ``GradScaler.step``, ``apex.amp.scale_loss`` and a bucket plan learnt anew do so
-    themselves. Clear gradients by this object's ``zero_grad()``.
+    object, ``GradScaler.step``, ``apex.amp.scale_loss`` and the recording of a new bucket plan do
+    so themselves. Clear gradients by this object's ``zero_grad()``.
 
     Source: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training
     Acceleration" (ByteScheduler), SOSP 2019; the order is fixed here, since all processes must
@@ -127,8 +127,9 @@ class OverlappedOptimizer(WrappedOptimizer):
     A parameter has to be used in the forward of the module that owns it or of one that contains
     that (compiled modules are waited for as a whole), in later steps as in the first ones. For one
     that was used in another way before it was updated, backward raises RuntimeError: ours, or
-    torch's, that a variable was modified by an inplace operation. Backwards are waited for at once,
-    as ever, in the cases that ``Reducer::set_deferred`` in apex/parallel/reducer.h lists.
+    torch's, that a variable was modified by an inplace operation. A backward is waited for at once
+    where it records or orders a plan, where this process misses a gradient, with ``check_finite``
+    and ``check_reduction=True``, under ``join()``, and with communication hooks of two phases.
     Construction: on every process. Not thread safe.
     """
 
@@ -148,18 +149,18 @@ class OverlappedOptimizer(WrappedOptimizer):
                 "mixed_precision casts all parameters before forward, so that nothing could be "
                 "hidden under it: use torch.autocast, or no OverlappedOptimizer."
             )
-        if model._overlap is not None:
+        engine = model._engine
+        if engine.hooks.optimizer is not None:
             raise ValueError("this model has an OverlappedOptimizer already; it can have one.")
         super().__init__(optimizer)
-        self._model = model
+        self._model = model  # keeps the engine connected
+        self._engine = engine
         self._later: _LaterSteps | None = None
-        engine = model._engine
-        model._overlap = self
-        model._install_hooks(engine)
+        engine.hooks.set_optimizer(engine.connected(), self)
         self._called: set[nn.Module] = set()
         self._waits: tuple[int, dict[nn.Module, list[int]]] = (0, {})  # for which engine
         self._handles = list(self._hook_modules(model.module))
-        _pending.holders.add(self)
+        pending.holders.add(self)
 
     # --- waiting, module by module ---
 
@@ -175,23 +176,24 @@ class OverlappedOptimizer(WrappedOptimizer):
                 yield from self._hook_modules(child)
 
     def _before_forward(self, module: nn.Module) -> None:
-        engine = self._model._engine
-        if self._waits[0] != self._model._engines_made:
-            if not engine.in_flight():
+        engine = self._engine
+        reducer = engine.connected()
+        if self._waits[0] != engine.made:
+            if not reducer.in_flight():
                 self._called.add(module)
                 return
-            self._waits = (self._model._engines_made, self._assign())
+            self._waits = (engine.made, self._assign())
         parameters = self._waits[1].get(module)
         if not parameters:
             return
         if torch.compiler.is_compiling():
-            _wait_untraced(engine, parameters)
+            _wait_untraced(reducer, parameters)
         else:
-            engine.wait_for(parameters)
+            reducer.wait_for(parameters)
 
     def _assign(self) -> dict[nn.Module, list[int]]:
         """For each module, the indices of the parameters that its forward waits for."""
-        index = {p: i for i, p in enumerate(self._model._parameters_seen)}
+        index = {p: i for i, p in enumerate(self._engine.parameters)}
         waits: dict[nn.Module, list[int]] = {}
 
         def visit(module: nn.Module, above: nn.Module) -> None:
@@ -210,11 +212,11 @@ class OverlappedOptimizer(WrappedOptimizer):
 
         On CPU backends the host waits, on NCCL the current stream.
         """
-        self._model._engine.wait()
+        self._engine.connected().wait()
 
     def _in_flight(self) -> set[nn.Parameter]:
-        seen = self._model._parameters_seen
-        return {seen[i] for i in self._model._engine.in_flight()}
+        seen = self._engine.parameters
+        return {seen[i] for i in self._engine.connected().in_flight()}
 
     def _bucket_arrived(self, bucket: ReducedBucket) -> None:
         later = self._later
@@ -342,8 +344,8 @@ def _clear(parameters: list[nn.Parameter], set_to_none: bool) -> None:
             parameter.grad.detach_().zero_()
 
 
-def _wait(engine: Any, parameters: list[int]) -> None:
-    engine.wait_for(parameters)
+def _wait(reducer: Any, parameters: list[int]) -> None:
+    reducer.wait_for(parameters)
 
 
 # While torch.compile traces a module, the graph is broken here; see _forward_untraced in

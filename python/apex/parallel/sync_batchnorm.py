@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import apex._core  # noqa: F401  (registers torch.ops.apex)
+from apex._internal import joining
 
-from . import _join
 from .syncbn_group import default_group_name, group_name_of
 
 __all__ = ["SyncBatchNorm"]
@@ -116,10 +116,10 @@ class SyncBatchNorm(_BatchNorm):
             )  # fmt: skip
             return inferred
         group_name = ""
+        join = joining.current() if self.training else None
+        if join is not None:
+            join.announce_batch_norm(self)
         if self.training:
-            joining = _join.current()
-            if joining is not None:
-                joining.announce_batch_norm(self, self._goes_backward(input, z))
             given = self._process_group_name
             group_name = default_group_name() if given is None else given
             if group_name and self._layer_name:
@@ -133,10 +133,6 @@ class SyncBatchNorm(_BatchNorm):
             self.momentum, self.eps, self.channel_last, self.fuse_relu, group_name,
         )[0]  # fmt: skip
         return output
-
-    def _goes_backward(self, input: Tensor, z: Tensor | None) -> bool:
-        tensors = (input, z, self.weight, self.bias)
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:

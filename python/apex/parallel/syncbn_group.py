@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from apex._group_names import name_of
+from apex._internal.group_names import name_of
 from apex.parallel._groups import end_groups_at_exit, timeout_of, world_group
 
 _lock = threading.Lock()

@@ -35,4 +35,15 @@ APEX_API void broadcast(const at::Tensor& tensor, int root = 0,
 APEX_API at::Tensor all_gather(const at::Tensor& tensor,
                                const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
 
+/// Of `tensor` [world_size, ...], the sum over all ranks of the entry [...] with this rank's
+/// number. float16 and bfloat16 are summed in float32.
+/// @throws InvalidArgument unless the first dimension is the number of ranks.
+APEX_API at::Tensor reduce_scatter(const at::Tensor& tensor,
+                                   const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
+
+/// Whether every rank has the same `tensor`: shape, dtype and every bit; the same answer on every
+/// rank. The shapes may differ, of at most 16 dimensions. Waits for the host on every device.
+APEX_API bool ranks_agree(const at::Tensor& tensor,
+                          const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
+
 }  // namespace apex::distributed

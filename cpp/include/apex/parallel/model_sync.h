@@ -38,8 +38,9 @@ constexpr int64_t kBroadcastBytes = int64_t{64} << 20;
 
 /// Overwrites every tensor with that of rank `root`, bit for bit. Tensors may have any strided
 /// dtype, shape, strides and device; those of one device travel together, as bytes, in messages of
-/// at most `chunk_bytes`. Tensors without elements, on the meta device, or the same tensor given
-/// twice are passed over. Autograd does not see it. Errors name the operation `what`.
+/// at most `chunk_bytes`, or one tensor that is larger. Tensors without elements, on the meta
+/// device, or the same tensor given twice are passed over. Autograd does not see it. Errors name
+/// the operation `what`.
 /// @throws InvalidArgument for a tensor that is not strided, CommunicationError.
 APEX_API void broadcast_coalesced(const std::vector<at::Tensor>& tensors,
                                   const c10::intrusive_ptr<c10d::ProcessGroup>& group,

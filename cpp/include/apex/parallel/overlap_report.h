@@ -32,8 +32,9 @@ struct BucketOverlap {
                          ///< waiting for the last rank to send its part
   double awaited_s = 0;  ///< somebody began to wait for it; may be before or after it arrived
   double exposed_s = 0;  ///< of the time in flight, what nothing hid; see OverlapReport::exposed_s
-  bool shared_memory = false;  ///< summed in the memory of this host's ranks; else through the
-                               ///< process group
+  bool shared_memory = false;  ///< summed in the memory of this host's ranks, which are all
+  bool by_host = false;        ///< summed in the memory of each host's ranks, and then between the
+                               ///< hosts; if neither, it went through the process group
 };
 
 /// One synchronized backward on one rank. Seconds.

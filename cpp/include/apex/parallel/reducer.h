@@ -46,7 +46,7 @@ struct ReducerOptions {
   std::vector<int64_t> trigger_parameters;
 
   /// Leave gradients as views of the buckets' buffers: saves the copy back and the memory of one
-  /// gradient. A view must not be detached in place, and lives until the plan is learnt anew.
+  /// gradient. A view must not be detached in place, and lives until a new plan is recorded.
   /// During backward, .grad may be undefined from when a gradient has moved into its bucket to the
   /// end.
   bool gradient_as_bucket_view = false;
@@ -106,12 +106,15 @@ struct ReducedBucket {
 /// Reducer::begin_join().
 struct JoinEvent {
   enum Kind : int64_t {
-    kEnd = 0,            ///< no rank is active any more
-    kForward = 1,        ///< a forward in training; argument: whether buffers are synchronized
-    kBackward = 2,       ///< a synchronized backward; argument: whether gradients were not cleared
+    kEnd = 0,       ///< no rank is active any more
+    kForward = 1,   ///< a forward in training; argument: whether buffers are synchronized
+    kBackward = 2,  ///< a synchronized backward begins; argument: kKept, kEndFollows, or their sum
     kLocalBackward = 3,  ///< a backward without synchronization
     kCustom = 4,         ///< announced by the caller; its argument is passed on
+    kBackwardEnd = 5,    ///< the synchronized backward has computed its gradients
   };
+  static constexpr int64_t kKept = 1;        ///< gradients were not cleared before this backward
+  static constexpr int64_t kEndFollows = 2;  ///< kBackwardEnd is announced, too
   Kind kind = kEnd;
   int64_t argument = 0;
   std::vector<int64_t> active;  ///< ranks that have data
@@ -129,9 +132,10 @@ struct ReducerStatistics {
   int64_t gradients_copied_early = 0;    ///< of these, as soon as they were computed (on the CPU)
   int64_t reduced_in_place = 0;          ///< collectives on a gradient's own memory
   int64_t reduced_in_shared_memory = 0;  ///< collectives between ranks of one host, in their memory
-  int64_t buffers_registered = 0;        ///< buckets whose memory came from the backend
-  int64_t deferred = 0;                  ///< backwards that ended before their buckets had arrived
-  int64_t usage_reads = 0;               ///< times the host read usage numbers
+  int64_t reduced_by_host = 0;  ///< collectives in the memory of each host, then between the hosts
+  int64_t buffers_registered = 0;  ///< buckets whose memory came from the backend
+  int64_t deferred = 0;            ///< backwards that ended before their buckets had arrived
+  int64_t usage_reads = 0;         ///< times the host read usage numbers
 };
 
 /// Hooks the gradient accumulators of a module's parameters and keeps their gradients averaged.
@@ -234,7 +238,7 @@ class APEX_API Reducer {
   /// its old value. Waits at once, as without it: in backwards that learn or order; in which this
   /// rank misses a gradient or a parameter is outside the plan (without static_graph); with
   /// check_finite, check_steps, under join(), and with hooks of two phases. Parameters must be
-  /// frozen and unfrozen alike on every rank. The plan is learnt anew. Every rank has to do the
+  /// frozen and unfrozen alike on every rank. A new plan is recorded. Every rank has to do the
   /// same.
   void set_deferred(bool on);
 
@@ -262,10 +266,19 @@ class APEX_API Reducer {
   /// without data counts as zeros; else by the number of ranks that still have data.
   void begin_join(bool divide_by_initial_world_size);
   void end_join();
+  ///
+  /// The backwards of synchronized batch norms (of apex::parallel::sync_batch_norm and its module)
+  /// are announced as kCustom with 4 * n + k: k 1 is a backward with n channels, 2 and 3 are sums
+  /// of n values of float32 and float64. Their forwards are for the caller to announce, k 0, before
+  /// any backward. After the first of these, kBackwardEnd is announced, too, and buckets are
+  /// launched when backward ends; between kBackward and kBackwardEnd a rank without data takes part
+  /// in what is announced, before shadow_backward_end().
+  ///
   /// @throws RankMismatch on every rank if active ranks announce different things.
   JoinEvent announce(JoinEvent::Kind kind, int64_t argument);
   JoinEvent await_event();
-  void shadow_backward_begin(bool gradients_were_kept);
+  /// @param argument  of the event kBackward.
+  void shadow_backward_begin(int64_t argument);
   /// The loop of a rank without data: await_event() until the end, backwards shadowed, `on_forward`
   /// called for each forward; then end_join(). Returns a rank that had data to the end, the same on
   /// every rank, or -1 if all had.

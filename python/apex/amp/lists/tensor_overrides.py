@@ -2,7 +2,7 @@
 
 import torch
 
-from . import (
+from .defaults import (
     FLOAT32,
     FLOAT32_METHODS,
     LOW_PRECISION,

@@ -2,7 +2,7 @@
 
 import torch
 
-from . import (
+from .defaults import (
     FLOAT32,
     LOW_PRECISION,
     PROMOTE,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+import types
+from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as pytree
 
-from apex.parallel._tree import find_tensors, map_tensors
+from apex._internal.tree import find_tensors, map_tensors
 
 X = torch.ones(2)
 Y = torch.zeros(3, requires_grad=True)
@@ -61,10 +63,38 @@ class Batch(UserDict):
     pass
 
 
+class Recent(deque):
+    pass
+
+
+class Sealed(Mapping):
+    """Can be read only."""
+
+    def __init__(self, **items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
 @dataclasses.dataclass
 class Plain:
     value: Any
     derived: Any = dataclasses.field(init=False, default=None)
+
+
+@dataclasses.dataclass
+class Movable:
+    value: Any
+
+    def to(self, device: str) -> str:
+        return device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +147,10 @@ CONTAINERS: dict[str, tuple[Any, Any]] = {  # the container, and how its first t
     "list_subclass": (_labelled(), lambda c: c[0]),
     "dict_subclass": (Counts(3), lambda c: c["x"]),
     "user_dict": (Batch(x=X), lambda c: c["x"]),
+    "user_list": (UserList([None, X]), lambda c: c[1]),
+    "chain_map": (ChainMap({}, {"x": X}), lambda c: c["x"]),
+    "mapping_proxy": (types.MappingProxyType({"x": X}), lambda c: c["x"]),
+    "deque_subclass": (Recent([X], maxlen=2), lambda c: c[0]),
     "model_output": (Output(first=X, second=None), lambda c: c.first),
     "dataclass": (_derived(), lambda c: c.derived),
     "frozen": (Frozen([X], (X, 3)), lambda c: c.more[0]),
@@ -186,6 +220,29 @@ def test_map_tensors_calls_change_other_for_what_is_no_container() -> None:
     assert seen[:3] == ["there", "text", 3] and isinstance(seen[3], nn.Linear)
 
 
+def test_map_tensors_leaves_a_dataclass_with_to_to_change_other() -> None:
+    assert map_tensors([Movable(X)], _double, lambda other: other.to("there")) == ["there"]
+    assert map_tensors([Movable(X)], _double)[0].value.dtype == torch.float64
+
+
+def test_map_tensors_mapping_that_cannot_be_written_to_becomes_a_plain_one() -> None:
+    sealed = Sealed(x=X, n=1)
+    result = map_tensors(sealed, _double)
+    assert type(result) is dict and result["x"].dtype == torch.float64 and result["n"] == 1
+    assert sealed["x"].dtype == torch.float32
+    assert map_tensors(sealed, lambda tensor: tensor) is sealed
+
+
+def test_find_tensors_outside_of_objects() -> None:
+    class Held:
+        value = [X]
+
+    held = Held()
+    held.own = Y
+    assert find_tensors([held, {"x": X}]) == [X, Y]
+    assert find_tensors([held, {"x": X}], in_objects=False) == [X]
+
+
 class Node:
     """Refers to every other node of its graph."""
 
@@ -195,15 +252,15 @@ class Node:
 
 
 def test_find_tensors_in_a_graph_of_objects_visits_each_once(monkeypatch: Any) -> None:
-    from apex.parallel import _tree
+    from apex._internal import tree
 
     nodes = [Node(torch.ones(1)) for _ in range(40)]
     for node in nodes:
         node.others = nodes
         node.copy_of_others = list(nodes)
     visits = []
-    real = _tree._attributes
-    monkeypatch.setattr(_tree, "_attributes", lambda v: visits.append(v) or real(v))
+    real = tree._attributes
+    monkeypatch.setattr(tree, "_attributes", lambda v: visits.append(v) or real(v))
     assert len(find_tensors(nodes[0])) == 40
     assert len(visits) == 40
     deep: Any = Y

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms import join as torch_join
 
 from apex._core import JoinEventKind as Kind
-from apex.parallel import _join
+from apex._internal import joining
+from apex.parallel._join.join import Join
 
 
 class TorchJoinHook(torch_join.JoinHook):
@@ -42,11 +43,12 @@ class TorchJoinHook(torch_join.JoinHook):
         self._state.finish(not is_last_joiner)
 
 
-class TorchJoin(_join.Join):
+class TorchJoin(Join):
     """A wrapper's part in one of torch's Join."""
 
-    def __init__(self, ddp: Any, divide_by_initial_world_size: bool) -> None:
-        super().__init__(ddp, divide_by_initial_world_size, False, [])
+    def __init__(self, wrapper: Any, divide_by_initial_world_size: bool) -> None:
+        super().__init__(wrapper._engine, divide_by_initial_world_size, False, [])
+        self._wrapper = wrapper
         self.config: Any = None  # torch's _JoinConfig
         self._announces = False
         # Synchronized backwards before the forward that was announced last; None: there was none.
@@ -59,7 +61,7 @@ class TorchJoin(_join.Join):
             ValueError: if the wrapper is not the first of its objects.
             RuntimeError: in another join.
         """
-        ddp = self._ddp
+        engine = self._engine
         if not config.enable:
             return
         if not config.is_first_joinable:
@@ -68,56 +70,55 @@ class TorchJoin(_join.Join):
                 "forward begins an iteration. Wrap modules that are trained together in one; "
                 "optimizers come after it."
             )
-        if isinstance(ddp._join, TorchJoin):
-            ddp._join.end()  # an exception has ended it, and its Join is held still
-        elif ddp._join is not None:
+        if isinstance(engine.join, TorchJoin):
+            engine.join.end()  # an exception has ended it, and its Join is held still
+        elif engine.join is not None:
             raise RuntimeError("torch's Join inside join(): use one of them.")
         self.config = config
-        ddp._join = self
+        engine.join = self
 
     def end(self) -> None:
-        if self._ddp._join is self:
+        if self._engine.join is self:
             self._end()
 
     # --- while this rank has data ---
 
     def announce_forward(self, synchronizes_buffers: bool) -> int:
-        ddp, engine = self._ddp, self._ddp._engine
-        _join.set_current(self)
-        self._announces = engine.synchronizing
+        reducer = self._reducer
+        joining.set_current(self)
+        self._announces = reducer.synchronizing
         if not self._announces:
-            if ddp.check_reduction:
+            if self._wrapper.check_reduction:
                 raise RuntimeError(
                     "no_sync() with check_reduction=True under torch's Join: ranks without data "
                     "do not see these forwards, and would be taken to have skipped them. Use "
                     "DistributedDataParallel.join()."
                 )
-            engine.end_join()
+            reducer.end_join()
             return 0
-        backwards = engine.statistics()["backwards"]
+        backwards = reducer.statistics()["backwards"]
         if self._backwards is not None and backwards != self._backwards + 1:
             raise RuntimeError(
-                f"rank {dist.get_rank(ddp.process_group)}: {backwards - self._backwards} "
+                f"rank {dist.get_rank(self._group)}: {backwards - self._backwards} "
                 "synchronized backwards after the last forward; under torch's Join each forward "
                 "with gradients, outside no_sync(), is followed by one, which ranks without data "
-                "follow. "
-                "DistributedDataParallel.join() takes any number."
+                "follow. DistributedDataParallel.join() takes any number."
             )
         self._backwards = None
-        work = torch_join.Join.notify_join_context(ddp)
+        work = torch_join.Join.notify_join_context(self._wrapper)
         if work is not None:
             work.wait()
         self._backwards = backwards
-        engine.begin_join(self._divide_by_initial_world_size)
+        reducer.begin_join(self._divide_by_initial_world_size)
         return super().announce_forward(synchronizes_buffers)
 
-    def announce_batch_norm(self, module: Any, goes_backward: bool) -> None:
+    def announce_batch_norm(self, module: Any) -> None:
         if not self._announces:
             raise RuntimeError(
                 "SyncBatchNorm in no_sync() under torch's Join: ranks without data follow "
                 "synchronized forwards only. DistributedDataParallel.join() covers it."
             )
-        super().announce_batch_norm(module, goes_backward)
+        super().announce_batch_norm(module)
 
     def announce_overflow_flags(self, scaler: Any, group: dist.ProcessGroup | None) -> None:
         raise RuntimeError(
@@ -129,11 +130,11 @@ class TorchJoin(_join.Join):
     # --- when it has none ---
 
     def follow_iteration(self) -> None:
-        engine = self._ddp._engine
-        engine.begin_join(self._divide_by_initial_world_size)
+        reducer = self._reducer
+        reducer.begin_join(self._divide_by_initial_world_size)
         kind = Kind.FORWARD
         while kind in (Kind.FORWARD, Kind.CUSTOM):
-            event = engine.await_event()
+            event = reducer.await_event()
             kind = event[0]
             self._follow(*event)
 

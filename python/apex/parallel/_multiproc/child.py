@@ -1,6 +1,6 @@
 """The first moments of each process that ``multiproc`` starts, and the ends of those left over.
 
-Run by path as a program (``python -I _multiproc_child.py FOLDER``), with nothing but the standard
+Run by path as a program (``python -I child.py FOLDER``), with nothing but the standard
 library: it makes the process end with its launcher, sends the output of all ranks but 0 to their
 log, appends the rank's options, and becomes the script. The process id stays the same throughout,
 so signals and exit codes are those of the script itself.
@@ -17,7 +17,7 @@ import time
 #: In the folder given as the only argument.
 COMMAND_FILE = "command.json"
 
-#: Same order of meaning as `_multiproc_script.RANK_OPTIONS`, which cannot be imported from here.
+#: Same order of meaning as `script.RANK_OPTIONS`, which cannot be imported from here.
 VARIABLES = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
 
 _PR_SET_PDEATHSIG = 1

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+namespace apex::parallel {
+
+/// What is known of process groups, for as long as they are there. Holds no group; but the address
+/// of one, so that no other takes it, until it was taken or is seen to be gone. Not thread safe.
+template <typename Value>
+class ByGroup {
+ public:
+  /// Null if there is none.
+  Value* find(const c10d::ProcessGroup& group) {
+    const auto found = entries_.find(&group);
+    return found == entries_.end() ? nullptr : &found->second.value;
+  }
+
+  void put(const c10d::ProcessGroup& group, Value value) {
+    // The pointer counts references, so the group is not to be const.
+    auto strong = c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(
+        const_cast<c10d::ProcessGroup*>(&group));
+    entries_.insert_or_assign(&group, Entry{Weak(strong), std::move(value)});
+  }
+
+  std::optional<Value> take(const c10d::ProcessGroup& group) {
+    const auto found = entries_.find(&group);
+    if (found == entries_.end()) return std::nullopt;
+    std::optional<Value> value = std::move(found->second.value);
+    entries_.erase(found);
+    return value;
+  }
+
+  /// Those of groups that are gone; to be destroyed by a caller who holds no lock.
+  std::vector<Value> take_gone() {
+    std::vector<Value> gone;
+    for (auto entry = entries_.begin(); entry != entries_.end();) {
+      if (entry->second.group.expired()) {
+        gone.push_back(std::move(entry->second.value));
+        entry = entries_.erase(entry);
+      } else {
+        ++entry;
+      }
+    }
+    return gone;
+  }
+
+  size_t size() const { return entries_.size(); }
+
+ private:
+  using Weak = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
+  struct Entry {
+    Weak group;
+    Value value;
+  };
+  std::unordered_map<const c10d::ProcessGroup*, Entry> entries_;
+};
+
+}  // namespace apex::parallel

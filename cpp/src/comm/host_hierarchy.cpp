@@ -1,0 +1,473 @@
+#include "comm/host_hierarchy.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <c10/util/Exception.h>
+
+#include <apex/error.h>
+
+#include "comm/error_text.h"
+#include "comm/host_sum.h"
+#include "comm/separate_group.h"
+#include "torch_version.h"
+
+// The steps of the protocol, for tests that end or stop a process at each.
+#ifndef APEX_HIERARCHY_STEP
+#define APEX_HIERARCHY_STEP(name) ((void)0)
+#endif
+
+namespace apex::parallel {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+using Op = c10d::ReduceOp::RedOpType;
+
+/// A share of up to so many bytes is not cut into pieces: one exchange instead of two.
+constexpr int64_t kWholeShare = int64_t{64} << 10;
+/// No fewer bytes to a piece.
+constexpr int64_t kLeastPiece = int64_t{4} << 10;
+/// Between two looks at what others in this process wait for.
+constexpr milliseconds kNap{20};
+constexpr milliseconds kLong{1000};
+
+HostWork& on_host(const c10::intrusive_ptr<c10d::Work>& work) {
+  return static_cast<HostWork&>(*work);
+}
+
+/// Bytes of `of`, which it holds: what travels may outlive its operation, if that has failed.
+at::Tensor bytes_of(const at::Tensor& of, char* data, int64_t bytes) {
+  return at::from_blob(data, {bytes}, [held = of](void*) mutable { held.reset(); }, at::kByte);
+}
+
+char* data_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.mutable_data_ptr()); }
+
+}  // namespace
+
+enum class Stage : uint8_t {
+  kHostSums,    ///< stage 1 runs
+  kExchanging,  ///< stage 2 runs
+  kExchanged,   ///< the piece of this rank is summed
+  kGathering,   ///< stage 3 runs
+  kSummed,      ///< the share of this rank is summed, or it has none
+  kHandedOut,   ///< stage 4 runs, or has ended: `results` tell
+};
+
+struct HierarchyOperation {
+  std::string what;
+  at::Tensor tensor;  ///< real-valued and flat
+  Op op = Op::SUM;
+  std::atomic<Stage> stage{Stage::kHostSums};
+  c10::intrusive_ptr<c10d::Work> sum;  ///< of the host; null where there is one rank
+  char* share = nullptr;               ///< of this rank, in `tensor`
+  int64_t numel = 0;                   ///< of the share
+  bool in_pieces = false;
+  at::Tensor received;  ///< from the column
+  at::Tensor piece;
+  c10::intrusive_ptr<c10d::Work> exchange;          ///< that runs in the column
+  c10::intrusive_ptr<c10::ivalue::Future> arrival;  ///< its future
+  std::vector<c10::intrusive_ptr<c10d::Work>> results;
+};
+
+using OperationPtr = std::shared_ptr<HierarchyOperation>;
+
+/// What the thread of a hierarchy, its Works and it itself share.
+class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
+ public:
+  HierarchyCore(HostLayout where, HierarchyLinks links)
+      : layout(std::move(where)), links_(std::move(links)) {}
+
+  const HostLayout layout;
+
+  void begin() {
+    thread_ = std::thread([this] { run(); });
+  }
+
+  const HierarchyLinks& links() const { return links_; }
+
+  void issue(const OperationPtr& operation) {
+    const std::lock_guard<std::mutex> in_order(issuing_);
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (failure_)
+        throw Error("a collective of this group has failed before: " + message_of(failure_));
+    }
+    if (links_.sums)
+      operation->sum = links_.sums->all_reduce(operation->what, operation->tensor, operation->op);
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      queue_.push_back(operation);
+      news_ = true;
+    }
+    changed_.notify_all();
+  }
+
+  /// Whether the result is there, within that time.
+  bool wait_for(HierarchyOperation& operation, milliseconds slice) {
+    const Clock::time_point until = Clock::now() + slice;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      const auto handed_out = [&] { return operation.stage == Stage::kHandedOut; };
+      const auto ended = [&] { return handed_out() || failure_; };
+      while (!changed_.wait_until(lock, std::min(until, Clock::now() + kNap), ended)) {
+        if (Clock::now() >= until) return false;
+        lock.unlock();
+        advance_host_channels();
+        lock.lock();
+      }
+      if (!handed_out()) std::rethrow_exception(failure_);
+    }
+    for (const auto& result : operation.results) {
+      const auto left = std::chrono::duration_cast<milliseconds>(until - Clock::now());
+      try {
+        if (!on_host(result).wait_for(std::max(left, milliseconds(0)))) return false;
+      } catch (...) {
+        fail(std::current_exception());
+        throw;
+      }
+    }
+    return true;
+  }
+
+  bool is_completed(const HierarchyOperation& operation) const {
+    if (operation.stage != Stage::kHandedOut) return false;
+    return std::all_of(operation.results.begin(), operation.results.end(),
+                       [](const auto& result) { return result->isCompleted(); });
+  }
+
+  void fail(const std::exception_ptr& error) noexcept {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (failure_) return;
+      failure_ = error;
+      queue_.clear();
+      news_ = true;
+    }
+    changed_.notify_all();
+    const std::string why = message_of(error);
+    for (const auto& channel : {links_.sums, links_.results}) {
+      if (channel) channel->give_up(why);
+    }
+  }
+
+  /// Its thread ends when all has been carried through.
+  void close() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      closing_ = true;
+    }
+    changed_.notify_all();
+  }
+
+  bool has_failed() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return failure_ != nullptr;
+  }
+
+  /// After close(): blocks until its thread has ended, and the connections have.
+  void end() {
+    thread_.join();
+    links_.exchange.reset();
+    links_.gather.reset();
+  }
+
+ private:
+  // --- on the thread ---
+
+  void run() noexcept {
+    std::vector<OperationPtr> operations;
+    for (;;) {
+      operations.clear();
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        changed_.wait(lock, [&] { return closing_ || !queue_.empty(); });
+        if (queue_.empty()) return;
+        operations.assign(queue_.begin(), queue_.end());
+        news_ = false;
+      }
+      try {
+        if (!advance(operations)) sleep(operations);
+      } catch (...) {
+        fail(std::current_exception());
+      }
+    }
+  }
+
+  /// Takes each operation as far as it can go; returns whether any has moved.
+  bool advance(const std::vector<OperationPtr>& operations) {
+    bool moved = false;
+    Stage before = Stage::kHandedOut;  // the operation in front is there
+    for (const OperationPtr& one : operations) {
+      while (step(*one, before)) moved = true;
+      before = std::min(before, one->stage.load());
+    }
+    if (!moved) return false;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      while (!queue_.empty() && queue_.front()->stage == Stage::kHandedOut) queue_.pop_front();
+    }
+    changed_.notify_all();
+    return true;
+  }
+
+  /// One stage further, if what it waits for has come, and all before it have entered that stage.
+  bool step(HierarchyOperation& operation, Stage before) {
+    switch (operation.stage.load()) {
+      case Stage::kHostSums:
+        if (before == Stage::kHostSums) return false;
+        if (operation.sum && !on_host(operation.sum).wait_for(milliseconds(0))) return false;
+        operation.sum.reset();
+        APEX_HIERARCHY_STEP("host summed");
+        begin_exchange(operation);
+        return true;
+      case Stage::kExchanging:
+        if (!has_arrived(operation)) return false;
+        APEX_HIERARCHY_STEP("exchanged");
+        sum_hosts(operation);
+        return true;
+      case Stage::kExchanged:
+        if (before < Stage::kGathering) return false;
+        begin_gather(operation);
+        return true;
+      case Stage::kGathering:
+        if (!has_arrived(operation)) return false;
+        APEX_HIERARCHY_STEP("gathered");
+        join_pieces(operation);
+        return true;
+      case Stage::kSummed:
+        if (before < Stage::kHandedOut) return false;
+        hand_out(operation);
+        return true;
+      case Stage::kHandedOut:
+        return false;
+    }
+    return false;
+  }
+
+  /// Until something has changed: a message that is summed in the host rings the channel's bell,
+  /// one that comes from the network calls notice().
+  void sleep(const std::vector<OperationPtr>& operations) {
+    for (const OperationPtr& one : operations) {
+      if (one->stage != Stage::kHostSums) continue;
+      on_host(one->sum).wait_for(kLong, [this] { return news_.load(); });
+      return;
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return news_.load(); });
+  }
+
+  void notice() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      news_ = true;
+    }
+    changed_.notify_all();
+    if (links_.sums) links_.sums->wake();
+  }
+
+  void in_flight(HierarchyOperation& operation, c10::intrusive_ptr<c10d::Work> work) {
+    operation.exchange = std::move(work);
+    operation.arrival = operation.exchange->getFuture();
+    operation.arrival->addCallback([weak = weak_from_this()](c10::ivalue::Future&) {
+      if (const auto core = weak.lock()) core->notice();
+    });
+    APEX_HIERARCHY_STEP("sent");
+  }
+
+  static bool has_arrived(HierarchyOperation& operation) {
+    // Not the Work: Gloo's says so a little after its future has called back.
+    if (!operation.arrival->completed()) return false;
+    operation.exchange->wait();  // throws what went wrong
+    operation.exchange.reset();
+    operation.arrival.reset();
+    return true;
+  }
+
+  int hosts() const { return static_cast<int>(layout.hosts.size()); }
+
+  void begin_exchange(HierarchyOperation& operation) {
+    const auto size = static_cast<int64_t>(operation.tensor.element_size());
+    if (layout.in_column()) {
+      const auto [begin, end] = equal_part(operation.tensor.numel(), layout.columns, layout.place);
+      operation.share = data_of(operation.tensor) + begin * size;
+      operation.numel = end - begin;
+    }
+    if (operation.numel == 0) {
+      operation.stage = Stage::kSummed;
+      return;
+    }
+    const int64_t bytes = operation.numel * size;
+    operation.in_pieces = links_.gather && bytes > std::max(kWholeShare, hosts() * kLeastPiece);
+    at::Tensor share = bytes_of(operation.tensor, operation.share, bytes);
+    operation.stage = Stage::kExchanging;
+    if (!operation.in_pieces) {
+      operation.received = at::empty({hosts() * bytes}, at::kByte);
+      in_flight(operation, detail::all_gather_single(*links_.exchange, operation.received, share));
+      return;
+    }
+    std::vector<int64_t> sent;
+    for (int host = 0; host < hosts(); ++host) sent.push_back(piece_numel(operation, host) * size);
+    const int64_t mine = sent[static_cast<size_t>(layout.host)];
+    std::vector<int64_t> received(sent.size(), mine);
+    operation.received = at::empty({hosts() * mine}, at::kByte);
+    in_flight(operation, detail::all_to_all_single(*links_.exchange, operation.received, share,
+                                                   received, sent));
+  }
+
+  int64_t piece_numel(const HierarchyOperation& operation, int host) const {
+    const auto [begin, end] = equal_part(operation.numel, hosts(), host);
+    return end - begin;
+  }
+
+  /// Sums what has come of the hosts: the share, or this rank's piece of it.
+  void sum_hosts(HierarchyOperation& operation) {
+    const auto size = static_cast<int64_t>(operation.tensor.element_size());
+    const int64_t numel =
+        operation.in_pieces ? piece_numel(operation, layout.host) : operation.numel;
+    char* to = operation.share;
+    if (operation.in_pieces) {
+      // Of equal length everywhere: that of the first, which is the longest.
+      operation.piece = at::empty({piece_numel(operation, 0) * size}, at::kByte);
+      to = data_of(operation.piece);
+    }
+    std::vector<const char*> from;
+    for (int host = 0; host < hosts(); ++host)
+      from.push_back(data_of(operation.received) + host * numel * size);
+    combine(operation.op, operation.tensor.scalar_type(), numel, from, {to});
+    operation.received.reset();
+    operation.stage = operation.in_pieces ? Stage::kExchanged : Stage::kSummed;
+  }
+
+  void begin_gather(HierarchyOperation& operation) {
+    operation.received = at::empty({hosts() * operation.piece.numel()}, at::kByte);
+    operation.stage = Stage::kGathering;
+    in_flight(operation,
+              detail::all_gather_single(*links_.gather, operation.received, operation.piece));
+  }
+
+  void join_pieces(HierarchyOperation& operation) {
+    const auto size = static_cast<int64_t>(operation.tensor.element_size());
+    char* to = operation.share;
+    for (int host = 0; host < hosts(); ++host) {
+      const int64_t bytes = piece_numel(operation, host) * size;
+      std::memcpy(to, data_of(operation.received) + host * operation.piece.numel(),
+                  static_cast<size_t>(bytes));
+      to += bytes;
+    }
+    operation.received.reset();
+    operation.piece.reset();
+    operation.stage = Stage::kSummed;
+  }
+
+  void hand_out(HierarchyOperation& operation) {
+    if (links_.results) {
+      for (int column = 0; column < layout.columns; ++column) {
+        const auto [begin, end] = equal_part(operation.tensor.numel(), layout.columns, column);
+        if (begin == end) continue;
+        operation.results.push_back(links_.results->broadcast(
+            operation.what, operation.tensor.narrow(0, begin, end - begin), column));
+        APEX_HIERARCHY_STEP("handed out");
+      }
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    operation.stage = Stage::kHandedOut;
+  }
+
+  HierarchyLinks links_;
+  std::thread thread_;
+
+  std::mutex issuing_;  ///< guards the order of messages; taken before mutex_
+  std::mutex mutex_;    ///< guards all below; not held while anything is waited for or called
+  std::condition_variable changed_;
+  std::deque<OperationPtr> queue_;  ///< in order; without those that were handed out
+  std::atomic<bool> news_{false};   ///< since the thread has looked
+  bool closing_ = false;
+  std::exception_ptr failure_;
+};
+
+// --- HostHierarchy ---
+
+HostHierarchy::HostHierarchy(HostLayout layout, HierarchyLinks links)
+    : core_(std::make_shared<HierarchyCore>(std::move(layout), std::move(links))),
+      pid_(this_pid()) {
+  core_->begin();
+}
+
+HostHierarchy::~HostHierarchy() {
+  if (this_pid() != pid_) {
+    // A forked child has no such thread, and cannot end it.
+    static_cast<void>(new std::shared_ptr<HierarchyCore>(std::move(core_)));
+    return;
+  }
+  core_->close();
+  const bool failed = core_->has_failed();
+  end_elsewhere([core = std::move(core_)]() mutable { core->end(); }, failed);
+}
+
+bool HostHierarchy::averages() const { return core_->layout.even(); }
+
+bool HostHierarchy::can_all_reduce(const at::Tensor& tensor, Op op) const {
+  return tensor.is_cpu() && tensor.is_contiguous() && HostChannel::can_all_reduce(tensor, op) &&
+         (op != Op::AVG || averages());
+}
+
+c10::intrusive_ptr<c10d::Work> HostHierarchy::all_reduce(const std::string& what,
+                                                         const at::Tensor& tensor, Op op) {
+  // Before any lock: the thread, which the child does not have, may have held it.
+  if (this_pid() != pid_) {
+    throw Error(
+        "this process was forked from the one that made the communicator, and is no rank of it: "
+        "make process groups and wrappers after the fork");
+  }
+  auto operation = std::make_shared<HierarchyOperation>();
+  operation->what = what;
+  operation->tensor = (tensor.is_complex() ? at::view_as_real(tensor) : tensor).view({-1});
+  operation->op = op;
+  core_->issue(operation);
+  return c10::make_intrusive<HierarchyWork>(core_, std::move(operation));
+}
+
+at::Tensor HostHierarchy::allocate(int64_t numel, const at::TensorOptions& options) const {
+  const auto& sums = core_->links().sums;
+  return sums ? sums->allocate(numel, options) : at::zeros({numel}, options);
+}
+
+void HostHierarchy::give_up(const std::string& why) noexcept {
+  if (this_pid() == pid_) core_->fail(std::make_exception_ptr(Error(why)));
+}
+
+// --- HierarchyWork ---
+
+HierarchyWork::HierarchyWork(std::shared_ptr<HierarchyCore> core,
+                             std::shared_ptr<HierarchyOperation> operation)
+    : Work(-1, c10d::OpType::UNKNOWN), core_(std::move(core)), operation_(std::move(operation)) {}
+
+bool HierarchyWork::isCompleted() { return core_->is_completed(*operation_); }
+
+bool HierarchyWork::isSuccess() const { return core_->is_completed(*operation_); }
+
+bool HierarchyWork::wait_for(milliseconds slice) { return core_->wait_for(*operation_, slice); }
+
+bool HierarchyWork::wait(milliseconds timeout) {
+  const Clock::time_point end =
+      timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
+  for (;;) {
+    const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
+    if (wait_for(std::clamp(left, milliseconds(0), kLong))) return true;
+    if (Clock::now() >= end) throw Error("the collective has not completed in time");
+  }
+}
+
+}  // namespace apex::parallel

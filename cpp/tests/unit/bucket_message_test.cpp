@@ -1,0 +1,726 @@
+// Oracles: gradients in float64, computed apart from the message; the very bits, or the address,
+// where a gradient has to stay as it is. Ranks are messages whose tensors the test adds up.
+
+#include "reducer/bucket_message.h"
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <support/test_seed.h>
+
+#include <apex/error.h>
+
+namespace apex::parallel::detail {
+namespace {
+
+using Kind = BucketMessage::Kind;
+using Used = std::vector<uint8_t>;
+
+constexpr uint32_t kFacts = 0b101;
+constexpr int kFactBits = 3;
+
+at::Tensor random_like(const at::Tensor& tensor) {
+  return at::empty_like(tensor, tensor.options().requires_grad(false))
+      .copy_(at::randn(tensor.sizes(), tensor.is_complex() ? at::kComplexDouble : at::kDouble));
+}
+
+/// Parameters of every form: dense in several orders, with gaps, a scalar, and without elements.
+std::vector<at::Tensor> parameters_of(at::ScalarType dtype) {
+  std::vector<at::Tensor> result{
+      at::zeros({3, 5}, dtype),
+      at::zeros({2, 3, 4, 4}, dtype).contiguous(at::MemoryFormat::ChannelsLast),
+      at::zeros({}, dtype),
+      at::zeros({0, 4}, dtype),
+      at::zeros({4, 6}, dtype).t(),
+      at::zeros({4, 8}, dtype).slice(1, 0, 8, 2),
+  };
+  for (at::Tensor& parameter : result) parameter.requires_grad_();
+  return result;
+}
+
+/// A message of one rank with all that belongs to it.
+struct Rank {
+  std::vector<at::Tensor> variables;
+  BucketMessage message;
+
+  Rank(Kind kind, std::vector<at::Tensor> parameters, const MessageOptions& options = {})
+      : variables(std::move(parameters)),
+        message(kind, indices(), variables,
+                kind == Kind::kFlat ? BucketTrailer(indices(), kFactBits) : BucketTrailer(),
+                at::kCPU, options) {}
+
+  std::vector<int64_t> indices() const {
+    std::vector<int64_t> all;
+    for (size_t i = 0; i < variables.size(); ++i) all.push_back(static_cast<int64_t>(i));
+    return all;
+  }
+  Used all(uint8_t value = 1) const { return Used(variables.size(), value); }
+  at::Tensor& grad(size_t i) { return variables[i].mutable_grad(); }
+  void set_random_gradients() {
+    for (at::Tensor& variable : variables) variable.mutable_grad() = random_like(variable);
+  }
+  std::vector<at::Tensor> gradients() const {
+    std::vector<at::Tensor> copies;
+    for (const at::Tensor& variable : variables) {
+      copies.push_back(variable.grad().defined() ? variable.grad().clone() : at::Tensor());
+    }
+    return copies;
+  }
+};
+
+at::Tensor wide(const at::Tensor& tensor) {
+  return tensor.to(tensor.is_complex() ? at::kComplexDouble : at::kDouble);
+}
+
+double tolerance_of(at::ScalarType dtype) {
+  if (dtype == at::kHalf) return 4e-3;
+  if (dtype == at::kBFloat16) return 3e-2;
+  return dtype == at::kFloat || dtype == at::kComplexFloat ? 1e-6 : 1e-14;
+}
+
+void expect_close(const at::Tensor& actual, const at::Tensor& expected, double tolerance,
+                  const std::string& where) {
+  ASSERT_TRUE(actual.defined()) << where;
+  EXPECT_TRUE(at::allclose(wide(actual), wide(expected), tolerance, tolerance))
+      << where << ": " << actual << " instead of " << expected;
+}
+
+bool lies_within(const at::Tensor& tensor, const at::Tensor& buffer) {
+  const auto* const at = static_cast<const char*>(tensor.const_data_ptr());
+  const auto* const begin = static_cast<const char*>(buffer.const_data_ptr());
+  return at >= begin && at + tensor.nbytes() <= begin + buffer.nbytes();
+}
+
+struct Setting {
+  at::ScalarType dtype;
+  bool views;
+  bool fp32;
+
+  MessageOptions options() const {
+    MessageOptions options;
+    options.gradient_as_bucket_view = views;
+    options.allreduce_always_fp32 = fp32;
+    return options;
+  }
+  std::string name() const {
+    return std::string(c10::toString(dtype)) + (views ? ", views" : "") + (fp32 ? ", fp32" : "");
+  }
+};
+
+std::vector<Setting> every_setting() {
+  std::vector<Setting> all;
+  for (const at::ScalarType dtype :
+       {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kComplexFloat, at::kComplexDouble}) {
+    for (const bool views : {false, true}) {
+      for (const bool fp32 : {false, true}) all.push_back({dtype, views, fp32});
+    }
+  }
+  return all;
+}
+
+TEST(BucketMessage, TwoRanks_PackedSummedAndUnpacked_IsTheScaledSumInEverySetting) {
+  at::manual_seed(testing::fresh_seed());
+  for (const Setting& setting : every_setting()) {
+    Rank one(Kind::kFlat, parameters_of(setting.dtype), setting.options());
+    Rank other(Kind::kFlat, parameters_of(setting.dtype), setting.options());
+    for (int step = 0; step < 3; ++step) {  // the first one makes the buffer
+      const std::string where = setting.name() + ", step " + std::to_string(step);
+      one.set_random_gradients();
+      other.set_random_gradients();
+      const auto mine = one.gradients(), theirs = other.gradients();
+      one.message.pack(one.all(), 0.5, 0b001);
+      other.message.pack(other.all(), 0.5, 0b100);
+      EXPECT_EQ(one.message.tensor().scalar_type(), one.message.dtype()) << where;
+      if (setting.fp32) {
+        EXPECT_NE(c10::elementSize(one.message.dtype()), 2u) << where;
+      }
+      one.message.tensor().add_(other.message.tensor());
+      Used used = one.all(0);
+      one.message.read_used(one.message.tensor(), used);
+      EXPECT_EQ(used, one.all()) << where;
+      EXPECT_EQ(one.message.read_facts(one.message.tensor()), 0b101u) << where;
+      one.message.unpack(0.25, one.all(0));
+      for (size_t i = 0; i < mine.size(); ++i) {
+        const at::Tensor& grad = one.grad(i);
+        expect_close(grad, (wide(mine[i]) + wide(theirs[i])) * 0.125, tolerance_of(setting.dtype),
+                     where + ", member " + std::to_string(i));
+        EXPECT_EQ(grad.scalar_type(), setting.dtype) << where;
+        if (grad.is_non_overlapping_and_dense()) {
+          EXPECT_EQ(grad.strides(), mine[i].strides()) << where << ", member " << i;
+        }
+        if (grad.numel() > 0) {
+          EXPECT_EQ(lies_within(grad, one.message.gradients_buffer()), setting.views)
+              << where << ", member " << i;
+        }
+      }
+    }
+  }
+}
+
+TEST(BucketMessage, EveryMember_HasAPlaceOfItsOwnThatViewsOfShow) {
+  at::manual_seed(testing::fresh_seed());
+  for (const Setting& setting : every_setting()) {
+    Rank rank(Kind::kFlat, parameters_of(setting.dtype), setting.options());
+    rank.set_random_gradients();
+    const auto gradients = rank.gradients();
+    rank.message.pack(rank.all(), 1.0);
+    const auto views = rank.message.views_of(rank.message.gradients_of(rank.message.tensor()));
+    ASSERT_EQ(views.size(), gradients.size());
+    int64_t elements = 0;
+    for (size_t i = 0; i < views.size(); ++i) {
+      EXPECT_TRUE(wide(views[i]).equal(wide(gradients[i]))) << setting.name() << ", " << i;
+      elements += gradients[i].numel() * (gradients[i].is_complex() ? 2 : 1);
+    }
+    EXPECT_EQ(rank.message.numel(), elements);
+    EXPECT_EQ(rank.message.tensor().numel(), elements + rank.message.trailer().numel());
+  }
+}
+
+// In half, a small gradient divided by the number of ranks is zero, and a sum of large ones is not
+// finite.
+TEST(BucketMessage, LowPrecisionSummedInFloat32_NeitherUnderflowsNorOverflows) {
+  for (const bool views : {false, true}) {
+    for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
+      Rank rank(kind, {at::zeros({2}, at::kHalf).requires_grad_()},
+                Setting{at::kHalf, views, true}.options());
+      const double smallest = std::ldexp(1.0, -24);
+      rank.grad(0) = at::tensor({smallest, 60000.0}, at::kDouble).to(at::kHalf);
+      rank.message.pack({1}, 1.0 / 8);
+      EXPECT_EQ(rank.message.tensor()[0].item<double>(), smallest / 8);
+      rank.message.tensor().mul_(64);
+      EXPECT_EQ(rank.message.tensor()[1].item<double>(), 60000.0 * 8);
+      rank.message.unpack(1.0 / 8, {1});
+      EXPECT_EQ(rank.grad(0).scalar_type(), at::kHalf);
+      EXPECT_EQ(rank.grad(0)[0].item<double>(), smallest);
+      EXPECT_EQ(rank.grad(0)[1].item<double>(), 60000.0);
+    }
+  }
+}
+
+// What a rank did not use is known to be unused by all only after the reduction.
+TEST(BucketMessage, UnusedMember_Settled_IsAsBeforeOrTheSum) {
+  at::manual_seed(testing::fresh_seed());
+  for (const Setting& setting : every_setting()) {
+    for (const bool has_gradient : {false, true}) {
+      for (const uint8_t used_by_any : {0, 1}) {
+        const std::string where = setting.name() + (has_gradient ? ", kept" : ", none") +
+                                  (used_by_any != 0 ? ", used elsewhere" : "");
+        Rank rank(Kind::kFlat, parameters_of(setting.dtype), setting.options());
+        rank.set_random_gradients();
+        rank.message.pack(rank.all(), 1.0);
+        rank.message.unpack(1.0, rank.all(0));
+        EXPECT_FALSE(rank.message.has_unused()) << where;
+        if (!has_gradient) rank.grad(1) = at::Tensor();
+        rank.grad(0) = random_like(rank.variables[0]);
+        const auto before = rank.gradients();
+        Used used = rank.all();
+        used[1] = 0;
+        rank.message.pack(used, 0.5, kFacts);
+        EXPECT_TRUE(rank.message.has_unused()) << where;
+        Used read = rank.all(0);
+        rank.message.read_used(rank.message.tensor(), read);
+        EXPECT_EQ(read, used) << where;
+        rank.message.tensor().add_(1.0);  // another rank's
+        rank.message.unpack(2.0, rank.all());
+        Used by_any = used;
+        by_any[1] = used_by_any;
+        rank.message.settle(by_any);
+        const auto sum_of = [&](const at::Tensor& grad) {
+          const at::Tensor others = grad.is_complex()
+                                        ? at::full_like(wide(grad), c10::complex<double>(1, 1))
+                                        : at::ones_like(wide(grad));
+          return (wide(grad) * 0.5 + others) * 2;
+        };
+        const double tolerance = tolerance_of(setting.dtype);
+        expect_close(rank.grad(0), sum_of(before[0]), tolerance, where);
+        if (used_by_any != 0) {
+          const at::Tensor own = has_gradient ? before[1] : at::zeros_like(rank.variables[1]);
+          expect_close(rank.grad(1), sum_of(own.detach()), tolerance, where);
+          EXPECT_EQ(rank.grad(1).strides(), rank.variables[1].strides()) << where;
+        } else if (has_gradient) {
+          EXPECT_TRUE(rank.grad(1).equal(before[1])) << where;
+        } else {
+          EXPECT_FALSE(rank.grad(1).defined()) << where;
+        }
+      }
+    }
+  }
+}
+
+// A gradient in a bucket of views may be pointed anywhere before the next backward.
+TEST(BucketMessage, GradientsThatLieElsewhereInTheBuffer_Packed_AreWhatTheyHold) {
+  for (const bool early : {false, true}) {
+    Rank rank(Kind::kFlat, {at::zeros({4, 4}).requires_grad_(), at::zeros({4, 4}).requires_grad_()},
+              Setting{at::kFloat, true, false}.options());
+    at::manual_seed(testing::fresh_seed());
+    rank.set_random_gradients();
+    rank.message.pack(rank.all(), 1.0);
+    rank.message.unpack(1.0, rank.all());
+    const at::Tensor first = rank.grad(0), second = rank.grad(1);
+    const at::Tensor was_first = first.clone(), was_second = second.clone();
+    rank.grad(0) = second.t();
+    rank.grad(1) = first;
+    if (early) {
+      rank.message.copy_early(0, 2.0);
+      rank.message.copy_early(1, 2.0);
+    }
+    rank.message.pack(rank.all(), 2.0);
+    rank.message.unpack(0.5, rank.all());
+    EXPECT_TRUE(rank.grad(0).equal(was_second.t())) << early;
+    EXPECT_TRUE(rank.grad(1).equal(was_first)) << early;
+  }
+}
+
+TEST(BucketMessage, GradientsThatAreViewsAlready_Packed_AreNotCopied) {
+  for (const bool views : {false, true}) {
+    Rank rank(Kind::kFlat, parameters_of(at::kFloat), Setting{at::kFloat, views, false}.options());
+    rank.set_random_gradients();
+    rank.message.pack(rank.all(), 1.0);
+    EXPECT_GE(rank.message.copied(), 5) << views;
+    rank.message.unpack(1.0, rank.all());
+    const auto before = rank.gradients();
+    rank.message.pack(rank.all(), 0.5);
+    // The member without elements and the one with gaps take a copy of nothing, or of little.
+    if (views) {
+      EXPECT_LE(rank.message.copied(), 1);
+    }
+    rank.message.unpack(1.0, rank.all());
+    for (size_t i = 0; i < before.size(); ++i) {
+      EXPECT_TRUE(rank.grad(i).equal(before[i] * 0.5)) << views << ", " << i;
+    }
+  }
+}
+
+// Note [Who may read a gradient's memory]: what this backward has made may be somebody else's, too;
+// what was there before is the caller's, who expects it to be written.
+TEST(BucketMessage, GradientWhoseMemoryHasAnotherOwner_Unpacked_IsWrittenOnlyIfItWasThereBefore) {
+  for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
+    for (const bool kept : {false, true}) {
+      Rank rank(kind, {at::zeros({6}).requires_grad_()});
+      rank.grad(0) = at::full({6}, 4.0);
+      const at::Tensor owner = rank.grad(0).view({2, 3});
+      rank.message.pack({1}, 0.5);
+      EXPECT_EQ(rank.message.copied(), 1);
+      rank.message.unpack(1.0, {static_cast<uint8_t>(kept)});
+      EXPECT_TRUE(rank.grad(0).equal(at::full({6}, 2.0)));
+      EXPECT_TRUE(owner.equal(at::full({2, 3}, kept ? 2.0 : 4.0))) << kept;
+    }
+  }
+}
+
+TEST(BucketMessage, GradientWithHistory_Unpacked_HistoryKeepsItsValue) {
+  for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
+    Rank rank(kind, {at::full({3}, 2.0).requires_grad_()});
+    const at::Tensor with_history = rank.variables[0] * 2;  // as of backward(create_graph=True)
+    rank.grad(0) = with_history;
+    rank.message.pack({1}, 0.5);
+    rank.message.unpack(0.5, {1});
+    EXPECT_TRUE(rank.grad(0).equal(at::full({3}, 1.0)));
+    EXPECT_FALSE(rank.grad(0).requires_grad());
+    EXPECT_TRUE(with_history.equal(at::full({3}, 4.0)));
+  }
+}
+
+TEST(BucketMessageInPlace, OnlyOwner_IsReducedWhereItLies) {
+  at::manual_seed(testing::fresh_seed());
+  for (const at::ScalarType dtype : {at::kFloat, at::kHalf, at::kComplexDouble}) {
+    for (const bool channels_last : {false, true}) {
+      at::Tensor parameter = at::zeros({2, 3, 4, 5}, dtype);
+      if (channels_last) parameter = parameter.contiguous(at::MemoryFormat::ChannelsLast);
+      Rank rank(Kind::kInPlace, {parameter.requires_grad_()});
+      rank.set_random_gradients();
+      const at::Tensor before = rank.grad(0).clone();
+      const void* const place = rank.grad(0).const_data_ptr();
+      rank.message.pack({1}, 0.5);
+      EXPECT_EQ(rank.message.copied(), 0) << dtype;
+      EXPECT_EQ(rank.message.tensor().const_data_ptr(), place) << dtype;
+      EXPECT_EQ(rank.message.tensor().dim(), 1) << dtype;
+      EXPECT_FALSE(rank.message.tensor().is_complex()) << dtype;
+      rank.message.unpack(0.5, {0});
+      EXPECT_EQ(rank.grad(0).const_data_ptr(), place) << dtype;
+      EXPECT_TRUE(rank.grad(0).equal(before * 0.25)) << dtype;
+    }
+  }
+}
+
+// The engine still holds what came in while a gradient is accumulated; a third owner may read it.
+TEST(BucketMessageInPlace, IncomingGradientOnTheSameMemory_IsNotAnotherOwner) {
+  for (const bool third : {false, true}) {
+    Rank rank(Kind::kInPlace, {at::zeros({6}).requires_grad_()});
+    rank.grad(0) = at::full({6}, 4.0);
+    const at::Tensor incoming = rank.grad(0).view({2, 3});
+    const at::Tensor reader = third ? rank.grad(0).view({3, 2}) : at::Tensor();
+    rank.message.pack({1}, 0.5, 0, incoming);
+    EXPECT_EQ(rank.message.copied(), third ? 1 : 0);
+    if (third) {
+      EXPECT_TRUE(reader.equal(at::full({3, 2}, 4.0)));
+    }
+    EXPECT_TRUE(rank.message.tensor().equal(at::full({6}, 2.0)));
+  }
+}
+
+TEST(BucketMessageInPlace, GradientOfAnotherForm_IsCopiedByItsValue) {
+  at::manual_seed(testing::fresh_seed());
+  const at::Tensor values = at::randn({4, 3}, at::kComplexDouble);
+  struct Case {
+    const char* name;
+    at::Tensor grad;
+  };
+  const Case cases[] = {
+      {"conjugated", at::conj(values.conj().resolve_conj())},
+      {"negated", at::_neg_view(-values)},
+      {"other strides", values.t().contiguous().t()},
+      {"gaps", at::cat({values, values}, 1).slice(1, 0, 3)},
+      {"sparse", values.to_sparse()},
+  };
+  for (const Case& one : cases) {
+    for (const bool views : {false, true}) {
+      Rank rank(Kind::kInPlace, {at::zeros({4, 3}, at::kComplexDouble).requires_grad_()},
+                Setting{at::kComplexDouble, views, false}.options());
+      rank.grad(0) = one.grad;
+      rank.message.pack({1}, 0.5);
+      EXPECT_EQ(rank.message.copied(), 1) << one.name;
+      rank.message.unpack(4.0, {0});
+      EXPECT_EQ(rank.grad(0).layout(), at::kStrided) << one.name;
+      EXPECT_TRUE(rank.grad(0).equal(values * 2)) << one.name << ", views " << views;
+    }
+  }
+}
+
+TEST(BucketMessageInPlace, Unused_IsLeftAlone_UntilAnotherRankUsedIt) {
+  for (const bool has_gradient : {false, true}) {
+    for (const uint8_t used_by_any : {0, 1}) {
+      Rank rank(Kind::kInPlace, {at::zeros({5}).requires_grad_()});
+      if (has_gradient) rank.grad(0) = at::full({5}, 3.0);
+      rank.message.pack({0}, 0.5);
+      EXPECT_TRUE(rank.message.tensor().eq(has_gradient ? 1.5 : 0.0).all().item<bool>());
+      if (has_gradient) {
+        EXPECT_TRUE(rank.grad(0).equal(at::full({5}, 3.0)));
+      }
+      rank.message.tensor().add_(7.0);
+      rank.message.unpack(1.0, {1});
+      rank.message.settle({used_by_any});
+      if (used_by_any != 0) {
+        EXPECT_TRUE(rank.grad(0).equal(at::full({5}, has_gradient ? 8.5 : 7.0)));
+      } else if (has_gradient) {
+        EXPECT_TRUE(rank.grad(0).equal(at::full({5}, 3.0)));
+      } else {
+        EXPECT_FALSE(rank.grad(0).defined());
+      }
+    }
+  }
+}
+
+at::Tensor sparse_rows(const std::vector<int64_t>& rows, double value) {
+  return at::sparse_coo_tensor(at::tensor(rows, at::kLong).view({1, -1}),
+                               at::full({static_cast<int64_t>(rows.size()), 2}, value), {4, 2},
+                               at::TensorOptions());
+}
+
+TEST(BucketMessageSparse, GradientOfAnyForm_Packed_IsCoalescedAndOwnIsUntouched) {
+  const at::Tensor rows = sparse_rows({1, 3, 1}, 2.0);
+  const at::Tensor dense = rows.to_dense();
+  for (const double scale : {1.0, 0.5}) {
+    const at::Tensor forms[] = {rows.clone(), rows.coalesce(), dense.clone(), dense.to_sparse(2),
+                                at::Tensor()};
+    for (const at::Tensor& form : forms) {
+      Rank rank(Kind::kSparse, {at::zeros({4, 2}).requires_grad_()});
+      rank.grad(0) = form;
+      rank.message.pack({1}, scale);
+      const at::Tensor packed = rank.message.tensor();
+      EXPECT_TRUE(packed.is_coalesced());
+      EXPECT_EQ(packed.sparse_dim(), 1);
+      const at::Tensor expected = form.defined() ? dense : at::zeros({4, 2});
+      EXPECT_TRUE(packed.to_dense().equal(expected * scale));
+      rank.message.unpack(4.0, {0});
+      EXPECT_TRUE(rank.grad(0).to_dense().equal(expected * scale * 4));
+      if (form.defined()) {
+        EXPECT_TRUE(form.to_dense().equal(dense));
+      }
+    }
+  }
+}
+
+TEST(BucketMessageSparse, Unused_Settled_IsAsBeforeOrTheSum) {
+  for (const uint8_t used_by_any : {0, 1}) {
+    Rank rank(Kind::kSparse, {at::zeros({4, 2}).requires_grad_()});
+    rank.message.pack({0}, 1.0);
+    rank.message.assign(sparse_rows({2}, 6.0).coalesce());
+    rank.message.unpack(0.5, {0});
+    EXPECT_FALSE(rank.grad(0).defined());
+    rank.message.settle({used_by_any});
+    ASSERT_EQ(rank.grad(0).defined(), used_by_any != 0);
+    if (used_by_any != 0) {
+      EXPECT_TRUE(rank.grad(0).to_dense().equal(sparse_rows({2}, 3.0).to_dense()));
+    }
+  }
+}
+
+TEST(BucketMessageMaskOnly, Packed_IsTheTrailerAlone) {
+  BucketMessage message(Kind::kMaskOnly, {}, {}, BucketTrailer({0, 2}, kFactBits), at::kCPU, {});
+  message.pack({1, 0, 0}, 0.5, kFacts);
+  EXPECT_EQ(message.tensor().numel(), 5);
+  Used used(3, 0);
+  message.read_used(message.tensor(), used);
+  EXPECT_EQ(used, (Used{1, 0, 0}));
+  EXPECT_EQ(message.read_facts(message.tensor()), kFacts);
+  message.unpack(0.5, {0, 0, 0});
+  EXPECT_FALSE(message.has_unused());
+}
+
+// A rank that cannot take part sends it in the place of its message, which it may hold.
+TEST(BucketMessage, Absent_HasTheFormOfTheMessageAndNoneOfItsValues) {
+  at::manual_seed(testing::fresh_seed());
+  for (const Setting& setting : every_setting()) {
+    for (const bool poison : {false, true}) {
+      Rank rank(Kind::kFlat, parameters_of(setting.dtype), setting.options());
+      rank.set_random_gradients();
+      rank.message.pack(rank.all(), 1.0);
+      const at::Tensor packed = rank.message.tensor(), before = packed.clone();
+      const at::Tensor absent = rank.message.absent(kFacts, poison);
+      EXPECT_EQ(absent.sizes(), packed.sizes()) << setting.name();
+      EXPECT_EQ(absent.scalar_type(), packed.scalar_type()) << setting.name();
+      const at::Tensor gradients = rank.message.gradients_of(absent);
+      EXPECT_TRUE((poison ? gradients.isnan() : gradients.eq(0)).all().item<bool>());
+      Used used = rank.all(0);
+      rank.message.read_used(absent, used);
+      EXPECT_EQ(used, rank.all(0)) << setting.name();
+      EXPECT_EQ(rank.message.read_facts(absent), kFacts) << setting.name();
+      EXPECT_FALSE(absent.storage().is_alias_of(packed.storage()));
+      EXPECT_TRUE(packed.equal(before)) << setting.name();
+    }
+  }
+  Rank sparse(Kind::kSparse, {at::zeros({4, 2}).requires_grad_()});
+  EXPECT_FALSE(sparse.message.absent(0, false).defined());
+}
+
+TEST(BucketMessage, AssignedResult_OfAnyDtypeAndShape_IsUnpacked_AndTrailerStays) {
+  for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
+    Rank rank(kind, {at::zeros({2, 3}).requires_grad_()});
+    rank.grad(0) = at::ones({2, 3});
+    rank.message.pack({1}, 1.0, kFacts);
+    rank.message.assign(at::arange(6, at::kDouble).view({3, 2}));
+    if (kind == Kind::kFlat) {
+      EXPECT_EQ(rank.message.read_facts(rank.message.tensor()), kFacts);
+    }
+    rank.message.assign(rank.message.gradients_of(rank.message.tensor()));  // what is there already
+    rank.message.unpack(2.0, {1});
+    EXPECT_TRUE(rank.grad(0).equal(at::arange(6, at::kFloat).view({2, 3}) * 2));
+  }
+}
+
+TEST(BucketMessage, AssignedResultOfAnotherSize_ThrowsWithBothSizes_AndNothingIsWritten) {
+  Rank rank(Kind::kFlat, {at::zeros({6}).requires_grad_()});
+  rank.grad(0) = at::ones({6});
+  rank.message.pack({1}, 1.0, kFacts);
+  const at::Tensor before = rank.message.tensor().clone();
+  for (const int64_t numel : {0, 1, 5, 7, 10}) {  // 10: with the trailer
+    try {
+      rank.message.assign(at::full({numel}, 9.0));
+      ADD_FAILURE() << numel;
+    } catch (const InvalidArgument& error) {
+      const std::string text = error.what();
+      EXPECT_NE(text.find("returned " + std::to_string(numel) + " elements"), std::string::npos);
+      EXPECT_NE(text.find("bucket of 6"), std::string::npos);
+    }
+    EXPECT_TRUE(rank.message.tensor().equal(before)) << numel;
+  }
+}
+
+TEST(BucketMessage, BufferFromElsewhere_LiesThere) {
+  std::vector<std::pair<int64_t, at::ScalarType>> asked;
+  at::Tensor given;
+  MessageOptions options;
+  options.allreduce_always_fp32 = true;
+  options.allocate = [&](int64_t numel, const at::TensorOptions& form) {
+    asked.emplace_back(numel, c10::typeMetaToScalarType(form.dtype()));
+    return given = at::zeros({numel}, form);
+  };
+  Rank rank(Kind::kFlat, {at::zeros({6}, at::kHalf).requires_grad_()}, options);
+  for (int step = 0; step < 2; ++step) {
+    rank.grad(0) = at::ones({6}, at::kHalf);
+    rank.message.pack({1}, 1.0);
+    EXPECT_EQ(rank.message.tensor().const_data_ptr(), given.const_data_ptr());
+    rank.message.unpack(1.0, {1});
+  }
+  const std::vector<std::pair<int64_t, at::ScalarType>> once{{6 + 1 + kFactBits, at::kFloat}};
+  EXPECT_EQ(asked, once);
+}
+
+TEST(BucketMessageEarlyCopy, UnchangedGradient_IsNotCopiedAgain_AndMovesWithViews) {
+  for (const bool views : {false, true}) {
+    for (const double scale : {1.0, 0.25}) {
+      at::manual_seed(testing::fresh_seed());
+      Rank rank(Kind::kFlat, parameters_of(at::kFloat),
+                Setting{at::kFloat, views, false}.options());
+      rank.set_random_gradients();
+      const auto before = rank.gradients();
+      for (const size_t i : {0, 1}) {
+        rank.message.copy_early(i, scale);
+        EXPECT_EQ(rank.grad(i).defined(), !views);
+      }
+      rank.message.pack(rank.all(), scale);
+      EXPECT_EQ(rank.message.copied_early(), 2);
+      EXPECT_EQ(rank.message.copied(), static_cast<int64_t>(before.size()));
+      rank.message.unpack(2.0, rank.all(0));
+      for (size_t i = 0; i < before.size(); ++i) {
+        EXPECT_TRUE(rank.grad(i).equal(before[i] * scale * 2)) << views << ", " << i;
+      }
+    }
+  }
+}
+
+TEST(BucketMessageEarlyCopy, GradientOrScaleChangedSince_IsCopiedAgain) {
+  struct Change {
+    const char* name;
+    void (*change)(at::Tensor& grad);
+    double scale;
+  };
+  const Change changes[] = {
+      {"written in place", [](at::Tensor& grad) { grad.add_(1.0); }, 0.5},
+      {"replaced", [](at::Tensor& grad) { grad = at::full({3}, 4.0); }, 0.5},
+      {"another scale", [](at::Tensor& grad) { static_cast<void>(grad); }, 0.25},
+  };
+  for (const Change& change : changes) {
+    Rank rank(Kind::kFlat, {at::zeros({3}).requires_grad_()});
+    rank.grad(0) = at::full({3}, 2.0);
+    rank.message.copy_early(0, 0.5);
+    change.change(rank.grad(0));
+    const at::Tensor expected = rank.grad(0) * change.scale;
+    rank.message.pack({1}, change.scale);
+    EXPECT_EQ(rank.message.copied_early(), 0) << change.name;
+    rank.message.unpack(1.0, {1});
+    EXPECT_TRUE(rank.grad(0).equal(expected)) << change.name;
+  }
+}
+
+// It arrives alone, since .grad was taken away, and must be scaled as the first one was.
+TEST(BucketMessageEarlyCopy, FurtherGradientOfThisBackward_IsAddedScaled) {
+  Rank rank(Kind::kFlat, {at::zeros({3}).requires_grad_()},
+            Setting{at::kFloat, true, false}.options());
+  for (const double value : {2.0, 6.0, 8.0}) {
+    rank.grad(0) = at::full({3}, value);
+    rank.message.copy_early(0, 0.5);
+    EXPECT_FALSE(rank.grad(0).defined());
+  }
+  rank.message.pack({1}, 0.5);
+  rank.message.unpack(1.0, {0});
+  EXPECT_TRUE(rank.grad(0).equal(at::full({3}, 8.0)));
+}
+
+TEST(BucketMessageEarlyCopy, WhatIsNotOnePass_IsLeftToPack) {
+  struct Case {
+    const char* name;
+    Kind kind;
+    Setting setting;
+    at::Tensor grad;
+  };
+  const Case cases[] = {
+      {"scaled half", Kind::kFlat, {at::kHalf, true, false}, at::full({4, 4}, 2.0, at::kHalf)},
+      {"half in float", Kind::kFlat, {at::kHalf, true, true}, at::full({4, 4}, 2.0, at::kHalf)},
+      {"other layout", Kind::kFlat, {at::kFloat, true, false}, at::full({4, 4}, 2.0).t()},
+      {"sparse", Kind::kFlat, {at::kFloat, true, false}, at::full({4, 4}, 2.0).to_sparse()},
+      {"in place", Kind::kInPlace, {at::kFloat, true, false}, at::full({4, 4}, 2.0)},
+      {"none", Kind::kFlat, {at::kFloat, true, false}, at::Tensor()},
+  };
+  for (const Case& one : cases) {
+    Rank rank(one.kind, {at::zeros({4, 4}, one.setting.dtype).requires_grad_()},
+              one.setting.options());
+    rank.grad(0) = one.grad;
+    rank.message.copy_early(0, 0.5);
+    EXPECT_TRUE(rank.grad(0).is_same(one.grad)) << one.name;
+    if (!one.grad.defined()) continue;
+    rank.message.pack({1}, 0.5);
+    EXPECT_EQ(rank.message.copied_early(), 0) << one.name;
+    rank.message.unpack(1.0, {0});
+    EXPECT_TRUE(rank.grad(0).eq(1.0).all().item<bool>()) << one.name;
+  }
+}
+
+// A collective that was given up may write to its memory at any time.
+TEST(BucketMessage, AbandonedInFlight_LateWritesReachNoGradient_AndTheNextStepIsRight) {
+  for (const bool views : {false, true}) {
+    for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
+      Rank rank(kind, {at::zeros({4}).requires_grad_()},
+                Setting{at::kFloat, views, false}.options());
+      rank.grad(0) = at::full({4}, 3.0);
+      rank.message.pack({1}, 1.0);
+      rank.message.unpack(1.0, {1});  // from now on a view, where gradients are
+      rank.message.pack({1}, 1.0);
+      const at::Tensor in_flight = rank.message.tensor();
+      rank.message.abandon();
+      in_flight.fill_(NAN);
+      EXPECT_FALSE(rank.message.tensor().defined());
+      if (views || kind == Kind::kInPlace) {
+        EXPECT_FALSE(rank.grad(0).defined());
+      } else {
+        EXPECT_TRUE(rank.grad(0).equal(at::full({4}, 3.0)));
+      }
+      rank.grad(0) = at::full({4}, 5.0);
+      rank.message.pack({1}, 1.0);
+      in_flight.fill_(NAN);
+      rank.message.unpack(1.0, {1});
+      EXPECT_TRUE(rank.grad(0).equal(at::full({4}, 5.0)));
+    }
+  }
+}
+
+TEST(BucketMessage, AbandonedBeforePack_GradientsAreTheRanksOwn) {
+  Rank rank(Kind::kFlat, {at::zeros({4}).requires_grad_(), at::zeros({4}).requires_grad_()},
+            Setting{at::kFloat, true, false}.options());
+  rank.set_random_gradients();
+  rank.message.pack(rank.all(), 1.0);
+  rank.message.unpack(1.0, rank.all());
+  const at::Tensor buffer = rank.message.gradients_buffer();
+  rank.grad(1).fill_(7.0);
+  rank.grad(0) = at::full({4}, 3.0);
+  rank.message.copy_early(0, 0.25);
+  ASSERT_FALSE(rank.grad(0).defined());
+  rank.message.abandon();
+  ASSERT_TRUE(rank.grad(0).defined());
+  EXPECT_TRUE(rank.grad(0).equal(at::full({4}, 3.0)));  // unscaled
+  EXPECT_TRUE(rank.grad(1).equal(at::full({4}, 7.0)));
+  rank.message.pack(rank.all(), 0.5);
+  EXPECT_FALSE(rank.message.gradients_buffer().storage().is_alias_of(buffer.storage()));
+  rank.message.unpack(1.0, rank.all());
+  EXPECT_TRUE(rank.grad(0).equal(at::full({4}, 1.5)));
+  EXPECT_TRUE(rank.grad(1).equal(at::full({4}, 3.5)));
+}
+
+TEST(BucketMessage, LargestValues_AreByMember_AndShowWhatIsNotFinite) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  for (const bool early : {false, true}) {
+    Rank rank(Kind::kFlat,
+              {at::zeros({2}).requires_grad_(), at::zeros({2}).requires_grad_(),
+               at::zeros({0}).requires_grad_(), at::zeros({2}).requires_grad_(),
+               at::zeros({2}).requires_grad_(), at::zeros({2}).requires_grad_()},
+              Setting{at::kFloat, true, false}.options());
+    const double values[] = {-3.0, NAN, 0.0, kInfinity, 9.0, 2.0};
+    for (size_t i = 0; i < rank.variables.size(); ++i) {
+      rank.grad(i) = at::ones_like(rank.variables[i]).detach();
+      if (rank.grad(i).numel() > 0) rank.grad(i)[1] = values[i];
+    }
+    rank.grad(5) = at::Tensor();
+    if (early) rank.message.copy_early(0, 1.0);
+    Used used = rank.all();
+    used[4] = used[5] = 0;
+    rank.message.pack(used, 1.0);
+    const at::Tensor largest = rank.message.largest_values();
+    const at::Tensor expected =
+        at::tensor({3.0, double{NAN}, 0.0, kInfinity, 0.0, 0.0}, at::kDouble);
+    EXPECT_TRUE(at::allclose(largest, expected, 0, 0, /*equal_nan=*/true)) << largest;
+  }
+  Rank sparse(Kind::kSparse, {at::zeros({4, 2}).requires_grad_()});
+  sparse.grad(0) = sparse_rows({1, 1}, -2.0);
+  sparse.message.pack({1}, 1.0);
+  EXPECT_EQ(sparse.message.largest_values().item<double>(), 4.0);
+}
+
+}  // namespace
+}  // namespace apex::parallel::detail

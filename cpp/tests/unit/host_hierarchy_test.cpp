@@ -1,0 +1,573 @@
+#include <functional>
+
+namespace apex::testing {
+/// Called at every step of the hierarchy that this process makes.
+static std::function<void(const char*)> at_step;
+}  // namespace apex::testing
+
+#define APEX_HIERARCHY_STEP(name)                                 \
+  do {                                                            \
+    if (::apex::testing::at_step) ::apex::testing::at_step(name); \
+  } while (false)
+#include "../../src/comm/host_hierarchy.cpp"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <random>
+#include <string>
+
+#include "comm/collectives.h"
+#include "comm/host_topology.h"
+#include "comm/process_state.h"
+#include "distributed/backends.h"
+
+/// Ranks as processes over Gloo, which say that they are on several hosts. Oracle: the same
+/// arithmetic in the order that Note [Sums over several hosts] promises, bit for bit, and float64.
+
+namespace apex::parallel {
+namespace {
+
+namespace fs = std::filesystem;
+using std::chrono::seconds;
+
+/// By rank: its host.
+using Places = std::vector<int>;
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+struct Outcome {
+  int status = -1;   ///< of waitpid(); -1: it had to be killed
+  std::string said;  ///< "done", or the error
+};
+
+struct Rank {
+  int rank = 0;
+  Places places;
+  GroupPtr group;
+  std::shared_ptr<HostHierarchy> hierarchy;
+};
+
+void require(bool condition, const std::string& what) {
+  if (!condition) throw std::runtime_error(what);
+}
+
+/// A folder for the store of one run.
+class Folder {
+ public:
+  Folder() {
+    std::string name = (fs::temp_directory_path() / "apex-hosts-XXXXXX").string();
+    require(::mkdtemp(name.data()) != nullptr, "no folder");
+    path = name;
+  }
+  ~Folder() {
+    std::error_code ignored;
+    fs::remove_all(path, ignored);
+  }
+  fs::path path;
+};
+
+Rank connect(int rank, const Places& places, const fs::path& folder, milliseconds timeout) {
+  pretend_host("host" + std::to_string(places[rank]));
+  const auto size = static_cast<int>(places.size());
+  distributed::BackendRequest request;
+  const auto store = c10::make_intrusive<c10d::FileStore>((folder / "store").string(), size);
+  request.store = store;
+  request.rank = rank;
+  request.size = size;
+  request.timeout = timeout;
+  auto base = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
+  base->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
+  base->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::GLOO,
+                   distributed::make_gloo_backend(request));
+  base->setGroupName("base");
+  Rank self{rank, places, make_separate_group(base, "own"), nullptr};
+  self.hierarchy = host_hierarchy_of(*self.group);
+  return self;
+}
+
+/// Runs the ranks. `body` is called in each process, and what it throws is what the rank says.
+std::vector<Outcome> run(const Places& places, const std::function<void(Rank&)>& body,
+                         const std::function<void(pid_t)>& on_stop = {},
+                         const std::function<void(int)>& before = {},
+                         milliseconds timeout = seconds(30)) {
+  const Folder folder;
+  const auto ranks = places.size();
+  std::vector<pid_t> children;
+  std::vector<int> pipes;
+  const auto begin = Clock::now();
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    int ends[2];
+    require(::pipe2(ends, O_CLOEXEC) == 0, "no pipe");
+    const pid_t child = ::fork();
+    if (child == 0) {
+      std::string said = "done";
+      int status = 0;
+      try {
+        if (before) before(static_cast<int>(rank));
+        Rank self = connect(static_cast<int>(rank), places, folder.path, timeout);
+        body(self);
+        self = Rank();
+        finish_dropped_groups();
+      } catch (const std::exception& error) {
+        said = error.what();
+        status = 1;
+      }
+      static_cast<void>(!::write(ends[1], said.c_str(), said.size()));
+      ::_exit(status);
+    }
+    ::close(ends[1]);
+    children.push_back(child);
+    pipes.push_back(ends[0]);
+  }
+  std::vector<Outcome> outcomes(ranks);
+  for (size_t left = ranks; left > 0 && Clock::now() < begin + seconds(150);) {
+    int status = 0;
+    const pid_t child = ::waitpid(-1, &status, WUNTRACED | WNOHANG);
+    if (child <= 0) {
+      ::poll(nullptr, 0, 1);
+      continue;
+    }
+    if (WIFSTOPPED(status)) {
+      if (on_stop) on_stop(child);
+      continue;
+    }
+    for (size_t rank = 0; rank < ranks; ++rank) {
+      if (children[rank] != child) continue;
+      outcomes[rank].status = status;
+    }
+    --left;
+  }
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    if (outcomes[rank].status == -1)
+      ::kill(children[rank], SIGKILL), ::waitpid(children[rank], nullptr, 0);
+    char text[4096];
+    ssize_t got = 0;
+    while ((got = ::read(pipes[rank], text, sizeof(text))) > 0)
+      outcomes[rank].said.append(text, static_cast<size_t>(got));
+    ::close(pipes[rank]);
+  }
+  return outcomes;
+}
+
+void expect_done(const std::vector<Outcome>& outcomes) {
+  for (size_t rank = 0; rank < outcomes.size(); ++rank)
+    EXPECT_EQ(outcomes[rank].said, "done") << "rank " << rank;
+}
+
+// --- messages ---
+
+struct Case {
+  Op op = Op::SUM;
+  at::ScalarType dtype = at::kFloat;
+  int64_t numel = 0;
+  uint64_t seed = 0;
+  bool in_shared = false;
+};
+
+at::Tensor values(const Case& one, int rank) {
+  auto generator =
+      at::make_generator<at::CPUGeneratorImpl>(one.seed * 1000 + static_cast<uint64_t>(rank));
+  const at::TensorOptions wide(at::kDouble);
+  if (at::isIntegralType(one.dtype, false))
+    return at::randint(0, 20, {one.numel}, generator, at::TensorOptions(at::kLong)).to(one.dtype);
+  if (at::isComplexType(one.dtype))
+    return at::view_as_complex(at::randn({one.numel, 2}, generator, wide)).to(one.dtype);
+  return at::randn({one.numel}, generator, wide).to(one.dtype);
+}
+
+at::Tensor combined(const std::vector<at::Tensor>& inputs, Op op) {
+  const at::ScalarType dtype = inputs[0].scalar_type();
+  const bool narrow = dtype == at::kHalf || dtype == at::kBFloat16;
+  const auto computed = [&](const at::Tensor& one) { return narrow ? one.to(at::kFloat) : one; };
+  at::Tensor sum = computed(inputs[0]).clone();
+  for (size_t i = 1; i < inputs.size(); ++i) {
+    const at::Tensor more = computed(inputs[i]);
+    if (op == Op::MAX) sum = at::maximum(sum, more);
+    if (op == Op::MIN) sum = at::minimum(sum, more);
+    if (op == Op::SUM || op == Op::AVG) sum.add_(more);
+  }
+  if (op == Op::AVG) {
+    const at::Tensor one = at::ones({}, at::toRealValueType(sum.scalar_type()));
+    sum = sum * one.div(static_cast<double>(inputs.size()));
+  }
+  return sum.to(dtype);
+}
+
+/// Hosts in order, ranks in order.
+at::Tensor reference(const Case& one, const Places& places) {
+  std::vector<std::string> names;
+  for (const int host : places) names.push_back(std::to_string(host));
+  std::vector<at::Tensor> of_hosts;
+  for (const auto& host : lay_out(names, 0).hosts) {
+    std::vector<at::Tensor> of_ranks;
+    for (const int rank : host) of_ranks.push_back(values(one, rank));
+    of_hosts.push_back(combined(of_ranks, one.op));
+  }
+  return combined(of_hosts, one.op);
+}
+
+/// Largest error against float64, relative to the largest value that may occur.
+double error_of(const at::Tensor& result, const Case& one, const Places& places) {
+  if (one.numel == 0) return 0;
+  Case exact = one;
+  std::vector<at::Tensor> inputs;
+  const bool complex = at::isComplexType(one.dtype);
+  const at::ScalarType wide = complex ? at::kComplexDouble : at::kDouble;
+  for (size_t rank = 0; rank < places.size(); ++rank)
+    inputs.push_back(values(exact, static_cast<int>(rank)).to(wide));
+  const at::Tensor sum = combined(inputs, one.op);
+  double largest = 1e-30;
+  for (const at::Tensor& input : inputs)
+    largest = std::max(largest, input.abs().max().item<double>());
+  return (result.to(wide) - sum).abs().max().item<double>() /
+         (largest * static_cast<double>(places.size()));
+}
+
+double tolerance(at::ScalarType dtype) {
+  if (dtype == at::kHalf) return 2e-3;
+  if (dtype == at::kBFloat16) return 1.6e-2;
+  return dtype == at::kFloat || dtype == at::kComplexFloat ? 1e-6 : 1e-13;
+}
+
+Case draw(std::mt19937_64& random, bool averages) {
+  constexpr at::ScalarType kTypes[] = {
+      at::kFloat, at::kDouble,       at::kHalf,  at::kBFloat16, at::kLong,         at::kInt,
+      at::kByte,  at::kComplexFloat, at::kFloat, at::kFloat,    at::kComplexDouble};
+  constexpr Op kOps[] = {Op::SUM, Op::SUM, Op::AVG, Op::MAX, Op::MIN};
+  constexpr int64_t kSizes[] = {0,    1,    2,     3,     7,     63,     64,    65,
+                                1000, 4097, 16384, 16385, 32769, 100003, 300007};
+  for (;;) {
+    Case one;
+    one.op = kOps[random() % 5];
+    one.dtype = kTypes[random() % 11];
+    one.numel = random() % 3 == 0 ? static_cast<int64_t>(random() % 50000) : kSizes[random() % 15];
+    one.seed = random() % 1000000;
+    one.in_shared = random() % 2 == 0;
+    const bool plain = one.op == Op::SUM || one.op == Op::AVG;
+    if (one.op == Op::AVG && (!averages || at::isIntegralType(one.dtype, false))) continue;
+    if (at::isComplexType(one.dtype) && !plain) continue;
+    return one;
+  }
+}
+
+at::Tensor message_of(Rank& self, const Case& one) {
+  const at::Tensor mine = values(one, self.rank);
+  if (!one.in_shared || at::isComplexType(one.dtype)) return mine;
+  at::Tensor shared = self.hierarchy->allocate(one.numel, mine.options());
+  shared.copy_(mine);
+  return shared;
+}
+
+void check(const at::Tensor& result, const Case& one, const Places& places) {
+  const std::string text = std::string(c10::toString(one.dtype)) + ", " +
+                           std::to_string(one.numel) + " elements, operation " +
+                           std::to_string(static_cast<int>(one.op));
+  const at::Tensor expected = reference(one, places);
+  require(one.numel == 0 ||
+              std::memcmp(result.const_data_ptr(), expected.const_data_ptr(), result.nbytes()) == 0,
+          "other bits: " + text);
+  require(error_of(result, one, places) < tolerance(one.dtype), "far from float64: " + text);
+}
+
+/// Messages of every kind, several in flight; the same on every rank but for where they lie.
+void random_program(Rank& self, uint64_t seed, int rounds) {
+  std::mt19937_64 random(seed);
+  std::mt19937_64 alone(seed * 100 + static_cast<uint64_t>(self.rank));
+  for (int round = 0; round < rounds; ++round) {
+    std::vector<Case> cases;
+    std::vector<at::Tensor> messages;
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    const auto in_flight = 1 + random() % 6;
+    for (size_t i = 0; i < in_flight; ++i) {
+      Case one = draw(random, self.hierarchy->averages());
+      one.in_shared = alone() % 2 == 0;
+      const std::string what = "message " + std::to_string(i);
+      cases.push_back(one);
+      messages.push_back(message_of(self, one));
+      require(self.hierarchy->can_all_reduce(messages.back(), one.op), "it cannot");
+      works.push_back(call_collective(what, *self.group, [&] {
+        return self.hierarchy->all_reduce(what, messages.back(), one.op);
+      }));
+      if (alone() % 4 == 0) ::poll(nullptr, 0, static_cast<int>(alone() % 5));
+    }
+    for (size_t i = 0; i < works.size(); ++i) {
+      wait_collective(works[i], "message " + std::to_string(i), *self.group);
+      require(works[i]->isCompleted(), "waited for, and not complete");
+      check(messages[i], cases[i], self.places);
+    }
+  }
+}
+
+class HostHierarchyTest : public ::testing::TestWithParam<Places> {
+ protected:
+  void SetUp() override {
+    at::set_num_threads(1);
+    at::ones({10}).sum();  // what starts once, before the forks
+  }
+};
+
+TEST_P(HostHierarchyTest, SumsAreThoseOfHostsInOrder_BitForBit) {
+  expect_done(run(GetParam(), [](Rank& self) {
+    require(self.hierarchy != nullptr, "no hierarchy");
+    random_program(self, 7, 60);
+  }));
+}
+
+// The hazard: bits that depend on how gradients are put into buckets.
+TEST_P(HostHierarchyTest, SumsDoNotDependOnTheSizeOfMessages) {
+  expect_done(run(GetParam(), [](Rank& self) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      Case whole;
+      whole.dtype = dtype;
+      whole.numel = 300007;
+      whole.seed = 5;
+      const at::Tensor once = values(whole, self.rank);
+      at::Tensor cut = once.clone();
+      self.hierarchy->all_reduce("whole", once, Op::SUM)->wait();
+      std::vector<c10::intrusive_ptr<c10d::Work>> works;
+      int64_t at = 0;
+      for (int64_t length = 1; at < whole.numel; at += length, length = length * 3 + 1) {
+        length = std::min(length, whole.numel - at);
+        works.push_back(self.hierarchy->all_reduce("part", cut.narrow(0, at, length), Op::SUM));
+      }
+      for (const auto& work : works) work->wait();
+      require(at::equal(once, cut), "other bits in other buckets");
+    }
+  }));
+}
+
+// Nobody has to call anything for the others to go on; as where a backward has failed, or ends
+// before its buckets have arrived.
+TEST_P(HostHierarchyTest, RankThatIsElsewhere_HoldsNobodyUp) {
+  expect_done(run(GetParam(), [](Rank& self) {
+    Case one;
+    one.numel = 100003;
+    one.in_shared = true;
+    const auto size = static_cast<int>(self.places.size());
+    for (int away = 0; away < size; ++away) {
+      one.seed = static_cast<uint64_t>(away);
+      std::vector<at::Tensor> messages{message_of(self, one), message_of(self, one)};
+      std::vector<c10::intrusive_ptr<c10d::Work>> works;
+      for (const at::Tensor& message : messages)
+        works.push_back(self.hierarchy->all_reduce("a message", message, Op::SUM));
+      std::vector<at::Tensor> nothing{at::zeros({1})};
+      if (self.rank == away) {
+        works.clear();  // it does not even keep them
+      } else {
+        for (const auto& work : works) work->wait();
+        for (const at::Tensor& message : messages) check(message, one, self.places);
+      }
+      // Over the network, where the rank that is away does nothing for the hierarchy.
+      self.group->allreduce(nothing)->wait();
+    }
+  }));
+}
+
+// More messages than the rings of the channels hold, of which one rank issues its own and goes
+// elsewhere: nobody waits in issuing a message for what that rank would do only in a wait.
+TEST_P(HostHierarchyTest, ManyMessagesOfARankThatIsElsewhere) {
+  expect_done(run(GetParam(), [](Rank& self) {
+    const auto size = static_cast<int64_t>(self.places.size());
+    for (const int64_t away : {int64_t{0}, size - 1}) {
+      std::vector<at::Tensor> messages;
+      std::vector<c10::intrusive_ptr<c10d::Work>> works;
+      for (int i = 0; i < 400; ++i) {
+        messages.push_back(at::full({100}, self.rank + i, at::kLong));
+        works.push_back(self.hierarchy->all_reduce("one of many", messages.back(), Op::SUM));
+      }
+      std::vector<at::Tensor> nothing{at::zeros({1})};
+      if (self.rank == away) self.group->allreduce(nothing)->wait();
+      for (int i = 399; i >= 0; --i) {
+        works[i]->wait();
+        require(messages[i].eq(size * (size - 1) / 2 + size * i).all().item<bool>(), "a wrong sum");
+      }
+      if (self.rank != away) self.group->allreduce(nothing)->wait();
+    }
+  }));
+}
+
+/// Sends itself `signal` at its step number `step`.
+void hit_at(int step, int signal) {
+  static std::atomic<int> steps;
+  steps = 0;
+  testing::at_step = [step, signal](const char*) {
+    if (steps++ == step) ::kill(::getpid(), signal);
+  };
+}
+
+/// A message of each size, two in flight.
+void train(Rank& self) {
+  Case small, large;
+  small.numel = 100;
+  large.numel = 300007;
+  for (int i = 0; i < 2; ++i) {
+    small.seed = large.seed = static_cast<uint64_t>(i);
+    large.in_shared = i == 1;
+    at::Tensor one = message_of(self, small);
+    at::Tensor two = message_of(self, large);
+    const auto issue = [&](const char* what, const at::Tensor& message) {
+      return call_collective(what, *self.group,
+                             [&] { return self.hierarchy->all_reduce(what, message, Op::SUM); });
+    };
+    const auto first = issue("small", one);
+    const auto second = issue("large", two);
+    wait_collective(first, "small", *self.group);
+    wait_collective(second, "large", *self.group);
+    check(one, small, self.places);
+    check(two, large, self.places);
+  }
+}
+
+/// Of the steps at which a rank is hit, every fourth, another one of four for each layout; all with
+/// APEX_TEST_EVERY_STEP=1 in the environment, which takes minutes.
+bool is_tried(int step, const Places& places) {
+  const char* const every = std::getenv("APEX_TEST_EVERY_STEP");
+  if (every != nullptr && std::string(every) == "1") return true;
+  int layout = 0;
+  for (const int host : places) layout = 3 * layout + host;
+  return (step + layout) % 4 == 0;
+}
+
+/// How many steps a rank makes.
+int count_steps(const Places& places, int victim) {
+  int ends[2];
+  require(::pipe(ends) == 0, "no pipe");
+  expect_done(run(places, [&](Rank& self) {
+    if (self.rank == victim) {
+      testing::at_step = [fd = ends[1]](const char*) { static_cast<void>(!::write(fd, "s", 1)); };
+    }
+    train(self);
+  }));
+  ::close(ends[1]);
+  int count = 0;
+  char step = 0;
+  while (::read(ends[0], &step, 1) == 1) ++count;
+  ::close(ends[0]);
+  return count;
+}
+
+// The hazard: survivors on the rank's own host see its process end, those on others see a
+// connection close or nothing at all, and each waits for another that has given up.
+TEST_P(HostHierarchyTest, RankKilledAtAnyStep_IsNamedByEverySurvivor) {
+  const Places& places = GetParam();
+  for (const int victim : {0, static_cast<int>(places.size()) - 1}) {
+    const int steps = count_steps(places, victim);
+    ASSERT_GE(steps, 8);
+    for (int step = 0; step < steps; ++step) {
+      if (!is_tried(step, places)) continue;
+      SCOPED_TRACE("rank " + std::to_string(victim) + ", step " + std::to_string(step) + " of " +
+                   std::to_string(steps));
+      const auto outcomes = run(places, [&](Rank& self) {
+        if (self.rank == victim) hit_at(step, SIGKILL);
+        train(self);
+      });
+      ASSERT_TRUE(WIFSIGNALED(outcomes[victim].status));
+      for (size_t rank = 0; rank < places.size(); ++rank) {
+        if (static_cast<int>(rank) == victim) continue;
+        const Outcome& outcome = outcomes[rank];
+        ASSERT_NE(outcome.status, -1) << "rank " << rank << " hangs";
+        // "done": the victim had done all that this rank needed.
+        const std::string named = "rank " + std::to_string(victim);
+        EXPECT_TRUE(outcome.said == "done" || outcome.said.find(named) != std::string::npos)
+            << "rank " << rank << ": " << outcome.said;
+        // It was seen that the process has ended, and not waited for until the timeout.
+        EXPECT_EQ(outcome.said.find("imed out"), std::string::npos) << outcome.said;
+      }
+    }
+  }
+}
+
+TEST_P(HostHierarchyTest, RankStoppedAtAnyStep_OnlyDelays) {
+  const Places& places = GetParam();
+  const int victim = static_cast<int>(places.size()) - 1;
+  const int steps = count_steps(places, victim);
+  for (int step = 0; step < steps; ++step) {
+    if (!is_tried(step, places)) continue;
+    SCOPED_TRACE("step " + std::to_string(step) + " of " + std::to_string(steps));
+    expect_done(run(
+        places,
+        [&](Rank& self) {
+          if (self.rank == victim) hit_at(step, SIGSTOP);
+          train(self);
+        },
+        [](pid_t child) {
+          ::poll(nullptr, 0, 50);
+          ::kill(child, SIGCONT);
+        }));
+  }
+}
+
+TEST_P(HostHierarchyTest, RankThatWantsNone_TakesAllAlong) {
+  const Places& places = GetParam();
+  for (const int who : {0, static_cast<int>(places.size()) - 1}) {
+    expect_done(run(
+        places, [](Rank& self) { require(self.hierarchy == nullptr, "there is a hierarchy"); }, {},
+        [&](int rank) {
+          if (rank == who) ::setenv("APEX_HOST_CHANNEL", "0", 1);
+        }));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Hosts, HostHierarchyTest,
+                         ::testing::Values(Places{0, 0, 1, 1}, Places{0, 0, 0, 1},
+                                           Places{0, 1, 2, 2}),
+                         [](const auto& info) {
+                           std::string name;
+                           for (const int host : info.param) name += std::to_string(host);
+                           return name;
+                         });
+
+TEST(HostHierarchy, RanksOfAHostNeedNotFollowEachOther) {
+  expect_done(run({0, 1, 0, 2, 1, 0}, [](Rank& self) { random_program(self, 11, 15); }));
+}
+
+TEST(HostHierarchy, ThreeHostsOfTwo_Average) {
+  expect_done(run({0, 0, 1, 1, 2, 2}, [](Rank& self) {
+    require(self.hierarchy->averages(), "no averages");
+    random_program(self, 12, 15);
+  }));
+}
+
+TEST(HostHierarchy, OneRankOnEachHost_KeepsTheProcessGroup) {
+  expect_done(run({0, 1, 2}, [](Rank& self) {
+    require(self.hierarchy == nullptr, "there is a hierarchy");
+    require(host_channel_of(*self.group) == nullptr, "there is a channel");
+  }));
+}
+
+TEST(HostHierarchy, OneHost_TakesTheChannel) {
+  expect_done(run({0, 0, 0}, [](Rank& self) {
+    require(self.hierarchy == nullptr, "there is a hierarchy");
+    require(host_channel_of(*self.group) != nullptr, "there is no channel");
+  }));
+}
+
+TEST(HostHierarchy, ForkedChildIsNoRank) {
+  expect_done(run({0, 0, 1}, [](Rank& self) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      try {
+        self.hierarchy->all_reduce("in the child", at::ones({3}), Op::SUM);
+      } catch (const std::exception& error) {
+        ::_exit(std::string(error.what()).find("was forked") == std::string::npos ? 2 : 0);
+      }
+      ::_exit(3);
+    }
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    require(status == 0, "the child was not refused");
+    train(self);
+  }));
+}
+
+}  // namespace
+}  // namespace apex::parallel

@@ -1,0 +1,229 @@
+// Oracle: the source in float64 times the scale; the very bits where nothing is converted.
+
+#include "reducer/multi_tensor.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <support/test_seed.h>
+
+namespace apex::parallel {
+namespace {
+
+constexpr at::ScalarType kRealDtypes[] = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16};
+
+double epsilon_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return std::numeric_limits<double>::epsilon();
+    case at::kFloat:
+      return std::numeric_limits<float>::epsilon();
+    case at::kHalf:
+      return std::ldexp(1.0, -10);
+    default:
+      return std::ldexp(1.0, -7);
+  }
+}
+
+at::Tensor random_values(at::IntArrayRef sizes, at::ScalarType dtype) {
+  return at::randn(sizes, at::isComplexType(dtype) ? at::kComplexDouble : at::kDouble).to(dtype);
+}
+
+/// Every element differs from the float64 product by a few roundings of its own dtype at most.
+void expect_product(const at::Tensor& target, const at::Tensor& source, double scale) {
+  const at::Tensor expected = source.to(at::kDouble) * scale;
+  const double tolerance = 4 * std::max(epsilon_of(target.scalar_type()), 1e-15);
+  EXPECT_TRUE(at::allclose(target.to(at::kDouble), expected, tolerance, 1e-7))
+      << source.scalar_type() << " to " << target.scalar_type() << ", scale " << scale;
+}
+
+struct Arrangement {
+  const char* name;
+  at::Tensor (*of)(const at::Tensor& values);  ///< the same values [2, 3, 4, 5], lying otherwise
+};
+
+const Arrangement kArrangements[] = {
+    {"contiguous", [](const at::Tensor& t) { return t.contiguous(); }},
+    {"channels last",
+     [](const at::Tensor& t) { return t.contiguous(at::MemoryFormat::ChannelsLast); }},
+    {"transposed",
+     [](const at::Tensor& t) { return t.transpose(0, 3).contiguous().transpose(0, 3); }},
+    {"with gaps",
+     [](const at::Tensor& t) {
+       at::Tensor wide = at::full({2, 3, 4, 10}, 7, t.options());
+       at::Tensor part = wide.slice(3, 0, 10, 2);
+       return part.copy_(t);
+     }},
+};
+
+TEST(MultiTensorCopy, EveryDtypeAndLayout_OneCall_IsTheSourceTimesTheScale) {
+  at::manual_seed(testing::fresh_seed());
+  for (const double scale : {1.0, 0.25, 1.0 / 3, -2.0}) {
+    std::vector<at::Tensor> targets, sources;
+    for (const at::ScalarType from : kRealDtypes) {
+      for (const at::ScalarType to : kRealDtypes) {
+        for (const Arrangement& there : kArrangements) {
+          for (const Arrangement& here : kArrangements) {
+            sources.push_back(there.of(random_values({2, 3, 4, 5}, from)));
+            targets.push_back(here.of(at::full({2, 3, 4, 5}, NAN, to)));
+          }
+        }
+      }
+    }
+    multi_tensor_copy(targets, sources, scale);
+    for (size_t i = 0; i < targets.size(); ++i) {
+      if (scale == 1.0) {
+        EXPECT_TRUE(targets[i].equal(sources[i].to(targets[i].scalar_type()))) << i;
+      } else {
+        expect_product(targets[i], sources[i], scale);
+      }
+    }
+  }
+}
+
+// What one pass serves is left out of the list for the others: nothing may move to a neighbour.
+TEST(MultiTensorCopy, EveryPathInOneList_EachTargetHasItsOwnSource) {
+  std::vector<at::Tensor> targets, sources;
+  for (int i = 0; i < 20; ++i) {
+    sources.push_back(at::full({3, 2}, i + 1.0, at::kFloat));
+    targets.push_back(at::zeros({3, 2}, at::kFloat));
+    if (i % 5 == 1) targets.back() = at::zeros({3, 2}, at::kDouble);     // another dtype
+    if (i % 5 == 2) targets.back() = at::zeros({2, 3}, at::kFloat).t();  // another layout
+    if (i % 5 == 3) sources.back() = at::_neg_view(sources.back());
+    if (i % 5 == 4) sources.back() = targets.back() = at::zeros({0, 2}, at::kFloat);
+  }
+  multi_tensor_copy(targets, sources, 0.5);
+  for (int i = 0; i < 20; ++i) {
+    const double expected = (i % 5 == 3 ? -0.5 : 0.5) * (i + 1.0);
+    EXPECT_TRUE(targets[i].eq(expected).all().item<bool>()) << i << ": " << targets[i];
+  }
+}
+
+TEST(MultiTensorCopy, NothingToCopy_DoesNothing) {
+  multi_tensor_copy({}, {});
+  multi_tensor_copy({at::zeros({0})}, {at::zeros({0}, at::kDouble)}, 2.0);
+}
+
+// Their memory holds another number than they stand for.
+TEST(MultiTensorCopy, ConjugatedAndNegated_CopyTheirValueAndNotTheirMemory) {
+  at::manual_seed(testing::fresh_seed());
+  for (const double scale : {1.0, 0.5}) {
+    const at::Tensor z = random_values({4, 3}, at::kComplexDouble);
+    const at::Tensor x = random_values({4, 3}, at::kDouble);
+    const at::Tensor base = at::zeros({4, 3}, at::kComplexDouble);
+    const at::Tensor opposite = at::zeros({4, 3}, at::kDouble);
+    std::vector<at::Tensor> targets{at::zeros({4, 3}, at::kComplexDouble),
+                                    at::zeros({4, 3}, at::kDouble), at::conj(base),
+                                    at::_neg_view(opposite), at::zeros({4, 3}, at::kComplexFloat)};
+    const std::vector<at::Tensor> sources{at::conj(z), at::_neg_view(x), z, x, at::conj(z)};
+    multi_tensor_copy(targets, sources, scale);
+    EXPECT_TRUE(targets[0].equal(z.conj().resolve_conj() * scale));
+    EXPECT_TRUE(targets[1].equal(x * -scale));
+    EXPECT_TRUE(base.equal(z.conj().resolve_conj() * scale));
+    EXPECT_TRUE(opposite.equal(x * -scale));
+    EXPECT_TRUE(at::allclose(targets[4].to(at::kComplexDouble), z.conj() * scale, 1e-6, 1e-6));
+  }
+}
+
+// Slots of a bucket are neighbours in one buffer.
+TEST(MultiTensorCopy, TargetsAreNeighboursInOneBuffer_NothingElseIsWritten) {
+  for (const at::ScalarType from : {at::kFloat, at::kDouble}) {
+    const at::Tensor buffer = at::full({10}, 9.0, at::kFloat);
+    multi_tensor_copy(
+        {buffer.narrow(0, 1, 3), buffer.narrow(0, 4, 2), buffer.narrow(0, 8, 1)},
+        {at::full({3}, 1.0, from), at::full({2}, 2.0, from), at::full({1}, 3.0, from)}, 2.0);
+    EXPECT_TRUE(buffer.equal(at::tensor({9., 2., 2., 2., 4., 4., 9., 9., 6., 9.}, at::kFloat)));
+  }
+}
+
+TEST(MultiTensorCopy, OneSourceTwice_OntoItself_OrExpanded_IsTheProduct) {
+  const at::Tensor x = at::arange(6, at::kFloat).view({2, 3});
+  const at::Tensor own = x.clone(), row = at::arange(3, at::kFloat);
+  const std::vector<at::Tensor> targets{at::empty({2, 3}), at::empty({3, 2}).t(), own,
+                                        at::empty({2, 3})};
+  multi_tensor_copy(targets, {x, x, own, row.expand({2, 3})}, 3.0);
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(targets[i].equal(x * 3)) << i;
+  EXPECT_TRUE(targets[3].equal(row.expand({2, 3}) * 3));
+  EXPECT_TRUE(x.equal(at::arange(6, at::kFloat).view({2, 3})));
+}
+
+// A signalling NaN becomes a quiet one wherever it is computed with.
+TEST(MultiTensorCopy, NoScale_NaNsKeepTheirBits) {
+  const at::Tensor bits =
+      at::tensor({int64_t{0x7fa00001}, int64_t{0xffc12345}, int64_t{0x80000000}}, at::kLong)
+          .to(at::kInt);
+  const at::Tensor target = at::zeros({3});
+  multi_tensor_copy({target}, {bits.view(at::kFloat)});
+  EXPECT_TRUE(target.view(at::kInt).equal(bits));
+}
+
+TEST(CopyInOnePass, SameDtypeAndLayout_IsTakenAndRight_ElseTargetIsUntouched) {
+  struct Case {
+    const char* name;
+    at::Tensor target, source;
+    double scale;
+    bool taken;
+  };
+  const auto ones = [](at::ScalarType dtype) { return at::ones({2, 3, 2, 2}, dtype); };
+  const auto last = [&](at::ScalarType dtype) {
+    return ones(dtype).contiguous(at::MemoryFormat::ChannelsLast);
+  };
+  const Case cases[] = {
+      {"float", ones(at::kFloat), ones(at::kFloat), 0.5, true},
+      {"double", ones(at::kDouble), ones(at::kDouble), 0.5, true},
+      {"channels last", last(at::kFloat), last(at::kFloat), 0.5, true},
+      {"half, no scale", ones(at::kHalf), ones(at::kHalf), 1.0, true},
+      {"complex, no scale", ones(at::kComplexFloat), ones(at::kComplexFloat), 1.0, true},
+      {"half", ones(at::kHalf), ones(at::kHalf), 0.5, false},
+      {"complex", ones(at::kComplexFloat), ones(at::kComplexFloat), 0.5, false},
+      {"dtypes differ", ones(at::kFloat), ones(at::kDouble), 1.0, false},
+      {"layouts differ", ones(at::kFloat), last(at::kFloat), 1.0, false},
+      {"gaps", at::ones({2, 6})[0].slice(0, 0, 6, 2), at::ones({2, 6})[0].slice(0, 0, 6, 2), 1.0,
+       false},
+      {"negated", ones(at::kFloat), at::_neg_view(ones(at::kFloat)), 1.0, false},
+      {"into a conjugated one", at::conj(ones(at::kComplexFloat)), ones(at::kComplexFloat), 1.0,
+       false},
+  };
+  for (const Case& one : cases) {
+    one.target.fill_(5);
+    EXPECT_EQ(copy_in_one_pass(one.target, one.source, one.scale), one.taken) << one.name;
+    const double expected = one.taken ? one.scale : 5.0;
+    EXPECT_TRUE(one.target.eq(expected).all().item<bool>()) << one.name;
+  }
+}
+
+TEST(FlatAlias, OfADenseTensor_IsItsMemoryInOrder) {
+  const at::Tensor buffer = at::arange(24, at::kFloat);
+  const at::Tensor part = buffer.narrow(0, 4, 16);
+  const at::Tensor tensors[] = {part, part.view({4, 4}).t(),
+                                part.as_strided({1, 4, 2, 2}, {16, 1, 8, 4}, 4)};
+  for (const at::Tensor& tensor : tensors) {
+    EXPECT_TRUE(flat_alias(tensor).equal(part)) << tensor.strides();
+    EXPECT_EQ(flat_alias(tensor).const_data_ptr(), part.const_data_ptr());
+  }
+  const at::Tensor z = at::view_as_complex(buffer.view({3, 4, 2})).t();
+  const at::Tensor flat = flat_alias(z);
+  EXPECT_EQ(flat.scalar_type(), at::kFloat);
+  EXPECT_TRUE(flat.equal(buffer));
+  flat.fill_(1.0);
+  EXPECT_TRUE(z.eq(c10::complex<double>(1, 1)).all().item<bool>());
+  EXPECT_EQ(flat_alias(at::zeros({0, 3})).numel(), 0);
+}
+
+TEST(SameDenseLayout, ShapeStrideAndGaps_AllCount) {
+  const at::Tensor plain = at::zeros({4, 4});
+  EXPECT_TRUE(same_dense_layout(plain, at::zeros({4, 4}, at::kDouble)));
+  EXPECT_TRUE(same_dense_layout(plain.t(), at::zeros({4, 4}).t()));
+  EXPECT_FALSE(same_dense_layout(plain, plain.t()));
+  EXPECT_FALSE(same_dense_layout(plain, at::zeros({16})));
+  const at::Tensor gaps = at::zeros({4, 8}).slice(1, 0, 4);
+  EXPECT_FALSE(same_dense_layout(gaps, gaps));
+}
+
+}  // namespace
+}  // namespace apex::parallel

@@ -1,0 +1,1 @@
+"""What ``apex.amp``, ``apex.fp16_utils`` and ``apex.parallel`` share; it imports none of them."""

@@ -1,0 +1,223 @@
+"""The engine of a DistributedDataParallel: made of its options, and again when its module has
+changed."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from apex import _core
+from apex._internal.group_names import name_of
+from apex._internal.joining import Announcer
+from apex.parallel import _buffers, _options
+from apex.parallel._groups import end_groups_at_exit, require_group
+from apex.parallel._hooks import Hooks
+from apex.parallel._steps import watch_optimizers
+from apex.parallel._watched_module import (
+    WatchedModule,
+    included_parameters,
+    tensors_of_functional_call,
+)
+
+
+class EngineOptions(NamedTuple):
+    """What every reducer of a wrapper is made of."""
+
+    reducer: dict[str, Any]  # attributes of _core.ReducerOptions
+    settings: list[str]  # what else has to be the same on all ranks
+    trigger_names: list[str]
+    ignored: set[str]  # names of parameters and buffers that are left alone
+    communicators: int  # that buckets use in turn
+    overlaps: bool  # False: all gradients come or go at the end of backward
+
+
+class Engine:
+    """The reducer of a wrapper, the groups it talks over, and the module that it was made for.
+
+    Belongs to the process: a copy keeps the options, and makes all else in its first forward in
+    ``train()``. Refers to its wrapper weakly, so that dropping the wrapper ends both.
+    """
+
+    reducer: _core.Reducer | None = None
+    process_group: dist.ProcessGroup | None = None
+    groups: Sequence[dist.ProcessGroup] = ()
+    parameters: Sequence[nn.Parameter] = ()  # as the reducer numbers them
+    join: Announcer | None = None  # the one in force
+    world_size = 0
+    splits_graphs = False  # see Note [Compiled graphs are split by bucket] in _compile.py
+    made = 0  # tells one reducer from the next; a reference would keep its hooks alive
+    _buffers_agreed: _buffers.Buffers | None = None  # when the reducer was made
+    _watched: WatchedModule | None = None  # None: the next forward makes the reducer again
+    _copied: WatchedModule | None = None  # what was unpickled or copied, until it has a reducer
+
+    def __init__(
+        self, wrapper: nn.Module, options: EngineOptions, hooks: Hooks, broadcast_buffers: bool
+    ) -> None:
+        self._wrapper = weakref.ref(wrapper)
+        self._options = options
+        self.hooks = hooks
+        self.broadcast_buffers = broadcast_buffers
+
+    # --- construction, also after unpickling and when the module has changed ---
+
+    def connect(
+        self, process_group: dist.ProcessGroup | None, given: Any, init_sync: bool
+    ) -> _core.Reducer:
+        """Makes the groups (`given`: those of the script) and the first reducer. Collective."""
+        options, who = self._options, type(self._wrapper()).__name__
+        self.process_group = group = require_group(process_group, who)
+        end_groups_at_exit(self)
+        watch_optimizers()
+        self.world_size = dist.get_world_size(group)
+        self.splits_graphs = self.world_size > 1 and options.overlaps
+        if not _options.over_gloo(group):
+            # Making groups is collective: ranks that want different numbers are told before.
+            _options.check_initialized(self.module)
+            named = dict(self.named_parameters())
+            _core.verify_same_model(
+                list(named), list(named.values()), self._settings(), name_of(group)
+            )
+        self.groups = _options.communicators(options.communicators, given, group)
+        reducer = self.make_reducer(init_sync)
+        if init_sync and self.broadcast_buffers:
+            self.sync_buffers()
+        return reducer
+
+    def make_reducer(self, init_sync: bool) -> _core.Reducer:
+        """For the module as it is now. Collective."""
+        # If the models are refused, the next forward compares them again on every rank: one that
+        # has taken its change back must not go on with the old reducer while others make one.
+        self._watched = None
+        watched = self._watch()
+        names = [name for name, _ in self.named_parameters()]
+        _options.check_initialized(self.module)
+        if self.reducer is not None:
+            self.reducer.wait()  # what it still has on its way would be lost with it
+        triggers = self._options.trigger_names
+        options = _core.ReducerOptions()
+        for name, value in self._options.reducer.items():
+            setattr(options, name, value)
+        # Those that are there: a frozen one gets no gradient, so it closes no bucket.
+        options.trigger_parameters = [i for i, name in enumerate(names) if name in triggers]
+        options.init_sync = init_sync
+        options.settings = self._settings()
+        groups = [name_of(group) for group in self.groups]
+        reducer = _core.Reducer(names, watched.parameters, groups, options)
+        reducer.synchronizing = self.reducer is None or self.reducer.synchronizing
+        self.reducer, self.parameters = reducer, watched.parameters
+        self._buffers_agreed = _buffers.Buffers(self.module, self._options.ignored)
+        self.made += 1
+        self.hooks.install(reducer, self.parameters)
+        self._watched = watched
+        return reducer
+
+    def connected(self) -> _core.Reducer:
+        """The reducer; makes that of a copy."""
+        if self.reducer is not None:
+            return self.reducer
+        # Ranks have the same, but for what was replaced since the copy was made, of which rank 0's
+        # counts as in any module.
+        replaced = self._copied is not None and self._copied.has_other_parameters()
+        reducer = self.connect(None, None, init_sync=replaced)
+        self._copied = None
+        return reducer
+
+    def set_static_graph(self) -> None:
+        """As the option ``static_graph``. Collective."""
+        options = {**self._options.reducer, "static_graph": True}
+        self._options = self._options._replace(reducer=options)
+        self.make_reducer(init_sync=False)
+
+    def _settings(self) -> list[str]:
+        settings = self._options.settings
+        if not self.broadcast_buffers:
+            return settings
+        described = _buffers.described(self.module, self._options.ignored)
+        return ["broadcast_buffers=True", *settings, *described]
+
+    # --- the module ---
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped one."""
+        wrapper: Any = self._wrapper()
+        module: nn.Module = wrapper.module
+        return module
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that are synchronized."""
+        return included_parameters(self.module, self._options.ignored)
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers that are synchronized."""
+        yield from self.named_parameters()
+        for name, buffer in self.module.named_buffers():
+            if name not in self._options.ignored:
+                yield name, buffer
+
+    def module_changed(self) -> bool:
+        """Whether the module needs another reducer; every rank has to see the same change."""
+        return self._watched is None or self._watched.has_other_parameters()
+
+    def _watch(self) -> WatchedModule:
+        return WatchedModule(self._wrapper, self._options.ignored)
+
+    def sync_buffers(self, root: int = 0) -> None:
+        """Takes over the buffers of rank `root`. Collective."""
+        assert self._buffers_agreed is not None and self.process_group is not None
+        try:
+            self._buffers_agreed.take(self.process_group, root, tensors_of_functional_call())
+        except _buffers.BuffersDiffer:
+            if self.reducer is not None:
+                self.reducer.release()  # see Note [Buffers that change]
+            raise
+
+    # --- the plan ---
+
+    def plan(self) -> list[list[str]] | None:
+        """The names of the parameters in each bucket; None before it is recorded."""
+        plan = self.connected().plan()
+        names = [name for name, _ in self.named_parameters()]
+        return None if plan is None else [[names[i] for i in bucket] for bucket in plan]
+
+    def load_plan(self, plan: Sequence[Sequence[str]]) -> None:
+        """Uses what :meth:`plan` returned. Collective."""
+        index = {name: i for i, (name, _) in enumerate(self.named_parameters())}
+        unknown = [name for bucket in plan for name in bucket if name not in index]
+        if unknown:
+            raise ValueError(
+                f"the bucket plan names '{unknown[0]}', which the module does not have."
+            )
+        self.connected().set_plan([[index[name] for name in bucket] for bucket in plan])
+
+    # --- copies ---
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("_options", "broadcast_buffers", "world_size", "splits_graphs", "made")
+        state = {name: value for name, value in self.__dict__.items() if name in kept}
+        return {**state, "hooks": copy.copy(self.hooks)}
+
+    def belong_to(self, wrapper: nn.Module) -> None:
+        """After unpickling or copying: `wrapper` is the copy."""
+        self._wrapper = weakref.ref(wrapper)
+        self._copied = self._watch()
+
+
+def refuse_backward(outputs: Sequence[Tensor]) -> None:
+    """A copy that was run in ``eval()`` is not connected: nobody would average gradients."""
+
+    def refuse(grad: Tensor) -> None:
+        raise RuntimeError(
+            "backward through a copy of DistributedDataParallel that is not connected to the "
+            "other ranks: its first forward ran in eval(). Run one in train(), or call "
+            "relearn(), on every rank before that forward."
+        )
+
+    for output in outputs:
+        if output.requires_grad and output.grad_fn is not None:
+            output.register_hook(refuse)

@@ -1,0 +1,63 @@
+"""Shared by the tests of uneven inputs: models, batches, and the same steps in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from ddp_models import Mlp
+from ddp_support import gradients
+from torch import nn
+
+ROWS = 4
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.sin(
+        torch.arange(ROWS * 6, dtype=torch.float32).view(ROWS, 6) + 10 * step + 3 * rank
+    )
+
+
+def make(seed: int = 0) -> Mlp:
+    torch.manual_seed(seed)
+    return Mlp()
+
+
+def reference_step(
+    reference: nn.Module, active: list[int], divide_by: int, steps: list[int], rate: float
+) -> dict[str, Any]:
+    """One synchronized step in float64 on the batches of the active ranks; gradients by name."""
+    reference.zero_grad()
+    for rank in active:
+        for step in steps:
+            (reference(batch(rank, step).double()).square().sum() / divide_by).backward()
+    result = gradients(reference)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter -= rate * parameter.grad
+    return result
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.a, self.norm_a = nn.Linear(6, 8), norm(8)
+        self.b, self.norm_b = nn.Linear(8, 5), norm(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.norm_a(self.a(x.to(self.a.weight.dtype))))
+        return self.norm_b(self.b(x)) * torch.linspace(-1, 1, 5)
+
+
+class Counter(nn.Module):
+    """Its buffer says what the rank has seen; the loss depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += x.sum()
+        return x * self.scale + self.seen

@@ -1,0 +1,224 @@
+"""Modules of the package import downwards, without a circle.
+
+The graph is read from the sources. Imports within functions count like those at the top of a
+module, and so does the name of a module in a string, as in ``sys.modules.get("apex.amp")``. What is
+imported ``if TYPE_CHECKING`` does not run: two modules may name each other's types, but no package
+names types of one above it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("apex", "amp_C", "apex_C")
+#: Made by the build; they import nothing of the package.
+BUILT = ("apex._core", "apex._build_info")
+#: From the bottom: a package imports those of the lines above its own, and itself.
+LAYERS = (
+    BUILT,
+    ("apex._internal", "apex._check"),
+    ("apex.multi_tensor_apply", "apex.normalization", "apex.optimizers"),
+    ("apex.contrib", "apex.amp"),
+    ("apex.fp16_utils", "apex.parallel"),
+    ("apex", "apex.cmake_dir"),
+    ("amp_C", "apex_C"),
+)
+
+
+class Import(NamedTuple):
+    source: str
+    target: str
+    line: int
+    runs: bool  # False: for type checkers only
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line} imports {self.target}"
+
+
+def read(root: Path) -> list[Import]:
+    """Every import of a module of PACKAGES, below `root`, by another one."""
+    files: dict[str, Path] = {}
+    for file in sorted(file for package in PACKAGES for file in root.glob(f"{package}/**/*.py")):
+        parts = file.relative_to(root).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    modules = {*files, *BUILT}
+    return [
+        found
+        for name, file in files.items()
+        for found in _imports(name, file, modules)
+        if found.target != name
+    ]
+
+
+def _imports(name: str, file: Path, modules: set[str]) -> Iterator[Import]:
+    tree = ast.parse(file.read_text())
+    package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+    for node, runs in _walk(tree, True):
+        targets: list[str] = []
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+            members = [f"{origin}.{alias.name}" for alias in node.names]
+            targets = [member if member in modules else origin for member in members]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
+            targets = [node.value]
+        for target in targets:
+            if target in modules:
+                # The packages that hold it run first, but for those that hold the importer, too.
+                for holder in _holders(target):
+                    if holder == target or not f"{name}.".startswith(f"{holder}."):
+                        yield Import(name, holder, node.lineno, runs)
+
+
+def _holders(module: str) -> Iterator[str]:
+    parts = module.split(".")
+    yield from (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+def _walk(node: ast.AST, runs: bool) -> Iterator[tuple[ast.AST, bool]]:
+    yield node, runs
+    typing = isinstance(node, ast.If) and ast.unparse(node.test) in (
+        "TYPE_CHECKING",
+        "typing.TYPE_CHECKING",
+    )
+    for field, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from _walk(child, runs and not (typing and field == "body"))
+
+
+def circles(imports: list[Import]) -> list[list[str]]:
+    """One circle through each module that is the first of its circle to be looked at."""
+    targets: dict[str, list[str]] = {}
+    for found in imports:
+        if found.runs:
+            targets.setdefault(found.source, []).append(found.target)
+    result: list[list[str]] = []
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> None:
+        if module in path:
+            result.append([*path[path.index(module) :], module])
+        elif module not in done:
+            for target in targets.get(module, ()):
+                visit(target, [*path, module])
+            done.add(module)
+
+    for module in targets:
+        visit(module, [])
+    return result
+
+
+def layer(module: str) -> tuple[int, str]:
+    """The line of its package in LAYERS, and the package: the longest name that fits."""
+    fits = [
+        (len(package), line, package)
+        for line, packages in enumerate(LAYERS)
+        for package in packages
+        # Beside its packages, "apex" has no modules but those of LAYERS.
+        if module == package or (package != "apex" and module.startswith(f"{package}."))
+    ]
+    assert fits, f"{module} is in no line of LAYERS"
+    return max(fits)[1:]
+
+
+def upward(imports: list[Import]) -> list[str]:
+    """Imports of a package above, or beside."""
+    result = []
+    for found in imports:
+        (own, package), (other, target) = layer(found.source), layer(found.target)
+        if target != package and other >= own:
+            result.append(str(found))
+    return result
+
+
+def test_modules_import_no_circle() -> None:
+    imports = read(ROOT)
+    # The graph has what is known to be in the sources: through a package, relative, in a function.
+    edges = {(found.source, found.target) for found in imports}
+    assert ("apex.parallel._options", "apex._internal.tree") in edges
+    assert ("apex.amp.patch", "apex._internal.dtypes") in edges
+    assert ("apex.cmake_dir", "apex._core") in edges
+    assert circles(imports) == []
+
+
+def test_packages_import_downwards() -> None:
+    assert upward(read(ROOT)) == []
+
+
+def test_tests_import_no_test_and_define_helpers_once() -> None:
+    defined: list[str] = []
+    for file in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            helper = isinstance(node, ast.FunctionDef) and node.name in ("run_ranks", "free_port")
+            if helper and file.parent.name == "tests":  # the programs in faults/ run without it
+                defined.append(f"{node.name} in {file.name}")
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [alias.name for alias in node.names]
+                origin = node.module if isinstance(node, ast.ImportFrom) else None
+                tests = [name for name in (origin, *names) if name and name.startswith("test_")]
+                assert tests == [], f"{file.name}:{node.lineno}"
+    assert sorted(defined) == ["free_port in ddp_support.py", "run_ranks in ddp_support.py"]
+
+
+def _tree(root: Path, sources: dict[str, str]) -> Path:
+    for name, text in sources.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import apex.amp.b",
+        "from apex.amp import b",
+        "from apex.amp.b import something",
+        "from . import b",
+        "from .b import something",
+        "def f():\n    from .b import something",
+        "class A:\n    def f(self):\n        import apex.amp.b as other",
+        "import sys\nb = sys.modules.get('apex.amp.b')",
+        "import importlib\nb = importlib.import_module('apex.amp.b')",
+    ],
+)
+def test_circle_is_found_however_it_is_written(tmp_path: Path, text: str) -> None:
+    sources = {
+        "apex/amp/__init__.py": "",
+        "apex/amp/a.py": text,
+        "apex/amp/b.py": "from . import a",
+    }
+    assert circles(read(_tree(tmp_path, sources))) == [["apex.amp.a", "apex.amp.b", "apex.amp.a"]]
+
+
+def test_circle_of_types_is_none_but_leads_upwards(tmp_path: Path) -> None:
+    types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import apex.parallel.b\n"
+    sources = {"apex/amp/a.py": types, "apex/parallel/b.py": "import apex.amp.a"}
+    imports = read(_tree(tmp_path, sources))
+    assert circles(imports) == []
+    assert "apex.amp.a:3 imports apex.parallel.b" in upward(imports)
+
+
+def test_circle_through_a_package_is_found(tmp_path: Path) -> None:
+    sources = {
+        "apex/amp/__init__.py": "from . import a",
+        "apex/amp/a.py": "from apex.parallel import b",
+        "apex/parallel/__init__.py": "",
+        "apex/parallel/b.py": "from apex.amp import c",
+        "apex/amp/c.py": "",
+    }
+    imports = read(_tree(tmp_path, sources))
+    assert circles(imports) == [["apex.amp", "apex.amp.a", "apex.parallel.b", "apex.amp"]]
+    assert upward(imports) == [
+        "apex.amp.a:1 imports apex.parallel",
+        "apex.amp.a:1 imports apex.parallel.b",
+    ]

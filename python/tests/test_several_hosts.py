@@ -1,0 +1,234 @@
+"""Ranks on several hosts: gradients are summed inside each host, and then between the hosts.
+
+Oracles: check_step()'s averages in float64, the same bits on all ranks. The sums themselves, and a
+rank that ends at each step of the protocol: cpp/tests/unit/host_hierarchy_test.cpp.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import resource
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import hosts_support
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_models import build, data
+from ddp_support import check, check_equal, check_step, raises
+from hosts_support import run_on_hosts, stop_for
+from torch import Tensor, nn
+
+from apex.parallel import DistributedDataParallel, OverlappedOptimizer, SyncBatchNorm
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        bool(hosts_support.why_not()), reason=f"no namespaces: {hosts_support.why_not()}"
+    ),
+]
+
+LAYOUTS = [[2, 2], [3, 1], [1, 1, 2]]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"message_size": 1},
+    {"gradient_as_bucket_view": True},
+    {"delay_allreduce": True},
+]
+
+
+def _loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
+    return model(data(rank, step), [0, 1, 2]).square().sum()
+
+
+def _group(timeout_s: float = 20) -> dist.ProcessGroup:
+    return dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+
+
+def _check_same_bits(ddp: nn.Module) -> None:
+    mine = torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None])
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    check(torch.equal(mine, first), "other bits than on rank 0")
+
+
+def _by_host(rank: int, world: int) -> None:
+    for options in OPTIONS:
+        ddp = DistributedDataParallel(build(), process_group=_group(), **options)
+        ddp.record_overlap()
+        for step in range(4):
+            check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"{options}, step {step}")
+            _check_same_bits(ddp)
+        statistics = ddp.statistics()
+        check(statistics["reduced_by_host"] >= 4, f"{statistics}")
+        check_equal(statistics["reduced_in_shared_memory"], 0, "buckets on one host")
+        report = ddp.overlap_report()
+        check(all(bucket.by_host for bucket in report.buckets), f"{report}")
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 4e-2)):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(
+            nn.Linear(300, 400, dtype=dtype), process_group=_group(), message_size=1
+        )
+        inputs = []
+        for r in range(world):
+            torch.manual_seed(100 + r)
+            inputs.append(torch.randn(5, 300, dtype=dtype))
+        ddp(inputs[rank]).sum().backward()
+        _check_same_bits(ddp)
+        want = sum(x.double().sum(0) for x in inputs) / world
+        error = (ddp.module.weight.grad.double() - want).abs().max() / want.abs().max()
+        check(error < tolerance, f"{dtype}: {error}")
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_buckets_are_summed_by_host(hosts: list[int]) -> None:
+    run_on_hosts(hosts, _by_host)
+
+
+def _said(construct: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
+    """What is written to this process's standard error meanwhile; C++ writes there."""
+    with tempfile.TemporaryFile() as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            result = construct()
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+        file.seek(0)
+        return result, file.read().decode()
+
+
+def _keeps_the_group(rank: int, world: int, who: int, warned: bool) -> None:
+    """Where rank `who` is given no shared memory."""
+    group = _group()
+    if rank == who:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    ddp, said = _said(lambda: DistributedDataParallel(build(), process_group=group))
+    check_equal(said.count("APEX_HOST_CHANNEL"), int(warned), f"lines of warning in {said!r}")
+    if warned:
+        check(f"since rank {who} of {world} cannot share memory" in said, said)
+    for step in range(3):
+        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
+    statistics = ddp.statistics()
+    check_equal(statistics["reduced_by_host"], 0, "buckets by host")
+    check_equal(statistics["reduced_in_shared_memory"], 0, "buckets in shared memory")
+
+
+def test_one_rank_on_each_host_keeps_the_process_group() -> None:
+    run_on_hosts([1, 1], _keeps_the_group, -1, False)
+
+
+def test_switched_off_on_one_rank_is_off_on_all() -> None:
+    off = {2: {"APEX_HOST_CHANNEL": "0"}}
+    run_on_hosts([2, 1], _keeps_the_group, -1, False, environment=off)
+
+
+def test_one_rank_that_cannot_takes_all_hosts_along() -> None:
+    run_on_hosts([2, 2], _keeps_the_group, 3, True)
+
+
+def _dies(rank: int, world: int, victim: int) -> float:
+    ddp = DistributedDataParallel(build(), process_group=_group(), message_size=20)
+    for step in range(2):
+        _loss(ddp, rank, step).backward()
+    if rank == victim:
+        hook = lambda grad: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        ddp.module.layers[1].weight.register_hook(hook)
+    begin = time.monotonic()
+    with raises(RuntimeError, f"rank {victim}"):
+        _loss(ddp, rank, 2).backward()
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("hosts", "victim"), [([2, 2], 3), ([2, 2], 0), ([3, 1], 3), ([3, 1], 2)], ids=str
+)
+def test_rank_that_dies_is_named_on_all_hosts(hosts: list[int], victim: int) -> None:
+    times = run_on_hosts(hosts, _dies, victim, lost=(victim,))
+    seen = [one for rank, one in enumerate(times) if rank != victim]
+    assert all(one < 15 for one in seen), f"the timeout, not the end of the process: {seen}"
+
+
+def _stops(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(build(), process_group=_group(), message_size=20)
+    for step in range(4):
+        if rank == step:
+            handle = ddp.module.layers[1].weight.register_hook(lambda grad: stop_for(0.5))
+        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
+        if rank == step:
+            handle.remove()
+    check(ddp.statistics()["reduced_by_host"] > 0, "not by host")
+
+
+def test_rank_that_is_stopped_only_delays() -> None:
+    run_on_hosts([2, 2], _stops)
+
+
+def _fails_in_backward(rank: int, world: int) -> None:
+    """An exception on one rank raises on all, and the next step is right."""
+    ddp = DistributedDataParallel(build(), process_group=_group(), message_size=20)
+    for step in range(2):
+        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
+
+    def fail(grad: Tensor) -> None:
+        raise ValueError("of this rank alone")
+
+    if rank == 1:
+        handle = ddp.module.layers[1].weight.register_hook(fail)
+    ddp.zero_grad()
+    with raises(ValueError if rank == 1 else RuntimeError, ""):
+        _loss(ddp, rank, 2).backward()
+    if rank == 1:
+        handle.remove()
+    ddp.zero_grad()
+    check_step(ddp, lambda m, r: _loss(m, r, 3), "after the failure")
+    check(ddp.statistics()["reduced_by_host"] > 0, "not by host")
+
+
+def test_rank_that_fails_is_heard_and_all_go_on() -> None:
+    run_on_hosts([2, 1], _fails_in_backward)
+
+
+def _waits_elsewhere(rank: int, world: int) -> None:
+    """One rank needs the others' updates while they wait for it: as where it saves a checkpoint."""
+    torch.manual_seed(3)
+    size = 100
+    model = nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, size))
+    ddp = DistributedDataParallel(model, process_group=_group(), message_size=size * size)
+    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.01), ddp)
+    for step in range(8):
+        optimizer.zero_grad()
+        ddp(torch.randn(2, size)).square().mean().backward()
+        optimizer.step()
+        if rank == step % world:
+            optimizer.state_dict()  # completes the step
+        dist.barrier()
+    optimizer.synchronize()
+    statistics = ddp.statistics()
+    check(statistics["deferred"] > 0 and statistics["reduced_by_host"] > 0, f"{statistics}")
+
+
+def test_rank_that_does_something_else_holds_nobody_up() -> None:
+    run_on_hosts([2, 1], _waits_elsewhere)
+
+
+def _with_batch_norm(rank: int, world: int) -> None:
+    """SyncBatchNorm's exchanges, which take the process group, between buckets."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), SyncBatchNorm(8), nn.ReLU(), nn.Linear(8, 2))
+    ddp = DistributedDataParallel(model, process_group=_group(), message_size=1)
+    for step in range(3):
+        torch.manual_seed(10 * step + rank)
+        ddp(torch.randn(4, 6)).square().mean().backward()
+        _check_same_bits(ddp)
+    check(ddp.statistics()["reduced_by_host"] > 0, "not by host")
+
+
+def test_batch_norm_between_hosts() -> None:
+    run_on_hosts([2, 1], _with_batch_norm)
