@@ -66,7 +66,8 @@ WAIT = """
     while True:
         signal.pause()
 """
-#: This rank fails, the others wait until they are stopped.
+#: This rank fails, the others wait until they are stopped: by the signal itself, as most scripts
+#: are, or by a handler of their own.
 FAIL = """
     import os, signal, sys
     if os.environ["RANK"] == os.environ["FAILING_RANK"]:
@@ -76,7 +77,8 @@ FAIL = """
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         sys.exit(int(how))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if "HANDLES_SIGTERM" in os.environ:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     while True:
         signal.pause()
 """
@@ -320,18 +322,19 @@ def test_split_world_size_finds_every_spelling(
 @linux_only
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize(
-    ("how", "code", "complaint"),
+    ("how", "code", "complaint", "others"),
     [
-        ("raise", 1, "ValueError: no more apples"),
-        ("7", 7, "failed with exit code 7"),
-        ("kill", 137, "failed with signal SIGKILL"),
+        ("raise", 1, "ValueError: no more apples", {}),
+        ("7", 7, "failed with exit code 7", {}),
+        ("kill", 137, "failed with signal SIGKILL", {}),
+        ("kill", 137, "failed with signal SIGKILL", {"HANDLES_SIGTERM": "1"}),
     ],
 )
 def test_failing_rank_stops_all_and_is_shown(
-    job: Job, failing: int, how: str, code: int, complaint: str
+    job: Job, failing: int, how: str, code: int, complaint: str, others: dict[str, str]
 ) -> None:
     job.write(MEET_IN_GROUP if how == "raise" else MEET, FAIL)
-    done = job.run("--nproc=2", "job.py", how, FAILING_RANK=str(failing))
+    done = job.run("--nproc=2", "job.py", how, FAILING_RANK=str(failing), **others)
     assert done.returncode == code, done.stderr
     assert complaint in done.stderr
     assert f"multiproc: rank {failing} failed with " in done.stderr

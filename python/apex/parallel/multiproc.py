@@ -358,8 +358,7 @@ def _stopped_by(number: int) -> int:
 
 def _report_failures(job: Job, failures: Mapping[int, ProcessFailure]) -> int:
     """Say which ranks failed, and show the end of their logs; returns the exit code."""
-    stopped = (-signal.SIGTERM, -signal.SIGKILL)  # what the agent ends the others with
-    own = {rank: f for rank, f in failures.items() if f.exitcode not in stopped} or failures
+    own = _not_stopped(failures)
     for rank in list(own)[:TAIL_RANKS]:
         log = job.log_file(rank)
         how = _how_it_ended(own[rank].exitcode)
@@ -377,6 +376,19 @@ def _report_failures(job: Job, failures: Mapping[int, ProcessFailure]) -> int:
         _say("the other ranks were stopped.")
     code = next(iter(own.values())).exitcode
     return code if code > 0 else 128 - code
+
+
+def _not_stopped(failures: Mapping[int, ProcessFailure]) -> Mapping[int, ProcessFailure]:
+    """The failures that the agent did not cause itself, as far as exit codes tell.
+
+    It ends the other ranks with SIGTERM, and after half a minute with SIGKILL; a SIGKILL is more
+    often that of the kernel, which is out of memory.
+    """
+    for stopped in (-signal.SIGTERM, -signal.SIGKILL), (-signal.SIGTERM,):
+        own = {rank: f for rank, f in failures.items() if f.exitcode not in stopped}
+        if own:
+            return own
+    return failures
 
 
 def _how_it_ended(code: int) -> str:
