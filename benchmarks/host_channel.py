@@ -1,10 +1,15 @@
-"""One all-reduce between processes of one host: through shared memory, and through Gloo.
+"""Between processes of one host: one all-reduce, and one SyncBatchNorm.
 
     python benchmarks/host_channel.py [--ranks 2 4] [--sizes KIB ...] [--output FOLDER]
 
-Both ways take turns, call by call, with a barrier before each. A line is the median over calls, in
-milliseconds, of rank 0's time and of its processor's; beside them a copy of as many bytes, which no
-way can beat: ``share of copy`` is its time relative to that of the all-reduce in shared memory.
+All-reduce: shared memory and Gloo take turns, call by call, with a barrier before each. A line is
+the median over calls, in milliseconds, of rank 0's time and of its processor's; beside them a copy
+of as many bytes, which no way can beat: ``share of copy`` is its time relative to that of the
+all-reduce in shared memory.
+
+SyncBatchNorm: forward and backward of a small layer whose statistics are those of all ranks, and of
+the same layer with those of each rank alone, in turns; what is between them is what two collectives
+cost. Writes ``host_channel.json`` and draws ``host_channel.png``.
 """
 
 from __future__ import annotations
@@ -25,7 +30,15 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from apex import _core
+from apex.parallel import SyncBatchNorm, create_syncbn_process_group
 
+CHANNELS = [16, 64, 256, 1024]
+LAYER_COLUMNS = ["alone_us", "all_us", "more_us"]
+LINES = [
+    ("gloo_ms", "Gloo", "#4878a8", "-"),
+    ("shared_ms", "shared memory", "#c8553d", "-"),
+    ("copy_ms", "a copy of as much", "#8a8a8a", ":"),
+]
 SIZES_KIB = [1, 4, 16, 64, 256, 1024, 4096, 8192, 48128, 131072, 262144]
 
 
@@ -70,24 +83,91 @@ def measure(kib: int, name: str) -> dict[str, float]:
     return row
 
 
+def batch_norm(channels: int) -> dict[str, float]:
+    """Microseconds of a layer over all ranks and over each alone, on 4 x channels x 8 x 8."""
+    layers = {
+        "all": SyncBatchNorm(channels),
+        "alone": SyncBatchNorm(channels, process_group=create_syncbn_process_group(1)),
+    }
+    x = torch.randn(4, channels, 8, 8, requires_grad=True)
+    dy = torch.randn_like(x)
+    times: dict[str, list[float]] = {name: [] for name in layers}
+    for index in range(420):
+        for name, layer in layers.items():
+            elapsed, _ = timed(lambda layer=layer: layer(x).backward(dy))
+            if index >= 20:
+                times[name].append(elapsed * 1e3)
+    row = {f"{name}_us": statistics.median(found) for name, found in times.items()}
+    return {"channels": channels, **row, "more_us": row["all_us"] - row["alone_us"]}
+
+
 def run(rank: int, world: int, store: str, sizes: list[int], output: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     assert dist.group.WORLD is not None
     name = dist.group.WORLD.group_name
     rows = [measure(kib, name) for kib in sizes]
+    layers = [batch_norm(channels) for channels in CHANNELS]
     if rank == 0:
-        Path(output).write_text(json.dumps(rows))
+        Path(output).write_text(json.dumps({"all_reduce": rows, "batch_norm": layers}))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def report(result: dict[str, Any]) -> str:
-    """The tables of a result, one for each number of ranks."""
+    """The tables of a result, two for each number of ranks."""
     return "\n".join(
-        f"\n### One all-reduce, {world} ranks\n\n{table(rows)}\n"
-        for world, rows in result["all_reduce"].items()
+        f"\n### One all-reduce, {world} ranks\n\n{table(found['all_reduce'])}\n"
+        f"\n### One SyncBatchNorm of 4 x C x 8 x 8, {world} ranks\n\n"
+        f"{layer_table(found['batch_norm'])}\n"
+        for world, found in result["host"].items()
     )
+
+
+def layer_table(rows: list[dict[str, float]]) -> str:
+    return harness.table(
+        ["channels", "each rank alone, us", "over all ranks, us", "more, us"],
+        [[f"{row['channels']:.0f}", *(f"{row[key]:.0f}" for key in LAYER_COLUMNS)] for row in rows],
+    )
+
+
+def draw(result: dict[str, Any], target: Path) -> None:
+    """Time over size, both on a logarithmic axis: a panel for each number of ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    worlds = list(result["host"])
+    figure, panels = pyplot.subplots(
+        1, len(worlds), figsize=(5.2 * len(worlds), 3.8), sharey=True, squeeze=False
+    )
+    for axes, world in zip(panels[0], worlds, strict=True):
+        rows = result["host"][world]["all_reduce"]
+        for key, label, color, style in LINES:
+            axes.plot(
+                [row["kib"] for row in rows], [row[key] for row in rows],
+                label=label, color=color, ls=style, marker="o", markersize=3.5, lw=1.5,
+            )  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        ticks = [1, 16, 256, 4096, 65536]
+        axes.set_xticks(ticks, ["1 KiB", "16 KiB", "256 KiB", "4 MiB", "64 MiB"], fontsize=8)
+        axes.set_title(f"one all-reduce, {world} ranks", fontsize=9)
+        axes.grid(color="#e4e4e4", lw=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+    panels[0][0].set_ylabel("ms (median)", fontsize=8)
+    panels[0][0].legend(fontsize=8, frameon=False)
+    machine = result["machine"]
+    busy = "  (PROVISIONAL: machine was busy)" if machine["load_at_start"] > 0.5 else ""
+    figure.suptitle(
+        f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}, "
+        f"{machine['date'][:10]}{busy}",
+        fontsize=8, color="#666666",
+    )  # fmt: skip
+    figure.tight_layout()
+    figure.savefig(target, dpi=130)
 
 
 def table(rows: list[dict[str, float]]) -> str:
@@ -113,16 +193,18 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES_KIB, metavar="KIB")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
-    result: dict[str, Any] = {"machine": harness.machine(), "settings": {}, "all_reduce": {}}
+    result: dict[str, Any] = {"machine": harness.machine(), "settings": {}, "host": {}}
     harness.warn_if_busy(result["machine"])
     for world in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             rows = f"{folder}/rows.json"
             mp.spawn(run, (world, f"{folder}/store", args.sizes, rows), world)
-            result["all_reduce"][world] = json.loads(Path(rows).read_text())
+            result["host"][world] = json.loads(Path(rows).read_text())
     print(report(result))
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "host_channel.json").write_text(json.dumps(result, indent=1) + "\n")
+    path = args.output / "host_channel.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    draw(result, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def section(name: str) -> str:
         tables = instructions.report(data["instructions"])
     elif "results" in data and "steps" in data["settings"]:
         tables = "\n".join(overlapped_optimizer.report(result) for result in data["results"])
-    elif "all_reduce" in data:
+    elif "host" in data:
         tables = host_channel.report(data)
     elif "batch_norm" in data:
         tables = f"\n{sync_batch_norm.report(data['batch_norm'])}"
