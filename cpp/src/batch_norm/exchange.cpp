@@ -13,6 +13,7 @@
 #include "comm/announcer.h"
 #include "comm/collectives.h"
 #include "comm/failure_report.h"
+#include "comm/host_topology.h"
 #include "distributed/backends.h"
 #include "torch_version.h"
 
@@ -29,7 +30,8 @@ namespace {
 // exchange it is, and every rank reads all of them before any value. And it is received into more
 // room than it needs, which an all-to-all allows, as each rank gives the lengths that it expects
 // itself. (With as many values for everybody it is the same as an all-gather; and a rank sends to
-// all at once, where an all-gather passes messages round a ring.)
+// all at once, where an all-gather passes messages round a ring.) In shared memory, where messages
+// are compared before they are read, it is one.
 
 struct Header {
   static constexpr size_t kNameLength = 40;
@@ -121,10 +123,11 @@ at::Tensor gather_with_headers(const Peers& peers, const at::Tensor& local, Dire
   const int64_t ranks = peers.group->getSize();
   const auto bytes = static_cast<int64_t>(local.nbytes());
   const int64_t length = static_cast<int64_t>(sizeof(Header)) + bytes;
-  if (length > kRoom && announced < 0) {  // the others may have less room
+  const bool shared = host_channel_of(*peers.group) != nullptr;
+  if (!shared && length > kRoom && announced < 0) {  // the others may have less room
     gather_with_headers(peers, local.narrow(0, 0, 0), direction, channels, bytes);
   }
-  const int64_t room = std::max(length, kRoom);
+  const int64_t room = shared ? length : std::max(length, kRoom);
   const int rank_of_mine = peers.group->getRank();
   std::vector<int64_t> lengths(static_cast<size_t>(ranks), length),
       rooms(static_cast<size_t>(ranks), room);
@@ -132,18 +135,21 @@ at::Tensor gather_with_headers(const Peers& peers, const at::Tensor& local, Dire
   const auto begin_of = [&](int64_t rank) {
     return rank * room - (rank > rank_of_mine ? room - length : 0);
   };
-  at::Tensor sent = at::empty({ranks * length}, at::kByte);
+  const int64_t copies = shared ? 1 : ranks;
+  at::Tensor sent = at::empty({copies * length}, at::kByte);
   at::Tensor received = at::empty({begin_of(ranks)}, at::kByte);
   const Header mine = header_of(peers, announced < 0 ? bytes : announced, direction, channels);
   uint8_t* to = sent.mutable_data_ptr<uint8_t>();
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    std::memcpy(to + rank * length, &mine, sizeof(mine));
-    std::memcpy(to + rank * length + sizeof(mine), local.const_data_ptr(),
+  for (int64_t copy = 0; copy < copies; ++copy) {
+    std::memcpy(to + copy * length, &mine, sizeof(mine));
+    std::memcpy(to + copy * length + sizeof(mine), local.const_data_ptr(),
                 static_cast<size_t>(bytes));
   }
   // Without the layer, which a rank that only takes part under join() does not know.
-  const auto work = issue_all_to_all(describe({}, direction, channels), *peers.group, received,
-                                     sent, rooms, lengths);
+  const std::string what = describe({}, direction, channels);
+  const auto work = shared
+                        ? issue_all_gather(what, *peers.group, received, sent)
+                        : issue_all_to_all(what, *peers.group, received, sent, rooms, lengths);
   wait_collective(work, describe(peers, direction, channels), *peers.group);
   remember_processes(*peers.group);
   const uint8_t* from = received.const_data_ptr<uint8_t>();

@@ -128,7 +128,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   /// This rank cannot go on, for a reason outside the channel: peers that wait for it hear of it.
   void give_up(const std::string& why) noexcept;
   /// Those who wait look at what has changed, also at what HostWork::wait_for() was given.
-  void wake() noexcept { ring(); }
+  void wake() noexcept;
 
   /// A zeroed tensor in shared memory: all_reduce() of it copies nothing.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options);
@@ -141,18 +141,22 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   struct Control;
   struct Common;
   struct Message;
+  static constexpr size_t kCacheLine = 64;
+  static constexpr uint64_t kRing = 256;
+  static constexpr int kShares = 64;  ///< of an all-reduce, at most
+  static constexpr uint8_t kDone = 0x80;
   enum class End : uint32_t { kNone, kFailed, kLeft };
   using Operation = HostOperation;
   using Lock = std::unique_lock<std::mutex>;
   class Held;
 
-  // Issuing.
+  // Issuing: host_channel.cpp.
   HostPlace stage(Operation& operation, size_t bytes);
   HostPlace stage_copy(Operation& operation, const at::Tensor& tensor);
   WorkPtr post(Lock& lock, std::shared_ptr<Operation> operation, Message message);
   void require_usable() const;
 
-  // Doing what can be done.
+  // Doing what can be done: host_channel_parts.cpp.
   void advance(bool helps = false);
   static bool advance_others(const HostChannel* but);
   void begin(Operation& operation);
@@ -175,7 +179,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   bool all_shares_done(const Operation& operation) const;
   std::pair<int64_t, int64_t> part_of(int rank, int64_t bytes) const;
 
-  // Waiting.
+  // Waiting: host_channel_wait.cpp.
   bool wait(Lock& lock, const std::function<bool()>& done, const Operation* operation,
             std::chrono::steady_clock::time_point until);
   std::vector<int> waited_for(const Operation* operation) const;
@@ -183,7 +187,6 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   std::string ended_process() const;
   std::string describe_ended(int peer) const;
   std::string name_of(int peer) const;
-  void ring() noexcept;
   void tell_end(End end) noexcept;
   [[noreturn]] void fail(const std::string& why);
 

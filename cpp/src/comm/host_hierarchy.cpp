@@ -18,14 +18,10 @@
 #include <apex/error.h>
 
 #include "comm/error_text.h"
+#include "comm/host_step.h"
 #include "comm/host_sum.h"
 #include "comm/separate_group.h"
 #include "torch_version.h"
-
-// The steps of the protocol, for tests that end or stop a process at each.
-#ifndef APEX_HIERARCHY_STEP
-#define APEX_HIERARCHY_STEP(name) ((void)0)
-#endif
 
 namespace apex::parallel {
 
@@ -229,12 +225,12 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
         if (before == Stage::kHostSums) return false;
         if (operation.sum && !on_host(operation.sum).wait_for(milliseconds(0))) return false;
         operation.sum.reset();
-        APEX_HIERARCHY_STEP("host summed");
+        APEX_HOST_STEP("host summed");
         begin_exchange(operation);
         return true;
       case Stage::kExchanging:
         if (!has_arrived(operation)) return false;
-        APEX_HIERARCHY_STEP("exchanged");
+        APEX_HOST_STEP("exchanged");
         sum_hosts(operation);
         return true;
       case Stage::kExchanged:
@@ -243,7 +239,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
         return true;
       case Stage::kGathering:
         if (!has_arrived(operation)) return false;
-        APEX_HIERARCHY_STEP("gathered");
+        APEX_HOST_STEP("gathered");
         join_pieces(operation);
         return true;
       case Stage::kSummed:
@@ -283,7 +279,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
     operation.arrival->addCallback([weak = weak_from_this()](c10::ivalue::Future&) {
       if (const auto core = weak.lock()) core->notice();
     });
-    APEX_HIERARCHY_STEP("sent");
+    APEX_HOST_STEP("sent");
   }
 
   static bool has_arrived(HierarchyOperation& operation) {
@@ -378,7 +374,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
         if (begin == end) continue;
         operation.results.push_back(links_.results->broadcast(
             operation.what, operation.tensor.narrow(0, begin, end - begin), column));
-        APEX_HIERARCHY_STEP("handed out");
+        APEX_HOST_STEP("handed out");
       }
     }
     const std::lock_guard<std::mutex> lock(mutex_);

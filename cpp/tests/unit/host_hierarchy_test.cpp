@@ -1,14 +1,5 @@
-#include <functional>
+#include "support/host_steps.h"
 
-namespace apex::testing {
-/// Called at every step of the hierarchy that this process makes.
-static std::function<void(const char*)> at_step;
-}  // namespace apex::testing
-
-#define APEX_HIERARCHY_STEP(name)                                 \
-  do {                                                            \
-    if (::apex::testing::at_step) ::apex::testing::at_step(name); \
-  } while (false)
 #include "../../src/comm/host_hierarchy.cpp"
 
 #include <ATen/Context.h>

@@ -1,16 +1,9 @@
-#include <functional>
-#include <string>
+#include "support/host_steps.h"
 
-namespace apex::testing {
-/// Called at every step of the protocol that this process makes.
-static std::function<void(const char*)> at_step;
-}  // namespace apex::testing
-
-#define APEX_HOST_STEP(name)                                      \
-  do {                                                            \
-    if (::apex::testing::at_step) ::apex::testing::at_step(name); \
-  } while (false)
+#include "../../src/comm/bell.cpp"
 #include "../../src/comm/host_channel.cpp"
+#include "../../src/comm/host_channel_parts.cpp"
+#include "../../src/comm/host_channel_wait.cpp"
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>

@@ -1,0 +1,15 @@
+#pragma once
+
+/// Defines APEX_HOST_STEP for sources of the engine that are included behind this header.
+
+#include <functional>
+
+namespace apex::testing {
+/// Called at every step of the protocol that this process makes.
+inline std::function<void(const char*)> at_step;
+}  // namespace apex::testing
+
+#define APEX_HOST_STEP(name)                                      \
+  do {                                                            \
+    if (::apex::testing::at_step) ::apex::testing::at_step(name); \
+  } while (false)
