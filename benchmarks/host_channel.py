@@ -2,14 +2,17 @@
 
     python benchmarks/host_channel.py [--ranks 2 4] [--sizes KIB ...] [--output FOLDER]
 
-All-reduce: shared memory and Gloo take turns, call by call, with a barrier before each. A line is
-the median over calls, in milliseconds, of rank 0's time and of its processor's; beside them a copy
-of as many bytes, which no way can beat: ``share of copy`` is its time relative to that of the
-all-reduce in shared memory.
+All-reduce: shared memory and Gloo take turns, with a barrier before each turn of several calls in a
+row. A line is the median over turns, in milliseconds, of a call's time on rank 0 and of its
+processor's; beside them a copy of as many bytes on every rank. A tensor of the process's own memory
+is copied in parts there and back, which takes as much memory traffic as the sum itself: ``share of
+copy``, a copy's time relative to that of the all-reduce, cannot exceed a half. A bucket of the
+reducer lies in shared memory: its time is that of a backward with one parameter whose gradient is a
+view of it, less that of the same backward in ``no_sync()``.
 
-SyncBatchNorm: forward and backward of a small layer whose statistics are those of all ranks, and of
-the same layer with those of each rank alone, in turns; what is between them is what two collectives
-cost. Writes ``host_channel.json`` and draws ``host_channel.png``.
+SyncBatchNorm: forward and backward of 16 small layers whose statistics are those of all ranks, and
+of the same layers with those of each rank alone, in turns; what is between them, for one layer, is
+what two collectives cost. Writes ``host_channel.json`` and draws ``host_channel.png``.
 """
 
 from __future__ import annotations
@@ -27,76 +30,93 @@ import harness
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
+from torch import Tensor, nn
 
 from apex import _core
-from apex.parallel import SyncBatchNorm, create_syncbn_process_group
+from apex.parallel import DistributedDataParallel, SyncBatchNorm, create_syncbn_process_group
 
 CHANNELS = [16, 64, 256, 1024]
+LAYERS = 16
 LAYER_COLUMNS = ["alone_us", "all_us", "more_us"]
 LINES = [
     ("gloo_ms", "Gloo", "#4878a8", "-"),
     ("shared_ms", "shared memory", "#c8553d", "-"),
+    ("bucket_ms", "a bucket in shared memory", "#7b3294", "--"),
     ("copy_ms", "a copy of as much", "#8a8a8a", ":"),
 ]
 SIZES_KIB = [1, 4, 16, 64, 256, 1024, 4096, 8192, 48128, 131072, 262144]
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, float]:
+def timed(call: Callable[[], Any], calls: int) -> tuple[float, float]:
+    """Milliseconds of one of so many calls in a row, and of this process's processors."""
     dist.barrier()
     processor, begin = time.process_time(), time.perf_counter()
-    call()
-    return (time.perf_counter() - begin) * 1e3, (time.process_time() - processor) * 1e3
+    for _ in range(calls):
+        call()
+    elapsed, busy = time.perf_counter() - begin, time.process_time() - processor
+    return elapsed / calls * 1e3, busy / calls * 1e3
 
 
-def copy_ms(tensor: Tensor, rounds: int) -> float:
-    other = torch.empty_like(tensor)
-    times = []
-    for _ in range(rounds):
-        dist.barrier()
-        begin = time.perf_counter()
-        other.copy_(tensor)
-        times.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(times)
+class OneParameter(nn.Module):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(numel))
+
+    def forward(self) -> Tensor:
+        return self.weight.sum()
 
 
 def measure(kib: int, name: str) -> dict[str, float]:
-    tensor = torch.ones(kib * 256)
-    ways = {
+    tensor = torch.zeros(kib * 256)
+    other = torch.empty_like(tensor)
+    model = DistributedDataParallel(
+        OneParameter(tensor.numel()), gradient_as_bucket_view=True, message_size=1 << 62
+    )
+
+    def alone() -> None:
+        with model.no_sync():
+            model().backward()
+
+    ways: dict[str, Callable[[], Any]] = {
         "gloo": lambda: dist.all_reduce(tensor),
         "shared": lambda: _core.all_reduce(tensor, name, True),
+        "copy": lambda: other.copy_(tensor),
+        "alone": alone,
+        "together": lambda: model().backward(),
     }
-    rounds = max(7, min(200, 60_000 // kib))
+    calls = max(1, min(50, 4096 // kib))
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-    for index in range(rounds + 2):
+    for index in range(17):
         for way, call in ways.items():
-            tensor.fill_(1.0)
-            result = timed(call)
+            result = timed(call, calls)
             if index >= 2:
                 found[way].append(result)
-    row = {"kib": kib, "copy_ms": copy_ms(tensor, max(5, rounds // 4))}
+    row: dict[str, float] = {"kib": kib}
     for way, times in found.items():
         row[f"{way}_ms"] = statistics.median(t for t, _ in times)
         row[f"{way}_processor_ms"] = statistics.median(p for _, p in times)
+    row["bucket_ms"] = row["together_ms"] - row["alone_ms"]
     row["ratio"] = row["shared_ms"] / row["gloo_ms"]
     row["share_of_copy"] = row["copy_ms"] / row["shared_ms"]
+    row["bucket_share_of_copy"] = row["copy_ms"] / row["bucket_ms"]
     return row
 
 
 def batch_norm(channels: int) -> dict[str, float]:
     """Microseconds of a layer over all ranks and over each alone, on 4 x channels x 8 x 8."""
+    groups = {"all": None, "alone": create_syncbn_process_group(1)}
     layers = {
-        "all": SyncBatchNorm(channels),
-        "alone": SyncBatchNorm(channels, process_group=create_syncbn_process_group(1)),
+        name: nn.Sequential(*[SyncBatchNorm(channels, process_group=group) for _ in range(LAYERS)])
+        for name, group in groups.items()
     }
     x = torch.randn(4, channels, 8, 8, requires_grad=True)
     dy = torch.randn_like(x)
     times: dict[str, list[float]] = {name: [] for name in layers}
-    for index in range(420):
+    for index in range(70):
         for name, layer in layers.items():
-            elapsed, _ = timed(lambda layer=layer: layer(x).backward(dy))
-            if index >= 20:
-                times[name].append(elapsed * 1e3)
+            elapsed, _ = timed(lambda layer=layer: layer(x).backward(dy), 5)
+            if index >= 10:
+                times[name].append(elapsed * 1e3 / LAYERS)
     row = {f"{name}_us": statistics.median(found) for name, found in times.items()}
     return {"channels": channels, **row, "more_us": row["all_us"] - row["alone_us"]}
 
@@ -171,18 +191,13 @@ def draw(result: dict[str, Any], target: Path) -> None:
 
 
 def table(rows: list[dict[str, float]]) -> str:
-    lines = [
-        "| KiB | Gloo, ms | its processor | shared memory, ms | its processor | ratio | a copy, ms "
-        "| share of copy |",
-        "| --: | --: | --: | --: | --: | --: | --: | --: |",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row['kib']:.0f} | {row['gloo_ms']:.3f} | {row['gloo_processor_ms']:.3f} "
-            f"| {row['shared_ms']:.3f} | {row['shared_processor_ms']:.3f} | {row['ratio']:.3f} "
-            f"| {row['copy_ms']:.3f} | {row['share_of_copy']:.2f} |"
-        )
-    return "\n".join(lines)
+    head = ["KiB", "Gloo, ms", "its processor", "shared memory, ms", "its processor", "ratio",
+            "a copy, ms", "share of copy", "a bucket, ms", "share of copy"]  # fmt: skip
+    keys = ["gloo_ms", "gloo_processor_ms", "shared_ms", "shared_processor_ms", "ratio", "copy_ms",
+            "share_of_copy", "bucket_ms", "bucket_share_of_copy"]  # fmt: skip
+    return harness.table(
+        head, [[f"{row['kib']:.0f}", *(f"{row[key]:.3f}" for key in keys)] for row in rows]
+    )
 
 
 def main() -> None:

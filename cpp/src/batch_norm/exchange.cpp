@@ -5,6 +5,7 @@
 #include <exception>
 #include <vector>
 
+#include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
@@ -117,8 +118,14 @@ bool talks_over_gloo(c10d::ProcessGroup& group, const at::Tensor& tensor) {
          distributed::gloo_timeout(*group.getBackend(at::kCPU)).has_value();
 }
 
+/// Where the values of each rank are, by rank; as well aligned as their length allows.
+struct Gathered {
+  at::Tensor received;
+  std::vector<const uint8_t*> values;
+};
+
 /// With `announced`, the header says that this many bytes will follow, and `local` is empty.
-at::Tensor gather_with_headers(const Peers& peers, const at::Tensor& local, Direction direction,
+Gathered gather_with_headers(const Peers& peers, const at::Tensor& local, Direction direction,
                                int64_t channels, int64_t announced = -1) {
   const int64_t ranks = peers.group->getSize();
   const auto bytes = static_cast<int64_t>(local.nbytes());
@@ -154,16 +161,25 @@ at::Tensor gather_with_headers(const Peers& peers, const at::Tensor& local, Dire
   remember_processes(*peers.group);
   const uint8_t* from = received.const_data_ptr<uint8_t>();
   std::vector<Header> headers(static_cast<size_t>(ranks));
-  for (int64_t rank = 0; rank < ranks; ++rank)
-    std::memcpy(&headers[rank], from + begin_of(rank), sizeof(Header));
-  refuse_different(*peers.group, headers);
-  at::Tensor gathered = at::empty({ranks * local.numel()}, local.options());
-  auto* const result = static_cast<uint8_t*>(gathered.mutable_data_ptr());
+  Gathered gathered{received, {}};
   for (int64_t rank = 0; rank < ranks; ++rank) {
-    std::memcpy(result + rank * bytes, from + begin_of(rank) + sizeof(Header),
-                static_cast<size_t>(bytes));
+    std::memcpy(&headers[rank], from + begin_of(rank), sizeof(Header));
+    gathered.values.push_back(from + begin_of(rank) + sizeof(Header));
   }
+  refuse_different(*peers.group, headers);
   return gathered;
+}
+
+/// In the order of the ranks, rounded after each.
+template <typename T>
+void sum_values(at::Tensor& sums, const Gathered& gathered) {
+  T* const to = sums.mutable_data_ptr<T>();
+  const int64_t numel = sums.numel();
+  std::memcpy(to, gathered.values[0], sums.nbytes());
+  for (size_t rank = 1; rank < gathered.values.size(); ++rank) {
+    const T* const from = reinterpret_cast<const T*>(gathered.values[rank]);
+    for (int64_t i = 0; i < numel; ++i) to[i] = to[i] + from[i];
+  }
 }
 
 }  // namespace
@@ -198,10 +214,17 @@ BeforeExchange::~BeforeExchange() {
 
 at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Direction direction,
                       int64_t channels) {
-  if (talks_over_gloo(*peers.group, local))
-    return gather_with_headers(peers, local, direction, channels);
-  const std::string what = describe(peers, direction, channels);
   const at::Tensor gathered = at::empty({peers.group->getSize() * local.numel()}, local.options());
+  if (talks_over_gloo(*peers.group, local)) {
+    auto* to = static_cast<uint8_t*>(gathered.mutable_data_ptr());
+    const Gathered all = gather_with_headers(peers, local, direction, channels);
+    for (const uint8_t* values : all.values) {
+      std::memcpy(to, values, local.nbytes());
+      to += local.nbytes();
+    }
+    return gathered;
+  }
+  const std::string what = describe(peers, direction, channels);
   run_collective(what, *peers.group, [&] {
     return issue_all_gather(what, *peers.group, gathered, local, Way::kImmediate);
   });
@@ -218,10 +241,9 @@ void all_reduce(const Peers& peers, at::Tensor& tensor, Direction direction, int
     gather_with_headers(peers, tensor.narrow(0, 0, 0), direction, channels,
                         static_cast<int64_t>(tensor.nbytes()));
   } else if (gloo) {
-    const at::Tensor gathered = gather_with_headers(peers, tensor, direction, channels);
-    tensor.copy_(gathered.narrow(0, 0, tensor.numel()));
-    for (int64_t rank = 1; rank < ranks; ++rank)
-      tensor.add_(gathered.narrow(0, rank * tensor.numel(), tensor.numel()));
+    const Gathered gathered = gather_with_headers(peers, tensor, direction, channels);
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, tensor.scalar_type(), "all_reduce",
+                                    [&] { sum_values<scalar_t>(tensor, gathered); });
     return;
   }
   const std::string what = describe(peers, direction, channels);

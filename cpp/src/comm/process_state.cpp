@@ -1,10 +1,12 @@
 #include "comm/process_state.h"
 
+#include <atomic>
 #include <cerrno>
 #include <fstream>
 #include <sstream>
 
 #ifndef _WIN32
+#include <pthread.h>
 #include <signal.h>
 #include <unistd.h>
 #endif
@@ -80,7 +82,15 @@ std::optional<ProcessName> this_process() {
 
 int64_t this_pid() {
 #if defined(__linux__)
-  return ::getpid();
+  // A system call each time would be a tenth of a small collective.
+  static std::atomic<int64_t> pid{0};
+  static const int asked = ::pthread_atfork(nullptr, nullptr, [] { pid = 0; });
+  int64_t known = pid.load(std::memory_order_relaxed);
+  if (known == 0) {
+    known = ::getpid();
+    if (asked == 0) pid = known;
+  }
+  return known;
 #else
   return 0;
 #endif

@@ -41,29 +41,6 @@ bool may_be_in_place(const ReducerContext& context, const Parameter& parameter) 
   return !is_cast && parameter.variable.is_non_overlapping_and_dense();
 }
 
-/// Decided from the back: a small bucket is reduced in place only if a flat one follows that
-/// carries its mask.
-std::vector<Kind> kinds_of(const Plan& plan, const ReducerContext& context) {
-  const auto& buckets = plan.buckets.buckets;
-  std::vector<Kind> kinds(buckets.size(), Kind::kFlat);
-  bool flat_follows = false;
-  for (size_t b = buckets.size(); b-- > 0;) {
-    const Parameter& first = context.parameters[buckets[b].front()];
-    if (plan.places[buckets[b].front()].sparse) {
-      kinds[b] = Kind::kSparse;
-      continue;
-    }
-    const bool worth_it =
-        flat_follows || static_cast<int64_t>(first.variable.nbytes()) >= kInPlaceBytes;
-    if (buckets[b].size() == 1 && worth_it && may_be_in_place(context, first)) {
-      kinds[b] = Kind::kInPlace;
-    } else {
-      flat_follows = true;
-    }
-  }
-  return kinds;
-}
-
 /// How many facts a trailer on `device` carries.
 int facts_on(at::Device device, const ReducerContext& context) {
   return device.is_cpu() || context.options.check_steps.value_or(false) ? StepFacts::kCount : 0;
@@ -98,6 +75,39 @@ ReductionSite site_of(Kind kind, at::Device device, size_t index, const ReducerC
   site.plain_average =
       context.options.gradient_average && context.options.gradient_predivide_factor == 1.0;
   return site;
+}
+
+/// Gradients that stay in buckets which the ranks of a host share are summed there without a copy;
+/// where a gradient lies otherwise, a part of it would be copied there and back in every step.
+bool views_are_shared(at::Device device, const ReducerContext& context) {
+  if (!context.options.gradient_as_bucket_view || !device.is_cpu()) return false;
+  ReductionSite site = site_of(Kind::kFlat, device, 0, context);
+  site.hook = context.hook;
+  return context.choose(site)->traits().shares_memory;
+}
+
+/// Decided from the back: a small bucket is reduced in place only if a flat one follows that
+/// carries its mask.
+std::vector<Kind> kinds_of(const Plan& plan, const ReducerContext& context) {
+  const auto& buckets = plan.buckets.buckets;
+  std::vector<Kind> kinds(buckets.size(), Kind::kFlat);
+  bool flat_follows = false;
+  for (size_t b = buckets.size(); b-- > 0;) {
+    const Parameter& first = context.parameters[buckets[b].front()];
+    if (plan.places[buckets[b].front()].sparse) {
+      kinds[b] = Kind::kSparse;
+      continue;
+    }
+    const bool worth_it =
+        flat_follows || static_cast<int64_t>(first.variable.nbytes()) >= kInPlaceBytes;
+    if (buckets[b].size() == 1 && worth_it && may_be_in_place(context, first) &&
+        !views_are_shared(first.device, context)) {
+      kinds[b] = Kind::kInPlace;
+    } else {
+      flat_follows = true;
+    }
+  }
+  return kinds;
 }
 
 /// Parameters that are in no bucket and may get a gradient all the same.
