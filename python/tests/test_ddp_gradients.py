@@ -284,12 +284,16 @@ def test_sparse_embedding_gradient_stays_sparse(ranks: RankPool) -> None:
     ranks.run(2, _keeps_sparse)
 
 
-def _large_in_place(rank: int, world: int, views: bool) -> None:
+def _large_in_place(rank: int, world: int, views: bool, channel: str) -> None:
     model = nn.Sequential(nn.Linear(200, 150), nn.Linear(150, 200))
     plain = copy.deepcopy(model)
-    ddp = DistributedDataParallel(model, message_size=1000, gradient_as_bucket_view=views)
+    with host_channel(channel):
+        ddp = DistributedDataParallel(
+            model, message_size=1000, gradient_as_bucket_view=views, process_group=dist.new_group()
+        )
+    copied = 0
     for step in range(3):
-        ddp.zero_grad()
+        ddp.zero_grad(set_to_none=not views)
         x = torch.randn(2, 200, generator=torch.Generator().manual_seed(10 * step + rank))
         ddp(x).pow(2).mean().backward()
         locally = []
@@ -299,9 +303,20 @@ def _large_in_place(rank: int, world: int, views: bool) -> None:
             plain(x).pow(2).mean().backward()
             locally.append(gradients(plain))
         check_gradients(ddp, mean_over_ranks(locally), f"step {step}", TOLERANCE[torch.float32])
-    check(ddp.statistics()["reduced_in_place"] > 0, "nothing was reduced in place")
+        if step == 0:
+            copied = ddp.statistics()["gradients_copied"]
+    found = ddp.statistics()
+    # Views of a bucket in shared memory are summed there; anything else would copy them.
+    in_bucket = views and channel == "1"
+    check_equal(found["reduced_in_place"] > 0, not in_bucket, "reduced in place")
+    check_equal(found["reduced_in_shared_memory"] > 0, channel == "1", "shared memory")
+    if views:
+        check_equal(found["gradients_copied"], copied, "copies after the first step")
 
 
+@pytest.mark.parametrize("channel", ["0", "1"])
 @pytest.mark.parametrize("views", [False, True])
-def test_large_parameters_are_reduced_in_place(ranks: RankPool, views: bool) -> None:
-    ranks.run(2, _large_in_place, views)
+def test_large_parameters_are_reduced_where_they_lie(
+    ranks: RankPool, views: bool, channel: str
+) -> None:
+    ranks.run(2, _large_in_place, views, channel)
