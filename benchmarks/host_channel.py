@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One all-reduce between processes of one host: through shared memory, and through Gloo.
 
     python benchmarks/host_channel.py [--ranks 2 4] [--sizes KIB ...] [--output FOLDER]
