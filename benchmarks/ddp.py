@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Step time of data-parallel training, side by side: torch's DistributedDataParallel and apex's.
 
     python benchmarks/ddp.py                        # two ranks over Gloo on this machine

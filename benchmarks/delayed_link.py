@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A link with a rate and a delay, in user space, for kernels without netem. Used by netns.sh.
 
     python benchmarks/delayed_link.py DEVICE_A DEVICE_B --mbit 200 --delay-ms 1 [--mtu 9000]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the benchmarks share: ranks as processes, statistics, the machine, tables, JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Between processes of one host: one all-reduce, and one SyncBatchNorm.
 
     python benchmarks/host_channel.py [--ranks 2 4] [--sizes KIB ...] [--output FOLDER]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Machine instructions of a step, counted by valgrind's callgrind: `overhead.py --instructions`.
 
 One process goes through all wrappers under valgrind. Instructions are counted only between begin()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The models that the benchmarks train, each with a batch for it.
 
 They are chosen for how gradients come: hundreds of small ones, a convolutional network's mix, a

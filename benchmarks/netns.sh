@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
 # Two hosts on one machine: two network namespaces joined by a rate-limited link, one rank in each, Gloo
 # across. Shows how much of the communication hides behind backward, against the size of the buckets
 # (--script ddp), or behind the next forward as well (--script overlapped_optimizer). With --ranks-per-host

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What a data-parallel wrapper costs by itself: world size 1, so nothing travels.
 
     python benchmarks/overhead.py

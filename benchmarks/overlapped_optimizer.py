@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Step time with the optimizer, side by side: OverlappedOptimizer and what waits in backward.
 
     python benchmarks/overlapped_optimizer.py                         # two ranks on this machine

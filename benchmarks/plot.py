@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draws what ddp.py or overlapped_optimizer.py wrote.
 
 `python benchmarks/plot.py results/ddp.json` writes results/ddp.png.

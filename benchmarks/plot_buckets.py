@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draws a sweep of bucket sizes by ddp.py: step time and overlap. Called by plot.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Puts the tables of benchmarks/results/*.json into docs/performance.md.
 
     python benchmarks/report.py

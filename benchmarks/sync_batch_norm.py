@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """SyncBatchNorm against torch.nn.BatchNorm2d and torch.nn.SyncBatchNorm.
 
 One process:      python benchmarks/sync_batch_norm.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 # FindLibtorch
 # ------------
 # Finds libtorch inside a PyTorch wheel or an unpacked libtorch archive, without torch's own

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 # FindNCCL
 # --------
 # Finds NCCL's header and library: in NCCL_ROOT (CMake or environment variable), in the nvidia-nccl

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 # Warnings and sanitizers for our own targets only; nothing here reaches a consumer or a parent.
 
 function(apex_compile_options target)

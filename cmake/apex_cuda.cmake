@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 # Decides whether the CUDA parts are built and says why. Sets APEX_WITH_CUDA and apex_cuda_reason.
 #
 # What is needed: a libtorch that was built for CUDA, and an nvcc of the same CUDA major version

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 # Install rules, the CMake package and the build-tree export. In a wheel the prefix is the package
 # folder, apex/, beside torch/ in site-packages. Everything here is in the install component apex_cpp,
 # so that the C++ package can be installed alone also from a build for Python.

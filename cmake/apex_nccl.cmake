@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 # Decides whether the NCCL backend of apex::distributed is built and says why. Sets APEX_WITH_NCCL,
 # apex_nccl_reason and apex_nccl_include_dirs. Included after apex_cuda.
 #

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 # What a static apex::parallel asks of the programs that link it. Included when APEX_BUILD_SHARED is off.
 if(CMAKE_VERSION VERSION_LESS 3.24)
   message(FATAL_ERROR

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 # What was found, what is on, and why something is off.
 if(apex_top_level)
   if(APEX_WITH_CUDA)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The names of NVIDIA's Apex and what became of them: writes compatibility_apex.md beside itself.
 
 `python docs/compatibility_apex.py` after a change of the table. A test walks the table and compares

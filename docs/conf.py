@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Sphinx configuration: pages in Markdown, reference from the docstrings.
 
 Needs torch, but not a built package: without apex._core the docstrings are read from the sources.

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
 # Run the static analysis: one line per tool says whether it passed.
 #
 #   scripts/analyze.sh [--all | --base REVISION] [--install] [TOOL...]

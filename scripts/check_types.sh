@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
 # Check the types of the Python package apex: mypy --strict, as pyproject.toml configures it.
 #
 # What a build adds to the sources (the stubs of apex._core, and _build_info.py) is taken from the apex that is installed

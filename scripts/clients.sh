@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
 # Run the tests of packages that call apex (timm, mmengine, ignite, Accelerate) against their released versions. They are
 # installed beside torch, into a folder of their own that nothing else uses, without their dependencies on torch; what is
 # installed already is used again. Needs the environment that scripts/test.sh makes.

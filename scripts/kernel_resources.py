@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Compile the CUDA kernels for every architecture that is shipped, and tabulate what they take.
 
     python scripts/kernel_resources.py                      print the page

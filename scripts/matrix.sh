@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
 # Build and test the package with several versions of torch, Python, the C++ compiler and the C++ standard, one row after
 # another, and write docs/compatibility.md from what was seen.
 #

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Keeps the results of scripts/matrix.sh and writes docs/compatibility.md from them.
 
 A result is one line of JSON. Of several results of one row the last counts.

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: BSD-3-Clause
 """Mutation testing: breaks the engine in some 200 places, one at a time, and asks the tests.
 
     pip install tree-sitter tree-sitter-cpp    # into .venv, which scripts/test.sh makes

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
 # Build and run the C++ unit tests under sanitizers, and say for each what came of it.
 #
 #   scripts/sanitize.sh [--tests FILTER] [--build-only] [PRESET...]

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
 # Build and run every GoogleTest and every pytest that this machine can, from nothing: makes a virtual
 # environment, installs torch and what building and testing need, builds the package once with its C++
 # tests and examples, and prints "N passed, N failed, N skipped" for both together as its last line.

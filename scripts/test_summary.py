@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Adds up the results of CTest, GoogleTest and pytest in a folder and prints them as one line.
 
 CTest has one entry per GoogleTest executable; where such an executable left its own results,

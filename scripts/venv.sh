@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 # shellcheck shell=bash
 # Functions to make a virtual environment with torch in it and to install this package there.
 # Source this file from bash; it runs nothing by itself.

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
 # Builds, tests and measures everything on a machine with a CUDA GPU and without network, in under nine
 # minutes: C++ and Python tests (CPU, CUDA, NCCL with several ranks on one GPU) and every benchmark.
 # A phase that fails does not stop the ones after it; the last thing printed is a table of all phases.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "interruption.h"
 
 #include <apex/interruption.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Train a float16 network with FP16_Optimizer and Apex's DistributedDataParallel.
 
     python main.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Where main.py's images come from: folders, as ImageNet has them, or made up."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Train a ResNet on ImageNet, or on made-up images, in mixed precision on one GPU or many.
 
 python main.py --synthetic 1000

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """ResNet-18, -34 and -50: He et al., "Deep Residual Learning for Image Recognition", 2015, table 1.
 
 For machines without torchvision, whose networks main.py uses where it is installed.

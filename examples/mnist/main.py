@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Train a small network on handwritten digits, on one process or on many.
 
 Start it in any of these ways:

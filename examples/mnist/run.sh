@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
 # Train the digits example on a fresh machine: make a virtual environment, install torch and this
 # package into it, train on two ranks (on one per GPU where there are several) and print the
 # result. What is there already is used again. Arguments are passed on to main.py.

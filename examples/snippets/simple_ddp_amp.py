@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The smallest script with both halves of Apex: mixed precision and distributed training.
 
     python simple_ddp_amp.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A network with ordinary batch norm, converted to synchronized batch norm and trained.
 
     python syncbn_convert.py

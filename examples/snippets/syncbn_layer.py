@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A synchronized batch norm as a layer of its own, compared with torch's on the whole batch.
 
     python syncbn_layer.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Train on handwritten digits in processes that the script itself starts with `mp.spawn`.
 
     python main.py                                       one machine: a process per GPU, else one

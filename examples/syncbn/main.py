@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Train a small CNN on handwritten digits with synchronized batch norm.
 
     python main.py                                   # one process

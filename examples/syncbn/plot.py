@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """When synchronized batch norm matters: accuracy against batch size per rank.
 
     python plot.py --ranks 4 --batches 2 4 8 16

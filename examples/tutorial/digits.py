@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The data of the tutorial: MNIST where it can be had, else scikit-learn's digits in its size."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Step 2 of the tutorial: the same training on many processes, one per GPU."""
 
 import argparse

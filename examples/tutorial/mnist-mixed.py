@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Step 3 of the tutorial: many processes, and mixed precision with Apex."""
 
 import argparse

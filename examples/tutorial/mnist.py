@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Step 1 of the tutorial: train on one process."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The functions of Apex's extension module ``amp_C`` that scripts call themselves.
 
 On torch's foreach operators, on every device; see ``apex/multi_tensor_apply/_operations.py``. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Data-parallel and mixed-precision training for PyTorch.
 
 ``apex.parallel``, ``apex.amp`` and ``apex.fp16_utils`` with the interfaces that scripts written for

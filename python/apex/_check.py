@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What has to be true of an installation before the extension module is loaded.
 
 A module built against another torch fails with an undefined symbol, or later; these checks turn

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``python -m apex.cmake_dir`` prints the prefix of the C++ package, for ``-Dapex_ROOT=...``."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "output_tensors.h"
 
 #include <torch/csrc/autograd/python_variable.h>

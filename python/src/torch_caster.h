@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// Conversion of at::Tensor between Python and C++ that keeps identity: the same TensorImpl, hence

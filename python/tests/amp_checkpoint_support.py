@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Shared by the tests of checkpoints: a small model with amp, its training, and a file."""
 
 from __future__ import annotations

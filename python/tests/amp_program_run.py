@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One random program of training with amp: what is run, and what it is compared with.
 
 A program is a level, an optimizer, a wrapper and some iterations. It runs twice: with and without

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Random programs of training with amp: drawing, running many, shrinking.
 
 ``python python/tests/amp_programs.py --seeds 0:3000`` runs a range, prints the seed of each failure

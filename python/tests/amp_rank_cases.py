@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Random training with apex.amp over several ranks, each with a seed of its own.
 
 A case is a level, an optimizer, a wrapper, SyncBatchNorm or not, an averaged copy or not, and a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How a program of batch_norm_programs.py runs on one rank, and what it is compared with."""
 
 from __future__ import annotations

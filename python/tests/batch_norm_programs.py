@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Random batch-norm programs: a SyncBatchNorm that is trained and evaluated for some steps on one
 or several ranks, against one process in float64, and on one rank against torch's batch norm.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Fixtures shared by the tests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Shared by the tests of uneven inputs: models, batches, and the same steps in one process."""
 
 from __future__ import annotations

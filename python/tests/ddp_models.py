@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Small models with what makes gradients different: sharing, layouts, dtypes, sparsity."""
 
 from __future__ import annotations

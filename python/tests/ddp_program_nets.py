@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Models of the random programs: small blocks with what makes gradients differ or share memory.
 
 A net runs on one rank, or, for the reference, in lockstep: every rank's copy after the other, block

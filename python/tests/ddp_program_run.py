@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What a random program is, and how ranks run it and check each step against float64.
 
 A program is a list of operations on up to three models and their wrappers, the same on all ranks

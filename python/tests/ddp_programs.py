@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Random programs over several models, wrappers and optimizers: drawing, running many, shrinking.
 
 ``python python/tests/ddp_programs.py --seeds 0:5000`` runs a range, prints the seed of each failure

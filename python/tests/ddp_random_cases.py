@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Random training programs: what a seed means, how ranks run it, and what float64 says it yields.
 
 A case is drawn from its seed alone: a graph of small layers (shared, checkpointed, of several

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Training steps of a small model, and their mean over the ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ranks as processes that are started once and serve many cases, and what the tests compare with.
 
 A test runs a module-level function ``body(rank, world, *args)`` on several ranks::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """LAMB, NovoGrad and Adam as their papers have them, parameter by parameter, in NumPy's float64.
 
 With the options that NVIDIA's implementations add. Deliberately slow and literal.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Several hosts on one machine: ranks in namespaces of processes, which cannot see each other.
 
 A test runs a module-level function ``body(rank, world, *args)``::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Training scripts in miniature, in the order of calls of NVIDIA's DeepLearningExamples.
 
 SSD, BERT pretraining, Tacotron2 and ResNet-50: what they import, how they set up and what they do

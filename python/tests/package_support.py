@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The C++ programs that some tests run, and cmake for those that build some."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the generators of random programs share: many are run, and those that fail made smaller."""
 
 from __future__ import annotations

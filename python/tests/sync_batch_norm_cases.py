@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Random cases of SyncBatchNorm on several ranks, against float64 batch norm on the whole batch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Shared by the tests of SyncBatchNorm: an obvious float64 reference, and ranks as processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The thin aliases onto torch's own implementations."""
 
 from __future__ import annotations

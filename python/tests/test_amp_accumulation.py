@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Gradients of several scale_loss contexts, with data-parallel wrappers that wait or do not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """amp_C, apex_C and multi_tensor_applier against plain loops."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Level O1's cache of cast parameters: one cast per iteration, and never a stale one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Level O1: which type each class of functions runs in, and switching it off."""
 
 from __future__ import annotations

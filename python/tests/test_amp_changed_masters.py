@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Master weights that somebody else than the optimizer's step changes: SAM, clamps, restores."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Checkpoints: a resumed run equals, bit for bit, one that never stopped."""
 
 from __future__ import annotations

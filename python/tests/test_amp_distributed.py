@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Several ranks: an overflow on one of them skips the step on all."""
 
 from __future__ import annotations

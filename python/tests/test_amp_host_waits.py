@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How often an iteration makes the host wait for the device, and who decides to skip a step.
 
 Everything that brings a value to the host (``item``, ``bool``, ``float``, also inside C++) is one

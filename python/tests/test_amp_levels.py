@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """amp.initialize: levels and overrides, argument shapes, errors, and what happens to the model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Master weights on several ranks: the same everywhere, however the parameters became the same."""
 
 from __future__ import annotations

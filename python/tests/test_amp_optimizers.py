@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Optimizers under amp: several of everything, overflow, delays, masters, new groups."""
 
 from __future__ import annotations

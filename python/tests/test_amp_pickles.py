@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Optimizers that amp has not seen yet: made after initialize and loaded, or unpickled."""
 
 from __future__ import annotations

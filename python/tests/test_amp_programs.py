@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Random programs of training with amp against float64 and against themselves. For thousands:
 ``python python/tests/amp_programs.py --seeds 0:3000``."""
 

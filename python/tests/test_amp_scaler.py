@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The loss scaler's Python face: policy, attributes, limits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A second amp.initialize, of another model, does not change how the first model trains."""
 
 from __future__ import annotations

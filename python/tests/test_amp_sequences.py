@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What a script does with gradients, in any order, has the effect that it has without amp.
 
 Contexts, discarded batches, steps without a new backward, bodies that raise, gradients set to zero

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Training a small convolutional network on the digits: every level follows float32."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Random batch-norm programs against one process in float64 and torch's batch norm. For thousands:
 ``python python/tests/batch_norm_programs.py --seeds 0:3000``."""
 

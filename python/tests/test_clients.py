@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Released packages that call apex: scripts/clients.sh installs them and runs this file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Walks the table of Apex's names behind docs/compatibility_apex.md."""
 
 from __future__ import annotations

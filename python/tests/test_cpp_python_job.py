@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A C++ program and a Python program are ranks of one job and train the same model."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """DistributedDataParallel on CUDA in one process: what it launches; the host never waits."""
 
 from __future__ import annotations

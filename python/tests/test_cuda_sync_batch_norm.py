@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """SyncBatchNorm on CUDA in one process: what it launches, and that the host never waits.
 
 Its results there are tested beside the CPU's, in test_sync_batch_norm.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Gradient accumulation: no_sync(), disable_allreduce(), and what the next step takes along."""
 
 from __future__ import annotations

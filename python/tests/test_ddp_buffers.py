@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """broadcast_buffers: coalesced, and without breaking two forwards before a backward."""
 
 from __future__ import annotations

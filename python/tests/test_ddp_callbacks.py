@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Bucket callbacks, built-in communication hooks, the non-finite check, and ranks in different
 steps."""
 

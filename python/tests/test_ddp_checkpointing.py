@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Activation checkpointing, reentrant and not, inside DistributedDataParallel."""
 
 from __future__ import annotations

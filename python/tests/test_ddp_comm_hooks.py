@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Communication hooks written in Python: what they see of a bucket, and what they may return."""
 
 from __future__ import annotations

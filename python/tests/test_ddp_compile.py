@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torch.compile: graphs that are split by bucket, so that compiled backwards overlap with
 all-reduces."""
 

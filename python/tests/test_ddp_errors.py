@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What DistributedDataParallel says when it cannot do its work, and that it never hangs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How a script ends: Gloo's threads must be gone before the process runs its static destructors,
 whether or not the script destroys its process group (scripts written for NVIDIA's Apex never
 do)."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torch.func.functional_call() on a wrapper: the caller's tensors are used, and left alone."""
 
 from __future__ import annotations

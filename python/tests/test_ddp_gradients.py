@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Gradients of DistributedDataParallel against the same model on the concatenated batch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Optimizers that torch steps inside backward, so before gradients are averaged, are refused."""
 
 from __future__ import annotations

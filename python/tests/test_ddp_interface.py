@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The wrapper as scripts see it: state, copies, optimizers, compilers, hooks; Reducer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Uneven inputs: join() with gradients, buffers, SyncBatchNorm, scalers, accumulation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Uneven inputs under torch.distributed.algorithms.join.Join, alone and beside a sharded
 optimizer."""
 

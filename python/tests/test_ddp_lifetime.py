@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Wrappers that something refers to in a circle are freed, and what they hold with them."""
 
 from __future__ import annotations

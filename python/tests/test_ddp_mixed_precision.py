@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """mixed_precision: what forward and its recomputation see, buffers, and inputs of any form."""
 
 from __future__ import annotations

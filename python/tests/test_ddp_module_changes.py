@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Modules that change after they were wrapped: what is a change, what is none, what is refused."""
 
 from __future__ import annotations

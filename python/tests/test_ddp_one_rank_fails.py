@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One rank's backward fails when all its messages are on their way: it still takes part in what the
 others go on to agree on, and every later backward is right.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """DistributedDataParallel with modules that return anything, and take any argument."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """record_overlap() and overlap_report(): orders and counts, no durations."""
 
 from __future__ import annotations

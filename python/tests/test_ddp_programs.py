@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Random programs over several wrappers and optimizers against one process in float64; random
 training with amp. For thousands: ``python python/tests/ddp_programs.py --seeds 0:5000``."""
 

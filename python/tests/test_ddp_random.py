@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Random training programs against one process in float64.
 
 For hours: ``python python/tests/test_ddp_random.py --seconds 3600``; one case again:

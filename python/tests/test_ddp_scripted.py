@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Modules compiled by torch.jit, whole or in part; and lazy ones, which are refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Several wrappers, groups and users of a group at once.
 
 The oracles: the average over ranks in one process in float64, ranks that are equal bit for bit with

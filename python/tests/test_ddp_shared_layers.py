@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Layers that several wrappers know, used by ranks in different ways.
 
 The oracles: the average over ranks in one process in float64, and the time limit of the pool. Ranks

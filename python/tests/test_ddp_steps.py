@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ranks that are out of step: every rank raises in the first step in which they are, by default.
 
 The oracle is what was done to rank 1: the error names it and its deed, on every rank."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Names of torch's DistributedDataParallel that libraries use, beside its documented ones."""
 
 from __future__ import annotations

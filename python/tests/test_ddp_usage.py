@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What training programs do with DistributedDataParallel: skip, freeze, replace, accumulate."""
 
 from __future__ import annotations

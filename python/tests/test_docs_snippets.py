@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The Python code in the guides runs as it is printed."""
 
 from __future__ import annotations

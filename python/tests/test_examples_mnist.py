@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """examples/mnist/main.py under each launcher: what its README promises."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The scripts of these folders run: on one process, on two CPU ranks, and say what is missing.
 
 examples/ has more; the others have tests of their own.

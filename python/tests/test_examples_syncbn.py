@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """examples/syncbn: trained on 2 and 4 ranks, a CNN follows the one-process curve."""
 
 from __future__ import annotations

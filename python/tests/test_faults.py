@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A rank ends or is stopped in the middle of things.
 
 The oracles: every survivor raises within the pool's limit, its error names the operation and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """apex.fp16_utils: casting networks, parameter lists, the scalers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """FP16_Optimizer against float32 training."""
 
 from __future__ import annotations

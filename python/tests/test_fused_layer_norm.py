@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """apex.normalization's functions against float64 and torch."""
 
 from __future__ import annotations

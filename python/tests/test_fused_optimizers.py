@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """FusedLAMB, FusedNovoGrad, FusedAdagrad, and FusedAdam's own settings, against their papers."""
 
 from __future__ import annotations

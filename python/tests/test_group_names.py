@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Process groups that c10d does not know by their names, or not under their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Processes of one host share memory: which way a bucket takes, what happens where they can't, and
 what is left behind.
 

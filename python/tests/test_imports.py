@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Modules of the package import downwards, without a circle.
 
 The graph is read from the sources. Imports within functions count like those at the top of a

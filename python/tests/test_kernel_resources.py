@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """docs/kernels.md: of the present kernels, for all architectures, and within limits.
 
 The page is written by scripts/kernel_resources.py, which compiles the kernels for every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """LARC against an obvious float64 reference, and as an Optimizer among others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """python -m apex.parallel.multiproc: what it starts, what scripts are given, and how a job ends."""
 
 from __future__ import annotations

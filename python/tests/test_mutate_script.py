@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """scripts/mutate.py: what it makes of a source, and which mutants it draws."""
 
 from __future__ import annotations

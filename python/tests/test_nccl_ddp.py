@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """DistributedDataParallel over NCCL with two ranks on one GPU, against one process in float64."""
 
 from __future__ import annotations

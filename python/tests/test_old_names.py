@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Names that scripts for Apex import, pass as keywords or reach into, and what they do."""
 
 from __future__ import annotations

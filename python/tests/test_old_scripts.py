@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Miniatures of public training scripts train as they did: see old_scripts.py."""
 
 from __future__ import annotations

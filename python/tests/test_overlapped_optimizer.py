@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """OverlappedOptimizer: updates made in the next forward, the same bit for bit as those made at
 once."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What an installation that cannot work says at import: apex._check."""
 
 import importlib.metadata

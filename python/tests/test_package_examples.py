@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The C++ examples as users start them: torchrun --no-python."""
 
 import os

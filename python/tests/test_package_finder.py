@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """cmake/FindLibtorch.cmake and the configure summary, with torch packages of every kind.
 
 Most of them are folders of empty files: configuring looks at names and versions, and compiles

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The C++ guide, docs/cpp.md, followed from an empty folder: one process, two, two nodes."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The stubs of apex._core: there, complete, and fit for a type checker."""
 
 import ast

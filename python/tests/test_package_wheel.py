@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The C++ package inside the installed Python package: find_package(apex) from a wheel."""
 
 import importlib.metadata

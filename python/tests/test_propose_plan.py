@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Plans proposed from recorded times, and plans that are loaded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ranks that are all there, but do different things: no abort, no hang, no silence.
 
 The oracle: in each case every rank either raises within the pool's limit, with an error that says

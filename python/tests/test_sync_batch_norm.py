@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """SyncBatchNorm in one process: plain batch norm in every mode, layout and dtype."""
 
 from __future__ import annotations

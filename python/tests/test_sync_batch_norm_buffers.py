@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Counters, running statistics and parameters of every type and stride: as torch's batch norm."""
 
 from __future__ import annotations

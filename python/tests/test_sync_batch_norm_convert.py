@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """convert_syncbn_model and revert_syncbn_model lose nothing and flatten nothing."""
 
 from __future__ import annotations

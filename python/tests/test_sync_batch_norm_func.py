@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Transforms of torch.func and forward-mode derivatives: what torch's batch norm can do on one
 rank, and a refusal that names the way that works on several."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torch.ops.apex.* are public: what does not fit is refused before anything is read or sent, by the
 fake implementations, too."""
 

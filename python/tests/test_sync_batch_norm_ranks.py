@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """SyncBatchNorm on several ranks against one-process float64 batch norm on the whole batch."""
 
 from __future__ import annotations

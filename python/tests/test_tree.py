@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The walker over what modules take and return: containers keep their class, cycles end."""
 
 from __future__ import annotations

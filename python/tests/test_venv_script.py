@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """scripts/venv.sh: what it refuses, and when it builds the package again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Scripts in processes that have imported torch already: the import takes longer than most of them.
 
 What ends a process, destructors of statics and functions registered with ``atexit``, does not run.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What is mutated, how much of it, and which tests are asked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Mutants of C++: found in tree-sitter's syntax tree, all compiled in, each behind its number."""
 
 from __future__ import annotations

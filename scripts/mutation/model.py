@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A mutant, and which ones are drawn."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Mutants of Python: found and switched in the syntax tree of `ast`."""
 
 from __future__ import annotations

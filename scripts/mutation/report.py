@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the campaign found, as text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which tests reach which mutants, and what they say of one that is switched on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A copy of the sources with all mutants in it, its C++ build, and a package apex to import."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Trains a small network on handwritten digits, on one process or on many:
 //
 //     ./mnist

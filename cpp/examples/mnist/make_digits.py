@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Write digits.bin: scikit-learn's 1,797 handwritten digits, for programs without Python.
 
 One record of 65 bytes per image: 8x8 pixels of 0..16, row by row, then the digit. The first 1,437

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // ResNet-50 on synthetic images of ImageNet's shape, with batch norm over all ranks: what a step
 // costs, and where to start for a program of your own.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include <apex/amp/loss_scaler.h>
 
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include <apex/parallel/sync_batch_norm.h>
 
 #include <ATen/ops/empty.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Autograd of torch.ops.apex.*: each operator is a node whose backward calls an operator again, so
 // that derivatives of any order, tracing and fake tensors work without special cases.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Converting C++ modules to SyncBatchNorm and back.
 
 #include <apex/error.h>

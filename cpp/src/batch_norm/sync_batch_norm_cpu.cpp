@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The batch-norm operators on the CPU: splits the work over threads, does what is per channel, and
 // talks to the other ranks once per direction.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The batch-norm operators on CUDA: two launches and at most one collective per direction, all on
 // the current stream; the host never waits.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The second derivative of synchronized batch norm.
 //
 // Per channel, with M values over all ranks, xhat = (x - mean) * r, g = weight * dy (behind the

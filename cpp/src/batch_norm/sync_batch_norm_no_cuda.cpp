@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Takes the place of sync_batch_norm_cuda.cpp where the CUDA parts are not built: a CUDA tensor
 // meets one clear sentence instead of the dispatcher's list of backends.
 

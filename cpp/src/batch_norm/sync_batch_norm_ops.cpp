@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Schemas of torch.ops.apex.*, the calls to them, their fake (Meta) kernels, and the one operator
 // that is the same on every device.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Batch norm under torch.func's transforms (vmap, grad, jvp, ...) and in forward-mode
 // differentiation: written with torch's own operators, which have the rules for these. Slower than
 // the kernels, and on one rank alone.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "comm/bounded_call.h"
 
 #include <condition_variable>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// Calls that may block without a deadline of their own: those of a store whose process is stopped.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// All-reduces between processes of several hosts: inside each host over memory, between the hosts

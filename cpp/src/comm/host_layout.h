@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// Which rank of a group is where, and who sums what, if the ranks are on several hosts. Pure.

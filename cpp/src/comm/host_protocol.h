@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// What the processes of a HostChannel write for each other, and what a rank keeps of a collective

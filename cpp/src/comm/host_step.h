@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 // The steps of a protocol between processes of one host, named where they have been done: tests

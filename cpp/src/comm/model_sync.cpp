@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include <apex/parallel/model_sync.h>
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include <apex/distributed/collectives.h>
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Libtorch exports its Gloo backend, but plain wheels ship none of Gloo's headers. Where they are
 // missing, gloo_standin/ declares the few names that ProcessGroupGloo.hpp mentions. Objects of
 // those types are made, used and destroyed inside libtorch alone; here they are only behind

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include <apex/distributed/launch_environment.h>
 
 #include <cctype>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include <c10/cuda/CUDAFunctions.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include <distributed/rendezvous.h>
 
 #include <unistd.h>

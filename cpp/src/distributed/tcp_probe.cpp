@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include <distributed/tcp_probe.h>
 
 #include <netdb.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The launches of batch_norm_cuda.h.
 
 #include <cuda_runtime.h>

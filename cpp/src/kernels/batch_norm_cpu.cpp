@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "batch_norm_cpu.h"
 
 #include <ATen/Version.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The CPU kernels for one instruction set. The build gives this file its compiler flags; at::vec
 // asks for the two macros.
 #define CPU_CAPABILITY AVX2

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// Marks arithmetic that the CPU kernels, the CUDA kernels and the host's unit tests share.

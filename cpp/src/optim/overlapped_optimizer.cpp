@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include <apex/parallel/overlapped_optimizer.h>
 
 #include <exception>

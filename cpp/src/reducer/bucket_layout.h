@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// Where the gradients of a bucket lie in its message. Pure: no tensors.

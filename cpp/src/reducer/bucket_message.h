@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// The gradients of one bucket, gathered into a message and handed out again. Knows nothing of

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// What happens to a bucket in a backward, step by step; each on the thread that changes the

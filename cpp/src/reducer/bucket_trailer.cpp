@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/bucket_trailer.h"
 
 #include <ATen/Dispatch.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include <apex/parallel/comm_hook.h>
 
 #include <typeinfo>

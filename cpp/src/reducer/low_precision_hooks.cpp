@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include <sstream>
 #include <string>
 #include <unordered_map>

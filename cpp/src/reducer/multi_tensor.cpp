@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/multi_tensor.h"
 
 #include <cstring>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/overlap_recorder.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include <apex/parallel/overlap_report.h>
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/parameter_owner.h"
 
 #include <mutex>

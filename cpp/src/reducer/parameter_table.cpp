@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/parameter_table.h"
 
 #include <algorithm>

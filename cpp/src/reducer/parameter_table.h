@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// The parameters of a reducer: names, tensors, and the hooks on their gradients.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// A plan: which gradients travel together, in which order, and how each bucket is reduced.

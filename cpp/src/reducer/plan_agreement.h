@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// How ranks come to the same plan: each tells what it has recorded, all read the same table.

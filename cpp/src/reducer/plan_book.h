@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// The plan in force, and those that were in force for other sets of trainable parameters.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// What a rank has recorded in a backward, to make a plan from. Pure.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// The inside of Reducer: what autograd calls, what its user calls between backwards, and how the

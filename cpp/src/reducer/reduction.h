@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// How one bucket becomes its sum: the interface that the reducer knows, and the built-in answers,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// What ranks tell each other about the step that they are in, and what follows from it.

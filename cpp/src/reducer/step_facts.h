@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// What each rank tells the others about the step that it is in, so that a rank that is out of step

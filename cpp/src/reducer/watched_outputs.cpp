@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/watched_outputs.h"
 
 #include <algorithm>

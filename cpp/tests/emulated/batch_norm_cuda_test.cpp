@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The CUDA kernels of batch norm, every block and thread of them, on the host: a step of several
 // ranks against float64, whatever the sizes, types, layouts, alignments and orders of threads.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "kernels/batch_norm_device.cuh"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "support/cuda_emulator/cuda_emulator.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 # Configures, builds and runs a consumer project from nothing. Run with cmake -P; needs
 #   SOURCE, BINARY   its folders; BINARY is emptied first
 #   GENERATOR        of the consumer

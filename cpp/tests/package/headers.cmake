@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 # Compiles every public header alone, without code generation. Run with cmake -P; needs INCLUDE,
 # SOURCES, CXX, STANDARD, TORCH and BINARY. Left out are the umbrella, which programs of other tests
 # include, and headers that the source of the same name includes before anything else: building the

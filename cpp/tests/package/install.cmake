@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 # Installs the C++ package of a build tree to STAGING and moves it to PREFIX. Run with cmake -P; needs
 # BUILD, CONFIG, STAGING and PREFIX.
 file(REMOVE_RECURSE "${STAGING}" "${PREFIX}")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 # Builds and runs SOURCE with what pkg-config says of the package in PREFIX. Run with cmake -P; needs
 # PKG_CONFIG, CXX, PREFIX, SOURCE, BINARY and EXPECT; PKG_CONFIG_OPTION is one more for pkg-config.
 file(GLOB_RECURSE pc "${PREFIX}/*/apex.pc")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 # Fails if anything under cpp/ includes Python or a binding library, or if the built library links or
 # uses one. Run with cmake -P; needs SOURCE_DIR, LIBRARY, READELF and NM.
 

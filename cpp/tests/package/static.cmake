@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 # A tree configured for the static library, its archive taken from ARCHIVE instead of compiled; installed
 # from there, found by a consumer and by pkg-config. The program has to hold the operators, which only
 # static initializers mention, and must not need a shared apex. Run with cmake -P; needs SOURCE, CONSUME,

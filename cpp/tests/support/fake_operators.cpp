@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include <support/fake_device.h>
 
 #include <support/fake_capture.h>

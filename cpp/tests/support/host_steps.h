@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// Defines APEX_HOST_STEP for sources of the engine that are included behind this header.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include <support/processes.h>
 
 #include <arpa/inet.h>

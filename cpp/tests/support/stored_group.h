@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 /// Ranks of one process that share a store and call no collective: what they tell each other there.

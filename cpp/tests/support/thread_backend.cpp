@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include <support/thread_backend.h>
 
 #include <ATen/ATen.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include <support/thread_backend_control.h>
 
 #include <c10/util/Exception.h>

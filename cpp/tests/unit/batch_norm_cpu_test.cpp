@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The CPU kernels of every instruction set that this machine has, against a wider type.
 //
 // Inputs are new in every run; a failure prints the seed, and APEX_TEST_SEED repeats it.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Walks every block and thread of the CUDA kernels' plans on the host: each element is visited
 // exactly once, whatever the sizes and alignments.
 

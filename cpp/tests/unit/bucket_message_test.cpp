@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Oracles: gradients in float64, computed apart from the message; the very bits, or the address,
 // where a gradient has to stay as it is. Ranks are messages whose tensors the test adds up.
 

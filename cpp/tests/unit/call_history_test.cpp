@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Ranks as histories that share a store.
 
 #include "comm/call_history.h"

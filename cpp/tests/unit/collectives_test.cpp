@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Oracle: what the test lets each rank do. Ranks share a store, or are threads over a backend of
 // the tests. Works end when the test ends them: by what is called during a wait, so that none of
 // them waits for a clock.

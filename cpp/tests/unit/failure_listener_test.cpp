@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Ranks share a store. What happens on the listener's thread is awaited, up to a minute.
 
 #include "comm/failure_listener.h"

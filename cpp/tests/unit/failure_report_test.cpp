@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Ranks are threads that share a store. The oracle is what the test itself lets each of them do.
 
 #include "comm/failure_report.h"

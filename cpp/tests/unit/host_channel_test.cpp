@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "comm/host_channel.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Ranks are threads. Oracles: the root's bytes, as copied before; sums in float64; the first thing
 // that the test has made different.
 

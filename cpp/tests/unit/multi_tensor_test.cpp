@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Oracle: the source in float64 times the scale; the very bits where nothing is converted.
 
 #include "reducer/multi_tensor.h"

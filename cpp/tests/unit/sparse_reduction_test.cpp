@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Ranks are threads. Oracle: the dense sum in float64 of what each rank puts in.
 
 #include <memory>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The C++ door: functional calls, module and conversion, with ranks as threads.
 
 #include <apex/error.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "kernels/welford.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Low-precision types, casting modules to them, and parameters of one type."""
 
 from __future__ import annotations

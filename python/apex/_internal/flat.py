@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Lists of tensors as one flat tensor, and back: Apex's ``apex_C``."""
 
 from __future__ import annotations

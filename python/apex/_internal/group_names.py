@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How process groups of Python become those of the engine."""
 
 from __future__ import annotations

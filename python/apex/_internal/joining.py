@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The join() in force in this process, for those with collectives of their own.
 
 Ranks that have run out of data follow the collectives that the others announce here.

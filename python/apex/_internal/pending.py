@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Gradients and updates that are still on their way, for code that needs them to be there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Bases of what ``amp.initialize`` refuses, which are defined above ``apex.amp``."""
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tensors in nested containers: finding them, and putting others in their place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Mixed-precision training with the interface of NVIDIA Apex's ``amp``.
 
 Typical use::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The state shared by the modules of :mod:`apex.amp`.
 
 Scripts written for Apex read and write some of these attributes directly (``loss_scalers``,

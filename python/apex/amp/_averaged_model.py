@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``torch.optim.swa_utils.AveragedModel`` averages the float32 values of models at O2.
 
 It averages ``parameters()`` in their own type, where the small steps of an average are lost. So its

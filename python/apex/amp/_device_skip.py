@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Skipping a step on the device, so that the host need not know whether it happens.
 
 Two kinds of optimizers allow it, on accelerators. torch's fused ones take the overflow flag as a

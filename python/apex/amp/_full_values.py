@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """float32 values of parameters whose storage was cast to a low-precision type.
 
 Note [One value, two precisions]

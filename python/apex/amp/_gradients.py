@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Multi-tensor operations on lists of gradients, dense and sparse."""
 
 from __future__ import annotations

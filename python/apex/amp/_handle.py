@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The handle of level O1: casts on or off."""
 
 from __future__ import annotations

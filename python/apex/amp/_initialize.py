@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The work behind :func:`apex.amp.initialize`: checks, model casts, optimizers, scalers."""
 
 from __future__ import annotations

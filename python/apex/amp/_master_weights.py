@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The float32 master weights of one optimizer's low-precision parameters."""
 
 from __future__ import annotations

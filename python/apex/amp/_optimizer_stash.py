@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What amp knows of one optimizer: its master weights, its gradients, whether to skip."""
 
 from __future__ import annotations

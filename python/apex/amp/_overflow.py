@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The decision to skip a step after a gradient overflow."""
 
 from __future__ import annotations

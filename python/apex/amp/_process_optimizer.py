@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The methods that amp hooks on an optimizer."""
 
 from __future__ import annotations

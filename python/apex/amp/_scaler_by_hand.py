@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What scripts do with a loss scaler themselves, in the place of ``scale_loss``."""
 
 from __future__ import annotations

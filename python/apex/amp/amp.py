@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Functions the user names to run in a given type, and :func:`init`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The cache of cast parameters."""
 
 from __future__ import annotations

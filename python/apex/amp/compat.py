@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Questions about tensors that scripts for early versions of torch ask."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """:func:`initialize`, its optimization levels, and the state dict of the loss scalers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Apex's module of this name."""
 
 from ._handle import AmpHandle, NoOpHandle, disable_casts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Wrappers that cast arguments, and a registry that installs and removes them.
 
 Note [Autocast is the switch]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Names of Apex's support for recurrent modules, which level O1 casts without it here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Loss scaling: multiply the loss, divide the gradients, and adapt the factor to overflows.
 
 The work is done by ``apex::amp::LossScaler`` in C++; this class adds the names scripts use.

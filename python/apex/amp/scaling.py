@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """:func:`scale_loss`: the context around a backward pass."""
 
 from __future__ import annotations

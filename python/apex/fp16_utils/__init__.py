@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tools for mixed precision by hand, with the interface of NVIDIA Apex's ``fp16_utils``."""
 
 from .fp16_optimizer import FP16_Optimizer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """An optimizer wrapper with float32 masters and loss scaling, driven by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Casting networks, and copying between low-precision parameters and float32 masters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The loss scalers of scripts that scale by hand; :mod:`apex.amp` has its own."""
 
 from __future__ import annotations

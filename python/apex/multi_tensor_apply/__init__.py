@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``multi_tensor_applier``, for scripts that import it beside :mod:`apex.amp` or ``amp_C``.
 
 It calls the operations of ``amp_C``, which are torch's ``torch._foreach_*`` here. ``available`` is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Apex's multi-tensor kernels that scripts call themselves, on torch's foreach operators.
 
 Every function takes `chunk_size`, which is ignored, `overflow_buf`, a tensor of one integer or

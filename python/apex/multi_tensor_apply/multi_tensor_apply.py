@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Calls an operation on lists of tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The functions behind Apex's fused normalizations, on torch's own."""
 
 from __future__ import annotations

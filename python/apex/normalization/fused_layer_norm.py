@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Layer normalization and root-mean-square normalization."""
 
 from __future__ import annotations

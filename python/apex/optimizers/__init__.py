@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Apex's fused optimizers.
 
 FusedAdam and FusedSGD are torch's own fused ones; FusedLAMB, FusedNovoGrad and FusedAdagrad are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which of torch's implementations an alias can use."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the optimizers that torch does not have share: float32 arithmetic on lists of tensors.
 
 Apex's kernels read parameters, gradients and state of any precision and compute in float32. Here

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Names of Apex's optimizer packages that are not here, and what to use."""
 
 from __future__ import annotations

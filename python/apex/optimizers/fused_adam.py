@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Adam and AdamW."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """NovoGrad."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """SGD with momentum."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """LARC: layer-wise adaptive rate control around any optimizer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Data-parallel training: gradients averaged over processes while backward is still running.
 
 ``LARC`` and ``multiproc`` are modules, as in NVIDIA's Apex: ``from apex.parallel.LARC import

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``broadcast_buffers``: one rank's buffers for all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Communication hooks written in Python, with PyTorch's signature."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What torch.compile is told by the wrapper: where to split a graph, so that its backward is
 split, too.
 

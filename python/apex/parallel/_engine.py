@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The engine of a DistributedDataParallel: made of its options, and again when its module has
 changed."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Process groups: finding them, naming them for the engine, and ending them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What a script hangs into the reduction of a DistributedDataParallel."""
 
 from __future__ import annotations

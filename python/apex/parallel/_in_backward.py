@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Optimizers that torch steps inside backward, which would be before the average."""
 
 from __future__ import annotations

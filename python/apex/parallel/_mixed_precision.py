@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``DistributedDataParallel(mixed_precision=...)``: forward in a narrow dtype, parameters in their
 own."""
 

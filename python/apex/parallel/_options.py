@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The constructor arguments of DistributedDataParallel: what they mean, and which exclude each
 other."""
 

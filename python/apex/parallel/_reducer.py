@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Averaging on demand: Reducer and flat_dist_call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tells the engine of optimizers' steps, by a hook that torch calls for every optimizer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Lists of tensors, split by type: names of Apex's ``distributed`` module that scripts use."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Names that torch's DistributedDataParallel has for libraries, beside its documented ones."""
 
 from __future__ import annotations

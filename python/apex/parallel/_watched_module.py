@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Whether a wrapped module still has the parameters that its engine was made for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What optimizers around another optimizer share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """DistributedDataParallel and Reducer, the Python side of the gradient reducer."""
 
 from __future__ import annotations

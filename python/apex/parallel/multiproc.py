@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Start a training script once per GPU, or once per core where there is no GPU.
 
     python -m apex.parallel.multiproc [options] main.py [arguments of main.py]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What communication of a backward was hidden behind computation, and what was not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """OverlappedOptimizer: the end of a step's communication hidden under the next step's forward."""
 
 from __future__ import annotations

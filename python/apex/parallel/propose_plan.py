@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Proposes buckets from the times of a recorded backward.
 
     python -m apex.parallel.propose_plan report.json > plan.json

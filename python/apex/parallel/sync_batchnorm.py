@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Batch norm whose statistics are those of all ranks."""
 
 from __future__ import annotations

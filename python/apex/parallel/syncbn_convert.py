@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Turning the batch norms of a model into synchronized ones, and back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The process groups that synchronized batch norm talks over."""
 
 from __future__ import annotations

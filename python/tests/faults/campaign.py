@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Injects faults into one rank of small training programs, and judges what the others do.
 
     python python/tests/faults/campaign.py                    # everything: writes docs/faults.md

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ends many small jobs without destroy_process_group(), under load: each has to end with 0.
 
     python python/tests/faults/exits.py --runs 500

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ranks on hosts of their own: network namespaces on this one."""
 
 from __future__ import annotations

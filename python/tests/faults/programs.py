@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Small training programs with named moments at which a fault may be injected.
 
 A program prepares a model and returns what one step does. It calls ``run.at(moment)`` where a fault

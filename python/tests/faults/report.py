@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The results as a page of the documentation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A short form of the campaign, without the faults that need hosts of their own."""
 
 from __future__ import annotations

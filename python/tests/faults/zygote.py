@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Forks the ranks of the campaign from a process that has imported everything once.
 
 Reads one case a line (JSON) from standard input, forks its rank, and writes ``{"started": id,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Imported by mutated modules, and a plugin of pytest: what apex_mutant.h and listener.cpp do."""
 
 import mmap

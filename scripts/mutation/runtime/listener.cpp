@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Linked into the GoogleTest programs: writes, for each test, how long it took and which mutants it
 // reached.
 

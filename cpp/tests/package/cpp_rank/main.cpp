@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // One rank of a job whose other ranks may be Python programs (python/tests/test_cpp_python_job.py):
 // trains a small model for a few steps with the optimizer named in the second argument, sgd or
 // larc, and writes its parameters, as raw float32, to the file named in the first.

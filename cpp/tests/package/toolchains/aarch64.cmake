@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
 set(CMAKE_CXX_COMPILER clang++)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The launches of batch_norm_cuda.h on the fake device: the emulator computes them, and the device
 // is told of the memory they use, in the stream they are put into.
 

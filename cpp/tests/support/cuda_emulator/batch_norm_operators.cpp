@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The CUDA operators of batch norm, registered for the fake device. Their headers come first, so
 // that the name of the dispatch key is replaced in that one file only.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which functions run in which type at level O1.
 
 Names are looked up in three namespaces, ``torch``, ``torch.nn.functional`` and ``Tensor``; one that

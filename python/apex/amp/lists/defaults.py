@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which functions run in which type at level O1, unless a script changes the lists."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Functions of ``torch.nn.functional`` at level O1. Lists may be changed before ``initialize``."""
 
 import torch

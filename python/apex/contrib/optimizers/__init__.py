@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Apex's deprecated optimizers; those of :mod:`apex.optimizers` take their place."""
 
 from typing import Any

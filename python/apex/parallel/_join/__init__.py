@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Uneven inputs: ``DistributedDataParallel.join()``, and the wrapper in torch's ``Join``."""
 
 from apex.parallel._join.join import Join

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Uneven inputs: what ``DistributedDataParallel.join()`` does.
 
 A rank that has run out of batches takes part in what the others still do, with zeros. Those with

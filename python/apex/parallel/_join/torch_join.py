@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``torch.distributed.algorithms.join.Join`` with the wrapper, e.g. beside a
 ZeroRedundancyOptimizer.
 

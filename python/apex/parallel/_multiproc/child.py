@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The first moments of each process that ``multiproc`` starts, and the ends of those left over.
 
 Run by path as a program (``python -I child.py FOLDER``), with nothing but the standard

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How the launchers of a job on several nodes learn that one of them has failed.
 
 The agent of each node only watches its own processes. Ranks on other nodes may wait for a lost one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What ``multiproc`` finds out about a script, and about its arguments, without running it.
 
 A script takes an option if its source calls a method named ``add_argument`` with that option as a
