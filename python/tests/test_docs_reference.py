@@ -165,6 +165,7 @@ OF_OTHERS = (
     "incompatible function arguments",
     "one of the variables needed for gradient computation",
     "connection reset",
+    "closed by peer",
     "is a scripted batchnorm",
     "bias, running_mean",
     "the backend says",
@@ -207,7 +208,7 @@ def test_errors_page_quotes_what_the_sources_say() -> None:
             continue
         # Capitals stand for names and numbers; parentheses and semicolons for alternatives.
         for part in re.split(
-            r"\.\.\.|[;()]|[,:] |\branks? |\b[A-Z]{1,10}\b|\d+", re.split(r"(?<!\\)\|", line)[1]
+            r"\.\.\.|[;()]|[,:.] |\branks? |\b[A-Z]{1,10}\b|\d+", re.split(r"(?<!\\)\|", line)[1]
         ):
             quoted = plain(part)
             if len(quoted.split()) >= 3 and not quoted.startswith(OF_OTHERS):
@@ -230,7 +231,7 @@ def test_message_list_has_both_languages() -> None:
 # --- what a reader searches for ---
 
 SEARCHES = {
-    "howto/accumulation.md": ("no_sync", "accumulation", "larger batches", "memory"),
+    "howto/accumulation.md": ("no_sync", "accumulation", "larger batch", "memory"),
     "howto/unused_parameters.md": ("find_unused_parameters", "grad=None", "frozen", "freeze"),
     "howto/ragged_batches.md": ("last batch", "different lengths", "weighted", "tokens"),
     "howto/uneven_inputs.md": ("join()", "fewer batches", "uneven"),

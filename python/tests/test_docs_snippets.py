@@ -55,8 +55,10 @@ def blocks() -> list[object]:
 def test_docs_python_block_runs(code: str, tmp_path: Path) -> None:
     port = free_port()
     script = tmp_path / "block.py"
-    alone = code.startswith(STANDALONE)
-    source = ("" if alone else GIVEN) + code + ("" if alone else "\ndist.destroy_process_group()\n")
+    alone = code.startswith(STANDALONE) or "init_process_group(" in code
+    source = ("" if alone else GIVEN) + code
+    if "init_process_group(" in source and "destroy_process_group()" not in source:
+        source += "\ndist.destroy_process_group()\n"
     script.write_text(re.sub(r'("MASTER_PORT"\] = .*)"\d+"', rf'\1"{port}"', source))
     env = {
         **os.environ,
