@@ -39,8 +39,10 @@ exit $status
 SCONTROL = """#!/bin/bash
 if [ "$*" = "show hostnames node[1-2]" ]; then printf 'localhost\\nnode2\\n'; else exit 1; fi
 """
+# Once: a mark on disk, since TORCHELASTIC_RESTART_COUNT is another one on every node.
 DIES = """
-        if epoch == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
+        if epoch == 2 and dist.get_rank() == 1 and not os.path.exists("died"):
+            open("died", "w").close()
             os._exit(3)  # rank 0 has taken part in this step, so it has written its checkpoint
 """
 
@@ -94,6 +96,8 @@ def test_job_two_nodes_resumes_after_a_process_died(tmp_path: Path, slurm: dict[
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("resumed at 2") == 2  # on both ranks
+    # Once: what failed later found addresses of processes that had ended.
+    assert done.stderr.count("failed (exitcode: ") == 1
     assert "--ntasks=2 --ntasks-per-node=1" in (tmp_path / "srun.txt").read_text()
 
     # Every rank has the same data here, so one process that nobody interrupts ends with the same.
