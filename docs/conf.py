@@ -10,6 +10,21 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+
+import reference_cpp  # noqa: E402
+import reference_messages  # noqa: E402
+import reference_options  # noqa: E402
+
+#: What a page has as `<!-- generated: NAME -->`.
+GENERATED = {
+    "cpp": reference_cpp.reference,
+    "messages": reference_messages.reference,
+    "options_cmake": reference_options.cmake,
+    "options_cpp": reference_options.cpp,
+    "options_launcher": reference_options.launcher,
+    "options_python": reference_options.python,
+}
 
 
 def _version() -> str:
@@ -36,9 +51,10 @@ def _use_sources() -> list[str]:
 
 project = "apex-parallel"
 release = version = _version()
-copyright = "the apex-parallel contributors"
+copyright = "the apex-parallel authors"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
@@ -47,17 +63,21 @@ html_theme = "furo"
 html_title = f"apex-parallel {release}"
 
 
-def _unlink_sources(app: object, docname: str, source: list[str]) -> None:
-    """Links out of docs/ are for readers of the repository; the pages keep their text."""
-    source[0] = re.sub(
-        r"\[([^\]]+)\]\(\.\./([^)#]+)\)",
-        lambda link: link[1] if (ROOT / link[2]).exists() else link[0],
-        source[0],
-    )
+def _read_page(app: object, docname: str, source: list[str]) -> None:
+    """Puts in what is generated; unlinks files of the repository that are not part of the site."""
+    text = re.sub(r"<!-- generated: (\w+) -->", lambda marker: GENERATED[marker[1]](), source[0])
+    folder = (ROOT / "docs" / docname).parent
+
+    def unlink(link: re.Match[str]) -> str:
+        target = (folder / link[2]).resolve()
+        outside = target.exists() and ROOT / "docs" not in target.parents
+        return link[1] if outside else link[0]
+
+    source[0] = re.sub(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#]+)\)", unlink, text)
 
 
 def setup(app: object) -> None:
-    app.connect("source-read", _unlink_sources)
+    app.connect("source-read", _read_page)
 
 
 try:

@@ -6,8 +6,11 @@
     python main.py --processes 2 --model-parallel        each of them with two stages
     python main.py --world-size 2 --rank 0 --dist-url tcp://NODE0:23456     on node 0
     python main.py --world-size 2 --rank 1 --dist-url tcp://NODE0:23456     on node 1
+    RANK=1 python main.py --world-size 2 --dist-url env:// --multiprocessing-distributed
+    python main.py --gpu 0                               this process alone, on that GPU
 
 `--world-size` and `--rank` count machines here; every process computes its own rank from them.
+`--batch-size` and `--workers` are those of a machine, and are divided among its processes.
 With the same settings and number of processes, a run ends with the same bits as before, also when
 it was interrupted and resumed in between.
 """
@@ -58,9 +61,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rank",
         type=int,
-        default=int(os.environ.get("NODE_RANK", 0)),
+        default=-1,
         metavar="R",
-        help="rank of this machine, 0 to world-size - 1",
+        help="rank of this machine, 0 to world-size - 1; -1: the variable RANK with --dist-url "
+        "env://, else NODE_RANK, else 0",
+    )
+    parser.add_argument(
+        "--multiprocessing-distributed",
+        action="store_true",
+        help="start a process per GPU of this machine, as the script does unless --gpu is given",
+    )
+    parser.add_argument(
+        "--gpu",
+        type=int,
+        metavar="G",
+        help="start no processes: train in this one, on this GPU; --world-size and --rank then "
+        "count processes",
     )
     parser.add_argument(
         "--processes",
@@ -91,12 +107,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=positive_int,
         default=64,
         metavar="N",
-        help="samples per step over all processes together",
+        help="samples per step of this machine, divided among its processes",
     )
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate")
     parser.add_argument("--momentum", type=float, default=0.9, metavar="M", help="of SGD")
     parser.add_argument(
-        "-j", "--workers", type=int, default=0, metavar="N", help="loader processes per machine"
+        "-j", "--workers", type=int, default=0, metavar="N", help="loader processes of this machine"
     )
     parser.add_argument(
         "--seed",
@@ -110,6 +126,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, metavar="PATH", help="continue from this checkpoint")
     parser.add_argument("--no-cuda", action="store_true", help="train on the CPU even with a GPU")
     args = parser.parse_args(argv)
+    if args.rank == -1:
+        from_environment = {"env://": ("RANK", "NODE_RANK")}.get(args.dist_url, ("NODE_RANK",))
+        args.rank = int(next((os.environ[n] for n in from_environment if n in os.environ), 0))
+    if args.gpu is not None:
+        for option in ("multiprocessing_distributed", "processes", "model_parallel"):
+            if getattr(args, option):
+                parser.error(f"--gpu is for one process: leave out --{option.replace('_', '-')}")
+        args.processes = 1
     if not 0 <= args.rank < args.world_size:
         parser.error(f"--rank {args.rank} is not one of {args.world_size} machines")
     if args.world_size > 1 and args.dist_url is None:
@@ -182,8 +206,9 @@ def take_place(local_rank: int, args: argparse.Namespace) -> Place:
     rank = args.rank * args.processes + local_rank
     if args.gpus:
         per_process = 2 if args.model_parallel else 1
-        first = torch.device("cuda", local_rank * per_process)
-        stages = (first, torch.device("cuda", local_rank * per_process + per_process - 1))
+        gpu = local_rank * per_process if args.gpu is None else args.gpu
+        first = torch.device("cuda", gpu)
+        stages = (first, torch.device("cuda", gpu + per_process - 1))
         torch.cuda.set_device(first)
     else:
         stages = (torch.device("cpu"), torch.device("cpu"))
@@ -225,8 +250,8 @@ def train(place: Place, args: argparse.Namespace) -> None:
     )
     loader = DataLoader(
         train_set,
-        # Divided, so that the batch is the same size whatever the number of processes.
-        batch_size=max(1, args.batch_size // place.world_size),
+        # Divided, so that a machine's batch is the same size whatever its number of processes.
+        batch_size=args.batch_size // args.processes,
         sampler=sampler,
         num_workers=-(-args.workers // args.processes),
         pin_memory=args.gpus > 0,
@@ -334,6 +359,11 @@ def complete(args: argparse.Namespace) -> None:
     """Fill in what depends on this machine: GPUs to use, processes, and a meeting point."""
     args.gpus = 0 if args.no_cuda else torch.cuda.device_count()
     per_process = 2 if args.model_parallel else 1
+    if args.gpu is not None and not args.no_cuda and not 0 <= args.gpu < args.gpus:
+        sys.exit(
+            f"main.py: this machine has {args.gpus} GPU(s) and no GPU {args.gpu}: pass another "
+            "--gpu, or --no-cuda to train on the CPU."
+        )
     if args.gpus and args.gpus < per_process * (args.processes or 1):
         sys.exit(
             f"main.py: {args.processes or 1} process(es) with {per_process} GPU(s) each do not fit "
@@ -341,6 +371,11 @@ def complete(args: argparse.Namespace) -> None:
         )
     if args.processes is None:
         args.processes = max(1, args.gpus // per_process)
+    if args.batch_size < args.processes:
+        sys.exit(
+            f"main.py: a --batch-size of {args.batch_size} leaves some of the {args.processes} "
+            f"processes without samples: raise it to {args.processes} or more."
+        )
     if args.dist_url is None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -366,6 +401,9 @@ def main() -> None:
     complete(args)
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
+    if args.gpu is not None:
+        main_worker(0, args)
+        return
     try:
         mp.spawn(main_worker, nprocs=args.processes, args=(args,))
     except mp.ProcessExitedException as error:

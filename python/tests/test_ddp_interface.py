@@ -31,6 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from apex.parallel import DistributedDataParallel, Reducer
+from apex.parallel._options import single_device
 from apex.parallel.distributed import flat_dist_call
 
 pytestmark = pytest.mark.processes
@@ -137,11 +138,20 @@ def _pickled(rank: int, world: int) -> bytes:
 
 @pytest.mark.parametrize("arguments", [
     ((), {"device_ids": [0]}), ((), {"device_ids": [0], "output_device": 0}), (([0],), {}),
-    (([torch.device("cpu")],), {}), ((), {"device_ids": []}), ((), {"dim": 0}),
+    (([torch.device("cpu")],), {}), ((), {"device_ids": []}), ((), {"device_ids": [-1]}),
+    ((), {"dim": 0}),
     ((), {"device_ids": None, "output_device": None, "find_unused_parameters": True}),
 ])  # fmt: skip
 def test_device_ids_on_cpu_are_accepted(ranks: RankPool, arguments: Any) -> None:
     ranks.run(2, _with_arguments, *arguments)
+
+
+def test_negative_device_id_is_the_device_of_the_module() -> None:
+    """The default of --local_rank in old scripts, which torchrun does not pass."""
+    parameters = [nn.Parameter(torch.empty(1, device="meta"))]
+    meta = torch.device("meta")
+    assert single_device([-1], None, parameters) == (meta, None)
+    assert single_device([-1], -1, parameters) == (meta, meta)
 
 
 def _with_arguments(rank: int, world: int, args: Any, kwargs: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The Python code in the guides runs as it is printed."""
+"""The Python code of README and docs/ runs as it is printed, and their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -11,8 +11,19 @@ import pytest
 from ddp_support import free_port
 from warm import run_script
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = ("amp.md", "distributed_data_parallel.md", "migration.md", "sync_batch_norm.md")
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = ("README.md", *sorted(str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")))
+#: Pages with links to check: README files of examples as well.
+LINKED = (
+    *PAGES,
+    *sorted(
+        str(page.relative_to(ROOT))
+        for folder in (ROOT, ROOT / "examples", ROOT / "benchmarks", ROOT / "cpp" / "examples")
+        for page in (folder.glob("*.md") if folder == ROOT else folder.rglob("*.md"))
+        if page != ROOT / "README.md"
+    ),
+)
 
 #: What a block takes for granted: names that the text around it introduces.
 GIVEN = """
@@ -32,7 +43,7 @@ STANDALONE = ("import apex", "import json", "import torch", "import os", "import
 def blocks() -> list[object]:
     found = []
     for page in PAGES:
-        text = (DOCS / page).read_text()
+        text = (ROOT / page).read_text()
         for match in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S):
             line = text[: match.start()].count("\n") + 2
             found.append(pytest.param(match[1], id=f"{page}:{line}"))
@@ -44,8 +55,10 @@ def blocks() -> list[object]:
 def test_docs_python_block_runs(code: str, tmp_path: Path) -> None:
     port = free_port()
     script = tmp_path / "block.py"
-    alone = code.startswith(STANDALONE)
-    source = ("" if alone else GIVEN) + code + ("" if alone else "\ndist.destroy_process_group()\n")
+    alone = code.startswith(STANDALONE) or "init_process_group(" in code
+    source = ("" if alone else GIVEN) + code
+    if "init_process_group(" in source and "destroy_process_group()" not in source:
+        source += "\ndist.destroy_process_group()\n"
     script.write_text(re.sub(r'("MASTER_PORT"\] = .*)"\d+"', rf'\1"{port}"', source))
     env = {
         **os.environ,
@@ -61,26 +74,58 @@ def test_docs_python_block_runs(code: str, tmp_path: Path) -> None:
 
 
 def test_docs_blocks_are_found() -> None:
-    assert len(blocks()) >= 8
-    assert {str(block.id).partition(":")[0] for block in blocks()} == set(PAGES)
+    pages = {str(block.id).partition(":")[0] for block in blocks()}
+    assert len(blocks()) >= 30
+    assert {"README.md", "docs/quickstart.md", "docs/amp.md", "docs/howto/accumulation.md"} <= pages
 
 
-def test_docs_links_lead_to_pages_and_headings() -> None:
-    for page in PAGES:
-        prose = re.sub(r"^```.*?^```$", "", (DOCS / page).read_text(), flags=re.M | re.S)
-        for target in re.findall(r"\]\(([^)#:]*\.md)?#?([^):]*)\)", prose):
-            file = DOCS / (target[0] or page)
-            assert file.is_file(), f"{page}: there is no {target[0]}"
-            if target[1]:
-                headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
-                anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
-                assert target[1] in anchors, f"{page}: {file.name} has no heading #{target[1]}"
+def anchors(page: Path) -> set[str]:
+    """As GitHub and MyST name the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*?)(?: #*)?$", text, re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.M | re.S)
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or anchor and anchor not in anchors(file):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("page", LINKED)
+def test_docs_links_lead_to_files_and_headings(page: str) -> None:
+    assert broken_links(ROOT / page) == []
+
+
+def test_docs_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One `two`\n[a](page.md#one-two) [b](#three) [c](gone.md) [d](https://x.org)\n"
+    )
+    assert broken_links(page) == ["#three", "gone.md"]
+
+
+def test_docs_every_page_can_be_reached() -> None:
+    """From README or from the contents of the site."""
+    contents = (DOCS / "index.md").read_text()
+    for page in PAGES[1:]:
+        name = page.removeprefix("docs/").removesuffix(".md")
+        assert name == "index" or re.search(rf"^{name}$", contents, re.M), (
+            f"{page} is in no contents"
+        )
 
 
 def test_docs_paths_of_examples_exist() -> None:
     for page in PAGES:
-        for path in re.findall(r"`((?:examples|benchmarks)/[\w./-]+)`", (DOCS / page).read_text()):
-            assert (DOCS.parent / path).exists(), f"{page}: there is no {path}"
+        for path in re.findall(r"`((?:examples|benchmarks)/[\w./-]+)`", (ROOT / page).read_text()):
+            assert (ROOT / path).exists(), f"{page}: there is no {path}"
 
 
 def test_docs_code_from_sources_is_theirs() -> None:

@@ -337,6 +337,8 @@ BAD_ARGUMENTS = [
     ("fp16_optimizer/main.py", ("--resume=nowhere.pt",), "there is no checkpoint nowhere.pt"),
     ("spawn/main.py", ("--resume=nowhere.pt",), "there is no checkpoint nowhere.pt"),
     ("spawn/main.py", ("--rank=1",), "--rank 1 is not one of 1 machines"),
+    ("spawn/main.py", ("--gpu=0", "--processes=2"), "--gpu is for one process"),
+    ("spawn/main.py", ("--processes=4", "-b=3"), "leaves some of the 4 processes without samples"),
     ("spawn/main.py", ("--world-size=2",), "give --dist-url"),
     ("tutorial/mnist.py", ("--data=mnist",), "mnist.py: MNIST is not in data"),
     ("tutorial/mnist-distributed.py", ("-nr=1",), "-nr 1 is not one of 1 machines"),
@@ -384,14 +386,24 @@ def test_spawn_resumed_ends_with_the_bits_of_one_run(tmp_path: Path) -> None:
     assert spawn(2, tmp_path, "--epochs=2", "--resume=half.pt") == whole
 
 
-def test_spawn_two_machines_are_one_job(tmp_path: Path) -> None:
-    url = f"--dist-url=file://{tmp_path / 'meeting'}"
+@pytest.mark.parametrize(
+    "place",
+    [
+        ("--rank={rank}", "--dist-url=file://{meeting}"),
+        ("--multiprocessing-distributed", "--dist-url=env://"),
+        ("--gpu=0", "--no-cuda", "--rank={rank}", "--dist-url=file://{meeting}"),
+    ],
+    ids=["rank", "RANK", "gpu"],
+)
+def test_spawn_two_machines_are_one_job(place: tuple[str, ...], tmp_path: Path) -> None:
     folders = [tmp_path / "node0", tmp_path / "node1"]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
     def machine(rank: int) -> subprocess.CompletedProcess[str]:
         folders[rank].mkdir()
-        place = ("--world-size=2", f"--rank={rank}", url)
-        return train("spawn/main.py", folders[rank], "--seed=5", "--epochs=1", *place)
+        options = [part.format(rank=rank, meeting=tmp_path / "meeting") for part in place]
+        small = ("--world-size=2", "-b=32", "--seed=5", "--epochs=1")
+        return train("spawn/main.py", folders[rank], *small, *options, RANK=str(rank), **address)
 
     with ThreadPoolExecutor(2) as pool:
         machines = list(pool.map(machine, (0, 1)))
@@ -399,7 +411,7 @@ def test_spawn_two_machines_are_one_job(tmp_path: Path) -> None:
     outputs = [done.stdout for done in machines]
     assert "final: 2 rank(s)" in outputs[0]
     assert outputs[1] == ""
-    # Where the processes run makes no difference to what they compute.
+    # Where the processes run makes no difference to what they compute: 32 samples each.
     assert spawn(2, tmp_path, "--epochs=1") in outputs[0]
 
 

@@ -152,7 +152,8 @@ def single_device(
     """The devices that inputs and outputs are moved to, None for left where they are.
 
     A process drives one device; a module on the CPU is left there whatever device_ids says, so that
-    a script written for GPUs runs on a machine without.
+    a script written for GPUs runs on a machine without. A negative index is a --local_rank that
+    nobody passed, as under torchrun: the device is then that of the module.
     """
     if device_ids is None or len(device_ids) == 0:
         if output_device is not None:
@@ -172,13 +173,14 @@ def single_device(
             f"({', '.join(sorted(map(str, devices)))}): for a module split over devices leave out "
             "device_ids and output_device."
         )
-    kind = next(iter(devices)).type
-    device = device_ids[0]
-    target = torch.device(kind, device) if isinstance(device, int) else torch.device(device)
-    output = output_device
-    if output is not None and not isinstance(output, torch.device):
-        output = torch.device(kind, output) if isinstance(output, int) else torch.device(output)
-    return target, output
+    own = next(iter(devices))
+
+    def named(device: int | torch.device) -> torch.device:
+        if not isinstance(device, int):
+            return torch.device(device)
+        return own if device < 0 else torch.device(own.type, device)
+
+    return named(device_ids[0]), None if output_device is None else named(output_device)
 
 
 def over_gloo(group: dist.ProcessGroup) -> bool:

@@ -97,6 +97,8 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         dim: no effect (a process drives one device).
         broadcast_buffers: take rank 0's buffers at construction and before each training forward.
             Default False, as in Apex; ``torch``'s class has True.
+        forward_sync_buffers: True is the same as ``broadcast_buffers=True``; any other value has no
+            effect.
         init_sync: take rank 0's parameters at construction.
         process_group: the processes that take part; default all.
         bucket_cap_mb: bucket size in MiB, instead of ``message_size``; the first bucket is then at
@@ -127,7 +129,6 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         check_finite: raise on every process after a backward to which a process contributed an
             infinity or a NaN, naming the first process and parameter. Costs a read of the
             gradients, a small all-gather, and a wait of the host.
-
         registered_buffers: take the buckets' memory from the backend where it has some of its own.
             With NCCL it is registered with the communicator, which may then reduce without copying.
             Elsewhere a warning is logged once, and torch's memory is used.

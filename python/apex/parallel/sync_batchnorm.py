@@ -40,6 +40,8 @@ class SyncBatchNorm(_BatchNorm):
             a communicator of their own, made in the first training forward.
         channel_last: input and output are ``[N, *, C]`` (2-D input is ``[N, C]`` in any case).
         fuse_relu: apply ReLU to the result, after ``z`` was added.
+        device: of parameters and buffers, as of torch's modules.
+        dtype: of parameters and running statistics.
 
     Shapes: input ``[N, C]`` or ``[N, C, *]`` with any number of further dimensions, or
     ``[N, *, C]`` with ``channel_last``; the output has the input's shape, dtype and memory format

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The reference has every public name, and what is written by hand agrees with the sources."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import apex
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+INCLUDE = ROOT / "cpp" / "include"
+MODULES = (
+    "apex",
+    "apex.parallel",
+    "apex.parallel.distributed",
+    "apex.amp",
+    "apex.fp16_utils",
+    "apex.optimizers",
+    "apex.normalization",
+    "apex.normalization.fused_layer_norm",
+    "apex.multi_tensor_apply",
+    "amp_C",
+    "apex_C",
+)
+
+
+def generator(name: str) -> ModuleType:
+    """A module of docs/ that writes a part of the reference."""
+    sys.path.insert(0, str(DOCS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(DOCS))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_python_reference_has_every_public_name(module: str) -> None:
+    page = (DOCS / "api.md").read_text()
+    names = importlib.import_module(module).__all__
+    assert names
+    # In a directive, in a list of members, or in code within a sentence.
+    missing = [name for name in names if not re.search(rf"(?<![A-Za-z]){name}(?!\w)", page)]
+    assert missing == []
+
+
+def test_python_reference_describes_every_name_in_its_directives() -> None:
+    """Sphinx warns of a name that is not there; one without a docstring it leaves out silently."""
+    page = (DOCS / "api.md").read_text()
+    found = re.findall(r"auto(?:class|function|exception):: ([\w.]+)", page)
+    assert len(found) > 20
+    for name in found:
+        module, _, attribute = name.rpartition(".")
+        target = getattr(importlib.import_module(module), attribute)
+        assert inspect.getdoc(target), name
+
+
+def test_cpp_reference_has_every_name_of_the_headers() -> None:
+    """The oracle is cruder: what stands behind APEX_API, class, struct and using."""
+    reference = generator("reference_cpp").reference()
+    names = set()
+    for header in set(INCLUDE.rglob("*.h")) - {INCLUDE / "apex" / "export.h"}:
+        inner = r"namespace detail \{.*?\}  // namespace detail"
+        text = re.sub(inner, "", header.read_text(), flags=re.S)
+        text = re.sub(r"//.*$", "", text, flags=re.M)
+        names |= set(re.findall(r"\bAPEX_API\s[^;{(]*?(\w+)\(", text))
+        names |= set(
+            re.findall(
+                r"^(?:class|struct)(?: APEX_API)? (\w+)(?: final)?(?: :[^;{]*)? \{", text, re.M
+            )
+        )
+        names |= set(re.findall(r"^TORCH_MODULE\((\w+)\)", text, re.M))
+        names |= set(re.findall(r"^(?:enum class|using) (\w+)", text, re.M))
+    assert len(names) > 50
+    assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", reference)] == []
+    headings = re.findall(r"^### `(\S+)`$", reference, re.M)
+    for name in (
+        "Reducer",
+        "SyncBatchNorm",
+        "DistributedDataParallel",
+        "LARC",
+        "verify_same_model",
+    ):
+        assert f"apex::parallel::{name}" in headings
+    assert "apex::distributed::init_process_group" in headings
+    assert "apex::InvalidArgument" in headings
+
+
+def test_cpp_reference_keeps_bodies_and_private_members_out() -> None:
+    reference = generator("reference_cpp").reference()
+    assert "APEX_API" not in reference
+    assert "core_" not in reference
+    assert "detail::collect" not in reference
+    assert "prepare_for_forward(bool training = true);" in reference
+    # A body that stands in the header ends the declaration.
+    assert "auto forward(Args&&... args);" in reference
+
+
+def test_headers_of_the_reference_are_all() -> None:
+    included = (INCLUDE / "apex" / "parallel.h").read_text()
+    for header in INCLUDE.rglob("*.h"):
+        name = str(header.relative_to(INCLUDE))
+        # Not a header with names of its own: visibility, and the list itself.
+        assert name in ("apex/export.h", "apex/parallel.h") or f"<{name}>" in included, name
+
+
+def test_options_of_python_are_those_of_the_signatures() -> None:
+    options = generator("reference_options")
+    for name, file, where in options.PYTHON_OPTIONS:
+        module, _, attribute = name.rpartition(".")
+        signature = inspect.signature(getattr(importlib.import_module(module), attribute))
+        listed = options.python_options(file, where)
+        assert [option for option, _, _ in listed] == list(signature.parameters), name
+        for option, default, about in listed:
+            assert about, f"{name}: the docstring does not say what {option} is"
+            wanted = signature.parameters[option].default
+            if isinstance(wanted, (int, float, str)):
+                assert ast.literal_eval(default) == wanted if "*" not in default else True, option
+
+
+def test_options_of_the_wrapper_are_explained_with_their_defaults() -> None:
+    """The tables of the guide, which are written by hand."""
+    page = (DOCS / "distributed_data_parallel.md").read_text()
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| `([^`]*)` \|", page, re.M)
+    table = {option: default for names, default in rows for option in re.findall(r"`(\w+)`", names)}
+    parameters = inspect.signature(apex.parallel.DistributedDataParallel).parameters
+    wanted = {name: str(p.default) for name, p in parameters.items() if name != "module"}
+    assert {name: table.get(name) for name in wanted} == wanted
+
+
+def test_options_of_cmake_are_all() -> None:
+    table = generator("reference_options").cmake()
+    declared = re.findall(
+        r"(?:^option\(|^set\()(APEX_\w+)(?=[^\n]*\n?[^\n]*(?:CACHE|\"))",
+        (ROOT / "CMakeLists.txt").read_text(),
+        re.M,
+    )
+    for option in declared:
+        assert f"`{option}`" in table, option
+    assert len(declared) >= 8
+
+
+def test_environment_variables_are_listed() -> None:
+    page = (DOCS / "options.md").read_text()
+    read = set()
+    for source in (ROOT / "cpp" / "src").rglob("*.cpp"):
+        read |= set(re.findall(r'(?:getenv|process_environment)\("(\w+)"\)', source.read_text()))
+    assert {"APEX_HOST_CHANNEL", "USE_LIBUV"} <= read
+    assert [name for name in read if f"`{name}`" not in page] == []
+
+
+# --- messages ---
+
+#: What torch, Python or a backend says, and what is put together from two places.
+OF_OTHERS = (
+    "unexpected keyword argument",
+    "incompatible function arguments",
+    "one of the variables needed for gradient computation",
+    "connection reset",
+    "closed by peer",
+    "is a scripted batchnorm",
+    "bias, running_mean",
+    "the backend says",
+    "_ _init _ _",
+    "was constructed with",
+    "has not reported this failure",
+    "forward of module",
+)
+
+
+def written_in_sources() -> str:
+    """Every string of the sources, without what is put in at run time, in lower case."""
+    messages = generator("reference_messages")
+    parts = []
+    for path in (ROOT / "python" / "apex").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.JoinedStr, ast.BinOp)) or (
+                isinstance(node, ast.Constant) and isinstance(node.value, str)
+            ):
+                parts.append(messages._text(node))
+    literal = messages.LITERAL
+    between = r"\s*(?:\+?\s*[\w().:\[\]>*&, -]*?\+\s*)?"
+    for folder in ("cpp/src", "cpp/include", "python/src"):
+        for path in (ROOT / folder).rglob("*.*"):
+            source = re.sub(r"^\s*//.*$", "", path.read_text(), flags=re.M)
+            for run in re.finditer(rf"{literal}(?:{between}{literal})*", source):
+                parts.append(messages._literals(run[0]))
+    return plain("\n".join(parts))
+
+
+def plain(text: str) -> str:
+    return re.sub(r"[\s…\\*'\"`]+", " ", text).strip(" ,.=[]").lower()
+
+
+def test_errors_page_quotes_what_the_sources_say() -> None:
+    sources = written_in_sources()
+    checked, stale = 0, []
+    for line in (DOCS / "errors.md").read_text().splitlines():
+        if not line.startswith("| ") or line.startswith("| text"):
+            continue
+        # Capitals stand for names and numbers; parentheses and semicolons for alternatives.
+        for part in re.split(
+            r"\.\.\.|[;()]|[,:.] |\branks? |\b[A-Z]{1,10}\b|\d+", re.split(r"(?<!\\)\|", line)[1]
+        ):
+            quoted = plain(part)
+            if len(quoted.split()) >= 3 and not quoted.startswith(OF_OTHERS):
+                checked += 1
+                stale += [quoted] if quoted not in sources else []
+    assert stale == []
+    assert checked > 120
+
+
+def test_message_list_has_both_languages() -> None:
+    messages = generator("reference_messages").all_messages()
+    kinds = {message.kind for message in messages}
+    assert {"ValueError", "RuntimeError", "ValueError (`InvalidArgument`)"} <= kinds
+    assert len(messages) > 200
+    texts = " ".join(message.text for message in messages)
+    assert "there is no default process group" in texts
+    assert "shared_param is not an option any more" in texts
+
+
+# --- what a reader searches for ---
+
+SEARCHES = {
+    "howto/accumulation.md": ("no_sync", "accumulation", "larger batch", "memory"),
+    "howto/unused_parameters.md": ("find_unused_parameters", "grad=None", "frozen", "freeze"),
+    "howto/ragged_batches.md": ("last batch", "different lengths", "weighted", "tokens"),
+    "howto/uneven_inputs.md": ("join()", "fewer batches", "uneven"),
+    "howto/checkpointing.md": ("resume", "map_location", "state_dict", "load"),
+    "howto/elastic.md": ("--max-restarts", "torchrun", "fault tolerance", "restart"),
+    "howto/several_nodes.md": ("SLURM", "sbatch", "multi-node", "NCCL_SOCKET_IFNAME", "srun"),
+    "howto/mixed_precision.md": ("GradScaler", "autocast", "bfloat16", "float16", "amp"),
+    "howto/batch_norm.md": ("SyncBatchNorm", "convert_syncbn_model", "running statistics"),
+    "howto/compile.md": ("torch.compile", "graph breaks", "fullgraph"),
+    "howto/cuda_graphs.md": ("CUDAGraph", "capture", "replay"),
+    "troubleshooting.md": ("deadlock", "stuck", "OOM", "NaN", "diverges", "slow", "timeout"),
+    "install.md": ("--cuda_ext", "setup.py", "--no-build-isolation", "nvcc", "wheel"),
+    "concepts.md": ("DataParallel", "GIL", "local rank", "all-reduce", "CUDA_VISIBLE_DEVICES"),
+    "quickstart.md": ("torchrun", "DistributedSampler", "find_package(apex"),
+    "versioning.md": ("ABI", "deprecat", "SONAME"),
+}
+
+
+@pytest.mark.parametrize("page", SEARCHES)
+def test_page_has_the_words_that_are_searched_for(page: str) -> None:
+    text = (DOCS / page).read_text().lower()
+    assert [word for word in SEARCHES[page] if word.lower() not in text] == []
+
+
+def test_readme_figures_are_measured_ones() -> None:
+    table = re.search(r"^\| on CPUs.*?(?=\n\n)", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert table is not None
+    measured = re.findall(r"\d+\.\d+", (DOCS / "performance.md").read_text())
+    found = re.findall(r"([\d.]+) ms|\((0\.\d+)\)", table[0])
+    assert len(found) == 8
+    for figure in filter(None, (a or b for a, b in found)):
+        digits = len(figure.partition(".")[2])
+        assert any(f"{float(m):.{digits}f}" == figure for m in measured), figure
+
+
+def test_readthedocs_and_workflow_name_files_that_exist() -> None:
+    for name in (".readthedocs.yaml", ".github/workflows/docs.yml"):
+        text = (ROOT / name).read_text()
+        for path in re.findall(r"(?:docs|scripts)/[\w.-]+\.\w+", text):
+            assert (ROOT / path).is_file(), f"{name}: {path}"
+        assert "-W" in text or "fail_on_warning: true" in text
