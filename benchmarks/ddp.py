@@ -292,13 +292,16 @@ def main() -> None:
                         help=f"of: {' '.join(TITLES)}")  # fmt: skip
     parser.add_argument("--bucket-mb", nargs="+", metavar="MB", default=[],
                         help="also torch and apex with such buckets, and the overlap")  # fmt: skip
-    parser.add_argument("--rounds", type=int, help="default 60, with --quick 8")
+    parser.add_argument("--rounds", type=harness.positive_int, help="default 60, with --quick 8")
     parser.add_argument("--warmup", type=int, help="untimed steps, default 5, with --quick 3")
-    parser.add_argument("--seconds", type=float, help="at most, per model; default 180")
+    parser.add_argument(
+        "--seconds", type=harness.positive_float, help="at most, per model; default 180"
+    )
     parser.add_argument("--keep-gradients", action="store_true",
                         help="zero gradients in place instead of dropping them")  # fmt: skip
     parser.add_argument("--quick", action="store_true",
-                        help="two models unless --models, 8 rounds, 20 s")  # fmt: skip
+                        help="two models unless --models, 8 rounds, 20 s; printed, and written "
+                        "only with --output")  # fmt: skip
     harness.add_arguments(parser, "ddp")
     arguments = parser.parse_args()
     everything = {"models": list(models.MODELS), "rounds": 60, "warmup": 5, "seconds": 180.0}

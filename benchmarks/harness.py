@@ -278,6 +278,23 @@ def warn_if_busy(described: dict[str, Any]) -> None:
         )
 
 
+# --- the command line, and what is written ---
+
+
+def positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def positive_float(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
 def write(name: str, result: dict[str, Any], folder: str | None) -> Path:
     """Write ``result`` as NAME.json into ``folder`` (default: benchmarks/results)."""
     target = Path(folder) if folder else RESULTS
@@ -287,9 +304,16 @@ def write(name: str, result: dict[str, Any], folder: str | None) -> Path:
     return path
 
 
+def only_printed(arguments: argparse.Namespace) -> bool:
+    """A quick run must not replace the results that the documentation shows."""
+    return getattr(arguments, "quick", False) and arguments.output is None
+
+
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     """The arguments of every benchmark that runs models in several processes."""
-    parser.add_argument("--ranks", type=int, default=2, help="processes (a launcher's number wins)")
+    parser.add_argument(
+        "--ranks", type=positive_int, default=2, help="processes (a launcher's number wins)"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--backend", choices=["gloo", "nccl", "mpi"], default="gloo")
     parser.add_argument("--output", help="folder for JSON and plot (default: benchmarks/results)")
@@ -319,12 +343,14 @@ def run_models(
             continue
         results.append(outcome)
         print(report(outcome), flush=True)
-        path = write(arguments.name, complete, arguments.output)
+        if not only_printed(arguments):
+            path = write(arguments.name, complete, arguments.output)
     if not results:
         return  # not rank 0
-    print(f"\nwrote {path}")
-    if not arguments.no_plot:
-        import plot
+    if not only_printed(arguments):
+        print(f"\nwrote {path}")
+        if not arguments.no_plot:
+            import plot
 
-        print(f"wrote {plot.draw(path)}")
+            print(f"wrote {plot.draw(path)}")
     warn_if_busy(described)

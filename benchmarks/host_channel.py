@@ -205,8 +205,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES_KIB, metavar="KIB")
+    parser.add_argument("--ranks", type=harness.positive_int, nargs="+", default=[2, 4])
+    parser.add_argument(
+        "--sizes", type=harness.positive_int, nargs="+", default=SIZES_KIB, metavar="KIB"
+    )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     result: dict[str, Any] = {"machine": harness.machine(), "settings": {}, "host": {}}

@@ -264,9 +264,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(models.MODELS), default=["resnet18"])
     parser.add_argument("--variants", nargs="+", metavar="VARIANT", default=VARIANTS,
                         help=f"default: {' '.join(VARIANTS)}; KIND@MIB: buckets")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=5, help="between two barriers")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=240.0, help="at most, per model")
+    parser.add_argument(
+        "--steps", type=harness.positive_int, default=5, help="between two barriers"
+    )
+    parser.add_argument("--rounds", type=harness.positive_int, default=12)
+    parser.add_argument(
+        "--seconds", type=harness.positive_float, default=240.0, help="at most, per model"
+    )
     harness.add_arguments(parser, "overlapped_optimizer")
     arguments = parser.parse_args()
     unknown = [

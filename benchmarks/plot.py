@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,5 +108,9 @@ def draw(path: Path) -> Path:
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        print(draw(Path(argument)))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("results", type=Path, nargs="+", metavar="FILE.json")
+    for path in parser.parse_args().results:
+        if not path.is_file():
+            parser.error(f"there is no file {path}")
+        print(draw(path))

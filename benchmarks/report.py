@@ -3,13 +3,14 @@
 
     python benchmarks/report.py
 
-The page has places `<!-- results: NAME -->` ... `<!-- end -->`; what is between is replaced by the
+It rewrites the page: what is between `<!-- results: NAME -->` and `<!-- end -->` is replaced by the
 machine, the command and the tables of NAME.json, and the plot NAME.png where there is one.
 NAME.json was written by ddp.py, overlapped_optimizer.py, overhead.py or Google Benchmark.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -117,6 +118,9 @@ def section(name: str) -> str:
 
 
 def main() -> int:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     text = PAGE.read_text()
     names = [match[1] for match in PLACE.findall(text)]
     PAGE.write_text(PLACE.sub(lambda m: f"{m[1]}\n{section(m[2])}\n{m[3]}", text))

@@ -119,12 +119,14 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--batch", type=int, nargs="+", default=[32])
+    parser.add_argument("--batch", type=harness.positive_int, nargs="+", default=[32])
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--layout", nargs="+", choices=["nchw", "nhwc"], default=["nchw", "nhwc"])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--max-elements", type=int, default=1 << 25, help="skip larger inputs")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--rounds", type=harness.positive_int, default=20)
+    parser.add_argument(
+        "--max-elements", type=harness.positive_int, default=1 << 25, help="skip larger inputs"
+    )
+    parser.add_argument("--threads", type=harness.positive_int, default=1, help="CPU threads")
     parser.add_argument("--output", help="folder for the JSON (default: benchmarks/results)")
     parser.add_argument("--name", default="", help="write NAME.json there (default: print only)")
     options = parser.parse_args()

@@ -6,10 +6,10 @@ include(CMakePackageConfigHelpers)
 
 set(apex_cmake_dir "${CMAKE_INSTALL_LIBDIR}/cmake/apex")
 
-# The torch of the build, for a package that meets none beside it. Not the one of pip's isolated
-# build environment: that is gone when the build is done.
+# The torch of the build, for a package that meets none beside it. Not in a wheel, which is for other
+# machines, and whose build environment may be gone when the build is done.
 set(apex_torch_hint "${Libtorch_PREFIX}")
-if(apex_torch_hint MATCHES "/pip-build-env-")
+if(DEFINED SKBUILD)
   set(apex_torch_hint "")
 endif()
 

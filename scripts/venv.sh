@@ -81,7 +81,7 @@ apex_ensure_venv() {
     echo "keeping the torch that is in $dir; APEX_TORCH is for environments without one"
   fi
   # Takes a second where everything is there already.
-  apex_quiet "$dir/bin/python" -m pip install numpy "scikit-build-core>=0.10" "nanobind>=2.4" \
+  apex_quiet "$dir/bin/python" -m pip install "scikit-build-core>=1.1" "nanobind>=2.4" \
     "cmake>=3.22" ninja "$@"
 }
 

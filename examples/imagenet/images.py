@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where main.py's images come from: folders, as ImageNet has them, or made up."""
+"""Where main.py's images come from: folders, as ImageNet has them, or synthetic ones."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +16,10 @@ from torch.utils.data import Dataset
 MEAN = (0.485, 0.456, 0.406)
 DEVIATION = (0.229, 0.224, 0.225)
 SUFFIXES = {".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+
+
+class DataError(Exception):
+    """There is no data as asked for, or a file of it cannot be read; one sentence for the user."""
 
 
 class Images(NamedTuple):
@@ -76,7 +79,7 @@ class FolderImages(Dataset):
             if path.suffix.lower() in SUFFIXES
         ]
         if not self.found:
-            sys.exit(f"main.py: there are no images in {folder}/CLASS/.")
+            raise DataError(f"there are no images in {folder}/CLASS/: name another folder.")
 
     def __len__(self) -> int:
         return len(self.found)
@@ -85,8 +88,11 @@ class FolderImages(Dataset):
         from PIL import Image
 
         path, label = self.found[index]
-        with Image.open(path) as file:
-            image = file.convert("RGB")
+        try:
+            with Image.open(path) as file:
+                image = file.convert("RGB")
+        except OSError:
+            raise DataError(f"cannot read the image {path}: replace or remove it.") from None
         box = random_part(*image.size) if self.train else middle(*image.size)
         pixels = numpy.array(image.resize((self.size, self.size), Image.Resampling.BILINEAR, box))
         values = torch.from_numpy(pixels).permute(2, 0, 1).float() / 255
@@ -117,7 +123,11 @@ def random_part(width: int, height: int) -> tuple[float, float, float, float]:
 
 
 def load(args: argparse.Namespace) -> Images:
-    """What the command line asks for; ends the script with a sentence where it is missing."""
+    """What the command line asks for.
+
+    Raises:
+        DataError: where it is not there.
+    """
     if args.synthetic is not None:
         return Images(
             SyntheticImages(args.synthetic, args.image_size, args.num_classes, seed=1),
@@ -125,21 +135,20 @@ def load(args: argparse.Namespace) -> Images:
             args.num_classes,
         )
     if args.data is None:
-        sys.exit("main.py: name the folder with the images, or use made-up ones: --synthetic 1000.")
+        raise DataError("name the folder with the images, or use synthetic ones: --synthetic 1000.")
     for part in ("train", "val"):
         if not (args.data / part).is_dir():
-            sys.exit(
-                f"main.py: there is no folder {args.data / part}: the images must be in "
-                f"{args.data}/train/CLASS/ and {args.data}/val/CLASS/; --synthetic 1000 uses "
-                "made-up ones."
+            raise DataError(
+                f"there is no folder {args.data / part}: the images must be in "
+                f"{args.data}/train/CLASS/ and {args.data}/val/CLASS/; --synthetic 1000 needs none."
             )
     try:
         import PIL  # noqa: F401
     except ImportError:
-        sys.exit(
-            "main.py: images in folders are read by Pillow: run `pip install pillow`, or use "
-            "made-up ones: --synthetic 1000."
-        )
+        raise DataError(
+            "images in folders are read by Pillow: run `pip install pillow`, or use synthetic "
+            "ones: --synthetic 1000."
+        ) from None
     classes = sorted(path.name for path in (args.data / "train").iterdir() if path.is_dir())
     train = FolderImages(args.data / "train", classes, args.image_size, train=True)
     val = FolderImages(args.data / "val", classes, args.image_size, train=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Train a ResNet on ImageNet, or on made-up images, in mixed precision on one GPU or many.
+"""Train a ResNet on ImageNet, or on synthetic images, in mixed precision on one GPU or many.
 
 python main.py --synthetic 1000
 python main.py --opt-level O2 /data/imagenet
@@ -16,18 +16,20 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import images
-import resnet
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
-from tqdm import tqdm
 
 from apex import amp
 from apex.parallel import DistributedDataParallel as DDP
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import example_support as support
+import images
+import resnet
 
 WARMUP_EPOCHS = 5
 # What must be as it was when a run goes on from a checkpoint.
@@ -51,89 +53,122 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "data", type=Path, nargs="?", help="folder with train/CLASS/ and val/CLASS/ of images"
     )
     parser.add_argument(
-        "--synthetic", type=positive_int, metavar="N", help="train on N made-up images instead"
+        "--synthetic",
+        type=support.positive_int,
+        metavar="N",
+        help="train on N synthetic images instead",
     )
     parser.add_argument(
-        "--num-classes", type=positive_int, default=10, metavar="N", help="of made-up images"
+        "--num-classes",
+        type=support.positive_int,
+        default=10,
+        metavar="N",
+        help="of synthetic images",
     )
     parser.add_argument(
-        "--image-size", type=positive_int, default=224, metavar="N", help="height and width"
+        "--image-size", type=support.positive_int, default=224, metavar="N", help="height and width"
     )
     parser.add_argument("-a", "--arch", default="resnet18", metavar="NAME", help="of the network")
     parser.add_argument(
-        "-j", "--workers", type=int, default=4, metavar="N", help="loader processes per rank"
+        "-j",
+        "--workers",
+        type=support.non_negative_int,
+        default=4,
+        metavar="N",
+        help="loader processes per rank",
     )
-    parser.add_argument("--epochs", type=positive_int, default=90, metavar="N", help="in all")
     parser.add_argument(
-        "-b", "--batch-size", type=positive_int, default=256, metavar="N", help="images per rank"
+        "--epochs", type=support.positive_int, default=90, metavar="N", help="in all"
+    )
+    parser.add_argument(
+        "-b",
+        "--batch-size",
+        type=support.positive_int,
+        default=256,
+        metavar="N",
+        help="images per rank",
     )
     parser.add_argument(
         "--lr",
-        type=float,
+        type=support.positive_float,
         default=0.1,
         help="learning rate for steps of 256 images; scaled with the images of a step",
     )
-    parser.add_argument("--momentum", type=float, default=0.9, metavar="M", help="of SGD")
-    parser.add_argument("--weight-decay", type=float, default=1e-4, metavar="W", help="of SGD")
     parser.add_argument(
-        "--steps", type=positive_int, metavar="N", help="end every epoch after N steps"
+        "--momentum", type=support.non_negative_float, default=0.9, metavar="M", help="of SGD"
     )
     parser.add_argument(
-        "-p", "--print-freq", type=positive_int, default=10, metavar="N", help="print every N steps"
+        "--weight-decay", type=support.non_negative_float, default=1e-4, metavar="W", help="of SGD"
     )
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="PATH", help="write one after each epoch"
+        "--steps", type=support.positive_int, metavar="N", help="end every epoch after N steps"
     )
-    parser.add_argument("--resume", type=Path, metavar="PATH", help="continue from this checkpoint")
+    parser.add_argument(
+        "-p",
+        "--print-freq",
+        type=support.positive_int,
+        default=10,
+        metavar="N",
+        help="print every N steps",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=support.output_file,
+        metavar="PATH",
+        help="write one after each epoch",
+    )
+    parser.add_argument(
+        "--resume",
+        type=support.checkpoint_file,
+        metavar="PATH",
+        help="continue from this checkpoint",
+    )
     parser.add_argument("-e", "--evaluate", action="store_true", help="only evaluate")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, order and augmentation")
+    parser.add_argument(
+        "--seed", type=support.seed, default=0, help="of weights, order and augmentation"
+    )
     parser.add_argument(
         "--deterministic", action="store_true", help="choose kernels that repeat their bits"
     )
-    parser.add_argument("--sync_bn", action="store_true", help="batch norm over all ranks")
-    parser.add_argument("--opt-level", default="O1", help="of apex.amp: O0, O1, O2 or O3")
     parser.add_argument(
-        "--keep-batchnorm-fp32", metavar="BOOL", help="True or False, instead of the level's choice"
+        "--sync_bn", "--sync-bn", action="store_true", help="batch norm over all ranks"
     )
     parser.add_argument(
-        "--loss-scale", metavar="S", help="a number or 'dynamic', instead of the level's choice"
+        "--opt-level", choices=("O0", "O1", "O2", "O3"), default="O1", help="of apex.amp"
+    )
+    parser.add_argument(
+        "--keep-batchnorm-fp32", choices=("True", "False"), help="instead of the level's choice"
+    )
+    parser.add_argument(
+        "--loss-scale",
+        type=loss_scale,
+        metavar="S",
+        help="a number or 'dynamic', instead of the level's choice",
     )
     parser.add_argument("--channels-last", action="store_true", help="memory layout NHWC")
     parser.add_argument("--no-cuda", action="store_true", help="train on the CPU even with a GPU")
     parser.add_argument(
         "--local_rank",
         "--local-rank",
-        type=int,
-        default=int(os.environ.get("LOCAL_RANK", 0)),
+        type=support.non_negative_int,
+        default=os.environ.get("LOCAL_RANK", "0"),
         metavar="R",
         help="index of this process on its machine; launchers set it",
     )
-    args = parser.parse_args(argv)
-    if args.checkpoint is not None and not args.checkpoint.absolute().parent.is_dir():
-        parser.error(f"cannot write to {args.checkpoint}: its folder does not exist")
-    if args.resume is not None and not args.resume.is_file():
-        parser.error(f"there is no checkpoint {args.resume} to resume from")
-    return args
+    return parser.parse_args(argv)
 
 
-def positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
+def loss_scale(text: str) -> float | str:
+    return text if text == "dynamic" else support.positive_float(text)
 
 
 def start_job(args: argparse.Namespace) -> Job:
     """Choose the device, and join the other processes; alone, be a job of one process."""
-    if "WORLD_SIZE" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    use_cuda = torch.cuda.is_available() and not args.no_cuda
-    device = torch.device("cuda", args.local_rank) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = not args.deterministic
-        torch.backends.cudnn.deterministic = args.deterministic
-    dist.init_process_group("nccl" if use_cuda else "gloo", init_method="env://")
+    support.launch_alone_unless_launched()
+    device = support.choose_device(args.local_rank, use_cuda=not args.no_cuda)
+    torch.backends.cudnn.benchmark = not args.deterministic
+    torch.backends.cudnn.deterministic = args.deterministic
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", init_method="env://")
     return Job(dist.get_rank(), dist.get_world_size(), device)
 
 
@@ -147,7 +182,7 @@ def build_network(args: argparse.Namespace, num_classes: int) -> nn.Module:
         known = [name for name in list_models() if name.startswith(("resne", "wide_resnet"))]
         build = get_model
     if args.arch not in known:
-        sys.exit(f"main.py: there is no network {args.arch}, only {', '.join(known)}.")
+        support.refuse(f"there is no network --arch {args.arch}, only {', '.join(known)}.")
     return build(args.arch, num_classes=num_classes)
 
 
@@ -197,8 +232,8 @@ def run(args: argparse.Namespace, job: Job) -> None:
     loader = make_loader(data.train, True, args, job)
     val_loader = make_loader(data.val, False, args, job)
     if len(loader) == 0 and not args.evaluate:
-        sys.exit(
-            f"main.py: {len(data.train)} images give {job.world_size} rank(s) no whole batch of "
+        support.refuse(
+            f"{len(data.train)} images give {job.world_size} rank(s) no whole batch of "
             f"{args.batch_size}: lower --batch-size."
         )
     if args.evaluate:
@@ -258,7 +293,7 @@ def train_epoch(
     title = f"epoch {epoch + 1}/{args.epochs}"
     losses = torch.zeros((), device=job.device)
     since, counted = time.perf_counter(), 0
-    bar = tqdm(total=steps, desc=title, unit="step", leave=False, disable=job.rank != 0)
+    bar = support.progress(None, title, job.rank, total=steps)
     for step, (x, labels) in zip(range(steps), loader, strict=False):
         set_learning_rate(optimizer, epoch, step / steps, args, job)
         x = x.to(job.device, non_blocking=True, memory_format=layout)
@@ -299,7 +334,7 @@ def evaluate(
     """
     model.eval()
     counts = torch.zeros(3, dtype=torch.float64, device=job.device)  # first, among five, seen
-    for x, labels in tqdm(loader, desc="validation", leave=False, disable=job.rank != 0):
+    for x, labels in support.progress(loader, "validation", job.rank):
         output = model(x.to(job.device, non_blocking=True, memory_format=layout))
         best = output.topk(min(5, output.shape[1]), dim=1).indices
         right = best == labels.to(job.device, non_blocking=True)[:, None]
@@ -323,7 +358,7 @@ def save_checkpoint(
     best: float,
     args: argparse.Namespace,
 ) -> None:
-    """Write the state after `epoch` epochs, whole or not at all. Rank 0 only."""
+    """Write the state after `epoch` epochs. Rank 0 only."""
     state = {
         "epoch": epoch,
         "best": best,
@@ -332,36 +367,33 @@ def save_checkpoint(
         "optimizer": optimizer.state_dict(),
         "amp": amp.state_dict(),
     }
-    unfinished = args.checkpoint.with_name(args.checkpoint.name + ".part")
-    torch.save(state, unfinished)
-    os.replace(unfinished, args.checkpoint)
+    support.save_checkpoint(args.checkpoint, state)
 
 
 def load_checkpoint(
     model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Namespace, job: Job
 ) -> tuple[int, float]:
     """Restore what `save_checkpoint` wrote; returns the epochs trained and the best accuracy."""
-    state = torch.load(args.resume, map_location=job.device, weights_only=True)
-    for name, value in state["settings"].items():
-        if value != getattr(args, name):
-            sys.exit(
-                f"main.py: {args.resume} was trained with {name.replace('_', '-')} {value}, not "
-                f"{getattr(args, name)}: choose the same to continue that run."
-            )
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    amp.load_state_dict(state["amp"])
-    return state["epoch"], state["best"]
+    settings = {name: getattr(args, name) for name in RESUMED_SETTINGS}
+    state = support.read_checkpoint(args.resume, job.device, settings)
+    with support.restoring(args.resume):
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        amp.load_state_dict(state["amp"])
+        return state["epoch"], state["best"]
 
 
 def main() -> None:
     args = parse_args()
     try:
         run(args, start_job(args))
+    except images.DataError as error:
+        # One of a DataLoader's processes is raised here below that process's traceback.
+        support.refuse(str(error).strip().splitlines()[-1].rpartition("DataError: ")[2])
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    support.run(main)

@@ -21,7 +21,6 @@ import argparse
 import hashlib
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -30,7 +29,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
 # isort: off
 # =====START: ADDED FOR DISTRIBUTED======
@@ -38,7 +36,10 @@ import torch.distributed as dist
 
 from apex.parallel import DistributedDataParallel as DDP
 # =====END:   ADDED FOR DISTRIBUTED======
+# isort: on
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import example_support as support
 
 # What must be as it was when a run goes on from a checkpoint.
 RESUMED_SETTINGS = ("dataset", "seed", "batch_size", "lr", "gamma", "momentum")
@@ -78,40 +79,59 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--download", action="store_true", help="fetch MNIST into --data-dir")
     parser.add_argument(
         "--batch-size",
-        type=positive_int,
+        type=support.positive_int,
         default=64,
         metavar="N",
         help="samples per step over all ranks together",
     )
     parser.add_argument(
         "--test-batch-size",
-        type=positive_int,
+        type=support.positive_int,
         default=1000,
         metavar="N",
         help="samples per forward pass of one rank while testing",
     )
     parser.add_argument(
-        "--epochs", type=positive_int, default=30, metavar="N", help="epochs in all"
+        "--epochs", type=support.positive_int, default=30, metavar="N", help="epochs in all"
     )
-    parser.add_argument("--lr", type=float, default=0.1, help="learning rate of the first epoch")
     parser.add_argument(
-        "--gamma", type=float, default=0.93, help="factor on the learning rate after every epoch"
+        "--lr", type=support.positive_float, default=0.1, help="learning rate of the first epoch"
     )
-    parser.add_argument("--momentum", type=float, default=0.9, metavar="M", help="momentum of SGD")
-    parser.add_argument("--seed", type=int, default=1, help="seeds the weights and the shuffling")
+    parser.add_argument(
+        "--gamma",
+        type=support.positive_float,
+        default=0.93,
+        help="factor on the learning rate after every epoch",
+    )
+    parser.add_argument(
+        "--momentum",
+        type=support.non_negative_float,
+        default=0.9,
+        metavar="M",
+        help="momentum of SGD",
+    )
+    parser.add_argument(
+        "--seed", type=support.seed, default=1, help="seeds the weights and the shuffling"
+    )
     parser.add_argument("--no-cuda", action="store_true", help="train on the CPU even with a GPU")
     parser.add_argument(
-        "--save", type=Path, metavar="PATH", help="write a checkpoint here after every epoch"
+        "--save",
+        type=support.output_file,
+        metavar="PATH",
+        help="write a checkpoint here after every epoch",
     )
     parser.add_argument(
         "--resume",
-        type=Path,
+        type=support.checkpoint_file,
         metavar="PATH",
         help="continue from this checkpoint, with the same settings as it was made with; every "
         "rank must be able to read it",
     )
     parser.add_argument(
-        "--loss-log", type=Path, metavar="FILE", help="write the loss of every step here, as JSON"
+        "--loss-log",
+        type=support.output_file,
+        metavar="FILE",
+        help="write the loss of every step here, as JSON",
     )
     # =====START: ADDED FOR DISTRIBUTED======
     # torch.distributed.launch passes --local-rank=R (older versions: --local_rank=R), torchrun
@@ -119,24 +139,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--local-rank",
         "--local_rank",
-        type=int,
-        default=int(os.environ.get("LOCAL_RANK", 0)),
+        type=support.non_negative_int,
+        default=os.environ.get("LOCAL_RANK", "0"),
         metavar="R",
         help="index of this process on its machine; launchers set it",
     )
     # =====END:   ADDED FOR DISTRIBUTED======
-    args = parser.parse_args(argv)
-    for path in (args.save, args.loss_log):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            parser.error(f"cannot write to {path}: it must be a file in a folder that exists")
-    return args
-
-
-def positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
+    return parser.parse_args(argv)
 
 
 def start_job(args: argparse.Namespace) -> Job:
@@ -146,22 +155,14 @@ def start_job(args: argparse.Namespace) -> Job:
     job = Job(rank=0, world_size=1, device=device, backend="none")
     # =====START: ADDED FOR DISTRIBUTED======
     # A launcher tells each process its place through the environment; without it, train alone.
-    if "WORLD_SIZE" in os.environ:
-        if use_cuda:
-            gpus = torch.cuda.device_count()
-            if args.local_rank >= gpus:
-                sys.exit(
-                    f"main.py: local rank {args.local_rank} has no GPU of its own, this machine "
-                    f"has {gpus}: start at most {gpus} processes here, or pass --no-cuda."
-                )
-            device = torch.device("cuda", args.local_rank)
-            torch.cuda.set_device(device)
+    if support.launched():
+        device = support.choose_device(args.local_rank, use_cuda)
         backend = "nccl" if use_cuda else "gloo"
         dist.init_process_group(backend=backend, init_method="env://")
         job = Job(dist.get_rank(), dist.get_world_size(), device, backend)
         if args.batch_size < job.world_size:
-            sys.exit(
-                f"main.py: a global --batch-size of {args.batch_size} leaves some of the "
+            support.refuse(
+                f"a global --batch-size of {args.batch_size} leaves some of the "
                 f"{job.world_size} ranks without samples: raise it to {job.world_size} or more."
             )
     # =====END:   ADDED FOR DISTRIBUTED======
@@ -180,16 +181,11 @@ def load_data(args: argparse.Namespace, job: Job) -> tuple[Split, Split]:
 
 def load_digits() -> tuple[Split, Split]:
     """1,437 training and 360 test images; the split is stratified by digit and always the same."""
-    try:
-        from sklearn.datasets import load_digits as load
-        from sklearn.model_selection import train_test_split
-    except ImportError:
-        sys.exit("main.py: the digits come with scikit-learn: run `pip install scikit-learn`.")
-    pixels, digits = load(return_X_y=True)  # [1797, 64] in 0..16, [1797] in 0..9
-    images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    labels = torch.tensor(digits, dtype=torch.int64)
+    images, labels = support.digits()
+    from sklearn.model_selection import train_test_split
+
     kept, held_out = train_test_split(
-        range(len(labels)), test_size=360, random_state=0, stratify=digits
+        range(len(labels)), test_size=360, random_state=0, stratify=labels
     )
     return Split(images[kept], labels[kept]), Split(images[held_out], labels[held_out])
 
@@ -199,7 +195,7 @@ def load_mnist(args: argparse.Namespace, job: Job) -> tuple[Split, Split]:
     try:
         from torchvision.datasets import MNIST
     except ImportError:
-        sys.exit("main.py: --dataset mnist needs torchvision: run `pip install torchvision`.")
+        support.fail("--dataset mnist needs torchvision: run `pip install torchvision`.")
     if args.download:
         downloads = True
         # =====START: ADDED FOR DISTRIBUTED======
@@ -207,7 +203,10 @@ def load_mnist(args: argparse.Namespace, job: Job) -> tuple[Split, Split]:
         downloads = args.local_rank == 0
         # =====END:   ADDED FOR DISTRIBUTED======
         if downloads:
-            MNIST(args.data_dir, download=True)
+            try:
+                MNIST(args.data_dir, download=True)
+            except (OSError, RuntimeError) as error:
+                support.fail(f"cannot fetch MNIST into {args.data_dir}: {error}.")
         # =====START: ADDED FOR DISTRIBUTED======
         if job.backend != "none":
             dist.barrier()
@@ -217,9 +216,9 @@ def load_mnist(args: argparse.Namespace, job: Job) -> tuple[Split, Split]:
         try:
             mnist = MNIST(args.data_dir, train=train)
         except RuntimeError:
-            sys.exit(
-                f"main.py: MNIST is not in {args.data_dir}: run again with --download, or name "
-                "its folder with --data-dir."
+            support.refuse(
+                f"MNIST is not in {args.data_dir}: run again with --download, or name its folder "
+                "with --data-dir."
             )
         images = (mnist.data.unsqueeze(1).to(torch.float32) / 255 - 0.1307) / 0.3081
         splits.append(Split(images, mnist.targets))
@@ -278,8 +277,7 @@ def train_epoch(
     batches = order.split(args.batch_size)
     loss_sums = torch.zeros(len(batches), dtype=torch.float64, device=job.device)
     title = f"epoch {epoch}/{args.epochs}"
-    bar = tqdm(batches, desc=title, unit="step", leave=False, disable=job.rank != 0)
-    for step, batch in enumerate(bar):
+    for step, batch in enumerate(support.progress(batches, title, job.rank)):
         samples = batch
         # =====START: ADDED FOR DISTRIBUTED======
         samples = batch.tensor_split(job.world_size)[job.rank]
@@ -334,16 +332,14 @@ def save_checkpoint(
     args: argparse.Namespace,
     epoch: int,
 ) -> None:
-    """Write the state after `epoch`, whole or not at all."""
-    unfinished = path.with_name(path.name + ".part")
+    """Write the state after `epoch`."""
     state = {
         "epoch": epoch,
         "settings": {name: getattr(args, name) for name in RESUMED_SETTINGS},
         "model": net.state_dict(),
         "optimizer": optimizer.state_dict(),
     }
-    torch.save(state, unfinished)
-    os.replace(unfinished, path)
+    support.save_checkpoint(path, state)
 
 
 def load_checkpoint(
@@ -354,17 +350,11 @@ def load_checkpoint(
     device: torch.device,
 ) -> int:
     """Restore what `save_checkpoint` wrote; returns the number of epochs already trained."""
-    if not path.is_file():
-        sys.exit(f"main.py: there is no checkpoint {path} to resume from.")
-    state = torch.load(path, map_location=device, weights_only=True)
-    for name, value in state["settings"].items():
-        if value != getattr(args, name):
-            sys.exit(
-                f"main.py: {path} was trained with --{name.replace('_', '-')} {value}, not "
-                f"{getattr(args, name)}: pass the same value to continue that run."
-            )
-    net.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    settings = {name: getattr(args, name) for name in RESUMED_SETTINGS}
+    state = support.read_checkpoint(path, device, settings)
+    with support.restoring(path):
+        net.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
     return state["epoch"]
 
 
@@ -438,16 +428,8 @@ def run(args: argparse.Namespace, job: Job) -> None:
         )
 
 
-def stop(signum: int, _frame: object) -> None:
-    """On Ctrl-C or a launcher's stop signal: leave through main's `finally`, with no traceback."""
-    print(f"main.py: stopped by {signal.Signals(signum).name}.", file=sys.stderr, flush=True)
-    sys.exit(128 + signum)
-
-
 def main() -> None:
     args = parse_args()
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
     try:
         run(args, start_job(args))
     finally:
@@ -458,4 +440,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    support.run(main)

@@ -12,28 +12,18 @@ digits, the model a small convolutional network. README.md lists what else had t
 import argparse
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn, optim
-from tqdm import tqdm
 
 from apex import amp
 from apex.parallel import DistributedDataParallel
 
-
-def load_digits() -> torch.utils.data.TensorDataset:
-    """1,797 images [1, 8, 8] float32 in 0..1, and their labels."""
-    try:
-        from sklearn.datasets import load_digits as load
-    except ImportError:
-        sys.exit(
-            "simple_ddp_amp.py: the digits come with scikit-learn: run `pip install scikit-learn`."
-        )
-    pixels, labels = load(return_X_y=True)
-    images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    return torch.utils.data.TensorDataset(images, torch.tensor(labels, dtype=torch.int64))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import example_support as support
 
 
 def main() -> None:
@@ -41,25 +31,27 @@ def main() -> None:
     parser.add_argument(
         "--local_rank",
         "--local-rank",
-        default=int(os.environ.get("LOCAL_RANK", 0)),
-        type=int,
+        default=os.environ.get("LOCAL_RANK", "0"),
+        type=support.non_negative_int,
         help="index of this process on its machine; launchers set it",
     )
-    parser.add_argument("--epochs", default=10, type=int, help="default: 10")
-    parser.add_argument("--opt-level", default="O1", help="of apex.amp, O0 to O3; default: O1")
+    parser.add_argument("--epochs", default=10, type=support.positive_int, help="default: 10")
+    parser.add_argument(
+        "--opt-level",
+        default="O1",
+        choices=("O0", "O1", "O2", "O3"),
+        help="of apex.amp; default: O1",
+    )
     args = parser.parse_args()
 
     # Started without a launcher, this process is a job of its own.
-    if "WORLD_SIZE" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    support.launch_alone_unless_launched()
 
-    use_cuda = torch.cuda.is_available()
+    use_cuda = support.choose_device(args.local_rank).type == "cuda"
     dist.init_process_group(backend="nccl" if use_cuda else "gloo")
-    if use_cuda:
-        torch.cuda.set_device(args.local_rank)
     torch.manual_seed(0)
 
-    train_dataset = load_digits()
+    train_dataset = torch.utils.data.TensorDataset(*support.digits())
     #
     train_sampler = torch.utils.data.distributed.DistributedSampler(train_dataset)
     #
@@ -87,7 +79,7 @@ def main() -> None:
     for epoch in range(args.epochs):
         train_sampler.set_epoch(epoch)
         losses = torch.zeros(len(train_loader))
-        bar = tqdm(train_loader, desc=f"epoch {epoch + 1}", disable=dist.get_rank() != 0)
+        bar = support.progress(train_loader, f"epoch {epoch + 1}", dist.get_rank())
         for batch_idx, (data, target) in enumerate(bar):
             images = data.cuda(non_blocking=True) if use_cuda else data
             target = target.cuda(non_blocking=True) if use_cuda else target
@@ -105,4 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    support.run(main)

@@ -11,27 +11,17 @@ handwritten digits that scikit-learn ships.
 import argparse
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
 import apex
 
-
-def load_digits(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images [1797, 1, 8, 8] float32 in 0..1 and labels [1797] int64, on the device."""
-    try:
-        from sklearn.datasets import load_digits as load
-    except ImportError:
-        sys.exit(
-            "syncbn_convert.py: the digits come with scikit-learn: run `pip install scikit-learn`."
-        )
-    pixels, labels = load(return_X_y=True)
-    images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    return images.to(device), torch.tensor(labels, dtype=torch.int64).to(device)
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import example_support as support
 
 
 def build_model() -> nn.Module:
@@ -49,28 +39,26 @@ def build_model() -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", default=3, type=int, help="default: 3")
-    parser.add_argument("--batch-size", default=8, type=int, help="samples per rank; default: 8")
+    parser.add_argument("--epochs", default=3, type=support.positive_int, help="default: 3")
+    parser.add_argument(
+        "--batch-size", default=8, type=support.positive_int, help="samples per rank; default: 8"
+    )
     parser.add_argument(
         "--local_rank",
         "--local-rank",
-        default=int(os.environ.get("LOCAL_RANK", 0)),
-        type=int,
+        default=os.environ.get("LOCAL_RANK", "0"),
+        type=support.non_negative_int,
         help="index of this process on its machine; launchers set it",
     )
     args = parser.parse_args()
 
-    if "WORLD_SIZE" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    use_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", args.local_rank) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if use_cuda else "gloo")
+    support.launch_alone_unless_launched()
+    device = support.choose_device(args.local_rank)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
 
-    images, labels = load_digits(device)
+    images, labels = (tensor.to(device) for tensor in support.digits())
     model = build_model()
     # model is an instance of torch.nn.Module
     sync_bn_model = apex.parallel.convert_syncbn_model(model)
@@ -82,13 +70,10 @@ def main() -> None:
     ddp = apex.parallel.DistributedDataParallel(sync_bn_model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     for epoch in range(args.epochs):
-        # The same order on every rank, of which each takes its slice; whole global batches only.
-        generator = torch.Generator().manual_seed(epoch)
-        global_batch = args.batch_size * world_size
-        order = torch.randperm(len(labels), generator=generator)
-        batches = order[: len(order) // global_batch * global_batch].split(global_batch)
+        # The same batches on every rank, of each of which it takes its slice.
+        batches = support.global_batches(len(labels), args.batch_size, world_size, epoch)
         total = torch.zeros((), device=device)
-        for batch in tqdm(batches, desc=f"epoch {epoch + 1}", disable=rank != 0):
+        for batch in support.progress(batches, f"epoch {epoch + 1}", rank):
             samples = batch[rank * args.batch_size : (rank + 1) * args.batch_size].to(device)
             loss = F.cross_entropy(ddp(images[samples]), labels[samples])
             optimizer.zero_grad()
@@ -104,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    support.run(main)

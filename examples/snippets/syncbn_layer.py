@@ -10,32 +10,35 @@ on every rank, these outputs are what torch.nn.BatchNorm1d makes of the whole ba
 
 import argparse
 import os
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 import apex
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import example_support as support
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", default=20, type=int, help="batches to normalize; default: 20")
+    parser.add_argument(
+        "--steps", default=20, type=support.positive_int, help="batches to normalize; default: 20"
+    )
     parser.add_argument(
         "--local_rank",
         "--local-rank",
-        default=int(os.environ.get("LOCAL_RANK", 0)),
-        type=int,
+        default=os.environ.get("LOCAL_RANK", "0"),
+        type=support.non_negative_int,
         help="index of this process on its machine; launchers set it",
     )
     args = parser.parse_args()
 
-    if "WORLD_SIZE" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    use_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", args.local_rank) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(device)
+    support.launch_alone_unless_launched()
+    device = support.choose_device(args.local_rank)
+    use_cuda = device.type == "cuda"
     dist.init_process_group("nccl" if use_cuda else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
@@ -46,7 +49,7 @@ def main() -> None:
     reference = torch.nn.BatchNorm1d(5).to(device)
 
     difference = 0.0
-    for _ in tqdm(range(args.steps), desc="batches", disable=rank != 0):
+    for _ in support.progress(range(args.steps), "batches", rank):
         input_t = torch.randn(3, 5, 20)
         if use_cuda:
             input_t = input_t.cuda()
@@ -65,9 +68,7 @@ def main() -> None:
         )
     dist.destroy_process_group()
     if difference > 1e-4:
-        raise SystemExit(
-            f"syncbn_layer.py: rank {rank}: a difference of {difference} is too large."
-        )
+        support.fail(f"rank {rank}: a difference of {difference} is too large.")
 
 
 def gather(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
@@ -78,4 +79,4 @@ def gather(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main()
+    support.run(main)

@@ -21,7 +21,6 @@ import argparse
 import hashlib
 import os
 import random
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -34,9 +33,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-from tqdm import tqdm
 
 from apex.parallel import DistributedDataParallel as DDP
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import example_support as support
 
 # What must be as it was when a run goes on from a checkpoint.
 RESUMED_SETTINGS = ("seed", "batch_size", "lr", "momentum")
@@ -177,14 +178,11 @@ class Net(nn.Module):
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
     """1,437 training and 360 test images [1, 8, 8] in 0..1; the split is always the same."""
-    from sklearn.datasets import load_digits as load
+    images, labels = support.digits()
     from sklearn.model_selection import train_test_split
 
-    pixels, digits = load(return_X_y=True)
-    images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    labels = torch.tensor(digits, dtype=torch.int64)
     kept, held_out = train_test_split(
-        range(len(labels)), test_size=360, random_state=0, stratify=digits
+        range(len(labels)), test_size=360, random_state=0, stratify=labels
     )
     return (
         TensorDataset(images[kept], labels[kept]),
@@ -221,6 +219,7 @@ def take_place(local_rank: int, args: argparse.Namespace) -> Place:
     return Place(rank, world_size, stages)
 
 
+@support.child_process
 def main_worker(local_rank: int, args: argparse.Namespace) -> None:
     """What each process runs; `mp.spawn` passes the first argument."""
     if not args.gpus:
@@ -289,8 +288,7 @@ def train_epoch(
     model.train()
     losses = torch.zeros(len(loader), device=place.stages[1])
     title = f"epoch {epoch + 1}/{args.epochs}"
-    bar = tqdm(loader, desc=title, unit="step", leave=False, disable=place.rank != 0)
-    for step, (images, labels) in enumerate(bar):
+    for step, (images, labels) in enumerate(support.progress(loader, title, place.rank)):
         output = model(images)
         loss = F.cross_entropy(output, labels.to(output.device, non_blocking=True))
         optimizer.zero_grad()
@@ -315,35 +313,25 @@ def count_correct(net: Net, test_set: TensorDataset, place: Place) -> int:
 def save_checkpoint(
     net: Net, optimizer: torch.optim.Optimizer, epoch: int, args: argparse.Namespace
 ) -> None:
-    """Write the state after `epoch` epochs, whole or not at all. Rank 0 only."""
+    """Write the state after `epoch` epochs. Rank 0 only."""
     state = {
         "epoch": epoch,
         "settings": {name: getattr(args, name) for name in RESUMED_SETTINGS},
         "state_dict": net.state_dict(),
         "optimizer": optimizer.state_dict(),
     }
-    unfinished = args.checkpoint.with_name(args.checkpoint.name + ".part")
-    torch.save(state, unfinished)
-    os.replace(unfinished, args.checkpoint)
+    support.save_checkpoint(args.checkpoint, state)
 
 
 def load_checkpoint(
     net: Net, optimizer: torch.optim.Optimizer, place: Place, args: argparse.Namespace
 ) -> int:
-    """Restore what `save_checkpoint` wrote; returns the number of epochs already trained.
-
-    The tensors were saved from rank 0's GPU. Without `map_location`, every process of the machine
-    would load them onto that GPU first.
-    """
-    state = torch.load(args.resume, map_location=place.stages[0], weights_only=True)
-    for name, value in state["settings"].items():
-        if value != getattr(args, name):
-            raise SystemExit(
-                f"main.py: {args.resume} was trained with --{name.replace('_', '-')} {value}, not "
-                f"{getattr(args, name)}: pass the same value to continue that run."
-            )
-    net.load_state_dict(state["state_dict"])  # copies to each parameter's own device
-    optimizer.load_state_dict(state["optimizer"])
+    """Restore what `save_checkpoint` wrote; returns the number of epochs already trained."""
+    settings = {name: getattr(args, name) for name in RESUMED_SETTINGS}
+    state = support.read_checkpoint(args.resume, place.stages[0], settings)
+    with support.restoring(args.resume):
+        net.load_state_dict(state["state_dict"])  # copies to each parameter's own device
+        optimizer.load_state_dict(state["optimizer"])
     return state["epoch"]
 
 
@@ -382,34 +370,17 @@ def complete(args: argparse.Namespace) -> None:
             args.dist_url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     if args.resume is not None and not args.resume.is_file():
         sys.exit(f"main.py: there is no checkpoint {args.resume} to resume from.")
-    try:
-        load_digits()
-    except ImportError:
-        sys.exit("main.py: the digits come with scikit-learn: run `pip install scikit-learn`.")
-
-
-def stop(signum: int, _frame: object) -> None:
-    """On Ctrl-C or SIGTERM: end the processes that were started, then this one."""
-    print(f"main.py: stopped by {signal.Signals(signum).name}.", file=sys.stderr, flush=True)
-    for process in mp.active_children():
-        process.terminate()
-    sys.exit(128 + signum)
+    support.digits()  # where they are missing, this process says so
 
 
 def main() -> None:
     args = parse_args()
     complete(args)
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
     if args.gpu is not None:
         main_worker(0, args)
-        return
-    try:
+    else:
         mp.spawn(main_worker, nprocs=args.processes, args=(args,))
-    except mp.ProcessExitedException as error:
-        # The process has said why; one that raised is shown with its traceback instead.
-        sys.exit(error.exit_code if error.exit_code > 0 else 128 - error.exit_code)
 
 
 if __name__ == "__main__":
-    main()
+    support.run(main)

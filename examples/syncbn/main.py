@@ -13,22 +13,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from apex.parallel import DistributedDataParallel, convert_syncbn_model
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import example_support as support
+
 
 def digits(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """1797 images of 8x8; every fifth is kept for the test."""
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=dtype).unsqueeze(1) / 16
-    labels = torch.tensor(data.target)
+    images, labels = support.digits()
+    images = images.to(dtype)  # exact: 17 shades, of sixteenths
     test = torch.arange(len(labels)) % 5 == 0
     return images[~test], labels[~test], images[test], labels[test]
 
@@ -51,21 +53,55 @@ def build_model() -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--norm", choices=["sync", "local"], default="sync")
-    parser.add_argument("--batch", type=int, default=64, help="images per step over all ranks")
-    parser.add_argument("--batch-per-rank", type=int, help="instead of --batch")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument(
+        "--norm", choices=["sync", "local"], default="sync", help="statistics of all ranks or one"
+    )
+    parser.add_argument(
+        "--batch",
+        type=support.positive_int,
+        default=64,
+        metavar="N",
+        help="images per step over all ranks (default: 64)",
+    )
+    parser.add_argument(
+        "--batch-per-rank", type=support.positive_int, metavar="N", help="instead of --batch"
+    )
+    parser.add_argument(
+        "--steps", type=support.positive_int, default=100, metavar="N", help="default: 100"
+    )
+    parser.add_argument(
+        "--lr", type=support.positive_float, default=0.05, help="learning rate (default: 0.05)"
+    )
     parser.add_argument("--double", action="store_true", help="train in float64")
-    parser.add_argument("--output", help="write losses and accuracy to this JSON file")
+    parser.add_argument(
+        "--output",
+        type=support.output_file,
+        metavar="FILE",
+        help="write losses and accuracy here, as JSON",
+    )
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    distributed = "RANK" in os.environ
+    distributed = support.launched()
     if distributed:
         dist.init_process_group("gloo")
+    try:
+        train(options, distributed)
+    finally:
+        if distributed:
+            dist.destroy_process_group()
+
+
+def train(options: argparse.Namespace, distributed: bool) -> None:
     rank = dist.get_rank() if distributed else 0
     ranks = dist.get_world_size() if distributed else 1
+    batch = options.batch if options.batch_per_rank is None else options.batch_per_rank * ranks
+    least = 2 if options.norm == "sync" else 2 * ranks  # whose statistics are taken together
+    if batch < least:
+        support.refuse(
+            f"{options.norm} batch norm on {ranks} rank(s) needs {least} images per step, not "
+            f"{batch}: raise --batch or --batch-per-rank."
+        )
 
     dtype = torch.float64 if options.double else torch.float32
     images, labels, test_images, test_labels = digits(dtype)
@@ -77,10 +113,10 @@ def main() -> None:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
 
-    batch = options.batch if options.batch_per_rank is None else options.batch_per_rank * ranks
     order = torch.Generator().manual_seed(1)
     losses = []
-    for step in range(options.steps):
+    bar = support.progress(range(options.steps), "training", rank)
+    for step in bar:
         chosen = torch.randint(len(labels), (batch,), generator=order)
         mine = chosen.tensor_split(ranks)[rank]  # every rank draws the same batch, takes its part
         optimizer.zero_grad()
@@ -94,7 +130,8 @@ def main() -> None:
             dist.all_reduce(loss)
         losses.append(loss.item())
         if rank == 0 and step % 20 == 0:
-            print(f"step {step:4d}  loss {losses[-1]:.6f}", flush=True)
+            bar.write(f"step {step:4d}  loss {losses[-1]:.6f}", file=sys.stdout)
+            sys.stdout.flush()
 
     # Each rank tests the model it has. With local statistics the ranks' models differ: their
     # running statistics are those of their own batches; rank 0's is what a checkpoint would hold.
@@ -104,11 +141,9 @@ def main() -> None:
     if rank == 0:
         print(f"{options.norm} batch norm, {ranks} rank(s), batch {batch}: accuracy {right:.4f}")
         if options.output:
-            with open(options.output, "w") as file:
-                json.dump({"losses": losses, "accuracy": right, "ranks": ranks}, file)
-    if distributed:
-        dist.destroy_process_group()
+            result = {"losses": losses, "accuracy": right, "ranks": ranks}
+            options.output.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main()
+    support.run(main)

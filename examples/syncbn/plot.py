@@ -3,86 +3,109 @@
 
     python plot.py --ranks 4 --batches 2 4 8 16
 
-Runs main.py with local and with synchronized statistics for each batch size,
-prints a table, and draws accuracy.svg (without any plotting library).
+Runs main.py with local and with synchronized statistics for each batch size, prints a table and
+draws it into accuracy.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import pathlib
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
-HERE = pathlib.Path(__file__).parent
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import example_support as support
+
+HERE = Path(__file__).resolve().parent
+COLORS = {"local": "#c8553d", "sync": "#4878a8"}
 
 
 def accuracy(norm: str, ranks: int, batch: int, steps: int) -> float:
+    """Train on so many ranks; the share of the test images that the model classifies right."""
     with tempfile.TemporaryDirectory() as folder:
-        output = pathlib.Path(folder) / "result.json"
-        subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone",
-             "--nproc-per-node", str(ranks), str(HERE / "main.py"), "--norm", norm,
+        output = Path(folder) / "result.json"
+        done = subprocess.run(
+            [sys.executable, "-m", "apex.parallel.multiproc", "--nproc", str(ranks),
+             "--log-dir", folder, str(HERE / "main.py"), "--norm", norm,
              "--batch-per-rank", str(batch), "--steps", str(steps), "--output", str(output)],
-            check=True,
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
+        if done.returncode != 0:
+            support.fail(f"main.py failed with {norm} batch norm and {batch} images per rank.")
         return json.loads(output.read_text())["accuracy"]
 
 
-def draw(batches: list[int], curves: dict[str, list[float]], path: pathlib.Path) -> None:
-    """One polyline per curve; the vertical axis runs from 0 to 1."""
-    width, height, left, top = 480, 280, 50, 20
-    colours = {"local": "#c0392b", "sync": "#2471a3"}
+def draw(batches: list[int], curves: dict[str, list[float]], title: str, path: Path) -> None:
+    import matplotlib
 
-    def point(index: int, value: float) -> str:
-        x = left + index * width / max(1, len(batches) - 1)
-        return f"{x:.1f},{top + height * (1 - value):.1f}"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
 
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 160}" height="{height + 70}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" stroke="#999"/>',
-    ]
-    for tick in range(0, 11, 2):
-        y = top + height * (1 - tick / 10)
-        lines.append(f'<text x="{left - 30}" y="{y + 4:.1f}">{tick / 10:.1f}</text>')
-    for index, batch in enumerate(batches):
-        x = point(index, 0).split(",")[0]
-        lines.append(f'<text x="{x}" y="{top + height + 18}" text-anchor="middle">{batch}</text>')
-    lines.append(
-        f'<text x="{left + width / 2}" y="{top + height + 40}" text-anchor="middle">'
-        "images per rank and step</text>"
-    )
-    for row, (name, values) in enumerate(curves.items()):
-        points = " ".join(point(i, v) for i, v in enumerate(values))
-        lines.append(
-            f'<polyline points="{points}" fill="none" stroke="{colours[name]}" stroke-width="2"/>'
-        )
-        lines.append(
-            f'<text x="{left + width + 10}" y="{top + 20 + 18 * row}" fill="{colours[name]}">'
-            f"{name} batch norm</text>"
-        )
-    path.write_text("\n".join([*lines, "</svg>"]) + "\n")
+    figure, axes = pyplot.subplots(figsize=(6, 3.6))
+    for name, values in curves.items():
+        axes.plot(batches, values, marker="o", color=COLORS[name], label=f"{name} batch norm")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.minorticks_off()
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("images per rank and step")
+    axes.set_ylabel("test accuracy")
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.grid(axis="y", color="#e4e4e4", lw=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--batches", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--output", type=pathlib.Path, default=HERE / "accuracy.svg")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks", type=support.positive_int, default=4, metavar="N", help="processes"
+    )
+    parser.add_argument(
+        "--batches",
+        type=support.positive_int,
+        nargs="+",
+        default=[2, 4, 16],
+        metavar="N",
+        help="images per rank and step",
+    )
+    parser.add_argument(
+        "--steps", type=support.positive_int, default=60, metavar="N", help="of each training"
+    )
+    parser.add_argument(
+        "--output",
+        type=support.output_file,
+        default=HERE / "accuracy.png",
+        metavar="FILE",
+        help="the plot, in a format that its suffix names",
+    )
     options = parser.parse_args()
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        support.fail("the plot is drawn by matplotlib: run `pip install matplotlib`.")
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if options.output.suffix[1:] not in formats:
+        parser.error(f"--output {options.output} must end in one of .{', .'.join(formats)}")
     curves: dict[str, list[float]] = {"local": [], "sync": []}
-    print("| images per rank | local | sync |\n|---|---|---|")
-    for batch in options.batches:
+    print("| images per rank | local | sync |\n|---|---|---|", flush=True)
+    bar = support.progress(options.batches, "batch sizes", rank=0, unit="size")
+    for batch in bar:
         for norm, values in curves.items():
             values.append(accuracy(norm, options.ranks, batch, options.steps))
-        print(f"| {batch} | {curves['local'][-1]:.3f} | {curves['sync'][-1]:.3f} |", flush=True)
-    draw(options.batches, curves, options.output)
+        row = f"| {batch} | {curves['local'][-1]:.3f} | {curves['sync'][-1]:.3f} |"
+        bar.write(row, file=sys.stdout)
+    title = f"Handwritten digits, {options.ranks} ranks, {options.steps} steps"
+    draw(options.batches, curves, title, options.output)
+    print(f"wrote {options.output}")
 
 
 if __name__ == "__main__":
-    main()
+    support.run(main)

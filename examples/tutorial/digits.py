@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import example_support as support
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that all scripts of the tutorial have for their data."""
@@ -43,9 +46,9 @@ def training_set(args: argparse.Namespace, say: bool) -> TensorDataset:
     if data == "mnist":
         dataset = _mnist(args, args.download)
         if dataset is None:
-            sys.exit(
-                f"{_script()}: MNIST is not in {args.data_dir}, or torchvision is not installed: "
-                "run `pip install torchvision` and start with --download, or use --data digits."
+            support.refuse(
+                f"MNIST is not in {args.data_dir}, or torchvision is not installed: run "
+                "`pip install torchvision` and start with --download, or use --data digits."
             )
     else:
         dataset = _digits()
@@ -55,27 +58,18 @@ def training_set(args: argparse.Namespace, say: bool) -> TensorDataset:
     return dataset
 
 
-def _script() -> str:
-    return Path(sys.argv[0]).name
-
-
 def _mnist(args: argparse.Namespace, download: bool) -> TensorDataset | None:
     try:
         from torchvision.datasets import MNIST
 
         mnist = MNIST(str(args.data_dir), train=True, download=download)
-    except (ImportError, RuntimeError):
+    except (ImportError, OSError, RuntimeError):
         return None
     return TensorDataset(mnist.data.unsqueeze(1).to(torch.float32) / 255, mnist.targets)
 
 
 def _digits() -> TensorDataset:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        sys.exit(f"{_script()}: the digits come with scikit-learn: run `pip install scikit-learn`.")
-    pixels, labels = load_digits(return_X_y=True)
-    images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    images, labels = support.digits()
     # 8x8 -> 24x24, and a margin of 2 pixels, as MNIST's digits have one.
     images = F.pad(F.interpolate(images, scale_factor=3, mode="bilinear"), (2, 2, 2, 2))
-    return TensorDataset(images, torch.tensor(labels, dtype=torch.int64))
+    return TensorDataset(images, labels)

@@ -3,15 +3,19 @@
 
 import argparse
 import os
+import sys
 from datetime import datetime
+from pathlib import Path
 
-import digits
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from mnist import ConvNet
 from torch import nn
-from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import digits
+import example_support as support
+from mnist import ConvNet
 
 # isort: split
 #########################################################
@@ -23,22 +27,41 @@ from apex.parallel import DistributedDataParallel as DDP
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-n", "--nodes", default=1, type=int, metavar="N", help="machines")
     parser.add_argument(
-        "-g", "--gpus", default=1, type=int, help="GPUs per machine; without GPUs, processes"
+        "-n", "--nodes", default=1, type=support.positive_int, metavar="N", help="machines"
     )
-    parser.add_argument("-nr", "--nr", default=0, type=int, help="rank of this machine, from 0")
-    parser.add_argument("--epochs", default=2, type=int, metavar="N", help="epochs; default: 2")
-    parser.add_argument("--batch-size", default=100, type=int, help="per process; default: 100")
-    parser.add_argument("--lr", default=0.01, type=float, help="learning rate; default: 0.01")
+    parser.add_argument(
+        "-g",
+        "--gpus",
+        default=1,
+        type=support.positive_int,
+        help="GPUs per machine; without GPUs, processes",
+    )
+    parser.add_argument(
+        "-nr", "--nr", default=0, type=support.non_negative_int, help="rank of this machine, from 0"
+    )
+    parser.add_argument(
+        "--epochs", default=2, type=support.positive_int, metavar="N", help="epochs; default: 2"
+    )
+    parser.add_argument(
+        "--batch-size", default=100, type=support.positive_int, help="per process; default: 100"
+    )
+    parser.add_argument(
+        "--lr", default=0.01, type=support.positive_float, help="learning rate; default: 0.01"
+    )
     #########################################################
-    parser.add_argument("--opt-level", default="O1", help="of apex.amp, O0 to O3; default: O1")
+    parser.add_argument(
+        "--opt-level",
+        default="O1",
+        choices=("O0", "O1", "O2", "O3"),
+        help="of apex.amp; default: O1",
+    )
     #########################################################
     digits.add_arguments(parser)
     args = parser.parse_args()
     if torch.cuda.is_available() and args.gpus > torch.cuda.device_count():
         parser.error(f"-g {args.gpus}: this machine has {torch.cuda.device_count()} GPUs")
-    if not 0 <= args.nr < args.nodes:
+    if args.nr >= args.nodes:
         parser.error(f"-nr {args.nr} is not one of {args.nodes} machines")
     train_dataset = digits.training_set(args, say=args.nr == 0)
     args.world_size = args.gpus * args.nodes
@@ -47,6 +70,7 @@ def main() -> None:
     mp.spawn(train, nprocs=args.gpus, args=(args, train_dataset))
 
 
+@support.child_process
 def train(gpu: int, args: argparse.Namespace, train_dataset: torch.utils.data.Dataset) -> None:
     torch.manual_seed(0)
     use_cuda = torch.cuda.is_available()
@@ -88,7 +112,7 @@ def train(gpu: int, args: argparse.Namespace, train_dataset: torch.utils.data.Da
     for epoch in range(args.epochs):
         train_sampler.set_epoch(epoch)
         total = torch.zeros((), device=device)
-        for images, labels in tqdm(train_loader, desc=f"epoch {epoch + 1}", disable=rank != 0):
+        for images, labels in support.progress(train_loader, f"epoch {epoch + 1}", rank):
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
             loss = criterion(model(images), labels)
@@ -113,4 +137,4 @@ def train(gpu: int, args: argparse.Namespace, train_dataset: torch.utils.data.Da
 
 
 if __name__ == "__main__":
-    main()
+    support.run(main)

@@ -2,12 +2,16 @@
 """Step 1 of the tutorial: train on one process."""
 
 import argparse
+import sys
 from datetime import datetime
+from pathlib import Path
 
-import digits
 import torch
 from torch import nn
-from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import digits
+import example_support as support
 
 
 class ConvNet(nn.Module):
@@ -35,12 +39,20 @@ class ConvNet(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-n", "--nodes", default=1, type=int, metavar="N", help="not used yet")
-    parser.add_argument("-g", "--gpus", default=1, type=int, help="not used yet")
-    parser.add_argument("-nr", "--nr", default=0, type=int, help="not used yet")
-    parser.add_argument("--epochs", default=2, type=int, metavar="N", help="epochs; default: 2")
-    parser.add_argument("--batch-size", default=100, type=int, help="default: 100")
-    parser.add_argument("--lr", default=0.01, type=float, help="learning rate; default: 0.01")
+    parser.add_argument(
+        "-n", "--nodes", default=1, type=support.positive_int, metavar="N", help="not used yet"
+    )
+    parser.add_argument("-g", "--gpus", default=1, type=support.positive_int, help="not used yet")
+    parser.add_argument(
+        "-nr", "--nr", default=0, type=support.non_negative_int, help="not used yet"
+    )
+    parser.add_argument(
+        "--epochs", default=2, type=support.positive_int, metavar="N", help="epochs; default: 2"
+    )
+    parser.add_argument("--batch-size", default=100, type=support.positive_int, help="default: 100")
+    parser.add_argument(
+        "--lr", default=0.01, type=support.positive_float, help="learning rate; default: 0.01"
+    )
     digits.add_arguments(parser)
     args = parser.parse_args()
     train(0, args)
@@ -65,7 +77,7 @@ def train(gpu: int, args: argparse.Namespace) -> None:
     start = datetime.now()
     for epoch in range(args.epochs):
         total = torch.zeros((), device=device)
-        for images, labels in tqdm(train_loader, desc=f"epoch {epoch + 1}"):
+        for images, labels in support.progress(train_loader, f"epoch {epoch + 1}", rank=0):
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
             loss = criterion(model(images), labels)
@@ -79,4 +91,4 @@ def train(gpu: int, args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    support.run(main)

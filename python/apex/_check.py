@@ -6,6 +6,7 @@ that into one sentence with the command that mends it.
 """
 
 import importlib.metadata
+import warnings
 
 #: Of the distribution "apex" that belongs to this package: see PKG-INFO.in.
 OWN_SUMMARY = "The package apex of apex-parallel"
@@ -20,9 +21,13 @@ class DeprecatedFeatureWarning(FutureWarning):
 
 
 def installation() -> None:
-    """Raise ImportError, saying what to do, if this package cannot work in this environment."""
+    """Raise ImportError, saying what to do, if this package cannot work in this environment.
+
+    Warns if it was built without its CUDA parts, but torch was built for CUDA.
+    """
     _no_other_apex()
     _built_for_this_torch()
+    _cuda_parts()
 
 
 def _no_other_apex() -> None:
@@ -49,10 +54,17 @@ def _built_for_this_torch() -> None:
             "`pip install --no-build-isolation .` in the sources and start Python elsewhere."
         ) from error
     built, present = _build_info.torch_version, str(torch.__version__)
-    if built != present:
+    # Patch releases of torch keep their C++ interface, as the wheel's requirement says too.
+    if built.split(".")[:2] != present.split(".")[:2]:
         raise ImportError(
             f"apex was built against torch {built}, but torch {present} is installed, and C++ "
             f"libraries of two versions do not fit together: rebuild apex with `{REBUILD}`."
+        )
+    if _build_info.with_cuda and torch.version.cuda != _build_info.cuda_version:
+        raise ImportError(
+            f"the CUDA parts of apex were built against torch {built} for CUDA "
+            f"{_build_info.cuda_version}, but torch {present} for CUDA {torch.version.cuda} is "
+            f"installed: rebuild apex with `{REBUILD}`."
         )
     abi = bool(torch._C._GLIBCXX_USE_CXX11_ABI)
     if _build_info.cxx11_abi != abi:
@@ -60,3 +72,19 @@ def _built_for_this_torch() -> None:
             f"apex was built with _GLIBCXX_USE_CXX11_ABI={int(_build_info.cxx11_abi)}, but this "
             f"torch uses {int(abi)}: rebuild apex with `{REBUILD}`."
         )
+
+
+def _cuda_parts() -> None:
+    import torch
+
+    from apex import _build_info
+
+    if torch.version.cuda is None or _build_info.with_cuda:
+        return
+    warnings.warn(
+        f"torch {torch.__version__} was built for CUDA, but this apex without its CUDA parts "
+        f"({_build_info.cuda_reason}): to train on GPUs, install nvcc of CUDA "
+        f"{torch.version.cuda} and rebuild apex with `{REBUILD}`.",
+        RuntimeWarning,
+        stacklevel=4,
+    )

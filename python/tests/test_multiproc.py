@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -411,8 +412,59 @@ def test_missing_node_fails_with_one_sentence(job: Job) -> None:
     nodes = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     done = job.run("--nproc=1", *nodes, "--node-rank=1", "--timeout-s=1", "job.py")
     assert done.returncode == 1
-    assert "multiproc: node 1 could not meet the others at 127.0.0.1:" in done.stderr
+    assert "multiproc: node 1 could not meet the others: nobody listens at 127.0" in done.stderr
+    assert done.stderr.count("\n") == 1
     assert job.ranks() == []
+
+
+@pytest.mark.processes
+def test_missing_node_1_fails_with_one_sentence(job: Job) -> None:
+    job.write(REPORT)
+    nodes = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    done = job.run("--nproc=1", *nodes, "--timeout-s=1", "job.py")
+    assert done.returncode == 1
+    assert "multiproc: node 0 could not meet the others at 127.0.0.1:" in done.stderr
+    assert job.ranks() == []
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_reach_unknown_host_is_tried_again_for_a_while_only(
+    node_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, now = [], [0.0]
+
+    def lookup(host: str, port: int, **_: object) -> None:
+        tried.append((host, port))
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(other_nodes.socket, "getaddrinfo", lookup)
+    monkeypatch.setattr(other_nodes.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(other_nodes.time, "sleep", sleep)
+    with pytest.raises(other_nodes.NotMet, match="the host 'node0' is unknown .*--master-addr"):
+        other_nodes.reach(("node0", 1234), node_rank, timeout_s=600)
+    assert len(tried) > 2 and set(tried) == {("node0", 1234)}
+    assert now[0] == pytest.approx(other_nodes.RESOLVE_S, abs=1)
+    tried.clear()
+    with pytest.raises(other_nodes.NotMet):
+        other_nodes.reach(("node0", 1234), node_rank, timeout_s=1)
+    assert len(tried) == 3  # at 0, 0.5 and 1 s
+
+
+def test_reach_name_that_cannot_be_one_is_refused_at_once() -> None:
+    with pytest.raises(other_nodes.NotMet, match="'a..b' is unknown"):
+        other_nodes.reach(("a..b", 1234), 0, timeout_s=600)
+
+
+def test_reach_node_0_is_connected_to_by_the_others_only() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        master = ("127.0.0.1", listener.getsockname()[1])
+        other_nodes.reach(master, 1, timeout_s=TIMEOUT_S)
+        listener.settimeout(TIMEOUT_S)
+        listener.accept()[0].close()
+    other_nodes.reach(master, 0, timeout_s=1)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,13 @@ from apex import _build_info, _check
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **facts: object) -> None:
     """Make apex look as if it had been built against a torch with these facts."""
-    built = {"torch_version": str(torch.__version__), "cxx11_abi": torch.compiled_with_cxx11_abi()}
+    built = {
+        "torch_version": str(torch.__version__),
+        "cxx11_abi": torch.compiled_with_cxx11_abi(),
+        "with_cuda": torch.version.cuda is not None,
+        "cuda_version": torch.version.cuda or "",
+        "cuda_reason": "pretended",
+    }
     fake = SimpleNamespace(**(built | facts))
     monkeypatch.setitem(sys.modules, "apex._build_info", fake)
     monkeypatch.setattr(apex, "_build_info", fake)
@@ -40,6 +46,36 @@ def test_installation_other_torch_version_names_both_and_the_remedy(
     assert "1.2.3+cpu" in message and str(torch.__version__) in message
     assert "pip install --no-build-isolation --force-reinstall" in message
     assert "\n" not in message
+
+
+def test_installation_other_patch_release_of_torch_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    minor = ".".join(str(torch.__version__).split(".")[:2])
+    pretend(monkeypatch, torch_version=f"{minor}.99+cpu")
+    _check.installation()
+
+
+def test_installation_cuda_parts_of_another_cuda_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, with_cuda=True, cuda_version="9.9")
+    with pytest.raises(ImportError, match="CUDA parts of apex were built .* CUDA 9.9.*rebuild"):
+        _check.installation()
+
+
+def test_installation_without_cuda_parts_warns_beside_a_torch_for_cuda(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    pretend(monkeypatch, with_cuda=False, cuda_version="", cuda_reason="APEX_CUDA is OFF")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    _check.installation()
+    assert not recwarn
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.warns(RuntimeWarning) as warned:
+        _check.installation()
+    assert len(warned) == 1
+    message = str(warned[0].message)
+    assert "without its CUDA parts (APEX_CUDA is OFF)" in message
+    assert "install nvcc of CUDA 13.0 and rebuild apex with `pip install" in message
 
 
 def test_installation_other_cxx_abi_names_both_and_the_remedy(

@@ -3,8 +3,11 @@
 
 import os
 import re
+import resource
+import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from package_support import ROOT, cpp_program, run_torchrun
@@ -70,15 +73,82 @@ def test_mnist_mixed_precision_learns_on_other_bits(
     assert mixed[-1][1] >= 90
 
 
+def refused(
+    code: int, *arguments: str | Path, program: str = "mnist", **popen: Any
+) -> subprocess.CompletedProcess[str]:
+    """A run that ends with this code and one sentence on stderr."""
+    command = [str(cpp_program("cpp", "examples", program, program)), *map(str, arguments)]
+    env = {k: v for k, v in ENVIRONMENT.items() if k not in ("RANK", "WORLD_SIZE")}
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, **{"env": env, **popen}
+    )
+    assert result.returncode == code, result.stderr
+    assert result.stderr.startswith(f"{program}: ") and result.stderr.count("\n") == 1
+    return result
+
+
 @pytest.mark.parametrize(
-    ("argument", "words"),
-    [("--epoch=3", "unknown argument --epoch"), ("--precision=fp8", "fp32, bf16 or fp16")],
+    ("program", "arguments", "words"),
+    [
+        ("mnist", ["--epoks=3"], "there is no option --epoks=3; --help lists them"),
+        ("mnist", ["--epochs=-1"], "--epochs takes a whole number from 1, not '-1'"),
+        ("mnist", ["--epochs", "3x"], "--epochs takes a whole number from 1, not '3x'"),
+        ("mnist", ["--epochs=99999999999"], "--epochs 99999999999 is too large"),
+        ("mnist", ["--lr=nan"], "--lr takes a number above 0, not 'nan'"),
+        ("mnist", ["--seed"], "--seed needs a value"),
+        ("mnist", ["more"], "nothing takes 'more'"),
+        ("mnist", ["--precision=fp8"], "--precision is fp32, bf16 or fp16, not 'fp8'"),
+        ("mnist", ["--resume=nowhere"], "--resume: there is no file 'nowhere'"),
+        ("mnist", ["--save=/"], "--save: cannot write to '/'"),
+        ("resnet", ["--batch-size=0"], "--batch-size takes a whole number from 1, not '0'"),
+    ],
 )
-def test_mnist_bad_argument_one_sentence(argument: str, words: str) -> None:
+def test_program_bad_argument_ends_with_2_and_one_sentence(
+    program: str, arguments: list[str], words: str
+) -> None:
+    assert words in refused(2, *arguments, program=program).stderr
+
+
+def test_program_help_lists_the_options() -> None:
     program = cpp_program("cpp", "examples", "mnist", "mnist")
-    result = subprocess.run([program, argument], capture_output=True, text=True, timeout=600)
-    assert result.returncode == 1
-    assert words in result.stderr and result.stderr.count("\n") == 1
+    done = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: ")
+    assert "--precision WORD       of the forward pass: fp32, bf16 or fp16" in done.stdout
+
+
+@pytest.mark.processes
+def test_mnist_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    mnist(1, tmp_path, "--epochs=1", "--save", saved)
+    assert os.listdir(tmp_path) == ["saved"]
+    other = refused(2, "--resume", saved, "--lr=0.2").stderr
+    assert "was trained with --batch-size=64 --lr=0.1 --precision=fp32 --seed=1, not" in other
+    (tmp_path / "truncated").write_bytes(saved.read_bytes()[:5000])
+    (tmp_path / "foreign").write_text("not a checkpoint\n")
+    for name in ("truncated", "foreign"):
+        words = f"{tmp_path / name} is not a whole checkpoint of this program"
+        assert words in refused(1, "--resume", tmp_path / name).stderr
+
+
+def limit_files() -> None:
+    """Files cannot grow beyond some bytes: as on a full disk, write() fails."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+@pytest.mark.processes
+def test_mnist_full_disk_keeps_the_checkpoint_before(tmp_path: Path) -> None:
+    temporary, saved = tmp_path / "temporary", tmp_path / "saved"
+    temporary.mkdir()
+    saved.write_text("before")
+    words = f"cannot write the checkpoint {saved}: is there room on the disk?"
+    env = {**ENVIRONMENT, "TMPDIR": str(temporary)}
+    done = refused(1, "--epochs=1", "--save", saved, env=env, preexec_fn=limit_files)
+    assert words in done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["saved", "temporary"]
+    assert saved.read_text() == "before"
+    assert os.listdir(temporary) == []
 
 
 def test_mnist_data_file_is_what_the_script_writes(tmp_path: Path) -> None:

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The C++ package inside the installed Python package: find_package(apex) from a wheel."""
 
+import ast
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from package_support import CMAKE, ROOT, cmake, generator, make_torch, torchrun, words
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import apex
 
@@ -23,6 +28,87 @@ def test_wheel_holds_the_library_once_and_the_headers(prefix: Path) -> None:
         ["libapex_parallel.a"],
     )
     assert (prefix / "include" / "apex" / "parallel.h").is_file()
+
+
+@pytest.fixture(scope="module")
+def wheel() -> importlib.metadata.Distribution:
+    """What was installed from a wheel; skips where apex is imported from a copy of its files."""
+    try:
+        return importlib.metadata.distribution("apex-parallel")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("apex is imported from a copy of its files here, not from a wheel")
+
+
+def test_wheel_fits_the_torch_it_was_built_with_and_no_other(
+    wheel: importlib.metadata.Distribution,
+) -> None:
+    (torch_requirement,) = [
+        requirement
+        for requirement in map(Requirement, wheel.requires or ())
+        if requirement.name == "torch"
+    ]
+    present = Version(torch.__version__)
+    assert torch_requirement.specifier.contains(present, prereleases=True)
+    for other in (
+        f"{present.major}.{present.minor + 1}.0",
+        f"{present.major}.{present.minor - 1}.9",
+    ):
+        assert not torch_requirement.specifier.contains(other), other
+
+
+def test_wheel_version_names_its_torch(wheel: importlib.metadata.Distribution) -> None:
+    public, _, local = wheel.version.partition("+")
+    assert public == apex.__version__
+    major, minor = torch.__version__.split(".")[:2]
+    assert re.fullmatch(rf"torch{major}\.{minor}\.(cpu|(cu|rocm|xpu)[0-9.]*)", local), local
+
+
+def test_wheel_requires_what_is_imported(wheel: importlib.metadata.Distribution) -> None:
+    required = {
+        requirement.name
+        for requirement in map(Requirement, wheel.requires or ())
+        if requirement.marker is None  # not those of extras
+    }
+    imported = set()
+    for path in (ROOT / "python" / "apex").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                imported.add(node.module.partition(".")[0])
+    others = imported - set(sys.stdlib_module_names) - {"apex", "amp_C", "apex_C"}
+    assert required == others == {"torch"}
+
+
+def test_wheel_holds_no_library_of_torch(wheel: importlib.metadata.Distribution) -> None:
+    libraries = [Path(str(file)).name for file in wheel.files or () if ".so" in str(file)]
+    assert libraries
+    assert not [name for name in libraries if re.match("lib(torch|c10|caffe)", name)]
+
+
+def test_wheel_has_no_path_of_the_build(prefix: Path) -> None:
+    paths = {str(ROOT), str(Path(torch.__file__).parent)}
+    texts = [path for suffix in ("cmake", "pc", "py") for path in prefix.rglob(f"*.{suffix}")]
+    assert any(path.name == "apexConfig.cmake" for path in texts)
+    for text in texts:
+        assert not [path for path in paths if path in text.read_text()], text
+    readelf = shutil.which("readelf")
+    if readelf is None:
+        pytest.skip("there is no readelf to look at the libraries' search paths with")
+    for library in [*prefix.glob("lib/*.so"), *prefix.glob("_core*.so")]:
+        shown = subprocess.run([readelf, "-d", str(library)], capture_output=True, text=True)
+        (found,) = re.findall(r"R(?:UN)?PATH\).*\[(.*)\]", shown.stdout)
+        assert all(folder.startswith("$ORIGIN") for folder in found.split(":")), found
+
+
+def test_wheel_says_what_was_built() -> None:
+    from apex import __main__, _build_info
+
+    lines = __main__.summary().splitlines()
+    assert lines[0] == f"apex {apex.__version__}"
+    assert f"  libtorch      {torch.__version__}" in lines
+    state = "ON" if _build_info.with_cuda else "OFF"
+    assert f"  CUDA parts    {state} ({_build_info.cuda_reason})" in lines
 
 
 def test_wheel_has_the_name_apex_in_its_metadata(prefix: Path) -> None:

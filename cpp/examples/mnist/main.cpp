@@ -9,12 +9,13 @@
 // its own slice of the same global batches, so the losses are those of a one-process run up to
 // rounding, whatever the number of ranks.
 
-#include <unistd.h>
+#include <sys/mman.h>
 
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <filesystem>
+#include <fstream>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -24,6 +25,7 @@
 
 #include <apex/parallel.h>
 
+#include "../arguments.h"
 #include "digits.h"
 
 namespace {
@@ -64,45 +66,22 @@ struct Arguments {
   std::string data;                // default: digits.bin beside the program
   std::string save;                // a checkpoint is written here after every epoch
   std::string resume;              // and read from here
-  int seed = 1;
+  int64_t seed = 1;
 };
 
-/// `--name=value` or `--name value`.
 Arguments parse(int argc, char** argv) {
   Arguments args;
   args.data = (std::filesystem::path(argv[0]).parent_path() / "digits.bin").string();
-  for (int i = 1; i < argc; ++i) {
-    std::string name = argv[i], value;
-    if (const auto equals = name.find('='); equals != std::string::npos) {
-      value = name.substr(equals + 1);
-      name.resize(equals);
-    } else if (i + 1 < argc) {
-      value = argv[++i];
-    }
-    if (name == "--epochs")
-      args.epochs = std::stoi(value);
-    else if (name == "--batch-size")
-      args.batch_size = std::stoll(value);
-    else if (name == "--lr")
-      args.lr = std::stod(value);
-    else if (name == "--precision")
-      args.precision = value;
-    else if (name == "--data")
-      args.data = value;
-    else if (name == "--save")
-      args.save = value;
-    else if (name == "--resume")
-      args.resume = value;
-    else if (name == "--seed")
-      args.seed = std::stoi(value);
-    else
-      throw std::invalid_argument("unknown argument " + name +
-                                  "; there are --epochs, --batch-size, --lr, --precision "
-                                  "(fp32, bf16 or fp16), --data, --save, --resume and --seed");
-  }
-  if (args.precision != "fp32" && args.precision != "bf16" && args.precision != "fp16") {
-    throw std::invalid_argument("--precision is fp32, bf16 or fp16, not " + args.precision);
-  }
+  examples::Options options("Trains a small network on handwritten digits.");
+  options.integer("epochs", args.epochs, 1, "epochs in all");
+  options.integer("batch-size", args.batch_size, int64_t{1}, "samples per step, over all ranks");
+  options.positive("lr", args.lr, "learning rate of the first epoch");
+  options.choice("precision", args.precision, {"fp32", "bf16", "fp16"}, "of the forward pass");
+  options.input_file("data", args.data, "the digits (default: digits.bin beside the program)");
+  options.output_file("save", args.save, "write a checkpoint here after every epoch");
+  options.input_file("resume", args.resume, "continue from this checkpoint");
+  options.integer("seed", args.seed, int64_t{0}, "of weights and order");
+  options.parse(argc, argv);
   return args;
 }
 
@@ -128,8 +107,9 @@ Job start_job() {
   // DISTRIBUTED: a launcher says who we are through the environment; without one, train alone.
   apex::distributed::ProcessGroupOptions options;
   if (!apex::distributed::read_launch_ranks()) {
-    const auto file = "apex_mnist_" + std::to_string(::getpid());
-    options.init_method = "file://" + (std::filesystem::temp_directory_path() / file).string();
+    // A file in memory, gone with the process however it ends.
+    const int file = ::memfd_create("apex_mnist", 0);
+    options.init_method = "file:///proc/self/fd/" + std::to_string(file);
     options.rank = 0;
     options.world_size = 1;
   }
@@ -169,33 +149,66 @@ double accuracy(DistributedDataParallel<Net>& model, const Split& test, const Ar
   return counts[0].item<double>() / counts[1].item<double>();
 }
 
-void save(const std::string& path, int epoch, const Net& net, const torch::optim::SGD& optimizer,
+/// What a run must have as it was, to be continued.
+std::string settings(const Arguments& args) {
+  std::ostringstream text;
+  text << "--batch-size=" << args.batch_size << " --lr=" << args.lr
+       << " --precision=" << args.precision << " --seed=" << args.seed;
+  return text.str();
+}
+
+/// Writes the file whole or not at all: an interrupted write leaves the checkpoint of before.
+void save(const Arguments& args, int epoch, const Net& net, const torch::optim::SGD& optimizer,
           const apex::amp::LossScaler& scaler) {
   torch::serialize::OutputArchive archive, model, state;
   net->save(model);
   optimizer.save(state);
   archive.write("model", model);
   archive.write("optimizer", state);
+  archive.write("settings", c10::IValue(settings(args)));
   archive.write("epoch", torch::tensor(epoch));
   archive.write("scale", torch::tensor(scaler.get_scale(), torch::kFloat64));
   archive.write("growth_tracker", torch::tensor(scaler.growth_tracker()));
-  archive.save_to(path + ".part");
-  std::filesystem::rename(path + ".part", path);  // whole or not at all
+  // In memory first: the archive's own file ends the program where the disk is full.
+  std::ostringstream bytes;
+  archive.save_to(bytes);
+  const std::string unfinished = args.save + ".part";
+  std::ofstream file(unfinished, std::ios::binary);
+  file << bytes.str();
+  file.close();
+  std::error_code failed;
+  if (file) std::filesystem::rename(unfinished, args.save, failed);
+  if (!file || failed) {
+    std::filesystem::remove(unfinished, failed);
+    throw std::runtime_error("cannot write the checkpoint " + args.save +
+                             ": is there room on the disk?");
+  }
 }
 
 /// Returns the number of epochs that are done. Every rank must be able to read the file.
-int load(const std::string& path, Net& net, torch::optim::SGD& optimizer,
+int load(const Arguments& args, Net& net, torch::optim::SGD& optimizer,
          apex::amp::LossScaler& scaler, const Job& job) {
   torch::serialize::InputArchive archive, model, state;
-  archive.load_from(path, job.device);
-  archive.read("model", model);
-  archive.read("optimizer", state);
-  net->load(model);
-  optimizer.load(state);
   torch::Tensor epoch, scale, growth_tracker;
-  archive.read("epoch", epoch);
-  archive.read("scale", scale);
-  archive.read("growth_tracker", growth_tracker);
+  c10::IValue before;
+  try {
+    archive.load_from(args.resume, job.device);
+    archive.read("settings", before);
+    archive.read("model", model);
+    archive.read("optimizer", state);
+    net->load(model);
+    optimizer.load(state);
+    archive.read("epoch", epoch);
+    archive.read("scale", scale);
+    archive.read("growth_tracker", growth_tracker);
+  } catch (const c10::Error&) {
+    throw std::runtime_error(args.resume +
+                             " is not a whole checkpoint of this program: resume from another one");
+  }
+  if (before.toStringRef() != settings(args)) {
+    throw examples::UsageError(args.resume + " was trained with " + before.toStringRef() +
+                               ", not " + settings(args) + ": pass the same to continue that run");
+  }
   scaler.set_scale(scale.item<double>());
   scaler.set_growth_tracker(growth_tracker.item<int64_t>());
   return epoch.item<int>();
@@ -250,6 +263,11 @@ bool ranks_agree(const Net& net, const Job& job) {
 
 void run(const Arguments& args) {
   const Job job = start_job();
+  if (args.batch_size < job.world_size) {
+    throw examples::UsageError("--batch-size " + std::to_string(args.batch_size) +
+                               " leaves some of the " + std::to_string(job.world_size) +
+                               " ranks without samples: raise it");
+  }
   const Digits digits = read_digits(args.data);
   const Split train = digits.train.to(job.device), test = digits.test.to(job.device);
 
@@ -261,7 +279,7 @@ void run(const Arguments& args) {
   scaling.dynamic = args.precision == "fp16";  // only fp16 has gradients that underflow
   if (!scaling.dynamic) scaling.init_scale = 1.0;
   apex::amp::LossScaler scaler(scaling);
-  const int done = args.resume.empty() ? 0 : load(args.resume, net, optimizer, scaler, job);
+  const int done = args.resume.empty() ? 0 : load(args, net, optimizer, scaler, job);
 
   DistributedDataParallel model(net);  // DISTRIBUTED
   double right = accuracy(model, test, args, job);
@@ -273,7 +291,7 @@ void run(const Arguments& args) {
     if (job.rank == 0) {
       std::printf("epoch %d: loss %.6f, test accuracy %.2f %%\n", epoch, loss, 100 * right);
       std::fflush(stdout);
-      if (!args.save.empty()) save(args.save, epoch, net, optimizer, scaler);
+      if (!args.save.empty()) save(args, epoch, net, optimizer, scaler);
     }
   }
   const bool equal = ranks_agree(net, job);
@@ -288,11 +306,5 @@ void run(const Arguments& args) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
-    run(parse(argc, argv));
-    return EXIT_SUCCESS;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "mnist: %s\n", error.what());
-    return EXIT_FAILURE;
-  }
+  return examples::run_program("mnist", [&] { run(parse(argc, argv)); });
 }

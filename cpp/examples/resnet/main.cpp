@@ -7,14 +7,14 @@
 
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include <torch/torch.h>
 
 #include <apex/parallel.h>
+
+#include "../arguments.h"
 
 namespace {
 
@@ -102,31 +102,15 @@ struct Arguments {
   std::string precision = "fp32";  // or bf16
 };
 
-/// `--name=value` or `--name value`.
 Arguments parse(int argc, char** argv) {
   Arguments args;
-  for (int i = 1; i < argc; ++i) {
-    std::string name = argv[i], value;
-    if (const auto equals = name.find('='); equals != std::string::npos) {
-      value = name.substr(equals + 1);
-      name.resize(equals);
-    } else if (i + 1 < argc) {
-      value = argv[++i];
-    }
-    if (name == "--batch-size")
-      args.batch_size = std::stoll(value);
-    else if (name == "--image-size")
-      args.image_size = std::stoll(value);
-    else if (name == "--steps")
-      args.steps = std::stoi(value);
-    else if (name == "--precision" && (value == "fp32" || value == "bf16"))
-      args.precision = value;
-    else
-      throw std::invalid_argument(
-          name + " " + value +
-          " is not understood; there are --batch-size, --image-size, --steps "
-          "and --precision (fp32 or bf16)");
-  }
+  examples::Options options("Times ResNet-50 on synthetic images.");
+  options.integer("batch-size", args.batch_size, int64_t{1}, "images per step of each rank");
+  options.integer("image-size", args.image_size, int64_t{1}, "height and width in pixels");
+  options.integer("steps", args.steps, 1,
+                  "of which the first three are not timed if there are six");
+  options.choice("precision", args.precision, {"fp32", "bf16"}, "of the forward pass");
+  options.parse(argc, argv);
   return args;
 }
 
@@ -196,11 +180,5 @@ void run(const Arguments& args) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
-    run(parse(argc, argv));
-    return EXIT_SUCCESS;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "resnet: %s\n", error.what());
-    return EXIT_FAILURE;
-  }
+  return examples::run_program("resnet", [&] { run(parse(argc, argv)); });
 }

@@ -291,6 +291,8 @@ def launch(job: Job) -> int:
         _write_command(job, Path(folder))
         command = [sys.executable, "-I", child.__file__, folder]
         try:
+            if job.master is not None:
+                nodes.reach(job.master, job.node_rank, job.timeout_s)
             with nodes.watch(job.master, job.nodes, job.node_rank, job.timeout_s):
                 elastic_launch(_config(job, folder), command[0])(*command[1:])
             return 0
@@ -299,6 +301,9 @@ def launch(job: Job) -> int:
             return _report_failures(job, error.failures)
         except SignalException as stopped:
             return _stopped_by(stopped.sigval)
+        except nodes.NotMet as error:
+            _say(f"node {job.node_rank} could not meet the others: {error}.")
+            return 1
         except dist.DistError as error:
             child.end_orphans()
             return _report_no_meeting(job, error)

@@ -208,7 +208,7 @@ def _broadcast_object(
     if sent.numel() != int(size):
         sent = torch.empty(int(size), dtype=torch.uint8, device=device)
     _core.broadcast_coalesced([sent], name_of(group), root, what)
-    return pickle.loads(sent.cpu().numpy().tobytes())
+    return pickle.loads(bytes(sent.tolist()))
 
 
 def _shadow_batch_norm(length: int, kind: int) -> None:

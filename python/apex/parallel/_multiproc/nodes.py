@@ -13,6 +13,7 @@ import contextlib
 import datetime
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from torch import distributed as dist
 PERIOD_S = 0.5
 #: How long a launcher has to come to its own end after the store is gone, in seconds.
 GRACE_S = 10.0
+#: How long a host name may be unknown, in seconds: names of containers come with the containers.
+RESOLVE_S = 10.0
 
 _FAILED_KEY = "apex_multiproc_failed_node"
 _HEARD_KEY = "apex_multiproc_nodes_that_heard"
@@ -32,6 +35,48 @@ _reason: str | None = None
 def reason_to_stop() -> str | None:
     """Why this node was stopped by another one: a sentence; None if it was not."""
     return _reason
+
+
+class NotMet(Exception):
+    """Node 0 was not reached; the message says why and, after a colon, what to do."""
+
+
+def reach(master: tuple[str, int], node_rank: int, timeout_s: float) -> None:
+    """Wait until node 0 listens, or, on node 0, until its name is known.
+
+    torch's store would try again for as long as the timeout, and past it, whatever the reason.
+
+    Args:
+        master: address and port of node 0.
+        node_rank: of this node.
+        timeout_s: how long to wait, in seconds.
+
+    Raises:
+        NotMet: when the name is not known after RESOLVE_S, or nobody listens after timeout_s.
+    """
+    start = time.monotonic()
+    while True:
+        waited = time.monotonic() - start
+        try:
+            socket.getaddrinfo(*master, type=socket.SOCK_STREAM)
+            if node_rank == 0:
+                return
+            socket.create_connection(master, timeout=max(0.1, timeout_s - waited)).close()
+            return
+        except (socket.gaierror, UnicodeError) as error:
+            if waited >= min(RESOLVE_S, timeout_s) or isinstance(error, UnicodeError):
+                raise NotMet(
+                    f"the host {master[0]!r} is unknown ({error}): correct --master-addr, or give "
+                    "the address as a number"
+                ) from None
+        except OSError as error:
+            if time.monotonic() - start >= timeout_s:
+                raise NotMet(
+                    f"nobody listens at {master[0]}:{master[1]} after {timeout_s:g} s ({error}): "
+                    "check --master-addr and --master-port, that node 0 was started, and the "
+                    "firewall"
+                ) from None
+        time.sleep(min(PERIOD_S, timeout_s))
 
 
 @contextlib.contextmanager
@@ -56,7 +101,7 @@ def watch(
     watcher.start()
     try:
         yield
-    except dist.DistNetworkError:  # the store is not there: nobody could be told
+    except dist.DistError:  # the nodes have not met: each of them learns that by its own timeout
         raise
     except BaseException:
         done.set()  # before the key is there for the own watcher to see

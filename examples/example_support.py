@@ -1,0 +1,328 @@
+"""What the examples share: types of arguments, checkpoints, data, progress bars and exit codes.
+
+The folder of this file is not on a script's path, so each script appends it:
+
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    import example_support as support
+
+Every end that a user can cause is one sentence on stderr, with the option or the file in it: exit
+code 2 for a command line or an environment that cannot work, 1 for what fails later, and 128 + the
+signal's number (Ctrl-C: 130) for a signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import math
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def fail(sentence: str) -> NoReturn:
+    """End this process with the sentence and exit code 1."""
+    _end(sentence, 1)
+
+
+def refuse(sentence: str) -> NoReturn:
+    """End this process with the sentence and exit code 2: the user asked for what cannot be."""
+    _end(sentence, 2)
+
+
+def _end(sentence: str, code: int) -> NoReturn:
+    print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+try:
+    from tqdm import tqdm
+except ImportError:
+    fail("the progress bars come with tqdm: run `pip install tqdm`.")
+
+
+# --- types of arguments, for argparse ---
+
+
+def positive_int(text: str) -> int:
+    return _whole_number(text, least=1, otherwise="is not a positive number")
+
+
+def non_negative_int(text: str) -> int:
+    return _whole_number(text, least=0, otherwise="is negative")
+
+
+def seed(text: str) -> int:
+    """A number that generators take, also after a number of epochs was added."""
+    value = _whole_number(text, least=0, otherwise="is negative")
+    if value >= 2**62:
+        raise argparse.ArgumentTypeError(f"{value} is too large: seeds are below 2**62")
+    return value
+
+
+def _whole_number(text: str, least: int, otherwise: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} {otherwise}")
+    return value
+
+
+def positive_float(text: str) -> float:
+    value = non_negative_float(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def non_negative_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not math.isfinite(value) or value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to infinity")
+    return value
+
+
+def output_file(text: str) -> Path:
+    """A file that can be written: what cannot is refused before the first step, not after it."""
+    path = Path(text)
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"cannot write to {path}: it must be a file in a folder that exists"
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"cannot write to {path}: its folder is read-only")
+    return path
+
+
+def checkpoint_file(text: str) -> Path:
+    """A checkpoint to continue from."""
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no checkpoint {path} to resume from")
+    return path
+
+
+# --- the place of this process in its job ---
+
+
+def launched() -> bool:
+    """Whether a launcher started this process, one of several or not.
+
+    Half of a launcher's variables would make each process train alone, so they are refused.
+    """
+    there = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    if not any(there.values()):
+        return False
+    there |= {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
+    missing = [name for name, value in there.items() if not value]
+    if missing:
+        given = "RANK" if there["RANK"] else "WORLD_SIZE"
+        refuse(
+            f"{given} is set in the environment, but {' and '.join(missing)} not: start the script "
+            f"with torchrun, which sets all of them, or unset {given} to train in one process."
+        )
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not str(there[name]).isdecimal():
+            refuse(f"{name} is {there[name]!r} in the environment, which is no number: correct it.")
+    rank, size = (int(str(there[name])) for name in ("RANK", "WORLD_SIZE"))
+    if rank >= size:
+        refuse(f"RANK is {rank}, but WORLD_SIZE {size}: ranks are numbered from 0 to {size - 1}.")
+    return True
+
+
+def launch_alone_unless_launched() -> None:
+    """Without a launcher, make the environment that of a job of one process."""
+    if not launched():
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+
+
+def choose_device(local_rank: int, use_cuda: bool = True) -> torch.device:
+    """The GPU of this process, made the current one, or the CPU where there is no GPU."""
+    gpus = torch.cuda.device_count() if use_cuda else 0
+    if gpus == 0:
+        return torch.device("cpu")
+    if local_rank >= gpus:
+        refuse(
+            f"local rank {local_rank} has no GPU of its own, this machine has {gpus}: start at "
+            f"most {gpus} process(es) here."
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+# --- data ---
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """scikit-learn's digits: images [1797, 1, 8, 8] float32 in 0..1 and labels [1797] int64."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        fail("the digits come with scikit-learn: run `pip install scikit-learn`.")
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    return images, torch.tensor(labels, dtype=torch.int64)
+
+
+def global_batches(count: int, batch_size: int, world_size: int, epoch: int) -> list[torch.Tensor]:
+    """The samples of each step of an epoch over all ranks, [batch_size * world_size] each.
+
+    Every rank gets the same batches and takes its part; what does not fill one is left out.
+    """
+    size = batch_size * world_size
+    if size > count:
+        refuse(
+            f"{count} samples give {world_size} rank(s) no whole batch of {batch_size}: lower "
+            f"--batch-size to {count // world_size} or less."
+        )
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch))
+    return list(order[: count // size * size].split(size))
+
+
+# --- progress ---
+
+
+def progress(steps: Iterable[Any] | None, title: str, rank: int, **options: Any) -> tqdm:
+    """tqdm's bar on rank 0's terminal; none where stderr goes into a file or a pipe."""
+    # tqdm itself looks at stderr where disable is None.
+    hidden = None if rank == 0 else True
+    return tqdm(steps, desc=title, leave=False, disable=hidden, **{"unit": "step", **options})
+
+
+# --- checkpoints ---
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Write the state, whole or not at all: an interrupted write leaves the file of before."""
+    data = io.BytesIO()
+    torch.save(state, data)
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(data.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError as error:
+        fail(f"cannot write the checkpoint {path}: {error.strerror}.")
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def read_checkpoint(
+    path: Path, device: torch.device, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What `save_checkpoint` wrote, with its tensors on the device.
+
+    Args:
+        path: the file.
+        device: of this process. Without it, every process of a machine would first put the
+            tensors where they were saved from, GPU 0.
+        settings: options that must be what they were, as the checkpoint has them in "settings".
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what it finds in foreign files
+            state = torch.load(path, map_location=device, weights_only=True)
+    except OSError as error:
+        fail(f"cannot read the checkpoint {path}: {error.strerror}.")
+    except Exception:  # of zipfile, pickle, torch: as many kinds as there are files
+        fail(f"{path} is not a whole checkpoint of torch.save: resume from another one.")
+    known = state.get("settings") if isinstance(state, dict) else None
+    if not isinstance(known, dict) or known.keys() != settings.keys() or "epoch" not in state:
+        fail(f"{path} is not a checkpoint of this script: resume from one that it wrote.")
+    for name, value in known.items():
+        if value != settings[name]:
+            option = "--" + name.replace("_", "-")
+            refuse(
+                f"{path} was trained with {option} {value}, not {settings[name]}: pass the same "
+                "value to continue that run."
+            )
+    return state
+
+
+@contextlib.contextmanager
+def restoring(path: Path) -> Iterator[None]:
+    """Around calls of load_state_dict: a state that does not fit ends the script."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        fail(f"the state in {path} does not fit this script's model: resume from another one.")
+
+
+# --- the end ---
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call main; a signal, a lost rank, a failed process of its own or a file ends it quietly."""
+    owner = os.getpid()
+
+    def stop(number: int, _frame: object) -> None:
+        if os.getpid() != owner:  # a process of a DataLoader, which knows what to do
+            raise KeyboardInterrupt
+        if os.environ.get("RANK", "0") == "0":
+            name = signal.Signals(number).name
+            print(f"{Path(sys.argv[0]).name}: stopped by {name}.", file=sys.stderr, flush=True)
+        for process in mp.active_children():
+            process.terminate()
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)  # a second one does not wait for the clean end
+        sys.exit(128 + number)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, stop)
+    try:
+        main()
+    except mp.ProcessExitedException as error:
+        # The process has said why.
+        sys.exit(error.exit_code if error.exit_code > 0 else 128 - error.exit_code)
+    except (dist.DistError, OSError) as error:
+        _end_by(error)
+
+
+def child_process(body: Callable[..., None]) -> Callable[..., None]:
+    """Decorates what `mp.spawn` calls: a process that fails says why itself.
+
+    Otherwise mp.spawn would leave a file with the traceback in the temporary folder.
+    """
+
+    @functools.wraps(body)
+    def reported(*args: Any) -> None:
+        try:
+            try:
+                body(*args)
+            except (dist.DistError, OSError) as error:
+                _end_by(error)
+        except Exception:
+            traceback.print_exc()
+            sys.exit(1)
+
+    return reported
+
+
+def _end_by(error: Exception) -> NoReturn:
+    """A sentence for a lost rank or a file; another error is raised again."""
+    if isinstance(error, dist.DistError):
+        fail(str(error).strip().splitlines()[0])
+    if isinstance(error, OSError) and error.filename is not None:
+        fail(f"{error.filename}: {error.strerror}.")
+    raise error

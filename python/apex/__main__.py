@@ -1,0 +1,24 @@
+"""``python -m apex`` prints what this installation was built for, as CMake did while building."""
+
+from apex import _build_info, cmake_dir
+
+
+def summary() -> str:
+    """Several lines: version, torch, compiler, CUDA parts, NCCL backend and the C++ package."""
+
+    def part(name: str, there: bool, reason: str) -> tuple[str, str]:
+        return name, f"{'ON' if there else 'OFF'} ({reason})"
+
+    rows = [
+        ("libtorch", _build_info.torch_version),
+        ("C++", _build_info.compiler),
+        part("CUDA parts", _build_info.with_cuda, _build_info.cuda_reason),
+        part("NCCL backend", _build_info.with_nccl, _build_info.nccl_reason),
+        ("C++ package", str(cmake_dir.get_cmake_dir())),
+    ]
+    lines = [f"  {name:<13} {value}" for name, value in rows]
+    return "\n".join([f"apex {_build_info.version}", *lines])
+
+
+if __name__ == "__main__":
+    print(summary())

@@ -1,0 +1,150 @@
+#!/usr/bin/env bash
+# Build what is published, and test each part in a fresh environment:
+#
+#   apex_parallel-VERSION.tar.gz                    the source distribution, once
+#   apex_parallel-VERSION+torchX.Y.FLAVOR-....whl   a wheel for each torch that is asked for
+#   apex-cpp-VERSION+torchX.Y.FLAVOR-....tar.gz     the C++ package for that torch
+#
+#   bash scripts/release.sh [--output DIR] TORCH...
+#
+# TORCH is what pip installs, options included: torch==2.13.0, or
+# "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu". DIR is dist/ by default.
+#
+# Wheels and C++ packages are built from the unpacked source distribution, so it lacks nothing.
+# Environment: what scripts/venv.sh lists, but APEX_TORCH.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=venv.sh
+source "$here/venv.sh"
+
+usage() {
+  echo "release.sh: $1" >&2
+  echo "usage: bash scripts/release.sh [--output DIR] TORCH...   (TORCH: torch==2.13.0)" >&2
+  exit 2
+}
+
+output=$apex_root/dist torches=()
+while [ "$#" -gt 0 ]; do
+  case "$1" in
+    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" && exit ;;
+    --output) [ "$#" -ge 2 ] || usage "--output needs a folder." && output=$2 && shift ;;
+    torch*) torches+=("$1") ;;
+    *) usage "'$1' is no torch that pip can install: write torch==2.13.0." ;;
+  esac
+  shift
+done
+[ "${#torches[@]}" -gt 0 ] || usage "which torch are the wheels for?"
+mkdir -p "$output"
+output=$(cd "$output" && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+unset SKBUILD_BUILD_DIR
+
+# make_environment DIR TORCH [PACKAGE...]: a virtual environment with that torch.
+make_environment() {
+  "${PYTHON:-python3}" -m venv "$1"
+  # Unquoted: TORCH may hold options of pip as well.
+  # shellcheck disable=SC2086
+  apex_quiet "$1/bin/python" -m pip install $2
+  if [ "$#" -gt 2 ]; then apex_quiet "$1/bin/python" -m pip install "${@:3}"; fi
+}
+
+# newest PATTERN...: the file that was written last.
+newest() {
+  local found=$1 each
+  for each in "$@"; do
+    if [ "$each" -nt "$found" ]; then found=$each; fi
+  done
+  echo "$found"
+}
+
+# test_wheel WHEEL TORCH DIR: install it into the fresh environment DIR and train on two ranks.
+test_wheel() {
+  make_environment "$3" "$2"
+  apex_quiet "$3/bin/python" -m pip install "$1"
+  cat >"$work/train.py" <<'PYTHON'
+import torch
+import torch.distributed as dist
+from apex.parallel import DistributedDataParallel, SyncBatchNorm
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 8), SyncBatchNorm(8)))
+for _ in range(3):
+    model.zero_grad()
+    model(torch.randn(16, 4)).square().mean().backward()
+gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+all_gradients = [torch.empty_like(gradients) for _ in range(dist.get_world_size())]
+dist.all_gather(all_gradients, gradients)
+assert all(torch.equal(each, gradients) for each in all_gradients)
+dist.destroy_process_group()
+PYTHON
+  (cd "$work" && apex_quiet "$3/bin/python" -m apex.parallel.multiproc --nproc 2 train.py)
+  (cd "$work" && "$3/bin/python" - "$1" "$apex_root" "$work/build" <<'PYTHON'
+import importlib.metadata, pathlib, sys, zipfile
+
+import torch
+
+minor = ".".join(torch.__version__.split(".")[:2])
+required = importlib.metadata.requires("apex-parallel")
+assert f"torch=={minor}.*" in required, required
+with zipfile.ZipFile(sys.argv[1]) as wheel:
+    libraries = [pathlib.PurePath(name).name for name in wheel.namelist() if ".so" in name]
+    assert not [name for name in libraries if "torch" in name or name.startswith("libc10")]
+    for name in wheel.namelist():
+        if name.endswith((".cmake", ".pc", ".py")):
+            text = wheel.read(name).decode()
+            assert not [folder for folder in sys.argv[2:] if folder in text], name
+PYTHON
+  )
+  (cd "$work" && "$3/bin/python" -m apex)
+}
+
+# test_cpp_package ARCHIVE DIR: a program finds the unpacked package, and the torch in DIR.
+test_cpp_package() {
+  mkdir -p "$work/cpp" && rm -rf "$work/consumer"
+  tar -xzf "$1" -C "$work/cpp"
+  local torch
+  torch=$("$2/bin/python" -c 'import torch; print(torch.__path__[0])')
+  apex_quiet "$venv/bin/cmake" -G Ninja -S "$sources/cpp/tests/package/consumer" \
+    -B "$work/consumer" -DCMAKE_MAKE_PROGRAM="$venv/bin/ninja" \
+    -Dapex_ROOT="$work/cpp/$(basename "$1" .tar.gz)" -DLibtorch_ROOT="$torch"
+  apex_quiet "$venv/bin/cmake" --build "$work/consumer"
+  "$work/consumer/consumer"
+}
+
+sdist='' sources=$work/sources number=0
+for torch in "${torches[@]}"; do
+  number=$((number + 1))
+  venv=$work/build
+  rm -rf "$venv"
+  echo "== $torch: building"
+  make_environment "$venv" "$torch" "scikit-build-core>=1.1" "nanobind>=2.4" "cmake>=3.22" ninja build
+  if [ -z "$sdist" ]; then
+    apex_quiet "$venv/bin/python" -m build --sdist --no-isolation --outdir "$output" "$apex_root"
+    sdist=$(newest "$output"/apex_parallel-*.tar.gz)
+    mkdir "$sources" && tar -xzf "$sdist" -C "$sources" --strip-components 1
+  fi
+  rm -rf "$sources/build" # of another torch
+  if [ -z "${CMAKE_CXX_COMPILER_LAUNCHER:-}" ] && command -v ccache >/dev/null; then
+    export CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros}
+  fi
+  PATH="$venv/bin:$PATH" CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(apex_build_jobs)} \
+    apex_quiet "$venv/bin/python" -m build --wheel --no-isolation --outdir "$output" "$sources"
+  wheel=$(newest "$output"/apex_parallel-*.whl)
+  name=$(basename "$wheel" .whl)
+  package=apex-cpp-$(cut -d - -f 2 <<<"$name")-$(cut -d - -f 5 <<<"$name")
+  apex_quiet "$venv/bin/cmake" --install "$sources"/build/* --component apex_cpp \
+    --prefix "$work/$package"
+  tar -czf "$output/$package.tar.gz" -C "$work" "$package"
+  rm -rf "${work:?}/$package"
+
+  echo "== $torch: testing $(basename "$wheel")"
+  test_wheel "$wheel" "$torch" "$work/test$number"
+  echo "== $torch: testing $package.tar.gz"
+  test_cpp_package "$output/$package.tar.gz" "$work/test$number"
+done
+
+echo "== in $output"
+(cd "$output" && ls -l "$(basename "$sdist")" ./*.whl apex-cpp-*.tar.gz)
