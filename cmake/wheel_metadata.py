@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What pyproject.toml leaves to the build: the version, and the torch that a wheel belongs to.
 
 C++ libraries of two minor versions of torch do not fit together. So a wheel requires the torch that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the examples share: types of arguments, checkpoints, data, progress bars and exit codes.
 
 The folder of this file is not on a script's path, so each script appends it:

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
 # Build what is published, and test each part in a fresh environment:
 #
 #   apex_parallel-VERSION.tar.gz                    the source distribution, once

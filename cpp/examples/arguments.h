@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
 // The command line of an example program: --name=value or --name value, by getopt_long, with

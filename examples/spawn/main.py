@@ -57,7 +57,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--world-size", type=positive_int, default=1, metavar="N", help="machines of the job"
+        "--world-size",
+        type=support.positive_int,
+        default=1,
+        metavar="N",
+        help="machines of the job",
     )
     parser.add_argument(
         "--rank",
@@ -81,7 +85,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--processes",
-        type=positive_int,
+        type=support.positive_int,
         metavar="N",
         help="processes on each machine; by default as many as its GPUs serve, or 1 without a GPU",
     )
@@ -101,11 +105,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="put the first half of the model on one GPU and the second on another; each process "
         "uses two GPUs. Without GPUs, both halves are on the CPU",
     )
-    parser.add_argument("--epochs", type=positive_int, default=10, metavar="N", help="in all")
+    parser.add_argument(
+        "--epochs", type=support.positive_int, default=10, metavar="N", help="in all"
+    )
     parser.add_argument(
         "-b",
         "--batch-size",
-        type=positive_int,
+        type=support.positive_int,
         default=64,
         metavar="N",
         help="samples per step of this machine, divided among its processes",
@@ -142,13 +148,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.checkpoint is not None and not args.checkpoint.absolute().parent.is_dir():
         parser.error(f"cannot write to {args.checkpoint}: its folder does not exist")
     return args
-
-
-def positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
 
 
 class Net(nn.Module):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``python -m apex`` prints what this installation was built for, as CMake did while building."""
 
 from apex import _build_info, cmake_dir

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """examples/example_support.py: what the examples do with bad input, and what they leave behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """cmake/wheel_metadata.py and scripts/release.sh: which torch a package says it belongs to."""
 
 from __future__ import annotations
