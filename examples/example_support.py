@@ -201,11 +201,19 @@ def global_batches(count: int, batch_size: int, world_size: int, epoch: int) -> 
 # --- progress ---
 
 
-def progress(steps: Iterable[Any] | None, title: str, rank: int, **options: Any) -> tqdm:
+class Bar(tqdm):
+    """tqdm's bar, also for a script that a signal ends while the bar is being made."""
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # of what is not there yet
+            super().__del__()
+
+
+def progress(steps: Iterable[Any] | None, title: str, rank: int, **options: Any) -> Bar:
     """tqdm's bar on rank 0's terminal; none where stderr goes into a file or a pipe."""
     # tqdm itself looks at stderr where disable is None.
     hidden = None if rank == 0 else True
-    return tqdm(steps, desc=title, leave=False, disable=hidden, **{"unit": "step", **options})
+    return Bar(steps, desc=title, leave=False, disable=hidden, **{"unit": "step", **options})
 
 
 # --- checkpoints ---

@@ -316,3 +316,12 @@ def test_spawned_process_that_fails_is_shown_once_and_leaves_no_file(tmp_path: P
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1 and "ValueError: no more apples" in done.stderr
     assert os.listdir(temporary) == []
+
+
+def test_bar_that_a_signal_has_left_half_made_goes_quietly(
+    support: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bar = support.Bar.__new__(support.Bar)
+    bar.disable = False  # the first thing that tqdm's constructor sets
+    del bar  # Python would print what its destructor raises
+    assert capsys.readouterr().err == ""

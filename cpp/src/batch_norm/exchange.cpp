@@ -127,7 +127,7 @@ struct Gathered {
 
 /// With `announced`, the header says that this many bytes will follow, and `local` is empty.
 Gathered gather_with_headers(const Peers& peers, const at::Tensor& local, Direction direction,
-                               int64_t channels, int64_t announced = -1) {
+                             int64_t channels, int64_t announced = -1) {
   const int64_t ranks = peers.group->getSize();
   const auto bytes = static_cast<int64_t>(local.nbytes());
   const int64_t length = static_cast<int64_t>(sizeof(Header)) + bytes;
@@ -155,9 +155,8 @@ Gathered gather_with_headers(const Peers& peers, const at::Tensor& local, Direct
   }
   // Without the layer, which a rank that only takes part under join() does not know.
   const std::string what = describe({}, direction, channels);
-  const auto work = shared
-                        ? issue_all_gather(what, *peers.group, received, sent)
-                        : issue_all_to_all(what, *peers.group, received, sent, rooms, lengths);
+  const auto work = shared ? issue_all_gather(what, *peers.group, received, sent)
+                           : issue_all_to_all(what, *peers.group, received, sent, rooms, lengths);
   wait_collective(work, describe(peers, direction, channels), *peers.group);
   remember_processes(*peers.group);
   const uint8_t* from = received.const_data_ptr<uint8_t>();
