@@ -157,6 +157,24 @@ void BucketMessage::copy_early(size_t index, double scale) {
   }
 }
 
+// Swapped gradients, for instance, of two parameters whose gradients are views: what is copied to
+// one place may be overwritten where it comes from before it is read, or, in memory that the ranks
+// share, by their sum. Later than here nobody knows which bucket is packed first.
+
+void BucketMessage::move_misplaced(const std::vector<const BucketMessage*>& all) {
+  const BelowAutograd guard;
+  for (Slot& slot : slots_) {
+    at::Tensor& grad = slot.variable.mutable_grad();
+    if (!grad.defined() || grad.layout() != at::kStrided || grad.requires_grad()) continue;
+    if (slot.view.defined() && lies_in(grad, slot)) continue;
+    const bool misplaced =
+        std::any_of(all.begin(), all.end(), [&](const BucketMessage* message) {
+          return message->home_.defined() && grad.storage().is_alias_of(message->home_.storage());
+        });
+    if (misplaced) grad = grad.clone();
+  }
+}
+
 /// Whether the buffer holds the gradient of this slot, times `scale`, already.
 bool BucketMessage::is_copied(const Slot& slot, double scale) const {
   const at::Tensor& grad = slot.variable.grad();

@@ -80,6 +80,10 @@ class BucketMessage {
   /// unpack().
   void copy_early(size_t index, double scale);
 
+  /// Before a backward adds to them: gradients that somebody has put where another one belongs, in
+  /// a buffer of `all`, get memory of their own.
+  void move_misplaced(const std::vector<const BucketMessage*>& all);
+
   /// Gathers the members' gradients into the message and multiplies by `scale`.
   ///
   /// @param used  by parameter index of the reducer: whether this rank contributes; a used member

@@ -135,6 +135,12 @@ void Plan::reset() {
   for (PlannedBucket& entry : entries) entry.reset();
 }
 
+void Plan::move_misplaced_gradients() {
+  std::vector<const BucketMessage*> all;
+  for (const PlannedBucket& entry : entries) all.push_back(&entry.message);
+  for (PlannedBucket& entry : entries) entry.message.move_misplaced(all);
+}
+
 bool Plan::has_later_messages() const {
   return std::any_of(entries.begin(), entries.end(),
                      [](const PlannedBucket& entry) { return entry.traits.has_later_messages; });

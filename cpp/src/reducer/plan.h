@@ -73,6 +73,8 @@ struct Plan {
   }
   /// Whether collectives follow those that launch buckets.
   bool has_later_messages() const;
+  /// See BucketMessage::move_misplaced().
+  void move_misplaced_gradients();
   void reset();
 };
 

@@ -162,6 +162,7 @@ void ReducerCore::begin_backward() {
   companions_.forget();
   overtake_deferred();
   BackwardPass pass = prepare_pass();
+  if (book_.current() != nullptr) book_.current()->move_misplaced_gradients();
   if (context_.joining) {
     const bool kept = std::any_of(pass.gradients.begin(), pass.gradients.end(),
                                   [](const GradientState& gradient) { return gradient.stale; });
