@@ -25,6 +25,7 @@ SBATCH = ROOT / "examples" / "slurm" / "train.sbatch"
 pytestmark = [
     pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash"),
     pytest.mark.processes,
+    pytest.mark.slow,
 ]
 
 #: Once for each node, at the same time.
