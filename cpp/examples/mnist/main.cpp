@@ -128,9 +128,9 @@ Job start_job() {
   apex::distributed::ProcessGroupOptions options;
   if (!apex::distributed::read_launch_ranks()) {
     const auto file = "apex_mnist_" + std::to_string(::getpid());
-    options.init_method = "file://" + (std::filesystem::temp_directory_path() / file).string();
-    options.rank = 0;
-    options.world_size = 1;
+    options.init_method("file://" + (std::filesystem::temp_directory_path() / file).string());
+    options.rank(0);
+    options.world_size(1);
   }
   job.group = apex::distributed::init_process_group(gpu ? "nccl" : "gloo", options);
   job.rank = apex::distributed::rank();
@@ -257,8 +257,8 @@ void run(const Arguments& args) {
   net->to(job.device);
   torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(args.lr).momentum(0.9));
   apex::amp::LossScalerOptions scaling;
-  scaling.dynamic = args.precision == "fp16";  // only fp16 has gradients that underflow
-  if (!scaling.dynamic) scaling.init_scale = 1.0;
+  scaling.dynamic(args.precision == "fp16");  // only fp16 has gradients that underflow
+  if (!scaling.dynamic()) scaling.init_scale(1.0);
   apex::amp::LossScaler scaler(scaling);
   const int done = args.resume.empty() ? 0 : load(args.resume, net, optimizer, scaler, job);
 

@@ -1,6 +1,8 @@
 #pragma once
 
+#ifdef __cplusplus
 #include <cstddef>  // tells which standard library this is
+#endif
 
 /// Symbol visibility. The library is built with hidden visibility; what is public carries APEX_API.
 
