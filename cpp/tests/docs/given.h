@@ -34,7 +34,7 @@ extern torch::Device device;
 extern int rank;
 extern int64_t count, epoch;
 
-extern torch::Tensor x, y, inputs, targets;
+extern torch::Tensor x, y, loss, inputs, targets;
 /// Inputs and targets.
 extern std::vector<std::pair<torch::Tensor, torch::Tensor>> batches;
 
