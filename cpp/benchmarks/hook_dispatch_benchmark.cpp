@@ -41,9 +41,9 @@ c10::intrusive_ptr<c10d::ProcessGroup> group_of_one() {
     const auto path =
         std::filesystem::temp_directory_path() / ("apex_benchmark_" + std::to_string(::getpid()));
     apex::distributed::ProcessGroupOptions options;
-    options.init_method = "file://" + path.string();
-    options.rank = 0;
-    options.world_size = 1;
+    options.init_method("file://" + path.string());
+    options.rank(0);
+    options.world_size(1);
     apex::distributed::init_process_group("gloo", options);
     std::filesystem::remove(path);
   }

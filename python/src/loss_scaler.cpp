@@ -26,15 +26,13 @@ using NoGil = nb::call_guard<nb::gil_scoped_release>;
 void construct(LossScaler* self, double init_scale, bool dynamic, double growth_factor,
                double backoff_factor, int64_t growth_interval, std::optional<double> min_scale,
                std::optional<double> max_scale) {
-  LossScalerOptions options;
-  options.init_scale = init_scale;
-  options.dynamic = dynamic;
-  options.growth_factor = growth_factor;
-  options.backoff_factor = backoff_factor;
-  options.growth_interval = growth_interval;
-  options.min_scale = min_scale;
-  options.max_scale = max_scale;
-  new (self) LossScaler(options);
+  new (self) LossScaler(LossScalerOptions(init_scale)
+                            .dynamic(dynamic)
+                            .growth_factor(growth_factor)
+                            .backoff_factor(backoff_factor)
+                            .growth_interval(growth_interval)
+                            .min_scale(min_scale)
+                            .max_scale(max_scale));
 }
 
 }  // namespace
@@ -52,7 +50,8 @@ void init_loss_scaler(nb::module_& m) {
            "The loss as float32 times the scale; differentiable.")
       .def("scale_tensor", &LossScaler::scale_tensor,
            "The scale: float32, shape [1], the scaler's own memory.")
-      .def("unscale_", &LossScaler::unscale_, "grads"_a, NoGil(),
+      .def("unscale_", nb::overload_cast<const std::vector<at::Tensor>&>(&LossScaler::unscale_),
+           "grads"_a, NoGil(),
            "Multiply gradients by 1/scale in place and remember inf or nan in them.")
       .def("found_inf", &LossScaler::found_inf, NoGil(),
            "New float32 tensor of shape [1], above zero after inf or nan.")

@@ -109,9 +109,9 @@ Job start_job() {
   if (!apex::distributed::read_launch_ranks()) {
     // A file in memory, gone with the process however it ends.
     const int file = ::memfd_create("apex_mnist", 0);
-    options.init_method = "file:///proc/self/fd/" + std::to_string(file);
-    options.rank = 0;
-    options.world_size = 1;
+    options.init_method("file:///proc/self/fd/" + std::to_string(file));
+    options.rank(0);
+    options.world_size(1);
   }
   job.group = apex::distributed::init_process_group(gpu ? "nccl" : "gloo", options);
   job.rank = apex::distributed::rank();
@@ -276,8 +276,8 @@ void run(const Arguments& args) {
   net->to(job.device);
   torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(args.lr).momentum(0.9));
   apex::amp::LossScalerOptions scaling;
-  scaling.dynamic = args.precision == "fp16";  // only fp16 has gradients that underflow
-  if (!scaling.dynamic) scaling.init_scale = 1.0;
+  scaling.dynamic(args.precision == "fp16");  // only fp16 has gradients that underflow
+  if (!scaling.dynamic()) scaling.init_scale(1.0);
   apex::amp::LossScaler scaler(scaling);
   const int done = args.resume.empty() ? 0 : load(args, net, optimizer, scaler, job);
 

@@ -28,10 +28,7 @@ torch::nn::Conv2d conv(int64_t in, int64_t out, int64_t kernel, int64_t stride =
 }
 
 SyncBatchNorm norm(int64_t channels, const Group& group, bool relu) {
-  SyncBatchNormOptions options(channels);
-  options.process_group = group;
-  options.fuse_relu = relu;
-  return SyncBatchNorm(options);
+  return SyncBatchNorm(SyncBatchNormOptions(channels).process_group(group).fuse_relu(relu));
 }
 
 /// K. He et al., "Deep Residual Learning for Image Recognition" (2016), figure 5, right; the stride

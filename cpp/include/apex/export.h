@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#ifdef __cplusplus
 #include <cstddef>  // tells which standard library this is
+#endif
 
 /// Symbol visibility. The library is built with hidden visibility; what is public carries APEX_API.
 

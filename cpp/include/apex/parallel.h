@@ -7,10 +7,12 @@
 #include <apex/amp/loss_scaler.h>
 #include <apex/distributed/collectives.h>
 #include <apex/distributed/launch_environment.h>
+#include <apex/distributed/log.h>
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
 #include <apex/interruption.h>
 #include <apex/parallel/bucket_assignment.h>
+#include <apex/parallel/checkpoint.h>
 #include <apex/parallel/comm_hook.h>
 #include <apex/parallel/distributed_data_parallel.h>
 #include <apex/parallel/larc.h>

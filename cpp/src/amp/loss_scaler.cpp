@@ -5,6 +5,8 @@
 #include <string>
 
 #include <ATen/ATen.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
 
 #include <apex/error.h>
 
@@ -25,22 +27,24 @@ void require(bool condition, const std::string& message) {
 bool is_positive(double value) { return std::isfinite(value) && value > 0; }
 
 void check(const LossScalerOptions& options) {
-  require(is_positive(options.init_scale), "init_scale is " + std::to_string(options.init_scale) +
-                                               "; it must be positive and finite.");
-  require(std::isfinite(options.growth_factor) && options.growth_factor > 1,
-          "growth_factor is " + std::to_string(options.growth_factor) + "; it must be above 1.");
-  require(options.backoff_factor > 0 && options.backoff_factor < 1,
-          "backoff_factor is " + std::to_string(options.backoff_factor) +
+  require(is_positive(options.init_scale()), "init_scale is " +
+                                                 std::to_string(options.init_scale()) +
+                                                 "; it must be positive and finite.");
+  require(std::isfinite(options.growth_factor()) && options.growth_factor() > 1,
+          "growth_factor is " + std::to_string(options.growth_factor()) + "; it must be above 1.");
+  require(options.backoff_factor() > 0 && options.backoff_factor() < 1,
+          "backoff_factor is " + std::to_string(options.backoff_factor()) +
               "; it must be between 0 and 1.");
-  require(options.growth_interval >= 1 && options.growth_interval <= INT32_MAX,
-          "growth_interval is " + std::to_string(options.growth_interval) +
+  require(options.growth_interval() >= 1 && options.growth_interval() <= INT32_MAX,
+          "growth_interval is " + std::to_string(options.growth_interval()) +
               "; it must be between 1 and 2^31 - 1.");
-  require(!options.min_scale || is_positive(*options.min_scale),
+  require(!options.min_scale() || is_positive(*options.min_scale()),
           "min_scale must be positive and finite.");
-  require(!options.max_scale || is_positive(*options.max_scale),
+  require(!options.max_scale() || is_positive(*options.max_scale()),
           "max_scale must be positive and finite.");
-  require(!options.min_scale || !options.max_scale || *options.min_scale <= *options.max_scale,
-          "min_scale is above max_scale; swap them.");
+  require(
+      !options.min_scale() || !options.max_scale() || *options.min_scale() <= *options.max_scale(),
+      "min_scale is above max_scale; swap them.");
 }
 
 /// The values to multiply: a sparse gradient's stored elements, else the gradient itself.
@@ -71,7 +75,7 @@ struct LikeKind {
 
 LossScaler::LossScaler(const LossScalerOptions& options) : options_(options) {
   check(options_);
-  scale_ = at::full({1}, options_.init_scale, at::kFloat);
+  scale_ = at::full({1}, options_.init_scale(), at::kFloat);
   growth_tracker_ = at::zeros({1}, at::kInt);
 }
 
@@ -111,12 +115,63 @@ void LossScaler::unscale_(const std::vector<at::Tensor>& grads) {
   const at::Tensor inverse = scale_.reciprocal();
   for (const auto& [kind, group] : groups) {
     const at::Tensor factor = on_device(inverse, kind.device());
-    if (options_.dynamic) {
+    if (options_.dynamic()) {
       at::_amp_foreach_non_finite_check_and_unscale_(group, found_inf_on(kind.device()), factor);
     } else {
       at::_foreach_mul_(group, factor.squeeze(0));
     }
   }
+}
+
+void LossScaler::unscale_(torch::optim::Optimizer& optimizer) {
+  require(stages_.count(&optimizer) == 0,
+          "the gradients of this optimizer have been unscaled since the last update(); call "
+          "update() once after every step.");
+  std::vector<at::Tensor> grads;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) grads.push_back(parameter.grad());
+  }
+  unscale_(grads);
+  stages_.emplace(&optimizer, Stage::kUnscaled);
+}
+
+bool LossScaler::step(torch::optim::Optimizer& optimizer) {
+  if (stages_.count(&optimizer) == 0) unscale_(optimizer);
+  Stage& stage = stages_.at(&optimizer);
+  require(stage == Stage::kUnscaled,
+          "step() was called twice for this optimizer; call update() once after every step.");
+  stage = Stage::kStepped;
+  if (options_.dynamic() && overflowed()) return false;
+  optimizer.step();
+  return true;
+}
+
+void LossScaler::save(torch::serialize::OutputArchive& archive) const {
+  archive.write("scale", scale_.cpu(), /*is_buffer=*/true);
+  archive.write("growth_tracker", growth_tracker_.cpu(), /*is_buffer=*/true);
+}
+
+void LossScaler::load(torch::serialize::InputArchive& archive) {
+  at::Tensor scale, count;
+  require(archive.try_read("scale", scale, /*is_buffer=*/true) &&
+              archive.try_read("growth_tracker", count, /*is_buffer=*/true) && scale.numel() == 1 &&
+              count.numel() == 1,
+          "the archive does not hold a loss scaler; load what torch::save(scaler, ...) wrote.");
+  const auto clean_updates = count.item<int64_t>();
+  set_scale(scale.item<double>());
+  set_growth_tracker(clean_updates);
+}
+
+torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                            const LossScaler& scaler) {
+  scaler.save(archive);
+  return archive;
+}
+
+torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                           LossScaler& scaler) {
+  scaler.load(archive);
+  return archive;
 }
 
 at::Tensor LossScaler::found_inf() const {
@@ -129,7 +184,7 @@ at::Tensor LossScaler::found_inf() const {
 }
 
 void LossScaler::synchronize(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  if (!options_.dynamic || group->getSize() == 1) return;
+  if (!options_.dynamic() || group->getSize() == 1) return;
   at::NoGradGuard no_grad;
   const at::Tensor flag = found_inf();
   const std::string what = "all-reduce of the overflow flags of a LossScaler";
@@ -148,14 +203,15 @@ void LossScaler::clear_found_inf() {
 }
 
 void LossScaler::update() {
-  if (!options_.dynamic) return;
+  stages_.clear();
+  if (!options_.dynamic()) return;
   at::NoGradGuard no_grad;
-  at::_amp_update_scale_(scale_, growth_tracker_, found_inf(), options_.growth_factor,
-                         options_.backoff_factor, options_.growth_interval);
-  if (options_.min_scale || options_.max_scale) {
+  at::_amp_update_scale_(scale_, growth_tracker_, found_inf(), options_.growth_factor(),
+                         options_.backoff_factor(), options_.growth_interval());
+  if (options_.min_scale() || options_.max_scale()) {
     std::optional<at::Scalar> low, high;
-    if (options_.min_scale) low = *options_.min_scale;
-    if (options_.max_scale) high = *options_.max_scale;
+    if (options_.min_scale()) low = *options_.min_scale();
+    if (options_.max_scale()) high = *options_.max_scale();
     // The counter is zero exactly after a change; a scale that was set by hand stays until then.
     scale_.copy_(at::where(growth_tracker_ == 0, scale_.clamp(low, high), scale_));
   }

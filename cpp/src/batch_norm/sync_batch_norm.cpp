@@ -14,6 +14,7 @@
 #include <apex/error.h>
 
 #include "batch_norm/sync_batch_norm_ops.h"
+#include "comm/announcer.h"
 
 namespace apex::parallel {
 namespace {
@@ -133,17 +134,14 @@ SyncBatchNormImpl::SyncBatchNormImpl(SyncBatchNormOptions options_) : options(st
 }
 
 void SyncBatchNormImpl::check_options() const {
-  if (options.num_features <= 0) {
-    throw InvalidArgument("SyncBatchNorm: num_features is " + std::to_string(options.num_features) +
-                          "; it must be positive.");
+  if (options.num_features() <= 0) {
+    throw InvalidArgument("SyncBatchNorm: num_features is " +
+                          std::to_string(options.num_features()) + "; it must be positive.");
   }
-  if (options.this_rank_alone && options.process_group) {
+  if (options.this_rank_alone() && options.process_group()) {
     throw InvalidArgument("SyncBatchNorm: this_rank_alone and a process_group: give one of them.");
   }
 }
-
-SyncBatchNormImpl::SyncBatchNormImpl(int64_t num_features)
-    : SyncBatchNormImpl(SyncBatchNormOptions(num_features)) {}
 
 SyncBatchNormImpl::SyncBatchNormImpl(SyncBatchNormOptions options_, at::Tensor weight_,
                                      at::Tensor bias_, at::Tensor running_mean_,
@@ -156,8 +154,8 @@ SyncBatchNormImpl::SyncBatchNormImpl(SyncBatchNormOptions options_, at::Tensor w
     return tensor.defined() ? register_buffer(name, tensor) : tensor;
   };
   check_options();
-  options.affine = weight_.defined();
-  options.track_running_stats = running_mean_.defined();
+  options.affine(weight_.defined());
+  options.track_running_stats(running_mean_.defined());
   weight = parameter("weight", weight_);
   bias = parameter("bias", bias_);
   running_mean = buffer("running_mean", running_mean_);
@@ -166,12 +164,12 @@ SyncBatchNormImpl::SyncBatchNormImpl(SyncBatchNormOptions options_, at::Tensor w
 }
 
 void SyncBatchNormImpl::reset() {
-  const int64_t channels = options.num_features;
-  weight = register_parameter("weight", options.affine ? at::ones({channels}) : at::Tensor(),
-                              options.affine);
-  bias = register_parameter("bias", options.affine ? at::zeros({channels}) : at::Tensor(),
-                            options.affine);
-  if (options.track_running_stats) {
+  const int64_t channels = options.num_features();
+  weight = register_parameter("weight", options.affine() ? at::ones({channels}) : at::Tensor(),
+                              options.affine());
+  bias = register_parameter("bias", options.affine() ? at::zeros({channels}) : at::Tensor(),
+                            options.affine());
+  if (options.track_running_stats()) {
     running_mean = register_buffer("running_mean", at::zeros({channels}));
     running_var = register_buffer("running_var", at::ones({channels}));
     num_batches_tracked =
@@ -180,7 +178,7 @@ void SyncBatchNormImpl::reset() {
 }
 
 void SyncBatchNormImpl::reset_running_stats() {
-  if (options.track_running_stats) {
+  if (options.track_running_stats()) {
     running_mean.zero_();
     running_var.fill_(1);
     num_batches_tracked.zero_();
@@ -188,15 +186,34 @@ void SyncBatchNormImpl::reset_running_stats() {
 }
 
 void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
-  stream << std::boolalpha << "apex::parallel::SyncBatchNorm(" << options.num_features
-         << ", eps=" << options.eps << ", momentum=";
-  if (options.momentum.has_value()) {
-    stream << *options.momentum;
+  stream << std::boolalpha << "apex::parallel::SyncBatchNorm(" << options.num_features()
+         << ", eps=" << options.eps() << ", momentum=";
+  if (options.momentum().has_value()) {
+    stream << *options.momentum();
   } else {
     stream << "None";
   }
-  stream << ", affine=" << options.affine << ", track_running_stats=" << options.track_running_stats
-         << ", channel_last=" << options.channel_last << ", fuse_relu=" << options.fuse_relu << ")";
+  stream << ", affine=" << options.affine()
+         << ", track_running_stats=" << options.track_running_stats()
+         << ", channel_last=" << options.channel_last() << ", fuse_relu=" << options.fuse_relu()
+         << ")";
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> SyncBatchNormImpl::group_in_training() const {
+  if (options.this_rank_alone()) {
+    return {};
+  }
+  if (options.process_group() && announces_collectives()) {
+    throw InvalidArgument(
+        "SyncBatchNorm '" + layer_name +
+        "' with a process_group of its own under join(): ranks without data follow those that "
+        "normalize over all ranks only; leave process_group out.");
+  }
+  if (options.process_group()) {
+    return options.process_group();
+  }
+  announce_collective(4 * options.num_features());  // first: those who follow make the group, too
+  return group_of_all_ranks();
 }
 
 at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor& z) {
@@ -204,16 +221,13 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor&
   a.z = z;
   a.weight = weight;
   a.bias = bias;
-  a.momentum = options.momentum;
-  a.eps = options.eps;
-  a.channel_last = options.channel_last;
-  a.fuse_relu = options.fuse_relu;
-  if (is_training() || !options.track_running_stats) {
+  a.momentum = options.momentum();
+  a.eps = options.eps();
+  a.channel_last = options.channel_last();
+  a.fuse_relu = options.fuse_relu();
+  if (is_training() || !options.track_running_stats()) {
     if (is_training()) {
-      a.process_group = options.process_group;
-      if (!a.process_group && !options.this_rank_alone) {
-        a.process_group = group_of_all_ranks();
-      }
+      a.process_group = group_in_training();
       a.layer_name = layer_name;
       a.running_mean = running_mean;
       a.running_var = running_var;
@@ -225,6 +239,41 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor&
   a.running_mean = running_mean;
   a.running_var = running_var;
   return batch_norm_inference(input, a);
+}
+
+void follow_sync_batch_norm(int64_t announced, at::Device device) {
+  const at::NoGradGuard no_grad;
+  const int64_t length = announced / 4;
+  const int64_t kind = announced % 4;
+  SyncBatchNormArguments nobody;
+  nobody.process_group = group_of_all_ranks();
+  const auto on = [&](at::ScalarType dtype) { return at::TensorOptions(dtype).device(device); };
+  const at::Tensor empty = at::empty({0, length}, on(at::kFloat));
+  if (kind == 0) {
+    sync_batch_norm(empty, nobody);
+    return;
+  }
+  const std::string peers = process_group_name(nobody.process_group);
+  with_own_errors([&] {
+    if (kind != 1) {
+      return detail::call_all_reduce_sum(
+          at::zeros({length}, on(kind == 2 ? at::kFloat : at::kDouble)), peers);
+    }
+    const at::Tensor ones = at::ones({length}, on(at::kDouble));
+    return std::get<0>(detail::call(detail::BackwardArguments{empty,
+                                                              empty,
+                                                              std::nullopt,
+                                                              std::nullopt,
+                                                              std::nullopt,
+                                                              ones,
+                                                              ones,
+                                                              at::ones({1}, on(at::kLong)),
+                                                              1e-5,
+                                                              /*channel_last=*/false,
+                                                              /*fuse_relu=*/false,
+                                                              {true, false, false, false},
+                                                              peers}));
+  });
 }
 
 void name_layers(torch::nn::Module& model) {

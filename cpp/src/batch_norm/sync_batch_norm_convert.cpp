@@ -26,10 +26,10 @@ std::shared_ptr<SyncBatchNormImpl> to_sync(const BatchNormImpl& module, int dime
                                            const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                            bool channel_last) {
   SyncBatchNormOptions options(module.options.num_features());
-  options.eps = module.options.eps();
-  options.momentum = module.options.momentum();
-  options.channel_last = channel_last;
-  options.process_group = group;
+  options.eps(module.options.eps())
+      .momentum(module.options.momentum())
+      .channel_last(channel_last)
+      .process_group(group);
   auto result = std::make_shared<SyncBatchNormImpl>(std::move(options), module.weight, module.bias,
                                                     module.running_mean, module.running_var,
                                                     module.num_batches_tracked);
@@ -42,11 +42,11 @@ std::shared_ptr<SyncBatchNormImpl> to_sync(const BatchNormImpl& module, int dime
 /// and named_parameters() are handles: both are pointed at the same storage and flags.
 template <typename BatchNormImpl>
 std::shared_ptr<BatchNormImpl> to_plain(const SyncBatchNormImpl& module) {
-  torch::nn::BatchNormOptions options(module.options.num_features);
-  options.eps(module.options.eps)
-      .momentum(module.options.momentum)
-      .affine(module.options.affine)
-      .track_running_stats(module.options.track_running_stats);
+  torch::nn::BatchNormOptions options(module.options.num_features());
+  options.eps(module.options.eps())
+      .momentum(module.options.momentum())
+      .affine(module.options.affine())
+      .track_running_stats(module.options.track_running_stats());
   auto result = std::make_shared<BatchNormImpl>(options);
   const auto take = [](at::Tensor& to, const at::Tensor& from) {
     if (from.defined()) {
@@ -232,7 +232,7 @@ Replacement to_batch_norm() {
   const auto make = [](const torch::nn::Module& module, const std::string& path) {
     refuse_derived<SyncBatchNormImpl>(module, path);
     const auto& sync = *module.as<SyncBatchNormImpl>();
-    if (sync.options.fuse_relu) {
+    if (sync.options.fuse_relu()) {
       refuse(path, "it fuses a ReLU, which BatchNorm cannot",
              "add the ReLU to the model and set fuse_relu to false.");
     }

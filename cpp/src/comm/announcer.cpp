@@ -22,6 +22,11 @@ Announcer& announcer() {
   return *instance;
 }
 
+std::shared_ptr<const Announce> present() {
+  const std::lock_guard<std::mutex> lock(announcer().mutex);
+  return announcer().announce;
+}
+
 }  // namespace
 
 void set_announcer(const void* owner, Announce announce) {
@@ -36,12 +41,9 @@ void clear_announcer(const void* owner) {
 }
 
 void announce_collective(int64_t argument) {
-  std::shared_ptr<const Announce> announce;
-  {
-    const std::lock_guard<std::mutex> lock(announcer().mutex);
-    announce = announcer().announce;
-  }
-  if (announce) (*announce)(argument);
+  if (const auto announce = present()) (*announce)(argument);
 }
+
+bool announces_collectives() { return present() != nullptr; }
 
 }  // namespace apex::parallel

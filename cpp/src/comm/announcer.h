@@ -16,4 +16,7 @@ void clear_announcer(const void* owner);
 /// does nothing outside of join().
 void announce_collective(int64_t argument);
 
+/// Whether announce_collective() has somebody to tell: this rank is under join() and has data.
+bool announces_collectives();
+
 }  // namespace apex::parallel

@@ -107,11 +107,11 @@ void check_nccl_options(const NcclOptions& nccl) {
                             ", but a collective needs at least 1 CTA");
     }
   };
-  check(nccl.min_ctas, "min_ctas");
-  check(nccl.max_ctas, "max_ctas");
-  if (nccl.min_ctas && nccl.max_ctas && *nccl.min_ctas > *nccl.max_ctas) {
-    throw InvalidArgument("nccl.min_ctas is " + std::to_string(*nccl.min_ctas) +
-                          ", more than nccl.max_ctas, " + std::to_string(*nccl.max_ctas));
+  check(nccl.min_ctas(), "min_ctas");
+  check(nccl.max_ctas(), "max_ctas");
+  if (nccl.min_ctas() && nccl.max_ctas() && *nccl.min_ctas() > *nccl.max_ctas()) {
+    throw InvalidArgument("nccl.min_ctas is " + std::to_string(*nccl.min_ctas()) +
+                          ", more than nccl.max_ctas, " + std::to_string(*nccl.max_ctas()));
   }
 }
 
@@ -172,15 +172,15 @@ Group connect_group(const std::string& who, const std::string& name, const std::
 // Rank, size and meeting place from the options, the address and the launcher, in this order.
 Rendezvous plan_rendezvous(const ProcessGroupOptions& options,
                            const std::optional<LaunchRanks>& launched) {
-  const InitMethod method = parse_init_method(options.init_method);
-  if (options.rank.has_value() != options.world_size.has_value()) {
+  const InitMethod method = parse_init_method(options.init_method());
+  if (options.rank().has_value() != options.world_size().has_value()) {
     throw InvalidArgument("options.rank and options.world_size: give both or neither");
   }
   Rendezvous plan;
   plan.kind = method.kind;
   plan.path = method.path;
-  const auto rank = options.rank ? options.rank : method.rank;
-  const auto world_size = options.world_size ? options.world_size : method.world_size;
+  const auto rank = options.rank() ? options.rank() : method.rank;
+  const auto world_size = options.world_size() ? options.world_size() : method.world_size;
   if ((!rank || !world_size) && !launched) {
     throw InvalidArgument(
         "RANK and WORLD_SIZE are not set: start the program with torchrun --no-python, srun or "
@@ -216,15 +216,15 @@ c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(const std::string& bac
     throw InvalidArgument(
         "init_process_group() was called twice: call destroy_process_group() in between");
   }
-  check_nccl_options(options.nccl);
+  check_nccl_options(options.nccl());
   auto world = std::make_unique<World>();
   world->backends = parse_backend(backend);
-  world->timeout = options.timeout;
+  world->timeout = options.timeout();
   const auto launched = read_launch_ranks();
   Rendezvous plan = plan_rendezvous(options, launched);
-  plan.timeout = resolve_timeout(options.timeout, world->backends);
+  plan.timeout = resolve_timeout(options.timeout(), world->backends);
 
-  std::optional<int> local = options.local_rank;
+  std::optional<int> local = options.local_rank();
   if (!local && launched) {
     local = launched->local_rank;
   }
@@ -232,8 +232,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(const std::string& bac
   if (uses_nccl(world->backends)) {
     require_nccl();
     const int gpus = visible_gpus();
-    if (options.device_index) {
-      world->device_index = choose_gpu(*options.device_index, gpus);
+    if (options.device_index()) {
+      world->device_index = choose_gpu(*options.device_index(), gpus);
     } else {
       world->device_index = choose_gpu(local ? *local : plan.rank % std::max(gpus, 1), gpus);
     }
@@ -246,7 +246,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(const std::string& bac
   request.rank = plan.rank;
   request.size = plan.world_size;
   request.timeout = plan.timeout;
-  request.nccl = options.nccl;
+  request.nccl = options.nccl();
   const auto default_store = c10::make_intrusive<c10d::PrefixStore>("default_pg", job_store);
   world->group =
       connect_group(plan.describe(), "0", "default_pg", default_store, world->backends, request);

@@ -108,9 +108,9 @@ void adapt_alike(const Alike& alike, double lr, double decay, const LARCOptions&
       c10::promoteTypes(alike.params[0].scalar_type(), at::ScalarType::Float);
   const at::Tensor param_norms = at::stack(at::_foreach_norm(alike.params, 2, dtype));
   const at::Tensor grad_norms = at::stack(at::_foreach_norm(alike.grads, 2, dtype));
-  at::Tensor factors = param_norms * options.trust_coefficient;
-  factors = factors / (grad_norms + param_norms * decay + options.eps);
-  if (options.clip) factors = (factors / lr).clamp_max(1);
+  at::Tensor factors = param_norms * options.trust_coefficient();
+  factors = factors / (grad_norms + param_norms * decay + options.eps());
+  if (options.clip()) factors = (factors / lr).clamp_max(1);
   const at::Tensor usable = (param_norms != 0).logical_and(grad_norms != 0);
   factors = at::where(usable, factors, 1);
   at::_foreach_mul_(alike.grads, factors.to(alike.grads[0].scalar_type()).unbind());
@@ -164,13 +164,13 @@ LARC::LARC(std::unique_ptr<Optimizer> optimizer, const LARCOptions& options)
     : Optimizer(std::vector<OptimizerParamGroup>{}, defaults_of(optimizer)),
       wrapped_(std::move(optimizer)),
       options_(options) {
-  if (!(options.trust_coefficient > 0) || !std::isfinite(options.trust_coefficient)) {
+  if (!(options.trust_coefficient() > 0) || !std::isfinite(options.trust_coefficient())) {
     throw InvalidArgument("LARC: trust_coefficient is " +
-                          std::to_string(options.trust_coefficient) +
+                          std::to_string(options.trust_coefficient()) +
                           "; it must be positive and finite.");
   }
-  if (!(options.eps >= 0) || !std::isfinite(options.eps)) {
-    throw InvalidArgument("LARC: eps is " + std::to_string(options.eps) +
+  if (!(options.eps() >= 0) || !std::isfinite(options.eps())) {
+    throw InvalidArgument("LARC: eps is " + std::to_string(options.eps()) +
                           "; it must be finite and not negative.");
   }
   std::swap(param_groups_, wrapped_->param_groups());

@@ -162,4 +162,26 @@ void OverlappedOptimizer::wait_for(const std::vector<at::Tensor>& parameters) {
 
 void OverlappedOptimizer::synchronize() { reducer_.wait(); }
 
+void OverlappedOptimizer::save(torch::serialize::OutputArchive& archive) const {
+  reducer_.wait();
+  optimizer_.save(archive);
+}
+
+void OverlappedOptimizer::load(torch::serialize::InputArchive& archive) {
+  reducer_.wait();
+  optimizer_.load(archive);
+}
+
+torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                            const OverlappedOptimizer& optimizer) {
+  optimizer.save(archive);
+  return archive;
+}
+
+torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                           OverlappedOptimizer& optimizer) {
+  optimizer.load(archive);
+  return archive;
+}
+
 }  // namespace apex::parallel

@@ -46,15 +46,6 @@ void check_options(const ReducerOptions& options, size_t parameters, size_t grou
   }
 }
 
-/// What a rank without data cannot take part in.
-JoinEvent follow_custom(JoinEvent event) {
-  if (event.kind != JoinEvent::kCustom) return event;
-  throw Error(
-      "under join() a rank that has data runs a module with collectives of its own "
-      "(SyncBatchNorm), "
-      "which this rank cannot follow: give every rank equally many batches");
-}
-
 }  // namespace
 
 Reducer::Reducer(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups,
@@ -120,21 +111,19 @@ int64_t Reducer::last_with_data(bool followed, int64_t states) const {
   return core_->last_with_data(followed, states);
 }
 
-int64_t Reducer::follow_until_end(const std::function<void(const JoinEvent&)>& on_forward) {
+int64_t Reducer::follow_until_end(const std::function<void(const JoinEvent&)>& on_event) {
   bool followed = false;
   for (JoinEvent event = await_event(); event.kind != JoinEvent::kEnd; event = await_event()) {
     followed = true;
-    if (event.kind == JoinEvent::kForward) {
-      prepare_for_forward(/*training=*/false);
-      on_forward(event);
-    } else if (event.kind == JoinEvent::kBackward) {
+    if (event.kind == JoinEvent::kBackward) {
       shadow_backward_begin(event.argument);
       if ((event.argument & JoinEvent::kEndFollows) != 0) {
-        while (event.kind != JoinEvent::kBackwardEnd) event = follow_custom(await_event());
+        while ((event = await_event()).kind != JoinEvent::kBackwardEnd) on_event(event);
       }
       shadow_backward_end();
-    } else {
-      follow_custom(event);
+    } else if (event.kind == JoinEvent::kForward || event.kind == JoinEvent::kCustom) {
+      if (event.kind == JoinEvent::kForward) prepare_for_forward(/*training=*/false);
+      on_event(event);
     }
   }
   end_join();

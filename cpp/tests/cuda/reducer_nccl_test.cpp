@@ -30,8 +30,8 @@ bool flag(const char* name) {
 
 c10::intrusive_ptr<c10d::ProcessGroup> join() {
   apex::distributed::ProcessGroupOptions options;
-  options.device_index = 0;
-  options.timeout = std::chrono::seconds(60);
+  options.device_index(0);
+  options.timeout(std::chrono::seconds(60));
   return apex::distributed::init_process_group("nccl", options);
 }
 

@@ -47,11 +47,11 @@ class CudaReducer : public ::testing::TestWithParam<bool> {
             ("apex_cuda_reducer_" + std::to_string(::getpid()));
     std::filesystem::remove(path_);
     distributed::ProcessGroupOptions options;
-    options.init_method = "file://" + path_.string();
-    options.rank = 0;
-    options.world_size = 1;
-    options.device_index = 0;
-    options.timeout = std::chrono::seconds(60);
+    options.init_method("file://" + path_.string());
+    options.rank(0);
+    options.world_size(1);
+    options.device_index(0);
+    options.timeout(std::chrono::seconds(60));
     group_ = distributed::init_process_group(kBackend, options);
   }
 

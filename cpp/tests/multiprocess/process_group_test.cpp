@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <apex/distributed/collectives.h>
+#include <apex/distributed/log.h>
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
 #include <support/processes.h>
@@ -37,14 +38,14 @@ std::string variable(const char* name) {
 dist::ProcessGroupOptions options_from_environment() {
   dist::ProcessGroupOptions options;
   if (!variable("TEST_INIT_METHOD").empty()) {
-    options.init_method = variable("TEST_INIT_METHOD");
+    options.init_method(variable("TEST_INIT_METHOD"));
   }
   if (!variable("TEST_RANK").empty()) {
-    options.rank = std::stoi(variable("TEST_RANK"));
-    options.world_size = std::stoi(variable("TEST_WORLD_SIZE"));
+    options.rank(std::stoi(variable("TEST_RANK")));
+    options.world_size(std::stoi(variable("TEST_WORLD_SIZE")));
   }
   const std::string timeout = variable("TEST_TIMEOUT_MS");
-  options.timeout = std::chrono::milliseconds(timeout.empty() ? 30000 : std::stoi(timeout));
+  options.timeout(std::chrono::milliseconds(timeout.empty() ? 30000 : std::stoi(timeout)));
   return options;
 }
 
@@ -172,6 +173,17 @@ const Scenario kSubgroups("subgroups", [] {
   }
   // The refused ones have used up no name.
   require(all_reduce(dist::new_group({0, 1, 2}), 1.0) == 3.0, "all-reduce is wrong");
+  const Group everybody = dist::new_group();
+  require(everybody != dist::get_default_group() && everybody->getSize() == 3, "not a new group");
+  require(all_reduce(everybody, 1.0) == 3.0, "all-reduce is wrong");
+  dist::destroy_process_group();
+});
+
+const Scenario kLogLines("log_lines", [] {
+  dist::log("alone");
+  init();
+  dist::log("two\nlines");
+  dist::log_once("once");
   dist::destroy_process_group();
 });
 
@@ -179,8 +191,8 @@ const Scenario kTwice("twice", [] {
   const auto path = variable("TEST_FOLDER");
   for (const char* name : {"first", "second"}) {
     dist::ProcessGroupOptions options;
-    options.init_method = "file://" + path + "/" + name;
-    options.timeout = std::chrono::seconds(30);
+    options.init_method("file://" + path + "/" + name);
+    options.timeout(std::chrono::seconds(30));
     const Group group = dist::init_process_group("gloo", options);
     try {
       dist::init_process_group("gloo", options);
@@ -314,6 +326,15 @@ TEST(ProcessGroup, SlurmAndMpi_TheirVariables_Suffice) {
   }
   EXPECT_EQ(failures_of(run_processes(slurm)), "");
   EXPECT_EQ(failures_of(run_processes(mpi)), "");
+}
+
+TEST(ProcessGroup, LogLines_TwoRanks_NameTheirRankAndDoNotMix) {
+  const auto results = run_processes(ranks_of("log_lines", 2));
+  ASSERT_EQ(failures_of(results), "");
+  for (size_t rank = 0; rank < 2; ++rank) {
+    const std::string line = "alone\n[rank " + std::to_string(rank) + " of 2] two\nlines\n";
+    EXPECT_EQ(results[rank].output, line + (rank == 0 ? "once\n" : ""));
+  }
 }
 
 TEST(ProcessGroup, TcpAddress_RanksFromOptionsOrAddress_Work) {

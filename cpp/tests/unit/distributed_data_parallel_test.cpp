@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -61,16 +63,10 @@ namespace {
 using apex::testing::run_ranks;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-DistributedDataParallelOptions with_group(const Group& group) {
-  DistributedDataParallelOptions options;
-  options.process_group = group;
-  return options;
-}
-
 TEST(DistributedDataParallelCpp, Holder_Trained_KeepsRanksEqualAndFollowsTheWholeBatch) {
   run_ranks(2, [](int rank, const Group& group) {
     torch::manual_seed(rank);
-    DistributedDataParallel model(Net(), with_group(group));
+    DistributedDataParallel model(Net(), group);
     model.eval();  // batch norm must not see slices here
     Net reference;
     {
@@ -107,7 +103,7 @@ TEST(DistributedDataParallelCpp,
      SharedPointerAndSeveralOutputs_Forward_ReturnsWhatTheModuleReturns) {
   run_ranks(2, [](int rank, const Group& group) {
     torch::manual_seed(0);
-    DistributedDataParallel model(std::make_shared<TwoHeads>(), with_group(group));
+    DistributedDataParallel model(std::make_shared<TwoHeads>(), group);
     const auto [y, more] = model(at::full({1, 4}, rank + 1.0), 2.0);
     (y.sum() + more.at("square").sum() * 0).backward();
     EXPECT_TRUE(at::allclose(model->fc->bias.grad(), at::full({2}, 2.0)));
@@ -118,7 +114,7 @@ TEST(DistributedDataParallelCpp,
 TEST(DistributedDataParallelCpp, NoSync_Nested_AccumulatesUntilTheOutermostEnds) {
   run_ranks(2, [](int rank, const Group& group) {
     torch::manual_seed(0);
-    DistributedDataParallel model(torch::nn::Linear(4, 1), with_group(group));
+    DistributedDataParallel model(torch::nn::Linear(4, 1), group);
     const at::Tensor x = at::full({1, 4}, rank + 1.0);
     {
       const auto outer = model.no_sync();
@@ -139,9 +135,8 @@ TEST(DistributedDataParallelCpp, Buffers_ByDefaultAndOnRequest_AreLeftAloneOrRan
     for (const bool broadcast : {false, true}) {
       Net net;
       net->bn->running_mean.fill_(rank + 1.0);
-      DistributedDataParallelOptions options = with_group(group);
-      options.broadcast_buffers = broadcast;
-      DistributedDataParallel model(net, options);
+      const auto options = DistributedDataParallelOptions(group).broadcast_buffers(broadcast);
+      const DistributedDataParallel model(net, options);
       EXPECT_EQ(net->bn->running_mean[0].item<float>(), broadcast ? 1.0f : rank + 1.0f);
     }
   });
@@ -149,10 +144,8 @@ TEST(DistributedDataParallelCpp, Buffers_ByDefaultAndOnRequest_AreLeftAloneOrRan
 
 TEST(DistributedDataParallelCpp, NullModule_Constructed_SaysSo) {
   run_ranks(1, [](int, const Group& group) {
-    DistributedDataParallelOptions options;
-    options.process_group = group;
-    EXPECT_THROW(DistributedDataParallel(std::shared_ptr<NetImpl>(), options), InvalidArgument);
-    EXPECT_THROW(DistributedDataParallel(Net(nullptr), options), InvalidArgument);
+    EXPECT_THROW(DistributedDataParallel(std::shared_ptr<NetImpl>(), group), InvalidArgument);
+    EXPECT_THROW(DistributedDataParallel(Net(nullptr), group), InvalidArgument);
   });
 }
 
@@ -162,9 +155,7 @@ TEST(DistributedDataParallelCpp,
     run_ranks(2, [&](int rank, const Group& group) {
       Net net;
       net->register_buffer("table", torch::full({rank + 2}, rank));
-      DistributedDataParallelOptions options;
-      options.process_group = group;
-      options.broadcast_buffers = broadcast;
+      const auto options = DistributedDataParallelOptions(group).broadcast_buffers(broadcast);
       std::string text;
       try {
         const DistributedDataParallel model(net, options);
@@ -180,10 +171,8 @@ TEST(DistributedDataParallelCpp, BufferThatChangesItsShape_Forward_ThrowsBeforeA
   run_ranks(2, [](int rank, const Group& group) {
     Net net;
     const at::Tensor table = net->register_buffer("table", torch::full({2}, rank));
-    DistributedDataParallelOptions options;
-    options.process_group = group;
-    options.broadcast_buffers = true;
-    DistributedDataParallel model(net, options);
+    DistributedDataParallel model(net,
+                                  DistributedDataParallelOptions(group).broadcast_buffers(true));
     EXPECT_EQ(table.sum().item<int>(), 0);
     table.resize_({3});
     EXPECT_THROW(model.forward(torch::randn({2, 4})), Error);
@@ -196,17 +185,17 @@ TEST(DistributedDataParallelCpp, Join_UnevenBatches_EndsAlikeWithTheBuffersOfALo
       const int batches[] = {1, 4, 0};
       torch::manual_seed(7);
       Net net;
-      auto options = with_group(group);
-      options.broadcast_buffers = buffers;
-      DistributedDataParallel<Net> model(net, options);
+      DistributedDataParallel model(
+          net, DistributedDataParallelOptions(group).broadcast_buffers(buffers));
       torch::optim::SGD optimizer(model.parameters(), 0.1);
-      model.begin_join();
-      for (int i = 0; i < batches[rank]; ++i) {
-        model.zero_grad();
-        model.forward(torch::randn({5, 4})).square().mean().backward();
-        optimizer.step();
+      {
+        const auto guard = model.join();
+        for (int i = 0; i < batches[rank]; ++i) {
+          model.zero_grad();
+          model.forward(torch::randn({5, 4})).square().mean().backward();
+          optimizer.step();
+        }
       }
-      model.end_join();
       EXPECT_EQ(model.reducer().statistics().backwards, 4);
       // Counted by rank 1 alone; with broadcast_buffers the first forward took rank 0's.
       EXPECT_EQ(model->bn->num_batches_tracked.item<int64_t>(), 4);
@@ -217,12 +206,142 @@ TEST(DistributedDataParallelCpp, Join_UnevenBatches_EndsAlikeWithTheBuffersOfALo
       group->allgather(all, mine)->wait();
       for (const at::Tensor& other : all[0]) EXPECT_TRUE(other.equal(mine[0]));
       // An even join changes nothing, and afterwards backward is as before.
-      model.begin_join();
-      model.end_join();
+      {
+        auto guard = model.join();
+        EXPECT_THROW(static_cast<void>(model.join()), InvalidArgument);
+        guard.end();
+      }
       model.forward(torch::randn({5, 4})).square().mean().backward();
       EXPECT_EQ(model.reducer().statistics().backwards, 5);
     });
   }
+}
+
+TEST(DistributedDataParallelCpp, Options_Chained_ReachTheEngineOrAreRefused) {
+  const auto options = DistributedDataParallelOptions()
+                           .bucket_cap_mb(0.5)
+                           .gradient_as_bucket_view(true)
+                           .broadcast_buffers(true)
+                           .check_steps(false);
+  EXPECT_EQ(options.limits().cap, 512 * 1024);
+  EXPECT_EQ(options.limits().unit, BucketLimits::Unit::kBytes);
+  EXPECT_TRUE(options.reducer().gradient_as_bucket_view);
+  EXPECT_EQ(options.reducer().check_steps, std::optional<bool>(false));
+  EXPECT_TRUE(options.broadcast_buffers());
+  for (const double mib : {0.0, -1.0, std::numeric_limits<double>::infinity()})
+    EXPECT_THROW(DistributedDataParallelOptions().bucket_cap_mb(mib), InvalidArgument);
+  run_ranks(2, [](int, const Group& group) {
+    // One parameter each, since a bucket is closed by the first that reaches its size.
+    DistributedDataParallel model(
+        Net(), DistributedDataParallelOptions(group).limits({1}).static_graph(true));
+    EXPECT_TRUE(model.static_graph());
+    model.forward(torch::randn({3, 4})).sum().backward();
+    EXPECT_EQ(model.reducer().plan()->buckets.size(), model.parameters().size());
+  });
+}
+
+TEST(DistributedDataParallelCpp, HoldersPointersAndVariables_Wrapped_TrainTheSameModule) {
+  run_ranks(2, [](int rank, const Group& group) {
+    const at::Tensor x = torch::full({2, 4}, rank + 1.0);
+    const auto average_of = [&](auto& model) {
+      model.forward(x).sum().backward();
+      return model.parameters().front().grad();
+    };
+    const at::Tensor expected = torch::full({1, 4}, 3.0);
+    torch::nn::Linear holder(4, 1);
+    DistributedDataParallel by_holder(holder, group);
+    EXPECT_TRUE(average_of(by_holder).equal(expected));
+    EXPECT_TRUE(holder->weight.grad().equal(expected));
+    DistributedDataParallel by_shared(std::make_shared<torch::nn::LinearImpl>(4, 1), group);
+    EXPECT_TRUE(average_of(by_shared).equal(expected));
+    DistributedDataParallel by_unique(std::make_unique<torch::nn::LinearImpl>(4, 1), group);
+    EXPECT_TRUE(average_of(by_unique).equal(expected));
+    torch::nn::LinearImpl variable(4, 1);
+    DistributedDataParallel by_reference(variable, group);
+    EXPECT_TRUE(average_of(by_reference).equal(expected));
+    EXPECT_TRUE(variable.weight.grad().equal(expected));
+    torch::nn::Sequential layers(torch::nn::Linear(4, 1));
+    DistributedDataParallel by_sequential(layers, group);
+    EXPECT_TRUE(average_of(by_sequential).equal(expected));
+  });
+}
+
+TEST(DistributedDataParallelCpp, WhatModulesOffer_ThroughTheWrapper_IsTheModules) {
+  run_ranks(2, [](int rank, const Group& group) {
+    Net net;
+    DistributedDataParallel model(net, group);
+    EXPECT_EQ(model.named_parameters().keys(), net->named_parameters().keys());
+    EXPECT_EQ(model.named_buffers().keys(), net->named_buffers().keys());
+    EXPECT_EQ(model.buffers().size(), 3u);
+    EXPECT_TRUE(model.parameters(/*recurse=*/false).empty());
+    model.eval();
+    EXPECT_FALSE(model.is_training());
+    EXPECT_FALSE(net->is_training());
+    model.train();
+    EXPECT_TRUE(net->bn->is_training());
+    // Parameters of another dtype have hooks again after the next forward.
+    model.to(torch::kFloat64);
+    const at::Tensor batch = torch::randn({4, 4}, torch::kFloat64);
+    model.eval();
+    model.forward(batch * (rank + 1)).sum().backward();
+    EXPECT_EQ(model->fc1->weight.grad().scalar_type(), torch::kFloat64);
+    std::vector<at::Tensor> first{model->fc1->weight.grad().clone()};
+    group->broadcast(first)->wait();
+    EXPECT_TRUE(first[0].equal(model->fc1->weight.grad()));
+    model.zero_grad();
+    EXPECT_FALSE(model->fc1->weight.grad().defined());
+    std::ostringstream text;
+    text << model;
+    EXPECT_NE(text.str().find("rank " + std::to_string(rank) + " of 2"), std::string::npos);
+    EXPECT_NE(text.str().find("(fc1): torch::nn::Linear"), std::string::npos) << text.str();
+  });
+}
+
+TEST(DistributedDataParallelCpp, RegisteredHook_Backward_RunsInsteadOfTheAllReduce) {
+  run_ranks(2, [](int, const Group& group) {
+    struct Twice : CommHook {
+      c10::intrusive_ptr<c10::ivalue::Future> run(GradientBucket& bucket) override {
+        auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+        future->markCompleted(bucket.buffer * 2);
+        return future;
+      }
+    };
+    DistributedDataParallel model(torch::nn::Linear(4, 1), group);
+    model.register_comm_hook(std::make_shared<Twice>());
+    model.forward(torch::ones({1, 4})).sum().backward();
+    EXPECT_TRUE(model->weight.grad().equal(torch::full({1, 4}, 2.0)));
+  });
+}
+
+TEST(DistributedDataParallelCpp, WrapperSaved_Loaded_HoldsWhatTheModuleAloneWould) {
+  run_ranks(1, [](int, const Group& group) {
+    DistributedDataParallel model(Net(), group);
+    std::stringstream stream;
+    torch::save(model, stream);
+    Net alone;
+    torch::load(alone, stream);
+    EXPECT_TRUE(alone->fc1->weight.equal(model->fc1->weight));
+    DistributedDataParallel other(Net(), group);
+    stream.clear();
+    stream.seekg(0);
+    torch::load(other, stream);
+    EXPECT_TRUE(other->fc1->weight.equal(model->fc1->weight));
+  });
+}
+
+TEST(DistributedDataParallelCpp, Join_ExceptionInTheLoop_LeavesWithoutWaitingForOthers) {
+  run_ranks(2, [](int, const Group& group) {
+    DistributedDataParallel model(torch::nn::Linear(4, 1), group);
+    EXPECT_THROW(
+        {
+          const auto guard = model.join();
+          throw std::range_error("the user's");
+        },
+        std::range_error);
+    // Nobody announces anything any more.
+    model.forward(torch::ones({1, 4})).sum().backward();
+    EXPECT_EQ(model.reducer().statistics().backwards, 1);
+  });
 }
 
 TEST(OutputTensors, NestedTypes_Collected_InOrder) {

@@ -59,8 +59,8 @@ Numbers reference(const Numbers& p, const Numbers& g, double lr, double decay,
   double factor = 1, share = 0;
   if (p_norm != 0 && g_norm != 0) {
     const double local =
-        options.trust_coefficient * p_norm / (g_norm + decay * p_norm + options.eps);
-    factor = options.clip ? std::min(local / lr, 1.0) : local;
+        options.trust_coefficient() * p_norm / (g_norm + decay * p_norm + options.eps());
+    factor = options.clip() ? std::min(local / lr, 1.0) : local;
     share = decay * factor;
   }
   Numbers result;
@@ -79,9 +79,9 @@ void expect_near(const Tensor& mine, const Numbers& expected, double tolerance) 
 
 LARCOptions larc_options(double trust, bool clip, double eps = 1e-8) {
   LARCOptions options;
-  options.trust_coefficient = trust;
-  options.clip = clip;
-  options.eps = eps;
+  options.trust_coefficient(trust);
+  options.clip(clip);
+  options.eps(eps);
   return options;
 }
 
@@ -307,7 +307,7 @@ TEST(LARC, Moved_Itself_KeepsItsOptimizer) {
   const Tensor param = parameter(torch::ones({2}));
   LARC first(SGD(Tensors{param}, SGDOptions(1.0)), larc_options(0.5, true));
   LARC second(std::move(first));
-  EXPECT_EQ(second.options().trust_coefficient, 0.5);
+  EXPECT_EQ(second.options().trust_coefficient(), 0.5);
   param.mutable_grad() = torch::full({2}, 1e4);
   second.step();
   EXPECT_NEAR(param[0].item<double>(), 0.5, 1e-5);

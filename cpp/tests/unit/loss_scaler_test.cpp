@@ -2,12 +2,15 @@
 #include <gtest/gtest.h>
 
 #include <ATen/ATen.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize.h>
 
 #include <apex/amp/loss_scaler.h>
 #include <apex/error.h>
 #include <support/thread_backend.h>
 
 #include <limits>
+#include <sstream>
 #include <vector>
 
 namespace apex::amp {
@@ -21,8 +24,8 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 LossScalerOptions options(double scale, int64_t interval = 2000) {
   LossScalerOptions result;
-  result.init_scale = scale;
-  result.growth_interval = interval;
+  result.init_scale(scale);
+  result.growth_interval(interval);
   return result;
 }
 
@@ -127,10 +130,51 @@ TEST(LossScaler, Growth_IntervalOfCleanUpdates_DoublesOnceAndCountsAnew) {
   EXPECT_EQ(scaler.growth_tracker(), 1);
 }
 
+TEST(LossScaler, Step_CleanOrOverflowed_UnscalesOnceAndStepsOrNot) {
+  at::Tensor parameter = at::zeros({2}).requires_grad_();
+  torch::optim::SGD sgd({parameter}, 1.0);
+  LossScaler scaler(8.0);
+  const auto set_gradient = [&](float value) { parameter.mutable_grad() = at::full({2}, value); };
+  set_gradient(16);
+  EXPECT_TRUE(scaler.step(sgd));
+  EXPECT_TRUE(parameter.eq(-2).all().item<bool>());
+  EXPECT_THROW(scaler.step(sgd), InvalidArgument);
+  EXPECT_THROW(scaler.unscale_(sgd), InvalidArgument);
+  scaler.update();
+  set_gradient(8);
+  scaler.unscale_(sgd);  // to be clipped, for one
+  EXPECT_TRUE(parameter.grad().eq(1).all().item<bool>());
+  parameter.mutable_grad().mul_(0.5);
+  EXPECT_TRUE(scaler.step(sgd));
+  EXPECT_TRUE(parameter.eq(-2.5).all().item<bool>());
+  scaler.update();
+  set_gradient(kInf);
+  EXPECT_FALSE(scaler.step(sgd));
+  EXPECT_TRUE(parameter.eq(-2.5).all().item<bool>());
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 4);
+}
+
+TEST(LossScaler, SavedAndLoaded_AnotherScaler_GoesOnAlikeOrIsRefused) {
+  LossScaler scaler(options(64));
+  update_with(scaler, kInf);
+  update_with(scaler, 1);
+  std::stringstream stream;
+  torch::save(scaler, stream);
+  LossScaler other;
+  torch::load(other, stream);
+  EXPECT_EQ(other.get_scale(), 32);
+  EXPECT_EQ(other.growth_tracker(), 1);
+  std::stringstream foreign;
+  torch::save(at::ones({1}), foreign);
+  EXPECT_THROW(torch::load(other, foreign), InvalidArgument);
+  EXPECT_EQ(other.get_scale(), 32);
+}
+
 TEST(LossScaler, Limits_AtFloorAndCap_ScaleStays) {
   LossScalerOptions limited = options(8, /*interval=*/1);
-  limited.min_scale = 4;
-  limited.max_scale = 16;
+  limited.min_scale(4);
+  limited.max_scale(16);
   LossScaler scaler(limited);
   update_with(scaler, 1);
   update_with(scaler, 1);
@@ -141,7 +185,7 @@ TEST(LossScaler, Limits_AtFloorAndCap_ScaleStays) {
 
 TEST(LossScaler, Limits_ScaleSetByHandAboveCap_StaysUntilItChanges) {
   LossScalerOptions limited = options(8, /*interval=*/2);
-  limited.max_scale = 16;
+  limited.max_scale(16);
   LossScaler scaler(limited);
   scaler.set_scale(1024);
   update_with(scaler, 1);
@@ -152,7 +196,7 @@ TEST(LossScaler, Limits_ScaleSetByHandAboveCap_StaysUntilItChanges) {
 
 TEST(LossScaler, Static_InfGradient_ScaleStaysAndNothingIsFound) {
   LossScalerOptions fixed = options(10);
-  fixed.dynamic = false;
+  fixed.dynamic(false);
   LossScaler scaler(fixed);
   const at::Tensor grad = at::tensor({kInf, 20.f});
   scaler.unscale_({grad});
@@ -214,13 +258,13 @@ TEST(LossScaler, Options_OutOfRange_ThrowInvalidArgument) {
     change(bad);
     EXPECT_THROW(LossScaler{bad}, InvalidArgument);
   };
-  refused([](LossScalerOptions& o) { o.init_scale = 0; });
-  refused([](LossScalerOptions& o) { o.init_scale = kInf; });
-  refused([](LossScalerOptions& o) { o.growth_factor = 1; });
-  refused([](LossScalerOptions& o) { o.backoff_factor = 1; });
-  refused([](LossScalerOptions& o) { o.growth_interval = 0; });
-  refused([](LossScalerOptions& o) { o.min_scale = -1; });
-  refused([](LossScalerOptions& o) { o.min_scale = 2, o.max_scale = 1; });
+  refused([](LossScalerOptions& o) { o.init_scale(0); });
+  refused([](LossScalerOptions& o) { o.init_scale(kInf); });
+  refused([](LossScalerOptions& o) { o.growth_factor(1); });
+  refused([](LossScalerOptions& o) { o.backoff_factor(1); });
+  refused([](LossScalerOptions& o) { o.growth_interval(0); });
+  refused([](LossScalerOptions& o) { o.min_scale(-1); });
+  refused([](LossScalerOptions& o) { o.min_scale(2), o.max_scale(1); });
   LossScaler scaler;
   EXPECT_THROW(scaler.set_scale(kNan), InvalidArgument);
   EXPECT_THROW(scaler.set_growth_tracker(-1), InvalidArgument);

@@ -3,11 +3,13 @@
 
 #include <functional>
 #include <mutex>
+#include <sstream>
 #include <string>
 #include <vector>
 
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
+#include <torch/serialize.h>
 #include <torch/types.h>
 #include <torch/utils.h>
 
@@ -43,11 +45,7 @@ struct NetImpl : torch::nn::Module {
 TORCH_MODULE(Net);
 
 DistributedDataParallelOptions options_for(const Group& group, bool views) {
-  DistributedDataParallelOptions options;
-  options.process_group = group;
-  options.limits.cap = 1;
-  options.gradient_as_bucket_view = views;
-  return options;
+  return DistributedDataParallelOptions(group).limits({1}).gradient_as_bucket_view(views);
 }
 
 Net make() {
@@ -110,6 +108,40 @@ TEST_P(OverlappedOptimizerTest, ForwardThatDoesNotWait_NextBackward_Throws) {
     torch::optim::SGD sgd(model.parameters(), torch::optim::SGDOptions(0.5));
     OverlappedOptimizer optimizer(sgd, model.reducer());
     EXPECT_THROW(train(model, optimizer, sgd, rank), std::exception);
+  });
+}
+
+TEST_P(OverlappedOptimizerTest, SavedWithUpdatesInFlight_Archive_HoldsTheStateAfterThem) {
+  run_ranks(2, [&](int rank, const Group& group) {
+    static std::mutex one_at_a_time;  // torch's archives are not made for several threads
+    Net net = make();
+    DistributedDataParallel model(net, options_for(group, GetParam()));
+    const auto momentum = torch::optim::SGDOptions(0.5).momentum(0.9);
+    torch::optim::SGD sgd(model.parameters(), momentum);
+    OverlappedOptimizer optimizer(sgd, model.reducer());
+    net->before = [&](const torch::nn::Module& module) { optimizer.wait_for(module); };
+    train(model, optimizer, sgd, rank);
+    ASSERT_FALSE(model.reducer().in_flight().empty());
+    std::stringstream stream;
+    {
+      const std::lock_guard<std::mutex> lock(one_at_a_time);
+      torch::save(optimizer, stream);
+    }
+    EXPECT_TRUE(model.reducer().in_flight().empty());
+    torch::optim::SGD loaded(net->parameters(), momentum);
+    {
+      const std::lock_guard<std::mutex> lock(one_at_a_time);
+      torch::load(loaded, stream);
+    }
+    for (const at::Tensor& parameter : net->parameters()) {
+      const auto momentum_in = [&](torch::optim::SGD& from) {
+        return static_cast<torch::optim::SGDParamState&>(
+                   *from.state().at(parameter.unsafeGetTensorImpl()))
+            .momentum_buffer();
+      };
+      EXPECT_TRUE(momentum_in(loaded).equal(momentum_in(sgd)));
+    }
+    net->before = nullptr;
   });
 }
 

@@ -44,8 +44,7 @@ TEST(NcclOptions, ImpossibleNumbersOfCtas_Init_ThrowsNamingThem) {
   const auto init_with = [](std::optional<int> fewest, std::optional<int> most) {
     return message_of([&] {
       ProcessGroupOptions options;
-      options.nccl.min_ctas = fewest;
-      options.nccl.max_ctas = most;
+      options.nccl(NcclOptions().min_ctas(fewest).max_ctas(most));
       init_process_group("gloo", options);
     });
   };

@@ -52,8 +52,8 @@ TEST(SyncBatchNorm, Forward_ThreeUnevenRanks_EqualsWholeBatch) {
   want.pow(3).sum().backward();
   run_ranks(3, [&](int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
     SyncBatchNormOptions options(4);
-    options.affine = false;
-    options.process_group = group;
+    options.affine(false);
+    options.process_group(group);
     SyncBatchNorm module(options);
     module->to(torch::kDouble);
     const auto x = all.slice(0, cuts[rank], cuts[rank + 1]).clone().requires_grad_();
@@ -118,16 +118,16 @@ TEST(SyncBatchNorm, InputOrOptionsThatDoNotFit_AreRefusedByThisLibrarysErrors) {
   EXPECT_THROW(SyncBatchNorm(0), InvalidArgument);
   run_ranks(1, [](int, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
     SyncBatchNormOptions both(3);
-    both.process_group = group;
-    both.this_rank_alone = true;
+    both.process_group(group);
+    both.this_rank_alone(true);
     EXPECT_THROW(SyncBatchNorm{both}, InvalidArgument);
   });
 }
 
 TEST(SyncBatchNorm, Forward_AddAndRelu_AreFused) {
   SyncBatchNormOptions options(3);
-  options.fuse_relu = true;
-  options.channel_last = true;
+  options.fuse_relu(true);
+  options.channel_last(true);
   SyncBatchNorm module(options);
   const auto x = torch::randn({4, 5, 3}), z = torch::randn({4, 5, 3});
   torch::nn::BatchNorm1d plain(3);
@@ -138,7 +138,7 @@ TEST(SyncBatchNorm, Forward_AddAndRelu_AreFused) {
 TEST(SyncBatchNorm, CounterAndStatisticsOfOtherTypesAndStrides_AreUpdatedAsTorchDoes) {
   for (const auto type : {torch::kFloat, torch::kInt, torch::kByte, torch::kLong}) {
     SyncBatchNormOptions options(3);
-    options.momentum = std::nullopt;
+    options.momentum(std::nullopt);
     torch::nn::BatchNorm1d theirs(torch::nn::BatchNorm1dOptions(3).momentum(std::nullopt));
     const auto strided = [](double value) { return torch::full({6}, value).slice(0, 0, 6, 2); };
     SyncBatchNorm ours(options, strided(1.5), strided(0.5), strided(0), strided(1),
@@ -159,13 +159,13 @@ TEST(SyncBatchNorm, CounterAndStatisticsOfOtherTypesAndStrides_AreUpdatedAsTorch
 
 TEST(SyncBatchNorm, Clone_SharesGroupAndCopiesTensors) {
   SyncBatchNormOptions options(2);
-  options.momentum = std::nullopt;
+  options.momentum(std::nullopt);
   SyncBatchNorm module(options);
   module(torch::randn({3, 2}));
   const auto copy = std::dynamic_pointer_cast<SyncBatchNormImpl>(module->clone());
   EXPECT_TRUE(torch::equal(copy->running_mean, module->running_mean));
   EXPECT_NE(copy->running_mean.data_ptr(), module->running_mean.data_ptr());
-  EXPECT_FALSE(copy->options.momentum.has_value());
+  EXPECT_FALSE(copy->options.momentum().has_value());
 }
 
 torch::nn::Sequential small_model() {
@@ -187,7 +187,7 @@ TEST(SyncBatchNormConvert, Sequential_KeepsTensorsNamesAndOutput) {
   EXPECT_TRUE(sync->running_var.is_same(bn->running_var));
   EXPECT_FALSE(sync->weight.requires_grad());
   EXPECT_FALSE(sync->is_training());
-  EXPECT_EQ(sync->options.eps, 1e-3);
+  EXPECT_EQ(sync->options.eps(), 1e-3);
   EXPECT_EQ(converted->ptr(0), model->ptr(0));
   std::vector<std::string> names, wanted;
   for (const auto& p : converted->named_parameters()) names.push_back(p.key());
@@ -320,7 +320,7 @@ TEST(SyncBatchNormConvert, ContainersInAModuleInPlace_KeepNamesSharingAndOutput)
 /// BatchNorm has no ReLU of its own: the model would compute something else.
 TEST(SyncBatchNormConvert, RevertOfFusedRelu_IsRefusedByNameAndNothingChanges) {
   auto model = convert_sync_batch_norm(small_model());
-  model->ptr(1)->as<SyncBatchNormImpl>()->options.fuse_relu = true;
+  model->ptr(1)->as<SyncBatchNormImpl>()->options.fuse_relu(true);
   for (const auto& message : {refusal([&] { revert_sync_batch_norm(model); }),
                               refusal([&] { revert_sync_batch_norm(*model); })}) {
     EXPECT_NE(message.find("'bn': it fuses a ReLU"), std::string::npos) << message;

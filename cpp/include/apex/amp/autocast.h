@@ -17,7 +17,7 @@ namespace apex::amp {
 ///     torch::Tensor loss;
 ///     {
 ///       apex::amp::AutocastGuard autocast(torch::kCUDA, torch::kHalf);
-///       loss = loss_of(net->forward(batch));
+///       loss = loss_of(model.forward(x), y);
 ///     }
 ///     scaler.scale(loss).backward();
 ///

@@ -4,31 +4,44 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <torch/arg.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <apex/export.h>
+
+namespace torch::optim {
+class Optimizer;
+}
+namespace torch::serialize {
+class InputArchive;
+class OutputArchive;
+}  // namespace torch::serialize
 
 namespace apex::amp {
 
 /// How a loss scale starts and changes.
 struct LossScalerOptions {
+  LossScalerOptions() = default;
+  /* implicit */ LossScalerOptions(double init_scale) : init_scale_(init_scale) {}
+
   /// First scale; positive and finite.
-  double init_scale = 65536.0;
+  TORCH_ARG(double, init_scale) = 65536.0;
   /// The scale is multiplied by this after `growth_interval` clean updates in a row; above 1.
-  double growth_factor = 2.0;
+  TORCH_ARG(double, growth_factor) = 2.0;
   /// The scale is multiplied by this after an overflow; between 0 and 1.
-  double backoff_factor = 0.5;
+  TORCH_ARG(double, backoff_factor) = 0.5;
   /// Number of clean updates in a row before the scale grows; at least 1.
-  int64_t growth_interval = 2000;
+  TORCH_ARG(int64_t, growth_interval) = 2000;
   /// Floor and cap that a change of the scale respects; none by default.
-  std::optional<double> min_scale;
-  std::optional<double> max_scale;
+  TORCH_ARG(std::optional<double>, min_scale);
+  TORCH_ARG(std::optional<double>, max_scale);
   /// False: the scale never changes and gradients are not looked at.
-  bool dynamic = true;
+  TORCH_ARG(bool, dynamic) = true;
 };
 
 /// Scales a loss so that low-precision gradients do not underflow, unscales the gradients, notices
@@ -37,10 +50,16 @@ struct LossScalerOptions {
 /// One training step:
 ///
 ///     scaler.scale(loss).backward();
-///     scaler.unscale_(gradients);
-///     scaler.synchronize(group);               // with several ranks
-///     if (!scaler.overflowed()) optimizer.step();
+///     scaler.step(optimizer);  // not if a gradient overflowed
 ///     scaler.update();
+///
+/// DistributedDataParallel has averaged the gradients by then, so every rank sees the same
+/// overflow. Where ranks have different gradients, they have to agree, between unscale_() and
+/// step():
+///
+///     scaler.unscale_(optimizer);
+///     scaler.synchronize(group);
+///     scaler.step(optimizer);
 ///
 /// Algorithm: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.2, with the
 /// usual dynamic rule (back off on overflow, grow after a clean interval).
@@ -74,6 +93,17 @@ class APEX_API LossScaler {
   ///         floating; nothing is changed then.
   void unscale_(const std::vector<at::Tensor>& grads);
 
+  /// The same with all gradients of an optimizer: what has to be done before they are looked at,
+  /// e.g. clipped, between backward and step().
+  /// @throws InvalidArgument if that was done since the last update().
+  void unscale_(torch::optim::Optimizer& optimizer);
+
+  /// unscale_(optimizer) if that was not done, then optimizer.step(), unless overflowed(). Returns
+  /// whether it stepped. Blocks the host until the gradients have been looked at, if dynamic. One
+  /// flag serves all optimizers: unscale the gradients of all before the first step.
+  /// @throws InvalidArgument if that was done since the last update().
+  bool step(torch::optim::Optimizer& optimizer);
+
   /// New float32 tensor of shape [1] on the scaler's device: above zero if a gradient since the
   /// last update() or clear_found_inf() was not finite on this rank, or after synchronize() on any.
   at::Tensor found_inf() const;
@@ -103,15 +133,29 @@ class APEX_API LossScaler {
   /// @throws InvalidArgument if `count` is negative.
   void set_growth_tracker(int64_t count);
 
+  /// The scale and the number of clean updates, for torch::save() and torch::load(). Options are
+  /// not saved. Block like get_scale().
+  /// @throws InvalidArgument if the archive does not hold a scaler; nothing is changed then.
+  void save(torch::serialize::OutputArchive& archive) const;
+  void load(torch::serialize::InputArchive& archive);
+
  private:
   at::Tensor& found_inf_on(at::Device device);
   void move_to(at::Device device);
 
+  enum class Stage { kUnscaled, kStepped };
+
   LossScalerOptions options_;
-  at::Tensor scale_;           // float32 [1]
-  at::Tensor growth_tracker_;  // int32 [1]
+  std::unordered_map<const torch::optim::Optimizer*, Stage> stages_;  // since the last update()
+  at::Tensor scale_;                                                  // float32 [1]
+  at::Tensor growth_tracker_;                                         // int32 [1]
   /// float32 [1] for every device that had gradients, by device type and index.
   std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, at::Tensor> found_inf_;
 };
+
+APEX_API torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                                     const LossScaler& scaler);
+APEX_API torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                                    LossScaler& scaler);
 
 }  // namespace apex::amp

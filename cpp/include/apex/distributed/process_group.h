@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include <torch/arg.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <apex/export.h>
@@ -28,31 +29,35 @@ namespace apex::distributed {
 struct NcclOptions {
   /// Collectives run on a stream of high priority, so that they start before computation that was
   /// queued earlier on others.
-  bool high_priority_stream = false;
+  TORCH_ARG(bool, high_priority_stream) = false;
   /// Fewest and most thread blocks (CTAs) of a collective, from 1: more move data faster, fewer
   /// leave more of the GPU to the computation that they overlap with.
-  std::optional<int> min_ctas;
-  std::optional<int> max_ctas;
+  TORCH_ARG(std::optional<int>, min_ctas);
+  TORCH_ARG(std::optional<int>, max_ctas);
 };
 
+/// How a process joins a job; all of it may be left out:
+///
+///     apex::distributed::init_process_group(
+///         "gloo", apex::distributed::ProcessGroupOptions().timeout(std::chrono::seconds(60)));
 struct ProcessGroupOptions {
   /// "env://" (launcher's variables, MASTER_ADDR and MASTER_PORT), "tcp://host:port" (rank 0
   /// listens there) or "file:///path" (a file that all ranks can write, on one machine or on a
   /// file system with locks; it must not exist before).
-  std::string init_method = "env://";
+  TORCH_ARG(std::string, init_method) = "env://";
   /// Override what the launcher says; both or neither.
-  std::optional<int> rank;
-  std::optional<int> world_size;
+  TORCH_ARG(std::optional<int>, rank);
+  TORCH_ARG(std::optional<int>, world_size);
   /// Overrides LOCAL_RANK. Where nobody says it, the rank modulo the number of visible GPUs is
   /// taken for NCCL, and the rank itself by local_rank().
-  std::optional<int> local_rank;
+  TORCH_ARG(std::optional<int>, local_rank);
   /// Limit for each step: to reach rank 0, for all ranks to arrive there, to connect to each other,
   /// and for each collective. Unset: 30 minutes, 10 for NCCL (torch's defaults).
-  std::optional<std::chrono::milliseconds> timeout;
+  TORCH_ARG(std::optional<std::chrono::milliseconds>, timeout);
   /// GPU of this process, for NCCL. Unset: that of the local rank.
-  std::optional<int> device_index;
+  TORCH_ARG(std::optional<int>, device_index);
   /// No effect on other backends.
-  NcclOptions nccl;
+  TORCH_ARG(NcclOptions, nccl);
 };
 
 /// Joins the job and returns its group, which is also registered under its name for

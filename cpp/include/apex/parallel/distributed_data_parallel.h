@@ -1,14 +1,20 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <exception>
 #include <memory>
 #include <optional>
+#include <ostream>
+#include <sstream>
 #include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include <ATen/ops/zeros.h>
+#include <torch/arg.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
@@ -21,70 +27,163 @@
 
 /// Data-parallel training of torch::nn modules.
 ///
-///     auto group = apex::distributed::init_process_group("gloo");
-///     apex::parallel::DistributedDataParallel model{Net()};  // in braces: in parentheses it
-///     declares a function
-///     ...
-///     loss_of(model.forward(x)).backward();  // gradients are averaged over the ranks
-///     optimizer.step();
+///     apex::distributed::init_process_group("gloo");
+///     apex::parallel::DistributedDataParallel model{Net()};  // braces: () declares a function
+///     torch::optim::SGD optimizer(model.parameters(), 0.1);
+///     for (const auto& [x, y] : batches) {
+///       optimizer.zero_grad();
+///       loss_of(model.forward(x), y).backward();  // gradients are averaged over the ranks
+///       optimizer.step();
+///     }
 
 namespace apex::parallel {
 
-/// Everything that can be chosen: the reducer's options and these.
-struct DistributedDataParallelOptions : ReducerOptions {
+/// Everything that can be chosen, set as options of torch::nn are:
+///
+///     apex::parallel::DistributedDataParallel model(
+///         Net(), apex::parallel::DistributedDataParallelOptions().bucket_cap_mb(25)
+///                    .gradient_as_bucket_view(true));
+///
+/// A process group alone is options, too: DistributedDataParallel(Net(), group). Options that
+/// contradict each other are refused by the wrapper's constructor.
+class DistributedDataParallelOptions {
+ public:
+  DistributedDataParallelOptions() = default;
+  /* implicit */ DistributedDataParallelOptions(
+      c10::intrusive_ptr<c10d::ProcessGroup> process_group)
+      : process_group_(std::move(process_group)) {}
+
   /// The ranks that take part; by default those of apex::distributed::init_process_group().
-  c10::intrusive_ptr<c10d::ProcessGroup> process_group;
+  TORCH_ARG(c10::intrusive_ptr<c10d::ProcessGroup>, process_group);
 
   /// Take rank 0's buffers (running statistics of batch norm, for one) at construction and before
   /// each training forward.
-  bool broadcast_buffers = false;
+  TORCH_ARG(bool, broadcast_buffers) = false;
+
+ public:
+  /// Size at which a bucket is closed, in MiB.
+  /// @throws InvalidArgument if it is not positive and finite.
+  DistributedDataParallelOptions& bucket_cap_mb(double mib) {
+    if (!(mib > 0) || !std::isfinite(mib)) {
+      throw InvalidArgument("bucket_cap_mb is " + std::to_string(mib) +
+                            "; it must be positive and finite");
+    }
+    reducer_.limits = {};
+    reducer_.limits.cap = std::max<int64_t>(1, static_cast<int64_t>(mib * (1 << 20)));
+    reducer_.limits.unit = BucketLimits::Unit::kBytes;
+    return *this;
+  }
+
+// The members of ReducerOptions that have this name, where they are documented.
+#define APEX_REDUCER_ARG(T, name)                 \
+  DistributedDataParallelOptions& name(T value) { \
+    reducer_.name = std::move(value);             \
+    return *this;                                 \
+  }                                               \
+  const T& name() const noexcept { return reducer_.name; }
+  APEX_REDUCER_ARG(BucketLimits, limits)
+  APEX_REDUCER_ARG(bool, delay_allreduce)
+  APEX_REDUCER_ARG(std::vector<int64_t>, trigger_parameters)
+  APEX_REDUCER_ARG(bool, gradient_as_bucket_view)
+  APEX_REDUCER_ARG(bool, allreduce_always_fp32)
+  APEX_REDUCER_ARG(bool, gradient_average)
+  APEX_REDUCER_ARG(double, gradient_predivide_factor)
+  APEX_REDUCER_ARG(bool, static_graph)
+  APEX_REDUCER_ARG(bool, registered_buffers)
+  APEX_REDUCER_ARG(bool, init_sync)
+  APEX_REDUCER_ARG(bool, check_finite)
+  APEX_REDUCER_ARG(std::optional<bool>, check_steps)
+#undef APEX_REDUCER_ARG
+
+  /// The options of the engine below, as a plain struct.
+  ReducerOptions& reducer() noexcept { return reducer_; }
+  const ReducerOptions& reducer() const noexcept { return reducer_; }
+
+ private:
+  ReducerOptions reducer_;
 };
+
+namespace detail {
+
+/// The class of the module that a holder or a smart pointer refers to.
+template <typename Wrapped, typename = void>
+struct ModuleOf {
+  using type = torch::nn::Module;
+  static constexpr bool known = false;
+};
+template <typename Wrapped>
+struct ModuleOf<Wrapped, std::void_t<decltype(*std::declval<Wrapped&>())>> {
+  using type = std::remove_reference_t<decltype(*std::declval<Wrapped&>())>;
+  static constexpr bool known = std::is_base_of_v<torch::nn::Module, type>;
+};
+
+template <typename Void, typename Module, typename... Args>
+struct TakesArguments : std::false_type {};
+template <typename Module, typename... Args>
+struct TakesArguments<
+    std::void_t<decltype(std::declval<Module&>().forward(std::declval<Args>()...))>, Module,
+    Args...> : std::true_type {};
+
+}  // namespace detail
 
 /// Wraps a module so that backward averages its gradients over the ranks of a process group while
 /// it is still running; see Reducer for what happens when.
 ///
-/// `Wrapped` is a module holder (`TORCH_MODULE(Net)`'s `Net`) or a `std::shared_ptr` to a module.
-/// The wrapper is not a module: parameters keep their names, and `torch::save(model.module(),
-/// path)` writes what the unwrapped module would, from any rank.
+/// It takes a module holder (`TORCH_MODULE(Net)`'s `Net`, `torch::nn::Sequential`), a
+/// `std::shared_ptr` or `std::unique_ptr` to a module, or a module itself, by reference: that one
+/// has to outlive the wrapper. The wrapper is not a module: parameters keep their names, and
+/// `torch::save(model, path)` writes what the unwrapped module would, from any rank.
 ///
 /// Construction is collective and blocks the host; forward() is collective only where it
 /// synchronizes buffers. Not thread safe.
 template <typename Wrapped>
 class DistributedDataParallel {
+  static_assert(detail::ModuleOf<Wrapped>::known,
+                "DistributedDataParallel wraps a module holder (Net of TORCH_MODULE(Net)), a "
+                "std::shared_ptr to a module, or a module that is a variable; not a temporary "
+                "NetImpl(), which nothing would own: write Net() or std::make_shared<NetImpl>()");
+  using Module = typename detail::ModuleOf<Wrapped>::type;
+  static_assert(!std::is_const_v<Module>,
+                "DistributedDataParallel trains the module, so it cannot be const");
+  static_assert(!detail::ModuleOf<Wrapped>::known || !std::is_same_v<Module, torch::nn::Module>,
+                "torch::nn::Module has no forward(): give DistributedDataParallel a pointer to "
+                "the class of the module itself");
+
  public:
   /// Verifies that all ranks hold the same model and takes rank 0's parameters, frozen ones
   /// included.
-  /// @throws InvalidArgument, RankMismatch, CommunicationError as Reducer does; InvalidArgument if
-  ///         there is no process group.
+  /// @throws InvalidArgument, RankMismatch, CommunicationError as Reducer does; InvalidArgument for
+  ///         a null module, or if there is no process group.
   explicit DistributedDataParallel(Wrapped module, DistributedDataParallelOptions options = {})
       : module_(required(std::move(module))),
-        group_(options.process_group ? options.process_group
-                                     : apex::distributed::get_default_group()),
-        broadcast_buffers_(options.broadcast_buffers),
-        buffers_(broadcast_buffers_ ? describe_buffers() : std::vector<std::string>()),
-        reducer_(make_reducer(options)) {
+        options_(with_group(std::move(options))),
+        buffers_(options_.broadcast_buffers() ? describe_buffers() : std::vector<std::string>()),
+        reducer_(make_reducer()) {
     name_layers(*module_);
-    if (options.init_sync && broadcast_buffers_) synchronize_buffers(0);
+    if (options_.init_sync() && options_.broadcast_buffers()) synchronize_buffers(0);
   }
+
+  /// The same around a module that somebody else owns, and that outlives the wrapper.
+  explicit DistributedDataParallel(Module& module, DistributedDataParallelOptions options = {})
+      : DistributedDataParallel(Wrapped(std::shared_ptr<Module>(std::shared_ptr<void>(), &module)),
+                                std::move(options)) {}
 
   /// Calls the module's forward and returns what it returns.
   template <typename... Args>
   auto forward(Args&&... args) {
-    const bool training = at::GradMode::is_enabled();
-    if (training) {
-      reducer_->prepare_for_forward(module_->is_training());
-      const bool buffers =
-          broadcast_buffers_ && module_->is_training() && reducer_->synchronizing();
-      int64_t root = 0;
-      if (joining_) root = reducer_->announce(JoinEvent::kForward, buffers).active.front();
-      if (buffers) synchronize_buffers(root);
-    }
-    if constexpr (std::is_void_v<decltype(module_->forward(std::forward<Args>(args)...))>) {
-      module_->forward(std::forward<Args>(args)...);
+    if constexpr (!detail::TakesArguments<void, Module, Args...>::value) {
+      static_assert(detail::TakesArguments<void, Module, Args...>::value,
+                    "the wrapped module has no public forward() that takes these arguments");
     } else {
-      auto output = module_->forward(std::forward<Args>(args)...);
-      if (training) reducer_->watch_outputs(output_tensors(output));
-      return output;
+      const bool training = at::GradMode::is_enabled();
+      if (training) before_forward();
+      if constexpr (std::is_void_v<decltype(module_->forward(std::forward<Args>(args)...))>) {
+        module_->forward(std::forward<Args>(args)...);
+      } else {
+        auto output = module_->forward(std::forward<Args>(args)...);
+        if (training) reducer_->watch_outputs(output_tensors(output));
+        return output;
+      }
     }
   }
 
@@ -95,7 +194,7 @@ class DistributedDataParallel {
 
   /// While it lives, backward does not communicate and gradients accumulate; what accumulated is
   /// part of the next synchronized backward. Guards may be nested. Every rank has to do the same.
-  class NoSync {
+  class [[nodiscard]] NoSync {
    public:
     explicit NoSync(Reducer& reducer) : reducer_(reducer), before_(reducer.synchronizing()) {
       reducer_.set_synchronizing(false);
@@ -109,50 +208,201 @@ class DistributedDataParallel {
     const bool before_;
   };
 
-  [[nodiscard]] NoSync no_sync() { return NoSync(*reducer_); }
+  ///     {
+  ///       const auto guard = model.no_sync();
+  ///       loss_of(model.forward(x), y).backward();  // adds up
+  ///     }
+  ///     loss_of(model.forward(x), y).backward();    // the sum is averaged over the ranks
+  NoSync no_sync() { return NoSync(*reducer_); }
 
-  /// For ranks with different numbers of batches: call begin_join() before the loop over them and
-  /// end_join() after it, on every rank. A rank that ends early takes part in the others' backwards
-  /// with zeros, and at the end has the parameters and buffers of one that went to the end. See
-  /// Reducer::begin_join(). Modules with collectives of their own, as SyncBatchNorm, are not
-  /// covered.
-  void begin_join(bool divide_by_initial_world_size = true) {
-    reducer_->begin_join(divide_by_initial_world_size);
-    joining_ = true;
-  }
-  /// Blocks until every rank has called it.
-  void end_join() {
-    joining_ = false;
-    const int64_t root = reducer_->follow_until_end([this](const JoinEvent& event) {
-      if (event.argument != 0) synchronize_buffers(event.active.front());
-    });
-    if (root < 0) return;
-    broadcast_coalesced(module_->parameters(), group_, root);
-    broadcast_coalesced(module_->buffers(), group_, root);
-    // Nobody goes on, and perhaps ends, before all have what was sent.
-    const std::vector<at::Tensor> parameters = module_->parameters();
-    if (parameters.empty()) return;
-    all_reduce_coalesced({at::zeros({1}, parameters.front().device())}, group_, 1.0,
-                         "end of join()");
+  /// For ranks with different numbers of batches: lives around the loop over them, on every rank.
+  /// At its end a rank that is through first takes part in the others' backwards with zeros, until
+  /// every rank is through; then it has the parameters and buffers of one that went to the end.
+  /// Blocks meanwhile. An exception that leaves the loop ends it without waiting for anybody.
+  ///
+  /// Its destructor throws what went wrong while it followed the others (CommunicationError,
+  /// RankMismatch), except while another exception is on its way. end() does the same earlier.
+  class [[nodiscard]] Join {
+   public:
+    Join(DistributedDataParallel& model, bool divide_by_initial_world_size)
+        : model_(&model), exceptions_(std::uncaught_exceptions()) {
+      model.begin_join(divide_by_initial_world_size);
+    }
+    ~Join() noexcept(false) {
+      if (model_ == nullptr) return;
+      if (std::uncaught_exceptions() == exceptions_) {
+        end();
+      } else {
+        model_->leave_join();
+      }
+    }
+    Join(const Join&) = delete;
+    Join& operator=(const Join&) = delete;
+
+    /// Blocks until every rank has called it. Does nothing the second time.
+    void end() {
+      if (auto* const model = std::exchange(model_, nullptr)) model->end_join();
+    }
+
+   private:
+    DistributedDataParallel* model_;
+    const int exceptions_;
+  };
+
+  ///     {
+  ///       const auto guard = model.join();
+  ///       for (const auto& [x, y] : batches) {  // as many as this rank has
+  ///         optimizer.zero_grad();
+  ///         loss_of(model.forward(x), y).backward();
+  ///         optimizer.step();
+  ///       }
+  ///     }
+  ///
+  /// `divide_by_initial_world_size`: gradients are divided by the number of ranks, so that a rank
+  /// without data counts as zeros; else by the number of ranks that still have data. SyncBatchNorm
+  /// over all ranks is covered; other modules with collectives of their own are not.
+  /// @throws InvalidArgument inside of another join().
+  Join join(bool divide_by_initial_world_size = true) {
+    return Join(*this, divide_by_initial_world_size);
   }
 
-  /// The wrapped module: `model->fc1`, `torch::save(model.module(), path)`.
+  /// The wrapped module: `model->fc1`, `model.module()`.
   Wrapped& module() { return module_; }
   const Wrapped& module() const { return module_; }
   auto* operator->() { return &*module_; }
   const auto* operator->() const { return &*module_; }
 
-  std::vector<at::Tensor> parameters() const { return module_->parameters(); }
+  /// As the module's own.
+  std::vector<at::Tensor> parameters(bool recurse = true) const {
+    return module_->parameters(recurse);
+  }
+  torch::OrderedDict<std::string, at::Tensor> named_parameters(bool recurse = true) const {
+    return module_->named_parameters(recurse);
+  }
+  std::vector<at::Tensor> buffers(bool recurse = true) const { return module_->buffers(recurse); }
+  torch::OrderedDict<std::string, at::Tensor> named_buffers(bool recurse = true) const {
+    return module_->named_buffers(recurse);
+  }
   void zero_grad(bool set_to_none = true) { module_->zero_grad(set_to_none); }
   void train(bool on = true) { module_->train(on); }
   void eval() { module_->eval(); }
+  bool is_training() const noexcept { return module_->is_training(); }
 
-  /// The engine, for its counters, communication hooks and plan.
+  /// The module's to(device), to(dtype), to(device, dtype). Every rank has to do the same, and not
+  /// between a forward and its backward; the next forward plans buckets anew.
+  template <typename... Args>
+  void to(Args&&... args) {
+    module_->to(std::forward<Args>(args)...);
+  }
+
+  /// What the module reads and writes, so that torch::save() and torch::load() take the wrapper.
+  void save(torch::serialize::OutputArchive& archive) const { module_->save(archive); }
+  void load(torch::serialize::InputArchive& archive) { module_->load(archive); }
+  friend torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                                     const DistributedDataParallel& model) {
+    model.save(archive);
+    return archive;
+  }
+  friend torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                                    DistributedDataParallel& model) {
+    model.load(archive);
+    return archive;
+  }
+
+  /// Prints the rank and the module.
+  friend std::ostream& operator<<(std::ostream& stream, const DistributedDataParallel& model) {
+    std::ostringstream text;
+    text << static_cast<const torch::nn::Module&>(*model.module_);
+    std::istringstream lines(text.str());
+    stream << "apex::parallel::DistributedDataParallel(rank " << model.process_group()->getRank()
+           << " of " << model.process_group()->getSize() << "\n  (module): ";
+    std::string line;
+    for (bool first = true; std::getline(lines, line); first = false) {
+      stream << (first ? "" : "  ") << line << "\n";
+    }
+    return stream << ")";
+  }
+
+  /// Replaces the all-reduce of every bucket; nullptr restores it. See Reducer::set_comm_hook().
+  void register_comm_hook(std::shared_ptr<CommHook> hook) {
+    reducer_->set_comm_hook(std::move(hook));
+  }
+
+  /// Whether the options promised that the same parameters get gradients in every backward.
+  bool static_graph() const noexcept { return options_.static_graph(); }
+
+  /// As given, with the process group that is used.
+  const DistributedDataParallelOptions& options() const noexcept { return options_; }
+
+  /// The engine, for its counters and plan.
   Reducer& reducer() { return *reducer_; }
 
-  const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const { return group_; }
+  const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const {
+    return options_.process_group();
+  }
 
  private:
+  static DistributedDataParallelOptions with_group(DistributedDataParallelOptions options) {
+    if (!options.process_group()) options.process_group(apex::distributed::get_default_group());
+    return options;
+  }
+
+  void before_forward() {
+    const bool training = module_->is_training();
+    reducer_->prepare_for_forward(training);
+    const bool buffers = options_.broadcast_buffers() && training && reducer_->synchronizing();
+    int64_t root = 0;
+    if (joining_) root = reducer_->announce(JoinEvent::kForward, buffers).active.front();
+    if (buffers) synchronize_buffers(root);
+  }
+
+  void begin_join(bool divide_by_initial_world_size) {
+    if (joining_) {
+      throw InvalidArgument(
+          "join() inside of join(): wrap the modules that are trained together in one "
+          "DistributedDataParallel, or train them in separate loops");
+    }
+    reducer_->begin_join(divide_by_initial_world_size);
+    joining_ = true;
+  }
+
+  void leave_join() noexcept {
+    joining_ = false;
+    try {
+      reducer_->end_join();
+    } catch (const std::exception&) {
+      // The exception that ended the loop is on its way and says what happened.
+    }
+  }
+
+  void end_join() {
+    int64_t root = -1;
+    try {
+      joining_ = false;
+      root = reducer_->follow_until_end([this](const JoinEvent& event) {
+        if (event.kind == JoinEvent::kCustom) {
+          follow_sync_batch_norm(event.argument, device());
+        } else if (event.argument != 0) {
+          synchronize_buffers(event.active.front());
+        }
+      });
+    } catch (...) {
+      leave_join();
+      throw;
+    }
+    if (root < 0) return;
+    broadcast_coalesced(module_->parameters(), process_group(), root);
+    broadcast_coalesced(module_->buffers(), process_group(), root);
+    // Nobody goes on, and perhaps ends, before all have what was sent.
+    if (module_->parameters().empty()) return;
+    all_reduce_coalesced({at::zeros({1}, device())}, process_group(), 1.0, "end of join()");
+  }
+
+  at::Device device() const {
+    const std::vector<at::Tensor> parameters = module_->parameters();
+    return parameters.empty() ? at::Device(at::kCPU) : parameters.front().device();
+  }
+
   static Wrapped required(Wrapped module) {
     bool empty = false;
     if constexpr (std::is_constructible_v<bool, const Wrapped&>) {
@@ -166,17 +416,19 @@ class DistributedDataParallel {
     return module;
   }
 
-  std::unique_ptr<Reducer> make_reducer(ReducerOptions options) const {
+  std::unique_ptr<Reducer> make_reducer() const {
+    ReducerOptions options = options_.reducer();
     std::vector<NamedTensor> named;
     for (const auto& item : module_->named_parameters())
       named.push_back({item.key(), item.value()});
-    if (broadcast_buffers_) {
+    if (options_.broadcast_buffers()) {
       // Compared between ranks, since buffers travel in one message. Not as in Python, whose
       // messages have a header.
       options.settings.push_back("broadcast_buffers=C++");
       options.settings.insert(options.settings.end(), buffers_.begin(), buffers_.end());
     }
-    return std::make_unique<Reducer>(std::move(named), std::vector{group_}, std::move(options));
+    return std::make_unique<Reducer>(std::move(named), std::vector{process_group()},
+                                     std::move(options));
   }
 
   std::vector<std::string> describe_buffers() const {
@@ -192,7 +444,7 @@ class DistributedDataParallel {
 
   void synchronize_buffers(int64_t root) {
     if (describe_buffers() != buffers_) {
-      throw Error("rank " + std::to_string(group_->getRank()) +
+      throw Error("rank " + std::to_string(process_group()->getRank()) +
                   ": a buffer was added, removed, or has another shape or dtype than when the "
                   "ranks compared theirs, "
                   "so broadcast_buffers would mix up their values: make such changes on every "
@@ -207,7 +459,7 @@ class DistributedDataParallel {
           ends_with(item.key(), "running_mean") || ends_with(item.key(), "running_var");
       buffers.push_back(running ? item.value().variable_data() : item.value());
     }
-    broadcast_coalesced(buffers, group_, root);
+    broadcast_coalesced(buffers, process_group(), root);
   }
 
   static bool ends_with(const std::string& text, const std::string& end) {
@@ -216,11 +468,16 @@ class DistributedDataParallel {
   }
 
   Wrapped module_;
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  bool broadcast_buffers_;
-  std::vector<std::string> buffers_;  ///< as the ranks have compared them
+  DistributedDataParallelOptions options_;  ///< with the process group
+  std::vector<std::string> buffers_;        ///< as the ranks have compared them
   bool joining_ = false;
   std::unique_ptr<Reducer> reducer_;
 };
+
+/// A module that is a variable: DistributedDataParallel model(net) for NetImpl net.
+template <typename Module,
+          typename = std::enable_if_t<std::is_base_of_v<torch::nn::Module, Module>>>
+DistributedDataParallel(Module&, DistributedDataParallelOptions = {})
+    -> DistributedDataParallel<std::shared_ptr<Module>>;
 
 }  // namespace apex::parallel

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include <torch/arg.h>
 #include <torch/optim/optimizer.h>
 
 #include <apex/export.h>
@@ -14,29 +15,32 @@ namespace apex::parallel {
 
 /// How LARC adapts learning rates.
 struct LARCOptions {
+  LARCOptions() = default;
+  /* implicit */ LARCOptions(double trust_coefficient) : trust_coefficient_(trust_coefficient) {}
+
   /// Share of a parameter's norm that a step may change at most, before the learning rate;
   /// positive.
-  double trust_coefficient = 0.02;
+  TORCH_ARG(double, trust_coefficient) = 0.02;
   /// True: the learning rate is only ever scaled down (LARC). False: it is multiplied by the local
   /// rate, whatever that is (LARS).
-  bool clip = true;
+  TORCH_ARG(bool, clip) = true;
   /// Added to the gradient's norm; not negative.
-  double eps = 1e-8;
+  TORCH_ARG(double, eps) = 1e-8;
 };
 
 /// Adapts the learning rate of every parameter to the ratio of its norm to its gradient's, around
 /// any optimizer:
 ///
 ///     apex::parallel::LARC optimizer(
-///         torch::optim::SGD(net.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)));
+///         torch::optim::SGD(model.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)));
 ///
 /// Algorithm: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017),
 /// equation 6, with clipping; the arithmetic of the Python class `apex.parallel.LARC.LARC`. For a
 /// parameter p with gradient g, weight decay w and the group's learning rate lr, with both norms
 /// above zero:
 ///
-///     local = trust_coefficient * |p| / (|g| + w * |p| + eps)
-///     g <- (g + w * p) * (clip ? min(local / lr, 1) : local)
+///    local = trust_coefficient * |p| / (|g| + w * |p| + eps)
+///    g <- (g + w * p) * (clip ? min(local / lr, 1) : local)
 ///
 /// after which the wrapped optimizer steps with weight decay 0. A parameter whose norm or gradient
 /// norm is zero keeps its gradient and takes no weight decay; one without a gradient is passed by.

@@ -19,13 +19,14 @@ namespace apex::parallel {
 /// returns when the last bucket was sent, step() updates the parameters whose gradients have
 /// arrived, and the others are updated when forward waits for them, part by part:
 ///
-///     apex::parallel::DistributedDataParallel model(Net(), options);  // buckets of a few MiB
+///     apex::parallel::DistributedDataParallel model(
+///         Net(), apex::parallel::DistributedDataParallelOptions().bucket_cap_mb(2));
 ///     torch::optim::SGD sgd(model.parameters(), 0.1);
 ///     apex::parallel::OverlappedOptimizer optimizer(sgd, model.reducer());
-///     // in Net::forward():  optimizer.wait_for(*fc1); x = fc1(x); optimizer.wait_for(*fc2); ...
-///     for (...) {
+///     for (const auto& [x, y] : batches) {
 ///       optimizer.zero_grad();
-///       loss(model.forward(x), y).backward();
+///       // Net::forward() calls optimizer.wait_for(*fc1) before fc1(x), and so on for every layer.
+///       loss_of(model.forward(x), y).backward();
 ///       optimizer.step();
 ///     }
 ///     optimizer.synchronize();
@@ -70,6 +71,10 @@ class APEX_API OverlappedOptimizer {
   /// The same for all parameters.
   void synchronize();
 
+  /// As the wrapped optimizer, after synchronize(); for torch::save() and torch::load().
+  void save(torch::serialize::OutputArchive& archive) const;
+  void load(torch::serialize::InputArchive& archive);
+
  private:
   using Tensors = std::unordered_set<const c10::TensorImpl*>;
   using Settings = std::vector<std::unique_ptr<torch::optim::OptimizerOptions>>;
@@ -90,5 +95,10 @@ class APEX_API OverlappedOptimizer {
   std::unordered_map<const c10::TensorImpl*, int64_t> index_;
   std::optional<Later> later_;
 };
+
+APEX_API torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                                     const OverlappedOptimizer& optimizer);
+APEX_API torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                                    OverlappedOptimizer& optimizer);
 
 }  // namespace apex::parallel

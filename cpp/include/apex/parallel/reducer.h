@@ -270,20 +270,20 @@ class APEX_API Reducer {
   ///
   /// The backwards of synchronized batch norms (of apex::parallel::sync_batch_norm and its module)
   /// are announced as kCustom with 4 * n + k: k 1 is a backward with n channels, 2 and 3 are sums
-  /// of n values of float32 and float64. Their forwards are for the caller to announce, k 0, before
-  /// any backward. After the first of these, kBackwardEnd is announced, too, and buckets are
-  /// launched when backward ends; between kBackward and kBackwardEnd a rank without data takes part
-  /// in what is announced, before shadow_backward_end().
+  /// of n values of float32 and float64. Their forwards, k 0, are announced by the C++ module, else
+  /// by the caller, before any backward. After the first, kBackwardEnd is announced, too, and
+  /// buckets are launched when backward ends; between kBackward and kBackwardEnd a rank without
+  /// data takes part in what is announced, before shadow_backward_end().
   ///
   /// @throws RankMismatch on every rank if active ranks announce different things.
   JoinEvent announce(JoinEvent::Kind kind, int64_t argument);
   JoinEvent await_event();
   /// @param argument  of the event kBackward.
   void shadow_backward_begin(int64_t argument);
-  /// The loop of a rank without data: await_event() until the end, backwards shadowed, `on_forward`
-  /// called for each forward; then end_join(). Returns a rank that had data to the end, the same on
-  /// every rank, or -1 if all had.
-  int64_t follow_until_end(const std::function<void(const JoinEvent&)>& on_forward);
+  /// The loop of a rank without data: await_event() until the end, backwards shadowed, `on_event`
+  /// called for each kForward and kCustom; then end_join(). Returns a rank that had data to the
+  /// end, the same on every rank, or -1 if all had.
+  int64_t follow_until_end(const std::function<void(const JoinEvent&)>& on_event);
   /// A rank that had data to the end, the same on every rank, or -1 if all had. `followed`: this
   /// rank awaited other events than kEnd. `states`: how many states besides the model's, e.g. of
   /// loss scalers, the caller is going to take over from that rank. Collective; blocks the host.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <torch/arg.h>
 #include <torch/nn/cloneable.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/common.h>
@@ -69,31 +70,43 @@ APEX_API at::Tensor batch_norm_inference(const at::Tensor& input,
 /// c10d does not know it, or another one where that name belongs to another group. Empty for null.
 APEX_API std::string process_group_name(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
+/// Options of SyncBatchNorm, set as those of torch::nn::BatchNorm2d:
+///
+///     apex::parallel::SyncBatchNorm norm(
+///         apex::parallel::SyncBatchNormOptions(64).eps(1e-3).momentum(0.01));
 struct SyncBatchNormOptions {
-  explicit SyncBatchNormOptions(int64_t channels) : num_features(channels) {}
+  /* implicit */ SyncBatchNormOptions(int64_t num_features) : num_features_(num_features) {}
 
-  int64_t num_features;
-  double eps = 1e-5;
-  std::optional<double> momentum = 0.1;  // none: cumulative average
-  bool affine = true;
-  bool track_running_stats = true;
-  bool channel_last = false;
-  bool fuse_relu = false;
-  // In training. Null: all ranks of apex::distributed::init_process_group(), over a communicator of
-  // their own, so that collectives never queue behind gradient buckets; all layers share it, and
-  // the first training forward of one makes it, which is collective. This rank alone in a program
-  // that has not called init_process_group().
-  c10::intrusive_ptr<c10d::ProcessGroup> process_group;
-  bool this_rank_alone = false;  // nothing is synchronized; excludes process_group
+  /// Number of channels C; positive.
+  TORCH_ARG(int64_t, num_features);
+  /// Added to the variance.
+  TORCH_ARG(double, eps) = 1e-5;
+  /// Weight of a batch in the running statistics; none: their average over all batches.
+  TORCH_ARG(std::optional<double>, momentum) = 0.1;
+  /// Whether there are a weight and a bias.
+  TORCH_ARG(bool, affine) = true;
+  TORCH_ARG(bool, track_running_stats) = true;
+  /// Input [N, *, C].
+  TORCH_ARG(bool, channel_last) = false;
+  TORCH_ARG(bool, fuse_relu) = false;
+  /// In training. Null: all ranks of apex::distributed::init_process_group(), over a communicator
+  /// of their own, so that collectives never queue behind gradient buckets; all layers share it,
+  /// and the first training forward of one makes it, which is collective. This rank alone in a
+  /// program that has not called init_process_group().
+  TORCH_ARG(c10::intrusive_ptr<c10d::ProcessGroup>, process_group);
+  /// Nothing is synchronized; excludes process_group.
+  TORCH_ARG(bool, this_rank_alone) = false;
 };
 
 /// The module. Parameters `weight`, `bias`; buffers `running_mean`, `running_var`,
 /// `num_batches_tracked`: named as torch::nn::BatchNorm2d's, so that archives fit both ways.
 /// In evaluation it uses the running statistics, or without them those of its own batch.
+///
+///     torch::nn::Sequential layers(torch::nn::Conv2d(3, 64, 3), apex::parallel::SyncBatchNorm(64),
+///                                  torch::nn::ReLU());
 class APEX_API SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
  public:
   explicit SyncBatchNormImpl(SyncBatchNormOptions options);
-  explicit SyncBatchNormImpl(int64_t num_features);
 
   /// A module around tensors that exist, e.g. those of a torch::nn::BatchNorm2d.
   SyncBatchNormImpl(SyncBatchNormOptions options, at::Tensor weight, at::Tensor bias,
@@ -122,6 +135,7 @@ class APEX_API SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl
 
  private:
   void check_options() const;
+  c10::intrusive_ptr<c10d::ProcessGroup> group_in_training() const;
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(at::Tensor())})
@@ -155,6 +169,11 @@ APEX_API torch::nn::Sequential convert_sync_batch_norm(
 /// converted, or that fuses a ReLU, is refused by name with apex::InvalidArgument.
 APEX_API void revert_sync_batch_norm(torch::nn::Module& model);
 APEX_API torch::nn::Sequential revert_sync_batch_norm(const torch::nn::Sequential& model);
+
+/// For a rank that has run out of data, see Reducer::begin_join(): takes part, with a batch of no
+/// samples, in what the layers over all ranks announce as JoinEvent::kCustom. `device` is the
+/// model's. Collective; blocks as the layers do.
+APEX_API void follow_sync_batch_norm(int64_t announced, at::Device device);
 
 /// Sets the layer_name of every SyncBatchNorm in `model`.
 APEX_API void name_layers(torch::nn::Module& model);

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+// What has nothing to do with distributed training: arguments, the network, what is printed.
+
+#include <cstdint>
+#include <fstream>
+#include <string>
+
+#include <torch/torch.h>
+
+#include "digits.h"
+
+namespace tutorial {
+
+struct Arguments {
+  std::string program;
+  std::string data;        // default: digits.bin beside the program
+  std::string csv;         // the loss of every step is written here, if anywhere
+  std::string checkpoint;  // step 5
+  int epochs = 4;
+};
+
+/// `--name=value`; @throws std::invalid_argument with one sentence.
+Arguments parse(int argc, char** argv);
+
+/// A convolutional network for images [N, 1, 8, 8], with batch norm.
+torch::nn::Sequential make_net();
+
+/// A progress line on a terminal, a line for each epoch, and the file of losses.
+class Report {
+ public:
+  /// `speaks`: false on the ranks that print nothing.
+  Report(const Arguments& args, bool speaks, bool appends = false);
+
+  /// Step `step` of `steps` of an epoch is done.
+  void progress(int64_t epoch, int64_t step, int64_t steps) const;
+  /// The losses of its steps, and the share of the test images that is classified right.
+  void epoch(int64_t epoch, const torch::Tensor& losses, double accuracy);
+
+ private:
+  bool speaks_;
+  std::ofstream csv_;
+};
+
+/// Calls `train`; an exception is one line, and exit status 1.
+int run(int argc, char** argv, void (*train)(const Arguments&));
+
+}  // namespace tutorial

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <string>
+
+#include <apex/export.h>
+
+/// Lines of output that tell which rank has written them. Not collective; they may be called from
+/// any thread. A line is written to stderr in one piece, so that those of several ranks of a
+/// terminal do not mix.
+
+namespace apex::distributed {
+
+/// Writes "[rank 1 of 4] " and `message`; the message alone without a default group.
+///
+///     apex::distributed::log("read " + std::to_string(count) + " images");
+APEX_API void log(const std::string& message);
+
+/// Writes `message` on rank 0 and nothing on other ranks; always without a default group.
+///
+///     apex::distributed::log_once("epoch " + std::to_string(epoch));
+APEX_API void log_once(const std::string& message);
+
+}  // namespace apex::distributed

@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <apex/c_api.h>
+
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <torch/types.h>
+
+#include <apex/distributed/collectives.h>
+#include <apex/distributed/process_group.h>
+#include <apex/error.h>
+#include <apex/parallel/reducer.h>
+#include <apex/version.h>
+
+#include "c_api/notified_reducer.h"
+#include "comm/error_text.h"
+
+struct apex_group {
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+};
+
+/// One of the two.
+struct apex_reducer {
+  std::unique_ptr<apex::parallel::detail::NotifiedReducer> notified;
+  std::unique_ptr<apex::parallel::Reducer> torch;
+};
+
+namespace {
+
+using apex::InvalidArgument;
+
+std::string& last_error() {
+  thread_local std::string text;
+  return text;
+}
+
+apex_status status_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const InvalidArgument&) {
+    return APEX_INVALID_ARGUMENT;
+  } catch (const apex::RankMismatch&) {
+    return APEX_RANK_MISMATCH;
+  } catch (const apex::CommunicationError&) {
+    return APEX_COMMUNICATION;
+  } catch (...) {
+    return APEX_ERROR;
+  }
+}
+
+template <typename Call>
+apex_status guarded(const char* function, const Call& call) noexcept {
+  try {
+    call();
+    return APEX_OK;
+  } catch (...) {
+    const auto error = std::current_exception();
+    try {
+      last_error() = std::string(function) + "(): " + apex::parallel::message_of(error);
+    } catch (...) {
+      // No memory for the message.
+    }
+    return status_of(error);
+  }
+}
+
+template <typename T>
+T& required(T* pointer, const char* name) {
+  if (pointer == nullptr) throw InvalidArgument(std::string(name) + " is NULL");
+  return *pointer;
+}
+
+at::ScalarType scalar_type(apex_dtype dtype) {
+  switch (dtype) {
+    case APEX_UINT8:
+      return at::kByte;
+    case APEX_INT32:
+      return at::kInt;
+    case APEX_INT64:
+      return at::kLong;
+    case APEX_FLOAT16:
+      return at::kHalf;
+    case APEX_BFLOAT16:
+      return at::kBFloat16;
+    case APEX_FLOAT32:
+      return at::kFloat;
+    case APEX_FLOAT64:
+      return at::kDouble;
+  }
+  throw InvalidArgument("there is no dtype " + std::to_string(static_cast<int>(dtype)));
+}
+
+at::Tensor tensor_of(const apex_tensor& from) {
+  if (from.dim < 0 || (from.dim > 0 && from.sizes == nullptr)) {
+    throw InvalidArgument("a tensor has no sizes");
+  }
+  const at::IntArrayRef sizes(from.sizes, static_cast<size_t>(from.dim));
+  int64_t numel = 1;
+  for (const int64_t size : sizes) {
+    if (size < 0) throw InvalidArgument("a tensor has the negative size " + std::to_string(size));
+    numel *= size;
+  }
+  if (numel > 0 && from.data == nullptr) throw InvalidArgument("the data of a tensor are NULL");
+  if (from.device < -1) {
+    throw InvalidArgument("the device of a tensor is " + std::to_string(from.device) +
+                          "; -1 is the CPU, and CUDA devices count from 0");
+  }
+  const at::Device device = from.device < 0
+                                ? at::Device(at::kCPU)
+                                : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(from.device));
+  const auto options = at::TensorOptions(scalar_type(from.dtype)).device(device);
+  if (from.strides == nullptr) return at::from_blob(from.data, sizes, options);
+  const at::IntArrayRef strides(from.strides, sizes.size());
+  for (const int64_t stride : strides) {
+    if (stride < 0) throw InvalidArgument("a tensor has a negative stride");
+  }
+  return at::from_blob(from.data, sizes, strides, options);
+}
+
+std::vector<at::Tensor> tensors_of(const apex_tensor* from, size_t count, const char* name) {
+  if (count > 0) required(from, name);
+  std::vector<at::Tensor> tensors;
+  for (size_t i = 0; i < count; ++i) tensors.push_back(tensor_of(from[i]));
+  return tensors;
+}
+
+const c10::intrusive_ptr<c10d::ProcessGroup>& group_of(const apex_group* group) {
+  return required(group, "group").group;
+}
+
+apex::parallel::Reducer& torch_reducer(apex_reducer* reducer) {
+  if (!required(reducer, "reducer").torch) {
+    throw InvalidArgument("the reducer was not made by apex_reducer_create_torch()");
+  }
+  return *reducer->torch;
+}
+
+apex::parallel::detail::NotifiedReducer& notified_reducer(apex_reducer* reducer) {
+  if (!required(reducer, "reducer").notified) {
+    throw InvalidArgument("the reducer was not made by apex_reducer_create()");
+  }
+  return *reducer->notified;
+}
+
+}  // namespace
+
+const char* apex_last_error(void) { return last_error().c_str(); }
+
+const char* apex_version(void) { return APEX_VERSION; }
+
+apex_status apex_init(const char* backend, const char* init_method, int rank, int world_size,
+                      int64_t timeout_ms, apex_group** group) {
+  return guarded("apex_init", [&] {
+    required(group, "group");
+    apex::distributed::ProcessGroupOptions options;
+    if (init_method != nullptr) options.init_method(init_method);
+    if (rank != -1) options.rank(rank);
+    if (world_size != -1) options.world_size(world_size);
+    if (timeout_ms != 0) options.timeout(std::chrono::milliseconds(timeout_ms));
+    auto made = std::make_unique<apex_group>();
+    made->group = apex::distributed::init_process_group(&required(backend, "backend"), options);
+    *group = made.release();
+  });
+}
+
+void apex_shutdown(apex_group* group) {
+  const std::unique_ptr<apex_group> owned(group);
+  if (!owned) return;
+  guarded("apex_shutdown", [&] {
+    owned->group.reset();
+    apex::distributed::destroy_process_group();
+  });
+}
+
+int apex_rank(const apex_group* group) { return group == nullptr ? -1 : group->group->getRank(); }
+
+int apex_world_size(const apex_group* group) {
+  return group == nullptr ? -1 : group->group->getSize();
+}
+
+apex_status apex_all_reduce(apex_group* group, const apex_tensor* tensor, apex_reduce_op op) {
+  return guarded("apex_all_reduce", [&] {
+    if (op != APEX_SUM && op != APEX_MIN && op != APEX_MAX) {
+      throw InvalidArgument("there is no operation " + std::to_string(static_cast<int>(op)));
+    }
+    const auto kind = op == APEX_SUM   ? c10d::ReduceOp::SUM
+                      : op == APEX_MIN ? c10d::ReduceOp::MIN
+                                       : c10d::ReduceOp::MAX;
+    apex::distributed::all_reduce(tensor_of(required(tensor, "tensor")), kind, group_of(group));
+  });
+}
+
+apex_status apex_broadcast(apex_group* group, const apex_tensor* tensor, int root) {
+  return guarded("apex_broadcast", [&] {
+    apex::distributed::broadcast(tensor_of(required(tensor, "tensor")), root, group_of(group));
+  });
+}
+
+apex_status apex_barrier(apex_group* group) {
+  return guarded("apex_barrier", [&] { apex::distributed::barrier(group_of(group)); });
+}
+
+apex_status apex_reducer_create(apex_group* group, const apex_tensor* parameters,
+                                const apex_tensor* gradients, size_t count, int64_t bucket_bytes,
+                                apex_reducer** reducer) {
+  return guarded("apex_reducer_create", [&] {
+    required(reducer, "reducer");
+    auto made = std::make_unique<apex_reducer>();
+    made->notified = std::make_unique<apex::parallel::detail::NotifiedReducer>(
+        group_of(group), tensors_of(parameters, count, "parameters"),
+        tensors_of(gradients, count, "gradients"), bucket_bytes);
+    *reducer = made.release();
+  });
+}
+
+apex_status apex_reducer_gradient_ready(apex_reducer* reducer, size_t index) {
+  return guarded("apex_reducer_gradient_ready",
+                 [&] { notified_reducer(reducer).gradient_ready(index); });
+}
+
+apex_status apex_reducer_synchronize(apex_reducer* reducer) {
+  return guarded("apex_reducer_synchronize", [&] { notified_reducer(reducer).synchronize(); });
+}
+
+apex_status apex_reducer_create_torch(apex_group* group, void* const* parameters,
+                                      const char* const* names, size_t count, int64_t bucket_bytes,
+                                      apex_reducer** reducer) {
+  return guarded("apex_reducer_create_torch", [&] {
+    required(reducer, "reducer");
+    if (count > 0) required(parameters, "parameters");
+    std::vector<apex::parallel::NamedTensor> list;
+    for (size_t i = 0; i < count; ++i) {
+      std::string name = names == nullptr || names[i] == nullptr ? "parameter " + std::to_string(i)
+                                                                 : std::string(names[i]);
+      list.push_back(
+          {std::move(name), required(static_cast<at::Tensor*>(parameters[i]), "a parameter")});
+    }
+    apex::parallel::ReducerOptions options;
+    options.limits.cap = bucket_bytes;
+    options.limits.unit = apex::parallel::BucketLimits::Unit::kBytes;
+    auto made = std::make_unique<apex_reducer>();
+    made->torch = std::make_unique<apex::parallel::Reducer>(
+        std::move(list), std::vector{group_of(group)}, std::move(options));
+    *reducer = made.release();
+  });
+}
+
+apex_status apex_reducer_prepare_forward(apex_reducer* reducer) {
+  return guarded("apex_reducer_prepare_forward",
+                 [&] { torch_reducer(reducer).prepare_for_forward(); });
+}
+
+apex_status apex_reducer_set_synchronizing(apex_reducer* reducer, int on) {
+  return guarded("apex_reducer_set_synchronizing",
+                 [&] { torch_reducer(reducer).set_synchronizing(on != 0); });
+}
+
+void apex_reducer_destroy(apex_reducer* reducer) { delete reducer; }

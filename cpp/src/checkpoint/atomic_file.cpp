@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "checkpoint/atomic_file.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <filesystem>
+#include <system_error>
+#include <utility>
+
+#include <apex/error.h>
+
+namespace apex::parallel::detail {
+
+namespace {
+
+[[noreturn]] void fail() { throw Error(std::generic_category().message(errno)); }
+
+/// Waits until `file` is on the disk. File systems without such a promise refuse with EINVAL.
+void wait_for_disk(int file) {
+  while (::fsync(file) != 0) {
+    if (errno == EINVAL) return;
+    if (errno != EINTR) fail();
+  }
+}
+
+}  // namespace
+
+AtomicFile::AtomicFile(std::string path) : path_(std::move(path)) {
+  // In the same folder: a rename replaces a file at once within one file system only.
+  const std::filesystem::path whole(path_);
+  const std::string name =
+      "." + whole.filename().string() + "." + std::to_string(::getpid()) + ".part";
+  temporary_ = (whole.parent_path() / name).string();
+  file_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  if (file_ < 0) fail();
+}
+
+AtomicFile::~AtomicFile() {
+  if (file_ >= 0) ::close(file_);
+  if (!temporary_.empty()) ::unlink(temporary_.c_str());
+}
+
+void AtomicFile::write(const void* data, size_t size) {
+  const char* next = static_cast<const char*>(data);
+  while (size > 0) {
+    const ssize_t written = ::write(file_, next, size);
+    if (written < 0 && errno != EINTR) fail();
+    if (written <= 0) continue;
+    next += written;
+    size -= static_cast<size_t>(written);
+  }
+}
+
+void AtomicFile::commit() {
+  wait_for_disk(file_);
+  if (::close(std::exchange(file_, -1)) != 0) fail();
+  if (std::rename(temporary_.c_str(), path_.c_str()) != 0) fail();
+  temporary_.clear();
+  // The name, too.
+  const std::string folder = std::filesystem::path(path_).parent_path().string();
+  const int opened =
+      ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (opened < 0) return;  // a folder that may be written, but not read
+  ::fsync(opened);
+  ::close(opened);
+}
+
+}  // namespace apex::parallel::detail

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace apex::parallel::detail {
+
+/// A file that appears under its name when it is complete and on the disk, or never. Functions
+/// throw apex::Error with the system's reason.
+class AtomicFile {
+ public:
+  explicit AtomicFile(std::string path);
+  /// Without commit(): deletes what was written.
+  ~AtomicFile();
+  AtomicFile(const AtomicFile&) = delete;
+  AtomicFile& operator=(const AtomicFile&) = delete;
+
+  void write(const void* data, size_t size);
+  void commit();
+
+ private:
+  const std::string path_;
+  std::string temporary_;
+  int file_ = -1;
+};
+
+}  // namespace apex::parallel::detail

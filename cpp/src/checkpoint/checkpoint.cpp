@@ -1,0 +1,362 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <apex/parallel/checkpoint.h>
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <exception>
+#include <sstream>
+#include <system_error>
+
+#include <ATen/ATen.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <apex/amp/loss_scaler.h>
+#include <apex/distributed/collectives.h>
+#include <apex/distributed/process_group.h>
+#include <apex/error.h>
+#include <apex/parallel/model_sync.h>
+#include <apex/parallel/overlapped_optimizer.h>
+
+#include "checkpoint/atomic_file.h"
+#include "comm/error_text.h"
+
+namespace apex::parallel {
+
+namespace {
+
+using torch::serialize::InputArchive;
+using torch::serialize::OutputArchive;
+
+constexpr const char* kFormat = "apex::parallel::Checkpoint 1";
+constexpr int64_t kMessageBytes = int64_t{256} << 20;
+
+std::string quoted(const std::string& path) { return "the checkpoint '" + path + "'"; }
+
+std::string sampler_key(int64_t rank) { return "sampler" + std::to_string(rank); }
+
+/// One sentence of what torch has to say.
+std::string reason(const std::exception_ptr& error) {
+  const std::string text = message_of(error);
+  return text.substr(0, text.find('\n'));
+}
+
+std::string reason_of_system() { return std::generic_category().message(errno); }
+
+at::Tensor bytes_of(const std::string& text) {
+  at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  if (!text.empty()) std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  return bytes;
+}
+
+/// The ranks that save or load together.
+class Ranks {
+ public:
+  Ranks(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device model) : group_(group) {
+    if (!group_ && apex::distributed::is_initialized()) {
+      group_ = apex::distributed::get_default_group();
+    }
+    if (group_) device_ = control_device(group_, model);
+  }
+
+  int64_t rank() const { return group_ ? group_->getRank() : 0; }
+  int64_t size() const { return group_ ? group_->getSize() : 1; }
+
+  /// `number` of every rank.
+  std::vector<int64_t> gather(int64_t number) const {
+    if (size() == 1) return {number};
+    const at::Tensor all =
+        apex::distributed::all_gather(at::full({1}, number, at::kLong).to(device_), group_).cpu();
+    const int64_t* const data = all.const_data_ptr<int64_t>();
+    return {data, data + all.numel()};
+  }
+
+  /// `bytes` of every rank, of any length.
+  std::vector<at::Tensor> gather(const at::Tensor& bytes) const {
+    const std::vector<int64_t> sizes = gather(bytes.numel());
+    if (size() == 1) return {bytes};
+    const int64_t longest = *std::max_element(sizes.begin(), sizes.end());
+    at::Tensor mine = at::zeros({longest}, at::kByte);
+    mine.narrow(0, 0, bytes.numel()).copy_(bytes);
+    const at::Tensor all = apex::distributed::all_gather(mine.to(device_), group_).cpu();
+    std::vector<at::Tensor> found;
+    for (int64_t rank = 0; rank < size(); ++rank) {
+      found.push_back(all[rank].narrow(0, 0, sizes[static_cast<size_t>(rank)]));
+    }
+    return found;
+  }
+
+  /// `bytes` of rank `root`, of which every rank knows the length.
+  at::Tensor broadcast(const at::Tensor& bytes, int64_t length, int64_t root) const {
+    if (size() == 1) return bytes;
+    at::Tensor all = rank() == root ? bytes : at::empty({length}, at::kByte);
+    for (int64_t start = 0; start < length; start += kMessageBytes) {
+      const at::Tensor part = all.narrow(0, start, std::min(kMessageBytes, length - start));
+      const at::Tensor sent = part.to(device_);
+      apex::distributed::broadcast(sent, static_cast<int>(root), group_);
+      if (rank() != root && !sent.is_alias_of(part)) part.copy_(sent);
+    }
+    return all;
+  }
+
+  /// Throws on every rank what the first rank with an error has to say.
+  void agree(const std::string& error) const {
+    const std::vector<int64_t> lengths = gather(static_cast<int64_t>(error.size()));
+    const auto failed =
+        std::find_if(lengths.begin(), lengths.end(), [](int64_t length) { return length > 0; });
+    if (failed == lengths.end()) return;
+    const at::Tensor text = broadcast(bytes_of(error), *failed, failed - lengths.begin());
+    throw Error("rank " + std::to_string(failed - lengths.begin()) + ": " +
+                std::string(static_cast<const char*>(text.const_data_ptr()),
+                            static_cast<size_t>(text.numel())));
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  at::Device device_ = at::kCPU;
+};
+
+/// What `call` throws, as text; empty if it returns.
+template <typename Call>
+std::string error_of(const Call& call) {
+  try {
+    call();
+    return {};
+  } catch (...) {
+    return reason(std::current_exception());
+  }
+}
+
+/// The whole file; `missing` tells that there is none.
+at::Tensor read_file(const std::string& path, bool* missing) {
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) {
+    *missing = errno == ENOENT;
+    throw Error(quoted(path) + " cannot be read: " + reason_of_system());
+  }
+  struct Closed {
+    int file;
+    ~Closed() { ::close(file); }
+  } const closed{file};
+  struct stat status{};
+  if (::fstat(file, &status) != 0 || !S_ISREG(status.st_mode)) {
+    throw Error(quoted(path) + " cannot be read: it is not a file");
+  }
+  at::Tensor bytes = at::empty({static_cast<int64_t>(status.st_size)}, at::kByte);
+  char* const data = static_cast<char*>(bytes.mutable_data_ptr());
+  for (int64_t done = 0; done < bytes.numel();) {
+    const ssize_t got = ::read(file, data + done, static_cast<size_t>(bytes.numel() - done));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) throw Error(quoted(path) + " cannot be read: " + reason_of_system());
+    if (got == 0) throw Error(quoted(path) + " was truncated while it was read");
+    done += got;
+  }
+  return bytes;
+}
+
+std::string shape_of(const at::Tensor& tensor) {
+  std::ostringstream text;
+  text << tensor.sizes();
+  return text.str();
+}
+
+/// libtorch takes over tensors of any shape.
+void require_same_shapes(const torch::nn::Module& module, InputArchive& archive,
+                         const std::string& path) {
+  const auto compare = [&](const auto& items, bool buffers) {
+    for (const auto& item : items) {
+      at::Tensor found;
+      if (!item.value().defined() || !archive.try_read(item.key(), found, buffers)) continue;
+      if (found.sizes() == item.value().sizes()) continue;
+      throw Error("'" + path + item.key() + "' has the shape " + shape_of(item.value()) +
+                  " in the model and " + shape_of(found) + " in the file");
+    }
+  };
+  compare(module.named_parameters(/*recurse=*/false), false);
+  compare(module.named_buffers(/*recurse=*/false), true);
+  for (const auto& child : module.named_children()) {
+    InputArchive inner;
+    if (archive.try_read(child.key(), inner)) {
+      require_same_shapes(*child.value(), inner, path + child.key() + ".");
+    }
+  }
+}
+
+}  // namespace
+
+Checkpoint& Checkpoint::optimizer(torch::optim::Optimizer& optimizer) {
+  parts_.push_back({"optimizer" + std::to_string(optimizers_++),
+                    [&optimizer](OutputArchive& archive) { optimizer.save(archive); },
+                    [&optimizer](InputArchive& archive) { optimizer.load(archive); }});
+  return *this;
+}
+
+Checkpoint& Checkpoint::optimizer(OverlappedOptimizer& optimizer) {
+  parts_.push_back({"optimizer" + std::to_string(optimizers_++),
+                    [&optimizer](OutputArchive& archive) { optimizer.save(archive); },
+                    [&optimizer](InputArchive& archive) { optimizer.load(archive); }});
+  return *this;
+}
+
+Checkpoint& Checkpoint::scaler(amp::LossScaler& scaler) {
+  parts_.push_back({"scaler", [&scaler](OutputArchive& archive) { scaler.save(archive); },
+                    [&scaler](InputArchive& archive) { scaler.load(archive); }});
+  return *this;
+}
+
+Checkpoint& Checkpoint::sampler(torch::data::samplers::Sampler<>& sampler) {
+  sampler_ = &sampler;
+  return *this;
+}
+
+Checkpoint& Checkpoint::process_group(c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  group_ = std::move(group);
+  return *this;
+}
+
+at::Device Checkpoint::device() const {
+  const std::vector<at::Tensor> parameters = model_.parameters();
+  return parameters.empty() ? at::Device(at::kCPU) : parameters.front().device();
+}
+
+void Checkpoint::write(const std::string& path, int64_t step,
+                       const std::vector<at::Tensor>& samplers) const {
+  OutputArchive archive;
+  archive.write("format", c10::IValue(std::string(kFormat)));
+  archive.write("step", c10::IValue(step));
+  archive.write("world_size", c10::IValue(static_cast<int64_t>(samplers.size())));
+  const auto nested = [&](const std::string& name, const auto& save) {
+    OutputArchive inner(archive.compilation_unit());
+    save(inner);
+    archive.write(name, inner);
+  };
+  nested("model", [&](OutputArchive& inner) { model_.save(inner); });
+  for (const Part& part : parts_) nested(part.name, part.save);
+  for (size_t rank = 0; sampler_ != nullptr && rank < samplers.size(); ++rank) {
+    archive.write(sampler_key(static_cast<int64_t>(rank)), samplers[rank], /*is_buffer=*/true);
+  }
+  detail::AtomicFile file(path);
+  // Errors wait until torch has finished: it writes in a destructor, too.
+  std::exception_ptr failed;
+  archive.save_to([&](const void* data, size_t size) {
+    try {
+      if (!failed) file.write(data, size);
+    } catch (...) {
+      failed = std::current_exception();
+    }
+    return size;
+  });
+  if (failed) std::rethrow_exception(failed);
+  file.commit();
+}
+
+void Checkpoint::save(const std::string& path, int64_t step) {
+  if (step < 0) {
+    throw InvalidArgument("Checkpoint::save(): the step is " + std::to_string(step) +
+                          "; it must not be negative");
+  }
+  const Ranks ranks(group_, device());
+  std::string sampler;
+  ranks.agree(error_of([&] {
+    if (sampler_ == nullptr) return;
+    OutputArchive archive;
+    sampler_->save(archive);
+    std::ostringstream stream;
+    archive.save_to(stream);
+    sampler = stream.str();
+  }));
+  const std::vector<at::Tensor> samplers = ranks.gather(bytes_of(sampler));
+  const std::string error =
+      ranks.rank() == 0 ? error_of([&] { write(path, step, samplers); }) : std::string();
+  ranks.agree(error.empty() ? error : quoted(path) + " cannot be written: " + error);
+}
+
+void Checkpoint::read(const std::string& path, const at::Tensor& bytes, int64_t* step) const {
+  const Ranks ranks(group_, device());
+  InputArchive archive;
+  c10::IValue value;
+  try {
+    archive.load_from(static_cast<const char*>(bytes.const_data_ptr()),
+                      static_cast<size_t>(bytes.numel()), device());
+  } catch (...) {
+    throw Error("it is truncated, or no checkpoint");
+  }
+  if (!archive.try_read("format", value) || !value.isString() || value.toStringRef() != kFormat) {
+    throw Error("it was not written by apex::parallel::Checkpoint, or by another version of it");
+  }
+  const auto nested = [&](const std::string& name) {
+    InputArchive inner;
+    if (!archive.try_read(name, inner)) throw Error("it has no " + name);
+    return inner;
+  };
+  // All that can be known beforehand is looked at before anything is changed.
+  InputArchive model = nested("model");
+  require_same_shapes(model_, model, "");
+  std::vector<InputArchive> inner;
+  for (const Part& part : parts_) inner.push_back(nested(part.name));
+  at::Tensor sampler;
+  if (sampler_ != nullptr) {
+    archive.read("world_size", value);
+    if (!archive.try_read(sampler_key(0), sampler, /*is_buffer=*/true)) {
+      throw Error("it has no sampler");
+    }
+    if (value.toInt() != ranks.size()) {
+      throw Error("its samplers are those of " + std::to_string(value.toInt()) +
+                  " ranks, and there are " + std::to_string(ranks.size()) +
+                  ": leave the sampler out, and begin the epoch again");
+    }
+    sampler = at::Tensor();
+    archive.read(sampler_key(ranks.rank()), sampler, /*is_buffer=*/true);
+    sampler = sampler.cpu();
+  }
+  archive.read("step", value);
+  *step = value.toInt();
+
+  // Optimizers first: one with updates in flight makes them, and they belong to the old model.
+  std::string name;
+  try {
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      name = parts_[i].name;
+      parts_[i].load(inner[i]);
+    }
+    name = "model";
+    model_.load(model);
+    if (sampler_ != nullptr) {
+      name = "sampler";
+      InputArchive own;
+      own.load_from(static_cast<const char*>(sampler.const_data_ptr()),
+                    static_cast<size_t>(sampler.numel()));
+      sampler_->load(own);
+    }
+  } catch (...) {
+    throw Error("its " + name + " does not fit: " + reason(std::current_exception()));
+  }
+}
+
+int64_t Checkpoint::load(const std::string& path, bool may_be_missing) {
+  const Ranks ranks(group_, device());
+  at::Tensor bytes;
+  bool missing = false;
+  std::string error;
+  if (ranks.rank() == 0) error = error_of([&] { bytes = read_file(path, &missing); });
+  missing = missing && may_be_missing;
+  ranks.agree(missing ? std::string() : error);
+  const int64_t length = ranks.gather(missing ? -1 : ranks.rank() == 0 ? bytes.numel() : 0)[0];
+  if (length < 0) return 0;
+  bytes = ranks.broadcast(bytes, length, 0);
+  int64_t step = 0;
+  error = error_of([&] { read(path, bytes, &step); });
+  ranks.agree(error.empty() ? error : quoted(path) + " cannot be loaded: " + error);
+  return step;
+}
+
+int64_t Checkpoint::load(const std::string& path) { return load(path, /*may_be_missing=*/false); }
+
+int64_t Checkpoint::resume(const std::string& path) { return load(path, /*may_be_missing=*/true); }
+
+}  // namespace apex::parallel

@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <gtest/gtest.h>
+
+#include <signal.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include <torch/data/samplers/distributed.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adam.h>
+#include <torch/serialize.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include <apex/amp/loss_scaler.h>
+#include <apex/distributed/collectives.h>
+#include <apex/distributed/process_group.h>
+#include <apex/error.h>
+#include <apex/parallel/checkpoint.h>
+#include <apex/parallel/distributed_data_parallel.h>
+#include <support/processes.h>
+
+// Whole training checkpoints, on two processes.
+
+namespace {
+
+namespace fs = std::filesystem;
+using apex::parallel::Checkpoint;
+using apex::parallel::DistributedDataParallel;
+using apex::testing::require;
+using torch::data::samplers::DistributedRandomSampler;
+
+struct NetImpl : torch::nn::Module {
+  explicit NetImpl(int64_t width = 8) {
+    fc1 = register_module("fc1", torch::nn::Linear(4, width));
+    fc2 = register_module("fc2", torch::nn::Linear(width, 1));
+  }
+  at::Tensor forward(const at::Tensor& x) { return fc2(torch::tanh(fc1(x))); }
+  torch::nn::Linear fc1{nullptr}, fc2{nullptr};
+};
+TORCH_MODULE(Net);
+
+/// A run of training that can be stopped after any step.
+struct Run {
+  Run()
+      : model(Net()),
+        optimizer(model.parameters(), 0.05),
+        scaler(apex::amp::LossScalerOptions(64).growth_interval(3)),
+        sampler(40, 2, static_cast<size_t>(apex::distributed::rank())),
+        checkpoint(model) {
+    checkpoint.optimizer(optimizer).scaler(scaler).sampler(sampler);
+  }
+
+  void train(int steps) {
+    const at::Tensor data = at::sin(at::arange(160, at::kFloat).view({40, 4}));
+    for (int step = 0; step < steps; ++step) {
+      const auto batch = *sampler.next(4);
+      const at::Tensor rows =
+          at::tensor(std::vector<int64_t>(batch.begin(), batch.end()), at::kLong);
+      optimizer.zero_grad();
+      scaler.scale(model(data.index_select(0, rows)).square().mean()).backward();
+      scaler.step(optimizer);
+      scaler.update();
+    }
+  }
+
+  at::Tensor parameters() const {
+    std::vector<at::Tensor> flat;
+    for (const at::Tensor& parameter : model.parameters()) flat.push_back(parameter.flatten());
+    return at::cat(flat).detach();
+  }
+
+  DistributedDataParallel<Net> model;
+  torch::optim::Adam optimizer;
+  apex::amp::LossScaler scaler;
+  DistributedRandomSampler sampler;
+  Checkpoint checkpoint;
+};
+
+template <typename Call>
+std::string error_of(const Call& call) {
+  try {
+    call();
+  } catch (const apex::Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+/// An error names the file and the cause, in one line, on every rank.
+void expect(const std::string& error, const std::string& path, const std::string& cause) {
+  require(error.find(path) != std::string::npos && error.find(cause) != std::string::npos &&
+              error.find('\n') == std::string::npos,
+          "not one line with '" + path + "' and '" + cause + "': " + error);
+}
+
+/// Oracle: a run that nothing has stopped, to the same bits.
+void stop_and_resume() {
+  apex::distributed::init_process_group("gloo");
+  const fs::path folder = std::getenv("TEST_FOLDER");
+  const std::string path = (folder / "run.ckpt").string();
+  torch::manual_seed(1);
+  Run whole;
+  require(whole.checkpoint.resume(path) == 0, "there is no checkpoint yet");
+  whole.train(2);
+  whole.checkpoint.save(path, 2);
+  whole.train(2);
+
+  torch::manual_seed(2);
+  Run resumed;
+  require(resumed.checkpoint.resume(path) == 2, "another step");
+  require(resumed.scaler.growth_tracker() == 2, "the scaler's state is lost");
+  resumed.train(2);
+  require(resumed.parameters().equal(whole.parameters()), "another run");
+  require(resumed.scaler.get_scale() == whole.scaler.get_scale(), "another scale");
+  require(resumed.sampler.index() == whole.sampler.index(), "other samples");
+
+  // Wrapped or not, with less than was saved.
+  Net alone;
+  require(Checkpoint(alone).load(path) == 2, "a part of the checkpoint alone");
+  apex::distributed::destroy_process_group();
+  // One process, without a group.
+  Net single;
+  require(Checkpoint(*single).load(path) == 2 && single->fc1->weight.equal(alone->fc1->weight),
+          "without a group");
+}
+
+/// Hazards: an older checkpoint is lost when writing fails; one rank throws and the others wait; a
+/// model is half loaded.
+void bad_files() {
+  apex::distributed::init_process_group("gloo");
+  const bool first = apex::distributed::rank() == 0;
+  const fs::path folder = std::getenv("TEST_FOLDER");
+  const std::string path = (folder / "run.ckpt").string();
+  Run run;
+  run.train(1);
+  run.checkpoint.save(path, 7);
+
+  // The disk is full, for rank 0.
+  ::signal(SIGXFSZ, SIG_IGN);
+  rlimit before{};
+  ::getrlimit(RLIMIT_FSIZE, &before);
+  if (first) {
+    rlimit little = before;
+    little.rlim_cur = 1000;
+    ::setrlimit(RLIMIT_FSIZE, &little);
+  }
+  const std::string full = error_of([&] { run.checkpoint.save(path, 8); });
+  if (first) ::setrlimit(RLIMIT_FSIZE, &before);
+  expect(full, path, "File too large");
+  expect(full, path, "rank 0: ");
+  require(run.checkpoint.load(path) == 7, "the older checkpoint is gone");
+  require(std::distance(fs::directory_iterator(folder), fs::directory_iterator()) == 1,
+          "something was left behind");
+  const std::string nowhere = (folder / "no" / "run.ckpt").string();
+  expect(error_of([&] { run.checkpoint.save(nowhere, 8); }), nowhere, "No such file or directory");
+  expect(error_of([&] { run.checkpoint.load(nowhere); }), nowhere, "No such file or directory");
+  expect(error_of([&] { run.checkpoint.load(folder.string()); }), folder.string(), "not a file");
+
+  // Truncated, empty, of something else.
+  for (const auto size : {fs::file_size(path) / 2, uintmax_t{0}}) {
+    const std::string part = (folder / ("part" + std::to_string(size))).string();
+    if (first) {
+      fs::copy_file(path, part);
+      fs::resize_file(part, size);
+    }
+    expect(error_of([&] { run.checkpoint.load(part); }), part, "truncated, or no checkpoint");
+  }
+  const std::string foreign = (folder / "net.pt").string();
+  if (first) torch::save(run.model, foreign);
+  expect(error_of([&] { run.checkpoint.load(foreign); }), foreign, "not written by");
+
+  // Of another model, and of another set of parts.
+  const at::Tensor parameters = run.parameters();
+  Net wide(9);
+  torch::optim::Adam optimizer(wide->parameters());
+  const std::string other = (folder / "wide.ckpt").string();
+  Checkpoint(wide).optimizer(optimizer).save(other, 0);
+  expect(error_of([&] { Checkpoint(run.model).optimizer(run.optimizer).load(other); }), other,
+         "'fc1.weight' has the shape [8, 4] in the model and [9, 4] in the file");
+  Net narrow;
+  Checkpoint(narrow).save(other, 0);
+  expect(error_of([&] { run.checkpoint.load(other); }), other, "it has no optimizer0");
+  require(run.parameters().equal(parameters), "changed by what was refused");
+
+  // Samplers of another number of ranks.
+  const auto alone = apex::distributed::new_group({0});
+  if (first) {
+    Checkpoint(run.model).sampler(run.sampler).process_group(alone).save(other, 0);
+  }
+  expect(error_of([&] { Checkpoint(run.model).sampler(run.sampler).load(other); }), other,
+         "those of 1 ranks, and there are 2");
+  apex::distributed::destroy_process_group();
+}
+
+const apex::testing::Scenario kStopAndResume("checkpoint_stop_and_resume", stop_and_resume);
+const apex::testing::Scenario kBadFiles("checkpoint_bad_files", bad_files);
+
+}  // namespace
+
+namespace apex::testing {
+namespace {
+
+class CheckpointProcesses : public ::testing::Test {
+ protected:
+  CheckpointProcesses() {
+    std::string name = (fs::temp_directory_path() / "apex_checkpoint_XXXXXX").string();
+    folder_ = ::mkdtemp(name.data());
+  }
+  ~CheckpointProcesses() override { fs::remove_all(folder_); }
+
+  std::string failures(const std::string& scenario) const {
+    return failures_of(run_processes(ranks_of(scenario, 2, {{"TEST_FOLDER", folder_.string()}})));
+  }
+
+ private:
+  fs::path folder_;
+};
+
+TEST_F(CheckpointProcesses, Stopped_Resumed_TrainsAsIfItHadNotStopped) {
+  EXPECT_EQ(failures("checkpoint_stop_and_resume"), "");
+}
+
+TEST_F(CheckpointProcesses, FullDiskTruncatedOrForeign_EveryRank_ThrowsOneLineWithTheFile) {
+  EXPECT_EQ(failures("checkpoint_bad_files"), "");
+}
+
+}  // namespace
+}  // namespace apex::testing
