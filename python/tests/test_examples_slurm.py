@@ -97,8 +97,10 @@ def test_job_two_nodes_resumes_after_a_process_died(tmp_path: Path, slurm: dict[
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("resumed at 2") == 2  # on both ranks
-    # Once: what failed later found addresses of processes that had ended.
-    assert done.stderr.count("failed (exitcode: ") == 1
+    # The process that ends itself, and perhaps the one that waits for it; what failed later would
+    # have found addresses of processes that had ended.
+    assert done.stderr.count("failed (exitcode: 3)") == 1
+    assert done.stderr.count("failed (exitcode: ") <= 2
     assert "--ntasks=2 --ntasks-per-node=1" in (tmp_path / "srun.txt").read_text()
 
     # Every rank has the same data here, so one process that nobody interrupts ends with the same.

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_examples_scripts import EXAMPLES, TIMEOUT_S, assert_one_sentence, environment, train
+from examples_support import EXAMPLES, TIMEOUT_S, assert_one_sentence, environment, train
 from warm import run_script
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}

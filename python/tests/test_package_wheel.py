@@ -169,10 +169,7 @@ def test_readme_cpp_program_built_from_an_empty_folder_trains(prefix: Path, tmp_
     section = (ROOT / "README.md").read_text().partition("\n## C++\n")[2].partition("\n## ")[0]
     blocks = dict(re.findall(r"```(cpp|cmake)\n(.*?)```", section, re.DOTALL))
     (tmp_path / "train.cpp").write_text(blocks["cpp"])
-    (tmp_path / "CMakeLists.txt").write_text(
-        "cmake_minimum_required(VERSION 3.22)\nproject(train CXX)\n"
-        "add_executable(train train.cpp)\n" + blocks["cmake"]
-    )
+    (tmp_path / "CMakeLists.txt").write_text(blocks["cmake"])
     build = str(tmp_path / "build")
     status, output = cmake("-S", str(tmp_path), "-B", build, f"-Dapex_ROOT={prefix}", *generator())
     assert status == 0, output
