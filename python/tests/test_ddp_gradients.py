@@ -321,3 +321,37 @@ def test_large_parameters_are_reduced_where_they_lie(
     ranks: RankPool, views: bool, channel: str
 ) -> None:
     ranks.run(2, _large_in_place, views, channel)
+
+
+class _Two(nn.Module):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(numel))
+        self.b = nn.Parameter(torch.zeros(numel))
+
+    def forward(self, x: float, y: float) -> Tensor:
+        return (self.a * x).sum() + (self.b * y).sum()
+
+
+def _swapped_gradients(rank: int, world: int, numel: int, message_size: int) -> None:
+    """What is accumulated belongs to the parameter, wherever the user has put its gradient."""
+    ddp = DistributedDataParallel(
+        _Two(numel), gradient_as_bucket_view=True, message_size=message_size
+    )
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(1.0, 10.0).backward()
+    a, b = ddp.module.a, ddp.module.b
+    a.grad, b.grad = b.grad, a.grad
+    ddp(100.0, 1000.0 * (2 * rank)).backward()
+    check(torch.equal(a.grad, torch.full_like(a, 110.0)), "a, which had b's gradient")
+    check(torch.equal(b.grad, torch.full_like(b, 1001.0)), "b, which had a's gradient")
+
+
+# Large ones in buckets of their own were wrong, and not the same on all ranks.
+@pytest.mark.parametrize("numel", [64, 30000])
+@pytest.mark.parametrize("message_size", [1, 1 << 20])
+def test_views_that_were_swapped_keep_what_they_hold(
+    ranks: RankPool, numel: int, message_size: int
+) -> None:
+    ranks.run(2, _swapped_gradients, numel, message_size)

@@ -8,6 +8,7 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <apex/error.h>
@@ -32,8 +33,9 @@ namespace {
 // exchange it is, and every rank reads all of them before any value. And it is received into more
 // room than it needs, which an all-to-all allows, as each rank gives the lengths that it expects
 // itself. (With as many values for everybody it is the same as an all-gather; and a rank sends to
-// all at once, where an all-gather passes messages round a ring.) In shared memory, where messages
-// are compared before they are read, it is one.
+// all at once, where an all-gather passes messages round a ring.) In shared memory it is one,
+// and the first message has the same length for every layer, so that headers can be read when the
+// layers differ; what does not fit follows in a second one.
 
 struct Header {
   static constexpr size_t kNameLength = 40;
@@ -125,17 +127,57 @@ struct Gathered {
   std::vector<const uint8_t*> values;
 };
 
+/// Of the first message in shared memory: a header, and the values of some 500 channels.
+constexpr int64_t kFirstBytes = int64_t{8} << 10;
+
+Gathered gather_in_memory(const Peers& peers, const at::Tensor& local, const Header& mine,
+                          const std::string& waiting) {
+  const int64_t ranks = peers.group->getSize();
+  const auto gather = [&](const char* what, const at::Tensor& share) {
+    at::Tensor received = at::empty({ranks * share.numel()}, at::kByte);
+    wait_collective(issue_all_gather(what, *peers.group, received, share), waiting, *peers.group);
+    return received;
+  };
+  const auto bytes = static_cast<int64_t>(local.nbytes());
+  const bool fits = static_cast<int64_t>(sizeof(mine)) + bytes <= kFirstBytes;
+  const at::Tensor share = at::zeros({kFirstBytes}, at::kByte);
+  std::memcpy(share.mutable_data_ptr(), &mine, sizeof(mine));
+  if (fits && bytes > 0) {
+    std::memcpy(share.mutable_data_ptr<uint8_t>() + sizeof(mine), local.const_data_ptr(),
+                static_cast<size_t>(bytes));
+  }
+  at::Tensor received = gather("exchange of a SyncBatchNorm", share);
+  std::vector<Header> headers(static_cast<size_t>(ranks));
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    std::memcpy(&headers[rank], received.const_data_ptr<uint8_t>() + rank * kFirstBytes,
+                sizeof(Header));
+  }
+  refuse_different(*peers.group, headers);
+  int64_t apart = kFirstBytes, skipped = sizeof(Header);
+  if (!fits) {
+    received = gather("values of a SyncBatchNorm", local.view({-1}).view(at::kByte));
+    apart = bytes;
+    skipped = 0;
+  }
+  Gathered gathered{received, {}};
+  for (int64_t rank = 0; rank < ranks; ++rank)
+    gathered.values.push_back(received.const_data_ptr<uint8_t>() + rank * apart + skipped);
+  return gathered;
+}
+
 /// With `announced`, the header says that this many bytes will follow, and `local` is empty.
 Gathered gather_with_headers(const Peers& peers, const at::Tensor& local, Direction direction,
                              int64_t channels, int64_t announced = -1) {
   const int64_t ranks = peers.group->getSize();
   const auto bytes = static_cast<int64_t>(local.nbytes());
   const int64_t length = static_cast<int64_t>(sizeof(Header)) + bytes;
-  const bool shared = host_channel_of(*peers.group) != nullptr;
-  if (!shared && length > kRoom && announced < 0) {  // the others may have less room
+  const Header mine = header_of(peers, announced < 0 ? bytes : announced, direction, channels);
+  const std::string waiting = describe(peers, direction, channels);
+  if (host_channel_of(*peers.group)) return gather_in_memory(peers, local, mine, waiting);
+  if (length > kRoom && announced < 0) {  // the others may have less room
     gather_with_headers(peers, local.narrow(0, 0, 0), direction, channels, bytes);
   }
-  const int64_t room = shared ? length : std::max(length, kRoom);
+  const int64_t room = std::max(length, kRoom);
   const int rank_of_mine = peers.group->getRank();
   std::vector<int64_t> lengths(static_cast<size_t>(ranks), length),
       rooms(static_cast<size_t>(ranks), room);
@@ -143,21 +185,18 @@ Gathered gather_with_headers(const Peers& peers, const at::Tensor& local, Direct
   const auto begin_of = [&](int64_t rank) {
     return rank * room - (rank > rank_of_mine ? room - length : 0);
   };
-  const int64_t copies = shared ? 1 : ranks;
-  at::Tensor sent = at::empty({copies * length}, at::kByte);
+  at::Tensor sent = at::empty({ranks * length}, at::kByte);
   at::Tensor received = at::empty({begin_of(ranks)}, at::kByte);
-  const Header mine = header_of(peers, announced < 0 ? bytes : announced, direction, channels);
   uint8_t* to = sent.mutable_data_ptr<uint8_t>();
-  for (int64_t copy = 0; copy < copies; ++copy) {
-    std::memcpy(to + copy * length, &mine, sizeof(mine));
-    std::memcpy(to + copy * length + sizeof(mine), local.const_data_ptr(),
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    std::memcpy(to + rank * length, &mine, sizeof(mine));
+    std::memcpy(to + rank * length + sizeof(mine), local.const_data_ptr(),
                 static_cast<size_t>(bytes));
   }
   // Without the layer, which a rank that only takes part under join() does not know.
-  const std::string what = describe({}, direction, channels);
-  const auto work = shared ? issue_all_gather(what, *peers.group, received, sent)
-                           : issue_all_to_all(what, *peers.group, received, sent, rooms, lengths);
-  wait_collective(work, describe(peers, direction, channels), *peers.group);
+  const auto work = issue_all_to_all(describe({}, direction, channels), *peers.group, received,
+                                     sent, rooms, lengths);
+  wait_collective(work, waiting, *peers.group);
   remember_processes(*peers.group);
   const uint8_t* from = received.const_data_ptr<uint8_t>();
   std::vector<Header> headers(static_cast<size_t>(ranks));

@@ -130,12 +130,16 @@ void advance_host_channels() { HostChannel::advance_others(nullptr); }
 
 // --- issuing ---
 
-void HostChannel::require_usable() const {
+HostChannel& HostChannel::in_this_process() {
   if (this_pid() != pid_) {
     throw Error(
         "this process was forked from the one that made the communicator, and is no rank of it: "
         "make process groups and wrappers after the fork");
   }
+  return *this;
+}
+
+void HostChannel::require_usable() const {
   if (!failure_.empty()) throw Error("a collective of this group has failed before: " + failure_);
 }
 

@@ -155,6 +155,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   HostPlace stage(Operation& operation, size_t bytes);
   HostPlace stage_copy(Operation& operation, const at::Tensor& tensor);
   WorkPtr post(Lock& lock, std::shared_ptr<Operation> operation, Message message);
+  HostChannel& in_this_process();
   void require_usable() const;
 
   // Doing what can be done: host_channel_parts.cpp.

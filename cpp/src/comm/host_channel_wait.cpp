@@ -155,8 +155,9 @@ void HostChannel::fail(const std::string& why) {
 }
 
 void HostChannel::give_up(const std::string& why) noexcept {
+  if (this_pid() != pid_) return;
   const Held held(*this);
-  if (this_pid() != pid_ || !failure_.empty()) return;
+  if (!failure_.empty()) return;
   try {
     fail(why);
   } catch (const std::exception&) {
@@ -192,6 +193,7 @@ bool HostWork::isCompleted() {
 }
 
 bool HostWork::isSuccess() const {
+  if (this_pid() != channel_->pid_) return false;
   const std::lock_guard<std::mutex> lock(channel_->mutex_);
   return operation_->completed;
 }

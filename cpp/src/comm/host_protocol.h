@@ -75,10 +75,12 @@ struct HostOperation {
 };
 
 /// The mutex, held. Tensors are let go of when it is not: their last reference may be Python's,
-/// whose lock another thread may hold while it waits for this one.
+/// whose lock another thread may hold while it waits for this one. Throws in a forked process,
+/// where the mutex may be held by a thread that is not there.
 class HostChannel::Held {
  public:
-  explicit Held(HostChannel& channel) : channel_(channel), lock_(channel.mutex_) {}
+  explicit Held(HostChannel& channel)
+      : channel_(channel.in_this_process()), lock_(channel.mutex_) {}
   Held(const Held&) = delete;
   Held& operator=(const Held&) = delete;
   ~Held() {
