@@ -11,7 +11,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import run_ranks
+from ddp_support import host_channel, run_ranks
 from sync_batch_norm_cases import check_random_cases
 from sync_batch_norm_support import (
     CutGradient,
@@ -221,3 +221,29 @@ def _exact_count_body(rank: int, world_size: int) -> None:
 
 def test_sync_batch_norm_counts_are_exact_beyond_float32() -> None:
     run_ranks(2, _exact_count_body)
+
+
+def _different_layers_body(rank: int, world_size: int) -> None:
+    """Both of the ways that ranks of a host have: each compares layers before it reads values."""
+    for channel in ("0", "1"):
+        with host_channel(channel):
+            group = dist.new_group()
+            layer = SyncBatchNorm(3, process_group=group)
+            layer(torch.randn(4, 3))
+            for channels in (4, 5000):  # in one message, and in two
+                other = SyncBatchNorm(3 if rank == 0 else channels, process_group=group)
+                with pytest.raises(RuntimeError, match="the ranks are in different batch norms"):
+                    other(torch.randn(4, other.num_features))
+            backward = layer(torch.randn(4, 3, requires_grad=True)).sum()
+            with pytest.raises(RuntimeError, match="rank 0 in backward .* rank 1 in forward"):
+                backward.backward() if rank == 0 else layer(torch.randn(4, 3))
+            x = torch.full((2, 3), float(rank))
+            layer(x)  # nothing was exchanged, so the group still works
+            wanted = torch.full((3,), (world_size - 1) / 2, dtype=torch.float64)
+            again = SyncBatchNorm(3, momentum=1.0, process_group=group).double()
+            again(x.double())
+            torch.testing.assert_close(again.running_mean, wanted)
+
+
+def test_sync_batch_norm_different_layers_are_refused_and_nothing_is_lost() -> None:
+    run_ranks(2, _different_layers_body)
