@@ -211,9 +211,9 @@ apex_status apex_reducer_create(apex_group* group, const apex_tensor* parameters
   return guarded("apex_reducer_create", [&] {
     required(reducer, "reducer");
     auto made = std::make_unique<apex_reducer>();
+    const auto values = tensors_of(parameters, count, "parameters");
     made->notified = std::make_unique<apex::parallel::detail::NotifiedReducer>(
-        group_of(group), tensors_of(parameters, count, "parameters"),
-        tensors_of(gradients, count, "gradients"), bucket_bytes);
+        group_of(group), values, tensors_of(gradients, count, "gradients"), bucket_bytes);
     *reducer = made.release();
   });
 }

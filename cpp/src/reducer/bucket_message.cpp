@@ -167,10 +167,9 @@ void BucketMessage::move_misplaced(const std::vector<const BucketMessage*>& all)
     at::Tensor& grad = slot.variable.mutable_grad();
     if (!grad.defined() || grad.layout() != at::kStrided || grad.requires_grad()) continue;
     if (slot.view.defined() && lies_in(grad, slot)) continue;
-    const bool misplaced =
-        std::any_of(all.begin(), all.end(), [&](const BucketMessage* message) {
-          return message->home_.defined() && grad.storage().is_alias_of(message->home_.storage());
-        });
+    const bool misplaced = std::any_of(all.begin(), all.end(), [&](const BucketMessage* message) {
+      return message->home_.defined() && grad.storage().is_alias_of(message->home_.storage());
+    });
     if (misplaced) grad = grad.clone();
   }
 }

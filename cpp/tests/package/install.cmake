@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Installs the C++ package of a build tree to STAGING and moves it to PREFIX. Run with cmake -P; needs
-# BUILD, CONFIG, STAGING and PREFIX.
+# BUILD, CONFIG, STAGING, PREFIX and TORCH: as in a wheel, which finds torch beside its own folder and
+# knows no other, torch is put there, by a link.
 file(REMOVE_RECURSE "${STAGING}" "${PREFIX}")
 execute_process(
   COMMAND ${CMAKE_COMMAND} --install ${BUILD} --prefix ${STAGING} --component apex_cpp
@@ -10,6 +11,8 @@ if(NOT status EQUAL 0)
   message(FATAL_ERROR "the installation failed: ${output}")
 endif()
 file(RENAME "${STAGING}" "${PREFIX}")
+get_filename_component(site "${PREFIX}" DIRECTORY)
+file(CREATE_LINK "${TORCH}" "${site}/torch" SYMBOLIC)
 
 file(GLOB_RECURSE files RELATIVE "${PREFIX}" "${PREFIX}/*")
 foreach(wanted IN ITEMS
