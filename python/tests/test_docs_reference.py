@@ -18,6 +18,8 @@ import apex
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 INCLUDE = ROOT / "cpp" / "include"
+#: Its page shows the whole of it.
+C_HEADER = INCLUDE / "apex" / "c_api.h"
 MODULES = (
     "apex",
     "apex.parallel",
@@ -67,7 +69,7 @@ def test_cpp_reference_has_every_name_of_the_headers() -> None:
     """The oracle is cruder: what stands behind APEX_API, class, struct and using."""
     reference = generator("reference_cpp").reference()
     names = set()
-    for header in set(INCLUDE.rglob("*.h")) - {INCLUDE / "apex" / "export.h"}:
+    for header in set(INCLUDE.rglob("*.h")) - {INCLUDE / "apex" / "export.h", C_HEADER}:
         inner = r"namespace detail \{.*?\}  // namespace detail"
         text = re.sub(inner, "", header.read_text(), flags=re.S)
         text = re.sub(r"//.*$", "", text, flags=re.M)
@@ -109,7 +111,11 @@ def test_headers_of_the_reference_are_all() -> None:
     for header in INCLUDE.rglob("*.h"):
         name = str(header.relative_to(INCLUDE))
         # Not a header with names of its own: visibility, and the list itself.
-        assert name in ("apex/export.h", "apex/parallel.h") or f"<{name}>" in included, name
+        others = ("apex/export.h", "apex/parallel.h")
+        assert name in others or header == C_HEADER or f"<{name}>" in included, name
+    page = ROOT / "docs" / "cpp" / "c_api.md"
+    (shown,) = re.findall(r"^```\{literalinclude\} (\S+)$", page.read_text(), re.M)
+    assert (page.parent / shown).resolve() == C_HEADER
 
 
 def test_options_of_python_are_those_of_the_signatures() -> None:
