@@ -197,8 +197,13 @@ def table(rows: list[dict[str, float]]) -> str:
     keys = ["gloo_ms", "gloo_processor_ms", "shared_ms", "shared_processor_ms", "ratio", "copy_ms",
             "share_of_copy", "bucket_ms", "bucket_share_of_copy"]  # fmt: skip
     return harness.table(
-        head, [[f"{row['kib']:.0f}", *(f"{row[key]:.3f}" for key in keys)] for row in rows]
+        head, [[f"{row['kib']:.0f}", *(figure(row, key) for key in keys)] for row in rows]
     )
+
+
+def figure(row: dict[str, float], key: str) -> str:
+    """A difference of two times may be lost in their spread."""
+    return "-" if "bucket" in key and row["bucket_ms"] <= 0 else f"{row[key]:.3f}"
 
 
 def main() -> None:
