@@ -288,7 +288,12 @@ class _Late(Exception):
 def _is_interrupted(rank: int, world: int, wait: str, number: int, error: BaseException) -> str:
     group = dist.new_group(timeout=2 * TIMEOUT)
     layer = SyncBatchNorm(3, process_group=group)
-    ddp = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+    if wait == "issue":
+        # More collectives in flight than ranks of one host hold for each other.
+        model = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(200)])
+        ddp = DistributedDataParallel(model, process_group=group, message_size=1)
+    else:
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
     ddp(torch.randn(4, 3)).sum().backward()
     layer(torch.randn(4, 3))
     if rank == 1:
@@ -305,7 +310,7 @@ def _is_interrupted(rank: int, world: int, wait: str, number: int, error: BaseEx
     timer = threading.Timer(0.6, lambda: os.kill(os.getpid(), number))
     timer.start()
     try:
-        if wait == "backward":
+        if wait in ("backward", "issue"):
             output.backward()
         elif wait == "collective":
             _core.all_reduce(torch.ones(3), name_of(group), False)
@@ -318,7 +323,7 @@ def _is_interrupted(rank: int, world: int, wait: str, number: int, error: BaseEx
         signal.signal(number, before)
 
 
-@pytest.mark.parametrize("wait", ["backward", "collective", "forward"])
+@pytest.mark.parametrize("wait", ["backward", "issue", "collective", "forward"])
 @pytest.mark.parametrize(
     ("number", "error"),
     [

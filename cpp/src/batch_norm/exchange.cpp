@@ -127,6 +127,23 @@ struct Gathered {
   std::vector<const uint8_t*> values;
 };
 
+/// Of a message: `begin_of(rank)` says where the header of that rank is; its values are behind it.
+/// @throws RankMismatch if the headers differ.
+template <typename BeginOf>
+Gathered read_message(const Peers& peers, const at::Tensor& received, BeginOf&& begin_of) {
+  const int ranks = peers.group->getSize();
+  const uint8_t* const from = received.const_data_ptr<uint8_t>();
+  std::vector<Header> headers(static_cast<size_t>(ranks));
+  Gathered gathered{received, {}};
+  for (int rank = 0; rank < ranks; ++rank) {
+    const uint8_t* const header = from + begin_of(rank);
+    std::memcpy(&headers[rank], header, sizeof(Header));
+    gathered.values.push_back(header + sizeof(Header));
+  }
+  refuse_different(*peers.group, headers);
+  return gathered;
+}
+
 /// Of the first message in shared memory: a header, and the values of some 500 channels.
 constexpr int64_t kFirstBytes = int64_t{8} << 10;
 
@@ -146,22 +163,13 @@ Gathered gather_in_memory(const Peers& peers, const at::Tensor& local, const Hea
     std::memcpy(share.mutable_data_ptr<uint8_t>() + sizeof(mine), local.const_data_ptr(),
                 static_cast<size_t>(bytes));
   }
-  at::Tensor received = gather("exchange of a SyncBatchNorm", share);
-  std::vector<Header> headers(static_cast<size_t>(ranks));
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    std::memcpy(&headers[rank], received.const_data_ptr<uint8_t>() + rank * kFirstBytes,
-                sizeof(Header));
-  }
-  refuse_different(*peers.group, headers);
-  int64_t apart = kFirstBytes, skipped = sizeof(Header);
+  Gathered gathered = read_message(peers, gather("exchange of a SyncBatchNorm", share),
+                                   [](int64_t rank) { return rank * kFirstBytes; });
   if (!fits) {
-    received = gather("values of a SyncBatchNorm", local.view({-1}).view(at::kByte));
-    apart = bytes;
-    skipped = 0;
+    gathered.received = gather("values of a SyncBatchNorm", local.view({-1}).view(at::kByte));
+    for (int64_t rank = 0; rank < ranks; ++rank)
+      gathered.values[rank] = gathered.received.const_data_ptr<uint8_t>() + rank * bytes;
   }
-  Gathered gathered{received, {}};
-  for (int64_t rank = 0; rank < ranks; ++rank)
-    gathered.values.push_back(received.const_data_ptr<uint8_t>() + rank * apart + skipped);
   return gathered;
 }
 
@@ -198,15 +206,7 @@ Gathered gather_with_headers(const Peers& peers, const at::Tensor& local, Direct
                                      sent, rooms, lengths);
   wait_collective(work, waiting, *peers.group);
   remember_processes(*peers.group);
-  const uint8_t* from = received.const_data_ptr<uint8_t>();
-  std::vector<Header> headers(static_cast<size_t>(ranks));
-  Gathered gathered{received, {}};
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    std::memcpy(&headers[rank], from + begin_of(rank), sizeof(Header));
-    gathered.values.push_back(from + begin_of(rank) + sizeof(Header));
-  }
-  refuse_different(*peers.group, headers);
-  return gathered;
+  return read_message(peers, received, begin_of);
 }
 
 /// In the order of the ranks, rounded after each.

@@ -80,13 +80,45 @@ void wait_or_hear(const c10d::ProcessGroup& group,
   }
 }
 
-/// The channel that carries such tensors, or null.
-std::shared_ptr<HostChannel> channel_for(const c10d::ProcessGroup& group, Way way,
-                                         std::initializer_list<at::Tensor> tensors) {
+/// In a catch block: what was thrown while `what` was waited for goes on as a CommunicationError,
+/// unless it says more than that.
+[[noreturn]] void throw_on(const std::string& what, const c10d::ProcessGroup& group,
+                           const char* advice = kLookAtOthers) {
+  try {
+    throw;
+  } catch (const RankMismatch&) {
+    throw;
+  } catch (const Interrupted&) {
+    throw;
+  } catch (const Passing& passing) {
+    std::rethrow_exception(passing.error);
+  } catch (...) {
+    throw_communication_error(what, group, std::current_exception(), advice);
+  }
+}
+
+/// Before `what` is issued on a HostChannel or a HostHierarchy: waits, if this rank is too far
+/// ahead, and hears there what it hears in any wait.
+template <typename Channel>
+void wait_for_room(const std::string& what, const c10d::ProcessGroup& group, Channel& channel) {
+  try {
+    if (channel.wait_for_room(std::chrono::milliseconds(0))) return;
+    wait_or_hear(group,
+                 [&](std::chrono::milliseconds slice) { return channel.wait_for_room(slice); });
+  } catch (...) {
+    throw_on(what, group);
+  }
+}
+
+/// The channel that carries such tensors, with room for one more collective, or null.
+std::shared_ptr<HostChannel> channel_for(const std::string& what, const c10d::ProcessGroup& group,
+                                         Way way, std::initializer_list<at::Tensor> tensors) {
   if (way == Way::kBackend) return nullptr;
   const auto fits = [](const at::Tensor& one) { return one.is_cpu() && one.is_contiguous(); };
   if (!std::all_of(tensors.begin(), tensors.end(), fits)) return nullptr;
-  return host_channel_of(group);
+  auto channel = host_channel_of(group);
+  if (channel) wait_for_room(what, group, *channel);
+  return channel;
 }
 
 bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group,
@@ -142,7 +174,7 @@ void throw_communication_error(const std::string& what, const c10d::ProcessGroup
 c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& tensor,
                                                 c10d::ReduceOp::RedOpType op, Way way) {
-  if (const auto channel = channel_for(group, way, {tensor})) {
+  if (const auto channel = channel_for(what, group, way, {tensor})) {
     if (HostChannel::can_all_reduce(tensor, op))
       return call_collective(what, group, [&] { return channel->all_reduce(what, tensor, op); });
   }
@@ -153,9 +185,16 @@ c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::P
   return call_collective(what, group, [&] { return group.allreduce(message, options); });
 }
 
+c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
+                                                HostHierarchy& hierarchy, const at::Tensor& tensor,
+                                                c10d::ReduceOp::RedOpType op) {
+  wait_for_room(what, group, hierarchy);
+  return call_collective(what, group, [&] { return hierarchy.all_reduce(what, tensor, op); });
+}
+
 c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::ProcessGroup& group,
                                                const at::Tensor& tensor, int64_t root) {
-  if (const auto channel = channel_for(group, Way::kQueued, {tensor}))
+  if (const auto channel = channel_for(what, group, Way::kQueued, {tensor}))
     return call_collective(what, group, [&] { return channel->broadcast(what, tensor, root); });
   std::vector<at::Tensor> message{tensor};
   c10d::BroadcastOptions options;
@@ -166,7 +205,7 @@ c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::Pr
 c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& gathered, const at::Tensor& share,
                                                 Way way) {
-  if (const auto channel = channel_for(group, way, {gathered, share}))
+  if (const auto channel = channel_for(what, group, way, {gathered, share}))
     return call_collective(what, group, [&] { return channel->all_gather(what, gathered, share); });
   at::Tensor output = gathered, input = share;
   c10d::AllgatherOptions options;
@@ -179,7 +218,7 @@ c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::P
                                                 const at::Tensor& received, const at::Tensor& sent,
                                                 const std::vector<int64_t>& received_numel,
                                                 const std::vector<int64_t>& sent_numel, Way way) {
-  if (const auto channel = channel_for(group, way, {received, sent})) {
+  if (const auto channel = channel_for(what, group, way, {received, sent})) {
     return call_collective(what, group, [&] {
       return channel->all_to_all(what, received, sent, received_numel, sent_numel);
     });
@@ -195,14 +234,8 @@ void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::stri
   bool finished = false;
   try {
     finished = wait_for_work(*work, group, meanwhile);
-  } catch (const RankMismatch&) {
-    throw;
-  } catch (const Interrupted&) {
-    throw;
-  } catch (const Passing& passing) {
-    std::rethrow_exception(passing.error);
   } catch (...) {
-    throw_communication_error(what, group, std::current_exception());
+    throw_on(what, group);
   }
   if (!finished) {
     throw_communication_error(what, group,
@@ -231,17 +264,12 @@ void wait_future(c10::ivalue::Future& future, const std::string& what,
       });
     }
     future.waitAndThrow();
-  } catch (const Interrupted&) {
-    throw;
-  } catch (const Passing& passing) {
-    std::rethrow_exception(passing.error);
   } catch (...) {
-    throw_communication_error(
-        what, group, std::current_exception(),
-        future.completed() ? "its future holds this error: fix the hook if it is the hook's own, "
-                             "else look at the output of the other ranks; then start again with a "
-                             "new process group"
-                           : kLookAtOthers);
+    throw_on(what, group,
+             future.completed() ? "its future holds this error: fix the hook if it is the hook's "
+                                  "own, else look at the output of the other ranks; then start "
+                                  "again with a new process group"
+                                : kLookAtOthers);
   }
 }
 

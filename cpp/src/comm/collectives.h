@@ -18,6 +18,8 @@
 
 namespace apex::parallel {
 
+class HostHierarchy;
+
 /// Throws CommunicationError that carries the rank, `what`, the cause, and what report_failure()
 /// finds out, for which it blocks; call it in a catch block or with a captured exception.
 inline constexpr const char* kLookAtOthers =
@@ -52,11 +54,17 @@ enum class Way {
   kBackend,    ///< through the group's backend, whose Work has a future
 };
 
-/// The collectives, each of one tensor, in place.
+/// The collectives, each of one tensor, in place. They do not wait for other ranks, except that one
+/// which is ahead of them by as many collectives as a HostChannel holds waits until it is not, as
+/// wait_collective() does.
 c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& tensor,
                                                 c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM,
                                                 Way way = Way::kQueued);
+/// Between hosts, by their hierarchy.
+c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
+                                                HostHierarchy& hierarchy, const at::Tensor& tensor,
+                                                c10d::ReduceOp::RedOpType op);
 c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::ProcessGroup& group,
                                                const at::Tensor& tensor, int64_t root);
 /// Equal shares: `gathered` has world_size times the elements of `share`.

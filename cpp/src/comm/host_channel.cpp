@@ -110,6 +110,7 @@ at::Tensor HostChannel::allocate(int64_t numel, const at::TensorOptions& options
 
 /// In the channels of this process other than `but`; returns whether there is anything to come.
 bool HostChannel::advance_others(const HostChannel* but) {
+  std::vector<at::Tensor> released;  // let go of when no mutex is held: see Held
   const std::lock_guard<std::mutex> lock(all_channels().mutex);
   bool more = false;
   for (HostChannel* const channel : all_channels().channels) {
@@ -121,6 +122,8 @@ bool HostChannel::advance_others(const HostChannel* but) {
     } catch (const std::exception&) {
       // Who waits there will hear.
     }
+    for (at::Tensor& tensor : channel->released_) released.push_back(std::move(tensor));
+    channel->released_.clear();
     more = more || !channel->pending_.empty();
   }
   return more;
@@ -160,14 +163,7 @@ HostPlace HostChannel::stage_copy(Operation& operation, const at::Tensor& tensor
 
 HostChannel::WorkPtr HostChannel::post(Lock& lock, std::shared_ptr<Operation> operation,
                                        Message message) {
-  // Its slot may still be read. While this thread waits, another may post.
-  while (next_ >= kRing && !all_finished(next_ - kRing)) {
-    const auto is_free = [&] { return all_finished(next_ - kRing); };
-    if (!wait(lock, is_free, nullptr, Clock::now() + timeout_)) {
-      fail("timed out after " + std::to_string(timeout_.count()) +
-           " ms waiting for a rank that is " + std::to_string(kRing) + " collectives behind");
-    }
-  }
+  while (!wait_for_room(lock, timeout_)) continue;
   const uint64_t number = next_;
   next_ = number + 1;
   operation->number = number;

@@ -126,6 +126,11 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
                      const std::vector<int64_t>& received_numel,
                      const std::vector<int64_t>& sent_numel);
 
+  /// Waits for so long until this rank is no further ahead than the ring is long, and returns
+  /// whether the next collective can be issued without waiting for others.
+  /// @throws Error as HostWork::wait().
+  bool wait_for_room(std::chrono::milliseconds slice);
+
   /// This rank cannot go on, for a reason outside the channel: peers that wait for it hear of it.
   void give_up(const std::string& why) noexcept;
   /// Those who wait look at what has changed, also at what HostWork::wait_for() was given.
@@ -184,6 +189,8 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   // Waiting: host_channel_wait.cpp.
   bool wait(Lock& lock, const std::function<bool()>& done, const Operation* operation,
             std::chrono::steady_clock::time_point until);
+  bool has_room() const;
+  bool wait_for_room(Lock& lock, std::chrono::milliseconds slice);
   std::vector<int> waited_for(const Operation* operation) const;
   void check_ends(const Operation* operation, bool processes = false);
   std::string ended_process() const;
@@ -204,6 +211,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   std::vector<Control*> controls_;  ///< by rank
   Common* common_ = nullptr;        ///< at rank 0
   uint64_t next_ = 0;
+  std::optional<std::chrono::steady_clock::time_point> room_until_;  ///< while one waits for room
   std::deque<std::shared_ptr<Operation>> pending_;  ///< in order; held while peers may use them
   std::string failure_;
   std::vector<at::Tensor> released_;  ///< see Held

@@ -94,6 +94,28 @@ bool HostChannel::wait(Lock& lock, const std::function<bool()>& done, const Oper
   }
 }
 
+/// The slot of the next collective may still be read. While this thread waits, another may post.
+bool HostChannel::has_room() const { return next_ < kRing || all_finished(next_ - kRing); }
+
+bool HostChannel::wait_for_room(Lock& lock, milliseconds slice) {
+  if (!has_room()) {
+    const Clock::time_point now = Clock::now();
+    if (!room_until_) room_until_ = now + timeout_;
+    if (!wait(lock, [this] { return has_room(); }, nullptr, std::min(now + slice, *room_until_))) {
+      if (Clock::now() < *room_until_) return false;
+      fail("timed out after " + std::to_string(timeout_.count()) +
+           " ms waiting for a rank that is " + std::to_string(kRing) + " collectives behind");
+    }
+  }
+  room_until_.reset();
+  return true;
+}
+
+bool HostChannel::wait_for_room(milliseconds slice) {
+  Held held(*this);
+  return wait_for_room(held.lock(), slice);
+}
+
 void HostChannel::wake() noexcept { common_->bell.ring(); }
 
 /// The first peer whose process has ended, in words, or "".

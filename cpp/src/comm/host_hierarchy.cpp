@@ -420,6 +420,11 @@ bool HostHierarchy::can_all_reduce(const at::Tensor& tensor, Op op) const {
          (op != Op::AVG || averages());
 }
 
+bool HostHierarchy::wait_for_room(milliseconds slice) {
+  const auto& sums = core_->links().sums;
+  return this_pid() != pid_ || !sums || sums->wait_for_room(slice);  // all_reduce() tells
+}
+
 c10::intrusive_ptr<c10d::Work> HostHierarchy::all_reduce(const std::string& what,
                                                          const at::Tensor& tensor, Op op) {
   // Before any lock: the thread, which the child does not have, may have held it.

@@ -43,12 +43,8 @@ class AllReduce final : public Reduction {
 
   void start(const BucketMessage&, const at::Tensor& tensor, const std::string& what) override {
     const auto op = averages_ ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
-    if (hierarchy_) {
-      work_ =
-          call_collective(what, *group_, [&] { return hierarchy_->all_reduce(what, tensor, op); });
-    } else {
-      work_ = issue_all_reduce(what, *group_, tensor, op);
-    }
+    work_ = hierarchy_ ? issue_all_reduce(what, *group_, *hierarchy_, tensor, op)
+                       : issue_all_reduce(what, *group_, tensor, op);
   }
 
   void wait(const std::string& what, const std::function<void()>& meanwhile) override {

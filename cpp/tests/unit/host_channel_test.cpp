@@ -321,6 +321,20 @@ TEST(HostChannel, RankThatIsAheadByMoreThanTheRingWaits) {
   }));
 }
 
+TEST(HostChannel, RankWithoutRoomCanLookAroundUntilItsTimeIsUp) {
+  const Channels channels = connect(2, milliseconds(300));
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  while (channels[0]->wait_for_room(milliseconds(0)))
+    works.push_back(channels[0]->all_reduce("one of many", at::ones({4}), Op::SUM));
+  EXPECT_EQ(works.size(), 256U);
+  EXPECT_FALSE(channels[0]->wait_for_room(milliseconds(1)));
+  const auto errors = on_ranks(1, [&](int) {
+    while (!channels[0]->wait_for_room(milliseconds(10))) continue;
+  });
+  EXPECT_NE(errors[0].find("a rank that is 256 collectives behind"), std::string::npos)
+      << errors[0];
+}
+
 TEST(HostChannel, WorkThatNobodyWaitsForHoldsNobodyUp) {
   const Channels channels = connect(3);
   expect_no_errors(on_ranks(3, [&](int rank) {
