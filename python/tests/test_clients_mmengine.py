@@ -236,3 +236,65 @@ def _hooks(rank: int, world: int) -> None:
 @pytest.mark.processes
 def test_hook_of_the_page_initializes_amp(ranks: RankPool) -> None:
     ranks.run(2, _hooks)
+
+
+def _runs(rank: int, world: int, folder: str) -> None:
+    """Runner: two epochs at once, and one and another one from its checkpoint."""
+    wrapper, hook = on_page()
+    runner_of = load("mmengine.runner").Runner
+    # Six batches on each rank in an epoch: accumulation is complete where a checkpoint is written.
+    samples = [{"x": x[i], "y": y[i]} for x, y in batches(0, 1) for i in range(2)]
+
+    def make(name: str, epochs: int, seed: int, **options: Any) -> Any:
+        amp_wrapper = {
+            "type": "ApexOptimWrapper",
+            "opt_level": "O2",
+            "verbosity": 0,
+            "accumulative_counts": ACCUMULATED,
+            "optimizer": {"type": "SGD", "lr": RATE, "momentum": 0.9},
+        }
+        return runner_of(
+            model=regression(network(seed)),
+            work_dir=f"{folder}/{name}",
+            train_dataloader={
+                "batch_size": 2,
+                "dataset": samples,
+                "collate_fn": {"type": "default_collate"},
+                "sampler": {"type": "DefaultSampler", "shuffle": False},
+            },
+            train_cfg={"by_epoch": True, "max_epochs": epochs},
+            optim_wrapper=amp_wrapper,
+            cfg={"model_wrapper_cfg": {"type": wrapper.__name__}},
+            custom_hooks=[{"type": hook.__name__}],
+            default_hooks={"checkpoint": {"type": "CheckpointHook", "interval": 1}},
+            launcher="pytorch",
+            experiment_name=f"{name}{rank}",
+            randomness={"seed": seed, "diff_rank_seed": True},
+            log_level="ERROR",
+            **options,
+        )
+
+    def weights(runner: Any) -> list[Tensor]:
+        return [p.detach().clone() for p in amp.master_params(runner.optim_wrapper.optimizer)]
+
+    whole = make("whole", 2, 1 + rank)
+    whole.train()
+    check(isinstance(whole.model, DistributedDataParallel), f"wrapped in {type(whole.model)}")
+    wanted = weights(whole)
+    check(whole.model.statistics()["backwards"] > 0, "nothing was averaged")
+    checkpoint = f"{folder}/whole/epoch_1.pth"
+    again = make("again", 2, 50 + rank, load_from=checkpoint, resume=True)
+    with pytest.MonkeyPatch.context() as patch:
+        # mmengine's checkpoints hold objects of its own, which torch.load refuses by default.
+        patch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+        again.train()
+    check_equal(again.epoch, 2, "epochs")
+    for number, (found, other) in enumerate(zip(weights(again), wanted, strict=True)):
+        check_equal(found, other, f"parameter {number}")
+    check_same_on_all_ranks(wanted, "master weights")
+
+
+@pytest.mark.processes
+def test_runner_with_the_page_resumes_to_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
+    client("mmengine.runner")
+    ranks.run(2, _runs, str(tmp_path))
