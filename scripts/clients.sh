@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Run the tests of packages that call apex (timm, mmengine, ignite, Accelerate) against their released versions. They are
-# installed beside torch, into a folder of their own that nothing else uses, without their dependencies on torch; what is
-# installed already is used again. Needs the environment that scripts/test.sh makes.
+# Run the tests of packages that call apex (Lightning, mmengine, timm, ignite, Accelerate) against their released versions.
+# They are installed beside torch, into a folder of their own that nothing else uses, without their dependencies on torch;
+# what is installed already is used again. Needs the environment that scripts/test.sh makes.
 #
 # Environment: APEX_VENV, the folder of the virtual environment (default: .venv in the repository), and APEX_CLIENTS, the
 # folder of the packages (default: build/clients). Arguments are passed on to pytest.
@@ -16,18 +16,25 @@ if [ ! -x "$python" ]; then
   exit 1
 fi
 
-# Of torchvision the release that fits torch's: on a machine without CUDA give pip the index that torch came from
-# (PIP_EXTRA_INDEX_URL), or the tests of timm are skipped.
+# The release of torchvision that fits torch: 0.28 is for 2.13, 0.29 for 2.14. PyPI's is for CUDA; beside a torch for the
+# CPU its operators are missing, which python/tests/clients_support.py makes up for.
+torchvision=$("$python" -c 'import torch; print("0.%d.*" % (int(torch.__version__.split(".")[1]) + 15))')
+# Behind each line what its packages import. No dependencies are installed, so that none of them can replace torch.
 packages=(
-  accelerate mmengine pytorch-ignite timm torchvision
-  addict huggingface_hub packaging platformdirs psutil pyyaml rich safetensors termcolor yapf
+  lightning lightning-utilities torchmetrics fsspec tqdm typing_extensions
+  mmengine addict cycler contourpy fonttools kiwisolver matplotlib numpy opencv-python-headless pyparsing python-dateutil
+  rich six termcolor yapf platformdirs markdown-it-py mdurl pygments pillow
+  timm huggingface_hub safetensors pyyaml "torchvision==$torchvision"
+  pytorch-ignite packaging
+  accelerate psutil
 )
-if [ ! -e "$clients/.installed" ]; then
-  "$python" -m pip install --quiet --no-deps --upgrade --target "$clients" "${packages[@]}"
-  touch "$clients/.installed"
+if [ "$(cat "$clients/.installed" 2>/dev/null)" != "${packages[*]}" ]; then
+  rm -rf "$clients"
+  "$python" -m pip install --quiet --no-deps --target "$clients" "${packages[@]}"
+  echo "${packages[*]}" >"$clients/.installed"
 fi
 
 mkdir -p "$root/build/test-results"
 cd "$root/build/test-results" # so that the installed package is tested and not the sources
-APEX_CLIENTS=$clients OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest \
-  -c "$root/pyproject.toml" --rootdir "$root" -m clients "$root/python/tests/test_clients.py" -q "$@"
+APEX_CLIENTS=$clients OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest -c "$root/pyproject.toml" \
+  --rootdir "$root" -m clients "$root"/python/tests/test_clients*.py -q "$@"

@@ -1,46 +1,27 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Released packages that call apex: scripts/clients.sh installs them and runs this file."""
+"""Released packages that call apex: scripts/clients.sh installs them and runs this file.
+
+Lightning and mmengine have files of their own.
+"""
 
 from __future__ import annotations
 
 import copy
-import importlib
-import os
-import sys
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from amp_support import fresh_amp  # noqa: F401
-from ddp_support import free_port
+from clients_support import client, load
+from ddp_support import RankPool, check_near, check_same_on_all_ranks, forget_amp
 from torch import nn
 
 from apex import amp
 from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
-from apex.parallel import SyncBatchNorm, convert_syncbn_model
+from apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
 
 pytestmark = pytest.mark.clients
-FOLDER = os.environ.get("APEX_CLIENTS")
-
-
-@pytest.fixture(autouse=True)
-def clients_on_path() -> Iterator[None]:
-    """Behind everything else, so that what is in the environment counts first."""
-    if FOLDER is None:
-        yield
-        return
-    sys.path.append(FOLDER)
-    yield
-    sys.path.remove(FOLDER)
-
-
-def client(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision for another torch
-        pytest.skip(f"{name} cannot be imported: {error}; run scripts/clients.sh")
 
 
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -93,76 +74,116 @@ def test_timm_models_convert_and_train() -> None:
         assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_mmengine_apex_wrapper_accumulates_and_resumes(level: str) -> None:
-    client("mmengine.model")
-    kind = client("mmengine.optim").ApexOptimWrapper
-    model, optimizer = model_and_optimizer()
-    wrapper = kind(opt_level=level, loss_scale=128.0, optimizer=optimizer, accumulative_counts=2)
-    losses = []
-    for _ in range(20):
-        with wrapper.optim_context(model):
-            loss = nn.functional.mse_loss(model(X).float(), Y)
-        wrapper.update_params(loss)
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    state = copy.deepcopy(wrapper.state_dict())
-    assert state["apex_amp"] == amp.state_dict()
-    wrapper.load_state_dict(state)
+def _whole_batch(rank: int, world: int, name: str, options: dict[str, Any]) -> None:
+    """One step on two halves of a batch, against one process with plain batch norm in float64."""
+    model = load("timm").create_model(name, num_classes=3, **options).double()
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(4, 3, 32, 32).double(), torch.tensor([0, 1, 2, 1])
+    ddp = DistributedDataParallel(convert_syncbn_model(model))
+    half = slice(2 * rank, 2 * rank + 2)
+    nn.functional.cross_entropy(ddp(x[half]), y[half]).backward()
+    nn.functional.cross_entropy(plain(x), y).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    largest = max(grad.abs().max().item() for grad in expected.values())
+    for name, parameter in model.named_parameters():
+        check_near(parameter.grad, expected[name], name, 1e-10, largest)
+    check_same_on_all_ranks([p.grad for p in model.parameters()], "gradients")
+    for (name, ours), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
+        check_near(ours.double(), theirs.double(), name, 1e-10)
 
 
-def test_ignite_training_step_trains() -> None:
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "name, options",
+    [("resnet10t", {}), ("vit_tiny_patch16_224", {"img_size": 32, "patch_size": 16, "depth": 2})],
+)
+def test_timm_models_on_two_ranks_equal_the_whole_batch(
+    ranks: RankPool, name: str, options: dict[str, Any]
+) -> None:
+    client("timm")
+    ranks.run(2, _whole_batch, name, options)
+
+
+def test_timm_fusedlamb_is_ours_behind_timms_own_assertion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """timm refuses its fused optimizers where there is no CUDA; ours would run there."""
+    create = client("timm.optim").create_optimizer_v2
+    model, _ = model_and_optimizer()
+    if not torch.cuda.is_available():
+        with pytest.raises(AssertionError, match="CUDA required for APEX optimizers"):
+            create(model, opt="fusedlamb")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    optimizer = create(model, opt="fusedlamb", lr=0.01, weight_decay=0.1)
+    monkeypatch.undo()
+    assert type(optimizer) is FusedLAMB
+    twin = copy.deepcopy(model)
+    groups = [  # timm's: no decay for biases
+        {"params": [p for p in twin.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for p in twin.parameters() if p.dim() > 1], "weight_decay": 0.1},
+    ]
+    for net, stepped in ((model, optimizer), (twin, FusedLAMB(groups, lr=0.01))):
+        for _ in range(3):
+            stepped.zero_grad()
+            nn.functional.mse_loss(net(X), Y).backward()
+            stepped.step()
+    for ours, direct in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, direct)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_ignite_training_step_equals_a_loop_with_amp(level: str, accumulated: int) -> None:
     engine = client("ignite.engine")
-    model, optimizer = amp.initialize(*model_and_optimizer(), opt_level="O2", verbosity=0)
-    step = engine.supervised_training_step_apex(model, optimizer, nn.functional.mse_loss)
+    batches = [(X[i : i + 4], Y[i : i + 4]) for i in range(0, 16, 4)] * 4
+
+    def initialized() -> Any:
+        return amp.initialize(*model_and_optimizer(), opt_level=level, verbosity=0)
+
+    model, optimizer = initialized()
+    loss_of = nn.functional.mse_loss
+    step = engine.supervised_training_step_apex(
+        model, optimizer, loss_of, gradient_accumulation_steps=accumulated
+    )
     trainer = engine.Engine(step)
     losses: list[float] = []
     trainer.add_event_handler(
         engine.Events.ITERATION_COMPLETED, lambda e: losses.append(e.state.output)
     )
-    trainer.run([(X, Y)] * 20, max_epochs=1)
-    assert losses[-1] < losses[0]
+    trainer.run(batches, max_epochs=1)
+
+    forget_amp()
+    twin, optimizer = initialized()
+    expected = []
+    for number, (x, y) in enumerate(batches):
+        if number % accumulated == 0:
+            optimizer.zero_grad()
+        loss = loss_of(twin(x), y) / accumulated
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        if (number + 1) % accumulated == 0:
+            optimizer.step()
+        expected.append((loss * accumulated).item())
+    assert losses == expected
+    assert sum(losses[-4:]) < sum(losses[:4])
+    for ours, direct in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, direct)
 
 
-def test_accelerate_prepares_our_optimizers() -> None:
+@pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad, FusedAdam])
+def test_accelerate_steps_our_optimizers_as_a_loop_does(kind: Any) -> None:
     accelerator = client("accelerate").Accelerator(cpu=True)
-    for kind in (FusedLAMB, FusedNovoGrad, FusedAdam):
-        model, _ = model_and_optimizer()
-        optimizer: Any = kind(model.parameters(), lr=0.01)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        before = [p.detach().clone() for p in model.parameters()]
+    model, _ = model_and_optimizer()
+    twin, _ = model_and_optimizer()
+    direct = kind(twin.parameters(), lr=0.01)
+    model, optimizer = accelerator.prepare(model, kind(model.parameters(), lr=0.01))
+    for _ in range(3):
+        optimizer.zero_grad()
         accelerator.backward(nn.functional.mse_loss(model(X), Y))
         optimizer.step()
-        optimizer.zero_grad()
-        assert not any(map(torch.equal, before, model.parameters()))
-
-
-def test_torchs_sharded_optimizer_and_checkpoints_take_ours() -> None:
-    """Parts of torch itself, so that something of this file runs everywhere."""
-    import torch.distributed as dist
-    from torch.distributed.checkpoint import state_dict
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    address = f"tcp://127.0.0.1:{free_port()}"
-    dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
-    try:
-        for kind in (FusedAdam, FusedNovoGrad):
-            model, _ = model_and_optimizer()
-            sharded = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=kind, lr=0.01)
-            nn.functional.mse_loss(model(X), Y).backward()
-            sharded.step()
-            sharded.consolidate_state_dict()
-            sharded.load_state_dict(sharded.state_dict())
-            sharded.step()
-    finally:
-        dist.destroy_process_group()
-    model, _ = model_and_optimizer()
-    optimizer = FusedLAMB(model.parameters())
-    nn.functional.mse_loss(model(X), Y).backward()
-    optimizer.step()
-    saved = copy.deepcopy(state_dict.get_optimizer_state_dict(model, optimizer))
-    again = FusedLAMB(model.parameters())
-    state_dict.set_optimizer_state_dict(model, again, saved)
-    assert again.param_groups[0]["step"] == 1
-    for param in model.parameters():
-        assert torch.equal(again.state[param]["exp_avg"], optimizer.state[param]["exp_avg"])
+        direct.zero_grad()
+        nn.functional.mse_loss(twin(X), Y).backward()
+        direct.step()
+    start, _ = model_and_optimizer()
+    for found, wanted, old in zip(
+        model.parameters(), twin.parameters(), start.parameters(), strict=True
+    ):
+        assert torch.equal(found, wanted) and not torch.equal(found, old)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A job that torchrun may start again: it resumes from the checkpoint that it finds in its folder.
+
+``torchrun ... elastic_program.py FOLDER [STEP]``. In the backward of STEP rank 1 is killed, once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from apex import amp
+from apex.optimizers import FusedAdam
+from apex.parallel import DistributedDataParallel, convert_syncbn_model
+
+STEPS, EVERY = 8, 3
+
+
+def die_once(mark: Path) -> None:
+    """A mark on disk: a started-again process knows nothing of the one before."""
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(6, 4, generator=generator), torch.randint(3, (6,), generator=generator)
+
+
+def train(rank: int, world: int, folder: str, kill_at: int | None = None) -> dict[str, Any]:
+    """What a run ends with on this rank, and the step at which this process has begun."""
+    checkpoint = Path(folder) / "run.pt"
+    torch.manual_seed(rank)  # the wrapper takes rank 0's parameters
+    net = convert_syncbn_model(
+        nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    )
+    optimizer = FusedAdam(net.parameters(), lr=0.02, weight_decay=0.01)
+    net, optimizer = amp.initialize(net, optimizer, opt_level="O2", verbosity=0)
+    state: dict[str, Any] = {"step": 0}
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        net.load_state_dict(state["net"])
+        optimizer.load_state_dict(state["optimizer"])
+        amp.load_state_dict(state["amp"])
+    begun = state["step"]
+    model = DistributedDataParallel(net, message_size=20)  # several buckets
+    if "plan" in state:
+        model.load_bucket_plan(state["plan"])
+    for step in range(begun, STEPS):
+        x, target = batch(step, rank)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x).float(), target)
+        if step == kill_at and rank == 1:
+            # The batch norm has waited for rank 0 here, so that rank 0 is in this step, too.
+            net[3].weight.register_hook(lambda _: die_once(Path(folder) / "killed"))
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        state = {
+            "step": step + 1,
+            "net": net.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "amp": amp.state_dict(),
+            "plan": model.bucket_plan(),
+        }
+        if rank == 0 and (step + 1) % EVERY == 0:
+            torch.save(state, f"{checkpoint}.part")
+            os.replace(f"{checkpoint}.part", checkpoint)
+    return {**state, "begun": begun}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, folder = dist.get_rank(), sys.argv[1]
+    result = train(rank, dist.get_world_size(), folder, *map(int, sys.argv[2:]))
+    torch.save(result, Path(folder) / f"result{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

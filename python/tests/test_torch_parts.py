@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Parts of torch that save and shard optimizers take ours, on two ranks.
+
+The oracle is the same job without the part: its bits are wanted.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as checkpoints
+from ddp_support import RankPool, check, check_equal, check_same_on_all_ranks
+from torch import nn
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from apex.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.processes
+OPTIMIZERS = {
+    "adam": (FusedAdam, {"lr": 0.01, "weight_decay": 0.1}),
+    "lamb": (FusedLAMB, {"lr": 0.01}),
+    "novograd": (FusedNovoGrad, {"lr": 0.01}),
+    "adagrad": (FusedAdagrad, {"lr": 0.01}),
+    "sgd": (FusedSGD, {"lr": 0.1, "momentum": 0.9}),
+}
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def make(name: str, net: nn.Module) -> torch.optim.Optimizer:
+    kind, options = OPTIMIZERS[name]
+    return kind(net.parameters(), **options)
+
+
+def train(ddp: nn.Module, optimizer: Any, steps: range, rank: int) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(6, 3, generator=generator)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(x), x.sum(1, keepdim=True)).backward()
+        optimizer.step()
+
+
+def check_same_parameters(found: nn.Module, wanted: nn.Module, start: nn.Module) -> None:
+    for name, parameter in found.named_parameters():
+        check_equal(parameter.detach(), wanted.get_parameter(name).detach(), name)
+        check(not torch.equal(parameter, start.get_parameter(name)), f"{name} was not trained")
+
+
+def _checkpoints(rank: int, world: int, name: str, folder: str) -> None:
+    whole = DistributedDataParallel(network(rank))
+    start = copy.deepcopy(whole.module)
+    optimizer = make(name, whole)
+    train(whole, optimizer, range(3), rank)
+    model, state = state_dict.get_state_dict(whole.module, optimizer)
+    checkpoints.save({"model": model, "optimizer": state}, checkpoint_id=folder)
+    train(whole, optimizer, range(3, 6), rank)
+
+    net = network(100 + rank)
+    again = make(name, net)
+    model, state = state_dict.get_state_dict(net, again)
+    loaded = {"model": model, "optimizer": state}
+    checkpoints.load(loaded, checkpoint_id=folder)
+    state_dict.set_state_dict(
+        net, again, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+    )
+    train(DistributedDataParallel(net), again, range(3, 6), rank)
+    check_same_parameters(net, whole.module, start)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_distributed_checkpoint_resumed_equals_the_run_that_was_not_stopped(
+    ranks: RankPool, name: str, tmp_path: Path
+) -> None:
+    ranks.run(2, _checkpoints, name, str(tmp_path / "checkpoint"))
+
+
+def _names(rank: int, world: int) -> None:
+    """Wrapped or not, what is saved of the module loads into the other."""
+    ddp = DistributedDataParallel(network(rank))
+    inside = state_dict.get_model_state_dict(ddp.module)
+    check_equal(sorted(inside), sorted(ddp.module.state_dict()), "names of the module")
+    outside = state_dict.get_model_state_dict(ddp)
+    check_equal(sorted(outside), [f"module.{name}" for name in sorted(inside)], "of the wrapper")
+    other = DistributedDataParallel(network(7))
+    state_dict.set_model_state_dict(other, outside)
+    for found, wanted in zip(other.parameters(), ddp.parameters(), strict=True):
+        check_equal(found.detach(), wanted.detach(), "what was set")
+
+
+def test_distributed_checkpoint_names_are_those_of_state_dict(ranks: RankPool) -> None:
+    ranks.run(2, _names)
+
+
+def _shards(rank: int, world: int, name: str) -> None:
+    kind, options = OPTIMIZERS[name]
+    plain = DistributedDataParallel(network(rank))
+    start = copy.deepcopy(plain.module)
+    sharded = DistributedDataParallel(network(rank))
+    zero = ZeroRedundancyOptimizer(sharded.parameters(), optimizer_class=kind, **options)
+    optimizer = make(name, plain)
+    train(plain, optimizer, range(3), rank)
+    train(sharded, zero, range(3), rank)
+    # Resumed by a second one, from what rank 0 has gathered.
+    zero.consolidate_state_dict(to=0)
+    message = [zero.state_dict() if rank == 0 else None]
+    torch.distributed.broadcast_object_list(message)
+    again = ZeroRedundancyOptimizer(sharded.parameters(), optimizer_class=kind, **options)
+    again.load_state_dict(message[0])
+    train(plain, optimizer, range(3, 5), rank)
+    train(sharded, again, range(3, 5), rank)
+    check_same_parameters(sharded.module, plain.module, start)
+    check_same_on_all_ranks(list(sharded.parameters()), "sharded")
+
+
+@pytest.mark.parametrize("name", ["adam", "novograd", "adagrad", "sgd"])
+def test_zero_redundancy_optimizer_equals_the_optimizer_alone(ranks: RankPool, name: str) -> None:
+    """Not LAMB, which clips by the norm of all gradients: a shard has those of its parameters."""
+    ranks.run(2, _shards, name)
