@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The recipes of docs/recipes.md on two ranks with a seed each: test_docs_snippets.py runs them on one.
+"""The recipes of docs/recipes.md on two ranks with a seed each (test_docs_snippets.py: on one).
 
 Oracles: every wrapped model has the same bits on both ranks; of the loss over the whole batch the
 parameters that one process gets from all samples, in float64; counts that add up.
@@ -62,7 +62,9 @@ def _contrastive(draws: list[list[tuple[Tensor, Tensor]]], weight: Tensor, bias:
         near = x + 0.1 * torch.cat([rank[step][1] for rank in draws])
         left, right = (nn.functional.normalize(y @ weight.T + bias, dim=1) for y in (x, near))
         loss = nn.functional.cross_entropy(left @ right.T / 0.1, torch.arange(len(x)))
-        for p, gradient in zip((weight, bias), torch.autograd.grad(loss, (weight, bias))):
+        for p, gradient in zip(
+            (weight, bias), torch.autograd.grad(loss, (weight, bias)), strict=True
+        ):
             p.data -= 0.1 * gradient
     return torch.cat([weight.detach().flatten(), bias.detach()])
 

@@ -24,7 +24,11 @@ void require(bool condition, const std::string& message) {
   if (!condition) throw InvalidArgument("LossScaler: " + message);
 }
 
-bool is_positive(double value) { return std::isfinite(value) && value > 0; }
+/// As float32, which the scale is.
+bool is_positive(double value) {
+  const auto scale = static_cast<float>(value);
+  return std::isfinite(scale) && scale > 0;
+}
 
 void check(const LossScalerOptions& options) {
   require(is_positive(options.init_scale()), "init_scale is " +
@@ -42,6 +46,8 @@ void check(const LossScalerOptions& options) {
           "min_scale must be positive and finite.");
   require(!options.max_scale() || is_positive(*options.max_scale()),
           "max_scale must be positive and finite.");
+  require(!options.max_scale() || options.init_scale() <= *options.max_scale(),
+          "init_scale is above max_scale.");
   require(
       !options.min_scale() || !options.max_scale() || *options.min_scale() <= *options.max_scale(),
       "min_scale is above max_scale; swap them.");

@@ -57,12 +57,16 @@ BucketPlan plan_buckets(const std::vector<at::Tensor>& gradients, int64_t bucket
 NotifiedReducer::NotifiedReducer(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                  const std::vector<at::Tensor>& parameters,
                                  std::vector<at::Tensor> gradients, int64_t bucket_bytes)
-    : group_(std::move(group)), gradients_(std::move(gradients)) {
+    : members_(std::vector<GroupPtr>{std::move(group)}), gradients_(std::move(gradients)) {
   const at::NoGradGuard no_grad;
   require_gradients_fit(parameters, gradients_);
   const BucketPlan plan = plan_buckets(gradients_, bucket_bytes);
-  verify_same_model(named(parameters), {"bucket_bytes=" + std::to_string(bucket_bytes)}, group_);
-  broadcast_coalesced(parameters, group_);
+  verify_same_model(named(parameters), {"bucket_bytes=" + std::to_string(bucket_bytes)},
+                    members_.parent);
+  broadcast_coalesced(parameters, members_.parent);
+  // Note [An order of one's own]
+  if (!gradients_.empty()) members_.device = gradients_.front().device();
+  members_.separate();
   places_.resize(gradients_.size());
   for (const std::vector<int64_t>& members : plan.buckets) {
     Bucket bucket;
@@ -90,7 +94,7 @@ NotifiedReducer::~NotifiedReducer() {
   for (Bucket& bucket : buckets_) {
     try {
       // Its memory is on its way to other ranks.
-      if (bucket.work) wait_collective(bucket.work, bucket.what, *group_);
+      if (bucket.work) wait_collective(bucket.work, bucket.what, *members_.control());
     } catch (const std::exception&) {
       // Nobody asks for these gradients any more.
     }
@@ -131,8 +135,8 @@ void NotifiedReducer::launch_complete(bool all) {
     for (const size_t member : bucket.members) {
       if (!places_[member].ready) places_[member].view.zero_();
     }
-    if (group_->getSize() > 1 && bucket.buffer.numel() > 0)
-      bucket.work = issue_all_reduce(bucket.what, *group_, bucket.buffer);
+    if (members_.size > 1 && bucket.buffer.numel() > 0)
+      bucket.work = issue_all_reduce(bucket.what, *members_.control(), bucket.buffer);
   }
 }
 
@@ -141,9 +145,9 @@ void NotifiedReducer::synchronize() {
   try {
     launch_complete(/*all=*/true);
     for (Bucket& bucket : buckets_) {
-      if (bucket.work) wait_collective(bucket.work, bucket.what, *group_);
+      if (bucket.work) wait_collective(bucket.work, bucket.what, *members_.control());
       bucket.work.reset();
-      bucket.buffer.div_(group_->getSize());
+      bucket.buffer.div_(members_.size);
       for (const size_t member : bucket.members) {
         gradients_[member].copy_(places_[member].view);
       }

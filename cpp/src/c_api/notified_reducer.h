@@ -11,6 +11,8 @@
 
 #include <apex/export.h>
 
+#include "comm/membership.h"
+
 namespace apex::parallel::detail {
 
 /// Averages gradients that somebody else computes, and says so one by one. See
@@ -44,7 +46,7 @@ class APEX_API NotifiedReducer {
   void launch_complete(bool all);
   void begin_step();
 
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  Membership members_;
   const std::vector<at::Tensor> gradients_;
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;

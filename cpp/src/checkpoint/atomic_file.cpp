@@ -2,6 +2,7 @@
 #include "checkpoint/atomic_file.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -29,6 +30,15 @@ void wait_for_disk(int file) {
 }  // namespace
 
 AtomicFile::AtomicFile(std::string path) : path_(std::move(path)) {
+  // rename() would replace a link, or a device, itself.
+  std::error_code error;
+  if (std::filesystem::is_symlink(path_, error)) {
+    path_ = std::filesystem::weakly_canonical(path_, error).string();
+    if (error) throw Error(error.message());
+  }
+  struct stat older{};
+  const bool replaces = ::stat(path_.c_str(), &older) == 0;
+  if (replaces && !S_ISREG(older.st_mode)) throw Error("it is not a file");
   // In the same folder: a rename replaces a file at once within one file system only.
   const std::filesystem::path whole(path_);
   const std::string name =
@@ -36,6 +46,8 @@ AtomicFile::AtomicFile(std::string path) : path_(std::move(path)) {
   temporary_ = (whole.parent_path() / name).string();
   file_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   if (file_ < 0) fail();
+  // Where that is not allowed, the file belongs to somebody else, and its permissions to him.
+  if (replaces) static_cast<void>(!::fchmod(file_, older.st_mode & 0777));
 }
 
 AtomicFile::~AtomicFile() {

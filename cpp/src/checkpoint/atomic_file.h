@@ -6,8 +6,9 @@
 
 namespace apex::parallel::detail {
 
-/// A file that appears under its name when it is complete and on the disk, or never. Functions
-/// throw apex::Error with the system's reason.
+/// A file that appears under its name when it is complete and on the disk, or never. A symbolic
+/// link stays one, and what it leads to is replaced; an older file's permissions stay. What is no
+/// file, a device for one, is refused. Functions throw apex::Error with the system's reason.
 class AtomicFile {
  public:
   explicit AtomicFile(std::string path);
@@ -20,7 +21,7 @@ class AtomicFile {
   void commit();
 
  private:
-  const std::string path_;
+  std::string path_;  ///< to where symbolic links lead
   std::string temporary_;
   int file_ = -1;
 };

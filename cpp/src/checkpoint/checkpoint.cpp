@@ -134,7 +134,8 @@ std::string error_of(const Call& call) {
 
 /// The whole file; `missing` tells that there is none.
 at::Tensor read_file(const std::string& path, bool* missing) {
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // Not blocking: a fifo may have no writer.
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) {
     *missing = errno == ENOENT;
     throw Error(quoted(path) + " cannot be read: " + reason_of_system());
@@ -159,22 +160,24 @@ at::Tensor read_file(const std::string& path, bool* missing) {
   return bytes;
 }
 
-std::string shape_of(const at::Tensor& tensor) {
+std::string form_of(const at::Tensor& tensor) {
   std::ostringstream text;
-  text << tensor.sizes();
+  text << "shape " << tensor.sizes() << " and dtype " << c10::toString(tensor.scalar_type());
   return text.str();
 }
 
-/// libtorch takes over tensors of any shape.
-void require_same_shapes(const torch::nn::Module& module, InputArchive& archive,
-                         const std::string& path) {
+/// libtorch takes over tensors of any shape, and reads the bytes of one dtype as those of another.
+void require_same_forms(const torch::nn::Module& module, InputArchive& archive,
+                        const std::string& path) {
   const auto compare = [&](const auto& items, bool buffers) {
     for (const auto& item : items) {
       at::Tensor found;
       if (!item.value().defined() || !archive.try_read(item.key(), found, buffers)) continue;
-      if (found.sizes() == item.value().sizes()) continue;
-      throw Error("'" + path + item.key() + "' has the shape " + shape_of(item.value()) +
-                  " in the model and " + shape_of(found) + " in the file");
+      if (found.sizes() == item.value().sizes() &&
+          found.scalar_type() == item.value().scalar_type())
+        continue;
+      throw Error("'" + path + item.key() + "' has " + form_of(item.value()) +
+                  " in the model, and " + form_of(found) + " in the file");
     }
   };
   compare(module.named_parameters(/*recurse=*/false), false);
@@ -182,7 +185,7 @@ void require_same_shapes(const torch::nn::Module& module, InputArchive& archive,
   for (const auto& child : module.named_children()) {
     InputArchive inner;
     if (archive.try_read(child.key(), inner)) {
-      require_same_shapes(*child.value(), inner, path + child.key() + ".");
+      require_same_forms(*child.value(), inner, path + child.key() + ".");
     }
   }
 }
@@ -256,11 +259,24 @@ void Checkpoint::write(const std::string& path, int64_t step,
 }
 
 void Checkpoint::save(const std::string& path, int64_t step) {
-  if (step < 0) {
-    throw InvalidArgument("Checkpoint::save(): the step is " + std::to_string(step) +
-                          "; it must not be negative");
-  }
   const Ranks ranks(group_, device());
+  // Looked at by every rank, so that no other waits for one that throws.
+  const std::vector<int64_t> steps = ranks.gather(step);
+  const auto negative =
+      std::find_if(steps.begin(), steps.end(), [](int64_t one) { return one < 0; });
+  if (negative != steps.end()) {
+    throw InvalidArgument("Checkpoint::save(): the step of rank " +
+                          std::to_string(negative - steps.begin()) + " is " +
+                          std::to_string(*negative) + "; it must not be negative");
+  }
+  const std::vector<int64_t> given = ranks.gather(sampler_ != nullptr ? 1 : 0);
+  const auto other = std::find(given.begin(), given.end(), 1 - given.front());
+  if (other != given.end()) {
+    throw InvalidArgument("Checkpoint::save(): rank " + std::to_string(other - given.begin()) +
+                          (*other == 1 ? " gives a sampler, and rank 0 does not"
+                                       : " gives no sampler, and rank 0 does") +
+                          "; give one on every rank or on none");
+  }
   std::string sampler;
   ranks.agree(error_of([&] {
     if (sampler_ == nullptr) return;
@@ -296,7 +312,7 @@ void Checkpoint::read(const std::string& path, const at::Tensor& bytes, int64_t*
   };
   // All that can be known beforehand is looked at before anything is changed.
   InputArchive model = nested("model");
-  require_same_shapes(model_, model, "");
+  require_same_forms(model_, model, "");
   std::vector<InputArchive> inner;
   for (const Part& part : parts_) inner.push_back(nested(part.name));
   at::Tensor sampler;

@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <filesystem>
+#include <string>
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
@@ -91,6 +93,10 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous) {
   }
   try {
     if (rendezvous.kind == InitMethod::Kind::kFile) {
+      // torch would look for it again and again, for longer than the timeout.
+      const auto folder = std::filesystem::absolute(rendezvous.path).parent_path();
+      if (!std::filesystem::is_directory(folder))
+        throw Error("there is no folder '" + folder.string() + "'");
       auto store = c10::make_intrusive<c10d::FileStore>(rendezvous.path, rendezvous.world_size);
       store->setTimeout(rendezvous.timeout);
       return store;

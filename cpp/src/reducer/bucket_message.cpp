@@ -320,10 +320,16 @@ void BucketMessage::assign(const at::Tensor& result) {
   }
   const BelowAutograd guard;
   const at::Tensor target = gradients_of(tensor_);
-  if (result.numel() != target.numel()) {
-    throw InvalidArgument("a communication hook returned " + std::to_string(result.numel()) +
+  if (!result.defined() || result.numel() != target.numel()) {
+    throw InvalidArgument("a communication hook returned " +
+                          std::to_string(result.defined() ? result.numel() : 0) +
                           " elements for a bucket of " + std::to_string(target.numel()) +
                           "; its future must yield a tensor like bucket.buffer()");
+  }
+  if (result.is_complex() && !target.is_complex()) {
+    throw InvalidArgument("a communication hook returned " +
+                          std::string(c10::toString(result.scalar_type())) + " for a bucket of " +
+                          c10::toString(target.scalar_type()));
   }
   if (result.const_data_ptr() != target.const_data_ptr()) target.copy_(result.reshape({-1}));
 }

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+#include <string>
 #include <utility>
 
 #include <apex/error.h>
@@ -9,11 +10,6 @@
 namespace apex::parallel::detail {
 
 namespace {
-
-/// What a communication hook's future yields: a tensor, or a list of one.
-at::Tensor tensor_of(const c10::IValue& value) {
-  return value.isTensorList() ? value.toTensorVector().at(0) : value.toTensor();
-}
 
 class HookReduction final : public Reduction {
  public:
@@ -48,6 +44,7 @@ class HookReduction final : public Reduction {
     for (const BucketMessage::Slot& slot : bucket.slots())
       given_.parameters.push_back(slot.variable);
     finishing_ = false;
+    what_ = what;
     future_ = checked(hook_->run(given_), what);
   }
 
@@ -78,7 +75,11 @@ class HookReduction final : public Reduction {
 
   void deliver(BucketMessage& bucket) override {
     const c10::IValue value = future_->value();
-    bucket.assign(tensor_of(value));
+    try {
+      bucket.assign(tensor_of(value));
+    } catch (const InvalidArgument& error) {
+      throw InvalidArgument(who() + what_ + ": " + error.what());
+    }
     drop();
   }
 
@@ -94,11 +95,25 @@ class HookReduction final : public Reduction {
   FuturePtr checked(FuturePtr future, const std::string& what) const {
     if (!future) {
       throw Error(
-          what +
+          who() + what +
           ": the hook returned no future, so the gradients of this bucket would not be averaged: "
           "return one that yields the result");
     }
     return future;
+  }
+
+  std::string who() const {
+    return "rank " + std::to_string(group_->getRank()) + " of " +
+           std::to_string(group_->getSize()) + ": ";
+  }
+
+  /// What a hook's future yields: a tensor, or a list of one.
+  at::Tensor tensor_of(const c10::IValue& value) const {
+    if (value.isTensorList() && value.toTensorVector().size() == 1)
+      return value.toTensorVector().front();
+    if (value.isTensor()) return value.toTensor();
+    throw Error(who() + what_ + " has a future of " + value.tagKind() +
+                "; it has to yield a tensor, or a list of one");
   }
 
   void await(const std::string& what) { wait_future(*future_, what, *group_); }
@@ -111,6 +126,7 @@ class HookReduction final : public Reduction {
   GradientBucket given_;  ///< to the hook
   bool finishing_ = false;
   FuturePtr future_;
+  std::string what_;
 };
 
 }  // namespace

@@ -41,8 +41,15 @@ constexpr const char* kLeftPlan = "exchange by the plan that was left";
 /// Takes part in a backward by the plan that this rank has left, and lets go of it if all ranks
 /// have left it.
 void ReducerCore::carry_left_plan() {
-  launch_absent(left_, step_.facts(pass_->wants_rebuild, /*left_plan=*/true), step_.hook_failed(),
-                context_);
+  const StepFacts facts = step_.facts(pass_->wants_rebuild, /*left_plan=*/true);
+  try {
+    launch_absent(left_, facts, step_.hook_failed(), context_);
+  } catch (const CommunicationError&) {
+    throw;
+  } catch (...) {
+    // A hook that fails may be why the plan was left: what it says of this one matters to nobody.
+    launch_absent(left_, facts, /*without_user_code=*/true, context_);
+  }
   try {
     const SeenFacts seen = await_facts(left_);
     context_.monitor.open([&] {

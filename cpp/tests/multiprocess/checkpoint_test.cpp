@@ -3,6 +3,7 @@
 
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -163,6 +164,33 @@ void bad_files() {
   expect(error_of([&] { run.checkpoint.load(nowhere); }), nowhere, "No such file or directory");
   expect(error_of([&] { run.checkpoint.load(folder.string()); }), folder.string(), "not a file");
 
+  // What is no file stays what it is, and nobody waits for its other end; a link stays a link.
+  const std::string fifo = (folder / "fifo").string(), link = (folder / "link").string();
+  if (first) {
+    require(::mkfifo(fifo.c_str(), 0600) == 0, "no fifo");
+    fs::create_symlink("run.ckpt", link);
+    fs::permissions(path, fs::perms::owner_read | fs::perms::owner_write);
+  }
+  apex::distributed::barrier();
+  expect(error_of([&] { run.checkpoint.load(fifo); }), fifo, "not a file");
+  expect(error_of([&] { run.checkpoint.save(fifo, 8); }), fifo, "not a file");
+  require(fs::is_fifo(fifo), "the fifo was replaced");
+  run.checkpoint.save(link, 8);
+  require(fs::is_symlink(link), "the link was replaced");
+  require(run.checkpoint.load(path) == 8, "the link does not lead to what was saved");
+  require((fs::status(path).permissions() & fs::perms::group_read) == fs::perms::none,
+          "others may read it now");
+
+  // One rank alone.
+  const std::string uneven = (folder / "uneven.ckpt").string();
+  expect(error_of([&] { Checkpoint(run.model).save(uneven, first ? 1 : -1); }), "save()",
+         "the step of rank 1 is -1; it must not be negative");
+  Checkpoint with(run.model);
+  if (first) with.sampler(run.sampler);
+  expect(error_of([&] { with.save(uneven, 1); }), "save()",
+         "rank 1 gives no sampler, and rank 0 does");
+  require(!fs::exists(uneven), "it was written");
+
   // Truncated, empty, of something else.
   for (const auto size : {fs::file_size(path) / 2, uintmax_t{0}}) {
     const std::string part = (folder / ("part" + std::to_string(size))).string();
@@ -183,7 +211,13 @@ void bad_files() {
   const std::string other = (folder / "wide.ckpt").string();
   Checkpoint(wide).optimizer(optimizer).save(other, 0);
   expect(error_of([&] { Checkpoint(run.model).optimizer(run.optimizer).load(other); }), other,
-         "'fc1.weight' has the shape [8, 4] in the model and [9, 4] in the file");
+         "'fc1.weight' has shape [8, 4] and dtype Float in the model, and shape [9, 4] and dtype "
+         "Float in the file");
+  Net doubles;
+  doubles->to(at::kDouble);
+  Checkpoint(doubles).save(other, 0);
+  expect(error_of([&] { Checkpoint(run.model).load(other); }), other,
+         "and dtype Double in the file");
   Net narrow;
   Checkpoint(narrow).save(other, 0);
   expect(error_of([&] { run.checkpoint.load(other); }), other, "it has no optimizer0");

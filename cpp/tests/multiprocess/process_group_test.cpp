@@ -189,6 +189,16 @@ const Scenario kLogLines("log_lines", [] {
 
 const Scenario kTwice("twice", [] {
   const auto path = variable("TEST_FOLDER");
+  dist::ProcessGroupOptions nowhere;
+  nowhere.init_method("file://" + path + "/no/such");
+  try {
+    dist::init_process_group("gloo", nowhere);  // at once, and not in half an hour
+    require(false, "a file in no folder was taken");
+  } catch (const CommunicationError& error) {
+    require(
+        std::string(error.what()).find("there is no folder '" + path + "/no'") != std::string::npos,
+        error.what());
+  }
   for (const char* name : {"first", "second"}) {
     dist::ProcessGroupOptions options;
     options.init_method("file://" + path + "/" + name);

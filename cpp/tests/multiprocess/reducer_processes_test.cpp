@@ -11,6 +11,7 @@
 
 #include <ATen/ATen.h>
 
+#include <apex/distributed/collectives.h>
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
 #include <apex/parallel/comm_hook.h>
@@ -23,6 +24,8 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/utils.h>
+
+#include "c_api/notified_reducer.h"
 
 // The reducer on real processes over Gloo, compared with one process on the whole batch in float64.
 
@@ -191,6 +194,30 @@ void narrow_wire() {
   apex::distributed::destroy_process_group();
 }
 
+/// Hazard: messages of two reducers on one group are matched by their order alone. With shared
+/// memory and without.
+void several_notified() {
+  const auto group = apex::distributed::init_process_group("gloo");
+  const int rank = group->getRank();
+  const auto tensor = [&](double value) {
+    return std::vector{at::full({4}, value * (rank + 1), at::kDouble)};
+  };
+  const auto a = tensor(1), b = tensor(100);
+  apex::parallel::detail::NotifiedReducer first(group, tensor(0), a, 0),
+      second(group, tensor(0), b, 0);
+  const at::Tensor other = at::full({4}, 7.0, at::kDouble);
+  if (rank == 0) apex::distributed::all_reduce(other);
+  (rank == 0 ? first : second).gradient_ready(0);
+  (rank == 0 ? second : first).gradient_ready(0);
+  if (rank == 1) apex::distributed::all_reduce(other);
+  first.synchronize();
+  second.synchronize();
+  require(a[0].eq(1.5).all().item<bool>(), "the first reducer has other gradients");
+  require(b[0].eq(150).all().item<bool>(), "the second reducer has other gradients");
+  require(other.eq(14).all().item<bool>(), "the program's own all-reduce has other values");
+}
+
+const apex::testing::Scenario kSeveralNotified("several_notified_reducers", several_notified);
 const apex::testing::Scenario kNarrowWire("reducer_narrow_wire", narrow_wire);
 
 /// Nothing is sent in between, so that a rank may be done with the reducer while others still
@@ -364,6 +391,14 @@ INSTANTIATE_TEST_SUITE_P(Table, ReducerProcesses,
 
 TEST(ReducerProcessesWire, NarrowSummedInFloat32_Gradients_AreRoundedOnce) {
   EXPECT_EQ(failures_of(run_processes(ranks_of("reducer_narrow_wire", 3))), "");
+}
+
+TEST(NotifiedReducerProcesses, SeveralOfOneGroup_AnotherOrderOnEachRank_AreNotMixedUp) {
+  for (const char* channel : {"1", "0"}) {
+    EXPECT_EQ(failures_of(run_processes(
+                  ranks_of("several_notified_reducers", 2, {{"APEX_HOST_CHANNEL", channel}}))),
+              "");
+  }
 }
 
 TEST(ReducerProcessesConnection, DroppedAtOnceByOneRank_Others_ConnectAllTheSame) {

@@ -130,6 +130,56 @@ TEST(DistributedDataParallelCpp, NoSync_Nested_AccumulatesUntilTheOutermostEnds)
   });
 }
 
+TEST(DistributedDataParallelCpp, NoSync_GuardsEndInAnyOrder_SynchronizesWhenNoneIsLeft) {
+  run_ranks(2, [](int rank, const Group& group) {
+    DistributedDataParallel model(torch::nn::Linear(4, 1), group);
+    using Guard = decltype(model.no_sync());
+    const at::Tensor x = at::full({1, 4}, rank + 1.0);
+    std::unique_ptr<Guard> first(new Guard(model.no_sync()));
+    std::unique_ptr<Guard> second(new Guard(model.no_sync()));
+    first.reset();
+    model.forward(x).sum().backward();
+    EXPECT_TRUE(at::allclose(model->weight.grad(), x)) << "averaged while a guard lives";
+    second.reset();
+    model.forward(x).sum().backward();
+    EXPECT_TRUE(at::allclose(model->weight.grad(), at::full({1, 4}, 3.0))) << "not averaged";
+  });
+}
+
+TEST(DistributedDataParallelCpp, ParameterReplacedAddedOrRemoved_Forward_ThrowsAndNamesIt) {
+  run_ranks(2, [](int rank, const Group& group) {
+    const auto refused = [](auto& model, const at::Tensor& x) {
+      try {
+        model.forward(x);
+      } catch (const Error& error) {
+        return std::string(error.what());
+      }
+      return std::string("nothing was thrown");
+    };
+    const std::string me = "rank " + std::to_string(rank) + ": ";
+    Net net;
+    DistributedDataParallel model(net, group);
+    const at::Tensor x = torch::randn({2, 4});
+    model.forward(x).sum().backward();
+    model.to(at::kDouble);  // the same parameters
+    model.forward(x.to(at::kDouble)).sum().backward();
+    model.to(at::kFloat);
+    net->fc2 = torch::nn::Linear(8, 2);
+    net->replace_module("fc2", net->fc2);
+    EXPECT_NE(refused(model, x).find(me + "parameter 'fc2.weight' was added or replaced"),
+              std::string::npos)
+        << refused(model, x);
+    Net other;
+    DistributedDataParallel second(other, group);
+    other->register_module("extra", torch::nn::Linear(2, 2));
+    EXPECT_NE(refused(second, x).find("'extra.weight'"), std::string::npos);
+    other->unregister_module("extra");
+    second.forward(x);
+    other->unregister_module("fc2");
+    EXPECT_NE(refused(second, x).find("a parameter was removed"), std::string::npos);
+  });
+}
+
 TEST(DistributedDataParallelCpp, Buffers_ByDefaultAndOnRequest_AreLeftAloneOrRankZeros) {
   run_ranks(2, [](int rank, const Group& group) {
     for (const bool broadcast : {false, true}) {
@@ -311,6 +361,67 @@ TEST(DistributedDataParallelCpp, RegisteredHook_Backward_RunsInsteadOfTheAllRedu
     model.forward(torch::ones({1, 4})).sum().backward();
     EXPECT_TRUE(model->weight.grad().equal(torch::full({1, 4}, 2.0)));
   });
+}
+
+TEST(DistributedDataParallelCpp, HookThatThrows_Replaced_IsNotCalledForEver) {
+  run_ranks(2, [](int rank, const Group& group) {
+    struct Bad : CommHook {
+      int calls = 0;
+      c10::intrusive_ptr<c10::ivalue::Future> run(GradientBucket&) override {
+        ++calls;
+        throw std::runtime_error("the hook's own");
+      }
+    };
+    DistributedDataParallel model(torch::nn::Linear(4, 1), group);
+    const at::Tensor x = at::full({1, 4}, rank + 1.0);
+    const auto hook = std::make_shared<Bad>();
+    model.register_comm_hook(hook);
+    EXPECT_ANY_THROW(model.forward(x).sum().backward());
+    model.register_comm_hook(nullptr);
+    for (int step = 0; step < 2; ++step) {
+      model.zero_grad();
+      model.forward(x).sum().backward();
+      EXPECT_TRUE(at::allclose(model->weight.grad(), at::full({1, 4}, 1.5))) << "step " << step;
+    }
+    EXPECT_LE(hook->calls, 2) << "once more, with zeros, for ranks that may have kept it";
+  });
+}
+
+TEST(DistributedDataParallelCpp, HookOfOddResults_Backward_NamesRankHookAndBucket) {
+  struct Odd : CommHook {
+    explicit Odd(c10::IValue value) : value(std::move(value)) {}
+    c10::intrusive_ptr<c10::ivalue::Future> run(GradientBucket&) override {
+      auto future = c10::make_intrusive<c10::ivalue::Future>(c10::AnyType::get());
+      future->markCompleted(value);
+      return future;
+    }
+    std::string name() const override { return "odd"; }
+    c10::IValue value;
+  };
+  const std::vector<c10::IValue> results = {
+      c10::IValue(), c10::IValue(at::ones({3})), c10::IValue(at::Tensor()),
+      c10::IValue(at::ones({5}, at::kComplexFloat)),
+      c10::IValue(std::vector<at::Tensor>{at::ones({5}), at::ones({5})})};
+  for (const c10::IValue& result : results) {
+    run_ranks(2, [&](int rank, const Group& group) {
+      DistributedDataParallel model(torch::nn::Linear(4, 1), group);
+      model.register_comm_hook(std::make_shared<Odd>(result));
+      std::string text;
+      try {
+        model.forward(torch::ones({1, 4})).sum().backward();
+      } catch (const Error& error) {
+        text = error.what();
+      } catch (const std::exception& error) {
+        text = std::string("of another class: ") + error.what();
+      }
+      EXPECT_EQ(text.rfind("rank " + std::to_string(rank) +
+                               " of 2: communication hook 'odd', for "
+                               "bucket 0",
+                           0),
+                0U)
+          << text;
+    });
+  }
 }
 
 TEST(DistributedDataParallelCpp, WrapperSaved_Loaded_HoldsWhatTheModuleAloneWould) {

@@ -260,6 +260,9 @@ TEST(LossScaler, Options_OutOfRange_ThrowInvalidArgument) {
   };
   refused([](LossScalerOptions& o) { o.init_scale(0); });
   refused([](LossScalerOptions& o) { o.init_scale(kInf); });
+  refused([](LossScalerOptions& o) { o.init_scale(1e39); });   // of float32, infinite
+  refused([](LossScalerOptions& o) { o.init_scale(1e-50); });  // and zero
+  refused([](LossScalerOptions& o) { o.init_scale(8).max_scale(4); });
   refused([](LossScalerOptions& o) { o.growth_factor(1); });
   refused([](LossScalerOptions& o) { o.backoff_factor(1); });
   refused([](LossScalerOptions& o) { o.growth_interval(0); });

@@ -15,7 +15,8 @@
 /// Every rank of `group` (null: the default group) has to call the same one, with tensors of the
 /// same shape and dtype. They block: the host on CPU backends, the current stream on NCCL. They may
 /// be called from any thread, in the same order on every rank. None of them is recorded by
-/// autograd.
+/// autograd. Ranks with other shapes, dtypes or operations are found out where they share memory;
+/// elsewhere backends mix the values, or end the process, as they do for torch.distributed.
 ///
 /// All throw apex::CommunicationError when a rank does not come within the group's timeout, has
 /// ended, or is in another collective, and apex::InvalidArgument without a default group or for a

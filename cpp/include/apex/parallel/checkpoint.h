@@ -69,16 +69,20 @@ class APEX_API Checkpoint {
 
   /// Writes all parts and `step`. The file is complete or not there: rank 0 writes another one in
   /// the same folder, waits until it is on the disk, and renames it. An older file of this name
-  /// stays as it is if that fails.
+  /// stays as it is if that fails, and keeps its permissions if not. A symbolic link is followed;
+  /// anything else that is no file is refused. A process that is killed while it writes leaves
+  /// .NAME.PID.part behind.
   /// @throws apex::Error on every rank, naming the file and the cause.
-  /// @throws InvalidArgument for a negative step; CommunicationError.
+  /// @throws InvalidArgument on every rank for a negative step, and if only some ranks have given a
+  ///         sampler; CommunicationError.
   void save(const std::string& path, int64_t step);
 
   /// Reads all parts from rank 0's file into the ranks' objects and returns the step. What the file
   /// has besides is passed over.
   /// @throws apex::Error on every rank, naming the file: if it cannot be read, is truncated or
-  ///         something else, or lacks a part; if a parameter has another shape, before anything is
-  ///         changed; if a part does not fit otherwise, after which the parts must not be used.
+  ///         something else, or lacks a part; if a parameter has another shape or dtype, before
+  ///         anything is changed; if a part does not fit otherwise, after which the parts must not
+  ///         be used.
   /// @throws CommunicationError.
   int64_t load(const std::string& path);
 

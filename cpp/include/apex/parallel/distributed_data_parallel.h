@@ -69,7 +69,9 @@ class DistributedDataParallelOptions {
                             "; it must be positive and finite");
     }
     reducer_.limits = {};
-    reducer_.limits.cap = std::max<int64_t>(1, static_cast<int64_t>(mib * (1 << 20)));
+    constexpr double kMost = double{1 << 30} * (1 << 30);  // a larger one has no int64_t
+    reducer_.limits.cap =
+        std::max<int64_t>(1, static_cast<int64_t>(std::min(mib * (1 << 20), kMost)));
     reducer_.limits.unit = BucketLimits::Unit::kBytes;
     return *this;
   }
@@ -117,6 +119,13 @@ struct ModuleOf<Wrapped, std::void_t<decltype(*std::declval<Wrapped&>())>> {
   static constexpr bool known = std::is_base_of_v<torch::nn::Module, type>;
 };
 
+/// The living guards of no_sync().
+struct NoSyncGuards {
+  Reducer& reducer;
+  int count = 0;
+  bool before = true;  ///< the first of them
+};
+
 template <typename Void, typename Module, typename... Args>
 struct TakesArguments : std::false_type {};
 template <typename Module, typename... Args>
@@ -158,7 +167,9 @@ class DistributedDataParallel {
       : module_(required(std::move(module))),
         options_(with_group(std::move(options))),
         buffers_(options_.broadcast_buffers() ? describe_buffers() : std::vector<std::string>()),
-        reducer_(make_reducer()) {
+        reducer_(make_reducer()),
+        no_sync_(std::make_shared<detail::NoSyncGuards>(detail::NoSyncGuards{*reducer_})),
+        parameters_(identities()) {
     name_layers(*module_);
     if (options_.init_sync() && options_.broadcast_buffers()) synchronize_buffers(0);
   }
@@ -169,6 +180,7 @@ class DistributedDataParallel {
                                 std::move(options)) {}
 
   /// Calls the module's forward and returns what it returns.
+  /// @throws Error if a parameter was added, removed or replaced since the module was wrapped.
   template <typename... Args>
   auto forward(Args&&... args) {
     if constexpr (!detail::TakesArguments<void, Module, Args...>::value) {
@@ -193,19 +205,23 @@ class DistributedDataParallel {
   }
 
   /// While it lives, backward does not communicate and gradients accumulate; what accumulated is
-  /// part of the next synchronized backward. Guards may be nested. Every rank has to do the same.
+  /// part of the next synchronized backward. Several may live at a time, and end in any order; the
+  /// wrapper has to outlive them. Every rank has to do the same.
   class [[nodiscard]] NoSync {
    public:
-    explicit NoSync(Reducer& reducer) : reducer_(reducer), before_(reducer.synchronizing()) {
-      reducer_.set_synchronizing(false);
+    explicit NoSync(std::shared_ptr<detail::NoSyncGuards> guards) : guards_(std::move(guards)) {
+      if (guards_->count++ > 0) return;
+      guards_->before = guards_->reducer.synchronizing();
+      guards_->reducer.set_synchronizing(false);
     }
-    ~NoSync() { reducer_.set_synchronizing(before_); }
+    ~NoSync() {
+      if (--guards_->count == 0) guards_->reducer.set_synchronizing(guards_->before);
+    }
     NoSync(const NoSync&) = delete;
     NoSync& operator=(const NoSync&) = delete;
 
    private:
-    Reducer& reducer_;
-    const bool before_;
+    const std::shared_ptr<detail::NoSyncGuards> guards_;
   };
 
   ///     {
@@ -213,7 +229,7 @@ class DistributedDataParallel {
   ///       loss_of(model.forward(x), y).backward();  // adds up
   ///     }
   ///     loss_of(model.forward(x), y).backward();    // the sum is averaged over the ranks
-  NoSync no_sync() { return NoSync(*reducer_); }
+  NoSync no_sync() { return NoSync(no_sync_); }
 
   /// For ranks with different numbers of batches: lives around the loop over them, on every rank.
   /// At its end a rank that is through first takes part in the others' backwards with zeros, until
@@ -260,7 +276,8 @@ class DistributedDataParallel {
   ///
   /// `divide_by_initial_world_size`: gradients are divided by the number of ranks, so that a rank
   /// without data counts as zeros; else by the number of ranks that still have data. SyncBatchNorm
-  /// over all ranks is covered; other modules with collectives of their own are not.
+  /// over all ranks is covered; other modules with collectives of their own are not. Optimizer
+  /// states are not exchanged: where these matter (momentum), all ranks should end together.
   /// @throws InvalidArgument inside of another join().
   Join join(bool divide_by_initial_world_size = true) {
     return Join(*this, divide_by_initial_world_size);
@@ -347,7 +364,36 @@ class DistributedDataParallel {
     return options;
   }
 
+  /// Of the module's parameters, without their names, which would cost more. One that the reducer
+  /// holds lives, so that no other has its address.
+  std::vector<const void*> identities() const {
+    std::vector<const void*> found;
+    found.reserve(parameters_.size());
+    const torch::nn::Module& module = *module_;
+    module.apply([&](const torch::nn::Module& one) {
+      for (const at::Tensor& parameter : one.parameters(/*recurse=*/false))
+        found.push_back(parameter.unsafeGetTensorImpl());
+    });
+    return found;
+  }
+
+  [[noreturn]] void refuse_other_parameters() const {
+    std::string name;
+    for (const auto& item : module_->named_parameters()) {
+      const void* const one = item.value().unsafeGetTensorImpl();
+      if (name.empty() &&
+          std::find(parameters_.begin(), parameters_.end(), one) == parameters_.end())
+        name = item.key();
+    }
+    throw Error("rank " + std::to_string(process_group()->getRank()) + ": " +
+                (name.empty() ? "a parameter was removed"
+                              : "parameter '" + name + "' was added or replaced") +
+                " after DistributedDataParallel took the module's, so its gradient would not be "
+                "averaged: make such changes on every rank, and construct the wrapper again");
+  }
+
   void before_forward() {
+    if (identities() != parameters_) refuse_other_parameters();
     const bool training = module_->is_training();
     reducer_->prepare_for_forward(training);
     const bool buffers = options_.broadcast_buffers() && training && reducer_->synchronizing();
@@ -472,6 +518,8 @@ class DistributedDataParallel {
   std::vector<std::string> buffers_;        ///< as the ranks have compared them
   bool joining_ = false;
   std::unique_ptr<Reducer> reducer_;
+  std::shared_ptr<detail::NoSyncGuards> no_sync_;
+  std::vector<const void*> parameters_;  ///< that the reducer holds: see identities()
 };
 
 /// A module that is a variable: DistributedDataParallel model(net) for NetImpl net.

@@ -166,7 +166,10 @@ struct ReducerStatistics {
 ///
 /// A backward that an exception ends on one rank throws on every rank: what that rank had not sent
 /// yet it sends as zeros, with a note that it failed. Afterwards all ranks can go on with the next
-/// backward, once gradients are cleared. Where the last bucket is not on the CPU nobody reads that
+/// backward, once gradients are cleared. An exception in what comes after the module, in the loss's
+/// own backward, ends it before any gradient here is known to be on its way: the others hear of it
+/// in that rank's next backward, where all throw, and are one backward behind it then. Where the
+/// last bucket is not on the CPU nobody reads that
 /// note; such a rank then sends NaN.
 class APEX_API Reducer {
  public:
