@@ -95,7 +95,8 @@ APEX_API apex_status apex_barrier(apex_group* group);
  * `parameters`, `gradients`: [count]; gradients[i] has the shape and dtype of parameters[i],
  * float32 or another floating dtype. The memory stays where it is, and belongs to the caller.
  * `bucket_bytes`: gradients are sent when so many have come together; 0 for the default. Buckets
- * are made in the order of backward, the last parameter first. */
+ * are made in the order of backward, the last parameter first. A reducer has connections of its
+ * own, where the backend has them (gloo): several of a group are not mixed up. */
 APEX_API apex_status apex_reducer_create(apex_group* group, const apex_tensor* parameters,
                                          const apex_tensor* gradients, size_t count,
                                          int64_t bucket_bytes, apex_reducer** reducer);

@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <string>
@@ -11,7 +12,7 @@
 
 #include <ATen/ATen.h>
 
-#include <apex/distributed/collectives.h>
+#include <apex/c_api.h>
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
 #include <apex/parallel/comm_hook.h>
@@ -24,8 +25,6 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/utils.h>
-
-#include "c_api/notified_reducer.h"
 
 // The reducer on real processes over Gloo, compared with one process on the whole batch in float64.
 
@@ -194,27 +193,39 @@ void narrow_wire() {
   apex::distributed::destroy_process_group();
 }
 
-/// Hazard: messages of two reducers on one group are matched by their order alone. With shared
-/// memory and without.
+/// Hazard: messages of two reducers of one group are matched by their order alone, and so are those
+/// of the program.
 void several_notified() {
-  const auto group = apex::distributed::init_process_group("gloo");
-  const int rank = group->getRank();
-  const auto tensor = [&](double value) {
-    return std::vector{at::full({4}, value * (rank + 1), at::kDouble)};
+  apex_group* group = nullptr;
+  const auto ok = [](apex_status status) { require(status == APEX_OK, apex_last_error()); };
+  ok(apex_init("gloo", nullptr, -1, -1, 30000, &group));
+  const bool first = apex_rank(group) == 0;
+  const int64_t size = 4;
+  double weights[2][4] = {}, gradients[2][4], metric[4];
+  const auto tensor = [&](double* data) {
+    return apex_tensor{data, 1, &size, nullptr, APEX_FLOAT64, -1};
   };
-  const auto a = tensor(1), b = tensor(100);
-  apex::parallel::detail::NotifiedReducer first(group, tensor(0), a, 0),
-      second(group, tensor(0), b, 0);
-  const at::Tensor other = at::full({4}, 7.0, at::kDouble);
-  if (rank == 0) apex::distributed::all_reduce(other);
-  (rank == 0 ? first : second).gradient_ready(0);
-  (rank == 0 ? second : first).gradient_ready(0);
-  if (rank == 1) apex::distributed::all_reduce(other);
-  first.synchronize();
-  second.synchronize();
-  require(a[0].eq(1.5).all().item<bool>(), "the first reducer has other gradients");
-  require(b[0].eq(150).all().item<bool>(), "the second reducer has other gradients");
-  require(other.eq(14).all().item<bool>(), "the program's own all-reduce has other values");
+  std::fill_n(gradients[0], 4, first ? 1.0 : 2.0);
+  std::fill_n(gradients[1], 4, first ? 100.0 : 200.0);
+  std::fill_n(metric, 4, 7.0);
+  apex_reducer* reducers[2] = {};
+  for (int i = 0; i < 2; ++i) {
+    const apex_tensor weight = tensor(weights[i]), gradient = tensor(gradients[i]);
+    ok(apex_reducer_create(group, &weight, &gradient, 1, 0, &reducers[i]));
+  }
+  const apex_tensor own = tensor(metric);
+  if (first) ok(apex_all_reduce(group, &own, APEX_SUM));
+  ok(apex_reducer_gradient_ready(reducers[first ? 0 : 1], 0));
+  ok(apex_reducer_gradient_ready(reducers[first ? 1 : 0], 0));
+  if (!first) ok(apex_all_reduce(group, &own, APEX_SUM));
+  for (apex_reducer* reducer : reducers) ok(apex_reducer_synchronize(reducer));
+  for (int i = 0; i < 4; ++i) {
+    require(gradients[0][i] == 1.5, "the first reducer has other gradients");
+    require(gradients[1][i] == 150, "the second reducer has other gradients");
+    require(metric[i] == 14, "the program's own all-reduce has other values");
+  }
+  for (apex_reducer* reducer : reducers) apex_reducer_destroy(reducer);
+  apex_shutdown(group);
 }
 
 const apex::testing::Scenario kSeveralNotified("several_notified_reducers", several_notified);
