@@ -125,6 +125,8 @@ def report(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        sys.exit("instructions.py: overhead.py --instructions starts this script, under Valgrind.")
     markers_library, elements, *parameters = sys.argv[1:]
     harness.run(
         _run_steps, 1, "gloo", "cpu", (markers_library, int(elements), [*map(int, parameters)])

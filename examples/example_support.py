@@ -15,12 +15,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import functools
 import io
 import math
 import os
 import signal
+import socket
 import sys
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -143,9 +147,29 @@ def launched() -> bool:
         if not str(there[name]).isdecimal():
             refuse(f"{name} is {there[name]!r} in the environment, which is no number: correct it.")
     rank, size = (int(str(there[name])) for name in ("RANK", "WORLD_SIZE"))
+    if size == 0:
+        refuse("WORLD_SIZE is 0 in the environment: it counts processes, from 1 on.")
     if rank >= size:
         refuse(f"RANK is {rank}, but WORLD_SIZE {size}: ranks are numbered from 0 to {size - 1}.")
+    port = int(str(there["MASTER_PORT"]))
+    if port > 65535 or port == 0 < size - 1:
+        refuse(f"MASTER_PORT is {port} in the environment: ports are numbers from 1 to 65535.")
+    _look_up(str(there["MASTER_ADDR"]))
     return True
+
+
+def _look_up(host: str, patience_s: float = 10) -> None:
+    """Refuse a name that nobody knows. torch would try for half an hour; a new one may take some
+    seconds to be known."""
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                refuse(f"MASTER_ADDR is {host!r} in the environment, which is no host: {error}.")
+        time.sleep(0.5)
 
 
 def launch_alone_unless_launched() -> None:
@@ -223,15 +247,20 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     """Write the state, whole or not at all: an interrupted write leaves the file of before."""
     data = io.BytesIO()
     torch.save(state, data)
+    write_file(path, data.getbuffer(), "the checkpoint ")
+
+
+def write_file(path: Path, data: bytes | memoryview, what: str = "") -> None:
+    """Write a file, whole or not at all."""
     unfinished = path.with_name(path.name + ".part")
     try:
         with unfinished.open("wb") as file:
-            file.write(data.getbuffer())
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
     except OSError as error:
-        fail(f"cannot write the checkpoint {path}: {error.strerror}.")
+        fail(f"cannot write {what}{path}: {error.strerror}.")
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
@@ -249,16 +278,20 @@ def read_checkpoint(
         settings: options that must be what they were, as the checkpoint has them in "settings".
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what it finds in foreign files
-            state = torch.load(path, map_location=device, weights_only=True)
+        data = io.BytesIO(path.read_bytes())
     except OSError as error:
         fail(f"cannot read the checkpoint {path}: {error.strerror}.")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what it finds in foreign files
+            state = torch.load(data, map_location=device, weights_only=True)
     except Exception:  # of zipfile, pickle, torch: as many kinds as there are files
         fail(f"{path} is not a whole checkpoint of torch.save: resume from another one.")
     known = state.get("settings") if isinstance(state, dict) else None
     if not isinstance(known, dict) or known.keys() != settings.keys() or "epoch" not in state:
         fail(f"{path} is not a checkpoint of this script: resume from one that it wrote.")
+    if type(state["epoch"]) is not int or state["epoch"] < 0:
+        fail(f"{path} is damaged, its epoch is {state['epoch']!r}: resume from another one.")
     for name, value in known.items():
         if value != settings[name]:
             option = "--" + name.replace("_", "-")
@@ -284,8 +317,10 @@ def restoring(path: Path) -> Iterator[None]:
 def run(main: Callable[[], None]) -> None:
     """Call main; a signal, a lost rank, a failed process of its own or a file ends it quietly."""
     owner = os.getpid()
+    stopping = threading.Event()
 
     def stop(number: int, _frame: object) -> None:
+        stopping.set()
         if os.getpid() != owner:  # a process of a DataLoader, which knows what to do
             raise KeyboardInterrupt
         if os.environ.get("RANK", "0") == "0":
@@ -299,13 +334,42 @@ def run(main: Callable[[], None]) -> None:
 
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, stop)
+    _end_if_stuck(stopping)
     try:
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads has had enough, as `head` has
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        sys.exit(1)
     except mp.ProcessExitedException as error:
-        # The process has said why.
+        if error.exit_code < 0:  # else the process has said why
+            name = signal.Signals(-error.exit_code).name
+            message = f"process {error.error_index} was ended by {name}."
+            print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code if error.exit_code > 0 else 128 - error.exit_code)
     except (dist.DistError, OSError) as error:
         _end_by(error)
+
+
+def _end_if_stuck(stopping: threading.Event, patience_s: float = 3) -> None:
+    """A process that waits in C++, for other ranks for instance, runs no handlers in Python: a
+    thread ends it, if a signal's handler has not begun so long after it."""
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    # A forked process, a DataLoader's for one, would tell of its own signals here.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+    def watch() -> None:
+        while True:
+            number = os.read(heard, 1)[0]
+            if number in (signal.SIGINT, signal.SIGTERM) and not stopping.wait(patience_s):
+                name = signal.Signals(number).name
+                print(f"{Path(sys.argv[0]).name}: stopped by {name}.", file=sys.stderr, flush=True)
+                os._exit(128 + number)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def child_process(body: Callable[..., None]) -> Callable[..., None]:
@@ -334,4 +398,6 @@ def _end_by(error: Exception) -> NoReturn:
         fail(str(error).strip().splitlines()[0])
     if isinstance(error, OSError) and error.filename is not None:
         fail(f"{error.filename}: {error.strerror}.")
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        fail(f"{error.strerror}: make room on the disk.")
     raise error

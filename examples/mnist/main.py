@@ -418,7 +418,7 @@ def run(args: argparse.Namespace, job: Job) -> None:
     if job.rank == 0:
         if args.loss_log is not None:
             log = {"world_size": job.world_size, "epochs_before": done, "losses": losses}
-            args.loss_log.write_text(json.dumps(log))
+            support.write_file(args.loss_log, json.dumps(log).encode())
         samples = (args.epochs - done) * len(train.labels) if losses else 0
         speed = f"{samples / seconds:.0f} samples/s" if losses else "nothing left to train"
         print(

@@ -25,6 +25,7 @@ import socket
 import sys
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -97,7 +98,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "see; one machine alone needs none",
     )
     parser.add_argument(
-        "--dist-backend", metavar="NAME", help="by default nccl on GPUs, gloo on the CPU"
+        "--dist-backend",
+        choices=("gloo", "nccl"),
+        help="by default nccl on GPUs, gloo on the CPU",
     )
     parser.add_argument(
         "--model-parallel",
@@ -116,26 +119,45 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="samples per step of this machine, divided among its processes",
     )
-    parser.add_argument("--lr", type=float, default=0.05, help="learning rate")
-    parser.add_argument("--momentum", type=float, default=0.9, metavar="M", help="of SGD")
+    parser.add_argument("--lr", type=support.positive_float, default=0.05, help="learning rate")
     parser.add_argument(
-        "-j", "--workers", type=int, default=0, metavar="N", help="loader processes of this machine"
+        "--momentum", type=support.non_negative_float, default=0.9, metavar="M", help="of SGD"
+    )
+    parser.add_argument(
+        "-j",
+        "--workers",
+        type=support.non_negative_int,
+        default=0,
+        metavar="N",
+        help="loader processes of this machine",
     )
     parser.add_argument(
         "--seed",
-        type=int,
+        type=support.seed,
         help="seed everything and use deterministic kernels only, which are slower on GPUs; "
         "without it, each run differs",
     )
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="PATH", help="write one here after every epoch"
+        "--checkpoint",
+        type=support.output_file,
+        metavar="PATH",
+        help="write one here after every epoch",
     )
-    parser.add_argument("--resume", type=Path, metavar="PATH", help="continue from this checkpoint")
+    parser.add_argument(
+        "--resume",
+        type=support.checkpoint_file,
+        metavar="PATH",
+        help="continue from this checkpoint",
+    )
     parser.add_argument("--no-cuda", action="store_true", help="train on the CPU even with a GPU")
     args = parser.parse_args(argv)
     if args.rank == -1:
         from_environment = {"env://": ("RANK", "NODE_RANK")}.get(args.dist_url, ("NODE_RANK",))
-        args.rank = int(next((os.environ[n] for n in from_environment if n in os.environ), 0))
+        name = next((n for n in from_environment if n in os.environ), None)
+        rank = os.environ[name] if name else "0"
+        if not rank.isdecimal():
+            parser.error(f"{name} is {rank!r} in the environment, which is no number: correct it")
+        args.rank = int(rank)
     if args.gpu is not None:
         for option in ("multiprocessing_distributed", "processes", "model_parallel"):
             if getattr(args, option):
@@ -145,9 +167,27 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--rank {args.rank} is not one of {args.world_size} machines")
     if args.world_size > 1 and args.dist_url is None:
         parser.error("several machines need to know where to meet: give --dist-url")
-    if args.checkpoint is not None and not args.checkpoint.absolute().parent.is_dir():
-        parser.error(f"cannot write to {args.checkpoint}: its folder does not exist")
+    if args.dist_url is not None:
+        refuse_url(parser, args.dist_url)
     return args
+
+
+def refuse_url(parser: argparse.ArgumentParser, text: str) -> None:
+    """An address where no processes can meet is no use of the options."""
+    if text == "env://":
+        lacking = [n for n in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]
+        if lacking:
+            parser.error(f"--dist-url env:// needs {' and '.join(lacking)} in the environment")
+        return
+    try:
+        url = urlsplit(text)
+        known = (url.scheme == "file" and url.path not in ("", "/")) or (
+            url.scheme == "tcp" and url.hostname and url.port
+        )
+    except ValueError:  # of a port that is none
+        known = False
+    if not known:
+        parser.error(f"--dist-url {text} is none of tcp://HOST:PORT, env:// and file:///PATH")
 
 
 class Net(nn.Module):
@@ -347,28 +387,26 @@ def complete(args: argparse.Namespace) -> None:
     args.gpus = 0 if args.no_cuda else torch.cuda.device_count()
     per_process = 2 if args.model_parallel else 1
     if args.gpu is not None and not args.no_cuda and not 0 <= args.gpu < args.gpus:
-        sys.exit(
-            f"main.py: this machine has {args.gpus} GPU(s) and no GPU {args.gpu}: pass another "
+        support.refuse(
+            f"this machine has {args.gpus} GPU(s) and no GPU {args.gpu}: pass another "
             "--gpu, or --no-cuda to train on the CPU."
         )
     if args.gpus and args.gpus < per_process * (args.processes or 1):
-        sys.exit(
-            f"main.py: {args.processes or 1} process(es) with {per_process} GPU(s) each do not fit "
+        support.refuse(
+            f"{args.processes or 1} process(es) with {per_process} GPU(s) each do not fit "
             f"this machine's {args.gpus}: start fewer, or pass --no-cuda."
         )
     if args.processes is None:
         args.processes = max(1, args.gpus // per_process)
     if args.batch_size < args.processes:
-        sys.exit(
-            f"main.py: a --batch-size of {args.batch_size} leaves some of the {args.processes} "
+        support.refuse(
+            f"a --batch-size of {args.batch_size} leaves some of the {args.processes} "
             f"processes without samples: raise it to {args.processes} or more."
         )
     if args.dist_url is None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             args.dist_url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    if args.resume is not None and not args.resume.is_file():
-        sys.exit(f"main.py: there is no checkpoint {args.resume} to resume from.")
     support.digits()  # where they are missing, this process says so
 
 

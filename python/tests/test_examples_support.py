@@ -9,6 +9,7 @@ import io
 import os
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,6 +116,9 @@ def test_launched_tells_a_launcher_from_none(
         ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "but MASTER_ADDR and MASTER_PORT not"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' in the environment, which is no number"),
         ({"RANK": "2"}, "RANK is 2, but WORLD_SIZE 2: ranks are numbered from 0 to 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0 in the environment: it counts processes"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT is 99999 in the environment: ports are"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT is 0 in the environment: ports are"),
     ],
 )
 def test_launched_by_half_refused(
@@ -127,6 +131,24 @@ def test_launched_by_half_refused(
     for name, value in {**LAUNCHED, **changes}.items():
         monkeypatch.setenv(name, value)
     assert words in sentence(2, support.launched)
+
+
+def test_unknown_host_refused_after_a_while(
+    support: ModuleType,
+    sentence: Callable[[int, Callable[[], Any]], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def unknown(host: str, _port: object) -> None:
+        asked.append(host)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(support.socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(support.time, "sleep", lambda _: None)
+    printed = sentence(2, lambda: support._look_up("nowhere", patience_s=0.01))
+    assert "MASTER_ADDR is 'nowhere'" in printed and "Name or service not known" in printed
+    assert len(asked) >= 2, "a name that was added a moment ago was refused"
 
 
 # --- checkpoints ---
@@ -197,6 +219,19 @@ def test_checkpoint_that_is_none_ends_in_a_sentence(
     assert words in sentence(1, lambda: support.read_checkpoint(path, CPU, SETTINGS))
 
 
+@pytest.mark.parametrize("epoch", ["x", -5, True, 1.0])
+def test_checkpoint_of_no_epoch_ends_in_a_sentence(
+    epoch: object,
+    support: ModuleType,
+    sentence: Callable[[int, Callable[[], Any]], str],
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "damaged.pt"
+    torch.save({"epoch": epoch, "settings": SETTINGS}, path)
+    printed = sentence(1, lambda: support.read_checkpoint(path, CPU, SETTINGS))
+    assert f"damaged.pt is damaged, its epoch is {epoch!r}" in printed
+
+
 def test_checkpoint_with_other_settings_names_the_option(
     support: ModuleType, sentence: Callable[[int, Callable[[], Any]], str], tmp_path: Path
 ) -> None:
@@ -250,6 +285,7 @@ def test_progress_only_on_the_terminal_of_rank_0(
 
 # --- scripts, from their command lines ---
 
+NOWHERE = {"MASTER_ADDR": "", "MASTER_PORT": ""}
 BAD_RUNS = [
     ("fp16_optimizer/main.py", ("--batch-size=2000",), {}, "no whole batch of 2000"),
     ("fp16_optimizer/main.py", ("--epochs=0",), {}, "--epochs: 0 is not a positive number"),
@@ -260,6 +296,16 @@ BAD_RUNS = [
     ("syncbn/plot.py", ("--output=plot.abc",), {}, "--output plot.abc must end in one of"),
     ("snippets/simple_ddp_amp.py", (), {"RANK": "0"}, "RANK is set in the environment"),
     ("tutorial/mnist-mixed.py", ("-g=0",), {}, "-g/--gpus: 0 is not a positive number"),
+    ("spawn/main.py", ("--checkpoint=.",), {}, "--checkpoint: cannot write to ."),
+    ("spawn/main.py", ("--lr=nan",), {}, "--lr: nan is not a number"),
+    ("spawn/main.py", ("--workers=-1",), {}, "--workers: -1 is negative"),
+    ("spawn/main.py", ("--seed=-1",), {}, "--seed: -1 is negative"),
+    ("spawn/main.py", (), {"NODE_RANK": "abc"}, "NODE_RANK is 'abc' in the environment"),
+    ("spawn/main.py", ("--dist-url=foo://x",), {}, "--dist-url foo://x is none of tcp://"),
+    ("spawn/main.py", ("--dist-url=tcp://h:99999",), {}, "--dist-url tcp://h:99999 is none of"),
+    ("spawn/main.py", ("--dist-url=env://",), NOWHERE, "needs MASTER_ADDR and MASTER_PORT"),
+    ("spawn/main.py", ("--dist-backend=foo",), {}, "--dist-backend: invalid choice: 'foo'"),
+    ("spawn/main.py", ("--processes=2", "-b=1"), {}, "raise it to 2 or more"),
 ]
 
 
@@ -316,6 +362,76 @@ def test_spawned_process_that_fails_is_shown_once_and_leaves_no_file(tmp_path: P
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1 and "ValueError: no more apples" in done.stderr
     assert os.listdir(temporary) == []
+
+
+KILLED = FAILS.replace(
+    'raise ValueError("no more apples")', "os.kill(os.getpid(), signal.SIGKILL)"
+).replace("import sys", "import os, signal, sys")
+
+
+@pytest.mark.processes
+def test_spawned_process_that_is_killed_is_named(tmp_path: Path) -> None:
+    """As the kernel does it when memory is short."""
+    (tmp_path / "job.py").write_text(KILLED.format(examples=str(EXAMPLES)))
+    done = run_script(tmp_path / "job.py", cwd=tmp_path, env=environment(), timeout_s=TIMEOUT_S)
+    assert done.returncode == 137
+    assert "job.py: process 0 was ended by SIGKILL." in done.stderr
+
+
+WAITS = """
+import sys
+sys.path.append({examples!r})
+import example_support as support
+import torch.distributed as dist
+
+def wait():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    print("waits", flush=True)
+    store.get("what nobody sets")  # in C++, for minutes
+
+support.run(wait)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_process_that_waits_for_others_ends_by_a_signal(number: int, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(WAITS.format(examples=str(EXAMPLES)))
+    with subprocess.Popen(
+        [sys.executable, "job.py"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A process that was started in the background ignores Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "waits\n"
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + number
+    assert f"job.py: stopped by {signal.Signals(number).name}.\n" in errors
+
+
+@pytest.mark.processes
+def test_output_that_nobody_reads_ends_quietly(tmp_path: Path) -> None:
+    """As in `main.py | head -1`."""
+    code = WAITS.partition("def wait")[0] + "def say():\n    while True:\n        print('line')\n"
+    (tmp_path / "job.py").write_text(code.format(examples=str(EXAMPLES)) + "support.run(say)\n")
+    done = subprocess.run(
+        f"{sys.executable} job.py | head -1",
+        shell=True,
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert (done.stdout, done.stderr) == ("line\n", "")
 
 
 def test_bar_that_a_signal_has_left_half_made_goes_quietly(
