@@ -648,3 +648,87 @@ def test_references_agree_with_torchs_adamw() -> None:
         reference.step(arrays, [p.grad.numpy() for p in params])
     for param, want in zip(params, arrays, strict=True):
         assert np.allclose(param.detach().numpy(), want, atol=1e-12)
+
+
+UNFUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "FusedAdam": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, foreach=False),
+    "FusedSGD": lambda params: torch.optim.SGD(
+        params, lr=0.01, momentum=0.9, weight_decay=0.1, foreach=False
+    ),
+}
+FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=0.01, weight_decay=0.1),
+    "FusedSGD": lambda params: optimizers.FusedSGD(params, lr=0.01, momentum=0.9, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("cut", ["columns", "every second row", "transposed", "expanded rows"])
+def test_fused_optimizer_of_a_slice_writes_into_the_slice_alone(name: str, cut: str) -> None:
+    """Oracle: torch's loop over single tensors, and the elements between are not touched."""
+    slices: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "columns": lambda base: base[:, :3],
+        "every second row": lambda base: base[::2],
+        "transposed": lambda base: base.t(),
+        "expanded rows": lambda base: base[1:3, 2:5].t(),
+    }
+    ends = []
+    for make in (FUSED[name], UNFUSED[name]):
+        base = torch.arange(36.0).reshape(6, 6) / 36
+        params = [nn.Parameter(slices[cut](base)), nn.Parameter(torch.ones(5))]
+        optimizer = make(params)
+        for step in range(3):
+            set_grads(params, step)
+            optimizer.step()
+        ends.append((base, params[1].detach()))
+    for got, expected in zip(*ends, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+    touched = slices[cut](
+        torch.zeros(6, 6).copy_(ends[0][0] != torch.arange(36.0).reshape(6, 6) / 36)
+    )
+    assert touched.sum() == (ends[0][0] != torch.arange(36.0).reshape(6, 6) / 36).sum()
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("case", ["moved", "resumed", "gradients by hand", "first step moved"])
+def test_fused_optimizer_pairs_elements_by_index_where_strides_differ(name: str, case: str) -> None:
+    """Parameter, gradient and state in other memory formats. Oracle: torch's loop."""
+    ends = []
+    for make in (FUSED[name], UNFUSED[name]):
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 3)
+        if case in ("gradients by hand", "first step moved"):
+            model.to(memory_format=torch.channels_last)
+        optimizer = make(model.parameters())
+        for step in range(6):
+            if step == 3 and case == "moved":
+                model.to(memory_format=torch.channels_last)
+            if step == 3 and case == "resumed":
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+                model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+                optimizer = make(model.parameters())
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+            if step == 1 and case == "first step moved":
+                model.to(memory_format=torch.contiguous_format)
+            set_grads(model.parameters(), step)
+            if case != "gradients by hand":
+                for param in model.parameters():
+                    like = torch.empty_like(param, requires_grad=False)
+                    param.grad = like.copy_(param.grad)
+            optimizer.step()
+        ends.append([param.detach() for param in model.parameters()])
+    for got, expected in zip(*ends, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_optimizer_of_whole_parameters_stays_fused(name: str) -> None:
+    params = [nn.Parameter(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last))]
+    whole = FUSED[name](params + [nn.Parameter(torch.ones(3))])
+    sliced = FUSED[name]([nn.Parameter(torch.ones(4, 4)[:, :2])])
+    for optimizer in (whole, sliced):
+        set_grads(optimizer.param_groups[0]["params"], 0)
+        optimizer.step()
+    assert whole.param_groups[0]["fused"] and whole._step_supports_amp_scaling
+    assert not sliced.param_groups[0]["fused"] and not sliced._step_supports_amp_scaling

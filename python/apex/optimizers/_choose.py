@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which of torch's implementations an alias can use."""
+"""Which of torch's implementations an alias can use.
+
+Note [Strides and fused kernels]
+torch's fused kernels walk through memory: they pair the elements of parameter, gradient and state
+that lie at the same place, not at the same index, and take as many as the parameter has. On the CPU
+nothing checks that. So a parameter with gaps (a slice of a larger tensor) is left to the foreach
+implementation, which goes by index, and gradients and state with other strides than the parameter
+(one of the two is channels_last, say) are brought to the parameter's.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +27,50 @@ def is_low_precision_on_cpu(tensor: torch.Tensor) -> bool:
     (pytorch#191763; torch 2.12 and 2.13 at least). Those of Adam and AdamW are right.
     """
     return tensor.device.type == "cpu" and is_low_precision(tensor)
+
+
+def _has_gaps(tensor: torch.Tensor) -> bool:
+    """Whether elements of `tensor` overlap, or others lie between them."""
+    if tensor.is_contiguous():
+        return False
+    return torch.empty_like(tensor, device="meta").stride() != tensor.stride()
+
+
+def laid_out_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or a copy with the strides of `param`, which has no gaps, if it has others."""
+    if tensor.stride() == param.stride():
+        return tensor
+    return torch.empty_like(param, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+
+
+class FusedWhereRight(torch.optim.Optimizer):
+    """Base of aliases of torch's fused optimizers: foreach for groups that the kernel gets wrong.
+
+    See Note [Strides and fused kernels].
+    """
+
+    def _is_wrong_for(self, param: torch.Tensor) -> bool:
+        """Whether torch's fused kernel does not update `param` rightly."""
+        return _has_gaps(param)
+
+    def _fused_is_wrong(self, group: dict[str, Any]) -> bool:
+        return any(map(self._is_wrong_for, group["params"]))
+
+    def _leave_fused(self, group: dict[str, Any]) -> None:
+        # In a step and not in the constructor: parameters may be cast or moved later.
+        if group["fused"] and self._fused_is_wrong(group):
+            group["fused"], group["foreach"] = False, True
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch's GradScaler and apex.amp ask before a step whether the kernel takes their tensors.
+        return all(
+            group["fused"] and not self._fused_is_wrong(group) for group in self.param_groups
+        )
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        pass  # set by torch's constructor, once
 
 
 def implementation(params: list[Any]) -> dict[str, bool]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._choose import from_apex, implementation
+from ._choose import FusedWhereRight, from_apex, implementation, laid_out_like
 
 # Note [Adam without bias correction]
 #
@@ -18,8 +18,9 @@ from ._choose import from_apex, implementation
 _NO_CORRECTION = 1e30
 
 
-class FusedAdam(torch.optim.Adam):
-    """``torch.optim.Adam(fused=True)``, decoupled weight decay (AdamW) by default.
+class FusedAdam(FusedWhereRight, torch.optim.Adam):
+    """``torch.optim.Adam(fused=True)``, decoupled weight decay (AdamW) by default; ``foreach=True``
+    for groups with parameters that are slices of larger tensors.
 
     Args:
         params, lr, betas, eps, weight_decay: as of torch.
@@ -103,10 +104,16 @@ class FusedAdam(torch.optim.Adam):
         state_steps: list[Tensor],
     ) -> bool:
         # Called once per group and step.
+        self._leave_fused(group)
         base: Any = super()
         has_complex: bool = base._init_group(
             group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
         )
+        if group["fused"]:
+            for i, param in enumerate(params_with_grad):
+                grads[i] = laid_out_like(grads[i], param)
+                for name, moments in (("exp_avg", exp_avgs), ("exp_avg_sq", exp_avg_sqs)):
+                    moments[i] = self.state[param][name] = laid_out_like(moments[i], param)
         group[self._counter] = int(group.get(self._counter) or 0) + 1
         if not group["bias_correction"]:
             self._count_apart(state_steps)

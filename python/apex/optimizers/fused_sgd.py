@@ -8,16 +8,19 @@ from typing import Any
 
 import torch
 
-from ._choose import from_apex, implementation, is_low_precision_on_cpu
+from ._choose import (
+    FusedWhereRight,
+    from_apex,
+    implementation,
+    is_low_precision_on_cpu,
+    laid_out_like,
+)
 
 
-def _fused_is_wrong(group: dict[str, Any]) -> bool:
-    return any(map(is_low_precision_on_cpu, group["params"]))
-
-
-class FusedSGD(torch.optim.SGD):
-    """``torch.optim.SGD(fused=True)``; ``foreach=True`` for groups with float16 or bfloat16
-    parameters on the CPU, which torch's fused kernel updates wrongly (pytorch#191763).
+class FusedSGD(FusedWhereRight, torch.optim.SGD):
+    """``torch.optim.SGD(fused=True)``; ``foreach=True`` for groups that torch's fused kernel
+    updates wrongly: with float16 or bfloat16 parameters on the CPU (pytorch#191763), or with
+    parameters that are slices of larger tensors.
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov: as of torch.
@@ -61,14 +64,8 @@ class FusedSGD(torch.optim.SGD):
         """Load the state of this class, of torch's, or of Apex's class of this name."""
         super().load_state_dict(from_apex(self, state_dict))
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        # torch's GradScaler asks before a step whether the kernel divides by the scale.
-        return all(group["fused"] and not _fused_is_wrong(group) for group in self.param_groups)
-
-    @_step_supports_amp_scaling.setter
-    def _step_supports_amp_scaling(self, value: bool) -> None:
-        pass  # set by torch's constructor, once: parameters may be cast later
+    def _is_wrong_for(self, param: torch.Tensor) -> bool:
+        return super()._is_wrong_for(param) or is_low_precision_on_cpu(param)
 
     def _init_group(
         self,
@@ -77,13 +74,18 @@ class FusedSGD(torch.optim.SGD):
         grads: list[torch.Tensor],
         momentum_buffer_list: list[torch.Tensor | None],
     ) -> bool:
-        # Here and not in the constructor: apex.amp casts parameters later (level O3).
-        if group["fused"] and _fused_is_wrong(group):
-            group["fused"], group["foreach"] = False, True
+        self._leave_fused(group)
         base: Any = super()
         has_sparse: bool = base._init_group(group, params, grads, momentum_buffer_list)
+        if not group["fused"] or has_sparse:
+            return has_sparse
+        for i, param in enumerate(params):
+            grads[i] = laid_out_like(grads[i], param)
+        for i, buffer in enumerate(momentum_buffer_list):
+            if buffer is not None:  # torch's step puts it into the state
+                momentum_buffer_list[i] = laid_out_like(buffer, params[i])
         late = [i for i, buffer in enumerate(momentum_buffer_list) if buffer is None]
-        if group["fused"] and len(late) < len(momentum_buffer_list):
+        if len(late) < len(momentum_buffer_list):
             # torch's kernel takes a first step for all parameters of a group or for none.
             for i in late:
                 momentum_buffer_list[i] = self._buffer_before(group, params[i], grads[i])
