@@ -154,6 +154,22 @@ def test_unscale_l2norm_leaves_the_tensors(scale: float | torch.Tensor) -> None:
     torch.testing.assert_close(total.double(), expected.norm().reshape(1), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("value", [math.inf, math.nan, 3e38])
+@pytest.mark.parametrize("function", ["multi_tensor_l2norm", "multi_tensor_unscale_l2norm"])
+def test_l2norm_that_is_not_finite_sets_the_flag_like_apexs_kernel(
+    function: str, value: float
+) -> None:
+    factor = () if function == "multi_tensor_l2norm" else (0.5,)
+    flag = torch.zeros(1, dtype=torch.int32)
+    getattr(amp_C, function)(CHUNK, flag, [[torch.ones(4)]], *factor)
+    assert flag.item() == 0
+    members = [torch.ones(4), torch.tensor([1.0, value])]
+    getattr(amp_C, function)(CHUNK, flag, [members], *factor)
+    assert flag.item() == 1
+    getattr(amp_C, function)(CHUNK, flag, [[torch.ones(4)]], *factor)
+    assert flag.item() == 1, "the script clears it"
+
+
 def test_operations_take_parameters_and_record_nothing() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -400,6 +401,40 @@ def test_user_function_decorated_or_registered_casts_nested_arguments(
     assert Functions.kinds is original, "the registry was not emptied"
     with pytest.raises(ValueError, match="no_such"):
         register(Functions, "no_such")
+
+
+@pytest.mark.parametrize("name", ["mm", "matmul", "einsum", "linear", "conv1d", "Tensor.mm"])
+def test_builtin_registered_as_float_computes_in_float32(name: str) -> None:
+    """The sum 300 * 300 * 2 is inf in float16, which the lists and autocast would cast to."""
+    a = torch.full((2, 2), 300.0)
+    calls: dict[str, tuple[Any, Any]] = {
+        "mm": (torch, lambda: torch.mm(a, a)),
+        "matmul": (torch, lambda: torch.matmul(a.half(), a)),
+        "einsum": (torch, lambda: torch.einsum("ij,jk->ik", a, a)),
+        "linear": (nn.functional, lambda: nn.functional.linear(a, nn.Parameter(a))),
+        "conv1d": (nn.functional, lambda: nn.functional.conv1d(a[None], a[:, :, None])),
+        "Tensor.mm": (torch.Tensor, lambda: a.mm(a)),
+    }
+    module, call = calls[name]
+    function = name.removeprefix("Tensor.")
+    original = getattr(module, function)
+    amp.register_float_function(module, function)
+    handle = start("cpu")
+    out = call()
+    assert out.dtype == torch.float32 and out.unique().tolist() == [180000.0]
+    assert torch.bmm(a[None], a[None]).dtype == torch.float16, "another function"
+    handle._deactivate()
+    assert getattr(module, function) is original
+
+
+@pytest.mark.parametrize("name", ["softmax", "layer_norm", "gelu", "exp"])
+def test_builtin_registered_as_half_computes_in_float16(name: str) -> None:
+    """Of functions that the lists have in float32; the user's word counts, as in Apex."""
+    module = torch if name == "exp" else nn.functional
+    more = {"softmax": (1,), "layer_norm": ((3,),)}.get(name, ())
+    amp.register_half_function(module, name)
+    start("cpu")
+    assert getattr(module, name)(torch.ones(2, 3), *more).dtype == torch.float16
 
 
 def test_checkpointed_segment_recomputes_with_the_same_types() -> None:

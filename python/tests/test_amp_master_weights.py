@@ -281,3 +281,37 @@ def test_one_rank_keeps_the_values_of_before_the_cast() -> None:
         check_equal(next(amp.master_params(optimizer)).detach(), expected, "what was written")
     finally:
         forget_amp()
+
+
+def _restored_by_hand(rank: int, world: int) -> None:
+    """A checkpoint of Apex's time: its script writes ``.data`` of ``amp.master_params``, which
+    torch does not count. Oracle: the bits that were saved, and a step from there."""
+    for early in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        saved = [param.detach().clone() for param in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0
+        )
+        wrapped = DistributedDataParallel(model) if early else model
+        optimizer._lazy_init_maybe_master_weights()
+        optimizer._amp_stash.lazy_init_called = True
+        for param, value in zip(amp.master_params(optimizer), saved, strict=True):
+            param.data.copy_(value)
+        if not early:
+            wrapped = DistributedDataParallel(model)
+        for steps in range(3):
+            optimizer.zero_grad()
+            loss = wrapped(torch.full((1, 4), rank + 1.0)).float().sum()
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            mean = (world + 1) / 2
+            for param, value in zip(amp.master_params(optimizer), saved, strict=True):
+                value -= mean if value.dim() == 2 else 1.0
+                check_equal(param.detach(), value, f"early={early}, step {steps}")
+
+
+def test_masters_restored_by_hand_keep_their_digits_on_several_ranks(ranks: RankPool) -> None:
+    ranks.run(2, _restored_by_hand)

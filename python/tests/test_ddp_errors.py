@@ -205,6 +205,8 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("shared_param", {"shared_param": True}, ValueError, "shared_param is not an option"),
     ("delay_streams", {"delay_allreduce": True, "num_allreduce_streams": 2}, ValueError,
      "num_allreduce_streams > 1"),
+    ("switch", {"delay_allreduce": "no"}, TypeError, "must be True or False, got 'no'"),
+    ("switch_none", {"gradient_average": None}, TypeError, "gradient_average must be True"),
     ("no_stream", {"num_allreduce_streams": 0}, ValueError, "at least 1"),
     ("communicators_one_stream", {"allreduce_communicators": ([None], [None])}, ValueError,
      "needs num_allreduce_streams > 1"),

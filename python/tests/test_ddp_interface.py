@@ -48,7 +48,7 @@ def _loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
 
 def _state(rank: int, world: int) -> None:
     model = SPEC.make()
-    ddp = DistributedDataParallel(model, message_size=77, delay_allreduce=True)
+    ddp = DistributedDataParallel(model, message_size=77, delay_allreduce=1)  # as old scripts do
     check_equal(list(ddp.state_dict()), [f"module.{name}" for name in model.state_dict()], "keys")
     other = DistributedDataParallel(SPEC.make(seed=5))
     other.load_state_dict(ddp.state_dict())

@@ -71,19 +71,19 @@ def several_ranks() -> bool:
     return _initialized() and torch.distributed.get_world_size() > 1
 
 
-def maybe_print(message: str, rank0: bool = True) -> None:
-    """Print `message` when the verbosity is above 0 (on rank 0 only, unless `rank0` is False)."""
+def maybe_print(msg: str, rank0: bool = True) -> None:
+    """Print `msg` when the verbosity is above 0 (on rank 0 only, unless `rank0` is False)."""
     if _amp_state.verbosity > 0 and (not rank0 or is_rank_zero()):
-        print(message)
+        print(msg)
 
 
-def warn_or_err(message: str) -> None:
-    """Raise RuntimeError with `message`, or only warn when ``hard_override`` is set."""
+def warn_or_err(msg: str) -> None:
+    """Raise RuntimeError with `msg`, or only warn when ``hard_override`` is set."""
     if _amp_state.hard_override:
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(msg, stacklevel=3)
         return
     raise RuntimeError(
-        f"{message} If you are sure, set apex.amp._amp_state.hard_override = True to turn this "
+        f"{msg} If you are sure, set apex.amp._amp_state.hard_override = True to turn this "
         "error into a warning."
     )
 

@@ -42,6 +42,9 @@ class FullValue:
         self.remembered: torch.Tensor | None = None
         #: A master weight of the optimizer's state.
         self.restored: torch.Tensor | None = None
+        #: The master weight was made with several ranks, from nothing that one of them knows alone:
+        #: where it has more digits than the parameter, the script has written them.
+        self.known_to_all = False
         #: The master weight was stepped, and nothing was loaded after the last step.
         self.stepped = self.settled = False
         #: What a scale_loss context has left: ``mark`` of the model's gradient, address of the
@@ -78,7 +81,10 @@ class FullValue:
         alone = not several_ranks()
         for known, counts in (
             # A value that was loaded since is in the place of the master's.
-            (self.master, (alone or self.stepped) and self.remembered is None),
+            (
+                self.master,
+                (alone or self.stepped or self.known_to_all) and self.remembered is None,
+            ),
             (self.remembered, alone),
             (self.restored, True),
         ):

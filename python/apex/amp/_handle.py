@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class AmpHandle:
         enable_caching: keep cast parameters for one iteration.
         verbose: print every cast.
         allow_banned: let ``binary_cross_entropy`` take low-precision inputs, in float32.
+        registered: functions that the user has registered: module, name, and how to wrap them.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class AmpHandle:
         enable_caching: bool = True,
         verbose: bool = False,
         allow_banned: bool = False,
+        registered: Iterable[tuple[Any, str, Any]] = (),
     ) -> None:
         if device_types is None:
             device_types = ("cuda",) if torch.cuda.is_available() else ("cpu",)
@@ -53,8 +55,7 @@ class AmpHandle:
         self._enable_caching = enable_caching
         self._cache = CastCache()
         self._patches = PatchSet()
-        #: Functions the user has registered: module, name, and how to wrap them.
-        self._registered: list[tuple[Any, str, Any]] = []
+        self._registered = list(registered)
         self._active = True
         self._autocast_before = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))

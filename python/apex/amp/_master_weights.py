@@ -79,6 +79,7 @@ class MasterWeights:
             master = torch.nn.Parameter(record.read(param), requires_grad=True)
             record.master, record.remembered = master, None
             record.stepped = record.settled = False
+            record.known_to_all = several_ranks()
             record.note_agreement(param)
         else:  # another optimizer's, or that of an earlier one: what was written since counts
             record.settled = False

@@ -105,10 +105,12 @@ class OptimizerStash(MasterWeights):
         They stay where a backward adds to them, so that a data-parallel wrapper that has not
         averaged them yet (no_sync, disable_allreduce) averages the sum. Masters' gradients are
         rounded for that. With one rank no wrapper looks, and these stay in float32, unless they
-        are left scaled. After a context the model's gradient is always the master's, scaled and
-        rounded, or both are None. So whoever clears or zeroes the model's (``model.zero_grad()``)
-        discards both, and :meth:`follow_discarded` sees it: None and zeros are left by nobody else.
-        Except where small numbers are rounded to zeros: :meth:`_note_left` keeps what was left.
+        are left scaled, or were stepped: those the context's body may still discard, by
+        ``model.zero_grad()`` between the forward pass and the backward. After a context the
+        model's gradient is always the master's, scaled and rounded, or both are None. So whoever
+        clears or zeroes the model's (``model.zero_grad()``) discards both, and
+        :meth:`follow_discarded` sees it: None and zeros are left by nobody else. Except where
+        small numbers are rounded to zeros: :meth:`_note_left` keeps what was left.
         """
         self._others = frozenset(claimed)
         self._claim()
@@ -121,7 +123,7 @@ class OptimizerStash(MasterWeights):
             if scaled:
                 self._match_scale(scaler)
             else:
-                self._model_has_all = several_ranks() or delay_unscale
+                self._model_has_all = several_ranks() or delay_unscale or not self._in_iteration
                 self._scale_earlier(scaler)
 
     def _claim(self) -> None:
@@ -209,14 +211,19 @@ class OptimizerStash(MasterWeights):
         for grads in (values_of(self._own), values):
             if scaler._static != 1.0:
                 multiply_(grads, scaler.scale_tensor())
-            self._unspoil_(grads)
+            self._unspoil_(grads, scaler)
         round_to_grads(self._model_params(), earlier)
 
-    def _unspoil_(self, grads: list[torch.Tensor]) -> None:
-        """Zero `grads` if an overflow was found that will skip the step: it counts once."""
+    def _unspoil_(self, grads: list[torch.Tensor], scaler: LossScaler) -> None:
+        """Zero `grads` if an overflow was found that will skip the step: it counts once.
+
+        What `scaler` has found and nobody has looked at stays: it is one overflow with what the
+        context finds, and a script that sums the ranks' gradients itself, and decides by the sum,
+        needs the inf in it.
+        """
         if self.already_patched and grads:
             torch._foreach_zero_(grads)
-        deferred = [scaler.found_inf() for scaler in self.deferred]
+        deferred = [other.found_inf() for other in self.deferred if other is not scaler]
         for flag in (self.skip_flag, getattr(self._optimizer, "found_inf", None), *deferred):
             if flag is None:
                 continue

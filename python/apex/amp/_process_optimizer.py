@@ -181,6 +181,7 @@ def _copy_optimizer(stash: OptimizerStash, memo: dict[int, Any]) -> torch.optim.
         new.master, new.restored = new_master, record.restored
         new.remembered = record.remembered
         new.stepped, new.settled = record.stepped, record.settled
+        new.known_to_all = record.known_to_all
         if not record.master_changed():
             new.note_agreement(new_param)
         new_stash._model_of[id(new_master)] = (new_master, new_param, new)

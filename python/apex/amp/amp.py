@@ -119,10 +119,8 @@ def init(
     if not enabled:
         _amp_state.handle = NoOpHandle()
         return _amp_state.handle
-    handle = AmpHandle(dtype, device_types, enable_caching, verbose, allow_banned)
-    handle._registered = [*registered, *_registry]
+    registered = [*registered, *_registry]
+    handle = AmpHandle(dtype, device_types, enable_caching, verbose, allow_banned, registered)
     _registry.clear()
-    for module, name, wrap in handle._registered:
-        handle._patches.replace(module, name, functools.partial(wrap, handle))
     _amp_state.handle = handle
     return handle

@@ -11,6 +11,7 @@ import torch
 from .._internal.refused import KeepsMasterWeights
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from ._initialize import setup
+from .scaler import LossScaler
 
 
 class Properties:
@@ -95,7 +96,7 @@ class Properties:
         return value
 
     def _check_loss_scale(self, value: Any) -> Any:
-        return value if value == "dynamic" else float(value)
+        return value if value == "dynamic" else LossScaler(value).loss_scale()
 
 
 class Level:

@@ -275,11 +275,14 @@ def _install_lists(handle: AmpHandle, patches: PatchSet) -> None:
     A function that a script has moved from one list to another, or out of all, runs with casts off
     inside: autocast has lists of its own, which know nothing of that.
     """
+    registered = {(id(module), name) for module, name, _ in handle._registered}
     for overrides, unchanged in zip(_OVERRIDES, _DEFAULTS, strict=True):
         present = _kinds(overrides)
         for name in {**unchanged, **present}:
             kind, default = present.get(name), unchanged.get(name)
             if name in _APART or (kind == default and name in _NOT_PATCHED):
+                continue
+            if (id(overrides.MODULE), name) in registered:
                 continue
             if kind != default:
                 patches.replace(overrides.MODULE, name, functools.partial(wrap_uncast, handle))
@@ -288,6 +291,17 @@ def _install_lists(handle: AmpHandle, patches: PatchSet) -> None:
             wrap, remedy = kind
             more = {"name": name, "remedy": remedy} if wrap is wrap_banned else {}
             patches.replace(overrides.MODULE, name, functools.partial(wrap, handle, **more))
+
+
+def _install_registered(handle: AmpHandle, patches: PatchSet) -> None:
+    """Patch what the user has registered; what the lists say of it does not count then.
+
+    A function of torch's runs with casts off inside: autocast has lists of its own.
+    """
+    for module, name, wrap in handle._registered:
+        if any(module is overrides.MODULE for overrides in _OVERRIDES):
+            patches.replace(module, name, functools.partial(wrap_uncast, handle))
+        patches.replace(module, name, functools.partial(wrap, handle))
 
 
 def _in_place_float32() -> tuple[str, ...]:
@@ -300,6 +314,7 @@ def _in_place_float32() -> tuple[str, ...]:
 
 def install(handle: AmpHandle, patches: PatchSet) -> None:
     """Patch everything that :mod:`apex.amp.lists` names, and autograd's start of a backward."""
+    _install_registered(handle, patches)
     _install_lists(handle, patches)
     for name in defaults.LOW_PRECISION_RECURRENT:
         patches.replace(torch._VF, name, functools.partial(wrap_recurrent, handle))

@@ -80,13 +80,17 @@ def scale_loss(
     Raises:
         RuntimeError: before ``initialize``, an unknown `loss_id`, inside another context of the
             same optimizer, or where the process group was destroyed in the body.
-        TypeError: `optimizers` is something else.
+        TypeError: `loss` or `optimizers` is something else.
 
     Waits for the device once if the scale is dynamic, and not at all if every optimizer is, on an
     accelerator, one of torch's fused ones or a capturable one that has made its first step (then
     no overflow message is printed).
     """
     del model
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"amp.scale_loss takes the loss as a tensor with a graph, not a {type(loss).__name__}."
+        )
     if not hasattr(_amp_state, "opt_properties"):
         raise RuntimeError("amp.scale_loss was called before amp.initialize; call that first.")
     stashes = _stashes(optimizers)

@@ -60,8 +60,12 @@ def _note_non_finite(overflow_buf: Tensor | None, tensors: list[Tensor]) -> None
         return
     # The largest magnitude is inf or nan where, and only where, one of the values is.
     largest = torch.stack(torch._foreach_norm(filled, float("inf")))
-    found = (~torch.isfinite(largest)).any().to(overflow_buf.device)
-    overflow_buf.copy_(torch.where(found, torch.ones_like(overflow_buf), overflow_buf))
+    _note_overflow(overflow_buf, ~torch.isfinite(largest))
+
+
+def _note_overflow(overflow_buf: Tensor, found: Tensor) -> None:
+    flag = found.any().to(overflow_buf.device)
+    overflow_buf.copy_(torch.where(flag, torch.ones_like(overflow_buf), overflow_buf))
 
 
 def _factor(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -125,7 +129,8 @@ def multi_tensor_l2norm(
     """The L2 norm of all elements, ``[1]``, and those of each tensor, ``[number of tensors]``.
 
     The second is empty without `per_tensor`. An empty list has norm 0. float32, or float64 where
-    one of the tensors is; on the device of the first tensor. `overflow_buf` is left as it is.
+    one of the tensors is; on the device of the first tensor. `overflow_buf` is set to 1 where the
+    norm is inf or nan, of finite values, too.
     """
     del chunk_size
     (members,) = _lists(tensor_lists, 1, "multi_tensor_l2norm")
@@ -145,7 +150,10 @@ def multi_tensor_l2norm(
             norms = found
         else:
             norms[torch.tensor(indices, device=norms.device)] = found
-    return norms.norm().reshape(1), norms if per_tensor else norms.new_zeros(0)
+    total = norms.norm().reshape(1)
+    if overflow_buf is not None:
+        _note_overflow(overflow_buf, ~torch.isfinite(total))
+    return total, norms if per_tensor else norms.new_zeros(0)
 
 
 @torch.no_grad()

@@ -18,13 +18,20 @@ from apex.parallel._groups import timeout_of
 
 #: Elements, NVIDIA Apex's default. It stands for "by device", see BucketLimits in C++.
 MESSAGE_SIZE = 10_000_000
-#: Attributes of the wrapper that the engine takes under the same names.
-OF_THE_ENGINE = (
+#: Attributes of the wrapper, True or False, that the engine takes under the same names.
+SWITCHES_OF_THE_ENGINE = (
     "delay_allreduce", "gradient_as_bucket_view", "allreduce_always_fp32", "gradient_average",
-    "gradient_predivide_factor", "static_graph", "check_finite", "registered_buffers",
+    "static_graph", "check_finite", "registered_buffers",
 )  # fmt: skip
 CPU_BUCKET_BYTES = 8 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # torch's default for the first bucket
+
+
+def switch(name: str, value: Any) -> bool:
+    """The option `name` as a bool; old scripts also pass 0 and 1."""
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise TypeError(f"{name} must be True or False, got {value!r}.")
 
 
 def positive_message_size(message_size: Any) -> int:

@@ -230,7 +230,11 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         options = EngineOptions(
             reducer={
                 **_options.bucket_limits(message_size, bucket_cap_mb, first_bucket_bytes),
-                **{name: getattr(self, name) for name in _options.OF_THE_ENGINE},
+                **{
+                    name: _options.switch(name, getattr(self, name))
+                    for name in _options.SWITCHES_OF_THE_ENGINE
+                },
+                "gradient_predivide_factor": self.gradient_predivide_factor,
                 "check_steps": check_reduction,
             },
             settings=_options.settings(
