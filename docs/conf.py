@@ -15,6 +15,8 @@ sys.path.insert(0, str(ROOT / "docs"))
 import reference_cpp  # noqa: E402
 import reference_messages  # noqa: E402
 import reference_options  # noqa: E402
+import search_queries  # noqa: E402
+from sphinx.errors import SphinxError  # noqa: E402
 
 #: What a page has as `<!-- generated: NAME -->`.
 GENERATED = {
@@ -76,8 +78,17 @@ def _read_page(app: object, docname: str, source: list[str]) -> None:
     source[0] = re.sub(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#]+)\)", unlink, text)
 
 
+def _search(app: object, failure: Exception | None) -> None:
+    """Fails where a usual query misses its page."""
+    if failure is None and app.builder.format == "html":
+        missed = search_queries.misses(Path(app.outdir) / "searchindex.js")
+        if missed:
+            raise SphinxError("\n".join(missed))
+
+
 def setup(app: object) -> None:
     app.connect("source-read", _read_page)
+    app.connect("build-finished", _search)
 
 
 try:

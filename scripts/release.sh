@@ -28,7 +28,7 @@ usage() {
 output=$apex_root/dist torches=()
 while [ "$#" -gt 0 ]; do
   case "$1" in
-    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" && exit ;;
+    -h | --help) apex_help && exit ;;
     --output) [ "$#" -ge 2 ] || usage "--output needs a folder." && output=$2 && shift ;;
     torch*) torches+=("$1") ;;
     *) usage "'$1' is no torch that pip can install: write torch==2.13.0." ;;
@@ -104,7 +104,7 @@ PYTHON
 
 # test_cpp_package ARCHIVE DIR: a program finds the unpacked package, and the torch in DIR.
 test_cpp_package() {
-  mkdir -p "$work/cpp" && rm -rf "$work/consumer"
+  mkdir -p "$work/cpp" && rm -rf "$work/consumer" "$work/c_digits"
   tar -xzf "$1" -C "$work/cpp"
   local torch
   torch=$("$2/bin/python" -c 'import torch; print(torch.__path__[0])')
@@ -113,6 +113,12 @@ test_cpp_package() {
     -Dapex_ROOT="$work/cpp/$(basename "$1" .tar.gz)" -DLibtorch_ROOT="$torch"
   apex_quiet "$venv/bin/cmake" --build "$work/consumer"
   "$work/consumer/consumer"
+  # A program in C uses nothing of libtorch itself; it finds the one in DIR all the same.
+  apex_quiet "$venv/bin/cmake" -G Ninja -S "$sources/cpp/examples/c" -B "$work/c_digits" \
+    -DCMAKE_MAKE_PROGRAM="$venv/bin/ninja" -DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed \
+    -Dapex_ROOT="$work/cpp/$(basename "$1" .tar.gz)" -DLibtorch_ROOT="$torch"
+  apex_quiet "$venv/bin/cmake" --build "$work/c_digits"
+  apex_quiet "$work/c_digits/c_digits" --help
 }
 
 sdist='' sources=$work/sources number=0

@@ -9,6 +9,7 @@
 #                                           package in DIR was built from these very sources;
 #                                           OPTIONs are pip's
 #   apex_build_folder DIR                   print the folder in which that was built
+#   apex_help                               print the head of the script that sources this file
 #
 # Environment:
 #   PYTHON       the Python that makes the environment (default: python3), 3.10 or newer
@@ -28,6 +29,11 @@ apex_quiet() {
   if [ "$status" -ne 0 ]; then cat "$log" >&2; fi
   rm -f "$log"
   return "$status"
+}
+
+# apex_help: print the head of the script that was started.
+apex_help() {
+  sed -n '3,${/^#/!q;s/^# \{0,1\}//;p;}' "$0"
 }
 
 apex_error() {

@@ -132,6 +132,11 @@ def test_mnist_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         assert words in refused(1, "--resume", tmp_path / name).stderr
 
 
+def test_mnist_half_a_launcher_ends_with_2_and_one_sentence() -> None:
+    env = {k: v for k, v in ENVIRONMENT.items() if k not in ("WORLD_SIZE", "MASTER_ADDR")}
+    assert "WORLD_SIZE" in refused(2, env={**env, "RANK": "0"}).stderr
+
+
 def limit_files() -> None:
     """Files cannot grow beyond some bytes: as on a full disk, write() fails."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -187,8 +192,13 @@ def test_c_two_ranks_learn_the_digits_as_one_process_does(tmp_path: Path) -> Non
         [program, data], env={**ENVIRONMENT, "RANK": "0"}, capture_output=True, text=True,
         timeout=TIMEOUT_S,
     )  # fmt: skip
-    assert bad.returncode == 1
+    assert bad.returncode == 2
     assert "c_digits: apex_init(): " in bad.stderr and bad.stderr.count("\n") == 1
+    for arguments, code in ((["--help"], 0), ([], 2), (["nowhere"], 2)):
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=60)
+        assert done.returncode == code
+        said = done.stderr if code else done.stdout
+        assert "digits.bin" in said and "Trains" in said or code
 
 
 @pytest.mark.processes
