@@ -141,6 +141,17 @@ def test_ensure_venv_no_python_fails_with_one_sentence(tmp_path: Path) -> None:
     assert "there is no /nowhere/python3 here" in done.stderr
 
 
+def test_relative_paths_of_environments_work(tmp_path: Path) -> None:
+    """And a folder beside them is no installed module."""
+    (tmp_path / "python").symlink_to(sys.executable)
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "__init__.py").touch()
+    questions = "apex_has_module ./python json; ! apex_has_module ./python beside"
+    done = bash(SCRIPT, f"cd {tmp_path}; {questions}; . {SCRIPT}; echo $APEX_VENV", APEX_VENV="a")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{Path.cwd()}/a\n"
+
+
 def test_install_package_unchanged_sources_builds_once(checkout: Checkout) -> None:
     assert checkout.install().returncode == 0
     again = checkout.install()
