@@ -62,6 +62,8 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 exclude_patterns = ["_build"]
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_title = f"apex-parallel {release}"
 
 

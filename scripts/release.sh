@@ -82,7 +82,7 @@ assert all(torch.equal(each, gradients) for each in all_gradients)
 dist.destroy_process_group()
 PYTHON
   (cd "$work" && apex_quiet "$3/bin/python" -m apex.parallel.multiproc --nproc 2 train.py)
-  (cd "$work" && "$3/bin/python" - "$1" "$apex_root" "$work/build" <<'PYTHON'
+  (cd "$work" && "$3/bin/python" - "$1" "$apex_root" "$work" <<'PYTHON'
 import importlib.metadata, pathlib, sys, zipfile
 
 import torch
@@ -121,17 +121,17 @@ test_cpp_package() {
   apex_quiet "$work/c_digits/c_digits" --help
 }
 
-sdist='' sources=$work/sources number=0
+# The environment lies in the sources, as that of scripts/test.sh does: ccache knows what that has compiled.
+sdist='' sources=$work/sources venv=$work/sources/.venv number=0
 for torch in "${torches[@]}"; do
   number=$((number + 1))
-  venv=$work/build
   rm -rf "$venv"
   echo "== $torch: building"
   make_environment "$venv" "$torch" "scikit-build-core>=1.1" "nanobind>=2.4" "cmake>=3.22" ninja build
   if [ -z "$sdist" ]; then
     apex_quiet "$venv/bin/python" -m build --sdist --no-isolation --outdir "$output" "$apex_root"
     sdist=$(newest "$output"/apex_parallel-*.tar.gz)
-    mkdir "$sources" && tar -xzf "$sdist" -C "$sources" --strip-components 1
+    tar -xzf "$sdist" -C "$sources" --strip-components 1
   fi
   rm -rf "$sources/build" # of another torch
   if [ -z "${CMAKE_CXX_COMPILER_LAUNCHER:-}" ] && command -v ccache >/dev/null; then
