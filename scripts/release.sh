@@ -16,6 +16,7 @@
 # Environment: what scripts/venv.sh lists, but APEX_TORCH.
 set -euo pipefail
 
+export PYTHONWARNINGS='ignore:Failed to initialize NumPy' # torch's, where there is no numpy
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=venv.sh
 source "$here/venv.sh"
@@ -109,7 +110,7 @@ with zipfile.ZipFile(sys.argv[1]) as wheel:
             assert not [folder for folder in sys.argv[2:] if folder in text], name
 PYTHON
   )
-  "$venv/bin/auditwheel" show "$1" | head -n 3
+  apex_quiet "$venv/bin/auditwheel" show "$1"
   (cd "$work" && "$3/bin/python" -m apex)
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ddp_support import free_port
 from package_support import ROOT, cpp_program, run_torchrun
 
@@ -127,7 +128,11 @@ def test_mnist_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert "was trained with --batch-size=64 --lr=0.1 --precision=fp32 --seed=1, not" in other
     (tmp_path / "truncated").write_bytes(saved.read_bytes()[:5000])
     (tmp_path / "foreign").write_text("not a checkpoint\n")
-    for name in ("truncated", "foreign"):
+    archive = torch.jit.load(str(saved))
+    for state in archive.optimizer.state.children():  # the next step would fail on it
+        state.momentum_buffer = torch.zeros(3, 3)
+    archive.save(str(tmp_path / "momentum"))
+    for name in ("truncated", "foreign", "momentum"):
         words = f"{tmp_path / name} is not a whole checkpoint of this program"
         assert words in refused(1, "--resume", tmp_path / name).stderr
 

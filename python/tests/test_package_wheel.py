@@ -147,6 +147,24 @@ def test_wheel_found_by_a_consumer_builds_and_runs(prefix: Path, tmp_path: Path)
     assert "3 buckets, refused" in run.stdout
 
 
+def test_wheel_moved_away_from_torch_serves_a_program_in_c(prefix: Path, tmp_path: Path) -> None:
+    """The program uses nothing of libtorch itself, and the library knows only a torch beside it."""
+    for part in ("include", "lib"):
+        shutil.copytree(prefix / part, tmp_path / "moved" / part)
+    status, output = cmake(
+        "-S", str(ROOT / "cpp" / "examples" / "c"), "-B", str(tmp_path / "build"),
+        f"-Dapex_ROOT={tmp_path / 'moved'}", f"-DLibtorch_ROOT={Path(torch.__file__).parent}",
+        "-DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed", *generator(),
+    )  # fmt: skip
+    assert status == 0, output
+    status, output = cmake("--build", str(tmp_path / "build"))
+    assert status == 0, output
+    environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
+    program = [str(tmp_path / "build" / "c_digits"), "--help"]
+    run = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+
+
 def test_wheel_with_another_libtorch_refused_with_both_versions(
     prefix: Path, tmp_path: Path
 ) -> None:
