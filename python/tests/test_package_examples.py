@@ -120,6 +120,7 @@ def test_program_help_lists_the_options() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.torch.jit.load:DeprecationWarning")
 def test_mnist_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     mnist(1, tmp_path, "--epochs=1", "--save", saved)
