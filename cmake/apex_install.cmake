@@ -98,6 +98,9 @@ endif()
 if(APEX_BUILD_SHARED)
   set(apex_pc_defines "")
   set(apex_pc_library "-L\${libdir} -lapex_parallel -Wl,-rpath,\${libdir}")
+  # Needed by programs themselves: see apexConfig.cmake.in.
+  set(apex_pc_torch_libraries
+    "-Wl,--push-state,--no-as-needed ${apex_pc_torch_libraries} -Wl,--pop-state")
 else()
   set(apex_pc_defines " -DAPEX_STATIC_DEFINE")
   set(apex_pc_library "-Wl,--whole-archive,\${libdir}/libapex_parallel.a,--no-whole-archive")

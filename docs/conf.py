@@ -15,6 +15,8 @@ sys.path.insert(0, str(ROOT / "docs"))
 import reference_cpp  # noqa: E402
 import reference_messages  # noqa: E402
 import reference_options  # noqa: E402
+import search_queries  # noqa: E402
+from sphinx.util import logging  # noqa: E402
 
 #: What a page has as `<!-- generated: NAME -->`.
 GENERATED = {
@@ -60,6 +62,8 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 exclude_patterns = ["_build"]
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_title = f"apex-parallel {release}"
 
 
@@ -76,8 +80,17 @@ def _read_page(app: object, docname: str, source: list[str]) -> None:
     source[0] = re.sub(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#]+)\)", unlink, text)
 
 
+def _search(app: object, failure: Exception | None) -> None:
+    """Warns where a usual query misses its page."""
+    if failure is None and app.builder.format == "html":
+        for sentence in search_queries.misses(Path(app.outdir) / "searchindex.js"):
+            logging.getLogger(__name__).warning(sentence)
+            app.statuscode = 1  # Sphinx has counted its warnings before
+
+
 def setup(app: object) -> None:
     app.connect("source-read", _read_page)
+    app.connect("build-finished", _search)
 
 
 try:

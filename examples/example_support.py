@@ -68,6 +68,15 @@ def non_negative_int(text: str) -> int:
     return _whole_number(text, least=0, otherwise="is negative")
 
 
+def local_rank(text: str) -> int:
+    """A launcher's --local_rank; -1, which scripts for older launchers have as its default, is
+    what the environment says."""
+    value = _whole_number(text, least=-1, otherwise="is negative")
+    if value == -1:
+        return non_negative_int(os.environ.get("LOCAL_RANK", "0"))
+    return value
+
+
 def seed(text: str) -> int:
     """A number that generators take, also after a number of epochs was added."""
     value = _whole_number(text, least=0, otherwise="is negative")
@@ -124,6 +133,23 @@ def checkpoint_file(text: str) -> Path:
     return path
 
 
+def add_checkpoint_options(parser: argparse.ArgumentParser, write: str = "--checkpoint") -> None:
+    """The option to write a checkpoint, and --resume."""
+    parser.add_argument(
+        write,
+        type=output_file,
+        metavar="PATH",
+        help="write a checkpoint here after every epoch",
+    )
+    parser.add_argument(
+        "--resume",
+        type=checkpoint_file,
+        metavar="PATH",
+        help="continue from this checkpoint, with the settings of that run; every rank must be "
+        "able to read it",
+    )
+
+
 # --- the place of this process in its job ---
 
 
@@ -143,19 +169,28 @@ def launched() -> bool:
             f"{given} is set in the environment, but {' and '.join(missing)} not: start the script "
             f"with torchrun, which sets all of them, or unset {given} to train in one process."
         )
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        if not str(there[name]).isdecimal():
-            refuse(f"{name} is {there[name]!r} in the environment, which is no number: correct it.")
-    rank, size = (int(str(there[name])) for name in ("RANK", "WORLD_SIZE"))
+    rank, size = (_number_in_environment(name) for name in ("RANK", "WORLD_SIZE"))
     if size == 0:
         refuse("WORLD_SIZE is 0 in the environment: it counts processes, from 1 on.")
     if rank >= size:
         refuse(f"RANK is {rank}, but WORLD_SIZE {size}: ranks are numbered from 0 to {size - 1}.")
-    port = int(str(there["MASTER_PORT"]))
-    if port > 65535 or port == 0 < size - 1:
-        refuse(f"MASTER_PORT is {port} in the environment: ports are numbers from 1 to 65535.")
-    _look_up(str(there["MASTER_ADDR"]))
+    refuse_bad_address(size)
     return True
+
+
+def _number_in_environment(name: str) -> int:
+    text = os.environ[name]
+    if not text.isdecimal():
+        refuse(f"{name} is {text!r} in the environment, which is no number: correct it.")
+    return int(text)
+
+
+def refuse_bad_address(processes: int) -> None:
+    """Refuse a MASTER_ADDR and MASTER_PORT where so many processes cannot meet."""
+    port = _number_in_environment("MASTER_PORT")
+    if port > 65535 or port == 0 < processes - 1:
+        refuse(f"MASTER_PORT is {port} in the environment: ports are numbers from 1 to 65535.")
+    _look_up(os.environ["MASTER_ADDR"])
 
 
 def _look_up(host: str, patience_s: float = 10) -> None:
@@ -309,6 +344,19 @@ def restoring(path: Path) -> Iterator[None]:
         yield
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         fail(f"the state in {path} does not fit this script's model: resume from another one.")
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """load_state_dict(), which takes tensors of any shape: the next step would fail on them.
+
+    Raises:
+        ValueError: if one has not the shape of its parameter.
+    """
+    optimizer.load_state_dict(state)
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if torch.is_tensor(value) and value.dim() > 0 and value.shape != parameter.shape:
+                raise ValueError(f"{name} has the shape {tuple(value.shape)}")
 
 
 # --- the end ---

@@ -20,27 +20,30 @@
 #
 # clang-tidy has to be of version 19 or newer (pip install clang-tidy; Debian: clang-tidy-19), and takes about 20 seconds
 # of processor time per file, more with 19. Environment: APEX_TIDY_JOBS, files at a time (default: one per core).
+
 # shellcheck disable=SC2317,SC2329  # functions are called by the name of their tool
 set -uo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-root=$(cd "$here/.." && pwd)
-cd "$root" || exit 1
-venv=${APEX_VENV:-$root/.venv}
+# shellcheck source=venv.sh
+source "$here/venv.sh"
+cd "$apex_root" || exit 1
+venv=${APEX_VENV:-$apex_root/.venv}
 if [ -d "$venv/bin" ]; then export PATH="$venv/bin:$PATH"; fi
 
 all=no base='' install=no tools=()
 while [ $# -gt 0 ]; do
   case $1 in
+    -h | --help) apex_help && exit ;;
     --all) all=yes ;;
     --install) install=yes ;;
     --base)
-      [ $# -gt 1 ] || { echo "--base needs a revision" >&2; exit 2; }
+      [ $# -gt 1 ] || { apex_error "--base needs a revision"; exit 2; }
       base=$2
       shift
       ;;
     -*)
-      echo "unknown option $1; see the head of $0" >&2
+      apex_error "analyze.sh has no option $1; --help lists them"
       exit 2
       ;;
     *) tools+=("$1") ;;
@@ -137,7 +140,7 @@ status=0 summary=()
 for tool in "${tools[@]}"; do
   function=run_${tool//-/_}
   if ! declare -F "$function" >/dev/null; then
-    echo "there is no tool $tool; see the head of $0" >&2
+    apex_error "there is no tool $tool; --help lists them"
     exit 2
   fi
   echo "=== $tool"

@@ -9,8 +9,10 @@
 # passed on to mypy. Exit status: 0, no findings; 1, findings; 3, mypy or the installed package is missing.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${PYTHON:-$root/.venv/bin/python}
+# shellcheck source=venv.sh
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+case ${1:-} in -h | --help) apex_help && exit ;; esac
+python=${PYTHON:-$apex_root/.venv/bin/python}
 if [ ! -x "$python" ]; then python=$(command -v "${PYTHON:-python3}") || exit 3; fi
 
 # From /, so that the installed package is found and not a folder of that name.
@@ -26,9 +28,9 @@ fi
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-cp -R "$root/python/apex" "$folder/apex"
+cp -R "$apex_root/python/apex" "$folder/apex"
 cp "$installed/_core.pyi" "$installed/_build_info.py" "$folder/apex/"
 cd "$folder"
 # Paths as they are in the repository.
-"$python" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$root/build/mypy-cache" \
+"$python" -m mypy --config-file "$apex_root/pyproject.toml" --cache-dir "$apex_root/build/mypy-cache" \
   --show-error-codes "$@" apex | sed 's|^apex/|python/apex/|'

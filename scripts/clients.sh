@@ -8,11 +8,13 @@
 # folder of the packages (default: build/clients). Arguments are passed on to pytest.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${APEX_VENV:-$root/.venv}/bin/python
-clients=${APEX_CLIENTS:-$root/build/clients}
+# shellcheck source=venv.sh
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+case ${1:-} in -h | --help) apex_help && exit ;; esac
+python=${APEX_VENV:-$apex_root/.venv}/bin/python
+clients=${APEX_CLIENTS:-$apex_root/build/clients}
 if [ ! -x "$python" ]; then
-  echo "there is no $python: run scripts/test.sh first, or set APEX_VENV" >&2
+  apex_error "there is no $python: run scripts/test.sh first, or set APEX_VENV"
   exit 1
 fi
 
@@ -34,7 +36,7 @@ if [ "$(cat "$clients/.installed" 2>/dev/null)" != "${packages[*]}" ]; then
   echo "${packages[*]}" >"$clients/.installed"
 fi
 
-mkdir -p "$root/build/test-results"
-cd "$root/build/test-results" # so that the installed package is tested and not the sources
-APEX_CLIENTS=$clients OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest -c "$root/pyproject.toml" \
-  --rootdir "$root" -m clients "$root"/python/tests/test_clients*.py -q "$@"
+mkdir -p "$apex_root/build/test-results"
+cd "$apex_root/build/test-results" # so that the installed package is tested and not the sources
+APEX_CLIENTS=$clients OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest -c "$apex_root/pyproject.toml" \
+  --rootdir "$apex_root" -m clients "$apex_root"/python/tests/test_clients*.py -q "$@"

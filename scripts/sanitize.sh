@@ -27,13 +27,18 @@ presets=() build_only=no
 while [ $# -gt 0 ]; do
   case $1 in
     --tests)
-      export GTEST_FILTER=${2:?"--tests needs a filter"}
+      if [ $# -lt 2 ]; then
+        apex_error "--tests needs a filter"
+        exit 2
+      fi
+      export GTEST_FILTER=$2
       shift
       ;;
+    -h | --help) apex_help && exit ;;
     --build-only) build_only=yes ;;
     asan | tsan) presets+=("$1") ;;
     *)
-      echo "unknown argument $1; see the head of $0" >&2
+      apex_error "sanitize.sh has no argument $1; --help lists them"
       exit 2
       ;;
   esac

@@ -18,6 +18,7 @@ set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=venv.sh
 source "$here/venv.sh"
+case ${1:-} in -h | --help) apex_help && exit ;; esac
 cd "$apex_root" || exit 1
 venv=${APEX_VENV:-$apex_root/.venv}
 cpp_tests=() python_tests=() parts=(TESTS EXAMPLES)

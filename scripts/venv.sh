@@ -9,6 +9,7 @@
 #                                           package in DIR was built from these very sources;
 #                                           OPTIONs are pip's
 #   apex_build_folder DIR                   print the folder in which that was built
+#   apex_help                               print the head of the script that sources this file
 #
 # Environment:
 #   PYTHON       the Python that makes the environment (default: python3), 3.10 or newer
@@ -19,6 +20,8 @@
 #   SKBUILD_BUILD_DIR   the folder to build in (default: build/<Python tag> in the repository)
 
 apex_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# The scripts change folders.
+case ${APEX_VENV:-/} in /*) ;; *) APEX_VENV=$PWD/$APEX_VENV ;; esac
 
 # apex_quiet COMMAND...: run it, and show its output only if it fails.
 apex_quiet() {
@@ -28,6 +31,11 @@ apex_quiet() {
   if [ "$status" -ne 0 ]; then cat "$log" >&2; fi
   rm -f "$log"
   return "$status"
+}
+
+# apex_help: print the head of the script that was started.
+apex_help() {
+  sed -n '3,${/^#/!q;s/^# \{0,1\}//;p;}' "$0"
 }
 
 apex_error() {
@@ -40,8 +48,10 @@ apex_python_is_new_enough() {
 }
 
 apex_has_module() {
-  # From /, so that no folder that happens to lie here is taken for the module.
-  (cd / && "$1" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$2') is None)")
+  # Without '', so that no folder that happens to lie here is taken for the module.
+  "$1" -c "import importlib.util as u, sys
+sys.path = [folder for folder in sys.path if folder]
+sys.exit(u.find_spec('$2') is None)"
 }
 
 apex_ensure_venv() {

@@ -24,6 +24,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <apex/error.h>
+
 namespace examples {
 
 /// The command line cannot be right; the message is one sentence with the option.
@@ -170,13 +172,16 @@ class Options {
 };
 
 /// Runs `body`; what it throws becomes a sentence on stderr and the exit code: 2 for the command
-/// line, 1 for anything else.
+/// line and for an environment that cannot be right, 1 for anything else.
 inline int run_program(const char* name, const std::function<void()>& body) {
   try {
     body();
     return EXIT_SUCCESS;
   } catch (const UsageError& error) {
     std::fprintf(stderr, "%s: %s.\n", name, error.what());
+    return 2;
+  } catch (const apex::InvalidArgument& error) {
+    std::fprintf(stderr, "%s: %s\n", name, error.what());
     return 2;
   } catch (const c10::Error& error) {  // without its stack
     const std::string text = error.what_without_backtrace();

@@ -13,7 +13,6 @@ write, from apex.amp (opt_level O2); this is for those that want every step in t
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -53,25 +52,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--clip", type=support.positive_float, metavar="NORM", help="clip the gradient's norm"
     )
-    parser.add_argument(
-        "--checkpoint",
-        type=support.output_file,
-        metavar="PATH",
-        help="write one after each epoch",
-    )
-    parser.add_argument(
-        "--resume",
-        type=support.checkpoint_file,
-        metavar="PATH",
-        help="continue from this checkpoint",
-    )
+    support.add_checkpoint_options(parser)
     parser.add_argument(
         "--local_rank",
         "--local-rank",
-        type=support.non_negative_int,
-        default=os.environ.get("LOCAL_RANK", "0"),
+        type=support.local_rank,
+        default="-1",
         metavar="R",
-        help="index of this process on its machine; launchers set it",
+        help="index of this process on its machine; -1: LOCAL_RANK, which launchers set, or 0",
     )
     return parser.parse_args(argv)
 
@@ -127,7 +115,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         with support.restoring(args.resume):
             model.load_state_dict(state["model"])
             # Holds the float32 copies: continuing from the float16 parameters would round them.
-            optimizer.load_state_dict(state["optimizer"])
+            support.load_optimizer(optimizer, state["optimizer"])
 
     for epoch in range(done, args.epochs):
         # The same batches on every rank, of each of which it takes its slice.

@@ -73,9 +73,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "-j",
         "--workers",
         type=support.non_negative_int,
-        default=4,
+        default=min(4, len(os.sched_getaffinity(0))),
         metavar="N",
-        help="loader processes per rank",
+        help="loader processes per rank; by default up to 4, as there are cores",
     )
     parser.add_argument(
         "--epochs", type=support.positive_int, default=90, metavar="N", help="in all"
@@ -111,18 +111,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="print every N steps",
     )
-    parser.add_argument(
-        "--checkpoint",
-        type=support.output_file,
-        metavar="PATH",
-        help="write one after each epoch",
-    )
-    parser.add_argument(
-        "--resume",
-        type=support.checkpoint_file,
-        metavar="PATH",
-        help="continue from this checkpoint",
-    )
+    support.add_checkpoint_options(parser)
     parser.add_argument("-e", "--evaluate", action="store_true", help="only evaluate")
     parser.add_argument(
         "--seed", type=support.seed, default=0, help="of weights, order and augmentation"
@@ -150,10 +139,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--local_rank",
         "--local-rank",
-        type=support.non_negative_int,
-        default=os.environ.get("LOCAL_RANK", "0"),
+        type=support.local_rank,
+        default="-1",
         metavar="R",
-        help="index of this process on its machine; launchers set it",
+        help="index of this process on its machine; -1: LOCAL_RANK, which launchers set, or 0",
     )
     return parser.parse_args(argv)
 
@@ -378,7 +367,7 @@ def load_checkpoint(
     state = support.read_checkpoint(args.resume, job.device, settings)
     with support.restoring(args.resume):
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        support.load_optimizer(optimizer, state["optimizer"])
         amp.load_state_dict(state["amp"])
         return state["epoch"], state["best"]
 

@@ -114,19 +114,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--seed", type=support.seed, default=1, help="seeds the weights and the shuffling"
     )
     parser.add_argument("--no-cuda", action="store_true", help="train on the CPU even with a GPU")
-    parser.add_argument(
-        "--save",
-        type=support.output_file,
-        metavar="PATH",
-        help="write a checkpoint here after every epoch",
-    )
-    parser.add_argument(
-        "--resume",
-        type=support.checkpoint_file,
-        metavar="PATH",
-        help="continue from this checkpoint, with the same settings as it was made with; every "
-        "rank must be able to read it",
-    )
+    support.add_checkpoint_options(parser, write="--save")
     parser.add_argument(
         "--loss-log",
         type=support.output_file,
@@ -139,10 +127,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--local-rank",
         "--local_rank",
-        type=support.non_negative_int,
-        default=os.environ.get("LOCAL_RANK", "0"),
+        type=support.local_rank,
+        default="-1",
         metavar="R",
-        help="index of this process on its machine; launchers set it",
+        help="index of this process on its machine; -1: LOCAL_RANK, which launchers set, or 0",
     )
     # =====END:   ADDED FOR DISTRIBUTED======
     return parser.parse_args(argv)
@@ -354,7 +342,7 @@ def load_checkpoint(
     state = support.read_checkpoint(path, device, settings)
     with support.restoring(path):
         net.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        support.load_optimizer(optimizer, state["optimizer"])
     return state["epoch"]
 
 

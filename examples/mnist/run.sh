@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Train the digits example on a fresh machine: make a virtual environment, install torch and this
 # package into it, train on two ranks (on one per GPU where there are several) and print the
-# result. What is there already is used again. Arguments are passed on to main.py.
+# result. What is there already is used again. Arguments are passed on to main.py; its README lists
+# them.
 #
 # Environment: APEX_VENV, the folder of the virtual environment (default: .venv in the repository),
 # and what scripts/venv.sh lists.
@@ -11,6 +12,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=../../scripts/venv.sh
 source "$here/../../scripts/venv.sh"
+case ${1:-} in -h | --help) apex_help && exit ;; esac
 venv=${APEX_VENV:-$apex_root/.venv}
 
 apex_ensure_venv "$venv" -r "$here/requirements.txt"

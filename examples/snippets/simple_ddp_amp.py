@@ -10,7 +10,6 @@ digits, the model a small convolutional network. README.md lists what else had t
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -31,9 +30,9 @@ def main() -> None:
     parser.add_argument(
         "--local_rank",
         "--local-rank",
-        default=os.environ.get("LOCAL_RANK", "0"),
-        type=support.non_negative_int,
-        help="index of this process on its machine; launchers set it",
+        default="-1",
+        type=support.local_rank,
+        help="index of this process on its machine; -1: LOCAL_RANK, which launchers set, or 0",
     )
     parser.add_argument("--epochs", default=10, type=support.positive_int, help="default: 10")
     parser.add_argument(

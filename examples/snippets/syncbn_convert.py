@@ -9,7 +9,6 @@ handwritten digits that scikit-learn ships.
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -46,9 +45,9 @@ def main() -> None:
     parser.add_argument(
         "--local_rank",
         "--local-rank",
-        default=os.environ.get("LOCAL_RANK", "0"),
-        type=support.non_negative_int,
-        help="index of this process on its machine; launchers set it",
+        default="-1",
+        type=support.local_rank,
+        help="index of this process on its machine; -1: LOCAL_RANK, which launchers set, or 0",
     )
     args = parser.parse_args()
 

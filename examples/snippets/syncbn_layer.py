@@ -9,7 +9,6 @@ on every rank, these outputs are what torch.nn.BatchNorm1d makes of the whole ba
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -30,9 +29,9 @@ def main() -> None:
     parser.add_argument(
         "--local_rank",
         "--local-rank",
-        default=os.environ.get("LOCAL_RANK", "0"),
-        type=support.non_negative_int,
-        help="index of this process on its machine; launchers set it",
+        default="-1",
+        type=support.local_rank,
+        help="index of this process on its machine; -1: LOCAL_RANK, which launchers set, or 0",
     )
     args = parser.parse_args()
 

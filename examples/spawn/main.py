@@ -137,18 +137,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="seed everything and use deterministic kernels only, which are slower on GPUs; "
         "without it, each run differs",
     )
-    parser.add_argument(
-        "--checkpoint",
-        type=support.output_file,
-        metavar="PATH",
-        help="write one here after every epoch",
-    )
-    parser.add_argument(
-        "--resume",
-        type=support.checkpoint_file,
-        metavar="PATH",
-        help="continue from this checkpoint",
-    )
+    support.add_checkpoint_options(parser)
     parser.add_argument("--no-cuda", action="store_true", help="train on the CPU even with a GPU")
     args = parser.parse_args(argv)
     if args.rank == -1:
@@ -178,6 +167,7 @@ def refuse_url(parser: argparse.ArgumentParser, text: str) -> None:
         lacking = [n for n in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]
         if lacking:
             parser.error(f"--dist-url env:// needs {' and '.join(lacking)} in the environment")
+        support.refuse_bad_address(processes=2)
         return
     try:
         url = urlsplit(text)
@@ -370,7 +360,7 @@ def load_checkpoint(
     state = support.read_checkpoint(args.resume, place.stages[0], settings)
     with support.restoring(args.resume):
         net.load_state_dict(state["state_dict"])  # copies to each parameter's own device
-        optimizer.load_state_dict(state["optimizer"])
+        support.load_optimizer(optimizer, state["optimizer"])
     return state["epoch"]
 
 

@@ -67,6 +67,7 @@ def main() -> None:
     args.world_size = args.gpus * args.nodes
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "8888")
+    support.refuse_bad_address(args.world_size)
     mp.spawn(train, nprocs=args.gpus, args=(args, train_dataset))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import re
 import sys
 from pathlib import Path
@@ -281,3 +282,20 @@ def test_readthedocs_and_workflow_name_files_that_exist() -> None:
         for path in re.findall(r"(?:docs|scripts)/[\w.-]+\.\w+", text):
             assert (ROOT / path).is_file(), f"{name}: {path}"
         assert "-W" in text or "fail_on_warning: true" in text
+
+
+def test_search_misses_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/conf.py searches the built site, in test_static_analysis; here an index by hand."""
+    pytest.importorskip("sphinx")
+    queries = generator("search_queries")
+    monkeypatch.setattr(
+        queries, "QUERIES", {"clipping": "recipes", "slow step": "faults", "hang": "faults"}
+    )
+    monkeypatch.setattr(queries, "FIRST", 0)
+    terms = {"clip": [0, 1], "slow": 1, "step": [0, 1], "hang": 0}
+    index = {"docnames": ["recipes", "faults"], "terms": terms, "titleterms": {"clip": 0}}
+    (tmp_path / "searchindex.js").write_text(f"Search.setIndex({json.dumps(index)})")
+    assert queries.misses(tmp_path / "searchindex.js") == [
+        "a search for 'slow step' finds faults too late: not in a heading",
+        "a search for 'hang' misses faults, which lacks hang",
+    ]

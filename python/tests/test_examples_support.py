@@ -85,6 +85,8 @@ def test_number_in_range_accepted(kind: str, text: str, value: float, support: M
         ("output_file", ".", "cannot write to .: it must be a file in a folder that exists"),
         ("output_file", "nowhere/a.pt", "cannot write to nowhere/a.pt"),
         ("checkpoint_file", "nowhere.pt", "there is no checkpoint nowhere.pt"),
+        ("local_rank", "-2", "-2 is negative"),
+        ("local_rank", "x", "'x' is not a whole number"),
     ],
 )
 def test_argument_out_of_range_refused(
@@ -94,6 +96,15 @@ def test_argument_out_of_range_refused(
     with pytest.raises(argparse.ArgumentTypeError) as refused:
         getattr(support, kind)(text)
     assert words in str(refused.value)
+
+
+def test_local_rank_of_minus_1_is_that_of_the_environment(
+    support: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert (support.local_rank("-1"), support.local_rank("1")) == (3, 1)
+    monkeypatch.delenv("LOCAL_RANK")
+    assert support.local_rank("-1") == 0
 
 
 # --- the launcher's variables ---
@@ -251,6 +262,26 @@ def test_checkpoint_of_another_model_ends_in_a_sentence(
     assert "the state in a.pt does not fit" in sentence(1, restore)
 
 
+def test_checkpoint_with_momentum_of_other_shapes_ends_in_a_sentence(
+    support: ModuleType, sentence: Callable[[int, Callable[[], Any]], str]
+) -> None:
+    """torch loads such a state, and fails in the next step."""
+
+    def trained(features: int) -> torch.optim.SGD:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(features))], momentum=0.9)
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(features)
+        optimizer.step()
+        return optimizer
+
+    def restore(state: dict[str, Any]) -> None:
+        with support.restoring(Path("a.pt")):
+            support.load_optimizer(trained(2), state)
+
+    restore(trained(2).state_dict())
+    printed = sentence(1, lambda: restore(trained(3).state_dict()))
+    assert "the state in a.pt does not fit" in printed
+
+
 def test_batches_larger_than_the_data_refused(
     support: ModuleType, sentence: Callable[[int, Callable[[], Any]], str]
 ) -> None:
@@ -286,6 +317,7 @@ def test_progress_only_on_the_terminal_of_rank_0(
 # --- scripts, from their command lines ---
 
 NOWHERE = {"MASTER_ADDR": "", "MASTER_PORT": ""}
+NO_PORT = {"MASTER_PORT": "abc"}
 BAD_RUNS = [
     ("fp16_optimizer/main.py", ("--batch-size=2000",), {}, "no whole batch of 2000"),
     ("fp16_optimizer/main.py", ("--epochs=0",), {}, "--epochs: 0 is not a positive number"),
@@ -296,6 +328,9 @@ BAD_RUNS = [
     ("syncbn/plot.py", ("--output=plot.abc",), {}, "--output plot.abc must end in one of"),
     ("snippets/simple_ddp_amp.py", (), {"RANK": "0"}, "RANK is set in the environment"),
     ("tutorial/mnist-mixed.py", ("-g=0",), {}, "-g/--gpus: 0 is not a positive number"),
+    ("tutorial/mnist-mixed.py", ("-g=1",), NO_PORT, "MASTER_PORT is 'abc' in the environment"),
+    ("tutorial/mnist-distributed.py", (), NO_PORT, "MASTER_PORT is 'abc' in the environment"),
+    ("spawn/main.py", ("--dist-url=env://",), NO_PORT, "MASTER_PORT is 'abc' in the environment"),
     ("spawn/main.py", ("--checkpoint=.",), {}, "--checkpoint: cannot write to ."),
     ("spawn/main.py", ("--lr=nan",), {}, "--lr: nan is not a number"),
     ("spawn/main.py", ("--workers=-1",), {}, "--workers: -1 is negative"),

@@ -94,19 +94,37 @@ def test_tutorial_losses_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("step", "arguments", "words"),
     [
-        (["--epoch=3"], "unknown argument --epoch=3"),
-        (["--epochs=three"], "--epochs is a number from 1, not 'three'"),
-        (["--data=/no/digits"], "cannot read /no/digits"),
-        (["--csv=/no/losses.csv"], "cannot write /no/losses.csv"),
+        (1, ["--epochen=3"], "there is no option --epochen=3; --help lists them"),
+        (1, ["--epochs=three"], "--epochs takes a whole number from 1, not 'three'"),
+        (1, ["--data=/no/digits"], "--data: there is no file '/no/digits'"),
+        (1, ["--csv=/no/losses.csv"], "--csv: cannot write to '/no/losses.csv'"),
+        (1, ["--checkpoint=run.ckpt"], "there is no option --checkpoint=run.ckpt"),
+        (5, ["--checkpoint=/no/run.ckpt"], "--checkpoint: cannot write to '/no/run.ckpt'"),
+        (5, [], "RANK"),  # without a launcher
     ],
 )
-def test_tutorial_bad_argument_one_sentence(arguments: list[str], words: str) -> None:
-    command = [program("step1_one_process"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 1
+def test_tutorial_bad_argument_ends_with_2_and_one_sentence(
+    step: int, arguments: list[str], words: str
+) -> None:
+    name = {1: "step1_one_process", **STEPS}[step]
+    launcher = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in ENVIRONMENT.items() if name not in launcher}
+    command = [program(name), *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{name}: ")
     assert words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_tutorial_help_lists_the_options() -> None:
+    for name, lists_checkpoint in (("step1_one_process", False), (STEPS[5], True)):
+        command = [program(name), "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0
+        assert done.stdout.startswith("usage: ") and "--csv FILE" in done.stdout
+        assert ("--checkpoint FILE" in done.stdout) == lists_checkpoint
 
 
 def test_tutorial_page_shows_lines_of_the_programs() -> None:

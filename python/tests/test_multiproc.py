@@ -492,6 +492,11 @@ def test_watch_tells_the_other_nodes_unless_they_never_met(
     [
         (["nowhere.py"], "there is no script nowhere.py."),
         (["--nproc=0", "job.py"], "0 is not a positive number"),
+        (["--nproc=two", "job.py"], "argument --nproc/--nproc-per-node/--nproc_per_node: 'two' is"),
+        (["--node-rank=x", "job.py"], "'x' is not a whole number"),
+        (["--master-port=x", "job.py"], "'x' is not a whole number"),
+        (["-m", "job"], "unrecognized arguments: -m"),
+        (["-m"], "the following arguments are required: script"),
         (["--master-port=70000", "job.py"], "70000 is not a port number"),
         (["--append=ranks", "job.py"], "'ranks' is none of rank, world-size"),
         (["--nnodes=2", "job.py"], "give every one of them the --master-addr of node 0."),
@@ -514,7 +519,8 @@ def test_bad_argument_fails_with_one_sentence(
     with pytest.raises(SystemExit) as stopped:
         multiproc.main(arguments)
     assert stopped.value.code == 2
-    assert complaint in capsys.readouterr().err.splitlines()[-1]
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert complaint in said and ", ..." not in said
 
 
 def test_plan_several_nodes_environment_gives_the_meeting_point(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ddp_support import free_port
 from package_support import ROOT, cpp_program, run_torchrun
 
@@ -119,6 +120,7 @@ def test_program_help_lists_the_options() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.torch.jit.load:DeprecationWarning")
 def test_mnist_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     mnist(1, tmp_path, "--epochs=1", "--save", saved)
@@ -127,9 +129,18 @@ def test_mnist_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert "was trained with --batch-size=64 --lr=0.1 --precision=fp32 --seed=1, not" in other
     (tmp_path / "truncated").write_bytes(saved.read_bytes()[:5000])
     (tmp_path / "foreign").write_text("not a checkpoint\n")
-    for name in ("truncated", "foreign"):
+    archive = torch.jit.load(str(saved))
+    for state in archive.optimizer.state.children():  # the next step would fail on it
+        state.momentum_buffer = torch.zeros(3, 3)
+    archive.save(str(tmp_path / "momentum"))
+    for name in ("truncated", "foreign", "momentum"):
         words = f"{tmp_path / name} is not a whole checkpoint of this program"
         assert words in refused(1, "--resume", tmp_path / name).stderr
+
+
+def test_mnist_half_a_launcher_ends_with_2_and_one_sentence() -> None:
+    env = {k: v for k, v in ENVIRONMENT.items() if k not in ("WORLD_SIZE", "MASTER_ADDR")}
+    assert "WORLD_SIZE" in refused(2, env={**env, "RANK": "0"}).stderr
 
 
 def limit_files() -> None:
@@ -187,8 +198,13 @@ def test_c_two_ranks_learn_the_digits_as_one_process_does(tmp_path: Path) -> Non
         [program, data], env={**ENVIRONMENT, "RANK": "0"}, capture_output=True, text=True,
         timeout=TIMEOUT_S,
     )  # fmt: skip
-    assert bad.returncode == 1
+    assert bad.returncode == 2
     assert "c_digits: apex_init(): " in bad.stderr and bad.stderr.count("\n") == 1
+    for arguments, code in ((["--help"], 0), ([], 2), (["nowhere"], 2)):
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=60)
+        assert done.returncode == code
+        said = done.stderr if code else done.stdout
+        assert "digits.bin" in said and "Trains" in said or code
 
 
 @pytest.mark.processes

@@ -83,6 +83,17 @@ def test_wheel_requires_what_is_imported(wheel: importlib.metadata.Distribution)
     assert required == others == {"torch"}
 
 
+def test_wheel_metadata_names_its_license(wheel: importlib.metadata.Distribution) -> None:
+    described = wheel.metadata
+    assert described["License-Expression"] == "BSD-3-Clause"
+    (license_file,) = [file for file in wheel.files or () if Path(str(file)).name == "LICENSE"]
+    assert license_file.read_text() == (ROOT / "LICENSE").read_text()
+    classifiers = described.get_all("Classifier") or []
+    assert "Typing :: Typed" in classifiers
+    assert not [text for text in classifiers if text.startswith("License ::")]  # PEP 639
+    assert described["Description-Content-Type"] == "text/markdown"
+
+
 def test_wheel_holds_no_library_of_torch(wheel: importlib.metadata.Distribution) -> None:
     libraries = [Path(str(file)).name for file in wheel.files or () if ".so" in str(file)]
     assert libraries
@@ -134,6 +145,24 @@ def test_wheel_found_by_a_consumer_builds_and_runs(prefix: Path, tmp_path: Path)
     )
     assert run.stdout.startswith(f"apex {apex.__version__}, "), run.stdout + run.stderr
     assert "3 buckets, refused" in run.stdout
+
+
+def test_wheel_moved_away_from_torch_serves_a_program_in_c(prefix: Path, tmp_path: Path) -> None:
+    """The program uses nothing of libtorch itself, and the library knows only a torch beside it."""
+    for part in ("include", "lib"):
+        shutil.copytree(prefix / part, tmp_path / "moved" / part)
+    status, output = cmake(
+        "-S", str(ROOT / "cpp" / "examples" / "c"), "-B", str(tmp_path / "build"),
+        f"-Dapex_ROOT={tmp_path / 'moved'}", f"-DLibtorch_ROOT={Path(torch.__file__).parent}",
+        "-DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed", *generator(),
+    )  # fmt: skip
+    assert status == 0, output
+    status, output = cmake("--build", str(tmp_path / "build"))
+    assert status == 0, output
+    environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
+    program = [str(tmp_path / "build" / "c_digits"), "--help"]
+    run = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
 
 
 def test_wheel_with_another_libtorch_refused_with_both_versions(

@@ -60,7 +60,8 @@ def small(tmp_path: Path) -> Path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts" / "analyze.sh", tmp_path / "scripts")
+    for name in ("analyze.sh", "venv.sh"):
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
     for name in ("benchmarks", "cmake", "cpp", "docs", "examples", "python"):
         (tmp_path / name).mkdir()
     (tmp_path / "README.md").write_text("")

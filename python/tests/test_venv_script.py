@@ -76,6 +76,54 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
+SCRIPTS = [*SCRIPT.parent.glob("*.sh"), SCRIPT.parents[1] / "examples" / "mnist" / "run.sh"]
+
+
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s != SCRIPT], ids=lambda path: path.stem)
+def test_script_help_prints_its_head_and_does_nothing_else(script: Path, tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    done = subprocess.run(
+        ["bash", str(script), "--help"],
+        cwd=tmp_path,
+        env={**os.environ, "APEX_VENV": str(venv)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    head = script.read_text().splitlines()[2]
+    assert done.stdout.startswith(head.removeprefix("# ") + "\n")
+    assert "Environment: " in done.stdout and "SPDX" not in done.stdout
+    assert "#" not in done.stdout and "set -" not in done.stdout
+    assert not venv.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["matrix.sh", "--row=x"], "matrix.sh has no option --row=x; --help lists them"),
+        (["matrix.sh", "--rows"], "--rows needs a pattern"),
+        (["analyze.sh", "--al"], "analyze.sh has no option --al; --help lists them"),
+        (["analyze.sh", "rust"], "there is no tool rust; --help lists them"),
+        (["analyze.sh", "--base"], "--base needs a revision"),
+        (["sanitize.sh", "msan"], "sanitize.sh has no argument msan; --help lists them"),
+        (["sanitize.sh", "--tests"], "--tests needs a filter"),
+    ],
+)
+def test_script_bad_argument_ends_with_2_and_one_sentence(
+    arguments: list[str], words: str, tmp_path: Path
+) -> None:
+    script, *rest = arguments
+    done = subprocess.run(
+        ["bash", str(SCRIPT.parent / script), *rest],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (2, f"error: {words}\n")
+
+
 def test_ensure_venv_old_python_fails_with_one_sentence(tmp_path: Path) -> None:
     old = executable(tmp_path / "python3.9", "#!/bin/sh\nexit 1\n")
     done = bash(SCRIPT, f"apex_ensure_venv {tmp_path}/venv", PYTHON=str(old))
@@ -91,6 +139,17 @@ def test_ensure_venv_no_python_fails_with_one_sentence(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert len(done.stderr.splitlines()) == 1
     assert "there is no /nowhere/python3 here" in done.stderr
+
+
+def test_relative_paths_of_environments_work(tmp_path: Path) -> None:
+    """And a folder beside them is no installed module."""
+    (tmp_path / "python").symlink_to(sys.executable)
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "__init__.py").touch()
+    questions = "apex_has_module ./python json; ! apex_has_module ./python beside"
+    done = bash(SCRIPT, f"cd {tmp_path}; {questions}; . {SCRIPT}; echo $APEX_VENV", APEX_VENV="a")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{Path.cwd()}/a\n"
 
 
 def test_install_package_unchanged_sources_builds_once(checkout: Checkout) -> None:

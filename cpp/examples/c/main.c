@@ -10,7 +10,9 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
+enum { kUsage = 2 }; /* the exit code of a command line or an environment that is wrong */
 enum { kTrain = 1437, kTest = 360, kPixels = 64, kHidden = 32, kDigits = 10, kBatch = 64 };
 
 typedef struct {
@@ -26,14 +28,14 @@ typedef struct {
 static void check(apex_status status) {
   if (status == APEX_OK) return;
   fprintf(stderr, "c_digits: %s\n", apex_last_error());
-  exit(EXIT_FAILURE);
+  exit(status == APEX_INVALID_ARGUMENT ? kUsage : EXIT_FAILURE);
 }
 
 static void read_digits(const char* path, Digits* digits) {
   FILE* file = fopen(path, "rb");
   if (file == NULL) {
     fprintf(stderr, "c_digits: cannot read %s: name the file digits.bin\n", path);
-    exit(EXIT_FAILURE);
+    exit(kUsage);
   }
   for (int i = 0; i < kTrain + kTest; ++i) {
     unsigned char record[kPixels + 1];
@@ -139,9 +141,14 @@ static int part_of(int count, int rank, int ranks, int* first) {
 }
 
 int main(int argc, char** argv) {
+  const char* const usage = "usage: c_digits digits.bin (the file beside the program), or --help";
+  if (argc == 2 && strcmp(argv[1], "--help") == 0) {
+    printf("%s\n\nTrains a network of two layers on handwritten digits.\n", usage);
+    return EXIT_SUCCESS;
+  }
   if (argc != 2) {
-    fprintf(stderr, "usage: c_digits digits.bin\n");
-    return EXIT_FAILURE;
+    fprintf(stderr, "%s\n", usage);
+    return kUsage;
   }
   read_digits(argv[1], &digits);
   apex_group* group = NULL;

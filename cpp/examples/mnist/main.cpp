@@ -185,6 +185,20 @@ void save(const Arguments& args, int epoch, const Net& net, const torch::optim::
   }
 }
 
+/// libtorch loads tensors of any shape: what then fails is the next step.
+void check_shapes(const Net& net, const torch::optim::SGD& optimizer) {
+  const Net expected;
+  const auto wanted = expected->parameters(), loaded = net->parameters();
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    TORCH_CHECK(loaded[i].sizes() == wanted[i].sizes(), "another shape");
+    const auto state = optimizer.state().find(loaded[i].unsafeGetTensorImpl());
+    if (state == optimizer.state().end()) continue;
+    const auto& momentum =
+        static_cast<const torch::optim::SGDParamState&>(*state->second).momentum_buffer();
+    TORCH_CHECK(!momentum.defined() || momentum.sizes() == wanted[i].sizes(), "another shape");
+  }
+}
+
 /// Returns the number of epochs that are done. Every rank must be able to read the file.
 int load(const Arguments& args, Net& net, torch::optim::SGD& optimizer,
          apex::amp::LossScaler& scaler, const Job& job) {
@@ -198,6 +212,7 @@ int load(const Arguments& args, Net& net, torch::optim::SGD& optimizer,
     archive.read("optimizer", state);
     net->load(model);
     optimizer.load(state);
+    check_shapes(net, optimizer);
     archive.read("epoch", epoch);
     archive.read("scale", scale);
     archive.read("growth_tracker", growth_tracker);

@@ -4,57 +4,12 @@
 #include <unistd.h>
 
 #include <cstdio>
-#include <cstdlib>
-#include <exception>
 #include <filesystem>
 #include <stdexcept>
 
+#include "../arguments.h"
+
 namespace tutorial {
-
-namespace {
-
-int parse_epochs(const std::string& value) {
-  size_t used = 0;
-  int epochs = 0;
-  try {
-    epochs = std::stoi(value, &used);
-  } catch (const std::exception&) {
-    used = 0;
-  }
-  if (used == 0 || used != value.size() || epochs < 1) {
-    throw std::invalid_argument("--epochs is a number from 1, not '" + value + "'");
-  }
-  return epochs;
-}
-
-}  // namespace
-
-Arguments parse(int argc, char** argv) {
-  Arguments args;
-  const std::filesystem::path program(argv[0]);
-  args.program = program.filename().string();
-  args.data = (program.parent_path() / "digits.bin").string();
-  for (int i = 1; i < argc; ++i) {
-    const std::string text = argv[i];
-    const auto equals = text.find('=');
-    const std::string name = text.substr(0, equals);
-    const std::string value = equals == std::string::npos ? "" : text.substr(equals + 1);
-    if (name == "--data") {
-      args.data = value;
-    } else if (name == "--csv") {
-      args.csv = value;
-    } else if (name == "--checkpoint") {
-      args.checkpoint = value;
-    } else if (name == "--epochs") {
-      args.epochs = parse_epochs(value);
-    } else {
-      throw std::invalid_argument("unknown argument " + text +
-                                  "; there are --epochs=N, --data=FILE, --csv=FILE and, in step 5, "
-                                  "--checkpoint=FILE");
-    }
-  }
-  return args;
-}
 
 torch::nn::Sequential make_net() {
   const auto conv = [](int64_t in, int64_t out) {
@@ -92,15 +47,23 @@ void Report::epoch(int64_t epoch, const torch::Tensor& losses, double accuracy) 
   csv_.flush();
 }
 
-int run(int argc, char** argv, void (*train)(const Arguments&)) {
-  try {
-    train(parse(argc, argv));
-    return EXIT_SUCCESS;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s: %s\n", std::filesystem::path(argv[0]).filename().c_str(),
-                 error.what());
-    return EXIT_FAILURE;
-  }
+int run(int argc, char** argv, void (*train)(const Arguments&), const char* purpose,
+        bool checkpoints) {
+  const std::filesystem::path program(argv[0]);
+  return examples::run_program(program.filename().c_str(), [&] {
+    Arguments args;
+    args.data = (program.parent_path() / "digits.bin").string();
+    examples::Options options(purpose);
+    options.integer("epochs", args.epochs, 1, "epochs in all");
+    options.input_file("data", args.data, "the digits (default: digits.bin beside the program)");
+    options.output_file("csv", args.csv, "write the loss of every step here");
+    if (checkpoints) {
+      options.output_file("checkpoint", args.checkpoint,
+                          "write a checkpoint here after every epoch, and continue from it");
+    }
+    options.parse(argc, argv);
+    train(args);
+  });
 }
 
 }  // namespace tutorial

@@ -14,15 +14,11 @@
 namespace tutorial {
 
 struct Arguments {
-  std::string program;
   std::string data;        // default: digits.bin beside the program
   std::string csv;         // the loss of every step is written here, if anywhere
   std::string checkpoint;  // step 5
   int epochs = 4;
 };
-
-/// `--name=value`; @throws std::invalid_argument with one sentence.
-Arguments parse(int argc, char** argv);
 
 /// A convolutional network for images [N, 1, 8, 8], with batch norm.
 torch::nn::Sequential make_net();
@@ -43,7 +39,11 @@ class Report {
   std::ofstream csv_;
 };
 
-/// Calls `train`; an exception is one line, and exit status 1.
-int run(int argc, char** argv, void (*train)(const Arguments&));
+/// Reads the command line and calls `train`. An exception is one line, and exit status 1, or 2 if
+/// the command line or the environment is wrong.
+///
+/// `purpose`: what --help says. `checkpoints`: whether there is an option --checkpoint.
+int run(int argc, char** argv, void (*train)(const Arguments&), const char* purpose,
+        bool checkpoints = false);
 
 }  // namespace tutorial

@@ -43,4 +43,6 @@ void train(const tutorial::Arguments& args) {
 
 }  // namespace
 
-int main(int argc, char** argv) { return tutorial::run(argc, argv, train); }
+int main(int argc, char** argv) {
+  return tutorial::run(argc, argv, train, "Step 1: one process, libtorch alone.");
+}

@@ -60,4 +60,6 @@ void train(const tutorial::Arguments& args) {
 
 }  // namespace
 
-int main(int argc, char** argv) { return tutorial::run(argc, argv, train); }
+int main(int argc, char** argv) {
+  return tutorial::run(argc, argv, train, "Step 2: the same on several processes.");
+}

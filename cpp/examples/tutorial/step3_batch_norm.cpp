@@ -62,4 +62,6 @@ void train(const tutorial::Arguments& args) {
 
 }  // namespace
 
-int main(int argc, char** argv) { return tutorial::run(argc, argv, train); }
+int main(int argc, char** argv) {
+  return tutorial::run(argc, argv, train, "Step 3: batch norm over the samples of all ranks.");
+}

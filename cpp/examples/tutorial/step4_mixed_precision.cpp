@@ -70,4 +70,6 @@ void train(const tutorial::Arguments& args) {
 
 }  // namespace
 
-int main(int argc, char** argv) { return tutorial::run(argc, argv, train); }
+int main(int argc, char** argv) {
+  return tutorial::run(argc, argv, train, "Step 4: forward in float16, with a scaled loss.");
+}

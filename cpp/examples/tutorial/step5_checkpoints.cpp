@@ -80,4 +80,7 @@ void train(const tutorial::Arguments& args) {
 
 }  // namespace
 
-int main(int argc, char** argv) { return tutorial::run(argc, argv, train); }
+int main(int argc, char** argv) {
+  return tutorial::run(argc, argv, train, "Step 5: a sampler for each rank, and checkpoints.",
+                       /*checkpoints=*/true);
+}

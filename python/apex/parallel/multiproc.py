@@ -110,7 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--node-rank",
         "--node_rank",
-        type=int,
+        type=_whole_number,
         default=0,
         metavar="R",
         help="rank of this node, 0 to nnodes - 1 (default: 0)",
@@ -155,21 +155,29 @@ def build_parser() -> argparse.ArgumentParser:
         "source passes to add_argument)",
     )
     parser.add_argument("script", type=Path, help="the training script")
-    parser.add_argument(
+    arguments = parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments"
     )
+    arguments.required = False  # else, before Python 3.12, a missing script is "script, ..."
     return parser
 
 
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
 def _positive(text: str) -> int:
-    value = int(text)
+    value = _whole_number(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
     return value
 
 
 def _port(text: str) -> int:
-    value = int(text)
+    value = _whole_number(text)
     if not 0 < value < 65536:
         raise argparse.ArgumentTypeError(f"{value} is not a port number")
     return value
@@ -249,7 +257,7 @@ def _master(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[s
         text = environment.get("MASTER_PORT", str(DEFAULT_PORT))
         try:
             port = _port(text)
-        except (ValueError, argparse.ArgumentTypeError):
+        except argparse.ArgumentTypeError:
             raise LaunchError(
                 f"MASTER_PORT is {text!r} in the environment, which is no port number: "
                 "correct it, or give --master-port."
