@@ -2,7 +2,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Build and run the C++ unit tests under sanitizers, and say for each what came of it.
 #
-#   scripts/sanitize.sh [--tests FILTER] [--build-only] [PRESET...]
+#   scripts/sanitize.sh [--program NAME] [--tests FILTER] [--build-only] [PRESET...]
+#
+# NAME is one of the test programs, unit tests or not; only what it needs is built then. For what ranks of a host do in
+# the memory that they share, and sums over several hosts:
+#
+#   scripts/sanitize.sh --program apex_kernel_tests --tests '*Host*'        # ranks as threads; each step of a process
+#   scripts/sanitize.sh --program apex_hosts_tests asan                    # ranks as processes, on several hosts
 #
 # PRESETs are those of CMakePresets.json: asan (AddressSanitizer and UndefinedBehaviorSanitizer) and tsan
 # (ThreadSanitizer); default: both, one after the other. FILTER is GoogleTest's, e.g. 'Reducer*:-*Error*'. A preset is
@@ -23,11 +29,15 @@ if command -v ccache >/dev/null; then
   export CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros}
 fi
 
-presets=() build_only=no
+presets=() build_only=no program=''
 while [ $# -gt 0 ]; do
   case $1 in
     --tests)
       export GTEST_FILTER=${2:?"--tests needs a filter"}
+      shift
+      ;;
+    --program)
+      program=${2:?"--program needs a name"}
       shift
       ;;
     --build-only) build_only=yes ;;
@@ -43,9 +53,13 @@ if [ ${#presets[@]} -eq 0 ]; then presets=(asan tsan); fi
 
 # run PRESET: sets result.
 run() {
-  local folder=build/$1 status
+  local folder=build/$1 status target=() chosen=()
+  if [ -n "$program" ]; then
+    target=(--target "$program") chosen=(--tests-regex "^$program\$" --label-regex .)
+  fi
   if ! apex_quiet cmake --preset "$1" -DAPEX_BUILD_EXAMPLES=OFF ||
-    ! apex_quiet cmake --build --preset "$1" --parallel "${CMAKE_BUILD_PARALLEL_LEVEL:-$(apex_build_jobs)}"; then
+    ! apex_quiet cmake --build --preset "$1" ${target[@]+"${target[@]}"} \
+      --parallel "${CMAKE_BUILD_PARALLEL_LEVEL:-$(apex_build_jobs)}"; then
     result="FAILED to build"
     return 1
   fi
@@ -54,7 +68,7 @@ run() {
     return 0
   fi
   rm -rf "$folder/test-results"
-  ctest --preset "$1" --no-tests=error --verbose >"$folder/sanitize.log" 2>&1
+  ctest --preset "$1" --no-tests=error --verbose ${chosen[@]+"${chosen[@]}"} >"$folder/sanitize.log" 2>&1
   status=$?
   local reports
   reports=$(grep -cE 'ERROR: AddressSanitizer|WARNING: ThreadSanitizer|: runtime error: ' "$folder/sanitize.log")
