@@ -53,9 +53,9 @@ if [ ${#presets[@]} -eq 0 ]; then presets=(asan tsan); fi
 
 # run PRESET: sets result.
 run() {
-  local folder=build/$1 status target=() chosen=()
+  local folder=build/$1 status target=() tests=("$1")
   if [ -n "$program" ]; then
-    target=(--target "$program") chosen=(--tests-regex "^$program\$" --label-regex .)
+    target=(--target "$program") tests=("$1-any" --tests-regex "^$program\$")
   fi
   if ! apex_quiet cmake --preset "$1" -DAPEX_BUILD_EXAMPLES=OFF ||
     ! apex_quiet cmake --build --preset "$1" ${target[@]+"${target[@]}"} \
@@ -68,7 +68,7 @@ run() {
     return 0
   fi
   rm -rf "$folder/test-results"
-  ctest --preset "$1" --no-tests=error --verbose ${chosen[@]+"${chosen[@]}"} >"$folder/sanitize.log" 2>&1
+  ctest --preset "${tests[@]}" --no-tests=error --verbose >"$folder/sanitize.log" 2>&1
   status=$?
   local reports
   reports=$(grep -cE 'ERROR: AddressSanitizer|WARNING: ThreadSanitizer|: runtime error: ' "$folder/sanitize.log")
