@@ -2,7 +2,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Build and run the C++ unit tests under sanitizers, and say for each what came of it.
 #
-#   scripts/sanitize.sh [--tests FILTER] [--build-only] [PRESET...]
+#   scripts/sanitize.sh [--program NAME] [--tests FILTER] [--build-only] [PRESET...]
+#
+# NAME is one of the test programs, unit tests or not; only what it needs is built then. For what ranks of a host do in
+# the memory that they share, and sums over several hosts:
+#
+#   scripts/sanitize.sh --program apex_kernel_tests --tests '*Host*'        # ranks as threads; each step of a process
+#   scripts/sanitize.sh --program apex_hosts_tests asan                    # ranks as processes, on several hosts
 #
 # PRESETs are those of CMakePresets.json: asan (AddressSanitizer and UndefinedBehaviorSanitizer) and tsan
 # (ThreadSanitizer); default: both, one after the other. FILTER is GoogleTest's, e.g. 'Reducer*:-*Error*'. A preset is
@@ -23,7 +29,7 @@ if command -v ccache >/dev/null; then
   export CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros}
 fi
 
-presets=() build_only=no
+presets=() build_only=no program=''
 while [ $# -gt 0 ]; do
   case $1 in
     --tests)
@@ -32,6 +38,14 @@ while [ $# -gt 0 ]; do
         exit 2
       fi
       export GTEST_FILTER=$2
+      shift
+      ;;
+    --program)
+      if [ $# -lt 2 ]; then
+        apex_error "--program needs a name"
+        exit 2
+      fi
+      program=$2
       shift
       ;;
     -h | --help) apex_help && exit ;;
@@ -48,9 +62,13 @@ if [ ${#presets[@]} -eq 0 ]; then presets=(asan tsan); fi
 
 # run PRESET: sets result.
 run() {
-  local folder=build/$1 status
+  local folder=build/$1 status target=() tests=("$1")
+  if [ -n "$program" ]; then
+    target=(--target "$program") tests=("$1-any" --tests-regex "^$program\$")
+  fi
   if ! apex_quiet cmake --preset "$1" -DAPEX_BUILD_EXAMPLES=OFF ||
-    ! apex_quiet cmake --build --preset "$1" --parallel "${CMAKE_BUILD_PARALLEL_LEVEL:-$(apex_build_jobs)}"; then
+    ! apex_quiet cmake --build --preset "$1" ${target[@]+"${target[@]}"} \
+      --parallel "${CMAKE_BUILD_PARALLEL_LEVEL:-$(apex_build_jobs)}"; then
     result="FAILED to build"
     return 1
   fi
@@ -59,7 +77,7 @@ run() {
     return 0
   fi
   rm -rf "$folder/test-results"
-  ctest --preset "$1" --no-tests=error --verbose >"$folder/sanitize.log" 2>&1
+  ctest --preset "${tests[@]}" --no-tests=error --verbose >"$folder/sanitize.log" 2>&1
   status=$?
   local reports
   reports=$(grep -cE 'ERROR: AddressSanitizer|WARNING: ThreadSanitizer|: runtime error: ' "$folder/sanitize.log")

@@ -101,10 +101,12 @@ void wait_or_hear(const c10d::ProcessGroup& group,
 /// ahead, and hears there what it hears in any wait.
 template <typename Channel>
 void wait_for_room(const std::string& what, const c10d::ProcessGroup& group, Channel& channel) {
+  const auto since = std::chrono::steady_clock::now();
   try {
-    if (channel.wait_for_room(std::chrono::milliseconds(0))) return;
-    wait_or_hear(group,
-                 [&](std::chrono::milliseconds slice) { return channel.wait_for_room(slice); });
+    if (channel.wait_for_room(since, std::chrono::milliseconds(0))) return;
+    wait_or_hear(group, [&](std::chrono::milliseconds slice) {
+      return channel.wait_for_room(since, slice);
+    });
   } catch (...) {
     throw_on(what, group);
   }

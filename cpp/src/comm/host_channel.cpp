@@ -8,6 +8,7 @@
 #include <utility>
 
 #include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 
 #include <apex/error.h>
 
@@ -163,7 +164,8 @@ HostPlace HostChannel::stage_copy(Operation& operation, const at::Tensor& tensor
 
 HostChannel::WorkPtr HostChannel::post(Lock& lock, std::shared_ptr<Operation> operation,
                                        Message message) {
-  while (!wait_for_room(lock, timeout_)) continue;
+  const Clock::time_point since = Clock::now();
+  while (!wait_for_room(lock, since, timeout_)) continue;
   const uint64_t number = next_;
   next_ = number + 1;
   operation->number = number;
@@ -197,7 +199,10 @@ HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::
   require_usable();
   auto operation = std::make_shared<HostOperation>();
   operation->what = what;
-  operation->output = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;  // no view tracking
+    operation->output = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+  }
   const at::Tensor& real = operation->output;
   char* data = static_cast<char*>(real.mutable_data_ptr());
   const auto bytes = static_cast<int64_t>(real.nbytes());

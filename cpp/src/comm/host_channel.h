@@ -128,8 +128,9 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
 
   /// Waits for so long until this rank is no further ahead than the ring is long, and returns
   /// whether the next collective can be issued without waiting for others.
+  /// @param since  when the caller began to wait: from then on its time runs.
   /// @throws Error as HostWork::wait().
-  bool wait_for_room(std::chrono::milliseconds slice);
+  bool wait_for_room(std::chrono::steady_clock::time_point since, std::chrono::milliseconds slice);
 
   /// This rank cannot go on, for a reason outside the channel: peers that wait for it hear of it.
   void give_up(const std::string& why) noexcept;
@@ -190,7 +191,8 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   bool wait(Lock& lock, const std::function<bool()>& done, const Operation* operation,
             std::chrono::steady_clock::time_point until);
   bool has_room() const;
-  bool wait_for_room(Lock& lock, std::chrono::milliseconds slice);
+  bool wait_for_room(Lock& lock, std::chrono::steady_clock::time_point since,
+                     std::chrono::milliseconds slice);
   std::vector<int> waited_for(const Operation* operation) const;
   void check_ends(const Operation* operation, bool processes = false);
   std::string ended_process() const;
@@ -211,7 +213,6 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   std::vector<Control*> controls_;  ///< by rank
   Common* common_ = nullptr;        ///< at rank 0
   uint64_t next_ = 0;
-  std::optional<std::chrono::steady_clock::time_point> room_until_;  ///< while one waits for room
   std::deque<std::shared_ptr<Operation>> pending_;  ///< in order; held while peers may use them
   std::string failure_;
   std::vector<at::Tensor> released_;  ///< see Held

@@ -45,6 +45,7 @@ std::vector<int> HostChannel::waited_for(const Operation* operation) const {
     return [number](const Control& peer) { return peer.finished.load() <= number; };
   };
   if (operation == nullptr) return add_if(has_not_finished(next_ - kRing));
+  if (operation->completed) return ranks;  // by another thread, while this one slept
   // Messages are read in order: what comes before may be what holds it up.
   for (const auto& before : pending_) {
     if (before->number > operation->number) break;
@@ -97,23 +98,19 @@ bool HostChannel::wait(Lock& lock, const std::function<bool()>& done, const Oper
 /// The slot of the next collective may still be read. While this thread waits, another may post.
 bool HostChannel::has_room() const { return next_ < kRing || all_finished(next_ - kRing); }
 
-bool HostChannel::wait_for_room(Lock& lock, milliseconds slice) {
-  if (!has_room()) {
-    const Clock::time_point now = Clock::now();
-    if (!room_until_) room_until_ = now + timeout_;
-    if (!wait(lock, [this] { return has_room(); }, nullptr, std::min(now + slice, *room_until_))) {
-      if (Clock::now() < *room_until_) return false;
-      fail("timed out after " + std::to_string(timeout_.count()) +
-           " ms waiting for a rank that is " + std::to_string(kRing) + " collectives behind");
-    }
-  }
-  room_until_.reset();
-  return true;
+bool HostChannel::wait_for_room(Lock& lock, Clock::time_point since, milliseconds slice) {
+  if (has_room()) return true;
+  const Clock::time_point end = since + timeout_;
+  const auto done = [this] { return has_room(); };
+  if (wait(lock, done, nullptr, std::min(Clock::now() + slice, end))) return true;
+  if (Clock::now() < end) return false;
+  fail("timed out after " + std::to_string(timeout_.count()) + " ms waiting for a rank that is " +
+       std::to_string(kRing) + " collectives behind");
 }
 
-bool HostChannel::wait_for_room(milliseconds slice) {
+bool HostChannel::wait_for_room(Clock::time_point since, milliseconds slice) {
   Held held(*this);
-  return wait_for_room(held.lock(), slice);
+  return wait_for_room(held.lock(), since, slice);
 }
 
 void HostChannel::wake() noexcept { common_->bell.ring(); }

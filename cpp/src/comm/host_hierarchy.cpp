@@ -14,6 +14,7 @@
 #include <vector>
 
 #include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
 
 #include <apex/error.h>
@@ -370,6 +371,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
 
   void hand_out(HierarchyOperation& operation) {
     if (links_.results) {
+      const at::AutoDispatchBelowADInplaceOrView guard;
       for (int column = 0; column < layout.columns; ++column) {
         const auto [begin, end] = equal_part(operation.tensor.numel(), layout.columns, column);
         if (begin == end) continue;
@@ -420,9 +422,9 @@ bool HostHierarchy::can_all_reduce(const at::Tensor& tensor, Op op) const {
          (op != Op::AVG || averages());
 }
 
-bool HostHierarchy::wait_for_room(milliseconds slice) {
+bool HostHierarchy::wait_for_room(Clock::time_point since, milliseconds slice) {
   const auto& sums = core_->links().sums;
-  return this_pid() != pid_ || !sums || sums->wait_for_room(slice);  // all_reduce() tells
+  return this_pid() != pid_ || !sums || sums->wait_for_room(since, slice);  // all_reduce() tells
 }
 
 c10::intrusive_ptr<c10d::Work> HostHierarchy::all_reduce(const std::string& what,
@@ -435,6 +437,7 @@ c10::intrusive_ptr<c10d::Work> HostHierarchy::all_reduce(const std::string& what
   }
   auto operation = std::make_shared<HierarchyOperation>();
   operation->what = what;
+  const at::AutoDispatchBelowADInplaceOrView guard;  // no view tracking
   operation->tensor = (tensor.is_complex() ? at::view_as_real(tensor) : tensor).view({-1});
   operation->op = op;
   core_->issue(operation);

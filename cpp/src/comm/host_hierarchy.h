@@ -95,7 +95,7 @@ class HostHierarchy {
   bool can_all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) const;
 
   /// See HostChannel::wait_for_room().
-  bool wait_for_room(std::chrono::milliseconds slice);
+  bool wait_for_room(std::chrono::steady_clock::time_point since, std::chrono::milliseconds slice);
 
   /// `tensor` is contiguous, on the CPU, and stays as it is until the work has completed. `what`
   /// names it in errors. Does not wait for other ranks, as HostChannel::all_reduce() does not.

@@ -39,6 +39,15 @@ std::vector<at::Tensor> parts_of(const at::Tensor& tensor, int world) {
   return parts;
 }
 
+// The same, of as many elements of the first dimension as `lengths` says; none given: equal parts.
+std::vector<at::Tensor> parts_of(const at::Tensor& tensor, int world,
+                                 const std::vector<int64_t>& lengths) {
+  if (lengths.empty()) return parts_of(tensor, world);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  TORCH_CHECK(lengths.size() == static_cast<size_t>(world), "one length per rank is needed");
+  return tensor.split_with_sizes(lengths);
+}
+
 void check_parts(const Pieces& parts, const std::vector<at::Tensor>& wholes, int world) {
   TORCH_CHECK(parts.size() == wholes.size(), "as many lists as tensors are needed");
   for (size_t i = 0; i < parts.size(); ++i) {
@@ -209,6 +218,17 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::_reduce_scatter_base(
   contribution.outputs = {{output}};
   check_parts(contribution.inputs, {output}, size_);
   return issue("_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE, std::move(contribution),
+               options.timeout);
+}
+
+c10::intrusive_ptr<c10d::Work> ThreadBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                            std::vector<int64_t>& output_lengths,
+                                                            std::vector<int64_t>& input_lengths,
+                                                            const c10d::AllToAllOptions& options) {
+  Contribution contribution;
+  contribution.inputs = {parts_of(input, size_, input_lengths)};
+  contribution.outputs = {parts_of(output, size_, output_lengths)};
+  return issue("alltoall_base", c10d::OpType::ALLTOALL_BASE, std::move(contribution),
                options.timeout);
 }
 

@@ -54,6 +54,10 @@ class ThreadBackend final : public c10d::Backend {
                                                 const c10d::ReduceScatterOptions& options) override;
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
+                                               std::vector<int64_t>& output_lengths,
+                                               std::vector<int64_t>& input_lengths,
+                                               const c10d::AllToAllOptions& options) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override;
 
  private:

@@ -169,8 +169,9 @@ void complete_contribution(Contribution& contribution) {
 
 std::optional<std::string> find_mismatch(int rank_a, const CollectiveRecord& a, int rank_b,
                                          const CollectiveRecord& b) {
+  // In an all-to-all, every pair of ranks has lengths of its own: run_collective() compares them.
   if (a.op == b.op && a.reduce_op == b.reduce_op && a.root == b.root && a.dtype == b.dtype &&
-      a.sizes == b.sizes) {
+      (a.sizes == b.sizes || a.op == "alltoall_base")) {
     return std::nullopt;
   }
   std::ostringstream text;
@@ -203,6 +204,17 @@ void run_collective(std::vector<Contribution>& ranks) {
       for (size_t rank = 0; rank < world; ++rank) {
         for (size_t from = 0; from < world; ++from) {
           flat(ranks[rank].outputs[tensor][from]).copy_(sources[from]);
+        }
+      }
+    } else if (record.op == "alltoall_base") {
+      for (size_t rank = 0; rank < world; ++rank) {
+        for (size_t from = 0; from < world; ++from) {
+          const at::Tensor source = flat(ranks[from].inputs[tensor][rank]);
+          const at::Tensor room = flat(ranks[rank].outputs[tensor][from]);
+          TORCH_CHECK(source.numel() == room.numel(), "alltoall_base: rank ", from, " sends ",
+                      source.numel(), " elements to rank ", rank, ", which has room for ",
+                      room.numel());
+          room.copy_(source);
         }
       }
     } else if (record.op.find("reduce_scatter") != std::string::npos) {

@@ -21,7 +21,8 @@ struct CollectiveRecord {
   /// Position in the order in which this rank issued its collectives on this group, from 0.
   uint64_t seq = 0;
   /// "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base",
-  /// "allgather_into_tensor_coalesced", "reduce_scatter", "_reduce_scatter_base" or "barrier".
+  /// "allgather_into_tensor_coalesced", "reduce_scatter", "_reduce_scatter_base", "alltoall_base"
+  /// or "barrier".
   std::string op;
   /// Elements that this rank puts in, over all tensors.
   int64_t numel = 0;

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <support/host_threads.h>
+
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
 
@@ -10,7 +12,6 @@
 #include <cmath>
 #include <condition_variable>
 #include <cstring>
-#include <exception>
 #include <functional>
 #include <mutex>
 #include <random>
@@ -28,48 +29,9 @@ namespace {
 
 using Op = c10d::ReduceOp::RedOpType;
 using std::chrono::milliseconds;
-using Channels = std::vector<std::shared_ptr<HostChannel>>;
-
-Channels connect(int ranks, milliseconds timeout = std::chrono::seconds(20)) {
-  std::vector<std::shared_ptr<HostMemory>> memories;
-  for (int rank = 0; rank < ranks; ++rank) {
-    memories.push_back(HostMemory::create(HostChannel::kFirstBytes));
-    HostChannel::prepare(*memories.back());
-  }
-  Channels channels;
-  for (int rank = 0; rank < ranks; ++rank) {
-    std::vector<HostChannel::Peer> peers(ranks);
-    for (int peer = 0; peer < ranks; ++peer) {
-      peers[peer].first = memories[peer]->first_place();
-      if (peer != rank) peers[peer].memory = std::make_unique<PeerMemory>(memories[peer]);
-    }
-    channels.push_back(
-        std::make_shared<HostChannel>(rank, memories[rank], std::move(peers), timeout));
-  }
-  return channels;
-}
-
-/// Runs `body(rank)` on a thread for each rank; returns what each has thrown, or "".
-std::vector<std::string> on_ranks(int ranks, const std::function<void(int)>& body) {
-  std::vector<std::string> errors(ranks);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        body(rank);
-      } catch (const std::exception& error) {
-        errors[rank] = error.what();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  return errors;
-}
-
-void expect_no_errors(const std::vector<std::string>& errors) {
-  for (size_t rank = 0; rank < errors.size(); ++rank)
-    EXPECT_EQ(errors[rank], "") << "rank " << rank;
-}
+using testing::Channels;
+using testing::expect_no_errors;
+using testing::on_ranks;
 
 void require(bool condition, const std::string& what) {
   if (!condition) throw std::runtime_error(what);
@@ -237,7 +199,7 @@ class HostChannelPrograms : public ::testing::TestWithParam<std::tuple<int, size
 
 TEST_P(HostChannelPrograms, EveryResultIsThatOfOneProcess) {
   const auto [ranks, ahead] = GetParam();
-  const Channels channels = connect(ranks);
+  const Channels channels = testing::connect_channels(ranks);
   const auto run = [&, among = ranks, before = ahead](int rank) {
     run_program(*channels[rank], rank, among, 7 * before + among, 1150, before);
   };
@@ -250,7 +212,7 @@ INSTANTIATE_TEST_SUITE_P(RanksAndAhead, HostChannelPrograms,
 
 TEST(HostChannel, BitsOfAnElementDoNotDependOnWhereItLies) {
   const int ranks = 3;
-  const Channels channels = connect(ranks);
+  const Channels channels = testing::connect_channels(ranks);
   std::vector<at::Tensor> inputs;
   for (int rank = 0; rank < ranks; ++rank) inputs.push_back(values(50000, at::kFloat, 90 + rank));
   const at::Tensor whole = reference(inputs, Op::AVG);
@@ -266,7 +228,7 @@ TEST(HostChannel, BitsOfAnElementDoNotDependOnWhereItLies) {
 }
 
 TEST(HostChannel, NotANumberAndInfinityReachEveryRank) {
-  const Channels channels = connect(2);
+  const Channels channels = testing::connect_channels(2);
   const float nan = std::nanf(""), inf = std::numeric_limits<float>::infinity();
   expect_no_errors(on_ranks(2, [&](int rank) {
     for (const Op op : {Op::SUM, Op::MAX, Op::MIN}) {
@@ -283,7 +245,7 @@ TEST(HostChannel, NotANumberAndInfinityReachEveryRank) {
 }
 
 TEST(HostChannel, SixteenBitsAreSummedInFloatAndRoundedOnce) {
-  const Channels channels = connect(2);
+  const Channels channels = testing::connect_channels(2);
   expect_no_errors(on_ranks(2, [&](int rank) {
     at::Tensor half = at::full({9000}, 40000.0, at::kHalf);
     channels[rank]->all_reduce("half", half, Op::AVG)->wait();
@@ -293,7 +255,7 @@ TEST(HostChannel, SixteenBitsAreSummedInFloatAndRoundedOnce) {
 
 TEST(HostChannel, RankThatIsAheadByMoreThanTheRingWaits) {
   const int ranks = 2, count = 700;
-  const Channels channels = connect(ranks);
+  const Channels channels = testing::connect_channels(ranks);
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
   std::mutex mutex;
   std::condition_variable far;
@@ -321,22 +283,26 @@ TEST(HostChannel, RankThatIsAheadByMoreThanTheRingWaits) {
   }));
 }
 
+// The time is that of the caller: one that is interrupted leaves nothing to the next.
 TEST(HostChannel, RankWithoutRoomCanLookAroundUntilItsTimeIsUp) {
-  const Channels channels = connect(2, milliseconds(300));
+  const milliseconds timeout{20000};
+  const Channels channels = testing::connect_channels(2, timeout);
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  while (channels[0]->wait_for_room(milliseconds(0)))
+  const auto now = std::chrono::steady_clock::now();
+  while (channels[0]->wait_for_room(now, milliseconds(0)))
     works.push_back(channels[0]->all_reduce("one of many", at::ones({4}), Op::SUM));
   EXPECT_EQ(works.size(), 256U);
-  EXPECT_FALSE(channels[0]->wait_for_room(milliseconds(1)));
+  EXPECT_FALSE(channels[0]->wait_for_room(now, milliseconds(1)));
+  EXPECT_FALSE(channels[0]->wait_for_room(now, milliseconds(1)));
   const auto errors = on_ranks(1, [&](int) {
-    while (!channels[0]->wait_for_room(milliseconds(10))) continue;
+    channels[0]->wait_for_room(now - timeout, milliseconds(0));  // who has waited for so long
   });
   EXPECT_NE(errors[0].find("a rank that is 256 collectives behind"), std::string::npos)
       << errors[0];
 }
 
 TEST(HostChannel, WorkThatNobodyWaitsForHoldsNobodyUp) {
-  const Channels channels = connect(3);
+  const Channels channels = testing::connect_channels(3);
   expect_no_errors(on_ranks(3, [&](int rank) {
     for (int round = 0; round < 30; ++round) {
       at::Tensor forgotten = at::full({6000}, rank, at::kFloat);
@@ -350,7 +316,7 @@ TEST(HostChannel, WorkThatNobodyWaitsForHoldsNobodyUp) {
 }
 
 TEST(HostChannel, MessageInSharedMemoryIsNotCopied) {
-  const Channels channels = connect(2);
+  const Channels channels = testing::connect_channels(2);
   expect_no_errors(on_ranks(2, [&](int rank) {
     const at::Tensor bucket = channels[rank]->allocate(100000, at::kFloat);
     require(bucket.eq(0).all().item<bool>(), "it is not zeroed");
@@ -365,7 +331,7 @@ TEST(HostChannel, MessageInSharedMemoryIsNotCopied) {
 TEST(HostChannel, TensorOutlivesItsChannel) {
   at::Tensor kept;
   {
-    const Channels channels = connect(2);
+    const Channels channels = testing::connect_channels(2);
     kept = channels[0]->allocate(5000, at::kFloat);
     kept.fill_(3);
   }
@@ -383,7 +349,7 @@ struct Mismatch {
 class HostChannelMismatch : public ::testing::TestWithParam<Mismatch> {};
 
 TEST_P(HostChannelMismatch, EveryRankThrowsAndSaysWho) {
-  const Channels channels = connect(2);
+  const Channels channels = testing::connect_channels(2);
   const auto errors = on_ranks(2, [&](int rank) { GetParam().call(*channels[rank], rank); });
   for (int rank = 0; rank < 2; ++rank) {
     EXPECT_NE(errors[rank].find("rank "), std::string::npos) << errors[rank];
@@ -442,7 +408,7 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) { return std::string(info.param.name); });
 
 TEST(HostChannel, RankThatLetsGoIsNamed) {
-  Channels channels = connect(2);
+  Channels channels = testing::connect_channels(2);
   const auto errors = on_ranks(2, [&](int rank) {
     channels[rank]->all_reduce("first", at::ones({3}), Op::SUM)->wait();
     if (rank == 1) {
@@ -455,7 +421,7 @@ TEST(HostChannel, RankThatLetsGoIsNamed) {
 }
 
 TEST(HostChannel, RankThatDoesNotComeIsNamedWhenTimeIsUp) {
-  const Channels channels = connect(3, milliseconds(150));
+  const Channels channels = testing::connect_channels(3, milliseconds(150));
   const auto errors = on_ranks(3, [&](int rank) {
     if (rank != 1) channels[rank]->all_reduce("sum", at::ones({3}), Op::SUM)->wait();
   });
@@ -469,7 +435,7 @@ TEST(HostChannel, RankThatDoesNotComeIsNamedWhenTimeIsUp) {
 }
 
 TEST(HostChannel, WaitEndsAtItsOwnTime) {
-  const Channels channels = connect(2);
+  const Channels channels = testing::connect_channels(2);
   auto work = channels[0]->all_reduce("sum", at::ones({3}), Op::SUM);
   EXPECT_FALSE(work->isCompleted());
   EXPECT_THROW(work->wait(milliseconds(30)), Error);

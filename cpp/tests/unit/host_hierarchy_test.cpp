@@ -15,25 +15,31 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <random>
 #include <string>
+
+#include <support/host_messages.h>
 
 #include "comm/collectives.h"
 #include "comm/host_topology.h"
 #include "comm/process_state.h"
 #include "distributed/backends.h"
 
-/// Ranks as processes over Gloo, which say that they are on several hosts. Oracle: the same
-/// arithmetic in the order that Note [Sums over several hosts] promises, bit for bit, and float64.
+/// Ranks as processes over Gloo, which say that they are on several hosts. Oracle: that of
+/// support/host_messages.h. Ranks as threads: host_hierarchy_threads_test.cpp.
 
 namespace apex::parallel {
 namespace {
 
 namespace fs = std::filesystem;
 using std::chrono::seconds;
+using testing::check;
+using testing::HostMessage;
+using testing::Places;
+using testing::values;
 
-/// By rank: its host.
-using Places = std::vector<int>;
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 struct Outcome {
@@ -44,6 +50,7 @@ struct Outcome {
 struct Rank {
   int rank = 0;
   Places places;
+  fs::path folder;  ///< of this run
   GroupPtr group;
   std::shared_ptr<HostHierarchy> hierarchy;
 };
@@ -67,21 +74,26 @@ class Folder {
   fs::path path;
 };
 
-Rank connect(int rank, const Places& places, const fs::path& folder, milliseconds timeout) {
-  pretend_host("host" + std::to_string(places[rank]));
-  const auto size = static_cast<int>(places.size());
+/// A group as of a script, over Gloo and a store in `file`.
+GroupPtr make_group(int rank, int size, const fs::path& file, milliseconds timeout) {
   distributed::BackendRequest request;
-  const auto store = c10::make_intrusive<c10d::FileStore>((folder / "store").string(), size);
+  const auto store = c10::make_intrusive<c10d::FileStore>(file.string(), size);
   request.store = store;
   request.rank = rank;
   request.size = size;
   request.timeout = timeout;
-  auto base = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
-  base->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
-  base->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::GLOO,
-                   distributed::make_gloo_backend(request));
-  base->setGroupName("base");
-  Rank self{rank, places, make_separate_group(base, "own"), nullptr};
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
+  group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
+  group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::GLOO,
+                    distributed::make_gloo_backend(request));
+  group->setGroupName("base");
+  return group;
+}
+
+Rank connect(int rank, const Places& places, const fs::path& folder, milliseconds timeout) {
+  pretend_host("host" + std::to_string(places[rank]));
+  const auto base = make_group(rank, static_cast<int>(places.size()), folder / "store", timeout);
+  Rank self{rank, places, folder, make_separate_group(base, "own"), nullptr};
   self.hierarchy = host_hierarchy_of(*self.group);
   return self;
 }
@@ -157,101 +169,7 @@ void expect_done(const std::vector<Outcome>& outcomes) {
 
 // --- messages ---
 
-struct Case {
-  Op op = Op::SUM;
-  at::ScalarType dtype = at::kFloat;
-  int64_t numel = 0;
-  uint64_t seed = 0;
-  bool in_shared = false;
-};
-
-at::Tensor values(const Case& one, int rank) {
-  auto generator =
-      at::make_generator<at::CPUGeneratorImpl>(one.seed * 1000 + static_cast<uint64_t>(rank));
-  const at::TensorOptions wide(at::kDouble);
-  if (at::isIntegralType(one.dtype, false))
-    return at::randint(0, 20, {one.numel}, generator, at::TensorOptions(at::kLong)).to(one.dtype);
-  if (at::isComplexType(one.dtype))
-    return at::view_as_complex(at::randn({one.numel, 2}, generator, wide)).to(one.dtype);
-  return at::randn({one.numel}, generator, wide).to(one.dtype);
-}
-
-at::Tensor combined(const std::vector<at::Tensor>& inputs, Op op) {
-  const at::ScalarType dtype = inputs[0].scalar_type();
-  const bool narrow = dtype == at::kHalf || dtype == at::kBFloat16;
-  const auto computed = [&](const at::Tensor& one) { return narrow ? one.to(at::kFloat) : one; };
-  at::Tensor sum = computed(inputs[0]).clone();
-  for (size_t i = 1; i < inputs.size(); ++i) {
-    const at::Tensor more = computed(inputs[i]);
-    if (op == Op::MAX) sum = at::maximum(sum, more);
-    if (op == Op::MIN) sum = at::minimum(sum, more);
-    if (op == Op::SUM || op == Op::AVG) sum.add_(more);
-  }
-  if (op == Op::AVG) {
-    const at::Tensor one = at::ones({}, at::toRealValueType(sum.scalar_type()));
-    sum = sum * one.div(static_cast<double>(inputs.size()));
-  }
-  return sum.to(dtype);
-}
-
-/// Hosts in order, ranks in order.
-at::Tensor reference(const Case& one, const Places& places) {
-  std::vector<std::string> names;
-  for (const int host : places) names.push_back(std::to_string(host));
-  std::vector<at::Tensor> of_hosts;
-  for (const auto& host : lay_out(names, 0).hosts) {
-    std::vector<at::Tensor> of_ranks;
-    for (const int rank : host) of_ranks.push_back(values(one, rank));
-    of_hosts.push_back(combined(of_ranks, one.op));
-  }
-  return combined(of_hosts, one.op);
-}
-
-/// Largest error against float64, relative to the largest value that may occur.
-double error_of(const at::Tensor& result, const Case& one, const Places& places) {
-  if (one.numel == 0) return 0;
-  Case exact = one;
-  std::vector<at::Tensor> inputs;
-  const bool complex = at::isComplexType(one.dtype);
-  const at::ScalarType wide = complex ? at::kComplexDouble : at::kDouble;
-  for (size_t rank = 0; rank < places.size(); ++rank)
-    inputs.push_back(values(exact, static_cast<int>(rank)).to(wide));
-  const at::Tensor sum = combined(inputs, one.op);
-  double largest = 1e-30;
-  for (const at::Tensor& input : inputs)
-    largest = std::max(largest, input.abs().max().item<double>());
-  return (result.to(wide) - sum).abs().max().item<double>() /
-         (largest * static_cast<double>(places.size()));
-}
-
-double tolerance(at::ScalarType dtype) {
-  if (dtype == at::kHalf) return 2e-3;
-  if (dtype == at::kBFloat16) return 1.6e-2;
-  return dtype == at::kFloat || dtype == at::kComplexFloat ? 1e-6 : 1e-13;
-}
-
-Case draw(std::mt19937_64& random, bool averages) {
-  constexpr at::ScalarType kTypes[] = {
-      at::kFloat, at::kDouble,       at::kHalf,  at::kBFloat16, at::kLong,         at::kInt,
-      at::kByte,  at::kComplexFloat, at::kFloat, at::kFloat,    at::kComplexDouble};
-  constexpr Op kOps[] = {Op::SUM, Op::SUM, Op::AVG, Op::MAX, Op::MIN};
-  constexpr int64_t kSizes[] = {0,    1,    2,     3,     7,     63,     64,    65,
-                                1000, 4097, 16384, 16385, 32769, 100003, 300007};
-  for (;;) {
-    Case one;
-    one.op = kOps[random() % 5];
-    one.dtype = kTypes[random() % 11];
-    one.numel = random() % 3 == 0 ? static_cast<int64_t>(random() % 50000) : kSizes[random() % 15];
-    one.seed = random() % 1000000;
-    one.in_shared = random() % 2 == 0;
-    const bool plain = one.op == Op::SUM || one.op == Op::AVG;
-    if (one.op == Op::AVG && (!averages || at::isIntegralType(one.dtype, false))) continue;
-    if (at::isComplexType(one.dtype) && !plain) continue;
-    return one;
-  }
-}
-
-at::Tensor message_of(Rank& self, const Case& one) {
+at::Tensor message_of(Rank& self, const HostMessage& one) {
   const at::Tensor mine = values(one, self.rank);
   if (!one.in_shared || at::isComplexType(one.dtype)) return mine;
   at::Tensor shared = self.hierarchy->allocate(one.numel, mine.options());
@@ -259,28 +177,17 @@ at::Tensor message_of(Rank& self, const Case& one) {
   return shared;
 }
 
-void check(const at::Tensor& result, const Case& one, const Places& places) {
-  const std::string text = std::string(c10::toString(one.dtype)) + ", " +
-                           std::to_string(one.numel) + " elements, operation " +
-                           std::to_string(static_cast<int>(one.op));
-  const at::Tensor expected = reference(one, places);
-  require(one.numel == 0 ||
-              std::memcmp(result.const_data_ptr(), expected.const_data_ptr(), result.nbytes()) == 0,
-          "other bits: " + text);
-  require(error_of(result, one, places) < tolerance(one.dtype), "far from float64: " + text);
-}
-
 /// Messages of every kind, several in flight; the same on every rank but for where they lie.
 void random_program(Rank& self, uint64_t seed, int rounds) {
   std::mt19937_64 random(seed);
   std::mt19937_64 alone(seed * 100 + static_cast<uint64_t>(self.rank));
   for (int round = 0; round < rounds; ++round) {
-    std::vector<Case> cases;
+    std::vector<HostMessage> cases;
     std::vector<at::Tensor> messages;
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
     const auto in_flight = 1 + random() % 6;
     for (size_t i = 0; i < in_flight; ++i) {
-      Case one = draw(random, self.hierarchy->averages());
+      HostMessage one = testing::draw(random, self.hierarchy->averages());
       one.in_shared = alone() % 2 == 0;
       const std::string what = "message " + std::to_string(i);
       cases.push_back(one);
@@ -318,7 +225,7 @@ TEST_P(HostHierarchyTest, SumsAreThoseOfHostsInOrder_BitForBit) {
 TEST_P(HostHierarchyTest, SumsDoNotDependOnTheSizeOfMessages) {
   expect_done(run(GetParam(), [](Rank& self) {
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
-      Case whole;
+      HostMessage whole;
       whole.dtype = dtype;
       whole.numel = 300007;
       whole.seed = 5;
@@ -341,7 +248,7 @@ TEST_P(HostHierarchyTest, SumsDoNotDependOnTheSizeOfMessages) {
 // before its buckets have arrived.
 TEST_P(HostHierarchyTest, RankThatIsElsewhere_HoldsNobodyUp) {
   expect_done(run(GetParam(), [](Rank& self) {
-    Case one;
+    HostMessage one;
     one.numel = 100003;
     one.in_shared = true;
     const auto size = static_cast<int>(self.places.size());
@@ -398,7 +305,7 @@ void hit_at(int step, int signal) {
 
 /// A message of each size, two in flight.
 void train(Rank& self) {
-  Case small, large;
+  HostMessage small, large;
   small.numel = 100;
   large.numel = 300007;
   for (int i = 0; i < 2; ++i) {
@@ -542,6 +449,82 @@ TEST(HostHierarchy, OneHost_TakesTheChannel) {
     require(host_channel_of(*self.group) != nullptr, "there is no channel");
   }));
 }
+
+/// What this process holds of the system.
+struct Held {
+  size_t files = 0, mappings = 0, threads = 0;
+};
+
+Held held() {
+  finish_dropped_groups();  // which end on threads of their own
+  const auto entries = [](const char* folder) {
+    const fs::directory_iterator all(folder);
+    return static_cast<size_t>(std::distance(begin(all), end(all)));
+  };
+  Held now{entries("/proc/self/fd"), 0, entries("/proc/self/task")};
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);)
+    now.mappings += line.find("memfd:apex") != std::string::npos;
+  return now;
+}
+
+/// Calls `round(i)` again and again, after each of which this process is to hold no more.
+void repeat(int rounds, const std::function<void(int)>& round) {
+  Held first;
+  for (int i = 0; i < rounds; ++i) {
+    round(i);
+    const Held now = held();
+    if (i == 2) first = now;  // what is kept for the next is there
+    if (i <= 2) continue;
+    const auto no_more = [&](const char* what, size_t before, size_t after) {
+      require(after <= before, std::string(what) + ": " + std::to_string(before) + " at first, " +
+                                   std::to_string(after) + " after " + std::to_string(i));
+    };
+    no_more("files", first.files, now.files);
+    no_more("mappings", first.mappings, now.mappings);
+    no_more("threads", first.threads, now.threads);
+  }
+}
+
+class HostGroups : public HostHierarchyTest {};
+
+TEST_P(HostGroups, OfReducersThatEnd_LeaveNoFileMappingOrThread) {
+  expect_done(run(GetParam(), [](Rank& self) {
+    repeat(20, [&](int i) {
+      const auto group = make_separate_group(self.group, "again " + std::to_string(i));
+      const auto hierarchy = host_hierarchy_of(*group);
+      const at::Tensor message = at::ones({100003});
+      (hierarchy ? hierarchy->all_reduce("a sum", message, Op::SUM)
+                 : issue_all_reduce("a sum", *group, message))
+          ->wait();
+    });
+  }));
+}
+
+// A group of a script that ends tells nobody. The hazard: a later one of its name and at its
+// address, with a store at the address of its store, is taken for it.
+TEST_P(HostGroups, OfScriptsThatEnd_LeaveNothingToLaterOnesOfTheirNameAndAddress) {
+  expect_done(run(GetParam(), [](Rank& self) {
+    std::weak_ptr<HostChannel> before;
+    repeat(20, [&](int i) {
+      const auto size = static_cast<int>(self.places.size());
+      const auto group = make_group(self.rank, size, self.folder / std::to_string(i), seconds(30));
+      const auto channel = host_channel_of(*group);
+      const bool one_host = self.places.front() == self.places.back();
+      require((channel != nullptr) == one_host, "whether there is a channel");
+      require(!channel || channel != before.lock(), "the channel of a group that has ended");
+      before = channel;
+      const at::Tensor message = at::full({20000}, i);
+      issue_all_reduce("a sum", *group, message)->wait();
+      require(message.eq(i * size).all().item<bool>(), "the sum");
+    });
+  }));
+}
+
+INSTANTIATE_TEST_SUITE_P(Hosts, HostGroups, ::testing::Values(Places{0, 0, 0}, Places{0, 0, 1}),
+                         [](const auto& info) {
+                           return std::string(info.param.back() == 0 ? "One" : "Two");
+                         });
 
 TEST(HostHierarchy, ForkedChildIsNoRank) {
   expect_done(run({0, 0, 1}, [](Rank& self) {

@@ -9,6 +9,8 @@
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
+#include <support/host_threads.h>
+
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
@@ -307,6 +309,27 @@ TEST(HostProcess, ForkedChildIsNoRank) {
   // The parent is as it was.
   at::Tensor one = at::ones({3});
   channel->all_reduce("in the parent", one, Op::SUM)->wait();
+}
+
+// The hazard: a rank that has left reads no more, and whoever wakes up takes it for one that is
+// waited for, although the result has come.
+TEST(HostProcess, WhatAnotherThreadCompletesDuringASleep_NeedsNoRankThatHasLeft) {
+  auto channels = testing::connect_channels(3);
+  const std::vector<at::Tensor> tensors{at::ones({3}), at::zeros({3}), at::zeros({3})};
+  channels[2]->broadcast("broadcast", tensors[2], 0);
+  channels[2].reset();
+  const auto work = channels[1]->broadcast("broadcast", tensors[1], 0);
+  bool slept = false;
+  testing::at_step = [&](const std::string& step) {
+    if (step != "sleeps" || std::exchange(slept, true)) return;
+    channels[0]->broadcast("broadcast", tensors[0], 0);
+    EXPECT_TRUE(work->isCompleted());  // as another thread would
+    ::poll(nullptr, 0, 25);            // longer than a nap: the peers are looked at
+  };
+  EXPECT_NO_THROW(work->wait());
+  testing::at_step = nullptr;
+  EXPECT_TRUE(slept);
+  EXPECT_TRUE(at::equal(tensors[1], tensors[0]));
 }
 
 TEST(HostProcess, MemoryThatIsNotThereIsAnError) {

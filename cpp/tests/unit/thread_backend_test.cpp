@@ -139,6 +139,14 @@ TEST(ThreadBackend, GatherAndScatter_AllForms_MoveThePieces) {
     group->reduce_scatter(results, lists)->wait();
     EXPECT_TRUE(at::equal(results[0], at::full({2}, rank == 0 ? 2.0 : 10.0)));
 
+    // Rank 0 sends 1 and 2 elements, rank 1 sends 3 and 4.
+    std::vector<int64_t> sent{1 + 2 * rank, 2 + 2 * rank}, received{1 + rank, 3 + rank};
+    auto exchanged = at::zeros({4 + 2 * rank});
+    auto own = at::full({3 + 4 * rank}, rank + 1.0);
+    backend->alltoall_base(exchanged, own, received, sent)->wait();
+    EXPECT_TRUE(
+        at::equal(exchanged, at::cat({at::full({1 + rank}, 1.0), at::full({3 + rank}, 2.0)})));
+
     std::vector<at::Tensor> reduced{at::full({2}, rank + 1.0)};
     c10d::ReduceOptions to_one;
     to_one.rootRank = 1;
