@@ -96,6 +96,35 @@ def test_future_of_a_hook_that_fails_on_one_rank_ends_all(ranks: RankPool) -> No
     ranks.run(3, _future_fails)
 
 
+def _hook_raises(rank: int, world: int, at: int) -> None:
+    group = _group()
+    ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
+
+    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+        if fails and bucket.index() == at:
+            raise LookupError("on purpose")
+        work = dist.all_reduce(bucket.buffer().div_(world), group=group, async_op=True)
+        return work.get_future().then(lambda f: f.value()[0])
+
+    fails = False
+    ddp.register_comm_hook(None, hook)
+    for step in range(2):
+        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
+    fails = rank == 1
+    parts = [f"rank {rank} of {world}: ", f"'Python function', for bucket {at} (", "on purpose"]
+    if not fails:
+        parts.append("rank 1 reports that communication hook")
+    with raises(RuntimeError, *parts):
+        _loss(ddp, rank).backward()
+    with raises(RuntimeError, "start again with a new process group"):
+        _loss(ddp, rank).backward()
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_hook_that_raises_on_one_rank_is_named_on_all(ranks: RankPool, at: int) -> None:
+    ranks.run(3, _hook_raises, at)
+
+
 class _Raises(torch.autograd.Function):
     """Below all parameters: its backward runs when their gradients are there."""
 
