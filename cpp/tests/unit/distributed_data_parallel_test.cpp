@@ -353,6 +353,7 @@ TEST(DistributedDataParallelCpp, RegisteredHook_Backward_RunsInsteadOfTheAllRedu
   run_ranks(2, [](int, const Group& group) {
     struct Twice : CommHook {
       c10::intrusive_ptr<c10::ivalue::Future> run(GradientBucket& bucket) override {
+        EXPECT_EQ(bucket.buffer.numel(), 4 + 1) << "the gradients, and nothing else";
         auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
         future->markCompleted(bucket.buffer * 2);
         return future;
