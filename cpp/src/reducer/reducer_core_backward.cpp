@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <apex/error.h>
+#include <apex/interruption.h>
 
 #include "reducer/reducer_core.h"
 #include "torch_version.h"
@@ -355,6 +356,9 @@ void ReducerCore::launch(size_t index, const at::Tensor& incoming) {
     launch_bucket(entry, index, *pass_, facts, incoming, context_);
   } catch (const CommunicationError&) {
     fail();  // at once: nothing may be sent any more
+    throw;
+  } catch (const Interrupted&) {  // in the hook; the others have heard
+    fail();
     throw;
   } catch (...) {
     if (entry.user_code_failed) step_.set_hook_failed(entry.traits.fails_together);
