@@ -177,6 +177,7 @@ const Scenario kTensorCollectives("tensor_collectives", [] {
   dist::barrier();
   // A dtype that only rank 1 gives: rank 0 does not wait for the timeout.
   const Group apart = dist::new_group({0, 1}, "", std::chrono::minutes(5));
+  dist::all_reduce(at::zeros({2}), c10d::ReduceOp::SUM, apart);
   std::string text;
   try {
     dist::all_reduce(at::zeros({2}, dist::rank() == 1 ? at::kShort : at::kInt), c10d::ReduceOp::SUM,
