@@ -415,10 +415,22 @@ class DistributedDataParallel {
       throw;
     }
     if (root < 0) return;
-    broadcast_coalesced(module_->parameters(), process_group(), root);
-    broadcast_coalesced(module_->buffers(), process_group(), root);
-    // Nobody goes on, and perhaps ends, before all have what was sent.
+    // The messages of apex.parallel's join() in Python, whose ranks may be in the same job.
+    std::vector<at::Tensor> tensors = module_->parameters();
+    const std::vector<at::Tensor> buffers = module_->buffers();
+    tensors.insert(tensors.end(), buffers.begin(), buffers.end());
+    broadcast_coalesced(tensors, process_group(), root, kBroadcastBytes,
+                        "broadcast of parameters and buffers at the end of join()");
     if (module_->parameters().empty()) return;
+    const at::Tensor masters = at::zeros({1}, at::TensorOptions(at::kByte).device(device()));
+    broadcast_coalesced({masters}, process_group(), root, kBroadcastBytes,
+                        "broadcast of master weights at the end of join()");
+    if (masters.item<int64_t>() != 0) {
+      throw Error(
+          "the rank that went to the end of join() is a Python program with master weights "
+          "(apex.amp), which ranks in C++ have not: train at level O1 in jobs of both languages");
+    }
+    // Nobody goes on, and perhaps ends, before all have what was sent.
     all_reduce_coalesced({at::zeros({1}, device())}, process_group(), 1.0, "end of join()");
   }
 
