@@ -188,6 +188,7 @@ const Scenario kTensorCollectives("tensor_collectives", [] {
   require(text.find(dist::rank() == 1 ? "no SUM of Short" : "another rank reports") !=
               std::string::npos,
           "the other rank's arguments were refused, and here: " + text);
+  dist::barrier();  // nobody ends before all have heard
   dist::destroy_process_group();
 });
 
