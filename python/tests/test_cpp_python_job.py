@@ -18,6 +18,7 @@ from warm import run_script
 TIMEOUT_S = 600
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 PYTHON_RANK = """
+import contextlib
 import sys
 import torch
 from torch import nn
@@ -41,11 +42,20 @@ model = DistributedDataParallel(Net())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 if sys.argv[2] == "larc":
     optimizer = LARC(optimizer)
-for step in range(6):
+
+def backward(step):
     x = torch.sin(torch.arange(48, dtype=torch.float32).view(8, 6) + (10 * step + rank))
-    optimizer.zero_grad()
     (model(x) - x[:, :3]).square().mean().backward()
-    optimizer.step()
+
+joins = sys.argv[2] == "join"
+with model.join() if joins else contextlib.nullcontext():
+    for step in range(4 + 2 * rank if joins else 6):
+        optimizer.zero_grad()
+        if sys.argv[2] == "no_sync":
+            with model.no_sync():
+                backward(100 + step)
+        backward(step)
+        optimizer.step()
 with open(f"{sys.argv[1]}{rank}", "wb") as file:
     for parameter in model.parameters():
         file.write(parameter.detach().numpy().tobytes())
@@ -53,17 +63,14 @@ dist.destroy_process_group()
 """
 
 
-def by_torchrun(
-    folder: Path, program: Path, script: Path, languages: list[str], optimizer: str
-) -> None:
+def by_torchrun(folder: Path, program: Path, script: Path, languages: list[str], way: str) -> None:
     commands = {
         "c++": f'"{program}" "{folder}/parameters$RANK"',
         "python": f'"{sys.executable}" "{script}" "{folder}/parameters"',
     }
     wrapper = folder / "rank.sh"
     cases = "\n".join(
-        f"  {rank}) exec {commands[language]} {optimizer} ;;"
-        for rank, language in enumerate(languages)
+        f"  {rank}) exec {commands[language]} {way} ;;" for rank, language in enumerate(languages)
     )
     wrapper.write_text(f'#!/bin/sh\ncase "$RANK" in\n{cases}\nesac\n')
     wrapper.chmod(0o755)
@@ -77,9 +84,7 @@ def by_torchrun(
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def by_hand(
-    folder: Path, program: Path, script: Path, languages: list[str], optimizer: str
-) -> None:
+def by_hand(folder: Path, program: Path, script: Path, languages: list[str], way: str) -> None:
     """Ranks in Python are forked from a process that has imported torch."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     meeting["WORLD_SIZE"] = str(len(languages))
@@ -89,9 +94,9 @@ def by_hand(
         if languages[rank] == "python":
             own = folder / str(rank)
             own.mkdir()
-            arguments = (str(folder / "parameters"), optimizer)
+            arguments = (str(folder / "parameters"), way)
             return run_script(script, *arguments, cwd=own, env=env, timeout_s=TIMEOUT_S)
-        command = [str(program), f"{folder}/parameters{rank}", optimizer]
+        command = [str(program), f"{folder}/parameters{rank}", way]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
 
     with ThreadPoolExecutor(len(languages)) as pool:
@@ -99,12 +104,12 @@ def by_hand(
             assert result.returncode == 0, result.stdout + result.stderr
 
 
-def train(folder: Path, languages: list[str], optimizer: str, start: Any) -> list[np.ndarray]:
+def train(folder: Path, languages: list[str], way: str, start: Any) -> list[np.ndarray]:
     """Parameters of every rank after training; `languages` says by rank what it is written in."""
     script = folder / "rank.py"
     script.write_text(PYTHON_RANK)
     program = cpp_program("cpp", "tests", "package", "apex_cpp_rank")
-    start(folder, program, script, languages, optimizer)
+    start(folder, program, script, languages, way)
     return [
         np.fromfile(folder / f"parameters{rank}", dtype=np.float32)
         for rank in range(len(languages))
@@ -112,17 +117,15 @@ def train(folder: Path, languages: list[str], optimizer: str, start: Any) -> lis
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("optimizer", ["sgd", "larc"])
-def test_job_of_cpp_and_python_ranks_parameters_bitwise_equal(
-    tmp_path: Path, optimizer: str
-) -> None:
+@pytest.mark.parametrize("way", ["sgd", "larc", "no_sync", "join"])
+def test_job_of_cpp_and_python_ranks_parameters_bitwise_equal(tmp_path: Path, way: str) -> None:
     # Rank 0's seed decides the first parameters, whatever it is written in.
     results = []
     for languages in (["c++", "python"], ["python", "c++"], ["python", "python"]):
         folder = tmp_path / "-".join(languages)
         folder.mkdir()
-        once = optimizer == "sgd" and languages == ["c++", "python"]
-        ranks = train(folder, languages, optimizer, by_torchrun if once else by_hand)
+        once = way == "sgd" and languages == ["c++", "python"]
+        ranks = train(folder, languages, way, by_torchrun if once else by_hand)
         assert ranks[0].size == 6 * 16 + 16 + 16 * 3 + 3
         assert ranks[0].tobytes() == ranks[1].tobytes(), languages
         results.append(ranks[0].tobytes())

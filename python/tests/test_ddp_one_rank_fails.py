@@ -31,8 +31,10 @@ def _loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
     return model(data(rank, step), [0, 1, 2]).square().sum()
 
 
-def _average(world: int, bucket: Any) -> torch.futures.Future[Tensor]:
-    work = dist.all_reduce(bucket.buffer().div_(world), async_op=True)
+def _average(
+    world: int, bucket: Any, group: dist.ProcessGroup | None = None
+) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer().div_(world), group=group, async_op=True)
     return work.get_future().then(lambda f: f.value()[0])
 
 
@@ -72,13 +74,14 @@ def test_result_of_a_hook_that_one_rank_refuses(ranks: RankPool, world: int, cha
 def _future_fails(rank: int, world: int) -> None:
     """Nobody knows whether messages still match: every rank raises, at once or, where it had all it
     needed, in its next backward."""
-    ddp = DistributedDataParallel(build(), process_group=_group(), message_size=20)
+    group = _group()  # the others may be left with a collective of it
+    ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
 
     def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
         def fail(f: Any) -> Tensor:
             raise LookupError("on purpose")
 
-        future = _average(world, bucket)
+        future = _average(world, bucket, group)
         return future.then(fail) if rank == 0 and bucket.index() == 0 else future
 
     ddp.register_comm_hook(None, hook)
@@ -94,6 +97,34 @@ def _future_fails(rank: int, world: int) -> None:
 
 def test_future_of_a_hook_that_fails_on_one_rank_ends_all(ranks: RankPool) -> None:
     ranks.run(3, _future_fails)
+
+
+def _hook_raises(rank: int, world: int, at: int) -> None:
+    group = _group()
+    ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
+
+    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+        if fails and bucket.index() == at:
+            raise LookupError("on purpose")
+        return _average(world, bucket, group)
+
+    fails = False
+    ddp.register_comm_hook(None, hook)
+    for step in range(2):
+        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
+    fails = rank == 1
+    parts = [f"rank {rank} of {world}: ", f"'Python function', for bucket {at} (", "on purpose"]
+    if not fails:
+        parts.append("rank 1 reports that communication hook")
+    with raises(RuntimeError, *parts):
+        _loss(ddp, rank).backward()
+    with raises(RuntimeError, "start again with a new process group"):
+        _loss(ddp, rank).backward()
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_hook_that_raises_on_one_rank_is_named_on_all(ranks: RankPool, at: int) -> None:
+    ranks.run(3, _hook_raises, at)
 
 
 class _Raises(torch.autograd.Function):

@@ -91,26 +91,56 @@ def translation_unit(blocks: list[Block]) -> str:
     return "\n".join([*dict.fromkeys(includes), '#include "given.h"', *body])
 
 
-def compile_source(compiler: str, source: Path) -> subprocess.CompletedProcess[str]:
+def compile_source(compiler: str, source: Path, *options: str) -> subprocess.CompletedProcess[str]:
     if shutil.which(compiler) is None:
         pytest.skip(f"there is no {compiler} here")
-    # With clang, but not with g++, -Wconversion is about signs as well.
     command = [
-        compiler, "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Wconversion", "-Werror",
-        "-Wno-sign-conversion", "-Wno-unused", "-Wno-unused-parameter", "-Wno-main",
-        "-Wno-return-type",
+        compiler, "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Wconversion",
+        "-Wsign-conversion", "-Wshadow", "-Werror", "-Wno-unused", "-Wno-unused-parameter",
+        "-Wno-main", "-Wno-return-type", *options,
         f"-I{INCLUDE}", f"-I{ROOT / 'cpp' / 'tests' / 'docs'}", f"-isystem{TORCH}",
         f"-isystem{TORCH / 'torch' / 'csrc' / 'api' / 'include'}", str(source),
     ]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize("compiler", ["g++", "clang++"])
-def test_docs_cpp_blocks_compile(compiler: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("compiler", "standard"), [("g++", "c++20"), ("g++", "c++23"), ("clang++", "c++23")]
+)
+def test_docs_cpp_blocks_compile(compiler: str, standard: str, tmp_path: Path) -> None:
     source = tmp_path / "blocks.cpp"
     source.write_text(translation_unit(all_blocks()))
-    done = compile_source(compiler, source)
+    done = compile_source(compiler, source, f"-std={standard}")
     assert done.returncode == 0, done.stderr
+
+
+def test_wrapper_forward_declared_is_passed_around(tmp_path: Path) -> None:
+    """Code that only passes a wrapper and its parts around needs none of our headers."""
+    source = tmp_path / "passes.cpp"
+    source.write_text("""
+        namespace apex::amp { class LossScaler; }
+        namespace apex::parallel {
+        template <typename> class DistributedDataParallel;
+        class LARC;
+        class OverlappedOptimizer;
+        class Reducer;
+        }
+        struct Net;
+        void train(apex::parallel::DistributedDataParallel<Net>&, apex::parallel::LARC&,
+                   apex::parallel::OverlappedOptimizer&, apex::parallel::Reducer&,
+                   apex::amp::LossScaler&);
+        #include "given.h"  // where the same names are defined, or this is an error
+    """)
+    done = compile_source("g++", source)
+    assert done.returncode == 0, done.stderr
+
+
+def test_header_with_the_old_string_abi_says_so(tmp_path: Path) -> None:
+    source = tmp_path / "abi.cpp"
+    source.write_text("#include <apex/error.h>\n")
+    done = compile_source("g++", source, "-D_GLIBCXX_USE_CXX11_ABI=0")
+    assert done.returncode != 0
+    assert "built with the C++11 ABI of libstdc++" in done.stderr
 
 
 def test_wrapper_what_it_cannot_wrap_or_call_is_said_by_the_compiler(tmp_path: Path) -> None:

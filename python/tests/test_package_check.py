@@ -2,13 +2,16 @@
 """What an installation that cannot work says at import: apex._check."""
 
 import importlib.metadata
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from package_support import ROOT
+from package_support import ROOT, cpp_program
 
 import apex
 from apex import _build_info, _check
@@ -115,3 +118,24 @@ def test_installation_not_built_says_how_to(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "apex._build_info", None)
     with pytest.raises(ImportError, match="has not been built.*pip install --no-build-isolation"):
         _check.installation()
+
+
+def test_cpp_program_with_another_torch_at_run_time_says_so_first(tmp_path: Path) -> None:
+    """Hazard: objects of another layout, written beside. Only the number is another one here."""
+    program = cpp_program("cpp", "tests", "package", "apex_cpp_rank")
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("there is no C compiler here")
+    source, library = tmp_path / "version.c", tmp_path / "version.so"
+    source.write_text(
+        "unsigned long aoti_torch_abi_version(void) { return 9ul << 56 | 8ul << 48; }"
+    )
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    done = subprocess.run(
+        [program, tmp_path / "parameters", "sgd"],
+        env={**os.environ, "LD_PRELOAD": str(library)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "apex was built for libtorch" in done.stderr and "and runs with 9.8" in done.stderr

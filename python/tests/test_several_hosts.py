@@ -196,6 +196,31 @@ def test_rank_that_fails_is_heard_and_all_go_on() -> None:
     run_on_hosts([2, 1], _fails_in_backward)
 
 
+def _hook_fails(rank: int, world: int) -> None:
+    """The ranks that wait are on the host of the one that fails, and on another."""
+    group = _group()
+    ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
+
+    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+        if rank == 1 and step == 2 and bucket.index() == 1:
+            raise LookupError("on purpose")
+        work = dist.all_reduce(bucket.buffer().div_(world), group=group, async_op=True)
+        return work.get_future().then(lambda f: f.value()[0])
+
+    step = 0
+    ddp.register_comm_hook(None, hook)
+    for step in range(2):
+        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
+    step = 2
+    said = ["'Python function', for bucket 1 (", "on purpose"]
+    with raises(RuntimeError, *said, *([] if rank == 1 else ["rank 1 reports that"])):
+        _loss(ddp, rank).backward()
+
+
+def test_hook_that_fails_on_one_rank_is_named_on_all_hosts() -> None:
+    run_on_hosts([2, 1], _hook_fails)
+
+
 def _waits_elsewhere(rank: int, world: int) -> None:
     """One rank needs the others' updates while they wait for it: as where it saves a checkpoint."""
     torch.manual_seed(3)

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <apex/c_api.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <exception>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -95,17 +98,37 @@ at::ScalarType scalar_type(apex_dtype dtype) {
   throw InvalidArgument("there is no dtype " + std::to_string(static_cast<int>(dtype)));
 }
 
+/// a * b + c of numbers that are not negative.
+int64_t within_64_bits(int64_t a, int64_t b, int64_t c = 0) {
+  if (b == 0 || a <= (std::numeric_limits<int64_t>::max() - c) / b) return a * b + c;
+  throw InvalidArgument(
+      "a tensor reaches over more than 2^63 bytes: look at its sizes and strides");
+}
+
+/// The number of elements, and how far the last lies from the first, in bytes. No strides:
+/// contiguous.
+void require_addressable(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
+  int64_t numel = 1, end = 1;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const int64_t size = std::max<int64_t>(sizes[i], 1);  // as torch counts strides
+    numel = within_64_bits(numel, size);
+    if (!strides.empty()) end = within_64_bits(size - 1, strides[i], end);
+  }
+  within_64_bits(std::max(numel, end), static_cast<int64_t>(c10::elementSize(dtype)));
+}
+
 at::Tensor tensor_of(const apex_tensor& from) {
   if (from.dim < 0 || (from.dim > 0 && from.sizes == nullptr)) {
     throw InvalidArgument("a tensor has no sizes");
   }
   const at::IntArrayRef sizes(from.sizes, static_cast<size_t>(from.dim));
-  int64_t numel = 1;
+  const at::ScalarType dtype = scalar_type(from.dtype);
+  bool empty = false;
   for (const int64_t size : sizes) {
     if (size < 0) throw InvalidArgument("a tensor has the negative size " + std::to_string(size));
-    numel *= size;
+    empty = empty || size == 0;
   }
-  if (numel > 0 && from.data == nullptr) throw InvalidArgument("the data of a tensor are NULL");
+  if (!empty && from.data == nullptr) throw InvalidArgument("the data of a tensor are NULL");
   if (from.device < -1) {
     throw InvalidArgument("the device of a tensor is " + std::to_string(from.device) +
                           "; -1 is the CPU, and CUDA devices count from 0");
@@ -113,12 +136,16 @@ at::Tensor tensor_of(const apex_tensor& from) {
   const at::Device device = from.device < 0
                                 ? at::Device(at::kCPU)
                                 : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(from.device));
-  const auto options = at::TensorOptions(scalar_type(from.dtype)).device(device);
-  if (from.strides == nullptr) return at::from_blob(from.data, sizes, options);
+  const auto options = at::TensorOptions(dtype).device(device);
+  if (from.strides == nullptr) {
+    require_addressable(sizes, {}, dtype);
+    return at::from_blob(from.data, sizes, options);
+  }
   const at::IntArrayRef strides(from.strides, sizes.size());
   for (const int64_t stride : strides) {
     if (stride < 0) throw InvalidArgument("a tensor has a negative stride");
   }
+  require_addressable(sizes, strides, dtype);
   return at::from_blob(from.data, sizes, strides, options);
 }
 

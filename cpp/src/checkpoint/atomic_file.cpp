@@ -5,9 +5,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstdio>
 #include <filesystem>
+#include <functional>
+#include <string>
 #include <system_error>
 #include <utility>
 
@@ -41,9 +45,13 @@ AtomicFile::AtomicFile(std::string path) : path_(std::move(path)) {
   if (replaces && !S_ISREG(older.st_mode)) throw Error("it is not a file");
   // In the same folder: a rename replaces a file at once within one file system only.
   const std::filesystem::path whole(path_);
-  const std::string name =
-      "." + whole.filename().string() + "." + std::to_string(::getpid()) + ".part";
-  temporary_ = (whole.parent_path() / name).string();
+  std::string name = whole.filename().string();
+  std::string end = "." + std::to_string(::getpid()) + ".part";
+  if (1 + name.size() + end.size() > NAME_MAX) {  // as long as names may be: cut, and still its own
+    end.insert(0, "." + std::to_string(std::hash<std::string>()(name)));
+    name.resize(std::min(name.size(), NAME_MAX - 1 - end.size()));
+  }
+  temporary_ = (whole.parent_path() / ("." + name + end)).string();
   file_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   if (file_ < 0) fail();
   // Where that is not allowed, the file belongs to somebody else, and its permissions to him.

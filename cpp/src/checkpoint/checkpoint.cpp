@@ -10,9 +10,12 @@
 #include <cstring>
 #include <exception>
 #include <sstream>
+#include <string_view>
 #include <system_error>
+#include <typeinfo>
 
 #include <ATen/ATen.h>
+#include <c10/util/Type.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
@@ -33,7 +36,7 @@ namespace {
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
-constexpr const char* kFormat = "apex::parallel::Checkpoint 1";
+constexpr const char* kFormat = "apex::parallel::Checkpoint 2";
 constexpr int64_t kMessageBytes = int64_t{256} << 20;
 
 std::string quoted(const std::string& path) { return "the checkpoint '" + path + "'"; }
@@ -190,25 +193,43 @@ void require_same_forms(const torch::nn::Module& module, InputArchive& archive,
   }
 }
 
+/// "torch::optim::SGD of 4 and 2 parameters": class, and parameters of each group. That of LARC is
+/// the wrapped optimizer's, as its archive is.
+std::string describe(const torch::optim::Optimizer& optimizer) {
+  std::string kind, counts;
+  for (const auto& group : optimizer.param_groups()) {
+    counts += (counts.empty() ? "" : " and ") + std::to_string(group.params().size());
+    if (kind.empty() && group.has_options()) kind = c10::demangle(typeid(group.options()).name());
+  }
+  if (kind.empty()) kind = c10::demangle(typeid(optimizer).name());
+  constexpr std::string_view kEnd = "Options";
+  if (kind.size() > kEnd.size() && kind.compare(kind.size() - kEnd.size(), kEnd.size(), kEnd) == 0)
+    kind.resize(kind.size() - kEnd.size());
+  return kind + " of " + (counts.empty() ? "0" : counts) + " parameters";
+}
+
+std::string description_key(const std::string& part) { return part + "_is"; }
+
 }  // namespace
 
 Checkpoint& Checkpoint::optimizer(torch::optim::Optimizer& optimizer) {
   parts_.push_back({"optimizer" + std::to_string(optimizers_++),
                     [&optimizer](OutputArchive& archive) { optimizer.save(archive); },
-                    [&optimizer](InputArchive& archive) { optimizer.load(archive); }});
+                    [&optimizer](InputArchive& archive) { optimizer.load(archive); }, &optimizer});
   return *this;
 }
 
 Checkpoint& Checkpoint::optimizer(OverlappedOptimizer& optimizer) {
   parts_.push_back({"optimizer" + std::to_string(optimizers_++),
                     [&optimizer](OutputArchive& archive) { optimizer.save(archive); },
-                    [&optimizer](InputArchive& archive) { optimizer.load(archive); }});
+                    [&optimizer](InputArchive& archive) { optimizer.load(archive); },
+                    &optimizer.optimizer()});
   return *this;
 }
 
 Checkpoint& Checkpoint::scaler(amp::LossScaler& scaler) {
   parts_.push_back({"scaler", [&scaler](OutputArchive& archive) { scaler.save(archive); },
-                    [&scaler](InputArchive& archive) { scaler.load(archive); }});
+                    [&scaler](InputArchive& archive) { scaler.load(archive); }, nullptr});
   return *this;
 }
 
@@ -239,7 +260,11 @@ void Checkpoint::write(const std::string& path, int64_t step,
     archive.write(name, inner);
   };
   nested("model", [&](OutputArchive& inner) { model_.save(inner); });
-  for (const Part& part : parts_) nested(part.name, part.save);
+  for (const Part& part : parts_) {
+    nested(part.name, part.save);
+    if (part.optimizer == nullptr) continue;
+    archive.write(description_key(part.name), c10::IValue(describe(*part.optimizer)));
+  }
   for (size_t rank = 0; sampler_ != nullptr && rank < samplers.size(); ++rank) {
     archive.write(sampler_key(static_cast<int64_t>(rank)), samplers[rank], /*is_buffer=*/true);
   }
@@ -314,7 +339,17 @@ void Checkpoint::read(const std::string& path, const at::Tensor& bytes, int64_t*
   InputArchive model = nested("model");
   require_same_forms(model_, model, "");
   std::vector<InputArchive> inner;
-  for (const Part& part : parts_) inner.push_back(nested(part.name));
+  for (const Part& part : parts_) {
+    inner.push_back(nested(part.name));
+    if (part.optimizer == nullptr) continue;
+    // libtorch would end in an assertion, after it has changed some of it.
+    archive.read(description_key(part.name), value);
+    const std::string here = describe(*part.optimizer);
+    if (value.toStringRef() == here) continue;
+    throw Error("its " + part.name + " is " + value.toStringRef() +
+                ", and that of this program is " + here +
+                ": give the optimizers that were saved, in their order, or none");
+  }
   at::Tensor sampler;
   if (sampler_ != nullptr) {
     archive.read("world_size", value);

@@ -17,6 +17,7 @@
 
 #include "comm/error_text.h"
 #include "comm/failure_listener.h"
+#include "comm/group_record.h"
 #include "comm/host_topology.h"
 #include "distributed/backends.h"
 #include "interruption.h"
@@ -41,6 +42,11 @@ bool can_stop_waiting(const c10d::ProcessGroup& group) {
   });
 }
 
+/// The communication hook of another rank has failed, which says all.
+struct HookFailed {
+  std::string text;
+};
+
 /// What the interruption check has thrown, on its way through the handlers of other errors.
 struct Passing {
   std::exception_ptr error;
@@ -63,11 +69,13 @@ void end_if_interrupted(const c10d::ProcessGroup& group) {
 /// Calls `ended_within(slice)` until it returns true, or another rank reports a failure.
 void wait_or_hear(const c10d::ProcessGroup& group,
                   const std::function<bool(std::chrono::milliseconds)>& ended_within,
-                  const std::function<void()>& meanwhile = {}) {
+                  const std::function<void()>& meanwhile = {},
+                  Waiting waiting = Waiting::kInCollective) {
   if (ended_within(kUsual)) return;
-  FailureListener listener(group);
+  FailureListener listener(group, waiting);
   while (!ended_within(kSlice)) {
     end_if_interrupted(group);
+    if (const std::string hook = listener.hook(); !hook.empty()) throw HookFailed{hook};
     if (const std::string apart = listener.apart(); !apart.empty()) {
       throw Error("the ranks are in different collectives: " + apart);
     }
@@ -92,6 +100,11 @@ void wait_or_hear(const c10d::ProcessGroup& group,
     throw;
   } catch (const Passing& passing) {
     std::rethrow_exception(passing.error);
+  } catch (const HookFailed& failed) {
+    announce_failure(group, what);
+    throw CommunicationError(
+        "rank " + std::to_string(group.getRank()) + " of " + std::to_string(group.getSize()) +
+        ": " + what + " failed: " + failed.text + " (" + kHooksApart + ")" + note_on_ranks(group));
   } catch (...) {
     throw_communication_error(what, group, std::current_exception(), advice);
   }
@@ -112,9 +125,11 @@ void wait_for_room(const std::string& what, const c10d::ProcessGroup& group, Cha
   }
 }
 
-/// The channel that carries such tensors, with room for one more collective, or null.
+/// For each collective: the channel that carries such tensors, with room for one more collective,
+/// or null.
 std::shared_ptr<HostChannel> channel_for(const std::string& what, const c10d::ProcessGroup& group,
                                          Way way, std::initializer_list<at::Tensor> tensors) {
+  require_own_process(group);
   if (way == Way::kBackend) return nullptr;
   const auto fits = [](const at::Tensor& one) { return one.is_cpu() && one.is_contiguous(); };
   if (!std::all_of(tensors.begin(), tensors.end(), fits)) return nullptr;
@@ -150,6 +165,10 @@ bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group,
 }
 
 }  // namespace
+
+bool hears_reports(const c10d::ProcessGroup& group) {
+  return can_stop_waiting(group) && record_of(group) != nullptr;
+}
 
 std::string note_on_ranks(const c10d::ProcessGroup& group) {
   auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
@@ -260,10 +279,13 @@ void wait_future(c10::ivalue::Future& future, const std::string& what,
         shared->done = true;
         shared->ended.notify_all();
       });
-      wait_or_hear(group, [&](std::chrono::milliseconds slice) {
-        std::unique_lock<std::mutex> lock(shared->mutex);
-        return shared->ended.wait_for(lock, slice, [&] { return shared->done; });
-      });
+      wait_or_hear(
+          group,
+          [&](std::chrono::milliseconds slice) {
+            std::unique_lock<std::mutex> lock(shared->mutex);
+            return shared->ended.wait_for(lock, slice, [&] { return shared->done; });
+          },
+          {}, Waiting::kForHook);
     }
     future.waitAndThrow();
   } catch (...) {

@@ -30,6 +30,15 @@ inline constexpr const char* kLookAtOthers =
                                                      const std::exception_ptr& cause,
                                                      const char* advice = kLookAtOthers);
 
+/// Why a reducer ends whose hook has failed on some ranks only.
+inline constexpr const char* kHooksApart =
+    "not on every rank, so the messages of the ranks do not match any more; fix the hook, then "
+    "start "
+    "again with a new process group and a new wrapper";
+
+/// Whether a rank that waits in `group` hears what others report: over Gloo, with a store.
+bool hears_reports(const c10d::ProcessGroup& group);
+
 /// To be added to messages that name ranks of `group`: which ranks of the job these are. Empty
 /// where they are the same.
 std::string note_on_ranks(const c10d::ProcessGroup& group);
@@ -92,7 +101,7 @@ void run_collective(const std::string& what, const c10d::ProcessGroup& group, Is
   if (const c10::intrusive_ptr<c10d::Work> work = issue()) wait_collective(work, what, group);
 }
 
-/// wait_collective() for a future.
+/// wait_collective() for the future of a communication hook.
 void wait_future(c10::ivalue::Future& future, const std::string& what,
                  const c10d::ProcessGroup& group);
 

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <limits>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -18,7 +19,8 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kListen{200};  // between two looks
-constexpr milliseconds kLate{2000};   // until who waits looks whether the others are where it is
+constexpr int64_t kAnyCall = std::numeric_limits<int64_t>::max() / 4;
+constexpr milliseconds kLate{2000};  // until who waits looks whether the others are where it is
 
 }  // namespace
 
@@ -40,17 +42,18 @@ struct FailureListener::State {
 
   std::mutex mutex;  ///< guards what follows
   std::string apart;
+  std::string hook;
   std::condition_variable wake;
   bool ended = false;
 };
 
-FailureListener::FailureListener(const c10d::ProcessGroup& group)
+FailureListener::FailureListener(const c10d::ProcessGroup& group, Waiting waiting)
     : state_(std::make_shared<State>()) {
   const GroupRecordPtr record = find_record(group);
   const StorePtr store = record ? record->store.lock() : nullptr;
   if (!store) return;
   state_->record = record;
-  std::thread([state = state_, store, record, call = record->calls.last_number()] {
+  std::thread([state = state_, store, record, waiting, call = record->calls.last_number()] {
     const GroupRecordPtr& other = record->heard_too;
     const StorePtr others_store = other ? other->store.lock() : nullptr;
     try {
@@ -60,7 +63,15 @@ FailureListener::FailureListener(const c10d::ProcessGroup& group)
       std::unique_lock<std::mutex> lock(state->mutex);
       while (!state->ended) {
         lock.unlock();
-        if (own->add(record->count_key(), 0) > 0) state->heard = true;
+        const bool reported = own->add(record->count_key(), 0) > 0;
+        // Who has heard of a hook reports a failure, for which the hook is the reason.
+        std::string hook = failed_hook(*own, *record, reported ? kAnyCall : call, waiting);
+        if (!hook.empty()) {
+          lock.lock();
+          state->hook = std::move(hook);
+          return;
+        }
+        if (reported) state->heard = true;
         if (others_own && others_own->add(other->count_key(), 0) > 0) state->heard = true;
         if (own->check({record->refusal_key(call)})) state->heard = true;
         state->answered = Clock::now();
@@ -101,6 +112,11 @@ bool FailureListener::is_left_alone() {
     if (state_->record->ended_first.empty()) state_->record->ended_first = ended;
   }
   return now - state_->ended_at > kLate && state_->answered.load() < state_->ended_at;
+}
+
+std::string FailureListener::hook() const {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  return state_->hook;
 }
 
 std::string FailureListener::apart() const {

@@ -8,13 +8,16 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "comm/hook_failure.h"
+
 namespace apex::parallel {
 
 /// Listens, while it lives, for other ranks that report a failure of `group`, and looks whether
 /// they are in another collective.
 class FailureListener {
  public:
-  explicit FailureListener(const c10d::ProcessGroup& group);
+  explicit FailureListener(const c10d::ProcessGroup& group,
+                           Waiting waiting = Waiting::kInCollective);
   ~FailureListener();
   FailureListener(const FailureListener&) = delete;
   FailureListener& operator=(const FailureListener&) = delete;
@@ -24,6 +27,8 @@ class FailureListener {
   bool is_left_alone();
   /// Which ranks are where; empty as long as nothing else is known than that they are late.
   std::string apart() const;
+  /// What failed_hook() says.
+  std::string hook() const;
 
  private:
   struct State;

@@ -9,6 +9,8 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <apex/error.h>
+
 #include "comm/bounded_call.h"
 #include "comm/by_group.h"
 #include "distributed/backends.h"
@@ -75,6 +77,15 @@ std::string GroupRecord::refusal_key(int64_t call) const {
 
 std::string GroupRecord::farewell_key(int of_rank) const { return report_key(of_rank) + "/left"; }
 
+std::string GroupRecord::hook_key(int of_rank) const {
+  return "apex/hook/" + name + "/" + std::to_string(hooks_failed.load()) + "/" +
+         std::to_string(of_rank);
+}
+
+std::string GroupRecord::hook_count_key() const {
+  return "apex/hook/" + name + "/" + std::to_string(hooks_failed.load()) + "/count";
+}
+
 namespace {
 
 /// Also one of the process that this one was forked from.
@@ -106,6 +117,14 @@ GroupRecordPtr record_of(const c10d::ProcessGroup& group) {
   gone = records().by_group.take_gone();
   records().by_group.put(group, record);
   return record;
+}
+
+void require_own_process(const c10d::ProcessGroup& group) {
+  const GroupRecordPtr record = any_record(group);
+  if (!record || if_own(record)) return;
+  throw Error(
+      "this process was forked from the one that made the communicator, and is no rank of it: make "
+      "process groups and wrappers after the fork");
 }
 
 milliseconds patience_of(const c10d::ProcessGroup& group) {

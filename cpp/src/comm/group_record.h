@@ -44,7 +44,8 @@ struct GroupRecord {
   std::atomic<bool> asked{false};      ///< for the processes
   std::atomic<bool> announced{false};  ///< a failure, without a collective
   std::atomic<bool> reported_from_elsewhere{false};
-  GroupRecordPtr heard_too;  ///< another group, whose failures are this one's as well
+  std::atomic<int64_t> hooks_failed{0};  ///< times, on all ranks; see Note [Hooks that fail]
+  GroupRecordPtr heard_too;              ///< another group, whose failures are this one's as well
 
   // Keys of the store.
   std::string process_key(int of_rank) const;
@@ -52,6 +53,8 @@ struct GroupRecord {
   std::string count_key() const;                ///< of the reports
   std::string refusal_key(int64_t call) const;  ///< a rank has refused the arguments of that call
   std::string farewell_key(int of_rank) const;
+  std::string hook_key(int of_rank) const;  ///< of a hook that fails next
+  std::string hook_count_key() const;       ///< of these
 };
 
 /// The record of `group`; at first this rank tells the others, through the store, which process it
@@ -60,6 +63,10 @@ GroupRecordPtr record_of(const c10d::ProcessGroup& group);
 
 /// The same, or null where record_of() has not been called.
 GroupRecordPtr find_record(const c10d::ProcessGroup& group);
+
+/// @throws Error in a process that was forked since the group was used for the first time: it would
+/// read and write the connections of its parent.
+void require_own_process(const c10d::ProcessGroup& group);
 
 /// How long the store and other ranks are waited for: an eighth of the timeout, between half a
 /// second and five.

@@ -12,6 +12,8 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
+#include "comm/host_topology.h"
+#include "distributed/backends.h"
 
 namespace apex::distributed {
 
@@ -28,6 +30,53 @@ void require_contiguous(const at::Tensor& tensor, const char* what) {
     throw InvalidArgument(std::string(what) + ": the tensor is a lazy conj(); resolve_conj() it");
 }
 
+using Op = c10d::ReduceOp;
+
+std::string name_of(Op::RedOpType op) {
+  switch (op) {
+    case Op::SUM:
+      return "SUM";
+    case Op::AVG:
+      return "AVG";
+    case Op::PRODUCT:
+      return "PRODUCT";
+    case Op::MIN:
+      return "MIN";
+    case Op::MAX:
+      return "MAX";
+    default:
+      return "operation " + std::to_string(static_cast<int>(op));
+  }
+}
+
+/// Gloo, NCCL and shared memory take different ones. These are what all of them take, so that a
+/// program does not depend on where its ranks run.
+void require_reducible(const at::Tensor& tensor, Op::RedOpType op, const char* what,
+                       const c10d::ProcessGroup& group) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  const bool floating =
+      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
+  const bool complex = dtype == at::kComplexFloat || dtype == at::kComplexDouble;
+  const bool integer =
+      dtype == at::kByte || dtype == at::kChar || dtype == at::kInt || dtype == at::kLong;
+  const bool ordered = op == Op::PRODUCT || op == Op::MIN || op == Op::MAX;
+  if (op == Op::SUM && (floating || complex || integer)) return;
+  if (op == Op::AVG && (floating || complex)) return;
+  if (ordered && (floating || integer)) return;
+  parallel::refuse_call(group, what);  // for ranks that have given something else
+  throw InvalidArgument(std::string(what) + ": there is no " + name_of(op) + " of " +
+                        c10::toString(dtype) +
+                        " over ranks; there are SUM, PRODUCT, MIN and MAX of uint8, int8, int32, "
+                        "int64, float16, bfloat16, float32 and float64, AVG of the floating ones, "
+                        "and SUM and AVG of complex64 and complex128");
+}
+
+/// Whether the group's backend for `tensor` has no AVG.
+bool lacks_average(const at::Tensor& tensor, c10d::ProcessGroup& group) {
+  if (!gloo_timeout(*group.getBackend(tensor.device().type()))) return false;
+  return !tensor.is_cpu() || !parallel::host_channel_of(group);
+}
+
 /// What is only moved travels as bytes: backends do not take every dtype.
 at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
 
@@ -38,11 +87,18 @@ void all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op, const Gr
   require_contiguous(tensor, kWhat);
   const at::NoGradGuard no_grad;
   const GroupPtr among = group_or_default(group);
+  require_reducible(tensor, op, kWhat, *among);
   const at::Tensor real = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
-  if (tensor.is_complex() && op != c10d::ReduceOp::SUM && op != c10d::ReduceOp::AVG)
-    throw InvalidArgument("all_reduce(): complex numbers have a sum and an average only");
-  parallel::run_collective(kWhat, *among,
-                           [&] { return parallel::issue_all_reduce(kWhat, *among, real, op); });
+  const bool divides = op == Op::AVG && lacks_average(real, *among);
+  // As elsewhere, an average of a narrow dtype is rounded once.
+  const at::Tensor sent =
+      divides ? real.to(at::promote_types(real.scalar_type(), at::kFloat)) : real;
+  parallel::run_collective(kWhat, *among, [&] {
+    return parallel::issue_all_reduce(kWhat, *among, sent, divides ? Op::SUM : op);
+  });
+  if (!divides) return;
+  sent.div_(among->getSize());
+  if (!sent.is_same(real)) real.copy_(sent);
 }
 
 void broadcast(const at::Tensor& tensor, int root, const GroupPtr& group) {
@@ -82,6 +138,7 @@ at::Tensor reduce_scatter(const at::Tensor& tensor, const GroupPtr& group) {
     throw InvalidArgument("reduce_scatter(): the first dimension of the tensor has to be " +
                           std::to_string(among->getSize()) + ", the number of ranks");
   }
+  require_reducible(tensor, Op::SUM, kWhat, *among);
   at::Tensor received = at::empty_like(tensor);
   parallel::run_collective(kWhat, *among, [&] {
     return parallel::issue_all_to_all(kWhat, *among, as_bytes(received), as_bytes(tensor));

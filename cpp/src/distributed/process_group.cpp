@@ -16,6 +16,7 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
+#include "comm/group_record.h"
 #include "distributed/backends.h"
 #include "distributed/rendezvous.h"
 
@@ -346,6 +347,7 @@ void barrier(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
     }
   }
   constexpr const char* kWhat = "barrier()";
+  parallel::require_own_process(*target);
   parallel::run_collective(kWhat, *target, [&] {
     return parallel::call_collective(kWhat, *target, [&] { return target->barrier(options); });
   });

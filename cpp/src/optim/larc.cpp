@@ -178,10 +178,28 @@ LARC::LARC(std::unique_ptr<Optimizer> optimizer, const LARCOptions& options)
 }
 
 LARC::~LARC() = default;
-LARC::LARC(LARC&&) = default;
-LARC& LARC::operator=(LARC&&) = default;
+LARC::LARC(LARC&& other)
+    : Optimizer(std::move(other)), wrapped_(std::move(other.wrapped_)), options_(other.options_) {
+  other.defaults_ = defaults_->clone();
+}
+
+LARC& LARC::operator=(LARC&& other) {
+  if (this == &other) return *this;
+  Optimizer::operator=(std::move(other));
+  wrapped_ = std::move(other.wrapped_);
+  options_ = other.options_;
+  other.defaults_ = defaults_->clone();
+  return *this;
+}
+
+void LARC::require_wrapped() const {
+  if (!wrapped_) {
+    throw Error("LARC: the optimizer was moved out of this object: use the one it was moved to");
+  }
+}
 
 torch::Tensor LARC::step(LossClosure closure) {
+  require_wrapped();
   WeightDecays decays(param_groups_);
   if (!closure) {
     adapt(decays.values());
@@ -214,6 +232,7 @@ void LARC::adapt(const std::vector<double>& decays) {
 }
 
 void LARC::save(torch::serialize::OutputArchive& archive) const {
+  require_wrapped();
   // Copies share the tensors, and this object is const.
   auto& groups = wrapped_->param_groups();
   auto& state = wrapped_->state();
@@ -233,6 +252,7 @@ void LARC::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void LARC::load(torch::serialize::InputArchive& archive) {
+  require_wrapped();
   const Lent lent(*this);
   wrapped_->load(archive);
 }

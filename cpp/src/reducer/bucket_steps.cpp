@@ -116,7 +116,7 @@ void launch_absent(std::vector<PlannedBucket>& entries, const StepFacts& facts,
     start(entry, entry.absent, describe_bucket(entry, b, context), context);
     entry.reduction->leave();
     if (entry.reduction->holds_back_next()) {
-      context.monitor.open([&] { entry.reduction->future()->wait(); });
+      context.monitor.open([&] { entry.reduction->wait(describe_bucket(entry, b, context), {}); });
     }
   }
 }

@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
+#include <exception>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <apex/error.h>
+#include <apex/interruption.h>
 
 #include "comm/collectives.h"
+#include "comm/error_text.h"
+#include "comm/hook_failure.h"
 #include "reducer/reduction.h"
 
 namespace apex::parallel::detail {
@@ -16,9 +21,11 @@ class HookReduction final : public Reduction {
   explicit HookReduction(const ReductionSite& site)
       : hook_(site.hook),
         group_(site.group),
+        all_groups_(site.all_groups),
         alone_(site.alone),
         index_(site.index),
-        is_last_(site.last_of_hook) {}
+        is_last_(site.last_of_hook),
+        heard_(!alone_ && hears_reports(*group_)) {}
 
   ReductionTraits traits() const override {
     ReductionTraits traits;
@@ -27,6 +34,7 @@ class HookReduction final : public Reduction {
     traits.averages = true;
     traits.has_later_messages = true;
     traits.runs_user_code = true;
+    traits.fails_together = heard_;
     return traits;
   }
 
@@ -45,7 +53,19 @@ class HookReduction final : public Reduction {
       given_.parameters.push_back(slot.variable);
     finishing_ = false;
     what_ = what;
-    future_ = checked(hook_->run(given_), what);
+    if (!alone_) begin_call(*group_, what);
+    try {
+      future_ = checked(hook_->run(given_));
+      if (future_->hasError())
+        throw Error("its future holds this error: " + message_of(future_->exception_ptr()));
+    } catch (const CommunicationError&) {
+      throw;  // others hear of it already
+    } catch (const Interrupted&) {
+      throw;
+    } catch (...) {
+      future_.reset();
+      throw_failed(what, std::current_exception());
+    }
   }
 
   bool holds_back_next() const override {
@@ -60,7 +80,7 @@ class HookReduction final : public Reduction {
     await(what);
     finishing_ = true;
     try {
-      future_ = checked(hook_->finish(given_, tensor_of(future_->value())), what);
+      future_ = checked(hook_->finish(given_, tensor_of(future_->value())));
     } catch (const CommunicationError&) {
       throw;
     } catch (...) {
@@ -92,14 +112,25 @@ class HookReduction final : public Reduction {
   }
 
  private:
-  FuturePtr checked(FuturePtr future, const std::string& what) const {
+  static FuturePtr checked(FuturePtr future) {
     if (!future) {
       throw Error(
-          who() + what +
-          ": the hook returned no future, so the gradients of this bucket would not be averaged: "
+          "it returned no future, so the gradients of this bucket would not be averaged: "
           "return one that yields the result");
     }
     return future;
+  }
+
+  /// start() has failed; see Note [Hooks that fail].
+  [[noreturn]] void throw_failed(const std::string& what, const std::exception_ptr& error) const {
+    const std::string cause = message_of(error);
+    if (heard_ && !hooks_failed_alike(all_groups_, group_, what, cause))
+      throw_communication_error(what, *group_, error, kHooksApart);
+    try {
+      std::rethrow_exception(error);
+    } catch (...) {
+      std::throw_with_nested(Error(who() + what + " failed: " + cause));
+    }
   }
 
   std::string who() const {
@@ -120,9 +151,11 @@ class HookReduction final : public Reduction {
 
   const std::shared_ptr<CommHook> hook_;
   const GroupPtr group_;
+  const std::vector<GroupPtr> all_groups_;
   const bool alone_;
   const size_t index_;
   const bool is_last_;
+  const bool heard_;      ///< who waits hears of a failure
   GradientBucket given_;  ///< to the hook
   bool finishing_ = false;
   FuturePtr future_;

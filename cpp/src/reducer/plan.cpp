@@ -72,6 +72,7 @@ ReductionSite site_of(Kind kind, at::Device device, size_t index, const ReducerC
   site.device = device;
   site.index = index;
   site.group = context.members.group_of(index);
+  site.all_groups = context.members.groups;
   site.alone = context.members.alone();
   site.plain_average =
       context.options.gradient_average && context.options.gradient_predivide_factor == 1.0;
@@ -128,6 +129,7 @@ void PlannedBucket::reset() {
   pending = members;
   launched = completed = false;
   producers.clear();
+  user_code_failed = false;
   largest = absent = at::Tensor();
 }
 

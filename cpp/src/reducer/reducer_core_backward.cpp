@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <apex/error.h>
+#include <apex/interruption.h>
 
 #include "reducer/reducer_core.h"
 #include "torch_version.h"
@@ -353,8 +354,14 @@ void ReducerCore::launch(size_t index, const at::Tensor& incoming) {
   const uint32_t facts = tells ? step_.facts(pass_->wants_rebuild, !left_.empty()).encode() : 0;
   try {
     launch_bucket(entry, index, *pass_, facts, incoming, context_);
+  } catch (const CommunicationError&) {
+    fail();  // at once: nothing may be sent any more
+    throw;
+  } catch (const Interrupted&) {  // in the hook; the others have heard
+    fail();
+    throw;
   } catch (...) {
-    if (entry.user_code_failed) step_.set_hook_failed();
+    if (entry.user_code_failed) step_.set_hook_failed(entry.traits.fails_together);
     throw;
   }
 }

@@ -42,14 +42,7 @@ constexpr const char* kLeftPlan = "exchange by the plan that was left";
 /// have left it.
 void ReducerCore::carry_left_plan() {
   const StepFacts facts = step_.facts(pass_->wants_rebuild, /*left_plan=*/true);
-  try {
-    launch_absent(left_, facts, step_.hook_failed(), context_);
-  } catch (const CommunicationError&) {
-    throw;
-  } catch (...) {
-    // A hook that fails may be why the plan was left: what it says of this one matters to nobody.
-    launch_absent(left_, facts, /*without_user_code=*/true, context_);
-  }
+  launch_left(facts);
   try {
     const SeenFacts seen = await_facts(left_);
     context_.monitor.open([&] {
@@ -66,6 +59,17 @@ void ReducerCore::carry_left_plan() {
   }
   left_.clear();
   step_.set_reason(ReasonToLeave::kNone);
+}
+
+void ReducerCore::launch_left(const StepFacts& facts) {
+  try {
+    launch_absent(left_, facts, step_.hook_failed(), context_);
+  } catch (const CommunicationError&) {
+    throw;
+  } catch (...) {
+    // A hook that fails may be why the plan was left: what it says of this one matters to nobody.
+    launch_absent(left_, facts, /*without_user_code=*/true, context_);
+  }
 }
 
 /// Waits for the message that carries facts, and reads them.
@@ -149,7 +153,7 @@ void ReducerCore::send_failure() noexcept {
     Plan* plan = book_.current();
     bool heard = true;
     if (!left_.empty()) {
-      launch_absent(left_, facts, step_.hook_failed(), context_);
+      launch_left(facts);
       for (PlannedBucket& entry : left_) entry.launched = false;  // to be carried again
     } else if (plan == nullptr) {
       PlanExchange(context_.members, recording(facts));
@@ -158,8 +162,18 @@ void ReducerCore::send_failure() noexcept {
       heard = plan->carries_facts();
     }
     if (heard) step_.send_failure();
-  } catch (...) {
+  } catch (const CommunicationError&) {
     fail();
+  } catch (...) {
+    const Plan* plan = book_.current();
+    const auto everywhere = [](const PlannedBucket& entry) {
+      return entry.user_code_failed && entry.traits.fails_together;
+    };
+    if (plan != nullptr && std::any_of(plan->entries.begin(), plan->entries.end(), everywhere)) {
+      step_.set_hook_failed(/*everywhere=*/true);
+    } else {
+      fail();
+    }
   }
 }
 

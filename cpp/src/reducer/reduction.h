@@ -28,6 +28,7 @@ struct ReductionTraits {
       false;                    ///< collectives follow that of start(): in next_phase() or wait()
   bool starts_at_wait = false;  ///< start() sends nothing
   bool runs_user_code = false;  ///< start() may fail on one rank alone
+  bool fails_together = false;  ///< but is a CommunicationError then; see Note [Hooks that fail]
   bool shares_memory = false;   ///< between ranks of one host, see host_channel_of()
   bool across_hosts = false;    ///< inside each host first, see host_hierarchy_of()
 };
@@ -98,10 +99,11 @@ struct ReductionSite {
   at::Device device = at::Device(at::kCPU);
   size_t index = 0;  ///< of the bucket, in the order of launches
   GroupPtr group;
-  bool alone = false;              ///< there is one rank
-  bool plain_average = false;      ///< the result wanted is the sum divided by the world size
-  std::shared_ptr<CommHook> hook;  ///< of the user, or null
-  bool last_of_hook = false;       ///< the last bucket of the plan that the hook is given
+  std::vector<GroupPtr> all_groups;  ///< of the reducer, this one included
+  bool alone = false;                ///< there is one rank
+  bool plain_average = false;        ///< the result wanted is the sum divided by the world size
+  std::shared_ptr<CommHook> hook;    ///< of the user, or null
+  bool last_of_hook = false;         ///< the last bucket of the plan that the hook is given
 };
 
 /// The built-in choice.

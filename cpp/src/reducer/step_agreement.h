@@ -44,8 +44,11 @@ class StepAgreement {
 
   /// Why this rank has left the plan, for the others.
   void set_reason(ReasonToLeave reason) { reason_ = reason; }
-  /// The communication hook of this rank threw.
-  void set_hook_failed() { hook_failed_ = true; }
+  /// The communication hook of this rank threw; `everywhere`: that of every rank.
+  void set_hook_failed(bool everywhere) {
+    hook_failed_ = true;
+    told_ = told_ || everywhere;
+  }
   bool hook_failed() const { return hook_failed_; }
 
   /// All ranks have heard how this backward ends; nothing more may be sent for it.

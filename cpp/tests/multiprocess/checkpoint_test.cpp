@@ -4,17 +4,23 @@
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <initializer_list>
+#include <iostream>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include <torch/data/samplers/distributed.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
+#include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 #include <torch/types.h>
 #include <torch/utils.h>
@@ -24,7 +30,9 @@
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
 #include <apex/parallel/checkpoint.h>
+#include <apex/parallel/comm_hook.h>
 #include <apex/parallel/distributed_data_parallel.h>
+#include <apex/parallel/larc.h>
 #include <support/processes.h>
 
 // Whole training checkpoints, on two processes.
@@ -221,7 +229,32 @@ void bad_files() {
   Net narrow;
   Checkpoint(narrow).save(other, 0);
   expect(error_of([&] { run.checkpoint.load(other); }), other, "it has no optimizer0");
+  // Optimizers of another class, or of other parameters.
+  torch::optim::SGD sgd(run.model.parameters(), 0.1);
+  apex::parallel::LARC larc(torch::optim::SGD(run.model.parameters(), 0.1));
+  torch::optim::Adam groups({run.model->fc1->parameters(), run.model->fc2->parameters()});
+  const std::string kinds = (folder / "kinds.ckpt").string();
+  Checkpoint(run.model).optimizer(run.optimizer).save(kinds, 0);
+  for (torch::optim::Optimizer* const wrong :
+       std::initializer_list<torch::optim::Optimizer*>{&sgd, &larc, &groups}) {
+    expect(error_of([&] { Checkpoint(run.model).optimizer(*wrong).load(kinds); }), kinds,
+           std::string("its optimizer0 is torch::optim::Adam of 4 parameters, and that of this "
+                       "program is torch::optim::") +
+               (wrong == &groups ? "Adam of 2 and 2" : "SGD of 4") +
+               " parameters: give the optimizers that were saved");
+  }
+  require(sgd.state().empty() && groups.state().empty(), "the state was loaded in part");
+  Checkpoint(run.model).optimizer(larc).save(kinds, 3);
+  require(Checkpoint(run.model).optimizer(sgd).load(kinds) == 3, "LARC's is the wrapped one's");
   require(run.parameters().equal(parameters), "changed by what was refused");
+
+  // Names as long as the file system takes them, which leaves no room for another beside them.
+  const std::string longest = (folder / std::string(255, 'n')).string();
+  run.checkpoint.save(longest, 5);
+  require(run.checkpoint.load(longest) == 5, "another step");
+  const std::string longer = (folder / std::string(256, 'n')).string();
+  expect(error_of([&] { run.checkpoint.save(longer, 5); }), longer, "File name too long");
+  expect(error_of([&] { run.checkpoint.load(longer); }), longer, "File name too long");
 
   // Samplers of another number of ranks.
   const auto alone = apex::distributed::new_group({0});
@@ -233,6 +266,77 @@ void bad_files() {
   apex::distributed::destroy_process_group();
 }
 
+struct LongNames : torch::nn::Module {
+  LongNames() {
+    weight = register_parameter(std::string(300, 'w'), torch::ones({4, 1}));
+    register_buffer(std::string(300, 'b'), torch::ones({2}));
+    fc = register_module(std::string(300, 'm'), torch::nn::Linear(4, 4));
+  }
+  at::Tensor forward(const at::Tensor& x) { return fc(x).matmul(weight); }
+  at::Tensor weight;
+  torch::nn::Linear fc{nullptr};
+};
+
+/// Hazard: a name that is longer than a file name, or a buffer for it, may be.
+void long_names() {
+  apex::distributed::init_process_group("gloo");
+  struct Identity : apex::parallel::CommHook {
+    std::string name() const override { return std::string(300, 'h'); }
+    c10::intrusive_ptr<c10::ivalue::Future> run(apex::parallel::GradientBucket& bucket) override {
+      auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+      future->markCompleted(fails ? at::empty({0}) : bucket.buffer);
+      return future;
+    }
+    bool fails = false;
+  };
+  const std::string path = (fs::path(std::getenv("TEST_FOLDER")) / "names.ckpt").string();
+  DistributedDataParallel model(
+      std::make_shared<LongNames>(),
+      apex::parallel::DistributedDataParallelOptions().broadcast_buffers(true));
+  model.forward(torch::ones({1, 4})).sum().backward();
+  require(model->weight.grad().defined(), "no gradient");
+  Checkpoint(model).save(path, 1);
+  require(Checkpoint(model).load(path) == 1, "another step");
+  const auto hook = std::make_shared<Identity>();
+  model.register_comm_hook(hook);
+  model.forward(torch::ones({1, 4})).sum().backward();
+  hook->fails = true;
+  const std::string error = error_of([&] { model.forward(torch::ones({1, 4})).sum().backward(); });
+  require(error.find("hook '" + std::string(300, 'h') + "'") != std::string::npos, error);
+  require(error.find("'" + std::string(300, 'w') + "'") != std::string::npos, error);
+  apex::distributed::destroy_process_group();
+}
+
+/// Hazard: a forked child writes to its parent's connections, or waits in them.
+void forked() {
+  apex::distributed::init_process_group("gloo");
+  const std::string path = (fs::path(std::getenv("TEST_FOLDER")) / "forked.ckpt").string();
+  Run run;
+  run.train(1);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    bool refused = true;
+    for (const std::function<void()>& use : std::initializer_list<std::function<void()>>{
+             [&] { run.checkpoint.save(path, 1); }, [&] { run.checkpoint.load(path); },
+             [&] { apex::distributed::all_reduce(torch::ones({2})); },
+             [&] { apex::distributed::broadcast(torch::ones({2})); },
+             [&] { apex::distributed::barrier(); }, [&] { const auto guard = run.model.join(); }}) {
+      const std::string error = error_of(use);
+      if (error.find("was forked") == std::string::npos) std::cerr << error << std::endl;
+      refused = refused && error.find("was forked") != std::string::npos;
+    }
+    ::_exit(refused ? 0 : 1);
+  }
+  int status = 0;
+  require(::waitpid(child, &status, 0) == child && status == 0, "the child was not refused");
+  run.train(2);
+  run.checkpoint.save(path, 3);
+  require(run.checkpoint.load(path) == 3, "another step");
+  apex::distributed::destroy_process_group();
+}
+
+const apex::testing::Scenario kForked("forked", forked);
+const apex::testing::Scenario kLongNames("long_names", long_names);
 const apex::testing::Scenario kStopAndResume("checkpoint_stop_and_resume", stop_and_resume);
 const apex::testing::Scenario kBadFiles("checkpoint_bad_files", bad_files);
 
@@ -253,12 +357,25 @@ class CheckpointProcesses : public ::testing::Test {
     return failures_of(run_processes(ranks_of(scenario, 2, {{"TEST_FOLDER", folder_.string()}})));
   }
 
- private:
+ protected:
   fs::path folder_;
 };
 
 TEST_F(CheckpointProcesses, Stopped_Resumed_TrainsAsIfItHadNotStopped) {
   EXPECT_EQ(failures("checkpoint_stop_and_resume"), "");
+}
+
+TEST_F(CheckpointProcesses, NamesOf300Characters_WrapperHookAndCheckpoint_Work) {
+  EXPECT_EQ(failures("long_names"), "");
+}
+
+TEST_F(CheckpointProcesses, ForkedChild_AnyCollective_IsRefusedAndTheParentGoesOn) {
+  for (const char* channel : {"1", "0"}) {
+    EXPECT_EQ(
+        failures_of(run_processes(ranks_of(
+            "forked", 2, {{"TEST_FOLDER", folder_.string()}, {"APEX_HOST_CHANNEL", channel}}))),
+        "");
+  }
 }
 
 TEST_F(CheckpointProcesses, FullDiskTruncatedOrForeign_EveryRank_ThrowsOneLineWithTheFile) {

@@ -21,6 +21,8 @@
 #include <functional>
 #include <iostream>
 #include <limits>
+#include <string>
+#include <utility>
 #include <vector>
 
 namespace apex::testing {
@@ -108,6 +110,46 @@ void check_tensor_collectives(const Group& group) {
     require(!dist::ranks_agree(filled(2, rank == 1, dtype), group), "they differ on rank 1");
     require(!dist::ranks_agree(filled(rank == 0 ? 2 : 1, 1, dtype), group), "shapes differ");
   }
+  using Op = c10d::ReduceOp;
+  for (const at::ScalarType dtype : {at::kByte, at::kChar, at::kInt, at::kLong, at::kHalf,
+                                     at::kBFloat16, at::kFloat, at::kDouble}) {
+    double product = 1;
+    for (int r = 1; r <= size; ++r) product *= r;
+    const std::pair<Op::RedOpType, double> results[] = {
+        {Op::SUM, sum}, {Op::PRODUCT, product}, {Op::MIN, 1}, {Op::MAX, size}};
+    for (const auto& [op, result] : results) {
+      at::Tensor reduced = filled(4, rank + 1, dtype);
+      dist::all_reduce(reduced, op, group);
+      require(reduced.equal(filled(4, result, dtype)), "all_reduce() of another operation");
+    }
+  }
+  for (const at::ScalarType dtype :
+       {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexDouble}) {
+    at::Tensor average = filled(4, 30000, dtype);  // float16 has no sum of them
+    dist::all_reduce(average, Op::AVG, group);
+    require(average.equal(filled(4, 30000, dtype)), "the average is wrong");
+  }
+  // What only some ways between ranks would take is refused on all.
+  const std::pair<Op::RedOpType, at::ScalarType> refused[] = {
+      {Op::SUM, at::kUInt16}, {Op::SUM, at::kShort},        {Op::SUM, at::kBool},
+      {Op::AVG, at::kInt},    {Op::MAX, at::kComplexFloat}, {Op::SUM, at::kFloat8_e4m3fn},
+      {Op::BAND, at::kFloat}, {Op::PREMUL_SUM, at::kFloat}, {Op::SUM, at::kUInt64}};
+  for (const auto& [op, dtype] : refused) {
+    const at::Tensor zeros = at::zeros({size, 2}, at::TensorOptions().dtype(dtype));
+    for (const bool scatters : {false, true}) {
+      if (scatters && op != Op::SUM) continue;
+      std::string text;
+      try {
+        scatters ? static_cast<void>(dist::reduce_scatter(zeros, group))
+                 : dist::all_reduce(zeros, op, group);
+      } catch (const InvalidArgument& error) {
+        text = error.what();
+      }
+      require(text.find("there are SUM, PRODUCT, MIN and MAX of uint8") != std::string::npos &&
+                  text.find(c10::toString(dtype)) != std::string::npos,
+              "not refused, or by another message: " + text);
+    }
+  }
   const at::Tensor nan = at::full({2}, std::numeric_limits<double>::quiet_NaN());
   require(dist::ranks_agree(nan, group), "the same NaN is the same");
   require(size == 1 || !dist::ranks_agree(rank == 0 ? nan : nan.to(at::kDouble), group),
@@ -133,6 +175,20 @@ const Scenario kTensorCollectives("tensor_collectives", [] {
     }
   }
   dist::barrier();
+  // A dtype that only rank 1 gives: rank 0 does not wait for the timeout.
+  const Group apart = dist::new_group({0, 1}, "", std::chrono::minutes(5));
+  dist::all_reduce(at::zeros({2}), c10d::ReduceOp::SUM, apart);
+  std::string text;
+  try {
+    dist::all_reduce(at::zeros({2}, dist::rank() == 1 ? at::kShort : at::kInt), c10d::ReduceOp::SUM,
+                     apart);
+  } catch (const Error& error) {
+    text = error.what();
+  }
+  require(text.find(dist::rank() == 1 ? "no SUM of Short" : "another rank reports") !=
+              std::string::npos,
+          "the other rank's arguments were refused, and here: " + text);
+  dist::barrier();  // nobody ends before all have heard
   dist::destroy_process_group();
 });
 

@@ -7,23 +7,32 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <memory>
+#include <optional>
+#include <stdexcept>
 #include <string>
 #include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include <ATen/ATen.h>
 
 #include <apex/c_api.h>
+#include <apex/distributed/collectives.h>
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
 #include <apex/parallel/comm_hook.h>
 #include <apex/parallel/distributed_data_parallel.h>
 #include <apex/parallel/model_sync.h>
+#include <apex/parallel/overlapped_optimizer.h>
 #include <apex/parallel/reducer.h>
 #include <apex/parallel/sync_batch_norm.h>
 #include <support/processes.h>
 #include <support/toy_model.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
 #include <torch/utils.h>
 
 // The reducer on real processes over Gloo, compared with one process on the whole batch in float64.
@@ -192,6 +201,148 @@ void narrow_wire() {
   require(reducer.statistics().launched_in_backward > 0, "nothing overlapped");
   apex::distributed::destroy_process_group();
 }
+
+/// Oracle: the plain loop, to the same bits, with the same plan. Hazard: over Gloo's sockets a sum
+/// of three ranks depends on the place in the bucket, and so on the plan.
+void overlapped_updates() {
+  const auto group = apex::distributed::init_process_group("gloo");
+  std::optional<apex::parallel::BucketPlan> plan;
+  const auto train = [&](bool overlapped) {
+    ToyModel model = ToyModel::mlp({6, 50, 40, 30, 3}, 1);
+    ReducerOptions options;
+    options.limits.cap = 700;
+    Reducer reducer(model.parameters, {group}, options);
+    if (plan) reducer.set_plan(*plan);
+    std::vector<at::Tensor> parameters;
+    for (const auto& parameter : model.parameters) parameters.push_back(parameter.tensor);
+    torch::optim::SGD sgd(parameters, torch::optim::SGDOptions(0.01).momentum(0.9));
+    std::optional<apex::parallel::OverlappedOptimizer> optimizer;
+    if (overlapped) optimizer.emplace(sgd, reducer);
+    for (int step = 0; step < 8; ++step) {
+      if (optimizer) {
+        optimizer->zero_grad();
+      } else {
+        sgd.zero_grad();
+      }
+      reducer.prepare_for_forward();
+      at::Tensor h = apex::testing::random_batch(4, 6, 10 * step + group->getRank()).to(at::kFloat);
+      for (size_t i = 0; i < parameters.size(); i += 2) {
+        if (optimizer) optimizer->wait_for({parameters[i], parameters[i + 1]});
+        h = at::tanh(at::addmm(parameters[i + 1], h, parameters[i].t()));
+      }
+      reducer.watch_outputs({h});
+      h.square().mean().backward();
+      if (optimizer) {
+        optimizer->step();
+      } else {
+        sgd.step();
+      }
+    }
+    if (optimizer) optimizer->synchronize();
+    require((reducer.statistics().deferred > 0) == overlapped, "nothing was overlapped");
+    if (!plan) plan = reducer.plan();
+    require(reducer.plan()->buckets == plan->buckets, "another plan than the one that was given");
+    std::vector<at::Tensor> flat;
+    for (const at::Tensor& parameter : parameters) flat.push_back(parameter.detach().flatten());
+    return at::cat(flat);
+  };
+  train(/*overlapped=*/true);  // finds a plan
+  require(train(true).equal(train(false)), "other bits than the plain loop with the same plan");
+  apex::distributed::destroy_process_group();
+}
+
+const apex::testing::Scenario kOverlappedUpdates("overlapped_updates", overlapped_updates);
+
+/// A hook over the reducer's communicator fails for bucket TEST_BUCKET: it throws, has no future,
+/// or one with an error.
+struct FailingHook : apex::parallel::CommHook {
+  explicit FailingHook(c10::intrusive_ptr<c10d::ProcessGroup> group) : group(std::move(group)) {}
+  std::string name() const override { return "failing"; }
+  c10::intrusive_ptr<c10::ivalue::Future> run(apex::parallel::GradientBucket& bucket) override {
+    const std::string way = std::getenv("TEST_WAY");
+    auto own = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+    if (fails && std::to_string(bucket.index) == std::getenv("TEST_BUCKET")) {
+      if (way == "no_future") return nullptr;
+      if (way == "throws") throw std::runtime_error("on purpose");
+      own->setError(std::make_exception_ptr(std::runtime_error("on purpose")));
+      return own;
+    }
+    at::Tensor buffer = bucket.buffer.div_(group->getSize());
+    if (flag("TEST_BLOCKS")) {
+      apex::distributed::all_reduce(buffer, c10d::ReduceOp::SUM, group);
+      own->markCompleted(buffer);
+      return own;
+    }
+    std::vector<at::Tensor> tensors{buffer};
+    return group->allreduce(tensors)->getFuture()->then(
+        [buffer](c10::ivalue::Future& done) {
+          if (done.hasError()) std::rethrow_exception(done.exception_ptr());
+          return c10::IValue(buffer);
+        },
+        c10::TensorType::get());
+  }
+  const c10::intrusive_ptr<c10d::ProcessGroup> group;
+  bool fails = false;
+};
+
+std::string error_of_backward(const at::Tensor& loss) {
+  try {
+    loss.backward();
+  } catch (const apex::Error& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+/// Rank 1's hook fails, in the third backward, when the others' are waiting for it. Hazards: they
+/// wait for the timeout, or take what rank 1 sends next for the hook's message, by which Gloo ends
+/// a process.
+void hook_fails_on_one_rank() {
+  const auto group = apex::distributed::init_process_group("gloo");
+  const std::string me = "rank " + std::to_string(group->getRank()) + " of 3: ";
+  const auto loss_of = [&](ToyModel& model, Reducer& reducer, int step) {
+    model.zero_grad();
+    reducer.prepare_for_forward();
+    const at::Tensor y = model.forward(apex::testing::random_batch(4, 6, step));
+    reducer.watch_outputs({y});
+    return y.square().mean();
+  };
+  ReducerOptions options;
+  options.limits.cap = 1;  // a bucket for each parameter, of different sizes
+  {
+    ToyModel model = ToyModel::mlp({6, 40, 5, 3}, 1);
+    Reducer reducer(model.parameters, {group}, options);
+    const auto hook = std::make_shared<FailingHook>(reducer.communicator());
+    reducer.set_comm_hook(hook);
+    for (int step = 0; step < 2; ++step) loss_of(model, reducer, step).backward();
+    hook->fails = group->getRank() == 1 || flag("TEST_ALL");
+    const std::string text = error_of_backward(loss_of(model, reducer, 2));
+    const auto says = [&](const std::string& part) {
+      require(text.find(part) != std::string::npos, "'" + part + "' is not in: " + text);
+    };
+    says(me);
+    says(std::string("communication hook 'failing', for bucket ") + std::getenv("TEST_BUCKET") +
+         " (parameter 'fc");
+    says(std::getenv("TEST_WAY") == std::string("no_future") ? "it returned no future"
+                                                             : "on purpose");
+    if (!hook->fails) says("rank 1 reports that");
+    if (flag("TEST_ALL")) {
+      hook->fails = false;
+      loss_of(model, reducer, 3).backward();
+    } else {
+      says("start again with a new process group");
+      const std::string next = error_of_backward(loss_of(model, reducer, 3));
+      require(next.find("start again with a new process group") != std::string::npos, next);
+    }
+  }
+  // All processes are there, and go on.
+  ToyModel model = ToyModel::mlp({6, 3}, 1);
+  Reducer reducer(model.parameters, {apex::distributed::new_group()}, options);
+  loss_of(model, reducer, 4).backward();
+  apex::distributed::destroy_process_group();
+}
+
+const apex::testing::Scenario kHookFails("reducer_hook_fails_on_one_rank", hook_fails_on_one_rank);
 
 /// Hazard: messages of two reducers of one group are matched by their order alone, and so are those
 /// of the program.
@@ -421,6 +572,42 @@ TEST(ReducerProcessesStore, EndsWithItsRank_WhoWaitsForAnotherRank_ThrowsLongBef
   options.timeout = std::chrono::seconds(40);
   EXPECT_EQ(failures_of(run_processes(ranks_of("reducer_left_alone", 3), options)), "");
 }
+
+TEST(OverlappedOptimizerProcesses, SamePlan_ThreeRanksOverGloo_HasTheBitsOfThePlainLoop) {
+  for (const char* channel : {"0", "1"}) {
+    EXPECT_EQ(failures_of(run_processes(
+                  ranks_of("overlapped_updates", 3, {{"APEX_HOST_CHANNEL", channel}}))),
+              "");
+  }
+}
+
+/// Which way the hook fails, for which bucket, whether it blocks, through shared memory or not, and
+/// whether on all ranks.
+using HookFault = std::tuple<const char*, const char*, const char*, const char*, const char*>;
+class ReducerProcessesHook : public ::testing::TestWithParam<HookFault> {};
+
+TEST_P(ReducerProcessesHook, FailsOnOneRank_AllNameRankHookAndBucketAndNoneWaitsForTheTimeout) {
+  const auto [way, bucket, blocks, channel, all] = GetParam();
+  EXPECT_EQ(failures_of(run_processes(ranks_of("reducer_hook_fails_on_one_rank", 3,
+                                               {{"TEST_WAY", way},
+                                                {"TEST_BUCKET", bucket},
+                                                {"TEST_BLOCKS", blocks},
+                                                {"APEX_HOST_CHANNEL", channel},
+                                                {"TEST_ALL", all}}))),
+            "");
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, ReducerProcessesHook,
+                         ::testing::Values(HookFault("throws", "0", "0", "1", "0"),
+                                           HookFault("throws", "0", "0", "0", "0"),
+                                           HookFault("throws", "0", "1", "1", "0"),
+                                           HookFault("throws", "5", "0", "0", "0"),
+                                           HookFault("throws", "3", "1", "1", "0"),
+                                           HookFault("no_future", "1", "0", "0", "0"),
+                                           HookFault("no_future", "1", "0", "1", "1"),
+                                           HookFault("future", "1", "0", "0", "0"),
+                                           HookFault("throws", "5", "1", "1", "1"),
+                                           HookFault("throws", "2", "0", "0", "1")));
 
 class ReducerProcessesFailure : public ::testing::TestWithParam<int> {};
 

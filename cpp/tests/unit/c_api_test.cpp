@@ -3,7 +3,9 @@
 
 #include <unistd.h>
 
+#include <cstdint>
 #include <cstdio>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -114,6 +116,19 @@ TEST_F(CApi, BadArguments_AnyFunction_StatusAndMessage) {
   bad.device = -2;
   refused(apex_broadcast(group_, &bad, 0), "device of a tensor is -2");
   refused(apex_broadcast(group_, &good, 3), "no rank 3");
+  // Hazard: what overflows is taken for a small tensor, and written past its end.
+  const int64_t most = std::numeric_limits<int64_t>::max();
+  const int64_t huge[][2] = {
+      {most / 4 + 1, 1}, {int64_t{1} << 32, int64_t{1} << 32}, {most, 0}, {0, most}};
+  const int64_t small[] = {2, 2}, far[] = {most, 1}, far_in_bytes[] = {most / 2, 1};
+  for (const int64_t* sizes : huge) {
+    const apex_tensor wide{values, 2, sizes, nullptr, APEX_FLOAT32, -1};
+    refused(apex_all_reduce(group_, &wide, APEX_SUM), "more than 2^63 bytes");
+  }
+  for (const int64_t* strides : {far, far_in_bytes}) {
+    const apex_tensor wide{values, 2, small, strides, APEX_FLOAT32, -1};
+    refused(apex_broadcast(group_, &wide, 0), "more than 2^63 bytes");
+  }
   apex_reducer* reducer = nullptr;
   refused(apex_reducer_create(group_, nullptr, nullptr, 1, 0, &reducer), "parameters is NULL");
   refused(apex_reducer_create(group_, &good, &good, 1, -1, &reducer), "-1");

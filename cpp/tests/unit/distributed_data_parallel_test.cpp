@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <limits>
 #include <map>
 #include <memory>
@@ -9,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include <torch/nn/modules/activation.h>
@@ -351,6 +353,7 @@ TEST(DistributedDataParallelCpp, RegisteredHook_Backward_RunsInsteadOfTheAllRedu
   run_ranks(2, [](int, const Group& group) {
     struct Twice : CommHook {
       c10::intrusive_ptr<c10::ivalue::Future> run(GradientBucket& bucket) override {
+        EXPECT_EQ(bucket.buffer.numel(), 4 + 1) << "the gradients, and nothing else";
         auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
         future->markCompleted(bucket.buffer * 2);
         return future;
@@ -360,6 +363,49 @@ TEST(DistributedDataParallelCpp, RegisteredHook_Backward_RunsInsteadOfTheAllRedu
     model.register_comm_hook(std::make_shared<Twice>());
     model.forward(torch::ones({1, 4})).sum().backward();
     EXPECT_TRUE(model->weight.grad().equal(torch::full({1, 4}, 2.0)));
+  });
+}
+
+TEST(DistributedDataParallelCpp, MovedFrom_AnyUse_ThrowsOurError) {
+  run_ranks(2, [](int, const Group& group) {
+    using Model = DistributedDataParallel<std::shared_ptr<torch::nn::LinearImpl>>;
+    Model model(std::make_shared<torch::nn::LinearImpl>(4, 1), group);
+    Model other = std::move(model);
+    const std::vector<std::function<void()>> uses = {[&] { model.forward(torch::ones({1, 4})); },
+                                                     [&] { model(torch::ones({1, 4})); },
+                                                     [&] { static_cast<void>(model->weight); },
+                                                     [&] { model.parameters(); },
+                                                     [&] { model.named_parameters(); },
+                                                     [&] { model.buffers(); },
+                                                     [&] { model.named_buffers(); },
+                                                     [&] { model.zero_grad(); },
+                                                     [&] { model.train(); },
+                                                     [&] { model.eval(); },
+                                                     [&] { model.is_training(); },
+                                                     [&] { model.to(at::kDouble); },
+                                                     [&] { model.register_comm_hook(nullptr); },
+                                                     [&] { static_cast<void>(model.no_sync()); },
+                                                     [&] { static_cast<void>(model.join()); },
+                                                     [&] { model.reducer(); },
+                                                     [&] { std::ostringstream() << model; },
+                                                     [&] {
+                                                       std::stringstream stream;
+                                                       torch::save(model, stream);
+                                                     }};
+    for (size_t i = 0; i < uses.size(); ++i) {
+      std::string text;
+      try {
+        uses[i]();
+      } catch (const Error& error) {
+        text = error.what();
+      }
+      EXPECT_NE(text.find("this object was moved from"), std::string::npos) << "use " << i;
+    }
+    other.forward(torch::ones({1, 4})).sum().backward();
+    EXPECT_TRUE(other->weight.grad().defined());
+    model = std::move(other);
+    EXPECT_TRUE(model.forward(torch::ones({1, 4})).defined());
+    EXPECT_FALSE(other.process_group());
   });
 }
 

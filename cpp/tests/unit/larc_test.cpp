@@ -311,6 +311,19 @@ TEST(LARC, Moved_Itself_KeepsItsOptimizer) {
   param.mutable_grad() = torch::full({2}, 1e4);
   second.step();
   EXPECT_NEAR(param[0].item<double>(), 0.5, 1e-5);
+  std::stringstream archive;
+  EXPECT_THROW(first.step(), Error);
+  EXPECT_THROW(first.step([] { return at::zeros({}); }), Error);
+  EXPECT_THROW(torch::save(first, archive), Error);
+  torch::save(second, archive);
+  EXPECT_THROW(torch::load(first, archive), Error);
+  first.zero_grad();
+  EXPECT_NO_THROW(first.add_param_group(torch::optim::OptimizerParamGroup(Tensors{param})));
+  LARC third(SGD(Tensors{parameter(torch::ones({2}))}, SGDOptions(2.0)));
+  third = std::move(second);
+  EXPECT_EQ(third.defaults().get_lr(), 1.0);
+  third.step();
+  EXPECT_THROW(second.step(), Error);
 }
 
 TEST(LARC, Options_OutOfRange_ThrowInvalidArgument) {

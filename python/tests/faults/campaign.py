@@ -271,7 +271,9 @@ def complaints(case: Case, rank: int, message: str) -> list[str]:
     for group in re.findall(r"\branks? ([\d, ]+) (?:has|have|is|are) ", message):
         named |= {int(number) for number in group.split(",")}
     # Ranks that live, and have told what they did.
-    exception = re.search(r"ended by an exception on rank (\d+)", message)
+    exception = re.search(r"ended by an exception on rank (\d+)", message) or re.search(
+        r"rank (\d+) reports that communication hook", message
+    )
     if exception:
         named.add(int(exception[1]))
     elif re.search(f"({APART}).*rank {case.culprit} ", message):

@@ -24,7 +24,10 @@
 
 namespace apex::distributed {
 
-/// `tensor` becomes the sum (or what `op` says) over all ranks; the same bits on every rank.
+/// `tensor` becomes the sum (or what `op` says) over all ranks; the same bits on every rank. SUM,
+/// PRODUCT, MIN and MAX of uint8, int8, int32, int64, float16, bfloat16, float32 and float64; AVG
+/// of the floating ones, rounded once; SUM and AVG of complex64 and complex128.
+/// @throws InvalidArgument for others, before anything is sent: the group stays usable.
 APEX_API void all_reduce(const at::Tensor& tensor,
                          c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM,
                          const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
@@ -39,7 +42,8 @@ APEX_API at::Tensor all_gather(const at::Tensor& tensor,
 
 /// Of `tensor` [world_size, ...], the sum over all ranks of the entry [...] with this rank's
 /// number. float16 and bfloat16 are summed in float32.
-/// @throws InvalidArgument unless the first dimension is the number of ranks.
+/// @throws InvalidArgument unless the first dimension is the number of ranks, and for a dtype of
+///         which all_reduce() has no SUM.
 APEX_API at::Tensor reduce_scatter(const at::Tensor& tensor,
                                    const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
 

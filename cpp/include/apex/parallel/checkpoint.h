@@ -46,7 +46,7 @@ class OverlappedOptimizer;
 /// The parts have to outlive this object. Not thread safe.
 ///
 /// The file is an archive of torch::save(); its parts are under "model", "optimizer0", "scaler" and
-/// "sampler0" (of rank 0, as bytes), "step" and "world_size".
+/// "sampler0" (of rank 0, as bytes), "step" and "world_size"; "optimizer0_is" says of which class.
 class APEX_API Checkpoint {
  public:
   /// The model, on one device: a module, its holder, a pointer to it, or DistributedDataParallel
@@ -71,7 +71,7 @@ class APEX_API Checkpoint {
   /// the same folder, waits until it is on the disk, and renames it. An older file of this name
   /// stays as it is if that fails, and keeps its permissions if not. A symbolic link is followed;
   /// anything else that is no file is refused. A process that is killed while it writes leaves
-  /// .NAME.PID.part behind.
+  /// .NAME.PID.part behind; a NAME too long for that is cut.
   /// @throws apex::Error on every rank, naming the file and the cause.
   /// @throws InvalidArgument on every rank for a negative step, and if only some ranks have given a
   ///         sampler; CommunicationError.
@@ -80,9 +80,9 @@ class APEX_API Checkpoint {
   /// Reads all parts from rank 0's file into the ranks' objects and returns the step. What the file
   /// has besides is passed over.
   /// @throws apex::Error on every rank, naming the file: if it cannot be read, is truncated or
-  ///         something else, or lacks a part; if a parameter has another shape or dtype, before
-  ///         anything is changed; if a part does not fit otherwise, after which the parts must not
-  ///         be used.
+  ///         something else, or lacks a part; if a parameter has another shape or dtype, or an
+  ///         optimizer is of another class or has other numbers of parameters, before anything is
+  ///         changed; if a part does not fit otherwise, after which the parts must not be used.
   /// @throws CommunicationError.
   int64_t load(const std::string& path);
 
@@ -94,6 +94,7 @@ class APEX_API Checkpoint {
     std::string name;
     std::function<void(torch::serialize::OutputArchive&)> save;
     std::function<void(torch::serialize::InputArchive&)> load;
+    const torch::optim::Optimizer* optimizer;  ///< whose class is compared, or null
   };
 
   void write(const std::string& path, int64_t step, const std::vector<at::Tensor>& samplers) const;

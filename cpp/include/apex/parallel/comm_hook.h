@@ -37,8 +37,10 @@ class APEX_API CommHook {
 
   /// Called once per bucket and backward, in launch order, on the thread and the stream on which
   /// the last gradient of the bucket was produced. Must not block the host. The future yields a
-  /// tensor (or a list of one tensor) of the size of `bucket.buffer`; its dtype may differ. An
-  /// exception, thrown here or carried by the future, reaches the caller of backward().
+  /// tensor (or a list of one tensor) of the size of `bucket.buffer`; its dtype may differ. What is
+  /// thrown here reaches the caller of backward() nested in an apex::Error that names rank, hook
+  /// and bucket; if it is not thrown on every rank, backward() throws CommunicationError on every
+  /// rank (over Gloo; elsewhere the others wait for their timeout). So does an error in the future.
   virtual c10::intrusive_ptr<c10::ivalue::Future> run(GradientBucket& bucket) = 0;
 
   /// Tells hooks apart, in error messages and between ranks, which must all have the same. Default:

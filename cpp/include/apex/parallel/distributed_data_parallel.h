@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <exception>
 #include <memory>
 #include <optional>
 #include <ostream>
@@ -20,6 +19,7 @@
 
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
+#include <apex/parallel/guards.h>
 #include <apex/parallel/model_sync.h>
 #include <apex/parallel/output_tensors.h>
 #include <apex/parallel/reducer.h>
@@ -119,11 +119,13 @@ struct ModuleOf<Wrapped, std::void_t<decltype(*std::declval<Wrapped&>())>> {
   static constexpr bool known = std::is_base_of_v<torch::nn::Module, type>;
 };
 
-/// The living guards of no_sync().
-struct NoSyncGuards {
-  Reducer& reducer;
-  int count = 0;
-  bool before = true;  ///< the first of them
+/// The addresses of a module's own parameters. Not by Module::parameters(), which copies the names:
+/// for 400 parameters that took 45 us in every forward, and this takes 1.
+struct OwnParameters : torch::nn::Module {
+  static void add_addresses(const torch::nn::Module& module, std::vector<const void*>& addresses) {
+    for (const auto& item : module.*(&OwnParameters::parameters_))
+      addresses.push_back(item.value().unsafeGetTensorImpl());
+  }
 };
 
 template <typename Void, typename Module, typename... Args>
@@ -144,7 +146,7 @@ struct TakesArguments<
 /// `torch::save(model, path)` writes what the unwrapped module would, from any rank.
 ///
 /// Construction is collective and blocks the host; forward() is collective only where it
-/// synchronizes buffers. Not thread safe.
+/// synchronizes buffers. Not thread safe. What was moved from throws apex::Error when it is used.
 template <typename Wrapped>
 class DistributedDataParallel {
   static_assert(detail::ModuleOf<Wrapped>::known,
@@ -187,12 +189,13 @@ class DistributedDataParallel {
       static_assert(detail::TakesArguments<void, Module, Args...>::value,
                     "the wrapped module has no public forward() that takes these arguments");
     } else {
+      Module& module = own();
       const bool training = at::GradMode::is_enabled();
       if (training) before_forward();
-      if constexpr (std::is_void_v<decltype(module_->forward(std::forward<Args>(args)...))>) {
-        module_->forward(std::forward<Args>(args)...);
+      if constexpr (std::is_void_v<decltype(module.forward(std::forward<Args>(args)...))>) {
+        module.forward(std::forward<Args>(args)...);
       } else {
-        auto output = module_->forward(std::forward<Args>(args)...);
+        auto output = module.forward(std::forward<Args>(args)...);
         if (training) reducer_->watch_outputs(output_tensors(output));
         return output;
       }
@@ -204,67 +207,23 @@ class DistributedDataParallel {
     return forward(std::forward<Args>(args)...);
   }
 
-  /// While it lives, backward does not communicate and gradients accumulate; what accumulated is
-  /// part of the next synchronized backward. Several may live at a time, and end in any order; the
-  /// wrapper has to outlive them. Every rank has to do the same.
-  class [[nodiscard]] NoSync {
-   public:
-    explicit NoSync(std::shared_ptr<detail::NoSyncGuards> guards) : guards_(std::move(guards)) {
-      if (guards_->count++ > 0) return;
-      guards_->before = guards_->reducer.synchronizing();
-      guards_->reducer.set_synchronizing(false);
-    }
-    ~NoSync() {
-      if (--guards_->count == 0) guards_->reducer.set_synchronizing(guards_->before);
-    }
-    NoSync(const NoSync&) = delete;
-    NoSync& operator=(const NoSync&) = delete;
+  using NoSync = parallel::NoSync;
+  using Join = parallel::Join;
 
-   private:
-    const std::shared_ptr<detail::NoSyncGuards> guards_;
-  };
-
+  /// See NoSync.
+  ///
   ///     {
   ///       const auto guard = model.no_sync();
   ///       loss_of(model.forward(x), y).backward();  // adds up
   ///     }
   ///     loss_of(model.forward(x), y).backward();    // the sum is averaged over the ranks
-  NoSync no_sync() { return NoSync(no_sync_); }
+  NoSync no_sync() {
+    require_here();
+    return NoSync(no_sync_);
+  }
 
-  /// For ranks with different numbers of batches: lives around the loop over them, on every rank.
-  /// At its end a rank that is through first takes part in the others' backwards with zeros, until
-  /// every rank is through; then it has the parameters and buffers of one that went to the end.
-  /// Blocks meanwhile. An exception that leaves the loop ends it without waiting for anybody.
+  /// See Join.
   ///
-  /// Its destructor throws what went wrong while it followed the others (CommunicationError,
-  /// RankMismatch), except while another exception is on its way. end() does the same earlier.
-  class [[nodiscard]] Join {
-   public:
-    Join(DistributedDataParallel& model, bool divide_by_initial_world_size)
-        : model_(&model), exceptions_(std::uncaught_exceptions()) {
-      model.begin_join(divide_by_initial_world_size);
-    }
-    ~Join() noexcept(false) {
-      if (model_ == nullptr) return;
-      if (std::uncaught_exceptions() == exceptions_) {
-        end();
-      } else {
-        model_->leave_join();
-      }
-    }
-    Join(const Join&) = delete;
-    Join& operator=(const Join&) = delete;
-
-    /// Blocks until every rank has called it. Does nothing the second time.
-    void end() {
-      if (auto* const model = std::exchange(model_, nullptr)) model->end_join();
-    }
-
-   private:
-    DistributedDataParallel* model_;
-    const int exceptions_;
-  };
-
   ///     {
   ///       const auto guard = model.join();
   ///       for (const auto& [x, y] : batches) {  // as many as this rank has
@@ -280,41 +239,42 @@ class DistributedDataParallel {
   /// states are not exchanged: where these matter (momentum), all ranks should end together.
   /// @throws InvalidArgument inside of another join().
   Join join(bool divide_by_initial_world_size = true) {
-    return Join(*this, divide_by_initial_world_size);
+    begin_join(divide_by_initial_world_size);
+    return Join([this] { end_join(); }, [this] { leave_join(); });
   }
 
   /// The wrapped module: `model->fc1`, `model.module()`.
   Wrapped& module() { return module_; }
   const Wrapped& module() const { return module_; }
-  auto* operator->() { return &*module_; }
-  const auto* operator->() const { return &*module_; }
+  auto* operator->() { return &own(); }
+  const auto* operator->() const { return &own(); }
 
   /// As the module's own.
   std::vector<at::Tensor> parameters(bool recurse = true) const {
-    return module_->parameters(recurse);
+    return own().parameters(recurse);
   }
   torch::OrderedDict<std::string, at::Tensor> named_parameters(bool recurse = true) const {
-    return module_->named_parameters(recurse);
+    return own().named_parameters(recurse);
   }
-  std::vector<at::Tensor> buffers(bool recurse = true) const { return module_->buffers(recurse); }
+  std::vector<at::Tensor> buffers(bool recurse = true) const { return own().buffers(recurse); }
   torch::OrderedDict<std::string, at::Tensor> named_buffers(bool recurse = true) const {
-    return module_->named_buffers(recurse);
+    return own().named_buffers(recurse);
   }
-  void zero_grad(bool set_to_none = true) { module_->zero_grad(set_to_none); }
-  void train(bool on = true) { module_->train(on); }
-  void eval() { module_->eval(); }
-  bool is_training() const noexcept { return module_->is_training(); }
+  void zero_grad(bool set_to_none = true) { own().zero_grad(set_to_none); }
+  void train(bool on = true) { own().train(on); }
+  void eval() { own().eval(); }
+  bool is_training() const { return own().is_training(); }
 
   /// The module's to(device), to(dtype), to(device, dtype). Every rank has to do the same, and not
   /// between a forward and its backward; the next forward plans buckets anew.
   template <typename... Args>
   void to(Args&&... args) {
-    module_->to(std::forward<Args>(args)...);
+    own().to(std::forward<Args>(args)...);
   }
 
   /// What the module reads and writes, so that torch::save() and torch::load() take the wrapper.
-  void save(torch::serialize::OutputArchive& archive) const { module_->save(archive); }
-  void load(torch::serialize::InputArchive& archive) { module_->load(archive); }
+  void save(torch::serialize::OutputArchive& archive) const { own().save(archive); }
+  void load(torch::serialize::InputArchive& archive) { own().load(archive); }
   friend torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
                                                      const DistributedDataParallel& model) {
     model.save(archive);
@@ -329,7 +289,7 @@ class DistributedDataParallel {
   /// Prints the rank and the module.
   friend std::ostream& operator<<(std::ostream& stream, const DistributedDataParallel& model) {
     std::ostringstream text;
-    text << static_cast<const torch::nn::Module&>(*model.module_);
+    text << static_cast<const torch::nn::Module&>(model.own());
     std::istringstream lines(text.str());
     stream << "apex::parallel::DistributedDataParallel(rank " << model.process_group()->getRank()
            << " of " << model.process_group()->getSize() << "\n  (module): ";
@@ -342,6 +302,7 @@ class DistributedDataParallel {
 
   /// Replaces the all-reduce of every bucket; nullptr restores it. See Reducer::set_comm_hook().
   void register_comm_hook(std::shared_ptr<CommHook> hook) {
+    require_here();
     reducer_->set_comm_hook(std::move(hook));
   }
 
@@ -352,7 +313,10 @@ class DistributedDataParallel {
   const DistributedDataParallelOptions& options() const noexcept { return options_; }
 
   /// The engine, for its counters and plan.
-  Reducer& reducer() { return *reducer_; }
+  Reducer& reducer() {
+    require_here();
+    return *reducer_;
+  }
 
   const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const {
     return options_.process_group();
@@ -364,16 +328,14 @@ class DistributedDataParallel {
     return options;
   }
 
-  /// Of the module's parameters, without their names, which would cost more. One that the reducer
-  /// holds lives, so that no other has its address.
+  /// Of the module's parameters. One that the reducer holds lives, so that no other has its
+  /// address.
   std::vector<const void*> identities() const {
     std::vector<const void*> found;
     found.reserve(parameters_.size());
     const torch::nn::Module& module = *module_;
-    module.apply([&](const torch::nn::Module& one) {
-      for (const at::Tensor& parameter : one.parameters(/*recurse=*/false))
-        found.push_back(parameter.unsafeGetTensorImpl());
-    });
+    module.apply(
+        [&](const torch::nn::Module& one) { detail::OwnParameters::add_addresses(one, found); });
     return found;
   }
 
@@ -402,7 +364,22 @@ class DistributedDataParallel {
     if (buffers) synchronize_buffers(root);
   }
 
+  void require_here() const {
+    if (reducer_) return;
+    throw Error(
+        "DistributedDataParallel: this object was moved from: use the one that it was moved to");
+  }
+  Module& own() {
+    require_here();
+    return *module_;
+  }
+  const Module& own() const {
+    require_here();
+    return *module_;
+  }
+
   void begin_join(bool divide_by_initial_world_size) {
+    require_here();
     if (joining_) {
       throw InvalidArgument(
           "join() inside of join(): wrap the modules that are trained together in one "
@@ -415,13 +392,14 @@ class DistributedDataParallel {
   void leave_join() noexcept {
     joining_ = false;
     try {
-      reducer_->end_join();
+      if (reducer_) reducer_->end_join();
     } catch (const std::exception&) {
       // The exception that ended the loop is on its way and says what happened.
     }
   }
 
   void end_join() {
+    require_here();
     int64_t root = -1;
     try {
       joining_ = false;
@@ -437,10 +415,22 @@ class DistributedDataParallel {
       throw;
     }
     if (root < 0) return;
-    broadcast_coalesced(module_->parameters(), process_group(), root);
-    broadcast_coalesced(module_->buffers(), process_group(), root);
-    // Nobody goes on, and perhaps ends, before all have what was sent.
+    // The messages of apex.parallel's join() in Python, whose ranks may be in the same job.
+    std::vector<at::Tensor> tensors = module_->parameters();
+    const std::vector<at::Tensor> buffers = module_->buffers();
+    tensors.insert(tensors.end(), buffers.begin(), buffers.end());
+    broadcast_coalesced(tensors, process_group(), root, kBroadcastBytes,
+                        "broadcast of parameters and buffers at the end of join()");
     if (module_->parameters().empty()) return;
+    const at::Tensor masters = at::zeros({1}, at::TensorOptions(at::kByte).device(device()));
+    broadcast_coalesced({masters}, process_group(), root, kBroadcastBytes,
+                        "broadcast of master weights at the end of join()");
+    if (masters.item<int64_t>() != 0) {
+      throw Error(
+          "the rank that went to the end of join() is a Python program with master weights "
+          "(apex.amp), which ranks in C++ have not: train at level O1 in jobs of both languages");
+    }
+    // Nobody goes on, and perhaps ends, before all have what was sent.
     all_reduce_coalesced({at::zeros({1}, device())}, process_group(), 1.0, "end of join()");
   }
 

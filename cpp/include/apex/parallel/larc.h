@@ -75,8 +75,9 @@ class APEX_API LARC : public torch::optim::Optimizer {
              options) {}
 
   ~LARC() override;
-  LARC(LARC&&);
-  LARC& operator=(LARC&&);
+  /// One that was moved from has no parameters; step(), save() and load() throw apex::Error.
+  LARC(LARC&& other);
+  LARC& operator=(LARC&& other);
 
   const LARCOptions& options() const { return options_; }
 
@@ -96,6 +97,7 @@ class APEX_API LARC : public torch::optim::Optimizer {
  private:
   class Lent;
   void adapt(const std::vector<double>& decays);
+  void require_wrapped() const;
 
   std::unique_ptr<torch::optim::Optimizer> wrapped_;
   LARCOptions options_;

@@ -71,6 +71,9 @@ class APEX_API OverlappedOptimizer {
   /// The same for all parameters.
   void synchronize();
 
+  /// The wrapped optimizer.
+  const torch::optim::Optimizer& optimizer() const { return optimizer_; }
+
   /// As the wrapped optimizer, after synchronize(); for torch::save() and torch::load().
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // One rank of a job whose other ranks may be Python programs (python/tests/test_cpp_python_job.py):
-// trains a small model for a few steps with the optimizer named in the second argument, sgd or
-// larc, and writes its parameters, as raw float32, to the file named in the first.
+// trains a small model for a few steps in the way named in the second argument, and writes its
+// parameters, as raw float32, to the file named in the first. The ways: sgd, larc, no_sync (SGD,
+// two backwards for each step), join (SGD, with two batches more on each further rank).
 
 #include <cstdio>
 #include <exception>
@@ -29,23 +30,37 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
     const std::string& name, const std::vector<torch::Tensor>& parameters) {
   const auto options = torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.01);
   auto sgd = std::make_unique<torch::optim::SGD>(parameters, options);
-  if (name == "sgd") return sgd;
   if (name == "larc") return std::make_unique<apex::parallel::LARC>(std::move(sgd));
-  throw std::invalid_argument("the optimizer is sgd or larc, not " + name);
+  return sgd;
 }
 
-void train(const char* path, const std::string& optimizer_name) {
+void train(const char* path, const std::string& way) {
   namespace dist = apex::distributed;
   dist::init_process_group("gloo");
   const int rank = dist::rank();
   torch::manual_seed(100 + rank);  // the wrapper has to make the ranks equal
   apex::parallel::DistributedDataParallel model{Net()};
-  const auto optimizer = make_optimizer(optimizer_name, model.parameters());
-  for (int step = 0; step < 6; ++step) {
+  const auto optimizer = make_optimizer(way, model.parameters());
+  const auto backward = [&](int step) {
     const auto x = torch::sin(torch::arange(48, torch::kFloat32).view({8, 6}) + (10 * step + rank));
-    optimizer->zero_grad();
     (model.forward(x) - x.slice(1, 0, 3)).square().mean().backward();
-    optimizer->step();
+  };
+  const auto steps = [&](int count) {
+    for (int step = 0; step < count; ++step) {
+      optimizer->zero_grad();
+      if (way == "no_sync") {
+        const auto guard = model.no_sync();
+        backward(100 + step);
+      }
+      backward(step);
+      optimizer->step();
+    }
+  };
+  if (way == "join") {
+    const auto guard = model.join();
+    steps(4 + 2 * rank);
+  } else {
+    steps(6);
   }
   std::ofstream file(path, std::ios::binary);
   for (const auto& parameter : model.parameters()) {
@@ -61,7 +76,7 @@ void train(const char* path, const std::string& optimizer_name) {
 
 int main(int argc, char** argv) {
   try {
-    if (argc != 3) throw std::invalid_argument("name the file to write and the optimizer");
+    if (argc != 3) throw std::invalid_argument("name the file to write and the way to train");
     train(argv[1], argv[2]);
     return 0;
   } catch (const std::exception& error) {

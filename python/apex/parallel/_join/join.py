@@ -188,7 +188,10 @@ def _take_full_values(
 ) -> None:
     """What rank ``root`` knows of its low-precision parameters in float32, its master weights."""
     what = "broadcast of master weights at the end of join()"
-    if not _broadcast_object(has_full_values(module), group, root, device, what):
+    # Not pickled: the C++ wrapper sends it, too.
+    there = torch.tensor([has_full_values(module)], dtype=torch.uint8, device=device)
+    _core.broadcast_coalesced([there], name_of(group), root, what)
+    if not there:
         return
     parameters = [parameter for parameter in module.parameters() if is_low_precision(parameter)]
     values = [full_value(parameter) for parameter in parameters]

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "comm/hook_failure.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <thread>
+
+#include "comm/bounded_call.h"
+#include "comm/failure_report.h"
+#include "comm/host_topology.h"
+#include "distributed/backends.h"
+#include "interruption.h"
+
+namespace apex::parallel {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kBetweenLooks{20};
+
+/// One group of the reducer, and from where on ranks have to hear of the failure: twice the number
+/// of a call, plus one for its hook.
+struct Reach {
+  GroupRecordPtr record;
+  StorePtr store;
+  int64_t position = 0;
+};
+
+/// A failure in the store: "POSITION WHAT\nCAUSE".
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+std::string read_key(c10d::Store& store, const std::string& key) {
+  if (!store.check({key})) return {};
+  const std::vector<uint8_t> value = store.get(key);
+  return {value.begin(), value.end()};
+}
+
+enum class Answer { kNone, kAlike, kApart };
+
+/// Tells of the failure, and asks until there is an answer.
+void tell_and_ask(const std::vector<Reach>& reaches, const std::string& what,
+                  const std::string& cause, const std::atomic<bool>& stop,
+                  std::atomic<Answer>& answer) {
+  std::vector<StorePtr> stores;
+  for (const Reach& reach : reaches) {
+    stores.push_back(own_connection(reach.store));
+    const GroupRecord& record = *reach.record;
+    stores.back()->set(record.hook_key(record.rank),
+                       std::to_string(reach.position) + ' ' + what + '\n' + cause);
+    stores.back()->add(record.hook_count_key(), 1);
+  }
+  const GroupRecord& record = *reaches.front().record;
+  const std::string mine = std::to_string(reaches.front().position) + ' ' + what;
+  for (int next = 0; next < record.size && !stop;) {
+    for (size_t i = 0; i < reaches.size(); ++i) {
+      if (stores[i]->add(reaches[i].record->count_key(), 0) > 0) answer = Answer::kApart;
+    }
+    const std::string other = read_key(*stores.front(), record.hook_key(next));
+    if (!other.empty() && first_line(other) != mine) answer = Answer::kApart;
+    if (answer == Answer::kApart) return;
+    if (!other.empty()) {
+      ++next;
+    } else {
+      std::this_thread::sleep_for(kBetweenLooks);
+    }
+  }
+  if (!stop) answer = Answer::kAlike;
+}
+
+Answer ask(const std::vector<Reach>& reaches, const std::string& what, const std::string& cause,
+           Clock::time_point until) {
+  const auto answer = std::make_shared<std::atomic<Answer>>(Answer::kNone);
+  BoundedCall talk(
+      [=](const std::atomic<bool>& stop) { tell_and_ask(reaches, what, cause, stop, *answer); });
+  while (!talk.wait_until(Clock::now() + kBetweenLooks)) {
+    if (Clock::now() >= until || is_interrupted() ||
+        !look_around(*reaches.front().record, ProcessState::kEnded).empty())
+      break;
+    advance_host_channels();  // others may need this rank to get here
+  }
+  return *answer;
+}
+
+}  // namespace
+
+bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& group,
+                        const std::string& what, const std::string& cause) {
+  std::vector<Reach> reaches;
+  for (const GroupPtr& one : groups) {
+    Reach reach;
+    reach.record = record_of(*one);
+    reach.store = reach.record ? reach.record->store.lock() : nullptr;
+    if (!reach.store) return false;
+    reach.position = 2 * reach.record->calls.last_number() + (one == group ? 0 : 1);
+    reaches.push_back(std::move(reach));
+  }
+  const auto timeout = distributed::gloo_timeout(*group->getBackend(at::kCPU));
+  Answer answer = Answer::kNone;
+  const auto give_up = [&] {
+    for (const GroupPtr& one : groups) announce_failure(*one, what);
+  };
+  try {
+    answer = ask(reaches, what, cause, Clock::now() + timeout.value_or(milliseconds(0)));
+  } catch (...) {  // the interruption check's own
+    give_up();
+    throw;
+  }
+  if (answer != Answer::kAlike) {
+    give_up();
+    return false;
+  }
+  for (const Reach& reach : reaches) ++reach.record->hooks_failed;
+  return true;
+}
+
+std::string failed_hook(c10d::Store& store, const GroupRecord& record, int64_t call,
+                        Waiting waiting) {
+  if (store.add(record.hook_count_key(), 0) == 0) return {};
+  const int64_t position = 2 * call + (waiting == Waiting::kForHook ? 1 : 0);
+  std::string first;
+  int64_t earliest = position;
+  for (int rank = 0; rank < record.size; ++rank) {
+    const std::string failure = read_key(store, record.hook_key(rank));
+    const int64_t failed_at = std::atoll(failure.c_str());
+    if (failure.empty() || failed_at >= earliest) continue;
+    earliest = failed_at;
+    const size_t space = failure.find(' ');
+    const size_t line = failure.find('\n');
+    first = "rank " + std::to_string(rank) + " reports that " +
+            failure.substr(space + 1, line - space - 1) +
+            " failed there: " + failure.substr(line + 1);
+  }
+  return first;
+}
+
+}  // namespace apex::parallel
