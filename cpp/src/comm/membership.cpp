@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "comm/membership.h"
 
+#include <algorithm>
 #include <atomic>
 #include <utility>
 
@@ -10,6 +11,7 @@
 
 #include "comm/collectives.h"
 #include "comm/failure_listener.h"
+#include "comm/failure_report.h"
 #include "comm/host_topology.h"
 #include "comm/separate_group.h"
 
@@ -29,6 +31,29 @@ Membership::Membership(std::vector<GroupPtr> given)
       groups(std::move(given)),
       rank(parent ? parent->getRank() : 0),
       size(parent ? parent->getSize() : 1) {}
+
+// Note [The last reference to a group]
+//
+// A group outlives destroy_process_group() where a reducer still holds it, and a reducer lives as
+// long as a graph that its hooks are in. So whoever drops the last loss may drop the last reference
+// to the group. ~ProcessGroupGloo waits for the group's threads, and these release tensors of works
+// that have ended; a tensor that Python has seen takes the interpreter's lock for that. Who drops
+// the loss in Python holds that lock, so the two would wait for each other for ever. Therefore a
+// group that ends with its reducer ends on a thread that holds no lock, like the reducer's own
+// communicators (end_elsewhere()).
+Membership::~Membership() {
+  std::vector<GroupPtr> own = std::move(groups);
+  own.push_back(std::move(parent));
+  const bool is_last = std::any_of(own.begin(), own.end(), [&own](const GroupPtr& group) {
+    return group &&
+           static_cast<size_t>(std::count(own.begin(), own.end(), group)) == group.use_count();
+  });
+  if (!is_last) return;
+  const bool failed = std::any_of(own.begin(), own.end(), [](const GroupPtr& group) {
+    return group && has_failed(*group);
+  });
+  end_elsewhere([own = std::move(own)]() mutable { own.clear(); }, failed);
+}
 
 void Membership::separate() {
   if (alone()) return;

@@ -54,6 +54,11 @@ struct Membership {
 
   Membership() = default;
   explicit Membership(std::vector<GroupPtr> given);
+  ~Membership();  ///< See Note [The last reference to a group].
+  Membership(const Membership&) = default;
+  Membership(Membership&&) = default;
+  Membership& operator=(const Membership&) = default;
+  Membership& operator=(Membership&&) = default;
 
   /// Exchanges `groups` for communicators of their own, where the backend has them: see
   /// make_separate_group(). Collective.

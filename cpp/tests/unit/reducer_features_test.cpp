@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <future>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -197,6 +200,40 @@ TEST(ReducerRelease, BackwardAfterIt_Throws_AndTheGroupIsFree) {
     reducer.prepare_for_forward();
     EXPECT_FALSE(reducer.plan().has_value());
   });
+}
+
+/// Tells on which thread it ends.
+class EndingGroup final : public c10d::ProcessGroup {
+ public:
+  explicit EndingGroup(std::promise<std::thread::id>& ended) : ProcessGroup(0, 1), ended_(ended) {}
+  ~EndingGroup() override { end(); }
+  /// In place of the destructor, as long as there are weak references.
+  void release_resources() override { end(); }
+
+ private:
+  void end() {
+    if (!std::exchange(told_, true)) ended_.set_value(std::this_thread::get_id());
+  }
+  std::promise<std::thread::id>& ended_;
+  bool told_ = false;
+};
+
+/// Who drops a loss in Python holds the interpreter's lock, for which a group's threads may wait.
+TEST(ReducerLastReference, GraphOutlivesEveryOtherHolderOfTheGroup_GroupEndsOnAnotherThread) {
+  std::promise<std::thread::id> ended;
+  ToyModel model = ToyModel::mlp({4, 2}, 1);
+  at::Tensor kept;
+  {
+    const Group group = c10::make_intrusive<EndingGroup>(ended);
+    Reducer reducer(model.parameters, {group}, small_buckets());
+    reducer.prepare_for_forward();
+    kept = model.forward(random_batch(4, 4, 0));
+    reducer.watch_outputs({kept});
+  }
+  auto where = ended.get_future();
+  EXPECT_EQ(where.wait_for(std::chrono::seconds(0)), std::future_status::timeout);
+  kept.reset();
+  EXPECT_NE(where.get(), std::this_thread::get_id());
 }
 
 /// What a hook holds (a group, error feedback) is not kept by whoever still refers to the reducer.
