@@ -34,13 +34,9 @@ Membership::Membership(std::vector<GroupPtr> given)
 
 // Note [The last reference to a group]
 //
-// A group outlives destroy_process_group() where a reducer still holds it, and a reducer lives as
-// long as a graph that its hooks are in. So whoever drops the last loss may drop the last reference
-// to the group. ~ProcessGroupGloo waits for the group's threads, and these release tensors of works
-// that have ended; a tensor that Python has seen takes the interpreter's lock for that. Who drops
-// the loss in Python holds that lock, so the two would wait for each other for ever. Therefore a
-// group that ends with its reducer ends on a thread that holds no lock, like the reducer's own
-// communicators (end_elsewhere()).
+// The group that the user gave outlives destroy_process_group() as long as a reducer holds it, and a
+// reducer lives as long as a graph that its hooks are in. So whoever drops the last loss may drop
+// the last reference to that group, too: Note [Where a group ends].
 Membership::~Membership() {
   std::vector<GroupPtr> own = std::move(groups);
   own.push_back(std::move(parent));
