@@ -92,10 +92,12 @@ def translation_unit(blocks: list[Block]) -> str:
 
 
 def compile_source(compiler: str, source: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    if shutil.which(compiler) is None:
+    names = [compiler, *(f"{compiler}-{version}" for version in range(22, 18, -1))]
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
         pytest.skip(f"there is no {compiler} here")
     command = [
-        compiler, "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Wconversion",
+        found, "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Wconversion",
         "-Wsign-conversion", "-Wshadow", "-Werror", "-Wno-unused", "-Wno-unused-parameter",
         "-Wno-main", "-Wno-return-type", *options,
         f"-I{INCLUDE}", f"-I{ROOT / 'cpp' / 'tests' / 'docs'}", f"-isystem{TORCH}",

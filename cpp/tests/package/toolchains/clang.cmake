@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: BSD-3-Clause
-set(CMAKE_CXX_COMPILER clang++)
+find_program(APEX_CLANG NAMES clang++ clang++-22 clang++-21 clang++-20 clang++-19 REQUIRED)
+set(CMAKE_CXX_COMPILER ${APEX_CLANG})
