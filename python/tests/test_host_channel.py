@@ -157,6 +157,39 @@ def test_memory_ends_with_its_wrapper(ranks: RankPool) -> None:
     ranks.run(2, _leaves_nothing)
 
 
+def _bytes_held() -> int:
+    """The pages of this rank's shared memory that were ever written."""
+    total = 0
+    for link in Path("/proc/self/fd").iterdir():
+        if "memfd:apex" in os.path.realpath(link):
+            total += link.stat().st_blocks * 512
+    return total
+
+
+def _holds_the_buckets_once(rank: int, world: int, options: dict[str, Any], wide: int) -> None:
+    torch.manual_seed(rank)
+    layers = [nn.Linear(wide, wide, bias=False) for _ in range((512 // wide) ** 2 * 12)]
+    ddp = DistributedDataParallel(nn.Sequential(*layers), process_group=_group(), **options)
+    gradients = sum(p.numel() * p.element_size() for p in ddp.parameters())
+    before = _bytes_held()
+    for _ in range(5):
+        ddp.zero_grad()
+        ddp(torch.randn(4, wide)).square().sum().backward()
+    check(_shared(ddp) > 0, "no bucket in shared memory")
+    held = _bytes_held() - before
+    check(held <= 1.05 * gradients + (1 << 20), f"{held} bytes for {gradients} of gradients")
+
+
+@pytest.mark.parametrize("wide", [128, 512], ids=["flat", "alone"])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"]
+)
+def test_memory_shared_is_at_most_the_buckets_once(
+    ranks: RankPool, options: dict[str, Any], wide: int
+) -> None:
+    ranks.run(2, _holds_the_buckets_once, options, wide)
+
+
 def _dies_in_backward(rank: int, world: int) -> None:
     # A rank that waited for the timeout would not reply in time.
     group = _group(timeout_s=10 * REPLY_TIMEOUT_S)
