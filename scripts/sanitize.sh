@@ -4,11 +4,11 @@
 #
 #   scripts/sanitize.sh [--program NAME] [--tests FILTER] [--build-only] [PRESET...]
 #
-# NAME is one of the test programs, unit tests or not; only what it needs is built then. For what ranks of a host do in
-# the memory that they share, and sums over several hosts:
+# NAME is one of the test programs, unit tests or not; only what it needs is built then. What ranks of a host do in the
+# memory that they share, as threads and with each step of a process, and then sums over several hosts:
 #
-#   scripts/sanitize.sh --program apex_kernel_tests --tests '*Host*'        # ranks as threads; each step of a process
-#   scripts/sanitize.sh --program apex_hosts_tests asan                    # ranks as processes, on several hosts
+#   scripts/sanitize.sh --program apex_kernel_tests --tests '*Host*'
+#   scripts/sanitize.sh --program apex_hosts_tests asan
 #
 # PRESETs are those of CMakePresets.json: asan (AddressSanitizer and UndefinedBehaviorSanitizer) and tsan
 # (ThreadSanitizer); default: both, one after the other. FILTER is GoogleTest's, e.g. 'Reducer*:-*Error*'. A preset is

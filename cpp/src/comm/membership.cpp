@@ -34,8 +34,8 @@ Membership::Membership(std::vector<GroupPtr> given)
 
 // Note [The last reference to a group]
 //
-// The group that the user gave outlives destroy_process_group() as long as a reducer holds it, and a
-// reducer lives as long as a graph that its hooks are in. So whoever drops the last loss may drop
+// The group that the user gave outlives destroy_process_group() as long as a reducer holds it, and
+// a reducer lives as long as a graph that its hooks are in. So whoever drops the last loss may drop
 // the last reference to that group, too: Note [Where a group ends].
 Membership::~Membership() {
   std::vector<GroupPtr> own = std::move(groups);
@@ -45,9 +45,8 @@ Membership::~Membership() {
            static_cast<size_t>(std::count(own.begin(), own.end(), group)) == group.use_count();
   });
   if (!is_last) return;
-  const bool failed = std::any_of(own.begin(), own.end(), [](const GroupPtr& group) {
-    return group && has_failed(*group);
-  });
+  const bool failed = std::any_of(
+      own.begin(), own.end(), [](const GroupPtr& group) { return group && has_failed(*group); });
   end_elsewhere([own = std::move(own)]() mutable { own.clear(); }, failed);
 }
 
