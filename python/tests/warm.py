@@ -8,9 +8,12 @@ and they do not import the script again.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -109,13 +112,34 @@ def _finish(
             process.join()
             code = code or process.exitcode
         if running and (code or not ended):
+            if not code:
+                _end_with_stacks([process.pid for process in running.values()])
             for process in running.values():
                 process.kill()
                 process.join()
             if not code:
+                print(err.read_text(), file=sys.stderr)
                 raise subprocess.TimeoutExpired(command, timeout_s, out.read_bytes())
             break
     return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
+
+
+def _end_with_stacks(pids: list[int | None]) -> None:
+    """End these processes and those they have started; before, each writes its stacks to stderr."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = [pid for pid in pids if pid is not None]
+    for pid in found:
+        found += children.get(pid, [])
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.3)  # time is up already; one writes after the other, or does not
+    for pid in found:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _main(
@@ -129,6 +153,7 @@ def _main(
 ) -> None:
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND), number)
+    faulthandler.register(signal.SIGUSR1, file=2)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
