@@ -11,6 +11,8 @@
 
 #include <support/host_threads.h>
 
+#include "comm/separate_group.h"
+
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
@@ -231,7 +233,8 @@ class HostProcesses : public ::testing::TestWithParam<std::tuple<int, int>> {
  protected:
   void SetUp() override {
     at::set_num_threads(1);
-    at::ones({10}).sum();  // what starts once, before the forks
+    at::ones({10}).sum();     // what starts once, before the forks
+    finish_dropped_groups();  // of earlier tests
   }
 };
 
@@ -257,7 +260,7 @@ TEST_P(HostProcesses, RankKilledAtAnyStepIsNamedWithinASecond) {
       EXPECT_TRUE(said == "done" || said.find(named) != std::string::npos) << said;
     }
   }
-  EXPECT_EQ(open_files(), files);
+  EXPECT_LE(open_files(), files);  // threads of earlier tests may still close some of theirs
 }
 
 TEST_P(HostProcesses, RankStoppedAtAnyStepOnlyDelays) {
