@@ -9,7 +9,8 @@
 # (python/tests/conftest.py lists them): for between two changes. That needs no examples, which it does not build.
 #
 # Environment: APEX_VENV, the folder of the virtual environment (default: .venv in the repository),
-# APEX_TEST_WORKERS, how many files of Python tests run at a time (default: 2; 0 for debuggers),
+# APEX_TEST_WORKERS, how many programs of C++ tests or files of Python tests run at a time (default: one more than
+# there are cores, at most 8; 0 for debuggers),
 # APEX_TEST_CPP, OFF to build and run no C++ tests,
 # APEX_TEST_RESULTS, the folder of the results as JUnit XML (default: build/test-results; emptied first), what
 # scripts/venv.sh lists, and PYTEST_ADDOPTS. Arguments are passed on to pytest.
@@ -28,6 +29,9 @@ if [ "${1:-}" = --quick ]; then
 fi
 if [ "${APEX_TEST_CPP:-ON}" = OFF ]; then parts=(); fi
 results=${APEX_TEST_RESULTS:-$apex_root/build/test-results}
+# One more than cores: ranks wait for each other a third of the time.
+cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+workers=${APEX_TEST_WORKERS:-$((cores < 8 ? cores + 1 : 8))}
 
 # GoogleTest comes with the system where it can, else CMake fetches a pinned release.
 if [ ! -e /usr/include/gtest/gtest.h ] && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
@@ -61,17 +65,16 @@ export PATH="$venv/bin:$PATH"
 cpp_status=0
 if [ "${APEX_TEST_CPP:-ON}" != OFF ]; then
   echo "C++ tests in $build"
-  "$venv/bin/ctest" --test-dir "$build" --output-on-failure --no-tests=error --parallel 2 \
+  "$venv/bin/ctest" --test-dir "$build" --output-on-failure --no-tests=error --parallel "$((workers > 0 ? workers : 1))" \
     --output-junit "$results/ctest.xml" ${cpp_tests[@]+"${cpp_tests[@]}"} || cpp_status=$?
   cp "$build"/test-results/*.xml "$results/" 2>/dev/null
 fi
 
 echo "Python tests"
-# From another folder, so that the installed package is tested and not the sources. Two files at a time: most of
-# the time goes into starting ranks, and waiting for them.
+# From another folder, so that the installed package is tested and not the sources.
 (cd "$results" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$venv/bin/python" -m pytest \
   -c "$apex_root/pyproject.toml" --rootdir "$apex_root" "$apex_root/python/tests" \
-  --numprocesses "${APEX_TEST_WORKERS:-2}" --dist loadfile -q --durations 20 \
+  --numprocesses "$workers" --dist loadfile -q --durations 20 \
   --junit-xml "$results/pytest.xml" ${python_tests[@]+"${python_tests[@]}"} "$@")
 python_status=$?
 
