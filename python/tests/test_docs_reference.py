@@ -276,11 +276,15 @@ def test_readme_figures_are_measured_ones() -> None:
         assert any(f"{float(m):.{digits}f}" == figure for m in measured), figure
 
 
-def test_readthedocs_and_workflow_name_files_that_exist() -> None:
-    for name in (".readthedocs.yaml", ".github/workflows/docs.yml"):
-        text = (ROOT / name).read_text()
-        for path in re.findall(r"(?:docs|scripts)/[\w.-]+\.\w+", text):
-            assert (ROOT / path).is_file(), f"{name}: {path}"
+@pytest.mark.parametrize(
+    "name", [".readthedocs.yaml", ".github/workflows/docs.yml", ".github/workflows/tests.yml"]
+)
+def test_service_files_name_files_that_exist(name: str) -> None:
+    text = (ROOT / name).read_text()
+    paths = re.findall(r"(?:docs|scripts)/[\w.-]+\.\w+|\.ci/run", text)
+    assert paths
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+    if "sphinx" in text:
         assert "-W" in text or "fail_on_warning: true" in text
 
 
