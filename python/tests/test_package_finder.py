@@ -112,12 +112,65 @@ def test_configure_no_torch_one_sentence(tmp_path: Path) -> None:
     assert output.count("CMake Error") == 1 and "Call Stack" not in output
 
 
+def test_configure_again_after_no_torch_asks_the_python_of_then(tmp_path: Path) -> None:
+    """In the same build folder, as after `source .venv/bin/activate`."""
+    package = make_torch(tmp_path / "packages" / "torch", "2.13.0+cpu")
+    (package / "__init__.py").touch()
+    for name, text in ("bare", "exit 1"), ("full", f'exec {sys.executable} -S "$@"'):
+        python = tmp_path / name / "python3"
+        python.parent.mkdir()
+        python.write_text(f"#!/bin/sh\n{text}\n")
+        python.chmod(0o755)
+    path = os.environ["PATH"]
+    status, output = configure(tmp_path, PATH=f"{tmp_path / 'bare'}:{path}")
+    assert status != 0 and "found none" in output
+    paths = {"PATH": f"{tmp_path / 'full'}:{path}", "PYTHONPATH": str(package.parent)}
+    status, output = configure(tmp_path, **paths)
+    assert status == 0, output
+    assert f"libtorch      2.13.0+cpu in {package}" in output
+
+
+@pytest.mark.parametrize("given", ["option", "environment"])
+def test_configure_root_without_libtorch_named_and_no_other_taken(
+    tmp_path: Path, given: str
+) -> None:
+    wrong = str(tmp_path / "nowhere")
+    options = [f"-DPython_EXECUTABLE={sys.executable}"]
+    options += [f"-DLibtorch_ROOT={wrong}"] if given == "option" else []
+    environment = {"Libtorch_ROOT": wrong} if given == "environment" else {}
+    status, output = configure(tmp_path, *options, **environment)
+    assert status != 0
+    assert f"but Libtorch_ROOT, {wrong}, holds none: install it" in words(output)
+    assert output.count("CMake Error") == 1 and "Call Stack" not in output
+
+
+def test_configure_relative_root_below_the_folder_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = make_torch(tmp_path / "torch", "2.13.0+cpu")
+    monkeypatch.chdir(tmp_path)
+    status, output = configure(tmp_path, "-DLibtorch_ROOT=torch")
+    assert status == 0, output
+    assert f"libtorch      2.13.0+cpu in {package}" in output
+
+
 def test_configure_old_torch_one_sentence(tmp_path: Path) -> None:
     package = make_torch(tmp_path / "torch", "2.10.0+cpu")
     status, output = configure(tmp_path, f"-DLibtorch_ROOT={package}")
     assert status != 0
     assert "apex needs PyTorch 2.11 or newer" in words(output)
     assert output.count("CMake Error") == 1 and "Call Stack" not in output
+
+
+def test_configure_no_googletest_and_no_network_says_what_to_do(tmp_path: Path) -> None:
+    package = make_torch(tmp_path / "torch", "2.13.0+cpu")
+    status, output = configure(
+        tmp_path, f"-DLibtorch_ROOT={package}", "-DAPEX_BUILD_TESTS=ON",
+        "-DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON", "-DFETCHCONTENT_FULLY_DISCONNECTED=ON",
+    )  # fmt: skip
+    assert status != 0
+    assert "GoogleTest is not installed (Debian and Ubuntu: libgtest-dev)" in output
+    assert "-DAPEX_BUILD_TESTS=OFF does without" in output and "CMP0135" not in output
 
 
 def test_configure_cpu_torch_summary_says_why_cuda_is_off(tmp_path: Path) -> None:
