@@ -173,6 +173,20 @@ def test_configure_no_googletest_and_no_network_says_what_to_do(tmp_path: Path) 
     assert "-DAPEX_BUILD_TESTS=OFF does without" in output and "CMP0135" not in output
 
 
+def test_configure_absolute_folders_of_an_installation_in_pkg_config(tmp_path: Path) -> None:
+    """Nix and Guix give absolute ones."""
+    package = make_torch(tmp_path / "torch", "2.13.0+cpu")
+    status, output = configure(
+        tmp_path, f"-DLibtorch_ROOT={package}", "-DCMAKE_INSTALL_PREFIX=/opt/apex",
+        "-DCMAKE_INSTALL_LIBDIR=/opt/apex/lib64", "-DCMAKE_INSTALL_INCLUDEDIR=include",
+    )  # fmt: skip
+    assert status == 0, output
+    lines = (tmp_path / "build" / "apex.pc").read_text().splitlines()
+    assert lines[1:4] == [
+        "prefix=/opt/apex", "libdir=/opt/apex/lib64", "includedir=${prefix}/include"
+    ]  # fmt: skip
+
+
 def test_configure_cpu_torch_summary_says_why_cuda_is_off(tmp_path: Path) -> None:
     package = make_torch(tmp_path / "torch", "2.13.0+cpu")
     status, output = configure(tmp_path, f"-DLibtorch_ROOT={package}")
