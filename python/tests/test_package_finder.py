@@ -5,6 +5,7 @@ Most of them are folders of empty files: configuring looks at names and versions
 nothing of torch's.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from package_support import CMAKE, ROOT, cmake, make_torch, words
+from package_support import CMAKE, ROOT, cmake, generator, make_torch, words
 
 pytestmark = pytest.mark.skipif(CMAKE is None, reason="there is no cmake on PATH")
 
@@ -185,6 +186,23 @@ def test_configure_absolute_folders_of_an_installation_in_pkg_config(tmp_path: P
     assert lines[1:4] == [
         "prefix=/opt/apex", "libdir=/opt/apex/lib64", "includedir=${prefix}/include"
     ]  # fmt: skip
+
+
+def test_configure_another_torch_in_the_same_folder_changes_every_command(tmp_path: Path) -> None:
+    """Its files may be older than the objects, which are then compiled again all the same."""
+    commands = []
+    for version in "2.12.1+cpu", "2.13.0+cpu":
+        package = make_torch(tmp_path / "torch", version)
+        status, output = configure(
+            tmp_path, f"-DLibtorch_ROOT={package}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
+            *generator(),
+        )  # fmt: skip
+        assert status == 0, output
+        text = (tmp_path / "build" / "compile_commands.json").read_text()
+        commands.append({each["output"]: each["command"] for each in json.loads(text)})
+    before, after = commands
+    assert before.keys() == after.keys() and len(before) > 50
+    assert [name for name in before if before[name] == after[name]] == []
 
 
 def test_configure_cpu_torch_summary_says_why_cuda_is_off(tmp_path: Path) -> None:
