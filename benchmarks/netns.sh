@@ -23,13 +23,18 @@ mtu=9000
 script=ddp
 ranks=1
 arguments=()
+fail() {
+  echo "netns.sh: $*" >&2
+  exit 1
+}
 while [ $# -gt 0 ]; do
   case $1 in
+    --links | --output | --script | --ranks-per-host) [ $# -ge 2 ] || fail "$1 needs a value." ;;&
     --links) links=$2; shift 2 ;;
     --output) output=$2; shift 2 ;;
     --script) script=$2; shift 2 ;;
     --ranks-per-host) ranks=$2; shift 2 ;;
-    -h | --help) sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '3,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) arguments+=("$1"); shift ;;
   esac
 done
@@ -43,10 +48,6 @@ if [ ${#arguments[@]} -eq 0 ] && [ "$script" = ddp ]; then
   arguments=(--models resnet18 --bucket-mb 0.5 1 4 10 25 --rounds 40 --warmup 2 --seconds 210)
 fi
 
-fail() {
-  echo "netns.sh: $*" >&2
-  exit 1
-}
 [ -f "$here/$script.py" ] || fail "there is no benchmark '$script'."
 [ "$(id -u)" = 0 ] || fail "making network namespaces needs root: run it with sudo."
 for tool in ip tc; do

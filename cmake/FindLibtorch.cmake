@@ -9,6 +9,7 @@
 #   Libtorch_ROOT (CMake or environment variable), Torch_ROOT, TORCH_INSTALL_PREFIX,
 #   Torch_DIR (share/cmake/Torch of a torch), an entry of CMAKE_PREFIX_PATH that holds a torch,
 #   the torch of the Python interpreter in Python_EXECUTABLE or, without one, of python3.
+# Where Libtorch_ROOT names a folder, only there.
 #
 # Sets
 #   Libtorch_FOUND, Libtorch_VERSION (2.13.0), Libtorch_FULL_VERSION (2.13.0+cpu)
@@ -17,6 +18,7 @@
 #   Libtorch_CUDA_VERSION  its CUDA version (13.0), empty for CPU builds
 #   Libtorch_CXX11_ABI     0 or 1, as libtorch was built
 #   Libtorch_CXX_STANDARD  the least C++ standard that its headers compile with
+#   Libtorch_NOT_FOUND_REASON  "found none", or that Libtorch_ROOT holds none
 # and the imported targets
 #   Libtorch::libtorch       headers, libtorch_cpu, libc10 and the macros they need
 #   Libtorch::libtorch_cuda  adds libtorch_cuda and libc10_cuda (CUDA builds only)
@@ -62,36 +64,48 @@ function(_libtorch_ask_python out)
     OUTPUT_VARIABLE location OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET RESULT_VARIABLE status)
   if(status EQUAL 0 AND location)
     set(${out} "${location}" PARENT_SCOPE)
+  else()
+    unset(LIBTORCH_PYTHON_PROGRAM CACHE)  # the next run may find another python3 on PATH
   endif()
 endfunction()
 
-set(_libtorch_candidates)
-foreach(_libtorch_hint IN ITEMS
-    "${Libtorch_ROOT}" "$ENV{Libtorch_ROOT}" "${Torch_ROOT}" "$ENV{Torch_ROOT}"
-    "${TORCH_INSTALL_PREFIX}" "$ENV{TORCH_INSTALL_PREFIX}")
-  if(_libtorch_hint)
-    list(APPEND _libtorch_candidates "${_libtorch_hint}" "${_libtorch_hint}/torch")
-  endif()
-endforeach()
-if(Torch_DIR)
-  get_filename_component(_libtorch_hint "${Torch_DIR}/../../.." ABSOLUTE)
-  list(APPEND _libtorch_candidates "${_libtorch_hint}")
+set(_libtorch_root "${Libtorch_ROOT}")
+if(NOT _libtorch_root)
+  set(_libtorch_root "$ENV{Libtorch_ROOT}")
 endif()
-foreach(_libtorch_hint IN LISTS CMAKE_PREFIX_PATH)
-  # torch.utils.cmake_prefix_path is <torch>/share/cmake.
-  get_filename_component(_libtorch_up "${_libtorch_hint}/../.." ABSOLUTE)
-  list(APPEND _libtorch_candidates "${_libtorch_hint}" "${_libtorch_hint}/torch" "${_libtorch_up}")
-endforeach()
+set(_libtorch_candidates)
+if(_libtorch_root)
+  list(APPEND _libtorch_candidates "${_libtorch_root}" "${_libtorch_root}/torch")
+else()
+  foreach(_libtorch_hint IN ITEMS "${Torch_ROOT}" "$ENV{Torch_ROOT}"
+      "${TORCH_INSTALL_PREFIX}" "$ENV{TORCH_INSTALL_PREFIX}")
+    if(_libtorch_hint)
+      list(APPEND _libtorch_candidates "${_libtorch_hint}" "${_libtorch_hint}/torch")
+    endif()
+  endforeach()
+  if(Torch_DIR)
+    list(APPEND _libtorch_candidates "${Torch_DIR}/../../..")
+  endif()
+  foreach(_libtorch_hint IN LISTS CMAKE_PREFIX_PATH)
+    # torch.utils.cmake_prefix_path is <torch>/share/cmake.
+    list(APPEND _libtorch_candidates
+      "${_libtorch_hint}" "${_libtorch_hint}/torch" "${_libtorch_hint}/../..")
+  endforeach()
+endif()
 
 set(Libtorch_PREFIX "")
 foreach(_libtorch_hint IN LISTS _libtorch_candidates)
+  get_filename_component(_libtorch_hint "${_libtorch_hint}" ABSOLUTE)
   _libtorch_is_prefix(_libtorch_ok "${_libtorch_hint}")
   if(_libtorch_ok)
-    get_filename_component(Libtorch_PREFIX "${_libtorch_hint}" ABSOLUTE)
+    set(Libtorch_PREFIX "${_libtorch_hint}")
     break()
   endif()
 endforeach()
-if(NOT Libtorch_PREFIX)
+set(Libtorch_NOT_FOUND_REASON "found none")
+if(NOT Libtorch_PREFIX AND _libtorch_root)
+  set(Libtorch_NOT_FOUND_REASON "Libtorch_ROOT, ${_libtorch_root}, holds none")
+elseif(NOT Libtorch_PREFIX)
   _libtorch_ask_python(_libtorch_hint)
   if(_libtorch_hint)
     _libtorch_is_prefix(_libtorch_ok "${_libtorch_hint}")
@@ -175,7 +189,7 @@ find_package_handle_standard_args(Libtorch
   REQUIRED_VARS Libtorch_PREFIX
   VERSION_VAR Libtorch_VERSION
   REASON_FAILURE_MESSAGE
-    "No libtorch was found. Install PyTorch into the Python that runs this build (pip install torch), or pass -DLibtorch_ROOT=<folder of an unpacked libtorch archive or of the torch package>."
+    "libtorch is needed, but ${Libtorch_NOT_FOUND_REASON}. Install PyTorch into the Python that runs this build (pip install torch), or pass -DLibtorch_ROOT=<folder of an unpacked libtorch archive or of the torch package>."
 )
 
 if(Libtorch_FOUND AND NOT TARGET Libtorch::libtorch)

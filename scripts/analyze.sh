@@ -57,9 +57,21 @@ if [ "$install" = yes ]; then
   python3 -m pip install --quiet --requirement "$here/analysis-requirements.txt" || exit 1
 fi
 
+# unversioned PATTERN...: the same for files, where there is no checkout but an unpacked archive.
+unversioned() {
+  local file pattern
+  find . \( -path ./build -o -path './.venv*' \) -prune -o -type f -print | while read -r file; do
+    file=${file#./}
+    for pattern in "$@"; do
+      # shellcheck disable=SC2254 # a pattern is meant
+      case $file in $pattern) echo "$file" ;; esac
+    done
+  done
+}
+
 # files PATTERN...: those of the repository, committed or new, one a line.
 files() {
-  git ls-files --cached --others --exclude-standard -- "$@" | while read -r file; do
+  { git ls-files --cached --others --exclude-standard -- "$@" 2>/dev/null || unversioned "$@"; } | while read -r file; do
     if [ -f "$file" ]; then echo "$file"; fi
   done
 }

@@ -13,7 +13,9 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 case ${1:-} in -h | --help) apex_help && exit ;; esac
 python=${PYTHON:-$apex_root/.venv/bin/python}
-if [ ! -x "$python" ]; then python=$(command -v "${PYTHON:-python3}") || exit 3; fi
+if [ ! -x "$python" ] && ! python=$(command -v "${PYTHON:-python3}"); then
+  apex_error "there is no ${PYTHON:-python3} here: set PYTHON to one that has mypy and apex" || exit 3
+fi
 
 # From /, so that the installed package is found and not a folder of that name.
 if ! installed=$(cd / && "$python" -c 'import importlib.util, pathlib, sys

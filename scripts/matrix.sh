@@ -55,7 +55,7 @@ name_of() {
 find_python() {
   local found
   found=$(command -v "python$1") && "$found" -c '' 2>/dev/null && echo "$found" && return
-  for found in "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
+  for found in "${PYENV_ROOT:-${HOME:-}/.pyenv}/versions/$1".*/bin/python; do
     if [ -x "$found" ]; then
       echo "$found"
       return
@@ -141,7 +141,7 @@ while [ $# -gt 0 ]; do
 done
 
 mkdir -p "$work"
-failed=0
+failed=0 chosen=0
 plan=()
 for row in "${rows[@]}"; do
   read -r torch python compiler standard <<<"$row"
@@ -154,6 +154,7 @@ for row in "${rows[@]}"; do
     case $name in $pattern) fits=0 ;; esac
   done
   [ "$fits" -eq 0 ] || continue
+  chosen=$((chosen + 1))
   known=$(python3 "$here/matrix_page.py" known "$results" --row "$name" --tests "$tests")
   if [ "$list" = yes ]; then
     echo "$name: ${lacks:-${known:-not run}}"
@@ -168,6 +169,10 @@ for row in "${rows[@]}"; do
     run_row "$name" "$torch" "$python" "$compiler" "$standard" || failed=1
   fi
 done
+if [ "$chosen" -eq 0 ]; then
+  apex_error "no row fits ${patterns[*]}; --list shows all of them"
+  exit 2
+fi
 [ "$list" = no ] || exit 0
 printf '%s\n' "${plan[@]}" |
   python3 "$here/matrix_page.py" page "$results" "$apex_root/docs/compatibility.md" --reason "$reason" || exit 1

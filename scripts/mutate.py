@@ -34,10 +34,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mutation import report
-from mutation.model import Mutant, draw
-from mutation.suite import Suite
-from mutation.workspace import Workspace
+try:
+    from mutation import report
+    from mutation.model import Mutant, draw
+    from mutation.suite import Suite
+    from mutation.workspace import Workspace
+except ModuleNotFoundError as missing:
+    sys.exit(
+        f"mutate.py: there is no {missing.name} here: "
+        "run `pip install tree-sitter tree-sitter-cpp`."
+    )
 
 ROOT = Path(__file__).resolve().parents[1]
 WANTED = 0.95

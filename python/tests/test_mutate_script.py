@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -52,6 +54,21 @@ def run(mutation, found: list, active: int, monkeypatch):
     names: dict = {}
     exec(mutation.python.rewrite(SOURCE, found), names)
     return names["clipped"]
+
+
+def test_script_without_tree_sitter_says_what_to_install(tmp_path):
+    (tmp_path / "tree_sitter.py").write_text('raise ModuleNotFoundError(name="tree_sitter")\n')
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "mutate.py"), "--help"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "mutate.py: there is no tree_sitter here: run `pip install tree-sitter tree-sitter-cpp`.\n"
+    )
 
 
 def test_python_no_mutant_on_is_the_original(mutation, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ Most of them are folders of empty files: configuring looks at names and versions
 nothing of torch's.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from package_support import CMAKE, ROOT, cmake, make_torch, words
+from package_support import CMAKE, ROOT, cmake, generator, make_torch, words
 
 pytestmark = pytest.mark.skipif(CMAKE is None, reason="there is no cmake on PATH")
 
@@ -112,12 +113,96 @@ def test_configure_no_torch_one_sentence(tmp_path: Path) -> None:
     assert output.count("CMake Error") == 1 and "Call Stack" not in output
 
 
+def test_configure_again_after_no_torch_asks_the_python_of_then(tmp_path: Path) -> None:
+    """In the same build folder, as after `source .venv/bin/activate`."""
+    package = make_torch(tmp_path / "packages" / "torch", "2.13.0+cpu")
+    (package / "__init__.py").touch()
+    for name, text in ("bare", "exit 1"), ("full", f'exec {sys.executable} -S "$@"'):
+        python = tmp_path / name / "python3"
+        python.parent.mkdir()
+        python.write_text(f"#!/bin/sh\n{text}\n")
+        python.chmod(0o755)
+    path = os.environ["PATH"]
+    status, output = configure(tmp_path, PATH=f"{tmp_path / 'bare'}:{path}")
+    assert status != 0 and "found none" in output
+    paths = {"PATH": f"{tmp_path / 'full'}:{path}", "PYTHONPATH": str(package.parent)}
+    status, output = configure(tmp_path, **paths)
+    assert status == 0, output
+    assert f"libtorch      2.13.0+cpu in {package}" in output
+
+
+@pytest.mark.parametrize("given", ["option", "environment"])
+def test_configure_root_without_libtorch_named_and_no_other_taken(
+    tmp_path: Path, given: str
+) -> None:
+    wrong = str(tmp_path / "nowhere")
+    options = [f"-DPython_EXECUTABLE={sys.executable}"]
+    options += [f"-DLibtorch_ROOT={wrong}"] if given == "option" else []
+    environment = {"Libtorch_ROOT": wrong} if given == "environment" else {}
+    status, output = configure(tmp_path, *options, **environment)
+    assert status != 0
+    assert f"but Libtorch_ROOT, {wrong}, holds none: install it" in words(output)
+    assert output.count("CMake Error") == 1 and "Call Stack" not in output
+
+
+def test_configure_relative_root_below_the_folder_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = make_torch(tmp_path / "torch", "2.13.0+cpu")
+    monkeypatch.chdir(tmp_path)
+    status, output = configure(tmp_path, "-DLibtorch_ROOT=torch")
+    assert status == 0, output
+    assert f"libtorch      2.13.0+cpu in {package}" in output
+
+
 def test_configure_old_torch_one_sentence(tmp_path: Path) -> None:
     package = make_torch(tmp_path / "torch", "2.10.0+cpu")
     status, output = configure(tmp_path, f"-DLibtorch_ROOT={package}")
     assert status != 0
     assert "apex needs PyTorch 2.11 or newer" in words(output)
     assert output.count("CMake Error") == 1 and "Call Stack" not in output
+
+
+def test_configure_no_googletest_and_no_network_says_what_to_do(tmp_path: Path) -> None:
+    package = make_torch(tmp_path / "torch", "2.13.0+cpu")
+    status, output = configure(
+        tmp_path, f"-DLibtorch_ROOT={package}", "-DAPEX_BUILD_TESTS=ON",
+        "-DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON", "-DFETCHCONTENT_FULLY_DISCONNECTED=ON",
+    )  # fmt: skip
+    assert status != 0
+    assert "GoogleTest is not installed (Debian and Ubuntu: libgtest-dev)" in output
+    assert "-DAPEX_BUILD_TESTS=OFF does without" in output and "CMP0135" not in output
+
+
+def test_configure_absolute_folders_of_an_installation_in_pkg_config(tmp_path: Path) -> None:
+    """Nix and Guix give absolute ones."""
+    package = make_torch(tmp_path / "torch", "2.13.0+cpu")
+    status, output = configure(
+        tmp_path, f"-DLibtorch_ROOT={package}", "-DCMAKE_INSTALL_PREFIX=/opt/apex",
+        "-DCMAKE_INSTALL_LIBDIR=/opt/apex/lib64", "-DCMAKE_INSTALL_INCLUDEDIR=include",
+    )  # fmt: skip
+    assert status == 0, output
+    lines = (tmp_path / "build" / "apex.pc").read_text().splitlines()
+    assert lines[1:4] == [
+        "prefix=/opt/apex", "libdir=/opt/apex/lib64", "includedir=${prefix}/include"
+    ]  # fmt: skip
+
+
+def test_configure_another_torch_in_the_same_folder_changes_every_command(tmp_path: Path) -> None:
+    """Its files may be older than the objects, which are then compiled again all the same."""
+    commands = []
+    for version in "2.12.1+cpu", "2.13.0+cpu":
+        package = make_torch(tmp_path / "torch", version)
+        status, output = configure(
+            tmp_path, f"-DLibtorch_ROOT={package}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
+            *generator(),
+        )  # fmt: skip
+        assert status == 0, output
+        text = (tmp_path / "build" / "compile_commands.json").read_text()
+        commands.append({each["output"]: each["command"] for each in json.loads(text)})
+    before, after = commands
+    assert before.keys() == after.keys() and len(before) > 50
+    assert [name for name in before if before[name] == after[name]] == []
 
 
 def test_configure_cpu_torch_summary_says_why_cuda_is_off(tmp_path: Path) -> None:

@@ -127,3 +127,33 @@ def test_release_script_bad_argument_fails_with_one_sentence(
     assert done.returncode == 2
     assert done.stderr.startswith(f"release.sh: {complaint}")
     assert os.listdir(tmp_path) == []
+
+
+def test_release_script_output_that_is_no_folder_refused_first(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "release.sh"), "--output", "file", "torch==2.13.0"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("release.sh: file is no folder that can be written to.")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_release_script_that_fails_leaves_the_output_as_it_was(there: bool, tmp_path: Path) -> None:
+    temporary, output = tmp_path / "tmp", tmp_path / "output"
+    temporary.mkdir()
+    if there:
+        output.mkdir()
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "release.sh"), "--output", str(output), "torch==2.13.0"],
+        env={**os.environ, "PYTHON": "/bin/false", "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert (list(temporary.iterdir()), output.exists()) == ([], there)

@@ -179,20 +179,56 @@ def test_wheel_with_another_libtorch_refused_with_both_versions(
     assert "holds 2.99.0+cpu: rebuild apex, or pass -DLibtorch_ROOT=" in message
 
 
+def find_apex(
+    tmp_path: Path, prefix: Path, call: str, least: str = "3.22", **environment: str
+) -> tuple[int, str]:
+    """Exit code and output of a project that asks for that CMake and makes that call."""
+    (tmp_path / "CMakeLists.txt").write_text(
+        f"cmake_minimum_required(VERSION {least})\nproject(calls CXX)\n{call}\n"
+    )
+    where = f"-Dapex_DIR={prefix / 'lib' / 'cmake' / 'apex'}"
+    return cmake(
+        "-S", str(tmp_path), "-B", str(tmp_path / "build"), where, *generator(), **environment
+    )
+
+
 def test_wheel_without_cuda_parts_refuses_that_component(prefix: Path, tmp_path: Path) -> None:
     from apex import _build_info
 
     if _build_info.with_cuda:
         pytest.skip("this apex has its CUDA parts")
-    (tmp_path / "CMakeLists.txt").write_text(
-        "cmake_minimum_required(VERSION 3.22)\nproject(wants_cuda CXX)\n"
-        "find_package(apex CONFIG REQUIRED COMPONENTS cuda)\n"
-    )
-    status, output = cmake(
-        "-S", str(tmp_path), "-B", str(tmp_path / "build"), f"-Dapex_ROOT={prefix}", *generator()
-    )
+    call = "find_package(apex CONFIG REQUIRED COMPONENTS cuda)"
+    status, output = find_apex(tmp_path, prefix, call)
     assert status != 0
     assert f"built without its CUDA parts ({_build_info.cuda_reason})" in words(output)
+
+
+def test_wheel_component_that_does_not_exist_named(prefix: Path, tmp_path: Path) -> None:
+    call = "find_package(apex CONFIG REQUIRED COMPONENTS nccl)"
+    status, output = find_apex(tmp_path, prefix, call)
+    assert status != 0
+    assert "apex has no component nccl: its components are parallel and cuda" in words(output)
+    status, output = find_apex(
+        tmp_path, prefix, "find_package(apex CONFIG REQUIRED OPTIONAL_COMPONENTS nccl)"
+    )
+    assert status == 0, output
+
+
+def test_wheel_in_a_project_for_an_old_cmake_found_without_a_warning(
+    prefix: Path, tmp_path: Path
+) -> None:
+    status, output = find_apex(tmp_path, prefix, "find_package(apex CONFIG REQUIRED)", "3.10")
+    assert status == 0, output
+    assert "apexConfig.cmake" not in output, output
+
+
+def test_wheel_empty_root_in_the_environment_is_none(prefix: Path, tmp_path: Path) -> None:
+    """The torch beside apex is found, also where no Python knows of it."""
+    if (prefix.parent / "torch").resolve() != Path(torch.__file__).parent.resolve():
+        pytest.skip("torch is not beside this apex")
+    call = "set(Python_EXECUTABLE /bin/false)\nfind_package(apex CONFIG REQUIRED)"
+    status, output = find_apex(tmp_path, prefix, call, Libtorch_ROOT="")
+    assert status == 0, output
 
 
 @pytest.mark.slow

@@ -93,6 +93,19 @@ def test_analyze_wrong_file_fails_and_names_it(
     assert file in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("tool", "file", "text"),
+    [
+        ("clang-format", "cpp/a.cpp", "int  a ;\n"),
+        ("shellcheck", "scripts/a.sh", "#!/bin/bash\nrm $1/*\n"),
+    ],
+)
+def test_analyze_outside_git_finds_the_same(small: Path, tool: str, file: str, text: str) -> None:
+    """In an unpacked archive no file would be looked at, if git alone listed them."""
+    shutil.rmtree(small / ".git")
+    test_analyze_wrong_file_fails_and_names_it(small, tool, file, text)
+
+
 def test_analyze_tool_that_is_nowhere_is_no_failure(small: Path, tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()

@@ -103,6 +103,7 @@ def test_script_help_prints_its_head_and_does_nothing_else(script: Path, tmp_pat
     [
         (["matrix.sh", "--row=x"], "matrix.sh has no option --row=x; --help lists them"),
         (["matrix.sh", "--rows"], "--rows needs a pattern"),
+        (["matrix.sh", "--rows", "no*"], "no row fits no*; --list shows all of them"),
         (["analyze.sh", "--al"], "analyze.sh has no option --al; --help lists them"),
         (["analyze.sh", "rust"], "there is no tool rust; --help lists them"),
         (["analyze.sh", "--base"], "--base needs a revision"),
@@ -122,6 +123,48 @@ def test_script_bad_argument_ends_with_2_and_one_sentence(
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (2, f"error: {words}\n")
+
+
+def test_matrix_without_home_lists_every_row() -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("HOME", "PYENV_ROOT")}
+    done = subprocess.run(
+        ["bash", str(SCRIPT.parent / "matrix.sh"), "--list", "--rows", "torch2.15*"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) > 3
+
+
+def test_check_types_no_python_fails_with_one_sentence() -> None:
+    done = subprocess.run(
+        ["bash", str(SCRIPT.parent / "check_types.sh")],
+        env={**os.environ, "PYTHON": "/nowhere/python3"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 3
+    assert len(done.stderr.splitlines()) == 1
+    assert "there is no /nowhere/python3 here" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["netns.sh", "gpu/run.sh"])
+def test_benchmark_script_says_what_it_does_and_what_is_missing(script: str) -> None:
+    def run(argument: str) -> subprocess.CompletedProcess[str]:
+        path = SCRIPT.parents[1] / "benchmarks" / script
+        return subprocess.run(
+            ["bash", str(path), argument], capture_output=True, text=True, timeout=60
+        )
+
+    helped = run("--help")
+    assert helped.returncode == 0 and "SPDX" not in helped.stdout
+    option = "--links" if script == "netns.sh" else "--only"
+    refused = run(option)
+    assert refused.returncode != 0 and "unbound" not in refused.stderr
+    assert f"{option} needs " in refused.stderr
 
 
 def test_ensure_venv_old_python_fails_with_one_sentence(tmp_path: Path) -> None:
