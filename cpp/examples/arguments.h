@@ -115,8 +115,8 @@ class Options {
   void output_file(const std::string& name, std::string& value, const std::string& help) {
     add(name, "FILE", help, [&value, name](const std::string& text) {
       const auto path = std::filesystem::absolute(text);
-      if (std::filesystem::is_directory(path) || !path.has_filename() ||
-          !std::filesystem::is_directory(path.parent_path())) {
+      const bool other = std::filesystem::exists(path) && !std::filesystem::is_regular_file(path);
+      if (other || !path.has_filename() || !std::filesystem::is_directory(path.parent_path())) {
         throw UsageError("--" + name + ": cannot write to '" + text +
                          "', which must be a file in a folder that exists");
       }
