@@ -372,6 +372,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 def run(main: Callable[[], None]) -> None:
     """Call main; a signal, a lost rank, a failed process of its own or a file ends it quietly."""
+    if sys.stdout is None:  # closed by who has started this
+        sys.stdout = open(os.devnull, "w")
     owner = os.getpid()
     stopping = threading.Event()
 

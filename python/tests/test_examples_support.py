@@ -492,6 +492,22 @@ def test_output_that_nobody_reads_ends_quietly(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("line\n", "")
 
 
+@pytest.mark.processes
+def test_output_that_is_closed_is_no_error(tmp_path: Path) -> None:
+    code = WAITS.partition("def wait")[0] + "def say():\n    print('line', file=sys.stdout)\n"
+    (tmp_path / "job.py").write_text(code.format(examples=str(EXAMPLES)) + "support.run(say)\n")
+    done = subprocess.run(
+        f"{sys.executable} job.py >&-",
+        shell=True,
+        cwd=tmp_path,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_bar_that_a_signal_has_left_half_made_goes_quietly(
     support: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
