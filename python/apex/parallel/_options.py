@@ -56,7 +56,7 @@ def positive_message_size(message_size: Any) -> int:
 def _check_mebibytes(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} takes numbers of MiB, got {value!r}.")
-    if not value > 0:
+    if not float(value) > 0:
         raise ValueError(f"{name} must be positive, got {value}.")
 
 
