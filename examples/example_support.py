@@ -79,10 +79,7 @@ def local_rank(text: str) -> int:
 
 def seed(text: str) -> int:
     """A number that generators take, also after a number of epochs was added."""
-    value = _whole_number(text, least=0, otherwise="is negative")
-    if value >= 2**62:
-        raise argparse.ArgumentTypeError(f"{value} is too large: seeds are below 2**62")
-    return value
+    return _whole_number(text, least=0, otherwise="is negative")
 
 
 def _whole_number(text: str, least: int, otherwise: str) -> int:
@@ -92,6 +89,8 @@ def _whole_number(text: str, least: int, otherwise: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if value < least:
         raise argparse.ArgumentTypeError(f"{value} {otherwise}")
+    if value >= 2**62:  # torch's numbers have 64 bits, and something may be added
+        raise argparse.ArgumentTypeError(f"{value} is too large: numbers are below 2**62")
     return value
 
 
@@ -109,14 +108,16 @@ def non_negative_float(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not math.isfinite(value) or value < 0:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to infinity")
+    if value > torch.finfo(torch.float32).max:
+        raise argparse.ArgumentTypeError(f"{text} is too large for float32")
     return value
 
 
 def output_file(text: str) -> Path:
     """A file that can be written: what cannot is refused before the first step, not after it."""
     path = Path(text)
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir():
+    folder = path.resolve().parent
+    if path.exists() and not path.is_file() or not folder.is_dir():
         raise argparse.ArgumentTypeError(
             f"cannot write to {path}: it must be a file in a folder that exists"
         )
@@ -232,7 +233,13 @@ def choose_device(local_rank: int, use_cuda: bool = True) -> torch.device:
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """scikit-learn's digits: images [1797, 1, 8, 8] float32 in 0..1 and labels [1797] int64."""
+    """scikit-learn's digits: images [1797, 1, 8, 8] float32 in 0..1 and labels [1797] int64.
+
+    They are too small for threads to share, which wait for each other where cores are busy: from
+    here on this process has one, as with torchrun, unless OMP_NUM_THREADS says otherwise.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -286,14 +293,15 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def write_file(path: Path, data: bytes | memoryview, what: str = "") -> None:
-    """Write a file, whole or not at all."""
-    unfinished = path.with_name(path.name + ".part")
+    """Write a file, whole or not at all. A symbolic link is followed."""
+    target = path.resolve()
+    unfinished = target.with_name(target.name + ".part")
     try:
         with unfinished.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        os.replace(unfinished, target)
     except OSError as error:
         fail(f"cannot write {what}{path}: {error.strerror}.")
     finally:
@@ -364,6 +372,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 def run(main: Callable[[], None]) -> None:
     """Call main; a signal, a lost rank, a failed process of its own or a file ends it quietly."""
+    if sys.stdout is None:  # closed by who has started this
+        sys.stdout = open(os.devnull, "w")
     owner = os.getpid()
     stopping = threading.Event()
 
@@ -396,7 +406,7 @@ def run(main: Callable[[], None]) -> None:
             message = f"process {error.error_index} was ended by {name}."
             print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code if error.exit_code > 0 else 128 - error.exit_code)
-    except (dist.DistError, OSError) as error:
+    except (RuntimeError, OSError) as error:
         _end_by(error)
 
 
@@ -431,7 +441,7 @@ def child_process(body: Callable[..., None]) -> Callable[..., None]:
         try:
             try:
                 body(*args)
-            except (dist.DistError, OSError) as error:
+            except (RuntimeError, OSError) as error:
                 _end_by(error)
         except Exception:
             traceback.print_exc()
@@ -441,9 +451,11 @@ def child_process(body: Callable[..., None]) -> Callable[..., None]:
 
 
 def _end_by(error: Exception) -> NoReturn:
-    """A sentence for a lost rank or a file; another error is raised again."""
+    """A sentence for a lost rank, memory or a file; another error is raised again."""
     if isinstance(error, dist.DistError):
         fail(str(error).strip().splitlines()[0])
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        fail("there is not enough memory: choose smaller batches, images or data.")
     if isinstance(error, OSError) and error.filename is not None:
         fail(f"{error.filename}: {error.strerror}.")
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:

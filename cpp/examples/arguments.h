@@ -114,9 +114,9 @@ class Options {
   /// A file to write, in a folder that is there.
   void output_file(const std::string& name, std::string& value, const std::string& help) {
     add(name, "FILE", help, [&value, name](const std::string& text) {
-      const auto path = std::filesystem::absolute(text);
-      if (std::filesystem::is_directory(path) || !path.has_filename() ||
-          !std::filesystem::is_directory(path.parent_path())) {
+      const std::filesystem::path path = std::filesystem::current_path() / text;
+      const bool other = std::filesystem::exists(path) && !std::filesystem::is_regular_file(path);
+      if (other || !path.has_filename() || !std::filesystem::is_directory(path.parent_path())) {
         throw UsageError("--" + name + ": cannot write to '" + text +
                          "', which must be a file in a folder that exists");
       }
@@ -176,6 +176,9 @@ class Options {
 inline int run_program(const char* name, const std::function<void()>& body) {
   try {
     body();
+    if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+      throw std::runtime_error("cannot write the output: is there room on the disk?");
+    }
     return EXIT_SUCCESS;
   } catch (const UsageError& error) {
     std::fprintf(stderr, "%s: %s.\n", name, error.what());

@@ -144,7 +144,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="R",
         help="index of this process on its machine; -1: LOCAL_RANK, which launchers set, or 0",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.opt_level == "O1" and args.keep_batchnorm_fp32 is not None:
+        parser.error("--keep-batchnorm-fp32 is for O2 and O3: O1 leaves batch norm in float32")
+    return args
 
 
 def loss_scale(text: str) -> float | str:

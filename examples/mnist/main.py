@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -154,9 +153,6 @@ def start_job(args: argparse.Namespace) -> Job:
                 f"{job.world_size} ranks without samples: raise it to {job.world_size} or more."
             )
     # =====END:   ADDED FOR DISTRIBUTED======
-    # Images of 8x8 pixels are too small for several threads to share; torchrun chooses 1 as well.
-    if device.type == "cpu" and args.dataset == "digits" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
     return job
 
 

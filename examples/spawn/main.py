@@ -386,6 +386,8 @@ def complete(args: argparse.Namespace) -> None:
             f"{args.processes or 1} process(es) with {per_process} GPU(s) each do not fit "
             f"this machine's {args.gpus}: start fewer, or pass --no-cuda."
         )
+    if args.dist_backend == "nccl" and not args.gpus:
+        support.refuse("--dist-backend nccl is for GPUs, and none is used: leave it out.")
     if args.processes is None:
         args.processes = max(1, args.gpus // per_process)
     if args.batch_size < args.processes:

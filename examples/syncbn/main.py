@@ -142,7 +142,7 @@ def train(options: argparse.Namespace, distributed: bool) -> None:
         print(f"{options.norm} batch norm, {ranks} rank(s), batch {batch}: accuracy {right:.4f}")
         if options.output:
             result = {"losses": losses, "accuracy": right, "ranks": ranks}
-            options.output.write_text(json.dumps(result))
+            support.write_file(options.output, json.dumps(result).encode())
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ draws it into accuracy.png.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import subprocess
 import sys
@@ -58,7 +59,9 @@ def draw(batches: list[int], curves: dict[str, list[float]], title: str, path: P
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=110, format=path.suffix[1:])
+    support.write_file(path, drawn.getbuffer(), "the plot ")
 
 
 def main() -> None:

@@ -55,6 +55,7 @@ def test_static_scaler_never_changes_and_never_skips() -> None:
     scaler = LossScaler(128.0)
     assert not update(scaler, overflow=True) and scaler.loss_scale() == 128.0
     assert not scaler.dynamic and LossScaler("dynamic").dynamic
+    assert LossScaler(2.0**30).loss_scale() == 2.0**30, "the cap is one of dynamic scales"
 
 
 def test_scaler_scale_can_be_written_directly() -> None:

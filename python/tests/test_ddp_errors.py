@@ -200,13 +200,19 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("bool", {"message_size": True}, TypeError, "got bool"),
     ("cap_zero", {"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb must be positive"),
     ("cap_nan", {"bucket_cap_mb": float("nan")}, ValueError, "bucket_cap_mb must be positive"),
-    ("cap_list_zero", {"bucket_cap_mb_list": [1, 0]}, ValueError, "bucket_cap_mb_list holds sizes"),
+    ("cap_text", {"bucket_cap_mb": "25"}, TypeError, "bucket_cap_mb takes numbers of MiB"),
+    ("cap_list_zero", {"bucket_cap_mb_list": [1, 0]}, ValueError, "bucket_cap_mb_list must be"),
+    ("cap_list_text", {"bucket_cap_mb_list": "12"}, TypeError, "bucket_cap_mb_list takes numbers"),
     ("two_sizes", {"message_size": 5, "bucket_cap_mb": 1}, ValueError, "give one of them"),
     ("shared_param", {"shared_param": True}, ValueError, "shared_param is not an option"),
     ("delay_streams", {"delay_allreduce": True, "num_allreduce_streams": 2}, ValueError,
      "num_allreduce_streams > 1"),
     ("switch", {"delay_allreduce": "no"}, TypeError, "must be True or False, got 'no'"),
     ("switch_none", {"gradient_average": None}, TypeError, "gradient_average must be True"),
+    ("switch_init_sync", {"init_sync": "no"}, TypeError, "init_sync must be True or False"),
+    ("switch_check", {"check_reduction": 2}, TypeError, "check_reduction must be True or False"),
+    ("half_a_stream", {"num_allreduce_streams": 1.5}, TypeError, "is a whole number, got 1.5"),
+    ("group_of_ranks", {"process_group": [0, 1]}, TypeError, "new_group() returns, got list"),
     ("no_stream", {"num_allreduce_streams": 0}, ValueError, "at least 1"),
     ("communicators_one_stream", {"allreduce_communicators": ([None], [None])}, ValueError,
      "needs num_allreduce_streams > 1"),
@@ -232,8 +238,26 @@ def test_argument_out_of_range_or_contradictory_raises(ranks: RankPool, case: An
     ranks.run(1, _refuses, *case[1:])
 
 
+def _one_bucket(rank: int, world: int, options: dict[str, Any]) -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 2), **options)
+    ddp(torch.ones(1, 2)).sum().backward()
+    check_equal(len(ddp.bucket_plan()), 1, "buckets")
+
+
+@pytest.mark.parametrize("options", [
+    {"message_size": 2**70}, {"bucket_cap_mb": float("inf")}, {"bucket_cap_mb_list": [1e300, 1]},
+    {"init_sync": 1, "check_reduction": 0, "registered_buffers": 0},
+], ids=str)  # fmt: skip
+def test_huge_sizes_and_switches_of_old_scripts_are_taken(
+    ranks: RankPool, options: dict[str, Any]
+) -> None:
+    ranks.run(2, _one_bucket, options)
+
+
 def _refuses_more(rank: int, world: int) -> None:
     model = nn.Linear(2, 2)
+    with raises(TypeError, "wraps a torch.nn.Module, got int"):
+        DistributedDataParallel(3)
     with raises(ValueError, "allreduce_trigger_params", "give one of the two"):
         DistributedDataParallel(
             model, delay_allreduce=True, allreduce_trigger_params=[model.weight]

@@ -77,12 +77,15 @@ def test_number_in_range_accepted(kind: str, text: str, value: float, support: M
         ("positive_int", "1.5", "'1.5' is not a whole number"),
         ("non_negative_int", "-1", "-1 is negative"),
         ("seed", "4611686018427387904", "is too large"),
+        ("positive_int", "99999999999999999999", "is too large"),
+        ("positive_float", "1e39", "1e39 is too large for float32"),
         ("positive_float", "0", "0 is not a positive number"),
         ("positive_float", "nan", "nan is not a number from 0 to infinity"),
         ("non_negative_float", "inf", "inf is not a number from 0 to infinity"),
         ("non_negative_float", "-0.5", "-0.5 is not a number from 0 to infinity"),
         ("non_negative_float", "x", "'x' is not a number"),
         ("output_file", ".", "cannot write to .: it must be a file in a folder that exists"),
+        ("output_file", "/dev/null", "cannot write to /dev/null: it must be a file"),
         ("output_file", "nowhere/a.pt", "cannot write to nowhere/a.pt"),
         ("checkpoint_file", "nowhere.pt", "there is no checkpoint nowhere.pt"),
         ("local_rank", "-2", "-2 is negative"),
@@ -174,6 +177,15 @@ def test_checkpoint_written_is_read_and_nothing_else_is_left(
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
     found = support.read_checkpoint(tmp_path / "a.pt", CPU, SETTINGS)
     assert found["epoch"] == 4 and torch.equal(found["model"]["weight"], torch.ones(2))
+
+
+def test_checkpoint_written_to_a_link_keeps_the_link(support: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "a.pt").symlink_to(tmp_path / "disk" / "real.pt")
+    support.write_file(support.output_file(str(tmp_path / "a.pt")), b"state")
+    assert (tmp_path / "a.pt").is_symlink()
+    assert (tmp_path / "disk" / "real.pt").read_bytes() == b"state"
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["real.pt"]
 
 
 @pytest.fixture
@@ -282,6 +294,15 @@ def test_checkpoint_with_momentum_of_other_shapes_ends_in_a_sentence(
     assert "the state in a.pt does not fit" in printed
 
 
+def test_memory_that_is_not_there_ends_in_a_sentence(
+    support: ModuleType, sentence: Callable[[int, Callable[[], Any]], str]
+) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60)
+    printed = sentence(1, lambda: support._end_by(raised.value))
+    assert "there is not enough memory: choose smaller batches" in printed
+
+
 def test_batches_larger_than_the_data_refused(
     support: ModuleType, sentence: Callable[[int, Callable[[], Any]], str]
 ) -> None:
@@ -323,6 +344,8 @@ BAD_RUNS = [
     ("fp16_optimizer/main.py", ("--epochs=0",), {}, "--epochs: 0 is not a positive number"),
     ("fp16_optimizer/main.py", ("--checkpoint=.",), {}, "--checkpoint: cannot write to ."),
     ("imagenet/main.py", ("--loss-scale=nan",), {}, "--loss-scale: nan is not a number"),
+    ("imagenet/main.py", ("--keep-batchnorm-fp32=True",), {}, "--keep-batchnorm-fp32 is for O2"),
+    ("spawn/main.py", ("--dist-backend=nccl", "--no-cuda"), {}, "--dist-backend nccl is for GPUs"),
     ("syncbn/main.py", ("--batch=0",), {}, "--batch: 0 is not a positive number"),
     ("syncbn/main.py", ("--norm=local", "--batch=1"), {}, "needs 2 images per step, not 1"),
     ("syncbn/plot.py", ("--output=plot.abc",), {}, "--output plot.abc must end in one of"),
@@ -467,6 +490,22 @@ def test_output_that_nobody_reads_ends_quietly(tmp_path: Path) -> None:
         timeout=TIMEOUT_S,
     )
     assert (done.stdout, done.stderr) == ("line\n", "")
+
+
+@pytest.mark.processes
+def test_output_that_is_closed_is_no_error(tmp_path: Path) -> None:
+    code = WAITS.partition("def wait")[0] + "def say():\n    print('line', file=sys.stdout)\n"
+    (tmp_path / "job.py").write_text(code.format(examples=str(EXAMPLES)) + "support.run(say)\n")
+    done = subprocess.run(
+        f"{sys.executable} job.py >&-",
+        shell=True,
+        cwd=tmp_path,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_bar_that_a_signal_has_left_half_made_goes_quietly(

@@ -102,6 +102,7 @@ def refused(
         ("mnist", ["--precision=fp8"], "--precision is fp32, bf16 or fp16, not 'fp8'"),
         ("mnist", ["--resume=nowhere"], "--resume: there is no file 'nowhere'"),
         ("mnist", ["--save=/"], "--save: cannot write to '/'"),
+        ("mnist", ["--save="], "--save: cannot write to ''"),
         ("resnet", ["--batch-size=0"], "--batch-size takes a whole number from 1, not '0'"),
     ],
 )
@@ -109,6 +110,33 @@ def test_program_bad_argument_ends_with_2_and_one_sentence(
     program: str, arguments: list[str], words: str
 ) -> None:
     assert words in refused(2, *arguments, program=program).stderr
+
+
+@pytest.mark.processes
+def test_mnist_saves_to_files_and_through_links(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    assert "must be a file" in refused(2, f"--save={tmp_path / 'fifo'}").stderr
+    (tmp_path / "real").touch()
+    (tmp_path / "link").symlink_to("real")
+    mnist(1, tmp_path, "--epochs=1", "--save", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").stat().st_size > 0
+
+
+@pytest.mark.processes
+def test_program_output_that_cannot_be_written_ends_with_1() -> None:
+    program = cpp_program("cpp", "examples", "mnist", "mnist")
+    env = {k: v for k, v in ENVIRONMENT.items() if k not in ("RANK", "WORLD_SIZE")}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [program, "--epochs=1"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=env,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "mnist: cannot write the output: is there room on the disk?\n"
 
 
 def test_program_help_lists_the_options() -> None:

@@ -98,11 +98,23 @@ def test_reports_that_say_nothing_are_refused(
     with pytest.raises(ValueError, match="host only"):
         propose_plan(report_of([0.0], [1], Cost(1.0, 0.0), clock="host only"))
     (tmp_path / "broken.json").write_text("{")
-    for name in ("missing.json", "broken.json"):
+    for name, text in {
+        "list": "[1]",
+        "text": '"x"',
+        "lacking": '{"buckets": [{"names": ["a"]}]}',
+    }.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    for name, said in {
+        "missing": "cannot read",
+        "broken": "broken.json: Expecting",
+        "list": "list.json is not what overlap_report() returns.",
+        "text": "text.json is not what overlap_report() returns.",
+        "lacking": "lacking.json is not what overlap_report() returns.",
+    }.items():
         with pytest.raises(SystemExit) as ended:
-            main([str(tmp_path / name)])
+            main([str(tmp_path / f"{name}.json")])
         assert ended.value.code == 2
-        assert name in capsys.readouterr().err
+        assert said in capsys.readouterr().err
 
 
 # --- with ranks ---

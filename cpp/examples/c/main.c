@@ -194,5 +194,9 @@ int main(int argc, char** argv) {
   }
   apex_reducer_destroy(reducer);
   apex_shutdown(group);
+  if (fflush(stdout) != 0 || ferror(stdout)) {
+    fprintf(stderr, "c_digits: cannot write the output\n");
+    return EXIT_FAILURE;
+  }
   return EXIT_SUCCESS;
 }

@@ -172,12 +172,14 @@ void save(const Arguments& args, int epoch, const Net& net, const torch::optim::
   // In memory first: the archive's own file ends the program where the disk is full.
   std::ostringstream bytes;
   archive.save_to(bytes);
-  const std::string unfinished = args.save + ".part";
+  // rename() would replace a link itself.
+  const std::string target = std::filesystem::weakly_canonical(args.save).string();
+  const std::string unfinished = target + ".part";
   std::ofstream file(unfinished, std::ios::binary);
   file << bytes.str();
   file.close();
   std::error_code failed;
-  if (file) std::filesystem::rename(unfinished, args.save, failed);
+  if (file) std::filesystem::rename(unfinished, target, failed);
   if (!file || failed) {
     std::filesystem::remove(unfinished, failed);
     throw std::runtime_error("cannot write the checkpoint " + args.save +

@@ -45,6 +45,7 @@ void Report::epoch(int64_t epoch, const torch::Tensor& losses, double accuracy) 
   if (!csv_.is_open()) return;
   for (int64_t i = 0; i < losses.size(0); ++i) csv_ << losses[i].item<double>() << "\n";
   csv_.flush();
+  if (!csv_) throw std::runtime_error("cannot write the --csv file: is there room on the disk?");
 }
 
 int run(int argc, char** argv, void (*train)(const Arguments&), const char* purpose,

@@ -67,7 +67,7 @@ class LossScaler(ScalerByHand):
             "growth_interval": scale_window,
             # Below it, 1/scale would be infinite in float32, and gradients nan.
             "min_scale": _SMALLEST if min_loss_scale is None else min_loss_scale,
-            "max_scale": max_loss_scale,
+            "max_scale": max_loss_scale if self.dynamic else None,
         }
         self._policy = _core.LossScaler(**self._policy_options)
         self._static = None if self.dynamic else first

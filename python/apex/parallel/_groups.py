@@ -43,6 +43,11 @@ def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.Pro
             f"{who}: rank {dist.get_rank()} is not a member of the process group it was given; "
             "construct it only on the ranks that are."
         )
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            f"{who}: process_group is what torch.distributed.new_group() returns, got "
+            f"{type(process_group).__name__}."
+        )
     return process_group
 
 

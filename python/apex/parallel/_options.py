@@ -5,6 +5,8 @@ other."""
 from __future__ import annotations
 
 import functools
+import numbers
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -48,15 +50,26 @@ def positive_message_size(message_size: Any) -> int:
         )
     if message_size <= 0:
         raise ValueError(f"message_size must be positive, got {message_size}.")
-    return message_size
+    return min(message_size, sys.maxsize)
+
+
+def _check_mebibytes(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} takes numbers of MiB, got {value!r}.")
+    if not float(value) > 0:
+        raise ValueError(f"{name} must be positive, got {value}.")
+
+
+def _bytes(mebibytes: float) -> int:
+    """As the engine takes them: at least 1, and as many as it can count for more than that."""
+    return int(max(1, min(mebibytes * (1 << 20), sys.maxsize)))
 
 
 def bucket_caps(caps_mb: Sequence[float]) -> tuple[float, int]:
     """The size of buckets in MiB, and that of the first in bytes."""
     for cap_mb in caps_mb:
-        if not cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb_list holds sizes, which are positive; got {cap_mb}.")
-    return max(caps_mb), max(1, int(caps_mb[0] * (1 << 20)))
+        _check_mebibytes("bucket_cap_mb_list", cap_mb)
+    return max(caps_mb), _bytes(caps_mb[0])
 
 
 def bucket_limits(
@@ -65,7 +78,7 @@ def bucket_limits(
     """The size of buckets, as arguments of the engine."""
     if bucket_cap_mb is None:
         return {"cap": given_elements(message_size) or 0}
-    cap = max(1, int(bucket_cap_mb * (1 << 20)))
+    cap = _bytes(bucket_cap_mb)
     return {"cap": cap, "first_cap": min(cap, first_bytes), "cap_in_bytes": True}
 
 
@@ -86,8 +99,7 @@ def check_size(message_size: int, bucket_cap_mb: float | None) -> None:
     """Raise ValueError unless at most one of them sets the size of a bucket."""
     if bucket_cap_mb is None:
         return
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}.")
+    _check_mebibytes("bucket_cap_mb", bucket_cap_mb)
     if message_size != MESSAGE_SIZE:
         raise ValueError(
             "message_size (elements) and bucket_cap_mb (MiB) both set the size of a bucket: "
@@ -97,6 +109,8 @@ def check_size(message_size: int, bucket_cap_mb: float | None) -> None:
 
 def check_streams(count: int, communicators: Any, delay_allreduce: bool) -> None:
     """Raise ValueError for numbers of communicators that contradict each other."""
+    if not isinstance(count, int):
+        raise TypeError(f"num_allreduce_streams is a whole number, got {count!r}.")
     if delay_allreduce and count > 1:
         raise ValueError(
             "delay_allreduce sends everything at the end of backward, so num_allreduce_streams > 1 "

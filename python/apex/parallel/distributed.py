@@ -182,6 +182,10 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         registered_buffers: bool = False,
     ) -> None:
         super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}."
+            )
         if isinstance(message_size, (list, tuple)) and device_ids is None:
             # DistributedDataParallel(module, [device]), as torch's class is called.
             message_size, device_ids = _options.MESSAGE_SIZE, message_size
@@ -218,11 +222,13 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         self.gradient_predivide_factor = float(gradient_predivide_factor)
         self.prof = prof
         self.dim = dim
-        self.init_sync = init_sync
+        self.init_sync = _options.switch("init_sync", init_sync)
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.check_finite = check_finite
-        self.check_reduction = check_reduction
+        self.check_reduction = (
+            None if check_reduction is None else _options.switch("check_reduction", check_reduction)
+        )
         self.registered_buffers = registered_buffers
         self._torch_join: TorchJoin | None = None  # made last
         mixed = None if mixed_precision is None else MixedPrecision(mixed_precision)
@@ -235,11 +241,11 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
                     for name in _options.SWITCHES_OF_THE_ENGINE
                 },
                 "gradient_predivide_factor": self.gradient_predivide_factor,
-                "check_steps": check_reduction,
+                "check_steps": self.check_reduction,
             },
             settings=_options.settings(
                 num_allreduce_streams=(num_allreduce_streams, 1),
-                registered_buffers=(registered_buffers, False),
+                registered_buffers=(bool(registered_buffers), False),
                 mixed_precision=(None if mixed is None else mixed.describe(), None),
             ),
             trigger_names=_options.trigger_names(allreduce_trigger_params, module),
@@ -263,7 +269,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
                 "gradient: forward passes through and nothing is synchronized.",
                 stacklevel=2,
             )
-        engine.connect(process_group, allreduce_communicators, init_sync)
+        engine.connect(process_group, allreduce_communicators, self.init_sync)
         name_layers(module, self.process_group)
         self._refuse_steps_in_backward()
 

@@ -141,8 +141,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with open(options.report, encoding="utf-8") as file:
                 report = json.load(file)
         plan = propose_plan(report)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        parser.exit(2, f"{parser.prog}: cannot read {options.report}: {error.strerror}.\n")
+    except ValueError as error:
         parser.exit(2, f"{parser.prog}: {options.report}: {error}\n")
+    except (KeyError, TypeError):
+        parser.exit(2, f"{parser.prog}: {options.report} is not what overlap_report() returns.\n")
     json.dump(plan, sys.stdout, indent=1)
     print()
 
