@@ -374,6 +374,8 @@ def _reduces_list(rank: int, world: int) -> None:
         torch.full((2,), 6.0 * rank, dtype=torch.bfloat16),
         torch.arange(6.0).reshape(2, 3).t() * rank,
     ]
+    with pytest.raises(TypeError, match="Reducer takes a torch.nn.Module, .* got int"):
+        Reducer(5)  # type: ignore[arg-type]
     reducer = Reducer(tensors)
     reducer.reduce()
     check_equal(tensors[0], torch.full((3,), 0.5), "first")

@@ -30,7 +30,14 @@
 extern "C" {
 #endif
 
-typedef enum apex_status {
+/* In C++ the type is fixed: a number that has no name here can be read, and is refused. */
+#ifdef __cplusplus
+#define APEX_ENUM(name) enum name : int
+#else
+#define APEX_ENUM(name) enum name
+#endif
+
+typedef APEX_ENUM(apex_status) {
   APEX_OK = 0,
   APEX_ERROR = 1,            /* see the message */
   APEX_INVALID_ARGUMENT = 2, /* nothing was changed or sent */
@@ -38,7 +45,7 @@ typedef enum apex_status {
   APEX_COMMUNICATION = 4     /* another rank is lost; begin again with a new group */
 } apex_status;
 
-typedef enum apex_dtype {
+typedef APEX_ENUM(apex_dtype) {
   APEX_UINT8 = 0,
   APEX_INT32 = 1,
   APEX_INT64 = 2,
@@ -48,7 +55,7 @@ typedef enum apex_dtype {
   APEX_FLOAT64 = 6
 } apex_dtype;
 
-typedef enum apex_reduce_op { APEX_SUM = 0, APEX_MIN = 1, APEX_MAX = 2 } apex_reduce_op;
+typedef APEX_ENUM(apex_reduce_op) { APEX_SUM = 0, APEX_MIN = 1, APEX_MAX = 2 } apex_reduce_op;
 
 /* A tensor in memory that the caller owns, and keeps while a call or a reducer uses it. */
 typedef struct apex_tensor {

@@ -51,6 +51,8 @@ class LARC(WrappedOptimizer):
         clip: bool = True,
         eps: float = 1e-8,
     ) -> None:
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"LARC wraps an optimizer, got {type(optimizer).__name__}.")
         if not 0 < trust_coefficient < math.inf:
             raise ValueError(
                 f"LARC: trust_coefficient is {trust_coefficient}; it must be positive and finite."

@@ -51,6 +51,11 @@ class Reducer:
             _in_backward.refuse(self.module, self.process_group)
         else:
             given: Any = module_or_grads_list
+            if not torch.is_tensor(given) and not isinstance(given, Iterable):
+                raise TypeError(
+                    "Reducer takes a torch.nn.Module, or tensors in lists and tuples, got "
+                    f"{type(given).__name__}."
+                )
             self.grads = pytree.tree_leaves(given if torch.is_tensor(given) else list(given))
 
     def reduce(self) -> None:
