@@ -39,7 +39,7 @@ else()
       list(REMOVE_DUPLICATES apex_nccl_include_dirs)
       list(REMOVE_ITEM apex_nccl_include_dirs ${CUDAToolkit_INCLUDE_DIRS})
       set(APEX_WITH_NCCL ON)
-      set(apex_nccl_reason "NCCL ${NCCL_VERSION}, ${NCCL_INCLUDE_DIR}")
+      set(apex_nccl_reason "NCCL ${NCCL_VERSION}")  # without its folder: it goes into wheels
     endif()
   endif()
 endif()

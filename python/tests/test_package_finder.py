@@ -274,11 +274,15 @@ def nccl_found(tmp_path: Path, output: str) -> tuple[str, str]:
 def test_configure_nccl_beside_torch_found_and_reported(tmp_path: Path) -> None:
     package = make_cuda_torch(tmp_path)
     nccl = make_nccl(tmp_path / "nvidia" / "nccl", "2.28.9")
-    status, output = configure(tmp_path, f"-DLibtorch_ROOT={package}")
+    options = [f"-DLibtorch_ROOT={package}", "-DAPEX_BUILD_PYTHON=ON"]
+    status, output = configure(tmp_path, *options, f"-DPython_EXECUTABLE={sys.executable}")
     assert status == 0, output
     assert nccl_found(tmp_path, output) == (
         f"ON   (NCCL 2.28.9, {nccl}/include)", f"{nccl}/lib/libnccl.so"
     )  # fmt: skip
+    # What goes into a wheel names no folder of the build.
+    info = (tmp_path / "build" / "python" / "src" / "_build_info.py").read_text()
+    assert "NCCL 2.28.9" in info and str(tmp_path) not in info
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])

@@ -151,7 +151,7 @@ def test_check_types_no_python_fails_with_one_sentence() -> None:
     assert "there is no /nowhere/python3 here" in done.stderr
 
 
-@pytest.mark.parametrize("script", ["netns.sh", "gpu/run.sh"])
+@pytest.mark.parametrize("script", ["netns.sh", "gpu/prepare.sh", "gpu/run.sh"])
 def test_benchmark_script_says_what_it_does_and_what_is_missing(script: str) -> None:
     def run(argument: str) -> subprocess.CompletedProcess[str]:
         path = SCRIPT.parents[1] / "benchmarks" / script
@@ -161,10 +161,14 @@ def test_benchmark_script_says_what_it_does_and_what_is_missing(script: str) -> 
 
     helped = run("--help")
     assert helped.returncode == 0 and "SPDX" not in helped.stdout
-    option = "--links" if script == "netns.sh" else "--only"
+    option, said = {
+        "netns.sh": ("--links", "--links needs "),
+        "gpu/run.sh": ("--only", "--only needs "),
+        "gpu/prepare.sh": ("--onyl", "it takes no argument '--onyl'"),
+    }[script]
     refused = run(option)
     assert refused.returncode != 0 and "unbound" not in refused.stderr
-    assert f"{option} needs " in refused.stderr
+    assert said in refused.stderr
 
 
 def test_ensure_venv_old_python_fails_with_one_sentence(tmp_path: Path) -> None:
