@@ -32,12 +32,12 @@ extern "C" {
 
 /* In C++ the type is fixed: a number that has no name here can be read, and is refused. */
 #ifdef __cplusplus
-#define APEX_ENUM(name) enum name : int
+#define APEX_ENUM_TYPE : int
 #else
-#define APEX_ENUM(name) enum name
+#define APEX_ENUM_TYPE
 #endif
 
-typedef APEX_ENUM(apex_status) {
+typedef enum apex_status APEX_ENUM_TYPE {
   APEX_OK = 0,
   APEX_ERROR = 1,            /* see the message */
   APEX_INVALID_ARGUMENT = 2, /* nothing was changed or sent */
@@ -45,7 +45,7 @@ typedef APEX_ENUM(apex_status) {
   APEX_COMMUNICATION = 4     /* another rank is lost; begin again with a new group */
 } apex_status;
 
-typedef APEX_ENUM(apex_dtype) {
+typedef enum apex_dtype APEX_ENUM_TYPE {
   APEX_UINT8 = 0,
   APEX_INT32 = 1,
   APEX_INT64 = 2,
@@ -55,7 +55,7 @@ typedef APEX_ENUM(apex_dtype) {
   APEX_FLOAT64 = 6
 } apex_dtype;
 
-typedef APEX_ENUM(apex_reduce_op) { APEX_SUM = 0, APEX_MIN = 1, APEX_MAX = 2 } apex_reduce_op;
+typedef enum apex_reduce_op APEX_ENUM_TYPE { APEX_SUM = 0, APEX_MIN = 1, APEX_MAX = 2 } apex_reduce_op;
 
 /* A tensor in memory that the caller owns, and keeps while a call or a reducer uses it. */
 typedef struct apex_tensor {
