@@ -55,7 +55,11 @@ typedef enum apex_dtype APEX_ENUM_TYPE {
   APEX_FLOAT64 = 6
 } apex_dtype;
 
-typedef enum apex_reduce_op APEX_ENUM_TYPE { APEX_SUM = 0, APEX_MIN = 1, APEX_MAX = 2 } apex_reduce_op;
+typedef enum apex_reduce_op APEX_ENUM_TYPE {
+  APEX_SUM = 0,
+  APEX_MIN = 1,
+  APEX_MAX = 2
+} apex_reduce_op;
 
 /* A tensor in memory that the caller owns, and keeps while a call or a reducer uses it. */
 typedef struct apex_tensor {
