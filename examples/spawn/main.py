@@ -21,7 +21,6 @@ import argparse
 import hashlib
 import os
 import random
-import socket
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -239,9 +238,13 @@ def take_place(local_rank: int, args: argparse.Namespace) -> Place:
         torch.cuda.set_device(first)
     else:
         stages = (torch.device("cpu"), torch.device("cpu"))
+    store = None
+    if args.dist_url is None:  # one machine
+        store = dist.TCPStore("127.0.0.1", args.store_port, is_master=False)
     dist.init_process_group(
         args.dist_backend or ("nccl" if args.gpus else "gloo"),
         init_method=args.dist_url,
+        store=store,
         world_size=world_size,
         rank=rank,
     )
@@ -395,16 +398,16 @@ def complete(args: argparse.Namespace) -> None:
             f"a --batch-size of {args.batch_size} leaves some of the {args.processes} "
             f"processes without samples: raise it to {args.processes} or more."
         )
-    if args.dist_url is None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            args.dist_url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     support.digits()  # where they are missing, this process says so
 
 
 def main() -> None:
     args = parse_args()
     complete(args)
+    if args.dist_url is None:
+        # This process keeps the port: one that is only free now may be taken before rank 0 has it.
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        args.store_port = server.port
     if args.gpu is not None:
         main_worker(0, args)
     else:

@@ -18,6 +18,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import sys
 import tempfile
@@ -80,10 +81,16 @@ def forget_amp() -> None:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port of this host that nobody listens on at the moment.
+
+    Below those that the system gives to connections: any test that runs beside this one could be
+    given such a port before it is used.
+    """
+    ports = random.SystemRandom()
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", ports.randrange(10000, 28000)))
+            return probe.getsockname()[1]
 
 
 def init_group(rank: int, world: int, store: str, timeout_s: float = GROUP_TIMEOUT_S) -> None:
