@@ -475,13 +475,12 @@ def test_process_that_waits_for_others_ends_by_a_signal(number: int, tmp_path: P
     assert f"job.py: stopped by {signal.Signals(number).name}.\n" in errors
 
 
-@pytest.mark.processes
-def test_output_that_nobody_reads_ends_quietly(tmp_path: Path) -> None:
-    """As in `main.py | head -1`."""
-    code = WAITS.partition("def wait")[0] + "def say():\n    while True:\n        print('line')\n"
-    (tmp_path / "job.py").write_text(code.format(examples=str(EXAMPLES)) + "support.run(say)\n")
-    done = subprocess.run(
-        f"{sys.executable} job.py | head -1",
+def _in_a_shell(tmp_path: Path, say: str, behind: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``say`` as the main function of an example, with ``behind`` after the command."""
+    code = WAITS.partition("def wait")[0] + f"def say():\n    {say}\nsupport.run(say)\n"
+    (tmp_path / "job.py").write_text(code.format(examples=str(EXAMPLES)))
+    return subprocess.run(
+        f"{sys.executable} job.py {behind}",
         shell=True,
         cwd=tmp_path,
         env=environment(),
@@ -489,22 +488,18 @@ def test_output_that_nobody_reads_ends_quietly(tmp_path: Path) -> None:
         text=True,
         timeout=TIMEOUT_S,
     )
+
+
+@pytest.mark.processes
+def test_output_that_nobody_reads_ends_quietly(tmp_path: Path) -> None:
+    """As in `main.py | head -1`."""
+    done = _in_a_shell(tmp_path, "while True: print('line')", "| head -1")
     assert (done.stdout, done.stderr) == ("line\n", "")
 
 
 @pytest.mark.processes
 def test_output_that_is_closed_is_no_error(tmp_path: Path) -> None:
-    code = WAITS.partition("def wait")[0] + "def say():\n    print('line', file=sys.stdout)\n"
-    (tmp_path / "job.py").write_text(code.format(examples=str(EXAMPLES)) + "support.run(say)\n")
-    done = subprocess.run(
-        f"{sys.executable} job.py >&-",
-        shell=True,
-        cwd=tmp_path,
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    done = _in_a_shell(tmp_path, "print('line', file=sys.stdout)", ">&-")
     assert (done.returncode, done.stderr) == (0, "")
 
 
