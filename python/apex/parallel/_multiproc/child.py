@@ -57,9 +57,10 @@ def end_orphans() -> None:
 
 def _children() -> list[int]:
     found: list[int] = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # a system without /proc
         for task in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{task}/children") as file:
+            # A thread may end between the listing and the reading; its file is gone then.
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as file:
                 found += map(int, file.read().split())
     return found
 
