@@ -42,8 +42,6 @@ TITLES = {
     "comm": "one all-reduce in place, alone",
     "forward": "forward alone",
 }
-#: Taken out, but in results that were kept.
-FORMER_TITLES = {"apex_auto": 'apex, message_size="auto"'}
 ALONE = ("none", "comm", "forward")  # no communication, or nothing else
 SWEPT = ["none", "forward", "comm", "torch", "apex", "flat"]  # beside bucket sizes
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -55,7 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def title(variant: str) -> str:
     base, _, size = variant.partition("@")
-    return {**TITLES, **FORMER_TITLES}[base] + (f", {size} MiB buckets" if size else "")
+    return TITLES[base] + (f", {size} MiB buckets" if size else "")
 
 
 def _loss(output: Tensor) -> Tensor:
@@ -276,10 +274,9 @@ def report(result: dict[str, Any]) -> str:
             " Forward, then the longer of backward and all-reduce, would take "
             f"{harness.show(best['seconds'], 1e3)} ms: overlap {harness.show(best['overlap'])}."
         )
-    for name in ("apex", "apex_auto"):
-        plan = variants.get(name, {}).get("plan_bytes")
-        if with_overlap and plan:
-            text += f"\n\nBuckets of {title(name)}, in MiB: {sizes(plan)}."
+    plan = variants.get("apex", {}).get("plan_bytes")
+    if with_overlap and plan:
+        text += f"\n\nBuckets of apex, in MiB: {sizes(plan)}."
     for name, reason in result["left_out"].items():
         text += f"\n\n{title(name)} left out: {reason}"
     return text

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -211,17 +212,20 @@ def _first_line(path: str, key: str) -> str:
 
 
 def _commit() -> str:
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
+    """The commit, "-dirty" if files differ from it: others than results, which benchmarks write."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=RESULTS.parents[1], capture_output=True, text=True, timeout=10
         )
+        return done.stdout.strip()
+
+    try:
+        sources = (".", ":(exclude)benchmarks/results")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", *sources)
+        return git("describe", "--always") + ("-dirty" if changed else "")
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return described.stdout.strip()
 
 
 def _command() -> str:
@@ -309,6 +313,16 @@ def only_printed(arguments: argparse.Namespace) -> bool:
     return getattr(arguments, "quick", False) and arguments.output is None
 
 
+def draw_plot(path: Path) -> None:
+    """Without matplotlib, says how to draw it later."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"no plot, since matplotlib is not installed: later, python benchmarks/plot.py {path}")
+        return
+    import plot
+
+    print(f"wrote {plot.draw(path)}")
+
+
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     """The arguments of every benchmark that runs models in several processes."""
     parser.add_argument(
@@ -350,7 +364,5 @@ def run_models(
     if not only_printed(arguments):
         print(f"\nwrote {path}")
         if not arguments.no_plot:
-            import plot
-
-            print(f"wrote {plot.draw(path)}")
+            draw_plot(path)
     warn_if_busy(described)

@@ -10,7 +10,6 @@ SWEPT = {"torch": ("#4878a8", "o"), "apex": ("#c8553d", "s")}
 FIXED = {
     "torch": ("#4878a8", "--", "torch, default"),
     "apex": ("#c8553d", "--", "apex, default"),
-    "apex_auto": ("#2b2b2b", "-.", 'apex, message_size="auto"'),
     "flat": ("#c2a14d", ":", "backward, then one all-reduce"),
 }
 
