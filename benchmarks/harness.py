@@ -316,7 +316,7 @@ def only_printed(arguments: argparse.Namespace) -> bool:
 def draw_plot(path: Path) -> None:
     """Without matplotlib, says how to draw it later."""
     if importlib.util.find_spec("matplotlib") is None:
-        print(f"no plot, since matplotlib is not installed: later, python benchmarks/plot.py {path}")
+        print(f"no plot without matplotlib: install it, then python benchmarks/plot.py {path}")
         return
     import plot
 
