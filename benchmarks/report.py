@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Puts the tables of benchmarks/results/*.json into docs/performance.md.
 
-    python benchmarks/report.py
+    python benchmarks/report.py [--check]
 
-It rewrites the page: what is between `<!-- results: NAME -->` and `<!-- end -->` is replaced by the
-machine, the command and the tables of NAME.json, and the plot NAME.png where there is one.
-NAME.json was written by ddp.py, overlapped_optimizer.py, overhead.py or Google Benchmark.
+It rewrites the page, or with --check says whether it would: what is between
+`<!-- results: NAME -->` and `<!-- end -->` is replaced by the machine, the command and the tables
+of NAME.json, and the plot NAME.png where there is one. NAME.json was written by ddp.py,
+overlapped_optimizer.py, overhead.py, host_channel.py, sync_batch_norm.py or Google Benchmark.
 """
 
 from __future__ import annotations
@@ -118,14 +119,24 @@ def section(name: str) -> str:
 
 
 def main() -> int:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if it would change")
+    check = parser.parse_args().check
     text = PAGE.read_text()
     names = [match[1] for match in PLACE.findall(text)]
-    PAGE.write_text(PLACE.sub(lambda m: f"{m[1]}\n{section(m[2])}\n{m[3]}", text))
+    new = PLACE.sub(lambda m: f"{m[1]}\n{section(m[2])}\n{m[3]}", text)
+    unused = {path.stem for path in harness.RESULTS.iterdir()} - set(names)
+    if unused:
+        print(f"{PAGE} has no place for {', '.join(sorted(unused))} of {harness.RESULTS}")
+    if check:
+        if new != text:
+            print(f"{PAGE} is not what the results say: run python benchmarks/report.py")
+        return int(new != text or bool(unused))
+    PAGE.write_text(new)
     print(f"{PAGE}: {', '.join(names)}")
-    return 0 if names else 1
+    return int(not names or bool(unused))
 
 
 if __name__ == "__main__":
