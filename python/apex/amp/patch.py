@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -362,7 +363,8 @@ def install(handle: AmpHandle, patches: PatchSet) -> None:
         patches.replace(
             torch.Tensor, name, functools.partial(wrap_in_place_float32, handle, name=name)
         )
-    for module in (torch.jit, torch.jit._script, torch.jit._trace):
-        patches.replace(module, "script", functools.partial(wrap_script, patches))
+    for name in ("torch.jit", "torch.jit._script", "torch.jit._trace"):
+        if hasattr(sys.modules.get(name), "script"):
+            patches.replace(sys.modules[name], "script", functools.partial(wrap_script, patches))
     for module in (torch.autograd, torch.autograd.graph):  # torch.compiler copies it back
         patches.replace(module, "_engine_run_backward", functools.partial(wrap_backward, handle))
