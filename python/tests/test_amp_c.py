@@ -197,6 +197,17 @@ def test_lists_that_do_not_fit_are_refused_with_their_lengths() -> None:
         amp_C.multi_tensor_axpby(CHUNK, None, [[torch.ones(1)]] * 3, 1.0, 1.0, 2)
 
 
+def test_tensors_that_would_be_broadcast_are_refused_and_nothing_is_written() -> None:
+    one, three, out = torch.ones(1), torch.ones(3), torch.zeros(3)
+    with pytest.raises(ValueError, match=r"index 1 of the lists .* shapes \[\(1,\), \(3,\)\]"):
+        amp_C.multi_tensor_scale(CHUNK, None, [[three, one], [out, out]], 2.0)
+    with pytest.raises(ValueError, match="different numbers of elements"):
+        amp_C.multi_tensor_axpby(CHUNK, None, [[three], [one], [out]], 1.0, 1.0, -1)
+    assert not out.any()
+    amp_C.multi_tensor_scale(CHUNK, None, [[torch.tensor(3.0)], [one]], 2.0)
+    assert one.item() == 6.0
+
+
 @pytest.mark.parametrize("name", sorted(amp_C.INSTEAD))
 def test_other_kernels_say_what_to_use(name: str) -> None:
     with pytest.raises(AttributeError, match=f"amp_C has no {name} here: use "):

@@ -507,3 +507,62 @@ def test_o1_call_with_plain_arguments_takes_the_quick_way(monkeypatch: pytest.Mo
     assert not slow
     assert F.linear(input=x, weight=x).dtype == torch.float16
     assert len(slow) == 1
+
+
+class OfAClass:
+    @staticmethod
+    def static(x: torch.Tensor) -> torch.dtype:
+        return x.dtype
+
+    @classmethod
+    def of_class(cls, x: torch.Tensor) -> tuple[type, torch.dtype]:
+        return cls, x.dtype
+
+
+class Derived(OfAClass):
+    pass
+
+
+def test_static_and_class_methods_registered_stay_so() -> None:
+    before = dict(vars(OfAClass))
+    amp.register_half_function(OfAClass, "static")
+    amp.register_half_function(OfAClass, "of_class")
+    handle = start("cpu")
+    x = matrix("cpu")
+    assert OfAClass.static(x) == OfAClass().static(x) == torch.float16
+    for kind in (OfAClass, Derived):
+        assert kind.of_class(x) == kind().of_class(x) == (kind, torch.float16)
+    handle._deactivate()
+    assert dict(vars(OfAClass)) == before
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(F.softmax(self.linear(x), dim=-1)) + F.layer_norm(x, [4]).sum()
+
+
+def scripted_only_when_traced(x: torch.Tensor) -> torch.Tensor:
+    return F.normalize(x.exp(), dim=0)
+
+
+def test_o1_modules_and_functions_can_be_scripted() -> None:
+    module, x = Scripted(), matrix("cpu")
+    expected = module(x)
+    start("cpu")
+    scripted = torch.jit.script(module)
+    torch.testing.assert_close(scripted(x).float(), expected, rtol=1e-2, atol=1e-2)
+    if_tracing = torch.jit.script_if_tracing(scripted_only_when_traced)
+    torch.testing.assert_close(torch.jit.trace(if_tracing, x)(x), scripted_only_when_traced(x))
+    assert (x @ x).dtype == torch.float16 and x.half().exp().dtype == torch.float32
+
+
+def test_o1_script_that_fails_leaves_the_casts_on() -> None:
+    start("cpu")
+    patched = torch.exp, torch.jit.script
+    with pytest.raises(RuntimeError):
+        torch.jit.script(lambda x: [torch.exp(x), ""])  # a list of two types
+    assert (torch.exp, torch.jit.script) == patched

@@ -90,11 +90,27 @@ def test_initialize_override_wins(options: dict, name: str, expected: object) ->
         ({"opt_level": "O2", "keep_batchnorm_fp32": "yes"}, AssertionError, "'True' or 'False'"),
         ({"opt_level": "O2", "loss_scale": "huge"}, ValueError, "huge"),
         ({"opt_level": "O0", "loss_scale": -1.0}, ValueError, "positive"),
+        ({"opt_level": "O2", "loss_scale": [1.0]}, ValueError, r"loss_scale is \[1.0\]"),
+        ({"opt_level": "O2", "max_loss_scale": 0.0}, ValueError, "max_loss_scale is 0.0"),
+        ({"opt_level": "O2", "max_loss_scale": None}, ValueError, "max_loss_scale is None"),
+        ({"opt_level": "O2", "num_losses": 0}, ValueError, "num_losses is 0"),
+        ({"opt_level": "O2", "num_losses": "3"}, ValueError, "num_losses is '3'"),
+        ({"opt_level": "O2", "cast_model_type": "half"}, TypeError, "cast_model_type is 'half'"),
+        ({"opt_level": "O2", "cast_model_type": torch.int32}, TypeError, "cast_model_type is"),
+        ({"opt_level": "O1", "cast_model_outputs": "half"}, TypeError, "cast_model_outputs is"),
     ],
 )
 def test_initialize_contradiction_raises(options: dict, error: type, match: str) -> None:
     with pytest.raises(error, match=match):
         amp.initialize(net(), verbosity=0, **options)
+
+
+def test_initialize_list_with_something_else_in_it_raises() -> None:
+    model = net()
+    with pytest.raises(TypeError, match="takes a torch.nn.Module or a list of them, not a list wi"):
+        amp.initialize([model, 3], verbosity=0)
+    with pytest.raises(TypeError, match="takes a torch optimizer .* not a list with NoneType"):
+        amp.initialize([model], [sgd(model), None], verbosity=0)
 
 
 @pytest.mark.parametrize("value", [None, False, F32])

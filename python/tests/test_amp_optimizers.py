@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -817,3 +818,63 @@ def test_zero_redundancy_optimizer_without_master_weights_trains(
         scaled.backward()
     optimizer.step()
     assert model.bias.item() == pytest.approx(before - 0.1 * 2 * 2.0**-4, rel=1e-2)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer, without the constructor of the base class, as in timm."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self._base_optimizer = base
+        self.param_groups = base.param_groups
+        self.defaults = base.defaults
+        self._optimizer_step_pre_hooks: dict[int, Any] = {}
+        self._optimizer_step_post_hooks: dict[int, Any] = {}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self._base_optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._base_optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._base_optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._base_optimizer.load_state_dict(state_dict)
+        self.param_groups = self._base_optimizer.param_groups
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O2-bf16"])
+def test_optimizer_around_another_trains_skips_and_resumes_like_it(level: str) -> None:
+    ends = []
+    for around, resumed in ((False, False), (True, False), (True, True)):
+
+        def make(around: bool = around) -> tuple[nn.Module, Any]:
+            model = Toy(0.5)
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=16.0, momentum=0.9)
+            optimizer = Lookahead(optimizer) if around else optimizer
+            return amp.initialize(
+                model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0
+            )
+
+        model, optimizer = make()
+        for step in range(6):
+            if step == 3 and resumed:  # nothing has made master weights before the load
+                saved = copy.deepcopy(
+                    (model.state_dict(), optimizer.state_dict(), amp.state_dict())
+                )
+                model, optimizer = make()
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                amp.load_state_dict(saved[2])
+            before = model.weight.detach().clone()
+            optimizer.zero_grad()
+            loss = model(X) * (float("inf") if step == 1 else 1.0)
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            assert torch.equal(model.weight, before) == (step == 1)
+        ends.append(model.state_dict())
+    for other in ends[1:]:
+        for name, value in ends[0].items():
+            assert torch.equal(other[name], value), name

@@ -63,6 +63,24 @@ def test_convert_network_casts_all_but_affine_batch_norm(dtype: torch.dtype) -> 
     assert model[2].num_batches_tracked.dtype == torch.int64
 
 
+class Counts(nn.Module):
+    def __init__(self, seen: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("seen", seen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        return x
+
+
+def test_convert_network_shared_buffer_stays_shared() -> None:
+    seen = torch.zeros(2)
+    network = convert_network(nn.Sequential(Counts(seen), Counts(seen)), HALF)
+    network(torch.ones(1))
+    assert seen.dtype == HALF and seen.tolist() == [2.0, 2.0]
+    assert network[0].seen is seen and network[1].seen is seen
+
+
 def test_convert_module_leaves_children_alone() -> None:
     parent = nn.Module()
     parent.weight = nn.Parameter(torch.ones(2))

@@ -732,3 +732,66 @@ def test_fused_optimizer_of_whole_parameters_stays_fused(name: str) -> None:
         optimizer.step()
     assert whole.param_groups[0]["fused"] and whole._step_supports_amp_scaling
     assert not sliced.param_groups[0]["fused"] and not sliced._step_supports_amp_scaling
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_fused_optimizer_load_hooks_of_others_take_effect(name: str) -> None:
+    """A pre-hook that renumbers the state, as torch's documentation has it, and a post-hook."""
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = getattr(optimizers, name)([first, second])
+    set_grads([first, second], 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    swapped = getattr(optimizers, name)([second, first])
+
+    def renumber(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "state": {0: state["state"][1], 1: state["state"][0]}}
+
+    seen = []
+    swapped.register_load_state_dict_pre_hook(renumber)
+    swapped.register_load_state_dict_post_hook(lambda one: seen.append(dict(one.state)))
+    swapped.load_state_dict(saved)
+    for param in (first, second):
+        assert swapped.state[param].keys() == optimizer.state[param].keys()
+        for key, value in optimizer.state[param].items():
+            assert torch.equal(swapped.state[param][key], value)
+            assert seen[0][param][key] is swapped.state[param][key]
+    assert not torch.equal(*(next(iter(optimizer.state[p].values())) for p in (first, second)))
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_fused_sgd_group_that_maximizes_takes_late_gradients(dampening: float) -> None:
+    ends = []
+    for kind, fused in ((optimizers.FusedSGD, {}), (torch.optim.SGD, {"foreach": False})):
+        params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+        groups = [{"params": params, "maximize": True}]
+        optimizer = kind(
+            groups, lr=0.1, momentum=0.9, dampening=dampening, weight_decay=0.1, **fused
+        )
+        for step in range(5):
+            set_grads(params, step, missing=(1,) if step < 2 else ())
+            optimizer.step()
+        ends.append([param.detach() for param in params])
+    for got, expected in zip(*ends, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_optimizer_of_a_slice_takes_a_tensor_as_learning_rate(name: str) -> None:
+    ends = []
+    for rate in (0.01, torch.tensor(0.01)):
+        base = torch.arange(36.0).reshape(6, 6) / 36
+        param = nn.Parameter(base[:, :3])
+        optimizer = getattr(optimizers, name)([param], lr=rate)
+        for step in range(3):
+            set_grads([param], step)
+            optimizer.step()
+        ends.append(base)
+    torch.testing.assert_close(*ends)
+    assert not torch.equal(ends[0], torch.arange(36.0).reshape(6, 6) / 36)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_optimizer_given_a_tensor_for_parameters_says_so(name: str) -> None:
+    with pytest.raises(TypeError, match="iterable of Tensors"):
+        getattr(optimizers, name)(nn.Parameter(torch.ones(2, 2)))

@@ -247,3 +247,27 @@ def _different_layers_body(rank: int, world_size: int) -> None:
 
 def test_sync_batch_norm_different_layers_are_refused_and_nothing_is_lost() -> None:
     run_ranks(2, _different_layers_body)
+
+
+def _traced_body(rank: int, world_size: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), SyncBatchNorm(4))
+    untraced = copy.deepcopy(model)
+    torch.manual_seed(rank)
+    # The first training forward of the process is in the trace: it makes the communicator.
+    traced = torch.jit.trace(model, torch.randn(5, 3), check_trace=False)
+    model.load_state_dict(untraced.state_dict())
+    for _ in range(2):
+        x = torch.randn(5, 3)
+        got, expected = traced(x), untraced(x)
+        assert torch.equal(got, expected)
+        got.pow(3).sum().backward()
+        expected.pow(3).sum().backward()
+    for param, other in zip(model.parameters(), untraced.parameters(), strict=True):
+        assert torch.equal(param.grad, other.grad)
+    for buffer, other in zip(model.buffers(), untraced.buffers(), strict=True):
+        assert torch.equal(buffer, other)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_sync_batch_norm_traced_in_training_synchronizes_over_the_ranks() -> None:
+    run_ranks(2, _traced_body)

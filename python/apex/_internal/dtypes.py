@@ -29,16 +29,17 @@ def alike(params: Iterable[Any]) -> list[list[Any]]:
 def convert_module(module: torch.nn.Module, dtype: torch.dtype) -> None:
     """Cast floating parameters, their gradients and buffers of `module` itself to `dtype`.
 
-    In place; children are left alone, parameters keep their identity.
+    In place; children are left alone, parameters and buffers keep their identity: other modules may
+    hold them, too.
     """
     for param in module.parameters(recurse=False):
         if param.is_floating_point():
             param.data = param.data.to(dtype)
             if param.grad is not None:
                 param.grad.data = param.grad.data.to(dtype)
-    for name, buffer in module.named_buffers(recurse=False):
+    for buffer in module.buffers(recurse=False):
         if buffer.is_floating_point():
-            module._buffers[name] = buffer.to(dtype)
+            buffer.data = buffer.data.to(dtype)
 
 
 def convert_modules(network: torch.nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> None:

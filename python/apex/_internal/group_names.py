@@ -27,6 +27,12 @@ def name_of(group: dist.ProcessGroup) -> str:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError):
         return group.group_name
-    registered: str = torch.ops.apex.process_group_name(group.boxed())
+    jit: Any = torch._C
+    tracing = jit._get_tracing_state()
+    jit._set_tracing_state(None)  # a group is no value of a graph of torch.jit.trace
+    try:
+        registered: str = torch.ops.apex.process_group_name(group.boxed())
+    finally:
+        jit._set_tracing_state(tracing)
     _names[group] = registered
     return registered

@@ -187,7 +187,7 @@ def _cast_model(model: torch.nn.Module, properties: Properties) -> None:
 
 def _recast_state(optimizer: torch.optim.Optimizer) -> None:
     """Bring the state of `optimizer` to the types its parameters have now."""
-    if optimizer.state:
+    if getattr(optimizer, "state", None):  # a wrapper may have none
         optimizer.load_state_dict(optimizer.state_dict())
 
 

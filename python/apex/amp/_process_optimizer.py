@@ -208,6 +208,14 @@ def refuse_master_weights(optimizer: Any) -> None:
         optimizer = getattr(optimizer, "optim", None)
 
 
+def _complete(optimizer: Any) -> None:
+    """Make what the constructor of torch's class makes. Some wrappers (Lookahead) skip it."""
+    if not hasattr(optimizer, "state"):
+        optimizer.state = collections.defaultdict(dict)
+    for name in ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"):
+        vars(optimizer).setdefault(name, collections.OrderedDict())
+
+
 def process_optimizer(
     optimizer: torch.optim.Optimizer, master_weights: bool, scalers: list[LossScaler]
 ) -> None:
@@ -225,6 +233,7 @@ def process_optimizer(
         raise RuntimeError(
             "An optimizer was passed to amp.initialize twice; pass each optimizer once."
         )
+    _complete(optimizer)
     stash = OptimizerStash(optimizer, master_weights, scalers)
     hooked: Any = optimizer
     if type(hooked.state) is dict:
@@ -250,6 +259,10 @@ def adopt(optimizer: torch.optim.Optimizer) -> None:
     _amp_state.adopt(optimizer)
 
 
+def _has_groups_of(outer: Any, inner: torch.optim.Optimizer) -> bool:
+    return any(group is own for group in outer.param_groups for own in inner.param_groups)
+
+
 _original_load = torch.optim.Optimizer.load_state_dict
 
 
@@ -259,7 +272,11 @@ def _load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     if properties is not None and properties.master_weights and find_stash(self) is None:
         params = [param for group in self.param_groups for param in group["params"]]
         if any(gets_master(param) for param in params):
-            adopt(self)
+            around = [find_stash(o) for o in _amp_state.optimizers if _has_groups_of(o, self)]
+            for stash in filter(None, around):  # a Lookahead's, which puts masters into the groups
+                stash.lazy_init()
+            if not around:
+                adopt(self)
     _original_load(self, state_dict)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,6 +13,11 @@ from .._internal.refused import KeepsMasterWeights
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from ._initialize import setup
 from .scaler import LossScaler
+
+
+def _require_floating(name: str, value: Any) -> None:
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise TypeError(f"{name} is {value!r}; pass a floating torch.dtype, or leave it out.")
 
 
 class Properties:
@@ -54,6 +60,8 @@ class Properties:
 
     def _check_cast_model_type(self, value: Any) -> Any:
         # False means "do not cast".
+        if value is not False:
+            _require_floating("cast_model_type", value)
         if self._patches() and value not in (None, False, torch.float32):
             warn_or_err(
                 "O1 casts the inputs of functions, not the model, so cast_model_type must be None, "
@@ -93,6 +101,10 @@ class Properties:
                 "O1 leaves the parameters in float32, so they are their own masters and "
                 "master_weights must be None with it."
             )
+        return value
+
+    def _check_cast_model_outputs(self, value: Any) -> Any:
+        _require_floating("cast_model_outputs", value)
         return value
 
     def _check_loss_scale(self, value: Any) -> Any:
@@ -182,11 +194,12 @@ def _show(options: dict[str, Any]) -> None:
 
 
 def _as_list(value: Any, kind: tuple[type, ...], what: str) -> list[Any]:
-    if isinstance(value, kind):
-        return [value]
-    if isinstance(value, list):
-        return list(value)
-    raise TypeError(f"amp.initialize takes {what} or a list of them, not {type(value).__name__}.")
+    values = value if isinstance(value, list) else [value]
+    wrong = [type(each).__name__ for each in values if not isinstance(each, kind)]
+    if wrong:
+        inside = "a list with " if isinstance(value, list) else ""
+        raise TypeError(f"amp.initialize takes {what} or a list of them, not {inside}{wrong[0]}.")
+    return list(values)
 
 
 def initialize(
@@ -238,7 +251,10 @@ def initialize(
         RuntimeError: an unknown level, options that contradict each other, a model that is
             low-precision, wrapped already, or cast while torch's wrapper holds its parameters, an
             optimizer passed twice or an FP16_Optimizer.
-        TypeError: tuples, or other types, where models and optimizers belong.
+        TypeError: tuples, or other types, where models and optimizers belong; what is no floating
+            type as `cast_model_type` or `cast_model_outputs`.
+        ValueError: a loss scale, or bounds of it, that are not positive and finite; `num_losses`
+            below 1.
         AssertionError: another string as `keep_batchnorm_fp32`.
 
     Not thread safe. At O1 casts happen in the calling thread, like those of ``torch.autocast``.
@@ -252,6 +268,8 @@ def initialize(
         return (models, optimizers) if given_optimizers else models
     if opt_level not in LEVELS:
         raise _unknown_level(opt_level)
+    if not isinstance(num_losses, Integral) or num_losses < 1:
+        raise ValueError(f"num_losses is {num_losses!r}; it must be a number of losses, 1 or more.")
     overrides = {
         "cast_model_type": cast_model_type,
         "patch_torch_functions": patch_torch_functions,

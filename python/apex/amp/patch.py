@@ -13,8 +13,11 @@ a tensor. So ``disable_casts``, ``torch.autocast(..., enabled=False)``, activati
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import inspect
+import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,16 +40,36 @@ class PatchSet:
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def replace(self, namespace: Any, name: str, wrap: Callable[[Function], Function]) -> None:
-        """Set ``namespace.name`` to ``wrap(namespace.name)``."""
-        original = getattr(namespace, name)
+        """Set ``namespace.name`` to ``wrap(namespace.name)``; static methods stay static."""
+        static = inspect.getattr_static(namespace, name) if isinstance(namespace, type) else None
+        if isinstance(static, (staticmethod, classmethod)):
+            new: Any = type(static)(wrap(static.__func__))
+        else:
+            new = wrap(getattr(namespace, name))
         own = vars(namespace).get(name, _MISSING)
         self._replaced.append((namespace, name, own))
-        setattr(namespace, name, wrap(original))
+        setattr(namespace, name, new)
 
     def restore(self) -> None:
         """Undo all replacements, last one first. May be called again."""
-        while self._replaced:
-            namespace, name, own = self._replaced.pop()
+        self._undo()
+        self._replaced.clear()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Context in which nothing is replaced, in any thread."""
+        present = [
+            (namespace, name, vars(namespace)[name]) for namespace, name, _ in self._replaced
+        ]
+        self._undo()
+        try:
+            yield
+        finally:
+            for namespace, name, value in present:
+                setattr(namespace, name, value)
+
+    def _undo(self) -> None:
+        for namespace, name, own in reversed(self._replaced):
             if own is _MISSING:
                 delattr(namespace, name)
             else:
@@ -240,6 +263,22 @@ def wrap_uncast(handle: AmpHandle, original: Function) -> Function:
     return wrapper
 
 
+def wrap_script(patches: PatchSet, original: Function) -> Function:
+    """Compile what torch has: TorchScript knows torch's functions, not what takes their place.
+
+    torch itself scripts functions, at the first forward-mode derivative for one.
+    """
+
+    @functools.wraps(original)
+    def script(
+        obj: Any, optimize: Any = None, _frames_up: int = 0, *args: Any, **kwargs: Any
+    ) -> Any:
+        with patches.suspended():
+            return original(obj, optimize, _frames_up + 1, *args, **kwargs)
+
+    return script
+
+
 #: How a function is wrapped, and of a banned one the remedy.
 _Kind = tuple[Callable[..., Function], str]
 
@@ -324,5 +363,8 @@ def install(handle: AmpHandle, patches: PatchSet) -> None:
         patches.replace(
             torch.Tensor, name, functools.partial(wrap_in_place_float32, handle, name=name)
         )
+    for name in ("torch.jit", "torch.jit._script", "torch.jit._trace"):
+        if hasattr(sys.modules.get(name), "script"):
+            patches.replace(sys.modules[name], "script", functools.partial(wrap_script, patches))
     for module in (torch.autograd, torch.autograd.graph):  # torch.compiler copies it back
         patches.replace(module, "_engine_run_backward", functools.partial(wrap_backward, handle))

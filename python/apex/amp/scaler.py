@@ -51,11 +51,13 @@ class LossScaler(ScalerByHand):
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
         if self.dynamic:
+            if max_loss_scale is None or not max_loss_scale > 0:
+                raise ValueError(f"max_loss_scale is {max_loss_scale}; it must be positive.")
             first = min(max_loss_scale, init_scale)
         else:
             try:
                 first = float(loss_scale)
-            except ValueError:
+            except (TypeError, ValueError):
                 raise ValueError(
                     f"loss_scale is {loss_scale!r}; pass a positive number or 'dynamic'."
                 ) from None

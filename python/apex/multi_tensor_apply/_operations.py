@@ -34,6 +34,12 @@ def _lists(tensor_lists: TensorLists, count: int, function: str) -> list[list[Te
             f"{function} takes {count} list(s) of equal length, not lists of "
             f"{[len(members) for members in lists]} tensors."
         )
+    for index, row in enumerate(zip(*lists, strict=True)):
+        if len({tensor.numel() for tensor in row}) > 1:
+            raise ValueError(
+                f"{function}: the tensors at index {index} of the lists have different numbers of "
+                f"elements, with the shapes {[tuple(tensor.shape) for tensor in row]}."
+            )
     return lists
 
 

@@ -59,7 +59,8 @@ class FusedWhereRight(torch.optim.Optimizer):
     def _leave_fused(self, group: dict[str, Any]) -> None:
         # In a step and not in the constructor: parameters may be cast or moved later.
         if group["fused"] and self._fused_is_wrong(group):
-            group["fused"], group["foreach"] = False, True
+            # torch's foreach Adam takes no tensor as learning rate; its loop over parameters does.
+            group["fused"], group["foreach"] = False, not isinstance(group["lr"], torch.Tensor)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -73,7 +74,12 @@ class FusedWhereRight(torch.optim.Optimizer):
         pass  # set by torch's constructor, once
 
 
-def implementation(params: list[Any]) -> dict[str, bool]:
+def listed(params: Any) -> Any:
+    """`params` as a list. A tensor stays one, for torch's error: its rows are no parameters."""
+    return params if isinstance(params, torch.Tensor) else list(params)
+
+
+def implementation(params: Any) -> dict[str, bool]:
     """``{"fused": True}`` where torch has a fused kernel for all `params`, else foreach."""
     tensors: list[torch.Tensor] = []
     for entry in params:

@@ -154,9 +154,21 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class, or of Apex's class of this name."""
-        state_dict = self._from_apex(state_dict)
-        super().load_state_dict(state_dict)
-        # torch brings the state to the type of the parameters; it is float32 here.
+        # Within the hooks of others: what their pre-hooks return counts, and their post-hooks see
+        # the state as it stays.
+        loaded: dict[str, Any] = {}
+        before = self.register_load_state_dict_pre_hook(lambda _, state: loaded.update(state))
+        after = self.register_load_state_dict_post_hook(
+            lambda _: self._load_wide(loaded), prepend=True
+        )
+        try:
+            super().load_state_dict(self._from_apex(state_dict))
+        finally:
+            before.remove()
+            after.remove()
+
+    def _load_wide(self, state_dict: dict[str, Any]) -> None:
+        """Load the values again: torch has brought them to the type of the parameters."""
         members = [param for group in self.param_groups for param in group["params"]]
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         for param, index in zip(members, saved, strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._choose import FusedWhereRight, from_apex, implementation, laid_out_like
+from ._choose import FusedWhereRight, from_apex, implementation, laid_out_like, listed
 
 # Note [Adam without bias correction]
 #
@@ -78,7 +78,7 @@ class FusedAdam(FusedWhereRight, torch.optim.Adam):
                 "FusedAdam(eps_inside_sqrt=True) was an option of early versions of Apex; eps is "
                 "added outside of the square root."
             )
-        params = list(params)
+        params = listed(params)
         super().__init__(
             params,
             lr=lr,

@@ -14,6 +14,7 @@ from ._choose import (
     implementation,
     is_low_precision_on_cpu,
     laid_out_like,
+    listed,
 )
 
 
@@ -49,7 +50,7 @@ class FusedSGD(FusedWhereRight, torch.optim.SGD):
                 "FusedSGD is torch.optim.SGD here, which applies weight decay before momentum; "
                 "pass wd_after_momentum=False."
             )
-        params = list(params)
+        params = listed(params)
         super().__init__(
             params,
             lr=lr,
@@ -100,6 +101,6 @@ class FusedSGD(FusedWhereRight, torch.optim.SGD):
             return torch.zeros_like(grad)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         wanted = grad if scale is None else grad / scale
-        wanted = wanted + group["weight_decay"] * param
+        wanted = (-wanted if group["maximize"] else wanted) + group["weight_decay"] * param
         buffer: torch.Tensor = wanted * (group["dampening"] / group["momentum"])
         return buffer if found_inf is None else buffer.masked_fill_(found_inf != 0, 0)

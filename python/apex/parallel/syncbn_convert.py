@@ -67,7 +67,7 @@ def convert_syncbn_model(
     Two kinds stay as they are, with the statistics of each rank alone, and a UserWarning names
     them: a batch norm whose class, or another base of its class (a mixin), has behaviour of its
     own, which would be lost (timm's ``BatchNormAct2d``), to be replaced by hand; and a scripted or
-    traced one: convert before scripting.
+    traced one: convert before tracing; a SyncBatchNorm cannot be scripted.
 
     Raises:
         TypeError: a batch norm with behaviour that was set on the module (``forward``), named with
@@ -233,7 +233,7 @@ def _warn_of_scripted(module: Module) -> None:
             warnings.warn(
                 f"convert_syncbn_model: {_place(name)} is a scripted {child.original_name}. It "
                 "cannot be converted, and its statistics stay those of each rank alone; convert "
-                "the model before torch.jit.script or torch.jit.trace.",
+                "the model before torch.jit.trace (torch.jit.script does not take SyncBatchNorm).",
                 stacklevel=3,
             )
 
