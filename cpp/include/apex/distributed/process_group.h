@@ -21,8 +21,8 @@
 /// written in C++ and in Python can be ranks of one job.
 ///
 /// All functions may be called from any thread, but, as in torch.distributed, every rank has to
-/// call init_process_group(), new_group() and barrier() in the same order. While one thread waits in
-/// new_group(), others may use the groups that there are.
+/// call init_process_group(), new_group() and barrier() in the same order. While one thread waits
+/// in new_group(), others may use the groups that there are.
 
 namespace apex::distributed {
 
