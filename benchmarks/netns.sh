@@ -15,7 +15,7 @@
 # the folder for the results (default: benchmarks/results). Takes about six minutes a link (ddp), or three.
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 python=${PYTHON:-python3}
 links="1gbit/0 200mbit/1ms"
 output=${OUT:-$here/results}

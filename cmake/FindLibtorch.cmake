@@ -6,8 +6,9 @@
 # toolkit, and it edits CMAKE_CUDA_ARCHITECTURES and CMAKE_CUDA_FLAGS of the project that calls it.
 #
 # Where it looks, in this order:
-#   Libtorch_ROOT (CMake or environment variable), Torch_ROOT, TORCH_INSTALL_PREFIX,
-#   Torch_DIR (share/cmake/Torch of a torch), an entry of CMAKE_PREFIX_PATH that holds a torch,
+#   Libtorch_ROOT, Torch_ROOT, TORCH_INSTALL_PREFIX,
+#   Torch_DIR (share/cmake/Torch of a torch), an entry of CMAKE_PREFIX_PATH that holds a torch (each
+#   of them a CMake or an environment variable),
 #   the torch of the Python interpreter in Python_EXECUTABLE or, without one, of python3.
 # Where Libtorch_ROOT names a folder, only there.
 #
@@ -57,10 +58,11 @@ function(_libtorch_ask_python out)
   if(NOT interpreter)
     return()
   endif()
-  # find_spec locates the package without importing it (an import takes seconds).
+  # find_spec locates the package without importing it (an import takes seconds). Without '', so that
+  # a folder torch where cmake was started, as in a clone of PyTorch, is not taken for the package.
   execute_process(
     COMMAND "${interpreter}" -c
-      "import importlib.util as u; s = u.find_spec('torch'); print(list(s.submodule_search_locations)[0] if s else '')"
+      "import importlib.util as u, sys; sys.path = list(filter(None, sys.path)); s = u.find_spec('torch'); print(list(s.submodule_search_locations)[0] if s else '')"
     OUTPUT_VARIABLE location OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET RESULT_VARIABLE status)
   if(status EQUAL 0 AND location)
     set(${out} "${location}" PARENT_SCOPE)
@@ -83,10 +85,13 @@ else()
       list(APPEND _libtorch_candidates "${_libtorch_hint}" "${_libtorch_hint}/torch")
     endif()
   endforeach()
-  if(Torch_DIR)
-    list(APPEND _libtorch_candidates "${Torch_DIR}/../../..")
-  endif()
-  foreach(_libtorch_hint IN LISTS CMAKE_PREFIX_PATH)
+  foreach(_libtorch_hint IN ITEMS "${Torch_DIR}" "$ENV{Torch_DIR}")
+    if(_libtorch_hint)
+      list(APPEND _libtorch_candidates "${_libtorch_hint}/../../..")
+    endif()
+  endforeach()
+  string(REPLACE ":" ";" _libtorch_prefixes "$ENV{CMAKE_PREFIX_PATH}")
+  foreach(_libtorch_hint IN LISTS CMAKE_PREFIX_PATH _libtorch_prefixes)
     # torch.utils.cmake_prefix_path is <torch>/share/cmake.
     list(APPEND _libtorch_candidates
       "${_libtorch_hint}" "${_libtorch_hint}/torch" "${_libtorch_hint}/../..")

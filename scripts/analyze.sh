@@ -24,7 +24,7 @@
 # shellcheck disable=SC2317,SC2329  # functions are called by the name of their tool
 set -uo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 # shellcheck source=venv.sh
 source "$here/venv.sh"
 cd "$apex_root" || exit 1

@@ -10,7 +10,7 @@
 set -euo pipefail
 
 # shellcheck source=venv.sh
-source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/venv.sh"
 case ${1:-} in -h | --help) apex_help && exit ;; esac
 python=${PYTHON:-$apex_root/.venv/bin/python}
 if [ ! -x "$python" ] && ! python=$(command -v "${PYTHON:-python3}"); then

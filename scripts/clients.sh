@@ -9,7 +9,7 @@
 set -euo pipefail
 
 # shellcheck source=venv.sh
-source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/venv.sh"
 case ${1:-} in -h | --help) apex_help && exit ;; esac
 python=${APEX_VENV:-$apex_root/.venv}/bin/python
 clients=${APEX_CLIENTS:-$apex_root/build/clients}
@@ -31,7 +31,13 @@ packages=(
   accelerate psutil
 )
 if [ "$(cat "$clients/.installed" 2>/dev/null)" != "${packages[*]}" ]; then
+  if [ ! -e "$clients/.installed" ] && [ -n "$(ls -A "$clients" 2>/dev/null)" ]; then
+    apex_error "$clients was not made by this script: give APEX_CLIENTS a folder that is empty or not there yet"
+    exit 1
+  fi
   rm -rf "$clients"
+  mkdir -p "$clients"
+  touch "$clients/.installed"
   "$python" -m pip install --quiet --no-deps --target "$clients" "${packages[@]}"
   echo "${packages[*]}" >"$clients/.installed"
 fi

@@ -22,7 +22,7 @@
 # Interpreters are looked for as python3.N on the PATH, then among pyenv's and uv's.
 set -uo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 # shellcheck source=venv.sh
 source "$here/venv.sh"
 # shellcheck disable=SC2154 # venv.sh assigns apex_root

@@ -18,7 +18,7 @@
 set -euo pipefail
 
 export PYTHONWARNINGS='ignore:Failed to initialize NumPy' # torch's, where there is no numpy
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 # shellcheck source=venv.sh
 source "$here/venv.sh"
 
@@ -39,6 +39,7 @@ while [ "$#" -gt 0 ]; do
   shift
 done
 [ "${#torches[@]}" -gt 0 ] || usage "which torch are the wheels for?"
+apex_require_python "${PYTHON:-python3}"
 made=''
 [ -d "$output" ] || made=yes
 mkdir -p "$output" 2>/dev/null && [ -w "$output" ] || usage "$output is no folder that can be written to."

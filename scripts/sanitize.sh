@@ -19,7 +19,7 @@
 # Exit status: 0 if every test passed and nothing was reported.
 set -uo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 # shellcheck source=venv.sh
 source "$here/venv.sh"
 cd "$apex_root" || exit 1

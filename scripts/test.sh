@@ -16,7 +16,7 @@
 # scripts/venv.sh lists, and PYTEST_ADDOPTS. Arguments are passed on to pytest.
 set -uo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 # shellcheck source=venv.sh
 source "$here/venv.sh"
 case ${1:-} in -h | --help) apex_help && exit ;; esac

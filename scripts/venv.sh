@@ -19,8 +19,10 @@
 #   CMAKE_BUILD_PARALLEL_LEVEL   compilers at a time; default: one per core and 2 GiB free memory
 #   SKBUILD_BUILD_DIR   the folder to build in (default: build/<Python tag> in the repository)
 
-apex_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+apex_root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
+unset CDPATH # with it, cd prints where it goes, or goes elsewhere
 # The scripts change folders.
+apex_script=$(readlink -f -- "$0")
 case ${APEX_VENV:-/} in /*) ;; *) APEX_VENV=$PWD/$APEX_VENV ;; esac
 
 # apex_quiet COMMAND...: run it, and show its output only if it fails.
@@ -35,7 +37,7 @@ apex_quiet() {
 
 # apex_help: print the head of the script that was started.
 apex_help() {
-  sed -n '3,${/^#/!q;s/^# \{0,1\}//;p;}' "$0"
+  sed -n '3,${/^#/!q;s/^# \{0,1\}//;p;}' "$apex_script"
 }
 
 apex_error() {
@@ -47,6 +49,14 @@ apex_python_is_new_enough() {
   "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
 }
 
+# apex_require_python PYTHON: fails with one sentence.
+apex_require_python() {
+  command -v "$1" >/dev/null ||
+    apex_error "there is no $1 here: install Python 3.10 or newer, or set PYTHON to one." || return 1
+  apex_python_is_new_enough "$1" ||
+    apex_error "$1 is not a working Python 3.10 or newer: set PYTHON to one."
+}
+
 apex_has_module() {
   # Without '', so that no folder that happens to lie here is taken for the module.
   "$1" -c "import importlib.util as u, sys
@@ -55,14 +65,11 @@ sys.exit(u.find_spec('$2') is None)"
 }
 
 apex_ensure_venv() {
-  local dir=$1 python=${PYTHON:-python3} options=()
+  local dir=$1 python=${PYTHON:-python3} options=() new=''
   shift
   if [ ! -x "$dir/bin/python" ]; then
-    command -v "$python" >/dev/null ||
-      apex_error "there is no $python here: install Python 3.10 or newer, or set PYTHON to one." ||
-      return 1
-    apex_python_is_new_enough "$python" ||
-      apex_error "$python is not a working Python 3.10 or newer: set PYTHON to one." || return 1
+    apex_require_python "$python" || return 1
+    [ -e "$dir" ] || new=yes
     if apex_has_module "$python" torch && ! apex_has_module "$python" apex; then
       echo "making the virtual environment $dir, with the packages of $python visible in it"
       options=(--system-site-packages)
@@ -70,7 +77,7 @@ apex_ensure_venv() {
       echo "making the virtual environment $dir"
     fi
     if ! apex_quiet "$python" -m venv ${options[@]+"${options[@]}"} "$dir"; then
-      rm -rf "$dir"
+      if [ "$new" = yes ]; then rm -rf "$dir"; fi # else it may hold other files
       apex_error "$python cannot make virtual environments (Debian and Ubuntu: install python3-venv)."
       return 1
     fi

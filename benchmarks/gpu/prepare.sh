@@ -14,7 +14,7 @@ case ${1:-} in
   -h | --help) sed -n '3,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
   *) echo "prepare.sh: it takes no argument '$1'; --help shows what it does." >&2; exit 2 ;;
 esac
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../.." && pwd)
 source=${GTEST_SOURCE:-/usr/src/googletest}
 if [ ! -f "$source/googletest/CMakeLists.txt" ]; then
   echo "prepare.sh: no GoogleTest source in $source: install the package googletest, or set GTEST_SOURCE." >&2

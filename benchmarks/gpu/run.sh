@@ -18,7 +18,7 @@
 # APEX_GPU_ARCHITECTURES (default 90), APEX_GPU_SECONDS (for everything, default 525), JOBS.
 set -uo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 root=$(cd "$here/../.." && pwd)
 dry_run=no
 only=

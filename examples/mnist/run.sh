@@ -9,7 +9,7 @@
 # and what scripts/venv.sh lists.
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 # shellcheck source=../../scripts/venv.sh
 source "$here/../../scripts/venv.sh"
 case ${1:-} in -h | --help) apex_help && exit ;; esac

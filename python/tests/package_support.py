@@ -89,8 +89,8 @@ def make_torch(
 def cmake(*arguments: str, **environment: str) -> tuple[int, str]:
     """Exit code and output of cmake, in an environment that names no torch."""
     hidden = (
-        "Libtorch_ROOT", "Torch_ROOT", "TORCH_INSTALL_PREFIX", "CMAKE_PREFIX_PATH", "NCCL_ROOT",
-        "SKBUILD",
+        "Libtorch_ROOT", "Torch_ROOT", "TORCH_INSTALL_PREFIX", "CMAKE_PREFIX_PATH", "Torch_DIR",
+        "NCCL_ROOT", "SKBUILD",
     )  # fmt: skip
     env = {name: value for name, value in os.environ.items() if name not in hidden} | environment
     result = subprocess.run(

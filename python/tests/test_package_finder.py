@@ -100,6 +100,27 @@ def test_finder_torchs_cmake_prefix_path_understood(tmp_path: Path) -> None:
     assert Path(found["PREFIX"]) == package
 
 
+@pytest.mark.parametrize("variable", ["CMAKE_PREFIX_PATH", "Torch_DIR"])
+def test_finder_environment_variables_of_find_package_understood(
+    tmp_path: Path, variable: str
+) -> None:
+    package = make_torch(tmp_path / "torch", "2.13.0+cpu")
+    folder = package / "share" / "cmake"
+    value = {"CMAKE_PREFIX_PATH": f"/usr:{folder}", "Torch_DIR": f"{folder}/Torch"}[variable]
+    assert Path(find(tmp_path, **{variable: value})["PREFIX"]) == package
+
+
+def test_finder_called_beside_a_folder_torch_asks_for_the_installed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a clone of PyTorch."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    found = find(tmp_path, f"-DPython_EXECUTABLE={sys.executable}")
+    assert Path(found["PREFIX"]) == Path(torch.__file__).parent
+
+
 def test_finder_environment_variable_before_python(tmp_path: Path) -> None:
     package = make_torch(tmp_path / "torch", "2.13.0+cpu")
     python = f"-DPython_EXECUTABLE={sys.executable}"

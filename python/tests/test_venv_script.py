@@ -98,6 +98,29 @@ def test_script_help_prints_its_head_and_does_nothing_else(script: Path, tmp_pat
     assert not venv.exists()
 
 
+@pytest.mark.parametrize("how", ["its own folder", "CDPATH", "a link"])
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s != SCRIPT], ids=lambda path: path.stem)
+def test_script_is_found_however_it_is_called(script: Path, how: str, tmp_path: Path) -> None:
+    root = SCRIPT.parents[1]
+    folder, name = root, str(script.relative_to(root))
+    if how == "its own folder":
+        folder, name = script.parent, script.name
+    elif how == "a link":
+        (tmp_path / "link").symlink_to(script)
+        folder, name = tmp_path, "link"
+    (tmp_path / "scripts").mkdir()  # CDPATH leads here
+    done = subprocess.run(
+        ["bash", name, "--help"],
+        cwd=folder,
+        env={**os.environ, "CDPATH": f"{tmp_path}:."},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Environment: " in done.stdout and "===" not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -188,6 +211,58 @@ def test_ensure_venv_no_python_fails_with_one_sentence(tmp_path: Path) -> None:
     assert "there is no /nowhere/python3 here" in done.stderr
 
 
+def test_release_old_python_fails_with_one_sentence(tmp_path: Path) -> None:
+    old = executable(tmp_path / "python3.9", "#!/bin/sh\nexit 1\n")
+    done = subprocess.run(
+        ["bash", str(SCRIPT.parent / "release.sh"), "--output", str(tmp_path / "dist"), "torch"],
+        env={**os.environ, "PYTHON": str(old)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert done.stderr == (
+        f"error: {old} is not a working Python 3.10 or newer: set PYTHON to one.\n"
+    )
+
+
+def test_ensure_venv_failure_deletes_only_what_it_made(tmp_path: Path) -> None:
+    python = executable(
+        tmp_path / "python", f'#!/bin/sh\n[ "$2" != venv ] && exec {sys.executable} "$@"\n'
+    )
+    mine, file = tmp_path / "folder" / "mine", tmp_path / "file"
+    mine.parent.mkdir()
+    mine.write_text("precious")
+    file.write_text("precious")
+    for given in (mine.parent, file, tmp_path / "new"):
+        done = bash(SCRIPT, f"apex_ensure_venv {given}", PYTHON=str(python))
+        assert done.returncode != 0
+        assert "cannot make virtual environments" in done.stderr
+    assert mine.read_text() == file.read_text() == "precious"
+    assert not (tmp_path / "new").exists()
+
+
+def test_clients_keeps_a_folder_that_it_has_not_made(tmp_path: Path) -> None:
+    executable(tmp_path / "venv" / "bin" / "python", "#!/bin/sh\necho 0.28\n")
+    mine = tmp_path / "folder" / "mine"
+    mine.parent.mkdir()
+    mine.write_text("precious")
+    done = subprocess.run(
+        ["bash", str(SCRIPT.parent / "clients.sh")],
+        env={
+            **os.environ,
+            "APEX_VENV": str(tmp_path / "venv"),
+            "APEX_CLIENTS": str(mine.parent),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "was not made by this script" in done.stderr
+    assert mine.read_text() == "precious"
+
+
 def test_relative_paths_of_environments_work(tmp_path: Path) -> None:
     """And a folder beside them is no installed module."""
     (tmp_path / "python").symlink_to(sys.executable)
@@ -253,7 +328,7 @@ def test_install_package_no_compiler_fails_with_one_sentence(checkout: Checkout)
     # A PATH with the tools that the script itself needs, and no compiler.
     tools = checkout.venv.parent / "pip-tools"
     tools.mkdir()
-    for tool in ("cat", "dirname", "git", "mktemp", "rm", "awk", "getconf", "sh"):
+    for tool in ("cat", "dirname", "git", "mktemp", "readlink", "rm", "awk", "getconf", "sh"):
         found = shutil.which(tool)
         if found:
             (tools / tool).symlink_to(found)

@@ -190,6 +190,7 @@ at::Tensor LossScaler::found_inf() const {
 }
 
 void LossScaler::synchronize(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  if (!group) throw InvalidArgument("LossScaler::synchronize() needs a process group, got null");
   if (!options_.dynamic() || group->getSize() == 1) return;
   at::NoGradGuard no_grad;
   const at::Tensor flag = found_inf();

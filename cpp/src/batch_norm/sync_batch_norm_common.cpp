@@ -4,7 +4,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 
-#include <sstream>
+#include "plain_text.h"
 
 namespace apex::parallel::detail {
 
@@ -291,7 +291,7 @@ void store_counter(const OptionalTensor& counter, const at::Tensor& counted) {
 
 void check_more_than_one_value(const at::Tensor& input, int64_t values_over_all_ranks) {
   if (values_over_all_ranks == 1) {
-    std::ostringstream sizes;
+    PlainText sizes;
     for (int64_t d = 0; d < input.dim(); ++d) {
       sizes << (d == 0 ? "" : ", ") << input.size(d);
     }

@@ -129,7 +129,7 @@ at::Tensor tensor_of(const apex_tensor& from) {
     empty = empty || size == 0;
   }
   if (!empty && from.data == nullptr) throw InvalidArgument("the data of a tensor are NULL");
-  if (from.device < -1) {
+  if (from.device < -1 || from.device > std::numeric_limits<c10::DeviceIndex>::max()) {
     throw InvalidArgument("the device of a tensor is " + std::to_string(from.device) +
                           "; -1 is the CPU, and CUDA devices count from 0");
   }

@@ -28,6 +28,7 @@
 
 #include "checkpoint/atomic_file.h"
 #include "comm/error_text.h"
+#include "plain_text.h"
 
 namespace apex::parallel {
 
@@ -164,7 +165,7 @@ at::Tensor read_file(const std::string& path, bool* missing) {
 }
 
 std::string form_of(const at::Tensor& tensor) {
-  std::ostringstream text;
+  PlainText text;
   text << "shape " << tensor.sizes() << " and dtype " << c10::toString(tensor.scalar_type());
   return text.str();
 }

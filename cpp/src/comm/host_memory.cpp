@@ -12,6 +12,7 @@
 #if defined(__linux__)
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #endif
@@ -42,6 +43,11 @@ char* map(int fd, size_t bytes) {
 void unmap(char* data, size_t bytes) { ::munmap(data, bytes); }
 
 int make_file(size_t bytes) {
+  // Beyond it the system would end the process, by SIGXFSZ.
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes)
+    throw Error("no shared memory: files may have " + std::to_string(limit.rlim_cur) +
+                " bytes at most (ulimit -f)");
   const int fd = ::memfd_create("apex", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) throw_system_error("no shared memory (memfd_create)");
   if (::ftruncate(fd, static_cast<off_t>(bytes)) != 0 ||

@@ -15,6 +15,7 @@
 
 #include "comm/collectives.h"
 #include "fingerprint.h"
+#include "plain_text.h"
 #include "torch_version.h"
 
 namespace apex::parallel {
@@ -25,7 +26,7 @@ using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 template <typename Range>
 std::string join(const Range& range) {
-  std::ostringstream out;
+  PlainText out;
   out << '[';
   const char* separator = "";
   for (const auto& value : range) {
@@ -40,7 +41,7 @@ std::string join(const Range& range) {
 /// line that differs is the message.
 std::string describe(const NamedTensor& entry) {
   const at::Tensor& tensor = entry.tensor;
-  std::ostringstream out;
+  PlainText out;
   out << "'" << entry.name << "' " << tensor.scalar_type() << ' ' << join(tensor.sizes());
   if (tensor.layout() == at::kStrided) {
     out << " strides " << join(tensor.strides());
@@ -104,7 +105,7 @@ struct Description {
 std::string difference(int64_t rank, const std::string& reference, const std::string& other) {
   const Description expected(reference);
   const Description actual(other);
-  std::ostringstream out;
+  PlainText out;
   out << "rank " << rank << "'s model differs from rank 0's: ";
   // First those of the rank that gives more: what only one gives is what its user has written.
   const bool more = actual.settings.size() > expected.settings.size();
@@ -192,7 +193,7 @@ std::vector<at::Tensor> distinct(const std::vector<at::Tensor>& tensors, const c
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.defined() || tensor.is_meta() || tensor.numel() == 0) continue;
     if (tensor.layout() != at::kStrided) {
-      std::ostringstream out;
+      PlainText out;
       out << what << " takes strided tensors, got one of layout " << tensor.layout()
           << " and shape " << join(tensor.sizes());
       throw InvalidArgument(out.str());
@@ -286,7 +287,7 @@ void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr
   for (const at::Tensor& tensor : distinct(tensors, "all_reduce_coalesced")) {
     const at::ScalarType dtype = tensor.scalar_type();
     if (!at::isFloatingType(dtype) && !at::isComplexType(dtype)) {
-      std::ostringstream out;
+      PlainText out;
       out << "all_reduce_coalesced averages floating and complex tensors, got " << dtype;
       throw InvalidArgument(out.str());
     }

@@ -31,6 +31,8 @@ using BackendType = c10d::ProcessGroup::BackendType;
 
 constexpr std::chrono::minutes kDefaultTimeout{30};
 constexpr std::chrono::minutes kDefaultNcclTimeout{10};
+/// 100 years. The nanoseconds of a clock end after 292, and milliseconds::max() means: no limit.
+constexpr std::chrono::hours kLongestTimeout{100 * 365 * 24};
 
 /// What init_process_group() made.
 struct World {
@@ -51,8 +53,15 @@ struct World {
 // its destructor may wait for a collective that other ranks never join. So the slot that holds the
 // default group and its subgroups is never destroyed: what is left in it ends with the process.
 //
-// The mutex guards the slot. It is held while ranks meet in init_process_group() and new_group():
-// who asks meanwhile waits.
+// world_mutex() guards the slot, and device_index in it. meeting_mutex(), which is locked first, is
+// held by init_process_group(), new_group() and destroy_process_group() from begin to end: the slot
+// changes under both. So other threads may use the groups that are there while ranks meet, which
+// may be what another rank waits for before it comes.
+std::mutex& meeting_mutex() {
+  static auto* mutex = new std::mutex;
+  return *mutex;
+}
+
 std::mutex& world_mutex() {
   static auto* mutex = new std::mutex;
   return *mutex;
@@ -98,7 +107,7 @@ std::chrono::milliseconds resolve_timeout(const std::optional<std::chrono::milli
     throw InvalidArgument("the timeout is " + std::to_string(timeout->count()) +
                           " ms, but it must be positive");
   }
-  return *timeout;
+  return std::min<std::chrono::milliseconds>(*timeout, kLongestTimeout);
 }
 
 void check_nccl_options(const NcclOptions& nccl) {
@@ -212,8 +221,8 @@ Rendezvous plan_rendezvous(const ProcessGroupOptions& options,
 c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(const std::string& backend,
                                                           const ProcessGroupOptions& options) {
   require_same_torch();
-  const std::lock_guard<std::mutex> lock(world_mutex());
-  if (world_slot()) {
+  const std::lock_guard<std::mutex> meeting(meeting_mutex());
+  if (is_initialized()) {
     throw InvalidArgument(
         "init_process_group() was called twice: call destroy_process_group() in between");
   }
@@ -252,6 +261,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(const std::string& bac
   world->group =
       connect_group(plan.describe(), "0", "default_pg", default_store, world->backends, request);
   world->store = c10::make_intrusive<c10d::PrefixStore>("0/", default_store);
+  const std::lock_guard<std::mutex> lock(world_mutex());
   world_slot() = std::move(world);
   return world_slot()->group;
 }
@@ -261,7 +271,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> new_group(const std::vector<int>& ranks,
                                                  std::optional<std::chrono::milliseconds> timeout,
                                                  const NcclOptions& nccl) {
   check_nccl_options(nccl);
-  const std::lock_guard<std::mutex> lock(world_mutex());
+  const std::lock_guard<std::mutex> meeting(meeting_mutex());
   World& world = require_world();
   const int self = world.group->getRank();
   std::vector<int> members = ranks;
@@ -285,9 +295,10 @@ c10::intrusive_ptr<c10d::ProcessGroup> new_group(const std::vector<int>& ranks,
   if (uses_nccl(backends)) {
     require_nccl();
     if (world.device_index < 0) {
-      const int gpus = visible_gpus();
-      world.device_index = choose_gpu(world.local_rank, gpus);
-      use_gpu(world.device_index);
+      const int gpu = choose_gpu(world.local_rank, visible_gpus());
+      use_gpu(gpu);
+      const std::lock_guard<std::mutex> lock(world_mutex());
+      world.device_index = gpu;
     }
   }
   // Counted on every rank, members or not, so that names agree.
@@ -354,6 +365,7 @@ void barrier(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
 }
 
 void destroy_process_group() {
+  const std::lock_guard<std::mutex> meeting(meeting_mutex());
   std::unique_ptr<World> world;
   {
     const std::lock_guard<std::mutex> lock(world_mutex());

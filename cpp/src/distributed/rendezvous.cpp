@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <distributed/rendezvous.h>
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <filesystem>
 #include <string>
+#include <system_error>
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
@@ -97,6 +100,9 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous) {
       const auto folder = std::filesystem::absolute(rendezvous.path).parent_path();
       if (!std::filesystem::is_directory(folder))
         throw Error("there is no folder '" + folder.string() + "'");
+      const int file = ::open(rendezvous.path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+      if (file < 0) throw Error(std::generic_category().message(errno));
+      ::close(file);
       auto store = c10::make_intrusive<c10d::FileStore>(rendezvous.path, rendezvous.world_size);
       store->setTimeout(rendezvous.timeout);
       return store;

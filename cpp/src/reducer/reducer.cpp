@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <apex/parallel/reducer.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <utility>
@@ -15,8 +16,14 @@ namespace apex::parallel {
 
 namespace {
 
-void check_options(const ReducerOptions& options, size_t parameters, size_t groups) {
-  if (groups == 0) throw InvalidArgument("a reducer needs at least one process group");
+void check_options(const ReducerOptions& options, size_t parameters,
+                   const std::vector<GroupPtr>& groups) {
+  if (groups.empty()) throw InvalidArgument("a reducer needs at least one process group");
+  if (std::find(groups.begin(), groups.end(), nullptr) != groups.end()) {
+    throw InvalidArgument(
+        "a reducer was given a process group that is null, as new_group() returns it to ranks that "
+        "are no members: make reducers on the members only");
+  }
   if (options.limits.cap < 0) {
     throw InvalidArgument("limits.cap must be positive, got " + std::to_string(options.limits.cap));
   }
@@ -52,7 +59,7 @@ Reducer::Reducer(std::vector<NamedTensor> parameters, std::vector<GroupPtr> grou
                  ReducerOptions options) {
   const size_t given = parameters.size();
   const bool triggers = !options.trigger_parameters.empty();
-  check_options(options, given, groups.size());
+  check_options(options, given, groups);
   core_ = std::make_shared<detail::ReducerCore>(std::move(parameters), std::move(groups),
                                                 std::move(options));
   if (triggers && core_->parameters().size() != given) {

@@ -2,7 +2,6 @@
 #include "reducer/reducer_core.h"
 
 #include <algorithm>
-#include <sstream>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -11,6 +10,7 @@
 
 #include "comm/announcer.h"
 #include "comm/collectives.h"
+#include "plain_text.h"
 #include "reducer/hooks.h"
 #include "reducer/join_protocol.h"
 #include "reducer/registry.h"
@@ -21,7 +21,7 @@ namespace {
 
 std::vector<std::string> settings_of(const ReducerOptions& options, size_t groups) {
   auto text = [](const char* name, auto value) {
-    std::ostringstream out;
+    PlainText out;
     out << name << '=' << value;
     return out.str();
   };

@@ -22,6 +22,7 @@
 #include <iostream>
 #include <limits>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -47,7 +48,7 @@ dist::ProcessGroupOptions options_from_environment() {
     options.world_size(std::stoi(variable("TEST_WORLD_SIZE")));
   }
   const std::string timeout = variable("TEST_TIMEOUT_MS");
-  options.timeout(std::chrono::milliseconds(timeout.empty() ? 30000 : std::stoi(timeout)));
+  options.timeout(std::chrono::milliseconds(timeout.empty() ? 30000 : std::stoll(timeout)));
   return options;
 }
 
@@ -255,6 +256,13 @@ const Scenario kTwice("twice", [] {
         std::string(error.what()).find("there is no folder '" + path + "/no'") != std::string::npos,
         error.what());
   }
+  nowhere.init_method("file:///proc/apex").timeout(std::chrono::seconds(5));
+  try {
+    dist::init_process_group("gloo", nowhere);  // torch would try again, past the timeout
+    require(false, "a file that cannot be made was taken");
+  } catch (const CommunicationError& error) {
+    require(std::string(error.what()).find("No such file") != std::string::npos, error.what());
+  }
   for (const char* name : {"first", "second"}) {
     dist::ProcessGroupOptions options;
     options.init_method("file://" + path + "/" + name);
@@ -269,6 +277,24 @@ const Scenario kTwice("twice", [] {
     dist::barrier();
     dist::destroy_process_group();
   }
+});
+
+// Rank 1 comes to new_group() only when rank 0, which waits for it there on one thread, has come to
+// all_reduce() on another.
+const Scenario kNewGroupBeside("new_group_beside", [] {
+  init();
+  for (int round = 0; round < 20; ++round) {
+    std::thread meeting;
+    if (dist::rank() == 0) meeting = std::thread([] { dist::new_group(); });
+    dist::all_reduce(at::ones({2}));
+    require(dist::is_initialized() && dist::local_rank() == dist::rank(), "no default group");
+    if (dist::rank() == 0) {
+      meeting.join();
+    } else {
+      dist::new_group();
+    }
+  }
+  dist::destroy_process_group();
 });
 
 const Scenario kNoDestroy("no_destroy", [] {
@@ -421,6 +447,10 @@ TEST(ProcessGroup, NewGroup_MembersAndOthers_Agree) {
   EXPECT_EQ(failures_of(run_processes(ranks_of("subgroups", 3))), "");
 }
 
+TEST(ProcessGroup, NewGroup_OnAThread_LeavesOtherThreadsTheGroupsThatThereAre) {
+  EXPECT_EQ(failures_of(run_processes(ranks_of("new_group_beside", 2))), "");
+}
+
 TEST(ProcessGroup, ProcessEnd_WithoutDestroy_IsClean) {
   for (int i = 0; i < 5; ++i) {
     ASSERT_EQ(failures_of(run_processes(ranks_of("no_destroy", 2))), "") << "run " << i;
@@ -518,6 +548,12 @@ TEST(ProcessGroup, NcclWithoutGpu_FailsAtOnce) {
 TEST(ProcessGroup, Timeout_NotPositive_IsRefused) {
   EXPECT_TRUE(failed_with(run_to_the_end(ranks_of("collectives", 1, {{"TEST_TIMEOUT_MS", "0"}}))[0],
                           {"timeout"}));
+}
+
+TEST(ProcessGroup, Timeout_LongerThanClocksCount_IsNoLimit) {
+  const std::string longest = std::to_string(std::chrono::milliseconds::max().count());
+  const auto specs = ranks_of("collectives", 2, {{"TEST_TIMEOUT_MS", longest}});
+  EXPECT_EQ(failures_of(run_processes(specs)), "");
 }
 
 TEST(ProcessGroup, Accessors_WithoutAGroup_Throw) {

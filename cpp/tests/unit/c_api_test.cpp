@@ -115,6 +115,8 @@ TEST_F(CApi, BadArguments_AnyFunction_StatusAndMessage) {
   bad = good;
   bad.device = -2;
   refused(apex_broadcast(group_, &bad, 0), "device of a tensor is -2");
+  bad.device = 256;  // as many as an index has values: it would be that of device 0
+  refused(apex_broadcast(group_, &bad, 0), "device of a tensor is 256");
   refused(apex_broadcast(group_, &good, 3), "no rank 3");
   // Hazard: what overflows is taken for a small tensor, and written past its end.
   const int64_t most = std::numeric_limits<int64_t>::max();

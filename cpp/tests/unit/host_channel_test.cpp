@@ -5,6 +5,8 @@
 
 #include <support/host_threads.h>
 
+#include <sys/resource.h>
+
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
 
@@ -454,6 +456,15 @@ TEST(HostMemory, FreedMemoryIsUsedAgain) {
   char* const first = held.front().get();
   held.clear();
   EXPECT_EQ(memory->allocate(size_t{50} << 20).get(), first);  // the gaps have been merged
+}
+
+TEST(HostMemory, LargerThanTheLimitOfFiles_ThrowsBeforeASignalEndsTheProcess) {
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlimit small{1 << 20, before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
+  EXPECT_THROW(HostMemory::create(HostChannel::kFirstBytes), Error);
+  ::setrlimit(RLIMIT_FSIZE, &before);
 }
 
 TEST(HostMemory, PiecesDoNotOverlap) {

@@ -229,6 +229,10 @@ TEST(LossScaler, State_SetAndRead_RoundTrips) {
   EXPECT_EQ(scaler.growth_tracker(), 0);
 }
 
+TEST(LossScaler, Synchronize_NullGroup_Throws) {
+  EXPECT_THROW(LossScaler(options(64)).synchronize({}), InvalidArgument);
+}
+
 TEST(LossScaler, Synchronize_OverflowOnOneRank_EveryRankBacksOff) {
   run_ranks(3, [](int rank, const Group& group) {
     LossScaler scaler(options(64));

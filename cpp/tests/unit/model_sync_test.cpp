@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <locale>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,6 +20,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <apex/error.h>
+#include <apex/parallel/reducer.h>
 
 namespace apex::parallel {
 namespace {
@@ -153,6 +155,27 @@ TEST(VerifySameModel, SettingsThatDiffer_AreNamedBeforeTensors) {
                 "rank 1's model differs from rank 0's: " + one.text + kRemedy);
     });
   }
+}
+
+// Hazard: a rank whose program has set a locale, and a Python program, which has not.
+TEST(VerifySameModel, LocaleWithThousandsSeparators_NumbersAreThoseOfEveryRank) {
+  struct Dots : std::numpunct<char> {
+    char do_thousands_sep() const override { return '.'; }
+    std::string do_grouping() const override { return "\3"; }
+  };
+  const std::locale before = std::locale::global(std::locale(std::locale::classic(), new Dots));
+  run_ranks(2, [&](int rank, const Group& group) {
+    const int64_t size = rank == 0 ? 1000 : 2000;
+    const std::string text =
+        text_of<RankMismatch>([&] { verify_same_model({{"w", at::zeros({size, 1})}}, {}, group); });
+    EXPECT_NE(text.find("[1000, 1]"), std::string::npos) << text;
+    ReducerOptions options;
+    options.limits.cap = size;
+    const std::string settings =
+        text_of<RankMismatch>([&] { const Reducer reducer(model(), {group}, options); });
+    EXPECT_NE(settings.find("bucket size=2000"), std::string::npos) << settings;
+  });
+  std::locale::global(before);
 }
 
 TEST(VerifySameModel, CollectiveFails_ThrowsNamed) {

@@ -130,6 +130,9 @@ TEST(ReducerConstruction, BadOptions_Construct_ThrowsInvalidArgument) {
     expect_contains(message_of<InvalidArgument>([&] { Reducer reducer({{"p", p}}, {}); }),
                     "at least one process group");
     expect_contains(
+        message_of<InvalidArgument>([&] { Reducer reducer({{"p", p}}, {group, nullptr}); }),
+        "a process group that is null");
+    expect_contains(
         message_of<InvalidArgument>([&] { Reducer reducer({{"p", at::Tensor()}}, {group}); }),
         "'p' is undefined");
     expect_contains(

@@ -111,7 +111,7 @@ class APEX_API LossScaler {
   /// Makes found_inf() the maximum over the ranks of `group`: one all-reduce of four bytes, if the
   /// scaler is dynamic. Collective: every rank of the group has to call it. CPU backends block the
   /// host, NCCL only the current stream.
-  /// @throws CommunicationError if the all-reduce fails.
+  /// @throws CommunicationError if the all-reduce fails; InvalidArgument for a null group.
   void synchronize(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
   /// Whether found_inf() is set. Blocks the host until the gradients have been looked at.

@@ -21,7 +21,8 @@
 /// written in C++ and in Python can be ranks of one job.
 ///
 /// All functions may be called from any thread, but, as in torch.distributed, every rank has to
-/// call init_process_group(), new_group() and barrier() in the same order.
+/// call init_process_group(), new_group() and barrier() in the same order. While one thread waits
+/// in new_group(), others may use the groups that there are.
 
 namespace apex::distributed {
 
@@ -52,7 +53,8 @@ struct ProcessGroupOptions {
   /// taken for NCCL, and the rank itself by local_rank().
   TORCH_ARG(std::optional<int>, local_rank);
   /// Limit for each step: to reach rank 0, for all ranks to arrive there, to connect to each other,
-  /// and for each collective. Unset: 30 minutes, 10 for NCCL (torch's defaults).
+  /// and for each collective. Unset: 30 minutes, 10 for NCCL (torch's defaults). At most 100 years,
+  /// which longer ones are taken for.
   TORCH_ARG(std::optional<std::chrono::milliseconds>, timeout);
   /// GPU of this process, for NCCL. Unset: that of the local rank.
   TORCH_ARG(std::optional<int>, device_index);
