@@ -211,6 +211,7 @@ void ReducerCore::complete(size_t done) {
     // A rank that failed takes part in no further exchange, so its failure has to be known before
     // the first. A bucket callback, however, is to be called as soon as its bucket is there.
     const auto refuse = [&](const SeenFacts& seen) {
+      if (must_refuse(seen)) --plan->backwards;  // counted by no rank, since not by the failed ones
       context_.monitor.open([&] { step_.refuse_failed_step(seen); });
     };
     if (!callback_ || context_.options.check_finite || plan->has_later_messages())

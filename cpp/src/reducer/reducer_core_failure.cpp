@@ -181,13 +181,13 @@ void ReducerCore::send_failure() noexcept {
 void ReducerCore::follow_the_others() noexcept {
   try {
     const size_t done = done_in_order();
-    ++book_.current()->backwards;
     const SeenFacts seen = await_facts(book_.current()->entries);
     if (must_refuse(seen)) {
       context_.monitor.open([&] { step_.attend_refusal(); });
       if (step_.hooks_apart()) fail();
       return;
     }
+    ++book_.current()->backwards;
     agree_on_what_follows(seen, done);
   } catch (...) {
     fail();
