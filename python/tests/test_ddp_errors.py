@@ -118,6 +118,8 @@ class Policy(NamedTuple):
     ("gradient_predivide_factor", [1.0, 2.0], "gradient_predivide_factor"),
     ("allreduce_always_fp32", [True, False], "allreduce_always_fp32"),
     ("static_graph", [True, False], "static_graph"),
+    ("gradient_as_bucket_view", [True, False], "gradient_as_bucket_view"),
+    ("retain_allreduce_buffers", [False, True], "gradient_as_bucket_view"),
     ("check_finite", [True, False], "check_finite"),
     ("check_reduction", [True, False], "check_reduction"),
     ("init_sync", [True, False], "init_sync"),

@@ -19,6 +19,7 @@ from ddp_support import (
     check_gradients,
     check_near,
     check_same_on_all_ranks,
+    check_step,
     gradients,
     host_channel,
     mean_over_ranks,
@@ -355,3 +356,59 @@ def test_views_that_were_swapped_keep_what_they_hold(
     ranks: RankPool, numel: int, message_size: int
 ) -> None:
     ranks.run(2, _swapped_gradients, numel, message_size)
+
+
+class _Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.z = nn.Parameter(torch.tensor([1.0 + 2.0j, 3.0 - 1.0j]))
+
+    def forward(self, x: float) -> Tensor:
+        return (self.z * complex(x, 2 * x)).real.sum()
+
+
+def _conjugated_views(rank: int, world: int) -> None:
+    """A lazy conjugate of a view lies where the view lies, but is another number."""
+    ddp = DistributedDataParallel(_Complex(), gradient_as_bucket_view=True)
+    z = ddp.module.z
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(1.0 + rank).backward()
+    check(torch.equal(z.grad, torch.full_like(z, 1.5 - 3.0j)), "the mean over ranks")
+    z.grad = z.grad.conj() if rank == 0 else z.grad.conj_physical()
+    ddp(1.0 + rank).backward()
+    check(torch.equal(z.grad, torch.full_like(z, 3.0)), "its conjugate, and another one")
+
+
+def test_view_that_was_conjugated_is_no_view(ranks: RankPool) -> None:
+    ranks.run(2, _conjugated_views)
+
+
+class _Distilled(nn.Module):
+    """A student beside a frozen teacher that was made in inference mode."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.student = nn.Linear(4, 2)
+        with torch.inference_mode():
+            self.teacher = nn.Linear(4, 2).requires_grad_(False)
+            self.teacher.weight.fill_(rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(x)
+        return (self.student(x) - target).square().sum()
+
+
+def _distils(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(_Distilled(rank))
+    check(torch.equal(ddp.module.teacher.weight, torch.zeros(2, 4)), "not rank 0's teacher")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    x = torch.arange(12.0).view(3, 4)
+    for step in range(3):
+        check_step(ddp, lambda model, rank: model(torch.sin(x * (1 + rank))), f"step {step}")
+        optimizer.step()
+
+
+def test_frozen_parameters_made_in_inference_mode(ranks: RankPool) -> None:
+    ranks.run(2, _distils)

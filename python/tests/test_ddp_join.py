@@ -13,6 +13,7 @@ from ddp_join_support import Counter, Normed, batch, make, reference_step
 from ddp_support import (
     RankPool,
     check,
+    check_equal,
     check_near,
     check_same_on_all_ranks,
     gradients,
@@ -295,6 +296,22 @@ def _broadcasts_buffers(rank: int, world: int) -> None:
 
 def test_join_broadcast_buffers_from_a_rank_with_data(ranks: RankPool) -> None:
     ranks.run(2, _broadcasts_buffers)
+
+
+def _keeps_sparse_buffers(rank: int, world: int) -> None:
+    model = make()
+    model.register_buffer("adjacency", (torch.eye(3) * (rank + 1)).to_sparse())
+    model.register_buffer("flag", torch.tensor(rank))
+    ddp = DistributedDataParallel(model)
+    with ddp.join():
+        for step in range(1 + rank):
+            ddp(batch(rank, step)).sum().backward()
+    check_equal(model.flag.item(), world - 1, "a buffer, of the last rank with data")
+    check_equal(model.adjacency.to_dense().sum().item(), 3.0 * (rank + 1), "a sparse buffer")
+
+
+def test_join_leaves_sparse_buffers_alone(ranks: RankPool) -> None:
+    ranks.run(2, _keeps_sparse_buffers)
 
 
 # --- scalers ---

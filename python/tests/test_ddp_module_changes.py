@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ddp_support import (
     check_equal,
     check_same_on_all_ranks,
     check_step,
+    host_channel,
     raises,
 )
 from torch import Tensor, nn
@@ -190,3 +192,62 @@ def test_trigger_parameters_that_are_replaced_or_frozen_are_followed_by_name(
     ranks: RankPool,
 ) -> None:
     ranks.run(2, _changes_triggers)
+
+
+# --- a parameter of another shape ---
+
+
+class _Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.ones(3000, 10))
+        self.small = nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.large.square().sum() * x[0, 0] + self.small.square().sum() * x[0, 1]
+
+
+def _resized(rank: int, world: int, options: dict[str, Any]) -> None:
+    """The strides stay the same."""
+    ddp = DistributedDataParallel(_Scale(), **options)
+    for rows in (3, 4, 1, 1, 5):
+        ddp.module.small.data = torch.ones(rows, 2)
+        ddp.module.large.data = torch.ones(1000 * rows, 10)
+        ddp.zero_grad()
+        check_step(ddp, lambda model, rank: model(data(rank)), f"{rows} rows")
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"gradient_as_bucket_view": True}, {"message_size": 1}, {"delay_allreduce": True},
+], ids=str)  # fmt: skip
+def test_data_of_another_shape_makes_a_new_plan(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks.run(2, _resized, options)
+
+
+def _apart(rank: int, world: int, kind: str, channel: str) -> None:
+    """Every rank leaves the plan, so that they would meet with messages of other sizes."""
+    with host_channel(channel):
+        ddp = DistributedDataParallel(_Scale())
+    small = ddp.module.small
+    for step in range(2):
+        check_step(ddp, lambda model, rank: model(data(rank)), f"step {step}")
+    ddp.zero_grad()
+    if kind == "dtype":
+        small.data = small.data.to([torch.bfloat16, torch.float64][rank])
+    else:
+        small.data = torch.ones(4 + rank, 2)
+    with raises(RuntimeError, "rank 1's model differs from rank 0's", "'small'"):
+        ddp(data(rank)).backward()
+    ddp.zero_grad()
+    small.data = torch.ones(7, 2)
+    for step in range(2):
+        check_step(ddp, lambda model, rank: model(data(rank)), f"alike again, step {step}")
+
+
+# Gloo ended the process.
+@pytest.mark.parametrize("channel", ["1", "0"], ids=["shared_memory", "gloo"])
+@pytest.mark.parametrize("kind", ["dtype", "shape"])
+def test_parameter_of_another_kind_on_each_rank_raises(
+    ranks: RankPool, kind: str, channel: str
+) -> None:
+    ranks.run(2, _apart, kind, channel)

@@ -251,3 +251,49 @@ def _unused_here_is_a_view(rank: int, world: int, change: str) -> None:
 @pytest.mark.parametrize("change", ["relearn", "freeze"])
 def test_buffers_hold_gradients_that_a_rank_does_not_use(ranks: RankPool, change: str) -> None:
     ranks.run(2, _unused_here_is_a_view, change)
+
+
+class _Halves(nn.Module):
+    """Of which one is frozen in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.halves[1](self.halves[0](x))
+
+
+def _fail(_: Tensor) -> None:
+    raise ArithmeticError("in backward")
+
+
+def _fails_twice(rank: int, world: int, period: int) -> None:
+    """The last rank fails in the middle of a backward, and rank 0 when its part is done."""
+    ddp = DistributedDataParallel(_Halves(), process_group=_group(), message_size=1)
+    for step in range(8 * period):
+        for index, half in enumerate(ddp.module.halves):
+            half.requires_grad_(step // period % 2 == index)
+        if step % 7 != 6:
+            check_step(ddp, lambda m, r, s=step: m(data(r, s)).square().sum(), f"step {step}")
+            continue
+        ddp.zero_grad()
+        x = 1 * data(rank, step).requires_grad_()
+        if rank == 0:
+            x.register_hook(_fail)
+        handle = ddp.module.halves[step // period % 2][1].bias.register_hook(
+            _fail if rank == world - 1 else lambda _: None
+        )
+        with raises(Exception, "in backward" if rank in (0, world - 1) else "ended by an exc"):
+            ddp(x).square().sum().backward()
+        handle.remove()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("period", [1, 2])
+def test_plans_that_recur_after_two_ranks_failed_in_one_backward(
+    ranks: RankPool, world: int, period: int
+) -> None:
+    ranks.run(world, _fails_twice, period)

@@ -616,3 +616,80 @@ def _two_backwards(rank: int, world: int) -> None:
 
 def test_overlapped_two_backwards_of_one_forward(ranks: RankPool) -> None:
     ranks.run(2, _two_backwards)
+
+
+class Routed(nn.Module):
+    """Leaves out a layer, or ends backward, where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.extra = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, *, routed: bool = True, fails: bool = False) -> Tensor:
+        h = torch.tanh(self.first(x))
+        if routed:
+            h = h + self.extra(h)
+        if fails:
+            h.register_hook(_fail)
+        return self.last(h)
+
+
+def _fail(_: Tensor) -> None:
+    raise ArithmeticError("in backward")
+
+
+def _left_out_on_one_rank(rank: int, world: int) -> None:
+    """One rank waits in backward and steps at once, the others step in parts."""
+
+    def run(ddp: Any, optimizer: Any) -> None:
+        for step in range(STEPS + 4):
+            optimizer.zero_grad()
+            ddp(batch(rank, step), routed=rank > 0 or step % 4 < 2).square().mean().backward()
+            optimizer.step()
+
+    def make_routed() -> Any:
+        return DistributedDataParallel(Routed(), message_size=10)
+
+    ddp = check_either_way(make_routed, run, plain_sgd)
+    check_same_on_all_ranks(list(ddp.parameters()), "parameters")
+    check(rank == 0 or ddp.statistics()["deferred"] > 0, "nothing was deferred")
+
+
+def test_layer_left_out_on_one_rank_is_no_step_more(ranks: RankPool) -> None:
+    ranks.run(2, _left_out_on_one_rank)
+
+
+def _fails(rank: int, world: int, when: int, other_too: bool) -> None:
+    """Every rank orders the plan in the same backward."""
+
+    def run(ddp: Any, optimizer: Any) -> None:
+        for step in range(STEPS):
+            ddp.zero_grad()
+            optimizer.zero_grad()
+            x = 1 * batch(rank, step).requires_grad_()
+            if other_too and rank == 0 and step == when:
+                x.register_hook(_fail)  # when all gradients are on their way
+            try:
+                ddp(x, fails=rank == 1 and step == when).square().mean().backward()
+                if isinstance(optimizer, OverlappedOptimizer):
+                    optimizer.synchronize()
+            except (ArithmeticError, RuntimeError):
+                check_equal(step, when, "the step that failed")
+                continue
+            check(step != when, "a failure was not seen")
+            optimizer.step()
+        ddp.zero_grad()
+
+    def make_routed() -> Any:
+        return DistributedDataParallel(Routed(), message_size=10)
+
+    ddp = check_either_way(make_routed, run, plain_sgd)
+    check_same_on_all_ranks(list(ddp.parameters()), "parameters")
+
+
+@pytest.mark.parametrize("other_too", [False, True])
+@pytest.mark.parametrize("when", range(1, 5))
+def test_backward_that_fails_counts_on_no_rank(ranks: RankPool, when: int, other_too: bool) -> None:
+    ranks.run(2, _fails, when, other_too)

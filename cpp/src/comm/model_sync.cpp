@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <sstream>
 #include <unordered_set>
 #include <utility>
@@ -10,6 +11,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
 
 #include <apex/error.h>
 
@@ -231,6 +233,8 @@ void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group
   int64_t offset = 0;
   for (size_t i = 0; i < chunk.size(); ++i) {
     at::Tensor target = chunk[i];
+    std::optional<c10::InferenceMode> inference;  // tensors that were made in it are written in it
+    if (target.is_inference()) inference.emplace();
     const int64_t bytes = pieces[i].numel();
     if (flat.data_ptr() == target.data_ptr()) {
       target.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back

@@ -47,7 +47,7 @@ at::Tensor dense(const at::Tensor& grad) {
 
 /// True if the gradient lies where the slot's view of the buffer lies, element by element.
 bool lies_in(const at::Tensor& grad, const BucketMessage::Slot& slot) {
-  return slot.numel > 0 && grad.layout() == at::kStrided &&
+  return slot.numel > 0 && grad.layout() == at::kStrided && !grad.is_conj() && !grad.is_neg() &&
          grad.const_data_ptr() == slot.view.const_data_ptr() && grad.sizes() == slot.view.sizes() &&
          grad.strides() == slot.view.strides() && grad.scalar_type() == slot.view.scalar_type();
 }

@@ -37,6 +37,7 @@ void check(const NamedTensor& parameter, int rank) {
 bool same_kind(const Parameter& parameter) {
   return parameter.variable.scalar_type() == parameter.dtype &&
          parameter.variable.device() == parameter.device &&
+         parameter.variable.sizes() == parameter.sizes &&
          parameter.variable.strides() == parameter.strides;
 }
 
@@ -82,6 +83,7 @@ void ParameterTable::hook(int rank, const MakeHook& make_hook) {
     parameter.trainable = parameter.variable.requires_grad();
     parameter.dtype = parameter.variable.scalar_type();
     parameter.device = parameter.variable.device();
+    parameter.sizes = parameter.variable.sizes().vec();
     parameter.strides = parameter.variable.strides().vec();
     if (!parameter.trainable) continue;
     ever_trainable_ = true;
@@ -148,7 +150,7 @@ void ParameterTable::retire() {
 }
 
 void ParameterTable::forget_versions() {
-  for (Parameter& parameter : parameters_) parameter.seen_version = parameter.variable._version();
+  for (Parameter& parameter : parameters_) parameter.seen_version = version_of(parameter.variable);
 }
 
 }  // namespace apex::parallel::detail

@@ -25,6 +25,11 @@ namespace apex::parallel::detail {
 
 using AccumulatorPtr = NodePtr;
 
+/// Of a parameter that may be frozen and made in inference mode, where changes are not counted.
+inline uint32_t version_of(const at::Tensor& variable) {
+  return variable.is_inference() ? 0 : static_cast<uint32_t>(variable._version());
+}
+
 struct Parameter {
   std::string name;
   at::Tensor variable;
@@ -33,6 +38,7 @@ struct Parameter {
   bool trainable = false;
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::Device(at::kCPU);
+  std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
   AccumulatorPtr accumulator;
   uintptr_t hook = 0;
@@ -52,7 +58,7 @@ struct Parameter {
   /// What accumulates now is not averaged yet: the next synchronized backward takes it along.
   void touch() {
     touched = true;
-    touched_version = variable._version();
+    touched_version = version_of(variable);
   }
 };
 
@@ -89,7 +95,7 @@ class ParameterTable {
 
   /// Whether hooks have to be made again.
   bool changed() const;
-  /// Whether dtypes, devices and strides are still the same; and which are trainable.
+  /// Whether dtypes, devices, shapes and strides are still the same; and which are trainable.
   bool same_kind() const;
   bool same_set() const;
 

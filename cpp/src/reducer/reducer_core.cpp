@@ -35,6 +35,7 @@ std::vector<std::string> settings_of(const ReducerOptions& options, size_t group
       text("delay_allreduce", options.delay_allreduce),
       text("allreduce_trigger_params", triggers),
       text("allreduce_always_fp32", options.allreduce_always_fp32),
+      text("gradient_as_bucket_view", options.gradient_as_bucket_view),
       text("gradient_average", options.gradient_average),
       text("gradient_predivide_factor", options.gradient_predivide_factor),
       text("static_graph", options.static_graph),
@@ -106,15 +107,15 @@ void ReducerCore::complete_deferred() {
 
 // Note [Parameters that are frozen or unfrozen]
 //
-// A change of dtype, device or strides leaves the buckets without use: they are made again, and
-// every rank has to make the change before the same forward. Freezing and unfreezing, however, may
-// well depend on what a rank has seen, and ranks that forgot the plan at different times would meet
-// in collectives of different sizes. So the rank keeps the plan, and asks the others in the next
-// synchronized backward for a new one: by one of the facts in its last message. A frozen parameter
-// counts as not used in that backward; one that was unfrozen is reduced at its end, when all ranks
-// have agreed on the new plan. The facts have to be read after every backward, which costs nothing
-// where the message lies on the CPU; elsewhere the host would have to wait for the device, and
-// ranks have to freeze and unfreeze alike.
+// A change of dtype, device, shape or strides leaves the buckets without use: they are made again,
+// and every rank has to make the change before the same forward. Freezing and unfreezing, however,
+// may well depend on what a rank has seen, and ranks that forgot the plan at different times would
+// meet in collectives of different sizes. So the rank keeps the plan, and asks the others in the
+// next synchronized backward for a new one: by one of the facts in its last message. A frozen
+// parameter counts as not used in that backward; one that was unfrozen is reduced at its end, when
+// all ranks have agreed on the new plan. The facts have to be read after every backward, which
+// costs nothing where the message lies on the CPU; elsewhere the host would have to wait for the
+// device, and ranks have to freeze and unfreeze alike.
 
 void ReducerCore::follow_change() {
   complete_deferred();

@@ -154,7 +154,7 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   bool part_is_done() const;
   void send_failure() noexcept;
   void launch_left(const StepFacts& facts);
-  void follow_the_others() noexcept;
+  bool follow_the_others() noexcept;
   void awaiting(const std::function<void(const std::function<void()>& meanwhile)>& body);
   std::vector<bool> trainable_anywhere() const;
 

@@ -125,7 +125,7 @@ BackwardPass ReducerCore::prepare_pass() {
     const at::Tensor& grad = parameter.variable.grad();
     const bool owned = parameters.owns(parameter);
     if (owned) {
-      const uint32_t version = parameter.variable._version();
+      const uint32_t version = version_of(parameter.variable);
       changed = changed || version != parameter.seen_version;
       touched_changed =
           touched_changed || (parameter.touched && version != parameter.touched_version);

@@ -5,6 +5,7 @@
 
 #include <apex/error.h>
 
+#include "fingerprint.h"
 #include "reducer/profiler_range.h"
 #include "reducer/reducer_core.h"
 
@@ -114,7 +115,12 @@ Recording ReducerCore::recording(const StepFacts& facts) const {
     });
   }
   mine.facts = facts.encode();
-  mine.settings = describe_settings();
+  Fingerprint kinds;  // they decide on the sizes of messages
+  for (const Parameter& parameter : parameters) {
+    kinds.add(&parameter.dtype, sizeof(parameter.dtype));
+    kinds.add(parameter.sizes.data(), parameter.sizes.size() * sizeof(int64_t));
+  }
+  mine.settings = describe_settings() + ' ' + std::to_string(kinds.value());
   return mine;
 }
 
@@ -141,7 +147,7 @@ void ReducerCore::agree_on_plan() {
   if (!parameters.empty()) {
     const SeenFacts seen(agreed.facts);
     context_.monitor.open([&] { step_.refuse_failed_step(seen); });
-    if (!agreed.same_settings) step_.refuse_settings(mine.settings);
+    if (!agreed.same_settings) step_.refuse_settings(describe_settings());
     if (context_.options.check_steps.value_or(context_.members.control_device().is_cpu())) {
       std::vector<bool> anywhere;
       for (const Place& place : places) anywhere.push_back(place.trainable_anywhere);
@@ -211,6 +217,7 @@ void ReducerCore::complete(size_t done) {
     // A rank that failed takes part in no further exchange, so its failure has to be known before
     // the first. A bucket callback, however, is to be called as soon as its bucket is there.
     const auto refuse = [&](const SeenFacts& seen) {
+      if (must_refuse(seen)) --plan->backwards;  // counted by no rank, since not by the failed ones
       context_.monitor.open([&] { step_.refuse_failed_step(seen); });
     };
     if (!callback_ || context_.options.check_finite || plan->has_later_messages())

@@ -177,20 +177,23 @@ void ReducerCore::send_failure() noexcept {
   }
 }
 
-/// This rank failed in a backward when its part was done.
-void ReducerCore::follow_the_others() noexcept {
+/// This rank failed in a backward when its part was done. Returns whether it counts, as it does
+/// unless another rank failed before.
+bool ReducerCore::follow_the_others() noexcept {
   try {
     const size_t done = done_in_order();
-    ++book_.current()->backwards;
     const SeenFacts seen = await_facts(book_.current()->entries);
     if (must_refuse(seen)) {
       context_.monitor.open([&] { step_.attend_refusal(); });
       if (step_.hooks_apart()) fail();
-      return;
+      return false;
     }
+    ++book_.current()->backwards;
     agree_on_what_follows(seen, done);
+    return true;
   } catch (...) {
     fail();
+    return false;
   }
 }
 
@@ -210,9 +213,9 @@ void ReducerCore::abandon(BackwardScope* scope) noexcept {
     fail();
   }
   if (part_is_done()) {
-    follow_the_others();
+    const bool counts = follow_the_others();
     drop_messages();
-    close_book();
+    if (counts) close_book();
   } else {
     send_failure();
     drop_messages();

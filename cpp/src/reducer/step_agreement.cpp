@@ -84,6 +84,8 @@ void StepAgreement::look_back_on_failure() {
 
 void StepAgreement::refuse_settings(const std::string& mine) {
   told_ = true;
+  context_.monitor.open(
+      [&] { verify_same_model(context_.parameters.named(), {}, context_.members.control()); });
   throw RankMismatch(context_.me() + "this rank has " + mine +
                      ", another rank has not: register the same on every rank");
 }

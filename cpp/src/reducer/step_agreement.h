@@ -77,7 +77,7 @@ class StepAgreement {
   bool compared() const { return compared_; }
   bool comparing() const { return static_cast<bool>(details_); }
 
-  /// The settings differ, says an agreement; throws on every rank.
+  /// Settings, or dtypes or shapes of parameters, differ, says an agreement; throws on every rank.
   [[noreturn]] void refuse_settings(const std::string& mine);
 
   void drop() { failure_ = details_ = {}; }

@@ -24,6 +24,10 @@ def watch_optimizers() -> None:
     register_optimizer_step_post_hook(_stepped)
 
 
+# Those inside an OverlappedOptimizer, while it has them take a part of a step. How many parts there
+# are may differ by rank, so only its own step counts.
+taking_parts: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
 # Not id(): that of an optimizer made for one step may be the next one's.
 _numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _next_number = itertools.count()
@@ -31,6 +35,8 @@ _next_number = itertools.count()
 
 def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():  # the call cannot be part of a graph
+        return
+    if optimizer in taking_parts:
         return
     # One of each group is enough: whoever owns it hears of the step.
     some = [group["params"][0] for group in optimizer.param_groups if group["params"]]

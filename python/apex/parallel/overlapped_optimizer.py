@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from apex._internal import pending
 from apex.parallel._hooks import ReducedBucket
+from apex.parallel._steps import taking_parts
 from apex.parallel._wrapped_optimizer import WrappedOptimizer
 from apex.parallel.distributed import DistributedDataParallel
 
@@ -248,6 +249,8 @@ class OverlappedOptimizer(WrappedOptimizer):
         present = [dict(group) for group in groups]
         used = present if settings is None else settings
         counter = _counter_of(self.optim)
+        inner = list(_nested(self.optim))
+        taking_parts.update(inner)
         try:
             for group, values in zip(groups, used, strict=True):
                 group.update(_settings(values))
@@ -265,6 +268,7 @@ class OverlappedOptimizer(WrappedOptimizer):
                 if settings is None and counter in group:  # the first part counts for all
                     values[counter] = group[counter]
         finally:
+            taking_parts.difference_update(inner)
             for group, values in zip(groups, present, strict=True):
                 group.update(values)
 

@@ -417,8 +417,9 @@ class DistributedDataParallel {
     if (root < 0) return;
     // The messages of apex.parallel's join() in Python, whose ranks may be in the same job.
     std::vector<at::Tensor> tensors = module_->parameters();
-    const std::vector<at::Tensor> buffers = module_->buffers();
-    tensors.insert(tensors.end(), buffers.begin(), buffers.end());
+    for (const at::Tensor& buffer : module_->buffers()) {
+      if (buffer.layout() == at::kStrided) tensors.push_back(buffer);
+    }
     broadcast_coalesced(tensors, process_group(), root, kBroadcastBytes,
                         "broadcast of parameters and buffers at the end of join()");
     if (module_->parameters().empty()) return;

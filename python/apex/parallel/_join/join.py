@@ -162,7 +162,8 @@ class Join:
         if root < 0:
             return
         device = collective_device(group)
-        tensors = [tensor.detach() for _, tensor in self._engine.named_tensors()]
+        named = self._engine.named_tensors()
+        tensors = [tensor.detach() for _, tensor in named if tensor.layout == torch.strided]
         what = "broadcast of parameters and buffers at the end of join()"
         _core.broadcast_coalesced(tensors, name_of(group), root, what)
         _take_full_values(self._engine.module, group, root, device, shadowed)
