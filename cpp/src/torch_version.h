@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -63,6 +64,15 @@ inline c10::intrusive_ptr<c10d::Work> all_to_all_single(c10d::ProcessGroup& grou
 #else
   return group.alltoall_base(output, input, output_sizes, input_sizes);
 #endif
+}
+
+/// The dtype that gradients of a leaf get, where that is not its own: Tensor.grad_dtype, which not
+/// every version has.
+template <typename Tensor>
+std::optional<at::ScalarType> other_grad_dtype(const Tensor& leaf) {
+  std::optional<at::ScalarType> dtype;
+  if constexpr (requires { leaf.grad_dtype(); }) dtype = leaf.grad_dtype();
+  return dtype == leaf.scalar_type() ? std::nullopt : dtype;
 }
 
 /// Whether a backend is one of NCCL's, by Backend::getBackendName(). Since torch 2.15,

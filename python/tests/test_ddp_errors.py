@@ -302,6 +302,21 @@ def test_unknown_dtype_names_the_parameter(ranks: RankPool) -> None:
     ranks.run(2, _unknown_dtype)
 
 
+def _other_dtype_of_gradients(rank: int, world: int) -> None:
+    # The hazard: the gradient silently gets the dtype of its bucket.
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    model.weight.grad_dtype = torch.float32
+    with raises(ValueError, f"rank {rank}", "'weight'", "gradients Float (grad_dtype)"):
+        DistributedDataParallel(model)
+    model.weight.grad_dtype = torch.bfloat16
+    DistributedDataParallel(model)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+def test_other_dtype_of_gradients_names_the_parameter(ranks: RankPool) -> None:
+    ranks.run(2, _other_dtype_of_gradients)
+
+
 def _integers(rank: int, world: int) -> None:
     model = build()
     model.table = nn.Parameter(torch.full((5,), rank), requires_grad=False)

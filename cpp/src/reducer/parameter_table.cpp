@@ -7,6 +7,8 @@
 
 #include <apex/error.h>
 
+#include "torch_version.h"
+
 namespace apex::parallel::detail {
 
 namespace {
@@ -30,6 +32,13 @@ void check(const NamedTensor& parameter, int rank) {
         << "' is the result of an operation, not a leaf: it never gets a .grad; pass the tensor "
            "that "
            "it was computed from";
+    throw InvalidArgument(out.str());
+  }
+  if (const auto gradients = other_grad_dtype(tensor)) {
+    out << "rank " << rank << ": parameter '" << parameter.name << "' has dtype " << dtype
+        << " and its gradients " << *gradients
+        << " (grad_dtype), but buckets have the dtype of the parameters: set its grad_dtype to "
+        << dtype << ", or keep the parameter in " << *gradients;
     throw InvalidArgument(out.str());
   }
 }
