@@ -549,6 +549,11 @@ def test_fused_sgd_is_in_its_submodule() -> None:
     [
         ("FusedLAMB", {"amsgrad": True}, RuntimeError, "AMSGrad"),
         ("FusedLAMB", {"max_grad_norm": -1.0}, ValueError, "max_grad_norm"),
+        ("FusedLAMB", {"lr": -1e-3}, ValueError, "FusedLAMB: lr is -0.001; it must be 0 or more"),
+        ("FusedLAMB", {"lr": float("nan")}, ValueError, "lr is nan"),
+        ("FusedNovoGrad", {"betas": (0.9, 1.0)}, ValueError, r"betas are \(0.9, 1.0\)"),
+        ("FusedAdagrad", {"eps": None}, ValueError, "eps is None"),
+        ("FusedAdagrad", {"weight_decay": -1}, ValueError, "weight_decay is -1"),
         ("FusedNovoGrad", {"amsgrad": True}, RuntimeError, "AMSGrad"),
         ("FusedNovoGrad", {"norm_type": 1}, RuntimeError, "norm_type 2"),
         ("FusedAdam", {"max_grad_norm": 1.0}, TypeError, r"clip_grad_norm_\(parameters, 1.0\)"),

@@ -9,6 +9,7 @@ kept in float32, where Apex rounds it to the parameter's type after every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from numbers import Real
 from typing import Any
 
 import torch
@@ -88,6 +89,24 @@ class ForeachOptimizer(torch.optim.Optimizer):
     #: Names of attributes that are part of the object and not of its groups.
     _own_settings: tuple[str, ...] = ("set_grad_none",)
     set_grad_none: bool
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as ``torch.optim.Optimizer.add_param_group`` does.
+
+        Raises:
+            ValueError: a negative `lr`, `eps` or `weight_decay`, or `betas` outside of [0, 1).
+        """
+        settings, own = {**self.defaults, **param_group}, type(self).__name__
+        for name in ("lr", "eps", "weight_decay"):
+            value = settings[name]
+            if not isinstance(value, Tensor) and not (
+                isinstance(value, Real) and float(value) >= 0
+            ):
+                raise ValueError(f"{own}: {name} is {value!r}; it must be 0 or more.")
+        betas = settings.get("betas", (0.0, 0.0))
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"{own}: betas are {betas!r}; pass two numbers, from 0 to below 1.")
+        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients; by default as ``set_grad_none`` says."""

@@ -32,6 +32,9 @@ class FusedAdagrad(ForeachOptimizer):
         adagrad_w_mode: decoupled weight decay: p also changes by ``lr * w * p``, and g stays.
 
     Not thread safe. :meth:`step` copies nothing to the host.
+
+    Raises:
+        ValueError: a negative `lr`, `eps` or `weight_decay`.
     """
 
     _own_settings = ("set_grad_none", "adagrad_w_mode")

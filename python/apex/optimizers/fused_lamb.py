@@ -47,7 +47,8 @@ class FusedLAMB(ForeachOptimizer):
 
     Raises:
         RuntimeError: for amsgrad.
-        ValueError: a negative `max_grad_norm`.
+        ValueError: a negative `lr`, `eps`, `weight_decay` or `max_grad_norm`, or `betas` outside of
+            [0, 1).
     """
 
     _own_settings = ("set_grad_none", "adam_w_mode", "use_nvlamb")

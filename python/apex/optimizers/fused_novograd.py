@@ -45,6 +45,7 @@ class FusedNovoGrad(ForeachOptimizer):
 
     Raises:
         RuntimeError: for amsgrad, or another `norm_type`.
+        ValueError: a negative `lr`, `eps` or `weight_decay`, or `betas` outside of [0, 1).
     """
 
     _own_settings = ("set_grad_none", "moment_mode")
@@ -86,6 +87,7 @@ class FusedNovoGrad(ForeachOptimizer):
 
         Raises:
             RuntimeError: a `norm_type` other than 0 and 2.
+            ValueError: as the constructor.
         """
         norm_type = param_group.get("norm_type", self.defaults["norm_type"])
         if norm_type not in (0, 2):
