@@ -109,7 +109,7 @@ def test_analyze_outside_git_finds_the_same(small: Path, tool: str, file: str, t
 def test_analyze_tool_that_is_nowhere_is_no_failure(small: Path, tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
-    for name in ("bash", "dirname", "git", "mkdir"):
+    for name in ("bash", "dirname", "git", "mkdir", "readlink"):
         (tools / name).symlink_to(shutil.which(name) or name)
     done = subprocess.run(
         [str(tools / "bash"), "scripts/analyze.sh", "ruff", "shellcheck", "clang-tidy"],
