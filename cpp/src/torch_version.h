@@ -66,12 +66,19 @@ inline c10::intrusive_ptr<c10d::Work> all_to_all_single(c10d::ProcessGroup& grou
 #endif
 }
 
-/// The dtype that gradients of a leaf get, where that is not its own: Tensor.grad_dtype, which not
-/// every version has.
+/// Tensor.grad_dtype, which not every version has: the first of these where it is there.
 template <typename Tensor>
-std::optional<at::ScalarType> other_grad_dtype(const Tensor& leaf) {
-  std::optional<at::ScalarType> dtype;
-  if constexpr (requires { leaf.grad_dtype(); }) dtype = leaf.grad_dtype();
+auto grad_dtype_of(const Tensor& leaf, int) -> decltype(leaf.grad_dtype()) {
+  return leaf.grad_dtype();
+}
+template <typename Tensor>
+std::optional<at::ScalarType> grad_dtype_of(const Tensor&, ...) {
+  return std::nullopt;
+}
+
+/// The dtype that gradients of a leaf get, where that is not its own.
+inline std::optional<at::ScalarType> other_grad_dtype(const at::Tensor& leaf) {
+  const std::optional<at::ScalarType> dtype = grad_dtype_of(leaf, 0);
   return dtype == leaf.scalar_type() ? std::nullopt : dtype;
 }
 
