@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -168,7 +169,8 @@ def draw(result: dict[str, Any], target: Path) -> None:
         rows = result["host"][world]["all_reduce"]
         for key, label, color, style in LINES:
             axes.plot(
-                [row["kib"] for row in rows], [row[key] for row in rows],
+                [row["kib"] for row in rows],
+                [row[key] if row[key] > 0 else math.nan for row in rows],
                 label=label, color=color, ls=style, marker="o", markersize=3.5, lw=1.5,
             )  # fmt: skip
         axes.set_xscale("log", base=2)
