@@ -227,10 +227,7 @@ def main() -> None:
             mp.spawn(run, (world, f"{folder}/store", args.sizes, rows), world)
             result["host"][world] = json.loads(Path(rows).read_text())
     print(report(result))
-    args.output.mkdir(parents=True, exist_ok=True)
-    path = args.output / "host_channel.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    draw(result, path.with_suffix(".png"))
+    harness.draw_plot(harness.write("host_channel", result, args.output))
 
 
 if __name__ == "__main__":

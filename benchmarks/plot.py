@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Draws what ddp.py or overlapped_optimizer.py wrote.
+"""Draws what ddp.py, overlapped_optimizer.py or host_channel.py wrote.
 
 `python benchmarks/plot.py results/ddp.json` writes results/ddp.png.
 """
@@ -58,6 +58,11 @@ def draw(path: Path) -> Path:
 
     data = json.loads(Path(path).read_text())
     target = Path(path).with_suffix(".png")
+    if "host" in data:
+        import host_channel
+
+        host_channel.draw(data, target)
+        return target
     if data["settings"].get("bucket_mb"):
         plot_buckets.draw(data, _caption(data), target)
         return target

@@ -23,7 +23,9 @@ def test_performance_page_holds_every_result_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["ddp", "netns-1gbit", "netns-1gbit-overlapped_optimizer"])
+@pytest.mark.parametrize(
+    "name", ["ddp", "host_channel", "netns-1gbit", "netns-1gbit-overlapped_optimizer"]
+)
 def test_plot_of_a_result_is_drawn(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = shutil.copy(BENCHMARKS / "results" / f"{name}.json", tmp_path)
