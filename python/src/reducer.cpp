@@ -86,6 +86,7 @@ nb::dict to_dict(const ReducerStatistics& statistics) {
   result["reduced_in_shared_memory"] = statistics.reduced_in_shared_memory;
   result["reduced_by_host"] = statistics.reduced_by_host;
   result["buffers_registered"] = statistics.buffers_registered;
+  result["steps_skipped"] = statistics.steps_skipped;
   result["deferred"] = statistics.deferred;
   result["usage_reads"] = statistics.usage_reads;
   return result;
@@ -197,6 +198,7 @@ void init_reducer(nb::module_& m) {
       .def_rw("init_sync", &ReducerOptions::init_sync)
       .def_rw("check_finite", &ReducerOptions::check_finite)
       .def_rw("check_steps", &ReducerOptions::check_steps, nb::arg().none())
+      .def_rw("skip_failed_steps", &ReducerOptions::skip_failed_steps)
       .def_rw("registered_buffers", &ReducerOptions::registered_buffers)
       .def_rw("settings", &ReducerOptions::settings);
 
@@ -213,8 +215,10 @@ void init_reducer(nb::module_& m) {
             }
           },
           nb::arg("names"), nb::arg("parameters"), nb::arg("groups"), nb::arg("options"), release())
-      .def("prepare_for_forward", &Reducer::prepare_for_forward, nb::arg("training") = true,
-           release())
+      .def("prepare_for_forward", &Reducer::prepare_for_forward, release())
+      .def("skip_step", &Reducer::skip_step, release())
+      .def_prop_ro("step_skipped", &Reducer::step_skipped)
+      .def_static("optimizer_steps", &Reducer::optimizer_steps, nb::arg("parameters"), release())
       .def_static("release_all", &Reducer::release_all, release())
       .def_static("optimizer_stepped", &Reducer::optimizer_stepped, nb::arg("parameters"),
                   nb::arg("optimizer"), "Tells the reducers that own these parameters of a step.",

@@ -15,7 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_models import build, data
-from ddp_support import RankPool, check_equal, check_same_on_all_ranks, check_step, raises
+from ddp_support import (
+    RankPool,
+    check_equal,
+    check_same_on_all_ranks,
+    check_step,
+    host_channel,
+    raises,
+)
 from torch import Tensor, nn
 
 from apex.parallel import DistributedDataParallel, OverlappedOptimizer
@@ -86,7 +93,7 @@ def _future_fails(rank: int, world: int) -> None:
 
     ddp.register_comm_hook(None, hook)
     if rank == 0:
-        with raises(RuntimeError, "rank 0 of 3", "on purpose", "its future holds this error"):
+        with raises(RuntimeError, "rank 0 of 3", "on purpose", "not on every rank"):
             _loss(ddp, rank).backward()
     else:
         with contextlib.suppress(RuntimeError):
@@ -97,6 +104,42 @@ def _future_fails(rank: int, world: int) -> None:
 
 def test_future_of_a_hook_that_fails_on_one_rank_ends_all(ranks: RankPool) -> None:
     ranks.run(3, _future_fails)
+
+
+def _future_fails_everywhere(rank: int, world: int, at: int, views: bool, shared: bool) -> None:
+    with host_channel("1" if shared else "0"):
+        group = _group()
+        ddp = DistributedDataParallel(
+            build(), process_group=group, message_size=20, gradient_as_bucket_view=views
+        )
+
+    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+        def fail(f: Any) -> Tensor:
+            raise LookupError("on purpose")
+
+        future = _average(world, bucket, group)
+        return future.then(fail) if fails and bucket.index() == at else future
+
+    fails = False
+    ddp.register_comm_hook(None, hook)
+    for step in range(8):
+        fails = step in (0, 3, 4)
+        if not fails:
+            check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
+            continue
+        ddp.zero_grad()
+        named = [f"rank {rank} of {world}: ", f"for bucket {at} (", "on purpose"]
+        with raises(RuntimeError, *named):
+            _loss(ddp, rank, step).backward()
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared_memory", "sockets"])
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_future_of_a_hook_that_fails_on_every_rank_leaves_the_next_step_right(
+    ranks: RankPool, at: int, views: bool, shared: bool
+) -> None:
+    ranks.run(3, _future_fails_everywhere, at, views, shared)
 
 
 def _hook_raises(rank: int, world: int, at: int) -> None:

@@ -17,6 +17,7 @@ from ddp_support import (
     check_near,
     check_same_on_all_ranks,
     gradients,
+    raises,
 )
 
 from apex.parallel import DistributedDataParallel
@@ -28,10 +29,6 @@ def _train(ddp: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, st
     optimizer.zero_grad()
     backward(ddp, rank, step)
     optimizer.step()
-
-
-def _skips_backward(ddp: Any, optimizer: Any, rank: int) -> None:
-    ddp(batch(rank, 9))
 
 
 def _skips_backward_and_steps(ddp: Any, optimizer: Any, rank: int) -> None:
@@ -52,10 +49,9 @@ def _local_step(ddp: Any, optimizer: Any, rank: int) -> None:
 
 
 MISSTEPS = {
-    "skipped backward": (_skips_backward, "rank 1 ran a forward that no backward has followed"),
     "skipped backward, and a step": (
         _skips_backward_and_steps,
-        "rank 1 ran a forward that no backward has followed",
+        "rank 1 stepped an optimizer twice without a backward between",
     ),
     "forward without gradients": (
         _forward_without_gradients,
@@ -145,11 +141,55 @@ def test_ranks_that_evaluate_and_load_differently_do_not_raise(ranks: RankPool) 
     ranks.run(3, _no_misstep)
 
 
+class _Refuses(torch.nn.Module):
+    """A model whose forward raises where it is told to."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.inner = make(seed)
+        self.raises = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        if self.raises:
+            raise MemoryError("on purpose")
+        return y
+
+
+def _more_forwards(rank: int, world: int, held: bool) -> None:
+    """One rank draws the graph, tries again after an exception, or passes over a batch."""
+    ddp = DistributedDataParallel(_Refuses(seed=rank))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    kept = []
+    for step in range(12):
+        if rank == step % world:
+            kept.append(ddp(batch(rank, 9)))
+            kept.append(ddp(batch(rank, 9)).square().sum())
+            ddp.module.raises = True
+            with raises(MemoryError, "on purpose"):
+                ddp(batch(rank, 9))
+            ddp.module.raises = False
+            if not held:
+                kept.clear()
+        expected = mean_gradients(ddp.module, world, step)
+        _train(ddp, optimizer, rank, step)
+        for name, grad in gradients(ddp.module).items():
+            check_near(grad, expected[name], f"step {step}, {name}")
+        check_same_on_all_ranks(list(ddp.parameters()), f"step {step}")
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["freed", "held"])
+def test_forwards_without_backward_on_one_rank_do_not_raise(ranks: RankPool, held: bool) -> None:
+    ranks.run(3, _more_forwards, held)
+
+
 def _unchecked(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(make(), check_reduction=False)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     backward(ddp, rank, 0)
     if rank == 1:
-        ddp(batch(rank, 9))
+        optimizer.step()
+        optimizer.step()
     backward(ddp, rank, 1)
 
 
@@ -159,7 +199,7 @@ def test_check_reduction_off_does_not_raise(ranks: RankPool) -> None:
 
 # --- several wrappers in one backward ---
 
-LEFT_OUT = "rank 0 ran a forward that no backward has followed"
+LEFT_OUT = "rank 0 stepped an optimizer twice without a backward between"
 ONCE_MORE = "rank 1 updated the parameters since the last synchronized backward, rank 0 did not"
 LOCALLY = "rank 0 updated the parameters after a backward without synchronization"
 # By name: which losses rank 0 runs backward on in step 2, and under no_sync() of which wrapper.
@@ -237,6 +277,7 @@ def _late_between_wrappers(rank: int, world: int, which: list[int], skips: bool)
     """The facts of wrappers differ, and a rank is late between them: long enough for the others to
     look at the wrappers that they do not wait for."""
     wrappers = [DistributedDataParallel(torch.nn.Linear(6, 6)) for _ in range(2)]
+    optimizer = torch.optim.SGD([p for w in wrappers for p in w.parameters()], lr=0.0)
     error = None
     for step in range(5):
         for wrapper in wrappers:
@@ -246,7 +287,8 @@ def _late_between_wrappers(rank: int, world: int, which: list[int], skips: bool)
                 for parameter in wrappers[i].parameters():
                     parameter.detach().mul_(1)
         if skips and step == 3 and rank == 1:
-            wrappers[1](wrappers[0](batch(rank, step)))
+            optimizer.step()
+            optimizer.step()
         late = 1.0 if rank == 1 and step in (2, 3) else 0.0
         out = wrappers[1](Slow.apply(wrappers[0](batch(rank, step)), late))
         try:
@@ -255,7 +297,7 @@ def _late_between_wrappers(rank: int, world: int, which: list[int], skips: bool)
             error = caught
             break
     if skips:
-        raised("the ranks are out of step: rank 1 ran a forward that no backward has", error)
+        raised("the ranks are out of step: rank 1 stepped an optimizer twice without a", error)
     elif error is not None:
         raise error
 

@@ -90,8 +90,7 @@ void wait_or_hear(const c10d::ProcessGroup& group,
 
 /// In a catch block: what was thrown while `what` was waited for goes on as a CommunicationError,
 /// unless it says more than that.
-[[noreturn]] void throw_on(const std::string& what, const c10d::ProcessGroup& group,
-                           const char* advice = kLookAtOthers) {
+[[noreturn]] void throw_on(const std::string& what, const c10d::ProcessGroup& group) {
   try {
     throw;
   } catch (const RankMismatch&) {
@@ -106,7 +105,7 @@ void wait_or_hear(const c10d::ProcessGroup& group,
         "rank " + std::to_string(group.getRank()) + " of " + std::to_string(group.getSize()) +
         ": " + what + " failed: " + failed.text + " (" + kHooksApart + ")" + note_on_ranks(group));
   } catch (...) {
-    throw_communication_error(what, group, std::current_exception(), advice);
+    throw_communication_error(what, group, std::current_exception());
   }
 }
 
@@ -287,13 +286,9 @@ void wait_future(c10::ivalue::Future& future, const std::string& what,
           },
           {}, Waiting::kForHook);
     }
-    future.waitAndThrow();
+    future.wait();
   } catch (...) {
-    throw_on(what, group,
-             future.completed() ? "its future holds this error: fix the hook if it is the hook's "
-                                  "own, else look at the output of the other ranks; then start "
-                                  "again with a new process group"
-                                : kLookAtOthers);
+    throw_on(what, group);
   }
 }
 

@@ -101,7 +101,8 @@ void run_collective(const std::string& what, const c10d::ProcessGroup& group, Is
   if (const c10::intrusive_ptr<c10d::Work> work = issue()) wait_collective(work, what, group);
 }
 
-/// wait_collective() for the future of a communication hook.
+/// wait_collective() for the future of a communication hook. Returns also if that completed with an
+/// error; throws if other ranks have reported a failure meanwhile.
 void wait_future(c10::ivalue::Future& future, const std::string& what,
                  const c10d::ProcessGroup& group);
 

@@ -36,6 +36,8 @@ struct BackwardPass {
   /// Under join(): its end is to be announced, and its buckets follow the last announcement, so
   /// that all come in the same order on ranks without data.
   bool owes_end = false;
+  bool reported = false;   ///< the facts of this rank were sent
+  bool skipped = false;    ///< a rank has skipped this step: see Note [Skipped steps]
   size_t next_launch = 0;  ///< the bucket that is launched next
   bool launching = false;  ///< a thread is launching, and sees to what becomes ready meanwhile
 

@@ -11,6 +11,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <apex/error.h>
+#include <apex/interruption.h>
 
 #include "reducer/profiler_range.h"
 
@@ -67,11 +68,22 @@ std::string name_of(const PlannedBucket& entry, size_t index, const ReducerConte
              : "";
 }
 
+/// A part of a bucket's reduction, in which a communication hook may run or fail.
+template <typename Body>
+void run(PlannedBucket& entry, ReducerContext& context, Body&& body) {
+  entry.user_code_failed = entry.traits.runs_user_code;  // unless it returns
+  try {
+    context.monitor.open(std::forward<Body>(body));
+  } catch (const Interrupted&) {  // of this rank alone
+    entry.user_code_failed = false;
+    throw;
+  }
+  entry.user_code_failed = false;
+}
+
 void start(PlannedBucket& entry, const at::Tensor& tensor, const std::string& what,
            ReducerContext& context) {
-  entry.user_code_failed = entry.traits.runs_user_code;  // unless it returns
-  context.monitor.open([&] { entry.reduction->start(entry.message, tensor, what); });
-  entry.user_code_failed = false;
+  run(entry, context, [&] { entry.reduction->start(entry.message, tensor, what); });
 }
 
 }  // namespace
@@ -115,10 +127,14 @@ void launch_absent(std::vector<PlannedBucket>& entries, const StepFacts& facts,
     // collectives].
     start(entry, entry.absent, describe_bucket(entry, b, context), context);
     entry.reduction->leave();
-    if (entry.reduction->holds_back_next()) {
-      context.monitor.open([&] { entry.reduction->wait(describe_bucket(entry, b, context), {}); });
-    }
+    let_next_pass(entry, b, context);
   }
+}
+
+void let_next_pass(PlannedBucket& entry, size_t index, ReducerContext& context) {
+  if (!entry.reduction->holds_back_next()) return;
+  const std::string what = describe_bucket(entry, index, context);
+  run(entry, context, [&] { entry.reduction->wait(what, {}); });
 }
 
 void run_next_phases(Plan& plan, ReducerContext& context) {
@@ -129,8 +145,7 @@ void run_next_phases(Plan& plan, ReducerContext& context) {
       if (!entry.reduction->has_next_phase()) continue;
       any = true;
       const c10::OptionalDeviceGuard guard(entry.message.device());
-      context.monitor.open(
-          [&] { entry.reduction->next_phase(describe_bucket(entry, b, context)); });
+      run(entry, context, [&] { entry.reduction->next_phase(describe_bucket(entry, b, context)); });
       context.observers.tell(&BackwardObserver::in_flight, b, *entry.reduction);
     }
   }
@@ -143,7 +158,7 @@ void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()
     context.observers.tell(&BackwardObserver::launched, index, entry.message);
   context.observers.tell(&BackwardObserver::awaiting, index);
   const std::string what = name_of(entry, index, context);
-  context.monitor.open([&] { entry.reduction->wait(what, meanwhile); });
+  run(entry, context, [&] { entry.reduction->wait(what, meanwhile); });
   context.observers.tell(&BackwardObserver::arrived, index);
 }
 

@@ -26,6 +26,9 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
 void launch_absent(std::vector<PlannedBucket>& entries, const StepFacts& facts,
                    bool without_user_code, ReducerContext& context);
 
+/// Waits for a bucket that the next one must not overtake.
+void let_next_pass(PlannedBucket& entry, size_t index, ReducerContext& context);
+
 /// Later phases of reductions that have them, in the order of the buckets.
 void run_next_phases(Plan& plan, ReducerContext& context);
 

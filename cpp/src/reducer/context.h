@@ -40,6 +40,12 @@ struct ReducerContext {
   bool joining = false;  ///< between begin_join() and end_join()
   bool defers = false;   ///< backward may end before its buckets have arrived
 
+  /// Whether the ranks read each other's facts after every backward whose last bucket is on
+  /// `device`. Free on the CPU; elsewhere the host waits for the device.
+  bool reads_facts(at::Device device) const {
+    return device.is_cpu() || options.check_steps.value_or(false) || options.skip_failed_steps;
+  }
+
   /// "rank 1: ".
   std::string me() const { return "rank " + std::to_string(members.rank) + ": "; }
 };

@@ -16,6 +16,10 @@ namespace apex::parallel::detail {
 
 namespace {
 
+constexpr const char* kOwnErrorOrTheirs =
+    "fix the hook if the error is its own, else look at the output of the other ranks; then start "
+    "again with a new process group";
+
 class HookReduction final : public Reduction {
  public:
   explicit HookReduction(const ReductionSite& site)
@@ -64,7 +68,7 @@ class HookReduction final : public Reduction {
       throw;
     } catch (...) {
       future_.reset();
-      throw_failed(what, std::current_exception());
+      throw_failed(what, std::current_exception(), /*begun=*/false);
     }
   }
 
@@ -84,8 +88,8 @@ class HookReduction final : public Reduction {
     } catch (const CommunicationError&) {
       throw;
     } catch (...) {
-      // The other ranks may be waiting in this phase already: they hear of it.
-      throw_communication_error(what, *group_, std::current_exception(), "a later phase of it");
+      future_.reset();
+      throw_failed(what, std::current_exception(), /*begun=*/true);
     }
   }
 
@@ -121,11 +125,15 @@ class HookReduction final : public Reduction {
     return future;
   }
 
-  /// start() has failed; see Note [Hooks that fail].
-  [[noreturn]] void throw_failed(const std::string& what, const std::exception_ptr& error) const {
+  /// See Note [Hooks that fail]. `begun`: the hook may have issued its collective.
+  [[noreturn]] void throw_failed(const std::string& what, const std::exception_ptr& error,
+                                 bool begun) const {
     const std::string cause = message_of(error);
     if (heard_ && !hooks_failed_alike(all_groups_, group_, what, cause))
       throw_communication_error(what, *group_, error, kHooksApart);
+    // No other rank is notified, so the messages of the ranks may not match any more.
+    if (!heard_ && !alone_ && begun)
+      throw_communication_error(what, *group_, error, kOwnErrorOrTheirs);
     try {
       std::rethrow_exception(error);
     } catch (...) {
@@ -147,7 +155,13 @@ class HookReduction final : public Reduction {
                 "; it has to yield a tensor, or a list of one");
   }
 
-  void await(const std::string& what) { wait_future(*future_, what, *group_); }
+  void await(const std::string& what) {
+    wait_future(*future_, what, *group_);
+    if (!future_->hasError()) return;
+    const std::exception_ptr error = future_->exception_ptr();
+    future_.reset();
+    throw_failed(what, error, /*begun=*/true);
+  }
 
   const std::shared_ptr<CommHook> hook_;
   const GroupPtr group_;

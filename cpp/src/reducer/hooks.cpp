@@ -49,7 +49,6 @@ class OutputHook final : public torch::autograd::FunctionPreHook {
       : core_(std::move(core)), output_(std::move(output)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
-    if (output_->forward) output_->forward->reached = true;
     enter_backward(*core_);
     return grads;
   }

@@ -44,7 +44,7 @@ bool may_be_in_place(const ReducerContext& context, const Parameter& parameter) 
 
 /// How many facts a trailer on `device` carries.
 int facts_on(at::Device device, const ReducerContext& context) {
-  return device.is_cpu() || context.options.check_steps.value_or(false) ? StepFacts::kCount : 0;
+  return context.reads_facts(device) ? StepFacts::kCount : 0;
 }
 
 PlannedBucket make_entry(Kind kind, const std::vector<int64_t>& members, BucketTrailer trailer,
@@ -203,7 +203,8 @@ void build_entries(Plan& plan, ReducerContext& context) {
                                       site, context.choose(site), plan.places, context));
   }
   const bool more_follows = context.options.check_finite || plan.has_later_messages();
-  plan.last_at_end = plan.watches_unplanned || (more_follows && plan.carries_facts());
+  plan.last_at_end = plan.watches_unplanned ||
+                     ((more_follows || context.options.skip_failed_steps) && plan.carries_facts());
 }
 
 std::vector<PlannedBucket> build_late_round(const std::vector<int64_t>& parameters,

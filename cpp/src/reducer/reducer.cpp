@@ -72,7 +72,7 @@ Reducer::~Reducer() {
   if (core_) core_->retire();
 }
 
-void Reducer::prepare_for_forward(bool training) { core_->prepare_for_forward(training); }
+void Reducer::prepare_for_forward() { core_->prepare_for_forward(); }
 void Reducer::watch_outputs(const std::vector<at::Tensor>& outputs) {
   core_->watch_outputs(outputs);
 }
@@ -129,7 +129,7 @@ int64_t Reducer::follow_until_end(const std::function<void(const JoinEvent&)>& o
       }
       shadow_backward_end();
     } else if (event.kind == JoinEvent::kForward || event.kind == JoinEvent::kCustom) {
-      if (event.kind == JoinEvent::kForward) prepare_for_forward(/*training=*/false);
+      if (event.kind == JoinEvent::kForward) prepare_for_forward();
       on_event(event);
     }
   }
@@ -146,6 +146,24 @@ void Reducer::release_all() {
     }
   }
   finish_dropped_groups();
+}
+
+at::Tensor Reducer::skip_step() {
+  core_->skip_step();
+  const at::Device device =
+      parameters().empty() ? at::Device(at::kCPU) : parameters().front().tensor.device();
+  const at::AutoGradMode grads(true);
+  const at::Tensor loss = at::zeros({}, device).requires_grad_().mul(1);
+  core_->watch_outputs({loss});
+  return loss;
+}
+
+bool Reducer::step_skipped() const { return core_->step_skipped(); }
+
+void Reducer::optimizer_steps(const std::vector<at::Tensor>& parameters) {
+  for (const auto& core : detail::owners_of(parameters)) {
+    for (const at::Tensor& parameter : parameters) core->refuse_step_in_backward(parameter);
+  }
 }
 
 void Reducer::optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer) {

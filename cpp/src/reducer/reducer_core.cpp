@@ -42,6 +42,7 @@ std::vector<std::string> settings_of(const ReducerOptions& options, size_t group
       text("init_sync", options.init_sync),
       text("communicators", groups),
       text("check_finite", options.check_finite),
+      text("on_failure='skip' (skip_failed_steps)", options.skip_failed_steps),
       text("check_reduction (check_steps)",
            options.check_steps.has_value() ? *options.check_steps : -1)};
   settings.insert(settings.end(), own.begin(), own.end());
@@ -156,23 +157,13 @@ std::string ReducerCore::describe_settings() const {
          (context_.defers ? ", an OverlappedOptimizer (set_deferred)" : "");
 }
 
-void ReducerCore::prepare_for_forward(bool training) {
+void ReducerCore::prepare_for_forward() {
   const Change change(context_.monitor);
-  if (training) step_.tracker.forward_began();
   forward_since_ = true;
   if (!in_backward(phase_) && context_.parameters.changed()) follow_change();
 }
 
 void ReducerCore::watch_outputs(const std::vector<at::Tensor>& outputs) {
-  const auto can_be_reached = [](const at::Tensor& output) {
-    return output.defined() && output.requires_grad() && output.grad_fn();
-  };
-  StepTracker::ForwardPtr forward;
-  {
-    const Change change(context_.monitor);
-    forward =
-        step_.tracker.forward_ended(std::any_of(outputs.begin(), outputs.end(), can_be_reached));
-  }
   torch::autograd::Node* last = nullptr;
   for (const at::Tensor& output : outputs) {
     if (!output.defined() || !output.requires_grad()) continue;
@@ -181,7 +172,7 @@ void ReducerCore::watch_outputs(const std::vector<at::Tensor>& outputs) {
     // or nothing to do with parameters. Outputs of one operation need one hook.
     if (!node || node.get() == last) continue;
     last = node.get();
-    auto watched = std::make_shared<const WatchedOutput>(WatchedOutput{last, forward});
+    auto watched = std::make_shared<const WatchedOutput>(WatchedOutput{last});
     outputs_.add(watched);
     node->add_pre_hook(make_output_hook(shared_from_this(), std::move(watched)));
   }
@@ -228,6 +219,12 @@ void ReducerCore::set_deferred(bool on) {
   const Change change(context_.monitor);
   complete_deferred();
   if (context_.defers == on) return;
+  if (on && context_.options.skip_failed_steps) {
+    throw InvalidArgument(
+        "with OverlappedOptimizer (set_deferred) parameters are updated before it is known whether "
+        "another rank failed, so failed steps cannot be skipped: construct without "
+        "on_failure='skip' (skip_failed_steps)");
+  }
   context_.defers = on;
   refresh(ReasonToLeave::kDeferred);
 }
@@ -370,6 +367,41 @@ GroupPtr ReducerCore::communicator() const {
 void ReducerCore::optimizer_stepped(int64_t optimizer) {
   const Change change(context_.monitor);
   step_.tracker.optimizer_stepped(optimizer);
+}
+
+void ReducerCore::refuse_step_in_backward(const at::Tensor& parameter) const {
+  const Read read(context_.monitor);
+  if (phase_ != Phase::kRunning || context_.members.alone()) return;
+  const auto stepped =
+      std::find_if(context_.parameters.begin(), context_.parameters.end(),
+                   [&](const Parameter& one) { return one.variable.is_same(parameter); });
+  if (stepped != context_.parameters.end()) throw Error(describe_early_write(*stepped));
+}
+
+void ReducerCore::skip_step() {
+  const Change change(context_.monitor);
+  const char* reason = nullptr;
+  if (context_.defers || (callback_ && !context_.options.skip_failed_steps)) {
+    reason =
+        "with OverlappedOptimizer or a bucket callback, parameters are updated before it is known "
+        "whether a rank skips the step: step after backward, or, with a callback, construct with "
+        "on_failure='skip' (skip_failed_steps)";
+  } else if (!context_.members.alone() && !context_.reads_facts(context_.members.device)) {
+    reason =
+        "on this device the host does not read what other ranks report: construct with "
+        "check_reduction=True (check_steps) or on_failure='skip' (skip_failed_steps)";
+  } else if (in_backward(phase_) && pass_->reported) {
+    reason =
+        "the last bucket of this backward was launched already, and its report with it: construct "
+        "with on_failure='skip' (skip_failed_steps), which launches it when backward has ended";
+  }
+  if (reason != nullptr) throw Error(context_.me() + "skip_step(): " + reason);
+  wants_skip_ = true;
+}
+
+bool ReducerCore::step_skipped() const {
+  const Read read(context_.monitor);
+  return step_skipped_;
 }
 
 void ReducerCore::begin_join(bool divide_by_initial_world_size) {

@@ -44,7 +44,7 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   void retire() { context_.parameters.retire(); }
 
   // What the user calls.
-  void prepare_for_forward(bool training);
+  void prepare_for_forward();
   void watch_outputs(const std::vector<at::Tensor>& outputs);
   void set_synchronizing(bool on) { synchronizing_.store(on); }
   bool synchronizing() const { return synchronizing_.load(); }
@@ -65,6 +65,9 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   const std::vector<NamedTensor>& parameters() const { return context_.parameters.named(); }
   ReducerStatistics statistics() const { return context_.statistics.get(); }
   void optimizer_stepped(int64_t optimizer);
+  void refuse_step_in_backward(const at::Tensor& parameter) const;
+  void skip_step();
+  bool step_skipped() const;
 
   // Uneven inputs.
   void begin_join(bool divide_by_initial_world_size);
@@ -80,8 +83,8 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   bool has_entered(int task) const;
   void own_parameters();
   void accompany(const std::vector<std::shared_ptr<ReducerCore>>& in_graph);
-  bool reach_outputs_in(const std::unordered_set<torch::autograd::Node*>& nodes) {
-    return outputs_.reach_in(nodes);
+  bool has_outputs_in(const std::unordered_set<torch::autograd::Node*>& nodes) {
+    return outputs_.lie_in(nodes);
   }
   /// By the hook of a parameter: its gradient was accumulated; `incoming` is what autograd has
   /// added.
@@ -124,12 +127,18 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   void count_down(size_t index, const at::Tensor& incoming);
   void launch(size_t index, const at::Tensor& incoming = {});
   void launch_ready(const at::Tensor& incoming);
+  StepFacts step_facts(bool left_plan) {
+    return step_.facts(pass_->wants_rebuild, left_plan, wants_skip_);
+  }
+  std::string describe_early_write(const Parameter& parameter) const;
 
   // It ends.
+  void end_backward();
   void announce_end();
   void agree_on_plan();
   Recording recording(const StepFacts& facts) const;
   void launch_rest();
+  void call_off();
   bool may_defer() const;
   size_t done_in_order() const;
   void order_by_need(size_t done);
@@ -152,6 +161,7 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   void or_drop(const std::function<void()>& body);
   void drop_messages() noexcept;
   bool part_is_done() const;
+  void or_skip(const std::function<void()>& body);
   void send_failure() noexcept;
   void launch_left(const StepFacts& facts);
   bool follow_the_others() noexcept;
@@ -170,6 +180,8 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   Companions companions_;
   int entered_task_ = -1;           ///< the graph task that came to this reducer last
   bool wants_rebuild_ = false;      ///< the next pass does
+  bool wants_skip_ = false;         ///< skip_step() was called for this backward, or the next one
+  bool step_skipped_ = false;       ///< in the last synchronized backward
   std::vector<uint8_t> overtaken_;  ///< by parameter: used before its update
   bool forward_since_ = false;      ///< since backward returned with buckets in flight
   std::vector<PlannedBucket>

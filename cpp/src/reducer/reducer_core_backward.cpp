@@ -184,6 +184,7 @@ void ReducerCore::begin_backward() {
 void ReducerCore::begin_scope(const std::shared_ptr<BackwardScope>& scope, BackwardPass pass) {
   pass_ = std::move(pass);
   scope_ = scope.get();
+  step_skipped_ = false;
   enter(Phase::kRunning);
 }
 
@@ -234,6 +235,13 @@ std::string describe_overtaken(const std::string& name) {
 
 }  // namespace
 
+std::string ReducerCore::describe_early_write(const Parameter& parameter) const {
+  return context_.me() + "parameter '" + parameter.name +
+         "' is updated inside backward (by a gradient hook), with this rank's own gradient instead "
+         "of the average. Step after backward, or, to hide steps under communication, use "
+         "OverlappedOptimizer or a bucket callback (register_bucket_callback)";
+}
+
 void ReducerCore::gradient_ready(size_t index, const at::Tensor& incoming) {
   const Change change(context_.monitor);
   const Parameter& parameter = context_.parameters[index];
@@ -250,6 +258,10 @@ void ReducerCore::gradient_ready(size_t index, const at::Tensor& incoming) {
   GradientState& gradient = pass.gradients[index];
   step_.tracker.gradient_arrived(/*synchronized=*/true);
   if (overtaken_[index]) pass.fail(context_.me() + describe_overtaken(parameter.name));
+  // Each rank has written something else, since each has its own gradient. An optimizer's fused
+  // kernels do not move the version: refuse_step_in_backward().
+  if (version_of(parameter.variable) != parameter.seen_version && !context_.members.alone())
+    pass.fail(describe_early_write(parameter));
   ++gradient.fired;
   // With views a gradient of this backward may be in its bucket already, and .grad be undefined.
   if (parameter.variable.grad().defined()) pass.used[index] = 1;
@@ -281,7 +293,6 @@ bool ReducerCore::begin_at_gradient(size_t index, const at::Tensor& incoming) {
   }
   choose_plan();
   begin_backward();
-  step_.tracker.reached_from_elsewhere();
   // This gradient is there already; if it is the one that came in, this backward has made it.
   const at::Tensor& grad = parameter.variable.grad();
   if (grad.defined() && incoming.defined() && grad.layout() == at::kStrided &&
@@ -351,7 +362,8 @@ void ReducerCore::launch(size_t index, const at::Tensor& incoming) {
   PlannedBucket& entry = book_.current()->entries[index];
   pass_->next_launch = index + 1;  // first, so that a launch that throws is not tried again
   const bool tells = entry.message.trailer().carries_facts();
-  const uint32_t facts = tells ? step_.facts(pass_->wants_rebuild, !left_.empty()).encode() : 0;
+  const uint32_t facts = tells ? step_facts(!left_.empty()).encode() : 0;
+  pass_->reported = pass_->reported || tells;
   try {
     launch_bucket(entry, index, *pass_, facts, incoming, context_);
   } catch (const CommunicationError&) {

@@ -36,6 +36,11 @@ namespace {
 
 constexpr int64_t kOrderAfter = 3;
 
+constexpr const char* kSkippedTooLate =
+    "another rank called skip_step() in this backward, but here a bucket callback or an "
+    "OverlappedOptimizer had the gradients before that was known, so parameters may differ: use "
+    "the same on every rank, and start again from a checkpoint";
+
 /// Whether two plans hold the same parameters.
 bool holds_same(const BucketPlan& left, const BucketPlan& right) {
   const auto members = [](const BucketPlan& plan) {
@@ -53,6 +58,10 @@ void ReducerCore::finish(BackwardScope* scope) {
   const Change change(context_.monitor);
   if (scope_ != scope) return;
   const ProfilerRange range("apex::reducer::finish_backward");
+  or_skip([&] { end_backward(); });
+}
+
+void ReducerCore::end_backward() {
   const size_t done = done_in_order();
   enter(Phase::kEnding);
   or_drop([&] {
@@ -85,10 +94,7 @@ void ReducerCore::launch_rest() {
   auto& entries = book_.current()->entries;
   while (pass_->next_launch < entries.size()) {
     const size_t next = pass_->next_launch;
-    if (next > 0 && entries[next - 1].reduction->holds_back_next()) {
-      const std::string what = describe_bucket(entries[next - 1], next - 1, context_);
-      context_.monitor.open([&] { entries[next - 1].reduction->wait(what, {}); });
-    }
+    if (next > 0) let_next_pass(entries[next - 1], next - 1, context_);
     launch(next);
     context_.statistics.add(&ReducerStatistics::launched_at_end);
   }
@@ -127,7 +133,7 @@ Recording ReducerCore::recording(const StepFacts& facts) const {
 /// After this, there is a plan, the same on every rank.
 void ReducerCore::agree_on_plan() {
   const ParameterTable& parameters = context_.parameters;
-  const Recording mine = recording(step_.facts(pass_->wants_rebuild, !left_.empty()));
+  const Recording mine = recording(step_facts(!left_.empty()));
   const AgreedRecording agreed =
       parameters.empty()
           ? AgreedRecording()
@@ -219,16 +225,22 @@ void ReducerCore::complete(size_t done) {
     const auto refuse = [&](const SeenFacts& seen) {
       if (must_refuse(seen)) --plan->backwards;  // counted by no rank, since not by the failed ones
       context_.monitor.open([&] { step_.refuse_failed_step(seen); });
+      pass_->skipped = pass_->skipped || seen.skipped() || wants_skip_;
     };
-    if (!callback_ || context_.options.check_finite || plan->has_later_messages())
+    const ReducerOptions& options = context_.options;
+    if (!callback_ || options.check_finite || options.skip_failed_steps ||
+        plan->has_later_messages())
       refuse(await_facts(plan->entries));
     run_next_phases(*plan, context_);
-    if (context_.options.check_finite && !context_.parameters.empty()) {
+    if (options.check_finite && !context_.parameters.empty()) {
       pass_->non_finite = find_non_finite(plan->entries, context_);
+      pass_->skipped = pass_->skipped || (options.skip_failed_steps && !pass_->non_finite.empty());
     }
     const std::vector<size_t> unsettled = complete_entries();
     const SeenFacts seen = await_facts(plan->entries);
     refuse(seen);
+    if (pass_->skipped && (callback_ || context_.defers) && !options.skip_failed_steps)
+      pass_->fail(context_.me() + kSkippedTooLate);
     std::vector<std::vector<BucketMessage::Slot>> slots;
     for (const size_t index : unsettled) slots.push_back(plan->entries[index].message.slots());
     settle();
@@ -246,6 +258,8 @@ void ReducerCore::complete(size_t done) {
     close_book();
     std::rethrow_exception(failure);
   }
+  step_skipped_ = pass_->skipped;
+  if (step_skipped_) call_off();
   for (Parameter& parameter : context_.parameters) parameter.touched = false;
   remember_reduced();
   const BackwardPass ended = std::move(*pass_);
@@ -305,7 +319,7 @@ std::vector<size_t> ReducerCore::complete_entries() {
 /// Calls the bucket callback. What it throws is thrown when the other ranks have been served.
 void ReducerCore::call_back(int64_t bucket, const std::vector<BucketMessage::Slot>& slots,
                             bool all_used) {
-  if (!callback_ || pass_->callback_error || pass_->failure) return;
+  if (!callback_ || pass_->callback_error || pass_->failure || pass_->skipped) return;
   ReducedBucket reduced;
   reduced.index = bucket;
   for (const BucketMessage::Slot& slot : slots) {
@@ -448,7 +462,7 @@ void ReducerCore::end_pass() {
   std::fill(overtaken_.begin(), overtaken_.end(), 0);
   pass_.reset();
   scope_ = nullptr;
-  step_.tracker.backward_ended();
+  wants_skip_ = false;
   if (phase_ != Phase::kFailed) enter(Phase::kIdle);
 }
 

@@ -32,6 +32,18 @@ namespace apex::parallel::detail {
 // exchange, or in user code that comes between two (a hook's next phase), nobody knows what the
 // others have received: that is the end of this reducer.
 
+// Note [Skipped steps]
+//
+// skip_step() is one more fact: the backward is carried through as always, with the gradients that
+// this rank has or without any, and when its facts are read every rank drops the gradients. They
+// are set to None on every rank, so that an optimizer finds nothing to step, whether or not the
+// loop asks. Sums that hold this step's gradients cannot be undone otherwise; what accumulated
+// before under no_sync() belongs to the same step.
+//
+// With skip_failed_steps a failed backward ends in the same way: the ranks that read of it exchange
+// details, as they would to raise, and skip instead. A failure must not come after the facts that
+// say whether there is one; so the last bucket is launched when backward has ended.
+
 namespace {
 
 constexpr const char* kLeftPlan = "exchange by the plan that was left";
@@ -41,7 +53,7 @@ constexpr const char* kLeftPlan = "exchange by the plan that was left";
 /// Takes part in a backward by the plan that this rank has left, and lets go of it if all ranks
 /// have left it.
 void ReducerCore::carry_left_plan() {
-  const StepFacts facts = step_.facts(pass_->wants_rebuild, /*left_plan=*/true);
+  const StepFacts facts = step_facts(/*left_plan=*/true);
   launch_left(facts);
   try {
     const SeenFacts seen = await_facts(left_);
@@ -114,6 +126,11 @@ void ReducerCore::or_drop(const std::function<void()>& body) {
     throw;
   } catch (...) {
     if (step_.hooks_apart()) fail();
+    if (const Plan* plan = book_.current()) {
+      for (const PlannedBucket& entry : plan->entries) {
+        if (entry.user_code_failed) step_.set_hook_failed(entry.traits.fails_together);
+      }
+    }
     if (!part_is_done()) {
       send_failure();
     } else if (!step_.told()) {
@@ -122,6 +139,29 @@ void ReducerCore::or_drop(const std::function<void()>& body) {
     drop_messages();
     throw;
   }
+}
+
+/// Runs the end of a backward; where it is called off, no gradient of it is left on this rank.
+void ReducerCore::or_skip(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const StepSkipped&) {
+    step_skipped_ = true;
+    call_off();
+  }
+}
+
+/// No gradient of this backward counts: see Note [Skipped steps].
+void ReducerCore::call_off() {
+  for (Parameter& parameter : context_.parameters) {
+    if (!context_.parameters.owns(parameter)) continue;
+    parameter.touched = false;
+    parameter.variable.mutable_grad() = at::Tensor();
+  }
+  if (Plan* plan = book_.current()) plan->holds_gradients = false;
+  if (pass_) pass_->non_finite.clear();
+  step_.tracker.backward_skipped();
+  context_.statistics.add(&ReducerStatistics::steps_skipped);
 }
 
 void ReducerCore::drop_messages() noexcept {
@@ -219,6 +259,10 @@ void ReducerCore::abandon(BackwardScope* scope) noexcept {
   } else {
     send_failure();
     drop_messages();
+  }
+  if (context_.options.skip_failed_steps && phase_ == Phase::kIdle) {
+    step_skipped_ = true;
+    call_off();
   }
 }
 

@@ -76,7 +76,7 @@ void enter_backward(ReducerCore& reached) {
   const auto& nodes = *torch::autograd::get_current_graph_task_nodes_in_graph();
   std::vector<std::shared_ptr<ReducerCore>> in_graph;
   for (const auto& state : reducers) {
-    if (state->reach_outputs_in(nodes) || state.get() == &reached) in_graph.push_back(state);
+    if (state->has_outputs_in(nodes) || state.get() == &reached) in_graph.push_back(state);
   }
   for (const auto& state : in_graph) state->own_parameters();
   for (const auto& state : in_graph) state->output_reached(task);

@@ -26,10 +26,11 @@ bool must_refuse(const SeenFacts& seen) {
   return seen.failed() || (seen.plan_left() && seen.plan_kept());
 }
 
-StepFacts StepAgreement::facts(bool wants_rebuild, bool left_plan) {
+StepFacts StepAgreement::facts(bool wants_rebuild, bool left_plan, bool skips) {
   sent_ = tracker.facts();
   sent_.wants_rebuild = wants_rebuild;
   sent_.left_plan = left_plan;
+  sent_.skips = skips;
   sent_.compared = context_.options.check_steps.value_or(true) && !context_.joining;
   return sent_;
 }
@@ -63,6 +64,7 @@ void StepAgreement::refuse_failed_step(const SeenFacts& seen) {
   hooks_apart_ = hooks_are_apart(ranks);
   for (Parameter& parameter : context_.parameters) parameter.touched = false;
   told_ = true;
+  if (seen.failed() && context_.options.skip_failed_steps && !hooks_apart_) throw StepSkipped();
   throw RankMismatch(describe_difference(context_.members.rank, ranks) +
                      note_on_ranks(*context_.members.control()));
 }

@@ -19,6 +19,10 @@ namespace apex::parallel::detail {
 /// counts.
 bool must_refuse(const SeenFacts& seen);
 
+/// Thrown inside the reducer, on every rank but the failed ones: an exception ended the backward of
+/// a rank, and the options say that the step is skipped then.
+struct StepSkipped {};
+
 /// Not thread safe.
 class StepAgreement {
  public:
@@ -34,7 +38,7 @@ class StepAgreement {
   }
 
   /// What this rank says in this backward from now on.
-  StepFacts facts(bool wants_rebuild, bool left_plan);
+  StepFacts facts(bool wants_rebuild, bool left_plan, bool skips);
   /// The same of a rank whose backward an exception has ended.
   static StepFacts failure() {
     StepFacts facts;
@@ -54,7 +58,8 @@ class StepAgreement {
   /// All ranks have heard how this backward ends; nothing more may be sent for it.
   bool told() const { return told_; }
 
-  /// Collective where `seen` says so: throws RankMismatch on every rank. Blocks the host.
+  /// Collective where `seen` says so: throws RankMismatch or StepSkipped on every rank. Blocks the
+  /// host.
   void refuse_failed_step(const SeenFacts& seen);
   /// For a rank that cannot take part in that: sends its details, and does not wait.
   void send_failure();

@@ -13,8 +13,9 @@ enum Bit : int {
   kFailed,
   kLeft,
   kKept,
+  kSkips,
   kQuestions,  // from here on: no, yes, no, yes, ...
-  kEnd = kQuestions + 8,
+  kEnd = kQuestions + 6,
 };
 static_assert(kEnd == StepFacts::kCount);
 
@@ -26,17 +27,11 @@ struct Question {
 };
 
 const Question kAsked[] = {
-    {&StepFacts::skipped_forward, "ran a forward that no backward has followed"},
     {&StepFacts::idle_step, "stepped an optimizer twice without a backward between"},
     {&StepFacts::updated, "updated the parameters since the last synchronized backward"},
     {&StepFacts::updated_locally,
      "updated the parameters after a backward without synchronization"},
 };
-
-bool answers(const StepFacts& facts, const Question& asked) {
-  return asked.answer != &StepFacts::skipped_forward || facts.skipped_forward ||
-         !facts.forward_pending;
-}
 
 /// "rank 0, rank 2": those for which `holds` is true.
 template <typename Predicate>
@@ -60,13 +55,13 @@ const char* const kReasonsToLeave[] = {"",
                                        "OverlappedOptimizer has to happen on every rank alike"};
 
 uint32_t StepFacts::encode() const {
-  uint32_t bits = wants_rebuild ? bit(kRebuild) : 0;
+  uint32_t bits = (wants_rebuild ? bit(kRebuild) : 0) | (skips ? bit(kSkips) : 0);
   if (failed) return bits | bit(kFailed);
   bits |= bit(left_plan ? kLeft : kKept);
   if (left_plan || !compared) return bits;
   int question = kQuestions;
   for (const Question& asked : kAsked) {
-    if (answers(*this, asked)) bits |= bit(question + (this->*asked.answer ? 1 : 0));
+    bits |= bit(question + (this->*asked.answer ? 1 : 0));
     question += 2;
   }
   return bits;
@@ -74,6 +69,7 @@ uint32_t StepFacts::encode() const {
 
 bool SeenFacts::rebuild_wanted() const { return (bits_ & bit(kRebuild)) != 0; }
 bool SeenFacts::failed() const { return (bits_ & bit(kFailed)) != 0; }
+bool SeenFacts::skipped() const { return (bits_ & bit(kSkips)) != 0; }
 bool SeenFacts::plan_left() const { return (bits_ & bit(kLeft)) != 0; }
 bool SeenFacts::plan_kept() const { return (bits_ & bit(kKept)) != 0; }
 
@@ -87,9 +83,8 @@ bool SeenFacts::answers_differ() const {
 
 std::vector<int64_t> StepDetails::encode() const {
   int64_t flags = 0;
-  const bool values[] = {facts.failed,    facts.left_plan,      facts.skipped_forward,
-                         facts.idle_step, facts.updated,        facts.updated_locally,
-                         hook_failed,     facts.forward_pending};
+  const bool values[] = {facts.failed,  facts.left_plan,       facts.idle_step,
+                         facts.updated, facts.updated_locally, hook_failed};
   int place = 0;
   for (const bool value : values) flags |= static_cast<int64_t>(value) << place++;
   return {flags, backward, reason, digest};
@@ -98,9 +93,8 @@ std::vector<int64_t> StepDetails::encode() const {
 StepDetails StepDetails::decode(const int64_t* fields) {
   StepDetails details;
   bool* const values[] = {&details.facts.failed,          &details.facts.left_plan,
-                          &details.facts.skipped_forward, &details.facts.idle_step,
-                          &details.facts.updated,         &details.facts.updated_locally,
-                          &details.hook_failed,           &details.facts.forward_pending};
+                          &details.facts.idle_step,       &details.facts.updated,
+                          &details.facts.updated_locally, &details.hook_failed};
   int place = 0;
   for (bool* const value : values) *value = ((fields[0] >> place++) & 1) != 0;
   details.backward = fields[1];
@@ -118,13 +112,9 @@ bool hooks_are_apart(const std::vector<StepDetails>& ranks) {
 bool needs_digests(const std::vector<StepDetails>& ranks) {
   const StepFacts& first = ranks.front().facts;
   bool updates_differ = false;
-  bool skipped = false, reached = false;
   for (const StepDetails& details : ranks) {
     const StepFacts& facts = details.facts;
-    if (facts.failed || facts.left_plan) return false;
-    skipped = skipped || facts.skipped_forward;
-    reached = reached || (!facts.skipped_forward && !facts.forward_pending);
-    if ((skipped && reached) || facts.idle_step != first.idle_step) return false;
+    if (facts.failed || facts.left_plan || facts.idle_step != first.idle_step) return false;
     updates_differ = updates_differ || facts.updated != first.updated ||
                      facts.updated_locally != first.updated_locally;
   }
@@ -163,21 +153,17 @@ std::string describe_difference(int rank, const std::vector<StepDetails>& ranks)
   for (const Question& asked : kAsked) {
     const auto yes = [&](const StepDetails& details) { return details.facts.*asked.answer; };
     const std::string who = names(ranks, yes);
-    const std::string others = names(ranks, [&](const StepDetails& details) {
-      return !yes(details) && answers(details.facts, asked);
-    });
+    const std::string others =
+        names(ranks, [&](const StepDetails& details) { return !yes(details); });
     if (who.empty() || others.empty()) continue;
     told += (told.empty() ? "" : "; ") + who + " " + asked.yes + ", " + others + " did not";
   }
   if (told.empty()) return {};
   return mine + "the ranks are out of step: " + told +
          ". Gradients of different steps are averaged then, and parameters may differ. Run the "
-         "same forwards, "
-         "backwards and optimizer steps on every rank (join() covers ranks with fewer batches; a "
-         "forward that needs "
-         "no backward goes under torch.no_grad()), and start again from a checkpoint; "
-         "check_reduction=False "
-         "(check_steps) switches this check off";
+         "same backwards and optimizer steps on every rank (join() covers ranks with fewer "
+         "batches), and start again from a checkpoint; check_reduction=False (check_steps) "
+         "switches this check off";
 }
 
 }  // namespace apex::parallel

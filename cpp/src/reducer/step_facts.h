@@ -13,14 +13,10 @@ namespace apex::parallel {
 
 // Note [Ranks that are out of step]
 //
-// The nth synchronized backward of a rank always meets the nth of the others. A rank that has
-// skipped one, run one more, or run one under no_sync(), is averaged with gradients of another step
-// from then on, and nobody notices before the last step, in which that rank or the others wait for
-// ever. The counts of backwards themselves cannot differ; what happened *between* two synchronized
-// backwards can:
+// The nth synchronized backward of a rank always meets the nth of the others. After one more, or
+// one under no_sync(), a rank computes gradients at other parameters than the others do. The counts
+// of backwards cannot differ; what happened *between* two synchronized backwards can:
 //
-// - forwards whose outputs no backward has reached, and none can any more: their backward was
-//   skipped (or forward raised);
 // - an optimizer that stepped twice without a backward between: a step without a gradient;
 // - parameters that were updated, or not, since the last synchronized backward;
 // - parameters that were updated after a backward that was not synchronized.
@@ -28,30 +24,33 @@ namespace apex::parallel {
 // Each is put as a number behind the gradients of the last bucket, one-hot, so that the sum over
 // ranks tells which answers there were. If there is more than one answer, every rank has read the
 // same sum, and all exchange who said what in a second, small message. Ranks that differ in the
-// first two are out of step. A difference in the last two alone may be harmless (a sharded
-// optimizer steps what others receive as a broadcast), so then the parameters decide: out of step
-// are ranks whose parameters differ.
+// first are out of step. A difference in the last two alone may be harmless (a sharded optimizer
+// steps what others receive as a broadcast), so then the parameters decide: out of step are ranks
+// whose parameters differ.
 //
-// The same numbers carry what a rank says when it cannot do what the others expect in this
-// backward: that it failed (an exception ended its backward), or that it left the plan. See Note
-// [Carried through].
+// Forwards are not compared. An additional forward (to draw the graph, to evaluate, to try again
+// after an exception) changes no parameter and no gradient. A rank that leaves out a batch, with
+// its backward and its optimizer step, looks the same to the reducer: its next backward meets the
+// one that the others are in, at the same parameters. That rank runs out of batches before the
+// others do, which is found then.
+//
+// The same numbers report that a rank cannot do, in this backward, what the others expect: it
+// failed (an exception ended its backward), it left the plan, or it skips the step. See Notes
+// [Carried through] and [Skipped steps].
 
 /// Facts about one rank, at the time at which it launches its last bucket.
 struct StepFacts {
   bool wants_rebuild = false;    ///< parameters were frozen or unfrozen on this rank
   bool failed = false;           ///< an exception ended its backward: what it sends are zeros
   bool left_plan = false;        ///< it wants to agree on a new plan: what it sends are zeros
+  bool skips = false;            ///< skip_step(): no rank is to use a gradient of this backward
   bool compared = true;          ///< the facts below count; not under join()
-  bool skipped_forward = false;  ///< a forward of which backward has reached no output
-  /// There may be one: somebody still refers to the outputs of a forward before the one that
-  /// backward has reached, perhaps only until they are collected as garbage. No answer, then.
-  bool forward_pending = false;
   bool idle_step = false;        ///< an optimizer stepped twice without a backward between
   bool updated = false;          ///< parameters were updated since the last synchronized backward
   bool updated_locally = false;  ///< and that after a backward that was not synchronized
 
   /// How many numbers encode() makes use of.
-  static constexpr int kCount = 12;
+  static constexpr int kCount = 11;
 
   /// Bit i is number i behind the gradients. A rank that failed or is not compared gives no
   /// answers.
@@ -65,6 +64,7 @@ class SeenFacts {
 
   bool rebuild_wanted() const;
   bool failed() const;
+  bool skipped() const;
   bool plan_left() const;  ///< by some rank
   bool plan_kept() const;  ///< by some rank
   /// Whether ranks must exchange who said what.

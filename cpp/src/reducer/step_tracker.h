@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <memory>
 #include <set>
-#include <vector>
 
 #include "reducer/step_facts.h"
 
@@ -13,22 +11,6 @@ namespace apex::parallel {
 /// ranks; not thread safe. See Note [Ranks that are out of step].
 class StepTracker {
  public:
-  /// One forward in training.
-  struct Forward {
-    bool reached = false;  ///< by a backward, or there is nothing to reach
-  };
-  using ForwardPtr = std::shared_ptr<Forward>;
-
-  /// A forward in training begins; it counts as skipped until its outputs are watched and reached.
-  void forward_began();
-  /// The outputs of the latest forward are known; without one that can be reached there is nothing
-  /// to skip. Whoever hooks them sets `reached`, and lets go of it when they cannot be reached any
-  /// more. Null if no forward was begun.
-  ForwardPtr forward_ended(bool can_be_reached);
-  /// Gradients arrive although backward entered through no watched output: whose they are is not
-  /// known.
-  void reached_from_elsewhere();
-
   /// A gradient has arrived, in a backward that is synchronized or not.
   void gradient_arrived(bool synchronized);
   /// An optimizer that holds parameters of this reducer has stepped.
@@ -38,19 +20,20 @@ class StepTracker {
   /// `touched_changed`: one was written since it got a gradient that was not synchronized.
   void backward_began(bool changed, bool touched_changed);
   /// Of the backward that has begun.
-  StepFacts facts() const;
-  /// A synchronized backward has ended.
-  void backward_ended();
+  const StepFacts& facts() const { return facts_; }
+  /// The backward that has begun is skipped on every rank, so a rank may leave out the optimizer's
+  /// step that follows, or take it: there is no gradient to step.
+  void backward_skipped() { skipped_ = true; }
   /// What has happened does not count.
   void forget() { *this = {}; }
 
  private:
-  std::vector<ForwardPtr> forwards_;
   std::set<int64_t> stepped_;  ///< optimizers, since the last gradient
   bool any_step_ = false;      ///< since the last synchronized backward began
   bool local_ = false;         ///< a gradient has arrived without synchronization since then
   bool step_after_local_ = false;
   bool idle_step_ = false;
+  bool skipped_ = false;  ///< the last synchronized backward
   StepFacts facts_;
 };
 

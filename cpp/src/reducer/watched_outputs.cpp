@@ -17,14 +17,12 @@ void WatchedOutputs::add(const std::shared_ptr<const WatchedOutput>& output) {
   outputs_.push_back(output);
 }
 
-bool WatchedOutputs::reach_in(const std::unordered_set<torch::autograd::Node*>& nodes) {
+bool WatchedOutputs::lie_in(const std::unordered_set<torch::autograd::Node*>& nodes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   bool any = false;
   for (const auto& held : outputs_) {
     const auto output = held.lock();
-    if (!output || nodes.count(output->node) == 0) continue;
-    if (output->forward) output->forward->reached = true;
-    any = true;
+    any = any || (output && nodes.count(output->node) != 0);
   }
   return any;
 }

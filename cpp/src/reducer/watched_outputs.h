@@ -8,14 +8,11 @@
 
 #include <torch/csrc/autograd/function.h>  // torch 2.11 has no node.h
 
-#include "reducer/step_tracker.h"
-
 namespace apex::parallel::detail {
 
 /// An output that backward may come through; it lives as long as its hook.
 struct WatchedOutput {
   torch::autograd::Node* node;
-  StepTracker::ForwardPtr forward;
 };
 
 /// Those of one reducer. Thread safe; nothing is waited for under its mutex. (Not the reducer's
@@ -24,8 +21,8 @@ struct WatchedOutput {
 class WatchedOutputs {
  public:
   void add(const std::shared_ptr<const WatchedOutput>& output);
-  /// Whether one is among the nodes of a backward, by which it counts as reached.
-  bool reach_in(const std::unordered_set<torch::autograd::Node*>& nodes);
+  /// Whether one is among the nodes of a backward.
+  bool lie_in(const std::unordered_set<torch::autograd::Node*>& nodes);
 
  private:
   std::mutex mutex_;  ///< guards the rest

@@ -172,7 +172,7 @@ TEST(ReducerOwner, ForwardsInAnotherOrderOnEachRank_GradientsAreAveragedOnce) {
       if (rank == 0) left = forward(one, first, batch(rank, number));
       right = forward(two, second, batch(rank, number));
       if (rank == 1) left = forward(one, first, batch(rank, number));
-      if (number % 2 == 1) one.prepare_for_forward(/*training=*/false);  // an evaluation
+      if (number % 2 == 1) one.prepare_for_forward();  // an evaluation
       (number % 3 == 2 ? loss_of(left) : loss_of(left) + right.sin().mean()).backward();
       ToyModel f = first.clone(at::kDouble);
       ToyModel s = sharing(second.clone(at::kDouble), f);

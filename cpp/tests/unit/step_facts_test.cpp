@@ -32,8 +32,8 @@ void expect_contains(const std::string& text, const std::string& part) {
 }
 
 TEST(StepFacts, EveryFact_AloneOnOneRank_IsSeen) {
-  bool StepFacts::* const questions[] = {&StepFacts::skipped_forward, &StepFacts::idle_step,
-                                         &StepFacts::updated, &StepFacts::updated_locally};
+  bool StepFacts::* const questions[] = {&StepFacts::idle_step, &StepFacts::updated,
+                                         &StepFacts::updated_locally};
   for (const auto question : questions) {
     std::vector<StepFacts> ranks(3);
     EXPECT_FALSE(seen_by_all(ranks).differ());
@@ -47,17 +47,15 @@ TEST(StepFacts, EveryFact_AloneOnOneRank_IsSeen) {
   }
 }
 
-TEST(StepFacts, ForwardThatIsPending_IsNoAnswer) {
-  std::vector<StepFacts> ranks(3);
-  ranks[0].skipped_forward = true;
-  ranks[1].skipped_forward = true;
-  ranks[2].forward_pending = true;
+TEST(StepFacts, RankThatSkips_IsSeen_AndItsAnswersCount) {
+  std::vector<StepFacts> ranks(2);
+  ranks[1].skips = true;
+  EXPECT_TRUE(seen_by_all(ranks).skipped());
   EXPECT_FALSE(seen_by_all(ranks).differ());
-  EXPECT_EQ(describe_difference(0, details_of(ranks)), "");
-  ranks[1].skipped_forward = false;  // this one has run its backward
+  ranks[1].updated = true;
   EXPECT_TRUE(seen_by_all(ranks).differ());
-  expect_contains(describe_difference(0, details_of(ranks)),
-                  "rank 0 ran a forward that no backward has followed, rank 1 did not");
+  ranks[1].failed = true;
+  EXPECT_TRUE(seen_by_all(ranks).skipped() && seen_by_all(ranks).failed());
 }
 
 TEST(StepFacts, RankThatFailedOrLeft_IsSeen_AndItsAnswersDoNotCount) {
@@ -79,10 +77,10 @@ TEST(StepFacts, RankThatFailedOrLeft_IsSeen_AndItsAnswersDoNotCount) {
 
 TEST(StepFacts, Difference_Described_NamesRanksAndWhatTheyDid) {
   std::vector<StepFacts> ranks(3);
-  ranks[2].skipped_forward = true;
+  ranks[2].idle_step = true;
   expect_contains(describe_difference(0, details_of(ranks)),
-                  "rank 0: the ranks are out of step: rank 2 ran a forward that no backward has "
-                  "followed, rank 0, rank 1 did not");
+                  "rank 0: the ranks are out of step: rank 2 stepped an optimizer twice without a "
+                  "backward between, rank 0, rank 1 did not");
   ranks[2].failed = true;
   expect_contains(describe_difference(1, details_of(ranks)),
                   "rank 1: backward number 7 was ended by an exception on rank 2");

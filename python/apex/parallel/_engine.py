@@ -73,7 +73,7 @@ class Engine:
         options, who = self._options, type(self._wrapper()).__name__
         self.process_group = group = require_group(process_group, who)
         end_groups_at_exit(self)
-        watch_optimizers()
+        watch_optimizers(self)
         self.world_size = dist.get_world_size(group)
         self.splits_graphs = self.world_size > 1 and options.overlaps
         if not _options.over_gloo(group):

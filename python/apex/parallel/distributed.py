@@ -105,9 +105,10 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
             most 1 MiB, as in ``torch``.
         find_unused_parameters: no effect (not needed).
         check_reduction: after each backward, raise on every process if they are out of step: if
-            some have left out a backward, run one more or one without synchronization, so that
-            gradients of different steps were averaged. None, the default, is True where that costs
-            nothing, for parameters on the CPU; on other devices the host waits for it.
+            some have run one more backward, one without synchronization, or an optimizer's step
+            that the others have not, so that gradients of different steps were averaged. None, the
+            default, is True where that costs nothing, for parameters on the CPU; on other devices
+            the host waits for it.
         gradient_as_bucket_view: leave gradients as views of the buckets, which saves a copy and
             memory.
         static_graph: promise that the set of parameters that get a gradient does not change after
@@ -129,6 +130,10 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         check_finite: raise on every process after a backward to which a process contributed an
             infinity or a NaN, naming the first process and parameter. Costs a read of the
             gradients, a small all-gather, and a wait of the host.
+        on_failure: what the other processes do in a backward that an exception ends on one:
+            ``"raise"``, or ``"skip"`` the step, see :meth:`skip_step`. With ``check_finite`` a
+            gradient that is not finite counts as a failure of all. ``"skip"`` launches the last
+            bucket when backward has ended, and on a GPU the host waits for it.
         registered_buffers: take the buckets' memory from the backend where it has some of its own.
             With NCCL it is registered with the communicator, which may then reduce without copying.
             Elsewhere a warning is logged once, and torch's memory is used.
@@ -180,6 +185,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         lazy_bucket_allocation: bool = False,
         check_finite: bool = False,
         registered_buffers: bool = False,
+        on_failure: str = "raise",
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -230,6 +236,9 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
             None if check_reduction is None else _options.switch("check_reduction", check_reduction)
         )
         self.registered_buffers = registered_buffers
+        if on_failure not in ("raise", "skip"):
+            raise ValueError(f"on_failure is 'raise' or 'skip', got {on_failure!r}.")
+        self.on_failure = on_failure
         self._torch_join: TorchJoin | None = None  # made last
         mixed = None if mixed_precision is None else MixedPrecision(mixed_precision)
         self._mixed_precision = mixed
@@ -242,6 +251,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
                 },
                 "gradient_predivide_factor": self.gradient_predivide_factor,
                 "check_steps": self.check_reduction,
+                "skip_failed_steps": on_failure == "skip",
             },
             settings=_options.settings(
                 num_allreduce_streams=(num_allreduce_streams, 1),
@@ -371,7 +381,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
             reducer = engine.make_reducer(init_sync=True)
         if self._stepped_in_backward != _in_backward.parameters_known():
             self._refuse_steps_in_backward()
-        reducer.prepare_for_forward(self.training)
+        reducer.prepare_for_forward()
         buffers = (
             engine.broadcast_buffers
             and self.training
@@ -414,6 +424,39 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, on: bool) -> None:
         self._reducer.synchronizing = bool(on)
+
+    # --- steps that are skipped ---
+
+    def skip_step(self) -> torch.Tensor:
+        """Skips this step on all processes together; see ``docs/howto/skipped_steps.md``.
+
+        For a loss that is not finite, a batch without a valid sample, a forward for which memory
+        did not suffice. Any process may call it before its backward, or in a hook during it. The
+        next synchronized backward (during backward: this one) then ends on every process with
+        ``.grad`` None for every parameter, and :attr:`step_skipped` is True; the optimizer's step
+        that follows has nothing to do. What was accumulated before under :meth:`no_sync` for this
+        step is dropped as well.
+
+        Returns a zero loss, of shape [] and float32, for a process that has none::
+
+            loss = criterion(model(x), y) if len(x) else model.skip_step()
+            loss.backward()
+            optimizer.step()
+
+        Its backward takes part in that of the other processes. A process that has a loss may run
+        backward on that instead; either way each process runs one. Does not block. Not thread safe.
+
+        Raises:
+            RuntimeError: with :class:`OverlappedOptimizer`; with a bucket callback unless
+                ``on_failure="skip"``; on a GPU unless ``check_reduction=True`` or
+                ``on_failure="skip"``; in a backward whose last bucket was launched.
+        """
+        return self._reducer.skip_step()
+
+    @property
+    def step_skipped(self) -> bool:
+        """Whether the last synchronized backward was skipped; the same on every process."""
+        return self._reducer.step_skipped
 
     # --- communication hooks ---
 

@@ -95,6 +95,7 @@ class DistributedDataParallelOptions {
   APEX_REDUCER_ARG(bool, init_sync)
   APEX_REDUCER_ARG(bool, check_finite)
   APEX_REDUCER_ARG(std::optional<bool>, check_steps)
+  APEX_REDUCER_ARG(bool, skip_failed_steps)
 #undef APEX_REDUCER_ARG
 
   /// The options of the engine below, as a plain struct.
@@ -243,6 +244,21 @@ class DistributedDataParallel {
     return Join([this] { end_join(); }, [this] { leave_join(); });
   }
 
+  /// Skips a step on all ranks together; see Reducer::skip_step().
+  ///
+  ///     at::Tensor loss = batch_is_valid ? loss_of(model.forward(x), y) : model.skip_step();
+  ///     loss.backward();
+  ///     optimizer.step();  // does nothing if a rank has skipped: every gradient is undefined
+  at::Tensor skip_step() {
+    require_here();
+    return reducer_->skip_step();
+  }
+  /// Whether the last synchronized backward was skipped, the same on every rank.
+  bool step_skipped() const {
+    require_here();
+    return reducer_->step_skipped();
+  }
+
   /// The wrapped module: `model->fc1`, `model.module()`.
   Wrapped& module() { return module_; }
   const Wrapped& module() const { return module_; }
@@ -356,9 +372,9 @@ class DistributedDataParallel {
 
   void before_forward() {
     if (identities() != parameters_) refuse_other_parameters();
-    const bool training = module_->is_training();
-    reducer_->prepare_for_forward(training);
-    const bool buffers = options_.broadcast_buffers() && training && reducer_->synchronizing();
+    reducer_->prepare_for_forward();
+    const bool buffers =
+        options_.broadcast_buffers() && module_->is_training() && reducer_->synchronizing();
     int64_t root = 0;
     if (joining_) root = reducer_->announce(JoinEvent::kForward, buffers).active.front();
     if (buffers) synchronize_buffers(root);

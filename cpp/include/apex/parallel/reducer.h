@@ -83,11 +83,16 @@ struct ReducerOptions {
   bool check_finite = false;
 
   /// After each synchronized backward, throw RankMismatch on every rank if the ranks are out of
-  /// step: if some have run a forward in training whose outputs no backward has reached, or stepped
-  /// an optimizer twice without a backward between, or updated their parameters, and others have
-  /// not; the error says who did what. By default on where it costs nothing, for parameters on the
-  /// CPU; elsewhere it is a wait of the host.
+  /// step: if some have stepped an optimizer twice without a backward between, or updated their
+  /// parameters, and others have not; the error says who did what. By default on where it costs
+  /// nothing, for parameters on the CPU; elsewhere it is a wait of the host.
   std::optional<bool> check_steps;
+
+  /// If an exception ends the backward of some ranks, the others skip the step, as by skip_step(),
+  /// instead of throwing; with check_finite, a gradient that is infinite or NaN has every rank skip
+  /// it. The last bucket is launched when backward has ended. Elsewhere than on the CPU the host
+  /// waits for it.
+  bool skip_failed_steps = false;
 
   /// Compared between ranks at construction, besides the options above: "name=value".
   std::vector<std::string> settings;
@@ -135,6 +140,7 @@ struct ReducerStatistics {
   int64_t reduced_in_shared_memory = 0;  ///< collectives between ranks of one host, in their memory
   int64_t reduced_by_host = 0;  ///< collectives in the memory of each host, then between the hosts
   int64_t buffers_registered = 0;  ///< buckets whose memory came from the backend
+  int64_t steps_skipped = 0;       ///< backwards that ended without gradients, see skip_step()
   int64_t deferred = 0;            ///< backwards that ended before their buckets had arrived
   int64_t usage_reads = 0;         ///< times the host read usage numbers
 };
@@ -166,9 +172,10 @@ struct ReducerStatistics {
 ///
 /// A backward that an exception ends on one rank throws on every rank: what that rank had not sent
 /// yet it sends as zeros, with a note that it failed. Afterwards all ranks can go on with the next
-/// backward, once gradients are cleared. An exception in what comes after the module, in the loss's
-/// own backward, ends it before any gradient here is known to be on its way: the others hear of it
-/// in that rank's next backward, where all throw, and are one backward behind it then. Where the
+/// backward, once gradients are cleared (with skip_failed_steps the others do not throw, and skip
+/// the step). An exception in what comes after the module, in the loss's own backward, ends it
+/// before any gradient here is known to be on its way: the other ranks wait for that rank's next
+/// backward. Where the
 /// last bucket is not on the CPU nobody reads that
 /// note; such a rank then sends NaN.
 class APEX_API Reducer {
@@ -196,10 +203,35 @@ class APEX_API Reducer {
   /// device or strides, and agrees on a new plan in the next backward. On the CPU ranks may freeze
   /// and unfreeze different ones, at different times; other changes, and on other devices these as
   /// well, have to be the same on every rank. Costs nanoseconds per parameter.
-  /// @param training  whether check_steps counts it; false for evaluation with gradients enabled,
-  /// which ranks may
-  ///                  do differently.
-  void prepare_for_forward(bool training = true);
+  void prepare_for_forward();
+
+  /// Skips a step on all ranks together: because of a loss that is not finite, a batch without a
+  /// valid sample, or memory that did not suffice for its forward. Call it on any rank before that
+  /// rank's backward, or in a hook during it. The next synchronized backward of all ranks (the
+  /// current one, during backward) then ends without gradients: every rank has .grad undefined for
+  /// each parameter, so that an optimizer has nothing to step, and step_skipped() is true. What
+  /// accumulated before under set_synchronizing(false) is dropped as well.
+  ///
+  /// Returns a loss of zero, of shape [] and float32, for a rank that has none to run backward on:
+  /// its backward() takes part in that of the others without a gradient. A rank with a loss of its
+  /// own may run backward on that instead. Does not block; the backward does, as always.
+  ///
+  /// Collectives in the module's forward or backward (SyncBatchNorm, broadcast buffers) still need
+  /// every rank, so such a module has to run there as well.
+  /// @throws Error with set_deferred(), with a bucket callback but without skip_failed_steps, on a
+  ///         device where ranks do not read each other's reports (without check_steps and
+  ///         skip_failed_steps), and during a backward whose last bucket was launched.
+  at::Tensor skip_step();
+
+  /// Whether the last synchronized backward was skipped, the same on every rank. May be called at
+  /// any time.
+  bool step_skipped() const;
+
+  /// For an optimizer that is about to step these parameters: a step inside of backward, in a
+  /// gradient's hook, would use this rank's gradient instead of the average. May be left out.
+  /// Thread safe; does not block.
+  /// @throws Error if one of them is in a synchronized backward of several ranks, naming it.
+  static void optimizer_steps(const std::vector<at::Tensor>& parameters);
 
   /// Tells the reducers that own these parameters that an optimizer has stepped: check_steps then
   /// also finds ranks that have stepped without a backward, or by kernels that do not count as a

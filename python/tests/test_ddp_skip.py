@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Steps that all ranks skip together, because one asks for it or fails.
+
+Oracles: in the skipped step every rank has no gradient at all and unchanged parameters; in every
+other step each gradient is the float64 mean over ranks, and parameters are the same bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_models import Mlp
+from ddp_steps_support import backward, batch, make, mean_gradients, raised
+from ddp_support import RankPool, check, check_equal, check_near, check_same_on_all_ranks, gradients
+from ddp_support import raises as raises_in_rank
+from torch import Tensor, nn
+
+from apex import amp
+from apex.parallel import DistributedDataParallel, OverlappedOptimizer
+
+pytestmark = pytest.mark.processes
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one_bucket": {},
+    "alone": {"message_size": 1},
+    "views": {"gradient_as_bucket_view": True},
+    "static_graph": {"static_graph": True, "message_size": 20},
+    "delayed": {"delay_allreduce": True},
+    "finite": {"check_finite": True, "message_size": 20},
+    "skips_failures": {"on_failure": "skip", "message_size": 20},
+    "sum": {"gradient_average": False},
+}
+
+
+def _hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda f: f.value()[0])
+
+
+def _expect(ddp: nn.Module, expected: dict[str, Any], what: str) -> None:
+    for name, grad in gradients(ddp).items():
+        check_near(grad, expected[name], f"{what}, {name}", 1e-5)
+    check_same_on_all_ranks([p.grad for p in ddp.parameters()], what)
+
+
+def _expect_skipped(ddp: Any, before: list[Tensor], what: str) -> None:
+    check(ddp.step_skipped, f"{what}: step_skipped is False")
+    for (name, parameter), old in zip(ddp.named_parameters(), before, strict=True):
+        check(parameter.grad is None, f"{what}: {name} has a gradient")
+        check_equal(parameter.detach(), old, f"{what}: {name}")
+
+
+def _no_loss(ddp: Any, rank: int, step: int) -> None:
+    ddp.skip_step().backward()
+
+
+def _own_loss(ddp: Any, rank: int, step: int) -> None:
+    ddp.skip_step()
+    (ddp(batch(rank, step)).square().sum() * float("nan")).backward()
+
+
+def _in_backward(ddp: Any, rank: int, step: int) -> None:
+    last = list(ddp.parameters())[-1]  # its gradient comes first
+    handle = last.register_hook(lambda grad: (ddp.skip_step(), grad)[1])
+    backward(ddp, rank, step)
+    handle.remove()
+
+
+WAYS: dict[str, Callable[[Any, int, int], None]] = {
+    "no_loss": _no_loss,
+    "own_loss": _own_loss,
+    "in_backward": _in_backward,
+}
+
+
+def _skip(rank: int, world: int, way: str, options: dict[str, Any], hooked: bool) -> None:
+    ddp = DistributedDataParallel(make(seed=rank), **options)
+    if hooked:
+        ddp.register_comm_hook(None, _hook)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, weight_decay=0.1)
+    factor = world if options.get("gradient_average") is False else 1
+    skips = {0: 1, 3: 0, 4: 2 % world, 7: 1}  # by step: the rank that asks for it
+    for step in range(10):
+        optimizer.zero_grad()
+        before = [p.detach().clone() for p in ddp.parameters()]
+        expected = {
+            name: None if grad is None else grad * factor
+            for name, grad in mean_gradients(ddp.module, world, step).items()
+        }
+        if skips.get(step) == rank and not (way == "in_backward" and step == 0 and hooked):
+            WAYS[way](ddp, rank, step)
+        elif skips.get(step) == rank:
+            _own_loss(ddp, rank, step)
+        else:
+            backward(ddp, rank, step)
+        if step in skips:
+            optimizer.step()
+            _expect_skipped(ddp, before, f"step {step}")
+        else:
+            check(not ddp.step_skipped, f"step {step}: step_skipped is True")
+            _expect(ddp, expected, f"step {step}")
+            optimizer.step()
+        check_same_on_all_ranks(list(ddp.parameters()), f"parameters after step {step}")
+    check_equal(ddp.statistics()["steps_skipped"], len(skips), "steps_skipped")
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["all_reduce", "hook"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("way", WAYS)
+def test_skip_step_on_one_rank_skips_on_all(
+    ranks: RankPool, way: str, options: dict[str, Any], hooked: bool
+) -> None:
+    if hooked and "gradient_average" in options:
+        pytest.skip("with a communication hook nothing else averages")
+    if way == "in_backward" and "alone" in str(options):
+        pytest.skip("the last bucket is launched before a later hook could ask")
+    ranks.run(3, _skip, way, options, hooked)
+
+
+def _accumulated(rank: int, world: int) -> None:
+    """What accumulated for the step that is skipped does not come back in the next one."""
+    ddp = DistributedDataParallel(make(seed=rank))
+    for step in range(6):
+        ddp.zero_grad()
+        with ddp.no_sync():
+            backward(ddp, rank, 100 + step)
+        if step % 2 == 1:
+            if rank == 1:
+                _no_loss(ddp, rank, step)
+            else:
+                backward(ddp, rank, step)
+            _expect_skipped(ddp, [p.detach() for p in ddp.parameters()], f"step {step}")
+            continue
+        first = mean_gradients(ddp.module, world, 100 + step)
+        second = mean_gradients(ddp.module, world, step)
+        backward(ddp, rank, step)
+        _expect(ddp, {name: first[name] + second[name] for name in first}, f"step {step}")
+
+
+def test_skipped_step_drops_what_accumulated_for_it(ranks: RankPool) -> None:
+    ranks.run(2, _accumulated)
+
+
+def _checked(rank: int, world: int) -> None:
+    """Ranks may or may not step after a skipped step; a real difference is found afterwards."""
+    ddp = DistributedDataParallel(make())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(12):
+        optimizer.zero_grad()
+        if step % 2 == 1 and rank == 0:
+            ddp.skip_step().backward()
+            continue
+        backward(ddp, rank, step)
+        optimizer.step()
+    if rank == 1:
+        with torch.no_grad():
+            next(ddp.parameters()).add_(1)
+    with raises_in_rank(RuntimeError, "the ranks are out of step: rank 1 updated the parameters"):
+        backward(ddp, rank, 20)
+        backward(ddp, rank, 21)
+
+
+def test_steps_after_skipped_ones_may_differ_by_rank_and_are_compared(ranks: RankPool) -> None:
+    ranks.run(2, _checked)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise MemoryError("on purpose")
+
+
+def _failing_loss(ddp: Any, rank: int, step: int, at: str) -> Tensor:
+    x = batch(rank, step).requires_grad_()
+    if at == "below":  # when all gradients are there
+        return ddp(_Fails.apply(x)).square().sum()
+    if at == "first":
+        handle = list(ddp.parameters())[-1].register_hook(lambda g: _Fails.backward(None, g))
+    elif at == "middle":
+        handle = list(ddp.parameters())[2].register_hook(lambda g: _Fails.backward(None, g))
+    else:
+        handle = next(iter(ddp.parameters())).register_hook(lambda g: _Fails.backward(None, g))
+    _handles.append(handle)
+    return ddp(x).square().sum()
+
+
+_handles: list[Any] = []
+
+
+def _on_failure(rank: int, world: int, at: str, options: dict[str, Any], hooked: bool) -> None:
+    ddp = DistributedDataParallel(make(seed=rank), on_failure="skip", **options)
+    if hooked:
+        ddp.register_comm_hook(None, _hook)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    for step in range(9):
+        optimizer.zero_grad()
+        before = [p.detach().clone() for p in ddp.parameters()]
+        expected = mean_gradients(ddp.module, world, step)
+        if step % 3 == 0:
+            if rank == step // 3 % world:
+                with raises_in_rank(MemoryError, "on purpose"):
+                    _failing_loss(ddp, rank, step, at).backward()
+                while _handles:
+                    _handles.pop().remove()
+            else:
+                backward(ddp, rank, step)
+            _expect_skipped(ddp, before, f"step {step}")
+            if rank == 0:
+                optimizer.step()
+            continue
+        backward(ddp, rank, step)
+        check(not ddp.step_skipped, f"step {step}")
+        _expect(ddp, expected, f"step {step}")
+        optimizer.step()
+        check_same_on_all_ranks(list(ddp.parameters()), f"parameters after step {step}")
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["all_reduce", "hook"])
+@pytest.mark.parametrize("options", [{}, {"message_size": 1}, {"gradient_as_bucket_view": True}],
+                         ids=["one_bucket", "alone", "views"])  # fmt: skip
+@pytest.mark.parametrize("at", ["first", "middle", "last", "below"])
+def test_failed_backward_of_one_rank_skips_on_all(
+    ranks: RankPool, at: str, options: dict[str, Any], hooked: bool
+) -> None:
+    ranks.run(3, _on_failure, at, options, hooked)
+
+
+def _not_finite(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make(), on_failure="skip", check_finite=True)
+    for step in range(6):
+        ddp.zero_grad()
+        expected = mean_gradients(ddp.module, world, step)
+        bad = step % 2 == 1 and rank == step % world
+        scale = float("inf") if bad else 1.0
+        (ddp(batch(rank, step)).square().sum() * scale).backward()
+        check_equal(ddp.step_skipped, step % 2 == 1, f"step {step}")
+        if not ddp.step_skipped:
+            _expect(ddp, expected, f"step {step}")
+
+
+def test_gradient_that_is_not_finite_skips_on_all(ranks: RankPool) -> None:
+    ranks.run(3, _not_finite)
+
+
+def _callback(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make(), on_failure="skip", message_size=20)
+    seen: list[int] = []
+    ddp.register_bucket_callback(lambda bucket: seen.append(bucket.index))
+    for step in range(4):
+        ddp.zero_grad()
+        seen.clear()
+        if step == 2 and rank == 1:
+            ddp.skip_step().backward()
+        else:
+            backward(ddp, rank, step)
+        check_equal(seen == [], step == 2, f"step {step}: {seen}")
+
+
+def test_bucket_callback_is_not_called_in_a_skipped_step(ranks: RankPool) -> None:
+    ranks.run(2, _callback)
+
+
+def _refused(rank: int, world: int) -> None:
+    overlapped = DistributedDataParallel(make())
+    OverlappedOptimizer(torch.optim.SGD(overlapped.parameters(), lr=0.1), overlapped)
+    with raises_in_rank(RuntimeError, f"rank {rank}: skip_step(): with OverlappedOptimizer"):
+        overlapped.skip_step()
+    skipping = DistributedDataParallel(make(), on_failure="skip")
+    with raises_in_rank(ValueError, "on_failure='skip'"):
+        OverlappedOptimizer(torch.optim.SGD(skipping.parameters(), lr=0.1), skipping)
+    with raises_in_rank(ValueError, "on_failure is 'raise' or 'skip', got 'ignore'"):
+        DistributedDataParallel(make(), on_failure="ignore")
+    with raises_in_rank(RuntimeError, "on_failure='skip' (skip_failed_steps)"):
+        DistributedDataParallel(make(), on_failure="skip" if rank == 0 else "raise")
+    late = DistributedDataParallel(make())
+    backward(late, rank, 0)
+    next(iter(late.parameters())).register_hook(lambda g: None)
+    x = batch(rank, 1).requires_grad_()
+    said: list[BaseException] = []
+
+    def ask(grad: Tensor) -> None:
+        try:
+            late.skip_step()
+        except RuntimeError as error:
+            said.append(error)
+
+    if rank == 0:
+        late.module.register_full_backward_hook(lambda *_: ask(x))
+    late(x).square().sum().backward()
+    if rank == 0:
+        raised("the last bucket of this backward was launched already", said[0] if said else None)
+    check(not late.step_skipped, "asked too late, and refused")
+
+
+def test_skip_step_where_it_cannot_work_is_refused(ranks: RankPool) -> None:
+    ranks.run(2, _refused)
+
+
+def _alone(rank: int, world: int) -> None:
+    mine = [dist.new_group([r]) for r in range(world)][rank]
+    ddp = DistributedDataParallel(make(), process_group=mine, on_failure="skip")
+    backward(ddp, rank, 0)
+    before = [p.detach().clone() for p in ddp.parameters()]
+    ddp.skip_step().backward()
+    _expect_skipped(ddp, before, "one rank")
+    backward(ddp, rank, 1)
+    check(not ddp.step_skipped and next(ddp.parameters()).grad is not None, "the next one counts")
+
+
+def test_skip_step_in_a_group_of_one_rank(ranks: RankPool) -> None:
+    ranks.run(2, _alone)
+
+
+def _join(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    with ddp.join():
+        for step in range(3 + 3 * rank):
+            optimizer.zero_grad()
+            if step % 2 == 1 and rank == 1:
+                ddp.skip_step()
+            backward(ddp, rank, step)
+            check_equal(ddp.step_skipped, step % 2 == 1, f"step {step}")
+            optimizer.step()
+    check_same_on_all_ranks(list(ddp.parameters()), "after join()")
+
+
+def test_skip_step_under_join(ranks: RankPool) -> None:
+    ranks.run(2, _join)
+
+
+def _amp(rank: int, world: int, level: str) -> None:
+    torch.manual_seed(rank)
+    model = Mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0
+    )
+    ddp = DistributedDataParallel(model)
+    for step in range(6):
+        optimizer.zero_grad()
+        before = [p.detach().clone() for p in ddp.parameters()]
+        skips = step in (0, 3)
+        loss = (
+            ddp.skip_step()
+            if skips and rank == 1
+            else ddp(batch(rank, step)).float().square().sum()
+        )
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        if skips:
+            _expect_skipped(ddp, before, f"step {step}")
+        else:
+            changed = any(
+                not torch.equal(p, old) for p, old in zip(ddp.parameters(), before, strict=True)
+            )
+            check(changed, f"step {step} was taken")
+        check_same_on_all_ranks(list(ddp.parameters()), f"step {step}")
+        check_same_on_all_ranks(list(amp.master_params(optimizer)), f"masters, step {step}")
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_skip_step_with_amp(ranks: RankPool, level: str) -> None:
+    ranks.run(2, _amp, level)
+
+
+def _grad_scaler(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make(seed=rank))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    for step in range(6):
+        optimizer.zero_grad()
+        skips = step == 2 and rank == 0
+        loss = ddp.skip_step() if skips else ddp(batch(rank, step)).square().sum()
+        scaler.scale(loss).backward()
+        if ddp.step_skipped:
+            continue
+        scaler.step(optimizer)
+        scaler.update()
+        check_same_on_all_ranks(list(ddp.parameters()), f"step {step}")
+    check_equal(scaler.get_scale(), 4.0, "scale")
+
+
+def test_skip_step_with_grad_scaler(ranks: RankPool) -> None:
+    ranks.run(2, _grad_scaler)
+
+
+def _copy(rank: int, world: int) -> None:
+    ddp = copy.deepcopy(DistributedDataParallel(make(), on_failure="skip"))
+    backward(ddp, rank, 0)
+    if rank == 1:
+        ddp.skip_step().backward()
+    else:
+        backward(ddp, rank, 1)
+    check(ddp.step_skipped and ddp.on_failure == "skip", "a copy skips as its original")
+
+
+def test_copy_skips_too(ranks: RankPool) -> None:
+    ranks.run(2, _copy)
