@@ -328,10 +328,13 @@ class Machine:
             return
         self._clear(args.get("clear", "none"))
         self.size.clear()
-        boom = args.get("raises")
-        if boom and any(block.kind == "syncbn" for f in forwards
-                        for block in self.models[f.model].blocks):  # fmt: skip
-            boom = None  # batch norm on the other ranks would wait for ever
+        boom, drop, more = args.get("raises"), args.get("drop"), args.get("more", [])
+        if any(block.kind == "syncbn" for f in forwards
+               for block in self.models[f.model].blocks):  # fmt: skip
+            boom, drop, more = None, None, []  # the other ranks would wait in batch norm
+        if self.rank in more:  # a forward that no backward follows
+            x, ids = data(op.uid, self.rank, 0, 0)
+            forwards[0].wrapper(x, ids, forwards[0].skip[self.rank], None, None)
         accumulate = args.get("accumulate", 0)
         # Gradients that share memory are accumulated wrongly by torch alone, without a wrapper.
         if any(block.kind in SHARING for f in forwards for block in self.models[f.model].blocks):
@@ -347,6 +350,9 @@ class Machine:
                 if last and boom:
                     self._raise_and_recover(op, forwards, todo, boom, micro)
                     return
+                if last and drop:
+                    self._drop(op, forwards[0], todo, drop)
+                    break
                 for i, loss in enumerate(todo):
                     loss.backward(retain_graph=i + 1 < len(todo))
                 del todo, loss
@@ -453,6 +459,23 @@ class Machine:
             self._expect(op, forwards, micro, True, "sum")
             self._compare("after another rank raised")
         error = None
+        self._clear("none")
+        self.fired.clear()
+
+    def _drop(self, op: Op, forward: Forward, todo: list[Tensor], drop: list[int]) -> None:
+        """Ranks in ``drop`` skip the step: no rank has a gradient after it."""
+        loss = sum(todo)
+        if self.rank in drop:
+            zero = forward.wrapper.skip_step()
+            loss = zero if op.uid % 2 else loss
+        loss.backward()
+        todo.clear()
+        check(forward.wrapper.step_skipped, f"ranks {drop} skip the step, but it was not skipped")
+        for name, parameter in self.models[forward.model].named_parameters():
+            check(
+                parameter.grad is None or not parameter.requires_grad,
+                f"after a skipped step {name} has a gradient",
+            )
         self._clear("none")
         self.fired.clear()
 

@@ -25,7 +25,8 @@ BATCH_TIMEOUT_S = 300  # each program has its own limit
 
 HAZARDS = (
     "accumulate", "alias", "backwards", "chain", "change", "checkpoint", "collective", "copy",
-    "evaluate", "fail", "freeze", "group", "held", "hook", "large", "old", "optimizers", "options",
+    "drop", "evaluate", "fail", "forwards", "freeze", "group", "held", "hook", "large", "old",
+    "optimizers", "options",
     "raise", "rewrap", "several", "share", "skip", "sparse", "syncbn",
 )  # fmt: skip
 
@@ -131,6 +132,7 @@ class Draw:
             raises = {
                 "ranks": self._some_ranks(), "forward": rng.randrange(3), "block": rng.randrange(4)
             }  # fmt: skip
+        drops = not raises and len(forwards) == 1 and not forwards[0].get("old")
         how = rng.choice(["each", "reversed", "twice"]) if self.chance("backwards", 0.4) else None
         kind = rng.choice(["reentrant", "non-reentrant"])
         return self._make(
@@ -144,6 +146,8 @@ class Draw:
             checkpoint=kind if self.chance("checkpoint", 0.2) else None,
             raises=raises,
             hold=self._some_ranks() if self.chance("held", 0.2) else None,
+            more=self._some_ranks() if self.chance("forwards", 0.2) else None,
+            drop=self._some_ranks() if drops and self.chance("drop", 0.3) else None,
             no_optimizer=rng.random() < 0.2,
         )
 

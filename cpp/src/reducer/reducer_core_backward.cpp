@@ -76,6 +76,7 @@ void ReducerCore::output_reached(int task) {
   if (anything && context_.parameters.owns_any()) {
     begin_backward();
   } else {
+    wants_skip_ = false;  // not of a later backward
     announce_local_backward();
   }
 }
