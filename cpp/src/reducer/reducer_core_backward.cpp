@@ -261,7 +261,7 @@ void ReducerCore::gradient_ready(size_t index, const at::Tensor& incoming) {
   if (overtaken_[index]) pass.fail(context_.me() + describe_overtaken(parameter.name));
   // Each rank has written something else, since each has its own gradient. An optimizer's fused
   // kernels do not move the version: refuse_step_in_backward().
-  if (version_of(parameter.variable) != parameter.seen_version && !context_.members.alone())
+  if (!context_.members.alone() && version_of(parameter.variable) != parameter.seen_version)
     pass.fail(describe_early_write(parameter));
   ++gradient.fired;
   // With views a gradient of this backward may be in its bucket already, and .grad be undefined.
