@@ -219,7 +219,9 @@ def test_configure_another_torch_in_the_same_folder_changes_every_command(tmp_pa
         )  # fmt: skip
         assert status == 0, output
         text = (tmp_path / "build" / "compile_commands.json").read_text()
-        commands.append({each["output"]: each["command"] for each in json.loads(text)})
+        # By the object, which CMake 3.22 names in the command alone.
+        compiled = [each["command"] for each in json.loads(text)]
+        commands.append({command.split(" -o ")[1].split()[0]: command for command in compiled})
     before, after = commands
     assert before.keys() == after.keys() and len(before) > 50
     assert [name for name in before if before[name] == after[name]] == []
@@ -356,6 +358,22 @@ def test_configure_nvcc_of_another_major_version_off_with_both_versions(
 
 
 # --- tests of tests: what another compiler can do is asked, see cpp/tests/package/consume.cmake ---
+
+
+def test_nvcc_that_cannot_compile_is_skipped_with_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho note; echo 'error: unsupported GNU version' >&2; exit 1\n")
+    nvcc.chmod(0o755)
+    for given, reason in (
+        (str(nvcc), f"{nvcc} -std=c++20 does not compile an empty program: error: unsupported GNU"),
+        ("/nowhere/nvcc", "there is no nvcc here"),
+    ):
+        monkeypatch.setenv("CUDACXX", given)
+        with pytest.raises(pytest.skip.Exception) as skipped:
+            require_nvcc(tmp_path, "-std=c++20")
+        assert reason in str(skipped.value)
 
 
 @pytest.mark.parametrize("torch_fits", [True, False])
