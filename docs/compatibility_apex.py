@@ -471,7 +471,10 @@ def render() -> str:
     for module, rows in TABLE.items():
         parts.append(f"## `{module}`\n")
         if not rows:
-            parts.append("Runs as `python -m`; see [migration.md](migration.md).\n")
+            parts.append(
+                "Runs as `python -m`; see [migration.md](migration.md). What rank N prints is in\n"
+                "`rank_N.log`, not in `GPU_N.log`.\n"
+            )
             continue
         lines = ["| name | | note |", "|---|---|---|"]
         lines += [f"| `{row.name}` | {row.became} | {row.note} |" for row in rows]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Sphinx configuration: pages in Markdown, reference from the docstrings.
 
-Needs torch, but not a built package: without apex._core the docstrings are read from the sources.
+Needs torch, but no built package: the docstrings are read from the sources.
 """
 
 import re
@@ -43,10 +43,17 @@ def _use_sources() -> list[str]:
     for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
         del sys.modules[name]
     sys.path.insert(0, str(ROOT / "python"))
-    # What CMake writes: says that the package fits this torch.
+    # As CMake writes it for a package that fits this torch: from the same template, so that no name
+    # is missing.
+    template = (ROOT / "python/src/build_info.py.in").read_text()
+    said = {
+        "Libtorch_FULL_VERSION": torch.__version__,
+        "Libtorch_CXX11_ABI": int(torch._C._GLIBCXX_USE_CXX11_ABI),
+        "Libtorch_CUDA_VERSION": torch.version.cuda or "",
+        "APEX_WITH_CUDA": "ON" if torch.version.cuda else "OFF",
+    }
     build_info = types.ModuleType("apex._build_info")
-    build_info.torch_version = str(torch.__version__)
-    build_info.cxx11_abi = bool(torch._C._GLIBCXX_USE_CXX11_ABI)
+    exec(re.sub(r"@(\w+)@", lambda name: str(said.get(name[1], "")), template), vars(build_info))
     sys.modules["apex._build_info"] = build_info
     return ["apex._core"]
 
@@ -93,7 +100,5 @@ def setup(app: object) -> None:
     app.connect("build-finished", _search)
 
 
-try:
-    import apex  # noqa: F401
-except ImportError:
-    autodoc_mock_imports = _use_sources()
+# Also where a package is installed, which may have been built from other sources.
+autodoc_mock_imports = _use_sources()

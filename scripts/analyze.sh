@@ -15,8 +15,8 @@
 #
 # REVISION is by default where this branch left main, or HEAD~1 on main itself; what is not committed counts as changed.
 # --install installs what scripts/analysis-requirements.txt pins beside the Python that is used. Tools are taken from
-# APEX_VENV (default: .venv in the repository) first, then from PATH; a tool that is nowhere is "not installed", which is
-# no failure. Exit status: 0, or 1 if a tool found something.
+# APEX_VENV (default: .venv in the repository) first, then from PATH; a tool that is nowhere, or not in the pinned
+# version, is "not installed", which is no failure. Exit status: 0, or 1 if a tool found something.
 #
 # clang-tidy has to be of version 19 or newer (pip install clang-tidy; Debian: clang-tidy-19), and takes about 20 seconds
 # of processor time per file, more with 19. Environment: APEX_TIDY_JOBS, files at a time (default: one per core).
@@ -79,10 +79,22 @@ files() {
 # Each function, called by name, runs a tool; its status: 0, passed; 1, failed; 3, not installed; 4, nothing to look at.
 need() { command -v "$1" >/dev/null || return 3; }
 
-run_ruff() { need ruff || return; ruff check .; }
-run_ruff_format() { need ruff || return; ruff format --check .; }
+# need_pinned TOOL COMMAND...: COMMAND runs, and prints the version that analysis-requirements.txt pins for TOOL: another
+# one finds and lays out otherwise.
+need_pinned() {
+  local wanted found
+  wanted=$(sed -n "s/^$1\(-py\)\{0,1\}==\([0-9]*\.[0-9]*\.[0-9]*\).*/\2/p" "$here/analysis-requirements.txt")
+  found=$("${@:2}" 2>/dev/null) || return 3
+  if ! grep -qwF -- "$wanted" <<<"$found"; then
+    missing="not installed in version $wanted, only in another"
+    return 3
+  fi
+}
+
+run_ruff() { need_pinned ruff ruff --version || return; ruff check .; }
+run_ruff_format() { need_pinned ruff ruff --version || return; ruff format --check .; }
 run_clang_format() {
-  need clang-format || return
+  need_pinned clang-format clang-format --version || return
   local wrong
   wrong=$(files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs clang-format --dry-run --Werror 2>&1 |
     sed -n 's/^\([^ :]*\):[0-9]*:.* error: .*/\1/p' | sort -u)
@@ -92,17 +104,25 @@ run_clang_format() {
   fi
 }
 run_shellcheck() {
-  need shellcheck || return
+  need_pinned shellcheck shellcheck --version || return
   files '*.sh' .ci/run | xargs shellcheck
 }
 run_codespell() {
-  need codespell || return
+  need_pinned codespell codespell --version || return
   codespell --toml pyproject.toml .ci benchmarks cmake cpp docs examples python scripts ./*.md ./*.toml ./CMake*
 }
-run_mypy() { PYTHON=python3 bash "$here/check_types.sh"; }
+run_mypy() {
+  need_pinned mypy python3 -m mypy --version || return
+  PYTHON=python3 bash "$here/check_types.sh"
+}
 run_sphinx() {
   (cd / && python3 -c 'import furo, myst_parser, sphinx, torch') 2>/dev/null || return 3
-  python3 -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
+  # Older Pythons have no version that is pinned.
+  if python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    need_pinned sphinx python3 -m sphinx --version || return
+  fi
+  # -E: also pages that have not changed, since what they import may have.
+  python3 -m sphinx -W --keep-going -E -q -b html -d build/doctrees docs build/docs
 }
 
 tidy_files() {
@@ -128,7 +148,7 @@ run_clang_tidy() {
       break
     fi
   done
-  if [ -z "$tidy" ] || ! need cmake; then return 3; fi
+  if [ -z "$tidy" ] || ! need cmake || ! need ninja; then return 3; fi
   # Configured, not built; without precompiled headers, which are those of another compiler.
   if ! cmake -S . -B "$build" -G Ninja -DAPEX_CUDA=OFF -DAPEX_BUILD_TESTS=ON -DAPEX_BUILD_EXAMPLES=ON \
     -DAPEX_BUILD_PYTHON=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON \
@@ -156,11 +176,11 @@ for tool in "${tools[@]}"; do
     exit 2
   fi
   echo "=== $tool"
-  SECONDS=0
+  SECONDS=0 missing="not installed"
   "$function"
   case $? in
     0) result=passed ;;
-    3) result="not installed" ;;
+    3) result=$missing ;;
     4) result="passed (no files changed)" ;;
     *) result=FAILED status=1 ;;
   esac

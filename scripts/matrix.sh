@@ -66,7 +66,7 @@ find_python() {
 
 find_compiler() {
   local name names=(g++)
-  if [ "$1" = clang ]; then names=(clang++ clang++-{22,21,20,19,18,17,16}); fi
+  if [ "$1" = clang ]; then names=(clang++ clang++-{22,21,20,19,18,17,16,15,14}); fi
   for name in "${names[@]}"; do
     command -v "$name" && return
   done

@@ -226,6 +226,11 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("mixed_precision", {"mixed_precision": object()}, TypeError, "param_dtype is 'missing'"),
     ("two_devices", {"device_ids": [0, 1]}, ValueError, "one process per device"),
     ("output_device", {"output_device": 0}, ValueError, "needs device_ids"),
+    ("one_device", {"device_ids": 0}, TypeError, "got 0: pass device_ids=[0]."),
+    ("device_name", {"device_ids": "cpu"}, TypeError, "got 'cpu': pass device_ids=['cpu']."),
+    ("typing_error", {"brodcast_buffers": True}, TypeError,
+     "unexpected keyword argument 'brodcast_buffers'. Did you mean 'broadcast_buffers'?"),
+    ("unknown", {"xyz": 1}, TypeError, "unexpected keyword argument 'xyz'"),
     ("foreign_trigger", {"allreduce_trigger_params": [FOREIGN]}, ValueError, "no parameter of"),
 ]  # fmt: skip
 
@@ -238,6 +243,22 @@ def _refuses(rank: int, world: int, options: dict[str, Any], kind: Any, said: st
 @pytest.mark.parametrize("case", REFUSED, ids=[case[0] for case in REFUSED])
 def test_argument_out_of_range_or_contradictory_raises(ranks: RankPool, case: Any) -> None:
     ranks.run(1, _refuses, *case[1:])
+
+
+def _positional_as_torch(rank: int, world: int) -> None:
+    model = nn.Linear(2, 2)
+    words = f"pass device_ids=[{rank}], output_device={rank} by keyword."
+    with raises(TypeError, "the third positional argument is delay_allreduce", words):
+        DistributedDataParallel(model, [rank], rank)
+    with raises(TypeError, "output_device=None by keyword."):
+        DistributedDataParallel(model, [rank], None, 0, True)
+    ddp = DistributedDataParallel(model, [rank], delay_allreduce=True)
+    check(ddp.delay_allreduce, "an option of Apex's by keyword")
+
+
+def test_output_device_by_position_raises_on_every_rank(ranks: RankPool) -> None:
+    """It would be rank 1's delay_allreduce, and rank 0's would be off."""
+    ranks.run(2, _positional_as_torch)
 
 
 def _one_bucket(rank: int, world: int, options: dict[str, Any]) -> None:
@@ -396,7 +417,7 @@ def test_rank_that_dies_in_backward_survivors_raise(
     assert code == 7
     for rank, message in ((0, first), (2, third)):
         assert f"rank {rank} of 3" in message
-        assert "another rank has probably stopped" in message
+        assert "has probably stopped, has fewer batches, which join() covers, or left" in message
         if when:
             assert "bucket" in message and "parameter 'layers." in message
 

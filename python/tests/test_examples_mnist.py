@@ -242,7 +242,7 @@ def test_only_rank_0_prints_and_no_bar_into_files(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "final: " in done.stdout
     assert "epoch 1/1: " not in done.stderr
-    assert (tmp_path / "GPU_1.log").read_text() == ""
+    assert (tmp_path / "rank_1.log").read_text() == ""
 
 
 @pytest.mark.parametrize(

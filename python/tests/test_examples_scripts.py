@@ -239,7 +239,7 @@ def test_script_two_ranks_train(name: str, tmp_path: Path) -> None:
     check_output(script, 2, done)
     assert not re.search(r"\d+/\d+ \[", done.stderr), "a progress bar, but no terminal"
     if script.two_ranks is None:
-        assert not re.search(r"\d+/\d+ \[|epoch", (tmp_path / "GPU_1.log").read_text())
+        assert not re.search(r"\d+/\d+ \[|epoch", (tmp_path / "rank_1.log").read_text())
     else:
         # The ranks share the terminal: only one of them may print.
         lines = [line for line in done.stdout.splitlines() if line.startswith("epoch ")]

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import kernel_resources  # noqa: E402
 from kernel_resources import Kernel, Resources, Table  # noqa: E402
+from package_support import require_nvcc  # noqa: E402
 
 PAGE = ROOT / "docs" / "kernels.md"
 AGAIN = "run `python scripts/kernel_resources.py --output docs/kernels.md`, and look at the changes"
@@ -108,16 +109,15 @@ def test_parse_reads_what_the_compiler_prints() -> None:
 
 
 @pytest.mark.slow
-def test_kernels_compile_as_the_page_says(page: tuple[str, str, Table]) -> None:
-    nvcc = kernel_resources.find_nvcc()
-    if nvcc is None:
-        pytest.skip("there is no nvcc here: put it on PATH, or set CUDACXX")
+def test_kernels_compile_as_the_page_says(page: tuple[str, str, Table], tmp_path: Path) -> None:
+    torch = ("-isystem", kernel_resources.torch_include(), "-include=c10/util/BFloat16.h")
+    nvcc = require_nvcc(tmp_path, "-std=c++20", "-arch=sm_90", "--expt-relaxed-constexpr", *torch)
     version = kernel_resources.nvcc_version(nvcc)
-    if int(version.split(".")[0]) < 12:
-        pytest.skip(f"nvcc {version} does not compile C++20 for sm_90")
     table = kernel_resources.measure(nvcc, [90], jobs=1)
-    assert over_the_limit(table) == []
+    assert set(table) == set(page[2])
+    # Another nvcc allocates other registers, and may spill more.
     if version == page[0]:
+        assert over_the_limit(table) == []
         # A row of the page has the shared memory of the architecture that takes most.
         taken = {k: (row[90].registers, row[90].spill_bytes) for k, row in table.items()}
         noted = {k: (row[90].registers, row[90].spill_bytes) for k, row in page[2].items()}

@@ -7,14 +7,13 @@ nothing of torch's.
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from package_support import CMAKE, ROOT, cmake, generator, make_torch, words
+from package_support import CMAKE, ROOT, cmake, generator, make_torch, require_nvcc, words
 
 pytestmark = pytest.mark.skipif(CMAKE is None, reason="there is no cmake on PATH")
 
@@ -220,7 +219,9 @@ def test_configure_another_torch_in_the_same_folder_changes_every_command(tmp_pa
         )  # fmt: skip
         assert status == 0, output
         text = (tmp_path / "build" / "compile_commands.json").read_text()
-        commands.append({each["output"]: each["command"] for each in json.loads(text)})
+        # By the object, which CMake 3.22 names in the command alone.
+        compiled = [each["command"] for each in json.loads(text)]
+        commands.append({command.split(" -o ")[1].split()[0]: command for command in compiled})
     before, after = commands
     assert before.keys() == after.keys() and len(before) > 50
     assert [name for name in before if before[name] == after[name]] == []
@@ -246,17 +247,16 @@ def test_configure_cuda_torch_without_nvcc_builds_cpu_parts_and_says_so(tmp_path
     assert "asks for the CUDA parts, but no working nvcc was found" in words(output)
 
 
-def nvcc_major() -> str:
-    """The major version of the nvcc here; skips the test where there is none."""
-    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("there is no nvcc here")
+@pytest.fixture(scope="module")
+def nvcc_major(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The major version of the nvcc here; skips the test where there is none that works."""
+    nvcc = require_nvcc(tmp_path_factory.mktemp("nvcc"))
     text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     return text.partition("release ")[2].partition(".")[0]
 
 
-def test_configure_cuda_torch_with_nvcc_builds_cuda_parts(tmp_path: Path) -> None:
-    major = nvcc_major()
+def test_configure_cuda_torch_with_nvcc_builds_cuda_parts(tmp_path: Path, nvcc_major: str) -> None:
+    major = nvcc_major
     package = make_torch(tmp_path / "torch", f"2.13.0+cu{major}9", cuda=f"{major}.9")
     status, output = configure(tmp_path, f"-DLibtorch_ROOT={package}")
     assert status == 0, output
@@ -264,9 +264,10 @@ def test_configure_cuda_torch_with_nvcc_builds_cuda_parts(tmp_path: Path) -> Non
     assert f"libtorch for CUDA {major}.9; architectures " in output
 
 
-def make_cuda_torch(tmp_path: Path) -> Path:
+@pytest.fixture
+def cuda_torch(tmp_path: Path, nvcc_major: str) -> Path:
     """A torch for the CUDA of the nvcc here, with the headers of CUDA's libraries beside it."""
-    major = nvcc_major()
+    major = nvcc_major
     for name in ("cublas_v2.h", "cusolverDn.h", "cusparse.h"):
         header = tmp_path / "nvidia" / f"cu{major}" / "include" / name
         header.parent.mkdir(parents=True, exist_ok=True)
@@ -292,10 +293,9 @@ def nccl_found(tmp_path: Path, output: str) -> tuple[str, str]:
     return line.partition("NCCL backend")[2].strip(), library.partition("=")[2]
 
 
-def test_configure_nccl_beside_torch_found_and_reported(tmp_path: Path) -> None:
-    package = make_cuda_torch(tmp_path)
+def test_configure_nccl_beside_torch_found_and_reported(tmp_path: Path, cuda_torch: Path) -> None:
     nccl = make_nccl(tmp_path / "nvidia" / "nccl", "2.28.9")
-    options = [f"-DLibtorch_ROOT={package}", "-DAPEX_BUILD_PYTHON=ON"]
+    options = [f"-DLibtorch_ROOT={cuda_torch}", "-DAPEX_BUILD_PYTHON=ON"]
     status, output = configure(tmp_path, *options, f"-DPython_EXECUTABLE={sys.executable}")
     assert status == 0, output
     assert nccl_found(tmp_path, output) == (
@@ -308,12 +308,13 @@ def test_configure_nccl_beside_torch_found_and_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["option", "environment"])
 @pytest.mark.parametrize("wheel", [True, False])
-def test_configure_nccl_root_comes_before_the_wheel(tmp_path: Path, how: str, wheel: bool) -> None:
-    package = make_cuda_torch(tmp_path)
+def test_configure_nccl_root_comes_before_the_wheel(
+    tmp_path: Path, cuda_torch: Path, how: str, wheel: bool
+) -> None:
     if wheel:
         make_nccl(tmp_path / "nvidia" / "nccl", "2.28.9")
     mine = make_nccl(tmp_path / "mine", "2.99.1")
-    options = [f"-DLibtorch_ROOT={package}"]
+    options = [f"-DLibtorch_ROOT={cuda_torch}"]
     environment = {}
     if how == "option":
         options.append(f"-DNCCL_ROOT={mine}")
@@ -326,10 +327,9 @@ def test_configure_nccl_root_comes_before_the_wheel(tmp_path: Path, how: str, wh
     )  # fmt: skip
 
 
-def test_configure_nccl_of_the_system_found(tmp_path: Path) -> None:
-    package = make_cuda_torch(tmp_path)
+def test_configure_nccl_of_the_system_found(tmp_path: Path, cuda_torch: Path) -> None:
     system = make_nccl(tmp_path / "usr", "2.27.3")
-    options = [f"-DLibtorch_ROOT={package}", f"-DCMAKE_PREFIX_PATH={system}"]
+    options = [f"-DLibtorch_ROOT={cuda_torch}", f"-DCMAKE_PREFIX_PATH={system}"]
     status, output = configure(tmp_path, *options)
     assert status == 0, output
     assert nccl_found(tmp_path, output) == (
@@ -337,18 +337,64 @@ def test_configure_nccl_of_the_system_found(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_configure_no_nccl_anywhere_off_and_says_what_to_set(tmp_path: Path) -> None:
+def test_configure_no_nccl_anywhere_off_and_says_what_to_set(
+    tmp_path: Path, cuda_torch: Path
+) -> None:
     if Path("/usr/include/nccl.h").exists() or Path("/usr/local/cuda/include/nccl.h").exists():
         pytest.skip("there is an NCCL on this system")
-    package = make_cuda_torch(tmp_path)
-    status, output = configure(tmp_path, f"-DLibtorch_ROOT={package}")
+    status, output = configure(tmp_path, f"-DLibtorch_ROOT={cuda_torch}")
     assert status == 0, output
     assert "NCCL backend  OFF  (no nccl.h was found (set NCCL_ROOT))" in output
 
 
-def test_configure_nvcc_of_another_major_version_off_with_both_versions(tmp_path: Path) -> None:
-    other = int(nvcc_major()) - 1
+def test_configure_nvcc_of_another_major_version_off_with_both_versions(
+    tmp_path: Path, nvcc_major: str
+) -> None:
+    other = int(nvcc_major) - 1
     package = make_torch(tmp_path / "torch", f"2.13.0+cu{other}4", cuda=f"{other}.4")
     status, output = configure(tmp_path, f"-DLibtorch_ROOT={package}")
     assert status == 0, output
     assert f"but this libtorch was built for CUDA {other}.4)" in output
+
+
+# --- tests of tests: what another compiler can do is asked, see cpp/tests/package/consume.cmake ---
+
+
+def test_nvcc_that_cannot_compile_is_skipped_with_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho note; echo 'error: unsupported GNU version' >&2; exit 1\n")
+    nvcc.chmod(0o755)
+    for given, reason in (
+        (str(nvcc), f"{nvcc} -std=c++20 does not compile an empty program: error: unsupported GNU"),
+        ("/nowhere/nvcc", "there is no nvcc here"),
+    ):
+        monkeypatch.setenv("CUDACXX", given)
+        with pytest.raises(pytest.skip.Exception) as skipped:
+            require_nvcc(tmp_path, "-std=c++20")
+        assert reason in str(skipped.value)
+
+
+@pytest.mark.parametrize("torch_fits", [True, False])
+def test_consumer_fails_is_skipped_only_if_torch_alone_fails(
+    tmp_path: Path, torch_fits: bool
+) -> None:
+    libtorch = make_torch(tmp_path / "torch", "2.13.0")
+    if not torch_fits:
+        header = libtorch / "include" / "torch" / "csrc" / "api" / "include" / "torch" / "torch.h"
+        header.write_text("#error a newer compiler is needed\n")
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.22)\nproject(consumer CXX)\nadd_library(c a.cpp)\n"
+    )
+    (tmp_path / "a.cpp").write_text("#error this program is wrong\n")
+    make = generator()[1:] or ["Unix Makefiles"]
+    status, output = cmake(
+        f"-DSOURCE={tmp_path}", f"-DBINARY={tmp_path / 'build'}", f"-DGENERATOR={make[0]}",
+        "-DOPTIONS=-DONE=1|-DTWO=2", f"-DTORCH={libtorch}", "-DSTANDARD=17",
+        "-P", str(ROOT / "cpp" / "tests" / "package" / "consume.cmake"),
+    )  # fmt: skip
+    assert status != 0
+    skips = "SKIPPED: the compiler does not compile torch's headers as C++17:" in words(output)
+    assert skips == (not torch_fits), output
+    assert ("a newer compiler is needed" if skips else "this program is wrong") in output

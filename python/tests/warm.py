@@ -59,7 +59,7 @@ def run_script_on_ranks(
     """As ``python -m apex.parallel.multiproc --nproc=ranks script arguments`` in that folder.
 
     ``env`` holds MASTER_ADDR and MASTER_PORT. The exit code is that of the first rank that failed;
-    when one has, the others are ended. Their output is in GPU_<rank>.log, as multiproc leaves it.
+    when one has, the others are ended. Their output is in rank_<rank>.log, as with multiproc.
 
     Raises:
         subprocess.TimeoutExpired: when they were ended because time was up.
@@ -75,7 +75,7 @@ def run_script_on_ranks(
             for option in script_options.appended(takes, arguments, None)
             for part in (option, mine[script_options.RANK_OPTIONS[option]])
         ]
-        log = cwd / f"GPU_{rank}.log"
+        log = cwd / f"rank_{rank}.log"
         files = (out, err) if rank == 0 else (log, log)
         processes.append(_start(script, (*arguments, *more), cwd, mine, *files, None))
     return _finish(processes, [str(script), *arguments], out, err, timeout_s)

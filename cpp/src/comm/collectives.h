@@ -23,8 +23,8 @@ class HostHierarchy;
 /// Throws CommunicationError that carries the rank, `what`, the cause, and what report_failure()
 /// finds out, for which it blocks; call it in a catch block or with a captured exception.
 inline constexpr const char* kLookAtOthers =
-    "another rank has probably stopped, or left this step; look at its output first, then start "
-    "again with a new process group";
+    "another rank has probably stopped, has fewer batches, which join() covers, or left this step; "
+    "look at its output first, then start again with a new process group";
 [[noreturn]] APEX_API void throw_communication_error(const std::string& what,
                                                      const c10d::ProcessGroup& group,
                                                      const std::exception_ptr& cause,

@@ -4,12 +4,14 @@ other."""
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import numbers
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,42 @@ SWITCHES_OF_THE_ENGINE = (
 )  # fmt: skip
 CPU_BUCKET_BYTES = 8 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # torch's default for the first bucket
+
+
+P = ParamSpec("P")
+
+
+def suggests_keywords(constructor: Callable[P, None]) -> Callable[P, None]:
+    """The constructor, whose error for an unknown keyword names the closest one.
+
+    Python 3.13 and newer say so by themselves.
+    """
+    known = inspect.signature(constructor).parameters
+
+    @functools.wraps(constructor)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs.keys() - known.keys():
+            if close := difflib.get_close_matches(name, known, n=1):
+                raise TypeError(
+                    f"{constructor.__qualname__}() got an unexpected keyword argument '{name}'. "
+                    f"Did you mean '{close[0]}'?"
+                )
+        constructor(*args, **kwargs)
+
+    return checked
+
+
+def refuse_positional_output_device(device_ids: Sequence[Any], third: Any) -> None:
+    """Raise TypeError for ``(module, [device], device)``, torch's order.
+
+    The third argument is Apex's delay_allreduce, which rank 1 would take for True and rank 0 for
+    False.
+    """
+    if not isinstance(third, bool):
+        raise TypeError(
+            f"the third positional argument is delay_allreduce, not torch's output_device, and got "
+            f"{third!r}: pass device_ids={list(device_ids)!r}, output_device={third!r} by keyword."
+        )
 
 
 def switch(name: str, value: Any) -> bool:
@@ -176,6 +214,11 @@ def single_device(
     a script written for GPUs runs on a machine without. A negative index is a --local_rank that
     nobody passed, as under torchrun: the device is then that of the module.
     """
+    if isinstance(device_ids, (int, str, torch.device)):
+        raise TypeError(
+            "device_ids is a list with the one device of this process, got "
+            f"{device_ids!r}: pass device_ids=[{device_ids!r}]."
+        )
     if device_ids is None or len(device_ids) == 0:
         if output_device is not None:
             raise ValueError("output_device needs device_ids=[the device of this process].")
@@ -231,7 +274,7 @@ def warn_ignored(gradient_average_split_factor: Any) -> None:
         warnings.warn(
             "gradient_average_split_factor has no effect; gradient_predivide_factor splits the "
             "division by the world size.",
-            stacklevel=3,
+            stacklevel=4,  # above the constructor, and suggests_keywords
         )
 
 

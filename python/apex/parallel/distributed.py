@@ -147,6 +147,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
     Construction blocks until all processes have come. Not thread safe.
     """
 
+    @_options.suggests_keywords
     def __init__(
         self,
         module: nn.Module,
@@ -194,6 +195,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
             )
         if isinstance(message_size, (list, tuple)) and device_ids is None:
             # DistributedDataParallel(module, [device]), as torch's class is called.
+            _options.refuse_positional_output_device(message_size, delay_allreduce)
             message_size, device_ids = _options.MESSAGE_SIZE, message_size
         first_bucket_bytes = _options.FIRST_BUCKET_BYTES
         if bucket_cap_mb_list:
@@ -277,7 +279,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
             warnings.warn(
                 "DistributedDataParallel wraps a module without a parameter that requires a "
                 "gradient: forward passes through and nothing is synchronized.",
-                stacklevel=2,
+                stacklevel=3,  # above suggests_keywords
             )
         engine.connect(process_group, allreduce_communicators, self.init_sync)
         name_layers(module, self.process_group)

@@ -7,7 +7,8 @@ It runs on torchrun's elastic agent, without restarts: when one process fails, t
 stopped. The differences to ``torchrun`` are those that scripts written for NVIDIA's Apex rely on:
 ``--rank``, ``--world-size`` and ``--local_rank`` are appended for scripts that take them (see
 :mod:`apex.parallel._multiproc.script` for how that is found out), a ``--world-size N`` among the
-script's arguments is the number of processes, and only rank 0 writes to the terminal.
+script's arguments is the number of processes, and only rank 0 writes to the terminal: the others
+write to ``rank_<rank>.log``, in the current folder or that of ``--log-dir``.
 
 Every process finds ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``
 and ``MASTER_PORT`` in its environment, as ``init_process_group(init_method="env://")`` needs them,
@@ -64,7 +65,7 @@ class Job:
         node_rank: of this node, in 0..nodes-1.
         master: address and port of node 0, or None on a single node: any free port.
         timeout_s: how long to wait for the other nodes, in seconds.
-        log_dir: folder of the files ``GPU_<rank>.log``.
+        log_dir: folder of the files ``rank_<rank>.log``.
         script: the training script.
         arguments: what the script is given, the same on every rank.
         append: options that every process is given with a value of its own, as
@@ -83,7 +84,15 @@ class Job:
 
     def log_file(self, rank: int) -> Path | None:
         """Where this global rank writes; None: to the terminal."""
-        return None if rank == 0 else self.log_dir / f"GPU_{rank}.log"
+        return None if rank == 0 else self.log_dir / child.LOG_FILE.format(rank)
+
+    def remove_empty_logs(self) -> None:
+        """Of this node's ranks: those that have said nothing leave no file behind."""
+        first = self.node_rank * self.processes
+        for log in filter(None, map(self.log_file, range(first, first + self.processes))):
+            with contextlib.suppress(OSError):
+                if log.stat().st_size == 0:
+                    log.unlink()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -143,8 +152,9 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         default=Path("."),
         metavar="DIR",
-        help="folder of the files GPU_<rank>.log, where all ranks but 0 write their output and "
-        "errors (default: the current folder)",
+        help="folder of the files rank_<rank>.log, where all ranks but 0 write their output and "
+        "errors; after a job without a failure those that are empty are removed (default: the "
+        "current folder)",
     )
     parser.add_argument(
         "--append",
@@ -303,6 +313,7 @@ def launch(job: Job) -> int:
                 nodes.reach(job.master, job.node_rank, job.timeout_s)
             with nodes.watch(job.master, job.nodes, job.node_rank, job.timeout_s):
                 elastic_launch(_config(job, folder), command[0])(*command[1:])
+            job.remove_empty_logs()
             return 0
         except ChildFailedError as error:
             child.end_orphans()

@@ -1,3 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-find_program(APEX_CLANG NAMES clang++ clang++-22 clang++-21 clang++-20 clang++-19 REQUIRED)
+# Found as the tests have found it, see CMakeLists.txt of the folder above.
+set(apex_clang_names clang++)
+foreach(version RANGE 22 14 -1)
+  list(APPEND apex_clang_names clang++-${version})
+endforeach()
+find_program(APEX_CLANG NAMES ${apex_clang_names} REQUIRED)
 set(CMAKE_CXX_COMPILER ${APEX_CLANG})

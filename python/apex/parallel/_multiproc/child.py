@@ -18,6 +18,9 @@ import time
 #: In the folder given as the only argument.
 COMMAND_FILE = "command.json"
 
+#: The file of a global rank's output, for all ranks but 0; NVIDIA's Apex called it GPU_{}.log.
+LOG_FILE = "rank_{}.log"
+
 #: Same order of meaning as `script.RANK_OPTIONS`, which cannot be imported from here.
 VARIABLES = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
 
@@ -74,7 +77,7 @@ def main() -> None:
         sys.exit("multiproc: the launcher is gone.")
     rank = os.environ["RANK"]
     if rank != "0":
-        path = os.path.join(job["log_dir"], f"GPU_{rank}.log")
+        path = os.path.join(job["log_dir"], LOG_FILE.format(rank))
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         for stream in (1, 2):
             os.dup2(log, stream)
