@@ -81,6 +81,8 @@ FLOAT32 = {
     "operator_rpow": lambda x: 2**x,
     "tensor_cpu": lambda x: x.cpu(),
     "norm": lambda x: x.norm(),
+    "mean": lambda x: x.mean(),
+    "torch_mean": lambda x: torch.mean(input=x),
     "renorm": lambda x: x.renorm(2, 0, 1.0),
     "dist": lambda x: torch.dist(x, x),
     **{
@@ -102,7 +104,8 @@ FOLLOW = {
     "max_pool": lambda x: F.max_pool1d(x, 2),
     "dropout": lambda x: F.dropout(x, 0.5),
     "transpose": lambda x: x.t(),
-    "mean": lambda x: x.mean(),
+    "mean_along_dimensions": lambda x: x.mean((0, 1)),
+    "mean_kept": lambda x: x.mean(dim=0, keepdim=True),
     "batch_norm": lambda x: F.batch_norm(
         x, torch.zeros(4, device=x.device), torch.ones(4, device=x.device), training=True
     ),
@@ -119,6 +122,8 @@ PROMOTE = {
     "tensor_dot": lambda x, y: x[0].dot(y[0]),
     "vdot": lambda x, y: torch.vdot(x[0], y[0]),
     "inner": lambda x, y: torch.inner(x[0], y[0]),
+    "inner_of_matrices": lambda x, y: torch.inner(x, y),
+    "tensor_inner_of_matrices": lambda x, y: x.inner(y),
     "cross": lambda x, y: torch.cross(x[:, :3], y[:, :3], dim=1),
     "cat": lambda x, y: torch.cat([x, y]),
     "stack": lambda x, y: torch.stack((x, y)),
@@ -186,6 +191,11 @@ def test_o1_promoting_function_takes_the_widest_type(name: str, device: str) -> 
     half, single = matrix(device, torch.float16), matrix(device)
     assert PROMOTE[name](half, single).dtype == torch.float32
     assert PROMOTE[name](single, half).dtype == torch.float32
+    assert PROMOTE[name](single, single).dtype == torch.float32
+    if name != "bilinear":  # which has a float32 argument of its own
+        mixed = PROMOTE[name](half, single)
+        with amp.disable_casts():
+            assert torch.equal(mixed, PROMOTE[name](half.float(), single))
     if name != "bilinear":
         assert PROMOTE[name](half, half).dtype == torch.float16
 
