@@ -220,6 +220,7 @@ def test_o1_in_place_float32_function_refuses_half(name: str, device: str) -> No
         lambda x, y: x.addcmul_(y, y),
         lambda x, y: x.addmm_(y, y),
         lambda x, y: x.addmv_(y, y[0]) if x.dim() == 1 else x.add_(y),
+        lambda x, y: x.index_copy_(0, torch.arange(4, device=x.device), y),
     ],
 )
 def test_o1_in_place_function_keeps_the_type_of_self(function: object, device: str) -> None:
@@ -311,6 +312,27 @@ def test_o1_attention_module_runs_in_half(device: str) -> None:
     assert output.dtype == torch.float16
     output.float().sum().backward()
     assert attention.in_proj_weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("low", DTYPES, ids=str)
+def test_o1_adaptive_softmax_trains_and_predicts(low: torch.dtype, device: str) -> None:
+    x = torch.randn(12, 8, device=device)
+    target = torch.arange(12, device=device)
+    net = nn.Linear(8, 16).to(device)
+    softmax = nn.AdaptiveLogSoftmaxWithLoss(16, 12, [4, 8]).to(device)
+    wanted = copy.deepcopy(softmax).double()(net(x).double(), target)
+    wanted.loss.backward()
+    gradient = net.weight.grad
+    net.weight.grad = None
+    start(device, low)
+    found = softmax(net(x), target)
+    found.loss.float().backward()
+    limit = {torch.float16: 5e-3, torch.bfloat16: 5e-2}[low]
+    torch.testing.assert_close(found.output.double(), wanted.output, rtol=limit, atol=limit)
+    torch.testing.assert_close(net.weight.grad, gradient, rtol=limit, atol=limit)
+    assert softmax.log_prob(net(x)).shape == (12, 12)
+    assert softmax.predict(net(x)).dtype == torch.int64
 
 
 @pytest.mark.parametrize("device", DEVICES)

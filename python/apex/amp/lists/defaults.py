@@ -58,6 +58,7 @@ CAST_TO_SELF = (
     "addcmul_",
     "addcdiv_",
     "atan2_",
+    "index_copy_",  # of nn.AdaptiveLogSoftmaxWithLoss
 )
 
 #: Losses that are unsafe on low-precision inputs, with the remedy.
