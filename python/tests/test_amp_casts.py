@@ -81,6 +81,8 @@ FLOAT32 = {
     "operator_rpow": lambda x: 2**x,
     "tensor_cpu": lambda x: x.cpu(),
     "norm": lambda x: x.norm(),
+    "mean": lambda x: x.mean(),
+    "torch_mean": lambda x: torch.mean(input=x),
     "renorm": lambda x: x.renorm(2, 0, 1.0),
     "dist": lambda x: torch.dist(x, x),
     **{
@@ -102,7 +104,8 @@ FOLLOW = {
     "max_pool": lambda x: F.max_pool1d(x, 2),
     "dropout": lambda x: F.dropout(x, 0.5),
     "transpose": lambda x: x.t(),
-    "mean": lambda x: x.mean(),
+    "mean_along_dimensions": lambda x: x.mean((0, 1)),
+    "mean_kept": lambda x: x.mean(dim=0, keepdim=True),
     "batch_norm": lambda x: F.batch_norm(
         x, torch.zeros(4, device=x.device), torch.ones(4, device=x.device), training=True
     ),
@@ -119,6 +122,8 @@ PROMOTE = {
     "tensor_dot": lambda x, y: x[0].dot(y[0]),
     "vdot": lambda x, y: torch.vdot(x[0], y[0]),
     "inner": lambda x, y: torch.inner(x[0], y[0]),
+    "inner_of_matrices": lambda x, y: torch.inner(x, y),
+    "tensor_inner_of_matrices": lambda x, y: x.inner(y),
     "cross": lambda x, y: torch.cross(x[:, :3], y[:, :3], dim=1),
     "cat": lambda x, y: torch.cat([x, y]),
     "stack": lambda x, y: torch.stack((x, y)),
@@ -186,6 +191,11 @@ def test_o1_promoting_function_takes_the_widest_type(name: str, device: str) -> 
     half, single = matrix(device, torch.float16), matrix(device)
     assert PROMOTE[name](half, single).dtype == torch.float32
     assert PROMOTE[name](single, half).dtype == torch.float32
+    assert PROMOTE[name](single, single).dtype == torch.float32
+    if name != "bilinear":  # which has a float32 argument of its own
+        mixed = PROMOTE[name](half, single)
+        with amp.disable_casts():
+            assert torch.equal(mixed, PROMOTE[name](half.float(), single))
     if name != "bilinear":
         assert PROMOTE[name](half, half).dtype == torch.float16
 
@@ -210,6 +220,7 @@ def test_o1_in_place_float32_function_refuses_half(name: str, device: str) -> No
         lambda x, y: x.addcmul_(y, y),
         lambda x, y: x.addmm_(y, y),
         lambda x, y: x.addmv_(y, y[0]) if x.dim() == 1 else x.add_(y),
+        lambda x, y: x.index_copy_(0, torch.arange(4, device=x.device), y),
     ],
 )
 def test_o1_in_place_function_keeps_the_type_of_self(function: object, device: str) -> None:
@@ -301,6 +312,27 @@ def test_o1_attention_module_runs_in_half(device: str) -> None:
     assert output.dtype == torch.float16
     output.float().sum().backward()
     assert attention.in_proj_weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("low", DTYPES, ids=str)
+def test_o1_adaptive_softmax_trains_and_predicts(low: torch.dtype, device: str) -> None:
+    x = torch.randn(12, 8, device=device)
+    target = torch.arange(12, device=device)
+    net = nn.Linear(8, 16).to(device)
+    softmax = nn.AdaptiveLogSoftmaxWithLoss(16, 12, [4, 8]).to(device)
+    wanted = copy.deepcopy(softmax).double()(net(x).double(), target)
+    wanted.loss.backward()
+    gradient = net.weight.grad
+    net.weight.grad = None
+    start(device, low)
+    found = softmax(net(x), target)
+    found.loss.float().backward()
+    limit = {torch.float16: 5e-3, torch.bfloat16: 5e-2}[low]
+    torch.testing.assert_close(found.output.double(), wanted.output, rtol=limit, atol=limit)
+    torch.testing.assert_close(net.weight.grad, gradient, rtol=limit, atol=limit)
+    assert softmax.log_prob(net(x)).shape == (12, 12)
+    assert softmax.predict(net(x)).dtype == torch.int64
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -293,3 +293,63 @@ def test_assigning_a_float32_state_to_a_cast_model_is_refused(level: str) -> Non
     for name, value in model.state_dict().items():
         assert torch.equal(value, values[name]), name
     model.load_state_dict(values)
+
+
+class Images(nn.Module):
+    """Whose output at O1 is float16, so that its plain mean would be a float16 loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(1))
+        self.convolution, self.norm = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.relu(self.convolution(self.factor * x)))
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+@pytest.mark.parametrize("initialize_first", [True, False])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_model_restored_beside_the_first_without_amps_state_trains_on_as_that(
+    level: str, initialize_first: bool, losses: int
+) -> None:
+    """As NVIDIA's test of restoring: the scalers of the second model are new, and stay so.
+
+    So no step may be skipped for the first scale, 2^16, alone.
+    """
+
+    def make() -> tuple[nn.Module, Any]:
+        model = Images()
+        return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def with_amp(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+        return amp.initialize(model, optimizer, opt_level=level, num_losses=2 * losses, verbosity=0)
+
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, ids: range) -> torch.Tensor:
+        optimizer.zero_grad()
+        output = model(x)
+        for loss_id in ids:
+            with amp.scale_loss(output.mean(), optimizer, loss_id=loss_id) as scaled:
+                scaled.backward(retain_graph=True)
+        optimizer.step()
+        return output.detach()
+
+    model, optimizer = with_amp(*make())
+    other: nn.Module | None = None
+    for number in range(6):
+        x = torch.randn(8, 3, 12, 12)
+        output = step(model, optimizer, x, range(losses))
+        if number == 0 and level in ("O1", "O2"):
+            state = amp.state_dict()["loss_scaler0"]
+            assert state == {"loss_scale": 65536.0, "unskipped": 1}
+        if number == 2:
+            saved = through_file([model.state_dict(), optimizer.state_dict()])
+            other, its = with_amp(*make()) if initialize_first else make()
+            other.load_state_dict(saved[0])
+            its.load_state_dict(saved[1])
+            if not initialize_first:
+                other, its = with_amp(other, its)
+        elif other is not None:
+            assert torch.equal(output, step(other, its, x, range(losses, 2 * losses)))
+            for name, value in model.state_dict().items():
+                assert torch.equal(value, other.state_dict()[name]), name

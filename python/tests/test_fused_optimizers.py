@@ -21,6 +21,7 @@ from ddp_support import RankPool, check, check_equal, check_near
 from torch import nn
 
 from apex import amp, optimizers
+from apex.optimizers import _fused
 from apex.parallel import LARC, DistributedDataParallel, OverlappedOptimizer
 
 NEW = ["FusedLAMB", "FusedNovoGrad", "FusedAdagrad"]
@@ -728,15 +729,30 @@ def test_fused_optimizer_pairs_elements_by_index_where_strides_differ(name: str,
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_fused_optimizer_of_whole_parameters_stays_fused(name: str) -> None:
-    params = [nn.Parameter(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last))]
-    whole = FUSED[name](params + [nn.Parameter(torch.ones(3))])
-    sliced = FUSED[name]([nn.Parameter(torch.ones(4, 4)[:, :2])])
-    for optimizer in (whole, sliced):
-        set_grads(optimizer.param_groups[0]["params"], 0)
-        optimizer.step()
-    assert whole.param_groups[0]["fused"] and whole._step_supports_amp_scaling
-    assert not sliced.param_groups[0]["fused"] and not sliced._step_supports_amp_scaling
+def test_fused_optimizer_stays_fused_and_lets_kernels_update_what_they_can(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parameter without gaps is not copied for the kernel; one with gaps is, in its type."""
+    copied: list[torch.Tensor] = []
+    original = _fused.StandIns._copy
+
+    def copy_(self: Any, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        copied.append(tensor)
+        return original(self, tensor, *args)
+
+    monkeypatch.setattr(_fused.StandIns, "_copy", copy_)
+    whole = [nn.Parameter(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last))]
+    whole.append(nn.Parameter(torch.ones(3)))
+    sliced = nn.Parameter(torch.ones(4, 4)[:, :2])
+    for members in (whole, [sliced]):
+        optimizer = FUSED[name](members)
+        for step in range(2):
+            set_grads(members, step)
+            for param in members:
+                param.grad = torch.empty_like(param).copy_(param.grad)
+            optimizer.step()
+        assert optimizer.param_groups[0]["fused"] and optimizer._step_supports_amp_scaling
+    assert len(copied) == 2 and all(tensor is sliced for tensor in copied)
 
 
 @pytest.mark.parametrize("name", NEW)

@@ -31,7 +31,7 @@ class CastCache:
         self._entries: dict[int, _Entry] = {}
         # How often torch itself refers to a parameter that has been cast differs by its version.
         with torch.enable_grad():
-            parameter = torch.nn.Parameter(torch.ones(()))
+            parameter = torch.nn.Parameter(torch.ones((), device="cpu"))
             entry = parameter, 0, 0, parameter.half()
         del parameter
         self._references_of_a_dropped = sys.getrefcount(entry[0])

@@ -162,6 +162,18 @@ def wrap_float32(handle: AmpHandle, original: Function) -> Function:
     return wrapper
 
 
+def wrap_float32_to_one_number(handle: AmpHandle, original: Function) -> Function:
+    """Like :func:`wrap_float32`, for a call with a tensor and no dimension or type to reduce to."""
+    widened = wrap_float32(handle, original)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        whole = len(args) + len(kwargs) == 1
+        return (widened if whole else original)(*args, **kwargs)
+
+    return wrapper
+
+
 def wrap_promote(handle: AmpHandle, original: Function) -> Function:
     """Cast floating arguments to the widest floating type among them."""
 
@@ -291,6 +303,7 @@ def _kinds(overrides: Any) -> dict[str, _Kind]:
         (overrides.FP32_FUNCS, wrap_float32),
         (overrides.CASTS, wrap_promote),
         (overrides.SEQUENCE_CASTS, wrap_promote),
+        (defaults.FLOAT32_TO_ONE_NUMBER, wrap_float32_to_one_number),
     ):
         for name in names:
             if hasattr(overrides.MODULE, name):
@@ -311,8 +324,8 @@ _NOT_PATCHED = {*defaults.PROMOTED_BY_TORCH, *defaults.SEQUENCES_PROMOTED_BY_TOR
 def _install_lists(handle: AmpHandle, patches: PatchSet) -> None:
     """Patch what the lists name.
 
-    A function that a script has moved from one list to another, or out of all, runs with casts off
-    inside: autocast has lists of its own, which know nothing of that.
+    A function that promotes, or that a script has moved from one list to another, or out of all,
+    runs with casts off inside: autocast has lists of its own, which know nothing of that.
     """
     registered = {(id(module), name) for module, name, _ in handle._registered}
     for overrides, unchanged in zip(_OVERRIDES, _DEFAULTS, strict=True):
@@ -323,7 +336,7 @@ def _install_lists(handle: AmpHandle, patches: PatchSet) -> None:
                 continue
             if (id(overrides.MODULE), name) in registered:
                 continue
-            if kind != default:
+            if kind != default or name in defaults.PROMOTE:
                 patches.replace(overrides.MODULE, name, functools.partial(wrap_uncast, handle))
             if kind is None:
                 continue

@@ -16,11 +16,7 @@ import torch
 from torch import Tensor
 
 from .._internal.dtypes import alike
-
-
-def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """The type in which values of `dtype` are updated: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
+from ._state import WideState, refuse_gradients, wide_type
 
 
 class Batch:
@@ -79,7 +75,7 @@ def on_device(value: Any, device: torch.device) -> Any:
     return value.to(device).reshape(()) if isinstance(value, Tensor) else value
 
 
-class ForeachOptimizer(torch.optim.Optimizer):
+class ForeachOptimizer(WideState):
     """Base of FusedLAMB, FusedNovoGrad and FusedAdagrad. A derived class has ``_update``.
 
     Parameters of any floating type on any device; dense real gradients. The number of steps is in
@@ -126,25 +122,12 @@ class ForeachOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_gradients()
+        refuse_gradients(self, complex_too=True)
         self._update()
         return loss
 
     def _update(self) -> None:
         raise NotImplementedError
-
-    def _refuse_gradients(self) -> None:
-        for number, group in enumerate(self.param_groups):
-            for index, param in enumerate(group["params"]):
-                grad = param.grad
-                if grad is None or not (grad.is_sparse or grad.is_complex()):
-                    continue
-                kind = "sparse" if grad.is_sparse else "complex"
-                remedy = "torch.optim.SparseAdam" if grad.is_sparse else "torch.optim.Adam"
-                raise RuntimeError(
-                    f"{type(self).__name__} does not support {kind} gradients, and parameter "
-                    f"{index} of group {number} has one: leave it to {remedy}."
-                )
 
     def _count_step(self, group: dict[str, Any]) -> int:
         step = int(group.get("step") or 0) + 1
@@ -168,38 +151,6 @@ class ForeachOptimizer(torch.optim.Optimizer):
                 state[name] = torch.zeros_like(param, dtype=wide_type(param.dtype))
             found.append(state[name])
         return found
-
-    # --- saving and copying ---
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this class, or of Apex's class of this name."""
-        # Within the hooks of others: what their pre-hooks return counts, and their post-hooks see
-        # the state as it stays.
-        loaded: dict[str, Any] = {}
-        before = self.register_load_state_dict_pre_hook(lambda _, state: loaded.update(state))
-        after = self.register_load_state_dict_post_hook(
-            lambda _: self._load_wide(loaded), prepend=True
-        )
-        try:
-            super().load_state_dict(self._from_apex(state_dict))
-        finally:
-            before.remove()
-            after.remove()
-
-    def _load_wide(self, state_dict: dict[str, Any]) -> None:
-        """Load the values again: torch has brought them to the type of the parameters."""
-        members = [param for group in self.param_groups for param in group["params"]]
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for param, index in zip(members, saved, strict=True):
-            for name, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    self.state[param][name] = value.detach().to(
-                        param.device, wide_type(param.dtype), copy=True
-                    )
-
-    def _from_apex(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """`state_dict` with what Apex's class keeps elsewhere in its place."""
-        return state_dict
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in self._own_settings}

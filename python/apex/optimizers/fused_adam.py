@@ -8,8 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
-from ._choose import FusedWhereRight, from_apex, implementation, laid_out_like, listed
+from .._internal.dtypes import is_low_precision
+from ._fused import (
+    FusedOptimizer,
+    StandIns,
+    from_apex,
+    has_gaps,
+    implementation,
+    listed,
+    with_gradient,
+)
+from ._state import WideState, wide_type
 
 # Note [Adam without bias correction]
 #
@@ -17,10 +28,16 @@ from ._choose import FusedWhereRight, from_apex, implementation, laid_out_like, 
 # without bias correction hands them such a t, and counts its steps itself.
 _NO_CORRECTION = 1e30
 
+_NO_AMSGRAD = "FusedAdam has no AMSGrad variant; use torch.optim.Adam(amsgrad=True)."
 
-class FusedAdam(FusedWhereRight, torch.optim.Adam):
-    """``torch.optim.Adam(fused=True)``, decoupled weight decay (AdamW) by default; ``foreach=True``
-    for groups with parameters that are slices of larger tensors.
+
+class FusedAdam(WideState, FusedOptimizer, torch.optim.Adam):
+    """``torch.optim.Adam(fused=True)``, decoupled weight decay (AdamW) by default.
+
+    Both moments of float16 and bfloat16 parameters are float32, as in Apex: these parameters are
+    updated in float32 and rounded once. (torch keeps the moments in the type of the parameter,
+    where the square of a small gradient is 0.) Slices of larger tensors are updated, too, which
+    torch's kernel does not do rightly.
 
     Args:
         params, lr, betas, eps, weight_decay: as of torch.
@@ -34,7 +51,9 @@ class FusedAdam(FusedWhereRight, torch.optim.Adam):
         max_grad_norm, eps_inside_sqrt: of early versions; must be 0 and False.
 
     The number of calls of ``step()`` is also in each group, as ``step``, where schedulers of old
-    scripts look for it. It includes steps that were skipped on the device.
+    scripts look for it. It includes steps that ``torch.amp.GradScaler`` skipped on an accelerator,
+    of which the host does not know; the update goes by the number of those that were not skipped.
+    Not thread safe. :meth:`step` copies nothing to the host.
 
     Raises:
         ValueError: a setting that torch's implementation does not have.
@@ -63,9 +82,7 @@ class FusedAdam(FusedWhereRight, torch.optim.Adam):
     ) -> None:
         del set_grad_none, master_weights
         if amsgrad:
-            raise ValueError(
-                "FusedAdam has no AMSGrad variant; use torch.optim.Adam(amsgrad=True)."
-            )
+            raise ValueError(_NO_AMSGRAD)
         if max_grad_norm:
             raise TypeError(
                 f"FusedAdam(max_grad_norm={max_grad_norm}) was an option of early versions of "
@@ -93,33 +110,72 @@ class FusedAdam(FusedWhereRight, torch.optim.Adam):
         for group in self.param_groups:
             group.setdefault("bias_correction", bias_correction)
 
-    def _init_group(
-        self,
-        group: dict[str, Any],
-        params_with_grad: list[Tensor],
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        max_exp_avg_sqs: list[Tensor],
-        state_steps: list[Tensor],
-    ) -> bool:
-        # Called once per group and step.
-        self._leave_fused(group)
-        base: Any = super()
-        has_complex: bool = base._init_group(
-            group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
-        )
-        if group["fused"]:
-            for i, param in enumerate(params_with_grad):
-                grads[i] = laid_out_like(grads[i], param)
-                for name, moments in (("exp_avg", exp_avgs), ("exp_avg_sq", exp_avg_sqs)):
-                    moments[i] = self.state[param][name] = laid_out_like(moments[i], param)
-        group[self._counter] = int(group.get(self._counter) or 0) + 1
-        if not group["bias_correction"]:
-            self._count_apart(state_steps)
-        return has_complex
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as ``torch.optim.Adam.add_param_group`` does.
 
-    @torch.no_grad()
+        Raises:
+            ValueError: with ``amsgrad``.
+        """
+        if param_group.get("amsgrad"):
+            raise ValueError(_NO_AMSGRAD)
+        super().add_param_group(param_group)
+
+    def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[param]
+        if not state:
+            on_device = group["fused"] or group["capturable"]
+            state["step"] = torch.zeros(
+                (), dtype=torch.float32, device=param.device if on_device else "cpu"
+            )
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(param, dtype=wide_type(param.dtype))
+        return state
+
+    def _update(self, group: dict[str, Any]) -> None:
+        group[self._counter] = int(group.get(self._counter) or 0) + 1
+        grad_scale = getattr(self, "grad_scale", None)
+        stand_ins = StandIns()
+        params, grads, firsts, seconds, steps = [], [], [], [], []
+        members = with_gradient(group)
+        for member in members:
+            assert member.grad is not None
+            state = self._state_of(member, group)
+            fits = not has_gaps(member) and not is_low_precision(member)
+            param = stand_ins.parameter(member, fits)
+            params.append(param)
+            grads.append(stand_ins.like(member.grad, param, written=grad_scale is not None))
+            for name, moments in (("exp_avg", firsts), ("exp_avg_sq", seconds)):
+                # They stay as the kernel wants them: after a change of the memory format, say.
+                state[name] = stand_ins.like(state[name], param, written=False)
+                moments.append(state[name])
+            steps.append(state["step"])
+        if not group["bias_correction"]:
+            self._count_apart(steps)
+        stand_ins.fill()
+        adam(
+            params,
+            grads,
+            firsts,
+            seconds,
+            [],
+            steps,
+            foreach=group["foreach"],
+            capturable=group["capturable"],
+            fused=group["fused"],
+            grad_scale=grad_scale,
+            found_inf=getattr(self, "found_inf", None),
+            has_complex=any(map(torch.is_complex, params)),
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+        stand_ins.write_back()
+
     def _count_apart(self, state_steps: list[Tensor]) -> None:
         """See Note [Adam without bias correction]."""
         found_inf = getattr(self, "found_inf", None)
@@ -130,5 +186,12 @@ class FusedAdam(FusedWhereRight, torch.optim.Adam):
             state_steps[index] = torch.full_like(step, _NO_CORRECTION)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this class, of torch's, or of Apex's class of this name."""
-        super().load_state_dict(from_apex(self, state_dict))
+        """Load the state of this class, of torch's, or of Apex's class of this name.
+
+        Options that decide what a step computes (``adam_w_mode``, ``maximize``) or how
+        (``capturable``) stay those of this object. Maxima of ``amsgrad`` are left out.
+        """
+        super().load_state_dict(state_dict)
+
+    def _from_apex(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return from_apex(self, state_dict)

@@ -7,26 +7,45 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.sgd import sgd
 
-from ._choose import (
-    FusedWhereRight,
+from .._internal.dtypes import is_low_precision
+from ._fused import (
+    FusedOptimizer,
+    StandIns,
     from_apex,
+    has_gaps,
     implementation,
-    is_low_precision_on_cpu,
-    laid_out_like,
     listed,
+    with_gradient,
 )
 
 
-class FusedSGD(FusedWhereRight, torch.optim.SGD):
-    """``torch.optim.SGD(fused=True)``; ``foreach=True`` for groups that torch's fused kernel
-    updates wrongly: with float16 or bfloat16 parameters on the CPU (pytorch#191763), or with
-    parameters that are slices of larger tensors.
+def is_low_precision_on_cpu(tensor: Tensor) -> bool:
+    """Whether `tensor` is one that torch's fused SGD gets wrong.
+
+    Its CPU kernel skips whole vectors of float16 and bfloat16 parameters and writes wrong momenta
+    (pytorch#191763; torch 2.12 and 2.13 at least). Those of Adam and AdamW are right.
+    """
+    return tensor.device.type == "cpu" and is_low_precision(tensor)
+
+
+class FusedSGD(FusedOptimizer, torch.optim.SGD):
+    """``torch.optim.SGD(fused=True)``, also for parameters that torch's kernel updates wrongly.
+
+    These are float16 and bfloat16 parameters on the CPU (pytorch#191763), which are updated in
+    float32 and rounded once, and slices of larger tensors. Momentum has the type of the parameter,
+    as in Apex.
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov: as of torch.
         wd_after_momentum: must be False.
         materialize_master_grads, set_grad_none: accepted and ignored.
+
+    A step that ``torch.amp.GradScaler`` skips makes no momentum, so the first step that counts sets
+    it to the gradient. Not thread safe. :meth:`step` copies nothing to the host, except the flag of
+    ``GradScaler``, if a parameter has no momentum yet.
 
     Raises:
         ValueError: a setting that torch's implementation does not have.
@@ -62,45 +81,79 @@ class FusedSGD(FusedWhereRight, torch.optim.SGD):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this class, of torch's, or of Apex's class of this name."""
+        """Load the state of this class, of torch's, or of Apex's class of this name.
+
+        Options that decide what a step computes (``maximize``) or how stay those of this object.
+        """
         super().load_state_dict(from_apex(self, state_dict))
 
-    def _is_wrong_for(self, param: torch.Tensor) -> bool:
-        return super()._is_wrong_for(param) or is_low_precision_on_cpu(param)
+    # Note [The first momentum]
+    #
+    # A first step sets the momentum to the gradient, undamped. torch's kernel is told so once for
+    # all tensors of a call, and its momenta are uninitialized memory until it writes them, which it
+    # does not if the step is skipped. So parameters with and without momentum go to it in two
+    # calls, and while there are any without, the host reads the flag. (Zeros would do where there
+    # is no dampening. With it the kernel, for which the next step is not the first one, would damp
+    # the gradient.)
 
-    def _init_group(
-        self,
-        group: dict[str, Any],
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        momentum_buffer_list: list[torch.Tensor | None],
-    ) -> bool:
-        self._leave_fused(group)
-        base: Any = super()
-        has_sparse: bool = base._init_group(group, params, grads, momentum_buffer_list)
-        if not group["fused"] or has_sparse:
-            return has_sparse
-        for i, param in enumerate(params):
-            grads[i] = laid_out_like(grads[i], param)
-        for i, buffer in enumerate(momentum_buffer_list):
-            if buffer is not None:  # torch's step puts it into the state
-                momentum_buffer_list[i] = laid_out_like(buffer, params[i])
-        late = [i for i, buffer in enumerate(momentum_buffer_list) if buffer is None]
-        if len(late) < len(momentum_buffer_list):
-            # torch's kernel takes a first step for all parameters of a group or for none.
-            for i in late:
-                momentum_buffer_list[i] = self._buffer_before(group, params[i], grads[i])
-        return has_sparse
+    def _lacks_momentum(self, param: Tensor) -> bool:
+        return self.state.get(param, {}).get("momentum_buffer") is None
 
-    @torch.no_grad()
-    def _buffer_before(
-        self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor
-    ) -> torch.Tensor:
-        """The momentum from which a later step gets what a first step does, which is not damped."""
-        if not group["dampening"]:
-            return torch.zeros_like(grad)
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        wanted = grad if scale is None else grad / scale
-        wanted = (-wanted if group["maximize"] else wanted) + group["weight_decay"] * param
-        buffer: torch.Tensor = wanted * (group["dampening"] / group["momentum"])
-        return buffer if found_inf is None else buffer.masked_fill_(found_inf != 0, 0)
+    def _makes_state_of_gradients(self) -> bool:
+        return any(
+            bool(group["momentum"]) and any(map(self._lacks_momentum, with_gradient(group)))
+            for group in self.param_groups
+        )
+
+    def _update(self, group: dict[str, Any]) -> None:
+        members = with_gradient(group)
+        if not group["momentum"]:
+            self._run_kernel(group, members, first=False)
+            return
+        fresh = list(map(self._lacks_momentum, members))
+        for first in (True, False):
+            self._run_kernel(
+                group, [p for p, new in zip(members, fresh, strict=True) if new == first], first
+            )
+
+    def _run_kernel(self, group: dict[str, Any], members: list[Tensor], first: bool) -> None:
+        if not members:
+            return
+        grad_scale = getattr(self, "grad_scale", None)
+        stand_ins = StandIns()
+        params, grads, momenta = [], [], []
+        for member in members:
+            assert member.grad is not None
+            fits = not has_gaps(member) and not is_low_precision_on_cpu(member)
+            param = stand_ins.parameter(member, fits)
+            params.append(param)
+            grads.append(stand_ins.like(member.grad, param, written=grad_scale is not None))
+            if not group["momentum"]:
+                continue
+            momentum = None
+            if not first:
+                state, rounded = self.state[member], param.dtype != member.dtype
+                momentum = stand_ins.like(state["momentum_buffer"], param, written=rounded)
+                if not rounded:  # after a change of the memory format, say
+                    state["momentum_buffer"] = momentum
+            momenta.append(momentum)
+        stand_ins.fill()
+        sgd(
+            params,
+            grads,
+            momenta,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            foreach=group["foreach"],
+            fused=group["fused"],
+            grad_scale=grad_scale,
+            found_inf=getattr(self, "found_inf", None),
+        )
+        stand_ins.write_back()
+        for member, momentum in zip(members, momenta if first else (), strict=first):
+            assert momentum is not None
+            self.state[member]["momentum_buffer"] = momentum.to(member.dtype)

@@ -81,14 +81,15 @@ class Buffers:
             _fingerprint(described(self._module, self._ignored)) if changed else self._fingerprint
         )
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        header = torch.tensor([mine, size])
-        first = [torch.zeros(shape, dtype=dtype) for shape, dtype in self._layout]
+        header = torch.tensor([mine, size], device="cpu")
+        first = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in self._layout]
         message = [header, *(first if changed else tensors)]
         _core.broadcast_coalesced(message, name_of(group), root, self._what)
         sent, sent_size = header.tolist()
         if sent != self._fingerprint:
-            alike = sent == mine
-            second = tensors if alike else [torch.empty(sent_size, dtype=torch.uint8)]
+            second = tensors
+            if sent != mine:
+                second = [torch.empty(sent_size, dtype=torch.uint8, device="cpu")]
             _core.broadcast_coalesced(second, name_of(group), root, self._what)
         if sent != mine:
             raise BuffersDiffer(self._difference(dist.get_rank(group), root))

@@ -36,10 +36,16 @@ FLOAT32 = (
     "cumprod", "cumsum", "dist", "norm", "prod", "std", "sum", "var", "renorm",
 )  # fmt: skip
 
+#: Float32 where they reduce a whole tensor to one number, as a loss does; along dimensions, they
+#: follow their input, as in Apex. (A float16 loss overflows at the first scale, 2^16: its gradient,
+#: the scale itself, is above 65504. Other losses are float32 by the list above.)
+FLOAT32_TO_ONE_NUMBER = ("mean",)
+
 #: Float32 as well, but only as methods of Tensor.
 FLOAT32_METHODS = ("cpu",)
 
-#: Promote their arguments to the widest type among them, where torch itself would raise.
+#: Promote their arguments to the widest type among them, where torch itself would raise, and run in
+#: it: autocast casts no matrix product inside.
 PROMOTE = ("bilinear", "cross", "dot", "inner", "vdot")
 
 #: In-place methods whose arguments take the type of the tensor they write to.
@@ -52,6 +58,7 @@ CAST_TO_SELF = (
     "addcmul_",
     "addcdiv_",
     "atan2_",
+    "index_copy_",  # of nn.AdaptiveLogSoftmaxWithLoss
 )
 
 #: Losses that are unsafe on low-precision inputs, with the remedy.

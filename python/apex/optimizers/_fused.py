@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the aliases of torch's fused optimizers share.
+
+Note [What fused kernels take]
+torch's fused kernels walk through memory: they pair the elements of parameter, gradient and state
+that lie at the same place, not at the same index, as many as the parameter has, and read all of
+them in one type. On the CPU nothing checks the places. So a kernel gets a stand-in for a tensor
+that it would read wrongly: a dense copy of a parameter with gaps (a slice of a larger tensor), a
+float32 copy of a low-precision parameter whose update needs float32, and copies of gradients and
+state with the strides and the type of that. Afterwards the tensors take the values of their copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._state import refuse_gradients, wide_type
+
+_FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
+
+#: Entries of a group that say what the optimizer computes, and with which kernels. They belong to
+#: the constructor (or to ``add_param_group``): a state does not change them.
+_DECIDED_BEFORE_LOADING = (
+    "amsgrad",
+    "capturable",
+    "decoupled_weight_decay",
+    "differentiable",
+    "foreach",
+    "fused",
+    "maximize",
+)
+
+
+def has_gaps(tensor: Tensor) -> bool:
+    """Whether elements of `tensor` overlap, or others lie between them."""
+    if tensor.is_contiguous():
+        return False
+    return torch.empty_like(tensor, device="meta").stride() != tensor.stride()
+
+
+class StandIns:
+    """Copies that a kernel reads and writes in place of tensors: Note [What fused kernels take]."""
+
+    def __init__(self) -> None:
+        self._originals: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        self._written: list[bool] = []
+
+    def parameter(self, param: Tensor, fits: bool) -> Tensor:
+        """`param` if the kernel can update it (`fits`), or a dense copy in its wide type."""
+        if fits:
+            return param
+        return self._copy(param, torch.empty_like(param, dtype=wide_type(param.dtype)))
+
+    def like(self, tensor: Tensor, param: Tensor, written: bool = True) -> Tensor:
+        """`tensor`, or a copy if its type or strides are not those of `param`.
+
+        Args:
+            tensor: a gradient or a state, of the shape of `param`.
+            param: what :meth:`parameter` returned.
+            written: the kernel changes it.
+        """
+        if tensor.dtype == param.dtype and tensor.stride() == param.stride():
+            return tensor
+        return self._copy(tensor, torch.empty_like(param), written)
+
+    def _copy(self, tensor: Tensor, empty: Tensor, written: bool = True) -> Tensor:
+        empty = empty.detach()
+        self._originals.append(tensor)
+        self._copies.append(empty)
+        self._written.append(written)
+        return empty
+
+    def fill(self) -> None:
+        """Give the copies their values, before the kernel runs."""
+        if self._copies:
+            torch._foreach_copy_(self._copies, self._originals)
+
+    def write_back(self) -> None:
+        """Give the tensors that the kernel changes the values of their copies."""
+        pairs = zip(self._originals, self._copies, self._written, strict=True)
+        changed = [(original, copy) for original, copy, written in pairs if written]
+        if changed:
+            torch._foreach_copy_([pair[0] for pair in changed], [pair[1] for pair in changed])
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Base of aliases of torch's fused optimizers. A derived class has ``_update``.
+
+    ``torch.amp.GradScaler`` gives a step two tensors, ``grad_scale`` and ``found_inf``. Where the
+    second one is set, the step changes nothing, and makes no state.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: evaluated first, once; its result is returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse; nothing has been changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        refuse_gradients(self)
+        if not self._is_skipped():
+            for group in self.param_groups:
+                self._update(group)
+        return loss
+
+    def _update(self, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _makes_state_of_gradients(self) -> bool:
+        """Whether this step makes state that a skipped one must not make."""
+        return False
+
+    def _is_skipped(self) -> bool:
+        """Whether the host leaves the step out; if it does not know, the kernel does.
+
+        Reading the flag waits for its device. It costs nothing on the CPU.
+        """
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
+            return False
+        if found_inf.device.type != "cpu" and not self._makes_state_of_gradients():
+            return False
+        return bool(found_inf)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch's GradScaler and apex.amp ask before a step whether the kernel takes their tensors.
+        return all(group["fused"] for group in self.param_groups)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        pass  # set by torch's constructor, once, and not by copies and pickles
+
+
+def with_gradient(group: dict[str, Any]) -> list[Tensor]:
+    """The parameters of `group` that a step updates."""
+    return [param for param in group["params"] if param.grad is not None]
+
+
+def listed(params: Any) -> Any:
+    """`params` as a list. A tensor stays one, for torch's error: its rows are no parameters."""
+    return params if isinstance(params, Tensor) else list(params)
+
+
+def implementation(params: Any) -> dict[str, bool]:
+    """``{"fused": True}`` where torch has a fused kernel for all `params`, else foreach."""
+    tensors: list[Tensor] = []
+    for entry in params:
+        members = entry["params"] if isinstance(entry, dict) else [entry]
+        if isinstance(members, Tensor):
+            members = [members]
+        elif isinstance(entry, dict) and not isinstance(members, (list, tuple)):
+            members = entry["params"] = list(members)
+        tensors += [member[1] if isinstance(member, tuple) else member for member in members]
+    fused = all(
+        tensor.is_floating_point() and tensor.device.type in _FUSED_DEVICES for tensor in tensors
+    )
+    return {"fused": True} if fused else {"foreach": True}
+
+
+def from_apex(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """`state`, saved by this class, torch's or Apex's, in the layout of torch's, for `optimizer`.
+
+    Apex keeps the number of steps in the group only, and does not have torch's settings; torch
+    keeps it with the parameters only. What `optimizer` computes stays what its constructor was
+    told, and so do the kernels: only numbers come from the state, and entries of a script's own.
+    """
+    entries = {index: dict(entry) for index, entry in state["state"].items()}
+    groups = []
+    for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=False):
+        kept = {key: own[key] for key in own if key not in ("params", "param_names", "step")}
+        decided = {key: own[key] for key in _DECIDED_BEFORE_LOADING if key in own}
+        group = {**kept, **saved, **decided}
+        known = [entries[index] for index in group["params"] if index in entries]
+        step = saved.get("step")
+        if isinstance(step, Tensor):  # Apex's with capturable=True
+            step = group["step"] = int(step)
+        steps = [int(entry["step"]) for entry in known if "step" in entry]
+        if step is None and steps:
+            group["step"] = max(steps)
+        for entry in known:
+            entry.pop("max_exp_avg_sq", None)  # of amsgrad, which no alias has
+            if step is not None:
+                entry.setdefault("step", torch.tensor(float(step), device="cpu"))
+        groups.append(group)
+    groups += state["param_groups"][len(groups) :]  # as many as there are: torch compares
+    return {**state, "state": entries, "param_groups": groups}

@@ -1,0 +1,504 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The state of the fused optimizers: none after a skipped first step, float32 moments, and what a
+loaded one changes."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import fused_optimizer_references as references
+import pytest
+import torch
+from amp_support import fresh_amp  # noqa: F401
+from torch import Tensor, nn
+
+from apex import amp
+from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD, fused_sgd
+
+INF = float("inf")
+
+
+@pytest.fixture
+def filled_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is uninitialized is nan, and not zero by chance."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    # Not torch.use_deterministic_algorithms(), which imports the compiler.
+    torch._C._set_deterministic_algorithms(True)
+    yield
+    torch._C._set_deterministic_algorithms(False)
+
+
+# --- steps that torch.amp.GradScaler skips ---
+
+
+class Scaled:
+    """An optimizer under torch's GradScaler, and a float64 one that makes the steps that count."""
+
+    def __init__(
+        self, kind: Any, plain: Any, dtype: torch.dtype, sliced: bool = False, **options: Any
+    ) -> None:
+        self.dtype = dtype
+        maximize = options.pop("maximize", False)
+        self.params = [self._drawn((65,)), self._drawn((4, 6), sliced), self._drawn((3,))]
+        self.wanted = [nn.Parameter(p.detach().double().clone()) for p in self.params]
+        groups = [{"params": self.params[:2], "maximize": maximize}]
+        self.maximize = maximize
+        self.optimizer = kind(groups, **options)
+        self.reference = plain(self.wanted[:2], maximize=maximize, foreach=False, **options)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def _drawn(self, shape: tuple[int, ...], sliced: bool = False) -> nn.Parameter:
+        torch.manual_seed(len(shape))
+        value = torch.randn(shape).to(self.dtype)
+        return nn.Parameter(value[:, :3] if sliced else value)
+
+    def add_third(self) -> None:
+        self.optimizer.add_param_group({"params": self.params[2:], "maximize": self.maximize})
+        self.reference.add_param_group({"params": self.wanted[2:]})
+
+    def step(self, skipped: bool, without: tuple[int, ...] = ()) -> None:
+        scale = self.scaler.get_scale()
+        self.scaler.scale(torch.ones(()))
+        for index, (mine, wanted) in enumerate(zip(self.params, self.wanted, strict=True)):
+            grad = torch.randn(mine.shape, generator=self.generator).to(self.dtype)
+            absent = index in without
+            mine.grad = None if absent else grad * scale
+            wanted.grad = None if absent else grad.double()
+        if skipped:
+            self.params[0].grad[0] = INF
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if not skipped:
+            self.reference.step()
+
+    def check(self) -> None:
+        limit = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[self.dtype]
+        for mine, wanted in zip(self.params, self.wanted, strict=True):
+            torch.testing.assert_close(mine.detach().double(), wanted.detach(), rtol=0, atol=limit)
+
+
+SGD_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "nesterov": {"nesterov": True},
+    "dampening": {"dampening": 0.5},
+    "decay": {"weight_decay": 0.1},
+    "maximize": {"maximize": True},
+    "all": {"dampening": 0.5, "weight_decay": 0.1, "maximize": True},
+}
+
+
+def scaled_sgd(case: str, sliced: bool, dtype: torch.dtype = torch.float32) -> Scaled:
+    options = {"lr": 0.1, "momentum": 0.9, **SGD_OPTIONS[case]}
+    return Scaled(FusedSGD, torch.optim.SGD, dtype, sliced, **options)
+
+
+@pytest.mark.parametrize("case", SGD_OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize("skipped", [(0,), (0, 1, 3)], ids=str)
+def test_fused_sgd_skipped_first_step_leaves_no_state_and_the_next_is_the_first(
+    case: str, dtype: torch.dtype, skipped: tuple[int, ...], sliced: bool, filled_memory: None
+) -> None:
+    run = scaled_sgd(case, sliced, dtype)
+    for step in range(6):
+        run.step(step in skipped)
+        if all(earlier in skipped for earlier in range(step + 1)):
+            assert not run.optimizer.state
+    run.check()
+
+
+@pytest.mark.parametrize("case", SGD_OPTIONS)
+@pytest.mark.parametrize("sliced", [False, True])
+def test_fused_sgd_group_and_gradient_that_come_later_and_are_skipped_have_no_state(
+    case: str, sliced: bool, filled_memory: None
+) -> None:
+    """Parameters with momentum and without it in one group, and in a group of their own."""
+    run = scaled_sgd(case, sliced)
+    run.step(False, without=(1, 2))
+    before = run.optimizer.state[run.params[0]]["momentum_buffer"].clone()
+    for _ in range(2):
+        run.step(True, without=(2,))  # the second parameter's first gradient
+        assert run.params[1] not in run.optimizer.state
+        assert torch.equal(run.optimizer.state[run.params[0]]["momentum_buffer"], before)
+    run.step(False, without=(2,))
+    run.add_third()
+    run.step(True)
+    assert run.params[2] not in run.optimizer.state
+    run.step(False)
+    run.step(False)
+    run.check()
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+@pytest.mark.parametrize("late", [False, True])
+def test_fused_sgd_first_momentum_is_the_gradient_bit_for_bit(dampening: float, late: bool) -> None:
+    run = Scaled(
+        FusedSGD, torch.optim.SGD, torch.float32, lr=0.1, momentum=0.9, dampening=dampening
+    )
+    if late:
+        run.step(False, without=(1, 2))
+    run.step(True, without=(2,))
+    run.step(False, without=(2,))
+    param = run.params[1]
+    assert torch.equal(run.optimizer.state[param]["momentum_buffer"], run.wanted[1].grad.float())
+
+
+@pytest.mark.parametrize("kind", [FusedSGD, FusedAdam], ids=lambda kind: kind.__name__)
+def test_fused_optimizer_state_saved_after_a_skipped_first_step_loads(
+    kind: Any, filled_memory: None
+) -> None:
+    plain, options = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+    if kind is FusedAdam:
+        plain, options = torch.optim.AdamW, {"lr": 0.01, "eps": 0.1, "weight_decay": 0.1}
+    run = Scaled(kind, plain, torch.float32, **options)
+    run.step(True)
+    file = io.BytesIO()
+    torch.save(run.optimizer.state_dict(), file)
+    file.seek(0)
+    run.optimizer = kind([{"params": run.params[:2]}], **options)
+    run.optimizer.load_state_dict(torch.load(file, weights_only=True))
+    for skipped in (True, False, False):
+        run.step(skipped)
+    run.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("correction", [False, True])
+def test_fused_adam_skipped_steps_count_nowhere(dtype: torch.dtype, correction: bool) -> None:
+    options = {"lr": 0.01, "eps": 0.1, "weight_decay": 0.1}
+    run = Scaled(FusedAdam, torch.optim.AdamW, dtype, **options)
+    run.optimizer.param_groups[0]["bias_correction"] = correction
+    for step in range(6):
+        run.step(step in (0, 1, 3))
+        assert step > 1 or not run.optimizer.state
+    assert run.optimizer.param_groups[0]["step"] == 3
+    assert {float(entry["step"]) for entry in run.optimizer.state.values()} == {3.0}
+    if correction:
+        run.check()
+
+
+class FlagOfDevice:
+    """``found_inf`` on an accelerator; reading it waits for that."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, value: bool) -> None:
+        self.value, self.reads = value, 0
+
+    def __bool__(self) -> bool:
+        self.reads += 1
+        return self.value
+
+
+def test_fused_sgd_reads_the_flag_of_a_device_only_while_momentum_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer: Any = FusedSGD([param], lr=0.1, momentum=0.9)
+    given = []
+
+    def without_flag(*args: Any, found_inf: Any, **kwargs: Any) -> None:
+        given.append(found_inf)
+        original(*args, found_inf=None, **kwargs)
+
+    original = fused_sgd.sgd
+    monkeypatch.setattr(fused_sgd, "sgd", without_flag)
+    flags = [FlagOfDevice(True), FlagOfDevice(False), FlagOfDevice(False)]
+    for flag in flags:
+        param.grad = torch.ones(3)
+        optimizer.found_inf = flag
+        optimizer.step()
+    assert [flag.reads for flag in flags] == [1, 1, 0]
+    assert given == flags[1:]  # the kernel looks at it, too
+
+
+# --- float32 moments of low-precision parameters ---
+
+
+def _sliced(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape[:-1], 2 * shape[-1]).to(dtype)[..., : shape[-1]])
+
+
+def _spacing(values: Tensor) -> Tensor:
+    """The distance between neighbours of each of `values` in their type."""
+    exponents = torch.frexp(values.double()).exponent - 1
+    return torch.ldexp(torch.full_like(values, torch.finfo(values.dtype).eps).double(), exponents)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("correction", [False, True])
+@pytest.mark.parametrize("size", [1e-4, 1.0])
+def test_fused_adam_of_low_precision_keeps_float32_moments_and_rounds_once(
+    dtype: torch.dtype, decoupled: bool, correction: bool, size: float
+) -> None:
+    """From the parameters before each step, float64 gets the value that is rounded."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(n).to(dtype)) for n in (3, 64, 67)]
+    params += [_sliced((5, 3), dtype), nn.Parameter(torch.randn(4, 3).to(dtype).t())]
+    options = {"lr": 0.01, "weight_decay": 0.1, "adam_w_mode": decoupled}
+    optimizer = FusedAdam(params, bias_correction=correction, **options)
+    reference = references.Adam(bias_correction=correction, **options)
+    for _ in range(5):
+        exact = [p.detach().double().numpy().copy() for p in params]
+        for param in params:
+            param.grad = (size * torch.randn(param.shape)).to(dtype)
+        reference.step(exact, [p.grad.double().numpy() for p in params])
+        optimizer.step()
+        for index, (param, value) in enumerate(zip(params, exact, strict=True)):
+            now = param.detach()
+            error = (now.double() - torch.from_numpy(value)).abs()
+            assert (error <= 0.51 * _spacing(now) + 1e-7).all()
+            state = optimizer.state[param]
+            for name, wanted in (("exp_avg", reference.m), ("exp_avg_sq", reference.v)):
+                assert state[name].dtype == torch.float32 and state[name].is_contiguous() == (
+                    index != 4
+                )
+                torch.testing.assert_close(
+                    state[name].double(), torch.from_numpy(wanted[index]), rtol=1e-4, atol=1e-14
+                )
+
+
+def _trained(kind: Any, dtype: torch.dtype, **options: Any) -> tuple[list[nn.Parameter], Any]:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(5).to(dtype)), _sliced((3, 2), dtype)]
+    optimizer = kind(params, **options)
+    for _ in range(2):
+        for param in params:
+            param.grad = (1e-4 * torch.randn(param.shape)).to(dtype)
+        optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("of_apex", [False, True])
+def test_fused_adam_loads_float32_moments_without_rounding(
+    dtype: torch.dtype, of_apex: bool
+) -> None:
+    params, optimizer = _trained(FusedAdam, dtype)
+    state = copy.deepcopy(optimizer.state_dict())
+    if of_apex:
+        for group in state["param_groups"]:
+            for key in set(group) - {
+                *("params", "lr", "betas", "eps", "weight_decay", "bias_correction", "step")
+            }:
+                del group[key]
+        for entry in state["state"].values():
+            del entry["step"]
+    others = [nn.Parameter(param.detach().clone()) for param in params]
+    resumed = FusedAdam(others)
+    resumed.load_state_dict(state)
+    for one, other in zip(params, others, strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            mine, saved = resumed.state[other][name], optimizer.state[one][name]
+            assert mine.dtype == torch.float32 and torch.equal(mine, saved)
+        assert resumed.state[other]["step"].dtype == torch.float32
+        assert float(resumed.state[other]["step"]) == 2
+        one.grad = other.grad = (1e-4 * torch.randn(one.shape)).to(dtype)
+    optimizer.step()
+    resumed.step()
+    assert all(map(torch.equal, params, others))
+
+
+@pytest.mark.parametrize("state_first", [False, True])
+@pytest.mark.parametrize("level", ["O3", "O3-bf16"])
+def test_fused_adam_at_o3_has_float32_moments(level: str, state_first: bool) -> None:
+    """Also where the optimizer had a state before its parameters were cast."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4)
+    optimizer = FusedAdam(model.parameters(), lr=1e-3)
+
+    def grads() -> None:
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 1e-4)
+
+    if state_first:
+        grads()
+        optimizer.step()
+    before = {id(p): optimizer.state[p]["exp_avg_sq"].clone() for p in optimizer.state}
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for param in model.parameters():
+        if state_first:
+            assert torch.equal(optimizer.state[param]["exp_avg_sq"], before[id(param)])
+    for _ in range(3):
+        values = [param.detach().double() for param in model.parameters()]
+        grads()
+        optimizer.step()
+    assert {entry["exp_avg_sq"].dtype for entry in optimizer.state.values()} == {torch.float32}
+    for param, old in zip(model.parameters(), values, strict=True):
+        step = (param.detach().double() - old).abs()
+        assert (step <= 1e-3 + _spacing(param.detach())).all()  # Adam's step is lr, and rounded
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "kind, wide",
+    [(FusedLAMB, True), (FusedNovoGrad, True), (FusedAdagrad, True), (FusedSGD, False)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_fused_optimizer_state_of_low_precision_has_the_documented_type(
+    kind: Any, wide: bool, dtype: torch.dtype
+) -> None:
+    """float32; the momentum of FusedSGD is of the type of the parameter, as Apex's is."""
+    _, optimizer = _trained(kind, dtype, lr=0.1, **({} if wide else {"momentum": 0.9}))
+    types = {v.dtype for e in optimizer.state.values() for v in e.values()}
+    assert types == {torch.float32 if wide else dtype}
+    resumed = kind(optimizer.param_groups[0]["params"], lr=0.1)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert {v.dtype for e in resumed.state.values() for v in e.values()} == types
+
+
+def test_fused_sgd_of_float16_rounds_parameter_and_momentum_once() -> None:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(67).half()), _sliced((5, 3), torch.float16)]
+    optimizer = FusedSGD(params, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True)
+    for _ in range(4):
+        before = [
+            (p.detach().double(), optimizer.state.get(p, {}).get("momentum_buffer")) for p in params
+        ]
+        before = [(p, None if m is None else m.double()) for p, m in before]
+        for param in params:
+            param.grad = torch.randn(param.shape).half()
+        optimizer.step()
+        for param, (old, momentum) in zip(params, before, strict=True):
+            grad = param.grad.double() + 0.1 * old
+            momentum = grad if momentum is None else 0.9 * momentum + grad
+            wanted = old - 0.1 * (grad + 0.9 * momentum)
+            now, kept = param.detach(), optimizer.state[param]["momentum_buffer"]
+            assert ((now.double() - wanted).abs() <= 0.51 * _spacing(now)).all()
+            assert ((kept.double() - momentum).abs() <= 0.51 * _spacing(kept)).all()
+
+
+# --- what a loaded state changes ---
+
+
+OTHERS: dict[str, Any] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.3, betas=(0.5, 0.6), eps=0.2, weight_decay=0.4),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.3, betas=(0.5, 0.6), eps=0.2, weight_decay=0.4),
+    "amsgrad": lambda p: torch.optim.AdamW(
+        p, lr=0.3, betas=(0.5, 0.6), eps=0.2, weight_decay=0.4, amsgrad=True
+    ),
+    "maximize": lambda p: torch.optim.Adam(
+        p, lr=0.3, betas=(0.5, 0.6), eps=0.2, weight_decay=0.4, maximize=True, foreach=True
+    ),
+    "FusedAdam": lambda p: FusedAdam(
+        p, lr=0.3, betas=(0.5, 0.6), eps=0.2, weight_decay=0.4, adam_w_mode=False, capturable=True
+    ),
+}
+
+
+def _own_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    names = ("amsgrad", "capturable", "decoupled_weight_decay", "foreach", "fused", "maximize")
+    return {name: optimizer.param_groups[0].get(name) for name in names}
+
+
+@pytest.mark.parametrize("source", OTHERS)
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_fused_adam_loaded_state_changes_numbers_and_not_what_is_computed(
+    source: str, decoupled: bool
+) -> None:
+    torch.manual_seed(0)
+    saved = nn.Parameter(torch.randn(5))
+    other = OTHERS[source]([saved])
+    for _ in range(2):
+        saved.grad = torch.randn(5)
+        other.step()
+    param = nn.Parameter(saved.detach().clone())
+    optimizer = FusedAdam([param], lr=1e-3, adam_w_mode=decoupled)
+    before = _own_settings(optimizer)
+    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    assert _own_settings(optimizer) == before
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"], group["step"]) == (
+        *(0.3, (0.5, 0.6), 0.2, 0.4, 2),
+    )
+    assert set(optimizer.state[param]) == {"step", "exp_avg", "exp_avg_sq"}
+    # One more step of the algorithm of the constructor, from the loaded moments.
+    wanted = references.Adam(
+        lr=0.3, betas=(0.5, 0.6), eps=0.2, weight_decay=0.4, adam_w_mode=decoupled
+    )
+    wanted.t = 2
+    wanted.m[0] = other.state[saved]["exp_avg"].double().numpy()
+    wanted.v[0] = other.state[saved]["exp_avg_sq"].double().numpy()
+    arrays = [param.detach().double().numpy().copy()]
+    param.grad = torch.randn(5)
+    wanted.step(arrays, [param.grad.double().numpy()])
+    optimizer.step()
+    torch.testing.assert_close(
+        param.detach().double(), torch.from_numpy(arrays[0]), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_fused_sgd_loaded_state_changes_numbers_and_not_what_is_computed(maximize: bool) -> None:
+    saved = nn.Parameter(torch.ones(5))
+    options = {"momentum": 0.5, "dampening": 0.25, "weight_decay": 0.1}
+    other = torch.optim.SGD([saved], lr=0.3, maximize=not maximize, foreach=True, **options)
+    saved.grad = torch.ones(5)
+    other.step()
+    param = nn.Parameter(saved.detach().clone())
+    optimizer = FusedSGD([{"params": [param], "maximize": maximize}], lr=1e-3)
+    before = _own_settings(optimizer)
+    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    assert _own_settings(optimizer) == before
+    group = optimizer.param_groups[0]
+    assert {key: group[key] for key in ("lr", *options)} == {"lr": 0.3, **options}
+    wanted = torch.optim.SGD([saved], lr=0.3, maximize=maximize, **options)
+    wanted.state[saved]["momentum_buffer"] = other.state[saved]["momentum_buffer"].clone()
+    for one, its in ((param, optimizer), (saved, wanted)):
+        one.grad = torch.full((5,), 0.5)
+        its.step()
+    torch.testing.assert_close(param, saved)
+
+
+def test_fused_adam_loads_the_step_of_apexs_capturable_class() -> None:
+    params, optimizer = _trained(FusedAdam, torch.float32)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["step"] = torch.tensor([2], dtype=torch.int)
+    for entry in state["state"].values():
+        del entry["step"]
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["step"] == 2
+    assert {float(entry["step"]) for entry in optimizer.state.values()} == {2.0}
+
+
+def test_fused_adam_group_with_amsgrad_is_refused() -> None:
+    optimizer = FusedAdam([nn.Parameter(torch.ones(2))])
+    with pytest.raises(ValueError, match="FusedAdam has no AMSGrad variant"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "amsgrad": True})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("adam_w_mode", [False, True])
+def test_fused_adam_capturable_on_a_slice_on_the_cpu_is_as_without(adam_w_mode: bool) -> None:
+    ends = []
+    for capturable in (False, True):
+        base = torch.arange(12.0).reshape(3, 4)
+        param = nn.Parameter(base[:, :2])
+        optimizer = FusedAdam([param], lr=0.1, adam_w_mode=adam_w_mode, capturable=capturable)
+        for _ in range(3):
+            param.grad = param.detach() - 1
+            optimizer.step()
+        assert optimizer.param_groups[0]["capturable"] == capturable
+        ends.append(base)
+    assert torch.equal(*ends) and not torch.equal(ends[0], torch.arange(12.0).reshape(3, 4))
+    assert torch.equal(ends[0][:, 2:], torch.arange(12.0).reshape(3, 4)[:, 2:])
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedSGD], ids=lambda kind: kind.__name__)
+def test_fused_optimizer_sparse_gradient_is_refused_before_anything_changes(kind: Any) -> None:
+    table, dense = nn.Embedding(4, 3, sparse=True), nn.Parameter(torch.ones(3))
+    optimizer = kind([dense, table.weight], lr=1.0)
+    (table(torch.tensor([1])) * dense).sum().backward()
+    remedy = "SparseAdam" if kind is FusedAdam else "SGD"
+    with pytest.raises(
+        RuntimeError,
+        match=f"{kind.__name__} does not support sparse gradients, and parameter 1 of group 0 has "
+        f"one: leave it to torch.optim.{remedy}",
+    ):
+        optimizer.step()
+    assert torch.equal(dense, torch.ones(3)) and not optimizer.state
