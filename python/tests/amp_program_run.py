@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One random program of training with amp: what is run, and what it is compared with.
 
-A program is a level, an optimizer, a wrapper and some iterations. It runs twice: with and without
+A program is a level, an optimizer, a wrapper and some iterations. Besides amp's levels there are
+models of one type without amp, with torch's GradScaler or without. It runs twice: with and without
 what must change no bit (copies, restores from a checkpoint, bodies that raise, discarded batches,
 forwards that are not trained on). Both runs have the same bits after every step, and are as near to
 plain training in float64 as the level's type allows.
@@ -29,7 +30,10 @@ from apex.parallel.LARC import LARC
 LEVELS = {
     "O0": 2e-6, "O1": 1e-3, "O2": 1e-3, "O3": 5e-3,
     "O1-bf16": 6e-3, "O2-bf16": 6e-3, "O3-bf16": 4e-2,
+    "float32": 2e-6, "float16": 5e-3, "bfloat16": 4e-2,
 }  # fmt: skip
+#: Without amp: all parameters are of this type.
+PLAIN = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 LOSSES = 2
 #: Who discards the gradients of a batch, and how.
 DISCARDS = ("optimizer", "model", "model, zeros", "None", "zero_", "data.zero_")
@@ -43,6 +47,14 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
 OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "SGD": (_sgd, _sgd),
     "FusedSGD": (lambda p: FusedSGD(p, lr=0.02, momentum=0.5, weight_decay=0.01), _sgd),
+    "FusedSGD, damped": (
+        lambda p: FusedSGD(p, lr=0.02, momentum=0.5, dampening=0.4),
+        lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.5, dampening=0.4),
+    ),
+    "FusedSGD, nesterov": (
+        lambda p: FusedSGD(p, lr=0.02, momentum=0.5, nesterov=True),
+        lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.5, nesterov=True),
+    ),
     "Adam": (
         lambda p: torch.optim.Adam(p, lr=0.02, eps=0.1),
         lambda p: torch.optim.Adam(p, lr=0.02, eps=0.1),
@@ -54,6 +66,11 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "FusedAdam": (
         lambda p: FusedAdam(p, lr=0.02, eps=0.1),
         lambda p: torch.optim.Adam(p, lr=0.02, eps=0.1),
+    ),
+    # Of losses by a hundredth: the squares of its gradients are 0 in float16.
+    "FusedAdam, small": (
+        lambda p: FusedAdam(p, lr=0.02, eps=0.001),
+        lambda p: torch.optim.Adam(p, lr=0.02, eps=0.001),
     ),
     "LARC": (lambda p: LARC(_sgd(p)), lambda p: LARC(_sgd(p))),
     "LARC after initialize": (_sgd, lambda p: LARC(_sgd(p))),
@@ -71,6 +88,8 @@ class Step:
     no_sync: bool = False  # all parts but the last one
     zeros: bool = False  # zero_grad(set_to_none=False)
     times: int = 1  # how often the optimizers step with the same gradients
+    #: The scale of the last part's loss is another one on rank 1: this factor. No rank steps then.
+    apart: float = 1.0
     #: By name, what must change no bit.
     neutral: dict[str, Any] = field(default_factory=dict)
 
@@ -88,6 +107,10 @@ class Program:
     @property
     def world(self) -> int:
         return 2 if self.wrapper else 1
+
+    def skips(self, step: Step) -> bool:
+        """Whether no optimizer may step."""
+        return step.apart != 1.0 or any(part["overflow"] for part in step.parts)
 
 
 class Net(nn.Module):
@@ -110,11 +133,12 @@ def batch(program: Program, step: int, part: int, rank: int) -> Tensor:
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def loss_of(model: nn.Module, x: Tensor, loss: int) -> Tensor:
-    output = model(x)
+def loss_of(program: Program, model: nn.Module, x: Tensor, part: dict[str, Any]) -> Tensor:
+    output = model(x.to(PLAIN.get(program.level, x.dtype)) if x.dtype != torch.float64 else x)
     output = output if output.dtype == torch.float64 else output.float()
     errors = (output - torch.sin(x.sum(1, keepdim=True))).square().mean(0)
-    return errors[loss] + 0.25 * errors.sum()
+    factor = 0.01 if "small" in program.optimizer else 1.0
+    return factor * (errors[part["loss"]] + 0.25 * errors.sum())
 
 
 def make_optimizers(program: Program, net: Net, reference: bool) -> list[Any]:
@@ -134,10 +158,10 @@ def reference(program: Program) -> list[list[Tensor]]:
         for index, part in enumerate(step.parts):
             for rank in range(program.world):
                 x = batch(program, number, index, rank).double()
-                loss = loss_of(net, x, part["loss"]) / len(step.parts)
+                loss = loss_of(program, net, x, part) / len(step.parts)
                 (loss / program.world).backward()
         halve(net.parameters(), step.how if step.write == "late" else "")
-        if not any(part["overflow"] for part in step.parts):
+        if not program.skips(step):
             for optimizer in optimizers * step.times:
                 optimizer.step()
         trace.append([p.detach().clone() for p in net.parameters()])
@@ -259,7 +283,7 @@ class Run:
         last = index == len(program.steps[number].parts) - 1
         with self.wrapped.no_sync() if quiet and not last else contextlib.nullcontext():
             x = batch(program, number, index, self.rank)
-            loss = loss_of(self.wrapped, x, part["loss"]) / len(program.steps[number].parts)
+            loss = loss_of(program, self.wrapped, x, part) / len(program.steps[number].parts)
             options = {"delay_unscale": part["delay"], **options}
             hooked = raises == "in backward"
             hook = self.net.first.weight.register_hook(_raise) if hooked else None
@@ -278,6 +302,16 @@ class Run:
                     hook.remove()
         return loss.item()
 
+    def forward(self, x: Tensor) -> None:
+        self.net(x)
+
+    def optimizers_step(self, step: Step) -> None:
+        for optimizer in self.optimizers * step.times:
+            optimizer.step()
+
+    def scales(self) -> list[float]:
+        return [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]
+
     def step(self, number: int) -> list[Any]:
         """One iteration; what it is compared by."""
         step = self.program.steps[number]
@@ -293,38 +327,104 @@ class Run:
         if "discard" in neutral and not step.parts[0]["overflow"]:
             self.backward(number, 0, delay_unscale=neutral["discard"][0])
             self.discard(step, neutral["discard"][1])
+        if step.apart != 1.0 and self.rank == 1:
+            loss_id = step.parts[-1]["loss"]
+            state = amp.state_dict()
+            state[f"loss_scaler{loss_id}"]["loss_scale"] *= step.apart
+            amp.load_state_dict(state)
         losses = []
         for index in range(len(step.parts)):
             if "raises" in neutral and neutral["raises"][0] == index:
                 self.backward(number, index, raises=neutral["raises"][1])
             if "evaluate" in neutral:
                 with torch.no_grad():
-                    self.net(batch(self.program, number, index, 0))
+                    self.forward(batch(self.program, number, index, 0))
             losses.append(self.backward(number, index))
             if step.rescale and index == 0:
                 amp._amp_state.loss_scalers[step.parts[-1]["loss"]]._loss_scale = 32.0
         if "forward" in neutral:
-            self.net(batch(self.program, number, 9, 0))
+            self.forward(batch(self.program, number, 9, 0))
         if step.write == "late":
             self.write(number, step.how, push=False)
-        for optimizer in self.optimizers * step.times:
-            optimizer.step()
+        self.optimizers_step(step)
         self.synchronize()
-        scales = [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]
+        scales = self.scales()
         params, state = list(self.net.parameters()), self.net.state_dict()
         for param, master, saved in zip(params, self.masters(), state.values(), strict=True):
             check(torch.equal(param, master.to(param.dtype)), "not the master weight, rounded")
             check("O2" not in self.program.level or torch.equal(saved, master), "state_dict")
         if self.program.wrapper:
             check_same_on_all_ranks(params, f"parameters after step {number}")
+            check_same_on_all_ranks([torch.tensor(scales)], f"scales after step {number}")
         tensors = params + self.masters() + list(state.values())
         return [losses, scales, *(t.detach().clone() for t in tensors)]
+
+
+class PlainRun(Run):
+    """A program without amp: a model of one type, and GradScaler if there is a loss scale."""
+
+    def _initialize(self, net: Net, optimizers: list[Any]) -> None:
+        self.net, self.known = net.to(PLAIN[self.program.level]), optimizers
+        scale = self.program.loss_scale
+        fixed = isinstance(scale, float)
+        self.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=float(scale) if fixed else 2.0**8, enabled=scale is not None,
+            growth_interval=2**30,
+        )  # fmt: skip
+        self._wrap()
+
+    def masters(self) -> list[Tensor]:
+        return list(self.net.parameters())
+
+    def copy(self) -> None:
+        super().copy()
+        self.scaler = copy.deepcopy(self.scaler)
+
+    def restore(self, order: str) -> None:
+        self.synchronize()
+        states = [self.net.state_dict(), [o.state_dict() for o in self.known]]
+        states.append(self.scaler.state_dict())
+        file = io.BytesIO()
+        torch.save(states, file)
+        file.seek(0)
+        states = torch.load(file, weights_only=True)
+        net = Net(self.program.seed + 1 + self.rank)
+        self._initialize(net, make_optimizers(self.program, net, reference=False))
+        self.net.load_state_dict(states[0])
+        for optimizer, state in zip(self.known, states[1], strict=True):
+            optimizer.load_state_dict(state)
+        self.scaler.load_state_dict(states[2])
+
+    def forward(self, x: Tensor) -> None:
+        self.net(x.to(PLAIN[self.program.level]))
+
+    def backward(self, number: int, index: int, raises: str = "", **options: Any) -> float:
+        program, step = self.program, self.program.steps[number]
+        part = step.parts[index]
+        quiet = program.wrapper and step.no_sync and index < len(step.parts) - 1
+        with self.wrapped.no_sync() if quiet else contextlib.nullcontext():
+            x = batch(program, number, index, self.rank)
+            loss = loss_of(program, self.wrapped, x, part) / len(step.parts)
+            factor = float("inf") if part["overflow"] else 1.0
+            (self.scaler.scale(loss) * factor).backward()
+        return loss.item()
+
+    def optimizers_step(self, step: Step) -> None:
+        if not self.scaler.is_enabled():
+            super().optimizers_step(step)
+            return
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def scales(self) -> list[float]:
+        return [self.scaler.get_scale()]
 
 
 def run_program(program: Program, rank: int) -> None:
     wanted, traces = reference(program), []
     for neutral in (False, True):
-        run = Run(program, rank, neutral)
+        run = (PlainRun if program.level in PLAIN else Run)(program, rank, neutral)
         traces.append([run.step(number) for number in range(len(program.steps))])
         forget_amp()
     for number, (plain, full) in enumerate(zip(*traces, strict=True)):

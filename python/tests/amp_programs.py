@@ -14,19 +14,35 @@ from dataclasses import replace
 from typing import Any
 
 import random_programs
-from amp_program_run import DISCARDS, LEVELS, LOSSES, OPTIMIZERS, Program, Step, run_programs
+from amp_program_run import (
+    DISCARDS,
+    LEVELS,
+    LOSSES,
+    OPTIMIZERS,
+    PLAIN,
+    Program,
+    Step,
+    run_programs,
+)
 from ddp_support import RankPool, RanksFailed
 
 BATCH = 25
 BATCH_TIMEOUT_S = 300
 WRAPPERS = ("apex", "torch", "overlapped")
+#: Optimizers that take torch.amp.GradScaler's flag as a tensor. (Copies of torch's do not.)
+FUSED = tuple(name for name in OPTIMIZERS if name.startswith("Fused"))
 
 
 def draw_program(seed: int) -> Program:
     rng = random.Random(seed)
     level, name = rng.choice(list(LEVELS)), rng.choice(list(OPTIMIZERS))
     wrapper = rng.choice(WRAPPERS) if rng.random() < 0.4 else ""
+    plain = level in PLAIN
     scale = rng.choice([None, None, 8.0, "dynamic"])
+    if plain:
+        wrapper = "" if wrapper == "overlapped" else wrapper
+        # GradScaler does not unscale float16, except for optimizers that do it themselves.
+        scale = rng.choice([None, "dynamic"] if level != "float16" or name in FUSED else [None])
     count = 1 if wrapper == "overlapped" else rng.choice([1, 1, 2])
     dynamic = scale == "dynamic" or (scale is None and level in ("O1", "O2"))
     # At a scale of one without master weights the context does nothing, and so restores nothing.
@@ -34,6 +50,7 @@ def draw_program(seed: int) -> Program:
     kinds = ["before backward"] + ["after backward"] * restores
     kinds += ["in backward"] * (restores and wrapper != "torch")  # torch's does not recover
     orders = ["model first", "optimizer first"] + ["before initialize"] * (not wrapper)
+    often_skips_first = rng.random() < 0.3
 
     def neutral(parts: int) -> dict[str, Any]:
         drawn = {
@@ -48,31 +65,39 @@ def draw_program(seed: int) -> Program:
             "raises": (rng.randrange(parts), rng.choice(kinds)),
             "forward": True,
         }
-        return {key: value for key, value in drawn.items() if rng.random() < 0.25}
+        kept = {key: value for key, value in drawn.items() if rng.random() < 0.25}
+        if plain:
+            kept.pop("raises", None)
+        return kept
 
-    def step() -> Step:
+    def step(number: int) -> Step:
+        rate = 0.8 if often_skips_first and number < 2 else 0.1
         parts = [
             {
                 "loss": rng.randrange(LOSSES),
                 "delay": rng.random() < 0.3,
-                "overflow": dynamic and rng.random() < 0.1,
+                "overflow": dynamic and rng.random() < rate,
             }
             for _ in range(rng.choice([1, 1, 2, 3]))
         ]
         parts[-1]["delay"] = False
-        skipped = any(part["overflow"] for part in parts)
+        apart = rng.choice([0.25, 4.0]) if rng.random() < 0.2 else 1.0
+        if plain or not dynamic or not wrapper:
+            apart = 1.0
+        skipped = apart != 1.0 or any(part["overflow"] for part in parts)
         return Step(
             parts,
             rng.choice(["", "", "", "before", "late"]),
             rng.choice(["data", "numpy", "in place"]),
-            rng.random() < 0.2,
+            rng.random() < 0.2 and not plain and apart == 1.0,
             rng.random() < 0.5,
             rng.random() < 0.3,
-            1 + (rng.random() < 0.2 and not skipped),
+            1 + (rng.random() < 0.2 and not skipped and not (plain and dynamic)),
+            apart,
             neutral(len(parts)),
         )
 
-    return Program(seed, level, name, count, wrapper, scale, [step() for _ in range(5)])
+    return Program(seed, level, name, count, wrapper, scale, [step(i) for i in range(5)])
 
 
 def run(pool: RankPool, programs: list[Program]) -> str:
@@ -100,7 +125,8 @@ def _smaller(program: Program) -> Iterator[Program]:
         if len(step.parts) > 1 and step.neutral.get("raises", (0,))[0] == 0:
             yield replace(program, steps=[*before, replace(step, parts=step.parts[-1:]), *after])
         usual: dict[str, Any] = {
-            "write": "", "rescale": False, "no_sync": False, "zeros": False, "times": 1
+            "write": "", "rescale": False, "no_sync": False, "zeros": False, "times": 1,
+            "apart": 1.0,
         }  # fmt: skip
         for name, value in usual.items():
             if getattr(step, name) != value:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -163,6 +164,84 @@ def _wrapped_at(rank: int, level: str, wrapper: str) -> None:
 
 def test_wrapped_model_overflow_on_one_rank_skips_on_all() -> None:
     run_ranks(2, _wrapped)
+
+
+def _loaded_on_one_rank(rank: int, world: int) -> None:
+    """The scale, or the number of clean steps, is another one on rank 0."""
+    for level in ("O1", "O2", "O3"):
+        for wrapper in WRAPPERS:
+            for saved in ({"loss_scale": 1024.0}, {"unskipped": 1999}):
+                _loaded_on_one_rank_at(rank, level, wrapper, saved)
+
+
+def _loaded_on_one_rank_at(rank: int, level: str, wrapper: str, saved: dict[str, Any]) -> None:
+    case = (level, wrapper, saved)
+    model, optimizer = build(level, loss_scale="dynamic")
+    wrapped = WRAPPERS[wrapper](model)
+    if rank == 0:
+        amp.load_state_dict({"loss_scaler0": {**amp.state_dict()["loss_scaler0"], **saved}})
+    apart = 0 if "loss_scale" in saved else 1  # after its growth
+    plain = nn.Linear(3, 3).double()
+    plain.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        x = torch.full((2, 3), 0.5 + rank / 4)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with amp.scale_loss(wrapped(x).float().mean(), optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+        told = [str(w.message) for w in caught if w.category is RuntimeWarning]
+        if step == apart:
+            first = 1024 if apart == 0 else 131072
+            assert told == [
+                f"rank {rank} of 2: the loss scales of the ranks differ ({first:g} on 0; 65536 on "
+                "1), so this step is skipped and all ranks take the smallest; call "
+                "amp.load_state_dict on every rank."
+            ], (case, told)
+        else:
+            assert not told, (case, step, told)
+            reference.zero_grad()
+            for value in (0.5, 0.75):
+                with amp.disable_casts():
+                    (plain(torch.full((2, 3), value, dtype=torch.float64)).mean() / 2).backward()
+            reference.step()
+        for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            error = (param.double() - wanted).abs().max().item()
+            assert error < 2e-3, (case, step, error)
+            assert_same_on_all_ranks(param.double().sum().item())
+        scaler = _amp_state.loss_scalers[0]
+        if step >= apart:
+            assert_same_on_all_ranks((scaler.loss_scale(), scaler._unskipped))
+    assert scaler.loss_scale() == (512.0 if apart == 0 else 2.0**15), case
+    forget_amp()
+
+
+def test_scaler_state_loaded_on_one_rank_skips_once_and_is_the_same_then() -> None:
+    run_ranks(2, _loaded_on_one_rank)
+
+
+def _out_of_data(rank: int, world: int) -> None:
+    """A rank without data has an old scale, which does not count."""
+    model, optimizer = build("O1", loss_scale="dynamic")
+    wrapped = DistributedDataParallel(model)
+    before = model.weight.detach().clone()
+    with wrapped.join():
+        for step in range(4 if rank == 0 else 1):
+            optimizer.zero_grad()
+            x = torch.full((2, 3), float("inf") if step == 1 else 0.5)
+            with amp.scale_loss(wrapped(x).float().mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            assert torch.equal(before, model.weight) == (step == 1), step
+            before = model.weight.detach().clone()
+    assert _amp_state.loss_scalers[0].state_dict() == {"loss_scale": 2.0**15, "unskipped": 2}
+    assert_same_on_all_ranks(model.weight.double().sum().item())
+
+
+def test_scale_of_a_rank_without_data_does_not_count() -> None:
+    run_ranks(2, _out_of_data)
 
 
 #: Largest difference of a loss from that of one process in float32, relative to it.

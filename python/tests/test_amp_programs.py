@@ -4,17 +4,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
-from amp_program_run import OPTIMIZERS, Program, Step, run_program, run_programs
+from amp_program_run import LEVELS, OPTIMIZERS, Program, Step, run_program, run_programs
+from amp_program_run import PLAIN as PLAIN_LEVELS
 from amp_programs import draw_program, run, shrink
 from amp_support import fresh_amp  # noqa: F401
 from ddp_support import RankPool, forget_amp
 
 from apex.amp._optimizer_stash import OptimizerStash
 from apex.amp.casts import CastCache
-from apex.optimizers import fused_sgd
+from apex.optimizers import FusedSGD, fused_adam, fused_sgd
 
 FIRST_SEED = 3000
 CASES = 40
@@ -38,12 +40,14 @@ def test_programs_of_two_ranks(ranks: RankPool) -> None:
 # --- the generator itself ---
 
 
-def _program(level: str, optimizer: str, step: Step, count: int = 3) -> Program:
-    return Program(1, level, optimizer, 1, "", None, [step] * count)
+def _program(level: str, optimizer: str, *steps: Step, scale: Any = None) -> Program:
+    return Program(1, level, optimizer, 1, "", scale, [*steps, steps[-1], steps[-1]])
 
 
 PLAIN: Any = {"parts": [{"loss": 0, "delay": False, "overflow": False}]}
 DELAYED: Any = {"parts": [{"loss": 0, "delay": True, "overflow": False}, *PLAIN["parts"]]}
+
+OVERFLOW: Any = {"parts": [{"loss": 0, "delay": False, "overflow": True}]}
 
 #: What is broken, and a program that finds it.
 FAULTS = {
@@ -54,6 +58,14 @@ FAULTS = {
     "fused kernel": (
         (fused_sgd, "is_low_precision_on_cpu", lambda _: False),
         _program("O3", "FusedSGD", Step(**PLAIN)),
+    ),
+    "float16 moments": (
+        (fused_adam, "is_low_precision", lambda _: False),
+        _program("float16", "FusedAdam, small", Step(**PLAIN)),
+    ),
+    "state of a skipped step": (
+        (FusedSGD, "_is_skipped", lambda _: False),
+        _program("float32", "FusedSGD, damped", Step(**OVERFLOW), Step(**PLAIN), scale="dynamic"),
     ),
     "raising body": (
         (OptimizerStash, "leave_context", lambda stash, _: setattr(stash, "_in_context", False)),
@@ -90,8 +102,23 @@ def test_fault_is_found_and_shrunk(fault: str, monkeypatch: pytest.MonkeyPatch) 
     forget_amp()
 
 
+@functools.cache
+def _many() -> list[Program]:
+    return list(map(draw_program, range(1000)))
+
+
 def test_drawing_is_by_seed_and_covers_every_optimizer_and_level() -> None:
     assert draw_program(5) == draw_program(5) != draw_program(6)
-    programs = list(map(draw_program, range(300)))
-    assert len({(p.level, p.optimizer) for p in programs}) == 7 * len(OPTIMIZERS)
+    programs = _many()
+    assert len({(p.level, p.optimizer) for p in programs}) == len(LEVELS) * len(OPTIMIZERS)
     assert {p.wrapper for p in programs} == {"", "apex", "torch", "overlapped"}
+
+
+def test_drawing_covers_skipped_first_steps_and_scales_that_differ() -> None:
+    programs = _many()
+    skipped = {(p.level in PLAIN_LEVELS, p.optimizer) for p in programs if p.skips(p.steps[0])}
+    assert len(skipped) == 2 * len(OPTIMIZERS)
+    assert sum(p.skips(p.steps[0]) and p.skips(p.steps[1]) for p in programs) > 50
+    apart = [(p.wrapper, p.level) for p in programs for s in p.steps if s.apart != 1.0]
+    assert {wrapper for wrapper, _ in apart} == {"apex", "torch", "overlapped"}
+    assert {"O1", "O2", "O3"} <= {level for _, level in apart}

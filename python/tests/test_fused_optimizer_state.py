@@ -181,6 +181,15 @@ def test_fused_adam_skipped_steps_count_nowhere(dtype: torch.dtype, correction: 
         run.check()
 
 
+@pytest.mark.parametrize("kind", [FusedSGD, FusedAdam], ids=lambda kind: kind.__name__)
+def test_fused_optimizer_without_gradients_steps_under_grad_scaler(kind: Any) -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer, scaler = kind([param], lr=0.1), torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert torch.equal(param, torch.ones(3)) and not optimizer.state
+
+
 class FlagOfDevice:
     """``found_inf`` on an accelerator; reading it waits for that."""
 

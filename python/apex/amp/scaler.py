@@ -6,6 +6,8 @@ The work is done by ``apex::amp::LossScaler`` in C++; this class adds the names 
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +24,23 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 def _real(grad: torch.Tensor) -> torch.Tensor:
     """The real and imaginary parts of `grad`, in its memory (one may be negated: lazy conj)."""
     return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
+
+
+def _warn_of_scales(rank: int, scales: list[float]) -> None:
+    ranks: dict[float, list[str]] = {}
+    for other, scale in enumerate(scales):
+        ranks.setdefault(scale, []).append(str(other))
+    ranks.pop(0.0, None)
+    which = "; ".join(
+        f"{scale:g} on {', '.join(found[:8])}{', ...' if len(found) > 8 else ''}"
+        for scale, found in ranks.items()
+    )
+    warnings.warn(
+        f"rank {rank} of {len(scales)}: the loss scales of the ranks differ ({which}), so this "
+        "step is skipped and all ranks take the smallest; call amp.load_state_dict on every rank.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 class LossScaler(ScalerByHand):
@@ -154,12 +173,19 @@ class LossScaler(ScalerByHand):
             return 1
         return distributed.get_world_size(group)
 
-    def synchronize(self, group: Any = None) -> None:
-        """Make the overflow flag the same on every rank of `group` (None: all ranks).
+    def synchronize(self, group: Any = None, has_loss: bool = True) -> None:
+        """Make the overflow flag and the scale the same on every rank of `group` (None: all ranks).
 
-        One all-reduce (maximum) of one number for a dynamic scaler; nothing for a static one,
-        with one rank, or without an initialised process group. Every rank of the group must call
-        it. On Gloo it blocks the host, on NCCL only the stream.
+        One all-reduce of two numbers for each rank for a dynamic scaler; nothing for a static one,
+        with one rank, or without an initialised process group. If the scales of the ranks differed
+        (a state was loaded on one rank only), every rank takes the smallest, and the flag is set:
+        the average of their gradients is wrong, so the step is skipped. With the scale on the CPU,
+        a RuntimeWarning names the ranks. Every rank of the group must call it. On Gloo it blocks
+        the host, on NCCL only the stream.
+
+        Args:
+            group: see above.
+            has_loss: False: this rank scaled no loss; it takes part and keeps its scale.
         """
         if self.ranks(group) < 2:
             return
@@ -169,7 +195,28 @@ class LossScaler(ScalerByHand):
         if join is not None:
             join.announce_overflow_flags(self, group)
         self._take_buffer()
-        self._policy.synchronize(name_of(group))
+        scale = self._policy.scale_tensor()
+        # Each rank has a row, which the others leave zero. A scale is positive.
+        rows = torch.zeros(distributed.get_world_size(group), 2, device=scale.device)
+        if has_loss:
+            mine = rows[distributed.get_rank(group)]
+            mine[:1].copy_(self._policy.found_inf())
+            mine[1:].copy_(scale)
+        what = "all-reduce of the overflow flags and scales of a LossScaler"
+        _core.all_reduce_coalesced([rows], name_of(group), 1.0, what)
+        if has_loss:
+            self._agree(group, scale, rows[:, 0], rows[:, 1])
+
+    def _agree(
+        self, group: Any, scale: torch.Tensor, flags: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        """Take over what the ranks of `group` have found, and the smallest of their scales."""
+        smallest = scales.masked_fill(scales == 0, math.inf).min()  # 0: a rank without a loss
+        differ = scales.max() != smallest
+        if scale.device.type == "cpu" and bool(differ):
+            _warn_of_scales(torch.distributed.get_rank(group), scales.tolist())
+        scale.copy_(smallest)
+        self._note_overflow(torch.maximum(flags.max(), differ.float()).reshape(1))
 
     def update_scale_async(self) -> torch.Tensor:
         """Adapt the scale on the device and return the flag that decided; blocks nothing."""

@@ -62,8 +62,9 @@ def scale_loss(
     Gradients of earlier contexts stay, and backward adds to them. On exit the gradients of the
     optimizers' parameters (of the masters, where there are masters) are unscaled, the scale is
     adapted, and after an overflow the next ``step()`` of each optimizer does nothing, once. The
-    overflow flag is combined over the ranks first, so every rank skips or none does: with a dynamic
-    scale every rank of the group must leave as many of these contexts as the others.
+    overflow flag is combined over the ranks first, so every rank skips or none does, and all have
+    one scale: with a dynamic scale every rank of the group must leave as many of these contexts as
+    the others.
 
     Args:
         loss: a floating-point scalar.

@@ -128,9 +128,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Reading the flag waits for its device. It costs nothing on the CPU.
         """
         found_inf = getattr(self, "found_inf", None)
-        if found_inf is None:
-            return False
-        if found_inf.device.type != "cpu" and not self._makes_state_of_gradients():
+        device = getattr(found_inf, "device", None)  # GradScaler's is 0 where it saw no gradient
+        if device is not None and device.type != "cpu" and not self._makes_state_of_gradients():
             return False
         return bool(found_inf)
 

@@ -135,9 +135,10 @@ class FusedAdam(WideState, FusedOptimizer, torch.optim.Adam):
         group[self._counter] = int(group.get(self._counter) or 0) + 1
         grad_scale = getattr(self, "grad_scale", None)
         stand_ins = StandIns()
-        params, grads, firsts, seconds, steps = [], [], [], [], []
-        members = with_gradient(group)
-        for member in members:
+        params, grads, steps = [], [], []
+        firsts: list[Tensor] = []
+        seconds: list[Tensor] = []
+        for member in with_gradient(group):
             assert member.grad is not None
             state = self._state_of(member, group)
             fits = not has_gaps(member) and not is_low_precision(member)

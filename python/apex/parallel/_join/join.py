@@ -135,7 +135,7 @@ class Join:
             self._shadow_forward(bool(argument), active[0])
         elif kind == Kind.CUSTOM and argument < 0:  # the overflow flags of a loss scaler
             scaler = self._all_scalers()[-1 - argument]
-            scaler.synchronize(scaler.overflow_group)
+            scaler.synchronize(scaler.overflow_group, has_loss=False)
             scaler.clear_overflow_state()  # as if it had never seen them: it will get a state
         elif kind == Kind.CUSTOM:
             _shadow_batch_norm(argument // 4, argument % 4)
