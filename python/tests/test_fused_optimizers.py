@@ -734,13 +734,13 @@ def test_fused_optimizer_stays_fused_and_lets_kernels_update_what_they_can(
 ) -> None:
     """A parameter without gaps is not copied for the kernel; one with gaps is, in its type."""
     copied: list[torch.Tensor] = []
-    original = _fused.StandIns._copy
+    original = _fused.WorkingCopies._copy
 
     def copy_(self: Any, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
         copied.append(tensor)
         return original(self, tensor, *args)
 
-    monkeypatch.setattr(_fused.StandIns, "_copy", copy_)
+    monkeypatch.setattr(_fused.WorkingCopies, "_copy", copy_)
     whole = [nn.Parameter(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last))]
     whole.append(nn.Parameter(torch.ones(3)))
     sliced = nn.Parameter(torch.ones(4, 4)[:, :2])

@@ -4,7 +4,7 @@
 Note [What fused kernels take]
 torch's fused kernels walk through memory: they pair the elements of parameter, gradient and state
 that lie at the same place, not at the same index, as many as the parameter has, and read all of
-them in one type. On the CPU nothing checks the places. So a kernel gets a stand-in for a tensor
+them in one type. On the CPU nothing checks the places. So a kernel gets a working copy of a tensor
 that it would read wrongly: a dense copy of a parameter with gaps (a slice of a larger tensor), a
 float32 copy of a low-precision parameter whose update needs float32, and copies of gradients and
 state with the strides and the type of that. Afterwards the tensors take the values of their copies.
@@ -42,7 +42,7 @@ def has_gaps(tensor: Tensor) -> bool:
     return torch.empty_like(tensor, device="meta").stride() != tensor.stride()
 
 
-class StandIns:
+class WorkingCopies:
     """Copies that a kernel reads and writes in place of tensors: Note [What fused kernels take]."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from torch.optim.adam import adam
 from .._internal.dtypes import is_low_precision
 from ._fused import (
     FusedOptimizer,
-    StandIns,
+    WorkingCopies,
     from_apex,
     has_gaps,
     implementation,
@@ -134,7 +134,7 @@ class FusedAdam(WideState, FusedOptimizer, torch.optim.Adam):
     def _update(self, group: dict[str, Any]) -> None:
         group[self._counter] = int(group.get(self._counter) or 0) + 1
         grad_scale = getattr(self, "grad_scale", None)
-        stand_ins = StandIns()
+        working = WorkingCopies()
         params, grads, steps = [], [], []
         firsts: list[Tensor] = []
         seconds: list[Tensor] = []
@@ -142,17 +142,17 @@ class FusedAdam(WideState, FusedOptimizer, torch.optim.Adam):
             assert member.grad is not None
             state = self._state_of(member, group)
             fits = not has_gaps(member) and not is_low_precision(member)
-            param = stand_ins.parameter(member, fits)
+            param = working.parameter(member, fits)
             params.append(param)
-            grads.append(stand_ins.like(member.grad, param, written=grad_scale is not None))
+            grads.append(working.like(member.grad, param, written=grad_scale is not None))
             for name, moments in (("exp_avg", firsts), ("exp_avg_sq", seconds)):
                 # They stay as the kernel wants them: after a change of the memory format, say.
-                state[name] = stand_ins.like(state[name], param, written=False)
+                state[name] = working.like(state[name], param, written=False)
                 moments.append(state[name])
             steps.append(state["step"])
         if not group["bias_correction"]:
             self._count_apart(steps)
-        stand_ins.fill()
+        working.fill()
         adam(
             params,
             grads,
@@ -175,7 +175,7 @@ class FusedAdam(WideState, FusedOptimizer, torch.optim.Adam):
             eps=group["eps"],
             maximize=group["maximize"],
         )
-        stand_ins.write_back()
+        working.write_back()
 
     def _count_apart(self, state_steps: list[Tensor]) -> None:
         """See Note [Adam without bias correction]."""

@@ -13,7 +13,7 @@ from torch.optim.sgd import sgd
 from .._internal.dtypes import is_low_precision
 from ._fused import (
     FusedOptimizer,
-    StandIns,
+    WorkingCopies,
     from_apex,
     has_gaps,
     implementation,
@@ -120,24 +120,24 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         if not members:
             return
         grad_scale = getattr(self, "grad_scale", None)
-        stand_ins = StandIns()
+        working = WorkingCopies()
         params, grads, momenta = [], [], []
         for member in members:
             assert member.grad is not None
             fits = not has_gaps(member) and not is_low_precision_on_cpu(member)
-            param = stand_ins.parameter(member, fits)
+            param = working.parameter(member, fits)
             params.append(param)
-            grads.append(stand_ins.like(member.grad, param, written=grad_scale is not None))
+            grads.append(working.like(member.grad, param, written=grad_scale is not None))
             if not group["momentum"]:
                 continue
             momentum = None
             if not first:
                 state, rounded = self.state[member], param.dtype != member.dtype
-                momentum = stand_ins.like(state["momentum_buffer"], param, written=rounded)
+                momentum = working.like(state["momentum_buffer"], param, written=rounded)
                 if not rounded:  # after a change of the memory format, say
                     state["momentum_buffer"] = momentum
             momenta.append(momentum)
-        stand_ins.fill()
+        working.fill()
         sgd(
             params,
             grads,
@@ -153,7 +153,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
             grad_scale=grad_scale,
             found_inf=getattr(self, "found_inf", None),
         )
-        stand_ins.write_back()
+        working.write_back()
         for member, momentum in zip(members, momenta if first else (), strict=first):
             assert momentum is not None
             self.state[member]["momentum_buffer"] = momentum.to(member.dtype)
