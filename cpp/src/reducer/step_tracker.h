@@ -5,6 +5,7 @@
 #include <set>
 #include <vector>
 
+#include "reducer/parameter_sample.h"
 #include "reducer/step_facts.h"
 
 namespace apex::parallel {
@@ -31,8 +32,13 @@ class StepTracker {
 
   /// A gradient has arrived, in a backward that is synchronized or not.
   void gradient_arrived(bool synchronized);
-  /// An optimizer that holds parameters of this reducer has stepped.
-  void optimizer_stepped(int64_t optimizer);
+  /// An optimizer that holds parameters of this reducer has stepped. `all`: the steps of every
+  /// optimizer are reported, so there is no need to conclude any from the parameters.
+  void optimizer_stepped(int64_t optimizer, bool all = true);
+  /// From here on looks at some of `parameters`, those of bucket plan number `plan` (from 1).
+  void sample(int64_t plan, const std::vector<at::Tensor>& parameters);
+  /// The last one, 0 for none.
+  int64_t sampled_plan() const { return sampled_plan_; }
 
   /// A synchronized backward begins. `changed`: a parameter was written since the last one began;
   /// `touched_changed`: one was written since it got a gradient that was not synchronized.
@@ -41,8 +47,11 @@ class StepTracker {
   StepFacts facts() const;
   /// A synchronized backward has ended.
   void backward_ended();
-  /// What has happened does not count.
-  void forget() { *this = {}; }
+  /// What has happened does not count, nor what happens to parameters before the next backward.
+  void forget() {
+    *this = {};
+    rebased_ = true;
+  }
 
  private:
   std::vector<ForwardPtr> forwards_;
@@ -51,6 +60,11 @@ class StepTracker {
   bool local_ = false;         ///< a gradient has arrived without synchronization since then
   bool step_after_local_ = false;
   bool idle_step_ = false;
+  bool all_reported_ = false;  ///< some step since then, by a caller who reports all
+  bool rebased_ = false;       ///< parameters were made equal on all ranks since then
+  ParameterSample sample_;     ///< see Note [Writes that move no version]
+  int64_t sampled_plan_ = 0;
+  ParameterSample::Change before_local_;  ///< of it, before the first gradient of `local_`
   StepFacts facts_;
 };
 
