@@ -220,9 +220,13 @@ void init_reducer(nb::module_& m) {
       .def_prop_ro("step_skipped", &Reducer::step_skipped)
       .def_static("optimizer_steps", &Reducer::optimizer_steps, nb::arg("parameters"), release())
       .def_static("release_all", &Reducer::release_all, release())
-      .def_static("optimizer_stepped", &Reducer::optimizer_stepped, nb::arg("parameters"),
-                  nb::arg("optimizer"), "Tells the reducers that own these parameters of a step.",
-                  release())
+      .def_static(
+          "optimizer_stepped",
+          [](const std::vector<at::Tensor>& parameters, int64_t optimizer) {
+            Reducer::optimizer_stepped(parameters, optimizer);
+          },
+          nb::arg("parameters"), nb::arg("optimizer"),
+          "Tells the reducers that own these parameters of a step.", release())
       .def(
           "watch_outputs",
           [](Reducer& self, nb::handle output) { self.watch_outputs(output_tensors(output)); },

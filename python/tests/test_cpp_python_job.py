@@ -38,7 +38,9 @@ class Net(nn.Module):
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(100 + rank)
-model = DistributedDataParallel(Net())
+# A size in MiB is the same buckets in both languages, the first one included.
+options = {"bucket_cap_mb": 25} if sys.argv[2] == "no_sync" else {}
+model = DistributedDataParallel(Net(), **options)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 if sys.argv[2] == "larc":
     optimizer = LARC(optimizer)

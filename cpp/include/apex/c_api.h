@@ -123,8 +123,10 @@ APEX_API apex_status apex_reducer_synchronize(apex_reducer* reducer);
 
 /* The engine of apex::parallel::Reducer, around parameters of libtorch: parameters[i] points to an
  * at::Tensor (tch: Tensor::as_ptr(), JavaCPP: Tensor.address()), whose tensor the reducer shares.
- * `names`: [count], for messages, or NULL. Every backward averages the gradients of those that
- * require them, until the reducer is destroyed; its errors leave backward() as C++ exceptions. */
+ * `names`: [count], for messages, or NULL. `bucket_bytes`: as bucket_cap_mb in C++ and Python, of
+ * which ranks may be in the same job: the first bucket has at most 1 MiB. Every backward averages
+ * the gradients of those that require them, until the reducer is destroyed; its errors leave
+ * backward() as C++ exceptions. */
 APEX_API apex_status apex_reducer_create_torch(apex_group* group, void* const* parameters,
                                                const char* const* names, size_t count,
                                                int64_t bucket_bytes, apex_reducer** reducer);

@@ -11,6 +11,7 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
+#include "optim/step_report.h"
 
 namespace apex::amp {
 
@@ -58,6 +59,7 @@ at::Tensor values_of(const at::Tensor& grad) {
   require(at::isFloatingType(grad.scalar_type()), std::string("a gradient has dtype ") +
                                                       c10::toString(grad.scalar_type()) +
                                                       "; only floating gradients can be unscaled.");
+  require(!grad.is_meta(), "a gradient is on the meta device, where it has no values.");
   if (!grad.is_sparse()) return grad;
   require(grad.is_coalesced(), "a sparse gradient is not coalesced; call coalesce() on it first.");
   return grad._values();
@@ -94,6 +96,9 @@ void LossScaler::move_to(at::Device device) {
 }
 
 at::Tensor LossScaler::scale(const at::Tensor& loss) {
+  require(loss.defined(), "scale() was given an undefined loss; compute it first.");
+  // The scale itself would move there, and be lost.
+  require(!loss.is_meta(), "scale() was given a loss on the meta device, which has no value.");
   {
     at::NoGradGuard no_grad;
     move_to(loss.device());
@@ -149,6 +154,7 @@ bool LossScaler::step(torch::optim::Optimizer& optimizer) {
   stage = Stage::kStepped;
   if (options_.dynamic() && overflowed()) return false;
   optimizer.step();
+  parallel::detail::report_step(optimizer, parallel::detail::Reporter::kLossScaler);
   return true;
 }
 

@@ -66,6 +66,12 @@ c10::intrusive_ptr<c10d::ProcessGroup> group_of_all_ranks() {
   return group;
 }
 
+void require_input(const at::Tensor& input, const char* function) {
+  if (!input.defined()) {
+    throw InvalidArgument(std::string(function) + ": the input is an undefined tensor.");
+  }
+}
+
 /// Calls an operator of ours; what it refuses, as this library says it.
 template <typename Call>
 at::Tensor with_own_errors(Call&& call) {
@@ -103,6 +109,7 @@ std::string process_group_name(const c10::intrusive_ptr<c10d::ProcessGroup>& gro
 }
 
 at::Tensor sync_batch_norm(const at::Tensor& input, const SyncBatchNormArguments& a) {
+  require_input(input, "sync_batch_norm");
   std::string peers = process_group_name(a.process_group);
   if (!peers.empty() && !a.layer_name.empty()) {
     peers += "\n" + a.layer_name;  // see detail::Peers
@@ -116,6 +123,7 @@ at::Tensor sync_batch_norm(const at::Tensor& input, const SyncBatchNormArguments
 }
 
 at::Tensor batch_norm_inference(const at::Tensor& input, const SyncBatchNormArguments& a) {
+  require_input(input, "batch_norm_inference");
   if (!a.running_mean.defined() || !a.running_var.defined()) {
     throw InvalidArgument(
         "batch_norm_inference: running_mean and running_var are what it normalizes by; pass both, "
@@ -154,6 +162,9 @@ SyncBatchNormImpl::SyncBatchNormImpl(SyncBatchNormOptions options_, at::Tensor w
     return tensor.defined() ? register_buffer(name, tensor) : tensor;
   };
   check_options();
+  if (running_mean_.defined() != running_var_.defined()) {
+    throw InvalidArgument("SyncBatchNorm: running_mean and running_var go together; give both.");
+  }
   options.affine(weight_.defined());
   options.track_running_stats(running_mean_.defined());
   weight = parameter("weight", weight_);
@@ -181,7 +192,9 @@ void SyncBatchNormImpl::reset_running_stats() {
   if (options.track_running_stats()) {
     running_mean.zero_();
     running_var.fill_(1);
-    num_batches_tracked.zero_();
+    if (num_batches_tracked.defined()) {
+      num_batches_tracked.zero_();
+    }
   }
 }
 

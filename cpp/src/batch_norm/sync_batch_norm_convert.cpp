@@ -177,6 +177,9 @@ class ReplaceInPlace {
 /// `model` with its elements replaced; those that stay are shared. (libtorch has no Sequential in a
 /// Sequential: an AnyModule cannot hold a forward that is a template.)
 torch::nn::Sequential rebuild(const torch::nn::Sequential& model, const Replacement& replacement) {
+  if (model.is_empty()) {
+    throw InvalidArgument("the model is null; construct it first, e.g. torch::nn::Sequential().");
+  }
   torch::nn::Sequential result;
   result->train(model->is_training());  // while it is empty: train() reaches into the elements
   const auto children = model->named_children();

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/types.h>
 
 #include <apex/distributed/collectives.h>
@@ -117,6 +118,21 @@ void require_addressable(at::IntArrayRef sizes, at::IntArrayRef strides, at::Sca
   within_64_bits(std::max(numel, end), static_cast<int64_t>(c10::elementSize(dtype)));
 }
 
+/// torch's own error would be a page about its dispatcher.
+at::Device device_of(int32_t number) {
+  if (number == -1) return at::kCPU;
+  const int32_t count =
+      c10::impl::hasDeviceGuardImpl(at::kCUDA)
+          ? static_cast<int32_t>(c10::impl::getDeviceGuardImpl(at::kCUDA)->deviceCount())
+          : 0;
+  if (number >= 0 && number < count) {
+    return at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(number));
+  }
+  throw InvalidArgument("the device of a tensor is " + std::to_string(number) +
+                        "; -1 is the CPU, and CUDA devices count from 0, of which there " +
+                        (count == 1 ? "is 1" : "are " + std::to_string(count)) + " here");
+}
+
 at::Tensor tensor_of(const apex_tensor& from) {
   if (from.dim < 0 || (from.dim > 0 && from.sizes == nullptr)) {
     throw InvalidArgument("a tensor has no sizes");
@@ -129,14 +145,7 @@ at::Tensor tensor_of(const apex_tensor& from) {
     empty = empty || size == 0;
   }
   if (!empty && from.data == nullptr) throw InvalidArgument("the data of a tensor are NULL");
-  if (from.device < -1 || from.device > std::numeric_limits<c10::DeviceIndex>::max()) {
-    throw InvalidArgument("the device of a tensor is " + std::to_string(from.device) +
-                          "; -1 is the CPU, and CUDA devices count from 0");
-  }
-  const at::Device device = from.device < 0
-                                ? at::Device(at::kCPU)
-                                : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(from.device));
-  const auto options = at::TensorOptions(dtype).device(device);
+  const auto options = at::TensorOptions(dtype).device(device_of(from.device));
   if (from.strides == nullptr) {
     require_addressable(sizes, {}, dtype);
     return at::from_blob(from.data, sizes, options);
@@ -268,8 +277,8 @@ apex_status apex_reducer_create_torch(apex_group* group, void* const* parameters
           {std::move(name), required(static_cast<at::Tensor*>(parameters[i]), "a parameter")});
     }
     apex::parallel::ReducerOptions options;
-    options.limits.cap = bucket_bytes;
-    options.limits.unit = apex::parallel::BucketLimits::Unit::kBytes;
+    // As a rank in C++ or Python has it that was given nothing, or bucket_cap_mb.
+    if (bucket_bytes != 0) options.limits = apex::parallel::BucketLimits::in_bytes(bucket_bytes);
     auto made = std::make_unique<apex_reducer>();
     made->torch = std::make_unique<apex::parallel::Reducer>(
         std::move(list), std::vector{group_of(group)}, std::move(options));

@@ -209,6 +209,30 @@ std::string describe(const torch::optim::Optimizer& optimizer) {
   return kind + " of " + (counts.empty() ? "0" : counts) + " parameters";
 }
 
+// What ranks compare of their parts, as one number.
+constexpr int64_t kSampler = 1, kScaler = 2, kOptimizer = 4;
+
+/// Only rank 0 writes: what it does not have would not be in the file, and nobody would miss it
+/// before it is loaded.
+void require_same_parts(const char* function, const std::vector<int64_t>& by_rank) {
+  const auto other = std::find_if(by_rank.begin(), by_rank.end(),
+                                  [&](int64_t given) { return given != by_rank.front(); });
+  if (other == by_rank.end()) return;
+  const int64_t here = *other, first = by_rank.front();
+  const std::string error = std::string("Checkpoint::") + function + "(): rank " +
+                            std::to_string(other - by_rank.begin()) + " gives ";
+  if (here / kOptimizer != first / kOptimizer) {
+    throw InvalidArgument(error + std::to_string(here / kOptimizer) + " optimizers, and rank 0 " +
+                          std::to_string(first / kOptimizer) + "; give the same on every rank");
+  }
+  const int64_t part = ((here ^ first) & kSampler) != 0 ? kSampler : kScaler;
+  const std::string name = part == kSampler ? "sampler" : "scaler";
+  throw InvalidArgument(error +
+                        ((here & part) != 0 ? "a " + name + ", and rank 0 does not"
+                                            : "no " + name + ", and rank 0 does") +
+                        "; give one on every rank or on none");
+}
+
 std::string description_key(const std::string& part) { return part + "_is"; }
 
 }  // namespace
@@ -228,7 +252,21 @@ Checkpoint& Checkpoint::optimizer(OverlappedOptimizer& optimizer) {
   return *this;
 }
 
+void Checkpoint::throw_null_model() {
+  throw InvalidArgument("Checkpoint: the model is null; construct it first, e.g. Net()");
+}
+
+int64_t Checkpoint::given() const {
+  const bool scaler = std::any_of(parts_.begin(), parts_.end(),
+                                  [](const Part& part) { return part.name == "scaler"; });
+  return optimizers_ * kOptimizer + (scaler ? kScaler : 0) + (sampler_ != nullptr ? kSampler : 0);
+}
+
 Checkpoint& Checkpoint::scaler(amp::LossScaler& scaler) {
+  if ((given() & kScaler) != 0) {
+    throw InvalidArgument(
+        "Checkpoint::scaler(): there is one already; a checkpoint has one scaler");
+  }
   parts_.push_back({"scaler", [&scaler](OutputArchive& archive) { scaler.save(archive); },
                     [&scaler](InputArchive& archive) { scaler.load(archive); }, nullptr});
   return *this;
@@ -295,14 +333,7 @@ void Checkpoint::save(const std::string& path, int64_t step) {
                           std::to_string(negative - steps.begin()) + " is " +
                           std::to_string(*negative) + "; it must not be negative");
   }
-  const std::vector<int64_t> given = ranks.gather(sampler_ != nullptr ? 1 : 0);
-  const auto other = std::find(given.begin(), given.end(), 1 - given.front());
-  if (other != given.end()) {
-    throw InvalidArgument("Checkpoint::save(): rank " + std::to_string(other - given.begin()) +
-                          (*other == 1 ? " gives a sampler, and rank 0 does not"
-                                       : " gives no sampler, and rank 0 does") +
-                          "; give one on every rank or on none");
-  }
+  require_same_parts("save", ranks.gather(given()));
   std::string sampler;
   ranks.agree(error_of([&] {
     if (sampler_ == nullptr) return;
@@ -392,6 +423,7 @@ void Checkpoint::read(const std::string& path, const at::Tensor& bytes, int64_t*
 
 int64_t Checkpoint::load(const std::string& path, bool may_be_missing) {
   const Ranks ranks(group_, device());
+  require_same_parts("load", ranks.gather(given()));
   at::Tensor bytes;
   bool missing = false;
   std::string error;

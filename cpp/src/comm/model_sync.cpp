@@ -26,6 +26,13 @@ namespace {
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
+void require_group(const GroupPtr& group, const char* function) {
+  if (group) return;
+  throw InvalidArgument(std::string(function) +
+                        " needs a process group, got null, as new_group() returns it to ranks that "
+                        "are no members");
+}
+
 template <typename Range>
 std::string join(const Range& range) {
   PlainText out;
@@ -138,12 +145,18 @@ std::string difference(int64_t rank, const std::string& reference, const std::st
 }  // namespace
 
 at::Device control_device(const GroupPtr& group, at::Device fallback) {
+  require_group(group, "control_device");
   if (detail::has_backend(*group, at::kCPU)) return at::Device(at::kCPU);
   return fallback;
 }
 
 void verify_same_model(const std::vector<NamedTensor>& tensors,
                        const std::vector<std::string>& settings, const GroupPtr& group) {
+  require_group(group, "verify_same_model");
+  for (const NamedTensor& entry : tensors) {
+    if (!entry.tensor.defined())
+      throw InvalidArgument("verify_same_model: tensor '" + entry.name + "' is undefined");
+  }
   const int world = group->getSize();
   if (world == 1) return;
   std::string text;
@@ -256,6 +269,7 @@ void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group
 
 void broadcast_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr& group,
                          int64_t root, int64_t chunk_bytes, const std::string& what) {
+  require_group(group, "broadcast_coalesced");
   if (root < 0 || root >= group->getSize()) {
     throw InvalidArgument("broadcast_coalesced: root rank " + std::to_string(root) +
                           " is not in the group of " + std::to_string(group->getSize()));
@@ -286,6 +300,7 @@ void broadcast_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr&
 
 void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr& group,
                           double scale, const std::string& what) {
+  require_group(group, "all_reduce_coalesced");
   at::NoGradGuard no_grad;
   std::vector<Batch> batches;
   for (const at::Tensor& tensor : distinct(tensors, "all_reduce_coalesced")) {

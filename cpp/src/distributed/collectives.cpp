@@ -24,8 +24,12 @@ using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 GroupPtr group_or_default(const GroupPtr& group) { return group ? group : get_default_group(); }
 
 void require_contiguous(const at::Tensor& tensor, const char* what) {
-  if (!tensor.defined() || !tensor.is_contiguous())
+  if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.is_contiguous())
     throw InvalidArgument(std::string(what) + ": the tensor is undefined or not contiguous");
+  if (tensor.is_meta())
+    throw InvalidArgument(std::string(what) +
+                          ": the tensor is on the meta device, so it has no values; give one of a "
+                          "device that the group has a backend for");
   if (tensor.is_conj() || tensor.is_neg())
     throw InvalidArgument(std::string(what) + ": the tensor is a lazy conj(); resolve_conj() it");
 }

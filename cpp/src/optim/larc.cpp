@@ -16,6 +16,8 @@
 
 #include <apex/error.h>
 
+#include "optim/step_report.h"
+
 namespace apex::parallel {
 
 namespace {
@@ -200,6 +202,12 @@ void LARC::require_wrapped() const {
 
 torch::Tensor LARC::step(LossClosure closure) {
   require_wrapped();
+  torch::Tensor loss = step_wrapped(closure);
+  detail::report_step(*this, detail::Reporter::kItself);
+  return loss;
+}
+
+torch::Tensor LARC::step_wrapped(const LossClosure& closure) {
   WeightDecays decays(param_groups_);
   if (!closure) {
     adapt(decays.values());

@@ -9,6 +9,8 @@
 
 #include <apex/error.h>
 
+#include "optim/step_report.h"
+
 namespace apex::parallel {
 
 namespace {
@@ -27,6 +29,12 @@ void clear(at::Tensor parameter, bool set_to_none) {
 
 OverlappedOptimizer::OverlappedOptimizer(torch::optim::Optimizer& optimizer, Reducer& reducer)
     : optimizer_(optimizer), reducer_(reducer) {
+  // A second one would take the callback of the first, whose updates would be lost.
+  if (reducer.deferred()) {
+    throw InvalidArgument(
+        "OverlappedOptimizer: this reducer has an OverlappedOptimizer already (or set_deferred() "
+        "was called); it can have one, with the parameters of both optimizers in its groups.");
+  }
   const auto& parameters = reducer.parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
     index_[parameters[i].tensor.unsafeGetTensorImpl()] = static_cast<int64_t>(i);
@@ -86,6 +94,7 @@ void OverlappedOptimizer::update(const Tensors& parameters, const Settings* sett
     }
   };
   try {
+    const detail::StepInParts part;
     optimizer_.step();
   } catch (...) {
     restore();
@@ -130,11 +139,13 @@ void OverlappedOptimizer::step() {
     if (rest.erase(parameter) != 0) later.insert(parameter);
   }
   if (later.empty()) {
+    const detail::StepInParts part;
     optimizer_.step();
-    return;
+  } else {
+    later_ = Later{std::move(later), settings(), std::nullopt};
+    update(rest, nullptr);
   }
-  later_ = Later{std::move(later), settings(), std::nullopt};
-  update(rest, nullptr);
+  detail::report_step(optimizer_, detail::Reporter::kItself);
 }
 
 void OverlappedOptimizer::zero_grad(bool set_to_none) {

@@ -35,6 +35,7 @@ struct ReducerContext {
   std::shared_ptr<CommHook> hook;
   Observers observers;
   StatisticsCounter statistics;
+  int64_t plans_built = 0;
   Monitor monitor;       ///< guards what may change here, and all that the reducer is made of
   int64_t divisor;       ///< of the average: the number of ranks, or of those that have data
   bool joining = false;  ///< between begin_join() and end_join()

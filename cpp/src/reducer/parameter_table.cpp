@@ -20,6 +20,11 @@ void check(const NamedTensor& parameter, int rank) {
                                dtype == at::kBFloat16 || dtype == at::kComplexFloat ||
                                dtype == at::kComplexDouble;
   std::ostringstream out;
+  if (tensor.is_meta()) {
+    throw InvalidArgument("rank " + std::to_string(rank) + ": parameter '" + parameter.name +
+                          "' is on the meta device, so it has no values: give it memory first "
+                          "(to_empty() in Python), and load or initialize it");
+  }
   if (!can_be_averaged) {
     out << "rank " << rank << ": parameter '" << parameter.name
         << "' requires a gradient and has dtype " << dtype

@@ -152,6 +152,7 @@ void build_entries(Plan& plan, ReducerContext& context) {
   const auto& buckets = plan.buckets.buckets;
   const std::vector<Kind> kinds = kinds_of(plan, context);
   plan.entries.clear();
+  plan.number = ++context.plans_built;
   plan.holds_gradients = false;
   for (Place& place : plan.places) place.bucket = -1;
   size_t last_of_hook = 0;

@@ -65,6 +65,7 @@ struct Plan {
   /// or more exchanges follow, in which a rank that fails until then could not take part.
   bool last_at_end = false;
   bool preset = false;           ///< given by the user: left as it is
+  int64_t number = 0;            ///< of the reducer's plans, counted as they are built from 1
   int64_t backwards = 0;         ///< with this plan
   bool holds_gradients = false;  ///< its messages are those of the last backward
 

@@ -88,6 +88,7 @@ void Reducer::set_bucket_callback(std::function<void(const ReducedBucket&)> call
 void Reducer::set_deferred(bool on) { core_->set_deferred(on); }
 void Reducer::wait_for(const std::vector<int64_t>& parameters) { core_->wait_for(parameters); }
 void Reducer::wait() { core_->wait(); }
+bool Reducer::deferred() const { return core_->deferred(); }
 std::vector<int64_t> Reducer::in_flight() const { return core_->in_flight(); }
 c10::intrusive_ptr<c10d::ProcessGroup> Reducer::communicator() const {
   return core_->communicator();
@@ -166,8 +167,9 @@ void Reducer::optimizer_steps(const std::vector<at::Tensor>& parameters) {
   }
 }
 
-void Reducer::optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer) {
-  for (const auto& core : detail::owners_of(parameters)) core->optimizer_stepped(optimizer);
+void Reducer::optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer,
+                                bool all) {
+  for (const auto& core : detail::owners_of(parameters)) core->optimizer_stepped(optimizer, all);
 }
 
 }  // namespace apex::parallel

@@ -229,6 +229,11 @@ void ReducerCore::set_deferred(bool on) {
   refresh(ReasonToLeave::kDeferred);
 }
 
+bool ReducerCore::deferred() const {
+  const Read read(context_.monitor);
+  return context_.defers;
+}
+
 void ReducerCore::wait() {
   refuse_in_backward("wait()");
   const Change change(context_.monitor);
@@ -364,9 +369,9 @@ GroupPtr ReducerCore::communicator() const {
   return context_.members.released() ? nullptr : context_.members.control();
 }
 
-void ReducerCore::optimizer_stepped(int64_t optimizer) {
+void ReducerCore::optimizer_stepped(int64_t optimizer, bool all) {
   const Change change(context_.monitor);
-  step_.tracker.optimizer_stepped(optimizer);
+  step_.tracker.optimizer_stepped(optimizer, all);
 }
 
 void ReducerCore::refuse_step_in_backward(const at::Tensor& parameter) const {

@@ -50,6 +50,7 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   bool synchronizing() const { return synchronizing_.load(); }
   void set_bucket_callback(std::function<void(const ReducedBucket&)> callback);
   void set_deferred(bool on);
+  bool deferred() const;
   void set_comm_hook(std::shared_ptr<CommHook> hook);
   void set_plan(const BucketPlan& plan);
   void record_overlap(bool on);
@@ -64,7 +65,8 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   GroupPtr communicator() const;
   const std::vector<NamedTensor>& parameters() const { return context_.parameters.named(); }
   ReducerStatistics statistics() const { return context_.statistics.get(); }
-  void optimizer_stepped(int64_t optimizer);
+  /// `all`: see StepTracker.
+  void optimizer_stepped(int64_t optimizer, bool all);
   void refuse_step_in_backward(const at::Tensor& parameter) const;
   void skip_step();
   bool step_skipped() const;
@@ -154,6 +156,7 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   SeenFacts await_facts(std::vector<PlannedBucket>& entries);
   void carry_left_plan();
   void remember_reduced();
+  void sample_parameters();
   void end_pass();
   void close_book();
 

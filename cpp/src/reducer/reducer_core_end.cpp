@@ -262,6 +262,7 @@ void ReducerCore::complete(size_t done) {
   if (step_skipped_) call_off();
   for (Parameter& parameter : context_.parameters) parameter.touched = false;
   remember_reduced();
+  sample_parameters();
   const BackwardPass ended = std::move(*pass_);
   end_pass();
   close_book();
@@ -455,6 +456,20 @@ void ReducerCore::remember_reduced() {
         c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(grad.getIntrusivePtr());
     parameter.reduced_version = grad._version();
   }
+}
+
+/// After the first backward with a plan, which is the same one on every rank.
+void ReducerCore::sample_parameters() {
+  const Plan* plan = book_.current();
+  if (plan == nullptr || plan->number == step_.tracker.sampled_plan() || context_.members.alone() ||
+      !context_.options.check_steps.value_or(true)) {
+    return;
+  }
+  std::vector<at::Tensor> parameters;
+  for (const auto& bucket : plan->buckets.buckets) {
+    for (const int64_t index : bucket) parameters.push_back(context_.parameters[index].variable);
+  }
+  step_.tracker.sample(plan->number, parameters);
 }
 
 void ReducerCore::end_pass() {

@@ -32,6 +32,9 @@ StepFacts StepAgreement::facts(bool wants_rebuild, bool left_plan, bool skips) {
   sent_.left_plan = left_plan;
   sent_.skips = skips;
   sent_.compared = context_.options.check_steps.value_or(true) && !context_.joining;
+  // Ranks that began with other parameters, or whose hook averages over some ranks only, may move
+  // them differently.
+  if (!context_.options.init_sync || context_.hook) sent_.moved = 0;
   return sent_;
 }
 

@@ -2,10 +2,14 @@
 #include "reducer/step_facts.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 
 namespace apex::parallel {
 
 namespace {
+
+constexpr int kLevels = 8;
 
 // A fact of which only "somebody" matters has one bit, a question has one bit per answer.
 enum Bit : int {
@@ -14,8 +18,9 @@ enum Bit : int {
   kLeft,
   kKept,
   kSkips,
-  kQuestions,  // from here on: no, yes, no, yes, ...
-  kEnd = kQuestions + 6,
+  kQuestions,               // from here on: no, yes, no, yes, ...
+  kMoved = kQuestions + 6,  // from here on: one of kLevels, see level_of()
+  kEnd = kMoved + kLevels,
 };
 static_assert(kEnd == StepFacts::kCount);
 
@@ -32,6 +37,33 @@ const Question kAsked[] = {
     {&StepFacts::updated_locally,
      "updated the parameters after a backward without synchronization"},
 };
+
+/// In steps of half a power of two, so that a step too many changes it, and what processors of two
+/// kinds round differently does not, or only at a limit; modulo kLevels.
+int level_of(double moved) {
+  int exponent = 0;
+  const double fraction = std::frexp(moved, &exponent);  // in [0.5, 1)
+  const int level = 2 * exponent + (fraction >= 0.70710678118654752 ? 1 : 0);
+  return static_cast<int>(static_cast<unsigned>(level) % kLevels);
+}
+
+bool tells_moved(const StepFacts& facts) { return facts.moved > 0 && std::isfinite(facts.moved); }
+
+/// Less than half a step: the parameters of ranks that are apart by that are not.
+constexpr double kSameDistance = 1.2;
+
+double shortest_of(const std::vector<StepDetails>& ranks) {
+  double shortest = 0;
+  for (const StepDetails& details : ranks) {
+    if (tells_moved(details.facts) && (shortest == 0 || details.facts.moved < shortest))
+      shortest = details.facts.moved;
+  }
+  return shortest;
+}
+
+bool moved_further(const StepDetails& details, double shortest) {
+  return tells_moved(details.facts) && details.facts.moved > kSameDistance * shortest;
+}
 
 /// "rank 0, rank 2": those for which `holds` is true.
 template <typename Predicate>
@@ -64,6 +96,7 @@ uint32_t StepFacts::encode() const {
     bits |= bit(question + (this->*asked.answer ? 1 : 0));
     question += 2;
   }
+  if (tells_moved(*this)) bits |= bit(kMoved + level_of(moved));
   return bits;
 }
 
@@ -74,11 +107,12 @@ bool SeenFacts::plan_left() const { return (bits_ & bit(kLeft)) != 0; }
 bool SeenFacts::plan_kept() const { return (bits_ & bit(kKept)) != 0; }
 
 bool SeenFacts::answers_differ() const {
-  for (int question = kQuestions; question < kEnd; question += 2) {
+  for (int question = kQuestions; question < kMoved; question += 2) {
     const uint32_t both = bit(question) | bit(question + 1);
     if ((bits_ & both) == both) return true;
   }
-  return false;
+  const uint32_t levels = bits_ >> kMoved;
+  return (levels & (levels - 1)) != 0;  // more than one
 }
 
 std::vector<int64_t> StepDetails::encode() const {
@@ -87,7 +121,9 @@ std::vector<int64_t> StepDetails::encode() const {
                          facts.updated, facts.updated_locally, hook_failed};
   int place = 0;
   for (const bool value : values) flags |= static_cast<int64_t>(value) << place++;
-  return {flags, backward, reason, digest};
+  int64_t moved = 0;
+  std::memcpy(&moved, &facts.moved, sizeof(moved));
+  return {flags, backward, reason, moved, digest};
 }
 
 StepDetails StepDetails::decode(const int64_t* fields) {
@@ -99,7 +135,8 @@ StepDetails StepDetails::decode(const int64_t* fields) {
   for (bool* const value : values) *value = ((fields[0] >> place++) & 1) != 0;
   details.backward = fields[1];
   details.reason = fields[2];
-  details.digest = fields[3];
+  std::memcpy(&details.facts.moved, &fields[3], sizeof(details.facts.moved));
+  details.digest = fields[4];
   return details;
 }
 
@@ -118,7 +155,10 @@ bool needs_digests(const std::vector<StepDetails>& ranks) {
     updates_differ = updates_differ || facts.updated != first.updated ||
                      facts.updated_locally != first.updated_locally;
   }
-  return updates_differ;
+  const double shortest = shortest_of(ranks);
+  return updates_differ || std::any_of(ranks.begin(), ranks.end(), [&](const StepDetails& details) {
+           return moved_further(details, shortest);
+         });
 }
 
 std::string describe_difference(int rank, const std::vector<StepDetails>& ranks) {
@@ -157,6 +197,16 @@ std::string describe_difference(int rank, const std::vector<StepDetails>& ranks)
         names(ranks, [&](const StepDetails& details) { return !yes(details); });
     if (who.empty() || others.empty()) continue;
     told += (told.empty() ? "" : "; ") + who + " " + asked.yes + ", " + others + " did not";
+  }
+  const double shortest = shortest_of(ranks);
+  const auto further = [&](const StepDetails& one) { return moved_further(one, shortest); };
+  const std::string far = names(ranks, further);
+  if (!far.empty()) {
+    told += (told.empty() ? "" : "; ") + far +
+            " moved the parameters further since the last synchronized backward than " +
+            names(ranks,
+                  [&](const StepDetails& one) { return tells_moved(one.facts) && !further(one); }) +
+            ", as by a step of an optimizer too many or another learning rate";
   }
   if (told.empty()) return {};
   return mine + "the ranks are out of step: " + told +

@@ -19,12 +19,14 @@ namespace apex::parallel {
 //
 // - an optimizer that stepped twice without a backward between: a step without a gradient;
 // - parameters that were updated, or not, since the last synchronized backward;
-// - parameters that were updated after a backward that was not synchronized.
+// - parameters that were updated after a backward that was not synchronized;
+// - parameters that moved further than on other ranks, where the steps of optimizers are not
+//   reported: see Note [Writes that move no version].
 //
 // Each is put as a number behind the gradients of the last bucket, one-hot, so that the sum over
 // ranks tells which answers there were. If there is more than one answer, every rank has read the
 // same sum, and all exchange who said what in a second, small message. Ranks that differ in the
-// first are out of step. A difference in the last two alone may be harmless (a sharded optimizer
+// first are out of step. A difference in the last three alone may be harmless (a sharded optimizer
 // steps what others receive as a broadcast), so then the parameters decide: out of step are ranks
 // whose parameters differ.
 //
@@ -48,9 +50,10 @@ struct StepFacts {
   bool idle_step = false;        ///< an optimizer stepped twice without a backward between
   bool updated = false;          ///< parameters were updated since the last synchronized backward
   bool updated_locally = false;  ///< and that after a backward that was not synchronized
+  double moved = 0;              ///< how far elements of the parameters have; 0: no answer
 
   /// How many numbers encode() makes use of.
-  static constexpr int kCount = 11;
+  static constexpr int kCount = 19;
 
   /// Bit i is number i behind the gradients. A rank that failed or is not compared gives no
   /// answers.
@@ -83,7 +86,7 @@ struct StepDetails {
   int64_t reason = 0;        ///< why it left the plan: an index into kReasonsToLeave
   int64_t digest = 0;        ///< of its parameters, where that was asked for
 
-  static constexpr int kFields = 4;
+  static constexpr int kFields = 5;
   std::vector<int64_t> encode() const;
   static StepDetails decode(const int64_t* fields);
 };

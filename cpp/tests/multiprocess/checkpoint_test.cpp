@@ -197,7 +197,17 @@ void bad_files() {
   if (first) with.sampler(run.sampler);
   expect(error_of([&] { with.save(uneven, 1); }), "save()",
          "rank 1 gives no sampler, and rank 0 does");
+  Checkpoint scaled(run.model), stepped(run.model);
+  apex::amp::LossScaler scaler;
+  if (!first) scaled.scaler(scaler);
+  expect(error_of([&] { scaled.save(uneven, 1); }), "save()",
+         "rank 1 gives a scaler, and rank 0 does not; give one on every rank or on none");
+  if (!first) stepped.optimizer(run.optimizer);
+  expect(error_of([&] { stepped.save(uneven, 1); }), "save()",
+         "rank 1 gives 1 optimizers, and rank 0 0; give the same on every rank");
   require(!fs::exists(uneven), "it was written");
+  expect(error_of([&] { scaled.load(path); }), "load()", "rank 1 gives a scaler");
+  expect(error_of([&] { scaled.resume(uneven); }), "load()", "rank 1 gives a scaler");
 
   // Truncated, empty, of something else.
   for (const auto size : {fs::file_size(path) / 2, uintmax_t{0}}) {

@@ -166,6 +166,13 @@ const Scenario kTensorCollectives("tensor_collectives", [] {
   for (const auto& refused :
        {std::function<void()>([&] { dist::reduce_scatter(tensor); }),
         std::function<void()>([&] { dist::broadcast(tensor, 3); }),
+        std::function<void()>([&] { dist::all_reduce(at::empty({2}, at::kMeta)); }),
+        std::function<void()>([&] { dist::broadcast(at::empty({2}, at::kMeta)); }),
+        std::function<void()>([&] { dist::all_gather(at::empty({2}, at::kMeta)); }),
+        std::function<void()>([&] { dist::reduce_scatter(at::empty({2, 2}, at::kMeta)); }),
+        std::function<void()>([&] { dist::ranks_agree(at::empty({2}, at::kMeta)); }),
+        std::function<void()>([&] { dist::ranks_agree({}); }),
+        std::function<void()>([&] { dist::all_reduce(at::zeros({2, 2}).to_sparse()); }),
         std::function<void()>([&] { dist::all_reduce(tensor.t()); }), std::function<void()>([&] {
           dist::all_reduce(at::zeros({2}, at::kComplexFloat).conj());
         })}) {

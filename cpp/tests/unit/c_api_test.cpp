@@ -117,6 +117,17 @@ TEST_F(CApi, BadArguments_AnyFunction_StatusAndMessage) {
   refused(apex_broadcast(group_, &bad, 0), "device of a tensor is -2");
   bad.device = 256;  // as many as an index has values: it would be that of device 0
   refused(apex_broadcast(group_, &bad, 0), "device of a tensor is 256");
+  // Of a kind that this libtorch may not have at all: its own error is a page about dispatchers.
+  bad.device = 100;
+  for (const auto call : {+[](apex_group* group, const apex_tensor* tensor) {
+                            return apex_all_reduce(group, tensor, APEX_SUM);
+                          },
+                          +[](apex_group* group, const apex_tensor* tensor) {
+                            return apex_broadcast(group, tensor, 0);
+                          }}) {
+    refused(call(group_, &bad), "the device of a tensor is 100; -1 is the CPU, and CUDA devices");
+    EXPECT_LT(std::string(apex_last_error()).size(), 150u) << apex_last_error();
+  }
   refused(apex_broadcast(group_, &good, 3), "no rank 3");
   // Hazard: what overflows is taken for a small tensor, and written past its end.
   const int64_t most = std::numeric_limits<int64_t>::max();

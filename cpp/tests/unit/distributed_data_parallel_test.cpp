@@ -22,6 +22,7 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
+#include <apex/parallel/checkpoint.h>
 #include <apex/parallel/distributed_data_parallel.h>
 #include <support/thread_backend.h>
 
@@ -199,6 +200,34 @@ TEST(DistributedDataParallelCpp, NullModule_Constructed_SaysSo) {
     EXPECT_THROW(DistributedDataParallel(std::shared_ptr<NetImpl>(), group), InvalidArgument);
     EXPECT_THROW(DistributedDataParallel(Net(nullptr), group), InvalidArgument);
   });
+  std::shared_ptr<NetImpl> pointer;
+  std::unique_ptr<NetImpl> owner;
+  Net holder(nullptr);
+  EXPECT_THROW(Checkpoint{pointer}, InvalidArgument);
+  EXPECT_THROW(Checkpoint{owner}, InvalidArgument);
+  EXPECT_THROW(Checkpoint{holder}, InvalidArgument);
+}
+
+// Hazard: rank 1 gets its parameters from rank 0 when it has run out of data, so only one of them
+// has updated them since; a few times of that, and ranks are not asked any more.
+TEST(DistributedDataParallelCpp, StepOfOneRankAfterManyJoins_NextBackward_ThrowsOnEveryRank) {
+  run_ranks(2, [](int rank, const Group& group) {
+    DistributedDataParallel model(Net(), group);
+    torch::optim::SGD sgd(model.parameters(), 0.1);
+    const auto step = [&] {
+      sgd.zero_grad();
+      model.forward(torch::randn({5, 4})).square().mean().backward();
+      sgd.step();
+    };
+    for (int epoch = 0; epoch < 5; ++epoch) {
+      const auto guard = model.join();
+      for (int batches = 0; batches < 3 - rank; ++batches) step();
+    }
+    step();
+    step();
+    if (rank == 1) sgd.step();
+    EXPECT_THROW(step(), RankMismatch);
+  });
 }
 
 TEST(DistributedDataParallelCpp,
@@ -276,11 +305,21 @@ TEST(DistributedDataParallelCpp, Options_Chained_ReachTheEngineOrAreRefused) {
                            .broadcast_buffers(true)
                            .check_steps(false);
   EXPECT_EQ(options.limits().cap, 512 * 1024);
+  EXPECT_EQ(options.limits().first_cap, 512 * 1024);
   EXPECT_EQ(options.limits().unit, BucketLimits::Unit::kBytes);
+  // The numbers of Python, python/apex/parallel/_options.py.
+  const auto limits = [](double mib) {
+    return DistributedDataParallelOptions().bucket_cap_mb(mib).limits();
+  };
+  EXPECT_EQ(limits(25).cap, 25 << 20);
+  EXPECT_EQ(limits(25).first_cap, 1 << 20);
+  EXPECT_EQ(limits(1e-9).cap, 1);
+  for (const double mib : {1e300, std::numeric_limits<double>::infinity()})
+    EXPECT_EQ(limits(mib).cap, std::numeric_limits<int64_t>::max());
   EXPECT_TRUE(options.reducer().gradient_as_bucket_view);
   EXPECT_EQ(options.reducer().check_steps, std::optional<bool>(false));
   EXPECT_TRUE(options.broadcast_buffers());
-  for (const double mib : {0.0, -1.0, std::numeric_limits<double>::infinity()})
+  for (const double mib : {0.0, -1.0, std::numeric_limits<double>::quiet_NaN()})
     EXPECT_THROW(DistributedDataParallelOptions().bucket_cap_mb(mib), InvalidArgument);
   run_ranks(2, [](int, const Group& group) {
     // One parameter each, since a bucket is closed by the first that reaches its size.

@@ -229,6 +229,16 @@ TEST(LossScaler, State_SetAndRead_RoundTrips) {
   EXPECT_EQ(scaler.growth_tracker(), 0);
 }
 
+TEST(LossScaler, TensorsWithoutValues_Throw_AndTheScaleStays) {
+  LossScaler scaler(options(64));
+  const at::Tensor meta = at::empty({}, at::TensorOptions().device(at::kMeta));
+  EXPECT_THROW(scaler.scale(at::Tensor()), InvalidArgument);
+  EXPECT_THROW(scaler.scale(meta), InvalidArgument);
+  EXPECT_THROW(scaler.unscale_({meta}), InvalidArgument);
+  EXPECT_EQ(scaler.get_scale(), 64);
+  EXPECT_EQ(scaler.scale(at::ones({})).item<float>(), 64);
+}
+
 TEST(LossScaler, Synchronize_NullGroup_Throws) {
   EXPECT_THROW(LossScaler(options(64)).synchronize({}), InvalidArgument);
 }

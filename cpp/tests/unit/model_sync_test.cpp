@@ -401,6 +401,21 @@ TEST(AllReduceCoalesced, WhatCannotBeAveraged_ThrowsBeforeAnythingIsSent) {
   });
 }
 
+TEST(ModelSync, NullGroupOrUndefinedTensor_ThrowsInvalidArgument) {
+  const Group null;
+  const std::vector<at::Tensor> tensors{at::zeros({2})};
+  EXPECT_THROW(verify_same_model({{"a", tensors[0]}}, {}, null), InvalidArgument);
+  EXPECT_THROW(broadcast_coalesced(tensors, null), InvalidArgument);
+  EXPECT_THROW(all_reduce_coalesced(tensors, null, 1.0), InvalidArgument);
+  EXPECT_THROW(control_device(null, at::kCPU), InvalidArgument);
+  run_ranks(2, [](int, const Group& group) {
+    EXPECT_NE(text_of<InvalidArgument>([&] {
+                verify_same_model({{"weight", {}}}, {}, group);
+              }).find("'weight' is undefined"),
+              std::string::npos);
+  });
+}
+
 TEST(ControlDevice, GroupWithoutACpuBackend_IsTheFallback) {
   const at::Device gpu(at::kCUDA, 1);
   run_ranks(1, [&](int, const Group& group) { EXPECT_TRUE(control_device(group, gpu).is_cpu()); });

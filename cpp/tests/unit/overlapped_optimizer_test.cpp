@@ -101,6 +101,25 @@ TEST_P(OverlappedOptimizerTest, Parameters_AreThoseOfThePlainLoopBitForBit) {
   });
 }
 
+TEST(OverlappedOptimizerCpp, SecondOneOfAReducer_Throws_UntilTheFirstIsGone) {
+  run_ranks(2, [](int, const Group& group) {
+    DistributedDataParallel model(make(), options_for(group, false));
+    torch::optim::SGD sgd(model.parameters(), torch::optim::SGDOptions(0.5));
+    for (int i = 0; i < 2; ++i) {
+      OverlappedOptimizer optimizer(sgd, model.reducer());
+      try {
+        OverlappedOptimizer second(sgd, model.reducer());
+        ADD_FAILURE() << "it was not refused";
+      } catch (const InvalidArgument& error) {
+        EXPECT_NE(std::string(error.what()).find("has an OverlappedOptimizer already"),
+                  std::string::npos);
+      }
+      EXPECT_TRUE(model.reducer().deferred());
+    }
+    EXPECT_FALSE(model.reducer().deferred());
+  });
+}
+
 TEST_P(OverlappedOptimizerTest, ForwardThatDoesNotWait_NextBackward_Throws) {
   run_ranks(2, [&](int rank, const Group& group) {
     Net net = make();

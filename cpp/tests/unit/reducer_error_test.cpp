@@ -138,6 +138,10 @@ TEST(ReducerConstruction, BadOptions_Construct_ThrowsInvalidArgument) {
     expect_contains(
         message_of<InvalidArgument>([&] { Reducer reducer({{"derived", p * 2}}, {group}); }),
         "'derived' is the result of an operation");
+    const at::Tensor meta = at::empty({2}, at::TensorOptions().device(at::kMeta)).requires_grad_();
+    expect_contains(
+        message_of<InvalidArgument>([&] { Reducer reducer({{"meta", meta}}, {group}); }),
+        "parameter 'meta' is on the meta device");
     const at::Tensor f8 = at::ones({2}).to(at::kFloat8_e4m3fn).requires_grad_();
     expect_contains(message_of<InvalidArgument>([&] { Reducer reducer({{"f8", f8}}, {group}); }),
                     "Float8_e4m3fn");

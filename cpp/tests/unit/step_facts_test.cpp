@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -103,6 +104,50 @@ TEST(StepFacts, UpdatesThatDiffer_Described_OnlyIfParametersDo) {
   ranks[1].idle_step = true;
   EXPECT_FALSE(needs_digests(details_of(ranks)));  // out of step in any case
   EXPECT_NE(describe_difference(0, details_of(ranks)), "");
+}
+
+TEST(StepFacts, ParametersMovedFurtherOnOneRank_IsSeen_AndDescribedOnlyIfParametersDiffer) {
+  for (const double factor : {1.42, 1.9, 2.0, 3.0, 4.0, 5.0}) {
+    for (const double distance : {1e-30, 0.3, 0.5, 1.0, 12345.0}) {
+      std::vector<StepFacts> ranks(3);
+      for (StepFacts& facts : ranks) facts.moved = distance;
+      EXPECT_FALSE(seen_by_all(ranks).differ());
+      ranks[1].moved = factor * distance;
+      EXPECT_TRUE(seen_by_all(ranks).differ()) << factor << " of " << distance;
+      auto details = details_of(ranks);
+      EXPECT_TRUE(needs_digests(details));
+      EXPECT_EQ(describe_difference(0, details), "");
+      details[1].digest = 5;
+      expect_contains(describe_difference(0, details),
+                      "rank 1 moved the parameters further since the last synchronized backward "
+                      "than rank 0, rank 2, as by a step of an optimizer too many");
+    }
+  }
+}
+
+// Processors of two kinds round differently: the least that can be is a limit between two levels.
+TEST(StepFacts, ParametersMovedAlmostAlike_IsNoDifference) {
+  std::vector<StepFacts> ranks(2);
+  ranks[0].moved = 1.0;
+  ranks[1].moved = 0.999999;
+  EXPECT_TRUE(seen_by_all(ranks).differ());
+  auto details = details_of(ranks);
+  EXPECT_FALSE(needs_digests(details));
+  details[1].digest = 5;
+  EXPECT_EQ(describe_difference(0, details), "");
+}
+
+TEST(StepFacts, MovedByNothingOrByNan_IsNoAnswer) {
+  for (const double nothing :
+       {0.0, std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
+    std::vector<StepFacts> ranks(2);
+    ranks[0].moved = 1.0;
+    ranks[1].moved = nothing;
+    EXPECT_FALSE(seen_by_all(ranks).differ());
+    auto details = details_of(ranks);
+    details[1].digest = 5;
+    EXPECT_EQ(describe_difference(0, details), "");
+  }
 }
 
 TEST(StepFacts, CommunicationHookThatFailedOnSomeRanks_HooksAreApart) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
+#include <ATen/ATen.h>
+
 #include "reducer/step_tracker.h"
 
 namespace apex::parallel {
@@ -59,6 +61,61 @@ TEST(StepTracker, BackwardWithoutAGradientOfThisRank_Step_IsNotIdle) {
     tracker.backward_began(false, false);
     EXPECT_FALSE(tracker.facts().idle_step);
   }
+}
+
+// As libtorch's SGD: no version moves, and nobody reports it.
+TEST(StepTracker, WriteBehindTheVersions_NextBackward_TellsOfItAndHowFar) {
+  StepTracker tracker;
+  const at::Tensor parameter = at::zeros({4});
+  step(tracker);
+  EXPECT_EQ(tracker.sampled_plan(), 0);
+  tracker.sample(1, {parameter});
+  EXPECT_EQ(tracker.sampled_plan(), 1);
+  EXPECT_FALSE(step(tracker).updated);
+  parameter.variable_data().add_(0.5);
+  StepFacts facts = step(tracker);
+  EXPECT_TRUE(facts.updated);
+  EXPECT_FALSE(facts.updated_locally);
+  EXPECT_EQ(facts.moved, 2);
+  facts = step(tracker);
+  EXPECT_FALSE(facts.updated);
+  EXPECT_EQ(facts.moved, 0);
+  // Before a local gradient, and after it.
+  parameter.variable_data().add_(0.5);
+  tracker.gradient_arrived(/*synchronized=*/false);
+  facts = step(tracker);
+  EXPECT_TRUE(facts.updated);
+  EXPECT_FALSE(facts.updated_locally);
+  EXPECT_EQ(facts.moved, 2);
+  tracker.gradient_arrived(/*synchronized=*/false);
+  parameter.variable_data().add_(0.5);
+  tracker.gradient_arrived(/*synchronized=*/false);
+  facts = step(tracker);
+  EXPECT_TRUE(facts.updated_locally);
+  EXPECT_EQ(facts.moved, 2);
+}
+
+TEST(StepTracker, StepsOfAllOptimizersReported_HowFarParametersMoved_IsNoAnswer) {
+  StepTracker tracker;
+  const at::Tensor parameter = at::zeros({4});
+  tracker.sample(1, {parameter});
+  for (const bool all : {true, false}) {
+    parameter.variable_data().add_(0.5);
+    tracker.optimizer_stepped(1, all);
+    EXPECT_EQ(step(tracker).moved, all ? 0 : 2);
+  }
+}
+
+// The hazard: after join() parameters are written on the ranks that had run out of data.
+TEST(StepTracker, Forgotten_WhatIsWrittenBeforeTheNextBackward_DoesNotCount) {
+  StepTracker tracker;
+  const at::Tensor parameter = at::zeros({4});
+  tracker.sample(1, {parameter});
+  tracker.forget();
+  EXPECT_EQ(tracker.sampled_plan(), 0);
+  parameter.add_(1);
+  EXPECT_FALSE(step(tracker, /*changed=*/true).updated);
+  EXPECT_TRUE(step(tracker, /*changed=*/true).updated);
 }
 
 TEST(StepTracker, UpdateAfterALocalBackward_NextBackward_TellsOfIt) {

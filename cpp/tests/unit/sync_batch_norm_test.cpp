@@ -116,6 +116,18 @@ TEST(SyncBatchNorm, InputOrOptionsThatDoNotFit_AreRefusedByThisLibrarysErrors) {
   EXPECT_THROW(layer(torch::randn({4})), InvalidArgument);
   EXPECT_THROW(layer(torch::ones({4, 3}, torch::kLong)), InvalidArgument);
   EXPECT_THROW(SyncBatchNorm(0), InvalidArgument);
+  EXPECT_THROW(layer(at::Tensor()), InvalidArgument);
+  layer->eval();
+  EXPECT_THROW(layer(at::Tensor()), InvalidArgument);
+  const torch::nn::Sequential null(nullptr);
+  EXPECT_THROW(convert_sync_batch_norm(null), InvalidArgument);
+  EXPECT_THROW(revert_sync_batch_norm(null), InvalidArgument);
+  const at::Tensor ones = torch::ones({3});
+  EXPECT_THROW(SyncBatchNormImpl(3, {}, {}, ones, {}, {}), InvalidArgument);
+  EXPECT_THROW(SyncBatchNormImpl(3, {}, {}, {}, ones, {}), InvalidArgument);
+  SyncBatchNormImpl without_counter(3, {}, {}, ones.clone(), ones.clone(), {});
+  without_counter.reset_running_stats();
+  EXPECT_TRUE(without_counter.running_mean.equal(torch::zeros({3})));
   run_ranks(1, [](int, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
     SyncBatchNormOptions both(3);
     both.process_group(group);

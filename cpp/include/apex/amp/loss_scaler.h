@@ -80,6 +80,7 @@ class APEX_API LossScaler {
 
   /// `loss`, of any shape and floating dtype, as float32 times the scale; differentiable. The first
   /// call decides the device on which the scaler keeps its state; a loss on another moves it there.
+  /// @throws InvalidArgument for a loss that is undefined or on the meta device.
   at::Tensor scale(const at::Tensor& loss);
 
   /// The scale: float32, shape [1], the scaler's own memory.
@@ -89,8 +90,8 @@ class APEX_API LossScaler {
   /// held inf or nan before. Any mix of floating dtypes and devices, strided, or sparse COO and
   /// coalesced; undefined ones (of parameters that were not used) are passed over. One multi-tensor
   /// operation per device and dtype.
-  /// @throws InvalidArgument for a sparse gradient that is not coalesced or a dtype that is not
-  ///         floating; nothing is changed then.
+  /// @throws InvalidArgument for a sparse gradient that is not coalesced, a dtype that is not
+  ///         floating, or a gradient on the meta device; nothing is changed then.
   void unscale_(const std::vector<at::Tensor>& grads);
 
   /// The same with all gradients of an optimizer: what has to be done before they are looked at,

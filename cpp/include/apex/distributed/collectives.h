@@ -20,7 +20,7 @@
 ///
 /// All throw apex::CommunicationError when a rank does not come within the group's timeout, has
 /// ended, or is in another collective, and apex::InvalidArgument without a default group or for a
-/// tensor that is not contiguous.
+/// tensor that is undefined, not contiguous, or on the meta device.
 
 namespace apex::distributed {
 

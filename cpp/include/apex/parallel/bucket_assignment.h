@@ -37,6 +37,13 @@ struct BucketLimits {
   int64_t first_cap = 0;
 
   Unit unit = Unit::kElements;
+
+  /// Buckets of `bytes`, the first of each (dtype, device) of at most 1 MiB, as torch's: what
+  /// `bucket_cap_mb` means in every language, so that the ranks of a job agree.
+  static BucketLimits in_bytes(int64_t bytes) {
+    constexpr int64_t kMostOfFirst = int64_t{1} << 20;
+    return {bytes, bytes < kMostOfFirst ? bytes : kMostOfFirst, Unit::kBytes};
+  }
 };
 
 /// A partition of parameters into buckets.

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -51,13 +52,14 @@ class APEX_API Checkpoint {
  public:
   /// The model, on one device: a module, its holder, a pointer to it, or DistributedDataParallel
   /// around it.
+  /// @throws InvalidArgument for a holder or a pointer that is null.
   explicit Checkpoint(torch::nn::Module& model) : model_(model) {}
   template <typename Model, typename = decltype(static_cast<torch::nn::Module&>(
                                 *std::declval<Model&>().operator->()))>
-  explicit Checkpoint(Model& model)
-      : Checkpoint(static_cast<torch::nn::Module&>(*model.operator->())) {}
+  explicit Checkpoint(Model& model) : Checkpoint(module_in(model)) {}
 
   /// Adds a part. Several optimizers are told apart by their order.
+  /// @throws InvalidArgument for a second scaler.
   Checkpoint& optimizer(torch::optim::Optimizer& optimizer);
   Checkpoint& optimizer(OverlappedOptimizer& optimizer);
   Checkpoint& scaler(amp::LossScaler& scaler);
@@ -73,8 +75,8 @@ class APEX_API Checkpoint {
   /// anything else that is no file is refused. A process that is killed while it writes leaves
   /// .NAME.PID.part behind; a NAME too long for that is cut.
   /// @throws apex::Error on every rank, naming the file and the cause.
-  /// @throws InvalidArgument on every rank for a negative step, and if only some ranks have given a
-  ///         sampler; CommunicationError.
+  /// @throws InvalidArgument on every rank for a negative step, and if the ranks have given
+  ///         different parts; CommunicationError.
   void save(const std::string& path, int64_t step);
 
   /// Reads all parts from rank 0's file into the ranks' objects and returns the step. What the file
@@ -83,7 +85,8 @@ class APEX_API Checkpoint {
   ///         something else, or lacks a part; if a parameter has another shape or dtype, or an
   ///         optimizer is of another class or has other numbers of parameters, before anything is
   ///         changed; if a part does not fit otherwise, after which the parts must not be used.
-  /// @throws CommunicationError.
+  /// @throws InvalidArgument on every rank, with nothing changed, if the ranks have given different
+  ///         parts; CommunicationError.
   int64_t load(const std::string& path);
 
   /// load(), or 0, with nothing changed, if rank 0 has no such file.
@@ -97,6 +100,16 @@ class APEX_API Checkpoint {
     const torch::optim::Optimizer* optimizer;  ///< whose class is compared, or null
   };
 
+  template <typename Model>
+  static torch::nn::Module& module_in(Model& model) {
+    if constexpr (std::is_constructible_v<bool, Model&>) {
+      if (!static_cast<bool>(model)) throw_null_model();
+    }
+    return *model.operator->();
+  }
+  [[noreturn]] static void throw_null_model();
+
+  int64_t given() const;
   void write(const std::string& path, int64_t step, const std::vector<at::Tensor>& samplers) const;
   void read(const std::string& path, const at::Tensor& bytes, int64_t* step) const;
   int64_t load(const std::string& path, bool may_be_missing);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <ostream>
@@ -61,18 +61,19 @@ class DistributedDataParallelOptions {
   TORCH_ARG(bool, broadcast_buffers) = false;
 
  public:
-  /// Size at which a bucket is closed, in MiB.
-  /// @throws InvalidArgument if it is not positive and finite.
+  /// Size at which a bucket is closed, in MiB; the first bucket of each dtype at 1 MiB at most. An
+  /// infinite one is a single bucket after that. The option of this name in Python: ranks of both
+  /// languages that give the same number agree. For another first bucket, give limits().
+  /// @throws InvalidArgument if it is not positive.
   DistributedDataParallelOptions& bucket_cap_mb(double mib) {
-    if (!(mib > 0) || !std::isfinite(mib)) {
-      throw InvalidArgument("bucket_cap_mb is " + std::to_string(mib) +
-                            "; it must be positive and finite");
+    if (!(mib > 0)) {
+      throw InvalidArgument("bucket_cap_mb is " + std::to_string(mib) + "; it must be positive");
     }
-    reducer_.limits = {};
-    constexpr double kMost = double{1 << 30} * (1 << 30);  // a larger one has no int64_t
-    reducer_.limits.cap =
-        std::max<int64_t>(1, static_cast<int64_t>(std::min(mib * (1 << 20), kMost)));
-    reducer_.limits.unit = BucketLimits::Unit::kBytes;
+    constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+    const double bytes = mib * (1 << 20);
+    reducer_.limits = BucketLimits::in_bytes(bytes < static_cast<double>(kMost)
+                                                 ? std::max<int64_t>(1, static_cast<int64_t>(bytes))
+                                                 : kMost);
     return *this;
   }
 

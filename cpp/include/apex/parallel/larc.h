@@ -96,6 +96,7 @@ class APEX_API LARC : public torch::optim::Optimizer {
 
  private:
   class Lent;
+  torch::Tensor step_wrapped(const LossClosure& closure);
   void adapt(const std::vector<double>& decays);
   void require_wrapped() const;
 

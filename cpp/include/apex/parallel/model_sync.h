@@ -13,7 +13,8 @@
 /// Making the ranks of a process group hold the same model. All functions here are collective:
 /// every rank of the group has to call them in the same order. They block the host until the result
 /// is on its way (CPU backends) or enqueued on the current streams (NCCL), except where they say
-/// otherwise. Not thread safe with respect to other collectives on the same group.
+/// otherwise. Not thread safe with respect to other collectives on the same group. A group that is
+/// null is an InvalidArgument.
 
 namespace apex::parallel {
 
@@ -29,7 +30,7 @@ struct NamedTensor {
 ///
 /// Sends 24 bytes a rank when the ranks agree. Blocks the host.
 /// @throws RankMismatch on every rank, naming the first rank and the first tensor that differ from
-///         rank 0's.
+///         rank 0's; InvalidArgument for an undefined tensor.
 APEX_API void verify_same_model(const std::vector<NamedTensor>& tensors,
                                 const std::vector<std::string>& settings,
                                 const c10::intrusive_ptr<c10d::ProcessGroup>& group);
@@ -40,8 +41,8 @@ constexpr int64_t kBroadcastBytes = int64_t{64} << 20;
 /// Overwrites every tensor with that of rank `root`, bit for bit. Tensors may have any strided
 /// dtype, shape, strides and device; those of one device travel together, as bytes, in messages of
 /// at most `chunk_bytes`, or one tensor that is larger. Tensors without elements, on the meta
-/// device, or the same tensor given twice are passed over. Autograd does not see it. Errors name
-/// the operation `what`.
+/// device, undefined, or the same tensor given twice are passed over. Autograd does not see it.
+/// Errors name the operation `what`.
 /// @throws InvalidArgument for a tensor that is not strided, CommunicationError.
 APEX_API void broadcast_coalesced(const std::vector<at::Tensor>& tensors,
                                   const c10::intrusive_ptr<c10d::ProcessGroup>& group,

@@ -44,6 +44,7 @@ class APEX_API OverlappedOptimizer {
   /// Both have to outlive it. Takes the reducer's bucket callback. The optimizer has to treat each
   /// parameter by itself (torch::optim::LBFGS does not); its groups' options are those of step()
   /// even if a scheduler changes them before the last update.
+  /// @throws InvalidArgument if the reducer has one already, or set_deferred() was called on it.
   OverlappedOptimizer(torch::optim::Optimizer& optimizer, Reducer& reducer);
 
   /// Makes the updates that are left, unless communication fails, and gives the reducer back as it

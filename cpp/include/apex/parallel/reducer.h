@@ -85,7 +85,8 @@ struct ReducerOptions {
   /// After each synchronized backward, throw RankMismatch on every rank if the ranks are out of
   /// step: if some have stepped an optimizer twice without a backward between, or updated their
   /// parameters, and others have not; the error says who did what. By default on where it costs
-  /// nothing, for parameters on the CPU; elsewhere it is a wait of the host.
+  /// nothing, for parameters on the CPU; elsewhere it is a wait of the host, and steps of libtorch's
+  /// SGD alone, which count as no change of a tensor, are not seen.
   std::optional<bool> check_steps;
 
   /// If an exception ends the backward of some ranks, the others skip the step, as by skip_step(),
@@ -191,7 +192,8 @@ class APEX_API Reducer {
   ///                    makes groups of its own from them, with the same timeout, so that no other
   ///                    use of a group can come between its messages.
   /// @throws InvalidArgument for options that contradict each other or are out of range, a
-  ///         parameter that is no leaf or of a dtype that cannot be averaged;
+  ///         parameter that is undefined, or that is trainable and no leaf, of a dtype that cannot
+  ///         be averaged, or on the meta device;
   ///         RankMismatch if the ranks differ; CommunicationError if the group fails.
   Reducer(std::vector<NamedTensor> parameters,
           std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups, ReducerOptions options = {});
@@ -235,9 +237,13 @@ class APEX_API Reducer {
 
   /// Tells the reducers that own these parameters that an optimizer has stepped: check_steps then
   /// also finds ranks that have stepped without a backward, or by kernels that do not count as a
-  /// change of a tensor. May be left out. `optimizer` is any number that tells optimizers apart.
-  /// Thread safe; does not block.
-  static void optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer);
+  /// change of a tensor. `optimizer` is any number that tells optimizers apart. May be left out:
+  /// LARC, OverlappedOptimizer and amp::LossScaler report their steps themselves, and for
+  /// parameters on the CPU the steps of others show in how far the parameters have moved. `all`:
+  /// the caller reports the steps of all optimizers, so ranks need not be compared in that. Thread
+  /// safe; does not block.
+  static void optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer,
+                                bool all = true);
 
   /// The group that carries gradients, over the same ranks as the first one that was given; nullptr
   /// after release(). For communication hooks; collectives on it have to be issued in the order of
@@ -277,6 +283,8 @@ class APEX_API Reducer {
   /// frozen and unfrozen alike on every rank. A new plan is recorded. Every rank has to do the
   /// same.
   void set_deferred(bool on);
+  /// What set_deferred() has set, at first false. Does not block.
+  bool deferred() const;
 
   /// Returns when the gradients of these parameters (indices into parameters()) are complete: on
   /// CPU backends the host waits, on NCCL the current stream. Calls the bucket callback for each

@@ -57,7 +57,8 @@ struct SyncBatchNormArguments {
 /// Normalizes by the statistics of this batch over all ranks and updates the running ones.
 /// Throws apex::InvalidArgument for one value per channel in all (on CUDA with a process group,
 /// where the host cannot know, the running statistics keep their values instead), for fewer than
-/// two dimensions, for per-channel tensors or a z that do not fit, and for other dtypes;
+/// two dimensions, for per-channel tensors or a z that do not fit, for other dtypes, and for an
+/// undefined input;
 /// apex::Error with other ranks in a transform of torch.func or for a forward-mode derivative.
 APEX_API at::Tensor sync_batch_norm(const at::Tensor& input,
                                     const SyncBatchNormArguments& arguments);
@@ -108,7 +109,9 @@ class APEX_API SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl
  public:
   explicit SyncBatchNormImpl(SyncBatchNormOptions options);
 
-  /// A module around tensors that exist, e.g. those of a torch::nn::BatchNorm2d.
+  /// A module around tensors that exist, e.g. those of a torch::nn::BatchNorm2d; undefined ones are
+  /// absent.
+  /// @throws InvalidArgument for a running_mean without a running_var, or the other way round.
   SyncBatchNormImpl(SyncBatchNormOptions options, at::Tensor weight, at::Tensor bias,
                     at::Tensor running_mean, at::Tensor running_var,
                     at::Tensor num_batches_tracked);

@@ -2,7 +2,8 @@
 // One rank of a job whose other ranks may be Python programs (python/tests/test_cpp_python_job.py):
 // trains a small model for a few steps in the way named in the second argument, and writes its
 // parameters, as raw float32, to the file named in the first. The ways: sgd, larc, no_sync (SGD,
-// two backwards for each step), join (SGD, with two batches more on each further rank).
+// two backwards for each step; with bucket_cap_mb), join (SGD, with two batches more on each
+// further rank).
 
 #include <cstdio>
 #include <exception>
@@ -39,7 +40,9 @@ void train(const char* path, const std::string& way) {
   dist::init_process_group("gloo");
   const int rank = dist::rank();
   torch::manual_seed(100 + rank);  // the wrapper has to make the ranks equal
-  apex::parallel::DistributedDataParallel model{Net()};
+  apex::parallel::DistributedDataParallelOptions options;
+  if (way == "no_sync") options.bucket_cap_mb(25);
+  apex::parallel::DistributedDataParallel model(Net(), options);
   const auto optimizer = make_optimizer(way, model.parameters());
   const auto backward = [&](int step) {
     const auto x = torch::sin(torch::arange(48, torch::kFloat32).view({8, 6}) + (10 * step + rank));
