@@ -102,7 +102,10 @@ class Layer(nn.Module):
 
     def _of_subclass(self, h: Tensor) -> Tensor:
         if type(self.weight) is nn.Parameter:
-            return h * self.weight.sum(0) if self.kind == "pair" else h * self.weight
+            if self.kind != "pair":
+                return h * self.weight
+            first, second = self.weight
+            return h * first + h * second  # rounded as the pair's
         if self.kind == "mixed":  # the gradient of the weight is plain
             return h * LeaveAlone.apply(self.weight)
         return Leave.apply(Enter.apply(h, SUBCLASSES[self.kind]) * self.weight)
