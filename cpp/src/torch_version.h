@@ -39,6 +39,12 @@ inline bool has_backend(const c10d::ProcessGroup& group, c10::DeviceType type) {
 #endif
 }
 
+/// Its name in c10d's registry; empty for one without backends, which has none (a class written in
+/// Python).
+inline std::string group_name_of(const c10d::ProcessGroup& group) {
+  return group.getDeviceTypes().empty() ? std::string() : group.getGroupName();
+}
+
 // The collectives of one tensor have new names since torch 2.13, and the old ones are deprecated.
 
 /// `output` [ranks * n] is `input` [n] of every rank, in the order of the ranks. Does not block the

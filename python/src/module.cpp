@@ -8,6 +8,7 @@
 #include "module_watch.h"
 #include "python_comm_hook.h"
 #include "reducer.h"
+#include "tensor_parts.h"
 
 namespace nb = nanobind;
 
@@ -21,4 +22,5 @@ NB_MODULE(_core, m) {
   apex::python::init_module_watch(m);
   apex::python::init_python_comm_hook(m);
   apex::python::init_reducer(m);
+  apex::python::init_tensor_parts(m);
 }

@@ -229,7 +229,12 @@ void init_reducer(nb::module_& m) {
           "Tells the reducers that own these parameters of a step.", release())
       .def(
           "watch_outputs",
-          [](Reducer& self, nb::handle output) { self.watch_outputs(output_tensors(output)); },
+          [](Reducer& self, nb::handle output) {
+            const std::vector<at::Tensor> tensors = output_tensors(output);
+            // A backward on another thread may hold the reducer while it wants the interpreter.
+            const nb::gil_scoped_release no_gil;
+            self.watch_outputs(tensors);
+          },
           nb::arg("output"))
       .def_prop_rw("synchronizing", &Reducer::synchronizing, &Reducer::set_synchronizing)
       .def(
@@ -350,6 +355,13 @@ void init_reducer(nb::module_& m) {
                                     c10d::resolve_process_group(group));
       },
       nb::arg("names"), nb::arg("tensors"), nb::arg("settings"), nb::arg("group"), release());
+  m.def(
+      "require_sendable",
+      [](const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
+         const std::string& what, const std::string& group) {
+        parallel::require_sendable(named(names, tensors), what, c10d::resolve_process_group(group));
+      },
+      nb::arg("names"), nb::arg("tensors"), nb::arg("what"), nb::arg("group"), release());
 }
 
 }  // namespace apex::python

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -173,9 +174,19 @@ def test_functional_call_buffers_are_not_written_to(ranks: RankPool, on: list[in
     ranks.run(2, _buffers, on)
 
 
-def _transforms(rank: int, world: int) -> None:
+def _transformed(module: nn.Module, prefix: str, x: Tensor) -> list[Tensor]:
+    def of_scale(scale: Tensor) -> Tensor:
+        return functional_call(module, {f"{prefix}scale": scale}, x)
+
+    scales = torch.tensor([[1.0] * 5, [2.0] * 5])
+    _, derivative = torch.func.jvp(module, (x,), (torch.ones_like(x),))
+    return [torch.func.vmap(module)(x), derivative, torch.func.vmap(of_scale)(scales)]
+
+
+def _transforms(rank: int, world: int, broadcast_buffers: bool) -> None:
     """torch.func's transforms take gradients that nobody averages, on one rank or all."""
-    ddp = _make()
+    ddp = _make(broadcast_buffers=broadcast_buffers)
+    ddp.module.scale.fill_(1.0 + rank)  # a rank's own until its next forward outside of transforms
     ddp.zero_grad()
     before = ddp.statistics()
     parameters = dict(ddp.named_parameters())
@@ -191,6 +202,10 @@ def _transforms(rank: int, world: int) -> None:
         each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, data(rank))
         for name, slope in each.items():
             check_near(slope.sum(0), expected[name.removeprefix("module.")], name, 1e-5)
+        plain = _transformed(copy.deepcopy(ddp.module), "", data(rank))
+        for found, result in zip(_transformed(ddp, "module.", data(rank)), plain, strict=True):
+            check_near(found, result, "a transform", 1e-5)
+    ddp.module.scale.fill_(1.0)
     check(all(g is None for g in gradients(ddp).values()), "a parameter got a gradient")
     after = ddp.statistics()
     check_equal(after["launched_at_end"], before["launched_at_end"], "messages")
@@ -201,8 +216,36 @@ def _loss_of_rank_0(model: nn.Module) -> Tensor:
     return _loss(model, 0)
 
 
-def test_functional_call_under_transforms_communicates_nothing(ranks: RankPool) -> None:
-    ranks.run(2, _transforms)
+@pytest.mark.parametrize("broadcast_buffers", [False, True])
+def test_functional_call_under_transforms_communicates_nothing(
+    ranks: RankPool, broadcast_buffers: bool
+) -> None:
+    ranks.run(2, _transforms, broadcast_buffers)
+
+
+def _around_vmap(rank: int, world: int) -> None:
+    """A backward outside of the transform averages, and buffers are the rank's own in it."""
+    ddp = _make(broadcast_buffers=True)
+
+    def loss(model: nn.Module, r: int) -> Tensor:
+        return torch.func.vmap(model)(data(r)).square().sum()
+
+    for step in range(2):
+        ddp.module.scale.fill_(2.0)
+        check_step(ddp, loss, f"step {step}")
+    ddp.module.scale.fill_(1.0 + rank)
+    torch.func.vmap(ddp)(data(rank))
+    check_equal(ddp.module.scale, torch.full((5,), 1.0 + rank), "the rank's own buffer")
+    ddp.module.first.weight = nn.Parameter(ddp.module.first.weight.detach().clone())
+    with raises(RuntimeError, "transforms of torch.func communicate nothing"):
+        torch.func.vmap(ddp)(data(rank))
+    ddp(data(rank)).sum().backward()
+    check_equal(ddp.module.scale, torch.ones(5), "rank 0's buffer")
+    check_step(ddp, _loss, "a forward outside of transforms")
+
+
+def test_vmap_of_a_wrapper_is_averaged_by_a_backward_around_it(ranks: RankPool) -> None:
+    ranks.run(2, _around_vmap)
 
 
 def _without_engine(rank: int, world: int) -> None:

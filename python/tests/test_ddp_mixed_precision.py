@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ddp_models import build, data
 from ddp_support import (
     RankPool,
@@ -244,6 +245,70 @@ def _buffers(rank: int, world: int) -> None:
 
 def test_mixed_precision_buffers_that_forward_assigns_keep_their_values(ranks: RankPool) -> None:
     ranks.run(2, _buffers)
+
+
+class Ema(nn.Module):
+    """A buffer that forward assigns, in a segment that may be checkpointed."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.checkpointed = checkpointed
+        self.register_buffer("ema", torch.zeros(3))
+        self.register_buffer("table", torch.full((4,), 1.0 + 2.0**-20))
+        self.fails = False
+
+    def segment(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.ema = 0.5 * self.ema + y.detach().mean(0).to(self.ema.dtype)
+        return torch.tanh(y) * self.ema
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table[0] = 3.0
+        if self.checkpointed:
+            y = checkpoint(self.segment, x, use_reentrant=False)
+        else:
+            y = self.segment(x)
+        if self.fails:
+            raise RuntimeError("forward fails")
+        return y
+
+
+def _assigned(rank: int, world: int, checkpointed: bool, broadcast_buffers: bool) -> None:
+    """Against a module whose forward gets casts by hand, and whose buffers are float32."""
+    model = build(lambda: Ema(checkpointed))
+    reference = copy.deepcopy(model)
+    ddp = DistributedDataParallel(
+        model, mixed_precision=policy(buffer_dtype=NARROW), broadcast_buffers=broadcast_buffers
+    )
+    for step in range(4):
+        x = data(rank, step, 5, 4)
+        before = reference.ema
+        weight, bias = reference.layer.weight.to(NARROW), reference.layer.bias.to(NARROW)
+        y = nn.functional.linear(x.to(NARROW), weight, bias)
+        reference.ema = (0.5 * before.to(NARROW) + y.detach().mean(0)).float()
+        model.fails = step == 2
+        if model.fails:
+            with raises(RuntimeError, "forward fails"):
+                ddp(x)
+        else:
+            output = ddp(x)
+            check_equal(model.ema, reference.ema, f"after forward {step}")
+            output.float().sum().backward()
+        check_equal(model.ema.dtype, torch.float32, f"dtype, step {step}")
+        check_equal(model.ema, reference.ema, f"after step {step}")
+        table = torch.tensor([3.0] + [1.0 + 2.0**-20] * 3)
+        check_equal(model.table, table, "elements that forward has left alone")
+        if broadcast_buffers:  # the next forward begins with rank 0's
+            dist.broadcast(reference.ema, 0)
+
+
+@pytest.mark.parametrize("broadcast_buffers", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_mixed_precision_assigned_buffers_survive_backward(
+    ranks: RankPool, checkpointed: bool, broadcast_buffers: bool
+) -> None:
+    ranks.run(2, _assigned, checkpointed, broadcast_buffers)
 
 
 # --- sparse gradients, and parameters of other kinds ---

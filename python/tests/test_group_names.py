@@ -3,10 +3,17 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
+import gc
+import threading
+import weakref
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool, check, check_equal
+from ddp_support import RankPool, check, check_equal, raises
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
@@ -77,3 +84,108 @@ def _destroyed(rank: int, world: int) -> None:
 )
 def test_group_given_as_object_is_the_one_that_is_used(ranks: RankPool, body: object) -> None:
     ranks.run(2, body)
+
+
+class PythonWork(dist._Work):
+    """A collective whose end is awaited by a method of Python's."""
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        self.work = work
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        return self.work.wait()
+
+
+class Delegate(dist.ProcessGroup):
+    """A group that is written in Python, as torchft's are: it has no backends and no name."""
+
+    def __init__(self, inner: dist.ProcessGroup) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self.inner = inner
+        self.calls: collections.Counter[str] = collections.Counter()
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "delegate"
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> dist.Work:
+        self.calls["allreduce"] += 1
+        return PythonWork(self.inner.allreduce(tensors, options))
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> dist.Work:
+        self.calls["broadcast"] += 1
+        return PythonWork(self.inner.broadcast(tensors, options))
+
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any
+    ) -> dist.Work:
+        self.calls["allgather"] += 1
+        return self.inner.allgather(outputs, inputs, options)
+
+    def barrier(self, options: Any) -> dist.Work:
+        return self.inner.barrier(options)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1, bias=False)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.seen.sum()
+
+
+def _written_in_python(rank: int, world: int) -> None:
+    inner = dist.new_group()
+    group = Delegate(inner)
+    stop = threading.Event()
+
+    def compute() -> None:  # wants the interpreter all the time
+        while not stop.is_set():
+            sum(range(1000))
+
+    other = threading.Thread(target=compute)
+    other.start()
+    try:
+        _averages(group, rank, world)
+        model = Counting()
+        ddp = DistributedDataParallel(model, process_group=group, broadcast_buffers=True)
+        for step in range(3):
+            model.seen.fill_(rank + step)
+            ddp.zero_grad()
+            ddp(torch.full((1, 3), rank + 1.0)).sum().backward()
+            check_equal(model.seen.tolist(), [float(step)] * 2, "rank 0's buffer")
+            check_equal(model.layer.weight.grad.tolist(), [[(world + 1) / 2] * 3], "gradients")
+        with ddp.join():
+            for _ in range(2 if rank == 0 else 1):
+                ddp.zero_grad()
+                ddp(torch.full((1, 3), rank + 1.0)).sum().backward()
+        check(group.calls.keys() == {"allreduce", "broadcast", "allgather"}, f"{group.calls}")
+        check_equal(ddp._get_ddp_logging_data()["backend_name"], "delegate", "backend")
+        check_equal(ddp.join_device, torch.device("cpu"), "device")
+        with raises(ValueError, "allreduce_communicators"):
+            DistributedDataParallel(nn.Linear(3, 1), process_group=group, num_allreduce_streams=2)
+        two = DistributedDataParallel(
+            nn.Linear(3, 1, bias=False), process_group=group, num_allreduce_streams=2,
+            allreduce_communicators=([group, Delegate(dist.new_group())], [None, None]),
+        )  # fmt: skip
+        two(torch.full((1, 3), rank + 1.0)).sum().backward()
+        check_equal(two.module.weight.grad.tolist(), [[(world + 1) / 2] * 3], "two groups")
+    finally:
+        stop.set()
+        other.join()
+    name, alive = name_of(group), weakref.ref(group)
+    check(c10d._resolve_process_group(name) is group, "not the group of that name")
+    del group, ddp, two
+    gc.collect()
+    check(alive() is None, "the group is kept alive")
+    try:
+        c10d._resolve_process_group(name)
+    except RuntimeError:
+        return
+    raise AssertionError("a group that has gone is registered")
+
+
+def test_group_that_is_written_in_python_is_used_and_let_go(ranks: RankPool) -> None:
+    ranks.run(2, _written_in_python)

@@ -15,6 +15,7 @@
 
 #include "batch_norm/sync_batch_norm_ops.h"
 #include "comm/announcer.h"
+#include "torch_version.h"
 
 namespace apex::parallel {
 namespace {
@@ -92,7 +93,7 @@ std::string process_group_name(const c10::intrusive_ptr<c10d::ProcessGroup>& gro
   if (!group) {
     return "";
   }
-  std::string own = group->getGroupName();
+  std::string own = detail::group_name_of(*group);
   if (!own.empty()) {
     const auto registered = registered_as(own);
     if (registered == group || (!registered && try_register(own, group))) {

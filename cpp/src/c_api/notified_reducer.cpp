@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 
 #include <apex/error.h>
 #include <apex/parallel/bucket_assignment.h>
@@ -30,12 +31,13 @@ void require_gradients_fit(const std::vector<at::Tensor>& parameters,
     const at::Tensor &parameter = parameters[i], &gradient = gradients[i];
     if (at::isFloatingType(gradient.scalar_type()) && gradient.sizes() == parameter.sizes() &&
         gradient.scalar_type() == parameter.scalar_type() &&
-        gradient.device() == parameter.device()) {
+        gradient.device() == parameter.device() &&
+        at::has_internal_overlap(gradient) != at::MemOverlap::Yes) {
       continue;
     }
     throw InvalidArgument("gradient " + std::to_string(i) +
                           " has to have the shape, the device and the floating dtype of its "
-                          "parameter");
+                          "parameter, and a place in memory for each element (no stride 0)");
   }
 }
 

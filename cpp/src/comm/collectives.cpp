@@ -21,6 +21,7 @@
 #include "comm/host_topology.h"
 #include "distributed/backends.h"
 #include "interruption.h"
+#include "tensor_parts.h"
 #include "torch_version.h"
 
 namespace apex::parallel {
@@ -124,11 +125,19 @@ void wait_for_room(const std::string& what, const c10d::ProcessGroup& group, Cha
   }
 }
 
+void require_memory(const std::string& what, const at::Tensor& tensor) {
+  if (has_memory(tensor)) return;
+  throw InvalidArgument(what +
+                        ": the tensor has no memory of its own (a wrapper subclass, a sparse "
+                        "tensor, or one on the meta device)");
+}
+
 /// For each collective: the channel that carries such tensors, with room for one more collective,
 /// or null.
 std::shared_ptr<HostChannel> channel_for(const std::string& what, const c10d::ProcessGroup& group,
                                          Way way, std::initializer_list<at::Tensor> tensors) {
   require_own_process(group);
+  for (const at::Tensor& tensor : tensors) require_memory(what, tensor);
   if (way == Way::kBackend) return nullptr;
   const auto fits = [](const at::Tensor& one) { return one.is_cpu() && one.is_contiguous(); };
   if (!std::all_of(tensors.begin(), tensors.end(), fits)) return nullptr;
@@ -208,6 +217,7 @@ c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::P
 c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
                                                 HostHierarchy& hierarchy, const at::Tensor& tensor,
                                                 c10d::ReduceOp::RedOpType op) {
+  require_memory(what, tensor);
   wait_for_room(what, group, hierarchy);
   return call_collective(what, group, [&] { return hierarchy.all_reduce(what, tensor, op); });
 }
@@ -230,6 +240,12 @@ c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::P
   at::Tensor output = gathered, input = share;
   c10d::AllgatherOptions options;
   options.asyncOp = way != Way::kImmediate;
+  if (!detail::has_backend(group, gathered.device().type())) {
+    // A group that is written in Python, which has the collectives of lists only.
+    std::vector<std::vector<at::Tensor>> outputs{gathered.view({-1}).chunk(group.getSize())};
+    std::vector<at::Tensor> inputs{share.view({-1})};
+    return call_collective(what, group, [&] { return group.allgather(outputs, inputs, options); });
+  }
   return call_collective(what, group,
                          [&] { return detail::all_gather_single(group, output, input, options); });
 }

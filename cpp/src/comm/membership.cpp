@@ -14,6 +14,7 @@
 #include "comm/failure_report.h"
 #include "comm/host_topology.h"
 #include "comm/separate_group.h"
+#include "torch_version.h"
 
 namespace apex::parallel {
 
@@ -60,7 +61,7 @@ void Membership::separate() {
       all_reduce("naming of a communicator", mine, c10d::ReduceOp::MAX).wait().item<int64_t>();
   next_name.store(name + 1);
   for (size_t i = 0; i < groups.size(); ++i) {
-    const std::string unique = "apex/reducer/" + parent->getGroupName() + "/" +
+    const std::string unique = "apex/reducer/" + detail::group_name_of(*parent) + "/" +
                                std::to_string(name) + "/" + std::to_string(i);
     try {
       groups[i] = make_separate_group(groups[i], unique);

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include <ATen/Functions.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
@@ -18,6 +19,7 @@
 #include "comm/collectives.h"
 #include "fingerprint.h"
 #include "plain_text.h"
+#include "tensor_parts.h"
 #include "torch_version.h"
 
 namespace apex::parallel {
@@ -46,6 +48,20 @@ std::string join(const Range& range) {
   return out.str();
 }
 
+/// What a tensor without memory of its own consists of.
+std::string describe_parts(const at::Tensor& tensor) {
+  PlainText out;
+  try {
+    for (const at::Tensor& part : parts_of(tensor)) {
+      if (part.is_same(tensor)) return " without memory";
+      out << " of " << part.scalar_type() << ' ' << join(part.sizes());
+    }
+  } catch (const std::exception&) {  // see why_not_sendable()
+    out << " of unknown parts";
+  }
+  return out.str();
+}
+
 /// One line per tensor. Two ranks agree exactly when their descriptions are equal, and the first
 /// line that differs is the message.
 std::string describe(const NamedTensor& entry) {
@@ -56,6 +72,11 @@ std::string describe(const NamedTensor& entry) {
     out << " strides " << join(tensor.strides());
   } else {
     out << " layout " << tensor.layout();
+  }
+  if (tensor.is_meta()) {
+    out << " on meta";
+  } else if (tensor.layout() == at::kStrided && tensor.numel() > 0 && !has_memory(tensor)) {
+    out << describe_parts(tensor);
   }
   out << (tensor.requires_grad() ? ", trainable" : ", frozen");
   return out.str();
@@ -193,6 +214,17 @@ void verify_same_model(const std::vector<NamedTensor>& tensors,
   }
 }
 
+void require_sendable(const std::vector<NamedTensor>& tensors, const std::string& what,
+                      const GroupPtr& group) {
+  for (const NamedTensor& entry : tensors) {
+    const std::string why = why_not_sendable(entry.tensor);
+    if (why.empty()) continue;
+    throw InvalidArgument("rank " + std::to_string(group->getRank()) + ": " + what + " '" +
+                          entry.name + "' cannot be synchronized, since " + why +
+                          ": replace it before the model is wrapped, or leave it out");
+  }
+}
+
 namespace {
 
 /// Tensors that can travel in one message.
@@ -206,14 +238,17 @@ std::vector<at::Tensor> distinct(const std::vector<at::Tensor>& tensors, const c
   std::vector<at::Tensor> result;
   std::unordered_set<const void*> seen;
   for (const at::Tensor& tensor : tensors) {
-    if (!tensor.defined() || tensor.is_meta() || tensor.numel() == 0) continue;
-    if (tensor.layout() != at::kStrided) {
-      PlainText out;
-      out << what << " takes strided tensors, got one of layout " << tensor.layout()
-          << " and shape " << join(tensor.sizes());
-      throw InvalidArgument(out.str());
+    if (!tensor.defined() || tensor.is_meta()) continue;
+    for (const at::Tensor& part : parts_of(tensor)) {
+      if (part.numel() == 0) continue;
+      if (part.layout() != at::kStrided) {
+        PlainText out;
+        out << what << " takes strided tensors, got one of layout " << part.layout()
+            << " and shape " << join(part.sizes());
+        throw InvalidArgument(out.str());
+      }
+      if (seen.insert(part.unsafeGetTensorImpl()).second) result.push_back(part.detach());
     }
-    if (seen.insert(tensor.unsafeGetTensorImpl()).second) result.push_back(tensor.detach());
   }
   return result;
 }
@@ -228,7 +263,20 @@ Batch& batch_for(std::vector<Batch>& batches, at::Device device, at::ScalarType 
 
 /// The elements of a tensor as a flat byte tensor, in logical order.
 at::Tensor as_bytes(const at::Tensor& tensor) {
-  return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(at::kByte);
+  return in_memory(tensor).resolve_conj().resolve_neg().contiguous().view(-1).view(at::kByte);
+}
+
+/// Copies `values` into `target`, of the same shape. Where `target` is expanded, so that many of
+/// its elements are one in memory, copy_() would refuse.
+void overwrite(at::Tensor target, at::Tensor values) {
+  if (has_memory(target)) {
+    for (int64_t dim = 0; dim < target.dim(); ++dim) {
+      if (target.stride(dim) != 0 || target.size(dim) <= 1) continue;
+      target = target.narrow(dim, 0, 1);
+      values = values.narrow(dim, 0, 1);
+    }
+  }
+  by_operators([&] { return target.copy_(values); });
 }
 
 constexpr int64_t kInPlaceBytes = int64_t{1} << 20;
@@ -249,7 +297,7 @@ void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group
     std::optional<c10::InferenceMode> inference;  // tensors that were made in it are written in it
     if (target.is_inference()) inference.emplace();
     const int64_t bytes = pieces[i].numel();
-    if (flat.data_ptr() == target.data_ptr()) {
+    if (has_memory(target) && flat.data_ptr() == target.data_ptr()) {
       target.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
     } else {
       const at::Tensor received = flat.narrow(0, offset, bytes);
@@ -258,7 +306,7 @@ void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group
       // have no comparison.
       if (!target.is_cpu() || !as_bytes(target).equal(received)) {
         // The offset inside the message need not be aligned to the dtype: clone aligns it.
-        target.copy_(received.clone().view(target.scalar_type()).view(target.sizes()));
+        overwrite(target, received.clone().view(target.scalar_type()).view(target.sizes()));
       }
     }
     offset += bytes;
@@ -315,7 +363,7 @@ void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr
   for (const Batch& batch : batches) {
     const c10::OptionalDeviceGuard guard(batch.device);
     std::vector<at::Tensor> pieces;
-    for (const at::Tensor& tensor : batch.tensors) pieces.push_back(tensor.reshape(-1));
+    for (const at::Tensor& tensor : batch.tensors) pieces.push_back(in_memory(tensor).reshape(-1));
     at::Tensor flat = at::cat(pieces);
     const at::Tensor message = at::isComplexType(batch.dtype) ? at::view_as_real(flat) : flat;
     run_collective(what, *group, [&] { return issue_all_reduce(what, *group, message); });
@@ -326,8 +374,9 @@ void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr
     for (const at::Tensor& tensor : batch.tensors) {
       const at::Tensor result = flat.narrow(0, offset, tensor.numel()).view(tensor.sizes());
       offset += tensor.numel();
-      if (tensor.is_conj() || tensor.is_neg()) {
-        tensor.copy_(result);  // multi-tensor functions do not take these
+      if (tensor.is_conj() || tensor.is_neg() || !has_memory(tensor) ||
+          at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+        overwrite(tensor, result);  // multi-tensor functions do not take these
       } else {
         targets.push_back(tensor);
         results.push_back(result);

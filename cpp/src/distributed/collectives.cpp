@@ -14,6 +14,7 @@
 #include "comm/collectives.h"
 #include "comm/host_topology.h"
 #include "distributed/backends.h"
+#include "torch_version.h"
 
 namespace apex::distributed {
 
@@ -77,7 +78,9 @@ void require_reducible(const at::Tensor& tensor, Op::RedOpType op, const char* w
 
 /// Whether the group's backend for `tensor` has no AVG.
 bool lacks_average(const at::Tensor& tensor, c10d::ProcessGroup& group) {
-  if (!gloo_timeout(*group.getBackend(tensor.device().type()))) return false;
+  const auto type = tensor.device().type();
+  if (!parallel::detail::has_backend(group, type)) return true;  // written in Python: nobody knows
+  if (!gloo_timeout(*group.getBackend(type))) return false;
   return !tensor.is_cpu() || !parallel::host_channel_of(group);
 }
 

@@ -14,6 +14,7 @@
 
 #include "reducer/bucket_layout.h"
 #include "reducer/multi_tensor.h"
+#include "tensor_parts.h"
 
 namespace apex::parallel::detail {
 
@@ -28,28 +29,80 @@ at::ScalarType message_dtype(at::ScalarType dtype, bool always_fp32) {
   return dtype;
 }
 
-/// `buffer`, from `offset` on, seen as `like`: its shape, and its strides if they leave no gaps.
-at::Tensor view_like(const at::Tensor& buffer, int64_t offset, const at::Tensor& like,
-                     at::ScalarType dtype) {
-  at::Tensor flat = buffer.narrow(0, offset, like.numel() * (at::isComplexType(dtype) ? 2 : 1));
+/// The part of `buffer` for a slot, seen as its parameter: with its shape, and its strides if they
+/// leave no gaps.
+at::Tensor view_of(const at::Tensor& buffer, const BucketMessage::Slot& slot,
+                   at::ScalarType dtype) {
+  const at::Tensor& like = slot.variable;
+  at::Tensor flat = buffer.narrow(0, slot.offset, slot.numel * (at::isComplexType(dtype) ? 2 : 1));
   if (at::isComplexType(dtype)) flat = at::view_as_complex(flat.view({-1, 2}));
+  if (slot.in_parts) return flat;
   if (like.is_non_overlapping_and_dense()) {
     return flat.as_strided(like.sizes(), like.strides(), flat.storage_offset());
   }
   return flat.view(like.sizes());
 }
 
-/// The gradient without its history, if it has one (backward with create_graph=True), and strided.
+/// The gradient without its history, if it has one (backward with create_graph=True), strided, and
+/// in memory.
 at::Tensor dense(const at::Tensor& grad) {
-  at::Tensor plain = grad.requires_grad() ? grad.detach() : grad;
-  return plain.layout() == at::kStrided ? plain : plain.to_dense();
+  return in_memory(grad.requires_grad() ? grad.detach() : grad);
+}
+
+// Note [Gradients of several parts]
+//
+// The gradient of a parameter that is a subclass may be plain, or a subclass like the parameter.
+// One whose values its operators copy is handled like any gradient: a copy goes into the bucket,
+// and the average is copied back into it. If it consists of several tensors, or of one of another
+// shape, each of them is averaged: its slot in the bucket is flat and holds one after the other.
+// Which form a gradient has is recorded, as its sparse layout is, and has to stay.
+
+int64_t numel_of_parts(const at::Tensor& tensor) {
+  int64_t numel = 0;
+  for (const at::Tensor& part : parts_of(tensor)) numel += part.numel();
+  return numel;
+}
+
+/// The parts of a gradient, one after the other.
+at::Tensor joined(const at::Tensor& grad, const BucketMessage::Slot& slot) {
+  std::vector<at::Tensor> flat;
+  for (const at::Tensor& part : parts_of(grad)) {
+    if (part.scalar_type() != slot.variable.scalar_type()) {
+      throw GradientForm(slot.parameter, "consists of tensors of which one has dtype " +
+                                             std::string(c10::toString(part.scalar_type())) +
+                                             ", which is not the parameter's");
+    }
+    flat.push_back(dense(part).reshape({-1}));
+  }
+  at::Tensor all = at::cat(flat);
+  if (all.numel() != slot.numel)
+    throw GradientForm(slot.parameter, "has other parts than the parameter");
+  return all;
+}
+
+/// Overwrites the parts of `grad` with the slot's view.
+void write_parts(const at::Tensor& grad, const BucketMessage::Slot& slot) {
+  if (numel_of_parts(grad) != slot.numel)
+    throw GradientForm(slot.parameter, "has other parts than the parameter");
+  int64_t offset = 0;
+  for (const at::Tensor& part : parts_of(grad)) {
+    at::Tensor target = part.detach();
+    by_operators(
+        [&] { return target.copy_(slot.view.narrow(0, offset, part.numel()).view(part.sizes())); });
+    offset += part.numel();
+  }
 }
 
 /// True if the gradient lies where the slot's view of the buffer lies, element by element.
 bool lies_in(const at::Tensor& grad, const BucketMessage::Slot& slot) {
-  return slot.numel > 0 && grad.layout() == at::kStrided && !grad.is_conj() && !grad.is_neg() &&
+  return slot.numel > 0 && has_memory(grad) && !grad.is_conj() && !grad.is_neg() &&
          grad.const_data_ptr() == slot.view.const_data_ptr() && grad.sizes() == slot.view.sizes() &&
          grad.strides() == slot.view.strides() && grad.scalar_type() == slot.view.scalar_type();
+}
+
+/// A gradient whose own operators, or parts, hold its values.
+bool is_subclass(const at::Tensor& grad) {
+  return grad.layout() == at::kStrided && grad.numel() > 0 && !has_memory(grad);
 }
 
 /// A tensor of its own on the same memory, to be handed out as a gradient.
@@ -71,9 +124,10 @@ at::Tensor handed_out(const at::Tensor& view) { return view.variable_data(); }
 
 bool has_one_owner(const at::Tensor& grad, const at::Tensor& incoming) {
   if (grad.requires_grad() || grad.grad_fn()) return false;  // its history may have saved it
+  if (!has_memory(grad)) return false;                       // nobody knows
   size_t owners = 1;
   if (incoming.defined() && !incoming.is_same(grad) && incoming.use_count() == 1 &&
-      incoming.layout() == at::kStrided && incoming.storage().is_alias_of(grad.storage())) {
+      has_memory(incoming) && incoming.storage().is_alias_of(grad.storage())) {
     ++owners;
     if (incoming.is_view() && incoming._base().use_count() == 1) ++owners;
   }
@@ -82,25 +136,44 @@ bool has_one_owner(const at::Tensor& grad, const at::Tensor& incoming) {
 
 }  // namespace
 
+bool is_in_parts(const at::Tensor& grad, const at::Tensor& variable) {
+  if (!grad.defined() || has_memory(grad) || grad.layout() != at::kStrided) return false;
+  const std::vector<at::Tensor> parts = parts_of(grad);
+  return parts.size() != 1 || parts[0].sizes() != variable.sizes();
+}
+
+bool may_be_in_parts(const at::Tensor& variable) {
+  if (!is_in_parts(variable, variable)) return false;
+  const std::vector<at::Tensor> parts = parts_of(variable);
+  return std::all_of(parts.begin(), parts.end(), [&](const at::Tensor& part) {
+    return part.scalar_type() == variable.scalar_type();
+  });
+}
+
+GradientForm::GradientForm(int64_t parameter, const std::string& what)
+    : Error(what), parameter_(parameter) {}
+GradientForm::~GradientForm() = default;
+
 BucketMessage::BucketMessage(Kind kind, const std::vector<int64_t>& parameters,
                              const std::vector<at::Tensor>& variables, BucketTrailer trailer,
-                             at::Device device, const MessageOptions& options)
+                             at::Device device, const MessageOptions& options,
+                             const std::vector<uint8_t>& in_parts)
     : kind_(kind), device_(device), options_(options), trailer_(std::move(trailer)) {
   if (variables.empty()) return;
   dtype_ = message_dtype(variables.front().scalar_type(), options_.allreduce_always_fp32);
   std::vector<int64_t> numel;
-  for (const at::Tensor& variable : variables)
-    numel.push_back(variable.numel() * (variable.is_complex() ? 2 : 1));
-  const BucketLayout layout = lay_out(numel, static_cast<int64_t>(c10::elementSize(dtype_)));
-  numel_ = layout.numel;
   for (size_t i = 0; i < parameters.size(); ++i) {
     Slot slot;
     slot.parameter = parameters[i];
     slot.variable = variables[i];
-    slot.numel = variables[i].numel();
-    slot.offset = layout.offsets[i];
+    slot.in_parts = !in_parts.empty() && in_parts[i] != 0;
+    slot.numel = slot.in_parts ? numel_of_parts(variables[i]) : variables[i].numel();
+    numel.push_back(slot.numel * (variables[i].is_complex() ? 2 : 1));
     slots_.push_back(std::move(slot));
   }
+  const BucketLayout layout = lay_out(numel, static_cast<int64_t>(c10::elementSize(dtype_)));
+  numel_ = layout.numel;
+  for (size_t i = 0; i < slots_.size(); ++i) slots_[i].offset = layout.offsets[i];
 }
 
 void BucketMessage::allocate() {
@@ -117,7 +190,7 @@ void BucketMessage::allocate() {
   }
   for (Slot& slot : slots_) {
     const bool same = c10::toRealValueType(dtype) == home_.scalar_type();
-    slot.view = view_like(home_, slot.offset, slot.variable, same ? dtype : home_.scalar_type());
+    slot.view = view_of(home_, slot, same ? dtype : home_.scalar_type());
   }
 }
 
@@ -138,14 +211,14 @@ void BucketMessage::copy_early(size_t index, double scale) {
   at::Tensor& grad = slot.variable.mutable_grad();
   if (!grad.defined() || has_home() || lies_in(grad, slot)) return;
   // The gradient of another slot, which its own copy may overwrite: pack() sees to it.
-  if (grad.layout() == at::kStrided && grad.storage().is_alias_of(home_.storage())) return;
+  if (has_memory(grad) && grad.storage().is_alias_of(home_.storage())) return;
   if (slot.moved) {
-    slot.view.add_(dense(grad), slot.early_scale);
+    slot.view.add_(values_of(grad, slot), slot.early_scale);
     grad = at::Tensor();
     return;
   }
   slot.early = at::Tensor();
-  if (grad.layout() != at::kStrided || grad.requires_grad()) return;
+  if (!has_memory(grad) || slot.in_parts || grad.requires_grad()) return;
   if (!copy_in_one_pass(slot.view, grad, scale)) return;
   slot.early_scale = scale;
   if (options_.gradient_as_bucket_view) {
@@ -165,7 +238,7 @@ void BucketMessage::move_misplaced(const std::vector<const BucketMessage*>& all)
   const BelowAutograd guard;
   for (Slot& slot : slots_) {
     at::Tensor& grad = slot.variable.mutable_grad();
-    if (!grad.defined() || grad.layout() != at::kStrided || grad.requires_grad()) continue;
+    if (!grad.defined() || !has_memory(grad) || grad.requires_grad()) continue;
     if (slot.view.defined() && lies_in(grad, slot)) continue;
     const bool misplaced = std::any_of(all.begin(), all.end(), [&](const BucketMessage* message) {
       return message->home_.defined() && grad.storage().is_alias_of(message->home_.storage());
@@ -229,7 +302,7 @@ void BucketMessage::pack_flat(const std::vector<uint8_t>& used, double scale, ui
       if (!slot.used) slot.stash = slot.view.clone();
       if (while_copying != 1.0) slot.view.mul_(while_copying);
     } else {
-      const at::Tensor source = dense(grad);
+      const at::Tensor source = values_of(grad, slot);
       targets.push_back(slot.view);
       // The same memory in another layout cannot be copied onto itself.
       sources.push_back(source.storage().is_alias_of(home_.storage()) ? source.clone() : source);
@@ -258,14 +331,14 @@ void BucketMessage::pack_in_place(double scale, const at::Tensor& incoming) {
   const at::Tensor& own = slot.variable.grad();
   tensor_ = slot.view = at::Tensor();  // they may refer to the same memory since the last backward
   // An unused gradient must be left as it is until it is known whether another rank used it.
-  const bool in_place = slot.used && own.defined() && own.layout() == at::kStrided &&
-                        !own.is_conj() && !own.is_neg() && same_dense_layout(own, slot.variable) &&
+  const bool in_place = slot.used && own.defined() && has_memory(own) && !own.is_conj() &&
+                        !own.is_neg() && same_dense_layout(own, slot.variable) &&
                         c10::toRealValueType(own.scalar_type()) == dtype_ &&
                         has_one_owner(own, incoming);
   if (in_place) {
     slot.view = handed_out(own);
   } else {
-    const at::Tensor grad = own.defined() ? dense(own) : own;
+    const at::Tensor grad = own.defined() ? values_of(own, slot) : own;
     slot.view =
         at::empty_strided(slot.variable.sizes(), slot.variable.strides(),
                           slot.variable.options().dtype(
@@ -308,7 +381,7 @@ std::vector<at::Tensor> BucketMessage::views_of(const at::Tensor& gradients) con
   for (const Slot& slot : slots_) {
     const at::ScalarType dtype = slot.variable.scalar_type();
     const bool same = c10::toRealValueType(dtype) == dtype_;
-    views.push_back(view_like(gradients, slot.offset, slot.variable, same ? dtype : dtype_));
+    views.push_back(view_of(gradients, slot, same ? dtype : dtype_));
   }
   return views;
 }
@@ -358,6 +431,14 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
       continue;
     }
     if (!grad.defined() || lies_in(grad, slot)) continue;  // undefined: the caller took it away
+    if (is_subclass(grad)) {
+      // Which memory is shared, and with whom, is not known: see has_one_owner().
+      const bool immutable = !slot.in_parts && grad._is_zerotensor();
+      if (!kept[slot.parameter] || grad.requires_grad() || immutable)
+        grad = by_operators([&] { return grad.detach().clone(); });
+      write_subclass(grad, slot);
+      continue;
+    }
     const bool view_fits = slot.view.scalar_type() == slot.variable.scalar_type();
     if (options_.gradient_as_bucket_view && view_fits) {
       grad = view_as_gradient(slot);
@@ -372,6 +453,25 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
     sources.push_back(slot.view);
   }
   multi_tensor_copy(std::move(targets), std::move(sources));
+}
+
+/// The values of `grad` with the shape of the slot's view.
+at::Tensor BucketMessage::values_of(const at::Tensor& grad, const Slot& slot) const {
+  if (is_in_parts(grad, slot.variable) != slot.in_parts) {
+    throw GradientForm(slot.parameter, slot.in_parts
+                                           ? "is one tensor, and was recorded as several"
+                                           : "is several tensors, and was recorded as one");
+  }
+  return slot.in_parts ? joined(grad, slot) : dense(grad);
+}
+
+/// Copies the slot's view into a gradient that is a subclass, which stays what it is.
+void BucketMessage::write_subclass(at::Tensor& grad, const Slot& slot) const {
+  if (slot.in_parts) {
+    write_parts(grad, slot);
+  } else {
+    by_operators([&] { return grad.copy_(slot.view); });
+  }
 }
 
 /// The slot's view, as a tensor that its holder may change.
@@ -398,6 +498,9 @@ void BucketMessage::settle(const std::vector<uint8_t>& used_by_any) {
     at::Tensor& grad = slot.variable.mutable_grad();
     if (is_sparse()) {
       grad = tensor_;
+    } else if (slot.in_parts || (grad.defined() && is_subclass(grad))) {
+      if (!grad.defined()) grad = by_operators([&] { return at::zeros_like(slot.variable); });
+      write_subclass(grad, slot);
     } else if (grad.defined() && lies_in(grad, slot)) {
       // A view of the buffer: the reduced values are there.
     } else if (kind_ == Kind::kFlat && options_.gradient_as_bucket_view &&
@@ -433,7 +536,7 @@ at::Tensor BucketMessage::largest_values() const {
     if (grad.layout() == at::kSparse) grad = grad.coalesce().values();
     if (grad.requires_grad()) grad = grad.detach();
     if (grad.numel() == 0) continue;
-    values.push_back(grad);
+    values.push_back(slots_[i].moved ? grad : values_of(grad, slots_[i]));
     places.push_back(i);
   }
   at::Tensor result = at::zeros({static_cast<int64_t>(slots_.size())},

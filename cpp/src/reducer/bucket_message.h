@@ -6,9 +6,12 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+
+#include <apex/error.h>
 
 #include "reducer/bucket_trailer.h"
 
@@ -21,6 +24,24 @@ struct MessageOptions {
   /// Where the memory of the buffer comes from, zeroed: (elements, options). Empty: from torch.
   std::function<at::Tensor(int64_t, const at::TensorOptions&)> allocate;
 };
+
+/// A gradient has another form than was recorded, or cannot be averaged in its form. The text goes
+/// on from "the gradient of parameter ...".
+class GradientForm : public Error {
+ public:
+  GradientForm(int64_t parameter, const std::string& what);
+  ~GradientForm() override;
+  int64_t parameter() const { return parameter_; }
+
+ private:
+  int64_t parameter_;
+};
+
+/// Whether a gradient of `variable` consists of several tensors, or one of another shape: see
+/// Note [Gradients of several parts] in the source.
+bool is_in_parts(const at::Tensor& grad, const at::Tensor& variable);
+/// Whether that is to be expected, where no rank has had a gradient yet.
+bool may_be_in_parts(const at::Tensor& variable);
 
 /// All member functions work on the current stream of the message's device and never block the
 /// host, except read_used() and read_facts(). Not thread safe.
@@ -35,10 +56,11 @@ class BucketMessage {
 
   /// A gradient's place in the message.
   struct Slot {
-    int64_t parameter;    ///< index of the parameter in the reducer
-    at::Tensor variable;  ///< the parameter
-    int64_t offset = 0;   ///< first element in the buffer
-    int64_t numel = 0;    ///< elements of the gradient
+    int64_t parameter;      ///< index of the parameter in the reducer
+    at::Tensor variable;    ///< the parameter
+    int64_t offset = 0;     ///< first element in the buffer
+    int64_t numel = 0;      ///< elements of the gradient
+    bool in_parts = false;  ///< see Note [Gradients of several parts]
     /// The buffer seen with the parameter's shape, strides and dtype. Never handed out: whoever
     /// holds a gradient may point it elsewhere (`grad.data = ...`), and with it every tensor that
     /// is the same one.
@@ -57,9 +79,10 @@ class BucketMessage {
   /// @param variables   the members' parameters, in the same order.
   /// @param trailer     empty for kinds other than kFlat and kMaskOnly.
   /// @param device      where the buffer lives.
+  /// @param in_parts    by member, whether its gradients are in parts; empty: none.
   BucketMessage(Kind kind, const std::vector<int64_t>& parameters,
                 const std::vector<at::Tensor>& variables, BucketTrailer trailer, at::Device device,
-                const MessageOptions& options);
+                const MessageOptions& options, const std::vector<uint8_t>& in_parts = {});
 
   Kind kind() const { return kind_; }
   bool is_sparse() const { return kind_ == Kind::kSparse; }
@@ -159,6 +182,8 @@ class BucketMessage {
   bool is_copied(const Slot& slot, double scale) const;
   bool has_home() const { return home_.data_ptr() != buffer_.data_ptr(); }
   at::Tensor view_as_gradient(Slot& slot) const;
+  at::Tensor values_of(const at::Tensor& grad, const Slot& slot) const;
+  void write_subclass(at::Tensor& grad, const Slot& slot) const;
   at::Tensor trailer_of(const at::Tensor& tensor) const {
     return tensor.narrow(0, numel_, trailer_.numel());
   }

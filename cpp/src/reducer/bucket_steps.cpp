@@ -14,6 +14,7 @@
 #include <apex/interruption.h>
 
 #include "reducer/profiler_range.h"
+#include "tensor_parts.h"
 
 namespace apex::parallel::detail {
 
@@ -37,7 +38,8 @@ void join_producers(const PlannedBucket& entry) {
   for (const BucketMessage::Slot& slot : entry.message.slots()) {
     // The allocator must not reuse a gradient for its producer's stream while this one reads it.
     const at::Tensor& grad = slot.variable.grad();
-    if (grad.defined()) grad.record_stream(current);
+    if (!grad.defined()) continue;
+    for (const at::Tensor& part : parts_of(grad)) part.record_stream(current);
   }
 }
 
@@ -54,11 +56,25 @@ void keep_for_current_stream(const PlannedBucket& entry) {
       std::all_of(entry.producers.begin(), entry.producers.end(), is_current))
     return;
   const auto keep = [&](const at::Tensor& tensor) {
-    if (tensor.defined() && tensor.layout() == at::kStrided) tensor.record_stream(current);
+    if (!tensor.defined() || tensor.layout() != at::kStrided) return;
+    for (const at::Tensor& part : parts_of(tensor)) part.record_stream(current);
   };
   keep(message.tensor());
   keep(message.gradients_buffer());
   for (const BucketMessage::Slot& slot : message.slots()) keep(slot.variable.grad());
+}
+
+/// Errors of `call` about the form of a gradient name its parameter.
+template <typename Call>
+void naming(const ReducerContext& context, const Call& call) {
+  try {
+    call();
+  } catch (const GradientForm& error) {
+    throw Error(context.me() + "the gradient of parameter '" +
+                context.parameters[error.parameter()].name + "' " + error.what() +
+                "; it must have one form on every rank: call relearn() on every rank where that "
+                "changes, or freeze the parameter");
+  }
 }
 
 /// For errors; with one rank nothing is sent, and nothing named.
@@ -94,7 +110,8 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
   const c10::OptionalDeviceGuard guard(entry.message.device());
   join_producers(entry);
   BucketMessage& message = entry.message;
-  message.pack(pass.used, entry.averaging(context).before, facts, incoming);
+  naming(context,
+         [&] { message.pack(pass.used, entry.averaging(context).before, facts, incoming); });
   if (context.options.check_finite) entry.largest = message.largest_values();
   context.statistics.add(&ReducerStatistics::gradients_copied, message.copied());
   context.statistics.add(&ReducerStatistics::gradients_copied_early, message.copied_early());
@@ -166,7 +183,7 @@ void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerCont
   const c10::OptionalDeviceGuard guard(entry.message.device());
   entry.reduction->deliver(entry.message);
   keep_for_current_stream(entry);
-  entry.message.unpack(entry.averaging(context).after, pass.kept);
+  naming(context, [&] { entry.message.unpack(entry.averaging(context).after, pass.kept); });
 }
 
 void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place>& places,
@@ -177,7 +194,7 @@ void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place
   std::vector<PlannedBucket> round = build_late_round(parameters, places, context);
   for (PlannedBucket& entry : round) {
     const c10::OptionalDeviceGuard guard(entry.message.device());
-    entry.message.pack(pass.used, entry.averaging(context).before);
+    naming(context, [&] { entry.message.pack(pass.used, entry.averaging(context).before); });
     start(entry, entry.message.tensor(), what, context);
   }
   const std::vector<uint8_t> used_by_any(context.parameters.size(), 1);

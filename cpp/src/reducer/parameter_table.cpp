@@ -7,6 +7,7 @@
 
 #include <apex/error.h>
 
+#include "tensor_parts.h"
 #include "torch_version.h"
 
 namespace apex::parallel::detail {
@@ -20,11 +21,6 @@ void check(const NamedTensor& parameter, int rank) {
                                dtype == at::kBFloat16 || dtype == at::kComplexFloat ||
                                dtype == at::kComplexDouble;
   std::ostringstream out;
-  if (tensor.is_meta()) {
-    throw InvalidArgument("rank " + std::to_string(rank) + ": parameter '" + parameter.name +
-                          "' is on the meta device, so it has no values: give it memory first "
-                          "(to_empty() in Python), and load or initialize it");
-  }
   if (!can_be_averaged) {
     out << "rank " << rank << ": parameter '" << parameter.name
         << "' requires a gradient and has dtype " << dtype
@@ -37,6 +33,12 @@ void check(const NamedTensor& parameter, int rank) {
         << "' is the result of an operation, not a leaf: it never gets a .grad; pass the tensor "
            "that "
            "it was computed from";
+    throw InvalidArgument(out.str());
+  }
+  if (const std::string why = why_not_sendable(tensor); !why.empty()) {
+    out << "rank " << rank << ": parameter '" << parameter.name
+        << "' cannot be synchronized, since " << why
+        << ": replace it before the model is wrapped, or leave it out";
     throw InvalidArgument(out.str());
   }
   if (const auto gradients = other_grad_dtype(tensor)) {

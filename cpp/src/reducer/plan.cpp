@@ -36,10 +36,11 @@ using Kind = BucketMessage::Kind;
 /// bucket that also carries the mask is cheaper than a bucket for the mask alone.
 constexpr int64_t kInPlaceBytes = int64_t{64} << 10;
 
-bool may_be_in_place(const ReducerContext& context, const Parameter& parameter) {
+bool may_be_in_place(const ReducerContext& context, const Parameter& parameter,
+                     const Place& place) {
   const bool is_cast = context.options.allreduce_always_fp32 &&
                        (parameter.dtype == at::kHalf || parameter.dtype == at::kBFloat16);
-  return !is_cast && parameter.variable.is_non_overlapping_and_dense();
+  return !is_cast && !place.in_parts && parameter.variable.is_non_overlapping_and_dense();
 }
 
 /// How many facts a trailer on `device` carries.
@@ -52,7 +53,11 @@ PlannedBucket make_entry(Kind kind, const std::vector<int64_t>& members, BucketT
                          std::unique_ptr<Reduction> reduction, const std::vector<Place>& places,
                          ReducerContext& context) {
   std::vector<at::Tensor> variables;
-  for (const int64_t index : members) variables.push_back(context.parameters[index].variable);
+  std::vector<uint8_t> in_parts;
+  for (const int64_t index : members) {
+    variables.push_back(context.parameters[index].variable);
+    in_parts.push_back(places[index].in_parts);
+  }
   MessageOptions options;
   options.gradient_as_bucket_view = context.options.gradient_as_bucket_view;
   options.allreduce_always_fp32 = context.options.allreduce_always_fp32;
@@ -60,8 +65,9 @@ PlannedBucket make_entry(Kind kind, const std::vector<int64_t>& members, BucketT
   options.allocate = context.options.registered_buffers
                          ? registered_memory(site.group, context.statistics)
                          : reduction->allocator();
-  PlannedBucket entry(BucketMessage(kind, members, variables, std::move(trailer), device, options),
-                      std::move(reduction));
+  PlannedBucket entry(
+      BucketMessage(kind, members, variables, std::move(trailer), device, options, in_parts),
+      std::move(reduction));
   entry.members = entry.pending = static_cast<int64_t>(members.size());
   return entry;
 }
@@ -102,7 +108,8 @@ std::vector<Kind> kinds_of(const Plan& plan, const ReducerContext& context) {
     }
     const bool worth_it =
         flat_follows || static_cast<int64_t>(first.variable.nbytes()) >= kInPlaceBytes;
-    if (buckets[b].size() == 1 && worth_it && may_be_in_place(context, first) &&
+    if (buckets[b].size() == 1 && worth_it &&
+        may_be_in_place(context, first, plan.places[buckets[b].front()]) &&
         !views_are_shared(first.device, context)) {
       kinds[b] = Kind::kInPlace;
     } else {
@@ -218,7 +225,7 @@ std::vector<PlannedBucket> build_late_round(const std::vector<int64_t>& paramete
     Kind kind = Kind::kFlat;
     if (places[members.front()].sparse) {
       kind = Kind::kSparse;
-    } else if (members.size() == 1 && may_be_in_place(context, first)) {
+    } else if (members.size() == 1 && may_be_in_place(context, first, places[members.front()])) {
       kind = Kind::kInPlace;
     }
     ReductionSite site = site_of(kind, first.device, 0, context);

@@ -24,6 +24,7 @@ struct Place {
   int32_t expected = 1;    ///< times it fires per backward, as this rank has recorded
   bool sparse = false;     ///< its gradient has sparse layout
   int64_t sparse_dim = 0;  ///< and over how many of its dimensions
+  bool in_parts = false;   ///< its gradient consists of several tensors
   bool trainable_here = false;
   bool trainable_anywhere = false;  ///< on some rank
 };

@@ -66,7 +66,8 @@ bool PlanBook::take_agreed(const std::vector<Place>& agreed, const std::vector<i
   if (set && set != in_force_ && !serves_once) {
     std::vector<Place>& kept = plans_[*set]->places;
     const bool fits = std::all_of(ready.begin(), ready.end(), [&](int64_t i) {
-      return kept[i].bucket >= 0 && kept[i].sparse_dim == agreed[i].sparse_dim;
+      return kept[i].bucket >= 0 && kept[i].sparse_dim == agreed[i].sparse_dim &&
+             kept[i].in_parts == agreed[i].in_parts;
     });
     if (fits) {
       switch_to(set);

@@ -17,6 +17,7 @@ struct RecordedParameter {
   int32_t sparse_dim = 0;  ///< over how many of its dimensions the gradient is sparse; 0: dense
   int32_t fired = 0;       ///< how often
   bool trainable = false;
+  bool in_parts = false;  ///< the gradient consists of several tensors
 };
 
 struct Recording {
@@ -34,7 +35,7 @@ struct AgreedRecording {
   bool same_settings = true;
 };
 
-/// [4 * parameters + StepFacts::kCount + 2] int32, to be combined by the maximum over ranks.
+/// [5 * parameters + StepFacts::kCount + 2] int32, to be combined by the maximum over ranks.
 at::Tensor encode(const Recording& recording);
 /// [parameters] int64: the ready order, then -1.
 at::Tensor encode_order(const Recording& recording);

@@ -64,6 +64,7 @@ void ReducerCore::begin() {
   verify_same_model(parameters(), settings_of(context_.options, members.groups.size()),
                     members.parent);
   context_.parameters.check_trainable(members.rank);
+  if (context_.options.init_sync) require_sendable(parameters(), "parameter", members.parent);
   remember_processes(*members.parent);
   if (!context_.parameters.empty()) members.device = context_.parameters[0].variable.device();
   members.separate();

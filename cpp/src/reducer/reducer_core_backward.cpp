@@ -10,6 +10,7 @@
 #include <apex/interruption.h>
 
 #include "reducer/reducer_core.h"
+#include "tensor_parts.h"
 #include "torch_version.h"
 
 namespace apex::parallel::detail {
@@ -296,8 +297,8 @@ bool ReducerCore::begin_at_gradient(size_t index, const at::Tensor& incoming) {
   begin_backward();
   // This gradient is there already; if it is the one that came in, this backward has made it.
   const at::Tensor& grad = parameter.variable.grad();
-  if (grad.defined() && incoming.defined() && grad.layout() == at::kStrided &&
-      incoming.layout() == at::kStrided && incoming.storage().is_alias_of(grad.storage())) {
+  if (grad.defined() && incoming.defined() && has_memory(grad) && has_memory(incoming) &&
+      incoming.storage().is_alias_of(grad.storage())) {
     pass_->kept[index] = 0;
   }
   return true;

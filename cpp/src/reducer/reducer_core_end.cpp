@@ -110,6 +110,7 @@ Recording ReducerCore::recording(const StepFacts& facts) const {
     seen.used = pass_->used[i] != 0;
     const bool sparse = seen.used && grad.defined() && grad.layout() == at::kSparse;
     seen.sparse_dim = sparse ? static_cast<int32_t>(grad.sparse_dim()) : 0;
+    seen.in_parts = seen.used && is_in_parts(grad, parameters[i].variable);
     seen.fired = pass_->gradients[i].fired;
     seen.trainable = parameters.trains(i);
     mine.parameters.push_back(seen);
@@ -144,6 +145,7 @@ void ReducerCore::agree_on_plan() {
     pass_->used_by_any[i] = seen.used;
     places[i].sparse = seen.sparse_dim != 0;
     places[i].sparse_dim = seen.sparse_dim;
+    places[i].in_parts = seen.used ? seen.in_parts : may_be_in_parts(parameters[i].variable);
     places[i].trainable_here = mine.parameters[i].trainable;
     places[i].trainable_anywhere = seen.trainable;
     // A rank goes by its own count; one that has none yet, by that of the others.

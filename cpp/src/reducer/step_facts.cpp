@@ -212,8 +212,9 @@ std::string describe_difference(int rank, const std::vector<StepDetails>& ranks)
   return mine + "the ranks are out of step: " + told +
          ". Gradients of different steps are averaged then, and parameters may differ. Run the "
          "same backwards and optimizer steps on every rank (join() covers ranks with fewer "
-         "batches), and start again from a checkpoint; check_reduction=False (check_steps) "
-         "switches this check off";
+         "batches), load weights (load_state_dict) on every rank or before the model is wrapped, "
+         "and start again from a checkpoint; check_reduction=False (check_steps) switches this "
+         "check off";
 }
 
 }  // namespace apex::parallel

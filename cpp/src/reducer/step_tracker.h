@@ -42,7 +42,7 @@ class StepTracker {
   bool local_ = false;         ///< a gradient has arrived without synchronization since then
   bool step_after_local_ = false;
   bool idle_step_ = false;
-  bool skipped_ = false;  ///< the last synchronized backward
+  bool skipped_ = false;       ///< the last synchronized backward
   bool all_reported_ = false;  ///< some step since then, by a caller who reports all
   bool rebased_ = false;       ///< parameters were made equal on all ranks since then
   ParameterSample sample_;     ///< see Note [Writes that move no version]

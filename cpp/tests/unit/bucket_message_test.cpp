@@ -16,6 +16,7 @@
 #include <support/test_seed.h>
 
 #include <apex/error.h>
+#include <apex/tensor_parts.h>
 
 namespace apex::parallel::detail {
 namespace {
@@ -721,6 +722,81 @@ TEST(BucketMessage, LargestValues_AreByMember_AndShowWhatIsNotFinite) {
   sparse.grad(0) = sparse_rows({1, 1}, -2.0);
   sparse.message.pack({1}, 1.0);
   EXPECT_EQ(sparse.message.largest_values().item<double>(), 4.0);
+}
+
+// Autograd hands out zeros that have no memory. In its place a gradient has to be one that can be
+// written to.
+TEST(BucketMessage, GradientWithoutMemory_InEveryKind_IsZerosAndBecomesTheSum) {
+  for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
+    for (const bool views : {false, true}) {
+      MessageOptions options;
+      options.gradient_as_bucket_view = views;
+      Rank rank(kind, {at::zeros({3}, at::kFloat).requires_grad_()}, options);
+      rank.grad(0) = at::_efficientzerotensor({3}, at::kFloat);
+      rank.message.copy_early(0, 1.0);
+      rank.message.pack(rank.all(), 1.0);
+      EXPECT_TRUE(rank.message.gradients_of(rank.message.tensor()).eq(0).all().item<bool>());
+      EXPECT_EQ(rank.message.largest_values().item<double>(), 0.0);
+      rank.message.gradients_of(rank.message.tensor()).fill_(5.0);
+      rank.message.unpack(0.5, rank.all(0));
+      EXPECT_TRUE(rank.grad(0).eq(2.5).all().item<bool>());
+    }
+  }
+}
+
+/// A variable and a gradient that consist of two tensors each.
+struct InParts {
+  InParts() {
+    set_tensor_parts([this](const at::Tensor& tensor) {
+      return tensor.is_same(whole) ? parts : std::vector<at::Tensor>();
+    });
+  }
+  ~InParts() { set_tensor_parts({}); }
+
+  const at::Tensor whole = at::_efficientzerotensor({2, 2}, at::kFloat);
+  std::vector<at::Tensor> parts{at::full({2, 2}, 2.0), at::full({3}, 4.0)};
+};
+
+TEST(BucketMessage, GradientInParts_EveryPartIsAveragedWhereItIs) {
+  const InParts gradient;
+  const at::Tensor other = at::ones({2}).requires_grad_();
+  other.mutable_grad() = at::full({2}, 8.0);
+  EXPECT_TRUE(is_in_parts(gradient.whole, gradient.whole));
+  EXPECT_TRUE(may_be_in_parts(gradient.whole));
+  EXPECT_FALSE(is_in_parts(other.grad(), other));
+  const at::Tensor variable = gradient.whole;
+  variable.mutable_grad() = gradient.whole;
+  BucketMessage message(Kind::kFlat, {0, 1}, {variable, other}, BucketTrailer({0, 1}, kFactBits),
+                        at::kCPU, {}, {1, 0});
+  EXPECT_GE(message.numel(), 9);
+  message.pack({1, 1}, 0.5);
+  message.gradients_of(message.tensor()).add_(1.0);
+  message.unpack(1.0, {1, 1});
+  EXPECT_TRUE(gradient.parts[0].eq(2.0).all().item<bool>());
+  EXPECT_TRUE(gradient.parts[1].eq(3.0).all().item<bool>());
+  EXPECT_TRUE(other.grad().eq(5.0).all().item<bool>());
+  variable.mutable_grad() = at::Tensor();  // it is its own gradient
+}
+
+TEST(BucketMessage, GradientOfAnotherForm_Packed_ThrowsAndSaysWhichParameter) {
+  const InParts two;
+  const auto form_error = [&](const at::Tensor& grad, uint8_t recorded) -> std::string {
+    const at::Tensor variable = two.whole;
+    variable.mutable_grad() = grad;
+    BucketMessage message(Kind::kFlat, {3}, {variable}, BucketTrailer({3}, kFactBits), at::kCPU, {},
+                          {recorded});
+    try {
+      message.pack({0, 0, 0, 1}, 1.0);
+    } catch (const GradientForm& error) {
+      EXPECT_EQ(error.parameter(), 3);
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(form_error(two.whole, 0), "is several tensors, and was recorded as one");
+  EXPECT_EQ(form_error(at::zeros({2, 2}), 1), "is one tensor, and was recorded as several");
+  EXPECT_EQ(form_error(at::zeros({2, 2}), 0), "");
+  two.whole.mutable_grad() = at::Tensor();
 }
 
 }  // namespace

@@ -69,6 +69,20 @@ TEST(NotifiedReducer, OtherShapesOnOneRank_Constructed_ThrowsOnEveryRank) {
   });
 }
 
+TEST(NotifiedReducer, ExpandedTensors_ParametersAreTaken_GradientsAreRefused) {
+  run_ranks(2, [](int rank, const Group& group) {
+    const at::Tensor parameter = at::full({1}, rank + 1.0).expand({3});
+    const at::Tensor gradient = at::full({3}, rank + 1.0);
+    EXPECT_THROW(NotifiedReducer(group, {parameter}, {gradient.narrow(0, 0, 1).expand({3})}, 0),
+                 InvalidArgument);
+    NotifiedReducer reducer(group, {parameter}, {gradient}, 0);
+    EXPECT_TRUE(parameter.eq(1.0).all().item<bool>());
+    reducer.gradient_ready(0);
+    reducer.synchronize();
+    EXPECT_TRUE(gradient.eq(1.5).all().item<bool>());
+  });
+}
+
 /// The process's own group of one rank, by a file.
 class CApi : public ::testing::Test {
  protected:

@@ -474,5 +474,19 @@ TEST(CollectiveIssue, AllToAll_NumbersOfElementsAreThoseGiven) {
   EXPECT_EQ(group.backend->sent, (std::vector<int64_t>{3, 0}));
 }
 
+TEST(Collectives, TensorWithoutMemory_Issued_ThrowsBeforeAnythingIsSent) {
+  const auto control = ThreadBackendControl::create(2);
+  run_ranks(control, [&](int rank, const Group& group) {
+    for (const at::Tensor& tensor :
+         {at::empty({3}, at::TensorOptions(at::kMeta)), at::_efficientzerotensor({3}, at::kFloat),
+          at::zeros({3}).to_sparse()}) {
+      EXPECT_THROW(issue_all_reduce("sum", *group, tensor), InvalidArgument);
+      EXPECT_THROW(issue_broadcast("broadcast", *group, tensor, 0), InvalidArgument);
+      EXPECT_THROW(issue_all_gather("gather", *group, at::zeros({6}), tensor), InvalidArgument);
+    }
+    EXPECT_TRUE(control->log(rank).empty());
+  });
+}
+
 }  // namespace
 }  // namespace apex::parallel

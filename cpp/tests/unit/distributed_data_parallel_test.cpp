@@ -248,6 +248,34 @@ TEST(DistributedDataParallelCpp,
   }
 }
 
+TEST(DistributedDataParallelCpp, TensorsThatCannotBeSent_AreRefusedByNameOnEveryRank) {
+  const at::Tensor values = torch::zeros({2, 3});
+  for (const at::Tensor& bad : {values.to(at::kMeta), values.to_sparse()}) {
+    for (const bool everywhere : {true, false}) {
+      for (const std::string what : {"buffer", "parameter"}) {
+        run_ranks(2, [&](int rank, const Group& group) {
+          Net net;
+          const at::Tensor mine = everywhere || rank == 1 ? bad : values;
+          if (what == "buffer") net->register_buffer("table", mine);
+          if (what == "parameter") net->register_parameter("table", mine, /*requires_grad=*/false);
+          const auto options = DistributedDataParallelOptions(group).broadcast_buffers(true);
+          std::string text;
+          try {
+            const DistributedDataParallel model(net, options);
+          } catch (const RankMismatch& error) {
+            if (!everywhere) text = error.what();
+          } catch (const InvalidArgument& error) {
+            if (everywhere) text = error.what();
+          }
+          EXPECT_NE(text.find(everywhere ? what + " 'table' cannot be synchronized" : "'table'"),
+                    std::string::npos)
+              << text;
+        });
+      }
+    }
+  }
+}
+
 TEST(DistributedDataParallelCpp, BufferThatChangesItsShape_Forward_ThrowsBeforeAnythingIsSent) {
   run_ranks(2, [](int rank, const Group& group) {
     Net net;

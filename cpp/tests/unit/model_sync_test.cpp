@@ -21,6 +21,7 @@
 
 #include <apex/error.h>
 #include <apex/parallel/reducer.h>
+#include <apex/tensor_parts.h>
 
 namespace apex::parallel {
 namespace {
@@ -262,6 +263,99 @@ TEST(BroadcastCoalesced, TensorWithGaps_NothingBetweenIsWritten) {
     EXPECT_TRUE(whole.slice(1, 0, 4, 2).eq(1.0).all().item<bool>());
     EXPECT_TRUE(whole.slice(1, 1, 4, 2).eq(rank + 1.0).all().item<bool>());
   });
+}
+
+/// A tensor without memory, for which these stand.
+struct WithParts {
+  explicit WithParts(std::vector<at::Tensor> of) : parts(std::move(of)) {
+    set_tensor_parts([this](const at::Tensor& tensor) {
+      return tensor.is_same(whole) ? parts : std::vector<at::Tensor>();
+    });
+  }
+  ~WithParts() { set_tensor_parts({}); }
+
+  const at::Tensor whole = at::_efficientzerotensor({2, 2}, at::kFloat);
+  const std::vector<at::Tensor> parts;
+};
+
+TEST(BroadcastCoalesced, TensorWithoutMemory_ItsPartsAreSent) {
+  const WithParts zero({at::full({3}, 1.0), at::full({2}, 7, at::kInt)});
+  run_ranks(2, [&](int rank, const Group& group) {
+    const std::vector<at::Tensor> mine{at::full({3}, rank + 2.0), at::full({2}, rank, at::kInt)};
+    broadcast_coalesced(rank == 0 ? std::vector<at::Tensor>{zero.whole} : mine, group);
+    if (rank == 0) return;
+    EXPECT_TRUE(mine[0].eq(1.0).all().item<bool>());
+    EXPECT_TRUE(mine[1].eq(7).all().item<bool>());
+  });
+}
+
+// copy_() refuses to write to them.
+TEST(BroadcastCoalesced, ExpandedTensors_AreTheRootsAndStayExpanded) {
+  run_ranks(2, [&](int rank, const Group& group) {
+    const at::Tensor row = at::full({3, 1}, rank + 1.0).expand({3, 4});
+    const at::Tensor all = at::full({1}, rank + 1.0).expand({2, 1 << 18});
+    broadcast_coalesced({row, all}, group);
+    all_reduce_coalesced({row}, group, 1.0);
+    EXPECT_TRUE(row.eq(2.0).all().item<bool>());
+    EXPECT_TRUE(all.eq(1.0).all().item<bool>());
+    EXPECT_EQ(row.strides(), (at::IntArrayRef{1, 0}));
+  });
+}
+
+TEST(AllReduceCoalesced, TensorWithoutMemory_CountsAsItsValues) {
+  run_ranks(2, [&](int rank, const Group& group) {
+    const at::Tensor ones = at::ones({2, 2}, at::kFloat);
+    const at::Tensor zeros = at::_efficientzerotensor({2, 2}, at::kFloat);
+    if (rank == 1) {
+      EXPECT_ANY_THROW(all_reduce_coalesced({zeros}, group, 1.0));  // it cannot be written to
+    } else {
+      all_reduce_coalesced({ones}, group, 1.0);
+      EXPECT_TRUE(ones.eq(1.0).all().item<bool>());
+    }
+  });
+}
+
+TEST(RequireSendable, ValuesThatCannotBeSent_ThrowsAndNamesTensorAndCause) {
+  run_ranks(1, [](int, const Group& group) {
+    const at::Tensor values = at::randn({2, 3});
+    const at::Tensor freed = at::randn({2, 3});
+    freed.storage().set_data_ptr_noswap(at::DataPtr(nullptr, at::kCPU));
+    const std::vector<std::pair<at::Tensor, std::string>> cases{
+        {freed, "its memory has been freed"},
+        {values.to(at::kMeta), "it is on the meta device, and has no values yet"},
+        {values.to_sparse(), "its layout is Sparse, not strided"},
+        {at::quantize_per_tensor(values, 0.1, 0, at::kQInt8), "its dtype is quantized (QInt8)"},
+    };
+    const NamedTensor good{"good", values};
+    for (const auto& [tensor, cause] : cases) {
+      const Model tensors{good, {"bad", tensor}};
+      EXPECT_EQ(text_of<InvalidArgument>(
+                    [&, &tensors = tensors] { require_sendable(tensors, "buffer", group); }),
+                "rank 0: buffer 'bad' cannot be synchronized, since " + cause +
+                    ": replace it before the model is wrapped, or leave it out");
+    }
+    require_sendable({good,
+                      {"zero", at::_efficientzerotensor({2}, at::kFloat)},
+                      {"empty", at::empty({0})},
+                      {"expanded", values[0][0].expand({4})}},
+                     "buffer", group);
+    const WithParts sparse({values.to_sparse()});
+    EXPECT_NE(text_of<InvalidArgument>([&] {
+                require_sendable({{"bad", sparse.whole}}, "parameter", group);
+              }).find("parameter 'bad' cannot be synchronized, since its layout is Sparse"),
+              std::string::npos);
+  });
+}
+
+TEST(VerifySameModel, TensorThatCannotBeSentOnOneRank_EveryRankThrows) {
+  const at::Tensor values = at::zeros({2, 3});
+  for (const at::Tensor& other : {values.to(at::kMeta), values.to_sparse()}) {
+    run_ranks(2, [&](int rank, const Group& group) {
+      const Model mine{{"weight", rank == 1 ? other : values}};
+      const std::string text = text_of<RankMismatch>([&] { verify_same_model(mine, {}, group); });
+      EXPECT_NE(text.find("'weight'"), std::string::npos) << text;
+    });
+  }
 }
 
 TEST(BroadcastCoalesced, ManyTensors_TravelInMessagesOfTheGivenSize_OneThatIsLargerAlone) {

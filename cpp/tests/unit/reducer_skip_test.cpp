@@ -15,8 +15,8 @@
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
-// Steps that all ranks skip together, and steps inside of backward, which are refused. The oracle is
-// the average over ranks in float64; in a skipped step no gradient is left on any rank. See Note
+// Steps that all ranks skip together, and steps inside of backward, which are refused. The oracle
+// is the average over ranks in float64; in a skipped step no gradient is left on any rank. See Note
 // [Skipped steps].
 
 namespace apex::parallel {

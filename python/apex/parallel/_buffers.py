@@ -12,6 +12,7 @@ from torch import nn
 
 from apex import _core
 from apex._internal.group_names import name_of
+from apex._internal.tensor_parts import with_memory
 
 # Note [Buffers that change]
 #
@@ -33,10 +34,23 @@ class BuffersDiffer(RuntimeError):
 def described(module: nn.Module, ignored: Container[str] = ()) -> list[str]:
     """What has to be alike on all ranks, for messages between them."""
     return [
-        f"buffer '{name}' ({i})={buffer.dtype} {list(buffer.shape)}"
+        f"buffer '{name}' ({i})={buffer.dtype} {list(buffer.shape)}{_kind(buffer)}"
         for i, (name, buffer) in enumerate(module.named_buffers())
         if name not in ignored
     ]
+
+
+def _kind(buffer: torch.Tensor) -> str:
+    """What else decides on whether and how it can be sent; empty for a plain tensor."""
+    kind = "" if type(buffer) in (torch.Tensor, nn.Parameter) else f" {type(buffer).__name__}"
+    layout = "" if buffer.layout == torch.strided else f" {buffer.layout}"
+    return kind + layout + (" on meta" if buffer.is_meta else "")
+
+
+def check(module: nn.Module, group: dist.ProcessGroup, ignored: Container[str]) -> None:
+    """Raise ValueError for a buffer that cannot be sent, after the ranks compared theirs."""
+    named = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
+    _core.require_sendable(list(named), list(named.values()), "buffer", name_of(group))
 
 
 def _fingerprint(description: list[str]) -> int:
@@ -92,7 +106,7 @@ class Buffers:
                 second = [torch.empty(sent_size, dtype=torch.uint8, device="cpu")]
             _core.broadcast_coalesced(second, name_of(group), root, self._what)
         if sent != mine:
-            raise BuffersDiffer(self._difference(dist.get_rank(group), root))
+            raise BuffersDiffer(self._difference(group.rank(), root))
         if changed:
             self._agree(tensors)
 
@@ -138,4 +152,4 @@ def synchronized(
                 buffers[id(buffer)] = buffer.detach().clone()
             else:
                 buffers[id(buffer)] = buffer.data if own else buffer
-    return list(buffers.values())
+    return with_memory(list(buffers.values()))

@@ -110,6 +110,8 @@ class Engine:
         groups = [name_of(group) for group in self.groups]
         reducer = _core.Reducer(names, watched.parameters, groups, options)
         reducer.synchronizing = self.reducer is None or self.reducer.synchronizing
+        if self.broadcast_buffers:
+            _buffers.check(self.module, self.groups[0], self._options.ignored)
         self.reducer, self.parameters = reducer, watched.parameters
         self._buffers_agreed = _buffers.Buffers(self.module, self._options.ignored)
         self.made += 1

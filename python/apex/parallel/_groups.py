@@ -51,9 +51,25 @@ def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.Pro
     return process_group
 
 
+def backends_of(group: dist.ProcessGroup) -> str:
+    """The names of its backends; empty for one that is written in Python, which has none."""
+    try:
+        return str(dist.get_backend_config(group))
+    except (KeyError, TypeError, ValueError):  # torch.distributed does not know it
+        return ""
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> Any:
+    """Equal for groups over the same ranks; for one that is written in Python, the group itself."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return group
+
+
 def collective_device(group: dist.ProcessGroup) -> torch.device:
     """Where tensors have to be for a collective of ``group``."""
-    if "nccl" in str(dist.get_backend(group)) and torch.cuda.is_available():
+    if "nccl" in backends_of(group) and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -4,9 +4,10 @@ own."""
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,8 +62,7 @@ class MixedPrecision:
     ) -> tuple[tuple[Any, ...], dict[str, Any], Casts | None]:
         """Before forward: casts inputs, and puts casts in place of the module's own tensors.
 
-        Returns what forward is called with, and what :meth:`leave` takes, or after an exception
-        :meth:`abandon`.
+        Returns what forward is called with, and what :meth:`put_back` and :meth:`leave` take.
         """
         if self.cast_forward_inputs and self.param_dtype is not None:
             inputs, kwargs = map_tensors((inputs, kwargs), self._cast_input)
@@ -72,17 +72,22 @@ class MixedPrecision:
         self._put_in(casts)
         return inputs, kwargs, casts
 
-    def leave(self, module: nn.Module, casts: Casts, output: Any, training: bool) -> None:
-        """After forward: puts the module's own tensors back, with what forward did to buffers."""
+    def put_back(self, casts: Casts) -> None:
+        """After forward: puts the module's own tensors back, with what forward did to buffers.
+
+        Also after one that failed: buffers have changed up to there.
+        """
         try:
             casts.keep_changed_buffers()
         finally:
-            self.abandon(casts)
+            self._take_out(casts)
+
+    def leave(self, module: nn.Module, casts: Casts, output: Any, training: bool) -> None:
+        """After a forward that returned `output`, whose parts may run again in backward."""
         if training and casts:
             self._use_in_backward(module, casts, output)
 
-    def abandon(self, casts: Casts) -> None:
-        """Puts the module's own tensors back as they were."""
+    def _take_out(self, casts: Casts) -> None:
         casts.take_out()
         self.in_place = False
 
@@ -97,7 +102,9 @@ class MixedPrecision:
     #
     # Under activation checkpointing, parts of forward run again within backward. They have to find
     # what forward has found, so the casts of that forward are put in place of the module's own
-    # while its backward runs: from when the first gradient of an output arrives to the end.
+    # while its backward runs: from when the first gradient of an output arrives to the end. After
+    # it the module has what it had when backward began, not what it had before forward: forward may
+    # have assigned a buffer. What the second run of a part does to buffers is dropped.
 
     def _use_in_backward(self, module: nn.Module, casts: Casts, output: Any) -> None:
         tensors = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
@@ -113,7 +120,7 @@ class MixedPrecision:
             with torch.enable_grad():
                 casts = kept.pop() if kept else Casts(module, self.param_dtype, self.buffer_dtype)
             self._put_in(casts)
-            ends = _EndOfBackward(lambda: self.abandon(casts))
+            ends = _EndOfBackward(lambda: self._take_out(casts))
             torch.autograd.Variable._execution_engine.queue_callback(ends)
 
         torch.autograd.graph.register_multi_grad_hook(tensors, begin, mode="any")
@@ -151,11 +158,28 @@ class _Cast(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
-class _Entry(NamedTuple):
+_NOTHING: Any = object()
+
+
+@dataclasses.dataclass
+class _Entry:
     members: MutableMapping[str, Any]  # _parameters or _buffers of a module
     name: str
     own: torch.Tensor
     cast: torch.Tensor
+    displaced: Any = _NOTHING  # what the module had in its place, and will have again
+
+    def put_in(self) -> None:
+        self.displaced = self.members[self.name] if self.name in self.members else _NOTHING
+        if self.displaced is not _NOTHING:
+            self.members[self.name] = self.cast
+
+    @property
+    def present(self) -> Any:
+        """What the module has now; ``_NOTHING`` if it has removed it."""
+        if self.displaced is _NOTHING or self.name not in self.members:
+            return _NOTHING
+        return self.members[self.name]
 
 
 class Casts:
@@ -185,23 +209,44 @@ class Casts:
 
     def put_in(self) -> None:
         for entry in (*self._parameters, *self._buffers):
-            entry.members[entry.name] = entry.cast
+            entry.put_in()
 
     def take_out(self) -> None:
-        """Puts the module's own back, where it has not put something else itself."""
-        for members, name, own, cast in (*self._parameters, *self._buffers):
-            if name in members and members[name] is cast:
-                members[name] = own
+        """Puts back what the casts have displaced, but for parameters that forward has replaced."""
+        for entry in self._parameters:
+            if entry.present is entry.cast:
+                entry.members[entry.name] = entry.displaced
+        for entry in self._buffers:
+            if entry.present is not _NOTHING:
+                entry.members[entry.name] = entry.displaced
 
-    @torch.no_grad()
     def keep_changed_buffers(self) -> None:
-        """Gives the module's own buffers the values that forward has left in their casts."""
-        for members, name, own, cast in self._buffers:
-            present = members[name] if name in members else None
-            if present is cast:
-                # One that the module left alone keeps its digits. (Not every kernel counts
-                # versions.)
-                if not torch.equal(cast, own.to(cast.dtype)):
-                    own.copy_(cast)
-            elif present is not None:  # assigned
-                members[name] = present.to(own.dtype)
+        """Lets the module have the values that forward has left in its buffers, in their dtypes."""
+        assigned: dict[int, torch.Tensor] = {}  # what is shared stays shared
+        for entry in self._buffers:
+            present, own = entry.present, entry.own
+            if present is entry.cast:
+                _copy_changed(own, entry.cast)
+            elif isinstance(present, torch.Tensor):
+                if present.is_floating_point() and present.dtype != own.dtype:
+                    if id(present) not in assigned:
+                        assigned[id(present)] = _Cast.apply(present, own.dtype)  # type: ignore[no-untyped-call]
+                    present = assigned[id(present)]
+                entry.displaced = present
+            elif present is None:
+                entry.displaced = None
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def _copy_changed(own: torch.Tensor, cast: torch.Tensor) -> None:
+    """Copies into `own` those elements that are not the casts of its own: others keep their digits.
+
+    Versions do not say whether there are any: not every kernel counts them.
+    """
+    bits = _BITS[cast.element_size()]
+    changed = cast.view(bits) != own.to(cast.dtype).view(bits)  # so a NaN equals itself
+    if changed.any():
+        own.copy_(torch.where(changed, cast.to(own.dtype), own))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from apex._internal.tree import map_tensors
-from apex.parallel._groups import timeout_of
+from apex.parallel._groups import backends_of, timeout_of
 
 #: Elements, NVIDIA Apex's default. It stands for "by device", see BucketLimits in C++.
 MESSAGE_SIZE = 10_000_000
@@ -249,7 +249,7 @@ def single_device(
 
 def over_gloo(group: dist.ProcessGroup) -> bool:
     """Whether ``group`` has Gloo for some device."""
-    return "gloo" in str(dist.get_backend_config(group))
+    return "gloo" in backends_of(group)
 
 
 def communicators(count: int, given: Any, group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
@@ -264,6 +264,11 @@ def communicators(count: int, given: Any, group: dist.ProcessGroup) -> list[dist
         return list(given[0])
     if over_gloo(group):
         return [group] * count
+    if not backends_of(group):
+        raise ValueError(
+            "num_allreduce_streams > 1 needs more groups like process_group, which is of a class "
+            "written in Python: give them as allreduce_communicators."
+        )
     ranks = dist.get_process_group_ranks(group)
     make: Any = functools.partial(dist.new_group, ranks, use_local_synchronization=True)
     return [group, *(make(timeout=timeout_of(group)) for _ in range(count - 1))]

@@ -47,6 +47,7 @@ class Reducer:
             names, parameters = [n for n, _ in named], [p for _, p in named]
             group = name_of(self.process_group)
             _core.verify_same_model(names, parameters, [], group)
+            _core.require_sendable(names, parameters, "parameter", group)
             _core.broadcast_coalesced(parameters, group, 0, "broadcast of a Reducer's parameters")
             _in_backward.refuse(self.module, self.process_group)
         else:

@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import nn
 
+from apex.parallel._groups import backends_of
+
 #: Where torch keeps the names of parameters and buffers that a wrapper leaves alone.
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 
@@ -40,9 +42,9 @@ def logging_data(wrapper: Any) -> dict[str, Any]:
     group, parameters = wrapper.process_group, wrapper._engine.parameters
     return {
         "module_name": type(wrapper.module).__name__,
-        "backend_name": dist.get_backend(group),
+        "backend_name": dist.get_backend(group) if backends_of(group) else group.name(),
         "world_size": dist.get_world_size(group),
-        "rank": dist.get_rank(group),
+        "rank": group.rank(),
         "broadcast_buffers": int(wrapper.broadcast_buffers),
         "find_unused_parameters": 1,
         "gradient_as_bucket_view": int(wrapper.gradient_as_bucket_view),

@@ -327,7 +327,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
                 output = self._call_module(inputs, kwargs)
             except BaseException:
                 if casts is not None and self._mixed_precision is not None:
-                    self._mixed_precision.abandon(casts)
+                    self._mixed_precision.put_back(casts)
                 raise
             finally:
                 _compile.registry._active_ddp_module = outer
@@ -350,6 +350,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
 
     def _leave(self, output: Any, training: bool, casts: Casts | None) -> Any:
         if casts is not None and self._mixed_precision is not None:
+            self._mixed_precision.put_back(casts)
             self._mixed_precision.leave(self.module, casts, output, training)
         if self._output_device is not None:
             output = _options.move(output, self._output_device)
@@ -373,11 +374,25 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
     def _prepare(self) -> None:
         engine, mixed = self._engine, self._mixed_precision
         reducer = engine.reducer
+        if reducer is None and not self.training:
+            return  # some ranks may evaluate alone; see refuse_backward()
+        changed = reducer is None or (
+            (mixed is None or not mixed.in_place) and engine.module_changed()
+        )
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            # Within a transform of torch.func nothing is sent. What reaches parameters in a
+            # backward around it is averaged.
+            if reducer is None or changed:
+                raise RuntimeError(
+                    "this DistributedDataParallel has no engine yet for the parameters it has now, "
+                    "and transforms of torch.func communicate nothing: run one forward outside of "
+                    "them before, on every rank."
+                )
+            reducer.prepare_for_forward(False)
+            return
         if reducer is None:
-            if not self.training:
-                return  # some ranks may evaluate alone; see refuse_backward()
             reducer = engine.connected()
-        elif (mixed is None or not mixed.in_place) and engine.module_changed():
+        elif changed:
             if engine.join is not None:
                 raise RuntimeError("parameters were added, removed or replaced under join().")
             reducer = engine.make_reducer(init_sync=True)

@@ -62,7 +62,7 @@ def group_name_of(group: Any) -> str | None:
     """
     if group is None:
         return None
-    if group == dist.GroupMember.NON_GROUP_MEMBER or not hasattr(group, "group_name"):
+    if group == dist.GroupMember.NON_GROUP_MEMBER or not hasattr(group, "size"):
         raise ValueError(
             "SyncBatchNorm: this rank is not a member of the process_group it was given; pass each "
             "rank the group it belongs to (apex.parallel.create_syncbn_process_group returns it)."

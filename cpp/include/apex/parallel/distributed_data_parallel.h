@@ -175,7 +175,12 @@ class DistributedDataParallel {
         no_sync_(std::make_shared<detail::NoSyncGuards>(detail::NoSyncGuards{*reducer_})),
         parameters_(identities()) {
     name_layers(*module_);
-    if (options_.init_sync() && options_.broadcast_buffers()) synchronize_buffers(0);
+    if (options_.broadcast_buffers()) {
+      std::vector<NamedTensor> named;
+      for (const auto& item : module_->named_buffers()) named.push_back({item.key(), item.value()});
+      require_sendable(named, "buffer", process_group());
+      if (options_.init_sync()) synchronize_buffers(0);
+    }
   }
 
   /// The same around a module that somebody else owns, and that outlives the wrapper.
@@ -491,7 +496,10 @@ class DistributedDataParallel {
       std::string line =
           "buffer '" + item.key() + "'=" + c10::toString(item.value().scalar_type()) + " [";
       for (const int64_t size : item.value().sizes()) line += " " + std::to_string(size);
-      lines.push_back(line + " ]");
+      // Those that cannot be sent are refused, on all ranks or none.
+      line += item.value().is_meta() ? " ] on meta" : " ]";
+      if (item.value().layout() != at::kStrided) line += " not strided";
+      lines.push_back(std::move(line));
     }
     return lines;
   }

@@ -35,14 +35,25 @@ APEX_API void verify_same_model(const std::vector<NamedTensor>& tensors,
                                 const std::vector<std::string>& settings,
                                 const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
+/// Checks that the values of every tensor can be sent to other ranks. That of a tensor without
+/// memory of its own can, if its parts are known (see apex/tensor_parts.h) or its operators copy
+/// it. Not on the meta device, of a sparse layout or of a quantized dtype. Call it after
+/// verify_same_model(): then every rank throws, or none. Sends nothing.
+///
+/// @param what  "parameter" or "buffer", for the error.
+/// @throws InvalidArgument naming the first tensor whose values cannot be sent, and why.
+APEX_API void require_sendable(const std::vector<NamedTensor>& tensors, const std::string& what,
+                               const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
 /// Of one message of broadcast_coalesced().
 constexpr int64_t kBroadcastBytes = int64_t{64} << 20;
 
 /// Overwrites every tensor with that of rank `root`, bit for bit. Tensors may have any strided
 /// dtype, shape, strides and device; those of one device travel together, as bytes, in messages of
 /// at most `chunk_bytes`, or one tensor that is larger. Tensors without elements, on the meta
-/// device, undefined, or the same tensor given twice are passed over. Autograd does not see it.
-/// Errors name the operation `what`.
+/// device, undefined, or the same tensor given twice are passed over. Expanded tensors stay
+/// expanded, and of one that consists of others (apex/tensor_parts.h) those are sent. Autograd does
+/// not see it. Errors name the operation `what`.
 /// @throws InvalidArgument for a tensor that is not strided, CommunicationError.
 APEX_API void broadcast_coalesced(const std::vector<at::Tensor>& tensors,
                                   const c10::intrusive_ptr<c10d::ProcessGroup>& group,

@@ -85,8 +85,8 @@ struct ReducerOptions {
   /// After each synchronized backward, throw RankMismatch on every rank if the ranks are out of
   /// step: if some have stepped an optimizer twice without a backward between, or updated their
   /// parameters, and others have not; the error says who did what. By default on where it costs
-  /// nothing, for parameters on the CPU; elsewhere it is a wait of the host, and steps of libtorch's
-  /// SGD alone, which count as no change of a tensor, are not seen.
+  /// nothing, for parameters on the CPU; elsewhere it is a wait of the host, and steps of
+  /// libtorch's SGD alone, which count as no change of a tensor, are not seen.
   std::optional<bool> check_steps;
 
   /// If an exception ends the backward of some ranks, the others skip the step, as by skip_step(),

@@ -22,7 +22,7 @@ from apex._internal.group_names import name_of
 from apex.amp._amp_state import _amp_state
 from apex.amp._full_values import full_value, has_full_values, set_full_value
 from apex.parallel._engine import Engine
-from apex.parallel._groups import collective_device, world_group
+from apex.parallel._groups import collective_device, ranks_of, world_group
 from apex.parallel.syncbn_group import default_group_name
 
 
@@ -96,8 +96,7 @@ class Join:
         if not self._has_data:
             return
         known = [index for index, one in enumerate(self._all_scalers()) if one is scaler]
-        ranks = dist.get_process_group_ranks(self._group)
-        if not known or dist.get_process_group_ranks(group) != ranks:
+        if not known or ranks_of(group) != ranks_of(self._group):
             raise RuntimeError(
                 "a dynamic loss scaler that combines its overflow flags under join() has to be one "
                 "of amp.initialize() or of join(scalers=[...]), over the ranks of the wrapper's "
@@ -112,7 +111,7 @@ class Join:
         if self._throws and len(active) < self._engine.world_size:
             ended = sorted(set(range(self._engine.world_size)) - set(active))
             raise RuntimeError(
-                f"rank {dist.get_rank(self._group)}: ranks {ended} have run out of "
+                f"rank {self._group.rank()}: ranks {ended} have run out of "
                 "data, and join(throw_on_early_termination=True) asked to be told. (Detected at "
                 "least one rank that exhausted inputs.)"
             )

@@ -100,7 +100,7 @@ class TorchJoin(Join):
         backwards = reducer.statistics()["backwards"]
         if self._backwards is not None and backwards != self._backwards + 1:
             raise RuntimeError(
-                f"rank {dist.get_rank(self._group)}: {backwards - self._backwards} "
+                f"rank {self._group.rank()}: {backwards - self._backwards} "
                 "synchronized backwards after the last forward; under torch's Join each forward "
                 "with gradients, outside no_sync(), is followed by one, which ranks without data "
                 "follow. DistributedDataParallel.join() takes any number."
