@@ -25,8 +25,8 @@ BATCH_TIMEOUT_S = 300  # each program has its own limit
 
 HAZARDS = (
     "accumulate", "alias", "backwards", "chain", "change", "checkpoint", "collective", "copy",
-    "evaluate", "fail", "freeze", "group", "held", "hook", "large", "old", "optimizers", "options",
-    "raise", "rewrap", "several", "share", "skip", "sparse", "syncbn",
+    "evaluate", "fail", "freeze", "group", "held", "hook", "large", "modes", "old", "optimizers",
+    "options", "raise", "rewrap", "several", "share", "skip", "sparse", "syncbn",
 )  # fmt: skip
 
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -145,7 +145,14 @@ class Draw:
             raises=raises,
             hold=self._some_ranks() if self.chance("held", 0.2) else None,
             no_optimizer=rng.random() < 0.2,
+            **self._modes(),
         )
+
+    def _modes(self) -> dict[str, Any]:
+        """Floating-point modes by rank; with gradients that are subnormal numbers."""
+        rows = [self.rng.choice([None, "flush", "upward"]) for _ in range(self.world)]
+        tiny = self.rng.random() < 0.5
+        return {"modes": rows, "tiny": tiny} if self.chance("modes", 0.15) else {}
 
     def _op(self) -> Op:
         rng, m = self.rng, self._model()

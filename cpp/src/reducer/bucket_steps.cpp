@@ -12,6 +12,7 @@
 
 #include <apex/error.h>
 
+#include "floating_point_mode.h"
 #include "reducer/profiler_range.h"
 
 namespace apex::parallel::detail {
@@ -149,6 +150,7 @@ void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()
 
 void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerContext& context) {
   const c10::OptionalDeviceGuard guard(entry.message.device());
+  const DefaultFloatingPointMode mode;  // for the factor as well
   entry.reduction->deliver(entry.message);
   keep_for_current_stream(entry);
   entry.message.unpack(entry.averaging(context).after, pass.kept);
