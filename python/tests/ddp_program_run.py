@@ -23,7 +23,15 @@ import torch
 import torch._dynamo  # noqa: F401  (takes seconds; the first use of an optimizer imports it)
 import torch.distributed as dist
 from ddp_program_nets import SHARING, WIDTH, Block, Boom, Net, in_lockstep
-from ddp_support import check, check_near, dense, to_reference, wide, widen
+from ddp_support import (
+    check,
+    check_near,
+    dense,
+    floating_point_mode,
+    to_reference,
+    wide,
+    widen,
+)
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -32,6 +40,7 @@ from apex.parallel import DistributedDataParallel
 # What is left out of programs because it is known to fail; remove an entry to see it fail.
 CASE_LIMIT_S = 6  # a program takes a fraction of a second
 TOLERANCE = 1e-4
+TINY = 1e-38  # float32's smallest normal number is 1.2e-38
 HOOKS = {  # by name: error allowed
     "allreduce_hook": TOLERANCE,
     "fp16_compress_hook": 1e-2,
@@ -342,6 +351,9 @@ class Machine:
         for micro in range(accumulate + 1):
             last = micro == accumulate
             with contextlib.ExitStack() as quiet:
+                if args.get("modes") and not boom:
+                    rows = args["modes"]
+                    quiet.enter_context(floating_point_mode(rows[self.rank % len(rows)]))
                 if not last:
                     self._enter_no_sync(quiet)
                 if args.get("alone"):  # a fault, for the tests of the generator
@@ -431,7 +443,7 @@ class Machine:
         if self.rank in args.get("hold", []):
             self.held.append(outputs[-1])
         how = "sum" if boom else args.get("how", "sum")
-        return losses(outputs, how, args.get("chain", False))
+        return losses(outputs, how, args.get("chain", False), args.get("tiny", False))
 
     def _raise_and_recover(
         self, op: Op, forwards: list[Forward], todo: list[Tensor], boom: dict[str, Any], micro: int
@@ -500,8 +512,8 @@ class Machine:
                 inputs = outputs[-1]
             nets = [reference[forward.model] for reference in references]
             outputs.append(in_lockstep(nets, inputs, [ids for _, ids in batches], forward.skip))
-        chain = op.args.get("chain", False)
-        todo = [losses([out[r] for out in outputs], how, chain) for r in range(self.world)]
+        chain, tiny = op.args.get("chain", False), op.args.get("tiny", False)
+        todo = [losses([out[r] for out in outputs], how, chain, tiny) for r in range(self.world)]
         for i in range(len(todo[0])):
             for row in own:
                 for parameter in row:
@@ -607,10 +619,12 @@ class Machine:
             raise AssertionError(f"{what}: ranks differ in bits: {differ}")
 
 
-def losses(outputs: list[Tensor], how: str, chain: bool) -> list[Tensor]:
+def losses(outputs: list[Tensor], how: str, chain: bool, tiny: bool) -> list[Tensor]:
     """What backward is called on, in order."""
     if chain:
         outputs = outputs[-1:]
+    if tiny:
+        return [loss * TINY for loss in losses(outputs, how, False, False)]
     first = [output.square().mean() for output in outputs]
     second = [torch.sin(output).mean() for output in outputs]
     each = [a + b for a, b in zip(first, second, strict=True)]

@@ -25,9 +25,9 @@ BATCH_TIMEOUT_S = 300  # each program has its own limit
 
 HAZARDS = (
     "accumulate", "alias", "backwards", "chain", "change", "checkpoint", "collective", "copy",
-    "drop", "evaluate", "fail", "forwards", "freeze", "group", "held", "hook", "large", "old",
-    "optimizers", "options",
-    "raise", "rewrap", "several", "share", "skip", "sparse", "syncbn",
+    "drop", "evaluate", "fail", "forwards", "freeze", "group", "held", "hook", "large", "modes",
+    "old", "optimizers", "options", "raise", "rewrap", "several", "share", "skip", "sparse",
+    "syncbn",
 )  # fmt: skip
 
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -149,7 +149,14 @@ class Draw:
             more=self._some_ranks() if self.chance("forwards", 0.2) else None,
             drop=self._some_ranks() if drops and self.chance("drop", 0.3) else None,
             no_optimizer=rng.random() < 0.2,
+            **self._modes(),
         )
+
+    def _modes(self) -> dict[str, Any]:
+        """Floating-point modes by rank; with gradients that are subnormal numbers."""
+        rows = [self.rng.choice([None, "flush", "upward"]) for _ in range(self.world)]
+        tiny = self.rng.random() < 0.5
+        return {"modes": rows, "tiny": tiny} if self.chance("modes", 0.15) else {}
 
     def _op(self) -> Op:
         rng, m = self.rng, self._model()

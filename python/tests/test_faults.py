@@ -11,12 +11,14 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool, check
+from ddp_support import RankPool, check, raises
+from striking_store import StrikingStore
 from torch import Tensor, nn
 
 from apex.parallel import DistributedDataParallel, SyncBatchNorm
@@ -128,6 +130,24 @@ def _fault(rank: int, world: int, point: str, deed: str) -> str:
     named = set(re.findall(r"; ranks? ([\d, ]+) (?:has|have|is|are) ", message))
     check(named == {str(CULPRIT)}, f"named: {named}, in: {message}")
     return message
+
+
+def _killed_while_connecting(rank: int, world: int, folder: str) -> None:
+    """Before it has announced its address, so that no connection of the others breaks."""
+    dist.destroy_process_group()
+    store: dist.Store = dist.FileStore(f"{folder}/store", world)
+    if rank == CULPRIT:
+        store = StrikingStore(store, DEEDS["killed"])
+    minute = datetime.timedelta(minutes=1)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=minute)
+    head = f"rank {rank} of {world}: connecting a reducer's communicator failed"
+    with raises(RuntimeError, head, f"; rank {CULPRIT} has ended"):
+        DistributedDataParallel(nn.Linear(4, 2))
+
+
+def test_rank_killed_while_connecting_is_not_waited_for(ranks: RankPool, tmp_path: Path) -> None:
+    # The group's timeout is longer than the pool's.
+    ranks.run(3, _killed_while_connecting, str(tmp_path), lost=(CULPRIT,), timeout_s=40)
 
 
 # A rank that is stopped takes the timeout. faults/campaign.py has many more.

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "batch_norm/sync_batch_norm_common.h"
+#include "floating_point_mode.h"
 #include "kernels/processor_cache.h"
 
 namespace apex::parallel::detail {
@@ -190,6 +191,7 @@ int64_t merge_statistics(const at::Tensor& input, const ForwardCall& call, const
     total += records[(rank + 1) * kernels::statistics_length(channels) - 1];
   }
   check_more_than_one_value(input, static_cast<int64_t>(total));
+  const DefaultFloatingPointMode mode;  // every rank merges for itself, and keeps what it finds
   for (int64_t c = 0; c < channels; ++c) {
     kept.keep(c, kernels::merge_ranks(records, ranks, channels, c));
   }
@@ -230,16 +232,22 @@ int64_t forward_as(const ForwardArguments& a, const ForwardCall& call, const Kep
   return total;
 }
 
+/// Of every rank's own reckoning: see Note [Floating-point modes].
+double running_factor(const ForwardArguments& a, int64_t batches) {
+  const DefaultFloatingPointMode mode;
+  // Stored before the mode is restored.
+  const volatile double factor =
+      kernels::running_factor(a.momentum.value_or(kernels::kNoMomentum), batches);
+  return factor;
+}
+
 ForwardResult forward_cpu(const ForwardArguments& a) {
   const ForwardCall call(a);
   const int64_t batches = call.counter.defined() ? *call.counter.const_data_ptr<int64_t>() + 1 : 0;
   const KeptStatistics kept{
-      call.mean.mutable_data_ptr<double>(),
-      call.invstd.mutable_data_ptr<double>(),
-      channel_param(a.running_mean),
-      channel_param(a.running_var),
-      kernels::running_factor(a.momentum.value_or(kernels::kNoMomentum), batches),
-      a.eps};
+      call.mean.mutable_data_ptr<double>(), call.invstd.mutable_data_ptr<double>(),
+      channel_param(a.running_mean),        channel_param(a.running_var),
+      running_factor(a, batches),           a.eps};
   *call.count.mutable_data_ptr<int64_t>() = visit_element_type(
       a.input.scalar_type(), [&](auto tag) { return forward_as<decltype(tag)>(a, call, kept); });
   if (call.counter.defined()) {

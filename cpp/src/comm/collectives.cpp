@@ -5,7 +5,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <functional>
-#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -31,6 +30,8 @@ namespace {
 /// A wait that takes longer is unusual, and worth a connection to the store.
 constexpr std::chrono::milliseconds kUsual{250};
 constexpr std::chrono::milliseconds kSlice{50};
+/// A rank that has ended may have done its part before: what it sent arrives within this.
+constexpr std::chrono::milliseconds kOnTheWay{500};
 
 /// Whether the host waits for the group's collectives, and may stop waiting without consequences
 /// for the backend: others end the communicator when a wait times out.
@@ -135,7 +136,7 @@ void require_memory(const std::string& what, const at::Tensor& tensor) {
 /// For each collective: the channel that carries such tensors, with room for one more collective,
 /// or null.
 std::shared_ptr<HostChannel> channel_for(const std::string& what, const c10d::ProcessGroup& group,
-                                         Way way, std::initializer_list<at::Tensor> tensors) {
+                                         Way way, at::ArrayRef<at::Tensor> tensors) {
   require_own_process(group);
   for (const at::Tensor& tensor : tensors) require_memory(what, tensor);
   if (way == Way::kBackend) return nullptr;
@@ -225,11 +226,20 @@ c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::P
 c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::ProcessGroup& group,
                                                const at::Tensor& tensor, int64_t root) {
   if (const auto channel = channel_for(what, group, Way::kQueued, {tensor}))
-    return call_collective(what, group, [&] { return channel->broadcast(what, tensor, root); });
+    return call_collective(what, group, [&] { return channel->broadcast(what, {tensor}, root); });
   std::vector<at::Tensor> message{tensor};
   c10d::BroadcastOptions options;
   options.rootRank = root;
   return call_collective(what, group, [&] { return group.broadcast(message, options); });
+}
+
+c10::intrusive_ptr<c10d::Work> issue_broadcast_of_changes(
+    const std::string& what, c10d::ProcessGroup& group, const std::vector<at::Tensor>& parts,
+    int64_t root, const std::shared_ptr<std::vector<uint8_t>>& changed) {
+  const auto channel = channel_for(what, group, Way::kQueued, parts);
+  if (!channel) return nullptr;
+  return call_collective(what, group,
+                         [&] { return channel->broadcast(what, parts, root, changed); });
 }
 
 c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,
@@ -267,6 +277,7 @@ c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::P
 
 void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what,
                      const c10d::ProcessGroup& group, const std::function<void()>& meanwhile) {
+  require_own_process(group);
   bool finished = false;
   try {
     finished = wait_for_work(*work, group, meanwhile);
@@ -279,8 +290,28 @@ void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::stri
   }
 }
 
+void wait_for_ranks(const std::string& what, const c10d::ProcessGroup& group,
+                    const std::function<bool(std::chrono::milliseconds)>& ended_within) {
+  using Clock = std::chrono::steady_clock;
+  const GroupRecordPtr record = find_record(group);
+  std::optional<Clock::time_point> seen;  // that a process has ended
+  try {
+    wait_or_hear(group, [&](std::chrono::milliseconds slice) {
+      if (ended_within(slice)) return true;
+      if (!record) return false;
+      if (!seen && !look_around(*record, ProcessState::kEnded).empty()) seen = Clock::now();
+      if (seen && Clock::now() - *seen > kOnTheWay)
+        throw Error("a process of this group has ended");
+      return false;
+    });
+  } catch (...) {
+    throw_on(what, group);
+  }
+}
+
 void wait_future(c10::ivalue::Future& future, const std::string& what,
                  const c10d::ProcessGroup& group) {
+  require_own_process(group);
   try {
     if (can_stop_waiting(group) && !future.completed()) {
       struct Shared {

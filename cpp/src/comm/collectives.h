@@ -4,8 +4,11 @@
 /// Every collective that this package calls, and every wait for one: with errors that say which
 /// rank, which operation and who is lost; see Note [Who is lost].
 
+#include <chrono>
+#include <cstdint>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -76,6 +79,12 @@ c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::P
                                                 c10d::ReduceOp::RedOpType op);
 c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::ProcessGroup& group,
                                                const at::Tensor& tensor, int64_t root);
+/// Of several contiguous tensors on the CPU as one message, between ranks that share memory; else
+/// null, and nothing is issued. As HostChannel::broadcast() has it, a tensor is written only if its
+/// bytes differ.
+c10::intrusive_ptr<c10d::Work> issue_broadcast_of_changes(
+    const std::string& what, c10d::ProcessGroup& group, const std::vector<at::Tensor>& parts,
+    int64_t root, const std::shared_ptr<std::vector<uint8_t>>& changed);
 /// Equal shares: `gathered` has world_size times the elements of `share`.
 c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& gathered, const at::Tensor& share,
@@ -100,6 +109,13 @@ template <typename Issue>
 void run_collective(const std::string& what, const c10d::ProcessGroup& group, Issue&& issue) {
   if (const c10::intrusive_ptr<c10d::Work> work = issue()) wait_collective(work, what, group);
 }
+
+/// Waits until `ended_within(slice)` returns true: for something that the ranks of `group` do
+/// together without a collective of it, such as to connect. There is no connection yet that breaks
+/// when a rank is killed: so it fails soon after a process of this host has ended, and besides that
+/// as wait_collective() does. Slices are short. The processes are known after remember_processes().
+void wait_for_ranks(const std::string& what, const c10d::ProcessGroup& group,
+                    const std::function<bool(std::chrono::milliseconds slice)>& ended_within);
 
 /// wait_collective() for the future of a communication hook. Returns also if that completed with an
 /// error; throws if other ranks have reported a failure meanwhile.

@@ -29,8 +29,9 @@ constexpr milliseconds kLeastPatience{500};
 /// Never destroyed, as threads may be left behind.
 struct Records {
   std::mutex introduction;  ///< held while a record introduces itself, which waits for the store
-  std::mutex mutex;         ///< guards by_group
+  std::mutex mutex;         ///< guards what follows
   ByGroup<GroupRecordPtr> by_group;
+  ByGroup<int64_t> makers;  ///< the process that made it
 };
 
 Records& records() {
@@ -119,9 +120,21 @@ GroupRecordPtr record_of(const c10d::ProcessGroup& group) {
   return record;
 }
 
+void made_here(const c10d::ProcessGroup& group) {
+  const std::lock_guard<std::mutex> lock(records().mutex);
+  records().makers.take_gone();
+  records().makers.put(group, this_pid());
+}
+
 void require_own_process(const c10d::ProcessGroup& group) {
-  const GroupRecordPtr record = any_record(group);
-  if (!record || if_own(record)) return;
+  {
+    const std::lock_guard<std::mutex> lock(records().mutex);
+    const GroupRecordPtr* const record = records().by_group.find(group);
+    const int64_t* const maker = records().makers.find(group);
+    if ((maker == nullptr || *maker == this_pid()) &&
+        (record == nullptr || (*record)->pid == this_pid()))
+      return;
+  }
   throw Error(
       "this process was forked from the one that made the communicator, and is no rank of it: make "
       "process groups and wrappers after the fork");

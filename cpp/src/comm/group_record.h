@@ -64,8 +64,12 @@ GroupRecordPtr record_of(const c10d::ProcessGroup& group);
 /// The same, or null where record_of() has not been called.
 GroupRecordPtr find_record(const c10d::ProcessGroup& group);
 
-/// @throws Error in a process that was forked since the group was used for the first time: it would
-/// read and write the connections of its parent.
+/// Notes that this process has made `group`.
+void made_here(const c10d::ProcessGroup& group);
+
+/// @throws Error in a process that was forked since the group was made, where made_here() was
+/// called, or else since it was used for the first time: it would read and write the connections of
+/// its parent, and wait for threads that it does not have.
 void require_own_process(const c10d::ProcessGroup& group);
 
 /// How long the store and other ranks are waited for: an eighth of the timeout, between half a

@@ -102,8 +102,7 @@ bool HostChannel::can_all_reduce(const at::Tensor& tensor, Op op) {
 
 at::Tensor HostChannel::allocate(int64_t numel, const at::TensorOptions& options) {
   const size_t bytes = static_cast<size_t>(numel) * options.dtype().itemsize();
-  std::shared_ptr<char> memory = memory_->allocate(bytes);
-  std::memset(memory.get(), 0, bytes);
+  std::shared_ptr<char> memory = memory_->allocate_zeroed(bytes);
   void* data = memory.get();
   return at::from_blob(
       data, {numel}, [memory = std::move(memory)](void*) mutable { memory.reset(); }, options);
@@ -229,20 +228,32 @@ HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::
   return post(held.lock(), std::move(operation), message);
 }
 
-HostChannel::WorkPtr HostChannel::broadcast(const std::string& what, const at::Tensor& tensor,
-                                            int64_t root) {
+HostChannel::WorkPtr HostChannel::broadcast(const std::string& what, std::vector<at::Tensor> parts,
+                                            int64_t root,
+                                            std::shared_ptr<std::vector<uint8_t>> changed) {
   Held held(*this);
   require_usable();
   auto operation = std::make_shared<HostOperation>();
   operation->what = what;
-  operation->output = tensor;
+  operation->parts = std::move(parts);
+  operation->changed = std::move(changed);
   Message message;
   message.kind = HostKind::kBroadcast;
-  message.dtype = tensor.scalar_type();
-  message.numel = tensor.numel();
   message.root = static_cast<int32_t>(root);
+  size_t bytes = 0;
+  for (const at::Tensor& part : operation->parts) bytes += part.nbytes();
+  message.numel = static_cast<int64_t>(bytes);
+  if (!operation->changed && operation->parts.size() == 1) {
+    message.dtype = operation->parts.front().scalar_type();
+    message.numel = operation->parts.front().numel();
+  }
   if (root == rank_) {
-    message.place = stage_copy(*operation, tensor);
+    message.place = stage(*operation, bytes);
+    char* to = operation->staged.get();
+    for (const at::Tensor& part : operation->parts) {
+      copy_bytes(to, part.const_data_ptr(), part.nbytes());
+      to += part.nbytes();
+    }
   }
   return post(held.lock(), std::move(operation), message);
 }

@@ -117,7 +117,10 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   /// @throws Error if the channel has failed before, or the process was forked since it was made.
   WorkPtr all_reduce(const std::string& what, const at::Tensor& tensor,
                      c10d::ReduceOp::RedOpType op);
-  WorkPtr broadcast(const std::string& what, const at::Tensor& tensor, int64_t root);
+  /// `parts` travel as one message. With `changed`, which has one entry for each and outlives the
+  /// call, a part is written, and its entry set, only if its bytes are others than the root's.
+  WorkPtr broadcast(const std::string& what, std::vector<at::Tensor> parts, int64_t root,
+                    std::shared_ptr<std::vector<uint8_t>> changed = nullptr);
   /// `gathered` has `share` of every rank, in the order of the ranks.
   WorkPtr all_gather(const std::string& what, const at::Tensor& gathered, const at::Tensor& share);
   /// By rank so many elements of the first dimension; none given: as many for everybody. What
@@ -170,6 +173,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   void begin(Operation& operation);
   void check_messages(const Operation& operation);
   void read_messages(Operation& operation);
+  static void take_parts(const Operation& operation, const char* message);
   void find_messages(Operation& operation);
   void sum_shares(Operation& operation, bool helps);
   void sum_share(int share, const Operation& operation) const;

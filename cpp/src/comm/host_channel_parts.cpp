@@ -80,6 +80,8 @@ bool HostChannel::finish(Operation& operation, bool in_order) {
 void HostChannel::complete(Operation& operation) {
   operation.completed = true;
   released_.push_back(std::move(operation.output));
+  for (at::Tensor& part : operation.parts) released_.push_back(std::move(part));
+  operation.parts.clear();
   operation.staged.reset();
 }
 
@@ -138,15 +140,16 @@ void HostChannel::read_messages(Operation& operation) {
       from.push_back(peer == rank_ ? operation.staged.get() : peers_[peer].memory->at(place));
     }
   }
-  char* out = static_cast<char*>(operation.output.mutable_data_ptr());
-  const size_t bytes = operation.output.nbytes();
+  const bool writes = operation.kind != HostKind::kBroadcast;
+  char* out = writes ? static_cast<char*>(operation.output.mutable_data_ptr()) : nullptr;
+  const size_t bytes = writes ? operation.output.nbytes() : 0;
   switch (operation.kind) {
     case HostKind::kSumWhole:
       combine(operation.op, operation.output.scalar_type(), operation.output.numel(),
               {from.begin(), from.end()}, {out});
       break;
     case HostKind::kBroadcast:
-      if (operation.root != rank_) copy_bytes(out, from[operation.root], bytes);
+      if (operation.root != rank_) take_parts(operation, from[operation.root]);
       break;
     case HostKind::kAllGather:
       for (int peer = 0; peer < size_; ++peer) {
@@ -173,6 +176,18 @@ void HostChannel::read_messages(Operation& operation) {
   // What lies in another block is mapped when it is first read, for which this process has to be
   // there; then it has completed when all have finished.
   operation.completed = !operation.staged || message_of(rank_, operation.number).place.block == 0;
+}
+
+void HostChannel::take_parts(const Operation& operation, const char* message) {
+  for (size_t i = 0; i < operation.parts.size(); ++i) {
+    const at::Tensor& part = operation.parts[i];
+    void* const to = part.mutable_data_ptr();
+    const size_t bytes = part.nbytes();
+    const bool differs = bytes > 0 && (!operation.changed || std::memcmp(to, message, bytes) != 0);
+    if (differs) copy_bytes(to, message, bytes);
+    if (operation.changed) (*operation.changed)[i] = static_cast<uint8_t>(differs);
+    message += bytes;
+  }
 }
 
 void HostChannel::find_messages(Operation& operation) {

@@ -95,6 +95,16 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
 
   const HierarchyLinks& links() const { return links_; }
 
+  /// False in a process that was forked since: it has no such thread, which may hold a mutex.
+  bool is_own() const { return this_pid() == pid_; }
+
+  void require_own_process() const {
+    if (is_own()) return;
+    throw Error(
+        "this process was forked from the one that made the communicator, and is no rank of it: "
+        "make process groups and wrappers after the fork");
+  }
+
   void issue(const OperationPtr& operation) {
     const std::lock_guard<std::mutex> in_order(issuing_);
     {
@@ -114,6 +124,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
 
   /// Whether the result is there, within that time.
   bool wait_for(HierarchyOperation& operation, milliseconds slice) {
+    require_own_process();
     const Clock::time_point until = Clock::now() + slice;
     {
       std::unique_lock<std::mutex> lock(mutex_);
@@ -376,7 +387,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
         const auto [begin, end] = equal_part(operation.tensor.numel(), layout.columns, column);
         if (begin == end) continue;
         operation.results.push_back(links_.results->broadcast(
-            operation.what, operation.tensor.narrow(0, begin, end - begin), column));
+            operation.what, {operation.tensor.narrow(0, begin, end - begin)}, column));
         APEX_HOST_STEP("handed out");
       }
     }
@@ -384,6 +395,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
     operation.stage = Stage::kHandedOut;
   }
 
+  const int64_t pid_ = this_pid();
   HierarchyLinks links_;
   std::thread thread_;
 
@@ -399,13 +411,12 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
 // --- HostHierarchy ---
 
 HostHierarchy::HostHierarchy(HostLayout layout, HierarchyLinks links)
-    : core_(std::make_shared<HierarchyCore>(std::move(layout), std::move(links))),
-      pid_(this_pid()) {
+    : core_(std::make_shared<HierarchyCore>(std::move(layout), std::move(links))) {
   core_->begin();
 }
 
 HostHierarchy::~HostHierarchy() {
-  if (this_pid() != pid_) {
+  if (!core_->is_own()) {
     // A forked child has no such thread, and cannot end it.
     static_cast<void>(new std::shared_ptr<HierarchyCore>(std::move(core_)));
     return;
@@ -424,17 +435,12 @@ bool HostHierarchy::can_all_reduce(const at::Tensor& tensor, Op op) const {
 
 bool HostHierarchy::wait_for_room(Clock::time_point since, milliseconds slice) {
   const auto& sums = core_->links().sums;
-  return this_pid() != pid_ || !sums || sums->wait_for_room(since, slice);  // all_reduce() tells
+  return !core_->is_own() || !sums || sums->wait_for_room(since, slice);  // all_reduce() tells
 }
 
 c10::intrusive_ptr<c10d::Work> HostHierarchy::all_reduce(const std::string& what,
                                                          const at::Tensor& tensor, Op op) {
-  // Before any lock: the thread, which the child does not have, may have held it.
-  if (this_pid() != pid_) {
-    throw Error(
-        "this process was forked from the one that made the communicator, and is no rank of it: "
-        "make process groups and wrappers after the fork");
-  }
+  core_->require_own_process();
   auto operation = std::make_shared<HierarchyOperation>();
   operation->what = what;
   const at::AutoDispatchBelowADInplaceOrView guard;  // no view tracking
@@ -450,7 +456,7 @@ at::Tensor HostHierarchy::allocate(int64_t numel, const at::TensorOptions& optio
 }
 
 void HostHierarchy::give_up(const std::string& why) noexcept {
-  if (this_pid() == pid_) core_->fail(std::make_exception_ptr(Error(why)));
+  if (core_->is_own()) core_->fail(std::make_exception_ptr(Error(why)));
 }
 
 // --- HierarchyWork ---

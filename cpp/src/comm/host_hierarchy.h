@@ -111,7 +111,6 @@ class HostHierarchy {
 
  private:
   std::shared_ptr<HierarchyCore> core_;
-  const int64_t pid_;
 };
 
 }  // namespace apex::parallel

@@ -126,14 +126,31 @@ void HostMemory::reserve(size_t reserved) {
 }
 
 /// The first gap that is large enough.
-char* HostMemory::take(Block& block, size_t bytes) {
+HostMemory::Taken HostMemory::take(Block& block, size_t bytes) {
   const auto gap = std::find_if(block.free.begin(), block.free.end(),
                                 [&](const auto& one) { return one.second >= bytes; });
-  if (gap == block.free.end()) return nullptr;
+  if (gap == block.free.end()) return {};
   const auto [offset, length] = *gap;
   block.free.erase(gap);
   if (length > bytes) block.free.emplace(offset + bytes, length - bytes);
-  return block.data + offset;
+  // The owner may have written to the end of a block, to be recognized by it.
+  const bool to_end = offset + bytes == block.bytes;
+  const size_t dirty = to_end ? bytes : std::min(bytes, block.used - std::min(block.used, offset));
+  block.used = std::max(block.used, offset + bytes);
+  return {block.data + offset, dirty};
+}
+
+/// Under the mutex.
+HostMemory::Taken HostMemory::take_anywhere(size_t bytes) {
+  for (Block& block : blocks_) {
+    if (const Taken taken = take(block, bytes); taken.data != nullptr) return taken;
+  }
+  add_block(std::max(kBlockBytes, round_up(bytes, kHugePage)));
+  return take(blocks_.back(), bytes);
+}
+
+std::shared_ptr<char> HostMemory::owned(char* data, size_t bytes) {
+  return {data, [self = shared_from_this(), bytes](char* freed) { self->give_back(freed, bytes); }};
 }
 
 void HostMemory::give_back(char* data, size_t bytes) {
@@ -165,18 +182,20 @@ std::shared_ptr<char> HostMemory::allocate(size_t bytes, bool in_first) {
   char* data = nullptr;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (in_first) {
-      data = take(blocks_.front(), rounded);
-      if (data == nullptr) return nullptr;
-    }
-    for (size_t i = 0; data == nullptr && i < blocks_.size(); ++i) data = take(blocks_[i], rounded);
-    if (data == nullptr) {
-      add_block(std::max(kBlockBytes, round_up(rounded, kHugePage)));
-      data = take(blocks_.back(), rounded);
-    }
+    data = (in_first ? take(blocks_.front(), rounded) : take_anywhere(rounded)).data;
   }
-  return {data,
-          [self = shared_from_this(), rounded](char* freed) { self->give_back(freed, rounded); }};
+  return data == nullptr ? nullptr : owned(data, rounded);
+}
+
+std::shared_ptr<char> HostMemory::allocate_zeroed(size_t bytes) {
+  const size_t rounded = round_up(std::max<size_t>(bytes, 1), kAlignment);
+  Taken taken;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    taken = take_anywhere(rounded);
+  }
+  std::memset(taken.data, 0, taken.dirty);
+  return owned(taken.data, rounded);
 }
 
 HostPlace HostMemory::first_place() const {

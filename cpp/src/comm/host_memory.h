@@ -55,6 +55,8 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
   /// @param in_first  from the first block; null if that is full.
   /// @throws Error if the system gives no more.
   std::shared_ptr<char> allocate(size_t bytes, bool in_first = false);
+  /// The same, zeroed. What nobody has had before is zero, and takes no memory until it is written.
+  std::shared_ptr<char> allocate_zeroed(size_t bytes);
 
   /// Where `data` lies for peers; nothing if it is not of this memory.
   std::optional<HostPlace> place_of(const void* data, size_t bytes) const;
@@ -68,10 +70,17 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
     char* data = nullptr;
     size_t bytes = 0;
     std::map<size_t, size_t> free;  ///< offset to length, merged
+    size_t used = 0;                ///< nothing behind this offset was ever given out
+  };
+  struct Taken {
+    char* data = nullptr;
+    size_t dirty = 0;  ///< so many bytes, from the beginning, may not be zero
   };
   HostMemory() = default;
   void add_block(size_t bytes);
-  char* take(Block& block, size_t bytes);
+  Taken take(Block& block, size_t bytes);
+  Taken take_anywhere(size_t bytes);
+  std::shared_ptr<char> owned(char* data, size_t bytes);
   void give_back(char* data, size_t bytes);
   HostPlace place_in(size_t block, size_t offset) const;
 

@@ -64,7 +64,10 @@ struct HostOperation {
   c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM;
   int root = 0;
   std::string what;
-  at::Tensor output;             ///< held, and written
+  at::Tensor output;              ///< held, and written
+  std::vector<at::Tensor> parts;  ///< likewise, of a broadcast: one behind the other in the message
+  /// By part: whether it was written. Null: all of them are.
+  std::shared_ptr<std::vector<uint8_t>> changed;
   int64_t bytes = 0;             ///< of it
   std::vector<int64_t> rooms;    ///< all-to-all: bytes for each rank in output
   std::shared_ptr<char> staged;  ///< what peers read, if it is a copy

@@ -11,6 +11,8 @@
 
 #include <apex/error.h>
 
+#include "floating_point_mode.h"
+
 namespace apex::parallel {
 
 namespace {
@@ -65,6 +67,8 @@ void combine_block(int64_t begin, int64_t numel, const std::vector<const char*>&
 template <Op op, typename Stored>
 void combine_as(int64_t numel, const std::vector<const char*>& from, const std::vector<char*>& to) {
   const auto part = [&](int64_t begin, int64_t end) {
+    // Any rank may sum a share, and every rank sums a small message: Note [Floating-point modes].
+    const DefaultFloatingPointMode mode;
     for (int64_t at = begin; at < end; at += kBlock)
       combine_block<op, Stored>(at, std::min(kBlock, end - at), from, to);
   };

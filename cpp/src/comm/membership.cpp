@@ -63,12 +63,7 @@ void Membership::separate() {
   for (size_t i = 0; i < groups.size(); ++i) {
     const std::string unique = "apex/reducer/" + detail::group_name_of(*parent) + "/" +
                                std::to_string(name) + "/" + std::to_string(i);
-    try {
-      groups[i] = make_separate_group(groups[i], unique);
-    } catch (...) {
-      throw_communication_error("connecting a reducer's communicator", *parent,
-                                std::current_exception());
-    }
+    groups[i] = make_separate_group(groups[i], unique);
     hear_too(*groups[i], *parent);
     host_channel_of(*groups[i]);
     host_hierarchy_of(*groups[i]);

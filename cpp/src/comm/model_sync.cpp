@@ -17,6 +17,7 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
+#include "comm/received_values.h"
 #include "fingerprint.h"
 #include "plain_text.h"
 #include "tensor_parts.h"
@@ -281,14 +282,52 @@ void overwrite(at::Tensor target, at::Tensor values) {
 
 constexpr int64_t kInPlaceBytes = int64_t{1} << 20;
 
+bool is_flat(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+/// Between ranks that share memory, where a message is compared and taken from where it lies.
+/// Returns false where they do not.
+bool broadcast_in_memory(const std::vector<at::Tensor>& chunk, const GroupPtr& group, int64_t root,
+                         const std::string& what) {
+  if (!chunk.front().is_cpu()) return false;
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor& tensor : chunk)
+    parts.push_back(is_flat(tensor) ? tensor : as_bytes(tensor));
+  const auto changed = std::make_shared<std::vector<uint8_t>>(parts.size());
+  const auto work = issue_broadcast_of_changes(what, *group, parts, root, changed);
+  if (!work) return false;
+  wait_collective(work, what, *group);
+  for (size_t i = 0; i < chunk.size(); ++i) {
+    if ((*changed)[i] == 0) continue;
+    at::Tensor target = chunk[i];
+    std::optional<c10::InferenceMode> inference;  // tensors that were made in it are written in it
+    if (target.is_inference()) inference.emplace();
+    if (parts[i].is_same(target)) {
+      target.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
+    } else {
+      target.copy_(parts[i].view(target.scalar_type()).view(target.sizes()));
+    }
+  }
+  return true;
+}
+
 void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group, int64_t root,
                      const std::string& what) {
+  if (broadcast_in_memory(chunk, group, root, what)) return;
   std::vector<at::Tensor> pieces;
   for (const at::Tensor& tensor : chunk) pieces.push_back(as_bytes(tensor));
   // A single large tensor is received where it lies; others by way of a copy, so that those that
   // have not changed are not written.
   const bool where_it_lies = pieces.size() == 1 && pieces[0].numel() >= kInPlaceBytes;
-  at::Tensor flat = where_it_lies ? pieces[0] : at::cat(pieces);
+  const auto total = [&] {
+    int64_t bytes = 0;
+    for (const at::Tensor& piece : pieces) bytes += piece.numel();
+    return bytes;
+  };
+  at::Tensor flat = where_it_lies              ? pieces[0]
+                    : group->getRank() == root ? at::cat(pieces)
+                                               : at::empty({total()}, pieces[0].options());
   run_collective(what, *group, [&] { return issue_broadcast(what, *group, flat, root); });
   if (group->getRank() == root) return;
   int64_t offset = 0;
@@ -367,7 +406,7 @@ void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr
     at::Tensor flat = at::cat(pieces);
     const at::Tensor message = at::isComplexType(batch.dtype) ? at::view_as_real(flat) : flat;
     run_collective(what, *group, [&] { return issue_all_reduce(what, *group, message); });
-    if (scale != 1.0) flat.mul_(scale);
+    if (scale != 1.0) change_received(flat, [scale](const at::Tensor& part) { part.mul_(scale); });
     std::vector<at::Tensor> targets;
     std::vector<at::Tensor> results;
     int64_t offset = 0;

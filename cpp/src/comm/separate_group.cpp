@@ -17,6 +17,7 @@
 #include <apex/error.h>
 
 #include "comm/bounded_call.h"
+#include "comm/collectives.h"
 #include "comm/failure_report.h"
 #include "comm/host_topology.h"
 #include "comm/process_state.h"
@@ -27,6 +28,7 @@ namespace apex::parallel {
 
 namespace {
 
+using Clock = std::chrono::steady_clock;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using BackendType = c10d::ProcessGroup::BackendType;
 
@@ -98,9 +100,10 @@ void meet(c10d::Backend& backend) {
   backend.allreduce(nothing, c10d::AllreduceOptions())->wait();
 }
 
-/// Null without Gloo.
-BackendPtr connect_backend(const BackendPtr& given, const c10::intrusive_ptr<c10d::Store>& store,
-                           int rank, int size) {
+/// Null without Gloo. `parent` is whose ranks connect.
+BackendPtr connect_backend(c10d::ProcessGroup& parent, const std::string& what,
+                           const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
+  const BackendPtr given = parent.getBackend(at::kCPU);
   const auto timeout = distributed::gloo_timeout(*given);
   if (!timeout) return nullptr;
   // The ranks meet in the store, whose process may be stopped: its calls have no deadline.
@@ -110,11 +113,17 @@ BackendPtr connect_backend(const BackendPtr& given, const c10::intrusive_ptr<c10
     meet(*own);
     *made = own;
   });
-  if (!connect.wait_until(std::chrono::steady_clock::now() + *timeout + kAtTheLatest)) {
-    throw Error("the ranks did not meet in the store within " + std::to_string(timeout->count()) +
-                " ms");
-  }
-  if (connect.error()) std::rethrow_exception(connect.error());
+  const auto deadline = Clock::now() + *timeout + kAtTheLatest;
+  wait_for_ranks(what, parent, [&](std::chrono::milliseconds slice) {
+    const auto now = Clock::now();
+    const bool ended = connect.wait_until(std::min(now + slice, deadline));
+    if (!ended && now >= deadline) {
+      throw Error("the ranks did not meet in the store within " + std::to_string(timeout->count()) +
+                  " ms");
+    }
+    if (ended && connect.error()) std::rethrow_exception(connect.error());
+    return ended;
+  });
   return std::move(*made);
 }
 
@@ -157,7 +166,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> connect_some(
     const c10::intrusive_ptr<c10d::ProcessGroup>& parent, const std::string& name, int rank,
     int size) {
   const auto store = c10::make_intrusive<c10d::PrefixStore>(name, parent->getStore());
-  BackendPtr own = connect_backend(parent->getBackend(at::kCPU), store, rank, size);
+  BackendPtr own = connect_backend(*parent, "connecting ranks of several hosts", store, rank, size);
   if (!own) throw Error("there is no Gloo");
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
   group->setDefaultBackend(BackendType::GLOO);
@@ -170,8 +179,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
   const auto store = parent->getStore();
   if (!store || parent->getSize() == 1 || !detail::has_backend(*parent, at::kCPU)) return parent;
   const auto prefixed = c10::make_intrusive<c10d::PrefixStore>(name, store);
-  BackendPtr own =
-      connect_backend(parent->getBackend(at::kCPU), prefixed, parent->getRank(), parent->getSize());
+  BackendPtr own = connect_backend(*parent, "connecting a reducer's communicator", prefixed,
+                                   parent->getRank(), parent->getSize());
   if (!own) return parent;
   c10::intrusive_ptr<c10d::ProcessGroup> group = c10::make_intrusive<SeparateGroup>(
       prefixed, parent->getRank(), parent->getSize(), std::move(own));

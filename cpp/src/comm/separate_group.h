@@ -27,15 +27,16 @@ namespace apex::parallel {
 /// reference.
 ///
 /// Collective over `parent`, every rank with the same `name`, which must be new in the parent's
-/// store. Blocks until all ranks have come. Errors of the backend pass through.
+/// store. Blocks until all ranks have come.
+/// @throws CommunicationError if they do not: a process has ended, or time is up.
 c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
     const c10::intrusive_ptr<c10d::ProcessGroup>& parent, const std::string& name);
 
 /// Connects some of the ranks of `parent`, this one as `rank` of `size`, by connections of their
 /// own, for CPU tensors over Gloo, which `parent` has to have. Collective over these ranks, every
 /// one with the same `name`, which must be new in the parent's store. Blocks until all of them have
-/// come. Not registered under a name; to be ended by end_elsewhere(). Errors of the backend pass
-/// through.
+/// come. Not registered under a name; to be ended by end_elsewhere().
+/// @throws CommunicationError as make_separate_group().
 c10::intrusive_ptr<c10d::ProcessGroup> connect_some(
     const c10::intrusive_ptr<c10d::ProcessGroup>& parent, const std::string& name, int rank,
     int size);

@@ -13,7 +13,9 @@
 
 #include "comm/collectives.h"
 #include "comm/host_topology.h"
+#include "comm/received_values.h"
 #include "distributed/backends.h"
+#include "floating_point_mode.h"
 #include "torch_version.h"
 
 namespace apex::distributed {
@@ -104,7 +106,9 @@ void all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op, const Gr
     return parallel::issue_all_reduce(kWhat, *among, sent, divides ? Op::SUM : op);
   });
   if (!divides) return;
-  sent.div_(among->getSize());
+  const parallel::DefaultFloatingPointMode mode;  // also of the conversion
+  parallel::change_received(sent,
+                            [size = among->getSize()](const at::Tensor& part) { part.div_(size); });
   if (!sent.is_same(real)) real.copy_(sent);
 }
 

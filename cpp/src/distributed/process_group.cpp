@@ -17,6 +17,7 @@
 
 #include "comm/collectives.h"
 #include "comm/group_record.h"
+#include "comm/process_state.h"
 #include "distributed/backends.h"
 #include "distributed/rendezvous.h"
 
@@ -45,6 +46,7 @@ struct World {
   int device_index = -1;  // -1: no GPU was set
   int next_name = 1;
   std::vector<Group> subgroups;
+  int64_t pid = parallel::this_pid();
 };
 
 // Note [Groups at process end]
@@ -83,6 +85,16 @@ void require_same_torch() {
               std::to_string(TORCH_VERSION_MINOR) + " and runs with " + std::to_string(major) +
               "." + std::to_string(minor) +
               ": build apex and this program with the libtorch that they run with");
+}
+
+/// In a forked process: the threads that the groups of its parent would join when they end are not
+/// there. So these groups are forgotten, and never end. Called under both mutexes.
+void forget_world_of_parent() {
+  if (!world_slot() || world_slot()->pid == parallel::this_pid()) return;
+  const World* const parents = world_slot().release();
+  for (const Group& group : parents->subgroups)
+    c10d::unregister_process_group(group->getGroupName());
+  c10d::unregister_process_group(parents->group->getGroupName());
 }
 
 World& require_world() {
@@ -155,6 +167,7 @@ Group make_group(const std::string& name, const std::string& description,
   }
   group->setGroupName(name);
   group->setGroupDesc(description);
+  parallel::made_here(*group);
   c10d::register_process_group(name, group);
   return group;
 }
@@ -222,6 +235,10 @@ c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(const std::string& bac
                                                           const ProcessGroupOptions& options) {
   require_same_torch();
   const std::lock_guard<std::mutex> meeting(meeting_mutex());
+  {
+    const std::lock_guard<std::mutex> lock(world_mutex());
+    forget_world_of_parent();
+  }
   if (is_initialized()) {
     throw InvalidArgument(
         "init_process_group() was called twice: call destroy_process_group() in between");
@@ -369,6 +386,7 @@ void destroy_process_group() {
   std::unique_ptr<World> world;
   {
     const std::lock_guard<std::mutex> lock(world_mutex());
+    forget_world_of_parent();
     world = std::move(world_slot());
   }
   if (!world) {

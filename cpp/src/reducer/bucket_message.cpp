@@ -12,7 +12,9 @@
 
 #include <apex/error.h>
 
+#include "comm/received_values.h"
 #include "reducer/bucket_layout.h"
+#include "reducer/freed_memory.h"
 #include "reducer/multi_tensor.h"
 #include "tensor_parts.h"
 
@@ -281,11 +283,13 @@ void BucketMessage::pack(const std::vector<uint8_t>& used, double scale, uint32_
 }
 
 void BucketMessage::pack_flat(const std::vector<uint8_t>& used, double scale, uint32_t facts) {
+  const bool is_new = !buffer_.defined();
   allocate();
   // Where gradients are copied in, scaling costs nothing on top.
   const double while_copying = device_.is_cpu() && !has_home() ? scale : 1.0;
   std::vector<at::Tensor> targets;
   std::vector<at::Tensor> sources;
+  std::vector<Slot*> copied_slots;
   targets.reserve(slots_.size());
   sources.reserve(slots_.size());
   for (Slot& slot : slots_) {
@@ -306,14 +310,44 @@ void BucketMessage::pack_flat(const std::vector<uint8_t>& used, double scale, ui
       targets.push_back(slot.view);
       // The same memory in another layout cannot be copied onto itself.
       sources.push_back(source.storage().is_alias_of(home_.storage()) ? source.clone() : source);
+      copied_slots.push_back(&slot);
     }
   }
   copied_ = copied_early_ + static_cast<int64_t>(targets.size());
+  if (options_.gradient_as_bucket_view && device_.is_cpu())
+    move_in(copied_slots, targets, sources, while_copying, is_new);
   multi_tensor_copy(std::move(targets), std::move(sources), while_copying);
   if (has_home()) gradients_of(buffer_).copy_(home_);
   if (while_copying != scale) gradients_of(buffer_).mul_(scale);
   trailer_.write(trailer_of(buffer_), used, facts);
   tensor_ = buffer_;
+}
+
+/// See Note [Gradients that move into their bucket]. In a backward that is recorded all gradients
+/// are there before the first bucket is: so what moves goes back to the system, too, or both would
+/// take memory, and the allocator would keep the one of them.
+void BucketMessage::move_in(const std::vector<Slot*>& slots, std::vector<at::Tensor>& targets,
+                            std::vector<at::Tensor>& sources, double scale, bool is_new) {
+  size_t kept = 0;
+  for (size_t i = 0; i < slots.size(); ++i) {
+    Slot& slot = *slots[i];
+    at::Tensor& grad = slot.variable.mutable_grad();
+    const bool moves = slot.used && grad.layout() == at::kStrided && !grad.requires_grad() &&
+                       slot.view.scalar_type() == slot.variable.scalar_type() &&
+                       copy_in_one_pass(targets[i], sources[i], scale);
+    if (moves) {
+      slot.moved = true;
+      slot.early_scale = scale;
+      const size_t bytes = grad.nbytes();
+      grad = sources[i] = targets[i] = at::Tensor();
+      if (is_new) return_freed_memory(bytes);
+    } else {
+      std::swap(targets[kept], targets[i]);
+      std::swap(sources[kept++], sources[i]);
+    }
+  }
+  targets.resize(kept);
+  sources.resize(kept);
 }
 
 at::Tensor BucketMessage::absent(uint32_t facts, bool poison) const {
@@ -411,13 +445,14 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
   const BelowAutograd guard;
   packed_ = false;
   if (kind_ == Kind::kMaskOnly) return;
+  const auto multiply = [scale](const at::Tensor& part) { part.mul_(scale); };
   if (is_sparse()) {
-    if (scale != 1.0) tensor_.mul_(scale);
+    if (scale != 1.0) change_received(tensor_, multiply);
     Slot& slot = slots_.front();
     if (slot.used) slot.variable.mutable_grad() = tensor_;
     return;
   }
-  if (scale != 1.0) gradients_of(tensor_).mul_(scale);
+  if (scale != 1.0) change_received(gradients_of(tensor_), multiply);
   if (kind_ == Kind::kFlat && has_home()) {
     home_.copy_(gradients_of(buffer_));
   }
@@ -453,6 +488,15 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
     sources.push_back(slot.view);
   }
   multi_tensor_copy(std::move(targets), std::move(sources));
+  if (!has_unused_) let_go();
+}
+
+/// Of memory that is the gradients' own: it is freed with them, not in the next backward.
+void BucketMessage::let_go() {
+  // The caller may ask for the buckets themselves.
+  if (kind_ != Kind::kInPlace || options_.gradient_as_bucket_view) return;
+  tensor_ = at::Tensor();
+  for (Slot& slot : slots_) slot.view = at::Tensor();
 }
 
 /// The values of `grad` with the shape of the slot's view.
@@ -516,6 +560,7 @@ void BucketMessage::settle(const std::vector<uint8_t>& used_by_any) {
     }
     slot.stash = at::Tensor();
   }
+  let_go();
 }
 
 void BucketMessage::read_used(const at::Tensor& tensor, std::vector<uint8_t>& used_by_any) const {

@@ -177,7 +177,10 @@ class BucketMessage {
  private:
   void allocate();
   void pack_flat(const std::vector<uint8_t>& used, double scale, uint32_t facts);
+  void move_in(const std::vector<Slot*>& slots, std::vector<at::Tensor>& targets,
+               std::vector<at::Tensor>& sources, double scale, bool is_new);
   void pack_in_place(double scale, const at::Tensor& incoming);
+  void let_go();
   void pack_sparse(double scale);
   bool is_copied(const Slot& slot, double scale) const;
   bool has_home() const { return home_.data_ptr() != buffer_.data_ptr(); }

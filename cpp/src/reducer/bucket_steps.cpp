@@ -13,6 +13,7 @@
 #include <apex/error.h>
 #include <apex/interruption.h>
 
+#include "floating_point_mode.h"
 #include "reducer/profiler_range.h"
 #include "tensor_parts.h"
 
@@ -181,6 +182,7 @@ void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()
 
 void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerContext& context) {
   const c10::OptionalDeviceGuard guard(entry.message.device());
+  const DefaultFloatingPointMode mode;  // for the factor as well
   entry.reduction->deliver(entry.message);
   keep_for_current_stream(entry);
   naming(context, [&] { entry.message.unpack(entry.averaging(context).after, pass.kept); });

@@ -320,6 +320,18 @@ void long_names() {
 /// Hazard: a forked child writes to its parent's connections, or waits in them.
 void forked() {
   apex::distributed::init_process_group("gloo");
+  // Before anything was sent, so that only who has made the group can tell whose it is.
+  const pid_t early = ::fork();
+  if (early == 0) {
+    ::alarm(20);
+    const std::string error = error_of([] { apex::distributed::all_reduce(torch::ones({2})); });
+    apex::distributed::destroy_process_group();  // does not join threads that are not there
+    const bool refused = error.find("was forked") != std::string::npos;
+    ::_exit(refused && !apex::distributed::is_initialized() ? 0 : 1);
+  }
+  int early_status = 0;
+  require(::waitpid(early, &early_status, 0) == early && early_status == 0,
+          "the early child was not refused");
   const std::string path = (fs::path(std::getenv("TEST_FOLDER")) / "forked.ckpt").string();
   Run run;
   run.train(1);

@@ -351,6 +351,42 @@ TEST(BucketMessageInPlace, OnlyOwner_IsReducedWhereItLies) {
   }
 }
 
+// Hazard: memory of the last backward is held until the bucket is packed again, so that the next
+// forward, and the gradients of the next backward, have to do without it.
+TEST(BucketMessageInPlace, Unpacked_OnlyTheGradientHoldsItsMemory) {
+  for (const uint8_t used : {0, 1}) {
+    Rank rank(Kind::kInPlace, {at::zeros({5}).requires_grad_()});
+    if (used != 0) rank.grad(0) = at::full({5}, 3.0);
+    rank.message.pack({used}, 0.5);
+    rank.message.unpack(1.0, {0});
+    rank.message.settle({1});
+    ASSERT_TRUE(rank.grad(0).defined());
+    EXPECT_EQ(rank.grad(0).storage().use_count(), 1u) << static_cast<int>(used);
+  }
+}
+
+// Hazard: in a backward that is recorded all gradients are there when the first bucket is packed.
+TEST(BucketMessage, GradientsThatBecomeViews_Packed_HaveLetGoOfTheirMemory) {
+  using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
+  for (const bool views : {false, true}) {
+    Rank rank(Kind::kFlat, {at::zeros({5}).requires_grad_(), at::zeros({2, 3}).requires_grad_()},
+              Setting{at::kFloat, views, false}.options());
+    rank.set_random_gradients();
+    const auto before = rank.gradients();
+    std::vector<Weak> memory;
+    for (size_t i = 0; i < 2; ++i) {
+      at::Storage storage = rank.grad(i).storage();
+      memory.emplace_back(
+          c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage.unsafeGetStorageImpl()));
+    }
+    rank.message.pack(rank.all(), 0.5);
+    EXPECT_EQ(rank.message.copied(), 2);
+    for (const Weak& one : memory) EXPECT_EQ(one.expired(), views);
+    rank.message.unpack(1.0, rank.all(0));
+    for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(rank.grad(i).equal(before[i] * 0.5)) << views;
+  }
+}
+
 // The engine still holds what came in while a gradient is accumulated; a third owner may read it.
 TEST(BucketMessageInPlace, IncomingGradientOnTheSameMemory_IsNotAnotherOwner) {
   for (const bool third : {false, true}) {

@@ -6,10 +6,13 @@
 #include <support/host_threads.h>
 
 #include <sys/resource.h>
+#include <sys/stat.h>
 
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
 
+#include <algorithm>
+#include <cfenv>
 #include <chrono>
 #include <cmath>
 #include <condition_variable>
@@ -139,7 +142,7 @@ std::function<void()> issue(HostChannel& channel, const Case& one, int rank, int
       };
     }
     case Case::kBroadcast: {
-      auto work = channel.broadcast(what, mine, one.root);
+      auto work = channel.broadcast(what, {mine}, one.root);
       return [=] {
         work->wait();
         require(same_bits(mine, inputs[one.root]), what + ": not the root's");
@@ -252,6 +255,51 @@ TEST(HostChannel, SixteenBitsAreSummedInFloatAndRoundedOnce) {
     at::Tensor half = at::full({9000}, 40000.0, at::kHalf);
     channels[rank]->all_reduce("half", half, Op::AVG)->wait();
     require(half.to(at::kFloat).eq(40000.0).all().item<bool>(), "the sum was rounded to half");
+  }));
+}
+
+// Oracle: the sums of a rank in the default mode. Every rank sums a small message for itself, and
+// any rank may sum a share of a large one.
+TEST(HostChannel, RankThatFlushesOrRoundsUpward_SumsAsTheOthersDo) {
+  const int ranks = 3;
+  const Channels channels = testing::connect_channels(ranks);
+  for (const bool flushes : {false, true}) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+      for (const int64_t numel : {5, 300000}) {
+        std::vector<at::Tensor> inputs;
+        for (int rank = 0; rank < ranks; ++rank) {
+          const double scale = flushes ? (dtype == at::kDouble ? 1e-310 : 1e-39) : 1.0;
+          inputs.push_back((at::rand({numel}, at::kDouble) * scale).to(dtype));
+        }
+        std::vector<at::Tensor> sums;
+        for (const at::Tensor& input : inputs) sums.push_back(input.clone());
+        expect_no_errors(on_ranks(ranks, [&](int rank) {
+          if (rank == 1 && flushes) at::globalContext().setFlushDenormal(true);
+          if (rank == 1 && !flushes) std::fesetround(FE_UPWARD);
+          channels[rank]->all_reduce("sum", sums[rank], Op::AVG)->wait();
+        }));
+        for (int rank = 0; rank < ranks; ++rank)
+          EXPECT_TRUE(same_bits(sums[rank], reference(inputs, Op::AVG))) << dtype << ' ' << rank;
+      }
+    }
+  }
+}
+
+TEST(HostChannel, BroadcastOfChanges_WritesWhatDiffersAndSaysSo) {
+  const int ranks = 3;
+  const Channels channels = testing::connect_channels(ranks);
+  expect_no_errors(on_ranks(ranks, [&](int rank) {
+    // A NaN equals itself here, and -0.0 is not 0.0.
+    std::vector<at::Tensor> parts{at::full({3}, std::nanf("")), at::zeros({70000}, at::kByte),
+                                  at::empty({0}), at::zeros({2}), at::full({1}, 5, at::kLong)};
+    if (rank == 0) parts[3].neg_();
+    if (rank == 2) parts[4].fill_(6);
+    const auto changed = std::make_shared<std::vector<uint8_t>>(parts.size());
+    channels[rank]->broadcast("changes", parts, 0, changed)->wait();
+    require(parts[0].isnan().all().item<bool>() && parts[4].item<int64_t>() == 5, "the values");
+    require(std::signbit(parts[3][0].item<float>()), "the sign of a zero");
+    const std::vector<uint8_t> expected{0, 0, 0, rank != 0, rank == 2};
+    require(*changed == expected, "what has changed");
   }));
 }
 
@@ -371,7 +419,7 @@ INSTANTIATE_TEST_SUITE_P(
                  [](HostChannel& channel, int rank) {
                    const at::Tensor one = at::ones({5});
                    (rank == 0 ? channel.all_reduce("sum", one, Op::SUM)
-                              : channel.broadcast("sum", one, 0))
+                              : channel.broadcast("sum", {one}, 0))
                        ->wait();
                  },
                  "different collectives"},
@@ -456,6 +504,27 @@ TEST(HostMemory, FreedMemoryIsUsedAgain) {
   char* const first = held.front().get();
   held.clear();
   EXPECT_EQ(memory->allocate(size_t{50} << 20).get(), first);  // the gaps have been merged
+}
+
+TEST(HostMemory, Zeroed_IsZero_AndNewMemoryIsNotTakenBeforeItIsWritten) {
+  const auto memory = HostMemory::create(HostChannel::kFirstBytes);
+  const size_t bytes = size_t{30} << 20;
+  const auto taken = [&](const void* data) {
+    struct stat status{};
+    EXPECT_EQ(::fstat(memory->place_of(data, 1)->fd, &status), 0);
+    return static_cast<size_t>(status.st_blocks) * 512;
+  };
+  for (const bool is_new : {true, false}) {
+    const auto data = memory->allocate_zeroed(bytes);
+    if (is_new) {
+      EXPECT_LT(taken(data.get()), bytes / 4);
+    }
+    EXPECT_TRUE(std::all_of(data.get(), data.get() + bytes, [](char one) { return one == 0; }));
+    std::memset(data.get(), 1, bytes);
+  }
+  // Half of it new.
+  const auto data = memory->allocate_zeroed(2 * bytes);
+  EXPECT_TRUE(std::all_of(data.get(), data.get() + 2 * bytes, [](char one) { return one == 0; }));
 }
 
 TEST(HostMemory, LargerThanTheLimitOfFiles_ThrowsBeforeASignalEndsTheProcess) {

@@ -528,18 +528,27 @@ INSTANTIATE_TEST_SUITE_P(Hosts, HostGroups, ::testing::Values(Places{0, 0, 0}, P
 
 TEST(HostHierarchy, ForkedChildIsNoRank) {
   expect_done(run({0, 0, 1}, [](Rank& self) {
+    const auto before = self.hierarchy->all_reduce("before the fork", at::ones({3}), Op::SUM);
     const pid_t child = ::fork();
     if (child == 0) {
-      try {
-        self.hierarchy->all_reduce("in the child", at::ones({3}), Op::SUM);
-      } catch (const std::exception& error) {
-        ::_exit(std::string(error.what()).find("was forked") == std::string::npos ? 2 : 0);
-      }
-      ::_exit(3);
+      ::alarm(20);  // the thread for which the child would wait is not there
+      const auto is_refused = [](const auto& call) {
+        try {
+          call();
+        } catch (const std::exception& error) {
+          return std::string(error.what()).find("was forked") != std::string::npos;
+        }
+        return false;
+      };
+      const bool refused =
+          is_refused([&] { self.hierarchy->all_reduce("in the child", at::ones({3}), Op::SUM); }) &&
+          is_refused([&] { before->wait(); });
+      ::_exit(refused ? 0 : 2);
     }
     int status = 0;
     ::waitpid(child, &status, 0);
     require(status == 0, "the child was not refused");
+    before->wait();
     train(self);
   }));
 }

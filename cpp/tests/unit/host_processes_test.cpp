@@ -112,7 +112,7 @@ void train(HostChannel& channel, int rank, int ranks) {
   channel.all_gather("gather", all, at::full({40000}, rank, at::kFloat))->wait();
   check(all.narrow(0, 40000 * (ranks - 1), 40000), ranks - 1, "gathered");
   at::Tensor root = at::full({3}, rank, at::kFloat);
-  channel.broadcast("broadcast", root, 1)->wait();
+  channel.broadcast("broadcast", {root}, 1)->wait();
   check(root, 1, "broadcast");
 }
 
@@ -319,7 +319,7 @@ TEST(HostProcess, ForkedChildIsNoRank) {
 TEST(HostProcess, WhatAnotherThreadCompletesDuringASleep_NeedsNoRankThatHasLeft) {
   auto channels = testing::connect_channels(3);
   const std::vector<at::Tensor> tensors{at::ones({3}), at::zeros({3}), at::zeros({3})};
-  channels[2]->broadcast("broadcast", tensors[2], 0);
+  channels[2]->broadcast("broadcast", {tensors[2]}, 0);
   channels[2].reset();
   const auto work = channels[1]->broadcast("broadcast", tensors[1], 0);
   bool slept = false;

@@ -96,8 +96,10 @@ class Buffers:
         )
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         header = torch.tensor([mine, size], device="cpu")
-        first = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in self._layout]
-        message = [header, *(first if changed else tensors)]
+        first = tensors
+        if changed:
+            first = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in self._layout]
+        message = [header, *first]
         _core.broadcast_coalesced(message, name_of(group), root, self._what)
         sent, sent_size = header.tolist()
         if sent != self._fingerprint:

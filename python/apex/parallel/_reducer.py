@@ -72,7 +72,9 @@ class Reducer:
             tensors = self.grads
         world = dist.get_world_size(self.process_group)
         name = name_of(self.process_group)
-        _core.all_reduce_coalesced(tensors, name, 1.0 / world, "all-reduce in Reducer.reduce()")
+        # The same on ranks that round otherwise: Python divides large integers by itself.
+        scale = (1 << 64) / (world << 64)
+        _core.all_reduce_coalesced(tensors, name, scale, "all-reduce in Reducer.reduce()")
 
 
 def flat_dist_call(

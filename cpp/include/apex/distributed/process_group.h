@@ -136,6 +136,8 @@ APEX_API void barrier(const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
 /// Shuts down and forgets the default group and all groups of new_group(). Does nothing without
 /// them. Groups that the caller still holds must not be used any more. A program that ends without
 /// this call ends cleanly, too; with NCCL, call it so that pending collectives are ended in order.
+/// In a process that was forked since they were made, it only forgets them: init_process_group()
+/// may follow there.
 APEX_API void destroy_process_group();
 
 }  // namespace apex::distributed

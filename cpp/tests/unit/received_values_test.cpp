@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Oracle: the same arithmetic in the default floating-point mode, bit for bit.
+
+#include "comm/received_values.h"
+
+#include <cfenv>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <thread>
+
+#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+
+#include "floating_point_mode.h"
+
+namespace apex::parallel {
+namespace {
+
+const std::function<void()> kModes[] = {
+    [] { at::globalContext().setFlushDenormal(true); },
+    [] { std::fesetround(FE_UPWARD); },
+};
+
+/// On a thread of its own, whose mode ends with it.
+void in_each_mode(const std::function<void()>& body) {
+  for (const auto& set_mode : kModes) {
+    std::thread([&] {
+      set_mode();
+      body();
+    }).join();
+  }
+}
+
+volatile float tiny = 1e-38F, three = 3.0F, one = 1.0F;
+
+/// Of two results; compared as bits, since subnormal numbers may equal zero in such a mode.
+struct Results {
+  uint32_t half_of_tiny, third;
+
+  static Results compute() {
+    const volatile float results[] = {tiny / 2.0F, one / three};
+    Results bits{};
+    std::memcpy(&bits, const_cast<const float*>(results), sizeof(bits));
+    return bits;
+  }
+  bool operator==(const Results& other) const {
+    return half_of_tiny == other.half_of_tiny && third == other.third;
+  }
+};
+
+TEST(DefaultFloatingPointMode, InAnyMode_ComputesInTheDefault_AndRestores) {
+  const Results expected = Results::compute();
+  in_each_mode([&] {
+    const Results before = Results::compute();
+    EXPECT_FALSE(before == expected) << "the mode does nothing";
+    {
+      const DefaultFloatingPointMode mode;
+      EXPECT_TRUE(Results::compute() == expected);
+      {
+        const DefaultFloatingPointMode nested;
+      }
+      EXPECT_TRUE(Results::compute() == expected);
+    }
+    EXPECT_TRUE(Results::compute() == before);
+  });
+}
+
+// Threads inherit the mode of the thread that starts them.
+TEST(ChangeReceived, InAnyMode_OnSeveralThreads_IsTheDefaultsResult) {
+  const at::Tensor values = (at::rand({500, 400}, at::kDouble) * 1e-38).to(at::kFloat);
+  const auto change = [](const at::Tensor& part) { part.mul_(1.0 / 3.0); };
+  at::Tensor expected = values.clone();
+  change_received(expected, change);
+  EXPECT_TRUE(at::allclose(expected.to(at::kDouble) * 3.0, values.to(at::kDouble), 1e-5, 0.0));
+  const int before = at::get_num_threads();
+  in_each_mode([&] {
+    at::set_num_threads(3);
+    at::Tensor transposed = values.t().clone(at::MemoryFormat::Preserve);
+    change_received(transposed, change);
+    EXPECT_TRUE(transposed.t().contiguous().view(at::kInt).equal(expected.view(at::kInt)));
+    at::Tensor with_gaps = at::zeros({500, 800}).slice(1, 0, 800, 2).copy_(values);
+    change_received(with_gaps, change);
+    EXPECT_TRUE(with_gaps.contiguous().view(at::kInt).equal(expected.view(at::kInt)));
+  });
+  at::set_num_threads(before);
+}
+
+}  // namespace
+}  // namespace apex::parallel
