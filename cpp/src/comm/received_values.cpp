@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "comm/received_values.h"
 
+#include <algorithm>
+
 #include <ATen/Functions.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include "floating_point_mode.h"
@@ -11,8 +12,9 @@ namespace apex::parallel {
 
 namespace {
 
-/// Fewer elements are not worth another thread.
-constexpr int64_t kGrain = 32768;
+/// Operators do not start other threads, which would compute in their own mode, for so few
+/// elements.
+constexpr int64_t kOneThread = 32768;
 
 }  // namespace
 
@@ -21,17 +23,11 @@ void change_received(const at::Tensor& tensor,
   if (!tensor.is_cpu()) return change(tensor);
   if (tensor.layout() == at::kSparse) return change_received(tensor._values(), change);
   const DefaultFloatingPointMode mode;
-  const bool one_thread =
-      tensor.numel() <= kGrain || at::get_num_threads() == 1 || at::in_parallel_region();
-  if (one_thread || !tensor.is_non_overlapping_and_dense()) return change(tensor);
+  if (tensor.numel() <= kOneThread || !tensor.is_non_overlapping_and_dense()) return change(tensor);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::Tensor flat = tensor.as_strided({tensor.numel()}, {1}, tensor.storage_offset());
-  // An operator would start these threads itself, and they would compute in their own mode.
-  at::parallel_for(0, flat.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    const DefaultFloatingPointMode mode_of_thread;
-    const at::AutoDispatchBelowADInplaceOrView below_autograd_of_thread;
-    change(flat.narrow(0, begin, end - begin));
-  });
+  for (int64_t begin = 0; begin < flat.numel(); begin += kOneThread)
+    change(flat.narrow(0, begin, std::min(kOneThread, flat.numel() - begin)));
 }
 
 }  // namespace apex::parallel

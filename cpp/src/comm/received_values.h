@@ -10,7 +10,7 @@
 namespace apex::parallel {
 
 /// Calls `change(part)`, which overwrites each element of `part` by a function of that element
-/// alone, so that all of `tensor` is changed: in the default mode on every thread, see
+/// alone, so that all of `tensor` is changed: on this thread and in the default mode, see
 /// Note [Floating-point modes]. On devices other than the CPU it is one call. A sparse tensor is
 /// changed in its values.
 ///

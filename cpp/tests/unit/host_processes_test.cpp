@@ -321,11 +321,11 @@ TEST(HostProcess, WhatAnotherThreadCompletesDuringASleep_NeedsNoRankThatHasLeft)
   const std::vector<at::Tensor> tensors{at::ones({3}), at::zeros({3}), at::zeros({3})};
   channels[2]->broadcast("broadcast", {tensors[2]}, 0);
   channels[2].reset();
-  const auto work = channels[1]->broadcast("broadcast", tensors[1], 0);
+  const auto work = channels[1]->broadcast("broadcast", {tensors[1]}, 0);
   bool slept = false;
   testing::at_step = [&](const std::string& step) {
     if (step != "sleeps" || std::exchange(slept, true)) return;
-    channels[0]->broadcast("broadcast", tensors[0], 0);
+    channels[0]->broadcast("broadcast", {tensors[0]}, 0);
     EXPECT_TRUE(work->isCompleted());  // as another thread would
     ::poll(nullptr, 0, 25);            // longer than a nap: the peers are looked at
   };

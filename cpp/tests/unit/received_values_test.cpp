@@ -34,14 +34,14 @@ void in_each_mode(const std::function<void()>& body) {
   }
 }
 
-volatile float tiny = 1e-38F, three = 3.0F, one = 1.0F;
+volatile float tiny = 1e-38F, three = 3.0F, ten = 10.0F;
 
 /// Of two results; compared as bits, since subnormal numbers may equal zero in such a mode.
 struct Results {
   uint32_t half_of_tiny, third;
 
   static Results compute() {
-    const volatile float results[] = {tiny / 2.0F, one / three};
+    const volatile float results[] = {tiny / 2.0F, ten / three};
     Results bits{};
     std::memcpy(&bits, const_cast<const float*>(results), sizeof(bits));
     return bits;
@@ -74,16 +74,13 @@ TEST(ChangeReceived, InAnyMode_OnSeveralThreads_IsTheDefaultsResult) {
   const auto change = [](const at::Tensor& part) { part.mul_(1.0 / 3.0); };
   at::Tensor expected = values.clone();
   change_received(expected, change);
-  EXPECT_TRUE(at::allclose(expected.to(at::kDouble) * 3.0, values.to(at::kDouble), 1e-5, 0.0));
+  EXPECT_TRUE(at::allclose(expected.to(at::kDouble) * 3.0, values.to(at::kDouble), 1e-5, 1e-44));
   const int before = at::get_num_threads();
   in_each_mode([&] {
     at::set_num_threads(3);
     at::Tensor transposed = values.t().clone(at::MemoryFormat::Preserve);
     change_received(transposed, change);
     EXPECT_TRUE(transposed.t().contiguous().view(at::kInt).equal(expected.view(at::kInt)));
-    at::Tensor with_gaps = at::zeros({500, 800}).slice(1, 0, 800, 2).copy_(values);
-    change_received(with_gaps, change);
-    EXPECT_TRUE(with_gaps.contiguous().view(at::kInt).equal(expected.view(at::kInt)));
   });
   at::set_num_threads(before);
 }
