@@ -123,7 +123,7 @@ def _hooked(rank: int, world: int, kind: str, views: bool) -> None:
         for p in model.parameters()
     ]
     x = torch.full((2, 4), 1.0 + rank)
-    for _ in range(3):
+    for _ in range(1 if kind == "by hand" else 3):  # after an update by hand ranks are out of step
         with raises(RuntimeError, f"rank {rank}: parameter '", "is updated inside backward"):
             ddp(x).sum().backward()
     if kind != "by hand":  # refused before it has written anything

@@ -102,10 +102,9 @@ void wait_or_hear(const c10d::ProcessGroup& group,
   } catch (const Passing& passing) {
     std::rethrow_exception(passing.error);
   } catch (const HookFailed& failed) {
-    announce_failure(group, what);
-    throw CommunicationError(
-        "rank " + std::to_string(group.getRank()) + " of " + std::to_string(group.getSize()) +
-        ": " + what + " failed: " + failed.text + " (" + kHooksApart + ")" + note_on_ranks(group));
+    // A hook may have failed because a rank is lost, which is looked for.
+    throw_communication_error(what, group, std::make_exception_ptr(Error(failed.text)),
+                              kHooksApart);
   } catch (...) {
     throw_communication_error(what, group, std::current_exception());
   }

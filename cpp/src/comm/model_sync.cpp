@@ -283,7 +283,7 @@ void overwrite(at::Tensor target, at::Tensor values) {
 constexpr int64_t kInPlaceBytes = int64_t{1} << 20;
 
 bool is_flat(const at::Tensor& tensor) {
-  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+  return has_memory(tensor) && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
 /// Between ranks that share memory, where a message is compared and taken from where it lies.
@@ -306,7 +306,7 @@ bool broadcast_in_memory(const std::vector<at::Tensor>& chunk, const GroupPtr& g
     if (parts[i].is_same(target)) {
       target.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
     } else {
-      target.copy_(parts[i].view(target.scalar_type()).view(target.sizes()));
+      overwrite(target, parts[i].view(target.scalar_type()).view(target.sizes()));
     }
   }
   return true;

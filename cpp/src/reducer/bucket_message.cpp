@@ -332,7 +332,9 @@ void BucketMessage::move_in(const std::vector<Slot*>& slots, std::vector<at::Ten
   for (size_t i = 0; i < slots.size(); ++i) {
     Slot& slot = *slots[i];
     at::Tensor& grad = slot.variable.mutable_grad();
+    // A subclass stays one: unpack() gives it its values.
     const bool moves = slot.used && grad.layout() == at::kStrided && !grad.requires_grad() &&
+                       has_memory(grad) && !slot.in_parts &&
                        slot.view.scalar_type() == slot.variable.scalar_type() &&
                        copy_in_one_pass(targets[i], sources[i], scale);
     if (moves) {

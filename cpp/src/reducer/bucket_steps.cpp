@@ -139,13 +139,14 @@ void launch_absent(std::vector<PlannedBucket>& entries, const StepFacts& facts,
     if (entry.launched || entry.traits.starts_at_wait) continue;
     entry.launched = true;
     if (without_user_code && entry.traits.runs_user_code) continue;
+    // Also one of before the failure, whose hook has collectives that it has not issued yet.
+    if (b > 0) let_next_pass(entries[b - 1], b - 1, context);
     const c10::OptionalDeviceGuard guard(entry.message.device());
     entry.absent = entry.message.absent(facts.encode(), facts.failed && !heard);
     // Named as by the ranks whose gradients travel in it: see Note [Ranks in different
     // collectives].
     start(entry, entry.absent, describe_bucket(entry, b, context), context);
     entry.reduction->leave();
-    let_next_pass(entry, b, context);
   }
 }
 

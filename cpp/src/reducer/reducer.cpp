@@ -6,6 +6,9 @@
 #include <string>
 #include <utility>
 
+#include <ATen/Functions.h>
+#include <c10/core/InferenceMode.h>
+
 #include <apex/error.h>
 
 #include "comm/separate_group.h"
@@ -150,11 +153,14 @@ void Reducer::release_all() {
 }
 
 at::Tensor Reducer::skip_step() {
+  core_->prepare_for_forward();  // there may be none before the backward
   core_->skip_step();
   const at::Device device =
       parameters().empty() ? at::Device(at::kCPU) : parameters().front().tensor.device();
+  const c10::InferenceMode no_inference(false);
   const at::AutoGradMode grads(true);
-  const at::Tensor loss = at::zeros({}, device).requires_grad_().mul(1);
+  const auto kind = at::TensorOptions(device).dtype(at::kFloat);
+  const at::Tensor loss = at::zeros({}, kind).requires_grad_().mul(1);
   core_->watch_outputs({loss});
   return loss;
 }

@@ -141,6 +141,7 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   Recording recording(const StepFacts& facts) const;
   void launch_rest();
   void call_off();
+  void call_off_failed();
   bool may_defer() const;
   size_t done_in_order() const;
   void order_by_need(size_t done);

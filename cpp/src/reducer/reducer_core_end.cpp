@@ -260,14 +260,16 @@ void ReducerCore::complete(size_t done) {
     close_book();
     std::rethrow_exception(failure);
   }
-  step_skipped_ = pass_->skipped;
-  if (step_skipped_) call_off();
+  if (pass_->skipped) call_off();
   for (Parameter& parameter : context_.parameters) parameter.touched = false;
   remember_reduced();
   sample_parameters();
   const BackwardPass ended = std::move(*pass_);
+  // Ranks without a gradient in it recorded nothing that later steps could go by.
+  const bool recorded = book_.current() != nullptr && book_.current()->backwards <= 1;
   end_pass();
   close_book();
+  if (ended.skipped && recorded) book_.forget();
   context_.statistics.add(&ReducerStatistics::backwards);
   if (!ended.out_of_step.empty()) companions_.tell();
   ended.rethrow();

@@ -137,22 +137,23 @@ void ReducerCore::or_drop(const std::function<void()>& body) {
       fail();
     }
     drop_messages();
+    call_off_failed();
     throw;
   }
 }
 
-/// Runs the end of a backward; where it is called off, no gradient of it is left on this rank.
+/// Runs the end of a backward, which another rank's failure may call off.
 void ReducerCore::or_skip(const std::function<void()>& body) {
   try {
     body();
   } catch (const StepSkipped&) {
-    step_skipped_ = true;
-    call_off();
+    // Dropped, with all gradients.
   }
 }
 
 /// No gradient of this backward counts: see Note [Skipped steps].
 void ReducerCore::call_off() {
+  step_skipped_ = true;
   for (Parameter& parameter : context_.parameters) {
     if (!context_.parameters.owns(parameter)) continue;
     parameter.touched = false;
@@ -162,6 +163,11 @@ void ReducerCore::call_off() {
   if (pass_) pass_->non_finite.clear();
   step_.tracker.backward_skipped();
   context_.statistics.add(&ReducerStatistics::steps_skipped);
+}
+
+/// After a backward that was dropped: the other ranks skip the step, so this one does.
+void ReducerCore::call_off_failed() {
+  if (context_.options.skip_failed_steps && phase_ == Phase::kIdle) call_off();
 }
 
 void ReducerCore::drop_messages() noexcept {
@@ -260,10 +266,7 @@ void ReducerCore::abandon(BackwardScope* scope) noexcept {
     send_failure();
     drop_messages();
   }
-  if (context_.options.skip_failed_steps && phase_ == Phase::kIdle) {
-    step_skipped_ = true;
-    call_off();
-  }
+  call_off_failed();
 }
 
 }  // namespace apex::parallel::detail

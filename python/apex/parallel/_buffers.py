@@ -12,7 +12,7 @@ from torch import nn
 
 from apex import _core
 from apex._internal.group_names import name_of
-from apex._internal.tensor_parts import with_memory
+from apex._internal.tensor_parts import parts, with_memory
 
 # Note [Buffers that change]
 #
@@ -42,9 +42,18 @@ def described(module: nn.Module, ignored: Container[str] = ()) -> list[str]:
 
 def _kind(buffer: torch.Tensor) -> str:
     """What else decides on whether and how it can be sent; empty for a plain tensor."""
-    kind = "" if type(buffer) in (torch.Tensor, nn.Parameter) else f" {type(buffer).__name__}"
-    layout = "" if buffer.layout == torch.strided else f" {buffer.layout}"
-    return kind + layout + (" on meta" if buffer.is_meta else "")
+    if buffer.is_meta:
+        return " on meta"
+    if buffer.layout != torch.strided:
+        return f" {buffer.layout}"
+    if type(buffer) in (torch.Tensor, nn.Parameter, nn.Buffer):
+        freed = buffer.numel() > 0 and not buffer.untyped_storage().size()
+        return " without memory" if freed else " quantized" if buffer.is_quantized else ""
+    try:
+        held = [f"{part.dtype} {list(part.shape)}" for part in parts(buffer)]
+    except ValueError:  # check() says why
+        held = []
+    return f" {type(buffer).__name__}({', '.join(held)})"
 
 
 def check(module: nn.Module, group: dist.ProcessGroup, ignored: Container[str]) -> None:
@@ -104,7 +113,9 @@ class Buffers:
         sent, sent_size = header.tolist()
         if sent != self._fingerprint:
             second = tensors
-            if sent != mine:
+            if sent == mine:
+                check(self._module, group, self._ignored)
+            else:
                 second = [torch.empty(sent_size, dtype=torch.uint8, device="cpu")]
             _core.broadcast_coalesced(second, name_of(group), root, self._what)
         if sent != mine:

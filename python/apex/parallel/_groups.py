@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import os
 import weakref
 from typing import Any, cast
 
@@ -21,12 +22,30 @@ def world_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.group.WORLD)
 
 
+#: The groups that a fork has copied into this process: it is no rank of them.
+_of_parent: list[Any] = []
+
+
+def _forked() -> None:
+    if dist.is_initialized():
+        _of_parent.extend(getattr(dist.distributed_c10d._world, "pg_map", ()))
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
     """Return ``process_group`` or the default group.
 
     Raises:
         RuntimeError: if torch.distributed is not initialized, or this process is not in the group.
     """
+    # Before anything is asked of it: the child has none of its threads, and would wait for them.
+    if any((process_group or dist.group.WORLD) is group for group in _of_parent):
+        raise RuntimeError(
+            f"{who}: this process was forked from the one that made the communicator, and is no "
+            "rank of it: make process groups and wrappers after the fork."
+        )
     if not dist.is_initialized():
         raise RuntimeError(
             f"{who} needs a process group: call torch.distributed.init_process_group() first "

@@ -388,7 +388,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
                     "and transforms of torch.func communicate nothing: run one forward outside of "
                     "them before, on every rank."
                 )
-            reducer.prepare_for_forward(False)
+            reducer.prepare_for_forward()
             return
         if reducer is None:
             reducer = engine.connected()
@@ -461,13 +461,21 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
             optimizer.step()
 
         Its backward takes part in that of the other processes. A process that has a loss may run
-        backward on that instead; either way each process runs one. Does not block. Not thread safe.
+        backward on that instead; either way each process runs one. Does not block, unless
+        parameters were added, removed or replaced: then it is collective, as forward is. Not thread
+        safe.
 
         Raises:
             RuntimeError: with :class:`OverlappedOptimizer`; with a bucket callback unless
                 ``on_failure="skip"``; on a GPU unless ``check_reduction=True`` or
                 ``on_failure="skip"``; in a backward whose last bucket was launched.
         """
+        engine, mixed = self._engine, self._mixed_precision
+        in_place = mixed is not None and mixed.in_place
+        if engine.reducer is not None and not in_place and engine.module_changed():
+            # The other processes notice the change in their forward, of which there may be none
+            # here.
+            return engine.make_reducer(init_sync=True).skip_step()
         return self._reducer.skip_step()
 
     @property
