@@ -460,10 +460,10 @@ def test_first_step_that_every_rank_skips_records_nothing(ranks: RankPool) -> No
 
 def _changed_module(rank: int, world: int, forward: bool) -> None:
     """The module has changed since the last step: skipping does not miss the new reducer."""
-    ddp = DistributedDataParallel(nn.Sequential(make(seed=rank), nn.Linear(6, 3)))
+    ddp = DistributedDataParallel(nn.Sequential(make(seed=rank), nn.Linear(4, 3)))
     backward(ddp, rank, 0)
     torch.manual_seed(rank)
-    ddp.module[1] = nn.Linear(6, 2)
+    ddp.module[1] = nn.Linear(4, 2)
     ddp.zero_grad()
     if rank == 0:
         loss = ddp.skip_step()

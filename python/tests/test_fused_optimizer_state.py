@@ -511,3 +511,15 @@ def test_fused_optimizer_sparse_gradient_is_refused_before_anything_changes(kind
     ):
         optimizer.step()
     assert torch.equal(dense, torch.ones(3)) and not optimizer.state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adam_that_loaded_a_state_counts_its_own_steps(dtype: torch.dtype) -> None:
+    """The step counter is not the one of the optimizer that the state came from."""
+    first, second = (torch.ones(4, dtype=dtype, requires_grad=True) for _ in range(2))
+    one, two = FusedAdam([first], lr=0.1), FusedAdam([second], lr=0.1)
+    first.grad = torch.ones_like(first)
+    one.step()
+    two.load_state_dict(one.state_dict())
+    one.step()
+    assert [float(o.state[p]["step"]) for o, p in ((one, first), (two, second))] == [2, 1]

@@ -210,7 +210,7 @@ std::string describe(const torch::optim::Optimizer& optimizer) {
 }
 
 // What ranks compare of their parts, as one number.
-constexpr int64_t kSampler = 1, kScaler = 2, kOptimizer = 4;
+constexpr int64_t kSampler = 1, kScaler = 2, kLoads = 4, kOptimizer = 8;
 
 /// Only rank 0 writes: what it does not have would not be in the file, and nobody would miss it
 /// before it is loaded.
@@ -219,6 +219,13 @@ void require_same_parts(const char* function, const std::vector<int64_t>& by_ran
                                   [&](int64_t given) { return given != by_rank.front(); });
   if (other == by_rank.end()) return;
   const int64_t here = *other, first = by_rank.front();
+  // The first number that either function exchanges, so that ranks in both notice it.
+  if (((here ^ first) & kLoads) != 0) {
+    throw InvalidArgument("Checkpoint: rank " + std::to_string(other - by_rank.begin()) +
+                          (here & kLoads ? " is in load(), and rank 0 in save()"
+                                         : " is in save(), and rank 0 in load()") +
+                          "; call the same on every rank");
+  }
   const std::string error = std::string("Checkpoint::") + function + "(): rank " +
                             std::to_string(other - by_rank.begin()) + " gives ";
   if (here / kOptimizer != first / kOptimizer) {
@@ -324,6 +331,7 @@ void Checkpoint::write(const std::string& path, int64_t step,
 
 void Checkpoint::save(const std::string& path, int64_t step) {
   const Ranks ranks(group_, device());
+  require_same_parts("save", ranks.gather(given()));
   // Looked at by every rank, so that no other waits for one that throws.
   const std::vector<int64_t> steps = ranks.gather(step);
   const auto negative =
@@ -333,7 +341,6 @@ void Checkpoint::save(const std::string& path, int64_t step) {
                           std::to_string(negative - steps.begin()) + " is " +
                           std::to_string(*negative) + "; it must not be negative");
   }
-  require_same_parts("save", ranks.gather(given()));
   std::string sampler;
   ranks.agree(error_of([&] {
     if (sampler_ == nullptr) return;
@@ -423,7 +430,7 @@ void Checkpoint::read(const std::string& path, const at::Tensor& bytes, int64_t*
 
 int64_t Checkpoint::load(const std::string& path, bool may_be_missing) {
   const Ranks ranks(group_, device());
-  require_same_parts("load", ranks.gather(given()));
+  require_same_parts("load", ranks.gather(given() | kLoads));
   at::Tensor bytes;
   bool missing = false;
   std::string error;

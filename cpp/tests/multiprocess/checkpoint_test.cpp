@@ -205,6 +205,10 @@ void bad_files() {
   if (!first) stepped.optimizer(run.optimizer);
   expect(error_of([&] { stepped.save(uneven, 1); }), "save()",
          "rank 1 gives 1 optimizers, and rank 0 0; give the same on every rank");
+  const auto save_or_load = [&] {
+    first ? Checkpoint(run.model).save(uneven, 1) : void(Checkpoint(run.model).load(path));
+  };
+  expect(error_of(save_or_load), "Checkpoint", "rank 1 is in load(), and rank 0 in save()");
   require(!fs::exists(uneven), "it was written");
   expect(error_of([&] { scaled.load(path); }), "load()", "rank 1 gives a scaler");
   expect(error_of([&] { scaled.resume(uneven); }), "load()", "rank 1 gives a scaler");

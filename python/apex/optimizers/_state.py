@@ -59,8 +59,12 @@ class WideState(torch.optim.Optimizer):
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         for param, index in zip(members, saved, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
-                # A step counter has a type and a device of its own, which torch knows.
-                if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+                if not isinstance(value, Tensor) or not value.is_floating_point():
+                    continue
+                if name == "step":
+                    # Of a type and on a device that torch knows, but shared with the source.
+                    self.state[param][name] = self.state[param][name].clone()
+                else:
                     self.state[param][name] = value.detach().to(
                         param.device, wide_type(param.dtype), copy=True
                     )

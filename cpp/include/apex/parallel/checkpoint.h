@@ -76,7 +76,8 @@ class APEX_API Checkpoint {
   /// .NAME.PID.part behind; a NAME too long for that is cut.
   /// @throws apex::Error on every rank, naming the file and the cause.
   /// @throws InvalidArgument on every rank for a negative step, and if the ranks have given
-  ///         different parts; CommunicationError.
+  ///         different parts (numbers of optimizers, a scaler, a sampler), or some are in load();
+  ///         CommunicationError.
   void save(const std::string& path, int64_t step);
 
   /// Reads all parts from rank 0's file into the ranks' objects and returns the step. What the file
