@@ -251,6 +251,49 @@ def test_gradient_that_is_not_finite_skips_on_all(ranks: RankPool) -> None:
     ranks.run(3, _not_finite)
 
 
+class _Late(nn.Module):
+    """A model with a layer that no rank uses at first, or that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.uses = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return y + self.late(x) if self.uses else y
+
+
+def _not_finite_late(rank: int, world: int, how: str, skips: bool) -> None:
+    """The gradient that is not finite is that of a parameter outside the bucket plan."""
+    torch.manual_seed(0)
+    model = _Late()
+    if how == "frozen":
+        model.late.requires_grad_(False)
+        model.uses = True
+    ddp = DistributedDataParallel(model, check_finite=True, on_failure="skip" if skips else "raise")
+    for step in range(3):
+        backward(ddp, rank, step)
+        ddp.zero_grad()
+    model.late.requires_grad_(True)
+    model.uses = True
+    if rank == 1:
+        model.late.weight.register_hook(lambda grad: grad * float("inf"))
+    loss = ddp(batch(rank, 4)).square().sum()
+    if skips:
+        loss.backward()
+        _expect_skipped(ddp, [p.detach() for p in ddp.parameters()], how)
+    else:
+        with raises_in_rank(RuntimeError, "contributed a gradient that is infinite or NaN"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["raises", "skips"])
+@pytest.mark.parametrize("how", ["unused", "frozen"])
+def test_late_gradient_that_is_not_finite_is_found(ranks: RankPool, how: str, skips: bool) -> None:
+    ranks.run(2, _not_finite_late, how, skips)
+
+
 def _callback(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(make(), on_failure="skip", message_size=20)
     seen: list[int] = []

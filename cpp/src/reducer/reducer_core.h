@@ -151,6 +151,7 @@ class ReducerCore : public std::enable_shared_from_this<ReducerCore> {
   void call_back(int64_t bucket, const std::vector<BucketMessage::Slot>& slots, bool all_used);
   void settle();
   void reduce_late_and_call_back(const std::vector<int64_t>& late);
+  void find_non_finite_sum(const std::vector<BucketMessage::Slot>& slots);
   void rebuild_now();
   void agree_on_what_follows(const SeenFacts& seen, size_t done);
   void compare_steps(const SeenFacts& seen);

@@ -3,6 +3,8 @@
 #include <limits>
 #include <utility>
 
+#include <ATen/Functions.h>
+
 #include <apex/error.h>
 
 #include "fingerprint.h"
@@ -381,7 +383,27 @@ void ReducerCore::settle() {
 void ReducerCore::reduce_late_and_call_back(const std::vector<int64_t>& late) {
   reduce_late(
       late, book_.current()->places, *pass_,
-      [this](const auto& slots) { call_back(-1, slots, true); }, context_);
+      [this](const auto& slots) {
+        find_non_finite_sum(slots);
+        call_back(-1, slots, true);
+      },
+      context_);
+}
+
+/// With check_finite, of late gradients: in their sums, which are the same on every rank.
+void ReducerCore::find_non_finite_sum(const std::vector<BucketMessage::Slot>& slots) {
+  if (!context_.options.check_finite || !pass_->non_finite.empty()) return;
+  for (const BucketMessage::Slot& slot : slots) {
+    at::Tensor grad = slot.variable.grad();
+    if (grad.defined() && grad.layout() == at::kSparse) grad = grad._values();
+    if (!grad.defined() || at::isfinite(grad).all().item<bool>()) continue;
+    pass_->non_finite = "a rank contributed a gradient that is infinite or NaN for parameter '" +
+                        context_.parameters[slot.parameter].name +
+                        "', and so it is on every rank now: look at the ranks' batches and losses, "
+                        "lower the learning rate, or scale the loss; do not step the optimizer";
+    pass_->skipped = pass_->skipped || context_.options.skip_failed_steps;
+    return;
+  }
 }
 
 /// Parameters were frozen or unfrozen on some rank: agrees on a new plan, and reduces what the old
