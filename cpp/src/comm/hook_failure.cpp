@@ -88,7 +88,7 @@ Answer ask(const std::vector<Reach>& reaches, const std::string& what, const std
 }  // namespace
 
 bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& group,
-                        const std::string& what, const std::string& cause) {
+                        const std::string& what, const std::string& cause, bool begun) {
   std::vector<Reach> reaches;
   for (const GroupPtr& one : groups) {
     Reach reach;
@@ -104,7 +104,10 @@ bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& gro
     for (const GroupPtr& one : groups) announce_failure(*one, what);
   };
   try {
-    answer = ask(reaches, what, cause, Clock::now() + timeout.value_or(milliseconds(0)));
+    // A hook whose collective has failed has waited for the timeout already, as a rank may be lost:
+    // if its error is every rank's own, the others are not far.
+    const milliseconds patience = begun ? patience_of(*group) : timeout.value_or(milliseconds(0));
+    answer = ask(reaches, what, cause, Clock::now() + patience);
   } catch (...) {  // the interruption check's own
     give_up();
     throw;

@@ -32,8 +32,10 @@ enum class Waiting { kInCollective, kForHook };
 /// `groups` of a reducer: tells the others, with the `cause`, and returns whether the hooks of all
 /// ranks have failed there. If not, the groups have failed. Blocks until the others are there, for
 /// the group's timeout at most. For groups that hears_reports() is true of.
+///
+/// `begun`: the hook may have issued its collective. Then the others are waited for less long.
 bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& group,
-                        const std::string& what, const std::string& cause);
+                        const std::string& what, const std::string& cause, bool begun);
 
 /// Which hook has failed on other ranks in a call that this rank has got past; empty if none has.
 /// Blocks as the store does. `call` is the number of the last call of the rank that waits.

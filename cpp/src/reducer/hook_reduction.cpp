@@ -73,7 +73,8 @@ class HookReduction final : public Reduction {
   }
 
   bool holds_back_next() const override {
-    return future_ && hook_->may_chain() && !future_->completed();
+    // Also one that has failed: so every rank fails before the next bucket, however soon it did.
+    return future_ && hook_->may_chain() && (!future_->completed() || future_->hasError());
   }
 
   bool has_next_phase() const override {
@@ -129,7 +130,7 @@ class HookReduction final : public Reduction {
   [[noreturn]] void throw_failed(const std::string& what, const std::exception_ptr& error,
                                  bool begun) const {
     const std::string cause = message_of(error);
-    if (heard_ && !hooks_failed_alike(all_groups_, group_, what, cause))
+    if (heard_ && !hooks_failed_alike(all_groups_, group_, what, cause, begun))
       throw_communication_error(what, *group_, error, kHooksApart);
     // No other rank is notified, so the messages of the ranks may not match any more.
     if (!heard_ && !alone_ && begun)

@@ -56,15 +56,9 @@ def cases(library: str, worlds: list[int]) -> list[Case]:
         if library == "torch" and program in OURS_ONLY:
             continue
         for moment in moments:
-            if library == "torch" and moment in OURS_ONLY:
-                continue
             for world in worlds:
                 if moment == "shadowing":  # by the last rank, on a thread that cannot raise
                     faults = [(f, world - 1) for f in FAULTS if not f.startswith("exception")]
-                elif moment == "while connecting":  # likewise, and inside the group's store
-                    apart = ("exception", "group closed")
-                    faults = [(f, 1) for f in FAULTS if not f.startswith(apart)]
-                    faults += [(f, 0) for f in STORE_FAULTS]
                 else:
                     faults = [(f, 1) for f in FAULTS] + [(f, 0) for f in STORE_FAULTS]
                 result += [Case(program, moment, f, world, who, library) for f, who in faults]

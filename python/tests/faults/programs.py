@@ -223,7 +223,6 @@ PROGRAMS: dict[str, tuple[Callable[[Run], Step], Moments]] = {
         {
             "before construction": "",
             "in construction": "",
-            "while connecting": "connecting a reducer's communicator",
             "forward": BUCKET,
             "first gradient": BUCKET,
             "between launches": BUCKET,
@@ -253,7 +252,7 @@ PROGRAMS: dict[str, tuple[Callable[[Run], Step], Moments]] = {
         },
     ),
 }
-OURS_ONLY = {"batch norm", "amp", "while connecting"}  # programs and moments
+OURS_ONLY = {"batch norm", "amp"}
 
 
 def train(run: Run, program: str, survive: bool) -> list[str]:

@@ -13,8 +13,6 @@ pytestmark = pytest.mark.processes
 CHOSEN = [
     ("plain", "before construction", "stopped", 2, 0),
     ("plain", "in construction", "killed", 3, 1),
-    ("plain", "while connecting", "killed", 3, 1),
-    ("plain", "while connecting", "stopped", 3, 1),
     ("plain", "first gradient", "exception, caught", 3, 1),
     ("plain", "between launches", "stopped", 3, 1),
     ("plain", "between launches", "killed", 3, 0),

@@ -18,10 +18,7 @@ import socket
 import sys
 import time
 import traceback
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x20000000, 0x40000000
 
@@ -54,7 +51,6 @@ def rank_main(case: dict[str, Any]) -> int:
     import torch
     import torch.distributed as dist
     from programs import Injected, Run, train
-    from striking_store import StrikingStore
 
     rank, world, fault = case["rank"], case["world"], case["fault"]
     report = open(case["report"], "a", buffering=1)  # noqa: SIM115
@@ -92,8 +88,6 @@ def rank_main(case: dict[str, Any]) -> int:
     start = datetime.timedelta(seconds=60)
     store = dist.TCPStore(case["address"], case["port"], world, rank == 0, start)
     store.set_timeout(timeout)
-    if case["moment"] == "while connecting" and rank == case["culprit"]:
-        store = StrikingStore(store, lambda: strike("while connecting"))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     del store
     dist.barrier()

@@ -252,7 +252,7 @@ class DistributedDataParallel {
 
   /// Skips a step on all ranks together; see Reducer::skip_step().
   ///
-  ///     at::Tensor loss = batch_is_valid ? loss_of(model.forward(x), y) : model.skip_step();
+  ///     at::Tensor loss = x.size(0) > 0 ? loss_of(model.forward(x), y) : model.skip_step();
   ///     loss.backward();
   ///     optimizer.step();  // does nothing if a rank has skipped: every gradient is undefined
   at::Tensor skip_step() {
