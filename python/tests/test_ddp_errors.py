@@ -139,7 +139,7 @@ def test_options_that_differ_between_ranks_raise(
 
 def _other_streams(rank: int, world: int) -> None:
     """As with a backend whose further groups are made by torch, which is collective."""
-    with unittest.mock.patch.object(_options, "over_gloo", lambda group: False):
+    with unittest.mock.patch.object(_options, "over_gloo", lambda *_: False):
         with raises(RuntimeError, "rank 1's model differs from rank 0's", "num_allreduce_streams"):
             DistributedDataParallel(build(), num_allreduce_streams=1 + rank)
         ddp = DistributedDataParallel(build(), num_allreduce_streams=2, message_size=20)

@@ -20,6 +20,7 @@ from ddp_support import (
     raises,
     to_reference,
 )
+from nccl_like import unnamed_backends
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -148,6 +149,15 @@ def _normalizes(rank: int, world: int, accumulate: bool) -> None:
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_join_sync_batch_norm_equals_one_process(ranks: RankPool, accumulate: bool) -> None:
     ranks.run(3, _normalizes, accumulate)
+
+
+def _normalizes_with_a_backend_for_each_device(rank: int, world: int) -> None:
+    with unnamed_backends():
+        _normalizes(rank, world, accumulate=False)
+
+
+def test_join_with_backends_for_cpu_and_gpu_talks_where_the_module_is(ranks: RankPool) -> None:
+    ranks.run(3, _normalizes_with_a_backend_for_each_device)
 
 
 class TwoHeads(nn.Module):

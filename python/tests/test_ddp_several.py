@@ -22,6 +22,7 @@ from ddp_support import (
     gradients,
     to_reference,
 )
+from nccl_like import eager_nccl
 from torch import Tensor, nn
 
 from apex.parallel import DistributedDataParallel, create_syncbn_process_group
@@ -131,6 +132,33 @@ def _streams(rank: int, world: int) -> None:
 
 def test_several_communicators_on_subgroups_average_their_own(ranks: RankPool) -> None:
     ranks.run(4, _streams)
+
+
+def _streams_of_eager_nccl(rank: int, world: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    if rank > 1:  # the other pair makes no wrapper
+        return
+    with eager_nccl() as asked:
+        model = Net()
+        ddp = DistributedDataParallel(
+            model, message_size=1, num_allreduce_streams=3, process_group=pairs[0]
+        )
+        check(asked == 2 * ["synchronize", "split_group [[0, 1]]"], str(asked))
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(batch(rank, step)).square().mean().backward()
+        reference = to_reference(model)
+        for r in range(2):
+            (reference(batch(r, step).double()).square().mean() / 2).backward()
+        expected = gradients(reference)
+        for name, grad in gradients(model).items():
+            check_near(grad, expected[name], f"step {step}: {name}")
+
+
+def test_several_communicators_of_a_subgroup_of_eager_nccl_are_split_by_its_ranks_alone(
+    ranks: RankPool,
+) -> None:
+    ranks.run(4, _streams_of_eager_nccl)
 
 
 def _wrapped_again(rank: int, world: int, how: str, options: dict[str, Any]) -> None:

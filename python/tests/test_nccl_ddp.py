@@ -130,22 +130,27 @@ def test_training_bfloat16_two_nccl_ranks_equals_one_process(options: dict) -> N
     run_nccl_ranks(2, _trains_like_one_process, torch.bfloat16, options)
 
 
-def _overflows_only_as_a_sum(rank: int, world_size: int) -> None:
-    for average in (True, False):
+def _overflows_as_a_sum(rank: int, world_size: int) -> None:
+    for options, expected in (
+        ({}, float("inf")),  # summed, then divided: small gradients keep their digits
+        ({"gradient_predivide_factor": 2.0}, 60000.0),
+        ({"allreduce_always_fp32": True}, 60000.0),
+        ({"gradient_average": False}, float("inf")),
+    ):
         parameter = nn.Parameter(torch.zeros(100, device="cuda", dtype=torch.float16))
         module = nn.Module()
         module.register_parameter("weight", parameter)
         module.forward = lambda p=parameter: (p.float() * 60000.0).sum()
-        ddp = DistributedDataParallel(module, gradient_average=average)
+        ddp = DistributedDataParallel(module, **options)
         for step in range(2):  # the first learns the order, the second follows it
             ddp.zero_grad(set_to_none=True)
             ddp().backward()
             value = parameter.grad.max().item()
-            assert value == (60000.0 if average else float("inf")), f"step {step}: {value}"
+            assert value == expected, f"{options}, step {step}: {value}"
 
 
-def test_average_float16_sum_overflows_is_taken_on_the_wire() -> None:
-    run_nccl_ranks(2, _overflows_only_as_a_sum)
+def test_average_float16_sum_overflows_unless_divided_before_or_summed_in_float32() -> None:
+    run_nccl_ranks(2, _overflows_as_a_sum)
 
 
 def _accumulates(rank: int, world_size: int) -> None:

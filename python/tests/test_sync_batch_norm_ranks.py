@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_support import host_channel, run_ranks
+from nccl_like import eager_nccl
 from sync_batch_norm_cases import check_random_cases
 from sync_batch_norm_support import (
     CutGradient,
@@ -116,6 +117,26 @@ def _group_body(rank: int, world_size: int) -> None:
 
 def test_sync_batch_norm_process_group_is_used() -> None:
     run_ranks(4, _group_body)
+
+
+def _split_body(rank: int, world_size: int) -> None:
+    from apex.parallel import syncbn_group
+
+    syncbn_group._own_group = None  # an earlier test on these ranks may have made it
+    with eager_nccl() as asked:
+        pair = create_syncbn_process_group(2)
+        assert asked == ["synchronize", "split_group [[0, 1], [2, 3]]"], asked
+        # Made in the first forward, while DistributedDataParallel's broadcast may be under way.
+        assert syncbn_group.default_group().size() == world_size
+        assert asked[2:] == ["synchronize", "new_group"], asked
+    assert dist.get_process_group_ranks(pair) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    found = torch.tensor(float(rank))
+    dist.all_reduce(found, group=pair)
+    assert float(found) == (1.0 if rank < 2 else 5.0)
+
+
+def test_groups_of_eager_nccl_are_split_at_once_and_when_the_device_is_idle() -> None:
+    run_ranks(4, _split_body)
 
 
 def _collectives_body(rank: int, world_size: int, channel: str) -> None:

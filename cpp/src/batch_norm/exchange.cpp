@@ -271,9 +271,11 @@ at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Direction dir
 }
 
 void all_reduce(const Peers& peers, at::Tensor& tensor, Direction direction, int64_t channels) {
-  announce_collective(4 * channels + (direction == Direction::kBackward    ? 1
-                                      : tensor.scalar_type() == at::kFloat ? 2
-                                                                           : 3));
+  if (direction != Direction::kForward) {  // which its module announces
+    announce_collective(4 * channels + (direction == Direction::kBackward    ? 1
+                                        : tensor.scalar_type() == at::kFloat ? 2
+                                                                             : 3));
+  }
   const int64_t ranks = peers.group->getSize();
   const bool gloo = talks_over_gloo(*peers.group, tensor);
   if (gloo && tensor.nbytes() * static_cast<size_t>(ranks) > kMaxGatheredBytes) {

@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "batch_norm/sync_batch_norm_common.h"
 
+#include <array>
+
 #include <ATen/MemoryOverlap.h>
+#include <ATen/ops/addcmul.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
+#include "floating_point_mode.h"
 #include "plain_text.h"
 
 namespace apex::parallel::detail {
@@ -282,6 +287,35 @@ BackwardCall::BackwardCall(const BackwardArguments& a)
       bias(param_or_none(std::get<3>(results))),
       reduces((training && a.needs[0]) || weight.present() || bias.present()),
       writes_elements(a.needs[0] || dz.numel() > 0) {}
+
+// Note [Statistics of many ranks]
+//
+// Gathered, the statistics of a layer are 2 C + 1 numbers of each rank on every rank: 425 MB in a
+// forward of ResNet-50 on 1,000 ranks. So many ranks sum their moments instead: n, n mean and
+// m2 + n mean^2, of which mean and m2 are computed again. The difference in m2 loses digits where
+// the mean is large against the standard deviation: the variance is off by mean^2 / 2^52. That is
+// 2e-8 of it for a mean of 10^4 standard deviations, at which float32 inputs have lost three of
+// their seven digits. Moments about a shift would keep more, and the running mean suggests itself;
+// but the shift has to be the same on all ranks, bit for bit, and running means may differ, or not
+// be there.
+
+at::Tensor gather_statistics(const Peers& peers, const at::Tensor& record, int64_t channels) {
+  if (peers.group->getSize() <= kMostGatheredRanks)
+    return all_gather(peers, record, Direction::kForward, channels);
+  const auto parts = [&](const at::Tensor& of) {
+    return std::array<at::Tensor, 3>{of.narrow(0, 0, channels), of.narrow(0, channels, channels),
+                                     of.narrow(0, 2 * channels, 1)};
+  };
+  const auto [mean, m2, count] = parts(record);
+  const at::Tensor weighted = mean * count;
+  at::Tensor moments = at::cat({weighted, at::addcmul(m2, weighted, mean), count});
+  all_reduce(peers, moments, Direction::kForward, channels);
+  const DefaultFloatingPointMode mode;  // every rank computes what follows for itself
+  const auto [sum, squares, total] = parts(moments);
+  const at::Tensor mean_of_all = sum / total.clamp_min(1);
+  const at::Tensor m2_of_all = at::addcmul(squares, sum, mean_of_all, /*value=*/-1).clamp_min_(0);
+  return at::cat({mean_of_all, m2_of_all, total});
+}
 
 void store_counter(const OptionalTensor& counter, const at::Tensor& counted) {
   if (counted.defined() && !counted.is_same(*counter)) {

@@ -184,6 +184,15 @@ struct BackwardCall {
   const bool writes_elements;                ///< dx or dz is
 };
 
+/// Of more ranks the moments are summed.
+constexpr int64_t kMostGatheredRanks = 64;
+
+/// Given this rank's `record` [kernels::statistics_length(channels)], for kernels::merge_ranks():
+/// the records of all ranks, one after the other; or, of more than kMostGatheredRanks, one that
+/// stands for all. One collective; never blocks the host on CUDA. See Note [Statistics of many
+/// ranks].
+at::Tensor gather_statistics(const Peers& peers, const at::Tensor& record, int64_t channels);
+
 /// Writes back what was counted in a copy.
 void store_counter(const OptionalTensor& counter, const at::Tensor& counted);
 

@@ -182,9 +182,8 @@ struct KeptStatistics {
 int64_t merge_statistics(const at::Tensor& input, const ForwardCall& call, const at::Tensor& record,
                          const KeptStatistics& kept) {
   const int64_t channels = call.sizes.planes.channels;
-  const at::Tensor gathered =
-      call.peers ? all_gather(call.peers, record, Direction::kForward, channels) : record;
-  const int64_t ranks = call.peers ? call.peers.group->getSize() : 1;
+  const at::Tensor gathered = call.peers ? gather_statistics(call.peers, record, channels) : record;
+  const int64_t ranks = gathered.numel() / kernels::statistics_length(channels);
   const double* records = gathered.const_data_ptr<double>();
   double total = 0;
   for (int64_t rank = 0; rank < ranks; ++rank) {

@@ -133,15 +133,14 @@ ForwardResult forward_cuda(const ForwardArguments& args) {
   const Prepared prepared = prepare(call.x, call.sizes, is_aligned({a.x, a.z, a.y}), true);
   check_launch(
       kernels::launch_statistics(prepared.call, a.x, record.mutable_data_ptr<double>(), batches));
-  const at::Tensor records =
-      call.peers ? all_gather(call.peers, record, Direction::kForward, channels) : record;
+  const at::Tensor records = call.peers ? gather_statistics(call.peers, record, channels) : record;
 
   a.weight = channel_param(args.weight);
   a.bias = channel_param(args.bias);
   a.relu = args.fuse_relu;
   a.eps = args.eps;
   a.records = records.const_data_ptr<double>();
-  a.ranks = call.peers ? call.peers.group->getSize() : 1;
+  a.ranks = records.numel() / kernels::statistics_length(channels);
   a.momentum = args.momentum.value_or(kernels::kNoMomentum);
   a.num_batches = batches;
   a.running_mean = channel_param(args.running_mean);

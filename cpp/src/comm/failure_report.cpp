@@ -32,8 +32,6 @@ constexpr milliseconds kLook{20};  // between two looks of who collects
 constexpr milliseconds kAfterProof{100};
 constexpr milliseconds kForOthers{300};
 
-std::string text_of(const std::vector<uint8_t>& value) { return {value.begin(), value.end()}; }
-
 std::string list_of(const std::vector<int>& ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
@@ -72,12 +70,12 @@ void collect(const StorePtr& store, GroupRecord& record, const std::string& what
              Clock::time_point until, const std::atomic<bool>& stop, Findings& findings) {
   // First: others may be waiting for this rank.
   std::map<int, std::string> said = look_around(record);
-  store->set(record.report_key(record.rank), encode(said, what));
+  std::vector<std::pair<StorePtr, NoticeBoard>> places{{store, record.report_board()}};
+  places[0].second.post(*store, record.rank, encode(said, what));
   store->add(record.count_key(), 1);
-  const StorePtr others_store = record.heard_too ? record.heard_too->store.lock() : nullptr;
-  const StorePtr other = others_store ? own_connection(others_store) : nullptr;
-  if (other) {
-    other->set(record.heard_too->report_key(record.rank), encode(said, what));
+  if (const StorePtr other = record.heard_too ? record.heard_too->store.lock() : nullptr) {
+    places.emplace_back(own_connection(other), record.heard_too->report_board());
+    places[1].second.post(*places[1].first, record.rank, encode(said, what));
     record.heard_too->reported_from_elsewhere = true;
   }
   bool none = false;
@@ -86,42 +84,37 @@ void collect(const StorePtr& store, GroupRecord& record, const std::string& what
     none = record.processes.empty();
   }
   if (none) read_processes(*store, record);
+  int64_t read = 0;
   while (!stop) {
-    bool all = true;
-    for (int rank = 0; rank < record.size; ++rank) {
-      {
+    int64_t posts = 0;
+    for (const auto& [place, board] : places) posts += board.posts(*place);
+    if (posts != read) {
+      read = posts;
+      for (auto at = places.rbegin(); at != places.rend(); ++at) {  // what is said here counts most
+        const std::map<int, std::string> reports = at->second.read(*at->first);
         const std::lock_guard<std::mutex> lock(findings.mutex);
-        if (rank == record.rank || findings.reports.count(rank) != 0) continue;
+        for (const auto& [rank, report] : reports) {
+          if (rank != record.rank) decode(report, rank, findings);
+        }
       }
-      StorePtr place = store;
-      std::string key = record.report_key(rank);
-      if (!store->check({key}) && other) {
-        place = other;
-        key = record.heard_too->report_key(rank);
-      }
-      if (!place->check({key})) {
-        all = false;
-        continue;
-      }
-      const std::string report = text_of(place->get(key));
-      const std::lock_guard<std::mutex> lock(findings.mutex);
-      decode(report, rank, findings);
     }
     // After the reports: who has reported may end.
     const std::map<int, std::string> seen = look_around(record);
     if (seen.size() > said.size()) {
       said = seen;
-      store->set(record.report_key(record.rank), encode(said, what));
+      places[0].second.post(*store, record.rank, encode(said, what));
     }
+    bool all = false;
     {
       const std::lock_guard<std::mutex> lock(findings.mutex);
+      all = static_cast<int>(findings.reports.size()) == record.size - 1;
       findings.proof.insert(seen.begin(), seen.end());
       for (const auto& [rank, report] : findings.reports) findings.proof.erase(rank);
       findings.store_answers = true;
       if (!findings.proof.empty()) until = std::min(until, Clock::now() + kAfterProof);
     }
     if (all || Clock::now() >= until) break;
-    std::this_thread::sleep_for(kLook);
+    std::this_thread::sleep_for(record.between_looks());
   }
 }
 
@@ -238,7 +231,7 @@ void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexce
   // What another group has reported here is over when this one goes on.
   if (!record->reported_from_elsewhere.exchange(false)) return;
   talk_to_store(group, *record, [record](c10d::Store& store) {
-    store.deleteKey(record->report_key(record->rank));
+    record->report_board().withdraw(store, record->rank);
     store.deleteKey(record->farewell_key(record->rank));
   });
 } catch (...) {
@@ -290,7 +283,7 @@ void announce_failure(const c10d::ProcessGroup& group, const std::string& what) 
   if (!record) return;
   record->announced = true;
   talk_to_store(group, *record, [record, what](c10d::Store& store) {
-    store.set(record->report_key(record->rank), encode({}, what));
+    record->report_board().post(store, record->rank, encode({}, what));
     store.add(record->count_key(), 1);
   });
 } catch (...) {

@@ -54,7 +54,7 @@ GroupRecordPtr introduce_to(const c10d::ProcessGroup& group, const StorePtr& sto
             shared.add("apex/introduced/" + group_name + "/" + std::to_string(rank), 1);
         named->name = group_name + "/" + std::to_string(times);
         if (const auto process = this_process())
-          shared.set(named->process_key(rank), process->encode());
+          named->process_board().post(shared, rank, process->encode());
       });
   if (told) record->name = named->name;
   return record;
@@ -62,13 +62,9 @@ GroupRecordPtr introduce_to(const c10d::ProcessGroup& group, const StorePtr& sto
 
 }  // namespace
 
-std::string GroupRecord::process_key(int of_rank) const {
-  return "apex/process/" + name + "/" + std::to_string(of_rank);
-}
+NoticeBoard GroupRecord::process_board() const { return NoticeBoard("apex/process/" + name); }
 
-std::string GroupRecord::report_key(int of_rank) const {
-  return "apex/failure/" + name + "/" + std::to_string(of_rank);
-}
+NoticeBoard GroupRecord::report_board() const { return NoticeBoard("apex/failure/" + name); }
 
 std::string GroupRecord::count_key() const { return "apex/failure/" + name + "/count"; }
 
@@ -76,15 +72,17 @@ std::string GroupRecord::refusal_key(int64_t call) const {
   return "apex/refused/" + name + "/" + std::to_string(call);
 }
 
-std::string GroupRecord::farewell_key(int of_rank) const { return report_key(of_rank) + "/left"; }
-
-std::string GroupRecord::hook_key(int of_rank) const {
-  return "apex/hook/" + name + "/" + std::to_string(hooks_failed.load()) + "/" +
-         std::to_string(of_rank);
+std::string GroupRecord::farewell_key(int of_rank) const {
+  return "apex/failure/" + name + "/" + std::to_string(of_rank) + "/left";
 }
 
-std::string GroupRecord::hook_count_key() const {
-  return "apex/hook/" + name + "/" + std::to_string(hooks_failed.load()) + "/count";
+NoticeBoard GroupRecord::hook_board() const {
+  return NoticeBoard("apex/hook/" + name + "/" + std::to_string(hooks_failed.load()));
+}
+
+milliseconds GroupRecord::between_looks() const {
+  // 1,000 ranks that look make some 10,000 requests a second.
+  return std::max(milliseconds(20), milliseconds(size / 5));
 }
 
 namespace {
@@ -167,12 +165,9 @@ StorePtr own_connection(const StorePtr& store) {
 
 void read_processes(c10d::Store& store, GroupRecord& record) {
   std::map<int, ProcessName> found;
-  for (int rank = 0; rank < record.size; ++rank) {
-    const std::string key = record.process_key(rank);
-    if (rank == record.rank || !store.check({key})) continue;
-    const std::vector<uint8_t> value = store.get(key);
-    if (auto process = ProcessName::decode({value.begin(), value.end()}))
-      found.emplace(rank, std::move(*process));
+  for (const auto& [rank, text] : record.process_board().read(store)) {
+    if (rank == record.rank) continue;
+    if (auto process = ProcessName::decode(text)) found.emplace(rank, std::move(*process));
   }
   const std::lock_guard<std::mutex> lock(record.mutex);
   record.processes = std::move(found);

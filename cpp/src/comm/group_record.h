@@ -17,6 +17,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "comm/call_history.h"
+#include "comm/notice_board.h"
 #include "comm/process_state.h"
 
 namespace apex::parallel {
@@ -48,13 +49,15 @@ struct GroupRecord {
   GroupRecordPtr heard_too;              ///< another group, whose failures are this one's as well
 
   // Keys of the store.
-  std::string process_key(int of_rank) const;
-  std::string report_key(int of_rank) const;
-  std::string count_key() const;                ///< of the reports
+  NoticeBoard process_board() const;            ///< which process each rank is
+  NoticeBoard report_board() const;             ///< of failures
+  std::string count_key() const;                ///< of failures of this group itself
   std::string refusal_key(int64_t call) const;  ///< a rank has refused the arguments of that call
   std::string farewell_key(int of_rank) const;
-  std::string hook_key(int of_rank) const;  ///< of a hook that fails next
-  std::string hook_count_key() const;       ///< of these
+  NoticeBoard hook_board() const;  ///< of a hook that fails next
+
+  /// How long a rank that waits for what others post waits between two looks.
+  std::chrono::milliseconds between_looks() const;
 };
 
 /// The record of `group`; at first this rank tells the others, through the store, which process it

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <thread>
 
@@ -33,12 +34,6 @@ struct Reach {
 /// A failure in the store: "POSITION WHAT\nCAUSE".
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
-std::string read_key(c10d::Store& store, const std::string& key) {
-  if (!store.check({key})) return {};
-  const std::vector<uint8_t> value = store.get(key);
-  return {value.begin(), value.end()};
-}
-
 enum class Answer { kNone, kAlike, kApart };
 
 /// Tells of the failure, and asks until there is an answer.
@@ -49,26 +44,29 @@ void tell_and_ask(const std::vector<Reach>& reaches, const std::string& what,
   for (const Reach& reach : reaches) {
     stores.push_back(own_connection(reach.store));
     const GroupRecord& record = *reach.record;
-    stores.back()->set(record.hook_key(record.rank),
-                       std::to_string(reach.position) + ' ' + what + '\n' + cause);
-    stores.back()->add(record.hook_count_key(), 1);
+    record.hook_board().post(*stores.back(), record.rank,
+                             std::to_string(reach.position) + ' ' + what + '\n' + cause);
   }
   const GroupRecord& record = *reaches.front().record;
+  const NoticeBoard board = record.hook_board();
   const std::string mine = std::to_string(reaches.front().position) + ' ' + what;
-  for (int next = 0; next < record.size && !stop;) {
+  for (int64_t read = 0; !stop;) {
     for (size_t i = 0; i < reaches.size(); ++i) {
       if (stores[i]->add(reaches[i].record->count_key(), 0) > 0) answer = Answer::kApart;
     }
-    const std::string other = read_key(*stores.front(), record.hook_key(next));
-    if (!other.empty() && first_line(other) != mine) answer = Answer::kApart;
-    if (answer == Answer::kApart) return;
-    if (!other.empty()) {
-      ++next;
-    } else {
-      std::this_thread::sleep_for(kBetweenLooks);
+    const int64_t posts = board.posts(*stores.front());
+    if (posts != read) {
+      read = posts;
+      const std::map<int, std::string> failures = board.read(*stores.front());
+      for (const auto& [rank, failure] : failures) {
+        if (first_line(failure) != mine) answer = Answer::kApart;
+      }
+      if (answer != Answer::kApart && static_cast<int>(failures.size()) == record.size)
+        answer = Answer::kAlike;
     }
+    if (answer != Answer::kNone) return;
+    std::this_thread::sleep_for(record.between_looks());
   }
-  if (!stop) answer = Answer::kAlike;
 }
 
 Answer ask(const std::vector<Reach>& reaches, const std::string& what, const std::string& cause,
@@ -122,14 +120,13 @@ bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& gro
 
 std::string failed_hook(c10d::Store& store, const GroupRecord& record, int64_t call,
                         Waiting waiting) {
-  if (store.add(record.hook_count_key(), 0) == 0) return {};
+  const std::map<int, std::string> failures = record.hook_board().read(store);
   const int64_t position = 2 * call + (waiting == Waiting::kForHook ? 1 : 0);
   std::string first;
   int64_t earliest = position;
-  for (int rank = 0; rank < record.size; ++rank) {
-    const std::string failure = read_key(store, record.hook_key(rank));
+  for (const auto& [rank, failure] : failures) {
     const int64_t failed_at = std::atoll(failure.c_str());
-    if (failure.empty() || failed_at >= earliest) continue;
+    if (failed_at >= earliest) continue;
     earliest = failed_at;
     const size_t space = failure.find(' ');
     const size_t line = failure.find('\n');

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <optional>
 #include <sstream>
 #include <unordered_set>
@@ -337,9 +338,34 @@ bool broadcast_in_memory(const std::vector<at::Tensor>& chunk, const GroupPtr& g
   return true;
 }
 
-void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group, int64_t root,
+/// Tensors that multi-tensor calls overwrite, one call for each dtype.
+class Overwritten {
+ public:
+  /// Whether such a call takes it.
+  static bool takes(const at::Tensor& target) {
+    return is_flat(target) && !target.is_cpu() && !target.is_inference();
+  }
+  void add(const at::Tensor& target, const at::Tensor& values) {
+    auto& [targets, sources] = lists_[target.scalar_type()];
+    targets.push_back(target);
+    sources.push_back(values);
+  }
+  void finish() {
+    for (auto& [dtype, lists] : lists_) at::_foreach_copy_(lists.first, lists.second);
+  }
+
+ private:
+  std::map<at::ScalarType, std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>> lists_;
+};
+
+void broadcast_chunk(std::vector<at::Tensor> chunk, const GroupPtr& group, int64_t root,
                      const std::string& what) {
   if (broadcast_in_memory(chunk, group, root, what)) return;
+  // The largest elements come first, so that each tensor is aligned in the message.
+  const auto has_larger_elements = [](const at::Tensor& one, const at::Tensor& other) {
+    return one.element_size() > other.element_size();
+  };
+  std::stable_sort(chunk.begin(), chunk.end(), has_larger_elements);
   std::vector<at::Tensor> pieces;
   for (const at::Tensor& tensor : chunk) pieces.push_back(as_bytes(tensor));
   // A single large tensor is received where it lies; others by way of a copy, so that those that
@@ -355,6 +381,7 @@ void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group
                                                : at::empty({total()}, pieces[0].options());
   run_collective(what, *group, [&] { return issue_broadcast(what, *group, flat, root); });
   if (group->getRank() == root) return;
+  Overwritten overwritten;
   int64_t offset = 0;
   for (size_t i = 0; i < chunk.size(); ++i) {
     at::Tensor target = chunk[i];
@@ -365,22 +392,25 @@ void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group
       target.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
     } else {
       const at::Tensor received = flat.narrow(0, offset, bytes);
-      // What has not changed is not written: a forward that awaits its backward may have saved it.
-      // Bytes are compared, since -0.0 equals 0.0, a NaN does not equal itself, and some dtypes
-      // have no comparison.
-      if (target.is_cpu() && is_flat(target)) {
+      const at::Tensor values = received.view(target.scalar_type()).view(target.sizes());
+      // On the CPU, what has not changed is not written: a forward that awaits its backward may
+      // have saved it. Bytes are compared, since -0.0 equals 0.0, a NaN does not equal itself, and
+      // some dtypes have no comparison.
+      if (Overwritten::takes(target)) {
+        overwritten.add(target, values);
+      } else if (target.is_cpu() && is_flat(target)) {
         const auto length = static_cast<size_t>(bytes);
         if (std::memcmp(target.const_data_ptr(), received.const_data_ptr(), length) != 0) {
           std::memcpy(target.mutable_data_ptr(), received.const_data_ptr(), length);
           target.unsafeGetTensorImpl()->bump_version();
         }
       } else if (!target.is_cpu() || !as_bytes(target).equal(received)) {
-        // The offset inside the message need not be aligned to the dtype: clone aligns it.
-        overwrite(target, received.clone().view(target.scalar_type()).view(target.sizes()));
+        overwrite(target, values);
       }
     }
     offset += bytes;
   }
+  overwritten.finish();
 }
 
 }  // namespace
@@ -437,7 +467,9 @@ void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr
     at::Tensor flat = at::cat(pieces);
     const at::Tensor message = at::isComplexType(batch.dtype) ? at::view_as_real(flat) : flat;
     run_collective(what, *group, [&] { return issue_all_reduce(what, *group, message); });
-    if (scale != 1.0) change_received(flat, [scale](const at::Tensor& part) { part.mul_(scale); });
+    if (scale != 1.0) {
+      change_received(flat, [scale](const at::Tensor& part) { scale_in_place(part, scale); });
+    }
     std::vector<at::Tensor> targets;
     std::vector<at::Tensor> results;
     int64_t offset = 0;

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include <ATen/Functions.h>
+#include <ATen/ScalarOps.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include "floating_point_mode.h"
@@ -28,6 +29,10 @@ void change_received(const at::Tensor& tensor,
   const at::Tensor flat = tensor.as_strided({tensor.numel()}, {1}, tensor.storage_offset());
   for (int64_t begin = 0; begin < flat.numel(); begin += kOneThread)
     change(flat.narrow(0, begin, std::min(kOneThread, flat.numel() - begin)));
+}
+
+void scale_in_place(const at::Tensor& tensor, double factor) {
+  tensor.mul_(at::native::wrapped_scalar_tensor(factor));  // as the right operand it stays a double
 }
 
 }  // namespace apex::parallel

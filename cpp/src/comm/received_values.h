@@ -14,8 +14,13 @@ namespace apex::parallel {
 /// Note [Floating-point modes]. On devices other than the CPU it is one call. A sparse tensor is
 /// changed in its values.
 ///
-///     change_received(sum, [&](const at::Tensor& part) { part.mul_(1.0 / world_size); });
+///     change_received(sum, [&](const at::Tensor& part) { scale_in_place(part, 1.0 / world_size);
+///     });
 void change_received(const at::Tensor& tensor,
                      const std::function<void(const at::Tensor& part)>& change);
+
+/// Multiplies each element of `tensor` by `factor`, and rounds once. Tensor::mul_(Scalar), on the
+/// CPU, rounds the factor to the tensor's dtype before: in bfloat16 1/3 becomes 0.2 % larger.
+void scale_in_place(const at::Tensor& tensor, double factor);
 
 }  // namespace apex::parallel

@@ -1,14 +1,67 @@
 // SPDX-License-Identifier: BSD-3-Clause
+#include <memory>
 #include <utility>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+#include <c10/core/TensorImpl.h>
 
 #include "comm/collectives.h"
 #include "comm/host_topology.h"
+#include "reducer/averaging.h"
 #include "reducer/reduction.h"
 #include "torch_version.h"
 
 namespace apex::parallel::detail {
 
 namespace {
+
+// Note [Backends that hold what they have reduced]
+//
+// torch 2.15's NCCL backend holds the tensors of a collective until its watchdog, or the next
+// collective, finds it completed: for up to a second after wait(). If they were the gradients
+// themselves, a gradient that is kept for the next backward would seem to have another reader
+// (Note [Who may read a gradient's memory]) and be copied. So the backend gets a tensor with a
+// storage of its own on the same memory, which owns that memory up to wait() and no longer. Until
+// wait(), also if the reduction is dropped, the memory lives as long as the backend holds it.
+
+/// A tensor on the memory of another, which it owns until the loan is ended.
+class Loan {
+ public:
+  Loan() = default;
+  explicit Loan(const at::Tensor& tensor)
+      : owner_(std::make_shared<c10::Storage>(tensor.storage())) {
+    auto* const context = new std::shared_ptr<c10::Storage>(owner_);
+    c10::DataPtr memory(owner_->mutable_data(), context, &end_of_backend, tensor.device());
+    c10::Storage storage(c10::Storage::use_byte_size_t(), owner_->nbytes(), std::move(memory),
+                         /*allocator=*/nullptr, /*resizable=*/false);
+    tensor_ = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), tensor.key_set(),
+                                                       tensor.dtype());
+    tensor_.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
+                                                         tensor.storage_offset());
+  }
+
+  const at::Tensor& tensor() const { return tensor_; }
+
+  /// Nothing uses the memory through tensor() any more.
+  void end() {
+    if (owner_) *owner_ = c10::Storage();
+    forget();
+  }
+  /// Leaves the memory to those who hold tensor().
+  void forget() {
+    owner_.reset();
+    tensor_ = at::Tensor();
+  }
+
+ private:
+  static void end_of_backend(void* context) {
+    delete static_cast<std::shared_ptr<c10::Storage>*>(context);
+  }
+
+  std::shared_ptr<c10::Storage> owner_;
+  at::Tensor tensor_;
+};
 
 class AllReduce final : public Reduction {
  public:
@@ -41,16 +94,21 @@ class AllReduce final : public Reduction {
 
   std::string describe() const override { return "all-reduce of bucket "; }
 
-  void start(const BucketMessage&, const at::Tensor& tensor, const std::string& what) override {
+  void start(const BucketMessage& bucket, const at::Tensor& tensor,
+             const std::string& what) override {
     const auto op = averages_ ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
-    work_ = hierarchy_ ? issue_all_reduce(what, *group_, *hierarchy_, tensor, op)
-                       : issue_all_reduce(what, *group_, tensor, op);
+    const bool is_gradient = bucket.kind() == BucketMessage::Kind::kInPlace;
+    if (is_gradient && !tensor.is_cpu()) loan_ = Loan(tensor);
+    const at::Tensor& given = loan_.tensor().defined() ? loan_.tensor() : tensor;
+    work_ = hierarchy_ ? issue_all_reduce(what, *group_, *hierarchy_, given, op)
+                       : issue_all_reduce(what, *group_, given, op);
   }
 
   void wait(const std::string& what, const std::function<void()>& meanwhile) override {
     if (!work_) return;
     wait_collective(work_, what, *group_, meanwhile);
     work_.reset();
+    loan_.end();
   }
 
   bool done() const override { return work_ && work_->isCompleted() && !work_->exception(); }
@@ -67,7 +125,10 @@ class AllReduce final : public Reduction {
     if (auto* const work = dynamic_cast<HostWork*>(work_.get())) work->hand_over();
   }
 
-  void drop() noexcept override { work_.reset(); }
+  void drop() noexcept override {
+    work_.reset();
+    loan_.forget();
+  }
 
  private:
   const GroupPtr group_;
@@ -75,6 +136,7 @@ class AllReduce final : public Reduction {
   const std::shared_ptr<HostHierarchy> hierarchy_;  ///< so; one of both is null
   const bool averages_;
   c10::intrusive_ptr<c10d::Work> work_;
+  Loan loan_;  ///< of a gradient that is reduced where it lies, on a device
 };
 
 }  // namespace
@@ -84,8 +146,9 @@ std::unique_ptr<Reduction> make_all_reduce(const ReductionSite& site) {
   auto channel = type == at::kCPU ? host_channel_of(*site.group) : nullptr;
   auto hierarchy = type == at::kCPU ? find_host_hierarchy(*site.group) : nullptr;
   // NCCL and sums in shared memory divide while they sum; others leave the division to us.
-  const bool nccl = type == at::kCUDA && has_backend(*site.group, type) &&
-                    is_nccl(site.group->getBackend(type)->getBackendName());
+  const bool nccl = type != at::kCPU && has_backend(*site.group, type) &&
+                    is_nccl(site.group->getBackend(type)->getBackendName()) &&
+                    nccl_averages_well(site.dtype, site.group->getSize());
   const bool averages =
       site.plain_average && (nccl || channel || (hierarchy && hierarchy->averages()));
   return std::make_unique<AllReduce>(site.group, std::move(channel), std::move(hierarchy),

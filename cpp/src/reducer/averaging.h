@@ -3,6 +3,21 @@
 
 /// Where the division by the number of ranks takes place. Pure.
 
+// Note [Averages in low precision]
+//
+// - NCCL's AVG multiplies by 1/N before it sums, and rounds 1/N and the product to the dtype. In
+//   bfloat16 that is exact where N is a power of two; for another N all averages are off by the
+//   rounding of 1/N, up to 0.4 %. In float16 a value below 2^-14 N (0.06 at 1,024 ranks) becomes
+//   subnormal. In float32 and float64 the error is that of one rounding.
+// - A copy into the bucket that multiplies by 1/N has the same errors, and so has a division after
+//   the sum that rounds 1/N to the dtype: see scale_in_place().
+//
+// So float16, and bfloat16 unless N is a power of two, are summed first and divided after, as
+// NVIDIA's Apex does. A float16 sum may then overflow where the average would not: above
+// 65,504 / N. The result is an infinity on every rank, which a dynamic loss scale answers by a
+// smaller scale; gradients that vanish would go unnoticed. gradient_predivide_factor moves a part
+// of the division in front of the sum, and allreduce_always_fp32 sums in float32.
+
 #include <cstdint>
 
 #include <c10/core/ScalarType.h>
@@ -18,9 +33,15 @@ struct Averaging {
   double after = 1.0;   ///< and by this when they are unpacked
 };
 
-/// The division rides on a pass that is made anyway: on the collective where that divides, else on
-/// the copy into the bucket. float16 and bfloat16 are divided after the sum, as Apex does: dividing
-/// first would push small gradients below their smallest number.
+/// Whether NCCL's AVG rounds no more than a division would: see Note [Averages in low precision].
+inline bool nccl_averages_well(at::ScalarType dtype, int64_t world_size) {
+  const bool power_of_two = (world_size & (world_size - 1)) == 0;
+  return dtype == at::kFloat || dtype == at::kDouble || (dtype == at::kBFloat16 && power_of_two);
+}
+
+/// The division is part of a pass that is made anyway: of the collective where that divides, else
+/// of the copy into the bucket. float16 and bfloat16 are divided after the sum, see Note [Averages
+/// in low precision].
 /// @param divisor     by how many ranks the sum is divided: under join() perhaps those that have
 /// data.
 /// @param world_size  by how many a reduction that averages divides.

@@ -25,12 +25,6 @@ namespace {
 /// Gradients and buffers are handled below autograd: no versions, no view tracking, no graph.
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
-at::ScalarType message_dtype(at::ScalarType dtype, bool always_fp32) {
-  if (at::isComplexType(dtype)) return c10::toRealValueType(dtype);
-  if (always_fp32 && (dtype == at::kHalf || dtype == at::kBFloat16)) return at::kFloat;
-  return dtype;
-}
-
 /// The part of `buffer` for a slot, seen as its parameter: with its shape, and its strides if they
 /// leave no gaps.
 at::Tensor view_of(const at::Tensor& buffer, const BucketMessage::Slot& slot,
@@ -137,6 +131,12 @@ bool has_one_owner(const at::Tensor& grad, const at::Tensor& incoming) {
 }
 
 }  // namespace
+
+at::ScalarType message_dtype(at::ScalarType dtype, bool always_fp32) {
+  if (at::isComplexType(dtype)) return c10::toRealValueType(dtype);
+  if (always_fp32 && (dtype == at::kHalf || dtype == at::kBFloat16)) return at::kFloat;
+  return dtype;
+}
 
 bool is_in_parts(const at::Tensor& grad, const at::Tensor& variable) {
   if (!grad.defined() || has_memory(grad) || grad.layout() != at::kStrided) return false;
@@ -289,6 +289,7 @@ void BucketMessage::pack_flat(const std::vector<uint8_t>& used, double scale, ui
   const double while_copying = device_.is_cpu() && !has_home() ? scale : 1.0;
   std::vector<at::Tensor> targets;
   std::vector<at::Tensor> sources;
+  std::vector<at::Tensor> zeros;
   std::vector<Slot*> copied_slots;
   targets.reserve(slots_.size());
   sources.reserve(slots_.size());
@@ -300,11 +301,11 @@ void BucketMessage::pack_flat(const std::vector<uint8_t>& used, double scale, ui
     if (copied) {
       ++copied_early_;
     } else if (!grad.defined()) {
-      slot.view.zero_();
+      zeros.push_back(slot.view);
     } else if (lies_in(grad, slot)) {
       // Already in the buffer. An unused one may have to be put back as it was.
       if (!slot.used) slot.stash = slot.view.clone();
-      if (while_copying != 1.0) slot.view.mul_(while_copying);
+      if (while_copying != 1.0) scale_in_place(slot.view, while_copying);
     } else {
       const at::Tensor source = values_of(grad, slot);
       targets.push_back(slot.view);
@@ -316,10 +317,33 @@ void BucketMessage::pack_flat(const std::vector<uint8_t>& used, double scale, ui
   copied_ = copied_early_ + static_cast<int64_t>(targets.size());
   if (options_.gradient_as_bucket_view && device_.is_cpu())
     move_in(copied_slots, targets, sources, while_copying, is_new);
+  if (!device_.is_cpu() && trailer_.numel() > 0) {
+    const at::Tensor trailer = trailer_of(buffer_);
+    if (!usual_trailer_.defined()) {
+      const auto dtype = sources.empty() ? dtype_ : sources.front().scalar_type();
+      usual_trailer_ =
+          trailer_.usual(buffer_.options().dtype(at::isComplexType(dtype) ? dtype_ : dtype));
+    }
+    // One multi-tensor call takes tensors of one dtype.
+    const bool rides = !targets.empty() && targets.front().scalar_type() == dtype_ &&
+                       sources.front().scalar_type() == usual_trailer_.scalar_type();
+    if (rides) {
+      targets.push_back(trailer);
+      sources.push_back(usual_trailer_);
+    } else {
+      trailer.copy_(usual_trailer_);
+    }
+    trailer_.append_unused(trailer, used, zeros);
+  }
   multi_tensor_copy(std::move(targets), std::move(sources), while_copying);
+  if (!zeros.empty()) at::_foreach_zero_(zeros);
   if (has_home()) gradients_of(buffer_).copy_(home_);
-  if (while_copying != scale) gradients_of(buffer_).mul_(scale);
-  trailer_.write(trailer_of(buffer_), used, facts);
+  if (while_copying != scale) scale_in_place(gradients_of(buffer_), scale);
+  if (device_.is_cpu()) {
+    trailer_.write(trailer_of(buffer_), used, facts);
+  } else {
+    trailer_.write_facts(trailer_of(buffer_), facts);
+  }
   tensor_ = buffer_;
 }
 
@@ -352,14 +376,29 @@ void BucketMessage::move_in(const std::vector<Slot*>& slots, std::vector<at::Ten
   sources.resize(kept);
 }
 
-at::Tensor BucketMessage::absent(uint32_t facts, bool poison) const {
+at::Tensor BucketMessage::absent(uint32_t facts, bool poison, bool idle) {
   const BelowAutograd guard;
   if (is_sparse()) return {};
-  const at::Tensor tensor =
-      at::zeros({numel_ + trailer_.numel()}, at::TensorOptions().dtype(dtype_).device(device_));
+  at::Tensor tensor;
+  if (idle && buffer_.defined() && !gradients_lie_in_buffer()) {
+    for (Slot& slot : slots_) slot.early = at::Tensor();  // it was there
+    tensor = buffer_.zero_();
+  } else {
+    tensor =
+        at::zeros({numel_ + trailer_.numel()}, at::TensorOptions().dtype(dtype_).device(device_));
+  }
   if (poison) gradients_of(tensor).fill_(std::numeric_limits<double>::quiet_NaN());
-  trailer_.write(trailer_of(tensor), {}, facts);
+  trailer_.write_facts(trailer_of(tensor), facts);
   return tensor;
+}
+
+/// Also that of a member which was moved there, or set by the user.
+bool BucketMessage::gradients_lie_in_buffer() const {
+  return std::any_of(slots_.begin(), slots_.end(), [this](const Slot& slot) {
+    const at::Tensor& grad = slot.variable.grad();
+    return slot.moved ||
+           (grad.defined() && (!has_memory(grad) || grad.storage().is_alias_of(buffer_.storage())));
+  });
 }
 
 void BucketMessage::pack_in_place(double scale, const at::Tensor& incoming) {
@@ -387,7 +426,7 @@ void BucketMessage::pack_in_place(double scale, const at::Tensor& incoming) {
     }
   }
   tensor_ = flat_alias(slot.view);
-  if (scale != 1.0) tensor_.mul_(scale);
+  if (scale != 1.0) scale_in_place(tensor_, scale);
 }
 
 void BucketMessage::pack_sparse(double scale) {
@@ -447,7 +486,7 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
   const BelowAutograd guard;
   packed_ = false;
   if (kind_ == Kind::kMaskOnly) return;
-  const auto multiply = [scale](const at::Tensor& part) { part.mul_(scale); };
+  const auto multiply = [scale](const at::Tensor& part) { scale_in_place(part, scale); };
   if (is_sparse()) {
     if (scale != 1.0) change_received(tensor_, multiply);
     Slot& slot = slots_.front();
@@ -563,10 +602,6 @@ void BucketMessage::settle(const std::vector<uint8_t>& used_by_any) {
     slot.stash = at::Tensor();
   }
   let_go();
-}
-
-void BucketMessage::read_used(const at::Tensor& tensor, std::vector<uint8_t>& used_by_any) const {
-  trailer_.read_used(trailer_of(tensor), used_by_any);
 }
 
 uint32_t BucketMessage::read_facts(const at::Tensor& tensor) const {

@@ -37,6 +37,9 @@ class GradientForm : public Error {
   int64_t parameter_;
 };
 
+/// The real-valued dtype in which gradients of `dtype` are summed.
+at::ScalarType message_dtype(at::ScalarType dtype, bool always_fp32);
+
 /// Whether a gradient of `variable` consists of several tensors, or one of another shape: see
 /// Note [Gradients of several parts] in the source.
 bool is_in_parts(const at::Tensor& grad, const at::Tensor& variable);
@@ -123,9 +126,13 @@ class BucketMessage {
 
   /// The message of a rank that contributes nothing to this bucket, which other ranks have packed:
   /// zeros (with `poison`: NaN, for devices on which nobody reads the facts), no parameter used,
-  /// and these facts. A new tensor; what is packed here does not change. Undefined for a sparse
-  /// one.
-  at::Tensor absent(uint32_t facts, bool poison) const;
+  /// and these facts. Undefined for a sparse one.
+  ///
+  /// This rank may have run out of memory. So it lies in the message's own buffer, if there is one
+  /// and no member's gradient lies in it; else in a new tensor. In neither case does a gradient
+  /// change.
+  /// @param idle  no reduction uses the buffer.
+  at::Tensor absent(uint32_t facts, bool poison, bool idle);
 
   /// The tensor to reduce, valid between pack() and unpack(): contiguous, real-valued, or sparse.
   const at::Tensor& tensor() const { return tensor_; }
@@ -156,10 +163,13 @@ class BucketMessage {
   /// True if a member was not used by this rank in the last pack().
   bool has_unused() const { return has_unused_; }
 
-  /// After the reduction of `tensor`, which is tensor() or what absent() gave: what its trailer
-  /// says. Blocks the host until it is readable.
-  void read_used(const at::Tensor& tensor, std::vector<uint8_t>& used_by_any) const;
+  /// After the reduction of `tensor`, which is tensor() or what absent() gave: the trailer of
+  /// tensor(), and what that of `tensor` says. Blocks the host until it is readable.
+  at::Tensor reduced_trailer() const { return trailer_of(tensor_); }
   uint32_t read_facts(const at::Tensor& tensor) const;
+
+  /// What pack() has read besides the gradients, on a device; may be undefined.
+  const at::Tensor& usual_trailer() const { return usual_trailer_; }
 
   /// Largest absolute value of each packed gradient, in the order of slots() (0 where there is
   /// none): not finite where a gradient is not. On the message's device; one multi-tensor call.
@@ -181,6 +191,7 @@ class BucketMessage {
                std::vector<at::Tensor>& sources, double scale, bool is_new);
   void pack_in_place(double scale, const at::Tensor& incoming);
   void let_go();
+  bool gradients_lie_in_buffer() const;
   void pack_sparse(double scale);
   bool is_copied(const Slot& slot, double scale) const;
   bool has_home() const { return home_.data_ptr() != buffer_.data_ptr(); }
@@ -199,9 +210,10 @@ class BucketMessage {
   at::ScalarType dtype_ = at::kFloat;  ///< real-valued
   int64_t numel_ = 0;                  ///< in elements of dtype_
   at::Tensor buffer_;                  ///< flat: gradients, then the trailer; in dtype_
-  at::Tensor home_;      ///< where views live if gradients have another dtype, else buffer_
-  at::Tensor tensor_;    ///< what is reduced in this backward
-  bool packed_ = false;  ///< between pack() and unpack()
+  at::Tensor home_;           ///< where views live if gradients have another dtype, else buffer_
+  at::Tensor usual_trailer_;  ///< on a device: see Note [Trailers on a device]
+  at::Tensor tensor_;         ///< what is reduced in this backward
+  bool packed_ = false;       ///< between pack() and unpack()
   bool has_unused_ = false;
   int64_t copied_ = 0;
   int64_t copied_early_ = 0;

@@ -44,6 +44,13 @@ void join_producers(const PlannedBucket& entry) {
   }
 }
 
+void keep_for_current_stream(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_cpu()) return;
+  const c10::Stream current =
+      c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
+  for (const at::Tensor& part : parts_of(tensor)) part.record_stream(current);
+}
+
 /// Gradients, and a buffer that was made in a hook, belong to the streams that made them; the one
 /// that ends backward reads and writes them, and until it is done their memory must not serve those
 /// streams again. Who made them is not known in a backward that is recorded.
@@ -56,13 +63,11 @@ void keep_for_current_stream(const PlannedBucket& entry) {
   if (!entry.producers.empty() &&
       std::all_of(entry.producers.begin(), entry.producers.end(), is_current))
     return;
-  const auto keep = [&](const at::Tensor& tensor) {
-    if (!tensor.defined() || tensor.layout() != at::kStrided) return;
-    for (const at::Tensor& part : parts_of(tensor)) part.record_stream(current);
-  };
-  keep(message.tensor());
-  keep(message.gradients_buffer());
-  for (const BucketMessage::Slot& slot : message.slots()) keep(slot.variable.grad());
+  keep_for_current_stream(message.tensor());
+  keep_for_current_stream(message.gradients_buffer());
+  keep_for_current_stream(message.usual_trailer());
+  for (const BucketMessage::Slot& slot : message.slots())
+    keep_for_current_stream(slot.variable.grad());
 }
 
 /// Errors of `call` about the form of a gradient name its parameter.
@@ -142,7 +147,13 @@ void launch_absent(std::vector<PlannedBucket>& entries, const StepFacts& facts,
     // Also one of before the failure, whose hook has collectives that it has not issued yet.
     if (b > 0) let_next_pass(entries[b - 1], b - 1, context);
     const c10::OptionalDeviceGuard guard(entry.message.device());
-    entry.absent = entry.message.absent(facts.encode(), facts.failed && !heard);
+    // The buffer may be in use: by the last backward, whose stream this thread's does not wait for.
+    if (entry.unpacked_on) entry.producers.push_back(*entry.unpacked_on);
+    join_producers(entry);
+    // And by an earlier backward through a plan that was left, in which it was sent like this.
+    const bool idle = !entry.absent.defined();
+    entry.absent = entry.message.absent(facts.encode(), facts.failed && !heard, idle);
+    keep_for_current_stream(entry.absent);
     // Named as by the ranks whose gradients travel in it: see Note [Ranks in different
     // collectives].
     start(entry, entry.absent, describe_bucket(entry, b, context), context);
@@ -184,6 +195,9 @@ void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()
 void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerContext& context) {
   const c10::OptionalDeviceGuard guard(entry.message.device());
   const DefaultFloatingPointMode mode;  // for the factor as well
+  const at::Device device = entry.message.device();
+  if (!device.is_cpu())
+    entry.unpacked_on = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   entry.reduction->deliver(entry.message);
   keep_for_current_stream(entry);
   naming(context, [&] { entry.message.unpack(entry.averaging(context).after, pass.kept); });

@@ -41,21 +41,63 @@ void BucketTrailer::write(const at::Tensor& trailer, const std::vector<uint8_t>&
                                     });
     return;
   }
-  // One kernel, and one more for each number that is not as usual: parameters are used, facts do
-  // not hold.
-  if (mask_numel() > 0) trailer.narrow(0, 0, mask_numel()).fill_(1.0);
+  trailer.copy_(usual(trailer.options()));
+  std::vector<at::Tensor> zeros;
+  append_unused(trailer, used, zeros);
+  if (!zeros.empty()) at::_foreach_zero_(zeros);
+  write_facts(trailer, facts);
+}
+
+at::Tensor BucketTrailer::usual(const at::TensorOptions& options) const {
+  const at::Tensor numbers = at::zeros({numel()}, options);
+  numbers.narrow(0, 0, mask_numel()).fill_(1.0);
+  return numbers;
+}
+
+void BucketTrailer::append_unused(const at::Tensor& trailer, const std::vector<uint8_t>& used,
+                                  std::vector<at::Tensor>& zeros) const {
+  if (used.empty() && mask_numel() > 0) zeros.push_back(trailer.narrow(0, 0, mask_numel()));
+  if (used.empty()) return;
   for (int64_t i = 0; i < mask_numel(); ++i) {
-    if (!is_used(reported_[i])) trailer.select(0, i).zero_();
+    if (used[reported_[i]] == 0) zeros.push_back(trailer.select(0, i));
   }
-  if (facts_ > 0) trailer.narrow(0, mask_numel(), facts_).zero_();
+}
+
+void BucketTrailer::write_facts(const at::Tensor& trailer, uint32_t facts) const {
   for (int i = 0; i < facts_; ++i) {
     if ((facts >> i) & 1U) trailer.select(0, mask_numel() + i).fill_(1.0);
   }
 }
 
-void BucketTrailer::read_used(const at::Tensor& trailer, std::vector<uint8_t>& used_by_any) const {
-  const std::vector<uint8_t> used = above_zero(trailer.narrow(0, 0, mask_numel()));
-  for (size_t i = 0; i < used.size(); ++i) used_by_any[reported_[i]] |= used[i];
+int64_t BucketTrailer::read_used(const std::vector<const BucketTrailer*>& trailers,
+                                 const std::vector<at::Tensor>& sums,
+                                 std::vector<uint8_t>& used_by_any) {
+  const BelowAutograd guard;
+  int64_t reads = 0;
+  const auto add = [&](const BucketTrailer& trailer, const at::Tensor& mask) {
+    const std::vector<uint8_t> used = above_zero(mask);
+    for (size_t i = 0; i < used.size(); ++i) used_by_any[trailer.reported_[i]] |= used[i];
+  };
+  std::vector<const BucketTrailer*> elsewhere;  // on a device
+  std::vector<at::Tensor> masks;
+  for (size_t i = 0; i < trailers.size(); ++i) {
+    const at::Tensor mask = sums[i].narrow(0, 0, trailers[i]->mask_numel());
+    if (mask.is_cpu()) {
+      add(*trailers[i], mask);
+      ++reads;
+    } else {
+      elsewhere.push_back(trailers[i]);
+      masks.push_back(mask.to(at::kFloat));
+    }
+  }
+  if (masks.empty()) return reads;
+  const at::Tensor all = (masks.size() == 1 ? masks[0] : at::cat(masks)).cpu();
+  int64_t begin = 0;
+  for (const BucketTrailer* trailer : elsewhere) {
+    add(*trailer, all.narrow(0, begin, trailer->mask_numel()));
+    begin += trailer->mask_numel();
+  }
+  return reads + 1;
 }
 
 uint32_t BucketTrailer::read_facts(const at::Tensor& trailer) const {

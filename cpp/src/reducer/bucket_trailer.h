@@ -31,9 +31,27 @@ class BucketTrailer {
   /// @param facts  bit i: fact i holds.
   void write(const at::Tensor& trailer, const std::vector<uint8_t>& used, uint32_t facts) const;
 
-  /// Of a sum: adds to `used_by_any` (by parameter index) which parameters are used on some rank.
-  /// Blocks the host until `trailer` can be read.
-  void read_used(const at::Tensor& trailer, std::vector<uint8_t>& used_by_any) const;
+  // Note [Trailers on a device]
+  //
+  // Each number that is written by itself is a kernel launch, and each that is read by itself a
+  // wait of the host. So on devices other than the CPU usual() is copied by the multi-tensor copy
+  // that packs the gradients, what differs from it is zeroed by one multi-tensor call, together
+  // with the members that have no gradient, and the masks of all messages are read in one copy.
+
+  /// The numbers [numel()] of a rank that uses all reported parameters, and for which no fact
+  /// holds.
+  at::Tensor usual(const at::TensorOptions& options) const;
+  /// Appends the elements of `trailer` that are zero where usual() is 1.
+  void append_unused(const at::Tensor& trailer, const std::vector<uint8_t>& used,
+                     std::vector<at::Tensor>& zeros) const;
+  /// Writes the facts that hold where usual() was copied.
+  void write_facts(const at::Tensor& trailer, uint32_t facts) const;
+
+  /// Of sums: adds to `used_by_any` (by parameter index) which parameters are used on some rank.
+  /// `trailers[i]` belongs to `sums[i]`. Blocks the host until they can be read, and returns how
+  /// often: once for each tensor on the CPU, and once for all others.
+  static int64_t read_used(const std::vector<const BucketTrailer*>& trailers,
+                           const std::vector<at::Tensor>& sums, std::vector<uint8_t>& used_by_any);
 
   /// Of a sum: bit i is set if fact i holds on some rank. Blocks likewise.
   uint32_t read_facts(const at::Tensor& trailer) const;

@@ -5,6 +5,8 @@
 
 #include <ATen/Functions.h>
 
+#include "comm/received_values.h"
+
 namespace apex::parallel {
 
 bool same_dense_layout(const at::Tensor& a, const at::Tensor& b) {
@@ -65,7 +67,9 @@ void multi_tensor_copy(std::vector<at::Tensor> targets, std::vector<at::Tensor> 
   targets.resize(kept);
   sources.resize(kept);
   at::_foreach_copy_(targets, sources);
-  if (scale != 1.0) at::_foreach_mul_(targets, scale);
+  if (scale == 1.0) return;
+  if (!targets.front().is_cpu()) return at::_foreach_mul_(targets, scale);
+  for (const at::Tensor& target : targets) scale_in_place(target, scale);
 }
 
 at::Tensor flat_alias(const at::Tensor& tensor) {

@@ -72,10 +72,14 @@ PlannedBucket make_entry(Kind kind, const std::vector<int64_t>& members, BucketT
   return entry;
 }
 
-ReductionSite site_of(Kind kind, at::Device device, size_t index, const ReducerContext& context) {
+/// @param parameter  of the bucket; null: there is none.
+ReductionSite site_of(Kind kind, at::Device device, const Parameter* parameter, size_t index,
+                      const ReducerContext& context) {
   ReductionSite site;
   site.kind = kind;
   site.device = device;
+  if (parameter != nullptr)
+    site.dtype = message_dtype(parameter->dtype, context.options.allreduce_always_fp32);
   site.index = index;
   site.group = context.members.group_of(index);
   site.all_groups = context.members.groups;
@@ -87,9 +91,9 @@ ReductionSite site_of(Kind kind, at::Device device, size_t index, const ReducerC
 
 /// Gradients that stay in buckets which the ranks of a host share are summed there without a copy;
 /// where a gradient lies otherwise, a part of it would be copied there and back in every step.
-bool views_are_shared(at::Device device, const ReducerContext& context) {
-  if (!context.options.gradient_as_bucket_view || !device.is_cpu()) return false;
-  ReductionSite site = site_of(Kind::kFlat, device, 0, context);
+bool views_are_shared(const Parameter& parameter, const ReducerContext& context) {
+  if (!context.options.gradient_as_bucket_view || !parameter.device.is_cpu()) return false;
+  ReductionSite site = site_of(Kind::kFlat, parameter.device, &parameter, 0, context);
   site.hook = context.hook;
   return context.choose(site)->traits().shares_memory;
 }
@@ -110,7 +114,7 @@ std::vector<Kind> kinds_of(const Plan& plan, const ReducerContext& context) {
         flat_follows || static_cast<int64_t>(first.variable.nbytes()) >= kInPlaceBytes;
     if (buckets[b].size() == 1 && worth_it &&
         may_be_in_place(context, first, plan.places[buckets[b].front()]) &&
-        !views_are_shared(first.device, context)) {
+        !views_are_shared(first, context)) {
       kinds[b] = Kind::kInPlace;
     } else {
       flat_follows = true;
@@ -181,7 +185,8 @@ void build_entries(Plan& plan, ReducerContext& context) {
   for (size_t b = 0; b < buckets.size(); ++b) {
     unreported.insert(unreported.end(), buckets[b].begin(), buckets[b].end());
     device = context.parameters[buckets[b].front()].device;
-    ReductionSite site = site_of(kinds[b], device, b, context);
+    ReductionSite site =
+        site_of(kinds[b], device, &context.parameters[buckets[b].front()], b, context);
     site.hook = context.hook;
     site.last_of_hook = b == last_of_hook;
     auto reduction = context.choose(site);
@@ -206,7 +211,7 @@ void build_entries(Plan& plan, ReducerContext& context) {
   if (!unreported.empty() || (facts > 0 && !facts_carried)) {
     if (buckets.empty() && !unreported.empty())
       device = context.parameters[unreported.front()].device;
-    const ReductionSite site = site_of(Kind::kMaskOnly, device, buckets.size(), context);
+    const ReductionSite site = site_of(Kind::kMaskOnly, device, nullptr, buckets.size(), context);
     plan.entries.push_back(make_entry(Kind::kMaskOnly, {}, BucketTrailer(unreported, facts), device,
                                       site, context.choose(site), plan.places, context));
   }
@@ -228,7 +233,7 @@ std::vector<PlannedBucket> build_late_round(const std::vector<int64_t>& paramete
     } else if (members.size() == 1 && may_be_in_place(context, first, places[members.front()])) {
       kind = Kind::kInPlace;
     }
-    ReductionSite site = site_of(kind, first.device, 0, context);
+    ReductionSite site = site_of(kind, first.device, &first, 0, context);
     round.push_back(
         make_entry(kind, members, {}, first.device, site, context.choose(site), places, context));
   }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -37,8 +38,9 @@ struct PlannedBucket {
   int64_t members = 0;  ///< parameters that have to fire before it is launched
   int64_t pending = 0;  ///< of these, how many have not
   bool launched = false;
-  bool completed = false;              ///< awaited and unpacked, and its callback was called
-  std::vector<c10::Stream> producers;  ///< where its gradients were produced
+  bool completed = false;                  ///< awaited and unpacked, and its callback was called
+  std::vector<c10::Stream> producers;      ///< where its gradients were produced
+  std::optional<c10::Stream> unpacked_on;  ///< in the last backward that was complete
   at::Tensor absent;  ///< what was sent instead of the message, see Note [Carried through]
   bool user_code_failed = false;  ///< a communication hook threw
   at::Tensor largest;  ///< with check_finite: of each gradient, its largest absolute value

@@ -350,12 +350,16 @@ void ReducerCore::settle() {
   if (!missed && !plan.watches_unplanned) return;
   std::vector<uint8_t>& used_by_any = pass_->used_by_any;
   used_by_any = pass_->used;
-  for (PlannedBucket& entry : plan.entries) {
+  std::vector<const BucketTrailer*> trailers;
+  std::vector<at::Tensor> sums;
+  for (const PlannedBucket& entry : plan.entries) {
     const bool last = &entry == &plan.entries.back();
     if (entry.message.trailer().reported().empty() || !(missed || last)) continue;
-    entry.message.read_used(entry.message.tensor(), used_by_any);
-    context_.statistics.add(&ReducerStatistics::usage_reads);
+    trailers.push_back(&entry.message.trailer());
+    sums.push_back(entry.message.reduced_trailer());
   }
+  context_.statistics.add(&ReducerStatistics::usage_reads,
+                          BucketTrailer::read_used(trailers, sums, used_by_any));
   if (!pass_->failure) {
     for (PlannedBucket& entry : plan.entries) entry.message.settle(used_by_any);
   }

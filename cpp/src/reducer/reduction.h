@@ -97,7 +97,8 @@ class Reduction {
 struct ReductionSite {
   BucketMessage::Kind kind = BucketMessage::Kind::kFlat;
   at::Device device = at::Device(at::kCPU);
-  size_t index = 0;  ///< of the bucket, in the order of launches
+  at::ScalarType dtype = at::kFloat;  ///< in which gradients are summed
+  size_t index = 0;                   ///< of the bucket, in the order of launches
   GroupPtr group;
   std::vector<GroupPtr> all_groups;  ///< of the reducer, this one included
   bool alone = false;                ///< there is one rank

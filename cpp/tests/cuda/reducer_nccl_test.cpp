@@ -88,17 +88,16 @@ void train() {
   apex::distributed::destroy_process_group();
 }
 
-/// Both ranks' float16 gradients are 60,000: their sum overflows, so the average is finite only if
-/// it is taken while summing.
+/// Both ranks' float32 gradients are 3e38: their sum overflows, so the average is finite only if it
+/// is taken while summing. (float16 is summed, then divided: Note [Averages in low precision].)
 void average_on_the_wire() {
   const auto group = join();
-  constexpr double kLarge = 60000.0;
+  constexpr float kLarge = 3e38F;
   for (const bool average : {true, false}) {
     std::vector<NamedTensor> parameters;
     for (const int64_t numel : {100, 7}) {
-      parameters.push_back(
-          {"p" + std::to_string(numel),
-           at::zeros({numel}, at::device(at::kCUDA).dtype(at::kHalf)).requires_grad_()});
+      parameters.push_back({"p" + std::to_string(numel),
+                            at::zeros({numel}, at::device(at::kCUDA)).requires_grad_()});
     }
     ReducerOptions options;
     options.gradient_average = average;
@@ -107,13 +106,13 @@ void average_on_the_wire() {
       at::Tensor loss = at::zeros({}, at::device(at::kCUDA));
       for (auto& parameter : parameters) {
         parameter.tensor.mutable_grad() = at::Tensor();
-        loss = loss + (parameter.tensor.to(at::kFloat) * kLarge).sum();
+        loss = loss + (parameter.tensor * kLarge).sum();
       }
       reducer.watch_outputs({loss});
       loss.backward();
       for (const auto& parameter : parameters) {
         const double value = parameter.tensor.grad().max().item<double>();
-        require(average ? value == kLarge : std::isinf(value),
+        require(average ? value == static_cast<double>(kLarge) : std::isinf(value),
                 parameter.name + ", step " + std::to_string(step) + ": got " +
                     std::to_string(value) + (average ? ", not the average" : ", not the sum"));
       }

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -77,12 +78,16 @@ const Memory* memory_of(const c10::DataPtr& pointer) {
 thread_local c10::StreamId current = 0;
 
 std::atomic<bool> timed_events{false};
+std::atomic<size_t> largest_block{std::numeric_limits<size_t>::max()};
 
 c10::Stream stream_of(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, device(), id); }
 
 class FakeAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
+    if (bytes > largest_block.load())
+      throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                                  "the fake device has no memory left");
     // Even an empty tensor has an address of its own. Multiples of 16, as other devices have.
     void* const data = std::aligned_alloc(64, (bytes / 64 + 1) * 64);
     if (data == nullptr) throw std::bad_alloc();
@@ -218,6 +223,8 @@ bool query(const Mark& mark) {
 
 void set_timed_events(bool on) { timed_events.store(on); }
 
+void set_largest_block(size_t bytes) { largest_block.store(bytes); }
+
 RaceDetector& detector() {
   // Never destroyed: static tensors are freed after it.
   static RaceDetector* const instance = [] {
@@ -228,10 +235,19 @@ RaceDetector& detector() {
   return *instance;
 }
 
+namespace {
+
+/// By address: the storage may be another one on the same memory.
+std::optional<Memory> memory_behind(const at::Tensor& tensor) {
+  return Memories::instance().find({tensor.storage().data(), tensor.storage().nbytes(), false});
+}
+
+}  // namespace
+
 std::vector<RaceDetector::Access> access(const at::Tensor& tensor, bool writes) {
   if (!tensor.defined() || tensor.numel() == 0 || !tensor.is_privateuseone()) return {};
-  const Memory* const memory = memory_of(tensor.storage().data_ptr());
-  if (memory == nullptr) return {};
+  const std::optional<Memory> memory = memory_behind(tensor);
+  if (!memory) return {};
   int64_t last = 0;
   for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
   const size_t begin = static_cast<size_t>(tensor.storage_offset()) * tensor.element_size();
@@ -277,8 +293,8 @@ void operate(const c10::Stream& stream, const std::string& what, const std::vect
 }
 
 void used_on(const at::Tensor& tensor, const c10::Stream& stream) {
-  const Memory* const memory = memory_of(tensor.storage().data_ptr());
-  if (memory != nullptr) detector().used_on(memory->block, stream.id());
+  const std::optional<Memory> memory = memory_behind(tensor);
+  if (memory) detector().used_on(memory->block, stream.id());
 }
 
 }  // namespace apex::testing::fake

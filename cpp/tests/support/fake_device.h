@@ -39,6 +39,9 @@ void order(const c10::Stream& earlier, const c10::Stream& later);
 /// of an event is how many are over when it is.
 void set_timed_events(bool on);
 
+/// Allocations of more bytes throw c10::OutOfMemoryError from now on; at first none does.
+void set_largest_block(size_t bytes);
+
 RaceDetector& detector();
 
 /// The memory of a tensor of this device as a tensor of the CPU, behind the detector's back.

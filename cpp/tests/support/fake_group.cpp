@@ -52,25 +52,36 @@ class MirrorWork final : public c10d::Work {
 
 class MirrorBackend final : public c10d::Backend {
  public:
-  MirrorBackend(int world_size, const std::string& name)
-      : c10d::Backend(0, world_size), stream_(new_stream(name)) {}
+  MirrorBackend(int world_size, const std::string& name, const MirrorRules& rules)
+      : c10d::Backend(0, world_size), stream_(new_stream(name)), rules_(rules) {}
 
-  const std::string getBackendName() const override { return "mirror"; }
+  const std::string getBackendName() const override { return rules_.backend_name; }
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& options) override {
     const bool sums = options.reduceOp == c10d::ReduceOp::SUM;
+    const bool as_nccl =
+        options.reduceOp == c10d::ReduceOp::AVG && rules_.backend_name.compare(0, 4, "nccl") == 0;
     return issue("all-reduce", c10d::OpType::ALLREDUCE, tensors, tensors,
-                 [tensors, sums, size = size_] {
+                 [tensors, sums, as_nccl, size = size_] {
                    for (const at::Tensor& tensor : tensors) {
-                     if (sums) host_alias(tensor).mul_(size);
+                     const at::Tensor values = host_alias(tensor);
+                     if (as_nccl) values.mul_(at::full({1}, 1.0 / size, values.options()));
+                     if (sums || as_nccl) values.mul_(size);
                    }
                  });
   }
 
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
-                                           const c10d::BroadcastOptions&) override {
-    return issue("broadcast", c10d::OpType::BROADCAST, tensors, tensors, [] {});
+                                           const c10d::BroadcastOptions& options) override {
+    const at::Tensor mine = tensors.at(0);
+    return issue("broadcast", c10d::OpType::BROADCAST, tensors, tensors,
+                 [this, mine, sends = options.rootRank == 0] {
+                   const at::Tensor bytes = host_alias(mine).view({-1}).view(at::kByte);
+                   if (sends) sent_ = bytes.clone();
+                   if (!sends && sent_.defined() && sent_.sizes() == bytes.sizes())
+                     bytes.copy_(sent_);
+                 });
   }
 
   c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
@@ -110,19 +121,25 @@ class MirrorBackend final : public c10d::Backend {
     operate(stream_, what, inputs, outputs, compute);
     Tensors kept = inputs;
     kept.insert(kept.end(), outputs.begin(), outputs.end());
+    if (rules_.holds_what_it_had) held_.insert(held_.end(), kept.begin(), kept.end());
+    if (rules_.issued) rules_.issued->push_back(what);
     return c10::make_intrusive<MirrorWork>(type, stream_, std::move(kept), outputs);
   }
 
   const c10::Stream stream_;
+  const MirrorRules rules_;
+  Tensors held_;
+  at::Tensor sent_;  ///< in the last broadcast of this rank
 };
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::ProcessGroup> make_mirror_group(int world_size, const std::string& name) {
+c10::intrusive_ptr<c10d::ProcessGroup> make_mirror_group(int world_size, const std::string& name,
+                                                         const MirrorRules& rules) {
   auto group = c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(), 0,
                                                        world_size);
   const c10::intrusive_ptr<c10d::Backend> backend =
-      c10::make_intrusive<MirrorBackend>(world_size, name);
+      c10::make_intrusive<MirrorBackend>(world_size, name, rules);
   group->setBackend(c10::DeviceType::PrivateUse1, c10d::ProcessGroup::BackendType::CUSTOM, backend);
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
   return group;

@@ -228,8 +228,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("record_stream", record_stream);
-  // Has a kernel for all devices, which knows the devices by name.
-  m.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  // They have kernels for all devices: of copy_, which knows the devices by name; and of
+  // multi-tensor operators, which take one tensor after the other, unlike those of a GPU.
+  for (const char* name : {"copy_", "_foreach_copy_", "_foreach_mul_.Scalar", "_foreach_zero_"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
 
 }  // namespace apex::testing::fake

@@ -15,7 +15,7 @@ namespace {
 
 class NamedBackend final : public c10d::Backend {
  public:
-  explicit NamedBackend(std::string name) : Backend(0, 2), name_(std::move(name)) {}
+  NamedBackend(std::string name, int size) : Backend(0, size), name_(std::move(name)) {}
   const std::string getBackendName() const override { return name_; }
 
  private:
@@ -23,15 +23,16 @@ class NamedBackend final : public c10d::Backend {
 };
 
 bool averages(const std::string& backend, at::DeviceType of_backend, at::DeviceType of_bucket,
-              bool plain_average) {
+              bool plain_average, at::ScalarType dtype = at::kFloat, int world = 2) {
   ReductionSite site;
   site.group =
-      c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(), 0, 2);
+      c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(), 0, world);
   site.group->setBackend(
       of_backend, c10d::ProcessGroup::BackendType::CUSTOM,
-      c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<NamedBackend>(backend)));
+      c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<NamedBackend>(backend, world)));
   site.device = at::Device(of_bucket, of_bucket == at::kCPU ? -1 : 0);
   site.plain_average = plain_average;
+  site.dtype = dtype;
   return make_all_reduce(site)->traits().averages;
 }
 
@@ -45,6 +46,20 @@ TEST(AllReduce, NcclOnItsDevice_Averages_AndNobodyElse) {
   EXPECT_FALSE(averages("gloo", at::kCUDA, at::kCUDA, true));
   EXPECT_FALSE(averages("gloo", at::kCPU, at::kCPU, true));
   EXPECT_FALSE(averages("nccl", at::kCPU, at::kCPU, true));
+}
+
+// NCCL rounds 1/N, and each product with it, to the dtype before it sums.
+TEST(AllReduce, NcclAveragesOnlyWhereThatRoundsNoMoreThanADivision) {
+  const auto on_nccl = [](at::ScalarType dtype, int world) {
+    return averages("nccl", at::kCUDA, at::kCUDA, true, dtype, world);
+  };
+  for (const int world : {2, 3, 8, 12, 1000, 1024}) {
+    const bool power_of_two = world == 2 || world == 8 || world == 1024;
+    EXPECT_TRUE(on_nccl(at::kFloat, world)) << world;
+    EXPECT_TRUE(on_nccl(at::kDouble, world)) << world;
+    EXPECT_FALSE(on_nccl(at::kHalf, world)) << world;
+    EXPECT_EQ(on_nccl(at::kBFloat16, world), power_of_two) << world;
+  }
 }
 
 }  // namespace

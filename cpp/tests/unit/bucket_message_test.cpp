@@ -126,6 +126,12 @@ std::vector<Setting> every_setting() {
   return all;
 }
 
+/// What the trailer of `tensor`, a sum, says.
+void read_used(const BucketMessage& message, const at::Tensor& tensor, Used& used) {
+  const at::Tensor trailer = tensor.narrow(0, message.numel(), message.trailer().numel());
+  BucketTrailer::read_used({&message.trailer()}, {trailer}, used);
+}
+
 TEST(BucketMessage, TwoRanks_PackedSummedAndUnpacked_IsTheScaledSumInEverySetting) {
   at::manual_seed(testing::fresh_seed());
   for (const Setting& setting : every_setting()) {
@@ -144,7 +150,7 @@ TEST(BucketMessage, TwoRanks_PackedSummedAndUnpacked_IsTheScaledSumInEverySettin
       }
       one.message.tensor().add_(other.message.tensor());
       Used used = one.all(0);
-      one.message.read_used(one.message.tensor(), used);
+      read_used(one.message, one.message.tensor(), used);
       EXPECT_EQ(used, one.all()) << where;
       EXPECT_EQ(one.message.read_facts(one.message.tensor()), 0b101u) << where;
       one.message.unpack(0.25, one.all(0));
@@ -226,7 +232,7 @@ TEST(BucketMessage, UnusedMember_Settled_IsAsBeforeOrTheSum) {
         rank.message.pack(used, 0.5, kFacts);
         EXPECT_TRUE(rank.message.has_unused()) << where;
         Used read = rank.all(0);
-        rank.message.read_used(rank.message.tensor(), read);
+        read_used(rank.message, rank.message.tensor(), read);
         EXPECT_EQ(read, used) << where;
         rank.message.tensor().add_(1.0);  // another rank's
         rank.message.unpack(2.0, rank.all());
@@ -505,7 +511,7 @@ TEST(BucketMessageMaskOnly, Packed_IsTheTrailerAlone) {
   message.pack({1, 0, 0}, 0.5, kFacts);
   EXPECT_EQ(message.tensor().numel(), 5);
   Used used(3, 0);
-  message.read_used(message.tensor(), used);
+  read_used(message, message.tensor(), used);
   EXPECT_EQ(used, (Used{1, 0, 0}));
   EXPECT_EQ(message.read_facts(message.tensor()), kFacts);
   message.unpack(0.5, {0, 0, 0});
@@ -521,13 +527,13 @@ TEST(BucketMessage, Absent_HasTheFormOfTheMessageAndNoneOfItsValues) {
       rank.set_random_gradients();
       rank.message.pack(rank.all(), 1.0);
       const at::Tensor packed = rank.message.tensor(), before = packed.clone();
-      const at::Tensor absent = rank.message.absent(kFacts, poison);
+      const at::Tensor absent = rank.message.absent(kFacts, poison, /*idle=*/false);
       EXPECT_EQ(absent.sizes(), packed.sizes()) << setting.name();
       EXPECT_EQ(absent.scalar_type(), packed.scalar_type()) << setting.name();
       const at::Tensor gradients = rank.message.gradients_of(absent);
       EXPECT_TRUE((poison ? gradients.isnan() : gradients.eq(0)).all().item<bool>());
       Used used = rank.all(0);
-      rank.message.read_used(absent, used);
+      read_used(rank.message, absent, used);
       EXPECT_EQ(used, rank.all(0)) << setting.name();
       EXPECT_EQ(rank.message.read_facts(absent), kFacts) << setting.name();
       EXPECT_FALSE(absent.storage().is_alias_of(packed.storage()));
@@ -535,7 +541,39 @@ TEST(BucketMessage, Absent_HasTheFormOfTheMessageAndNoneOfItsValues) {
     }
   }
   Rank sparse(Kind::kSparse, {at::zeros({4, 2}).requires_grad_()});
-  EXPECT_FALSE(sparse.message.absent(0, false).defined());
+  EXPECT_FALSE(sparse.message.absent(0, false, false).defined());
+}
+
+// Where memory has run out another buffer cannot be had, and the other ranks would wait.
+TEST(BucketMessage, AbsentWhileIdle_LiesInTheMessagesOwnBuffer_UnlessGradientsDo) {
+  at::manual_seed(testing::fresh_seed());
+  for (const Setting& setting : every_setting()) {
+    for (const bool cleared : {false, true}) {
+      Rank rank(Kind::kFlat, parameters_of(setting.dtype), setting.options());
+      rank.set_random_gradients();
+      rank.message.pack(rank.all(), 1.0);
+      const void* const buffer = rank.message.tensor().const_data_ptr();
+      rank.message.unpack(1.0, rank.all(0));
+      if (cleared) {
+        for (size_t i = 0; i < rank.variables.size(); ++i) rank.grad(i) = at::Tensor();
+      }
+      const auto before = cleared ? std::vector<at::Tensor>() : rank.gradients();
+      const at::Tensor absent = rank.message.absent(kFacts, /*poison=*/true, /*idle=*/true);
+      // In low precision the views lie in another buffer than the sums in float32.
+      const bool in_use = !cleared && setting.views &&
+                          rank.grad(0).scalar_type() == setting.dtype &&
+                          c10::toRealValueType(setting.dtype) == rank.message.dtype();
+      EXPECT_EQ(absent.const_data_ptr() == buffer, !in_use) << setting.name();
+      EXPECT_TRUE(rank.message.gradients_of(absent).isnan().all().item<bool>());
+      Used used = rank.all(0);
+      read_used(rank.message, absent, used);
+      EXPECT_EQ(used, rank.all(0)) << setting.name();
+      EXPECT_EQ(rank.message.read_facts(absent), kFacts) << setting.name();
+      for (size_t i = 0; i < before.size(); ++i) {
+        EXPECT_TRUE(rank.grad(i).equal(before[i])) << setting.name() << ", member " << i;
+      }
+    }
+  }
 }
 
 TEST(BucketMessage, AssignedResult_OfAnyDtypeAndShape_IsUnpacked_AndTrailerStays) {

@@ -25,7 +25,7 @@ TEST(BucketTrailer, SumOverRanks_ReadBack_IsTheUnionInEveryDtype) {
       sum += mine;
     }
     std::vector<uint8_t> any(5, 0);
-    trailer.read_used(sum, any);
+    BucketTrailer::read_used({&trailer}, {sum}, any);
     EXPECT_EQ(any, (std::vector<uint8_t>{1, 0, 0, 0, 0})) << dtype;  // 1 and 3 are not reported
     EXPECT_EQ(trailer.read_facts(sum), 0b10001u) << dtype;
   }
@@ -38,7 +38,7 @@ TEST(BucketTrailer, OneRankOfVeryMany_AveragedInHalf_IsStillSeen) {
     trailer.write(mine, {1}, 1);
     const at::Tensor average = mine / 16384;
     std::vector<uint8_t> any(1, 0);
-    trailer.read_used(average, any);
+    BucketTrailer::read_used({&trailer}, {average}, any);
     EXPECT_EQ(any[0], 1) << dtype;
     EXPECT_EQ(trailer.read_facts(average), 1u) << dtype;
   }
@@ -55,7 +55,7 @@ TEST(BucketTrailer, NoUsedParameters_Written_MaskIsZero) {
 TEST(BucketTrailer, KnownUsed_ReadBack_IsNeverTakenBack) {
   const BucketTrailer trailer({0, 1}, 0);
   std::vector<uint8_t> any{1, 0};
-  trailer.read_used(at::zeros({2}), any);
+  BucketTrailer::read_used({&trailer}, {at::zeros({2})}, any);
   EXPECT_EQ(any, (std::vector<uint8_t>{1, 0}));
 }
 

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -50,9 +51,8 @@ TEST(GroupRecord, FirstAskedFor_TellsTheOthersWhichProcessThisIs) {
   ASSERT_TRUE(one);
   EXPECT_EQ(one->rank, 1);
   EXPECT_EQ(one->size, 2);
-  ASSERT_TRUE(store->check({one->process_key(1)}));
-  EXPECT_EQ(store->get_to_str(one->process_key(1)), this_process()->encode());
-  EXPECT_FALSE(store->check({one->process_key(0)}));
+  const std::map<int, std::string> told{{1, this_process()->encode()}};
+  EXPECT_EQ(one->process_board().read(*store), told);
   EXPECT_EQ(record_of(*groups[1]), one);
   EXPECT_EQ(find_record(*groups[1]), one);
   EXPECT_EQ(find_record(*groups[0]), nullptr);
@@ -71,8 +71,8 @@ TEST(GroupRecord, SameNameAgain_HasOtherKeysThanBeforeAndTheSameOnEveryRank) {
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> kept;  // a group is known by its address
   for (int time = 0; time < 2; ++time) {
     const auto groups = make_stored_groups(2, "again", store);
-    const std::string key = record_of(*groups[0])->report_key(0);
-    EXPECT_EQ(record_of(*groups[1])->report_key(0), key);
+    const std::string key = record_of(*groups[0])->count_key();
+    EXPECT_EQ(record_of(*groups[1])->count_key(), key);
     EXPECT_NE(key, earlier);
     earlier = key;
     kept.insert(kept.end(), groups.begin(), groups.end());

@@ -85,5 +85,20 @@ TEST(ChangeReceived, InAnyMode_OnSeveralThreads_IsTheDefaultsResult) {
   at::set_num_threads(before);
 }
 
+/// The factor is not rounded to the dtype: by which all averages would be off.
+TEST(ScaleInPlace, LowPrecision_RoundsTheProductsOnly) {
+  for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16, at::kFloat}) {
+    for (const int ranks : {3, 7, 1000}) {
+      for (const int64_t numel : {1, 77, 4096}) {  // with and without vectors
+        const at::Tensor values = at::randn({numel}).to(dtype);
+        const at::Tensor scaled = values.clone();
+        scale_in_place(scaled, 1.0 / ranks);
+        const at::Tensor expected = values.to(at::kFloat).mul(1.0 / ranks).to(dtype);
+        EXPECT_TRUE(scaled.equal(expected)) << dtype << ", " << ranks << " ranks, " << numel;
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace apex::parallel

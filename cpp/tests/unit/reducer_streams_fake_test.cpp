@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdint>
+#include <functional>
+#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -12,7 +16,9 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <apex/error.h>
 #include <apex/parallel/comm_hook.h>
+#include <apex/parallel/model_sync.h>
 #include <apex/parallel/reducer.h>
 #include <support/fake_device.h>
 #include <support/fake_group.h>
@@ -255,8 +261,39 @@ TEST_P(FakeDeviceReducer, ParameterWithoutGradient_IsAllTheHostWaitsFor) {
     EXPECT_EQ(model[2].grad().defined(), step < 2);
     if (step == 1) before = host_waits();
   }
-  EXPECT_GT(reducer.statistics().usage_reads, 0);
-  EXPECT_EQ(host_waits() - before, reducer.statistics().usage_reads);
+  EXPECT_GT(reducer.plan()->buckets.size(), 2U);
+  EXPECT_EQ(reducer.statistics().usage_reads, 2);  // once a backward, however many buckets
+  EXPECT_EQ(host_waits() - before, 2);
+}
+
+/// Operations that a reducer adds to a backward in which so many of 20 parameters are not used.
+int64_t operations_added(const Group& group, const ReducerOptions& options, size_t unused) {
+  std::vector<NamedTensor> parameters;
+  for (int i = 0; i < 20; ++i)
+    parameters.push_back({"p" + std::to_string(i), at::ones({8}, on_device()).requires_grad_()});
+  const auto backward = [&](Reducer* reducer, size_t skipped) {
+    for (auto& parameter : parameters) parameter.tensor.mutable_grad() = at::Tensor();
+    if (reducer != nullptr) reducer->prepare_for_forward();
+    at::Tensor loss = at::zeros({}, on_device());
+    for (size_t i = skipped; i < parameters.size(); ++i) loss = loss + parameters[i].tensor.sum();
+    if (reducer != nullptr) reducer->watch_outputs({loss});
+    const int64_t before = fake::detector().operations();
+    loss.backward();
+    return fake::detector().operations() - before;
+  };
+  const int64_t alone = backward(nullptr, unused);
+  Reducer reducer(parameters, {group}, options);
+  for (int step = 0; step < 3; ++step) backward(&reducer, 0);
+  return backward(&reducer, unused) - alone;
+}
+
+TEST_P(FakeDeviceReducer, ParametersWithoutGradient_CostNoOperationsEach) {
+  options_.limits.cap = 1 << 20;
+  EXPECT_EQ(operations_added(group_, options_, 10), operations_added(group_, options_, 2));
+  // The used-parameter mask is packed with the gradients: a copy, and the sum.
+  if (world_ > 1) {
+    EXPECT_LE(operations_added(group_, options_, 0), GetParam().views ? 3 : 4);
+  }
 }
 
 /// On a device a message's mask is written number by number, also the first and the last.
@@ -331,12 +368,16 @@ TEST_P(FakeDeviceReducer, DeferredBackward_IsReadyWhereItWasWaitedFor) {
 }
 
 /// A backward of `training` that fails half way, when the buckets of the last layers were launched.
-void fail_backward(Training& training, Reducer& reducer) {
+void fail_backward(
+    Training& training, Reducer& reducer, const std::function<void()>& first_of_all = [] {}) {
   training.model.zero_grad();
   reducer.prepare_for_forward();
   const at::Tensor first = at::addmm(training.model[1], training.device_batches[0].to(at::kFloat),
                                      training.model[0].t());
-  first.register_hook([](const at::Tensor&) { throw std::runtime_error("no gradient today"); });
+  first.register_hook([&](const at::Tensor&) {
+    first_of_all();
+    throw std::runtime_error("no gradient today");
+  });
   at::Tensor y = first;
   for (size_t i = 2; i < training.model.size(); i += 2) {
     y = at::addmm(training.model[i + 1], y, training.model[i].t());
@@ -515,6 +556,131 @@ TEST_P(FakeDeviceReducer, GradientsOfSideStreams_AreKeptForTheStreamThatCalledBa
     }
     EXPECT_EQ(fake::detector().errors(), Strings{});
   }
+}
+
+/// Autograd's thread for the device may still let go of a backward that has failed.
+void wait_for_end_of_backward(Reducer& reducer) {
+  for (;;) {
+    try {
+      return reducer.wait();
+    } catch (const apex::Error&) {  // "while a backward is running"
+      std::this_thread::yield();
+    }
+  }
+}
+
+/// The other ranks wait for the messages of one that has run out of memory in backward.
+TEST_P(FakeDeviceReducer, BackwardThatRunsOutOfMemory_SendsAllItsMessages) {
+  if (world_ == 1) GTEST_SKIP() << "nothing is sent";
+  options_.limits.cap = 450;  // none in place
+  fake::MirrorRules rules;
+  rules.issued = std::make_shared<Strings>();
+  Training training(4);
+  Reducer reducer(training.model.parameters, {fake::make_mirror_group(world_, "wire", rules)},
+                  options_);
+  training.backward(reducer, 0);
+  training.backward(reducer, 1);
+  rules.issued->clear();
+  training.backward(reducer, 2);
+  const Strings complete = *rules.issued;
+  EXPECT_GT(complete.size(), 1U);
+  rules.issued->clear();
+  fail_backward(training, reducer, [] { fake::set_largest_block(0); });
+  wait_for_end_of_backward(reducer);
+  fake::set_largest_block(std::numeric_limits<size_t>::max());
+  EXPECT_EQ(*rules.issued, complete);
+  training.backward(reducer, 3);
+  training.expect_gradients(2e-5);
+}
+
+/// One parameter whose gradients are `values`, averaged over `world` mirror images.
+at::Tensor averaged(const at::Tensor& values, int world, int64_t cap) {
+  fake::MirrorRules rules;
+  rules.backend_name = "nccl";
+  const at::Tensor factor = values.to(fake::device());
+  std::vector<NamedTensor> parameters{{"p", at::zeros_like(factor).requires_grad_()},
+                                      {"q", at::zeros({3}, factor.options()).requires_grad_()}};
+  ReducerOptions options;
+  options.limits.cap = cap;
+  Reducer reducer(parameters, {fake::make_mirror_group(world, "wire", rules)}, options);
+  for (int step = 0; step < 2; ++step) {
+    for (auto& parameter : parameters) parameter.tensor.mutable_grad() = at::Tensor();
+    reducer.prepare_for_forward();
+    const at::Tensor y = (parameters[0].tensor * factor).sum() + parameters[1].tensor.sum();
+    reducer.watch_outputs({y});
+    y.backward();
+  }
+  return fake::peek(parameters[0].tensor.grad());
+}
+
+// NCCL's AVG rounds 1/N to the dtype, and each value times that, before it sums.
+TEST(FakeNccl, AveragesInLowPrecision_AreSumsThatAreDivided) {
+  fake::detector().reset();
+  struct Case {
+    at::ScalarType dtype;
+    int world;
+    double scale;  ///< of the gradients
+    double error;  ///< of one of them
+  };
+  const std::vector<Case> cases{{at::kBFloat16, 3, 1, 0.008}, {at::kBFloat16, 4, 1, 0},
+                                {at::kBFloat16, 7, 1, 0.008}, {at::kHalf, 1024, 1e-3, 0},
+                                {at::kHalf, 3, 1e-4, 0.002},  {at::kFloat, 3, 1, 2e-7},
+                                {at::kFloat, 1024, 1e-30, 0}};
+  for (const Case& each : cases) {
+    for (const int64_t cap : {1, 1 << 20}) {  // in place, and in a buffer
+      SCOPED_TRACE(::testing::Message() << each.dtype << ", " << each.world << " ranks, " << cap);
+      const at::Tensor values = at::rand({1 << 15}).add(1).mul(each.scale).to(each.dtype);
+      const at::Tensor want = values.to(at::kDouble);
+      const at::Tensor error = (averaged(values, each.world, cap).to(at::kDouble) - want) / want;
+      EXPECT_LE(error.abs().max().item<double>(), each.error);
+      EXPECT_LT(std::abs(error.mean().item<double>()), 2e-4) << "all are off in one direction";
+    }
+  }
+}
+
+// See Note [Backends that hold what they have reduced].
+TEST(FakeNccl, GradientsThatAreKept_WhileTheBackendHoldsThem_AreReducedInPlace) {
+  fake::detector().reset();
+  fake::MirrorRules rules;
+  rules.backend_name = "nccl2";
+  rules.holds_what_it_had = true;
+  const at::Tensor p = at::ones({1 << 15}, on_device()).requires_grad_();
+  Reducer reducer({{"p", p}}, {fake::make_mirror_group(2, "wire", rules)}, {});
+  for (int step = 0; step < 4; ++step) {
+    if (step > 0) p.mutable_grad().zero_();
+    reducer.prepare_for_forward();
+    const at::Tensor y = (p * (step + 1)).sum();
+    reducer.watch_outputs({y});
+    y.backward();
+    EXPECT_TRUE(fake::peek(p.grad()).eq(step + 1).all().item<bool>()) << step;
+  }
+  EXPECT_EQ(reducer.statistics().reduced_in_place, 4);
+  EXPECT_EQ(reducer.statistics().gradients_copied, 0);
+  EXPECT_EQ(fake::detector().errors(), Strings{});
+}
+
+/// Buffers of batch norm, say: receiving them takes no operation for each.
+TEST(FakeNccl, TensorsOfSeveralDtypes_Broadcast_ArriveInOneCopyForEachDtype) {
+  fake::detector().reset();
+  const Group group = fake::make_mirror_group(2, "wire");
+  std::vector<at::Tensor> sources, targets;
+  for (int i = 0; i < 12; ++i) {
+    for (const at::ScalarType dtype : {at::kHalf, at::kFloat, at::kByte, at::kLong, at::kDouble}) {
+      sources.push_back(at::randn({i % 4 + 1}).mul(9).to(dtype).to(fake::device()));
+      targets.push_back(at::zeros_like(sources.back()));
+    }
+  }
+  sources.push_back(at::randn({3, 4}, on_device()).t());
+  targets.push_back(at::zeros({3, 4}, on_device()).t());
+  parallel::broadcast_coalesced(sources, group, 0);
+  const int64_t before = fake::detector().operations();
+  parallel::broadcast_coalesced(targets, group, 1);
+  // An empty tensor has no operation; the transposed one is received by itself.
+  EXPECT_LE(fake::detector().operations() - before, 1 + 5 + 2);
+  for (size_t i = 0; i < sources.size(); ++i) {
+    EXPECT_TRUE(fake::peek(targets[i]).equal(fake::peek(sources[i]))) << i;
+  }
+  EXPECT_EQ(fake::detector().errors(), Strings{});
 }
 
 INSTANTIATE_TEST_SUITE_P(Settings, FakeDeviceReducer,

@@ -233,6 +233,22 @@ TEST_F(SyncBatchNormFake, Step_WithAGroup_TakesTwoLaunchesAndOneCollectivePerDir
   EXPECT_EQ(fake::detector().operations(), 6);
 }
 
+TEST_F(SyncBatchNormFake, ManyRanks_SumMoments_EqualTheCpus) {
+  constexpr int kRanks = 100;
+  Layer host = make(at::kFloat, {3, 6, 5, 8}, 6, false);
+  host.x = host.x + at::arange(6).mul(100).view({1, 6, 1, 1});
+  Layer device = move(host);
+  Layer whole = host.whole(kRanks);
+  SyncBatchNormArguments on_device = device.arguments();
+  on_device.process_group = fake::make_mirror_group(kRanks, "wire");
+  const Results got = run(device, on_device);
+  const Results want = run(whole, whole.arguments());
+  expect_close(got.y, want.y.narrow(0, 0, 3), 1e-6, "y");
+  expect_close(got.gradients[0], want.gradients[0].narrow(0, 0, 3), 4e-6, "dx");
+  expect_close(device.running_mean, whole.running_mean, 1e-6, "running_mean");
+  expect_close(device.running_var, whole.running_var, 1e-6, "running_var");
+}
+
 TEST_F(SyncBatchNormFake, NothingOptional_IsPlainNormalization) {
   Layer host;
   host.x = at::randn({5, 3, 4});

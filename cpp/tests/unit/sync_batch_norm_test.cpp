@@ -5,6 +5,7 @@
 #include <apex/parallel/sync_batch_norm.h>
 #include <gtest/gtest.h>
 #include <support/thread_backend.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/functional/batchnorm.h>
 #include <torch/nn/init.h>
 #include <torch/nn/modules/activation.h>
@@ -65,6 +66,49 @@ TEST(SyncBatchNorm, Forward_ThreeUnevenRanks_EqualsWholeBatch) {
     EXPECT_TRUE(torch::allclose(module->running_var,
                                 all.transpose(0, 1).reshape({4, -1}).var(1) * 0.1 + 0.9));
   });
+}
+
+/// See Note [Statistics of many ranks]: what they sum instead of gathering it gives the same.
+TEST(SyncBatchNorm, ManyUnevenRanks_SumMoments_EqualWholeBatchToTheSecondDerivative) {
+  constexpr int kRanks = 70;
+  std::vector<int64_t> cuts{0};
+  for (int rank = 0; rank < kRanks; ++rank) cuts.push_back(cuts.back() + 7 * rank % 4);  // 0 to 3
+  const auto means = torch::tensor({0.0, 5.0, -300.0, 1e4}, torch::kDouble).view({1, 4, 1});
+  const auto all = torch::randn({cuts.back(), 4, 3}, torch::kDouble) + means;
+  const auto derivatives = [](const at::Tensor& y, const at::Tensor& x) {
+    const auto first = torch::autograd::grad({y.pow(3).sum()}, {x}, {}, true, true)[0];
+    return std::pair(first.detach(), torch::autograd::grad({first.square().sum()}, {x})[0]);
+  };
+  const auto whole = all.clone().requires_grad_();
+  const auto want = torch::nn::functional::batch_norm(
+      whole, {}, {}, torch::nn::functional::BatchNormFuncOptions().training(true));
+  const auto [first, second] = derivatives(want, whole);
+  const auto control = ThreadBackendControl::create(kRanks);
+  std::vector<at::Tensor> running_var(kRanks);
+  run_ranks(control, [&, first = first, second = second](
+                         int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+    SyncBatchNormOptions options(4);
+    options.affine(false);
+    options.process_group(group);
+    SyncBatchNorm module(options);
+    module->to(torch::kDouble);
+    const auto x = all.slice(0, cuts[rank], cuts[rank + 1]).clone().requires_grad_();
+    const auto y = module(x);
+    EXPECT_EQ(control->issued(rank, "allreduce"), 1U);
+    const auto expect_slice = [&](const at::Tensor& mine, const at::Tensor& of, double tolerance) {
+      const auto expected = of.slice(0, cuts[rank], cuts[rank + 1]);
+      EXPECT_TRUE(torch::allclose(mine, expected, tolerance, tolerance)) << "rank " << rank;
+    };
+    const auto [my_first, my_second] = derivatives(y, x);
+    expect_slice(y, want, 1e-6);
+    expect_slice(my_first, first, 1e-6);
+    expect_slice(my_second, second, 1e-5);
+    EXPECT_EQ(control->issued(rank, "_allgather_base"), 0U);
+    running_var[rank] = module->running_var;
+  });
+  const auto var = all.transpose(0, 1).reshape({4, -1}).var(1) * 0.1 + 0.9;
+  EXPECT_TRUE(torch::allclose(running_var[0], var, 1e-6, 0));
+  for (const at::Tensor& of_rank : running_var) EXPECT_TRUE(of_rank.equal(running_var[0]));
 }
 
 /// The layer needs the result at once: on a stream of NCCL's own it would wait for that one twice.

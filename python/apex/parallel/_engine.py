@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -79,14 +80,14 @@ class Engine:
             skipped_steps.engines.add(self)
         self.world_size = dist.get_world_size(group)
         self.splits_graphs = self.world_size > 1 and options.overlaps
-        if not _options.over_gloo(group):
+        if not _options.over_gloo(group, self.device):
             # Making groups is collective: ranks that want different numbers are told before.
             _options.check_initialized(self.module)
             named = dict(self.named_parameters())
             _core.verify_same_model(
                 list(named), list(named.values()), self._settings(), name_of(group)
             )
-        self.groups = _options.communicators(options.communicators, given, group)
+        self.groups = _options.communicators(options.communicators, given, group, self.device)
         reducer = self.make_reducer(init_sync)
         if init_sync and self.broadcast_buffers:
             self.sync_buffers()
@@ -158,6 +159,15 @@ class Engine:
         wrapper: Any = self._wrapper()
         module: nn.Module = wrapper.module
         return module
+
+    @property
+    def device(self) -> torch.device:
+        """Where what it sends lies: that of the module, whatever backends the group has.
+
+        A group may have a backend for each of several devices. All ranks have to use the same one.
+        """
+        devices = (tensor.device for _, tensor in self.named_tensors() if not tensor.is_meta)
+        return next(devices, torch.device("cpu"))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those that are synchronized."""

@@ -86,11 +86,12 @@ def ranks_of(group: dist.ProcessGroup | None) -> Any:
         return group
 
 
-def collective_device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors have to be for a collective of ``group``."""
-    if "nccl" in backends_of(group) and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that serves tensors on ``device``; empty if none does."""
+    try:
+        return str(group._get_backend(device).name())
+    except RuntimeError:  # no backend for that device, or a group that is written in Python
+        return ""
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
@@ -101,6 +102,89 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
             timeout: datetime.timedelta = options._timeout
             return timeout
     return None
+
+
+# Note [Communicators that are split]
+#
+# If the default group is bound to a device (``init_process_group(device_id=...)``), torch makes new
+# NCCL communicators by ncclCommSplit:
+# - All ranks of the communicator that is split have to call it. ``new_group()`` splits that of the
+#   default group, with ``use_local_synchronization=True`` as well, so the members of a subgroup
+#   alone would wait for all other ranks. ``split_group()`` splits that of any group.
+# - No collective may be outstanding on it, on any rank. The broadcast of the parameters may be,
+#   since NCCL's collectives do not block the host.
+
+
+def _splitting_device(group: dist.ProcessGroup) -> torch.device | None:
+    """The device whose communicator torch splits to make a group out of ``group``; None if none."""
+    device: torch.device | None = world_group().bound_device_id
+    if device is None or not torch.accelerator.is_available():
+        return None
+    try:
+        backend: Any = group._get_backend(device)
+    except RuntimeError:
+        return None
+    return device if backend.supports_splitting else None
+
+
+def _finish_collectives(device: torch.device | None) -> None:
+    """Blocks the host until ``device`` is idle, before a communicator is split."""
+    if device is not None:
+        torch.accelerator.synchronize(device)
+
+
+def group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another group over the ranks of ``group``, with its backends and its timeout.
+
+    Collective over these ranks, and no others. Blocks the host until the device is idle if the
+    communicator is split, see Note [Communicators that are split].
+    """
+    made: Any
+    device = _splitting_device(group)
+    _finish_collectives(device)
+    if device is not None:
+        split: Any = dist.split_group
+        made = split(group, [list(range(group.size()))], timeout=timeout_of(group))
+    else:
+        new_group: Any = dist.new_group
+        ranks = dist.get_process_group_ranks(group)
+        made = new_group(ranks, use_local_synchronization=True, timeout=timeout_of(group))
+    return cast(dist.ProcessGroup, made)
+
+
+def group_of_all_ranks(description: str) -> dist.ProcessGroup:
+    """Another group over all ranks, with the default group's backends and timeout.
+
+    Collective. Blocks the host as :func:`group_like`.
+    """
+    world = world_group()
+    _finish_collectives(_splitting_device(world))
+    made: Any = dist.new_group(timeout=timeout_of(world), group_desc=description)
+    return cast(dist.ProcessGroup, made)
+
+
+def split_evenly(group_size: int) -> dist.ProcessGroup:
+    """This rank's group, of ``group_size`` consecutive ranks, one of those that all ranks make.
+
+    Collective. Blocks the host as :func:`group_like`.
+    """
+    world = world_group()
+    device = _splitting_device(world)
+    _finish_collectives(device)
+    starts = range(0, world.size(), group_size)
+    all_ranks = [list(range(start, start + group_size)) for start in starts]
+    made: Any
+    # A rank is in one of them, so NCCL splits the communicator once, with a color for each group.
+    # Not with Gloo for another device, which would be given NCCL's options.
+    if device is not None and len({backend_name(world, one) for one in world._device_types}) == 1:
+        split: Any = dist.split_group
+        made = split(world, all_ranks, timeout=timeout_of(world))
+    else:
+        groups: list[Any] = [
+            dist.new_group(ranks=ranks, timeout=timeout_of(world)) for ranks in all_ranks
+        ]
+        made = groups[world.rank() // group_size]
+    return cast(dist.ProcessGroup, made)
 
 
 # Note [Who holds a process group at exit]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from apex._internal.tree import map_tensors
-from apex.parallel._groups import backends_of, timeout_of
+from apex.parallel._groups import backend_name, backends_of, group_like
 
 #: Elements, NVIDIA Apex's default. It stands for "by device", see BucketLimits in C++.
 MESSAGE_SIZE = 10_000_000
@@ -247,13 +247,15 @@ def single_device(
     return named(device_ids[0]), None if output_device is None else named(output_device)
 
 
-def over_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether ``group`` has Gloo for some device."""
-    return "gloo" in backends_of(group)
+def over_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether tensors on ``device`` go over Gloo."""
+    return backend_name(group, device) == "gloo"
 
 
-def communicators(count: int, given: Any, group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
-    """The groups that buckets use in turn.
+def communicators(
+    count: int, given: Any, group: dist.ProcessGroup, device: torch.device
+) -> list[dist.ProcessGroup]:
+    """The groups that buckets on ``device`` use in turn.
 
     The engine makes connections of its own from them, over Gloo; other backends get groups of their
     own here. Those are made by the members of ``group`` alone.
@@ -262,16 +264,14 @@ def communicators(count: int, given: Any, group: dist.ProcessGroup) -> list[dist
         return [group]
     if given is not None:
         return list(given[0])
-    if over_gloo(group):
+    if over_gloo(group, device):
         return [group] * count
     if not backends_of(group):
         raise ValueError(
             "num_allreduce_streams > 1 needs more groups like process_group, which is of a class "
             "written in Python: give them as allreduce_communicators."
         )
-    ranks = dist.get_process_group_ranks(group)
-    make: Any = functools.partial(dist.new_group, ranks, use_local_synchronization=True)
-    return [group, *(make(timeout=timeout_of(group)) for _ in range(count - 1))]
+    return [group, *(group_like(group) for _ in range(count - 1))]
 
 
 def warn_ignored(gradient_average_split_factor: Any) -> None:

@@ -21,7 +21,6 @@ from apex._internal.tree import find_tensors
 from apex.parallel import _compile, _in_backward, _options, _torch_names
 from apex.parallel._comm_hook import RegisteredHook
 from apex.parallel._engine import Engine, EngineOptions, refuse_backward
-from apex.parallel._groups import collective_device
 from apex.parallel._hooks import Hooks, ReducedBucket
 from apex.parallel._join import Join, TorchJoin, TorchJoinHook
 from apex.parallel._mixed_precision import Casts, MixedPrecision
@@ -609,8 +608,8 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
 
     @property
     def join_device(self) -> torch.device:
-        """Where torch's Join puts what it communicates."""
-        return collective_device(self.process_group)
+        """Where torch's Join puts what it communicates: the module's device."""
+        return self._engine.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:

@@ -10,7 +10,12 @@ from typing import Any
 import torch.distributed as dist
 
 from apex._internal.group_names import name_of
-from apex.parallel._groups import end_groups_at_exit, timeout_of, world_group
+from apex.parallel._groups import (
+    end_groups_at_exit,
+    group_of_all_ranks,
+    split_evenly,
+    world_group,
+)
 
 _lock = threading.Lock()
 _world: weakref.ref[Any] | None = None
@@ -37,7 +42,7 @@ def default_group() -> Any:
     with _lock:
         group = _own_group() if _own_group is not None else None
         if group is None or _world is None or _world() is not world:
-            group = dist.new_group(timeout=timeout_of(world), group_desc="apex_sync_batch_norm")
+            group = group_of_all_ranks("apex_sync_batch_norm")
             _own_group, _world = weakref.ref(group), weakref.ref(world)
             end_groups_at_exit()
         return group
@@ -86,12 +91,6 @@ def create_syncbn_process_group(group_size: int) -> Any:
             f"create_syncbn_process_group: {world_size} ranks cannot be split into groups of "
             f"{group_size}; choose a group_size that divides the world size."
         )
-    mine = dist.get_rank() // group_size
-    result = None
-    for index in range(world_size // group_size):
-        ranks = list(range(index * group_size, (index + 1) * group_size))
-        group = dist.new_group(ranks=ranks, timeout=timeout_of(world_group()))
-        if index == mine:
-            result = group
+    group = split_evenly(group_size)
     end_groups_at_exit()
-    return result
+    return group

@@ -143,7 +143,8 @@ struct ReducerStatistics {
   int64_t buffers_registered = 0;  ///< buckets whose memory came from the backend
   int64_t steps_skipped = 0;       ///< backwards that ended without gradients, see skip_step()
   int64_t deferred = 0;            ///< backwards that ended before their buckets had arrived
-  int64_t usage_reads = 0;         ///< times the host read usage numbers
+  int64_t usage_reads = 0;  ///< times the host read used-parameter masks: at most once a backward
+                            ///< on a device, once for each bucket on the CPU
 };
 
 /// Hooks the gradient accumulators of a module's parameters and keeps their gradients averaged.

@@ -22,7 +22,7 @@ from apex._internal.group_names import name_of
 from apex.amp._amp_state import _amp_state
 from apex.amp._full_values import full_value, has_full_values, set_full_value
 from apex.parallel._engine import Engine
-from apex.parallel._groups import collective_device, ranks_of, world_group
+from apex.parallel._groups import ranks_of
 from apex.parallel.syncbn_group import default_group_name
 
 
@@ -137,7 +137,7 @@ class Join:
             scaler.synchronize(scaler.overflow_group, has_loss=False)
             scaler.clear_overflow_state()  # as if it had never seen them: it will get a state
         elif kind == Kind.CUSTOM:
-            _shadow_batch_norm(argument // 4, argument % 4)
+            _shadow_batch_norm(argument // 4, argument % 4, self._engine.device)
         elif kind == Kind.BACKWARD:
             self._reducer.shadow_backward_begin(argument)
             while argument & self._reducer.END_FOLLOWS:
@@ -160,7 +160,7 @@ class Join:
         root = self._reducer.last_with_data(shadowed, len(scalers))
         if root < 0:
             return
-        device = collective_device(group)
+        device = self._engine.device
         named = self._engine.named_tensors()
         tensors = [tensor.detach() for _, tensor in named if tensor.layout == torch.strided]
         what = "broadcast of parameters and buffers at the end of join()"
@@ -214,10 +214,9 @@ def _broadcast_object(
     return pickle.loads(bytes(sent.tolist()))
 
 
-def _shadow_batch_norm(length: int, kind: int) -> None:
-    """Takes part in one exchange of a SyncBatchNorm with an empty batch, which adds nothing; `kind`
-    as C++'s Reducer announces it."""
-    device = collective_device(world_group())
+def _shadow_batch_norm(length: int, kind: int, device: torch.device) -> None:
+    """Takes part in one exchange of a SyncBatchNorm with an empty batch on `device`, which adds
+    nothing; `kind` as C++'s Reducer announces it."""
     ops, group = torch.ops.apex, default_group_name()
     if kind >= 2:
         dtype = torch.float32 if kind == 2 else torch.float64

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "comm/notice_board.h"
+
+#include <support/counting_store.h>
+
+#include <cstdio>
+#include <map>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+namespace apex::parallel {
+namespace {
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using Texts = std::map<int, std::string>;
+
+/// One of each kind: a file's has no append().
+std::vector<StorePtr> stores() {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  const StorePtr server = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  const std::string file = ::testing::TempDir() + "apex_notice_board_test";
+  std::remove(file.c_str());
+  return {c10::make_intrusive<c10d::HashStore>(), server,
+          c10::make_intrusive<c10d::PrefixStore>("a", server),
+          c10::make_intrusive<c10d::FileStore>(file, 1)};
+}
+
+TEST(NoticeBoard, TextsOfRanks_AreReadAsTheyWerePostedLast) {
+  for (const StorePtr& store : stores()) {
+    const NoticeBoard board("test");
+    EXPECT_EQ(board.posts(*store), 0);
+    EXPECT_EQ(board.read(*store), Texts{});
+    board.post(*store, 12, "two\nlines, 3 4\n");
+    board.post(*store, 0, "");
+    board.post(*store, 3, "replaced");
+    board.post(*store, 3, "by this");
+    board.post(*store, 7, "withdrawn");
+    board.withdraw(*store, 7);
+    EXPECT_EQ(board.posts(*store), 6);
+    EXPECT_EQ(board.read(*store), (Texts{{0, ""}, {3, "by this"}, {12, "two\nlines, 3 4\n"}}));
+    EXPECT_EQ(NoticeBoard("another").read(*store), Texts{});
+  }
+}
+
+TEST(NoticeBoard, RanksPostAtOnce_NoneIsLost) {
+  for (const StorePtr& store : stores()) {
+    const NoticeBoard board("test");
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < 8; ++rank) {
+      ranks.emplace_back([&board, &store, rank] {
+        for (int time = 0; time < 5; ++time) board.post(*store, rank, std::to_string(time));
+      });
+    }
+    for (std::thread& rank : ranks) rank.join();
+    EXPECT_EQ(board.posts(*store), 40);
+    const Texts texts = board.read(*store);
+    ASSERT_EQ(texts.size(), 8U);
+    for (const auto& [rank, text] : texts) EXPECT_EQ(text, "4") << rank;
+  }
+}
+
+// A look at what a thousand ranks have posted is one request, and a reading takes two more.
+TEST(NoticeBoard, ManyRanks_AreReadInAFewRequests) {
+  const auto store = c10::make_intrusive<apex::testing::CountingStore>();
+  const NoticeBoard board("test");
+  for (int rank = 0; rank < 1000; ++rank) board.post(*store, rank, "lost");
+  const int64_t before = store->requests();
+  EXPECT_EQ(board.posts(*store), 1000);
+  EXPECT_EQ(board.read(*store).size(), 1000U);
+  EXPECT_LE(store->requests() - before, 3);
+}
+
+}  // namespace
+}  // namespace apex::parallel
