@@ -150,7 +150,7 @@ std::function<void()> issue(HostChannel& channel, const Case& one, int rank, int
     }
     case Case::kAllGather: {
       const at::Tensor all = at::empty({ranks * one.numel}, mine.options());
-      auto work = channel.all_gather(what, all, mine);
+      auto work = channel.all_gather(what, {all}, mine);
       return [=] {
         work->wait();
         require(same_bits(all, at::cat(inputs)), what + ": not what the ranks gave");

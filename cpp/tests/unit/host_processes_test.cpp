@@ -109,7 +109,7 @@ void train(HostChannel& channel, int rank, int ranks) {
   check(first, sum, "large sum");
   check(bucket, sum, "sum in shared memory");
   at::Tensor all = at::empty({ranks * 40000}, at::kFloat);
-  channel.all_gather("gather", all, at::full({40000}, rank, at::kFloat))->wait();
+  channel.all_gather("gather", {all}, at::full({40000}, rank, at::kFloat))->wait();
   check(all.narrow(0, 40000 * (ranks - 1), 40000), ranks - 1, "gathered");
   at::Tensor root = at::full({3}, rank, at::kFloat);
   channel.broadcast("broadcast", {root}, 1)->wait();
