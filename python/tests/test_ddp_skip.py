@@ -417,6 +417,55 @@ def test_skip_step_with_amp(ranks: RankPool, level: str) -> None:
     ranks.run(2, _amp, level)
 
 
+def _amp_failing(rank: int, world: int, level: str, delayed: bool) -> None:
+    torch.manual_seed(rank)
+    model = Mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0
+    )
+    ddp = DistributedDataParallel(model, on_failure="skip", message_size=20)
+    fails = {0: "middle", 3: "below", 4: "last"}
+    for step in range(7):
+        optimizer.zero_grad()
+        before = [p.detach().clone() for p in ddp.parameters()]
+        for micro in range(2 if delayed else 1):
+            delay = delayed and micro == 0
+            failing = step in fails and micro == 0
+            if failing and rank == step % world:
+                loss = _failing_loss(ddp, rank, step, fails[step]).float()
+                with (
+                    raises_in_rank(MemoryError, "on purpose"),
+                    amp.scale_loss(loss, optimizer, delay_overflow_check=delay) as scaled,
+                ):
+                    scaled.backward()
+                while _handles:
+                    _handles.pop().remove()
+            else:
+                loss = ddp(batch(rank, step)).float().square().sum() * 1e-3
+                with amp.scale_loss(loss, optimizer, delay_overflow_check=delay) as scaled:
+                    scaled.backward()
+            if failing:
+                _expect_skipped(ddp, before, f"step {step}")
+        optimizer.step()
+        changed = any(
+            not torch.equal(p, old) for p, old in zip(ddp.parameters(), before, strict=True)
+        )
+        check_equal(changed, delayed or step not in fails, f"step {step} was taken")
+        check_same_on_all_ranks(list(ddp.parameters()), f"step {step}")
+        check_same_on_all_ranks(list(amp.master_params(optimizer)), f"masters, step {step}")
+    scales = [scaler["loss_scale"] for scaler in amp.state_dict().values()]
+    check_same_on_all_ranks([torch.tensor(scales)], "scales")
+
+
+@pytest.mark.parametrize("delayed", [False, True], ids=["checked", "delayed"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_failed_backward_inside_scale_loss_skips_on_all(
+    ranks: RankPool, level: str, delayed: bool
+) -> None:
+    ranks.run(2, _amp_failing, level, delayed)
+
+
 def _grad_scaler(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(make(seed=rank))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)

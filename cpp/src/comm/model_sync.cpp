@@ -286,27 +286,52 @@ bool is_flat(const at::Tensor& tensor) {
   return has_memory(tensor) && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
+/// Of so many bytes at most is a message in shared memory, which keeps the memory of its largest.
+constexpr int64_t kPieceBytes = int64_t{32} << 20;
+
 /// Between ranks that share memory, where a message is compared and taken from where it lies.
 /// Returns false where they do not.
 bool broadcast_in_memory(const std::vector<at::Tensor>& chunk, const GroupPtr& group, int64_t root,
                          const std::string& what) {
   if (!chunk.front().is_cpu()) return false;
-  std::vector<at::Tensor> parts;
-  for (const at::Tensor& tensor : chunk)
-    parts.push_back(is_flat(tensor) ? tensor : as_bytes(tensor));
-  const auto changed = std::make_shared<std::vector<uint8_t>>(parts.size());
-  const auto work = issue_broadcast_of_changes(what, *group, parts, root, changed);
-  if (!work) return false;
-  wait_collective(work, what, *group);
+  std::vector<at::Tensor> bytes;  // of each tensor: its memory, or a copy where that is not in order
+  for (const at::Tensor& tensor : chunk) bytes.push_back(as_bytes(tensor));
+  std::vector<bool> changed(chunk.size());
+  std::vector<at::Tensor> message;
+  std::vector<size_t> tensor_of;  // by part of the message
+  int64_t room = kPieceBytes;
+  const auto send = [&] {
+    const auto news = std::make_shared<std::vector<uint8_t>>(message.size());
+    const auto work = issue_broadcast_of_changes(what, *group, message, root, news);
+    if (!work) return false;
+    wait_collective(work, what, *group);
+    for (size_t i = 0; i < message.size(); ++i)
+      changed[tensor_of[i]] = changed[tensor_of[i]] || (*news)[i] != 0;
+    message.clear();
+    tensor_of.clear();
+    room = kPieceBytes;
+    return true;
+  };
   for (size_t i = 0; i < chunk.size(); ++i) {
-    if ((*changed)[i] == 0) continue;
+    for (int64_t begin = 0; begin < bytes[i].numel();) {
+      const int64_t length = std::min(room, bytes[i].numel() - begin);
+      message.push_back(bytes[i].narrow(0, begin, length));
+      tensor_of.push_back(i);
+      begin += length;
+      room -= length;
+      if (room == 0 && !send()) return false;  // the first, if any
+    }
+  }
+  if (!message.empty() && !send()) return false;
+  for (size_t i = 0; i < chunk.size(); ++i) {
+    if (!changed[i]) continue;
     at::Tensor target = chunk[i];
     std::optional<c10::InferenceMode> inference;  // tensors that were made in it are written in it
     if (target.is_inference()) inference.emplace();
-    if (parts[i].is_same(target)) {
+    if (is_flat(target)) {
       target.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
     } else {
-      overwrite(target, parts[i].view(target.scalar_type()).view(target.sizes()));
+      overwrite(target, bytes[i].view(target.scalar_type()).view(target.sizes()));
     }
   }
   return true;
@@ -343,7 +368,13 @@ void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group
       // What has not changed is not written: a forward that awaits its backward may have saved it.
       // Bytes are compared, since -0.0 equals 0.0, a NaN does not equal itself, and some dtypes
       // have no comparison.
-      if (!target.is_cpu() || !as_bytes(target).equal(received)) {
+      if (target.is_cpu() && is_flat(target)) {
+        const auto length = static_cast<size_t>(bytes);
+        if (std::memcmp(target.const_data_ptr(), received.const_data_ptr(), length) != 0) {
+          std::memcpy(target.mutable_data_ptr(), received.const_data_ptr(), length);
+          target.unsafeGetTensorImpl()->bump_version();
+        }
+      } else if (!target.is_cpu() || !as_bytes(target).equal(received)) {
         // The offset inside the message need not be aligned to the dtype: clone aligns it.
         overwrite(target, received.clone().view(target.scalar_type()).view(target.sizes()));
       }

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from apex._internal import pending
+from apex._internal import pending, skipped_steps
 
 from ._amp_state import _amp_state, find_stash
 from ._handle import forget_casts
@@ -100,6 +100,7 @@ def scale_loss(
         return
     scaler = _scaler(stashes[0], loss_id)
     entered = False
+    failure: Exception | None = None  # of a step that all ranks skip
     try:
         scaled_before = any(stash.params_have_scaled_gradients for stash in stashes)
         masters = any(stash.master_weights for stash in stashes)
@@ -122,13 +123,17 @@ def scale_loss(
                     stash.leave_context(scaler, kind is not None)
 
                 contexts.push(leave)
+            skipped = skipped_steps.count()
             try:
                 yield scaler.scale(loss)
-            except Exception:
+            except Exception as error:
                 # What arrives later would be written over the gradients that are put back.
                 with contextlib.suppress(Exception):  # the body's own error is the one to report
                     pending.complete()
-                raise
+                if skipped_steps.count() <= skipped:
+                    raise
+                # The other ranks did not fail, so they will exchange their overflow flags below.
+                failure = error
             pending.complete()  # an OverlappedOptimizer's: what is read now has to be there
             for stash in stashes:
                 if delay_unscale:
@@ -149,3 +154,5 @@ def scale_loss(
             checked, scaler.to_check = scaler.to_check, []
             checked += [stash for stash in scaler.take_deferred() if stash not in checked]
             check_overflow(checked, loss_id, scaler, ranks_then)
+    if failure is not None:
+        raise failure

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from apex import _core
+from apex._internal import skipped_steps
 from apex._internal.group_names import name_of
 from apex._internal.joining import Announcer
 from apex.parallel import _buffers, _options
@@ -74,6 +75,8 @@ class Engine:
         self.process_group = group = require_group(process_group, who)
         end_groups_at_exit(self)
         watch_optimizers(self)
+        if options.reducer["skip_failed_steps"]:
+            skipped_steps.engines.add(self)
         self.world_size = dist.get_world_size(group)
         self.splits_graphs = self.world_size > 1 and options.overlaps
         if not _options.over_gloo(group):
@@ -129,6 +132,10 @@ class Engine:
         reducer = self.connect(None, None, init_sync=replaced)
         self._copied = None
         return reducer
+
+    def steps_skipped(self) -> int:
+        """By the present reducer."""
+        return 0 if self.reducer is None else int(self.reducer.statistics()["steps_skipped"])
 
     def set_static_graph(self) -> None:
         """As the option ``static_graph``. Collective."""
