@@ -9,7 +9,7 @@
 # (python/tests/conftest.py lists them): for between two changes. That needs no examples, which it does not build.
 #
 # Environment: APEX_VENV, the folder of the virtual environment (default: .venv in the repository),
-# APEX_TEST_WORKERS, how many programs of C++ tests or files of Python tests run at a time (default: one more than
+# APEX_TEST_WORKERS, how many programs of C++ tests or files of Python tests run at a time (default: twice as many as
 # there are cores, at most 8; 0 for debuggers),
 # APEX_TEST_CPP, OFF to build and run no C++ tests,
 # APEX_TEST_RESULTS, the folder of the results as JUnit XML (default: build/test-results; emptied first), what
@@ -29,9 +29,9 @@ if [ "${1:-}" = --quick ]; then
 fi
 if [ "${APEX_TEST_CPP:-ON}" = OFF ]; then parts=(); fi
 results=${APEX_TEST_RESULTS:-$apex_root/build/test-results}
-# One more than cores: ranks wait for each other a third of the time.
+# Twice as many as cores: ranks wait for each other, and for processes to start, half of the time.
 cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
-workers=${APEX_TEST_WORKERS:-$((cores < 8 ? cores + 1 : 8))}
+workers=${APEX_TEST_WORKERS:-$((cores < 4 ? 2 * cores : 8))}
 
 # GoogleTest comes with the system where it can, else CMake fetches a pinned release.
 if [ ! -e /usr/include/gtest/gtest.h ] && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
