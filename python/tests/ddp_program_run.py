@@ -112,6 +112,7 @@ class Machine:
         self.pending: list[nn.Parameter] = []  # replaced, and not yet taken from rank 0
         self.changed: set[int] = set()  # models whose wrappers have not seen a change
         self.moved: set[int] = set()  # models whose parameters' data was replaced
+        self.recast: set[int] = set()  # since the last step: no rank may run forward alone
         self.held: list[Tensor] = []
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.local: dict[nn.Parameter, list[Tensor | None]] = {}
@@ -214,7 +215,9 @@ class Machine:
     def evaluate(self, op: Op) -> None:
         """On some ranks only; with ``grad``, gradients are enabled."""
         m = op.args.get("model", 0) % len(self.models)
-        if self.rank not in op.args.get("ranks", [0]) or not self.wrappers[m] or m in self.changed:
+        if self.rank not in op.args.get("ranks", [0]) or not self.wrappers[m]:
+            return
+        if m in self.changed or m in self.recast:
             return
         wrapper = self.wrappers[m][-1]
         wrapper.eval()
@@ -239,6 +242,7 @@ class Machine:
         net, what = self.models[m], op.args.get("what", "data")
         if what in ("double", "float", "half_float", "data", "transposed", "channels_last"):
             self.moved.add(m)
+            self.recast.add(m)
         getattr(self, f"_change_{what}")(net, m, op)
         if what not in ("grad_data", "grad_new", "relearn"):
             self._new_optimizers()
@@ -335,6 +339,7 @@ class Machine:
         forwards = self._forwards(args)
         if not forwards:
             return
+        self.recast.clear()
         self._clear(args.get("clear", "none"))
         self.size.clear()
         boom, drop, more = args.get("raises"), args.get("drop"), args.get("more", [])

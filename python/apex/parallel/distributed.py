@@ -50,6 +50,10 @@ __all__ = [
 
 _NO_RANGE = contextlib.nullcontext()
 
+# Of the dispatcher, while a transform of torch.func runs. To ask torch._C._functorch would give the
+# thread a state that torch copies whenever a backward passes on the thread's state.
+_IN_TRANSFORM = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+
 
 class DistributedDataParallel(nn.Module, DataParallelWrapper):
     r"""Averages the gradients of a module over the processes of a group, during backward.
@@ -379,7 +383,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         changed = reducer is None or (
             (mixed is None or not mixed.in_place) and engine.module_changed()
         )
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch._C._dispatch_tls_is_dispatch_key_included(_IN_TRANSFORM):
             # Within a transform of torch.func nothing is sent. What reaches parameters in a
             # backward around it is averaged.
             if reducer is None or changed:
