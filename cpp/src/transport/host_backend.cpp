@@ -329,7 +329,7 @@ HostBackend::HostBackend(const distributed::BackendRequest& request)
   group_->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
   group_->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::GLOO, gloo_);
   group_->setGroupName(request.group_name);
-  channel_ = host_channel_of(*group_);
+  channel_ = size_ == 1 ? channel_of_one(request.timeout) : host_channel_of(*group_);
   if (!channel_) hierarchy_ = host_hierarchy_of(*group_);
 }
 
