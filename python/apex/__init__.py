@@ -19,7 +19,9 @@ import torch  # noqa: E402
 from apex import amp, fp16_utils, multi_tensor_apply, normalization, optimizers  # noqa: E402
 
 if torch.distributed.is_available():
-    from apex import parallel  # noqa: E402
+    from apex import _host_backend, parallel  # noqa: E402
+
+    _host_backend.register()
 
 __all__ = [
     "DeprecatedFeatureWarning",

@@ -4,6 +4,7 @@
 #include <apex/version.h>
 
 #include "errors.h"
+#include "host_backend.h"
 #include "loss_scaler.h"
 #include "module_watch.h"
 #include "python_comm_hook.h"
@@ -18,6 +19,7 @@ NB_MODULE(_core, m) {
   // A hook may refer to the wrapper that owns it; such cycles end with the process.
   nb::set_leak_warnings(false);
   apex::python::init_errors(m);
+  apex::python::init_host_backend(m);
   apex::python::init_loss_scaler(m);
   apex::python::init_module_watch(m);
   apex::python::init_python_comm_hook(m);

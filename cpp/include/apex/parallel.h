@@ -6,6 +6,7 @@
 #include <apex/amp/autocast.h>
 #include <apex/amp/loss_scaler.h>
 #include <apex/distributed/collectives.h>
+#include <apex/distributed/host_backend.h>
 #include <apex/distributed/launch_environment.h>
 #include <apex/distributed/log.h>
 #include <apex/distributed/process_group.h>

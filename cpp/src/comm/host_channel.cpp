@@ -154,10 +154,16 @@ HostPlace HostChannel::stage(Operation& operation, size_t bytes) {
   return *memory_->place_of(operation.staged.get(), bytes);
 }
 
-/// A copy of all of `tensor` there.
-HostPlace HostChannel::stage_copy(Operation& operation, const at::Tensor& tensor) {
-  const HostPlace place = stage(operation, tensor.nbytes());
-  copy_bytes(operation.staged.get(), tensor.const_data_ptr(), tensor.nbytes());
+/// A copy of all of `parts` there, one behind the other.
+HostPlace HostChannel::stage_copy(Operation& operation, const std::vector<at::Tensor>& parts) {
+  size_t bytes = 0;
+  for (const at::Tensor& part : parts) bytes += part.nbytes();
+  const HostPlace place = stage(operation, bytes);
+  char* to = operation.staged.get();
+  for (const at::Tensor& part : parts) {
+    copy_bytes(to, part.const_data_ptr(), part.nbytes());
+    to += part.nbytes();
+  }
   return place;
 }
 
@@ -211,7 +217,7 @@ HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::
   message.dtype = real.scalar_type();
   message.numel = real.numel();
   if (bytes <= kWhole) {
-    message.place = stage_copy(*operation, real);
+    message.place = stage_copy(*operation, {real});
   } else {
     message.kind = HostKind::kSumShares;
     if (const auto place = memory_->place_of(data, static_cast<size_t>(bytes))) {
@@ -247,32 +253,103 @@ HostChannel::WorkPtr HostChannel::broadcast(const std::string& what, std::vector
     message.dtype = operation->parts.front().scalar_type();
     message.numel = operation->parts.front().numel();
   }
-  if (root == rank_) {
-    message.place = stage(*operation, bytes);
-    char* to = operation->staged.get();
-    for (const at::Tensor& part : operation->parts) {
-      copy_bytes(to, part.const_data_ptr(), part.nbytes());
-      to += part.nbytes();
-    }
-  }
+  if (root == rank_) message.place = stage_copy(*operation, operation->parts);
   return post(held.lock(), std::move(operation), message);
 }
 
-HostChannel::WorkPtr HostChannel::all_gather(const std::string& what, const at::Tensor& gathered,
+/// `of` holds what `each` holds for each rank: one tensor, or one for each.
+void HostChannel::require_shares(const std::string& what, const std::vector<at::Tensor>& of,
+                                 const at::Tensor& each) const {
+  const bool one = of.size() == 1;
+  TORCH_CHECK_VALUE(one || of.size() == static_cast<size_t>(size_), what, ": a list of ", of.size(),
+                    " tensors for ", size_, " ranks");
+  for (const at::Tensor& tensor : of) {
+    TORCH_CHECK_VALUE(tensor.numel() == each.numel() * (one ? size_ : 1), what, ": ",
+                      tensor.numel(), " elements", one ? "" : " for a rank", ", while ", size_,
+                      " ranks have ", each.numel(), " each");
+    TORCH_CHECK_TYPE(tensor.scalar_type() == each.scalar_type(), what, ": ", tensor.scalar_type(),
+                     " and ", each.scalar_type());
+  }
+}
+
+HostChannel::WorkPtr HostChannel::all_gather(const std::string& what,
+                                             std::vector<at::Tensor> gathered,
                                              const at::Tensor& share) {
-  TORCH_CHECK_VALUE(gathered.numel() == share.numel() * size_, what, ": room for ",
-                    gathered.numel(), " elements, while ", size_, " ranks have ", share.numel(),
-                    " each");
+  require_shares(what, gathered, share);
+  return issue_gather(what, HostKind::kAllGather, std::move(gathered), share, 0);
+}
+
+HostChannel::WorkPtr HostChannel::gather(const std::string& what, std::vector<at::Tensor> gathered,
+                                         const at::Tensor& share, int64_t root) {
+  if (root == rank_) require_shares(what, gathered, share);
+  return issue_gather(what, HostKind::kGather, std::move(gathered), share, root);
+}
+
+HostChannel::WorkPtr HostChannel::issue_gather(const std::string& what, HostKind kind,
+                                               std::vector<at::Tensor> gathered,
+                                               const at::Tensor& share, int64_t root) {
   Held held(*this);
   require_usable();
   auto operation = std::make_shared<HostOperation>();
   operation->what = what;
-  operation->output = gathered;
+  operation->parts = std::move(gathered);
   Message message;
-  message.kind = HostKind::kAllGather;
+  message.kind = kind;
+  message.root = static_cast<int32_t>(root);
   message.dtype = share.scalar_type();
   message.numel = share.numel();
-  message.place = stage_copy(*operation, share);
+  message.place = stage_copy(*operation, {share});
+  return post(held.lock(), std::move(operation), message);
+}
+
+HostChannel::WorkPtr HostChannel::scatter(const std::string& what, const at::Tensor& received,
+                                          const std::vector<at::Tensor>& sent, int64_t root) {
+  if (root == rank_) require_shares(what, sent, received);
+  Held held(*this);
+  require_usable();
+  auto operation = std::make_shared<HostOperation>();
+  operation->what = what;
+  operation->output = received;
+  Message message;
+  message.kind = HostKind::kScatter;
+  message.root = static_cast<int32_t>(root);
+  message.dtype = received.scalar_type();
+  message.numel = received.numel();
+  if (root == rank_) message.place = stage_copy(*operation, sent);
+  return post(held.lock(), std::move(operation), message);
+}
+
+HostChannel::WorkPtr HostChannel::reduce(const std::string& what, const at::Tensor& tensor, Op op,
+                                         int64_t root) {
+  return issue_reduce(what, HostKind::kReduce, tensor, {tensor}, op, root);
+}
+
+HostChannel::WorkPtr HostChannel::reduce_scatter(const std::string& what,
+                                                 const at::Tensor& received,
+                                                 const std::vector<at::Tensor>& sent, Op op) {
+  require_shares(what, sent, received);
+  return issue_reduce(what, HostKind::kReduceScatter, received, sent, op, 0);
+}
+
+HostChannel::WorkPtr HostChannel::issue_reduce(const std::string& what, HostKind kind,
+                                               const at::Tensor& received,
+                                               const std::vector<at::Tensor>& sent, Op op,
+                                               int64_t root) {
+  Held held(*this);
+  require_usable();
+  auto operation = std::make_shared<HostOperation>();
+  operation->what = what;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;  // no view tracking
+    operation->output = received.is_complex() ? at::view_as_real(received) : received;
+  }
+  Message message;
+  message.kind = kind;
+  message.op = op;
+  message.root = static_cast<int32_t>(root);
+  message.dtype = operation->output.scalar_type();
+  message.numel = operation->output.numel();
+  message.place = stage_copy(*operation, sent);
   return post(held.lock(), std::move(operation), message);
 }
 

@@ -53,6 +53,7 @@ namespace apex::parallel {
 
 class HostChannel;
 struct HostOperation;
+enum class HostKind : uint8_t;
 
 /// A collective of a HostChannel. It makes progress while it is asked or waited for; it has no
 /// future.
@@ -69,6 +70,8 @@ class HostWork final : public c10d::Work {
   /// Waits for so long, or until `interrupted` says so (see HostChannel::wake()), and returns
   /// whether it has completed.
   bool wait_for(std::chrono::milliseconds slice, const std::function<bool()>& interrupted = {});
+  /// From now on it has so long to complete, in place of the channel's timeout.
+  void within(std::chrono::milliseconds timeout);
   /// It has to complete on the other ranks without this one, which does something else before it
   /// waits, for as long as that takes. A Work that is dropped is handed over.
   void hand_over();
@@ -77,6 +80,7 @@ class HostWork final : public c10d::Work {
  private:
   const std::shared_ptr<HostChannel> channel_;
   const std::shared_ptr<HostOperation> operation_;
+  std::chrono::milliseconds timeout_;
   std::optional<std::chrono::steady_clock::time_point> deadline_;
 };
 
@@ -121,8 +125,22 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   /// call, a part is written, and its entry set, only if its bytes are others than the root's.
   WorkPtr broadcast(const std::string& what, std::vector<at::Tensor> parts, int64_t root,
                     std::shared_ptr<std::vector<uint8_t>> changed = nullptr);
-  /// `gathered` has `share` of every rank, in the order of the ranks.
-  WorkPtr all_gather(const std::string& what, const at::Tensor& gathered, const at::Tensor& share);
+  /// `gathered` has `share` of every rank, in the order of the ranks: one tensor, or one for each.
+  WorkPtr all_gather(const std::string& what, std::vector<at::Tensor> gathered,
+                     const at::Tensor& share);
+  /// The same on rank `root` only; the others give no `gathered`.
+  WorkPtr gather(const std::string& what, std::vector<at::Tensor> gathered, const at::Tensor& share,
+                 int64_t root);
+  /// Rank `root` has in `sent` what each rank receives, as `gathered` above; the others give none.
+  WorkPtr scatter(const std::string& what, const at::Tensor& received,
+                  const std::vector<at::Tensor>& sent, int64_t root);
+  /// As all_reduce(), but only rank `root` gets the result; the tensors of the others stay as they
+  /// are.
+  WorkPtr reduce(const std::string& what, const at::Tensor& tensor, c10d::ReduceOp::RedOpType op,
+                 int64_t root);
+  /// Each rank gets its share of an all_reduce() of `sent`, which is as `gathered` above.
+  WorkPtr reduce_scatter(const std::string& what, const at::Tensor& received,
+                         const std::vector<at::Tensor>& sent, c10d::ReduceOp::RedOpType op);
   /// By rank so many elements of the first dimension; none given: as many for everybody. What
   /// arrives may be shorter than the room for it.
   WorkPtr all_to_all(const std::string& what, const at::Tensor& received, const at::Tensor& sent,
@@ -162,7 +180,14 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
 
   // Issuing: host_channel.cpp.
   HostPlace stage(Operation& operation, size_t bytes);
-  HostPlace stage_copy(Operation& operation, const at::Tensor& tensor);
+  HostPlace stage_copy(Operation& operation, const std::vector<at::Tensor>& parts);
+  void require_shares(const std::string& what, const std::vector<at::Tensor>& of,
+                      const at::Tensor& each) const;
+  WorkPtr issue_gather(const std::string& what, HostKind kind, std::vector<at::Tensor> gathered,
+                       const at::Tensor& share, int64_t root);
+  WorkPtr issue_reduce(const std::string& what, HostKind kind, const at::Tensor& received,
+                       const std::vector<at::Tensor>& sent, c10d::ReduceOp::RedOpType op,
+                       int64_t root);
   WorkPtr post(Lock& lock, std::shared_ptr<Operation> operation, Message message);
   HostChannel& in_this_process();
   void require_usable() const;
@@ -173,6 +198,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   void begin(Operation& operation);
   void check_messages(const Operation& operation);
   void read_messages(Operation& operation);
+  void take_message(Operation& operation, const std::vector<char*>& from);
   static void take_parts(const Operation& operation, const char* message);
   void find_messages(Operation& operation);
   void sum_shares(Operation& operation, bool helps);

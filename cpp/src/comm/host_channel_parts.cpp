@@ -131,30 +131,55 @@ void HostChannel::check_messages(const Operation& operation) {
 
 /// Takes what this rank needs of the messages.
 void HostChannel::read_messages(Operation& operation) {
-  std::vector<char*> from;
-  for (int peer = 0; peer < size_; ++peer) {
-    const HostPlace& place = message_of(peer, operation.number).place;
-    if (operation.kind == HostKind::kBroadcast && peer != operation.root) {
-      from.push_back(nullptr);
-    } else {
-      from.push_back(peer == rank_ ? operation.staged.get() : peers_[peer].memory->at(place));
+  if (!has_one_reader(operation.kind) || operation.root == rank_) {
+    std::vector<char*> from;
+    for (int peer = 0; peer < size_; ++peer) {
+      const HostPlace& place = message_of(peer, operation.number).place;
+      if (has_one_source(operation.kind) && peer != operation.root) {
+        from.push_back(nullptr);
+      } else {
+        from.push_back(peer == rank_ ? operation.staged.get() : peers_[peer].memory->at(place));
+      }
     }
+    take_message(operation, from);
   }
-  const bool writes = operation.kind != HostKind::kBroadcast;
-  char* out = writes ? static_cast<char*>(operation.output.mutable_data_ptr()) : nullptr;
-  const size_t bytes = writes ? operation.output.nbytes() : 0;
+  // What lies in another block is mapped when it is first read, for which this process has to be
+  // there; then it has completed when all have finished.
+  operation.completed = !operation.staged || message_of(rank_, operation.number).place.block == 0;
+}
+
+/// @param from  the messages by rank; null for those that are not read.
+void HostChannel::take_message(Operation& operation, const std::vector<char*>& from) {
+  const at::Tensor& output = operation.output;
+  char* out = output.defined() ? static_cast<char*>(output.mutable_data_ptr()) : nullptr;
+  const size_t bytes = output.defined() ? output.nbytes() : 0;
   switch (operation.kind) {
     case HostKind::kSumWhole:
-      combine(operation.op, operation.output.scalar_type(), operation.output.numel(),
-              {from.begin(), from.end()}, {out});
+    case HostKind::kReduce:
+      combine(operation.op, output.scalar_type(), output.numel(), {from.begin(), from.end()},
+              {out});
       break;
+    case HostKind::kReduceScatter: {
+      std::vector<const char*> shares;
+      for (const char* message : from)
+        shares.push_back(message + bytes * static_cast<size_t>(rank_));
+      combine(operation.op, output.scalar_type(), output.numel(), shares, {out});
+      break;
+    }
     case HostKind::kBroadcast:
       if (operation.root != rank_) take_parts(operation, from[operation.root]);
       break;
+    case HostKind::kScatter:
+      copy_bytes(out, from[operation.root] + bytes * static_cast<size_t>(rank_), bytes);
+      break;
     case HostKind::kAllGather:
-      for (int peer = 0; peer < size_; ++peer) {
-        const size_t share = bytes / static_cast<size_t>(size_);
-        copy_bytes(out + share * static_cast<size_t>(peer), from[peer], share);
+    case HostKind::kGather:
+      for (size_t peer = 0; peer < from.size(); ++peer) {
+        const bool one = operation.parts.size() == 1;
+        const at::Tensor& to = operation.parts[one ? 0 : peer];
+        const size_t share = to.nbytes() / (one ? from.size() : 1);
+        copy_bytes(static_cast<char*>(to.mutable_data_ptr()) + (one ? share * peer : 0), from[peer],
+                   share);
       }
       break;
     case HostKind::kAllToAll:
@@ -173,9 +198,6 @@ void HostChannel::read_messages(Operation& operation) {
     case HostKind::kSumShares:
       break;
   }
-  // What lies in another block is mapped when it is first read, for which this process has to be
-  // there; then it has completed when all have finished.
-  operation.completed = !operation.staged || message_of(rank_, operation.number).place.block == 0;
 }
 
 void HostChannel::take_parts(const Operation& operation, const char* message) {

@@ -189,7 +189,8 @@ void HostChannel::give_up(const std::string& why) noexcept {
 HostWork::HostWork(std::shared_ptr<HostChannel> channel, std::shared_ptr<HostOperation> operation)
     : Work(channel->rank_, c10d::OpType::UNKNOWN),
       channel_(std::move(channel)),
-      operation_(std::move(operation)) {}
+      operation_(std::move(operation)),
+      timeout_(channel_->timeout_) {}
 
 HostWork::~HostWork() { hand_over(); }
 
@@ -221,15 +222,20 @@ bool HostWork::wait_for(milliseconds slice, const std::function<bool()>& interru
   HostChannel::Held held(*channel_);
   if (operation_->completed) return true;
   const Clock::time_point now = Clock::now();
-  if (!deadline_) deadline_ = now + channel_->timeout_;
+  if (!deadline_) deadline_ = now + timeout_;
   const auto done = [&] { return operation_->completed || (interrupted && interrupted()); };
   if (channel_->wait(held.lock(), done, operation_.get(), std::min(now + slice, *deadline_)))
     return operation_->completed;
   if (Clock::now() < *deadline_) return false;
   const std::vector<int> late = channel_->waited_for(operation_.get());
-  channel_->fail("timed out after " + std::to_string(channel_->timeout_.count()) +
-                 " ms waiting for " +
+  channel_->fail("timed out after " + std::to_string(timeout_.count()) + " ms waiting for " +
                  (late.empty() ? "a processor" : channel_->name_of(late.front())));
+}
+
+void HostWork::within(milliseconds timeout) {
+  const HostChannel::Held held(*channel_);
+  timeout_ = timeout;
+  deadline_ = Clock::now() + timeout;
 }
 
 bool HostWork::wait(milliseconds timeout) {

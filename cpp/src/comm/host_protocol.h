@@ -23,7 +23,27 @@
 
 namespace apex::parallel {
 
-enum class HostKind : uint8_t { kSumWhole, kSumShares, kBroadcast, kAllGather, kAllToAll };
+enum class HostKind : uint8_t {
+  kSumWhole,
+  kSumShares,
+  kBroadcast,
+  kAllGather,
+  kAllToAll,
+  kGather,
+  kScatter,
+  kReduce,
+  kReduceScatter,
+};
+
+/// Only the message of the root is read.
+inline bool has_one_source(HostKind kind) {
+  return kind == HostKind::kBroadcast || kind == HostKind::kScatter;
+}
+
+/// Only the root reads messages.
+inline bool has_one_reader(HostKind kind) {
+  return kind == HostKind::kGather || kind == HostKind::kReduce;
+}
 
 /// What a rank says of a collective. In shared memory.
 struct HostChannel::Message {
@@ -65,7 +85,8 @@ struct HostOperation {
   int root = 0;
   std::string what;
   at::Tensor output;              ///< held, and written
-  std::vector<at::Tensor> parts;  ///< likewise, of a broadcast: one behind the other in the message
+  /// Likewise: of a broadcast one behind the other in the message; gathered, one for each rank.
+  std::vector<at::Tensor> parts;
   /// By part: whether it was written. Null: all of them are.
   std::shared_ptr<std::vector<uint8_t>> changed;
   int64_t bytes = 0;             ///< of it

@@ -34,8 +34,14 @@ Value combined(Value left, Value right) {
   // Not a number wins, as with Gloo's comparison it may or may not.
   if constexpr (op == Op::MAX) return right > left || right != right ? right : left;
   if constexpr (op == Op::MIN) return right < left || right != right ? right : left;
+  if constexpr (op == Op::PRODUCT) return static_cast<Value>(left * right);
+  if constexpr (op == Op::BAND) return static_cast<Value>(left & right);
+  if constexpr (op == Op::BOR) return static_cast<Value>(left | right);
+  if constexpr (op == Op::BXOR) return static_cast<Value>(left ^ right);
   return static_cast<Value>(left + right);
 }
+
+constexpr bool is_bitwise(Op op) { return op == Op::BAND || op == Op::BOR || op == Op::BXOR; }
 
 template <Op op, typename Stored>
 void combine_block(int64_t begin, int64_t numel, const std::vector<const char*>& from,
@@ -83,17 +89,19 @@ void combine_as(int64_t numel, const std::vector<const char*>& from, const std::
 template <Op op>
 void combine_op(at::ScalarType dtype, int64_t numel, const std::vector<const char*>& from,
                 const std::vector<char*>& to) {
-  switch (dtype) {
-    case at::kFloat:
-      return combine_as<op, float>(numel, from, to);
-    case at::kDouble:
-      return combine_as<op, double>(numel, from, to);
-    case at::kHalf:
-      return combine_as<op, c10::Half>(numel, from, to);
-    case at::kBFloat16:
-      return combine_as<op, c10::BFloat16>(numel, from, to);
-    default:
-      break;
+  if constexpr (!is_bitwise(op)) {
+    switch (dtype) {
+      case at::kFloat:
+        return combine_as<op, float>(numel, from, to);
+      case at::kDouble:
+        return combine_as<op, double>(numel, from, to);
+      case at::kHalf:
+        return combine_as<op, c10::Half>(numel, from, to);
+      case at::kBFloat16:
+        return combine_as<op, c10::BFloat16>(numel, from, to);
+      default:
+        break;
+    }
   }
   if constexpr (op != Op::AVG) {
     switch (dtype) {
@@ -122,7 +130,9 @@ bool can_combine(Op op, at::ScalarType dtype) {
   const bool integers = dtype == at::kLong || dtype == at::kInt || dtype == at::kShort ||
                         dtype == at::kChar || dtype == at::kByte;
   if (op == Op::AVG) return floats;
-  return (op == Op::SUM || op == Op::MAX || op == Op::MIN) && (floats || integers);
+  if (is_bitwise(op)) return integers;
+  return (op == Op::SUM || op == Op::MAX || op == Op::MIN || op == Op::PRODUCT) &&
+         (floats || integers);
 }
 
 void combine(Op op, at::ScalarType dtype, int64_t numel, const std::vector<const char*>& from,
@@ -136,6 +146,14 @@ void combine(Op op, at::ScalarType dtype, int64_t numel, const std::vector<const
       return combine_op<Op::MAX>(dtype, numel, from, to);
     case Op::MIN:
       return combine_op<Op::MIN>(dtype, numel, from, to);
+    case Op::PRODUCT:
+      return combine_op<Op::PRODUCT>(dtype, numel, from, to);
+    case Op::BAND:
+      return combine_op<Op::BAND>(dtype, numel, from, to);
+    case Op::BOR:
+      return combine_op<Op::BOR>(dtype, numel, from, to);
+    case Op::BXOR:
+      return combine_op<Op::BXOR>(dtype, numel, from, to);
     default:
       throw Error("combine(): no such operation");
   }

@@ -11,8 +11,9 @@
 
 namespace apex::parallel {
 
-/// Whether combine() can do it: sum, average, largest and smallest of real numbers; float16 and
-/// bfloat16 are summed in float32 and rounded once.
+/// Whether combine() can do it: sum, product, largest and smallest of real numbers, averages of
+/// floating-point and bitwise operations of integer ones. float16 and bfloat16 are combined in
+/// float32 and rounded once.
 bool can_combine(c10d::ReduceOp::RedOpType op, at::ScalarType dtype);
 
 /// Combines `numel` elements that lie at `from` of each rank, in the order of `from`, and writes

@@ -304,6 +304,13 @@ std::shared_ptr<HostHierarchy> find_host_hierarchy(const c10d::ProcessGroup& gro
   return found && found->hierarchy ? *found->hierarchy : nullptr;
 }
 
+std::shared_ptr<HostChannel> channel_of_one(std::chrono::milliseconds timeout) {
+  Offer offer = make_offer();
+  if (!offer.memory || offer.finding.problem[0] != 0) return nullptr;
+  return std::make_shared<HostChannel>(0, std::move(offer.memory),
+                                       std::vector<HostChannel::Peer>(1), timeout);
+}
+
 void drop_host_channel(const c10d::ProcessGroup& group) noexcept {
   std::optional<Channels::Entry> ended;  // outlives the lock
   {

@@ -3,6 +3,7 @@
 
 /// Which ranks share a host, and memory.
 
+#include <chrono>
 #include <memory>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -31,6 +32,9 @@ namespace apex::parallel {
 /// and blocks. Thread safe.
 /// @throws CommunicationError in the first call.
 std::shared_ptr<HostChannel> host_channel_of(const c10d::ProcessGroup& group);
+
+/// A channel of one rank; null where host_channel_of() would be.
+std::shared_ptr<HostChannel> channel_of_one(std::chrono::milliseconds timeout);
 
 /// The hierarchy for sums of a group whose ranks are on several hosts, of which one has several;
 /// null where they have none, as above, and for groups on one host. For groups that only this

@@ -28,6 +28,14 @@ struct BackendRequest {
   NcclOptions nccl;
 };
 
+/// A backend that has one of Gloo's over the same ranks.
+class HasGloo {
+ public:
+  virtual ~HasGloo() = default;
+  /// @throws Error after it was shut down.
+  virtual const c10::intrusive_ptr<c10d::Backend>& gloo() const = 0;
+};
+
 /// Connects to all ranks; blocks for at most the timeout.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request);
 

@@ -255,10 +255,10 @@ InitMethod parse_init_method(const std::string& url) {
 
 std::vector<DeviceBackend> parse_backend(const std::string& backend) {
   const auto check_name = [&](const std::string& name) {
-    if (name != "gloo" && name != "nccl") {
+    if (name != "gloo" && name != "nccl" && name != "apex") {
       throw InvalidArgument("the backend \"" + name + "\" is unknown" +
                             (name == backend ? "" : " (in \"" + backend + "\")") +
-                            ": use \"nccl\", \"gloo\" or \"cpu:gloo,cuda:nccl\"");
+                            ": use \"nccl\", \"gloo\", \"apex\" or \"cpu:gloo,cuda:nccl\"");
     }
   };
   const std::string text = lower(backend);
@@ -266,6 +266,9 @@ std::vector<DeviceBackend> parse_backend(const std::string& backend) {
     check_name(text);
     if (text == "nccl") {
       return {{c10::DeviceType::CUDA, text}};
+    }
+    if (text == "apex") {
+      return {{c10::DeviceType::CPU, text}};
     }
     return {{c10::DeviceType::CPU, text}, {c10::DeviceType::CUDA, text}};
   }
@@ -284,6 +287,10 @@ std::vector<DeviceBackend> parse_backend(const std::string& backend) {
     if (entry.device == c10::DeviceType::CPU && entry.backend == "nccl") {
       throw InvalidArgument("NCCL has no CPU tensors: use cpu:gloo in the backend \"" + backend +
                             "\"");
+    }
+    if (entry.device == c10::DeviceType::CUDA && entry.backend == "apex") {
+      throw InvalidArgument("the backend \"apex\" has CPU tensors only: use cuda:nccl in \"" +
+                            backend + "\"");
     }
     for (const DeviceBackend& other : result) {
       if (other.device == entry.device) {

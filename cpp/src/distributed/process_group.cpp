@@ -20,6 +20,7 @@
 #include "comm/process_state.h"
 #include "distributed/backends.h"
 #include "distributed/rendezvous.h"
+#include "transport/host_backend.h"
 
 /// Of libtorch at run time; none in one that does not tell.
 extern "C" __attribute__((weak)) uint64_t aoti_torch_abi_version();
@@ -141,6 +142,18 @@ const char* device_name(c10::DeviceType device) {
   return device == c10::DeviceType::CPU ? "cpu" : "cuda";
 }
 
+BackendType type_of(const std::string& backend) {
+  if (backend == "nccl") return BackendType::NCCL;
+  return backend == "gloo" ? BackendType::GLOO : BackendType::CUSTOM;
+}
+
+c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& backend,
+                                               const BackendRequest& request) {
+  if (backend == "nccl") return make_nccl_backend(request);
+  if (backend == "gloo") return make_gloo_backend(request);
+  return c10::make_intrusive<parallel::HostBackend>(request);
+}
+
 // Note [Store layout]
 // torch.distributed keeps the keys of a backend under "default_pg" (default group only), then
 // "<group name>/", then "<device>/", where the default group is called "0", later ones by their
@@ -150,7 +163,8 @@ Group make_group(const std::string& name, const std::string& description,
                  const c10::intrusive_ptr<c10d::Store>& store,
                  const std::vector<DeviceBackend>& backends, BackendRequest request) {
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, request.rank, request.size);
-  group->setDefaultBackend(uses_nccl(backends) ? BackendType::NCCL : BackendType::GLOO);
+  group->setDefaultBackend(uses_nccl(backends) ? BackendType::NCCL
+                                               : type_of(backends.front().backend));
   request.group_name = name;
   const bool one_backend = std::all_of(
       backends.begin(), backends.end(),
@@ -160,10 +174,9 @@ Group make_group(const std::string& name, const std::string& description,
     if (!backend || !one_backend) {
       request.store = c10::make_intrusive<c10d::PrefixStore>(
           std::string(device_name(entry.device)) + "/", store);
-      backend = entry.backend == "nccl" ? make_nccl_backend(request) : make_gloo_backend(request);
+      backend = make_backend(entry.backend, request);
     }
-    group->setBackend(entry.device, entry.backend == "nccl" ? BackendType::NCCL : BackendType::GLOO,
-                      backend);
+    group->setBackend(entry.device, type_of(entry.backend), backend);
   }
   group->setGroupName(name);
   group->setGroupDesc(description);

@@ -3,9 +3,11 @@
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <apex/distributed/collectives.h>
+#include <apex/distributed/host_backend.h>
 #include <apex/distributed/log.h>
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
@@ -72,7 +74,9 @@ const Scenario kCollectives("collectives", [] {
   require(dist::get_default_group() == group, "another default group");
   require(group->getRank() == rank && group->getSize() == size, "rank or size is wrong");
   require(c10d::resolve_process_group("0") == group, "not registered by name");
-  require(group->getBackendType() == c10d::ProcessGroup::BackendType::GLOO, "not Gloo");
+  const auto type = variable("TEST_BACKEND") == "apex" ? c10d::ProcessGroup::BackendType::CUSTOM
+                                                      : c10d::ProcessGroup::BackendType::GLOO;
+  require(group->getBackendType() == type, "another type of backend");
   const double sum = all_reduce(group, rank + 1);
   require(sum == size * (size + 1) / 2.0, "all-reduce gave " + std::to_string(sum));
   dist::barrier();
@@ -158,6 +162,28 @@ void check_tensor_collectives(const Group& group) {
 }
 
 // By shared memory, and through the group.
+const Scenario kGroupsOfOwnMaking("groups_of_own_making", [] {
+  const Group world = init();
+  // As a program with a store of its own has it.
+  const auto store = c10::make_intrusive<c10d::PrefixStore>("own", world->getStore());
+  const auto group =
+      c10::make_intrusive<c10d::ProcessGroup>(store, world->getRank(), world->getSize());
+  dist::add_host_backend(group, std::chrono::seconds(20), "own");
+  require(group->getBackend(at::kCPU)->getBackendName() == "apex", "another backend");
+  std::vector<at::Tensor> tensors{at::full({1000}, group->getRank() + 1, at::kFloat)};
+  const auto work = group->allreduce(tensors);
+  work->getFuture()->wait();
+  require(tensors[0].eq(3).all().item<bool>(), "wrong sum");
+  bool refused = false;
+  try {
+    dist::add_host_backend(group, std::chrono::seconds(0));
+  } catch (const apex::InvalidArgument&) {
+    refused = true;
+  }
+  require(refused, "a timeout of nothing");
+  dist::destroy_process_group();
+});
+
 const Scenario kTensorCollectives("tensor_collectives", [] {
   const Group group = init();
   check_tensor_collectives({});
@@ -392,6 +418,16 @@ TEST(ProcessGroup, Torchrun_OneProcess_Works) {
 TEST(ProcessGroup, PerDeviceBackend_CpuGloo_Works) {
   EXPECT_EQ(failures_of(run_processes(ranks_of("collectives", 2, {{"TEST_BACKEND", "cpu:gloo"}}))),
             "");
+}
+
+TEST(ProcessGroup, HostBackend_SharedMemoryOrGloo_Works) {
+  for (const char* channel : {"1", "0"}) {
+    for (const char* scenario : {"collectives", "tensor_collectives", "groups_of_own_making"}) {
+      const auto results = run_processes(
+          ranks_of(scenario, 2, {{"TEST_BACKEND", "apex"}, {"APEX_HOST_CHANNEL", channel}}));
+      EXPECT_EQ(failures_of(results), "") << scenario << " with APEX_HOST_CHANNEL=" << channel;
+    }
+  }
 }
 
 TEST(ProcessGroup, AgentStore_HostedElsewhere_EveryRankIsAClient) {

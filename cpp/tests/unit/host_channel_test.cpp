@@ -69,6 +69,7 @@ at::Tensor reference(const std::vector<at::Tensor>& inputs, Op op) {
       if (op == Op::MAX) sum = at::maximum(sum, inputs[rank]);
       if (op == Op::MIN) sum = at::minimum(sum, inputs[rank]);
       if (op == Op::SUM || op == Op::AVG) sum = sum + inputs[rank];
+      if (op == Op::PRODUCT) sum = sum * inputs[rank];
     }
     if (op != Op::AVG) return sum;
     const at::Tensor factor =
@@ -82,6 +83,10 @@ at::Tensor reference(const std::vector<at::Tensor>& inputs, Op op) {
     if (op == Op::MAX) sum = at::maximum(sum, more);
     if (op == Op::MIN) sum = at::minimum(sum, more);
     if (op == Op::SUM || op == Op::AVG) sum = sum + more;
+    if (op == Op::PRODUCT) sum = sum * more;
+    if (op == Op::BAND) sum = sum.bitwise_and(more);
+    if (op == Op::BOR) sum = sum.bitwise_or(more);
+    if (op == Op::BXOR) sum = sum.bitwise_xor(more);
   }
   if (op == Op::AVG) sum = sum * (1.0F / static_cast<float>(inputs.size()));
   return sum.to(dtype);
@@ -89,7 +94,16 @@ at::Tensor reference(const std::vector<at::Tensor>& inputs, Op op) {
 
 /// One collective of a random program: the same on every rank but for `in_shared`.
 struct Case {
-  enum Kind { kAllReduce, kBroadcast, kAllGather, kAllToAll } kind = kAllReduce;
+  enum Kind {
+    kAllReduce,
+    kBroadcast,
+    kAllGather,
+    kAllToAll,
+    kGather,
+    kScatter,
+    kReduce,
+    kReduceScatter,
+  } kind = kAllReduce;
   Op op = Op::SUM;
   at::ScalarType dtype = at::kFloat;
   int64_t numel = 0;
@@ -101,10 +115,11 @@ Case draw(std::mt19937_64& random, int ranks) {
   constexpr at::ScalarType kTypes[] = {
       at::kFloat, at::kDouble, at::kHalf,  at::kBFloat16,     at::kLong,         at::kInt,
       at::kChar,  at::kByte,   at::kShort, at::kComplexFloat, at::kComplexDouble};
-  constexpr Op kOps[] = {Op::SUM, Op::AVG, Op::MAX, Op::MIN};
+  constexpr Op kOps[] = {Op::SUM,     Op::AVG,  Op::MAX, Op::MIN,
+                         Op::PRODUCT, Op::BAND, Op::BOR, Op::BXOR};
   constexpr int64_t kSizes[] = {0, 1, 2, 7, 63, 64, 65, 1000, 4096, 4097, 8191, 20000, 70001};
   Case one;
-  const uint64_t kind = random() % 8;
+  const uint64_t kind = random() % 12;
   one.kind = kind < 5 ? Case::kAllReduce : static_cast<Case::Kind>(kind - 4);
   one.dtype = kTypes[random() % std::size(kTypes)];
   do {
@@ -150,7 +165,7 @@ std::function<void()> issue(HostChannel& channel, const Case& one, int rank, int
     }
     case Case::kAllGather: {
       const at::Tensor all = at::empty({ranks * one.numel}, mine.options());
-      auto work = channel.all_gather(what, all, mine);
+      auto work = channel.all_gather(what, {all}, mine);
       return [=] {
         work->wait();
         require(same_bits(all, at::cat(inputs)), what + ": not what the ranks gave");
@@ -178,6 +193,43 @@ std::function<void()> issue(HostChannel& channel, const Case& one, int rank, int
           require(at::equal(in.narrow(0, at, peer + rank), expected), what + ": not for this rank");
           at += peer + rank;
         }
+      };
+    }
+    case Case::kGather: {
+      std::vector<at::Tensor> parts;
+      for (int peer = 0; peer < ranks && rank == one.root; ++peer)
+        parts.push_back(at::empty_like(mine));
+      auto work = channel.gather(what, parts, mine, one.root);
+      return [=] {
+        work->wait();
+        for (size_t peer = 0; peer < parts.size(); ++peer)
+          require(same_bits(parts[peer], inputs[peer]), what + ": not what a rank gave");
+      };
+    }
+    case Case::kScatter: {
+      const at::Tensor out = at::empty_like(mine);
+      auto work = channel.scatter(what, out,
+                                  rank == one.root ? inputs : std::vector<at::Tensor>(), one.root);
+      return [=] {
+        work->wait();
+        require(same_bits(out, inputs[rank]), what + ": not for this rank");
+      };
+    }
+    case Case::kReduce: {
+      auto work = channel.reduce(what, mine, one.op, one.root);
+      return [=] {
+        work->wait();
+        const at::Tensor expected = rank == one.root ? reference(inputs, one.op) : inputs[rank];
+        require(same_bits(mine, expected), what + ": not the sum, or written elsewhere");
+      };
+    }
+    case Case::kReduceScatter: {
+      // Of what all ranks give, each gets the part with its number.
+      const at::Tensor out = at::empty_like(mine);
+      auto work = channel.reduce_scatter(what, out, {mine.repeat({ranks})}, one.op);
+      return [=] {
+        work->wait();
+        require(same_bits(out, reference(inputs, one.op)), what + ": another sum");
       };
     }
   }

@@ -109,11 +109,18 @@ void train(HostChannel& channel, int rank, int ranks) {
   check(first, sum, "large sum");
   check(bucket, sum, "sum in shared memory");
   at::Tensor all = at::empty({ranks * 40000}, at::kFloat);
-  channel.all_gather("gather", all, at::full({40000}, rank, at::kFloat))->wait();
+  channel.all_gather("gather", {all}, at::full({40000}, rank, at::kFloat))->wait();
   check(all.narrow(0, 40000 * (ranks - 1), 40000), ranks - 1, "gathered");
   at::Tensor root = at::full({3}, rank, at::kFloat);
   channel.broadcast("broadcast", {root}, 1)->wait();
   check(root, 1, "broadcast");
+  at::Tensor reduced = at::full({3000}, rank, at::kFloat);
+  channel.reduce("reduce", reduced, Op::SUM, 1)->wait();
+  check(reduced, rank == 1 ? sum : rank, "sum of one rank");
+  at::Tensor share = at::empty({3000}, at::kFloat);
+  channel.reduce_scatter("share", share, {at::full({3000 * ranks}, rank, at::kFloat)}, Op::SUM)
+      ->wait();
+  check(share, sum, "share of a sum");
 }
 
 struct Outcome {

@@ -215,6 +215,9 @@ TEST(Backends, EveryForm_IsUnderstood) {
   const auto nccl = parse_backend("nccl");
   ASSERT_EQ(nccl.size(), 1u);
   EXPECT_EQ(nccl[0].device, c10::DeviceType::CUDA);
+  const auto host = parse_backend("apex");
+  ASSERT_EQ(host.size(), 1u);
+  EXPECT_EQ(host[0].device, c10::DeviceType::CPU);
   const auto both = parse_backend("cpu:gloo,cuda:nccl");
   ASSERT_EQ(both.size(), 2u);
   EXPECT_EQ(both[0].backend, "gloo");
@@ -227,6 +230,7 @@ TEST(Backends, Unknown_MessageNamesIt) {
   EXPECT_TRUE(mentions(message_of([] { parse_backend("cpu:mpi"); }), {"\"mpi\""}));
   EXPECT_TRUE(mentions(message_of([] { parse_backend("xpu:gloo"); }), {"xpu:gloo"}));
   EXPECT_TRUE(mentions(message_of([] { parse_backend("cpu:nccl"); }), {"CPU"}));
+  EXPECT_TRUE(mentions(message_of([] { parse_backend("cuda:apex"); }), {"CPU tensors only"}));
   EXPECT_TRUE(mentions(message_of([] { parse_backend("cpu:gloo,cpu:gloo"); }), {"twice"}));
 }
 

@@ -67,8 +67,9 @@ struct ProcessGroupOptions {
 /// options.device_index, else to the local rank's GPU) before anything else uses CUDA.
 /// Blocks until all ranks are there or the timeout has passed.
 ///
-/// `backend` is "nccl" (CUDA tensors), "gloo" (CPU tensors, and CUDA tensors by way of the host) or
-/// per device, "cpu:gloo,cuda:nccl".
+/// `backend` is "nccl" (CUDA tensors), "gloo" (CPU tensors, and CUDA tensors by way of the host),
+/// "apex" (CPU tensors, over shared memory inside a host: see host_backend.h) or per device,
+/// "cpu:gloo,cuda:nccl".
 ///
 /// With Gloo, SIGPIPE is ignored from then on if it was at its default, as in Python: a rank that
 /// has ended would take those along that write to it.
