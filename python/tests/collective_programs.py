@@ -197,9 +197,7 @@ class Program:
         elif kind == "reduce":
             tensor = own()
             work = dist.reduce(tensor, root, op, **options)
-            result = (
-                combined([of(r) for r in members], op) if self.rank == root else of(self.rank)
-            )
+            result = combined([of(r) for r in members], op) if self.rank == root else of(self.rank)
             looks = lambda: same(tensor, result, what)  # noqa: E731
         elif kind in ("all_gather", "gather"):
             outputs = [laid_out(of(self.rank), layout) for layout in layouts]

@@ -245,7 +245,8 @@ c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::P
                                                 const at::Tensor& gathered, const at::Tensor& share,
                                                 Way way) {
   if (const auto channel = channel_for(what, group, way, {gathered, share}))
-    return call_collective(what, group, [&] { return channel->all_gather(what, {gathered}, share); });
+    return call_collective(what, group,
+                           [&] { return channel->all_gather(what, {gathered}, share); });
   at::Tensor output = gathered, input = share;
   c10d::AllgatherOptions options;
   options.asyncOp = way != Way::kImmediate;

@@ -295,7 +295,8 @@ constexpr int64_t kPieceBytes = int64_t{32} << 20;
 bool broadcast_in_memory(const std::vector<at::Tensor>& chunk, const GroupPtr& group, int64_t root,
                          const std::string& what) {
   if (!chunk.front().is_cpu()) return false;
-  std::vector<at::Tensor> bytes;  // of each tensor: its memory, or a copy where that is not in order
+  std::vector<at::Tensor>
+      bytes;  // of each tensor: its memory, or a copy where that is not in order
   for (const at::Tensor& tensor : chunk) bytes.push_back(as_bytes(tensor));
   std::vector<bool> changed(chunk.size());
   std::vector<at::Tensor> message;

@@ -38,8 +38,8 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
 
 namespace {
 
-/// Gloo's own backend, also one inside of another backend, or null. Plain casts: that of intrusive pointers leaks a reference
-/// (torch 2.13), and with it the threads of the group.
+/// Gloo's own backend, also one inside of another backend, or null. Plain casts: that of intrusive
+/// pointers leaks a reference (torch 2.13), and with it the threads of the group.
 c10d::ProcessGroupGloo* gloo_of(c10d::Backend& backend) {
   auto* inner = &backend;
   // TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every backend.

@@ -100,9 +100,9 @@ class BackendWork final : public c10d::Work {
   /// up: `timeout`, which leaves the collective as it is, or its own, which ends the group.
   bool wait(milliseconds timeout = kNoTimeout) override {
     const Clock::time_point now = Clock::now();
-    const Clock::time_point end =
-        timeout == kNoTimeout ? Clock::time_point::max()
-                              : now + std::min<milliseconds>(timeout, kLongest);
+    const Clock::time_point end = timeout == kNoTimeout
+                                      ? Clock::time_point::max()
+                                      : now + std::min<milliseconds>(timeout, kLongest);
     for (;;) {
       const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
       if (settles_within(std::clamp(left, milliseconds(0), kSlice))) return true;
@@ -242,8 +242,7 @@ class FutureThread : public std::enable_shared_from_this<FutureThread> {
 FuturePtr BackendWork::getFuture() {
   const std::lock_guard<std::mutex> lock(making_);
   if (future_) return future_;
-  future_ = c10::make_intrusive<c10::ivalue::Future>(
-      c10::ListType::create(c10::TensorType::get()));
+  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
   if (is_over()) {
     complete_future();
   } else {
@@ -300,8 +299,7 @@ class HostBackend::Call {
 namespace {
 
 c10::intrusive_ptr<c10d::Backend::Options> options_of(const distributed::BackendRequest& request) {
-  auto options =
-      c10::make_intrusive<c10d::Backend::Options>(HostBackend::kName, request.timeout);
+  auto options = c10::make_intrusive<c10d::Backend::Options>(HostBackend::kName, request.timeout);
   options->group_name = request.group_name;
   options->global_ranks_in_group = request.global_ranks;
   return options;
@@ -369,9 +367,9 @@ void HostBackend::abort() {
   if (gloo_) gloo_->abort();
 }
 
-c10::intrusive_ptr<c10d::Backend> HostBackend::split(
-    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
-    const c10::intrusive_ptr<Options>& options) {
+c10::intrusive_ptr<c10d::Backend> HostBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                     const std::vector<int>& ranks,
+                                                     const c10::intrusive_ptr<Options>& options) {
   const auto found = std::find(ranks.begin(), ranks.end(), rank_);
   if (found == ranks.end()) return nullptr;
   distributed::BackendRequest request;
@@ -459,8 +457,7 @@ WorkPtr HostBackend::all_reduce_flat(Tensors& tensors, const c10d::AllreduceOpti
   int64_t numel = 0;
   for (const at::Tensor& tensor : tensors) {
     TORCH_CHECK_TYPE(tensor.scalar_type() == tensors.front().scalar_type(), call.what(),
-                     ": tensors of ", tensor.scalar_type(), " and ",
-                     tensors.front().scalar_type());
+                     ": tensors of ", tensor.scalar_type(), " and ", tensors.front().scalar_type());
     numel += tensor.numel();
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
@@ -491,8 +488,7 @@ WorkPtr HostBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o
   if (!in_memory(tensors)) return gloo()->broadcast(tensors, options);
   const at::Tensor& tensor = only(tensors, kTitle);
   Call call = begin(c10d::OpType::BROADCAST, kTitle, options.timeout, tensors);
-  const at::Tensor to =
-      options.rootRank == rank_ ? in_order(tensor) : call.output(tensor);
+  const at::Tensor to = options.rootRank == rank_ ? in_order(tensor) : call.output(tensor);
   call.add(channel_->broadcast(kTitle, {to}, options.rootRank));
   return call.end(tensors);
 }
@@ -504,8 +500,7 @@ WorkPtr HostBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options
   if (!in_memory(tensors) || !HostChannel::can_all_reduce(tensor, options.reduceOp))
     return gloo()->reduce(tensors, options);
   Call call = begin(c10d::OpType::REDUCE, kTitle, options.timeout, tensors);
-  const at::Tensor mine =
-      options.rootRank == rank_ ? call.in_place(tensor) : in_order(tensor);
+  const at::Tensor mine = options.rootRank == rank_ ? call.in_place(tensor) : in_order(tensor);
   call.add(channel_->reduce(kTitle, mine, options.reduceOp, options.rootRank));
   return call.end(tensors);
 }
@@ -646,10 +641,10 @@ WorkPtr HostBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& 
                                                      const c10d::ReduceScatterOptions& options) {
   constexpr const char* kTitle = "apex:reduce_scatter_tensor";
   const Op op = options.reduceOp;
-  const bool here =
-      in_memory(outputs) && in_memory(inputs) &&
-      std::all_of(outputs.begin(), outputs.end(),
-                  [&](const at::Tensor& one) { return HostChannel::can_all_reduce(one, op); });
+  const bool here = in_memory(outputs) && in_memory(inputs) &&
+                    std::all_of(outputs.begin(), outputs.end(), [&](const at::Tensor& one) {
+                      return HostChannel::can_all_reduce(one, op);
+                    });
   if (!here) return gloo()->reduce_scatter_tensor_coalesced(outputs, inputs, options);
   TORCH_CHECK_VALUE(outputs.size() == inputs.size(), kTitle, ": ", outputs.size(), " outputs for ",
                     inputs.size(), " inputs");

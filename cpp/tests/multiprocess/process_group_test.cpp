@@ -75,7 +75,7 @@ const Scenario kCollectives("collectives", [] {
   require(group->getRank() == rank && group->getSize() == size, "rank or size is wrong");
   require(c10d::resolve_process_group("0") == group, "not registered by name");
   const auto type = variable("TEST_BACKEND") == "apex" ? c10d::ProcessGroup::BackendType::CUSTOM
-                                                      : c10d::ProcessGroup::BackendType::GLOO;
+                                                       : c10d::ProcessGroup::BackendType::GLOO;
   require(group->getBackendType() == type, "another type of backend");
   const double sum = all_reduce(group, rank + 1);
   require(sum == size * (size + 1) / 2.0, "all-reduce gave " + std::to_string(sum));

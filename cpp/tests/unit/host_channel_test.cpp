@@ -208,8 +208,8 @@ std::function<void()> issue(HostChannel& channel, const Case& one, int rank, int
     }
     case Case::kScatter: {
       const at::Tensor out = at::empty_like(mine);
-      auto work = channel.scatter(what, out,
-                                  rank == one.root ? inputs : std::vector<at::Tensor>(), one.root);
+      auto work = channel.scatter(what, out, rank == one.root ? inputs : std::vector<at::Tensor>(),
+                                  one.root);
       return [=] {
         work->wait();
         require(same_bits(out, inputs[rank]), what + ": not for this rank");

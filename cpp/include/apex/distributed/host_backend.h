@@ -16,7 +16,11 @@ namespace apex::distributed {
 /// a host share, and Gloo for everything else. What init_process_group("apex") does, for programs
 /// that make their process groups on their own:
 ///
-///     auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
+///     #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+///     #include <apex/distributed/host_backend.h>
+///
+///     const auto store = c10::make_intrusive<c10d::TCPStore>("host-of-rank-0");
+///     auto group = c10::make_intrusive<c10d::ProcessGroup>(store, /*rank=*/0, /*size=*/2);
 ///     apex::distributed::add_host_backend(group, std::chrono::minutes(5));
 ///     std::vector<at::Tensor> tensors{at::ones({1000})};
 ///     group->allreduce(tensors)->wait();
