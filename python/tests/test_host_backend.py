@@ -122,6 +122,46 @@ def test_works_and_futures_complete_in_any_order(ranks: RankPool) -> None:
     ranks.run(3, _works)
 
 
+def _nested(rank: int, world: int) -> None:
+    one = group()
+
+    def again(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        work = dist.all_reduce(future.value()[0], group=one, async_op=True)
+        return work.get_future().wait()[0]
+
+    for _ in range(3):
+        tensor = torch.ones(10)
+        if rank == 1:
+            time.sleep(0.2)  # so that the others' callbacks run on the thread of futures
+        futures = [
+            dist.all_reduce(tensor.clone(), group=one, async_op=True).get_future().then(again)
+            for _ in range(1)
+        ]
+        for future in futures:
+            check_equal(float(future.wait()[0]), float(world * world), "sum of sums")
+
+
+def test_callback_that_waits_for_another_future_goes_on(ranks: RankPool) -> None:
+    ranks.run(2, _nested)
+
+
+def _late_future(rank: int, world: int) -> None:
+    one = group()
+    work = dist.all_reduce(torch.ones(10), group=one, async_op=True)
+    dist.destroy_process_group(one)
+    with raises(RuntimeError, "destroyed"):
+        work.get_future()
+    work.wait()
+    check_equal(float(work.get_future().wait()[0][0]), float(world), "future after the wait")
+    whole = group()
+    with raises(ValueError, "no average of Long"):
+        dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG, group=whole)
+
+
+def test_future_of_a_destroyed_group_is_refused(ranks: RankPool) -> None:
+    ranks.run(2, _late_future)
+
+
 def _timeouts(rank: int, world: int) -> None:
     one = group()
     if rank == 0:

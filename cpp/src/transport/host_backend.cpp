@@ -116,13 +116,26 @@ class BackendWork final : public c10d::Work {
   uint64_t getSequencenumber() const override { return number_; }
   FuturePtr getFuture() override;
 
-  /// On the thread of futures.
-  void complete_future() noexcept {
+  /// Waits, and returns what has gone wrong, or null.
+  std::exception_ptr await() noexcept {
     try {
       wait();
-      future_->markCompleted(c10::IValue(outputs_));
+      return nullptr;
     } catch (...) {
-      future_->setErrorIfNeeded(std::current_exception());
+      return std::current_exception();
+    }
+  }
+
+  /// After await(). Runs the callbacks.
+  void complete_future(const std::exception_ptr& error) noexcept {
+    try {
+      if (error) {
+        future_->setErrorIfNeeded(error);
+      } else {
+        future_->markCompleted(c10::IValue(outputs_));
+      }
+    } catch (...) {
+      // A callback's own.
     }
   }
 
@@ -183,50 +196,65 @@ class BackendWork final : public c10d::Work {
   FuturePtr future_;
 };
 
-/// Completes futures, on a thread that there is from the first one on.
+/// Completes futures, on threads that there are from the first one on. A callback may wait for
+/// another future: then there is one thread more.
 class FutureThread : public std::enable_shared_from_this<FutureThread> {
  public:
   void add(c10::intrusive_ptr<BackendWork> work) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (this_pid() != pid_) throw Error("this process was forked from the one of its group");
+      if (ended_) throw Error("the process group was destroyed");
       queue_.push_back(std::move(work));
-      if (!thread_.joinable()) thread_ = std::thread([self = shared_from_this()] { self->run(); });
+      if (idle_ < queue_.size() && (threads_.empty() || in_callback_ == threads_.size()))
+        threads_.emplace_back([self = shared_from_this()] { self->run(); });
     }
     changed_.notify_one();
   }
 
-  /// Ends it when its queue is empty. On another thread: a callback of a future may be who calls.
+  /// Ends them when the queue is empty. Not here: a callback of a future may be who calls.
   void end() {
     if (this_pid() != pid_) return;
     bool busy = false;
-    std::thread thread;
+    std::vector<std::thread> threads;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       ended_ = true;
-      busy = !queue_.empty() || running_;
-      thread.swap(thread_);
+      busy = idle_ < threads_.size();
+      threads.swap(threads_);
     }
-    changed_.notify_one();
-    if (!thread.joinable()) return;
-    const auto held = std::make_shared<std::thread>(std::move(thread));
-    end_elsewhere([held] { held->join(); }, /*may_be_stuck=*/busy);
+    changed_.notify_all();
+    if (threads.empty()) return;
+    const auto held = std::make_shared<std::vector<std::thread>>(std::move(threads));
+    end_elsewhere(
+        [held] {
+          for (std::thread& thread : *held) thread.join();
+        },
+        /*may_be_stuck=*/busy);
   }
 
  private:
   void run() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
+      ++idle_;
       changed_.wait(lock, [this] { return ended_ || !queue_.empty(); });
+      --idle_;
       if (queue_.empty()) return;
       c10::intrusive_ptr<BackendWork> work = std::move(queue_.front());
       queue_.pop_front();
-      running_ = true;
       lock.unlock();
-      work->complete_future();
+      const std::exception_ptr error = work->await();
+      lock.lock();
+      ++in_callback_;
+      // Whoever calls back may wait for what is in the queue.
+      if (!queue_.empty() && !ended_ && in_callback_ == threads_.size())
+        threads_.emplace_back([self = shared_from_this()] { self->run(); });
+      lock.unlock();
+      work->complete_future(error);
       work.reset();  // its tensors may be Python's
       lock.lock();
-      running_ = false;
+      --in_callback_;
     }
   }
 
@@ -234,8 +262,9 @@ class FutureThread : public std::enable_shared_from_this<FutureThread> {
   std::mutex mutex_;  ///< guards all below; not held while a future is completed
   std::condition_variable changed_;
   std::deque<c10::intrusive_ptr<BackendWork>> queue_;
-  std::thread thread_;
-  bool running_ = false;
+  std::vector<std::thread> threads_;
+  size_t idle_ = 0;
+  size_t in_callback_ = 0;
   bool ended_ = false;
 };
 
@@ -244,9 +273,14 @@ FuturePtr BackendWork::getFuture() {
   if (future_) return future_;
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
   if (is_over()) {
-    complete_future();
-  } else {
+    complete_future(await());
+    return future_;
+  }
+  try {
     futures_->add(c10::intrusive_ptr<BackendWork>::unsafe_reclaim_from_nonowning(this));
+  } catch (...) {
+    future_.reset();
+    throw;
   }
   return future_;
 }
@@ -335,6 +369,12 @@ HostBackend::~HostBackend() { shutdown(); }
 
 void HostBackend::shutdown() {
   if (!group_) return;
+  if (this_pid() != pid_) {
+    // Forked: threads that Gloo would join are not there.
+    group_.release();
+    gloo_.release();
+    return;
+  }
   futures_->end();
   drop_host_channel(*group_);
   channel_.reset();
@@ -438,6 +478,10 @@ WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o
   const bool here = channel_ || (hierarchy_ && (op != Op::AVG || hierarchy_->averages()));
   if (strided && here) return all_reduce_flat(tensors, options);
   if (op != Op::AVG) return gloo()->allreduce(tensors, options);
+  for (const at::Tensor& tensor : tensors) {
+    TORCH_CHECK_VALUE(tensor.is_floating_point() || tensor.is_complex(),
+                      "apex:all_reduce: there is no average of ", tensor.scalar_type());
+  }
   // Gloo has no averages.
   c10d::AllreduceOptions sums = options;
   sums.reduceOp = c10d::ReduceOp::SUM;

@@ -17,6 +17,7 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "comm/process_state.h"
 #include "distributed/backends.h"
 
 namespace apex::parallel {
@@ -34,7 +35,8 @@ class HostHierarchy;
 //
 // A collective makes progress while a rank waits for it or asks for it, as in HostChannel. Who asks
 // for its future waits for it somewhere else: from the first future on, a thread of the backend
-// waits for the collectives that have one, in the order in which they were issued.
+// waits for the collectives that have one, in the order in which they were issued; another one
+// does, while a callback runs.
 //
 // Memory that is not contiguous is copied, in the order of its elements: ranks may have different
 // strides.
@@ -123,6 +125,7 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
                           c10d::ReduceOp::RedOpType op);
   WorkPtr all_reduce_flat(Tensors& tensors, const c10d::AllreduceOptions& options);
 
+  const int64_t pid_ = this_pid();
   const c10::intrusive_ptr<Options> options_;
   c10::intrusive_ptr<Backend> gloo_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;  ///< of gloo_ alone: what the channel is found by
