@@ -31,17 +31,12 @@ struct Reach {
   int64_t position = 0;
 };
 
-/// A failure in the store: "POSITION WHEN WHAT\nCAUSE". A hook that has failed after it began its
-/// collective may have failed since another rank is lost: nobody takes its rank for the culprit.
-constexpr const char* kBefore = "before";
-constexpr const char* kAfter = "after";
-
+/// A failure in the store: "POSITION WHAT\nCAUSE".
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 enum class Answer { kNone, kAlike, kApart };
 
 /// Tells of the failure, and asks until there is an answer.
-/// @param what  WHEN WHAT of the failure.
 void tell_and_ask(const std::vector<Reach>& reaches, const std::string& what,
                   const std::string& cause, const std::atomic<bool>& stop,
                   std::atomic<Answer>& answer) {
@@ -110,8 +105,7 @@ bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& gro
     // A hook whose collective has failed has waited for the timeout already, as a rank may be lost:
     // if its error is every rank's own, the others are not far.
     const milliseconds patience = begun ? patience_of(*group) : timeout.value_or(milliseconds(0));
-    answer = ask(reaches, std::string(begun ? kAfter : kBefore) + ' ' + what, cause,
-                 Clock::now() + patience);
+    answer = ask(reaches, what, cause, Clock::now() + patience);
   } catch (...) {  // the interruption check's own
     give_up();
     throw;
@@ -132,11 +126,9 @@ std::string failed_hook(c10d::Store& store, const GroupRecord& record, int64_t c
   int64_t earliest = position;
   for (const auto& [rank, failure] : failures) {
     const int64_t failed_at = std::atoll(failure.c_str());
-    const size_t when = failure.find(' ') + 1;
-    const size_t space = failure.find(' ', when);
-    const bool before = failure.compare(when, space - when, kBefore) == 0;
-    if (!before || failed_at >= earliest) continue;
+    if (failed_at >= earliest) continue;
     earliest = failed_at;
+    const size_t space = failure.find(' ');
     const size_t line = failure.find('\n');
     first = "rank " + std::to_string(rank) + " reports that " +
             failure.substr(space + 1, line - space - 1) +
