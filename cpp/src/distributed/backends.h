@@ -17,6 +17,9 @@
 
 namespace apex::distributed {
 
+/// 100 years. The nanoseconds of a clock end after 292, and milliseconds::max() means: no limit.
+constexpr std::chrono::hours kLongestTimeout{100 * 365 * 24};
+
 struct BackendRequest {
   c10::intrusive_ptr<c10d::Store> store;
   int rank = 0;

@@ -33,8 +33,6 @@ using BackendType = c10d::ProcessGroup::BackendType;
 
 constexpr std::chrono::minutes kDefaultTimeout{30};
 constexpr std::chrono::minutes kDefaultNcclTimeout{10};
-/// 100 years. The nanoseconds of a clock end after 292, and milliseconds::max() means: no limit.
-constexpr std::chrono::hours kLongestTimeout{100 * 365 * 24};
 
 /// What init_process_group() made.
 struct World {

@@ -5,9 +5,7 @@
 #include <condition_variable>
 #include <deque>
 #include <exception>
-#include <functional>
 #include <mutex>
-#include <optional>
 #include <thread>
 #include <utility>
 
@@ -29,16 +27,7 @@
 #include "comm/separate_group.h"
 #include "tensor_parts.h"
 
-namespace apex {
-
-namespace {
-
-/// A clock's nanoseconds end after 292 years.
-constexpr std::chrono::hours kLongest{100 * 365 * 24};
-
-}  // namespace
-
-namespace parallel {
+namespace apex::parallel {
 
 namespace {
 
@@ -100,9 +89,9 @@ class BackendWork final : public c10d::Work {
   /// up: `timeout`, which leaves the collective as it is, or its own, which ends the group.
   bool wait(milliseconds timeout = kNoTimeout) override {
     const Clock::time_point now = Clock::now();
-    const Clock::time_point end = timeout == kNoTimeout
-                                      ? Clock::time_point::max()
-                                      : now + std::min<milliseconds>(timeout, kLongest);
+    const Clock::time_point end =
+        timeout == kNoTimeout ? Clock::time_point::max()
+                              : now + std::min<milliseconds>(timeout, distributed::kLongestTimeout);
     for (;;) {
       const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
       if (settles_within(std::clamp(left, milliseconds(0), kSlice))) return true;
@@ -344,10 +333,13 @@ const at::Tensor& only(const Tensors& tensors, const char* what) {
   return tensors.front();
 }
 
-/// `lists` has what one tensor of this rank gathers or scatters; nothing, where it has no part.
-const Tensors& only_list(const std::vector<Tensors>& lists, const char* what) {
+/// `lists` has one list, of a tensor for each rank.
+const Tensors& only_list(const std::vector<Tensors>& lists, int ranks, const char* what) {
   TORCH_CHECK_VALUE(lists.size() == 1, what, ": takes one list of tensors, got ", lists.size());
-  return lists.front();
+  const Tensors& list = lists.front();
+  TORCH_CHECK_VALUE(list.size() == static_cast<size_t>(ranks), what, ": a list of ", list.size(),
+                    " tensors for ", ranks, " ranks");
+  return list;
 }
 
 }  // namespace
@@ -438,7 +430,7 @@ HostBackend::Call HostBackend::begin(c10d::OpType type, const char* title, milli
                                      const Tensors& inputs) {
   const auto own = timeout == c10d::kUnsetTimeout ? options_->timeout : timeout;
   return Call(c10::make_intrusive<BackendWork>(rank_, type, title, inputs, ++issued_, futures_),
-              title, std::min<milliseconds>(own, kLongest));
+              title, std::min<milliseconds>(own, distributed::kLongestTimeout));
 }
 
 /// Whether a collective of these takes the channel.
@@ -554,12 +546,10 @@ WorkPtr HostBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
   constexpr const char* kTitle = "apex:all_gather";
   if (!in_memory(inputs)) return gloo()->allgather(outputs, inputs, options);
   const at::Tensor& input = only(inputs, kTitle);
-  const Tensors& list = only_list(outputs, kTitle);
+  const Tensors& list = only_list(outputs, size_, kTitle);
   Call call = begin(c10d::OpType::ALLGATHER, kTitle, options.timeout, inputs);
   Tensors to;
   for (const at::Tensor& output : list) to.push_back(call.output(output));
-  TORCH_CHECK_VALUE(to.size() == static_cast<size_t>(size_), kTitle, ": a list of ", to.size(),
-                    " tensors for ", size_, " ranks");
   call.add(channel_->all_gather(kTitle, std::move(to), in_order(input)));
   return call.end(list);
 }
@@ -619,9 +609,7 @@ WorkPtr HostBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
   Call call = begin(c10d::OpType::GATHER, kTitle, options.timeout, inputs);
   Tensors to, results;
   if (options.rootRank == rank_) {
-    results = only_list(outputs, kTitle);
-    TORCH_CHECK_VALUE(results.size() == static_cast<size_t>(size_), kTitle, ": a list of ",
-                      results.size(), " tensors for ", size_, " ranks");
+    results = only_list(outputs, size_, kTitle);
     for (const at::Tensor& output : results) to.push_back(call.output(output));
   } else {
     TORCH_CHECK_VALUE(outputs.empty(), kTitle, ": only rank ", options.rootRank, " has outputs");
@@ -639,9 +627,7 @@ WorkPtr HostBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
   Call call = begin(c10d::OpType::SCATTER, kTitle, options.timeout, outputs);
   Tensors sent;
   if (options.rootRank == rank_) {
-    const Tensors& list = only_list(inputs, kTitle);
-    TORCH_CHECK_VALUE(list.size() == static_cast<size_t>(size_), kTitle, ": a list of ",
-                      list.size(), " tensors for ", size_, " ranks");
+    const Tensors& list = only_list(inputs, size_, kTitle);
     for (const at::Tensor& input : list) sent.push_back(in_order(input));
   } else {
     TORCH_CHECK_VALUE(inputs.empty(), kTitle, ": only rank ", options.rootRank, " has inputs");
@@ -656,9 +642,7 @@ WorkPtr HostBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inpu
   const at::Tensor& output = only(outputs, kTitle);
   if (!in_memory(outputs) || !HostChannel::can_all_reduce(output, options.reduceOp))
     return gloo()->reduce_scatter(outputs, inputs, options);
-  const Tensors& list = only_list(inputs, kTitle);
-  TORCH_CHECK_VALUE(list.size() == static_cast<size_t>(size_), kTitle, ": a list of ", list.size(),
-                    " tensors for ", size_, " ranks");
+  const Tensors& list = only_list(inputs, size_, kTitle);
   Call call = begin(c10d::OpType::REDUCE_SCATTER, kTitle, options.timeout, list);
   Tensors sent;
   for (const at::Tensor& input : list) sent.push_back(in_order(input));
@@ -767,9 +751,9 @@ void HostBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wai
   gloo()->monitoredBarrier(options, wait_all_ranks);
 }
 
-}  // namespace parallel
+}  // namespace apex::parallel
 
-namespace distributed {
+namespace apex::distributed {
 
 using std::chrono::milliseconds;
 
@@ -785,7 +769,7 @@ void add_host_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& group, milli
   request.store = group->getStore();
   request.rank = group->getRank();
   request.size = group->getSize();
-  request.timeout = std::min<milliseconds>(timeout, kLongest);
+  request.timeout = std::min<milliseconds>(timeout, kLongestTimeout);
   request.group_name = name;
   request.global_ranks = global_ranks;
   c10::intrusive_ptr<c10d::Backend> backend;
@@ -806,6 +790,4 @@ void add_host_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& group, milli
   group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
 }
 
-}  // namespace distributed
-
-}  // namespace apex
+}  // namespace apex::distributed
