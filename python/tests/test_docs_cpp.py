@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import subprocess
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +60,7 @@ def blocks_of_header(header: Path) -> list[Block]:
         elif code and re.match(r"\s*///\s*$", line):
             code.append("")
         elif code:
-            text = "\n".join(code).rstrip() + "\n"
+            text = textwrap.dedent("\n".join(code)).rstrip() + "\n"
             found.append(Block(header, number - len(code), len(found), text))
             code = []
         begins = not match and (re.match(r"\s*///\s*$", line) or not line.strip().startswith("///"))

@@ -23,7 +23,7 @@ BUILT = ("apex._core", "apex._build_info")
 #: From the bottom: a package imports those of the lines above its own, and itself.
 LAYERS = (
     BUILT,
-    ("apex._internal", "apex._check"),
+    ("apex._internal", "apex._check", "apex._host_backend"),
     ("apex.multi_tensor_apply", "apex.normalization", "apex.optimizers"),
     ("apex.contrib", "apex.amp"),
     ("apex.fp16_utils", "apex.parallel"),
