@@ -31,7 +31,12 @@ struct Reach {
   int64_t position = 0;
 };
 
-/// A failure in the store: "POSITION WHAT\nCAUSE".
+/// A failure in the store: "POSITION WHAT\nWHEN CAUSE". Ranks compare the first line only: the same
+/// error comes before the collective on a rank whose future is complete at once, and after it on
+/// another.
+constexpr const char* kBefore = "before ";
+constexpr const char* kAfter = "after ";
+
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 enum class Answer { kNone, kAlike, kApart };
@@ -105,7 +110,7 @@ bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& gro
     // A hook whose collective has failed has waited for the timeout already, as a rank may be lost:
     // if its error is every rank's own, the others are not far.
     const milliseconds patience = begun ? patience_of(*group) : timeout.value_or(milliseconds(0));
-    answer = ask(reaches, what, cause, Clock::now() + patience);
+    answer = ask(reaches, what, (begun ? kAfter : kBefore) + cause, Clock::now() + patience);
   } catch (...) {  // the interruption check's own
     give_up();
     throw;
@@ -127,12 +132,14 @@ std::string failed_hook(c10d::Store& store, const GroupRecord& record, int64_t c
   for (const auto& [rank, failure] : failures) {
     const int64_t failed_at = std::atoll(failure.c_str());
     if (failed_at >= earliest) continue;
-    earliest = failed_at;
     const size_t space = failure.find(' ');
     const size_t line = failure.find('\n');
+    // Once its collective has begun, a hook may have failed because another rank is lost.
+    if (failure.compare(line + 1, std::string(kBefore).size(), kBefore) != 0) continue;
+    earliest = failed_at;
     first = "rank " + std::to_string(rank) + " reports that " +
             failure.substr(space + 1, line - space - 1) +
-            " failed there: " + failure.substr(line + 1);
+            " failed there: " + failure.substr(line + 1 + std::string(kBefore).size());
   }
   return first;
 }
