@@ -19,6 +19,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "comm/host_memory.h"
+#include "comm/sliced_work.h"
 #include "comm/process_state.h"
 
 namespace apex::parallel {
@@ -55,9 +56,8 @@ class HostChannel;
 struct HostOperation;
 enum class HostKind : uint8_t;
 
-/// A collective of a HostChannel. It makes progress while it is asked or waited for; it has no
-/// future.
-class HostWork final : public c10d::Work {
+/// A collective of a HostChannel. It makes progress while it is asked or waited for.
+class HostWork final : public SlicedWork {
  public:
   HostWork(std::shared_ptr<HostChannel> channel, std::shared_ptr<HostOperation> operation);
   /// Does not block, but may do this rank's part.
@@ -65,16 +65,13 @@ class HostWork final : public c10d::Work {
   bool isSuccess() const override;
   /// @throws Error if a peer has ended, says that it has failed, or is in another collective, or
   /// when time is up.
-  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
-  void synchronize() override { wait(); }
-  /// Waits for so long, or until `interrupted` says so (see HostChannel::wake()), and returns
-  /// whether it has completed.
-  bool wait_for(std::chrono::milliseconds slice, const std::function<bool()>& interrupted = {});
+  bool wait_for(std::chrono::milliseconds slice) override { return wait_for(slice, {}); }
+  /// The same until `interrupted` says so (see HostChannel::wake()).
+  bool wait_for(std::chrono::milliseconds slice, const std::function<bool()>& interrupted);
   /// From now on it has so long to complete, in place of the channel's timeout.
   void within(std::chrono::milliseconds timeout);
-  /// It has to complete on the other ranks without this one, which does something else before it
-  /// waits, for as long as that takes. A Work that is dropped is handed over.
-  void hand_over();
+  /// Hands this rank's part over, as the destructor does.
+  void leave() override;
   ~HostWork() override;
 
  private:
@@ -87,7 +84,7 @@ class HostWork final : public c10d::Work {
 /// Thread safe.
 class HostChannel : public std::enable_shared_from_this<HostChannel> {
  public:
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using WorkPtr = c10::intrusive_ptr<HostWork>;
 
   struct Peer {
     std::unique_ptr<PeerMemory> memory;  ///< null for this rank
