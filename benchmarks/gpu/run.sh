@@ -120,10 +120,12 @@ stage() {
     cd / && PYTHONPATH=$build/stage "$python" -c 'import apex.parallel; print(apex.parallel.__file__)'
 }
 extension() {
-  configure ON OFF && cmake --build "$build" --parallel "$jobs" --target _core && stage
+  configure ON OFF || return
+  if [ "$dry_run" = yes ]; then ninja -C "$build" -n _core; return; fi
+  cmake --build "$build" --parallel "$jobs" --target _core && stage
 }
 export -f configure stage extension
-export root build python jobs
+export root build python jobs dry_run
 
 # shellcheck disable=SC2016  # expanded by that bash
 phase machine 30 bash -c 'nvidia-smi; nvcc --version; "$python" -c "
@@ -132,11 +134,10 @@ print(torch.__version__, torch.version.cuda, torch.cuda.is_available())
 if torch.cuda.is_available(): print(torch.cuda.get_device_name(), torch.cuda.nccl.version())"
   cmake --version; ninja --version; nproc; free -g'
 
+phase extension 240 bash -c extension
 if [ $dry_run = yes ]; then
-  phase extension 90 bash -c 'configure ON OFF && ninja -C "$build" -n _core'
   python=${DRY_PYTHON:-$python}
 else
-  phase extension 240 bash -c extension
   export PYTHONPATH=$build/stage
 fi
 

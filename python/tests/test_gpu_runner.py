@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""benchmarks/gpu/run.sh with commands that only take notes: the order, and which results there are."""
+"""benchmarks/gpu/run.sh with commands that only take notes: the order, and what it leaves."""
 
 from __future__ import annotations
 
