@@ -137,9 +137,10 @@ def test_training_bfloat16_nccl_ranks_equals_one_process(world_size: int, option
 
 def _trains_in_a_subgroup(rank: int, world_size: int, streams: int) -> None:
     group = dist.new_group(range(world_size - 1))
-    if rank < world_size - 1:  # the last rank comes to nothing more
+    if rank < world_size - 1:  # the last rank takes part in nothing
         options = {"process_group": group, "num_allreduce_streams": streams}
         _trains_like_one_process(rank, world_size - 1, torch.float32, options)
+    dist.barrier()
 
 
 @pytest.mark.parametrize("streams", [1, 2])
@@ -335,11 +336,12 @@ def _runs_out_of_memory(rank: int, world_size: int) -> None:
         ddp.zero_grad()
         loss = ddp(_batch(step).to(DEVICE, torch.float32)).square().mean()
         if step == 3 and rank == 1:
-            [*ddp.parameters()][-2].register_hook(_exhaust)
+            hook = [*ddp.parameters()][-2].register_hook(_exhaust)
         try:
             loss.backward()
         except torch.OutOfMemoryError:
             assert step == 3 and rank == 1
+            hook.remove()
         assert step == 3 or all(p.grad is not None for p in ddp.parameters())
     assert ddp.statistics()["steps_skipped"] == 1
 
