@@ -11,7 +11,7 @@ namespace apex::amp {
 /// embedding: the gradient arrives in the dtype of `tensor`, and in the layout that it has. Any
 /// shape, device and floating dtypes. Enqueued on the current stream; blocks nothing. Thread safe.
 ///
-///     model.weight_in_forward = apex::amp::cast(model.weight, torch::kBFloat16);
+///     const torch::Tensor low = apex::amp::cast(model.parameters()[0], torch::kBFloat16);
 APEX_API at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype);
 
 }  // namespace apex::amp
