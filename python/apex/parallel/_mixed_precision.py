@@ -187,8 +187,10 @@ class Casts:
                 (part._parameters, parameters, self._parameters),
                 (part._buffers, buffers, self._buffers),
             ):
-                for name, own in members.items() if dtype is not None else ():
-                    if own is None or not own.is_floating_point() or own.dtype == dtype:
+                for name, own in members.items():
+                    if dtype is None or own is None or own.dtype == dtype:
+                        continue
+                    if not own.is_floating_point():
                         continue
                     if id(own) not in made:
                         made[id(own)] = _cast(own, dtype)
