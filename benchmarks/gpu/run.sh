@@ -108,7 +108,7 @@ configure() { # configure ON|OFF ON|OFF: with or without the Python module, the 
     gtest=("-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST=$root/.carry/googletest" -DBUILD_GMOCK=OFF)
   cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DAPEX_CUDA=ON \
     "-DAPEX_CUDA_ARCHITECTURES=${APEX_GPU_ARCHITECTURES:-90}" "-DAPEX_BUILD_PYTHON=$1" \
-    "-DAPEX_BUILD_TESTS=$2" -DAPEX_BUILD_EXAMPLES=OFF "-DPython_EXECUTABLE=$python" "${gtest[@]}"
+    "-DAPEX_BUILD_TESTS=$2" -DAPEX_BUILD_EXAMPLES=OFF "-DPython_EXECUTABLE=$build_python" "${gtest[@]}"
 }
 
 # The package as an import path: the sources' Python files beside what was built.
@@ -125,7 +125,7 @@ extension() {
   cmake --build "$build" --parallel "$jobs" --target _core && stage
 }
 export -f configure stage extension
-export root build python jobs dry_run
+export root build python build_python=$python jobs dry_run
 
 # shellcheck disable=SC2016  # expanded by that bash
 phase machine 30 bash -c 'nvidia-smi; nvcc --version; "$python" -c "
