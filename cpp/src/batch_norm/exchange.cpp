@@ -290,7 +290,8 @@ void all_reduce(const Peers& peers, at::Tensor& tensor, Direction direction, int
   }
   const std::string what = describe(peers, direction, channels);
   run_collective(what, *peers.group, [&] {
-    return issue_all_reduce(what, *peers.group, tensor, c10d::ReduceOp::SUM, Enqueue::kOnCurrentStream);
+    return issue_all_reduce(what, *peers.group, tensor, c10d::ReduceOp::SUM,
+                            Enqueue::kOnCurrentStream);
   });
 }
 

@@ -229,8 +229,7 @@ c10::intrusive_ptr<c10d::Work> issue_broadcast_of_changes(
     int64_t root, const std::shared_ptr<std::vector<uint8_t>>& changed) {
   const auto backend = host_backend_for(what, group, parts);
   if (!backend || !backend->shares_memory()) return nullptr;
-  return call_named(what, group,
-                    [&] { return backend->broadcast_changes(parts, root, changed); });
+  return call_named(what, group, [&] { return backend->broadcast_changes(parts, root, changed); });
 }
 
 c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,

@@ -19,8 +19,8 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "comm/host_memory.h"
-#include "comm/sliced_work.h"
 #include "comm/process_state.h"
+#include "comm/sliced_work.h"
 
 namespace apex::parallel {
 
@@ -138,8 +138,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   /// Each rank gets its share of an all_reduce() of `sent`, which is as `gathered` above.
   WorkPtr reduce_scatter(const std::string& what, const at::Tensor& received,
                          const std::vector<at::Tensor>& sent, c10d::ReduceOp::RedOpType op);
-  /// By rank so many elements of the first dimension; none given: as many for everybody. What
-  /// arrives may be shorter than the room for it.
+  /// Numbers of elements of the first dimension, by rank; none given: the same number for each.
   WorkPtr all_to_all(const std::string& what, const at::Tensor& received, const at::Tensor& sent,
                      const std::vector<int64_t>& received_numel,
                      const std::vector<int64_t>& sent_numel);

@@ -19,10 +19,10 @@
 
 #include <apex/error.h>
 
+#include "comm/endings.h"
 #include "comm/error_text.h"
 #include "comm/host_step.h"
 #include "comm/host_sum.h"
-#include "comm/endings.h"
 #include "torch_version.h"
 
 namespace apex::parallel {
@@ -69,9 +69,9 @@ struct HierarchyOperation {
   at::Tensor tensor;  ///< real-valued and flat
   Op op = Op::SUM;
   std::atomic<Stage> stage{Stage::kHostSums};
-  HostChannel::WorkPtr sum;            ///< of the host; null where there is one rank
-  char* share = nullptr;               ///< of this rank, in `tensor`
-  int64_t numel = 0;                   ///< of the share
+  HostChannel::WorkPtr sum;  ///< of the host; null where there is one rank
+  char* share = nullptr;     ///< of this rank, in `tensor`
+  int64_t numel = 0;         ///< of the share
   bool in_pieces = false;
   at::Tensor received;  ///< from the column
   at::Tensor piece;
@@ -362,8 +362,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
   void begin_gather(HierarchyOperation& operation) {
     operation.received = at::empty({hosts() * operation.piece.numel()}, at::kByte);
     operation.stage = Stage::kGathering;
-    in_flight(operation,
-              all_gather(*links_.gather, operation.received, operation.piece));
+    in_flight(operation, all_gather(*links_.gather, operation.received, operation.piece));
   }
 
   void join_pieces(HierarchyOperation& operation) {
@@ -438,8 +437,8 @@ bool HostHierarchy::wait_for_room(Clock::time_point since, milliseconds slice) {
   return !core_->is_own() || !sums || sums->wait_for_room(since, slice);  // all_reduce() tells
 }
 
-HostHierarchy::WorkPtr HostHierarchy::all_reduce(const std::string& what,
-                                                         const at::Tensor& tensor, Op op) {
+HostHierarchy::WorkPtr HostHierarchy::all_reduce(const std::string& what, const at::Tensor& tensor,
+                                                 Op op) {
   core_->require_own_process();
   auto operation = std::make_shared<HierarchyOperation>();
   operation->what = what;
@@ -463,7 +462,9 @@ void HostHierarchy::give_up(const std::string& why) noexcept {
 
 HierarchyWork::HierarchyWork(std::shared_ptr<HierarchyCore> core,
                              std::shared_ptr<HierarchyOperation> operation)
-    : SlicedWork(-1, c10d::OpType::UNKNOWN), core_(std::move(core)), operation_(std::move(operation)) {}
+    : SlicedWork(-1, c10d::OpType::UNKNOWN),
+      core_(std::move(core)),
+      operation_(std::move(operation)) {}
 
 bool HierarchyWork::isCompleted() { return core_->is_completed(*operation_); }
 

@@ -26,14 +26,12 @@ class SlicedWork : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
     using Clock = std::chrono::steady_clock;
     constexpr std::chrono::milliseconds kSlice{1000};
-    const Clock::time_point end =
-        timeout == kNoTimeout
-            ? Clock::time_point::max()
-            : Clock::now() +
-                  std::min<std::chrono::milliseconds>(timeout, distributed::kLongestTimeout);
+    const Clock::time_point end = timeout == kNoTimeout
+                                      ? Clock::time_point::max()
+                                      : Clock::now() + std::min<std::chrono::milliseconds>(
+                                                           timeout, distributed::kLongestTimeout);
     for (;;) {
-      const auto left =
-          std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now());
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now());
       if (wait_for(std::clamp(left, std::chrono::milliseconds(0), kSlice))) return true;
       if (Clock::now() >= end) throw Error("the collective has not completed in time");
     }

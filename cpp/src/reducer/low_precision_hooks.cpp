@@ -126,9 +126,8 @@ class Fp32AccumulateHook final : public CommHook {
     exchange.sent.narrow(0, 0, buffer.numel()).copy_(buffer);
     exchange.sent.narrow(0, buffer.numel(), world_ * share - buffer.numel()).zero_();
     exchange.received = at::empty_like(exchange.sent);
-    exchange.work =
-        issue_all_to_all("all-to-all of low-precision gradients", *group_, bytes(exchange.received),
-                         bytes(exchange.sent));
+    exchange.work = issue_all_to_all("all-to-all of low-precision gradients", *group_,
+                                     bytes(exchange.received), bytes(exchange.sent));
     return exchange;
   }
 

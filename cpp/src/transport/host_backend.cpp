@@ -19,12 +19,12 @@
 #include <apex/distributed/host_backend.h>
 #include <apex/error.h>
 
+#include "comm/endings.h"
 #include "comm/error_text.h"
 #include "comm/host_channel.h"
 #include "comm/host_hierarchy.h"
 #include "comm/host_topology.h"
 #include "comm/process_state.h"
-#include "comm/endings.h"
 #include "tensor_parts.h"
 #include "torch_version.h"
 
@@ -109,7 +109,7 @@ class BackendWork final : public SlicedWork {
         Clock::now() + std::min<milliseconds>(slice, distributed::kLongestTimeout);
     if (!is_over()) {
       try {
-        for (const auto& part : parts_) {
+        for (const auto& part : parts()) {
           const auto left = std::chrono::duration_cast<milliseconds>(until - Clock::now());
           if (!part->wait_for(std::max(left, milliseconds(0)))) return false;
         }
@@ -123,7 +123,7 @@ class BackendWork final : public SlicedWork {
   }
 
   void leave() override {
-    for (const auto& part : parts_) part->leave();
+    for (const auto& part : parts()) part->leave();
   }
   void abort() override { TORCH_CHECK(false, "a collective in shared memory ends with its group"); }
   Tensors result() override { return outputs_; }
@@ -161,6 +161,14 @@ class BackendWork final : public SlicedWork {
     return completed_;
   }
 
+  using Parts = std::vector<c10::intrusive_ptr<SlicedWork>>;
+
+  /// Held by whoever waits for them: settle() drops them.
+  Parts parts() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return parts_;
+  }
+
   /// Once: by whoever is first to see that all parts have completed, or that one has failed.
   void settle(std::exception_ptr error) {
     const std::lock_guard<std::mutex> lock(settling_);
@@ -179,11 +187,15 @@ class BackendWork final : public SlicedWork {
     }
     copies_.clear();
     finish(error);
+    // A part holds its channel: peers learn that this rank has left when the last one is gone.
+    Parts ended;  // outlives the lock
+    const std::lock_guard<std::mutex> held(mutex_);
+    ended.swap(parts_);
   }
 
   const uint64_t number_;
   const std::shared_ptr<FutureThread> futures_;
-  std::vector<c10::intrusive_ptr<SlicedWork>> parts_;
+  Parts parts_;
   Tensors outputs_;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  ///< to what, when all have completed
   int divisor_ = 1;                                        ///< of the outputs, after that
@@ -317,7 +329,9 @@ class HostBackend::Call {
     work_->parts_.push_back(std::move(part));
   }
   void add(HostHierarchy::WorkPtr part) { work_->parts_.push_back(std::move(part)); }
-  void add(WorkPtr part) { work_->parts_.push_back(c10::make_intrusive<GlooWork>(std::move(part))); }
+  void add(WorkPtr part) {
+    work_->parts_.push_back(c10::make_intrusive<GlooWork>(std::move(part)));
+  }
 
   WorkPtr end(Tensors outputs) {
     work_->outputs_ = std::move(outputs);
@@ -435,8 +449,7 @@ bool HostBackend::wait_for_room(Clock::time_point since, milliseconds slice) {
 
 WorkPtr HostBackend::broadcast_changes(const Tensors& parts, int64_t root,
                                        const std::shared_ptr<std::vector<uint8_t>>& changed) {
-  Call call =
-      begin(c10d::OpType::BROADCAST, "apex:broadcast", c10d::kUnsetTimeout, parts);
+  Call call = begin(c10d::OpType::BROADCAST, "apex:broadcast", c10d::kUnsetTimeout, parts);
   call.add(links_.channel->broadcast(call.what(), parts, root, changed));
   return call.end(parts);
 }
@@ -452,7 +465,8 @@ HostBackend::Call HostBackend::begin(c10d::OpType type, const char* title, milli
 
 /// Whether a collective of these takes the channel.
 bool HostBackend::in_memory(const Tensors& tensors) const {
-  return shares_memory() && std::all_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
+  return shares_memory() &&
+         std::all_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
            return tensor.is_cpu() && tensor.layout() == at::kStrided && has_memory(tensor);
          });
 }
@@ -672,7 +686,8 @@ WorkPtr HostBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inpu
   Call call = begin(c10d::OpType::REDUCE_SCATTER, kTitle, options.timeout, list);
   Tensors sent;
   for (const at::Tensor& input : list) sent.push_back(in_order(input));
-  call.add(links_.channel->reduce_scatter(call.what(), call.output(output), sent, options.reduceOp));
+  call.add(
+      links_.channel->reduce_scatter(call.what(), call.output(output), sent, options.reduceOp));
   return call.end(outputs);
 }
 
@@ -717,7 +732,10 @@ WorkPtr HostBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
   const auto require_split = [&](const at::Tensor& tensor, const std::vector<int64_t>& sizes) {
     const int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 1;
     int64_t sum = 0;
-    for (const int64_t size : sizes) sum += size;
+    for (const int64_t size : sizes) {
+      TORCH_CHECK_VALUE(size >= 0, kTitle, ": a negative split size, ", size);
+      sum += size;
+    }
     TORCH_CHECK_VALUE(sizes.empty() ? rows % size_ == 0 : sum == rows, kTitle, ": a tensor of ",
                       rows, " rows is not split by these sizes over ", size_, " ranks");
     TORCH_CHECK_VALUE(sizes.empty() || sizes.size() == static_cast<size_t>(size_), kTitle, ": ",
@@ -726,8 +744,8 @@ WorkPtr HostBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
   require_split(output, output_sizes);
   require_split(input, input_sizes);
   Call call = begin(c10d::OpType::ALLTOALL_BASE, kTitle, options.timeout, {input});
-  call.add(links_.channel->all_to_all(call.what(), call.output(output), in_order(input), output_sizes,
-                                input_sizes));
+  call.add(links_.channel->all_to_all(call.what(), call.output(output), in_order(input),
+                                      output_sizes, input_sizes));
   return call.end({output});
 }
 

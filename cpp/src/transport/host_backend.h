@@ -42,8 +42,8 @@ namespace apex::parallel {
 class BackendWork;
 class FutureThread;
 
-/// What the collectives that this thread issues on a HostBackend are called, in errors and for ranks
-/// that compare what they are in; c10d's calls have no such argument.
+/// What the collectives that this thread issues on a HostBackend are called, in errors and for
+/// ranks that compare what they are in; c10d's calls have no such argument.
 class NamedCollective {
  public:
   explicit NamedCollective(const std::string& name);

@@ -84,8 +84,7 @@ using HostBackendPtr = c10::intrusive_ptr<HostBackend>;
 HostBackendPtr connect_backend(const c10d::ProcessGroup& parent, const std::string& what,
                                milliseconds timeout, std::function<HostBackendPtr()> make) {
   const auto made = std::make_shared<HostBackendPtr>();
-  BoundedCall connect(
-      [made, make = std::move(make)](const std::atomic<bool>&) { *made = make(); });
+  BoundedCall connect([made, make = std::move(make)](const std::atomic<bool>&) { *made = make(); });
   const auto deadline = Clock::now() + timeout + kAtTheLatest;
   wait_for_ranks(what, parent, [&](milliseconds slice) {
     const auto now = Clock::now();
@@ -164,8 +163,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
     meet(*gloo);
     return connect_host_backend(request, gloo);
   });
-  c10::intrusive_ptr<c10d::ProcessGroup> group = c10::make_intrusive<SeparateGroup>(
-      request.store, request.rank, request.size, std::move(own));
+  c10::intrusive_ptr<c10d::ProcessGroup> group =
+      c10::make_intrusive<SeparateGroup>(request.store, request.rank, request.size, std::move(own));
   // Before others are added, which keep their name and their device.
   group->setGroupName(name);
   group->setBoundDeviceId(parent->getBoundDeviceId());
@@ -188,7 +187,8 @@ HostBackendPtr host_backend_of(const c10d::ProcessGroup& given) {
   const std::lock_guard<std::mutex> connecting(*of_group);
   if (const auto found = attached.find(group)) return *found;
   HostBackendPtr made;
-  const BackendPtr gloo = detail::has_backend(group, at::kCPU) ? group.getBackend(at::kCPU) : nullptr;
+  const BackendPtr gloo =
+      detail::has_backend(group, at::kCPU) ? group.getBackend(at::kCPU) : nullptr;
   if (const auto timeout = gloo ? distributed::gloo_timeout(*gloo) : std::nullopt) {
     distributed::BackendRequest request;
     request.rank = group.getRank();

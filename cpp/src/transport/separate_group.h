@@ -30,8 +30,8 @@ namespace apex::parallel {
 c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
     const c10::intrusive_ptr<c10d::ProcessGroup>& parent, const std::string& name);
 
-/// The backend "apex" between the ranks of `group`: its own, or one that was attached to a group over
-/// Gloo, at the first call, where all its ranks share memory; else null. The first call is
+/// The backend "apex" between the ranks of `group`: its own, or one that was attached to a group
+/// over Gloo, at the first call, where all its ranks share memory; else null. The first call is
 /// collective, and blocks. Thread safe.
 /// @throws CommunicationError in the first call.
 c10::intrusive_ptr<HostBackend> host_backend_of(const c10d::ProcessGroup& group);
