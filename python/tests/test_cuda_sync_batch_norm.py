@@ -172,6 +172,19 @@ def test_step_captured_in_a_graph_replays_like_the_plain_loop(relu: bool) -> Non
             assert torch.equal(module.state_dict()[name], value), name
 
 
+def test_step_in_graph_trees_leaves_nothing_in_their_pool() -> None:
+    pytest.importorskip("triton")
+    module = SyncBatchNorm(16)
+    follower = copy.deepcopy(module)
+    compiled = torch.compile(module, mode="reduce-overhead")
+    for _ in range(4):  # warms up, records, replays
+        x = torch.randn(8, 16, 5, 5, requires_grad=True)
+        torch.compiler.cudagraph_mark_step_begin()
+        got = torch.autograd.grad(compiled(x).square().sum(), x)[0]
+        want = torch.autograd.grad(follower(x).square().sum(), x)[0]
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("channel_last", [False, True])
 def test_step_more_than_2_to_the_31_elements_is_right(channel_last: bool) -> None:
     free, _ = torch.cuda.mem_get_info()

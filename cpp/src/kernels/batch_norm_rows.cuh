@@ -188,7 +188,7 @@ __device__ __forceinline__ void walk(const RowsPlan& plan, const RowsPlace& plac
 /// Loads in flight of a kernel that reads three arrays where `kThree`: the coefficients of eight
 /// channels leave no registers for four loads of each.
 template <int kVector, bool kThree>
-constexpr int kRowsLoads = kThree && kVector == 8 ? 1 : kLoadsInFlight;
+constexpr int kRowsLoads = kThree && kVector == 8 ? 2 : kLoadsInFlight;
 
 template <typename T, int kVector, bool kAdd>
 __global__ void __launch_bounds__(kBlockThreads)

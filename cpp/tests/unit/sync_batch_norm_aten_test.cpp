@@ -12,6 +12,7 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <apex/error.h>
 #include <apex/parallel/sync_batch_norm.h>
 #include <support/cuda_emulator/cuda_emulator.h>
 #include <support/fake_capture.h>
@@ -162,7 +163,7 @@ TEST_F(SyncBatchNormChoice, TheEnvironment_ChoosesWithoutAComparison) {
   EXPECT_EQ(launches_of_forward(at::kFloat), 2);
   detail::forget_choices();
   setenv("APEX_SYNC_BATCH_NORM", "torch", 1);
-  EXPECT_THROW(launches_of_forward(at::kFloat), c10::ValueError);
+  EXPECT_THROW(launches_of_forward(at::kFloat), InvalidArgument);
   unsetenv("APEX_SYNC_BATCH_NORM");
   EXPECT_TRUE(warnings_.messages.empty());
 }
