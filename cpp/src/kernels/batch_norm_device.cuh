@@ -24,6 +24,16 @@ __device__ __forceinline__ void store(T* p, const Packed<T, kVector>& packed) {
   *reinterpret_cast<Packed<T, kVector>*>(p) = packed;
 }
 
+/// For an array that only some variants of a kernel read; `otherwise` in the others.
+template <bool kReads, typename T, int kVector>
+__device__ __forceinline__ Packed<T, kVector> load_if(const T* p,
+                                                      const Packed<T, kVector>& otherwise) {
+  if constexpr (kReads) {
+    return load<T, kVector>(p);
+  }
+  return otherwise;
+}
+
 template <typename T>
 using Acc = typename ElementwiseType<T>::type;
 
@@ -278,16 +288,6 @@ __device__ __forceinline__ GradientCoefficients<A> backward_coefficients(const G
 template <typename A>
 __device__ __forceinline__ A relu(A value) {
   return value > A(0) || value != value ? value : A(0);
-}
-
-/// What the mask of the elements `x` at `p` is read from.
-template <ReluMask kMask, typename T, int kVector>
-__device__ __forceinline__ Packed<T, kVector> load_masking(const T* p,
-                                                           const Packed<T, kVector>& x) {
-  if constexpr (kMask == ReluMask::kOutput) {
-    return load<T, kVector>(p);
-  }
-  return x;
 }
 
 /// dy behind the ReLU.

@@ -123,9 +123,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
     for (int i = 0; i < kLoads; ++i) {
       at[i] = cursor.offset(plan, channel);
       in[i] = load<T, kVector>(x + at[i]);
-      if constexpr (kAdd) {
-        added[i] = load<T, kVector>(z + at[i]);
-      }
+      added[i] = load_if<kAdd>(z + at[i], in[i]);
       cursor.advance(plan);
     }
 #pragma unroll
@@ -171,7 +169,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
       const int64_t at = cursor.offset(plan, channel);
       g[i] = load<T, kVector>(dy + at);
       v[i] = load<T, kVector>(x + at);
-      out[i] = load_masking<kMask>(y + at, v[i]);
+      out[i] = load_if<kMask == ReluMask::kOutput>(y + at, v[i]);
       cursor.advance(plan);
     }
 #pragma unroll
@@ -228,7 +226,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
       at[i] = cursor.offset(plan, channel);
       g[i] = load<T, kVector>(dy + at[i]);
       v[i] = load<T, kVector>(x + at[i]);
-      out[i] = load_masking<kMask>(y + at[i], v[i]);
+      out[i] = load_if<kMask == ReluMask::kOutput>(y + at[i], v[i]);
       cursor.advance(plan);
     }
 #pragma unroll

@@ -233,9 +233,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 #pragma unroll
     for (int r = 0; r < kLoads; ++r) {
       in[r] = load<T, kVector>(x + at + r * step);
-      if constexpr (kAdd) {
-        added[r] = load<T, kVector>(z + at + r * step);
-      }
+      added[r] = load_if<kAdd>(z + at + r * step, in[r]);
     }
 #pragma unroll
     for (int r = 0; r < kLoads; ++r) {
@@ -286,7 +284,7 @@ __global__ void __launch_bounds__(kRowsThreads)
       for (int r = 0; r < kLoads; ++r) {
         g[r] = load<T, kVector>(dy + at + r * step);
         v[r] = load<T, kVector>(x + at + r * step);
-        out[r] = load_masking<kMask>(y + at + r * step, v[r]);
+        out[r] = load_if<kMask == ReluMask::kOutput>(y + at + r * step, v[r]);
       }
 #pragma unroll
       for (int r = 0; r < kLoads; ++r) {
@@ -357,7 +355,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     for (int r = 0; r < kLoads; ++r) {
       g[r] = load<T, kVector>(dy + at + r * step);
       v[r] = load<T, kVector>(x + at + r * step);
-      out[r] = load_masking<kMask>(y + at + r * step, v[r]);
+      out[r] = load_if<kMask == ReluMask::kOutput>(y + at + r * step, v[r]);
     }
 #pragma unroll
     for (int r = 0; r < kLoads; ++r) {
