@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
       const int64_t at = cursor.offset(plan, channel);
       g[i] = load<T, kVector>(dy + at);
       v[i] = load<T, kVector>(x + at);
-      out[i] = load_if<kMask == ReluMask::kOutput>(y + at, v[i]);
+      out[i] = load_if < kMask == ReluMask::kOutput > (y + at, v[i]);
       cursor.advance(plan);
     }
 #pragma unroll
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
       at[i] = cursor.offset(plan, channel);
       g[i] = load<T, kVector>(dy + at[i]);
       v[i] = load<T, kVector>(x + at[i]);
-      out[i] = load_if<kMask == ReluMask::kOutput>(y + at[i], v[i]);
+      out[i] = load_if < kMask == ReluMask::kOutput > (y + at[i], v[i]);
       cursor.advance(plan);
     }
 #pragma unroll

@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(kRowsThreads)
       for (int r = 0; r < kLoads; ++r) {
         g[r] = load<T, kVector>(dy + at + r * step);
         v[r] = load<T, kVector>(x + at + r * step);
-        out[r] = load_if<kMask == ReluMask::kOutput>(y + at + r * step, v[r]);
+        out[r] = load_if < kMask == ReluMask::kOutput > (y + at + r * step, v[r]);
       }
 #pragma unroll
       for (int r = 0; r < kLoads; ++r) {
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     for (int r = 0; r < kLoads; ++r) {
       g[r] = load<T, kVector>(dy + at + r * step);
       v[r] = load<T, kVector>(x + at + r * step);
-      out[r] = load_if<kMask == ReluMask::kOutput>(y + at + r * step, v[r]);
+      out[r] = load_if < kMask == ReluMask::kOutput > (y + at + r * step, v[r]);
     }
 #pragma unroll
     for (int r = 0; r < kLoads; ++r) {
