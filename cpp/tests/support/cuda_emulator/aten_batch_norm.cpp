@@ -56,8 +56,8 @@ std::tuple<Tensor, Tensor> gather_stats(const Tensor& x, const Tensor& mean, con
   return {all_mean, (squares / n + eps).rsqrt()};
 }
 
-Tensor elemt(const Tensor& x, const Optional& weight, const Optional& bias, const Tensor& mean,
-             const Tensor& invstd, double) {
+Tensor elements(const Tensor& x, const Optional& weight, const Optional& bias, const Tensor& mean,
+                const Tensor& invstd, double) {
   Tensor y = (x.to(computed(x)) - per_channel(mean, x)) * per_channel(invstd, x);
   if (weight) y = y * per_channel(*weight, x);
   if (bias) y = y + per_channel(*bias, x);
@@ -74,9 +74,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_reduce(const Tensor& dy, con
       channels_sum(wide).to(computed(x)), channels_sum(wide * centered).to(computed(x)), {}, {}};
 }
 
-Tensor backward_elemt(const Tensor& dy, const Tensor& x, const Tensor& mean, const Tensor& invstd,
-                      const Optional& weight, const Tensor& sum_dy, const Tensor& sum_dy_xmu,
-                      const Tensor& count) {
+Tensor backward_elements(const Tensor& dy, const Tensor& x, const Tensor& mean,
+                         const Tensor& invstd, const Optional& weight, const Tensor& sum_dy,
+                         const Tensor& sum_dy_xmu, const Tensor& count) {
   TORCH_CHECK(count.scalar_type() == at::kInt && dy.dtype() == x.dtype());
   const Tensor n = count.sum(), s = per_channel(invstd, x);
   const Tensor dx =
@@ -90,7 +90,7 @@ Tensor backward_elemt(const Tensor& dy, const Tensor& x, const Tensor& mean, con
 TORCH_LIBRARY_IMPL(aten, CPU, m) {
   m.impl("batch_norm_stats", &stats);
   m.impl("batch_norm_gather_stats_with_counts", &gather_stats);
-  m.impl("batch_norm_elemt", &elemt);
+  m.impl("batch_norm_elemt", &elements);
   m.impl("batch_norm_backward_reduce", &backward_reduce);
-  m.impl("batch_norm_backward_elemt", &backward_elemt);
+  m.impl("batch_norm_backward_elemt", &backward_elements);
 }
