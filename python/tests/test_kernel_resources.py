@@ -7,6 +7,7 @@ architecture; here they are compiled for one.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -124,6 +125,21 @@ def test_kernels_compile_as_the_page_says(page: tuple[str, str, Table], tmp_path
         taken = {k: (row[90].registers, row[90].spill_bytes) for k, row in table.items()}
         noted = {k: (row[90].registers, row[90].spill_bytes) for k, row in page[2].items()}
         assert taken == noted, AGAIN
+
+
+@pytest.mark.slow
+def test_normalizing_divides_once_in_float64(tmp_path: Path) -> None:
+    torch = ("-isystem", kernel_resources.torch_include(), "-include=c10/util/BFloat16.h")
+    nvcc = require_nvcc(tmp_path, "-std=c++20", "-arch=sm_90", "--expt-relaxed-constexpr", *torch)
+    source = kernel_resources.KERNELS / "batch_norm.cu"
+    command = [nvcc, "-std=c++20", "-ptx", "-arch=compute_75", "--expt-relaxed-constexpr"]
+    command += [*torch[:2], f"-I{ROOT / 'cpp' / 'src'}", "-o", f"{tmp_path}/kernels.ptx", source]
+    subprocess.run(command, check=True)
+    text = (tmp_path / "kernels.ptx").read_text()
+    bodies = re.findall(r"\.entry \S+_normalize_kernel\S+\((.*?)\n}\n", text, re.DOTALL)
+    assert len(bodies) == 44
+    # For the unbiased variance, which one block per channel computes.
+    assert {body.count("div.rn.f64") for body in bodies} == {1}
 
 
 def test_architectures_follow_the_compiler(tmp_path: Path) -> None:
