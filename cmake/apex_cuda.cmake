@@ -23,9 +23,9 @@ else()
     find_package(CUDAToolkit QUIET)
     string(REGEX MATCH "^[0-9]+" apex_nvcc_major "${CMAKE_CUDA_COMPILER_VERSION}")
     string(REGEX MATCH "^[0-9]+" apex_torch_cuda_major "${Libtorch_CUDA_VERSION}")
-    if(NOT TARGET CUDA::cudart)
+    if(NOT TARGET CUDA::cudart_static)
       set(apex_cuda_reason
-        "nvcc ${CMAKE_CUDA_COMPILER_VERSION} has no CUDA runtime library and headers beside it")
+        "nvcc ${CMAKE_CUDA_COMPILER_VERSION} has no static CUDA runtime and headers beside it")
     elseif(apex_torch_cuda_major AND NOT apex_nvcc_major STREQUAL apex_torch_cuda_major)
       set(apex_cuda_reason
         "nvcc is ${CMAKE_CUDA_COMPILER_VERSION}, but this libtorch was built for CUDA ${Libtorch_CUDA_VERSION}")

@@ -3,12 +3,14 @@
 # Build and test the package with several versions of torch, Python, the C++ compiler and the C++ standard, one row after
 # another, and write docs/compatibility.md from what was seen.
 #
-#   scripts/matrix.sh [--list] [--rows PATTERN]... [--full | --python] [--again] [--keep] [--page] [--reason TEXT]
+#   scripts/matrix.sh [--list] [--rows PATTERN]... [--full | --python | --cuda] [--again] [--keep] [--page] [--reason TEXT]
 #
 #   --list           print the rows, and which of them have a result or cannot be run here
 #   --rows PATTERN   run the rows whose name fits this pattern of the shell, e.g. 'torch2.15*'; may be repeated
 #   --full           the whole test suite, as scripts/test.sh; default: its --quick
 #   --python         only the Python tests of --quick, without building any in C++
+#   --cuda           the rows of the CUDA library: nvcc compiles it for each architecture that it is shipped for, with
+#                    warnings as errors; then the tests of the package load it and build programs with it. No GPU needed
 #   --again          run rows, too, that have a result of the same commit
 #   --keep           keep environments and builds; default: delete those of a row that has a result
 #   --page           only write docs/compatibility.md from the results that there are
@@ -46,9 +48,16 @@ rows=(
   "2.15.0 3.13 gcc 20"
   "2.15.0 3.14 gcc 20"
 )
+# The same with nvcc, which has to be of the CUDA version that torch was built for.
+cuda_rows=(
+  "2.11.0 3.11 gcc 20 cuda"
+  "2.12.1 3.11 gcc 20 cuda"
+  "2.14.1 3.11 gcc 20 cuda"
+  "2.15.0 3.11 gcc 20 cuda"
+)
 
 name_of() {
-  echo "torch$1-py$2-$3-c++$4"
+  echo "torch$1-py$2-$3-c++$4${5:+-$5}"
 }
 
 # find_python 3.N: print its path.
@@ -73,10 +82,11 @@ find_compiler() {
   return 1
 }
 
-# missing PYTHON COMPILER: print what a row needs and this machine lacks.
+# missing PYTHON COMPILER [cuda]: print what a row needs and this machine lacks.
 missing() {
   find_python "$1" >/dev/null || echo "no Python $1"
   find_compiler "$2" >/dev/null || echo "no $2"
+  [ -z "${3:-}" ] || command -v "${CUDACXX:-nvcc}" >/dev/null || echo "no nvcc"
 }
 
 run_row() {
@@ -89,7 +99,7 @@ run_row() {
   commit=$(python3 "$here/matrix_page.py" commit)
   PYTHON=$(find_python "$python") CXX=$(find_compiler "$compiler") APEX_TORCH=torch==$torch APEX_VENV=$row/venv \
     APEX_TEST_RESULTS=$row/test-results APEX_TEST_CPP=$cpp SKBUILD_BUILD_DIR=$row/build \
-    SKBUILD_CMAKE_DEFINE="${defines:+$defines;}CMAKE_CXX_STANDARD=$standard" \
+    SKBUILD_CMAKE_DEFINE="${defines:+$defines;}CMAKE_CXX_STANDARD=$standard$strict" \
     bash "$here/test.sh" ${level[@]+"${level[@]}"} >"$row/log" 2>&1 || status=$?
   tail -n 1 "$row/log"
   if ! "$row/venv/bin/python" -c 'import torch' 2>/dev/null; then
@@ -105,7 +115,7 @@ run_row() {
   return "$status"
 }
 
-level=(--quick) tests=quick cpp=ON patterns=() list=no again=no keep=no only_page=no
+level=(--quick) tests=quick cpp=ON kind='' strict='' patterns=() list=no again=no keep=no only_page=no
 reason="not run"
 while [ $# -gt 0 ]; do
   case $1 in
@@ -121,6 +131,10 @@ while [ $# -gt 0 ]; do
       ;;
     --full) level=() tests=full cpp=ON ;;
     --python) level=(--quick) tests=python cpp=OFF ;;
+    --cuda)
+      level=(-k test_package_wheel) tests=cuda cpp=OFF kind=cuda
+      strict=";APEX_CUDA=ON;APEX_WARNINGS_AS_ERRORS=ON"
+      ;;
     --again) again=yes ;;
     --keep) keep=yes ;;
     --page) only_page=yes ;;
@@ -143,11 +157,12 @@ done
 mkdir -p "$work"
 failed=0 chosen=0
 plan=()
-for row in "${rows[@]}"; do
-  read -r torch python compiler standard <<<"$row"
-  name=$(name_of "$torch" "$python" "$compiler" "$standard")
-  lacks=$(missing "$python" "$compiler" | paste -sd, -)
+for row in "${rows[@]}" "${cuda_rows[@]}"; do
+  read -r torch python compiler standard cuda <<<"$row"
+  name=$(name_of "$torch" "$python" "$compiler" "$standard" "$cuda")
+  lacks=$(missing "$python" "$compiler" "$cuda" | paste -sd, -)
   plan+=("$name|$lacks")
+  [ "$cuda" = "$kind" ] || continue
   fits=${#patterns[@]}
   for pattern in ${patterns[@]+"${patterns[@]}"}; do
     # shellcheck disable=SC2254 # a pattern is meant

@@ -29,6 +29,8 @@ the versions and the commit that it names, and for nothing else.
 
 - *quick*: the C++ unit tests and the Python tests of `scripts/test.sh --quick`. *python*: the
   latter alone. *full*: all of `scripts/test.sh`.
+- *cuda*: nvcc compiles the CUDA library for each architecture that it is shipped for, with
+  warnings as errors; it is linked, and the tests of the package load it. No GPU runs it.
 - The commit is the last one that changed what is built or tested.
 - A skipped test needs something that was not there, for instance a GPU, or says nothing in a
   setting that its parameters make.
@@ -92,6 +94,10 @@ def record(args: argparse.Namespace) -> int:
         "commit": args.commit or commit(),
     }
     if built:
+        if args.tests == "cuda":
+            from apex import _build_info
+
+            result["cuda"] = _build_info.cuda_reason
         counts = test_summary.count(args.results)
         result |= {kind: counts[kind] for kind in ("passed", "failed", "skipped")}
         result["failures"] = sorted(test_summary.failures(args.results))
@@ -123,7 +129,9 @@ def compiler_of(result: dict[str, Any]) -> str:
     words = result["compiler"].replace("(", " ").replace(")", " ").split()
     numbers = [word for word in words if word[0].isdigit() and "-" not in word]
     name = {"gcc": "GCC", "clang": "clang"}[result["compiler_kind"]]
-    return f"{name} {numbers[0] if numbers else ''}".strip()
+    host = f"{name} {numbers[0] if numbers else ''}".strip()
+    # "nvcc 13.0.88, libtorch for CUDA 13.0"
+    return ", ".join([host, *result.get("cuda", "").split(", ")[:1]]).removesuffix(", ")
 
 
 def page(args: argparse.Namespace) -> int:
@@ -132,7 +140,7 @@ def page(args: argparse.Namespace) -> int:
     shown = [
         results[key]
         for name in plan
-        for key in (f"{name} full", f"{name} quick", f"{name} python")
+        for key in (f"{name} full", f"{name} quick", f"{name} python", f"{name} cuda")
         if key in results
     ]
     if not shown:
@@ -147,9 +155,10 @@ def page(args: argparse.Namespace) -> int:
     ]  # fmt: skip
     head = ("torch", "wheel", "Python", "compiler", "standard", "tests", "result", "date", "commit")
     text = HEAD
-    for options in sorted({r["defines"] for r in shown if r["defines"]}):
-        names = [r["row"] for r in shown if r["defines"] == options]
-        of = "" if len(names) == len(shown) else " (" + ", ".join(names) + ")"
+    plain = [r for r in shown if r["tests"] != "cuda"]
+    for options in sorted({r["defines"] for r in plain if r["defines"]}):
+        names = [r["row"] for r in plain if r["defines"] == options]
+        of = "" if len(names) == len(plain) else " (" + ", ".join(names) + ")"
         text += f"- Built with `{options}`{of}.\n"
     text += "\n" + table(head, lines)
     bad = [r for r in shown if r.get("failures")]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Makes ready what run.sh needs on a machine without network: GoogleTest's source in .carry/googletest.
+# Makes ready what the C++ tests of run.sh need on a machine without network: GoogleTest's source in .carry/googletest.
 # Run it on a machine that has the source (Debian and Ubuntu: the package googletest), and take .carry
 # along with the repository; git ignores it.
 #

@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Builds, tests and measures everything on a machine with a CUDA GPU and without network, in under nine
-# minutes: C++ and Python tests (CPU, CUDA, NCCL with several ranks on one GPU) and every benchmark.
-# A phase that fails does not stop the ones after it; the last thing printed is a table of all phases.
+# Builds, tests and measures on a machine with a CUDA GPU and without network, in under nine minutes, what
+# would hurt most first: the extension; batch norm; DDP over NCCL, with several ranks on one GPU;
+# compute-sanitizer; benchmarks; the tests in C++ and on the CPU.
+# A phase that fails does not stop the ones after it, and the results of each are written when it ends: a
+# run that is cut off leaves those up to there. The last thing printed is a table of all phases.
 #
 #   benchmarks/gpu/prepare.sh       once, where GoogleTest's source is; take .carry along
 #   benchmarks/gpu/run.sh           there
-#   benchmarks/gpu/run.sh --only "configure build ddp_1"     some phases only
+#   benchmarks/gpu/run.sh --only "extension ddp_1"     some phases only
 #   benchmarks/gpu/run.sh --dry-run     on a machine without a GPU: configures with CUDA, shows what would
 #                                       be built, and runs the Python phases on the CPU with the
 #                                       interpreter and the apex of DRY_PYTHON and PYTHONPATH
 #
 # Needs: nvcc, CMake, ninja, a C++ compiler, and a Python with a CUDA build of torch, nanobind and pytest.
+# Without GoogleTest only the phases in C++ fail.
 # Writes JSON, plots and logs to $OUT if that is set (eight files at most), else to benchmarks/results.
 #
 # Environment: PYTHON (default python3), OUT, APEX_GPU_BUILD (build folder, default build/gpu),
@@ -27,7 +30,7 @@ while [ $# -gt 0 ]; do
     --dry-run) dry_run=yes; shift ;;
     --only) [ $# -ge 2 ] || { echo "run.sh: --only needs the names of phases." >&2; exit 2; } ;;&
     --only) only=" $2 "; shift 2 ;;
-    -h | --help) sed -n '3,21s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '3,24s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) echo "run.sh: unknown argument '$1'; --help shows what there is." >&2; exit 2 ;;
   esac
 done
@@ -77,21 +80,35 @@ phase() {
   note=$(grep -aE '[0-9]+ (passed|failed|skipped)|tests passed|tests failed|CUDA parts|^PROVISIONAL' \
     "$logs/$name.log" | tail -n 1 | cut -c 1-90)
   table+=("$(printf '%-12s %-8s %5d  %s' "$name" "$verdict" "$took" "$note")")
+  [ "$verdict" = ok ] || failed=$((failed + 1))
+  publish
   [ "$verdict" = ok ] && return 0
-  failed=$((failed + 1))
   tail -n 25 "$logs/$name.log" | cut -c 1-300 | sed 's/^/   /'
   return 1
 }
 
+# What there is so far, into the folder of the results.
+publish() {
+  cp "$work"/gpu-*.json "$work"/gpu-*.png "$results/" 2>/dev/null
+  cp "$build"/test-results/*.xml "$logs/" 2>/dev/null
+  tar -czf "$results/gpu-logs.tar.gz" -C "$work" gpu-logs
+  {
+    printf '%-12s %-8s %5s  %s\n' phase result s note
+    printf '%s\n' "${table[@]}"
+    printf '%-12s %-8s %5d  %s\n' all "$([ $failed -eq 0 ] && echo ok || echo "$failed bad")" "$SECONDS" \
+      "results in $results"
+  } >"$results/gpu-summary.txt"
+}
+
 # --- build ---
 
-configure() { # configure ON|OFF: with or without the Python module
+configure() { # configure ON|OFF ON|OFF: with or without the Python module, the tests
   local gtest=()
   [ ! -d .carry/googletest ] ||
     gtest=("-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST=$root/.carry/googletest" -DBUILD_GMOCK=OFF)
   cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DAPEX_CUDA=ON \
     "-DAPEX_CUDA_ARCHITECTURES=${APEX_GPU_ARCHITECTURES:-90}" "-DAPEX_BUILD_PYTHON=$1" \
-    -DAPEX_BUILD_TESTS=ON -DAPEX_BUILD_EXAMPLES=OFF "-DPython_EXECUTABLE=$python" "${gtest[@]}"
+    "-DAPEX_BUILD_TESTS=$2" -DAPEX_BUILD_EXAMPLES=OFF "-DPython_EXECUTABLE=$build_python" "${gtest[@]}"
 }
 
 # The package as an import path: the sources' Python files beside what was built.
@@ -102,8 +119,13 @@ stage() {
     cp "$build/python/src/_build_info.py" "$build/stage/apex/" &&
     cd / && PYTHONPATH=$build/stage "$python" -c 'import apex.parallel; print(apex.parallel.__file__)'
 }
-export -f configure stage
-export root build python
+extension() {
+  configure ON OFF || return
+  if [ "$dry_run" = yes ]; then ninja -C "$build" -n _core; return; fi
+  cmake --build "$build" --parallel "$jobs" --target _core && stage
+}
+export -f configure stage extension
+export root build python build_python=$python jobs dry_run
 
 # shellcheck disable=SC2016  # expanded by that bash
 phase machine 30 bash -c 'nvidia-smi; nvcc --version; "$python" -c "
@@ -112,73 +134,82 @@ print(torch.__version__, torch.version.cuda, torch.cuda.is_available())
 if torch.cuda.is_available(): print(torch.cuda.get_device_name(), torch.cuda.nccl.version())"
   cmake --version; ninja --version; nproc; free -g'
 
-phase configure 90 bash -c 'configure ON' ||
-  # Without Python's headers or nanobind the C++ tests can still be built.
-  phase configure 90 bash -c 'configure OFF'
+phase extension 240 bash -c extension
 if [ $dry_run = yes ]; then
   python=${DRY_PYTHON:-$python}
-  phase build 60 ninja -C "$build" -n
-  phase ctest 60 ctest --test-dir "$build" -N
 else
-  phase build 260 cmake --build "$build" --parallel "$jobs" -- -k 0
-  phase stage 30 bash -c stage
   export PYTHONPATH=$build/stage
-  phase ctest 180 ctest --test-dir "$build" --output-on-failure -j 4 -L 'unit|processes|cuda'
 fi
 
 # --- tests in Python ---
 
+tests=$root/python/tests
 pytest() {
   # From another folder, so that what was staged is imported, and not the sources.
-  cd "$work" && exec "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider \
-    -q "$root/python/tests" "$@"
+  # shellcheck disable=SC2086  # a tool with its options
+  cd "$work" && exec ${under:-} "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" \
+    -p no:cacheprovider -q "$@"
 }
 export -f pytest
 export python work
 parallel='' parallel_gpu=''
 if "$python" -c 'import xdist' 2>/dev/null; then parallel="-n 8" parallel_gpu="-n 4"; fi
 if [ $dry_run = yes ]; then collect=--collect-only; else collect=; fi
-phase pytest_gpu 170 bash -c "pytest -m 'cuda or nccl' $parallel_gpu $collect"
-phase pytest_cpu 75 bash -c "pytest -m 'not cuda and not nccl and not processes and not slow' $parallel $collect"
+phase norm 90 bash -c "pytest $tests/test_sync_batch_norm.py -m gpu $parallel_gpu $collect"
+phase norm_cuda 60 bash -c "pytest $tests/test_cuda_sync_batch_norm.py -m gpu $collect"
+phase nccl 120 bash -c "pytest $tests/test_nccl_ddp.py -m gpu $parallel_gpu $collect"
+phase ddp_cuda 60 bash -c "pytest $tests/test_cuda_ddp.py -m gpu $collect"
+if [ $dry_run = no ]; then
+  # Few inputs: each kernel runs many times slower.
+  for tool in memcheck racecheck; do
+    phase $tool 60 env under="compute-sanitizer --tool $tool --error-exitcode 9" \
+      bash -c "pytest $tests/test_cuda_sync_batch_norm.py -k 'unaligned or two_streams'"
+  done
+fi
 
 # --- benchmarks ---
 
+device=(--device cuda --backend nccl)
+norm=(--device cuda) overhead=("${device[@]}")
 if [ $dry_run = yes ]; then
   device=(--device cpu --backend gloo --quick --seconds 3)
-else
-  device=(--device cuda --backend nccl)
+  norm=(--rounds 2 --batch 2 --max-elements 100000) overhead=(--quick)
 fi
 output=(--output "$work")
+# The kernels' share of the bandwidth.
+phase sync_bn 60 "$python" benchmarks/sync_batch_norm.py "${norm[@]}" --name gpu-sync-batch-norm \
+  "${output[@]}"
 phase ddp_1 130 "$python" benchmarks/ddp.py "${device[@]}" --ranks 1 --rounds 40 --seconds 7 \
   --name gpu-ddp-1 "${output[@]}"
 # Two ranks that share a GPU by sockets: right or not, not how fast.
 phase ddp_2 60 "$python" benchmarks/ddp.py "${device[@]}" --ranks 2 --rounds 8 --warmup 3 --seconds 5 \
   --models small resnet18 --variants none torch apex apex_view --no-plot --name gpu-ddp-2 "${output[@]}"
+phase overhead 60 "$python" benchmarks/overhead.py "${overhead[@]}" --name gpu-overhead "${output[@]}"
+
+# --- the rest: in C++, and on the CPU ---
+
+phase configure 90 bash -c 'configure ON ON' ||
+  # Without Python's headers or nanobind the C++ tests can still be built.
+  phase configure 90 bash -c 'configure OFF ON'
 if [ $dry_run = yes ]; then
-  phase overhead 60 "$python" benchmarks/overhead.py --quick --name gpu-overhead "${output[@]}"
-  phase sync_bn 60 "$python" benchmarks/sync_batch_norm.py --rounds 2 --batch 2 --max-elements 100000 --name gpu-sync-batch-norm "${output[@]}"
+  phase build 60 ninja -C "$build" -n
+  phase ctest 60 ctest --test-dir "$build" -N
 else
-  phase overhead 60 "$python" benchmarks/overhead.py "${device[@]}" --name gpu-overhead "${output[@]}"
-  phase sync_bn 60 "$python" benchmarks/sync_batch_norm.py --device cuda \
-    --name gpu-sync-batch-norm "${output[@]}"
+  phase build 260 cmake --build "$build" --parallel "$jobs" -- -k 0
+  phase ctest_cuda 120 ctest --test-dir "$build" --output-on-failure -j 4 --no-tests=error -L cuda
+  phase ctest 120 ctest --test-dir "$build" --output-on-failure -j 4 --no-tests=error -L 'unit|processes'
 fi
+phase pytest_cpu 75 bash -c "pytest $tests -m 'not gpu and not processes and not slow' $parallel $collect"
 
 # --- what comes out ---
 
-cp "$work"/gpu-*.json "$work"/gpu-*.png "$results/" 2>/dev/null
-for name in ddp_1 ddp_2 overhead sync_bn; do
+for name in sync_bn ddp_1 ddp_2 overhead; do
   [ -f "$logs/$name.log" ] || continue
   echo
   echo "-- $name"
   grep -aE '^([|#]|.* left out:)' "$logs/$name.log" | cut -c 1-160
 done
-cp "$build"/test-results/*.xml "$logs/" 2>/dev/null
-tar -czf "$results/gpu-logs.tar.gz" -C "$work" gpu-logs
-{
-  echo
-  printf '%-12s %-8s %5s  %s\n' phase result s note
-  printf '%s\n' "${table[@]}"
-  printf '%-12s %-8s %5d  %s\n' all "$([ $failed -eq 0 ] && echo ok || echo "$failed bad")" "$SECONDS" \
-    "results in $results"
-} | tee "$results/gpu-summary.txt"
+publish
+echo
+cat "$results/gpu-summary.txt"
 [ $failed -eq 0 ]

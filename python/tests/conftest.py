@@ -33,6 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.rpartition("/")[2].startswith(QUICK):
             item.add_marker(pytest.mark.quick)
+        if item.get_closest_marker("cuda") or item.get_closest_marker("nccl"):
+            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from apex.parallel import DistributedDataParallel
+from apex.parallel._mixed_precision import Casts, _cast
 
 pytestmark = pytest.mark.processes
 
@@ -343,6 +344,42 @@ def _sparse(rank: int, world: int) -> None:
 
 def test_mixed_precision_sparse_embedding_averages(ranks: RankPool) -> None:
     ranks.run(2, _sparse)
+
+
+# --- the cast of a parameter ---
+
+
+def _cast_in(weight: nn.Parameter) -> Tensor:
+    layer = nn.Linear(2, 3, bias=False)
+    layer.weight = weight
+    casts = Casts(layer, NARROW, None)
+    casts.put_in()
+    return layer.weight
+
+
+def test_cast_of_a_parameter_is_a_node_of_the_library() -> None:
+    assert "apex::amp" in _cast_in(nn.Parameter(torch.ones(3, 2))).grad_fn.name()
+
+
+def test_cast_within_transforms_of_torch_func_has_their_gradient() -> None:
+    def loss(weight: Tensor) -> Tensor:
+        return _cast(weight, NARROW).square().sum()
+
+    weights = torch.arange(12.0).view(2, 3, 2)
+    torch.testing.assert_close(torch.func.grad(loss)(weights[0]), 2 * weights[0])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(weights), 2 * weights)
+
+
+class Named(Tensor):
+    pass
+
+
+def test_cast_of_a_tensor_subclass_keeps_its_class() -> None:
+    weight = nn.Parameter(torch.ones(3, 2).as_subclass(Named))
+    cast = _cast_in(weight)
+    assert type(cast) is Named and cast.dtype == NARROW
+    cast.sum().backward()
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
 
 
 # --- inputs ---

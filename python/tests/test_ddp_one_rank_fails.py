@@ -170,6 +170,48 @@ def test_hook_that_raises_on_one_rank_is_named_on_all(ranks: RankPool, at: int) 
     ranks.run(3, _hook_raises, at)
 
 
+def _fail(_: Tensor) -> None:
+    raise ArithmeticError("in backward")
+
+
+def _chained_hook(rank: int, world: int, failing: int, at: int) -> None:
+    """Each bucket takes two collectives. The failing rank launches the buckets that it has not
+    reached: in the order of its peers, so behind the second collective of the bucket before."""
+    group = _group()
+    ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
+
+    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer().div_(world)
+
+        def rest(f: Any) -> Tensor:
+            dist.all_reduce(buffer[1:], group=group, async_op=True).get_future().wait()
+            return buffer
+
+        return dist.all_reduce(buffer[:1], group=group, async_op=True).get_future().then(rest)
+
+    ddp.register_comm_hook(None, hook)
+    for step in range(6):
+        if step not in (1, 3, 4):
+            check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
+            continue
+        ddp.zero_grad()
+        handle = None
+        if rank == failing:
+            handle = ddp.module.layers[at].bias.register_hook(_fail)
+        with raises(Exception, "in backward" if rank == failing else "ended by an exc"):
+            _loss(ddp, rank, step).backward()
+        if handle is not None:
+            handle.remove()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_chained_hook_when_one_backward_fails_leaves_the_next_step_right(
+    ranks: RankPool, failing: int, at: int
+) -> None:
+    ranks.run(3, _chained_hook, failing, at)
+
+
 class _Raises(torch.autograd.Function):
     """Below all parameters: its backward runs when their gradients are there."""
 
@@ -307,10 +349,6 @@ class _Halves(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.halves[1](self.halves[0](x))
-
-
-def _fail(_: Tensor) -> None:
-    raise ArithmeticError("in backward")
 
 
 def _fails_twice(rank: int, world: int, period: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""DistributedDataParallel over NCCL with two ranks on one GPU, against one process in float64."""
+"""DistributedDataParallel over NCCL, several ranks on one GPU or on several, against float64."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import copy
 import datetime
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,13 +30,15 @@ pytestmark = [
 
 
 def _rank_main(rank: int, world_size: int, path: str, body: Callable[..., None], args: Any) -> None:
-    # NCCL refuses two ranks with the same GPU on one host, so each says that it is another host;
-    # from NCCL 2.30 on a switch allows it.
-    os.environ["NCCL_HOSTID"] = f"rank{rank}"
-    os.environ["NCCL_NET"] = "Socket"
-    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    device = torch.device("cuda", 0)
+    count = torch.cuda.device_count()
+    if count < world_size:
+        # NCCL refuses two ranks with the same GPU on one host, so each says that it is another
+        # host; from NCCL 2.30 on a switch allows it.
+        os.environ["NCCL_HOSTID"] = f"rank{rank}"
+        os.environ["NCCL_NET"] = "Socket"
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    device = torch.device("cuda", rank % count)
     torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl",
@@ -106,7 +109,8 @@ def _trains_like_one_process(rank: int, world_size: int, dtype: torch.dtype, opt
     assert (in_backward == 0) if options.get("delay_allreduce") else (in_backward > 0)
     for name, parameter in ddp.module.named_parameters():
         everyone = [torch.empty_like(parameter) for _ in range(world_size)]
-        dist.all_gather(everyone, parameter.detach().contiguous())
+        group = options.get("process_group")
+        dist.all_gather(everyone, parameter.detach().contiguous(), group=group)
         assert all(torch.equal(other, parameter) for other in everyone), f"{name} differs"
 
 
@@ -126,8 +130,22 @@ def test_training_two_nccl_ranks_equals_one_process(options: dict) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"allreduce_always_fp32": True}], ids=["bf16", "fp32_sum"])
-def test_training_bfloat16_two_nccl_ranks_equals_one_process(options: dict) -> None:
-    run_nccl_ranks(2, _trains_like_one_process, torch.bfloat16, options)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_training_bfloat16_nccl_ranks_equals_one_process(world_size: int, options: dict) -> None:
+    run_nccl_ranks(world_size, _trains_like_one_process, torch.bfloat16, options)
+
+
+def _trains_in_a_subgroup(rank: int, world_size: int, streams: int) -> None:
+    group = dist.new_group(range(world_size - 1))
+    if rank < world_size - 1:  # the last rank takes part in nothing
+        options = {"process_group": group, "num_allreduce_streams": streams}
+        _trains_like_one_process(rank, world_size - 1, torch.float32, options)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_training_in_a_subgroup_of_three_nccl_ranks_equals_one_process(streams: int) -> None:
+    run_nccl_ranks(3, _trains_in_a_subgroup, streams)
 
 
 def _overflows_as_a_sum(rank: int, world_size: int) -> None:
@@ -251,3 +269,87 @@ def _replays(rank: int, world_size: int) -> None:
 
 def test_step_with_sync_batch_norm_captured_in_a_graph_two_nccl_ranks_equals_one_process() -> None:
     run_nccl_ranks(2, _replays)
+
+
+# --- eight GPUs ---
+
+eight_gpus = pytest.mark.skipif(torch.cuda.device_count() < 8, reason="fewer than eight GPUs here")
+DEVICE = "cuda"
+
+
+def _norms_and_buckets(rank: int, world_size: int, seconds: float) -> None:
+    """Batch norm exchanges moments on a communicator of its own while buckets are in flight."""
+    torch.manual_seed(3)
+    layers = [nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)) for _ in range(20)]
+    model = convert_syncbn_model(nn.Sequential(*layers)).to(DEVICE)
+    ddp = DistributedDataParallel(model, message_size=5000)
+    x = torch.randn(4, 16, 32, 32, device=DEVICE) + rank
+    done, begin = torch.zeros(1, device=DEVICE), time.monotonic()
+    while not done:
+        for _ in range(50):
+            ddp.zero_grad()
+            ddp(x).square().mean().backward()
+        done += time.monotonic() - begin > seconds
+        dist.all_reduce(done)
+    mine = torch.stack([p.grad.double().sum() for p in ddp.parameters()])
+    everyone = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(everyone, mine)
+    assert mine.isfinite().all() and all(torch.equal(other, mine) for other in everyone)
+
+
+@eight_gpus
+def test_eight_gpus_batch_norms_beside_buckets_do_not_deadlock() -> None:
+    seconds = float(os.environ.get("APEX_TEST_SECONDS", "20"))
+    run_nccl_ranks(8, _norms_and_buckets, seconds)
+
+
+def _loses_a_rank(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(_mlp(torch.float32).to(DEVICE))
+    for step in range(100):
+        if step == 3 and rank == 1:
+            os._exit(1)
+        ddp(_batch(step).to(DEVICE, torch.float32)).sum().backward()
+        next(ddp.parameters()).grad.sum().item()
+
+
+@eight_gpus
+def test_eight_gpus_rank_lost_ends_every_other_one() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        context = mp.get_context("spawn")
+        ranks = [
+            context.Process(target=_rank_main, args=(rank, 8, path, _loses_a_rank, ()))
+            for rank in range(8)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(timeout=300)  # the group's timeout is 60 s
+        ended = [process.exitcode for process in ranks]
+        for process in ranks:
+            process.kill()
+    assert None not in ended and 0 not in ended, ended
+
+
+def _runs_out_of_memory(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(_mlp(torch.float32).to(DEVICE), on_failure="skip")
+    for step in range(6):
+        ddp.zero_grad()
+        loss = ddp(_batch(step).to(DEVICE, torch.float32)).square().mean()
+        if step == 3 and rank == 1:
+            hook = [*ddp.parameters()][-2].register_hook(_exhaust)
+        try:
+            loss.backward()
+        except torch.OutOfMemoryError:
+            assert step == 3 and rank == 1
+            hook.remove()
+        assert step == 3 or all(p.grad is not None for p in ddp.parameters())
+    assert ddp.statistics()["steps_skipped"] == 1
+
+
+def _exhaust(gradient: Tensor) -> Tensor:
+    return gradient + torch.empty(1 << 50, dtype=torch.uint8, device=gradient.device)
+
+
+@eight_gpus
+def test_eight_gpus_rank_out_of_memory_costs_one_step() -> None:
+    run_nccl_ranks(8, _runs_out_of_memory)

@@ -147,6 +147,33 @@ def test_wheel_found_by_a_consumer_builds_and_runs(prefix: Path, tmp_path: Path)
     assert "3 buckets, refused" in run.stdout
 
 
+def test_wheel_with_cuda_parts_starts_without_the_toolkit(prefix: Path, tmp_path: Path) -> None:
+    """Without the loader's cache, which finds an installed toolkit. torch finds its own wheels."""
+    from apex import _build_info
+
+    if not _build_info.with_cuda:
+        pytest.skip(f"this apex has no CUDA parts: {_build_info.cuda_reason}")
+    status, output = cmake(
+        "-S", str(CONSUMER), "-B", str(tmp_path), f"-Dapex_ROOT={prefix}", *generator()
+    )
+    assert status == 0, output
+    status, output = cmake("--build", str(tmp_path))
+    assert status == 0, output
+    program = tmp_path / "consumer"
+    loader = re.search(rb"/lib[\w/]*/ld-linux[\w.-]*", program.read_bytes())
+    assert loader, "the program names no loader"
+    environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
+    run = subprocess.run(
+        [loader[0].decode(), "--inhibit-cache", str(program)],
+        env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert "3 buckets, refused" in run.stdout, run.stdout + run.stderr
+    readelf = shutil.which("readelf")
+    for library in [*prefix.glob("lib/*.so"), *prefix.glob("_core*.so")] if readelf else ():
+        needed = subprocess.run([readelf, "-d", str(library)], capture_output=True, text=True)
+        assert "NEEDED" in needed.stdout and "libcudart" not in needed.stdout, needed.stdout
+
+
 def test_wheel_moved_away_from_torch_serves_a_program_in_c(prefix: Path, tmp_path: Path) -> None:
     """The program uses nothing of libtorch itself, and the library knows only a torch beside it."""
     for part in ("include", "lib"):

@@ -148,17 +148,20 @@ def test_script_bad_argument_ends_with_2_and_one_sentence(
     assert (done.returncode, done.stderr) == (2, f"error: {words}\n")
 
 
-def test_matrix_without_home_lists_every_row() -> None:
+@pytest.mark.parametrize(("options", "least"), [((), 4), (("--cuda",), 1)])
+def test_matrix_without_home_lists_every_row(options: tuple[str, ...], least: int) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("HOME", "PYENV_ROOT")}
     done = subprocess.run(
-        ["bash", str(SCRIPT.parent / "matrix.sh"), "--list", "--rows", "torch2.15*"],
+        ["bash", str(SCRIPT.parent / "matrix.sh"), "--list", "--rows", "torch2.15*", *options],
         env=environment,
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert len(done.stdout.splitlines()) > 3
+    rows = [line.partition(":")[0] for line in done.stdout.splitlines()]
+    assert len(rows) >= least
+    assert all(row.endswith("-cuda") == bool(options) for row in rows)
 
 
 def test_check_types_no_python_fails_with_one_sentence() -> None:

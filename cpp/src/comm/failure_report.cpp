@@ -69,7 +69,8 @@ void decode(const std::string& text, int from, Findings& findings) {
 void collect(const StorePtr& store, GroupRecord& record, const std::string& what,
              Clock::time_point until, const std::atomic<bool>& stop, Findings& findings) {
   // First: others may be waiting for this rank.
-  std::map<int, std::string> said = look_around(record);
+  std::map<int, std::string> seen = look_around(record);
+  std::map<int, std::string> said = seen;
   std::vector<std::pair<StorePtr, NoticeBoard>> places{{store, record.report_board()}};
   places[0].second.post(*store, record.rank, encode(said, what));
   store->add(record.count_key(), 1);
@@ -98,12 +99,7 @@ void collect(const StorePtr& store, GroupRecord& record, const std::string& what
         }
       }
     }
-    // After the reports: who has reported may end.
-    const std::map<int, std::string> seen = look_around(record);
-    if (seen.size() > said.size()) {
-      said = seen;
-      places[0].second.post(*store, record.rank, encode(said, what));
-    }
+    // What was seen before the reports were read: a rank that has reported may end.
     bool all = false;
     {
       const std::lock_guard<std::mutex> lock(findings.mutex);
@@ -115,6 +111,11 @@ void collect(const StorePtr& store, GroupRecord& record, const std::string& what
     }
     if (all || Clock::now() >= until) break;
     std::this_thread::sleep_for(record.between_looks());
+    seen = look_around(record);
+    if (seen.size() > said.size()) {
+      said = seen;
+      places[0].second.post(*store, record.rank, encode(said, what));
+    }
   }
 }
 

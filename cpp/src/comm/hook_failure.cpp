@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <thread>
@@ -31,7 +32,11 @@ struct Reach {
   int64_t position = 0;
 };
 
-/// A failure in the store: "POSITION WHAT\nCAUSE".
+/// A failure in the store: "POSITION WHAT\nWHERE CAUSE". Ranks compare the first line only: a
+/// future may hold its error at once on one rank, and later on another.
+constexpr const char* kRaised = "raised ";
+constexpr const char* kInFuture = "future ";
+
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 enum class Answer { kNone, kAlike, kApart };
@@ -86,7 +91,7 @@ Answer ask(const std::vector<Reach>& reaches, const std::string& what, const std
 }  // namespace
 
 bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& group,
-                        const std::string& what, const std::string& cause, bool begun) {
+                        const std::string& what, const std::string& cause, HookFailure at) {
   std::vector<Reach> reaches;
   for (const GroupPtr& one : groups) {
     Reach reach;
@@ -104,8 +109,10 @@ bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& gro
   try {
     // A hook whose collective has failed has waited for the timeout already, as a rank may be lost:
     // if its error is every rank's own, the others are not far.
-    const milliseconds patience = begun ? patience_of(*group) : timeout.value_or(milliseconds(0));
-    answer = ask(reaches, what, cause, Clock::now() + patience);
+    const milliseconds patience =
+        at == HookFailure::kInFutureLater ? patience_of(*group) : timeout.value_or(milliseconds(0));
+    answer = ask(reaches, what, (at == HookFailure::kRaised ? kRaised : kInFuture) + cause,
+                 Clock::now() + patience);
   } catch (...) {  // the interruption check's own
     give_up();
     throw;
@@ -127,12 +134,13 @@ std::string failed_hook(c10d::Store& store, const GroupRecord& record, int64_t c
   for (const auto& [rank, failure] : failures) {
     const int64_t failed_at = std::atoll(failure.c_str());
     if (failed_at >= earliest) continue;
-    earliest = failed_at;
     const size_t space = failure.find(' ');
     const size_t line = failure.find('\n');
+    if (failure.compare(line + 1, std::strlen(kRaised), kRaised) != 0) continue;
+    earliest = failed_at;
     first = "rank " + std::to_string(rank) + " reports that " +
             failure.substr(space + 1, line - space - 1) +
-            " failed there: " + failure.substr(line + 1);
+            " failed there: " + failure.substr(line + 1 + std::strlen(kRaised));
   }
   return first;
 }

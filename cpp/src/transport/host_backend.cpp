@@ -676,7 +676,7 @@ WorkPtr HostBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& 
   if (!here) return gloo()->reduce_scatter_tensor_coalesced(outputs, inputs, options);
   TORCH_CHECK_VALUE(outputs.size() == inputs.size(), kTitle, ": ", outputs.size(), " outputs for ",
                     inputs.size(), " inputs");
-  Call call = begin(c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, kTitle, options.timeout, inputs);
+  Call call = begin(c10d::OpType::COALESCED, kTitle, options.timeout, inputs);
   for (size_t i = 0; i < inputs.size(); ++i) add_reduce_scatter(call, outputs[i], inputs[i], op);
   return call.end(outputs);
 }

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from apex import _core
 from apex._internal.tree import find_tensors, map_tensors
 
 WIRES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -140,24 +141,14 @@ class _EndOfBackward:
     __del__ = __call__
 
 
-class _Cast(torch.autograd.Function):
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``tensor.to(dtype)``, whose backward takes sparse gradients, too."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return tensor.to(dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.dtype], output: Any) -> None:
-        ctx.dtype = inputs[0].dtype
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient.to(ctx.dtype), None
+    if type(tensor) is torch.Tensor or type(tensor).__torch_function__ is _NO_FUNCTION:
+        return _core.cast(tensor, dtype)
+    return tensor.to(dtype)  # a class with functions of its own decides what its cast is
 
 
+_NO_FUNCTION = torch._C._disabled_torch_function_impl
 _NOTHING: Any = object()
 
 
@@ -190,18 +181,19 @@ class Casts:
     ) -> None:
         self._parameters: list[_Entry] = []
         self._buffers: list[_Entry] = []
-        apply: Any = _Cast.apply
         made: dict[int, torch.Tensor] = {}  # what is shared stays shared
         for part in module.modules():
             for members, dtype, entries in (
                 (part._parameters, parameters, self._parameters),
                 (part._buffers, buffers, self._buffers),
             ):
-                for name, own in members.items() if dtype is not None else ():
-                    if own is None or not own.is_floating_point() or own.dtype == dtype:
+                for name, own in members.items():
+                    if dtype is None or own is None or own.dtype == dtype:
+                        continue
+                    if not own.is_floating_point():
                         continue
                     if id(own) not in made:
-                        made[id(own)] = apply(own, dtype)
+                        made[id(own)] = _cast(own, dtype)
                     entries.append(_Entry(members, name, own, made[id(own)]))
 
     def __bool__(self) -> bool:
@@ -230,7 +222,7 @@ class Casts:
             elif isinstance(present, torch.Tensor):
                 if present.is_floating_point() and present.dtype != own.dtype:
                     if id(present) not in assigned:
-                        assigned[id(present)] = _Cast.apply(present, own.dtype)  # type: ignore[no-untyped-call]
+                        assigned[id(present)] = _cast(present, own.dtype)
                     present = assigned[id(present)]
                 entry.displaced = present
             elif present is None:
