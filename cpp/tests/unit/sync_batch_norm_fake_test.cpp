@@ -236,8 +236,8 @@ TEST_F(SyncBatchNormFake, FirstStepOnAStream_LeavesNoTensor) {
   fake::order(fake::current_stream(), other);
   const c10::StreamGuard guard(other);
   const size_t blocks = fake::allocated_blocks();
-  run(layer, layer.arguments());
-  EXPECT_EQ(fake::allocated_blocks(), blocks);
+  parallel::sync_batch_norm(layer.x, layer.arguments());
+  EXPECT_LE(fake::allocated_blocks(), blocks);  // autograd's thread may still free what was before
 }
 
 TEST_F(SyncBatchNormFake, Step_WithAGroup_TakesTwoLaunchesAndOneCollectivePerDirection) {
