@@ -43,18 +43,16 @@ if(APEX_CUDA AND NOT APEX_CUDA STREQUAL "AUTO" AND NOT APEX_WITH_CUDA)
     "install what is missing or pass -DAPEX_CUDA=OFF.")
 endif()
 
-# The architectures of our own targets: the user's choice if there is one, else every data-centre
-# and consumer generation that this nvcc knows since Turing, and PTX of the last for later ones.
+# The architectures of our own targets: the user's choice if there is one.
 if(APEX_WITH_CUDA)
   if(NOT APEX_CUDA_ARCHITECTURES)
     if(apex_top_level AND CMAKE_CUDA_ARCHITECTURES AND DEFINED CACHE{CMAKE_CUDA_ARCHITECTURES}
        AND NOT "$CACHE{CMAKE_CUDA_ARCHITECTURES}" STREQUAL "52"
        AND NOT "$CACHE{CMAKE_CUDA_ARCHITECTURES}" STREQUAL "75")
       set(apex_cuda_architectures "${CMAKE_CUDA_ARCHITECTURES}")
-    elseif(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
-      set(apex_cuda_architectures 75-real 80-real 86-real 89-real 90-real 100-real 120)
     else()
-      set(apex_cuda_architectures 75-real 80-real 86-real 89-real 90)
+      include(apex_cuda_architectures)
+      apex_default_cuda_architectures("${CMAKE_CUDA_COMPILER_VERSION}" apex_cuda_architectures)
     endif()
   else()
     set(apex_cuda_architectures ${APEX_CUDA_ARCHITECTURES})

@@ -6,7 +6,7 @@
     python scripts/kernel_resources.py --architectures 90   some only
 
 Needs nvcc (CUDACXX, or on PATH) and torch, whose headers are included; a CPU build of torch will
-do, and no GPU is needed. It takes some 20 seconds of processor time for each architecture.
+do, and no GPU is needed. It takes some 30 seconds of processor time for each architecture.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ Table = dict[Kernel, dict[int, Resources]]
 
 
 def shipped_architectures() -> list[int]:
-    """What cmake/apex_cuda.cmake builds with a compiler that knows them all."""
-    text = (ROOT / "cmake" / "apex_cuda.cmake").read_text()
+    """What cmake/apex_cuda_architectures.cmake gives a compiler that knows the newest."""
+    text = (ROOT / "cmake" / "apex_cuda_architectures.cmake").read_text()
     lists = re.findall(r"set\(apex_cuda_architectures ((?:\d+(?:-real)? ?)+)\)", text)
     return sorted({int(number) for found in lists for number in re.findall(r"\d+", found)})
 
@@ -60,7 +60,7 @@ def threads_per_block() -> dict[str, int]:
     index = (KERNELS / "batch_norm_index.h").read_text()
     sizes = {n: int(v) for n, v in re.findall(r"constexpr int (k\w*Threads) = (\d+);", index)}
     text = "".join(path.read_text() for path in sorted(KERNELS.glob("*.cuh")))
-    bounds = re.findall(r"__launch_bounds__\((\w+)\)\s+(\w+_kernel)\(", text)
+    bounds = re.findall(r"__launch_bounds__\((\w+)(?:, \d)?\)\s+(\w+_kernel)\(", text)
     return {kernel: sizes[constant] for constant, kernel in bounds}
 
 
@@ -87,7 +87,7 @@ def nvcc_version(nvcc: str) -> str:
 
 
 def parse(output: str) -> Table:
-    """The table of what `ptxas -v` printed."""
+    """The table of what `ptxas -v` printed; of variants by mask or z, the most that one takes."""
     table: Table = {}
     pattern = re.compile(
         r"Compiling entry function '(?P<symbol>\w+)' for 'sm_(?P<arch>\d+)'"
@@ -96,15 +96,20 @@ def parse(output: str) -> Table:
         re.DOTALL,
     )
     for found in pattern.finditer(output):
-        symbol = re.match(r"_ZN4apex7kernels\d+(\w+_kernel)I(.+?)Li(\d+)EEE", found["symbol"])
+        symbol = re.match(
+            r"_ZN4apex7kernels\d+(\w+_kernel)I(.+?)Li(\d+)E(?:Lb[01]E|LNS0_8ReluMaskE\dE)?EE",
+            found["symbol"],
+        )
         if symbol is None:
             raise ValueError(f"a kernel of an unknown kind: {found['symbol']}")
         shared = re.search(r"(\d+) bytes smem", found["rest"])
         row = table.setdefault(Kernel(symbol[1], TYPES[symbol[2]], int(symbol[3])), {})
-        row[int(found["arch"])] = Resources(
-            int(found["registers"]),
-            int(found["stores"]) + int(found["loads"]),
-            int(shared[1]) if shared else 0,
+        architecture = int(found["arch"])
+        most = row.get(architecture, Resources(0, 0, 0))
+        row[architecture] = Resources(
+            max(most.registers, int(found["registers"])),
+            max(most.spill_bytes, int(found["stores"]) + int(found["loads"])),
+            max(most.shared_bytes, int(shared[1]) if shared else 0),
         )
     return table
 
@@ -156,6 +161,7 @@ def page(table: Table, version: str) -> str:
         "thread (and, after a plus, bytes of them that are spilled to memory); shared memory per",
         "block in bytes. `python scripts/kernel_resources.py --output docs/kernels.md` writes this",
         "page; `python/tests/test_kernel_resources.py` fails when a kernel has changed since.",
+        "Of a kernel's variants (by the ReLU's mask, with and without z) the page has the maximum.",
         "",
         f"Compiler: nvcc {version}. Sources: {digest()}.",
         "",

@@ -8,6 +8,8 @@ architecture; here they are compiled for one.
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -97,12 +99,13 @@ def test_limits_catch_registers_spills_and_shared_memory() -> None:
 
 
 def test_parse_reads_what_the_compiler_prints() -> None:
-    symbol = "_ZN4apex7kernels20planes_reduce_kernelIN3c104HalfELi8EEEvNS0_10PlanesPlanE"
-    text = (
-        f"ptxas info    : Compiling entry function '{symbol}' for 'sm_90'\n"
-        f"ptxas info    : Function properties for {symbol}\n"
-        "    8 bytes stack frame, 12 bytes spill stores, 4 bytes spill loads\n"
-        "ptxas info    : Used 40 registers, used 1 barriers, 536 bytes smem\n"
+    symbol = "_ZN4apex7kernels20planes_reduce_kernelIN3c104HalfELi8ELNS0_8ReluMaskE{}EEEvNS0_1PE"
+    text = "".join(
+        f"ptxas info    : Compiling entry function '{symbol.format(mask)}' for 'sm_90'\n"
+        f"ptxas info    : Function properties for {symbol.format(mask)}\n"
+        f"    8 bytes stack frame, {12 - mask} bytes spill stores, 4 bytes spill loads\n"
+        f"ptxas info    : Used {39 + mask} registers, used 1 barriers, 536 bytes smem\n"
+        for mask in (0, 1)
     )
     kernel = Kernel("planes_reduce_kernel", "half", 8)
     assert kernel_resources.parse(text) == {kernel: {90: Resources(40, 16, 536)}}
@@ -124,9 +127,36 @@ def test_kernels_compile_as_the_page_says(page: tuple[str, str, Table], tmp_path
         assert taken == noted, AGAIN
 
 
-def test_architectures_are_those_of_the_build() -> None:
-    text = (ROOT / "cmake" / "apex_cuda.cmake").read_text()
-    newest = re.search(r"set\(apex_cuda_architectures (75-real [^)]*120)\)", text)
-    assert newest is not None
-    numbers = [int(number) for number in re.findall(r"\d+", newest[1])]
-    assert kernel_resources.shipped_architectures() == numbers
+@pytest.mark.slow
+def test_normalizing_divides_once_in_float64(tmp_path: Path) -> None:
+    torch = ("-isystem", kernel_resources.torch_include(), "-include=c10/util/BFloat16.h")
+    nvcc = require_nvcc(tmp_path, "-std=c++20", "-arch=sm_90", "--expt-relaxed-constexpr", *torch)
+    source = kernel_resources.KERNELS / "batch_norm.cu"
+    command = [nvcc, "-std=c++20", "-ptx", "-arch=compute_75", "--expt-relaxed-constexpr"]
+    command += [*torch[:2], f"-I{ROOT / 'cpp' / 'src'}", "-o", f"{tmp_path}/kernels.ptx", source]
+    subprocess.run(command, check=True)
+    text = (tmp_path / "kernels.ptx").read_text()
+    bodies = re.findall(r"\.entry \S+_normalize_kernel\S+\((.*?)\n}\n", text, re.DOTALL)
+    assert len(bodies) == 44
+    # For the unbiased variance, which one block per channel computes.
+    assert {body.count("div.rn.f64") for body in bodies} == {1}
+
+
+def test_architectures_follow_the_compiler(tmp_path: Path) -> None:
+    cmake = shutil.which("cmake") or pytest.skip("there is no cmake")
+    listed = ROOT / "cmake" / "apex_cuda_architectures.cmake"
+    script = tmp_path / "architectures.cmake"
+
+    def of(version: str) -> str:
+        script.write_text(
+            f'include("{listed}")\n'
+            f"apex_default_cuda_architectures({version} found)\n"
+            'message("${found}")\n'
+        )
+        done = subprocess.run([cmake, "-P", script], capture_output=True, text=True, check=True)
+        return done.stderr.strip()
+
+    since_turing = ";".join(f"{each}-real" for each in kernel_resources.shipped_architectures())
+    assert of("13.0.88") == since_turing.removesuffix("-real")
+    assert of("12.8.93") == f"70-real;{of('13.0.88')}"
+    assert of("12.4.131") == "70-real;75-real;80-real;86-real;89-real;90"

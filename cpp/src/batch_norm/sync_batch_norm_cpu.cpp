@@ -408,7 +408,7 @@ class BackwardOf {
                                                  double sum_dy_xmu) const {
     return kernels::gradient_coefficients<Acc>(statistics_.mean[c], statistics_.invstd[c],
                                                affine_.weight.load(c, 1), sum_dy, sum_dy_xmu,
-                                               total_);
+                                               total_ > 0 ? 1.0 / total_ : 0.0);
   }
 
   int64_t values() const { return call_.sizes.values_per_channel(); }

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The batch-norm operators on CUDA: two launches and at most one collective per direction, all on
-// the current stream; the host never waits.
+// the current stream; the host waits once per dtype, when the kernels are compared with ATen's.
 //
 // Note [Counters between blocks]
 // Blocks that share a channel find out which of them is last by a counter that has to be zero
 // before the launch and is zero again after it. Launches on one stream follow each other, so that
-// each stream owns one zeroed array for good and nothing has to be cleared per call. A CUDA graph
-// may be replayed on any stream, beside anything: while capturing, the array is allocated in the
-// graph's own memory and cleared by the graph.
+// each stream owns one zeroed array for good and nothing has to be cleared per call. That array is
+// not a tensor: CUDA graph trees (torch.compile(mode="reduce-overhead")) require that nothing that
+// a call allocates in torch's pools outlives it. A CUDA graph may be replayed on any stream, beside
+// anything: while capturing, the array is allocated in the graph's own memory and cleared by the
+// graph.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -21,7 +23,7 @@
 #include <mutex>
 #include <utility>
 
-#include "batch_norm/sync_batch_norm_common.h"
+#include "batch_norm/sync_batch_norm_aten.h"
 #include "kernels/batch_norm_cuda.h"
 
 namespace apex::parallel::detail {
@@ -43,22 +45,33 @@ kernels::DeviceLimits device_limits(c10::DeviceIndex device) {
   return found->second;
 }
 
-/// See Note [Counters between blocks].
-at::Tensor zeroed_counters(int64_t length, const at::Tensor& like,
-                           const c10::cuda::CUDAStream& stream) {
-  const auto options = like.options().dtype(at::kInt);
-  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
-    return at::zeros({length}, options);
-  }
+bool is_capturing() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+
+/// The stream's own; null if there is no memory for them. See Note [Counters between blocks].
+unsigned* zeroed_counters(int64_t length, const c10::cuda::CUDAStream& stream) {
+  struct Array {
+    void* data = nullptr;
+    int64_t length = 0;
+  };
   static std::mutex mutex;
-  // Never destroyed: the CUDA context may be gone before static objects are.
-  static auto* owned = new std::map<std::pair<c10::DeviceIndex, c10::StreamId>, at::Tensor>();
+  // Never freed: the CUDA context may be gone before static objects are.
+  static auto* owned = new std::map<std::pair<c10::DeviceIndex, c10::StreamId>, Array>();
   const std::lock_guard<std::mutex> lock(mutex);
-  at::Tensor& counters = (*owned)[{stream.device_index(), stream.id()}];
-  if (!counters.defined() || counters.numel() < length) {
-    counters = at::zeros({std::max<int64_t>(length, 4096)}, options);
+  Array& array = (*owned)[{stream.device_index(), stream.id()}];
+  if (array.length < length) {  // launches may still use a shorter one: it stays
+    const int64_t longer = std::max<int64_t>(length, 4096);
+    const size_t bytes = static_cast<size_t>(longer) * sizeof(unsigned);
+    void* data = nullptr;
+    if (cudaMalloc(&data, bytes) != cudaSuccess) {
+      (void)cudaGetLastError();
+      return nullptr;
+    }
+    C10_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, stream.stream()));
+    array = {data, longer};
   }
-  return counters;
+  return static_cast<unsigned*>(array.data);
 }
 
 kernels::ElementType element_type(const at::Tensor& tensor) {
@@ -106,23 +119,21 @@ Prepared prepare(const at::Tensor& x, const Sizes& sizes, bool aligned, bool red
              {}};
   if (reduces) {
     p.partial = at::empty({kernels::partial_length(p.call)}, x.options().dtype(at::kDouble));
-    p.counters = zeroed_counters(kernels::counters_length(p.call), x, stream);
     p.call.partial = p.partial.mutable_data_ptr<double>();
-    p.call.counters = reinterpret_cast<unsigned*>(p.counters.mutable_data_ptr<int>());
+    const int64_t length = kernels::counters_length(p.call);
+    if (!is_capturing()) p.call.counters = zeroed_counters(length, stream);
+    if (p.call.counters == nullptr) {
+      p.counters = at::zeros({length}, x.options().dtype(at::kInt));
+      p.call.counters = reinterpret_cast<unsigned*>(p.counters.mutable_data_ptr<int>());
+    }
   }
   return p;
 }
 
 void check_launch(int error) { C10_CUDA_CHECK(static_cast<cudaError_t>(error)); }
 
-ForwardResult forward_cuda(const ForwardArguments& args) {
-  const ForwardCall call(args);
-  const c10::cuda::CUDAGuard guard(args.input.device());
+ForwardResult forward_by_kernels(const ForwardArguments& args, const ForwardCall& call) {
   const int64_t channels = call.sizes.planes.channels;
-  if (channels == 0) {
-    call.count.zero_();
-    return call.results;
-  }
   at::Tensor record =
       at::empty({kernels::statistics_length(channels)}, args.input.options().dtype(at::kDouble));
   int64_t* batches = call.counter.defined() ? call.counter.mutable_data_ptr<int64_t>() : nullptr;
@@ -153,12 +164,7 @@ ForwardResult forward_cuda(const ForwardArguments& args) {
   return call.results;
 }
 
-at::Tensor inference_cuda(const InferenceArguments& args) {
-  const InferenceCall call(args);
-  const c10::cuda::CUDAGuard guard(args.input.device());
-  if (call.output.numel() == 0) {
-    return call.output;
-  }
+at::Tensor inference_by_kernels(const InferenceArguments& args, const InferenceCall& call) {
   kernels::NormalizeArguments a{};
   a.x = call.x.const_data_ptr();
   a.z = pointer(call.z);
@@ -174,13 +180,8 @@ at::Tensor inference_cuda(const InferenceArguments& args) {
   return call.output;
 }
 
-BackwardResult backward_cuda(const BackwardArguments& args) {
-  const BackwardCall call(args);
-  const c10::cuda::CUDAGuard guard(args.input.device());
+BackwardResult backward_by_kernels(const BackwardArguments& args, const BackwardCall& call) {
   const int64_t channels = call.sizes.planes.channels;
-  if (channels == 0) {
-    return call.results;
-  }
   kernels::GradientArguments a{};
   a.dy = call.dy.const_data_ptr();
   a.x = call.x.const_data_ptr();
@@ -208,6 +209,35 @@ BackwardResult backward_cuda(const BackwardArguments& args) {
     check_launch(kernels::launch_gradient(prepared.call, a));
   }
   return call.results;
+}
+
+const Implementation& implementation(const at::Tensor& x) {
+  static const Implementation by_kernels{&forward_by_kernels, &inference_by_kernels,
+                                         &backward_by_kernels};
+  return choose(by_kernels, x, is_capturing());
+}
+
+ForwardResult forward_cuda(const ForwardArguments& args) {
+  const ForwardCall call(args);
+  const c10::cuda::CUDAGuard guard(args.input.device());
+  if (call.sizes.planes.channels == 0) {
+    call.count.zero_();
+    return call.results;
+  }
+  return implementation(call.x).forward(args, call);
+}
+
+at::Tensor inference_cuda(const InferenceArguments& args) {
+  const InferenceCall call(args);
+  const c10::cuda::CUDAGuard guard(args.input.device());
+  return call.output.numel() == 0 ? call.output : implementation(call.x).inference(args, call);
+}
+
+BackwardResult backward_cuda(const BackwardArguments& args) {
+  const BackwardCall call(args);
+  const c10::cuda::CUDAGuard guard(args.input.device());
+  return call.sizes.planes.channels == 0 ? call.results
+                                         : implementation(call.x).backward(args, call);
 }
 
 }  // namespace

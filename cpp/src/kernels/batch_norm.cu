@@ -3,7 +3,11 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <map>
+#include <mutex>
 #include <type_traits>
+#include <utility>
 
 #include "batch_norm_planes.cuh"
 #include "batch_norm_rows.cuh"
@@ -29,19 +33,12 @@ int element_bytes(ElementType type) {
   return type == ElementType::kFloat64 ? 8 : (type == ElementType::kFloat32 ? 4 : 2);
 }
 
-PlanesPlan planes_plan(const CudaCall& call) {
-  return plan_planes(call.sizes, element_bytes(call.type), call.aligned, call.limits);
-}
-
-RowsPlan rows_plan(const CudaCall& call, bool reduces) {
-  return plan_rows(call.sizes.batch * call.sizes.plane, call.sizes.channels,
-                   element_bytes(call.type), call.aligned, call.limits, reduces);
-}
-
-/// Returns f(T, std::integral_constant<vector width>) for the width the plan chose.
+/// Returns f(T, std::integral_constant<vector width>) for the width that the plans choose.
 template <typename F>
-int visit_vector(ElementType type, int vector, F&& f) {
-  return visit(type, [&](auto tag) {
+int visit_vector(const CudaCall& call, F&& f) {
+  const int vector = vector_width(call.rows ? call.sizes.channels : call.sizes.plane,
+                                  element_bytes(call.type), call.aligned);
+  return visit(call.type, [&](auto tag) {
     using T = decltype(tag);
     constexpr int kFull = kLoadBytes / int{sizeof(T)};
     if (vector == kFull) {
@@ -54,94 +51,139 @@ int visit_vector(ElementType type, int vector, F&& f) {
   });
 }
 
+template <typename F>
+int visit_mask(ReluMask mask, F&& f) {
+  switch (mask) {
+    case ReluMask::kNone:
+      return f(std::integral_constant<ReluMask, ReluMask::kNone>{});
+    case ReluMask::kRecompute:
+      return f(std::integral_constant<ReluMask, ReluMask::kRecompute>{});
+    default:
+      return f(std::integral_constant<ReluMask, ReluMask::kOutput>{});
+  }
+}
+
+/// The limits of one kernel: threads that its registers and shared memory let in. Asked for once
+/// per device and kernel.
+template <typename Kernel>
+DeviceLimits limits_of(const CudaCall& call, Kernel* kernel) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, const void*>, int> known;
+  int device = 0;
+  DeviceLimits limits = call.limits;
+  if (cudaGetDevice(&device) != cudaSuccess) {
+    return limits;  // the launch will fail, and says why
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto key = std::pair(device, reinterpret_cast<const void*>(kernel));
+  auto found = known.find(key);
+  if (found == known.end()) {
+    int blocks = 0;
+    if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kBlockThreads, 0) !=
+            cudaSuccess ||
+        blocks == 0) {
+      return limits;
+    }
+    found = known.emplace(key, blocks * kBlockThreads).first;
+  }
+  limits.threads_per_multiprocessor = std::min(limits.threads_per_multiprocessor, found->second);
+  return limits;
+}
+
 /// By a function instead of <<<>>>, which only nvcc reads: the tests compile this file for the
 /// host.
-template <typename Kernel, typename... Arguments>
-int launch(const CudaCall& call, int64_t blocks, int threads, Kernel* kernel,
+template <typename Kernel, typename Plan, typename... Arguments>
+int launch(const CudaCall& call, const Plan& plan, int threads, Kernel* kernel,
            const Arguments&... arguments) {
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.gridDim = dim3(static_cast<unsigned>(plan.blocks()));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = static_cast<cudaStream_t>(call.stream);
-  return static_cast<int>(cudaLaunchKernelEx(&config, kernel, arguments...));
+  return static_cast<int>(cudaLaunchKernelEx(&config, kernel, plan, arguments...));
+}
+
+template <typename Kernel, typename... Arguments>
+int launch_planes(const CudaCall& call, Kernel* kernel, const Arguments&... arguments) {
+  const PlanesPlan plan =
+      plan_planes(call.sizes, element_bytes(call.type), call.aligned, limits_of(call, kernel));
+  return launch(call, plan, plan.threads, kernel, arguments...);
+}
+
+RowsPlan rows_plan(const CudaCall& call, const DeviceLimits& limits, bool reduces) {
+  return plan_rows(call.sizes.batch * call.sizes.plane, call.sizes.channels,
+                   element_bytes(call.type), call.aligned, limits, reduces);
+}
+
+template <typename Kernel, typename... Arguments>
+int launch_rows(const CudaCall& call, bool reduces, Kernel* kernel, const Arguments&... arguments) {
+  const RowsPlan plan = rows_plan(call, reduces ? call.limits : limits_of(call, kernel), reduces);
+  return launch(call, plan, plan.threads(), kernel, arguments...);
 }
 
 }  // namespace
 
 int64_t partial_length(const CudaCall& call) {
   if (call.rows) {
-    const RowsPlan plan = rows_plan(call, true);
+    const RowsPlan plan = rows_plan(call, call.limits, true);
     return plan.tiles * plan.splits * 2 * plan.tile_channels();
   }
-  return planes_plan(call).blocks() * 2;
+  return 2 * most_planes_blocks(call.sizes, element_bytes(call.type), call.aligned, call.limits);
 }
 
 int64_t counters_length(const CudaCall& call) {
-  return call.rows ? rows_plan(call, true).tiles : call.sizes.channels;
+  return call.rows ? rows_plan(call, call.limits, true).tiles : call.sizes.channels;
 }
 
 int launch_statistics(const CudaCall& call, const void* x, double* record,
                       int64_t* num_batches_tracked) {
-  if (call.rows) {
-    const RowsPlan plan = rows_plan(call, true);
-    return visit_vector(call.type, plan.vector, [&](auto tag, auto width) {
-      using T = decltype(tag);
-      return launch(call, plan.blocks(), plan.threads(), rows_statistics_kernel<T, width>, plan,
-                    static_cast<const T*>(x), record, call.partial, call.counters,
-                    num_batches_tracked);
-    });
-  }
-  const PlanesPlan plan = planes_plan(call);
-  return visit_vector(call.type, plan.vector, [&](auto tag, auto width) {
+  return visit_vector(call, [&](auto tag, auto width) {
     using T = decltype(tag);
-    return launch(call, plan.blocks(), plan.threads, planes_statistics_kernel<T, width>, plan,
-                  static_cast<const T*>(x), record, call.partial, call.counters,
-                  num_batches_tracked);
+    const T* values = static_cast<const T*>(x);
+    if (call.rows) {
+      return launch_rows(call, true, rows_statistics_kernel<T, width>, values, record, call.partial,
+                         call.counters, num_batches_tracked);
+    }
+    return launch_planes(call, planes_statistics_kernel<T, width>, values, record, call.partial,
+                         call.counters, num_batches_tracked);
   });
 }
 
 int launch_normalize(const CudaCall& call, const NormalizeArguments& arguments) {
-  if (call.rows) {
-    const RowsPlan plan = rows_plan(call, false);
-    return visit_vector(call.type, plan.vector, [&](auto tag, auto width) {
-      return launch(call, plan.blocks(), plan.threads(),
-                    rows_normalize_kernel<decltype(tag), width>, plan, arguments);
-    });
-  }
-  const PlanesPlan plan = planes_plan(call);
-  return visit_vector(call.type, plan.vector, [&](auto tag, auto width) {
-    return launch(call, plan.blocks(), plan.threads, planes_normalize_kernel<decltype(tag), width>,
-                  plan, arguments);
+  return visit_vector(call, [&](auto tag, auto width) {
+    using T = decltype(tag);
+    const auto with = [&](auto add) {
+      if (call.rows) {
+        return launch_rows(call, false, rows_normalize_kernel<T, width, add>, arguments);
+      }
+      return launch_planes(call, planes_normalize_kernel<T, width, add>, arguments);
+    };
+    return arguments.z != nullptr ? with(std::true_type{}) : with(std::false_type{});
   });
 }
 
 int launch_reduce(const CudaCall& call, const GradientArguments& arguments) {
-  if (call.rows) {
-    const RowsPlan plan = rows_plan(call, true);
-    return visit_vector(call.type, plan.vector, [&](auto tag, auto width) {
-      return launch(call, plan.blocks(), plan.threads(), rows_reduce_kernel<decltype(tag), width>,
-                    plan, arguments, call.partial, call.counters);
+  return visit_vector(call, [&](auto tag, auto width) {
+    return visit_mask(arguments.mask, [&](auto mask) {
+      using T = decltype(tag);
+      if (call.rows) {
+        return launch_rows(call, true, rows_reduce_kernel<T, width, mask>, arguments, call.partial,
+                           call.counters);
+      }
+      return launch_planes(call, planes_reduce_kernel<T, width, mask>, arguments, call.partial,
+                           call.counters);
     });
-  }
-  const PlanesPlan plan = planes_plan(call);
-  return visit_vector(call.type, plan.vector, [&](auto tag, auto width) {
-    return launch(call, plan.blocks(), plan.threads, planes_reduce_kernel<decltype(tag), width>,
-                  plan, arguments, call.partial, call.counters);
   });
 }
 
 int launch_gradient(const CudaCall& call, const GradientArguments& arguments) {
-  if (call.rows) {
-    const RowsPlan plan = rows_plan(call, false);
-    return visit_vector(call.type, plan.vector, [&](auto tag, auto width) {
-      return launch(call, plan.blocks(), plan.threads(), rows_gradient_kernel<decltype(tag), width>,
-                    plan, arguments);
+  return visit_vector(call, [&](auto tag, auto width) {
+    return visit_mask(arguments.mask, [&](auto mask) {
+      using T = decltype(tag);
+      if (call.rows) {
+        return launch_rows(call, false, rows_gradient_kernel<T, width, mask>, arguments);
+      }
+      return launch_planes(call, planes_gradient_kernel<T, width, mask>, arguments);
     });
-  }
-  const PlanesPlan plan = planes_plan(call);
-  return visit_vector(call.type, plan.vector, [&](auto tag, auto width) {
-    return launch(call, plan.blocks(), plan.threads, planes_gradient_kernel<decltype(tag), width>,
-                  plan, arguments);
   });
 }
 

@@ -24,6 +24,16 @@ __device__ __forceinline__ void store(T* p, const Packed<T, kVector>& packed) {
   *reinterpret_cast<Packed<T, kVector>*>(p) = packed;
 }
 
+/// For an array that only some variants of a kernel read; `otherwise` in the others.
+template <bool kReads, typename T, int kVector>
+__device__ __forceinline__ Packed<T, kVector> load_if(const T* p,
+                                                      const Packed<T, kVector>& otherwise) {
+  if constexpr (kReads) {
+    return load<T, kVector>(p);
+  }
+  return otherwise;
+}
+
 template <typename T>
 using Acc = typename ElementwiseType<T>::type;
 
@@ -131,29 +141,82 @@ __device__ __forceinline__ int lanes_per_channel(int64_t ranks) {
   return lanes;
 }
 
-/// One channel's statistics over all ranks, in each of the `lanes` neighbouring threads that merge
-/// them. All lanes of the warp have to be here; those that have no channel pass a negative one.
-__device__ __forceinline__ Welford<double> merge_records(const double* records, int64_t ranks,
-                                                         int64_t channels, int64_t channel,
-                                                         int lanes) {
-  Welford<double> all;
-  for (int64_t rank = threadIdx.x % lanes; rank < ranks && channel >= 0; rank += lanes) {
-    const double* record = records + rank * statistics_length(channels);
-    all.merge(record[channel], record[channels + channel], record[2 * channels]);
+// Note [Float64 in every block]
+// Every block computes the coefficients of its channels, in float64, before it touches an element.
+// GPUs for graphics and inference have one float64 unit for 32 or 64 float32 units, where a
+// division or a square root takes as long as several hundred float32 instructions. So there is none
+// of either on the way of all blocks, only what one block does per channel.
+
+/// 1 / x within 2 units of the last place, for a normal float32 number x > 0: a float32 estimate
+/// and two steps of Newton's method.
+__device__ __forceinline__ double fast_reciprocal(double x) {
+  double r = static_cast<double>(1.0f / static_cast<float>(x));
+  r = r * fma(-x, r, 2.0);
+  return r * fma(-x, r, 2.0);
+}
+
+/// 1 / sqrt(x) in the same way; exact for other numbers.
+__device__ __forceinline__ double fast_rsqrt(double x) {
+  if (!(x > 1e-30 && x < 1e30)) {
+    return 1.0 / sqrt(x);
   }
+  double r = static_cast<double>(1.0f / sqrtf(static_cast<float>(x)));
+  r = r * fma(-0.5 * x * r, r, 1.5);
+  return r * fma(-0.5 * x * r, r, 1.5);
+}
+
+__device__ __forceinline__ double lanes_sum(double value, int lanes) {
   for (int offset = lanes / 2; offset > 0; offset /= 2) {
-    const double mean = __shfl_xor_sync(0xffffffffu, all.mean, offset);
-    const double m2 = __shfl_xor_sync(0xffffffffu, all.m2, offset);
-    const double count = __shfl_xor_sync(0xffffffffu, all.count, offset);
-    all.merge(mean, m2, count);
+    value += __shfl_xor_sync(0xffffffffu, value, offset);
   }
+  return value;
+}
+
+/// One channel's statistics over all ranks.
+struct Merged {
+  double mean = 0;
+  double m2 = 0;
+  double count = 0;
+  double inverse_count = 0;
+};
+
+/// In each of the `lanes` neighbouring threads that merge them. All lanes of the warp have to be
+/// here; those that have no channel pass a negative one. The mean comes first, then the deviations
+/// from it: as exact as merging pairs, with one reciprocal.
+__device__ __forceinline__ Merged merge_records(const double* records, int64_t ranks,
+                                                int64_t channels, int64_t channel, int lanes) {
+  const int64_t first = channel < 0 ? ranks : threadIdx.x % lanes;
+  const int64_t length = statistics_length(channels);
+  Merged all;
+  for (int64_t rank = first; rank < ranks; rank += lanes) {
+    const double* record = records + rank * length;
+    all.count += record[2 * channels];
+    all.mean = fma(record[2 * channels], record[channel], all.mean);
+  }
+  all.count = lanes_sum(all.count, lanes);
+  all.inverse_count = all.count > 0 ? fast_reciprocal(all.count) : 0.0;
+  all.mean = lanes_sum(all.mean, lanes) * all.inverse_count;
+  for (int64_t rank = first; rank < ranks; rank += lanes) {
+    const double* record = records + rank * length;
+    const double delta = record[channel] - all.mean;
+    all.m2 += fma(record[2 * channels] * delta, delta, record[channels + channel]);
+  }
+  all.m2 = lanes_sum(all.m2, lanes);
   return all;
+}
+
+/// 1 / sqrt(variance + eps) of a forward pass, or of running statistics.
+__device__ __forceinline__ double load_invstd(const ChannelStatistics& statistics,
+                                              int64_t channel) {
+  const double value = statistics.invstd_or_var.load(channel, 1);
+  return statistics.constant ? fast_rsqrt(value + statistics.eps) : value;
 }
 
 /// What is done once per channel in the normalizing launch: statistics for the backward, and the
 /// running ones.
 __device__ __forceinline__ void finish_channel(const NormalizeArguments& a, int64_t channel,
-                                               const Welford<double>& all, double invstd) {
+                                               const Merged& merged, double invstd) {
+  const Welford<double> all{merged.mean, merged.m2, merged.count};
   a.mean[channel] = all.mean;
   a.invstd[channel] = invstd;
   if (channel == 0) {
@@ -171,14 +234,42 @@ __device__ __forceinline__ void finish_reduction(const GradientArguments& a, int
   a.sums[channel] = all.first;
   a.sums[channels + channel] = sum_dy_xmu;
   a.dbias.store(channel, all.first);
-  a.dweight.store(channel, sum_dy_xmu * a.statistics.load_invstd(channel));
+  a.dweight.store(channel, sum_dy_xmu * load_invstd(a.statistics, channel));
 }
 
+/// What a block normalizes a channel with. The lanes that share the channel have to be here (see
+/// merge_records); `writes` says in which thread, and block, its statistics are written.
 template <typename A>
+__device__ __forceinline__ NormalizeCoefficients<A> normalize_channel(const NormalizeArguments& a,
+                                                                      int64_t channels,
+                                                                      int64_t channel, int lanes,
+                                                                      bool writes) {
+  double mean = 0, invstd = 0;
+  if (a.records != nullptr) {
+    const Merged all = merge_records(a.records, a.ranks, channels, channel, lanes);
+    mean = all.mean;
+    invstd = fast_rsqrt(fma(all.m2, all.inverse_count, a.eps));
+    if (writes && channel >= 0) {
+      finish_channel(a, channel, all, invstd);
+    }
+  } else if (channel >= 0) {
+    mean = a.constants().load_mean(channel);
+    invstd = load_invstd(a.constants(), channel);
+  }
+  return channel < 0 ? NormalizeCoefficients<A>{}
+                     : normalize_coefficients<A>(mean, invstd, a.weight.load(channel, 1),
+                                                 a.bias.load(channel, 0));
+}
+
+/// What the forward pass normalized with; only its `high` if the ReLU's mask needs no more.
+template <typename A, ReluMask kMask>
 __device__ __forceinline__ NormalizeCoefficients<A> forward_coefficients(const GradientArguments& a,
                                                                          int64_t channel) {
+  if constexpr (kMask != ReluMask::kRecompute) {
+    return {static_cast<A>(a.statistics.load_mean(channel)), 0, 0};
+  }
   return normalize_coefficients<A>(a.statistics.load_mean(channel),
-                                   a.statistics.load_invstd(channel), a.weight.load(channel, 1),
+                                   load_invstd(a.statistics, channel), a.weight.load(channel, 1),
                                    a.bias.load(channel, 0));
 }
 
@@ -186,11 +277,12 @@ template <typename A>
 __device__ __forceinline__ GradientCoefficients<A> backward_coefficients(const GradientArguments& a,
                                                                          int64_t channel,
                                                                          int64_t channels) {
-  const bool training = a.count != nullptr;
-  return gradient_coefficients<A>(
-      a.statistics.load_mean(channel), a.statistics.load_invstd(channel), a.weight.load(channel, 1),
-      training ? a.sums[channel] : 0.0, training ? a.sums[channels + channel] : 0.0,
-      training ? static_cast<double>(*a.count) : 0.0);
+  const bool training = a.count != nullptr && *a.count > 0;
+  return gradient_coefficients<A>(a.statistics.load_mean(channel),
+                                  load_invstd(a.statistics, channel), a.weight.load(channel, 1),
+                                  training ? a.sums[channel] : 0.0,
+                                  training ? a.sums[channels + channel] : 0.0,
+                                  training ? fast_reciprocal(static_cast<double>(*a.count)) : 0.0);
 }
 
 template <typename A>
@@ -199,13 +291,12 @@ __device__ __forceinline__ A relu(A value) {
 }
 
 /// dy behind the ReLU.
-template <typename A>
-__device__ __forceinline__ A masked(ReluMask mask, A dy, A centered, A output,
-                                    const NormalizeCoefficients<A>& k) {
-  if (mask == ReluMask::kNone) {
+template <ReluMask kMask, typename A>
+__device__ __forceinline__ A masked(A dy, A centered, A output, const NormalizeCoefficients<A>& k) {
+  if constexpr (kMask == ReluMask::kNone) {
     return dy;
   }
-  const A value = mask == ReluMask::kOutput ? output : fma(centered, k.scale, k.shift);
+  const A value = kMask == ReluMask::kOutput ? output : fma(centered, k.scale, k.shift);
   return value <= A(0) ? A(0) : dy;
 }
 

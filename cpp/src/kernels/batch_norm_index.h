@@ -13,17 +13,17 @@
 
 namespace apex::kernels {
 
-/// What a launch is shaped by; read from the device's properties.
+/// What a launch is shaped by: of a device, or of one kernel on it.
 struct DeviceLimits {
   int multiprocessors;
-  int threads_per_multiprocessor;
+  int threads_per_multiprocessor;  // that run at once
 };
 
 constexpr int kLoadBytes = 16;     // the widest load of one thread
 constexpr int kLoadsInFlight = 4;  // independent loads a thread issues before it uses the first
 constexpr int kMaxSplits = 1024;
-// Of a block. Registers let about half of a multiprocessor's threads in, in all kernels: blocks of
-// this size come several at a time, so that one begins and ends while others keep the memory busy.
+// Of a block. Blocks of this size come several at a time, so that one begins and ends while others
+// keep the memory busy.
 constexpr int kBlockThreads = 256;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -39,13 +39,18 @@ inline int vector_width(int64_t run, int element_bytes, bool pointers_aligned) {
   return 1;
 }
 
-/// How many parts each of `shared` things is divided into, so that there are at most `blocks`
-/// blocks, and no more than is `useful`. Rounded down: with a few blocks more than there is room
-/// for, all would wait for these.
+/// How many parts each of `shared` things is divided into, and no more than is `useful`, where a
+/// device runs `blocks` blocks at once. Rounded down: with a few blocks more than there is room
+/// for, all would wait for these. Where that leaves more than a third of the device idle, it is
+/// filled a second time.
 inline int64_t count_splits(int64_t blocks, int64_t shared, int64_t useful) {
-  const int64_t wanted = shared > 0 ? blocks / shared : 1;
-  const int64_t splits = wanted < useful ? wanted : useful;
-  return splits < 1 ? 1 : (splits > kMaxSplits ? kMaxSplits : splits);
+  const int64_t most = useful < kMaxSplits ? useful : kMaxSplits;
+  int64_t splits = shared > 0 ? blocks / shared : 1;
+  splits = splits < 1 ? 1 : splits;
+  while (splits < most && 3 * shared * splits < 2 * blocks * ceil_div(shared * splits, blocks)) {
+    ++splits;
+  }
+  return splits < most ? splits : (most < 1 ? 1 : most);
 }
 
 // ---- channels first: [N, C, S] -----------------------------------------------------------------
@@ -75,12 +80,20 @@ inline PlanesPlan plan_planes(Planes sizes, int element_bytes, bool pointers_ali
     plan.threads *= 2;
   }
   const int64_t resident = static_cast<int64_t>(limits.multiprocessors) *
-                           (limits.threads_per_multiprocessor / plan.threads) / 2;
+                           (limits.threads_per_multiprocessor / plan.threads);
   const int64_t useful = plan.units / (static_cast<int64_t>(plan.threads) * kLoadsInFlight);
   const int64_t splits = count_splits(resident, sizes.channels, useful);
   plan.units_per_split = plan.units > 0 ? ceil_div(plan.units, splits) : 0;
   plan.splits = plan.units > 0 ? static_cast<int>(ceil_div(plan.units, plan.units_per_split)) : 1;
   return plan;
+}
+
+/// No plan has more blocks, of whatever kernel on a device of these limits.
+inline int64_t most_planes_blocks(Planes sizes, int element_bytes, bool pointers_aligned,
+                                  DeviceLimits limits) {
+  const int threads = plan_planes(sizes, element_bytes, pointers_aligned, limits).threads;
+  return sizes.channels + 2 * static_cast<int64_t>(limits.multiprocessors) *
+                              (limits.threads_per_multiprocessor / threads);
 }
 
 /// Walks the units thread, thread + threads, ... of a split without a division per step.
@@ -160,7 +173,7 @@ inline RowsPlan plan_rows(int64_t rows, int64_t channels, int element_bytes, boo
   plan.threads_y = threads / plan.threads_x;
   plan.tiles = ceil_div(columns, plan.threads_x);
   const int64_t per_multiprocessor =
-      reduces ? 1 : limits.threads_per_multiprocessor / kBlockThreads / 2;
+      reduces ? 1 : limits.threads_per_multiprocessor / kBlockThreads;
   const int64_t useful = rows / (static_cast<int64_t>(plan.threads_y) * kLoadsInFlight);
   const int64_t splits =
       count_splits(limits.multiprocessors * per_multiprocessor, plan.tiles, useful);

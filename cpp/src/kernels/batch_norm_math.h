@@ -47,16 +47,17 @@ struct GradientCoefficients {
   T shift;
 };
 
-/// `sum_dy` and `sum_dy_xmu` (sum of dy * (x - mean)) are over all ranks, like `count`. A count of
-/// zero says that the statistics were constants (evaluation), whose gradient has no such terms.
+/// `sum_dy` and `sum_dy_xmu` (sum of dy * (x - mean)) are over all ranks; `inverse_count` is 1 over
+/// the number of values, or zero if the statistics were constants (evaluation), whose gradient has
+/// no such terms.
 template <typename T>
 APEX_HOST_DEVICE GradientCoefficients<T> gradient_coefficients(double mean, double invstd,
                                                                double weight, double sum_dy,
-                                                               double sum_dy_xmu, double count) {
+                                                               double sum_dy_xmu,
+                                                               double inverse_count) {
   const T high = static_cast<T>(mean);
   const double low = mean - static_cast<double>(high);
   const double dy_scale = weight * invstd;
-  const double inverse_count = count > 0 ? 1.0 / count : 0.0;
   const double x_scale = -dy_scale * invstd * invstd * sum_dy_xmu * inverse_count;
   const double shift = -dy_scale * sum_dy * inverse_count - x_scale * low;
   return {high, static_cast<T>(dy_scale), static_cast<T>(x_scale), static_cast<T>(shift)};

@@ -80,8 +80,20 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-template <typename T, int kVector>
-__global__ void __launch_bounds__(kBlockThreads)
+/// Calls f(number of loads) until the block's threads are through their units: several loads at a
+/// time as long as there are so many.
+template <int kLoads, typename F>
+__device__ __forceinline__ void walk(const PlanesPlan& plan, PlaneCursor& cursor, F&& f) {
+  while (cursor.unit + (kLoads - 1) * int64_t{plan.threads} < cursor.end) {
+    f(std::integral_constant<int, kLoads>{});
+  }
+  while (cursor.valid()) {
+    f(std::integral_constant<int, 1>{});
+  }
+}
+
+template <typename T, int kVector, bool kAdd>
+__global__ void __launch_bounds__(kBlockThreads, 2)
     planes_normalize_kernel(PlanesPlan plan, NormalizeArguments a) {
   using A = Acc<T>;
   // Back to front: the statistics launch has just read the end, which may still be in the cache.
@@ -90,22 +102,11 @@ __global__ void __launch_bounds__(kBlockThreads)
   const int split = static_cast<int>(block % plan.splits);
   __shared__ NormalizeCoefficients<A> shared;
   if (threadIdx.x < 32) {
-    double mean, invstd;
-    if (a.records != nullptr) {
-      const Welford<double> all = merge_records(a.records, a.ranks, plan.sizes.channels, channel,
-                                                lanes_per_channel(a.ranks));
-      mean = all.mean;
-      invstd = inverse_deviation(all, a.eps);
-      if (split == 0 && threadIdx.x == 0) {
-        finish_channel(a, channel, all, invstd);
-      }
-    } else {
-      mean = a.constants().load_mean(channel);
-      invstd = a.constants().load_invstd(channel);
-    }
+    const NormalizeCoefficients<A> mine =
+        normalize_channel<A>(a, plan.sizes.channels, channel, lanes_per_channel(a.ranks),
+                             split == 0 && threadIdx.x == 0);
     if (threadIdx.x == 0) {
-      shared = normalize_coefficients<A>(mean, invstd, a.weight.load(channel, 1),
-                                         a.bias.load(channel, 0));
+      shared = mine;
     }
   }
   __syncthreads();
@@ -113,44 +114,36 @@ __global__ void __launch_bounds__(kBlockThreads)
   const T* x = static_cast<const T*>(a.x);
   const T* z = static_cast<const T*>(a.z);
   T* y = static_cast<T*>(a.y);
-  const auto apply = [&](const Packed<T, kVector>& in, int64_t at) {
-    Packed<T, kVector> added, out;
-    if (z != nullptr) {
-      added = load<T, kVector>(z + at);
-    }
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      A value = fma(widen(in.values[i]) - k.high, k.scale, k.shift);
-      if (z != nullptr) {
-        value += widen(added.values[i]);
-      }
-      out.values[i] = static_cast<T>(a.relu ? relu(value) : value);
-    }
-    store<T, kVector>(y + at, out);
-  };
   PlaneCursor cursor(plan, split, threadIdx.x);
-  while (cursor.unit + (kLoadsInFlight - 1) * int64_t{plan.threads} < cursor.end) {
-    Packed<T, kVector> in[kLoadsInFlight];
-    int64_t at[kLoadsInFlight];
+  walk<kLoadsInFlight>(plan, cursor, [&](auto loads) {
+    constexpr int kLoads = decltype(loads)::value;
+    Packed<T, kVector> in[kLoads], added[kLoads];
+    int64_t at[kLoads];
 #pragma unroll
-    for (int i = 0; i < kLoadsInFlight; ++i) {
+    for (int i = 0; i < kLoads; ++i) {
       at[i] = cursor.offset(plan, channel);
       in[i] = load<T, kVector>(x + at[i]);
+      added[i] = load_if<kAdd>(z + at[i], in[i]);
       cursor.advance(plan);
     }
 #pragma unroll
-    for (int i = 0; i < kLoadsInFlight; ++i) {
-      apply(in[i], at[i]);
+    for (int i = 0; i < kLoads; ++i) {
+      Packed<T, kVector> out;
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        A value = fma(widen(in[i].values[j]) - k.high, k.scale, k.shift);
+        if constexpr (kAdd) {
+          value += widen(added[i].values[j]);
+        }
+        out.values[j] = static_cast<T>(a.relu ? relu(value) : value);
+      }
+      store<T, kVector>(y + at[i], out);
     }
-  }
-  for (; cursor.valid(); cursor.advance(plan)) {
-    const int64_t at = cursor.offset(plan, channel);
-    apply(load<T, kVector>(x + at), at);
-  }
+  });
 }
 
-template <typename T, int kVector>
-__global__ void __launch_bounds__(kBlockThreads)
+template <typename T, int kVector, ReluMask kMask>
+__global__ void __launch_bounds__(kBlockThreads, 2)
     planes_reduce_kernel(PlanesPlan plan, GradientArguments a, double* partial,
                          unsigned* counters) {
   using A = Acc<T>;
@@ -159,50 +152,40 @@ __global__ void __launch_bounds__(kBlockThreads)
   const int64_t channels = plan.sizes.channels;
   __shared__ NormalizeCoefficients<A> shared;
   if (threadIdx.x == 0) {
-    shared = forward_coefficients<A>(a, channel);
+    shared = forward_coefficients<A, kMask>(a, channel);
   }
   __syncthreads();
   const NormalizeCoefficients<A> k = shared;
   const T* x = static_cast<const T*>(a.x);
   const T* dy = static_cast<const T*>(a.dy);
-  const T* y = static_cast<const T*>(a.mask == ReluMask::kOutput ? a.y : a.x);
+  const T* y = static_cast<const T*>(a.y);
   A sum = 0, dot = 0;
-  const auto add = [&](const Packed<T, kVector>& g, const Packed<T, kVector>& v, int64_t at) {
-    Packed<T, kVector> out = v;
-    if (a.mask == ReluMask::kOutput) {
-      out = load<T, kVector>(y + at);
-    }
-    A part = 0, part_dot = 0;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      const A centered = widen(v.values[i]) - k.high;
-      const A d = masked(a.mask, widen(g.values[i]), centered, widen(out.values[i]), k);
-      part += d;
-      part_dot = fma(d, centered, part_dot);
-    }
-    sum += part;
-    dot += part_dot;
-  };
   PlaneCursor cursor(plan, split, threadIdx.x);
-  while (cursor.unit + (kLoadsInFlight - 1) * int64_t{plan.threads} < cursor.end) {
-    Packed<T, kVector> g[kLoadsInFlight], v[kLoadsInFlight];
-    int64_t at[kLoadsInFlight];
+  walk<kLoadsInFlight>(plan, cursor, [&](auto loads) {
+    constexpr int kLoads = decltype(loads)::value;
+    Packed<T, kVector> g[kLoads], v[kLoads], out[kLoads];
 #pragma unroll
-    for (int i = 0; i < kLoadsInFlight; ++i) {
-      at[i] = cursor.offset(plan, channel);
-      g[i] = load<T, kVector>(dy + at[i]);
-      v[i] = load<T, kVector>(x + at[i]);
+    for (int i = 0; i < kLoads; ++i) {
+      const int64_t at = cursor.offset(plan, channel);
+      g[i] = load<T, kVector>(dy + at);
+      v[i] = load<T, kVector>(x + at);
+      out[i] = load_if < kMask == ReluMask::kOutput > (y + at, v[i]);
       cursor.advance(plan);
     }
 #pragma unroll
-    for (int i = 0; i < kLoadsInFlight; ++i) {
-      add(g[i], v[i], at[i]);
+    for (int i = 0; i < kLoads; ++i) {
+      A part = 0, part_dot = 0;
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const A centered = widen(v[i].values[j]) - k.high;
+        const A d = masked<kMask>(widen(g[i].values[j]), centered, widen(out[i].values[j]), k);
+        part += d;
+        part_dot = fma(d, centered, part_dot);
+      }
+      sum += part;
+      dot += part_dot;
     }
-  }
-  for (; cursor.valid(); cursor.advance(plan)) {
-    const int64_t at = cursor.offset(plan, channel);
-    add(load<T, kVector>(dy + at), load<T, kVector>(x + at), at);
-  }
+  });
   Sums all = block_sum({static_cast<double>(sum), static_cast<double>(dot)});
   if (!merge_splits(plan, channel, split, partial, counters, all)) {
     return;
@@ -212,8 +195,8 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-template <typename T, int kVector>
-__global__ void __launch_bounds__(kBlockThreads)
+template <typename T, int kVector, ReluMask kMask>
+__global__ void __launch_bounds__(kBlockThreads, 2)
     planes_gradient_kernel(PlanesPlan plan, GradientArguments a) {
   using A = Acc<T>;
   const int64_t block = gridDim.x - 1 - static_cast<int64_t>(blockIdx.x);
@@ -222,7 +205,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   __shared__ NormalizeCoefficients<A> forward;
   __shared__ GradientCoefficients<A> backward;
   if (threadIdx.x == 0) {
-    forward = forward_coefficients<A>(a, channel);
+    forward = forward_coefficients<A, kMask>(a, channel);
     backward = backward_coefficients<A>(a, channel, plan.sizes.channels);
   }
   __syncthreads();
@@ -233,45 +216,37 @@ __global__ void __launch_bounds__(kBlockThreads)
   const T* y = static_cast<const T*>(a.y);
   T* dx = static_cast<T*>(a.dx);
   T* dz = static_cast<T*>(a.dz);
-  const auto apply = [&](const Packed<T, kVector>& g, const Packed<T, kVector>& v, int64_t at) {
-    Packed<T, kVector> out = v, to_x, to_z;
-    if (a.mask == ReluMask::kOutput) {
-      out = load<T, kVector>(y + at);
-    }
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      const A centered = widen(v.values[i]) - b.high;
-      const A d = masked(a.mask, widen(g.values[i]), centered, widen(out.values[i]), k);
-      to_x.values[i] = static_cast<T>(fma(d, b.dy_scale, fma(centered, b.x_scale, b.shift)));
-      to_z.values[i] = static_cast<T>(d);
-    }
-    if (dx != nullptr) {
-      store<T, kVector>(dx + at, to_x);
-    }
-    if (dz != nullptr) {
-      store<T, kVector>(dz + at, to_z);
-    }
-  };
   PlaneCursor cursor(plan, split, threadIdx.x);
-  while (cursor.unit + (kLoadsInFlight - 1) * int64_t{plan.threads} < cursor.end) {
-    Packed<T, kVector> g[kLoadsInFlight], v[kLoadsInFlight];
-    int64_t at[kLoadsInFlight];
+  walk<kLoadsInFlight>(plan, cursor, [&](auto loads) {
+    constexpr int kLoads = decltype(loads)::value;
+    Packed<T, kVector> g[kLoads], v[kLoads], out[kLoads];
+    int64_t at[kLoads];
 #pragma unroll
-    for (int i = 0; i < kLoadsInFlight; ++i) {
+    for (int i = 0; i < kLoads; ++i) {
       at[i] = cursor.offset(plan, channel);
       g[i] = load<T, kVector>(dy + at[i]);
       v[i] = load<T, kVector>(x + at[i]);
+      out[i] = load_if < kMask == ReluMask::kOutput > (y + at[i], v[i]);
       cursor.advance(plan);
     }
 #pragma unroll
-    for (int i = 0; i < kLoadsInFlight; ++i) {
-      apply(g[i], v[i], at[i]);
+    for (int i = 0; i < kLoads; ++i) {
+      Packed<T, kVector> to_x, to_z;
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const A centered = widen(v[i].values[j]) - b.high;
+        const A d = masked<kMask>(widen(g[i].values[j]), centered, widen(out[i].values[j]), k);
+        to_x.values[j] = static_cast<T>(fma(d, b.dy_scale, fma(centered, b.x_scale, b.shift)));
+        to_z.values[j] = static_cast<T>(d);
+      }
+      if (dx != nullptr) {
+        store<T, kVector>(dx + at[i], to_x);
+      }
+      if (dz != nullptr) {
+        store<T, kVector>(dz + at[i], to_z);
+      }
     }
-  }
-  for (; cursor.valid(); cursor.advance(plan)) {
-    const int64_t at = cursor.offset(plan, channel);
-    apply(load<T, kVector>(dy + at), load<T, kVector>(x + at), at);
-  }
+  });
 }
 
 }  // namespace apex::kernels

@@ -171,7 +171,26 @@ __global__ void __launch_bounds__(kRowsThreads)
   }
 }
 
-template <typename T, int kVector>
+/// Calls f(offset, number of loads) until the thread is through its rows: several loads at a time
+/// as long as there are so many. They are plan.threads_y rows apart.
+template <int kLoads, typename F>
+__device__ __forceinline__ void walk(const RowsPlan& plan, const RowsPlace& place, F&& f) {
+  const int64_t end = plan.end(place.split);
+  int64_t row = plan.begin(place.split) + place.y;
+  for (; row + (kLoads - 1) * plan.threads_y < end; row += kLoads * plan.threads_y) {
+    f(row * plan.channels + place.channel, std::integral_constant<int, kLoads>{});
+  }
+  for (; row < end; row += plan.threads_y) {
+    f(row * plan.channels + place.channel, std::integral_constant<int, 1>{});
+  }
+}
+
+/// Loads in flight of a kernel that reads three arrays where `kThree`: the coefficients of eight
+/// channels leave no registers for four loads of each.
+template <int kVector, bool kThree>
+constexpr int kRowsLoads = kThree && kVector == 8 ? 2 : kLoadsInFlight;
+
+template <typename T, int kVector, bool kAdd>
 __global__ void __launch_bounds__(kBlockThreads)
     rows_normalize_kernel(RowsPlan plan, NormalizeArguments a) {
   using A = Acc<T>;
@@ -188,26 +207,12 @@ __global__ void __launch_bounds__(kBlockThreads)
     const int i = first + threadIdx.x % 32 / lanes;
     const int64_t channel = place.tile * width + i;
     const bool present = i < width && channel < plan.channels;
-    Welford<double> all;
-    if (a.records != nullptr) {
-      all = merge_records(a.records, a.ranks, plan.channels, present ? channel : -1, lanes);
+    const bool writes = threadIdx.x % lanes == 0;
+    const NormalizeCoefficients<A> mine = normalize_channel<A>(
+        a, plan.channels, present ? channel : -1, lanes, writes && place.split == 0);
+    if (present && writes) {
+      shared[i] = mine;
     }
-    if (!present || threadIdx.x % lanes != 0) {
-      continue;
-    }
-    double mean, invstd;
-    if (a.records != nullptr) {
-      mean = all.mean;
-      invstd = inverse_deviation(all, a.eps);
-      if (place.split == 0) {
-        finish_channel(a, channel, all, invstd);
-      }
-    } else {
-      mean = a.constants().load_mean(channel);
-      invstd = a.constants().load_invstd(channel);
-    }
-    shared[i] =
-        normalize_coefficients<A>(mean, invstd, a.weight.load(channel, 1), a.bias.load(channel, 0));
   }
   __syncthreads();
   if (!place.inside) {
@@ -221,44 +226,32 @@ __global__ void __launch_bounds__(kBlockThreads)
   const T* x = static_cast<const T*>(a.x);
   const T* z = static_cast<const T*>(a.z);
   T* y = static_cast<T*>(a.y);
-  const auto apply = [&](const Packed<T, kVector>& in, int64_t at) {
-    Packed<T, kVector> added, out;
-    if (z != nullptr) {
-      added = load<T, kVector>(z + at);
-    }
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      A value = fma(widen(in.values[i]) - k[i].high, k[i].scale, k[i].shift);
-      if (z != nullptr) {
-        value += widen(added.values[i]);
-      }
-      out.values[i] = static_cast<T>(a.relu ? relu(value) : value);
-    }
-    store<T, kVector>(y + at, out);
-  };
-  const int64_t end = plan.end(place.split);
   const int64_t step = plan.threads_y * plan.channels;
-  int64_t row = plan.begin(place.split) + place.y;
-  for (; row + (kLoadsInFlight - 1) * plan.threads_y < end;
-       row += kLoadsInFlight * plan.threads_y) {
-    const int64_t at = row * plan.channels + place.channel;
-    Packed<T, kVector> in[kLoadsInFlight];
+  walk<kRowsLoads<kVector, false>>(plan, place, [&](int64_t at, auto loads) {
+    constexpr int kLoads = decltype(loads)::value;
+    Packed<T, kVector> in[kLoads], added[kLoads];
 #pragma unroll
-    for (int r = 0; r < kLoadsInFlight; ++r) {
+    for (int r = 0; r < kLoads; ++r) {
       in[r] = load<T, kVector>(x + at + r * step);
+      added[r] = load_if<kAdd>(z + at + r * step, in[r]);
     }
 #pragma unroll
-    for (int r = 0; r < kLoadsInFlight; ++r) {
-      apply(in[r], at + r * step);
+    for (int r = 0; r < kLoads; ++r) {
+      Packed<T, kVector> out;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        A value = fma(widen(in[r].values[i]) - k[i].high, k[i].scale, k[i].shift);
+        if constexpr (kAdd) {
+          value += widen(added[r].values[i]);
+        }
+        out.values[i] = static_cast<T>(a.relu ? relu(value) : value);
+      }
+      store<T, kVector>(y + at + r * step, out);
     }
-  }
-  for (; row < end; row += plan.threads_y) {
-    const int64_t at = row * plan.channels + place.channel;
-    apply(load<T, kVector>(x + at), at);
-  }
+  });
 }
 
-template <typename T, int kVector>
+template <typename T, int kVector, ReluMask kMask>
 __global__ void __launch_bounds__(kRowsThreads)
     rows_reduce_kernel(RowsPlan plan, GradientArguments a, double* partial, unsigned* counters) {
   using A = Acc<T>;
@@ -267,7 +260,7 @@ __global__ void __launch_bounds__(kRowsThreads)
   for (int i = threadIdx.x; i < plan.tile_channels(); i += kRowsThreads) {
     const int64_t channel = place.tile * plan.tile_channels() + i;
     if (channel < plan.channels) {
-      shared[i] = forward_coefficients<A>(a, channel);
+      shared[i] = forward_coefficients<A, kMask>(a, channel);
     }
   }
   __syncthreads();
@@ -283,40 +276,27 @@ __global__ void __launch_bounds__(kRowsThreads)
     const T* y = static_cast<const T*>(a.y);
     A sum[kVector] = {};
     A dot[kVector] = {};
-    const auto add = [&](const Packed<T, kVector>& g, const Packed<T, kVector>& v, int64_t at) {
-      Packed<T, kVector> out = v;
-      if (a.mask == ReluMask::kOutput) {
-        out = load<T, kVector>(y + at);
-      }
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const A centered = widen(v.values[i]) - k[i].high;
-        const A d = masked(a.mask, widen(g.values[i]), centered, widen(out.values[i]), k[i]);
-        sum[i] += d;
-        dot[i] = fma(d, centered, dot[i]);
-      }
-    };
-    const int64_t end = plan.end(place.split);
     const int64_t step = plan.threads_y * plan.channels;
-    int64_t row = plan.begin(place.split) + place.y;
-    for (; row + (kLoadsInFlight - 1) * plan.threads_y < end;
-         row += kLoadsInFlight * plan.threads_y) {
-      const int64_t at = row * plan.channels + place.channel;
-      Packed<T, kVector> g[kLoadsInFlight], v[kLoadsInFlight];
+    walk<kRowsLoads<kVector, kMask == ReluMask::kOutput>>(plan, place, [&](int64_t at, auto loads) {
+      constexpr int kLoads = decltype(loads)::value;
+      Packed<T, kVector> g[kLoads], v[kLoads], out[kLoads];
 #pragma unroll
-      for (int r = 0; r < kLoadsInFlight; ++r) {
+      for (int r = 0; r < kLoads; ++r) {
         g[r] = load<T, kVector>(dy + at + r * step);
         v[r] = load<T, kVector>(x + at + r * step);
+        out[r] = load_if < kMask == ReluMask::kOutput > (y + at + r * step, v[r]);
       }
 #pragma unroll
-      for (int r = 0; r < kLoadsInFlight; ++r) {
-        add(g[r], v[r], at + r * step);
+      for (int r = 0; r < kLoads; ++r) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          const A centered = widen(v[r].values[i]) - k[i].high;
+          const A d = masked<kMask>(widen(g[r].values[i]), centered, widen(out[r].values[i]), k[i]);
+          sum[i] += d;
+          dot[i] = fma(d, centered, dot[i]);
+        }
       }
-    }
-    for (; row < end; row += plan.threads_y) {
-      const int64_t at = row * plan.channels + place.channel;
-      add(load<T, kVector>(dy + at), load<T, kVector>(x + at), at);
-    }
+    });
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       mine[i] = {static_cast<double>(sum[i]), static_cast<double>(dot[i])};
@@ -336,7 +316,7 @@ __global__ void __launch_bounds__(kRowsThreads)
   }
 }
 
-template <typename T, int kVector>
+template <typename T, int kVector, ReluMask kMask>
 __global__ void __launch_bounds__(kBlockThreads)
     rows_gradient_kernel(RowsPlan plan, GradientArguments a) {
   using A = Acc<T>;
@@ -347,7 +327,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   for (int i = threadIdx.x; i < width; i += kBlockThreads) {
     const int64_t channel = place.tile * width + i;
     if (channel < plan.channels) {
-      forward[i] = forward_coefficients<A>(a, channel);
+      forward[i] = forward_coefficients<A, kMask>(a, channel);
       backward[i] = backward_coefficients<A>(a, channel, plan.channels);
     }
   }
@@ -367,47 +347,35 @@ __global__ void __launch_bounds__(kBlockThreads)
   const T* y = static_cast<const T*>(a.y);
   T* dx = static_cast<T*>(a.dx);
   T* dz = static_cast<T*>(a.dz);
-  const auto apply = [&](const Packed<T, kVector>& g, const Packed<T, kVector>& v, int64_t at) {
-    Packed<T, kVector> out = v, to_x, to_z;
-    if (a.mask == ReluMask::kOutput) {
-      out = load<T, kVector>(y + at);
-    }
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      const A centered = widen(v.values[i]) - b[i].high;
-      const A d = masked(a.mask, widen(g.values[i]), centered, widen(out.values[i]), k[i]);
-      to_x.values[i] =
-          static_cast<T>(fma(d, b[i].dy_scale, fma(centered, b[i].x_scale, b[i].shift)));
-      to_z.values[i] = static_cast<T>(d);
-    }
-    if (dx != nullptr) {
-      store<T, kVector>(dx + at, to_x);
-    }
-    if (dz != nullptr) {
-      store<T, kVector>(dz + at, to_z);
-    }
-  };
-  const int64_t end = plan.end(place.split);
   const int64_t step = plan.threads_y * plan.channels;
-  int64_t row = plan.begin(place.split) + place.y;
-  for (; row + (kLoadsInFlight - 1) * plan.threads_y < end;
-       row += kLoadsInFlight * plan.threads_y) {
-    const int64_t at = row * plan.channels + place.channel;
-    Packed<T, kVector> g[kLoadsInFlight], v[kLoadsInFlight];
+  walk<kRowsLoads<kVector, kMask == ReluMask::kOutput>>(plan, place, [&](int64_t at, auto loads) {
+    constexpr int kLoads = decltype(loads)::value;
+    Packed<T, kVector> g[kLoads], v[kLoads], out[kLoads];
 #pragma unroll
-    for (int r = 0; r < kLoadsInFlight; ++r) {
+    for (int r = 0; r < kLoads; ++r) {
       g[r] = load<T, kVector>(dy + at + r * step);
       v[r] = load<T, kVector>(x + at + r * step);
+      out[r] = load_if < kMask == ReluMask::kOutput > (y + at + r * step, v[r]);
     }
 #pragma unroll
-    for (int r = 0; r < kLoadsInFlight; ++r) {
-      apply(g[r], v[r], at + r * step);
+    for (int r = 0; r < kLoads; ++r) {
+      Packed<T, kVector> to_x, to_z;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const A centered = widen(v[r].values[i]) - b[i].high;
+        const A d = masked<kMask>(widen(g[r].values[i]), centered, widen(out[r].values[i]), k[i]);
+        to_x.values[i] =
+            static_cast<T>(fma(d, b[i].dy_scale, fma(centered, b[i].x_scale, b[i].shift)));
+        to_z.values[i] = static_cast<T>(d);
+      }
+      if (dx != nullptr) {
+        store<T, kVector>(dx + at + r * step, to_x);
+      }
+      if (dz != nullptr) {
+        store<T, kVector>(dz + at + r * step, to_z);
+      }
     }
-  }
-  for (; row < end; row += plan.threads_y) {
-    const int64_t at = row * plan.channels + place.channel;
-    apply(load<T, kVector>(dy + at), load<T, kVector>(x + at), at);
-  }
+  });
 }
 
 }  // namespace apex::kernels

@@ -666,5 +666,81 @@ TYPED_TEST(BatchNormCuda, OnlyOneGradient_IsWritten) {
   }
 }
 
+/// What a thread stores is read by its own next load, if that comes later.
+TYPED_TEST(BatchNormCuda, LoadsInFlight_OfAllArrays_ComeBeforeStores) {
+  constexpr int kVector = kLoadBytes / int{sizeof(TypeParam)};
+  for (const bool rows : {false, true}) {
+    Case c;
+    c.rows = rows;
+    // Four loads of each thread of one block, `next` elements apart.
+    const int64_t next = int64_t{kBlockThreads} * kVector;
+    c.sizes = rows ? Planes{4 * next / 16, 16, 1} : Planes{1, 1, 4 * next};
+    c.batches = std::vector<int64_t>{c.sizes.batch};
+    c.limits = {1, kBlockThreads};
+    typename TestFixture::Rank rank(c, c.sizes.batch);
+    this->fill(rank.x, 0, 1);
+    this->fill(rank.dy, 0, 1);
+    std::fill_n(rank.mean.data(), c.sizes.channels, 0.0);
+    std::fill_n(rank.invstd.data(), c.sizes.channels, 1.0);
+    Guarded<TypeParam> values(5 * next), want(4 * next);
+    this->fill(values, 0, 1);
+    for (int64_t i = 0; i < 4 * next; ++i) {
+      const auto sum = static_cast<double>(rank.x[i]) + static_cast<double>(values[i]);
+      want[i] = static_cast<TypeParam>(static_cast<typename ElementwiseType<TypeParam>::type>(sum));
+    }
+    typename TestFixture::Work work(c, c.sizes.batch);
+    NormalizeArguments a{};
+    a.x = rank.x.data();
+    a.z = values.data();
+    a.y = values.data() + next;
+    a.running_mean = {rank.mean.data(), ParamType::kFloat64};
+    a.running_var = {rank.invstd.data(), ParamType::kFloat64};
+    ASSERT_EQ(launch_normalize(work.call, a), 0) << last_error();
+    for (int64_t i = 0; i < 4 * next; ++i) {
+      ASSERT_EQ(static_cast<double>(values[next + i]), static_cast<double>(want[i])) << "y " << i;
+    }
+
+    this->fill(values, 0, 1);
+    for (int64_t i = 0; i < 4 * next; ++i) {
+      want[i] = static_cast<double>(values[i]) > 0 ? rank.dy[i] : static_cast<TypeParam>(0.0f);
+    }
+    GradientArguments g{};
+    g.dy = rank.dy.data();
+    g.x = rank.x.data();
+    g.y = values.data();
+    g.dz = values.data() + next;
+    g.mask = ReluMask::kOutput;
+    g.statistics = rank.statistics();
+    g.sums = rank.sums.data();
+    ASSERT_EQ(launch_gradient(work.call, g), 0) << last_error();
+    const int64_t in_flight = rows && kVector == 8 ? 2 : 4;
+    for (int64_t i = 0; i < in_flight * next; ++i) {
+      ASSERT_EQ(static_cast<double>(values[next + i]), static_cast<double>(want[i])) << "dz " << i;
+    }
+  }
+}
+
+/// The driver is asked once for each kernel and device.
+TYPED_TEST(BatchNormCuda, Blocks_AreThoseThatTheDeviceRunsAtOnce) {
+  Case c;
+  c.sizes = {0, 1, 1 << 17};
+  c.batches = std::vector<int64_t>{1};
+  c.limits = {2, 2048};
+  typename TestFixture::Rank rank(c, 1);
+  this->fill(rank.x, 0, 1);
+  typename TestFixture::Work work(c, 1);
+  static int device = 1;
+  ++device;
+  const auto blocks_of = [&](int number, int threads) {
+    testing::cuda::set_device(number, threads);
+    EXPECT_EQ(launch_statistics(work.call, rank.x.data(), rank.record.data(), nullptr), 0);
+    return testing::cuda::blocks();
+  };
+  EXPECT_EQ(blocks_of(100 + device, 512), 4u);
+  EXPECT_EQ(blocks_of(200 + device, 1280), 10u);
+  EXPECT_EQ(blocks_of(100 + device, 1280), 4u);
+  testing::cuda::set_device(0, 2048);
+}
+
 }  // namespace
 }  // namespace apex::kernels

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -66,13 +67,27 @@ TEST(BatchNormDevice, BlockSum_AnyNumberOfWarps_IsInEachThreadOfTheFirst) {
   set_order(0);
 }
 
+TEST(BatchNormDevice, FastReciprocals_AnyNumber_AreThoseOfFloat64) {
+  std::mt19937_64 random(2);
+  std::uniform_real_distribution<double> exponent(-100, 100);
+  for (int i = 0; i < 10'000; ++i) {
+    const double x = std::exp2(exponent(random));
+    EXPECT_NEAR(fast_reciprocal(x) * x, 1, 0x1p-51) << x;
+    EXPECT_NEAR(fast_rsqrt(x) * std::sqrt(x), 1, 0x1p-51) << x;
+  }
+  // What no float32 is near to, as variances of float64 data may be.
+  for (const double x : {0.0, 1e-300, 1e-40, 1e40, 1e300, HUGE_VAL}) {
+    EXPECT_EQ(fast_rsqrt(x), 1 / std::sqrt(x));
+  }
+  EXPECT_TRUE(std::isnan(fast_rsqrt(std::nan(""))));
+}
+
 inline __global__ void merge_kernel(const double* records, int64_t ranks, int64_t channels,
-                                    Welford<double>* out) {
+                                    Merged* out) {
   const int lanes = lanes_per_channel(ranks);
   const int64_t channel = threadIdx.x / lanes;
   const bool present = channel < channels;
-  const Welford<double> all =
-      merge_records(records, ranks, channels, present ? channel : -1, lanes);
+  const Merged all = merge_records(records, ranks, channels, present ? channel : -1, lanes);
   if (present) {
     out[channel * lanes + threadIdx.x % lanes] = all;
   }
@@ -92,13 +107,13 @@ TEST(BatchNormDevice, MergeRecords_AnyNumberOfRanks_IsTheSameInEachLane) {
       for (int64_t c = 0; c < channels; ++c) records.push_back(empty ? 0 : 1 + uniform(random));
       records.push_back(empty ? 0 : 5.0 + static_cast<double>(rank));
     }
-    std::vector<Welford<double>> out(channels * lanes);
+    std::vector<Merged> out(channels * lanes);
     ASSERT_EQ(launch(1, 128, merge_kernel, records.data(), ranks, channels, out.data()),
               cudaSuccess);
     for (int64_t c = 0; c < channels; ++c) {
       const Welford<double> want = merge_ranks(records.data(), ranks, channels, c);
       for (int lane = 0; lane < lanes; ++lane) {
-        const Welford<double>& got = out[c * lanes + lane];
+        const Merged& got = out[c * lanes + lane];
         EXPECT_EQ(got.count, want.count);
         EXPECT_NEAR(got.mean, want.mean, 1e-14) << ranks << " ranks";
         EXPECT_NEAR(got.m2 / want.m2, 1, 1e-13) << ranks << " ranks";

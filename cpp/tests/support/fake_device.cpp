@@ -48,6 +48,10 @@ class Memories {
     const std::lock_guard<std::mutex> lock(mutex_);
     memories_.erase(static_cast<const char*>(memory.data.get()));
   }
+  size_t size() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return memories_.size();
+  }
   std::optional<Memory> find(const Region& region) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto* const address = static_cast<const char*>(region.data);
@@ -79,6 +83,7 @@ thread_local c10::StreamId current = 0;
 
 std::atomic<bool> timed_events{false};
 std::atomic<size_t> largest_block{std::numeric_limits<size_t>::max()};
+std::atomic<size_t> blocks_for_good{0};
 
 c10::Stream stream_of(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, device(), id); }
 
@@ -224,6 +229,16 @@ bool query(const Mark& mark) {
 void set_timed_events(bool on) { timed_events.store(on); }
 
 void set_largest_block(size_t bytes) { largest_block.store(bytes); }
+
+size_t allocated_blocks() { return Memories::instance().size() - blocks_for_good.load(); }
+
+void* allocate_for_good(size_t bytes) {
+  c10::DataPtr pointer = c10::GetAllocator(c10::DeviceType::PrivateUse1)->allocate(bytes);
+  void* const data = pointer.get();
+  (void)pointer.release_context();
+  ++blocks_for_good;
+  return data;
+}
 
 RaceDetector& detector() {
   // Never destroyed: static tensors are freed after it.

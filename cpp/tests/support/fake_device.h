@@ -42,6 +42,11 @@ void set_timed_events(bool on);
 /// Allocations of more bytes throw c10::OutOfMemoryError from now on; at first none does.
 void set_largest_block(size_t bytes);
 
+/// Blocks of memory that are allocated now.
+size_t allocated_blocks();
+/// Memory from outside of torch's allocator, for good; not counted above.
+void* allocate_for_good(size_t bytes);
+
 RaceDetector& detector();
 
 /// The memory of a tensor of this device as a tensor of the CPU, behind the detector's back.

@@ -90,18 +90,21 @@ TEST(BatchNormIndex, Planes_MoreThanTwoToThe31Elements_OffsetsStayRight) {
 }
 
 TEST(BatchNormIndex, Planes_LargeBatches_FillTheDevice) {
-  // Registers let half of a multiprocessor's threads in, or a quarter. With that many blocks at
-  // once, no round of them may leave more than a third of the device idle.
+  // Registers let two to eight blocks into a multiprocessor. With that many blocks at once, no
+  // round of them may leave more than a third of the device idle.
   for (const auto& [channels, side] : testing::kResNet50) {
     for (const int64_t batch : {32, 256}) {
-      for (const int64_t share : {2, 4}) {
-        const PlanesPlan plan = plan_planes({batch, channels, side * side}, 2, true, kLarge);
+      for (const int resident : {2, 3, 4, 5, 6, 7, 8}) {
+        const Planes sizes{batch, channels, side * side};
+        const PlanesPlan plan = plan_planes(sizes, 2, true, {132, resident * kBlockThreads});
+        EXPECT_LE(plan.blocks(), most_planes_blocks(sizes, 2, true, kLarge));
         if (batch * channels * side * side < 25'000'000) {
           continue;  // too little work for that
         }
-        const double rounds = static_cast<double>(plan.blocks() * plan.threads) /
-                              (132.0 * 2048.0 / static_cast<double>(share));
-        EXPECT_GE(rounds / std::ceil(rounds), 0.66) << channels << " of " << side << ", " << batch;
+        const double rounds =
+            static_cast<double>(plan.blocks() * plan.threads) / (132.0 * resident * kBlockThreads);
+        EXPECT_GE(rounds / std::ceil(rounds), 0.66)
+            << channels << " of " << side << ", " << batch << ", " << resident;
       }
     }
   }
@@ -158,7 +161,8 @@ TEST(BatchNormIndex, Rows_LargeBatches_FillTheDeviceOnce) {
       const int64_t reducing = plan_rows(rows, channels, bytes, true, kLarge, true).blocks();
       EXPECT_LE(reducing, 132) << channels << " of " << side;
       EXPECT_GE(reducing, 128) << channels << " of " << side;
-      const int64_t mapping = plan_rows(rows, channels, bytes, true, kLarge, false).blocks();
+      const DeviceLimits four{132, 4 * kBlockThreads};
+      const int64_t mapping = plan_rows(rows, channels, bytes, true, four, false).blocks();
       EXPECT_LE(mapping, 4 * 132) << channels << " of " << side;
       EXPECT_GE(mapping, 4 * 128) << channels << " of " << side;
     }

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <cstdlib>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -31,6 +32,12 @@ using parallel::SyncBatchNormArguments;
 using Strings = std::vector<std::string>;
 
 constexpr int kWorld = 2;
+
+/// This program runs both ways.
+bool by_aten() {
+  const char* const value = std::getenv("APEX_SYNC_BATCH_NORM");
+  return value != nullptr && std::string(value) == "aten";
+}
 
 /// A batch of a layer with the tensors that go with it.
 struct Layer {
@@ -99,6 +106,9 @@ void expect_close(const at::Tensor& device, const at::Tensor& want, double toler
 class SyncBatchNormFake : public ::testing::Test {
  protected:
   SyncBatchNormFake() : guard_(fake::new_stream("training")) {
+    for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+      parallel::sync_batch_norm(on_device(at::ones({2, 1}).to(dtype)), {});  // compares the kernels
+    }
     fake::detector().reset();
     at::Generator(at::detail::getDefaultCPUGenerator()).set_current_seed(3);
     cuda::set_order(9);
@@ -174,7 +184,7 @@ TEST_P(SyncBatchNormFakeCases, ForwardAndBackward_EqualTheCpus) {
 
   const int64_t launches = cuda::launches();
   const Results got = run(device, on_device);
-  EXPECT_EQ(cuda::launches() - launches, 4);
+  EXPECT_EQ(cuda::launches() - launches, by_aten() ? 0 : 4);
   const Results want = run(whole, on_host);
 
   // Channels-last memory stays that; other strides become contiguous.
@@ -220,7 +230,18 @@ INSTANTIATE_TEST_SUITE_P(
                        ::testing::Bool(), ::testing::Bool(), ::testing::Bool()),
     name_of_case);
 
+TEST_F(SyncBatchNormFake, FirstStepOnAStream_LeavesNoTensor) {
+  Layer layer = move(make(at::kFloat, {4, 6, 7, 7}, 6, false));
+  const c10::Stream other = fake::new_stream("other");
+  fake::order(fake::current_stream(), other);
+  const c10::StreamGuard guard(other);
+  const size_t blocks = fake::allocated_blocks();
+  parallel::sync_batch_norm(layer.x, layer.arguments());
+  EXPECT_LE(fake::allocated_blocks(), blocks);  // autograd's thread may still free what was before
+}
+
 TEST_F(SyncBatchNormFake, Step_WithAGroup_TakesTwoLaunchesAndOneCollectivePerDirection) {
+  if (by_aten()) GTEST_SKIP() << "ATen takes more";
   Layer layer = move(make(at::kFloat, {4, 6, 7, 7}, 6, false));
   SyncBatchNormArguments arguments = layer.arguments();
   arguments.process_group = fake::make_mirror_group(kWorld, "wire");
@@ -243,8 +264,9 @@ TEST_F(SyncBatchNormFake, ManyRanks_SumMoments_EqualTheCpus) {
   on_device.process_group = fake::make_mirror_group(kRanks, "wire");
   const Results got = run(device, on_device);
   const Results want = run(whole, whole.arguments());
-  expect_close(got.y, want.y.narrow(0, 0, 3), 1e-6, "y");
-  expect_close(got.gradients[0], want.gradients[0].narrow(0, 0, 3), 4e-6, "dx");
+  const double unit = by_aten() ? 1e-5 : 1e-6;  // which rounds the mean to float32
+  expect_close(got.y, want.y.narrow(0, 0, 3), unit, "y");
+  expect_close(got.gradients[0], want.gradients[0].narrow(0, 0, 3), 4 * unit, "dx");
   expect_close(device.running_mean, whole.running_mean, 1e-6, "running_mean");
   expect_close(device.running_var, whole.running_var, 1e-6, "running_var");
 }
@@ -414,7 +436,9 @@ TEST_F(SyncBatchNormFake, CapturedStep_Replays_EqualTheCpus) {
     EXPECT_EQ(graph.errors(), Strings{});
     // Two launches and a collective each way. The counters of the reducing ones are the graph's
     // own, as it may be replayed beside anything, and it clears them.
-    EXPECT_EQ(graph.size(), 2u * (3 + 1));
+    if (!by_aten()) {
+      EXPECT_EQ(graph.size(), 2u * (3 + 1));
+    }
     for (int step = 0; step < 3; ++step) {
       fake::host_alias(device.x.detach()).copy_(at::randn(shape));
       fake::host_alias(device.dy).copy_(at::randn(shape));

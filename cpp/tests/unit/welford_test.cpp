@@ -106,7 +106,7 @@ TEST(BatchNormMath, NormalizeCoefficients_LargeMean_KeepsDigitsBelowFloat) {
 TEST(BatchNormMath, GradientCoefficients_MatchDefinition) {
   const double mean = 123.456789, invstd = 2.0, weight = 0.7;
   const double sum_dy = 3.5, sum_dy_xmu = -1.25, count = 64;
-  const auto k = gradient_coefficients<double>(mean, invstd, weight, sum_dy, sum_dy_xmu, count);
+  const auto k = gradient_coefficients<double>(mean, invstd, weight, sum_dy, sum_dy_xmu, 1 / count);
   for (const double x : {100.0, 123.0, 140.0}) {
     const double dy = 0.3 * x - 30;
     const double want =

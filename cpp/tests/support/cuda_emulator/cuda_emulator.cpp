@@ -98,6 +98,11 @@ class Emulator {
   cudaError_t run(const cudaLaunchConfig_t& config, const std::function<void()>& thread) {
     const std::lock_guard<std::mutex> lock(mutex_);
     ++launches_;
+    blocks_of_last_ = config.gridDim.x;
+    if (fault_ == Fault::kLaunchesFail) {
+      error_ = "launches fail, as a test wants it";
+      return cudaErrorLaunchFailure;
+    }
     const dim3& block = config.blockDim;
     if (config.gridDim.x == 0 || config.gridDim.y != 1 || config.gridDim.z != 1 || block.x == 0 ||
         block.x > kMostThreads || block.x % kWarp != 0 || block.y != 1 || block.z != 1 ||
@@ -154,6 +159,14 @@ class Emulator {
     const std::lock_guard<std::mutex> lock(mutex_);
     return launches_;
   }
+  unsigned blocks() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return blocks_of_last_;
+  }
+  void set_fault(Fault fault) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    fault_ = fault;
+  }
   std::string last_error() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return error_;
@@ -173,7 +186,8 @@ class Emulator {
     std::unique_lock<std::mutex> turn(device_mutex_);
     for (;;) {
       device_turn_.wait(turn, [this] { return device_busy_; });
-      run_blocks(order(::gridDim.x));
+      const bool loses = fault_ == Fault::kBlocksAreLost && ::gridDim.x > 1;
+      run_blocks(order(::gridDim.x - loses));
       device_busy_ = false;
       device_turn_.notify_all();
     }
@@ -328,6 +342,8 @@ class Emulator {
   uint64_t seed_ = 0;
   std::mt19937_64 random_;
   int64_t launches_ = 0;
+  unsigned blocks_of_last_ = 0;
+  Fault fault_ = Fault::kNone;
   std::string error_;
   bool failed_ = false;
 
@@ -351,6 +367,10 @@ namespace detail {
 cudaError_t run(const cudaLaunchConfig_t& config, const std::function<void()>& thread) {
   return Emulator::instance().run(config, thread);
 }
+Device& device() {
+  static Device device;
+  return device;
+}
 void barrier(const Place& where) { Emulator::instance().barrier(where); }
 uint64_t exchange(unsigned mask, uint64_t value, int lane_mask, const Place& where) {
   return Emulator::instance().exchange(mask, value, lane_mask, where);
@@ -360,6 +380,9 @@ uint64_t exchange(unsigned mask, uint64_t value, int lane_mask, const Place& whe
 
 void set_order(uint64_t seed) { Emulator::instance().set_order(seed); }
 int64_t launches() { return Emulator::instance().launches(); }
+unsigned blocks() { return Emulator::instance().blocks(); }
+void set_device(int number, int resident_threads) { detail::device() = {number, resident_threads}; }
+void set_fault(Fault fault) { Emulator::instance().set_fault(fault); }
 std::string last_error() { return Emulator::instance().last_error(); }
 
 }  // namespace apex::testing::cuda

@@ -25,6 +25,17 @@ void set_order(uint64_t seed);
 /// Launches since the program began.
 int64_t launches();
 
+/// Blocks of the last launch.
+unsigned blocks();
+
+/// Launches are planned for device `number` from now on, which runs so many threads at once. 0 and
+/// 2048 at first.
+void set_device(int number, int resident_threads);
+
+/// What goes wrong with launches from now on; nothing at first.
+enum class Fault { kNone, kLaunchesFail, kBlocksAreLost };
+void set_fault(Fault fault);
+
 /// What was wrong with the last launch that returned an error.
 std::string last_error();
 

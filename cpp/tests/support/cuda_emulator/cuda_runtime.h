@@ -17,7 +17,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 // The emulator runs all blocks on one thread, and exchanges its thread_local variables with them.
 #define __shared__ static thread_local
 
@@ -49,8 +49,7 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs;
 };
 
-/// A small device: two blocks of rows_*_kernel at a time, so that tests of moderate size share
-/// channels.
+/// A small device, so that tests of moderate size share channels.
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxThreadsPerMultiProcessor };
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount ? 3 : 1024;
@@ -58,6 +57,12 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 }
 
 namespace apex::testing::cuda::detail {
+
+struct Device {
+  int number = 0;
+  int resident_threads = 2048;  // of a multiprocessor, in every kernel
+};
+Device& device();
 
 /// Where in a kernel a thread waits.
 struct Place {
@@ -71,6 +76,20 @@ void barrier(const Place& where);
 uint64_t exchange(unsigned mask, uint64_t value, int lane_mask, const Place& where);
 
 }  // namespace apex::testing::cuda::detail
+
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = apex::testing::cuda::detail::device().number;
+  return cudaSuccess;
+}
+
+template <typename Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int threads,
+                                                          size_t) {
+  *blocks = apex::testing::cuda::detail::device().resident_threads / threads;
+  return cudaSuccess;
+}
 
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),

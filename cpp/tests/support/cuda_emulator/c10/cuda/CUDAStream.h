@@ -28,3 +28,16 @@ inline CUDAStream getCurrentCUDAStream() {
 }
 
 }  // namespace c10::cuda
+
+inline cudaError_t cudaMalloc(void** data, size_t bytes) {
+  *data = apex::testing::fake::allocate_for_good(bytes);
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t stream) {
+  apex::testing::fake::operate(c10::Stream(c10::Stream::UNSAFE, apex::testing::fake::device(),
+                                           reinterpret_cast<c10::StreamId>(stream)),
+                               "memset", {apex::testing::fake::Region{data, bytes, true}},
+                               [=] { std::memset(data, value, bytes); });
+  return cudaSuccess;
+}
