@@ -18,6 +18,7 @@ from ddp_support import (
     check_near,
     check_same_on_all_ranks,
     gradients,
+    host_channel,
 )
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -186,14 +187,16 @@ def test_builtin_comm_hook_averages(
 
 
 def _sums_in_float32(rank: int, world: int) -> None:
-    """The gradient is the average of narrow values, rounded once."""
+    """The gradient is the average of narrow values, rounded once. Over sockets: in shared memory
+    all sums are."""
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(world, 1, 1000, generator=generator)
     expected = values.to(torch.bfloat16).to(torch.float32).sum(0).div(world).to(torch.bfloat16)
     same = {}
     for name in ("bf16", "bf16_fp32_sum"):
         model = torch.nn.Linear(1000, 1, bias=False)
-        ddp = DistributedDataParallel(model)
+        with host_channel("0"):
+            ddp = DistributedDataParallel(model, process_group=dist.new_group())
         ddp.register_builtin_comm_hook(name)
         ddp(values[rank]).sum().backward()
         same[name] = torch.equal(model.weight.grad, expected.float())

@@ -243,6 +243,41 @@ def test_killed_rank_is_named_at_once(ranks: RankPool) -> None:
     ranks.run(3, _killed, lost=(1,))
 
 
+def _left(rank: int, world: int) -> None:
+    """Rank 1 leaves while it holds a Work that has completed: the others hear of it at once."""
+    one = group(timeout=datetime.timedelta(minutes=10))
+    work = dist.all_reduce(torch.ones(30_000), group=one, async_op=True)
+    work.wait()
+    if rank == 1:
+        dist.destroy_process_group(one)
+    else:
+        with raises(RuntimeError, "rank 1 has let go of the group"):
+            dist.all_reduce(torch.ones(3), group=one)
+    dist.barrier()  # until then, rank 1 holds it
+    check(work.is_completed(), "what has completed stays so")
+
+
+def test_rank_that_has_left_is_named_at_once(ranks: RankPool) -> None:
+    ranks.run(3, _left)
+
+
+def _all_to_all_apart(rank: int, world: int) -> None:
+    """Rank 0 sends one row more to rank 1 than that expects."""
+    one = group()
+    sent = [1, 2] if rank == 0 else [1, 1]
+    received = torch.empty(2)
+    with raises(RuntimeError, "expects" if rank == 1 else ""):
+        dist.all_to_all_single(received, torch.ones(sum(sent)), [1, 1], sent, group=one)
+        dist.barrier(group=one)
+    two = group()
+    with raises(ValueError, "a negative split size, -1"):
+        dist.all_to_all_single(torch.empty(2), torch.ones(2), [3, -1], [1, 1], group=two)
+
+
+def test_all_to_all_of_other_sizes_ends_the_group(ranks: RankPool) -> None:
+    ranks.run(2, _all_to_all_apart)
+
+
 def _destroyed(rank: int, world: int) -> None:
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for i in range(20):

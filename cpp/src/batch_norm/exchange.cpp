@@ -16,9 +16,9 @@
 #include "comm/announcer.h"
 #include "comm/collectives.h"
 #include "comm/failure_report.h"
-#include "comm/host_topology.h"
 #include "distributed/backends.h"
 #include "torch_version.h"
+#include "transport/separate_group.h"
 
 namespace apex::parallel::detail {
 
@@ -181,7 +181,8 @@ Gathered gather_with_headers(const Peers& peers, const at::Tensor& local, Direct
   const int64_t length = static_cast<int64_t>(sizeof(Header)) + bytes;
   const Header mine = header_of(peers, announced < 0 ? bytes : announced, direction, channels);
   const std::string waiting = describe(peers, direction, channels);
-  if (host_channel_of(*peers.group)) return gather_in_memory(peers, local, mine, waiting);
+  const auto host = host_backend_of(*peers.group);
+  if (host && host->shares_memory()) return gather_in_memory(peers, local, mine, waiting);
   if (length > kRoom && announced < 0) {  // the others may have less room
     gather_with_headers(peers, local.narrow(0, 0, 0), direction, channels, bytes);
   }
@@ -265,7 +266,7 @@ at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Direction dir
   }
   const std::string what = describe(peers, direction, channels);
   run_collective(what, *peers.group, [&] {
-    return issue_all_gather(what, *peers.group, gathered, local, Way::kImmediate);
+    return issue_all_gather(what, *peers.group, gathered, local, Enqueue::kOnCurrentStream);
   });
   return gathered;
 }
@@ -289,7 +290,8 @@ void all_reduce(const Peers& peers, at::Tensor& tensor, Direction direction, int
   }
   const std::string what = describe(peers, direction, channels);
   run_collective(what, *peers.group, [&] {
-    return issue_all_reduce(what, *peers.group, tensor, c10d::ReduceOp::SUM, Way::kImmediate);
+    return issue_all_reduce(what, *peers.group, tensor, c10d::ReduceOp::SUM,
+                            Enqueue::kOnCurrentStream);
   });
 }
 

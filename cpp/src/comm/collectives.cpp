@@ -17,11 +17,11 @@
 #include "comm/error_text.h"
 #include "comm/failure_listener.h"
 #include "comm/group_record.h"
-#include "comm/host_topology.h"
 #include "distributed/backends.h"
 #include "interruption.h"
 #include "tensor_parts.h"
 #include "torch_version.h"
+#include "transport/separate_group.h"
 
 namespace apex::parallel {
 
@@ -110,21 +110,6 @@ void wait_or_hear(const c10d::ProcessGroup& group,
   }
 }
 
-/// Before `what` is issued on a HostChannel or a HostHierarchy: waits, if this rank is too far
-/// ahead, and hears there what it hears in any wait.
-template <typename Channel>
-void wait_for_room(const std::string& what, const c10d::ProcessGroup& group, Channel& channel) {
-  const auto since = std::chrono::steady_clock::now();
-  try {
-    if (channel.wait_for_room(since, std::chrono::milliseconds(0))) return;
-    wait_or_hear(group, [&](std::chrono::milliseconds slice) {
-      return channel.wait_for_room(since, slice);
-    });
-  } catch (...) {
-    throw_on(what, group);
-  }
-}
-
 void require_memory(const std::string& what, const at::Tensor& tensor) {
   if (has_memory(tensor)) return;
   throw InvalidArgument(what +
@@ -132,30 +117,46 @@ void require_memory(const std::string& what, const at::Tensor& tensor) {
                         "tensor, or one on the meta device)");
 }
 
-/// For each collective: the channel that carries such tensors, with room for one more collective,
+/// For each collective: the backend that carries such tensors, with room for one more collective,
 /// or null.
-std::shared_ptr<HostChannel> channel_for(const std::string& what, const c10d::ProcessGroup& group,
-                                         Way way, at::ArrayRef<at::Tensor> tensors) {
+c10::intrusive_ptr<HostBackend> host_backend_for(const std::string& what,
+                                                 const c10d::ProcessGroup& group,
+                                                 at::ArrayRef<at::Tensor> tensors) {
   require_own_process(group);
   for (const at::Tensor& tensor : tensors) require_memory(what, tensor);
-  if (way == Way::kBackend) return nullptr;
   const auto fits = [](const at::Tensor& one) { return one.is_cpu() && one.is_contiguous(); };
   if (!std::all_of(tensors.begin(), tensors.end(), fits)) return nullptr;
-  auto channel = host_channel_of(group);
-  if (channel) wait_for_room(what, group, *channel);
-  return channel;
+  auto backend = host_backend_of(group);
+  if (!backend) return nullptr;
+  // If this rank is too far ahead, it waits, and hears there what it hears in any wait.
+  const auto since = std::chrono::steady_clock::now();
+  try {
+    if (!backend->wait_for_room(since, std::chrono::milliseconds(0))) {
+      wait_or_hear(group, [&](std::chrono::milliseconds slice) {
+        return backend->wait_for_room(since, slice);
+      });
+    }
+  } catch (...) {
+    throw_on(what, group);
+  }
+  return backend;
+}
+
+/// call_collective() on `backend`.
+template <typename Call>
+c10::intrusive_ptr<c10d::Work> call_named(const std::string& what, const c10d::ProcessGroup& group,
+                                          Call&& call) {
+  return call_collective(what, group, [&] {
+    const NamedCollective named(what);
+    return call();
+  });
 }
 
 bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group,
                    const std::function<void()>& meanwhile) {
-  if (auto* const host = dynamic_cast<HostWork*>(&work)) {
+  if (auto* const sliced = dynamic_cast<SlicedWork*>(&work)) {
     wait_or_hear(
-        group, [&](std::chrono::milliseconds slice) { return host->wait_for(slice); }, meanwhile);
-    return true;
-  }
-  if (auto* const hosts = dynamic_cast<HierarchyWork*>(&work)) {
-    wait_or_hear(
-        group, [&](std::chrono::milliseconds slice) { return hosts->wait_for(slice); }, meanwhile);
+        group, [&](std::chrono::milliseconds slice) { return sliced->wait_for(slice); }, meanwhile);
     return true;
   }
   // In this order: whether it has completed may not be asked while a graph is captured.
@@ -202,54 +203,44 @@ void throw_communication_error(const std::string& what, const c10d::ProcessGroup
 
 c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& tensor,
-                                                c10d::ReduceOp::RedOpType op, Way way) {
-  if (const auto channel = channel_for(what, group, way, {tensor})) {
-    if (HostChannel::can_all_reduce(tensor, op))
-      return call_collective(what, group, [&] { return channel->all_reduce(what, tensor, op); });
-  }
+                                                c10d::ReduceOp::RedOpType op, Enqueue on) {
+  const auto backend = host_backend_for(what, group, {tensor});
   std::vector<at::Tensor> message{tensor};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
-  options.asyncOp = way != Way::kImmediate;
+  options.asyncOp = on == Enqueue::kOnOwnStream;
+  if (backend && backend->can_all_reduce(tensor, op))
+    return call_named(what, group, [&] { return backend->allreduce(message, options); });
   return call_collective(what, group, [&] { return group.allreduce(message, options); });
-}
-
-c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
-                                                HostHierarchy& hierarchy, const at::Tensor& tensor,
-                                                c10d::ReduceOp::RedOpType op) {
-  require_memory(what, tensor);
-  wait_for_room(what, group, hierarchy);
-  return call_collective(what, group, [&] { return hierarchy.all_reduce(what, tensor, op); });
 }
 
 c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::ProcessGroup& group,
                                                const at::Tensor& tensor, int64_t root) {
-  if (const auto channel = channel_for(what, group, Way::kQueued, {tensor}))
-    return call_collective(what, group, [&] { return channel->broadcast(what, {tensor}, root); });
+  const auto backend = host_backend_for(what, group, {tensor});
   std::vector<at::Tensor> message{tensor};
   c10d::BroadcastOptions options;
   options.rootRank = root;
+  if (backend) return call_named(what, group, [&] { return backend->broadcast(message, options); });
   return call_collective(what, group, [&] { return group.broadcast(message, options); });
 }
 
 c10::intrusive_ptr<c10d::Work> issue_broadcast_of_changes(
     const std::string& what, c10d::ProcessGroup& group, const std::vector<at::Tensor>& parts,
     int64_t root, const std::shared_ptr<std::vector<uint8_t>>& changed) {
-  const auto channel = channel_for(what, group, Way::kQueued, parts);
-  if (!channel) return nullptr;
-  return call_collective(what, group,
-                         [&] { return channel->broadcast(what, parts, root, changed); });
+  const auto backend = host_backend_for(what, group, parts);
+  if (!backend || !backend->shares_memory()) return nullptr;
+  return call_named(what, group, [&] { return backend->broadcast_changes(parts, root, changed); });
 }
 
 c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& gathered, const at::Tensor& share,
-                                                Way way) {
-  if (const auto channel = channel_for(what, group, way, {gathered, share}))
-    return call_collective(what, group,
-                           [&] { return channel->all_gather(what, {gathered}, share); });
+                                                Enqueue on) {
   at::Tensor output = gathered, input = share;
   c10d::AllgatherOptions options;
-  options.asyncOp = way != Way::kImmediate;
+  options.asyncOp = on == Enqueue::kOnOwnStream;
+  if (const auto backend = host_backend_for(what, group, {gathered, share}))
+    return call_named(what, group,
+                      [&] { return backend->_allgather_base(output, input, options); });
   if (!detail::has_backend(group, gathered.device().type())) {
     // A group that is written in Python, which has the collectives of lists only.
     std::vector<std::vector<at::Tensor>> outputs{gathered.view({-1}).chunk(group.getSize())};
@@ -263,14 +254,13 @@ c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::P
 c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& received, const at::Tensor& sent,
                                                 const std::vector<int64_t>& received_numel,
-                                                const std::vector<int64_t>& sent_numel, Way way) {
-  if (const auto channel = channel_for(what, group, way, {received, sent})) {
-    return call_collective(what, group, [&] {
-      return channel->all_to_all(what, received, sent, received_numel, sent_numel);
-    });
-  }
+                                                const std::vector<int64_t>& sent_numel) {
   at::Tensor output = received, input = sent;
   std::vector<int64_t> to = received_numel, from = sent_numel;
+  if (const auto backend = host_backend_for(what, group, {received, sent}))
+    return call_named(what, group, [&] {
+      return backend->alltoall_base(output, input, to, from, c10d::AllToAllOptions());
+    });
   return call_collective(what, group,
                          [&] { return detail::all_to_all_single(group, output, input, to, from); });
 }

@@ -21,8 +21,6 @@
 
 namespace apex::parallel {
 
-class HostHierarchy;
-
 /// Throws CommunicationError that carries the rank, `what`, the cause, and what report_failure()
 /// finds out, for which it blocks; call it in a catch block or with a captured exception.
 inline constexpr const char* kLookAtOthers =
@@ -58,25 +56,19 @@ c10::intrusive_ptr<c10d::Work> call_collective(const std::string& what,
   }
 }
 
-/// How a collective is to travel.
-enum class Way {
-  kQueued,     ///< between ranks of one host through their memory, see host_channel_of()
-  kImmediate,  ///< so, too; NCCL enqueues it on the current stream, without an event in between,
-               ///< and there may be no Work
-  kBackend,    ///< through the group's backend, whose Work has a future
+/// How NCCL is to run a collective.
+enum class Enqueue {
+  kOnOwnStream,
+  kOnCurrentStream,  ///< without an event in between; there may be no Work
 };
 
-/// The collectives, each of one tensor, in place. They do not wait for other ranks, except that one
-/// which is ahead of them by as many collectives as a HostChannel holds waits until it is not, as
-/// wait_collective() does.
+/// The collectives, each of one tensor, in place. Those of CPU tensors take host_backend_of(). They
+/// do not wait for other ranks, unless this rank is ahead by as many collectives as a HostChannel
+/// holds.
 c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& tensor,
                                                 c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM,
-                                                Way way = Way::kQueued);
-/// Between hosts, by their hierarchy.
-c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
-                                                HostHierarchy& hierarchy, const at::Tensor& tensor,
-                                                c10d::ReduceOp::RedOpType op);
+                                                Enqueue on = Enqueue::kOnOwnStream);
 c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::ProcessGroup& group,
                                                const at::Tensor& tensor, int64_t root);
 /// Of several contiguous tensors on the CPU as one message, between ranks that share memory; else
@@ -88,13 +80,12 @@ c10::intrusive_ptr<c10d::Work> issue_broadcast_of_changes(
 /// Equal shares: `gathered` has world_size times the elements of `share`.
 c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& gathered, const at::Tensor& share,
-                                                Way way = Way::kQueued);
+                                                Enqueue on = Enqueue::kOnOwnStream);
 /// By rank so many elements each; no numbers: as many for everybody.
 c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& received, const at::Tensor& sent,
                                                 const std::vector<int64_t>& received_numel = {},
-                                                const std::vector<int64_t>& sent_numel = {},
-                                                Way way = Way::kQueued);
+                                                const std::vector<int64_t>& sent_numel = {});
 
 /// Waits for `work` as its backend does: the host for CPU backends, the current stream for NCCL.
 /// Over Gloo it gives up when another rank has reported a failure of the group: those who failed

@@ -11,7 +11,7 @@
 
 #include "comm/bounded_call.h"
 #include "comm/failure_report.h"
-#include "comm/host_topology.h"
+#include "comm/host_channel.h"
 #include "distributed/backends.h"
 #include "interruption.h"
 

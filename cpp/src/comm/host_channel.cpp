@@ -370,7 +370,7 @@ HostChannel::WorkPtr HostChannel::all_to_all(const std::string& what, const at::
   auto operation = std::make_shared<HostOperation>();
   operation->what = what;
   operation->output = received;
-  operation->rooms = bytes_of(received, received_numel);
+  operation->received = bytes_of(received, received_numel);
   const std::vector<int64_t> lengths = bytes_of(sent, sent_numel);
   // What is for whom, then the data.
   const size_t head = sizeof(int64_t) * static_cast<size_t>(size_);

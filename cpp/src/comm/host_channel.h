@@ -20,6 +20,7 @@
 
 #include "comm/host_memory.h"
 #include "comm/process_state.h"
+#include "comm/sliced_work.h"
 
 namespace apex::parallel {
 
@@ -55,9 +56,8 @@ class HostChannel;
 struct HostOperation;
 enum class HostKind : uint8_t;
 
-/// A collective of a HostChannel. It makes progress while it is asked or waited for; it has no
-/// future.
-class HostWork final : public c10d::Work {
+/// A collective of a HostChannel. It makes progress while it is asked or waited for.
+class HostWork final : public SlicedWork {
  public:
   HostWork(std::shared_ptr<HostChannel> channel, std::shared_ptr<HostOperation> operation);
   /// Does not block, but may do this rank's part.
@@ -65,16 +65,13 @@ class HostWork final : public c10d::Work {
   bool isSuccess() const override;
   /// @throws Error if a peer has ended, says that it has failed, or is in another collective, or
   /// when time is up.
-  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
-  void synchronize() override { wait(); }
-  /// Waits for so long, or until `interrupted` says so (see HostChannel::wake()), and returns
-  /// whether it has completed.
-  bool wait_for(std::chrono::milliseconds slice, const std::function<bool()>& interrupted = {});
+  bool wait_for(std::chrono::milliseconds slice) override { return wait_for(slice, {}); }
+  /// The same until `interrupted` says so (see HostChannel::wake()).
+  bool wait_for(std::chrono::milliseconds slice, const std::function<bool()>& interrupted);
   /// From now on it has so long to complete, in place of the channel's timeout.
   void within(std::chrono::milliseconds timeout);
-  /// It has to complete on the other ranks without this one, which does something else before it
-  /// waits, for as long as that takes. A Work that is dropped is handed over.
-  void hand_over();
+  /// Hands this rank's part over, as the destructor does.
+  void leave() override;
   ~HostWork() override;
 
  private:
@@ -87,7 +84,7 @@ class HostWork final : public c10d::Work {
 /// Thread safe.
 class HostChannel : public std::enable_shared_from_this<HostChannel> {
  public:
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using WorkPtr = c10::intrusive_ptr<HostWork>;
 
   struct Peer {
     std::unique_ptr<PeerMemory> memory;  ///< null for this rank
@@ -141,8 +138,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   /// Each rank gets its share of an all_reduce() of `sent`, which is as `gathered` above.
   WorkPtr reduce_scatter(const std::string& what, const at::Tensor& received,
                          const std::vector<at::Tensor>& sent, c10d::ReduceOp::RedOpType op);
-  /// By rank so many elements of the first dimension; none given: as many for everybody. What
-  /// arrives may be shorter than the room for it.
+  /// Numbers of elements of the first dimension, by rank; none given: the same number for each.
   WorkPtr all_to_all(const std::string& what, const at::Tensor& received, const at::Tensor& sent,
                      const std::vector<int64_t>& received_numel,
                      const std::vector<int64_t>& sent_numel);

@@ -187,12 +187,13 @@ void HostChannel::take_message(Operation& operation, const std::vector<char*>& f
         const auto* lengths = reinterpret_cast<const int64_t*>(from[peer]);
         const char* data = from[peer] + sizeof(int64_t) * static_cast<size_t>(size_);
         for (int before = 0; before < rank_; ++before) data += lengths[before];
-        if (lengths[rank_] > operation.rooms[peer]) {
+        const int64_t expected = operation.received[peer];
+        if (lengths[rank_] != expected) {
           fail(operation.what + ": " + name_of(peer) + " sends " + std::to_string(lengths[rank_]) +
-               " bytes, and there is room for " + std::to_string(operation.rooms[peer]));
+               " bytes, and this rank expects " + std::to_string(expected));
         }
-        copy_bytes(out, data, static_cast<size_t>(lengths[rank_]));
-        out += operation.rooms[peer];
+        copy_bytes(out, data, static_cast<size_t>(expected));
+        out += expected;
       }
       break;
     case HostKind::kSumShares:

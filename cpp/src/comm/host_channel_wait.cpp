@@ -187,14 +187,14 @@ void HostChannel::give_up(const std::string& why) noexcept {
 // --- HostWork ---
 
 HostWork::HostWork(std::shared_ptr<HostChannel> channel, std::shared_ptr<HostOperation> operation)
-    : Work(channel->rank_, c10d::OpType::UNKNOWN),
+    : SlicedWork(channel->rank_, c10d::OpType::UNKNOWN),
       channel_(std::move(channel)),
       operation_(std::move(operation)),
       timeout_(channel_->timeout_) {}
 
-HostWork::~HostWork() { hand_over(); }
+HostWork::~HostWork() { leave(); }
 
-void HostWork::hand_over() {
+void HostWork::leave() {
   if (this_pid() != channel_->pid_) return;
   const HostChannel::Held held(*channel_);
   if (channel_->failure_.empty()) channel_->hand_over(*operation_);
@@ -236,16 +236,6 @@ void HostWork::within(milliseconds timeout) {
   const HostChannel::Held held(*channel_);
   timeout_ = timeout;
   deadline_ = Clock::now() + timeout;
-}
-
-bool HostWork::wait(milliseconds timeout) {
-  const Clock::time_point end =
-      timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
-  for (;;) {
-    const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
-    if (wait_for(std::clamp(left, milliseconds(0), milliseconds(1000)))) return true;
-    if (Clock::now() >= end) throw Error("the collective has not completed in time");
-  }
 }
 
 }  // namespace apex::parallel

@@ -19,10 +19,10 @@
 
 #include <apex/error.h>
 
+#include "comm/endings.h"
 #include "comm/error_text.h"
 #include "comm/host_step.h"
 #include "comm/host_sum.h"
-#include "comm/separate_group.h"
 #include "torch_version.h"
 
 namespace apex::parallel {
@@ -41,13 +41,14 @@ constexpr int64_t kLeastPiece = int64_t{4} << 10;
 constexpr milliseconds kNap{20};
 constexpr milliseconds kLong{1000};
 
-HostWork& on_host(const c10::intrusive_ptr<c10d::Work>& work) {
-  return static_cast<HostWork&>(*work);
-}
-
 /// Bytes of `of`, which it holds: what travels may outlive its operation, if that has failed.
 at::Tensor bytes_of(const at::Tensor& of, char* data, int64_t bytes) {
   return at::from_blob(data, {bytes}, [held = of](void*) mutable { held.reset(); }, at::kByte);
+}
+
+c10::intrusive_ptr<c10d::Work> all_gather(c10d::Backend& backend, at::Tensor& gathered,
+                                          at::Tensor& share) {
+  return backend._allgather_base(gathered, share, c10d::AllgatherOptions());
 }
 
 char* data_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.mutable_data_ptr()); }
@@ -68,15 +69,15 @@ struct HierarchyOperation {
   at::Tensor tensor;  ///< real-valued and flat
   Op op = Op::SUM;
   std::atomic<Stage> stage{Stage::kHostSums};
-  c10::intrusive_ptr<c10d::Work> sum;  ///< of the host; null where there is one rank
-  char* share = nullptr;               ///< of this rank, in `tensor`
-  int64_t numel = 0;                   ///< of the share
+  HostChannel::WorkPtr sum;  ///< of the host; null where there is one rank
+  char* share = nullptr;     ///< of this rank, in `tensor`
+  int64_t numel = 0;         ///< of the share
   bool in_pieces = false;
   at::Tensor received;  ///< from the column
   at::Tensor piece;
   c10::intrusive_ptr<c10d::Work> exchange;          ///< that runs in the column
   c10::intrusive_ptr<c10::ivalue::Future> arrival;  ///< its future
-  std::vector<c10::intrusive_ptr<c10d::Work>> results;
+  std::vector<HostChannel::WorkPtr> results;
 };
 
 using OperationPtr = std::shared_ptr<HierarchyOperation>;
@@ -141,7 +142,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
     for (const auto& result : operation.results) {
       const auto left = std::chrono::duration_cast<milliseconds>(until - Clock::now());
       try {
-        if (!on_host(result).wait_for(std::max(left, milliseconds(0)))) return false;
+        if (!result->wait_for(std::max(left, milliseconds(0)))) return false;
       } catch (...) {
         fail(std::current_exception());
         throw;
@@ -236,7 +237,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
     switch (operation.stage.load()) {
       case Stage::kHostSums:
         if (before == Stage::kHostSums) return false;
-        if (operation.sum && !on_host(operation.sum).wait_for(milliseconds(0))) return false;
+        if (operation.sum && !operation.sum->wait_for(milliseconds(0))) return false;
         operation.sum.reset();
         APEX_HOST_STEP("host summed");
         begin_exchange(operation);
@@ -270,7 +271,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
   void sleep(const std::vector<OperationPtr>& operations) {
     for (const OperationPtr& one : operations) {
       if (one->stage != Stage::kHostSums) continue;
-      on_host(one->sum).wait_for(kLong, [this] { return news_.load(); });
+      one->sum->wait_for(kLong, [this] { return news_.load(); });
       return;
     }
     std::unique_lock<std::mutex> lock(mutex_);
@@ -323,7 +324,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
     operation.stage = Stage::kExchanging;
     if (!operation.in_pieces) {
       operation.received = at::empty({hosts() * bytes}, at::kByte);
-      in_flight(operation, detail::all_gather_single(*links_.exchange, operation.received, share));
+      in_flight(operation, all_gather(*links_.exchange, operation.received, share));
       return;
     }
     std::vector<int64_t> sent;
@@ -331,8 +332,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
     const int64_t mine = sent[static_cast<size_t>(layout.host)];
     std::vector<int64_t> received(sent.size(), mine);
     operation.received = at::empty({hosts() * mine}, at::kByte);
-    in_flight(operation, detail::all_to_all_single(*links_.exchange, operation.received, share,
-                                                   received, sent));
+    in_flight(operation, links_.exchange->alltoall_base(operation.received, share, received, sent));
   }
 
   int64_t piece_numel(const HierarchyOperation& operation, int host) const {
@@ -362,8 +362,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
   void begin_gather(HierarchyOperation& operation) {
     operation.received = at::empty({hosts() * operation.piece.numel()}, at::kByte);
     operation.stage = Stage::kGathering;
-    in_flight(operation,
-              detail::all_gather_single(*links_.gather, operation.received, operation.piece));
+    in_flight(operation, all_gather(*links_.gather, operation.received, operation.piece));
   }
 
   void join_pieces(HierarchyOperation& operation) {
@@ -438,8 +437,8 @@ bool HostHierarchy::wait_for_room(Clock::time_point since, milliseconds slice) {
   return !core_->is_own() || !sums || sums->wait_for_room(since, slice);  // all_reduce() tells
 }
 
-c10::intrusive_ptr<c10d::Work> HostHierarchy::all_reduce(const std::string& what,
-                                                         const at::Tensor& tensor, Op op) {
+HostHierarchy::WorkPtr HostHierarchy::all_reduce(const std::string& what, const at::Tensor& tensor,
+                                                 Op op) {
   core_->require_own_process();
   auto operation = std::make_shared<HierarchyOperation>();
   operation->what = what;
@@ -463,22 +462,14 @@ void HostHierarchy::give_up(const std::string& why) noexcept {
 
 HierarchyWork::HierarchyWork(std::shared_ptr<HierarchyCore> core,
                              std::shared_ptr<HierarchyOperation> operation)
-    : Work(-1, c10d::OpType::UNKNOWN), core_(std::move(core)), operation_(std::move(operation)) {}
+    : SlicedWork(-1, c10d::OpType::UNKNOWN),
+      core_(std::move(core)),
+      operation_(std::move(operation)) {}
 
 bool HierarchyWork::isCompleted() { return core_->is_completed(*operation_); }
 
 bool HierarchyWork::isSuccess() const { return core_->is_completed(*operation_); }
 
 bool HierarchyWork::wait_for(milliseconds slice) { return core_->wait_for(*operation_, slice); }
-
-bool HierarchyWork::wait(milliseconds timeout) {
-  const Clock::time_point end =
-      timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
-  for (;;) {
-    const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
-    if (wait_for(std::clamp(left, milliseconds(0), kLong))) return true;
-    if (Clock::now() >= end) throw Error("the collective has not completed in time");
-  }
-}
 
 }  // namespace apex::parallel

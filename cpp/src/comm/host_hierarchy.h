@@ -10,7 +10,7 @@
 #include <string>
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -52,18 +52,15 @@ namespace apex::parallel {
 class HierarchyCore;
 struct HierarchyOperation;
 
-/// An all-reduce of a HostHierarchy. It makes progress on its own; it has no future.
-class HierarchyWork final : public c10d::Work {
+/// An all-reduce of a HostHierarchy. It makes progress on its own.
+class HierarchyWork final : public SlicedWork {
  public:
   HierarchyWork(std::shared_ptr<HierarchyCore> core, std::shared_ptr<HierarchyOperation> operation);
   bool isCompleted() override;
   bool isSuccess() const override;
   /// @throws Error if a peer of this host has ended or says that it has failed; the network's error
   /// if that fails, or the timeout is over, which counts from where a stage begins, as Gloo's does.
-  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
-  void synchronize() override { wait(); }
-  /// Waits for so long, and returns whether it has completed.
-  bool wait_for(std::chrono::milliseconds slice);
+  bool wait_for(std::chrono::milliseconds slice) override;
 
  private:
   const std::shared_ptr<HierarchyCore> core_;
@@ -72,16 +69,18 @@ class HierarchyWork final : public c10d::Work {
 
 /// What the stages travel on.
 struct HierarchyLinks {
-  using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
   std::shared_ptr<HostChannel> sums;     ///< stage 1; null where this rank is alone on its host
   std::shared_ptr<HostChannel> results;  ///< stage 4; so is this
-  GroupPtr exchange;  ///< stage 2: the ranks of the column; null for ranks in none
-  GroupPtr gather;    ///< stage 3; null, too, if there are two hosts
+  BackendPtr exchange;  ///< stage 2: the ranks of the column; null for ranks in none
+  BackendPtr gather;    ///< stage 3; null, too, if there are two hosts
 };
 
 /// Thread safe.
 class HostHierarchy {
  public:
+  using WorkPtr = c10::intrusive_ptr<HierarchyWork>;
+
   HostHierarchy(HostLayout layout, HierarchyLinks links);
   /// What was issued is carried through, on another thread, unless something has failed.
   ~HostHierarchy();
@@ -100,8 +99,8 @@ class HostHierarchy {
   /// `tensor` is contiguous, on the CPU, and stays as it is until the work has completed. `what`
   /// names it in errors. Does not wait for other ranks, as HostChannel::all_reduce() does not.
   /// @throws Error if one has failed before, or the process was forked since.
-  c10::intrusive_ptr<c10d::Work> all_reduce(const std::string& what, const at::Tensor& tensor,
-                                            c10d::ReduceOp::RedOpType op);
+  WorkPtr all_reduce(const std::string& what, const at::Tensor& tensor,
+                     c10d::ReduceOp::RedOpType op);
 
   /// A zeroed tensor, in memory from which all_reduce() copies nothing inside the host.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options) const;

@@ -89,13 +89,13 @@ struct HostOperation {
   std::vector<at::Tensor> parts;
   /// By part: whether it was written. Null: all of them are.
   std::shared_ptr<std::vector<uint8_t>> changed;
-  int64_t bytes = 0;             ///< of it
-  std::vector<int64_t> rooms;    ///< all-to-all: bytes for each rank in output
-  std::shared_ptr<char> staged;  ///< what peers read, if it is a copy
-  std::vector<char*> messages;   ///< summed by shares: of each rank, as its peers see them
-  bool keeps_part = false;       ///< of its own message, the part is in `output` only
-  bool begun = false;            ///< all ranks have posted it, and this one has looked at it
-  bool completed = false;        ///< the result is there
+  int64_t bytes = 0;              ///< of it
+  std::vector<int64_t> received;  ///< all-to-all: bytes of each rank in output
+  std::shared_ptr<char> staged;   ///< what peers read, if it is a copy
+  std::vector<char*> messages;    ///< summed by shares: of each rank, as its peers see them
+  bool keeps_part = false;        ///< of its own message, the part is in `output` only
+  bool begun = false;             ///< all ranks have posted it, and this one has looked at it
+  bool completed = false;         ///< the result is there
 };
 
 /// The mutex, held. Tensors are let go of when it is not: their last reference may be Python's,

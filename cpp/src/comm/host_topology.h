@@ -6,7 +6,8 @@
 #include <chrono>
 #include <memory>
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "comm/host_channel.h"
 #include "comm/host_hierarchy.h"
@@ -26,27 +27,20 @@ namespace apex::parallel {
 // their counterparts on the others (Note [Columns]); if that fails anywhere, all ranks of all hosts
 // keep to the process group.
 
-/// The channel between the ranks of `group`, made at the first call; null where they have none:
-/// APEX_HOST_CHANNEL=0 on any rank, ranks on different hosts, in one process, or that cannot share
-/// memory, a group of one rank or without Gloo. The same on all ranks. The first call is collective
-/// and blocks. Thread safe.
-/// @throws CommunicationError in the first call.
-std::shared_ptr<HostChannel> host_channel_of(const c10d::ProcessGroup& group);
+/// How the ranks of a backend reach each other without it; both are null where they do not.
+struct HostLinks {
+  std::shared_ptr<HostChannel> channel;      ///< all ranks are on one host
+  std::shared_ptr<HostHierarchy> hierarchy;  ///< they are on several, one of which has several
+};
 
-/// A channel of one rank; null where host_channel_of() would be.
-std::shared_ptr<HostChannel> channel_of_one(std::chrono::milliseconds timeout);
-
-/// The hierarchy for sums of a group whose ranks are on several hosts, of which one has several;
-/// null where they have none, as above, and for groups on one host. For groups that only this
-/// package uses: it makes connections, which end with drop_host_channel(). The same on all ranks.
-/// The first call is collective, and blocks. Thread safe.
-/// @throws CommunicationError in the first call.
-std::shared_ptr<HostHierarchy> host_hierarchy_of(const c10d::ProcessGroup& group);
-
-/// The same where host_hierarchy_of() has been called, else null. Does not block.
-std::shared_ptr<HostHierarchy> find_host_hierarchy(const c10d::ProcessGroup& group);
-
-/// `group` is ending: so do its channel and its hierarchy, and peers that wait there hear of it.
-void drop_host_channel(const c10d::ProcessGroup& group) noexcept;
+/// Connects the ranks of `backend`, which gathers on the CPU. Both links are null with
+/// APEX_HOST_CHANNEL=0 on any rank, for ranks in one process, and for those that cannot share
+/// memory; the same on all ranks. Collective; blocks for the timeout at most.
+/// @param gloo   connects to the counterparts on other hosts; null: no hierarchy is made.
+/// @param store  in which nothing has used the keys below "apex/hosts/".
+/// @throws c10::Error, and what the backend throws.
+HostLinks connect_host(c10d::Backend& backend, const c10::intrusive_ptr<c10d::Backend>& gloo,
+                       const c10::intrusive_ptr<c10d::Store>& store,
+                       std::chrono::milliseconds timeout);
 
 }  // namespace apex::parallel

@@ -10,11 +10,11 @@
 #include <apex/parallel/model_sync.h>
 
 #include "comm/collectives.h"
+#include "comm/endings.h"
 #include "comm/failure_listener.h"
 #include "comm/failure_report.h"
-#include "comm/host_topology.h"
-#include "comm/separate_group.h"
 #include "torch_version.h"
+#include "transport/separate_group.h"
 
 namespace apex::parallel {
 
@@ -65,8 +65,6 @@ void Membership::separate() {
                                std::to_string(name) + "/" + std::to_string(i);
     groups[i] = make_separate_group(groups[i], unique);
     hear_too(*groups[i], *parent);
-    host_channel_of(*groups[i]);
-    host_hierarchy_of(*groups[i]);
   }
 }
 

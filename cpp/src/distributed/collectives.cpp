@@ -12,11 +12,11 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
-#include "comm/host_topology.h"
 #include "comm/received_values.h"
 #include "distributed/backends.h"
 #include "floating_point_mode.h"
 #include "torch_version.h"
+#include "transport/separate_group.h"
 
 namespace apex::distributed {
 
@@ -83,7 +83,8 @@ bool lacks_average(const at::Tensor& tensor, c10d::ProcessGroup& group) {
   const auto type = tensor.device().type();
   if (!parallel::detail::has_backend(group, type)) return true;  // written in Python: nobody knows
   if (!gloo_timeout(*group.getBackend(type))) return false;
-  return !tensor.is_cpu() || !parallel::host_channel_of(group);
+  const auto host = tensor.is_cpu() ? parallel::host_backend_of(group) : nullptr;
+  return !host || !host->averages();
 }
 
 /// What is only moved travels as bytes: backends do not take every dtype.

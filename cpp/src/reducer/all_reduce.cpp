@@ -7,10 +7,10 @@
 #include <c10/core/TensorImpl.h>
 
 #include "comm/collectives.h"
-#include "comm/host_topology.h"
 #include "reducer/averaging.h"
 #include "reducer/reduction.h"
 #include "torch_version.h"
+#include "transport/separate_group.h"
 
 namespace apex::parallel::detail {
 
@@ -65,43 +65,19 @@ class Loan {
 
 class AllReduce final : public Reduction {
  public:
-  AllReduce(GroupPtr group, std::shared_ptr<HostChannel> channel,
-            std::shared_ptr<HostHierarchy> hierarchy, bool averages)
-      : group_(std::move(group)),
-        channel_(std::move(channel)),
-        hierarchy_(std::move(hierarchy)),
-        averages_(averages) {}
+  AllReduce(GroupPtr group, ReductionTraits traits) : group_(std::move(group)), traits_(traits) {}
 
-  ReductionTraits traits() const override {
-    ReductionTraits traits;
-    traits.averages = averages_;
-    traits.shares_memory = channel_ != nullptr;
-    traits.across_hosts = hierarchy_ != nullptr;
-    return traits;
-  }
-
-  std::function<at::Tensor(int64_t, const at::TensorOptions&)> allocator() const override {
-    if (hierarchy_) {
-      return [hierarchy = hierarchy_](int64_t numel, const at::TensorOptions& options) {
-        return hierarchy->allocate(numel, options);
-      };
-    }
-    if (!channel_) return {};
-    return [channel = channel_](int64_t numel, const at::TensorOptions& options) {
-      return channel->allocate(numel, options);
-    };
-  }
+  ReductionTraits traits() const override { return traits_; }
 
   std::string describe() const override { return "all-reduce of bucket "; }
 
   void start(const BucketMessage& bucket, const at::Tensor& tensor,
              const std::string& what) override {
-    const auto op = averages_ ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+    const auto op = traits_.averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
     const bool is_gradient = bucket.kind() == BucketMessage::Kind::kInPlace;
     if (is_gradient && !tensor.is_cpu()) loan_ = Loan(tensor);
     const at::Tensor& given = loan_.tensor().defined() ? loan_.tensor() : tensor;
-    work_ = hierarchy_ ? issue_all_reduce(what, *group_, *hierarchy_, given, op)
-                       : issue_all_reduce(what, *group_, given, op);
+    work_ = issue_all_reduce(what, *group_, given, op);
   }
 
   void wait(const std::string& what, const std::function<void()>& meanwhile) override {
@@ -114,15 +90,16 @@ class AllReduce final : public Reduction {
   bool done() const override { return work_ && work_->isCompleted() && !work_->exception(); }
 
   FuturePtr future() const override {
+    if (traits_.shares_memory || traits_.across_hosts) return nullptr;  // it would take a thread
     try {
-      return work_ && !channel_ && !hierarchy_ ? work_->getFuture() : nullptr;
+      return work_ ? work_->getFuture() : nullptr;
     } catch (const std::exception&) {
       return nullptr;  // not every backend has them
     }
   }
 
   void leave() override {
-    if (auto* const work = dynamic_cast<HostWork*>(work_.get())) work->hand_over();
+    if (auto* const work = dynamic_cast<SlicedWork*>(work_.get())) work->leave();
   }
 
   void drop() noexcept override {
@@ -132,9 +109,7 @@ class AllReduce final : public Reduction {
 
  private:
   const GroupPtr group_;
-  const std::shared_ptr<HostChannel> channel_;      ///< that buckets take; may be null
-  const std::shared_ptr<HostHierarchy> hierarchy_;  ///< so; one of both is null
-  const bool averages_;
+  const ReductionTraits traits_;
   c10::intrusive_ptr<c10d::Work> work_;
   Loan loan_;  ///< of a gradient that is reduced where it lies, on a device
 };
@@ -143,16 +118,16 @@ class AllReduce final : public Reduction {
 
 std::unique_ptr<Reduction> make_all_reduce(const ReductionSite& site) {
   const auto type = site.device.type();
-  auto channel = type == at::kCPU ? host_channel_of(*site.group) : nullptr;
-  auto hierarchy = type == at::kCPU ? find_host_hierarchy(*site.group) : nullptr;
+  const auto host = type == at::kCPU ? host_backend_of(*site.group) : nullptr;
+  ReductionTraits traits;
+  traits.shares_memory = host && host->shares_memory();
+  traits.across_hosts = host && host->sums_by_host();
   // NCCL and sums in shared memory divide while they sum; others leave the division to us.
   const bool nccl = type != at::kCPU && has_backend(*site.group, type) &&
                     is_nccl(site.group->getBackend(type)->getBackendName()) &&
                     nccl_averages_well(site.dtype, site.group->getSize());
-  const bool averages =
-      site.plain_average && (nccl || channel || (hierarchy && hierarchy->averages()));
-  return std::make_unique<AllReduce>(site.group, std::move(channel), std::move(hierarchy),
-                                     averages);
+  traits.averages = site.plain_average && (nccl || (host && host->averages()));
+  return std::make_unique<AllReduce>(site.group, traits);
 }
 
 }  // namespace apex::parallel::detail

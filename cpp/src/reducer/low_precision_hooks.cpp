@@ -54,9 +54,7 @@ class CompressHook final : public CommHook {
         static_cast<size_t>(bucket.buffer.element_size()) > c10::elementSize(wire_);
     at::Tensor message = narrows ? bucket.buffer.to(wire_) : bucket.buffer;
     message.div_(group_->getSize());
-    return issue_all_reduce("compressed all-reduce", *group_, message, c10d::ReduceOp::SUM,
-                            Way::kBackend)
-        ->getFuture();
+    return issue_all_reduce("compressed all-reduce", *group_, message)->getFuture();
   }
 
  private:
@@ -128,9 +126,8 @@ class Fp32AccumulateHook final : public CommHook {
     exchange.sent.narrow(0, 0, buffer.numel()).copy_(buffer);
     exchange.sent.narrow(0, buffer.numel(), world_ * share - buffer.numel()).zero_();
     exchange.received = at::empty_like(exchange.sent);
-    exchange.work =
-        issue_all_to_all("all-to-all of low-precision gradients", *group_, bytes(exchange.received),
-                         bytes(exchange.sent), {}, {}, Way::kBackend);
+    exchange.work = issue_all_to_all("all-to-all of low-precision gradients", *group_,
+                                     bytes(exchange.received), bytes(exchange.sent));
     return exchange;
   }
 
@@ -142,7 +139,7 @@ class Fp32AccumulateHook final : public CommHook {
 
   c10::intrusive_ptr<c10d::Work> gather(const at::Tensor& gathered, const at::Tensor& share) {
     return issue_all_gather("all-gather of low-precision averages", *group_, bytes(gathered),
-                            bytes(share), Way::kBackend);
+                            bytes(share));
   }
 
   FuturePtr run_on_device(GradientBucket& bucket) {

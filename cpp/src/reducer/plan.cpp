@@ -62,9 +62,9 @@ PlannedBucket make_entry(Kind kind, const std::vector<int64_t>& members, BucketT
   options.gradient_as_bucket_view = context.options.gradient_as_bucket_view;
   options.allreduce_always_fp32 = context.options.allreduce_always_fp32;
   if (!members.empty()) options.sparse_dim = places[members.front()].sparse_dim;
-  options.allocate = context.options.registered_buffers
-                         ? registered_memory(site.group, context.statistics)
-                         : reduction->allocator();
+  const ReductionTraits traits = reduction->traits();
+  if (context.options.registered_buffers || traits.shares_memory || traits.across_hosts)
+    options.allocate = registered_memory(site.group, context.statistics);
   PlannedBucket entry(
       BucketMessage(kind, members, variables, std::move(trailer), device, options, in_parts),
       std::move(reduction));

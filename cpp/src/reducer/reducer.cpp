@@ -11,7 +11,7 @@
 
 #include <apex/error.h>
 
-#include "comm/separate_group.h"
+#include "comm/endings.h"
 #include "reducer/reducer_core.h"
 #include "reducer/registry.h"
 

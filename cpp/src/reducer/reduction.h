@@ -29,8 +29,8 @@ struct ReductionTraits {
   bool starts_at_wait = false;  ///< start() sends nothing
   bool runs_user_code = false;  ///< start() may fail on one rank alone
   bool fails_together = false;  ///< but is a CommunicationError then; see Note [Hooks that fail]
-  bool shares_memory = false;   ///< between ranks of one host, see host_channel_of()
-  bool across_hosts = false;    ///< inside each host first, see host_hierarchy_of()
+  bool shares_memory = false;   ///< between ranks of one host: see HostBackend
+  bool across_hosts = false;    ///< inside each host first: so
 };
 
 /// One for each bucket of a plan, used in one backward after the other:
@@ -49,11 +49,6 @@ class Reduction {
   virtual ~Reduction() = default;
 
   virtual ReductionTraits traits() const = 0;
-
-  /// Where it wants messages to lie, as MessageOptions::allocate has it; empty: anywhere.
-  virtual std::function<at::Tensor(int64_t, const at::TensorOptions&)> allocator() const {
-    return {};
-  }
 
   /// For errors: "all-reduce of bucket ".
   virtual std::string describe() const = 0;

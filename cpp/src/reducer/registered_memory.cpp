@@ -25,7 +25,8 @@ at::Tensor allocate(const GroupPtr& group, StatisticsCounter& statistics, int64_
       if (backend->supportsTensorAlloc(device.index())) {
         at::Tensor buffer = backend->allocateTensor(static_cast<long>(numel), options);
         statistics.add(&ReducerStatistics::buffers_registered);
-        return buffer.zero_();
+        // That of a HostBackend is zeroed: to write there takes memory.
+        return device.is_cpu() ? buffer : buffer.zero_();
       }
       reason = backend->getBackendName() + " has no memory of its own here";
     } catch (const std::exception& error) {

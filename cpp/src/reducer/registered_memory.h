@@ -11,8 +11,8 @@
 
 namespace apex::parallel::detail {
 
-/// Allocates zeroed buffers in memory that the group's backend has registered (with NCCL: user
-/// buffer registration), and counts them; in torch's, with a warning, where the backend has none.
+/// Allocates zeroed buffers in memory of the group's backend (with NCCL: user buffer registration;
+/// on the CPU: shared memory), and counts them; in torch's, with a warning, where it has none.
 /// `statistics` has to live as long.
 std::function<at::Tensor(int64_t numel, const at::TensorOptions& options)> registered_memory(
     GroupPtr group, StatisticsCounter& statistics);

@@ -19,13 +19,14 @@
 #include <apex/distributed/host_backend.h>
 #include <apex/error.h>
 
+#include "comm/endings.h"
 #include "comm/error_text.h"
 #include "comm/host_channel.h"
 #include "comm/host_hierarchy.h"
 #include "comm/host_topology.h"
 #include "comm/process_state.h"
-#include "comm/separate_group.h"
 #include "tensor_parts.h"
+#include "torch_version.h"
 
 namespace apex::parallel {
 
@@ -40,18 +41,28 @@ using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 constexpr milliseconds kSlice{1000};
 
-/// Whether `work` completes within `slice`. Throws what has gone wrong.
-bool completes_within(c10d::Work& work, milliseconds slice) {
-  if (auto* const host = dynamic_cast<HostWork*>(&work)) return host->wait_for(slice);
-  if (auto* const hosts = dynamic_cast<HierarchyWork*>(&work)) return hosts->wait_for(slice);
-  if (slice.count() == 0) return work.isCompleted() && work.wait();
-  try {
-    return work.wait(slice);
-  } catch (...) {
-    if (work.isCompleted()) throw;  // else it is the end of the slice
-    return false;
+thread_local const std::string* current_name = nullptr;
+
+/// A collective of Gloo's.
+class GlooWork final : public SlicedWork {
+ public:
+  explicit GlooWork(WorkPtr work) : work_(std::move(work)) {}
+
+  bool isCompleted() override { return work_->isCompleted(); }
+
+  bool wait_for(milliseconds slice) override {
+    if (slice.count() == 0) return work_->isCompleted() && work_->wait();
+    try {
+      return work_->wait(slice);
+    } catch (...) {
+      if (work_->isCompleted()) throw;  // else it is the end of the slice
+      return false;
+    }
   }
-}
+
+ private:
+  const WorkPtr work_;
+};
 
 /// The elements of `tensor` in order, in memory without gaps.
 at::Tensor in_order(const at::Tensor& tensor) {
@@ -64,17 +75,23 @@ bool is_in_order(const at::Tensor& tensor) {
 
 }  // namespace
 
+NamedCollective::NamedCollective(const std::string& name) : before_(current_name) {
+  current_name = &name;
+}
+
+NamedCollective::~NamedCollective() { current_name = before_; }
+
 /// A collective of a HostBackend: one or several of those that it is made of.
-class BackendWork final : public c10d::Work {
+class BackendWork final : public SlicedWork {
  public:
   BackendWork(int rank, c10d::OpType type, const char* title, const Tensors& inputs,
               uint64_t number, std::shared_ptr<FutureThread> futures)
-      : Work(rank, type, title, inputs), number_(number), futures_(std::move(futures)) {}
+      : SlicedWork(rank, type, title, inputs), number_(number), futures_(std::move(futures)) {}
 
   bool isCompleted() override {
     if (is_over()) return true;
     try {
-      return settles_within(milliseconds(0));
+      return wait_for(milliseconds(0));
     } catch (...) {
       return true;  // wait() tells
     }
@@ -85,21 +102,29 @@ class BackendWork final : public c10d::Work {
     return completed_ && !exception_;
   }
 
-  /// @throws Error if a rank has ended, has failed, or is in another collective, or when time is
-  /// up: `timeout`, which leaves the collective as it is, or its own, which ends the group.
-  bool wait(milliseconds timeout = kNoTimeout) override {
-    const Clock::time_point now = Clock::now();
-    const Clock::time_point end =
-        timeout == kNoTimeout ? Clock::time_point::max()
-                              : now + std::min<milliseconds>(timeout, distributed::kLongestTimeout);
-    for (;;) {
-      const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
-      if (settles_within(std::clamp(left, milliseconds(0), kSlice))) return true;
-      if (Clock::now() >= end) throw Error("the collective has not completed in time");
+  /// @throws Error if a rank has ended, has failed, or is in another collective, or when its time
+  /// is up, which ends the group.
+  bool wait_for(milliseconds slice) override {
+    const Clock::time_point until =
+        Clock::now() + std::min<milliseconds>(slice, distributed::kLongestTimeout);
+    if (!is_over()) {
+      try {
+        for (const auto& part : parts()) {
+          const auto left = std::chrono::duration_cast<milliseconds>(until - Clock::now());
+          if (!part->wait_for(std::max(left, milliseconds(0)))) return false;
+        }
+        settle(nullptr);
+      } catch (...) {
+        settle(std::current_exception());
+      }
     }
+    if (exception_) std::rethrow_exception(exception_);
+    return true;
   }
 
-  void synchronize() override { wait(); }
+  void leave() override {
+    for (const auto& part : parts()) part->leave();
+  }
   void abort() override { TORCH_CHECK(false, "a collective in shared memory ends with its group"); }
   Tensors result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return number_; }
@@ -136,22 +161,12 @@ class BackendWork final : public c10d::Work {
     return completed_;
   }
 
-  /// Whether it is over within `slice`; throws what has gone wrong.
-  bool settles_within(milliseconds slice) {
-    const Clock::time_point until = Clock::now() + slice;
-    if (!is_over()) {
-      try {
-        for (const WorkPtr& part : parts_) {
-          const auto left = std::chrono::duration_cast<milliseconds>(until - Clock::now());
-          if (!completes_within(*part, std::max(left, milliseconds(0)))) return false;
-        }
-        settle(nullptr);
-      } catch (...) {
-        settle(std::current_exception());
-      }
-    }
-    if (exception_) std::rethrow_exception(exception_);
-    return true;
+  using Parts = std::vector<c10::intrusive_ptr<SlicedWork>>;
+
+  /// Held by whoever waits for them: settle() drops them.
+  Parts parts() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return parts_;
   }
 
   /// Once: by whoever is first to see that all parts have completed, or that one has failed.
@@ -172,11 +187,15 @@ class BackendWork final : public c10d::Work {
     }
     copies_.clear();
     finish(error);
+    // A part holds its channel: peers learn that this rank has left when the last one is gone.
+    Parts ended;  // outlives the lock
+    const std::lock_guard<std::mutex> held(mutex_);
+    ended.swap(parts_);
   }
 
   const uint64_t number_;
   const std::shared_ptr<FutureThread> futures_;
-  std::vector<WorkPtr> parts_;
+  Parts parts_;
   Tensors outputs_;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  ///< to what, when all have completed
   int divisor_ = 1;                                        ///< of the outputs, after that
@@ -278,7 +297,9 @@ FuturePtr BackendWork::getFuture() {
 class HostBackend::Call {
  public:
   Call(c10::intrusive_ptr<BackendWork> work, const char* title, milliseconds timeout)
-      : work_(std::move(work)), what_(title), timeout_(timeout) {}
+      : work_(std::move(work)),
+        what_(current_name == nullptr ? title : *current_name),
+        timeout_(timeout) {}
 
   const std::string& what() const { return what_; }
 
@@ -303,9 +324,13 @@ class HostBackend::Call {
 
   void divide_later(int by) { work_->divisor_ = by; }
 
-  void add(WorkPtr part) {
-    if (auto* const host = dynamic_cast<HostWork*>(part.get())) host->within(timeout_);
+  void add(HostChannel::WorkPtr part) {
+    if (timeout_ != c10d::kUnsetTimeout) part->within(timeout_);
     work_->parts_.push_back(std::move(part));
+  }
+  void add(HostHierarchy::WorkPtr part) { work_->parts_.push_back(std::move(part)); }
+  void add(WorkPtr part) {
+    work_->parts_.push_back(c10::make_intrusive<GlooWork>(std::move(part)));
   }
 
   WorkPtr end(Tensors outputs) {
@@ -316,7 +341,7 @@ class HostBackend::Call {
  private:
   c10::intrusive_ptr<BackendWork> work_;
   const std::string what_;
-  const milliseconds timeout_;
+  const milliseconds timeout_;  ///< of this collective; kUnsetTimeout: the channel's
 };
 
 namespace {
@@ -344,40 +369,28 @@ const Tensors& only_list(const std::vector<Tensors>& lists, int ranks, const cha
 
 }  // namespace
 
-HostBackend::HostBackend(const distributed::BackendRequest& request)
+HostBackend::HostBackend(const distributed::BackendRequest& request,
+                         c10::intrusive_ptr<Backend> gloo, HostLinks links)
     : Backend(request.rank, request.size),
       options_(options_of(request)),
-      gloo_(distributed::make_gloo_backend(request)),
-      futures_(std::make_shared<FutureThread>()) {
-  group_ = c10::make_intrusive<c10d::ProcessGroup>(request.store, request.rank, request.size);
-  group_->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
-  group_->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::GLOO, gloo_);
-  group_->setGroupName(request.group_name);
-  channel_ = size_ == 1 ? channel_of_one(request.timeout) : host_channel_of(*group_);
-  if (!channel_) hierarchy_ = host_hierarchy_of(*group_);
-}
+      gloo_(std::move(gloo)),
+      links_(std::move(links)),
+      futures_(std::make_shared<FutureThread>()) {}
 
 HostBackend::~HostBackend() { shutdown(); }
 
-void HostBackend::shutdown() {
-  if (!group_) return;
+void HostBackend::shutdown() { end(/*may_be_stuck=*/true); }
+
+void HostBackend::end(bool may_be_stuck) {
   if (this_pid() != pid_) {
     // Forked: threads that Gloo would join are not there.
-    group_.release();
     gloo_.release();
     return;
   }
   futures_->end();
-  drop_host_channel(*group_);
-  channel_.reset();
-  hierarchy_.reset();
+  links_ = {};
   // Note [Where a group ends].
-  end_elsewhere(
-      [group = std::move(group_), gloo = std::move(gloo_)]() mutable {
-        group.reset();
-        gloo.reset();
-      },
-      /*may_be_stuck=*/true);
+  if (gloo_) end_elsewhere([gloo = std::move(gloo_)]() mutable { gloo.reset(); }, may_be_stuck);
 }
 
 const c10::intrusive_ptr<c10d::Backend>& HostBackend::gloo() const {
@@ -389,14 +402,19 @@ c10::intrusive_ptr<c10d::Backend::Options> HostBackend::getBackendOptions() { re
 
 void HostBackend::setTimeout(milliseconds timeout) {
   options_->timeout = timeout;
+  timeout_is_set_ = true;
   gloo()->setTimeout(timeout);
 }
 
 void HostBackend::abort() {
   constexpr const char* kWhy = "its group was aborted";
-  if (channel_) channel_->give_up(kWhy);
-  if (hierarchy_) hierarchy_->give_up(kWhy);
+  if (links_.channel) links_.channel->give_up(kWhy);
+  give_up(kWhy);
   if (gloo_) gloo_->abort();
+}
+
+void HostBackend::give_up(const std::string& why) noexcept {
+  if (links_.hierarchy) links_.hierarchy->give_up(why);
 }
 
 c10::intrusive_ptr<c10d::Backend> HostBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
@@ -415,27 +433,40 @@ c10::intrusive_ptr<c10d::Backend> HostBackend::split(const c10::intrusive_ptr<c1
     request.global_ranks.push_back(parents.empty() ? static_cast<uint64_t>(rank)
                                                    : parents.at(static_cast<size_t>(rank)));
   }
-  return c10::make_intrusive<HostBackend>(request);
+  return connect_host_backend(request, distributed::make_gloo_backend(request));
 }
 
 at::Tensor HostBackend::allocateTensor(long size, at::TensorOptions options) {
-  if (channel_) return channel_->allocate(size, options);
-  if (hierarchy_) return hierarchy_->allocate(size, options);
+  if (links_.channel) return links_.channel->allocate(size, options);
+  if (links_.hierarchy) return links_.hierarchy->allocate(size, options);
   return at::zeros({size}, options);
+}
+
+bool HostBackend::wait_for_room(Clock::time_point since, milliseconds slice) {
+  if (links_.hierarchy) return links_.hierarchy->wait_for_room(since, slice);
+  return !links_.channel || links_.channel->wait_for_room(since, slice);
+}
+
+WorkPtr HostBackend::broadcast_changes(const Tensors& parts, int64_t root,
+                                       const std::shared_ptr<std::vector<uint8_t>>& changed) {
+  Call call = begin(c10d::OpType::BROADCAST, "apex:broadcast", c10d::kUnsetTimeout, parts);
+  call.add(links_.channel->broadcast(call.what(), parts, root, changed));
+  return call.end(parts);
 }
 
 // --- issuing ---
 
 HostBackend::Call HostBackend::begin(c10d::OpType type, const char* title, milliseconds timeout,
                                      const Tensors& inputs) {
-  const auto own = timeout == c10d::kUnsetTimeout ? options_->timeout : timeout;
+  if (timeout == c10d::kUnsetTimeout && timeout_is_set_) timeout = options_->timeout;
   return Call(c10::make_intrusive<BackendWork>(rank_, type, title, inputs, ++issued_, futures_),
-              title, std::min<milliseconds>(own, distributed::kLongestTimeout));
+              title, std::min<milliseconds>(timeout, distributed::kLongestTimeout));
 }
 
 /// Whether a collective of these takes the channel.
 bool HostBackend::in_memory(const Tensors& tensors) const {
-  return channel_ && std::all_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
+  return shares_memory() &&
+         std::all_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
            return tensor.is_cpu() && tensor.layout() == at::kStrided && has_memory(tensor);
          });
 }
@@ -445,30 +476,39 @@ void HostBackend::require_root(int64_t root, const char* what) const {
 }
 
 WorkPtr HostBackend::barrier(const c10d::BarrierOptions& options) {
-  if (!channel_) return gloo()->barrier(options);
+  if (!shares_memory()) return gloo()->barrier(options);
   const at::Tensor nothing = at::zeros({1}, at::kByte);
   Call call = begin(c10d::OpType::BARRIER, "apex:barrier", options.timeout, {});
-  call.add(channel_->all_reduce(call.what(), nothing, Op::SUM));
+  call.add(links_.channel->all_reduce(call.what(), nothing, Op::SUM));
   return call.end({nothing});
 }
 
 void HostBackend::add_all_reduce(Call& call, const at::Tensor& tensor, Op op) {
-  if (channel_) {
-    call.add(channel_->all_reduce(call.what(), tensor, op));
-  } else {
-    call.add(hierarchy_->all_reduce(call.what(), tensor, op));
+  if (links_.channel) {
+    call.add(links_.channel->all_reduce(call.what(), tensor, op));
+    return;
   }
+  const bool divides = op == Op::AVG && !averages();
+  if (divides) call.divide_later(size_);
+  call.add(links_.hierarchy->all_reduce(call.what(), tensor, divides ? Op::SUM : op));
+}
+
+bool HostBackend::averages() const {
+  return links_.channel || (links_.hierarchy && links_.hierarchy->averages());
+}
+
+bool HostBackend::can_all_reduce(const at::Tensor& tensor, Op op) const {
+  return (shares_memory() || sums_by_host()) && HostChannel::can_all_reduce(tensor, op);
 }
 
 WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   TORCH_CHECK_VALUE(!tensors.empty(), "apex:all_reduce: takes a tensor");
   const Op op = options.reduceOp;
-  const bool strided = std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+  const bool here = std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
     return tensor.is_cpu() && tensor.layout() == at::kStrided && has_memory(tensor) &&
-           HostChannel::can_all_reduce(tensor, op);
+           can_all_reduce(tensor, op);
   });
-  const bool here = channel_ || (hierarchy_ && (op != Op::AVG || hierarchy_->averages()));
-  if (strided && here) return all_reduce_flat(tensors, options);
+  if (here) return all_reduce_flat(tensors, options);
   if (op != Op::AVG) return gloo()->allreduce(tensors, options);
   for (const at::Tensor& tensor : tensors) {
     TORCH_CHECK_VALUE(tensor.is_floating_point() || tensor.is_complex(),
@@ -525,7 +565,7 @@ WorkPtr HostBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o
   const at::Tensor& tensor = only(tensors, kTitle);
   Call call = begin(c10d::OpType::BROADCAST, kTitle, options.timeout, tensors);
   const at::Tensor to = options.rootRank == rank_ ? in_order(tensor) : call.output(tensor);
-  call.add(channel_->broadcast(kTitle, {to}, options.rootRank));
+  call.add(links_.channel->broadcast(call.what(), {to}, options.rootRank));
   return call.end(tensors);
 }
 
@@ -537,7 +577,7 @@ WorkPtr HostBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options
     return gloo()->reduce(tensors, options);
   Call call = begin(c10d::OpType::REDUCE, kTitle, options.timeout, tensors);
   const at::Tensor mine = options.rootRank == rank_ ? call.in_place(tensor) : in_order(tensor);
-  call.add(channel_->reduce(kTitle, mine, options.reduceOp, options.rootRank));
+  call.add(links_.channel->reduce(call.what(), mine, options.reduceOp, options.rootRank));
   return call.end(tensors);
 }
 
@@ -550,12 +590,12 @@ WorkPtr HostBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
   Call call = begin(c10d::OpType::ALLGATHER, kTitle, options.timeout, inputs);
   Tensors to;
   for (const at::Tensor& output : list) to.push_back(call.output(output));
-  call.add(channel_->all_gather(kTitle, std::move(to), in_order(input)));
+  call.add(links_.channel->all_gather(call.what(), std::move(to), in_order(input)));
   return call.end(list);
 }
 
 void HostBackend::add_all_gather(Call& call, const at::Tensor& output, const at::Tensor& input) {
-  call.add(channel_->all_gather(call.what(), {call.output(output)}, in_order(input)));
+  call.add(links_.channel->all_gather(call.what(), {call.output(output)}, in_order(input)));
 }
 
 WorkPtr HostBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -583,7 +623,7 @@ WorkPtr HostBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors&
       all.push_back(of_rank[i]);
       to.push_back(call.output(of_rank[i]));
     }
-    call.add(channel_->all_gather(kTitle, std::move(to), in_order(inputs[i])));
+    call.add(links_.channel->all_gather(call.what(), std::move(to), in_order(inputs[i])));
   }
   return call.end(std::move(all));
 }
@@ -614,7 +654,7 @@ WorkPtr HostBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
   } else {
     TORCH_CHECK_VALUE(outputs.empty(), kTitle, ": only rank ", options.rootRank, " has outputs");
   }
-  call.add(channel_->gather(kTitle, std::move(to), in_order(input), options.rootRank));
+  call.add(links_.channel->gather(call.what(), std::move(to), in_order(input), options.rootRank));
   return call.end(std::move(results));
 }
 
@@ -632,7 +672,7 @@ WorkPtr HostBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
   } else {
     TORCH_CHECK_VALUE(inputs.empty(), kTitle, ": only rank ", options.rootRank, " has inputs");
   }
-  call.add(channel_->scatter(kTitle, call.output(output), sent, options.rootRank));
+  call.add(links_.channel->scatter(call.what(), call.output(output), sent, options.rootRank));
   return call.end(outputs);
 }
 
@@ -646,13 +686,14 @@ WorkPtr HostBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inpu
   Call call = begin(c10d::OpType::REDUCE_SCATTER, kTitle, options.timeout, list);
   Tensors sent;
   for (const at::Tensor& input : list) sent.push_back(in_order(input));
-  call.add(channel_->reduce_scatter(kTitle, call.output(output), sent, options.reduceOp));
+  call.add(
+      links_.channel->reduce_scatter(call.what(), call.output(output), sent, options.reduceOp));
   return call.end(outputs);
 }
 
 void HostBackend::add_reduce_scatter(Call& call, const at::Tensor& output, const at::Tensor& input,
                                      Op op) {
-  call.add(channel_->reduce_scatter(call.what(), call.output(output), {in_order(input)}, op));
+  call.add(links_.channel->reduce_scatter(call.what(), call.output(output), {in_order(input)}, op));
 }
 
 WorkPtr HostBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -691,7 +732,10 @@ WorkPtr HostBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
   const auto require_split = [&](const at::Tensor& tensor, const std::vector<int64_t>& sizes) {
     const int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 1;
     int64_t sum = 0;
-    for (const int64_t size : sizes) sum += size;
+    for (const int64_t size : sizes) {
+      TORCH_CHECK_VALUE(size >= 0, kTitle, ": a negative split size, ", size);
+      sum += size;
+    }
     TORCH_CHECK_VALUE(sizes.empty() ? rows % size_ == 0 : sum == rows, kTitle, ": a tensor of ",
                       rows, " rows is not split by these sizes over ", size_, " ranks");
     TORCH_CHECK_VALUE(sizes.empty() || sizes.size() == static_cast<size_t>(size_), kTitle, ": ",
@@ -700,8 +744,8 @@ WorkPtr HostBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
   require_split(output, output_sizes);
   require_split(input, input_sizes);
   Call call = begin(c10d::OpType::ALLTOALL_BASE, kTitle, options.timeout, {input});
-  call.add(channel_->all_to_all(kTitle, call.output(output), in_order(input), output_sizes,
-                                input_sizes));
+  call.add(links_.channel->all_to_all(call.what(), call.output(output), in_order(input),
+                                      output_sizes, input_sizes));
   return call.end({output});
 }
 
@@ -731,7 +775,7 @@ WorkPtr HostBackend::alltoall(Tensors& outputs, Tensors& inputs,
     call.copy_later(output, all.narrow(0, offset, output.numel()).view(output.sizes()));
     offset += output.numel();
   }
-  call.add(channel_->all_to_all(kTitle, all, at::cat(flat), received, sent));
+  call.add(links_.channel->all_to_all(call.what(), all, at::cat(flat), received, sent));
   return call.end(outputs);
 }
 
@@ -749,6 +793,18 @@ WorkPtr HostBackend::recvAnysource(Tensors& tensors, int tag) {
 
 void HostBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
   gloo()->monitoredBarrier(options, wait_all_ranks);
+}
+
+HostBackend* find_host_backend(const c10d::ProcessGroup& group) {
+  if (!detail::has_backend(group, at::kCPU)) return nullptr;
+  auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
+  return dynamic_cast<HostBackend*>(mutable_group.getBackend(at::kCPU).get());
+}
+
+c10::intrusive_ptr<HostBackend> connect_host_backend(const distributed::BackendRequest& request,
+                                                     c10::intrusive_ptr<c10d::Backend> gloo) {
+  HostLinks links = connect_host(*gloo, gloo, request.store, request.timeout);
+  return c10::make_intrusive<HostBackend>(request, std::move(gloo), std::move(links));
 }
 
 }  // namespace apex::parallel
@@ -774,7 +830,7 @@ void add_host_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& group, milli
   request.global_ranks = global_ranks;
   c10::intrusive_ptr<c10d::Backend> backend;
   try {
-    backend = c10::make_intrusive<parallel::HostBackend>(request);
+    backend = parallel::connect_host_backend(request, make_gloo_backend(request));
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {

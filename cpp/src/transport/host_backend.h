@@ -17,13 +17,11 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "comm/host_topology.h"
 #include "comm/process_state.h"
 #include "distributed/backends.h"
 
 namespace apex::parallel {
-
-class HostChannel;
-class HostHierarchy;
 
 // Note [The backend of a host]
 //
@@ -44,6 +42,19 @@ class HostHierarchy;
 class BackendWork;
 class FutureThread;
 
+/// What the collectives that this thread issues on a HostBackend are called, in errors and for
+/// ranks that compare what they are in; c10d's calls have no such argument.
+class NamedCollective {
+ public:
+  explicit NamedCollective(const std::string& name);
+  ~NamedCollective();
+  NamedCollective(const NamedCollective&) = delete;
+  NamedCollective& operator=(const NamedCollective&) = delete;
+
+ private:
+  const std::string* const before_;
+};
+
 /// Thread safe, as HostChannel is: concurrent calls are ordered by who comes first, which has to be
 /// the same on all ranks.
 class HostBackend final : public c10d::Backend, public distributed::HasGloo {
@@ -53,10 +64,10 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
 
   static constexpr const char* kName = "apex";
 
-  /// Connects to all ranks of `request`, over Gloo and in memory. Collective; blocks for at most
-  /// the timeout.
-  /// @throws CommunicationError, or what Gloo throws, if they do not come.
-  explicit HostBackend(const distributed::BackendRequest& request);
+  /// Over the ranks of `request`, which `gloo` and `links` connect. Without `gloo` it has the
+  /// collectives of the channel only.
+  HostBackend(const distributed::BackendRequest& request, c10::intrusive_ptr<Backend> gloo,
+              HostLinks links);
   ~HostBackend() override;
 
   const std::string getBackendName() const override { return kName; }
@@ -106,11 +117,30 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   void abort() override;
   void shutdown() override;
 
-  bool supportsTensorAlloc(c10::DeviceIndex) override { return channel_ || hierarchy_; }
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return shares_memory() || sums_by_host(); }
   /// A zeroed tensor of `size` elements in memory from which an all-reduce copies nothing.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
   const c10::intrusive_ptr<Backend>& gloo() const override;
+
+  // Beyond c10d, for this package.
+
+  const HostLinks& links() const { return links_; }
+  bool shares_memory() const { return links_.channel != nullptr; }
+  bool sums_by_host() const { return links_.hierarchy != nullptr; }
+  /// Whether AVG is summed and divided at once; else it is a sum, which is divided later.
+  bool averages() const;
+  /// Whether allreduce() of such a tensor, with memory on the CPU, is one of those.
+  bool can_all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) const;
+  /// See HostChannel::wait_for_room().
+  bool wait_for_room(std::chrono::steady_clock::time_point since, std::chrono::milliseconds slice);
+  /// HostChannel::broadcast() of contiguous tensors, where ranks share memory.
+  WorkPtr broadcast_changes(const Tensors& parts, int64_t root,
+                            const std::shared_ptr<std::vector<uint8_t>>& changed);
+  /// A collective has failed: sums that are on their way between hosts are not carried through.
+  void give_up(const std::string& why) noexcept;
+  /// shutdown(), as end_elsewhere() has it.
+  void end(bool may_be_stuck);
 
  private:
   class Call;
@@ -128,11 +158,18 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   const int64_t pid_ = this_pid();
   const c10::intrusive_ptr<Options> options_;
   c10::intrusive_ptr<Backend> gloo_;
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;  ///< of gloo_ alone: what the channel is found by
-  std::shared_ptr<HostChannel> channel_;          ///< null where not all ranks share memory
-  std::shared_ptr<HostHierarchy> hierarchy_;      ///< so; one of both is null
+  HostLinks links_;
   const std::shared_ptr<FutureThread> futures_;
   std::atomic<uint64_t> issued_{0};
+  std::atomic<bool> timeout_is_set_{false};  ///< by setTimeout()
 };
+
+/// One that takes `gloo`, over the ranks of `request`; see connect_host().
+/// @throws what Gloo throws, if they do not come.
+c10::intrusive_ptr<HostBackend> connect_host_backend(const distributed::BackendRequest& request,
+                                                     c10::intrusive_ptr<c10d::Backend> gloo);
+
+/// The group's backend of CPU tensors, if it is one of these; else null.
+HostBackend* find_host_backend(const c10d::ProcessGroup& group);
 
 }  // namespace apex::parallel

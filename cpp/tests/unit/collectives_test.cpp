@@ -348,22 +348,20 @@ TEST(CollectiveFuture, ErrorInTheFuture_Returns_FailureOfAnotherRank_Throws) {
   expect_has(others, kLookAtOthers);
 }
 
-constexpr Way kWays[] = {Way::kQueued, Way::kImmediate, Way::kBackend};
-
-TEST(CollectiveIssue, EveryWay_ComputesTheSame_AndOnlyTheImmediateOneIsNotAsync) {
-  for (const Way way : kWays) {
+TEST(CollectiveIssue, OnEitherStream_ComputesTheSame_AndOnTheCurrentOneIsNotAsync) {
+  for (const Enqueue on : {Enqueue::kOnOwnStream, Enqueue::kOnCurrentStream}) {
     const auto control = ThreadBackendControl::create(3);
     run_ranks(control, [&](int rank, const Group& group) {
       const auto run = [&](const c10::intrusive_ptr<c10d::Work>& work) {
         wait_collective(work, "x", *group);
       };
       const at::Tensor sum = at::full({4}, rank + 1.0), most = sum.clone();
-      run(issue_all_reduce("x", *group, sum, Op::SUM, way));
-      run(issue_all_reduce("x", *group, most, Op::MAX, way));
+      run(issue_all_reduce("x", *group, sum, Op::SUM, on));
+      run(issue_all_reduce("x", *group, most, Op::MAX, on));
       EXPECT_TRUE(sum.equal(at::full({4}, 6.0)));
       EXPECT_TRUE(most.equal(at::full({4}, 3.0)));
       const at::Tensor gathered = at::zeros({6});
-      run(issue_all_gather("x", *group, gathered, at::full({2}, rank + 1.0), way));
+      run(issue_all_gather("x", *group, gathered, at::full({2}, rank + 1.0), on));
       EXPECT_TRUE(gathered.equal(at::tensor({1., 1., 2., 2., 3., 3.}, at::kFloat)));
       const at::Tensor root = at::full({3}, rank + 1.0);
       run(issue_broadcast("x", *group, root, 2));
@@ -373,18 +371,18 @@ TEST(CollectiveIssue, EveryWay_ComputesTheSame_AndOnlyTheImmediateOneIsNotAsync)
       EXPECT_EQ(log[0].reduce_op, Op::SUM);
       EXPECT_EQ(log[1].reduce_op, Op::MAX);
       EXPECT_EQ(log[3].root, 2);
-      for (size_t i = 0; i < 3; ++i) EXPECT_EQ(log[i].async_op, way != Way::kImmediate) << i;
+      for (size_t i = 0; i < 3; ++i) EXPECT_EQ(log[i].async_op, on == Enqueue::kOnOwnStream) << i;
     });
   }
 }
 
 TEST(CollectiveIssue, EveryCollectiveThatCannotBeIssued_ThrowsNamed) {
-  const at::Tensor tensor = at::zeros({2});
+  const at::Tensor tensor = at::zeros({2}).expand({2, 2});  // for which ranks do not meet before
   const std::vector<std::function<void(c10d::ProcessGroup&)>> calls{
-      [&](auto& group) { issue_all_reduce("it", group, tensor, Op::SUM, Way::kBackend); },
-      [&](auto& group) { issue_broadcast("it", group, tensor.expand({2, 2}), 0); },
-      [&](auto& group) { issue_all_gather("it", group, at::zeros({4}), tensor, Way::kBackend); },
-      [&](auto& group) { issue_all_to_all("it", group, tensor, tensor, {}, {}, Way::kBackend); },
+      [&](auto& group) { issue_all_reduce("it", group, tensor); },
+      [&](auto& group) { issue_broadcast("it", group, tensor, 0); },
+      [&](auto& group) { issue_all_gather("it", group, at::zeros({4, 2}), tensor); },
+      [&](auto& group) { issue_all_to_all("it", group, tensor, tensor); },
   };
   for (size_t i = 0; i < calls.size(); ++i) {
     const auto group = make_stored_groups(2, "unsupported " + std::to_string(i))[0];
@@ -441,35 +439,29 @@ struct RecordedGroup {
 };
 
 // Ranks have to meet for a channel: one that asks for it where the others do not waits for ever.
-TEST(CollectiveIssue, ThroughTheBackendOrNotContiguous_DoesNotMeetForAChannel) {
+TEST(CollectiveIssue, NotContiguous_DoesNotMeetForAChannel) {
   using Calls = std::vector<std::string>;
   const at::Tensor tensor = at::zeros({4, 4});
-  const at::Tensor whole = at::zeros({8, 4});
   RecordedGroup direct("direct");
-  issue_all_reduce("x", *direct.group, tensor, Op::SUM, Way::kBackend);
-  issue_all_gather("x", *direct.group, whole, tensor, Way::kBackend);
-  issue_all_to_all("x", *direct.group, tensor, tensor, {}, {}, Way::kBackend);
-  issue_all_reduce("x", *direct.group, tensor.t(), Op::SUM, Way::kQueued);
-  EXPECT_EQ(direct.backend->calls, (Calls{"allreduce", "allgather", "alltoall", "allreduce"}));
+  issue_all_reduce("x", *direct.group, tensor.t());
+  EXPECT_EQ(direct.backend->calls, (Calls{"allreduce"}));
 
-  for (const Way way : {Way::kQueued, Way::kImmediate}) {
-    RecordedGroup met(way == Way::kQueued ? "queued" : "immediate");
-    issue_all_reduce("x", *met.group, tensor, Op::SUM, way);
-    ASSERT_GE(met.backend->calls.size(), 2u);
-    EXPECT_EQ(met.backend->calls.front(), "allgather");  // who is on this host?
-    EXPECT_EQ(met.backend->calls.back(), "allreduce");   // nobody who says so
-    met.backend->calls.clear();
-    issue_all_reduce("x", *met.group, tensor, Op::SUM, way);
-    issue_broadcast("x", *met.group, tensor, 0);
-    issue_all_to_all("x", *met.group, tensor, tensor, {}, {}, way);
-    EXPECT_EQ(met.backend->calls, (Calls{"allreduce", "broadcast", "alltoall"}));
-  }
+  RecordedGroup met("met");
+  issue_all_reduce("x", *met.group, tensor);
+  ASSERT_GE(met.backend->calls.size(), 2u);
+  EXPECT_EQ(met.backend->calls.front(), "allgather");  // who is on this host?
+  EXPECT_EQ(met.backend->calls.back(), "allreduce");   // nobody who says so
+  met.backend->calls.clear();
+  issue_all_reduce("x", *met.group, tensor);
+  issue_broadcast("x", *met.group, tensor, 0);
+  issue_all_gather("x", *met.group, at::zeros({8, 4}), tensor);
+  issue_all_to_all("x", *met.group, tensor, tensor);
+  EXPECT_EQ(met.backend->calls, (Calls{"allreduce", "broadcast", "allgather", "alltoall"}));
 }
 
 TEST(CollectiveIssue, AllToAll_NumbersOfElementsAreThoseGiven) {
   RecordedGroup group("all to all");
-  issue_all_to_all("x", *group.group, at::zeros({5}), at::zeros({3}), {1, 4}, {3, 0},
-                   Way::kBackend);
+  issue_all_to_all("x", *group.group, at::zeros({5}), at::zeros({3}), {1, 4}, {3, 0});
   EXPECT_EQ(group.backend->received, (std::vector<int64_t>{1, 4}));
   EXPECT_EQ(group.backend->sent, (std::vector<int64_t>{3, 0}));
 }

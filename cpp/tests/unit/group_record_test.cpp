@@ -30,6 +30,7 @@ std::vector<uint64_t> gloo_global_ranks(c10d::Backend& backend) {
   return silent == nullptr ? std::vector<uint64_t>() : silent->global_ranks;
 }
 
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest&) { return nullptr; }
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(const c10::intrusive_ptr<c10d::Backend>&,
                                                          const c10::intrusive_ptr<c10d::Store>&,
                                                          int, int) {

@@ -497,16 +497,17 @@ INSTANTIATE_TEST_SUITE_P(
                    channel.all_reduce("sum", at::ones({8}), rank == 0 ? Op::SUM : Op::AVG)->wait();
                  },
                  "different collectives"},
-        Mismatch{"room",
+        Mismatch{"lengths",
                  [](HostChannel& channel, int rank) {
+                   // Rank 1 gets more than it expects, and rank 0 less.
                    const int64_t numel = rank == 0 ? 6 : 2;
                    channel
                        .all_to_all("exchange", at::empty({4}), at::ones({numel}), {2, 2},
                                    {numel / 2, numel / 2})
                        ->wait();
-                   throw Error("rank " + std::to_string(rank) + ": there is room");
+                   throw Error("rank " + std::to_string(rank) + ": done");
                  },
-                 "room"}),
+                 "expects"}),
     [](const auto& info) { return std::string(info.param.name); });
 
 TEST(HostChannel, RankThatLetsGoIsNamed) {

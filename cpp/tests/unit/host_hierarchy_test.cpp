@@ -26,6 +26,7 @@
 #include "comm/host_topology.h"
 #include "comm/process_state.h"
 #include "distributed/backends.h"
+#include "transport/separate_group.h"
 
 /// Ranks as processes over Gloo, which say that they are on several hosts. Oracle: that of
 /// support/host_messages.h. Ranks as threads: host_hierarchy_threads_test.cpp.
@@ -94,7 +95,7 @@ Rank connect(int rank, const Places& places, const fs::path& folder, millisecond
   pretend_host("host" + std::to_string(places[rank]));
   const auto base = make_group(rank, static_cast<int>(places.size()), folder / "store", timeout);
   Rank self{rank, places, folder, make_separate_group(base, "own"), nullptr};
-  self.hierarchy = host_hierarchy_of(*self.group);
+  self.hierarchy = host_backend_of(*self.group)->links().hierarchy;
   return self;
 }
 
@@ -439,14 +440,14 @@ TEST(HostHierarchy, ThreeHostsOfTwo_Average) {
 TEST(HostHierarchy, OneRankOnEachHost_KeepsTheProcessGroup) {
   expect_done(run({0, 1, 2}, [](Rank& self) {
     require(self.hierarchy == nullptr, "there is a hierarchy");
-    require(host_channel_of(*self.group) == nullptr, "there is a channel");
+    require(!host_backend_of(*self.group)->shares_memory(), "there is a channel");
   }));
 }
 
 TEST(HostHierarchy, OneHost_TakesTheChannel) {
   expect_done(run({0, 0, 0}, [](Rank& self) {
     require(self.hierarchy == nullptr, "there is a hierarchy");
-    require(host_channel_of(*self.group) != nullptr, "there is no channel");
+    require(host_backend_of(*self.group)->shares_memory(), "there is no channel");
   }));
 }
 
@@ -492,11 +493,7 @@ TEST_P(HostGroups, OfReducersThatEnd_LeaveNoFileMappingOrThread) {
   expect_done(run(GetParam(), [](Rank& self) {
     repeat(20, [&](int i) {
       const auto group = make_separate_group(self.group, "again " + std::to_string(i));
-      const auto hierarchy = host_hierarchy_of(*group);
-      const at::Tensor message = at::ones({100003});
-      (hierarchy ? hierarchy->all_reduce("a sum", message, Op::SUM)
-                 : issue_all_reduce("a sum", *group, message))
-          ->wait();
+      issue_all_reduce("a sum", *group, at::ones({100003}))->wait();
     });
   }));
 }
@@ -505,15 +502,15 @@ TEST_P(HostGroups, OfReducersThatEnd_LeaveNoFileMappingOrThread) {
 // address, with a store at the address of its store, is taken for it.
 TEST_P(HostGroups, OfScriptsThatEnd_LeaveNothingToLaterOnesOfTheirNameAndAddress) {
   expect_done(run(GetParam(), [](Rank& self) {
-    std::weak_ptr<HostChannel> before;
+    c10::weak_intrusive_ptr<HostBackend> before{c10::intrusive_ptr<HostBackend>()};
     repeat(20, [&](int i) {
       const auto size = static_cast<int>(self.places.size());
       const auto group = make_group(self.rank, size, self.folder / std::to_string(i), seconds(30));
-      const auto channel = host_channel_of(*group);
+      const auto backend = host_backend_of(*group);
       const bool one_host = self.places.front() == self.places.back();
-      require((channel != nullptr) == one_host, "whether there is a channel");
-      require(!channel || channel != before.lock(), "the channel of a group that has ended");
-      before = channel;
+      require((backend != nullptr) == one_host, "whether there is a channel");
+      require(!backend || backend != before.lock(), "the channel of a group that has ended");
+      before = c10::weak_intrusive_ptr<HostBackend>(backend);
       const at::Tensor message = at::full({20000}, i);
       issue_all_reduce("a sum", *group, message)->wait();
       require(message.eq(i * size).all().item<bool>(), "the sum");

@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/separate_group.h"
+#include "comm/endings.h"
 
 /// Ranks of several hosts as threads: those of a host over the same memory, columns over the tests'
 /// backend, so that ThreadSanitizer sees all of it, and the network can be late, out of order or
@@ -63,8 +63,11 @@ class Job {
       if (hosts > 2) gathers.push_back(ThreadBackendControl::create(hosts));
       for (int host = 0; host < hosts; ++host) {
         HierarchyLinks& mine = links[layout.hosts[host][column]];
-        mine.exchange = testing::make_thread_group(host, exchanges.back());
-        if (hosts > 2) mine.gather = testing::make_thread_group(host, gathers.back());
+        const auto connect = [host](const auto& control) {
+          return testing::make_thread_group(host, control)->getBackend(at::kCPU);
+        };
+        mine.exchange = connect(exchanges.back());
+        if (hosts > 2) mine.gather = connect(gathers.back());
       }
     }
     for (int rank = 0; rank < size(); ++rank)

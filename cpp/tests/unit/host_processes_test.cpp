@@ -11,7 +11,7 @@
 
 #include <support/host_threads.h>
 
-#include "comm/separate_group.h"
+#include "comm/endings.h"
 
 #include <fcntl.h>
 #include <poll.h>

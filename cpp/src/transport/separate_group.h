@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <chrono>
-#include <functional>
 #include <string>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <apex/export.h>
+#include "transport/host_backend.h"
 
 namespace apex::parallel {
 
@@ -32,21 +30,10 @@ namespace apex::parallel {
 c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
     const c10::intrusive_ptr<c10d::ProcessGroup>& parent, const std::string& name);
 
-/// Connects some of the ranks of `parent`, this one as `rank` of `size`, by connections of their
-/// own, for CPU tensors over Gloo, which `parent` has to have. Collective over these ranks, every
-/// one with the same `name`, which must be new in the parent's store. Blocks until all of them have
-/// come. Not registered under a name; to be ended by end_elsewhere().
-/// @throws CommunicationError as make_separate_group().
-c10::intrusive_ptr<c10d::ProcessGroup> connect_some(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& parent, const std::string& name, int rank,
-    int size);
-
-/// Calls `end` on a thread of its own: see Note [Where a group ends].
-/// @param may_be_stuck  the end of the process does not wait for it.
-void end_elsewhere(std::function<void()> end, bool may_be_stuck) noexcept;
-
-/// Blocks until all separate groups whose last reference was dropped have ended; see Note [Where a
-/// group ends]. Not to be called under the interpreter's lock.
-APEX_API void finish_dropped_groups();
+/// The backend "apex" between the ranks of `group`: its own, or one that was attached to a group
+/// over Gloo, at the first call, where all its ranks share memory; else null. The first call is
+/// collective, and blocks. Thread safe.
+/// @throws CommunicationError in the first call.
+c10::intrusive_ptr<HostBackend> host_backend_of(const c10d::ProcessGroup& group);
 
 }  // namespace apex::parallel

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "comm/endings.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "comm/process_state.h"
+
+namespace apex::parallel {
+
+namespace {
+
+/// Threads on which backends end.
+struct Endings {
+  struct Ending {
+    std::thread thread;
+    std::shared_ptr<std::atomic<bool>> done;
+    bool may_be_stuck = false;
+  };
+  std::mutex mutex;  ///< guards running
+  std::vector<Ending> running;
+  const int64_t pid = this_pid();
+};
+
+// Never destroyed: what still runs at the end of the process is waited for before.
+Endings& endings() {
+  static auto* all = [] {
+    std::atexit(finish_dropped_groups);
+    return new Endings;
+  }();
+  return *all;
+}
+
+}  // namespace
+
+void end_elsewhere(std::function<void()> end, bool may_be_stuck) noexcept try {
+  Endings& all = endings();
+  if (all.pid != this_pid()) {  // forked: what it would join is not there
+    new std::function<void()>(std::move(end));
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  for (Endings::Ending& ending : all.running) {
+    if (ending.done->load()) ending.thread.join();
+  }
+  const auto joined = [](const Endings::Ending& ending) { return !ending.thread.joinable(); };
+  all.running.erase(std::remove_if(all.running.begin(), all.running.end(), joined),
+                    all.running.end());
+  auto done = std::make_shared<std::atomic<bool>>(false);
+  // Shared, so that it is at hand if there is no thread to be had.
+  const auto called = std::make_shared<std::function<void()>>(std::move(end));
+  const auto call = [called] {
+    (*called)();
+    *called = nullptr;
+  };
+  try {
+    std::thread thread([done, call] {
+      call();
+      done->store(true);
+    });
+    all.running.push_back({std::move(thread), std::move(done), may_be_stuck});
+  } catch (const std::system_error&) {
+    call();
+  }
+} catch (...) {
+  // There is nobody to tell.
+}
+
+void finish_dropped_groups() {
+  if (endings().pid != this_pid()) return;  // forked: the threads are not there
+  std::vector<Endings::Ending> running;
+  {
+    const std::lock_guard<std::mutex> lock(endings().mutex);
+    running.swap(endings().running);
+  }
+  for (Endings::Ending& ending : running) {
+    // A collective that failed may wait for its rank until the timeout.
+    ending.may_be_stuck && !ending.done->load() ? ending.thread.detach() : ending.thread.join();
+  }
+}
+
+}  // namespace apex::parallel

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "transport/separate_group.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <apex/error.h>
+
+#include "comm/bounded_call.h"
+#include "comm/by_group.h"
+#include "comm/collectives.h"
+#include "comm/endings.h"
+#include "comm/failure_report.h"
+#include "comm/process_state.h"
+#include "distributed/backends.h"
+#include "torch_version.h"
+#include "transport/host_backend.h"
+
+namespace apex::parallel {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using BackendType = c10d::ProcessGroup::BackendType;
+
+/// Past the timeout, at which connecting ends by itself where the store answers.
+constexpr milliseconds kAtTheLatest{500};
+
+/// See Note [Where a group ends].
+class SeparateGroup final : public c10d::ProcessGroup {
+ public:
+  SeparateGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                c10::intrusive_ptr<HostBackend> own)
+      : ProcessGroup(store, rank, size), own_(std::move(own)) {
+    setDefaultBackend(BackendType::CUSTOM);
+    setBackend(at::kCPU, BackendType::CUSTOM, own_);
+  }
+
+  ~SeparateGroup() override { end(); }
+  /// In place of the destructor, as long as there are weak references.
+  void release_resources() override { end(); }
+
+ private:
+  void end() noexcept {
+    if (!own_) return;
+    if (this_pid() != pid_) {  // forked: the threads that it would join are not there
+      own_.release();
+      return;
+    }
+    const bool failed = has_failed(*this);
+    // Other ranks are not waited for that will not come.
+    if (failed) own_->give_up("a collective of this group has failed");
+    own_->end(failed);
+    ProcessGroup::release_resources();
+    own_.reset();
+  }
+
+  const int64_t pid_ = this_pid();
+  c10::intrusive_ptr<HostBackend> own_;
+};
+
+/// Gloo tells a rank that it is connected before the others have seen as much. If it let go of the
+/// group at once, they would find a closed connection; so it does not come back before everybody is
+/// there.
+void meet(c10d::Backend& backend) {
+  std::vector<at::Tensor> nothing{at::zeros({1}, at::kInt)};
+  backend.allreduce(nothing, c10d::AllreduceOptions())->wait();
+}
+
+using HostBackendPtr = c10::intrusive_ptr<HostBackend>;
+
+/// What `make()` makes, on another thread: the ranks of `parent` may meet in the store, whose
+/// process may be stopped, and whose calls have no deadline.
+HostBackendPtr connect_backend(const c10d::ProcessGroup& parent, const std::string& what,
+                               milliseconds timeout, std::function<HostBackendPtr()> make) {
+  const auto made = std::make_shared<HostBackendPtr>();
+  BoundedCall connect([made, make = std::move(make)](const std::atomic<bool>&) { *made = make(); });
+  const auto deadline = Clock::now() + timeout + kAtTheLatest;
+  wait_for_ranks(what, parent, [&](milliseconds slice) {
+    const auto now = Clock::now();
+    const bool ended = connect.wait_until(std::min(now + slice, deadline));
+    if (!ended && now >= deadline) {
+      throw Error("the ranks did not meet within " + std::to_string(timeout.count()) + " ms");
+    }
+    if (ended && connect.error()) std::rethrow_exception(connect.error());
+    return ended;
+  });
+  return std::move(*made);
+}
+
+/// What host_backend_of() has made for a group; it ends some calls after the group.
+struct Attached {
+  /// So often it is looked whether groups are gone.
+  static constexpr uint64_t kLooksEvery = 256;
+
+  std::mutex mutex;  ///< guards the rest; not held while ranks meet
+  uint64_t calls = 0;
+  ByGroup<HostBackendPtr> entries;
+  /// Held while ranks meet, by group: threads may connect two groups in another order than those of
+  /// another rank do.
+  ByGroup<std::shared_ptr<std::mutex>> connecting;
+
+  std::shared_ptr<std::mutex> connecting_of(const c10d::ProcessGroup& group) {
+    std::vector<std::shared_ptr<std::mutex>> gone;  // outlives the lock
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (const auto* const found = connecting.find(group)) return *found;
+    gone = connecting.take_gone();
+    const auto made = std::make_shared<std::mutex>();
+    connecting.put(group, made);
+    return made;
+  }
+
+  std::optional<HostBackendPtr> find(const c10d::ProcessGroup& group) {
+    std::vector<HostBackendPtr> gone;  // outlives the lock
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (++calls % kLooksEvery == 0) gone = entries.take_gone();
+    const HostBackendPtr* const found = entries.find(group);
+    return found == nullptr ? std::nullopt : std::optional<HostBackendPtr>(*found);
+  }
+
+  void set(const c10d::ProcessGroup& group, HostBackendPtr made) {
+    std::vector<HostBackendPtr> gone;  // outlives the lock
+    const std::lock_guard<std::mutex> lock(mutex);
+    gone = entries.take_gone();
+    entries.put(group, std::move(made));
+  }
+};
+
+// Never destroyed: groups may be used while the process ends.
+Attached& all_attached() {
+  static auto* const instance = new Attached;
+  return *instance;
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& parent, const std::string& name) {
+  const auto store = parent->getStore();
+  if (!store || parent->getSize() == 1 || !detail::has_backend(*parent, at::kCPU)) return parent;
+  const BackendPtr given = parent->getBackend(at::kCPU);
+  const auto timeout = distributed::gloo_timeout(*given);
+  if (!timeout) return parent;
+  distributed::BackendRequest request;
+  request.store = c10::make_intrusive<c10d::PrefixStore>(name, store);
+  request.rank = parent->getRank();
+  request.size = parent->getSize();
+  request.timeout = *timeout;
+  request.global_ranks = distributed::gloo_global_ranks(*given);
+  auto own = connect_backend(*parent, "connecting a reducer's communicator", *timeout, [=] {
+    const BackendPtr gloo =
+        distributed::make_gloo_backend_like(given, request.store, request.rank, request.size);
+    meet(*gloo);
+    return connect_host_backend(request, gloo);
+  });
+  c10::intrusive_ptr<c10d::ProcessGroup> group =
+      c10::make_intrusive<SeparateGroup>(request.store, request.rank, request.size, std::move(own));
+  // Before others are added, which keep their name and their device.
+  group->setGroupName(name);
+  group->setBoundDeviceId(parent->getBoundDeviceId());
+  for (const c10::Device& device : parent->getDeviceTypes()) {
+    if (device.is_cpu()) continue;
+    const BackendPtr other = parent->getBackend(device.type());
+    const bool nccl = detail::is_nccl(other->getBackendName());
+    group->setBackend(device.type(), nccl ? BackendType::NCCL : BackendType::UNDEFINED, other);
+  }
+  return group;
+}
+
+HostBackendPtr host_backend_of(const c10d::ProcessGroup& given) {
+  if (given.getSize() == 1) return nullptr;
+  auto& group = const_cast<c10d::ProcessGroup&>(given);
+  if (HostBackend* const own = find_host_backend(group)) return HostBackendPtr::reclaim_copy(own);
+  Attached& attached = all_attached();
+  if (const auto found = attached.find(group)) return *found;
+  const std::shared_ptr<std::mutex> of_group = attached.connecting_of(group);
+  const std::lock_guard<std::mutex> connecting(*of_group);
+  if (const auto found = attached.find(group)) return *found;
+  HostBackendPtr made;
+  const BackendPtr gloo =
+      detail::has_backend(group, at::kCPU) ? group.getBackend(at::kCPU) : nullptr;
+  if (const auto timeout = gloo ? distributed::gloo_timeout(*gloo) : std::nullopt) {
+    distributed::BackendRequest request;
+    request.rank = group.getRank();
+    request.size = group.getSize();
+    request.timeout = *timeout;
+    made = connect_backend(group, "handshake of ranks that may share memory", *timeout, [=] {
+      HostLinks links = connect_host(*gloo, nullptr, nullptr, request.timeout);
+      return links.channel ? c10::make_intrusive<HostBackend>(request, nullptr, std::move(links))
+                           : nullptr;
+    });
+  }
+  attached.set(group, made);
+  return made;
+}
+
+}  // namespace apex::parallel
