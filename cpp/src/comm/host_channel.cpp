@@ -167,6 +167,16 @@ HostPlace HostChannel::stage_copy(Operation& operation, const std::vector<at::Te
   return place;
 }
 
+/// Of a collective to which each rank gives as much as `each`.
+HostChannel::Message HostChannel::describe(HostKind kind, const at::Tensor& each, int64_t root) {
+  Message message;
+  message.kind = kind;
+  message.root = static_cast<int32_t>(root);
+  message.dtype = each.scalar_type();
+  message.numel = each.numel();
+  return message;
+}
+
 HostChannel::WorkPtr HostChannel::post(Lock& lock, std::shared_ptr<Operation> operation,
                                        Message message) {
   const Clock::time_point since = Clock::now();
@@ -212,10 +222,8 @@ HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::
   char* data = static_cast<char*>(real.mutable_data_ptr());
   const auto bytes = static_cast<int64_t>(real.nbytes());
   operation->bytes = bytes;
-  Message message;
+  Message message = describe(HostKind::kSumWhole, real, 0);
   message.op = op;
-  message.dtype = real.scalar_type();
-  message.numel = real.numel();
   if (bytes <= kWhole) {
     message.place = stage_copy(*operation, {real});
   } else {
@@ -293,11 +301,7 @@ HostChannel::WorkPtr HostChannel::issue_gather(const std::string& what, HostKind
   auto operation = std::make_shared<HostOperation>();
   operation->what = what;
   operation->parts = std::move(gathered);
-  Message message;
-  message.kind = kind;
-  message.root = static_cast<int32_t>(root);
-  message.dtype = share.scalar_type();
-  message.numel = share.numel();
+  Message message = describe(kind, share, root);
   message.place = stage_copy(*operation, {share});
   return post(held.lock(), std::move(operation), message);
 }
@@ -310,11 +314,7 @@ HostChannel::WorkPtr HostChannel::scatter(const std::string& what, const at::Ten
   auto operation = std::make_shared<HostOperation>();
   operation->what = what;
   operation->output = received;
-  Message message;
-  message.kind = HostKind::kScatter;
-  message.root = static_cast<int32_t>(root);
-  message.dtype = received.scalar_type();
-  message.numel = received.numel();
+  Message message = describe(HostKind::kScatter, received, root);
   if (root == rank_) message.place = stage_copy(*operation, sent);
   return post(held.lock(), std::move(operation), message);
 }
@@ -343,12 +343,8 @@ HostChannel::WorkPtr HostChannel::issue_reduce(const std::string& what, HostKind
     const at::AutoDispatchBelowADInplaceOrView guard;  // no view tracking
     operation->output = received.is_complex() ? at::view_as_real(received) : received;
   }
-  Message message;
-  message.kind = kind;
+  Message message = describe(kind, operation->output, root);
   message.op = op;
-  message.root = static_cast<int32_t>(root);
-  message.dtype = operation->output.scalar_type();
-  message.numel = operation->output.numel();
   message.place = stage_copy(*operation, sent);
   return post(held.lock(), std::move(operation), message);
 }

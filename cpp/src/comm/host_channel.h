@@ -184,6 +184,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   WorkPtr issue_reduce(const std::string& what, HostKind kind, const at::Tensor& received,
                        const std::vector<at::Tensor>& sent, c10d::ReduceOp::RedOpType op,
                        int64_t root);
+  static Message describe(HostKind kind, const at::Tensor& each, int64_t root);
   WorkPtr post(Lock& lock, std::shared_ptr<Operation> operation, Message message);
   HostChannel& in_this_process();
   void require_usable() const;
