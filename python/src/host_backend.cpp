@@ -27,6 +27,13 @@ void init_host_backend(nb::module_& m) {
       nb::arg("group"), nb::arg("timeout_ms"), nb::arg("name"), nb::arg("global_ranks"),
       nb::call_guard<nb::gil_scoped_release>(),
       "Gives the registered group the backend 'apex' for CPU tensors. Collective; blocks.");
+  m.def(
+      "host_backend_timeout",
+      [](const std::string& group) {
+        const auto backend = c10d::resolve_process_group(group)->getBackend(at::kCPU);
+        return static_cast<int64_t>(backend->getBackendOptions()->timeout.count());
+      },
+      nb::arg("group"), "Milliseconds, of the registered group's collectives of CPU tensors.");
 }
 
 }  // namespace apex::python

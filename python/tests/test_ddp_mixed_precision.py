@@ -370,6 +370,13 @@ def test_cast_within_transforms_of_torch_func_has_their_gradient() -> None:
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(weights), 2 * weights)
 
 
+def test_cast_of_a_dual_tensor_has_its_tangent() -> None:
+    with torch.autograd.forward_ad.dual_level():
+        weight = torch.autograd.forward_ad.make_dual(torch.ones(3), torch.full((3,), 2.0))
+        tangent = torch.autograd.forward_ad.unpack_dual(_cast(weight, NARROW)).tangent
+    assert tangent is not None and tangent.dtype == NARROW and bool((tangent == 2).all())
+
+
 class Named(Tensor):
     pass
 

@@ -142,6 +142,29 @@ def test_future_of_a_hook_that_fails_on_every_rank_leaves_the_next_step_right(
     ranks.run(3, _future_fails_everywhere, at, views, shared)
 
 
+def _wrong_size(rank: int, world: int) -> None:
+    """Rank 1's hook yields too few elements, and leaves out its collective: its error says so, and
+    not that the others have not come."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=4))
+    ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
+
+    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+        if rank == 1 and bucket.index() == 1:
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer()[1:])
+            return future
+        return _average(world, bucket, group)
+
+    ddp.register_comm_hook(None, hook)
+    with raises(RuntimeError if rank == 0 else Exception, "" if rank == 0 else "elements"):
+        _loss(ddp, rank).backward()
+        _loss(ddp, rank).backward()
+
+
+def test_hook_of_another_size_on_one_rank_says_so_there(ranks: RankPool) -> None:
+    ranks.run(2, _wrong_size)
+
+
 def _hook_raises(rank: int, world: int, at: int) -> None:
     group = _group()
     ddp = DistributedDataParallel(build(), process_group=group, message_size=20)

@@ -7,12 +7,15 @@ bit (collective_programs.py); torch's classes over it against one process in flo
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import os
 import signal
 import threading
 import time
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +39,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from apex.parallel import DistributedDataParallel
+from apex.parallel import DistributedDataParallel, SyncBatchNorm, create_syncbn_process_group
+from apex.parallel._groups import timeout_of
+from apex.parallel.syncbn_group import default_group
 
 pytestmark = pytest.mark.processes
 
@@ -276,6 +281,83 @@ def _all_to_all_apart(rank: int, world: int) -> None:
 
 def test_all_to_all_of_other_sizes_ends_the_group(ranks: RankPool) -> None:
     ranks.run(2, _all_to_all_apart)
+
+
+def _many_in_another_order(rank: int, world: int) -> None:
+    """More collectives than the channel's ring has slots, of two wrappers and of two groups."""
+    groups = [group(), group()]
+    works, tensors = [], []
+    for one in groups if rank == 0 else groups[::-1]:
+        for i in range(300):
+            tensors.append(torch.full((3,), float(i)))
+            works.append(dist.all_reduce(tensors[-1], group=one, async_op=True))
+    for i, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+        work.wait()
+        check_equal(float(tensor[0]), float(i % 300 * world), f"number {i}")
+    wrappers = [
+        DistributedDataParallel(
+            nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(300)]),
+            process_group=one,
+            message_size=1,
+        )
+        for one in groups
+    ]
+    for _ in range(2):
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+        outputs = [wrapper(torch.ones(1, 2)).sum() for wrapper in wrappers]
+        (outputs[rank % 2] + outputs[1 - rank % 2]).backward()
+    for wrapper in wrappers:
+        check_same_on_all_ranks([p.grad for p in wrapper.parameters()], "gradients")
+
+
+def test_many_collectives_in_another_order_complete(ranks: RankPool) -> None:
+    ranks.run(2, _many_in_another_order)
+
+
+def _groups_of_a_world(rank: int, world: int, store: str) -> None:
+    """Those that this package makes have the timeout of an apex world; streams make none."""
+    dist.destroy_process_group()
+    timeout = datetime.timedelta(seconds=7)
+    dist.init_process_group(
+        "apex", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout
+    )
+    for made in (default_group(), create_syncbn_process_group(2), create_syncbn_process_group(1)):
+        check_equal(timeout_of(made), timeout, "the timeout")
+    others = [dist.new_group([0, 1]), dist.new_group([0, 2])]
+    for ranks, one in zip(([0, 1], [0, 2]), others, strict=True):
+        if rank in ranks:  # ranks have made different numbers of groups
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ddp = DistributedDataParallel(
+                    Mlp(), process_group=one, num_allreduce_streams=2, message_size=20
+                )
+            ddp(batch(rank, 0)).sum().backward()
+
+
+def test_groups_that_are_made_in_an_apex_world(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(4, _groups_of_a_world, str(tmp_path / "store"))
+
+
+def _forked(rank: int, world: int) -> None:
+    """A child of rank 0 that runs a SyncBatchNorm is refused, and takes no rank's place."""
+    layer = SyncBatchNorm(3)
+    if rank == 0:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                try:
+                    layer(torch.randn(4, 3))
+                except RuntimeError as error:
+                    status = 0 if "was forked" in str(error) else 2
+            os._exit(status)
+        check_equal(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0, "of the child")
+    check(bool(layer(torch.randn(4, 3)).isfinite().all()), "the rank itself")
+
+
+def test_forked_child_takes_no_part_in_batch_norm(ranks: RankPool) -> None:
+    ranks.run(2, _forked)
 
 
 def _destroyed(rank: int, world: int) -> None:

@@ -32,9 +32,12 @@ class Cast : public torch::autograd::Function<Cast> {
 }  // namespace
 
 at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype) {
-  // Transforms of torch.func take no autograd function of C++, and make no sparse gradients.
+  // Transforms of torch.func, and forward-mode derivatives, take no autograd function of C++, and
+  // make no sparse gradients.
   const auto within_transform = c10::DispatchKey::FuncTorchDynamicLayerFrontMode;
-  if (c10::impl::tls_is_dispatch_key_included(within_transform)) return tensor.to(dtype);
+  if (c10::impl::tls_is_dispatch_key_included(within_transform) ||
+      tensor._fw_grad(/*level=*/0).defined())
+    return tensor.to(dtype);
   return Cast::apply(tensor, dtype);
 }
 

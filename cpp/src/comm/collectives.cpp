@@ -117,8 +117,7 @@ void require_memory(const std::string& what, const at::Tensor& tensor) {
                         "tensor, or one on the meta device)");
 }
 
-/// For each collective: the backend that carries such tensors, with room for one more collective,
-/// or null.
+/// For each collective: the backend that carries such tensors, or null.
 c10::intrusive_ptr<HostBackend> host_backend_for(const std::string& what,
                                                  const c10d::ProcessGroup& group,
                                                  at::ArrayRef<at::Tensor> tensors) {
@@ -126,20 +125,7 @@ c10::intrusive_ptr<HostBackend> host_backend_for(const std::string& what,
   for (const at::Tensor& tensor : tensors) require_memory(what, tensor);
   const auto fits = [](const at::Tensor& one) { return one.is_cpu() && one.is_contiguous(); };
   if (!std::all_of(tensors.begin(), tensors.end(), fits)) return nullptr;
-  auto backend = host_backend_of(group);
-  if (!backend) return nullptr;
-  // If this rank is too far ahead, it waits, and hears there what it hears in any wait.
-  const auto since = std::chrono::steady_clock::now();
-  try {
-    if (!backend->wait_for_room(since, std::chrono::milliseconds(0))) {
-      wait_or_hear(group, [&](std::chrono::milliseconds slice) {
-        return backend->wait_for_room(since, slice);
-      });
-    }
-  } catch (...) {
-    throw_on(what, group);
-  }
-  return backend;
+  return host_backend_of(group);
 }
 
 /// call_collective() on `backend`.

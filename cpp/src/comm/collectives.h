@@ -62,9 +62,8 @@ enum class Enqueue {
   kOnCurrentStream,  ///< without an event in between; there may be no Work
 };
 
-/// The collectives, each of one tensor, in place. Those of CPU tensors take host_backend_of(). They
-/// do not wait for other ranks, unless this rank is ahead by as many collectives as a HostChannel
-/// holds.
+/// The collectives, each of one tensor, in place. Those of CPU tensors take host_backend_of(),
+/// whose first call waits for other ranks; besides that they do not.
 c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& tensor,
                                                 c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM,

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
-#include <cstring>
 #include <map>
 #include <memory>
 #include <thread>
@@ -32,10 +31,11 @@ struct Reach {
   int64_t position = 0;
 };
 
-/// A failure in the store: "POSITION WHAT\nWHERE CAUSE". Ranks compare the first line only: a
-/// future may hold its error at once on one rank, and later on another.
-constexpr const char* kRaised = "raised ";
-constexpr const char* kInFuture = "future ";
+/// A failure in the store: "POSITION WHAT\nWHEN CAUSE". Ranks compare the first line only: the same
+/// error comes before the collective on a rank whose future is complete at once, and after it on
+/// another.
+constexpr const char* kBefore = "before ";
+constexpr const char* kAfter = "after ";
 
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
@@ -91,7 +91,7 @@ Answer ask(const std::vector<Reach>& reaches, const std::string& what, const std
 }  // namespace
 
 bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& group,
-                        const std::string& what, const std::string& cause, HookFailure at) {
+                        const std::string& what, const std::string& cause, bool begun) {
   std::vector<Reach> reaches;
   for (const GroupPtr& one : groups) {
     Reach reach;
@@ -109,10 +109,8 @@ bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& gro
   try {
     // A hook whose collective has failed has waited for the timeout already, as a rank may be lost:
     // if its error is every rank's own, the others are not far.
-    const milliseconds patience =
-        at == HookFailure::kInFutureLater ? patience_of(*group) : timeout.value_or(milliseconds(0));
-    answer = ask(reaches, what, (at == HookFailure::kRaised ? kRaised : kInFuture) + cause,
-                 Clock::now() + patience);
+    const milliseconds patience = begun ? patience_of(*group) : timeout.value_or(milliseconds(0));
+    answer = ask(reaches, what, (begun ? kAfter : kBefore) + cause, Clock::now() + patience);
   } catch (...) {  // the interruption check's own
     give_up();
     throw;
@@ -136,11 +134,12 @@ std::string failed_hook(c10d::Store& store, const GroupRecord& record, int64_t c
     if (failed_at >= earliest) continue;
     const size_t space = failure.find(' ');
     const size_t line = failure.find('\n');
-    if (failure.compare(line + 1, std::strlen(kRaised), kRaised) != 0) continue;
+    // Once its collective has begun, a hook may have failed because another rank is lost.
+    if (failure.compare(line + 1, std::string(kBefore).size(), kBefore) != 0) continue;
     earliest = failed_at;
     first = "rank " + std::to_string(rank) + " reports that " +
             failure.substr(space + 1, line - space - 1) +
-            " failed there: " + failure.substr(line + 1 + std::strlen(kRaised));
+            " failed there: " + failure.substr(line + 1 + std::string(kBefore).size());
   }
   return first;
 }

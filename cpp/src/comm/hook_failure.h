@@ -28,20 +28,16 @@ namespace apex::parallel {
 /// What a rank waits for, as what hooks_failed_alike() compares it with.
 enum class Waiting { kInCollective, kForHook };
 
-/// Where a hook has failed. A rank whose hook raises has issued no collective. A future that holds
-/// an error does so because of that rank, or because another one is lost.
-enum class HookFailure { kRaised, kInFutureAtOnce, kInFutureLater };
-
 /// For a rank whose communication hook has failed in `what`, the last call of `group`, one of the
 /// `groups` of a reducer: tells the others, with the `cause`, and returns whether the hooks of all
 /// ranks have failed there. If not, the groups have failed. Blocks until the others are there, for
 /// the group's timeout at most. For groups that hears_reports() is true of.
 ///
-/// `at`: the others are waited for less long after kLater.
+/// `begun`: the hook may have issued its collective. Then the others are waited for less long.
 bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& group,
-                        const std::string& what, const std::string& cause, HookFailure at);
+                        const std::string& what, const std::string& cause, bool begun);
 
-/// Which hook has raised on another rank, in a call that this rank has got past; empty if none has.
+/// Which hook has failed on other ranks in a call that this rank has got past; empty if none has.
 /// Blocks as the store does. `call` is the number of the last call of the rank that waits.
 std::string failed_hook(c10d::Store& store, const GroupRecord& record, int64_t call,
                         Waiting waiting);

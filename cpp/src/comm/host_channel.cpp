@@ -167,13 +167,18 @@ HostPlace HostChannel::stage_copy(Operation& operation, const std::vector<at::Te
   return place;
 }
 
-HostChannel::WorkPtr HostChannel::post(Lock& lock, std::shared_ptr<Operation> operation,
-                                       Message message) {
-  const Clock::time_point since = Clock::now();
-  while (!wait_for_room(lock, since, timeout_)) continue;
-  const uint64_t number = next_;
-  next_ = number + 1;
-  operation->number = number;
+/// Of a collective to which each rank gives as much as `each`.
+HostChannel::Message HostChannel::describe(HostKind kind, const at::Tensor& each, int64_t root) {
+  Message message;
+  message.kind = kind;
+  message.root = static_cast<int32_t>(root);
+  message.dtype = each.scalar_type();
+  message.numel = each.numel();
+  return message;
+}
+
+HostChannel::WorkPtr HostChannel::post(std::shared_ptr<Operation> operation, Message message) {
+  operation->number = next_++;
   operation->kind = message.kind;
   operation->op = message.op;
   operation->root = message.root;
@@ -181,26 +186,15 @@ HostChannel::WorkPtr HostChannel::post(Lock& lock, std::shared_ptr<Operation> op
   const std::string said = CallHistory::in_common(operation->what);
   copy_bytes(message.what, said.data(), std::min(said.size(), sizeof(message.what) - 1));
   APEX_HOST_STEP("message written");
-  Control& mine = *controls_[rank_];
-  const uint64_t slot = number % kRing;
-  mine.ring[slot] = message;
-  mine.handed_over[slot / 64].fetch_and(~(uint64_t{1} << slot % 64));
-  if (rank_ == 0) {
-    for (auto& claim : common_->slots[slot].claims) claim.store(0, std::memory_order_relaxed);
-    common_->slots[slot].done.store(0, std::memory_order_relaxed);
-  }
+  operation->message = std::make_unique<Message>(message);
   pending_.push_back(operation);
-  APEX_HOST_STEP("described");
-  mine.posted.store(number + 1);
-  APEX_HOST_STEP("posted");
-  common_->bell.ring();
   advance();
   return c10::make_intrusive<HostWork>(shared_from_this(), std::move(operation));
 }
 
 HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::Tensor& tensor,
                                              Op op) {
-  Held held(*this);
+  const Held held(*this);
   require_usable();
   auto operation = std::make_shared<HostOperation>();
   operation->what = what;
@@ -212,10 +206,8 @@ HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::
   char* data = static_cast<char*>(real.mutable_data_ptr());
   const auto bytes = static_cast<int64_t>(real.nbytes());
   operation->bytes = bytes;
-  Message message;
+  Message message = describe(HostKind::kSumWhole, real, 0);
   message.op = op;
-  message.dtype = real.scalar_type();
-  message.numel = real.numel();
   if (bytes <= kWhole) {
     message.place = stage_copy(*operation, {real});
   } else {
@@ -231,13 +223,13 @@ HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::
       copy_bytes(copy + end, data + end, static_cast<size_t>(bytes - end));
     }
   }
-  return post(held.lock(), std::move(operation), message);
+  return post(std::move(operation), message);
 }
 
 HostChannel::WorkPtr HostChannel::broadcast(const std::string& what, std::vector<at::Tensor> parts,
                                             int64_t root,
                                             std::shared_ptr<std::vector<uint8_t>> changed) {
-  Held held(*this);
+  const Held held(*this);
   require_usable();
   auto operation = std::make_shared<HostOperation>();
   operation->what = what;
@@ -254,7 +246,7 @@ HostChannel::WorkPtr HostChannel::broadcast(const std::string& what, std::vector
     message.numel = operation->parts.front().numel();
   }
   if (root == rank_) message.place = stage_copy(*operation, operation->parts);
-  return post(held.lock(), std::move(operation), message);
+  return post(std::move(operation), message);
 }
 
 /// `of` holds what `each` holds for each rank: one tensor, or one for each.
@@ -288,35 +280,27 @@ HostChannel::WorkPtr HostChannel::gather(const std::string& what, std::vector<at
 HostChannel::WorkPtr HostChannel::issue_gather(const std::string& what, HostKind kind,
                                                std::vector<at::Tensor> gathered,
                                                const at::Tensor& share, int64_t root) {
-  Held held(*this);
+  const Held held(*this);
   require_usable();
   auto operation = std::make_shared<HostOperation>();
   operation->what = what;
   operation->parts = std::move(gathered);
-  Message message;
-  message.kind = kind;
-  message.root = static_cast<int32_t>(root);
-  message.dtype = share.scalar_type();
-  message.numel = share.numel();
+  Message message = describe(kind, share, root);
   message.place = stage_copy(*operation, {share});
-  return post(held.lock(), std::move(operation), message);
+  return post(std::move(operation), message);
 }
 
 HostChannel::WorkPtr HostChannel::scatter(const std::string& what, const at::Tensor& received,
                                           const std::vector<at::Tensor>& sent, int64_t root) {
   if (root == rank_) require_shares(what, sent, received);
-  Held held(*this);
+  const Held held(*this);
   require_usable();
   auto operation = std::make_shared<HostOperation>();
   operation->what = what;
   operation->output = received;
-  Message message;
-  message.kind = HostKind::kScatter;
-  message.root = static_cast<int32_t>(root);
-  message.dtype = received.scalar_type();
-  message.numel = received.numel();
+  Message message = describe(HostKind::kScatter, received, root);
   if (root == rank_) message.place = stage_copy(*operation, sent);
-  return post(held.lock(), std::move(operation), message);
+  return post(std::move(operation), message);
 }
 
 HostChannel::WorkPtr HostChannel::reduce(const std::string& what, const at::Tensor& tensor, Op op,
@@ -335,7 +319,7 @@ HostChannel::WorkPtr HostChannel::issue_reduce(const std::string& what, HostKind
                                                const at::Tensor& received,
                                                const std::vector<at::Tensor>& sent, Op op,
                                                int64_t root) {
-  Held held(*this);
+  const Held held(*this);
   require_usable();
   auto operation = std::make_shared<HostOperation>();
   operation->what = what;
@@ -343,21 +327,17 @@ HostChannel::WorkPtr HostChannel::issue_reduce(const std::string& what, HostKind
     const at::AutoDispatchBelowADInplaceOrView guard;  // no view tracking
     operation->output = received.is_complex() ? at::view_as_real(received) : received;
   }
-  Message message;
-  message.kind = kind;
+  Message message = describe(kind, operation->output, root);
   message.op = op;
-  message.root = static_cast<int32_t>(root);
-  message.dtype = operation->output.scalar_type();
-  message.numel = operation->output.numel();
   message.place = stage_copy(*operation, sent);
-  return post(held.lock(), std::move(operation), message);
+  return post(std::move(operation), message);
 }
 
 HostChannel::WorkPtr HostChannel::all_to_all(const std::string& what, const at::Tensor& received,
                                              const at::Tensor& sent,
                                              const std::vector<int64_t>& received_numel,
                                              const std::vector<int64_t>& sent_numel) {
-  Held held(*this);
+  const Held held(*this);
   require_usable();
   const auto bytes_of = [&](const at::Tensor& tensor, const std::vector<int64_t>& lengths) {
     std::vector<int64_t> bytes;
@@ -380,7 +360,7 @@ HostChannel::WorkPtr HostChannel::all_to_all(const std::string& what, const at::
   message.place = stage(*operation, head + sent.nbytes());
   copy_bytes(operation->staged.get(), lengths.data(), head);
   copy_bytes(operation->staged.get() + head, sent.const_data_ptr(), sent.nbytes());
-  return post(held.lock(), std::move(operation), message);
+  return post(std::move(operation), message);
 }
 
 }  // namespace apex::parallel

@@ -44,8 +44,11 @@ namespace apex::parallel {
 // its rank's own part, which stays where it is, and which only that rank can sum; until it loses
 // interest: then it hands its part over, by copying that, too.
 //
-// In which order shares are done does not matter for the result, and a rank may be as far ahead as
-// the ring is long. A message and its memory are held as long as peers may read or write there.
+// In which order shares are done does not matter for the result. A slot of the ring is used again
+// when all ranks have finished with the collective in it; what a rank issues before that is posted
+// later, by whatever it does next in the channel. It does not block: the room may depend on a
+// collective that this rank has yet to issue, in another channel. A message and its memory are held
+// as long as peers may read or write there.
 //
 // To wait is to look for some microseconds, if there are as many processors as ranks, and then to
 // sleep until somebody rings the bell (a futex). Sleep is short, and between two a rank looks
@@ -113,8 +116,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   static bool can_all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op);
 
   /// Issue a collective. Tensors are contiguous, on the CPU, and stay as they are until it has
-  /// completed. `what` names it in errors. None of these waits for other ranks, unless this one is
-  /// ahead by as many collectives as the ring has slots.
+  /// completed. `what` names it in errors. None of these waits for other ranks.
   /// @throws Error if the channel has failed before, or the process was forked since it was made.
   WorkPtr all_reduce(const std::string& what, const at::Tensor& tensor,
                      c10d::ReduceOp::RedOpType op);
@@ -143,12 +145,6 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
                      const std::vector<int64_t>& received_numel,
                      const std::vector<int64_t>& sent_numel);
 
-  /// Waits for so long until this rank is no further ahead than the ring is long, and returns
-  /// whether the next collective can be issued without waiting for others.
-  /// @param since  when the caller began to wait: from then on its time runs.
-  /// @throws Error as HostWork::wait().
-  bool wait_for_room(std::chrono::steady_clock::time_point since, std::chrono::milliseconds slice);
-
   /// This rank cannot go on, for a reason outside the channel: peers that wait for it hear of it.
   void give_up(const std::string& why) noexcept;
   /// Those who wait look at what has changed, also at what HostWork::wait_for() was given.
@@ -161,6 +157,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
 
  private:
   friend class HostWork;
+  friend struct HostOperation;
   friend void advance_host_channels();
   struct Control;
   struct Common;
@@ -184,11 +181,13 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   WorkPtr issue_reduce(const std::string& what, HostKind kind, const at::Tensor& received,
                        const std::vector<at::Tensor>& sent, c10d::ReduceOp::RedOpType op,
                        int64_t root);
-  WorkPtr post(Lock& lock, std::shared_ptr<Operation> operation, Message message);
+  static Message describe(HostKind kind, const at::Tensor& each, int64_t root);
+  WorkPtr post(std::shared_ptr<Operation> operation, Message message);
   HostChannel& in_this_process();
   void require_usable() const;
 
   // Doing what can be done: host_channel_parts.cpp.
+  void post_issued();
   void advance(bool helps = false);
   static bool advance_others(const HostChannel* but);
   void begin(Operation& operation);
@@ -214,13 +213,10 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   std::pair<int64_t, int64_t> part_of(int rank, int64_t bytes) const;
 
   // Waiting: host_channel_wait.cpp.
-  bool wait(Lock& lock, const std::function<bool()>& done, const Operation* operation,
+  bool wait(Lock& lock, const std::function<bool()>& done, const Operation& operation,
             std::chrono::steady_clock::time_point until);
-  bool has_room() const;
-  bool wait_for_room(Lock& lock, std::chrono::steady_clock::time_point since,
-                     std::chrono::milliseconds slice);
-  std::vector<int> waited_for(const Operation* operation) const;
-  void check_ends(const Operation* operation, bool processes = false);
+  std::vector<int> waited_for(const Operation& operation) const;
+  void check_ends(const Operation& operation, bool processes = false);
   std::string ended_process() const;
   std::string describe_ended(int peer) const;
   std::string name_of(int peer) const;

@@ -36,9 +36,32 @@ bool HostChannel::all_finished(uint64_t number) const {
                      [&](const Control* one) { return one->finished.load() > number; });
 }
 
+/// Posts what was issued, as far as the ring has room: until all ranks have finished with the
+/// collective that was in the slot, it may be read.
+void HostChannel::post_issued() {
+  Control& mine = *controls_[rank_];
+  for (uint64_t number = mine.posted.load(); number < next_; ++number) {
+    if (number >= kRing && !all_finished(number - kRing)) return;
+    Operation& operation = *pending_[pending_.size() - static_cast<size_t>(next_ - number)];
+    const uint64_t slot = number % kRing;
+    mine.ring[slot] = *operation.message;
+    operation.message.reset();
+    mine.handed_over[slot / 64].fetch_and(~(uint64_t{1} << slot % 64));
+    if (rank_ == 0) {
+      for (auto& claim : common_->slots[slot].claims) claim.store(0, std::memory_order_relaxed);
+      common_->slots[slot].done.store(0, std::memory_order_relaxed);
+    }
+    APEX_HOST_STEP("described");
+    mine.posted.store(number + 1);
+    APEX_HOST_STEP("posted");
+    common_->bell.ring();
+  }
+}
+
 /// Does what this rank can do now.
 /// @param helps  also shares of parts that belong to others.
 void HostChannel::advance(bool helps) {
+  post_issued();
   bool in_order = true;  // nothing before is unfinished
   for (auto next = pending_.begin(); next != pending_.end();) {
     Operation& operation = **next;
@@ -306,6 +329,10 @@ void HostChannel::hand_over(Operation& operation) {
   // What this rank has summed of it already is copied as it is.
   copy_bytes(operation.staged.get() + begin, data + begin, static_cast<size_t>(end - begin));
   operation.keeps_part = false;
+  if (operation.message) {  // peers will read there that it is not kept
+    operation.message->keeps_part = false;
+    return;
+  }
   const uint64_t slot = operation.number % kRing;
   controls_[rank_]->handed_over[slot / 64].fetch_or(uint64_t{1} << slot % 64);
   APEX_HOST_STEP("handed over");

@@ -32,8 +32,8 @@ void relax() {
 
 }  // namespace
 
-/// The ranks that `operation` cannot go on without; null: the ring.
-std::vector<int> HostChannel::waited_for(const Operation* operation) const {
+/// The ranks that `operation` cannot go on without.
+std::vector<int> HostChannel::waited_for(const Operation& operation) const {
   std::vector<int> ranks;
   const auto add_if = [&](auto&& is_late) {
     for (int peer = 0; peer < size_; ++peer) {
@@ -44,31 +44,31 @@ std::vector<int> HostChannel::waited_for(const Operation* operation) const {
   const auto has_not_finished = [](uint64_t number) {
     return [number](const Control& peer) { return peer.finished.load() <= number; };
   };
-  if (operation == nullptr) return add_if(has_not_finished(next_ - kRing));
-  if (operation->completed) return ranks;  // by another thread, while this one slept
+  if (operation.completed) return ranks;  // by another thread, while this one slept
   // Messages are read in order: what comes before may be what holds it up.
   for (const auto& before : pending_) {
-    if (before->number > operation->number) break;
+    if (before->number > operation.number) break;
     if (before->begun) continue;
+    if (before->message) return add_if(has_not_finished(before->number - kRing));  // for its slot
     return add_if([&](const Control& peer) { return peer.posted.load() <= before->number; });
   }
-  if (operation->kind != HostKind::kSumShares) return add_if(has_not_finished(operation->number));
-  const Common::Slot& slot = common_->slots[operation->number % kRing];
-  const int shares = shares_of(*operation);
+  if (operation.kind != HostKind::kSumShares) return add_if(has_not_finished(operation.number));
+  const Common::Slot& slot = common_->slots[operation.number % kRing];
+  const int shares = shares_of(operation);
   for (int share = 0; share < shares; ++share) {
     const uint8_t claim = slot.claims[share].load();
     const int owner = share / (shares / size_);
     if ((claim & kDone) != 0) continue;
     if (claim != 0) {
       ranks.push_back(claim - 1);
-    } else if (owner != rank_ && keeps_part(owner, *operation)) {
+    } else if (owner != rank_ && keeps_part(owner, operation)) {
       ranks.push_back(owner);
     }
   }
   return ranks;
 }
 
-bool HostChannel::wait(Lock& lock, const std::function<bool()>& done, const Operation* operation,
+bool HostChannel::wait(Lock& lock, const std::function<bool()>& done, const Operation& operation,
                        Clock::time_point until) {
   Clock::time_point looked = Clock::now();
   const Clock::time_point spin_until = looked + (spins_ ? kSpin : microseconds(0));
@@ -95,24 +95,6 @@ bool HostChannel::wait(Lock& lock, const std::function<bool()>& done, const Oper
   }
 }
 
-/// The slot of the next collective may still be read. While this thread waits, another may post.
-bool HostChannel::has_room() const { return next_ < kRing || all_finished(next_ - kRing); }
-
-bool HostChannel::wait_for_room(Lock& lock, Clock::time_point since, milliseconds slice) {
-  if (has_room()) return true;
-  const Clock::time_point end = since + timeout_;
-  const auto done = [this] { return has_room(); };
-  if (wait(lock, done, nullptr, std::min(Clock::now() + slice, end))) return true;
-  if (Clock::now() < end) return false;
-  fail("timed out after " + std::to_string(timeout_.count()) + " ms waiting for a rank that is " +
-       std::to_string(kRing) + " collectives behind");
-}
-
-bool HostChannel::wait_for_room(Clock::time_point since, milliseconds slice) {
-  Held held(*this);
-  return wait_for_room(held.lock(), since, slice);
-}
-
 void HostChannel::wake() noexcept { common_->bell.ring(); }
 
 /// The first peer whose process has ended, in words, or "".
@@ -136,7 +118,7 @@ std::string HostChannel::name_of(int peer) const {
 }
 
 /// Fails if a peer that `operation` waits for will not come any more.
-void HostChannel::check_ends(const Operation* operation, bool processes) {
+void HostChannel::check_ends(const Operation& operation, bool processes) {
   for (const int peer : waited_for(operation)) {
     std::string end;
     switch (controls_[peer]->end.load()) {
@@ -224,10 +206,10 @@ bool HostWork::wait_for(milliseconds slice, const std::function<bool()>& interru
   const Clock::time_point now = Clock::now();
   if (!deadline_) deadline_ = now + timeout_;
   const auto done = [&] { return operation_->completed || (interrupted && interrupted()); };
-  if (channel_->wait(held.lock(), done, operation_.get(), std::min(now + slice, *deadline_)))
+  if (channel_->wait(held.lock(), done, *operation_, std::min(now + slice, *deadline_)))
     return operation_->completed;
   if (Clock::now() < *deadline_) return false;
-  const std::vector<int> late = channel_->waited_for(operation_.get());
+  const std::vector<int> late = channel_->waited_for(*operation_);
   channel_->fail("timed out after " + std::to_string(timeout_.count()) + " ms waiting for " +
                  (late.empty() ? "a processor" : channel_->name_of(late.front())));
 }

@@ -432,11 +432,6 @@ bool HostHierarchy::can_all_reduce(const at::Tensor& tensor, Op op) const {
          (op != Op::AVG || averages());
 }
 
-bool HostHierarchy::wait_for_room(Clock::time_point since, milliseconds slice) {
-  const auto& sums = core_->links().sums;
-  return !core_->is_own() || !sums || sums->wait_for_room(since, slice);  // all_reduce() tells
-}
-
 HostHierarchy::WorkPtr HostHierarchy::all_reduce(const std::string& what, const at::Tensor& tensor,
                                                  Op op) {
   core_->require_own_process();

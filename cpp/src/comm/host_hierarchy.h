@@ -93,9 +93,6 @@ class HostHierarchy {
   /// Whether such a message can be summed; the same on every rank for the same message.
   bool can_all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) const;
 
-  /// See HostChannel::wait_for_room().
-  bool wait_for_room(std::chrono::steady_clock::time_point since, std::chrono::milliseconds slice);
-
   /// `tensor` is contiguous, on the CPU, and stays as it is until the work has completed. `what`
   /// names it in errors. Does not wait for other ranks, as HostChannel::all_reduce() does not.
   /// @throws Error if one has failed before, or the process was forked since.

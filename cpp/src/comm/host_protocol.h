@@ -84,7 +84,8 @@ struct HostOperation {
   c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM;
   int root = 0;
   std::string what;
-  at::Tensor output;  ///< held, and written
+  std::unique_ptr<HostChannel::Message> message;  ///< until it is posted
+  at::Tensor output;                              ///< held, and written
   /// Likewise: of a broadcast one behind the other in the message; gathered, one for each rank.
   std::vector<at::Tensor> parts;
   /// By part: whether it was written. Null: all of them are.

@@ -67,10 +67,8 @@ class HookReduction final : public Reduction {
     } catch (const Interrupted&) {
       throw;
     } catch (...) {
-      const bool raised = !future_;
       future_.reset();
-      throw_failed(what, std::current_exception(),
-                   raised ? HookFailure::kRaised : HookFailure::kInFutureAtOnce);
+      throw_failed(what, std::current_exception(), /*begun=*/false);
     }
   }
 
@@ -92,7 +90,7 @@ class HookReduction final : public Reduction {
       throw;
     } catch (...) {
       future_.reset();
-      throw_failed(what, std::current_exception(), HookFailure::kInFutureLater);
+      throw_failed(what, std::current_exception(), /*begun=*/true);
     }
   }
 
@@ -128,14 +126,14 @@ class HookReduction final : public Reduction {
     return future;
   }
 
-  /// See Note [Hooks that fail].
+  /// See Note [Hooks that fail]. `begun`: the hook may have issued its collective.
   [[noreturn]] void throw_failed(const std::string& what, const std::exception_ptr& error,
-                                 HookFailure at) const {
+                                 bool begun) const {
     const std::string cause = message_of(error);
-    if (heard_ && !hooks_failed_alike(all_groups_, group_, what, cause, at))
+    if (heard_ && !hooks_failed_alike(all_groups_, group_, what, cause, begun))
       throw_communication_error(what, *group_, error, kHooksApart);
     // No other rank is notified, so the messages of the ranks may not match any more.
-    if (!heard_ && !alone_ && at == HookFailure::kInFutureLater)
+    if (!heard_ && !alone_ && begun)
       throw_communication_error(what, *group_, error, kOwnErrorOrTheirs);
     try {
       std::rethrow_exception(error);
@@ -163,7 +161,7 @@ class HookReduction final : public Reduction {
     if (!future_->hasError()) return;
     const std::exception_ptr error = future_->exception_ptr();
     future_.reset();
-    throw_failed(what, error, HookFailure::kInFutureLater);
+    throw_failed(what, error, /*begun=*/true);
   }
 
   const std::shared_ptr<CommHook> hook_;

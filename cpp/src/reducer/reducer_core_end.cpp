@@ -293,9 +293,15 @@ void ReducerCore::close_book() {
 
 void ReducerCore::complete_entry(size_t index) {
   PlannedBucket& entry = book_.current()->entries[index];
-  awaiting([&](const std::function<void()>& meanwhile) {
-    await_bucket(entry, index, meanwhile, context_);
-  });
+  try {
+    awaiting([&](const std::function<void()>& meanwhile) {
+      await_bucket(entry, index, meanwhile, context_);
+    });
+  } catch (const CommunicationError&) {
+    // What failed here before says why, not that the others have not come since.
+    if (pass_->failure) std::rethrow_exception(pass_->failure);
+    throw;
+  }
   entry.completed = true;
   if (pass_->failure) return;
   try {

@@ -442,11 +442,6 @@ at::Tensor HostBackend::allocateTensor(long size, at::TensorOptions options) {
   return at::zeros({size}, options);
 }
 
-bool HostBackend::wait_for_room(Clock::time_point since, milliseconds slice) {
-  if (links_.hierarchy) return links_.hierarchy->wait_for_room(since, slice);
-  return !links_.channel || links_.channel->wait_for_room(since, slice);
-}
-
 WorkPtr HostBackend::broadcast_changes(const Tensors& parts, int64_t root,
                                        const std::shared_ptr<std::vector<uint8_t>>& changed) {
   Call call = begin(c10d::OpType::BROADCAST, "apex:broadcast", c10d::kUnsetTimeout, parts);

@@ -132,8 +132,6 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   bool averages() const;
   /// Whether allreduce() of such a tensor, with memory on the CPU, is one of those.
   bool can_all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) const;
-  /// See HostChannel::wait_for_room().
-  bool wait_for_room(std::chrono::steady_clock::time_point since, std::chrono::milliseconds slice);
   /// HostChannel::broadcast() of contiguous tensors, where ranks share memory.
   WorkPtr broadcast_changes(const Tensors& parts, int64_t root,
                             const std::shared_ptr<std::vector<uint8_t>>& changed);

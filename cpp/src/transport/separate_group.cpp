@@ -99,47 +99,28 @@ HostBackendPtr connect_backend(const c10d::ProcessGroup& parent, const std::stri
 }
 
 /// What host_backend_of() has made for a group; it ends some calls after the group.
-struct Attached {
-  /// So often it is looked whether groups are gone.
-  static constexpr uint64_t kLooksEvery = 256;
-
-  std::mutex mutex;  ///< guards the rest; not held while ranks meet
-  uint64_t calls = 0;
-  ByGroup<HostBackendPtr> entries;
-  /// Held while ranks meet, by group: threads may connect two groups in another order than those of
-  /// another rank do.
-  ByGroup<std::shared_ptr<std::mutex>> connecting;
-
-  std::shared_ptr<std::mutex> connecting_of(const c10d::ProcessGroup& group) {
-    std::vector<std::shared_ptr<std::mutex>> gone;  // outlives the lock
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (const auto* const found = connecting.find(group)) return *found;
-    gone = connecting.take_gone();
-    const auto made = std::make_shared<std::mutex>();
-    connecting.put(group, made);
-    return made;
-  }
-
-  std::optional<HostBackendPtr> find(const c10d::ProcessGroup& group) {
-    std::vector<HostBackendPtr> gone;  // outlives the lock
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (++calls % kLooksEvery == 0) gone = entries.take_gone();
-    const HostBackendPtr* const found = entries.find(group);
-    return found == nullptr ? std::nullopt : std::optional<HostBackendPtr>(*found);
-  }
-
-  void set(const c10d::ProcessGroup& group, HostBackendPtr made) {
-    std::vector<HostBackendPtr> gone;  // outlives the lock
-    const std::lock_guard<std::mutex> lock(mutex);
-    gone = entries.take_gone();
-    entries.put(group, std::move(made));
-  }
+struct Attachment {
+  std::mutex
+      mutex;  ///< held while the ranks meet: those of another group may meet on another thread
+  std::optional<HostBackendPtr> backend;
 };
 
-// Never destroyed: groups may be used while the process ends.
-Attached& all_attached() {
-  static auto* const instance = new Attached;
-  return *instance;
+std::shared_ptr<Attachment> attachment_of(const c10d::ProcessGroup& group) {
+  constexpr uint64_t kLooksEvery = 256;  // whether groups are gone
+  struct Attachments {
+    std::mutex mutex;
+    uint64_t calls = 0;
+    ByGroup<std::shared_ptr<Attachment>> by_group;
+  };
+  // Never destroyed: groups may be used while the process ends.
+  static auto* const all = new Attachments;
+  std::vector<std::shared_ptr<Attachment>> gone;  // outlives the lock
+  const std::lock_guard<std::mutex> lock(all->mutex);
+  const auto* const found = all->by_group.find(group);
+  std::shared_ptr<Attachment> attachment = found ? *found : std::make_shared<Attachment>();
+  if (!found) all->by_group.put(group, attachment);
+  if (!found || ++all->calls % kLooksEvery == 0) gone = all->by_group.take_gone();
+  return attachment;
 }
 
 }  // namespace
@@ -181,11 +162,9 @@ HostBackendPtr host_backend_of(const c10d::ProcessGroup& given) {
   if (given.getSize() == 1) return nullptr;
   auto& group = const_cast<c10d::ProcessGroup&>(given);
   if (HostBackend* const own = find_host_backend(group)) return HostBackendPtr::reclaim_copy(own);
-  Attached& attached = all_attached();
-  if (const auto found = attached.find(group)) return *found;
-  const std::shared_ptr<std::mutex> of_group = attached.connecting_of(group);
-  const std::lock_guard<std::mutex> connecting(*of_group);
-  if (const auto found = attached.find(group)) return *found;
+  const std::shared_ptr<Attachment> attachment = attachment_of(group);
+  const std::lock_guard<std::mutex> lock(attachment->mutex);
+  if (attachment->backend) return *attachment->backend;
   HostBackendPtr made;
   const BackendPtr gloo =
       detail::has_backend(group, at::kCPU) ? group.getBackend(at::kCPU) : nullptr;
@@ -200,7 +179,7 @@ HostBackendPtr host_backend_of(const c10d::ProcessGroup& given) {
                            : nullptr;
     });
   }
-  attached.set(group, made);
+  attachment->backend = made;
   return made;
 }
 

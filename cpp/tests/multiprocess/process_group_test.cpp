@@ -274,6 +274,7 @@ const Scenario kLogLines("log_lines", [] {
   init();
   dist::log("two\nlines");
   dist::log_once("once");
+  dist::barrier();  // nobody ends before all have connected
   dist::destroy_process_group();
 });
 

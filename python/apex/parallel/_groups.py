@@ -34,6 +34,15 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
+def require_own_process(group: Any, who: str) -> None:
+    """Raises RuntimeError in a process that was forked since ``group`` was made."""
+    if any(group is one for one in _of_parent):
+        raise RuntimeError(
+            f"{who}: this process was forked from the one that made the communicator, and is no "
+            "rank of it: make process groups and wrappers after the fork."
+        )
+
+
 def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
     """Return ``process_group`` or the default group.
 
@@ -41,11 +50,7 @@ def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.Pro
         RuntimeError: if torch.distributed is not initialized, or this process is not in the group.
     """
     # Before anything is asked of it: the child has none of its threads, and would wait for them.
-    if any((process_group or dist.group.WORLD) is group for group in _of_parent):
-        raise RuntimeError(
-            f"{who}: this process was forked from the one that made the communicator, and is no "
-            "rank of it: make process groups and wrappers after the fork."
-        )
+    require_own_process(process_group or dist.group.WORLD, who)
     if not dist.is_initialized():
         raise RuntimeError(
             f"{who} needs a process group: call torch.distributed.init_process_group() first "
@@ -97,6 +102,8 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
     """The timeout of a group's collectives; None, the default, if its backend does not tell."""
     for device in group._device_types:
+        if backend_name(group, device) == "apex":  # whose options torch does not show in Python
+            return datetime.timedelta(milliseconds=_core.host_backend_timeout(group.group_name))
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
             timeout: datetime.timedelta = options._timeout

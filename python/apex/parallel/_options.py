@@ -248,8 +248,8 @@ def single_device(
 
 
 def over_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether tensors on ``device`` go over Gloo."""
-    return backend_name(group, device) == "gloo"
+    """Whether tensors on ``device`` go over Gloo, or the backend ``apex``, which has one."""
+    return backend_name(group, device) in ("gloo", "apex")
 
 
 def communicators(

@@ -13,6 +13,7 @@ from apex._internal.group_names import name_of
 from apex.parallel._groups import (
     end_groups_at_exit,
     group_of_all_ranks,
+    require_own_process,
     split_evenly,
     world_group,
 )
@@ -39,6 +40,7 @@ def default_group() -> Any:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     world = world_group()
+    require_own_process(world, "SyncBatchNorm")
     with _lock:
         group = _own_group() if _own_group is not None else None
         if group is None or _world is None or _world() is not world:
@@ -85,6 +87,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
     """
     if group_size == 0:
         return None
+    require_own_process(world_group(), "create_syncbn_process_group")
     world_size = dist.get_world_size()
     if group_size < 0 or group_size > world_size or world_size % group_size != 0:
         raise ValueError(
