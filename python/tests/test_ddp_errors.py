@@ -150,6 +150,22 @@ def test_number_of_streams_that_differs_raises_before_groups_are_made(ranks: Ran
     ranks.run(2, _other_streams)
 
 
+def _overlapping(rank: int, world: int) -> None:
+    """torch would name the further group by the number of groups, of which rank 0 has more."""
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 2])]
+    if rank == 1:
+        return
+    with (
+        unittest.mock.patch.object(_options, "over_gloo", lambda *_: False),
+        raises(ValueError, "in different numbers of process groups", "num_allreduce_streams=1"),
+    ):
+        DistributedDataParallel(build(), process_group=groups[1], num_allreduce_streams=2)
+
+
+def test_streams_on_overlapping_groups_are_refused(ranks: RankPool) -> None:
+    ranks.run(3, _overlapping)
+
+
 def _other_buffers(rank: int, world: int, name: str) -> None:
     model = nn.Linear(2, 2)
     mine = {

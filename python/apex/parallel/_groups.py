@@ -140,6 +140,19 @@ def _finish_collectives(device: torch.device | None) -> None:
         torch.accelerator.synchronize(device)
 
 
+def _require_same_count(group: dist.ProcessGroup) -> None:
+    """torch names a group that only its ranks make by the number of groups that a rank is in: ranks
+    with different numbers would wait for each other under different names."""
+    counts: list[Any] = [None] * group.size()
+    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
+    if len(set(counts)) > 1:
+        raise ValueError(
+            "num_allreduce_streams > 1: the ranks of process_group are in different numbers of "
+            f"process groups ({', '.join(map(str, counts))}), by which torch names new ones: use "
+            "num_allreduce_streams=1, or groups that do not overlap."
+        )
+
+
 def group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Another group over the ranks of ``group``, with its backends and its timeout.
 
@@ -153,6 +166,7 @@ def group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
         split: Any = dist.split_group
         made = split(group, [list(range(group.size()))], timeout=timeout_of(group))
     else:
+        _require_same_count(group)
         new_group: Any = dist.new_group
         ranks = dist.get_process_group_ranks(group)
         made = new_group(ranks, use_local_synchronization=True, timeout=timeout_of(group))
