@@ -98,7 +98,18 @@ def _several_wrappers(group: Any, do: Callable[[], Any]) -> Callable[[int], None
     return step
 
 
+def _construction(group: Any, strike: Callable[[], None]) -> Callable[[int], None]:
+    """The first use of a group: ranks that are no neighbours of the lost one hear of it, too."""
+
+    def step(number: int) -> None:
+        strike()
+        DistributedDataParallel(nn.Linear(4, 2), process_group=group)
+
+    return step
+
+
 POINTS = {
+    "construction": (_construction, "handshake of ranks that may share memory"),
     "several wrappers": (_several_wrappers, "all-reduce of bucket "),
     "backward": (_wrapper("plain"), "all-reduce of bucket "),
     # Whichever message is waited for first: a bucket's, or the one that says what was used.

@@ -83,6 +83,7 @@ using HostBackendPtr = c10::intrusive_ptr<HostBackend>;
 /// process may be stopped, and whose calls have no deadline.
 HostBackendPtr connect_backend(const c10d::ProcessGroup& parent, const std::string& what,
                                milliseconds timeout, std::function<HostBackendPtr()> make) {
+  begin_call(parent, what);  // from here on this rank hears of failures, and reports its own
   const auto made = std::make_shared<HostBackendPtr>();
   BoundedCall connect([made, make = std::move(make)](const std::atomic<bool>&) { *made = make(); });
   const auto deadline = Clock::now() + timeout + kAtTheLatest;
