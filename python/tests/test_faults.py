@@ -100,6 +100,7 @@ def _several_wrappers(group: Any, do: Callable[[], Any]) -> Callable[[int], None
 
 def _construction(group: Any, strike: Callable[[], None]) -> Callable[[int], None]:
     """The first use of a group: ranks that are no neighbours of the lost one hear of it, too."""
+    dist.barrier()  # all have connected; see init_group()
 
     def step(number: int) -> None:
         strike()
