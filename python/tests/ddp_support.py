@@ -103,8 +103,8 @@ def init_group(rank: int, world: int, store: str, timeout_s: float = GROUP_TIMEO
         world_size=world,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
-    # Gloo tells a rank that it is connected before the others have seen as much: if a test ended the
-    # group, or the rank, at once, they would find a closed connection.
+    # Gloo tells a rank that it is connected before the others have seen as much: if a test ended
+    # the group, or the rank, at once, they would find a closed connection.
     dist.barrier()
 
 
