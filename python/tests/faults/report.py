@@ -42,7 +42,7 @@ def _sample(outcomes: dict[Case, Outcome], fault: str, store: bool) -> str:
         if alike and case.library == "apex" and case.moment in ("between launches", "with data"):
             for rank, text in sorted(outcome.said.items()):
                 if rank != case.culprit:
-                    return shorten(text)
+                    return shorten(text).partition("\n")[0]  # without a traceback
     return ""
 
 
