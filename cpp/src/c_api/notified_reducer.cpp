@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "c_api/notified_reducer.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -68,7 +69,8 @@ NotifiedReducer::NotifiedReducer(c10::intrusive_ptr<c10d::ProcessGroup> group,
   broadcast_coalesced(parameters, members_.parent);
   // Note [An order of one's own]
   if (!gradients_.empty()) members_.device = gradients_.front().device();
-  members_.separate();
+  members_.separate(std::any_of(gradients_.begin(), gradients_.end(),
+                                [](const at::Tensor& gradient) { return gradient.is_cpu(); }));
   places_.resize(gradients_.size());
   for (const std::vector<int64_t>& members : plan.buckets) {
     Bucket bucket;

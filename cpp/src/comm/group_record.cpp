@@ -54,7 +54,7 @@ GroupRecordPtr introduce_to(const c10d::ProcessGroup& group, const StorePtr& sto
             shared.add("apex/introduced/" + group_name + "/" + std::to_string(rank), 1);
         named->name = group_name + "/" + std::to_string(times);
         if (const auto process = this_process())
-          named->process_board().post(shared, rank, process->encode());
+          named->process_board(process->host).post(shared, rank, process->encode());
       });
   if (told) record->name = named->name;
   return record;
@@ -62,7 +62,9 @@ GroupRecordPtr introduce_to(const c10d::ProcessGroup& group, const StorePtr& sto
 
 }  // namespace
 
-NoticeBoard GroupRecord::process_board() const { return NoticeBoard("apex/process/" + name); }
+NoticeBoard GroupRecord::process_board(const std::string& host) const {
+  return NoticeBoard("apex/process/" + name + "/" + host);
+}
 
 NoticeBoard GroupRecord::report_board() const { return NoticeBoard("apex/failure/" + name); }
 
@@ -165,7 +167,9 @@ StorePtr own_connection(const StorePtr& store) {
 
 void read_processes(c10d::Store& store, GroupRecord& record) {
   std::map<int, ProcessName> found;
-  for (const auto& [rank, text] : record.process_board().read(store)) {
+  const auto self = this_process();
+  if (!self) return;
+  for (const auto& [rank, text] : record.process_board(self->host).read(store)) {
     if (rank == record.rank) continue;
     if (auto process = ProcessName::decode(text)) found.emplace(rank, std::move(*process));
   }

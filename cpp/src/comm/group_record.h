@@ -49,8 +49,8 @@ struct GroupRecord {
   GroupRecordPtr heard_too;              ///< another group, whose failures are this one's as well
 
   // Keys of the store.
-  NoticeBoard process_board() const;            ///< which process each rank is
-  NoticeBoard report_board() const;             ///< of failures
+  NoticeBoard process_board(const std::string& host) const;  ///< which process each of its ranks is
+  NoticeBoard report_board() const;                          ///< of failures
   std::string count_key() const;                ///< of failures of this group itself
   std::string refusal_key(int64_t call) const;  ///< a rank has refused the arguments of that call
   std::string farewell_key(int of_rank) const;
@@ -89,7 +89,8 @@ bool talk_to_store(const c10d::ProcessGroup& group, const GroupRecord& record,
 /// included.)
 StorePtr own_connection(const StorePtr& store);
 
-/// Reads which process each rank is, as they have told.
+/// Reads which process each other rank of this host is, as they have told. Of those on other hosts
+/// nothing could be seen, and to read them all would take every rank as long as there are ranks.
 void read_processes(c10d::Store& store, GroupRecord& record);
 
 /// Looks at the processes of this host: what has become of those that have ended or are stopped, by

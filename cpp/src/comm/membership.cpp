@@ -51,19 +51,21 @@ Membership::~Membership() {
   end_elsewhere([own = std::move(own)]() mutable { own.clear(); }, failed);
 }
 
-void Membership::separate() {
+void Membership::separate(bool on_cpu) {
   if (alone()) return;
   // Ranks may have failed to construct different numbers of reducers; a name must be new to all of
   // them.
   static std::atomic<int64_t> next_name{0};
-  const at::Tensor mine = at::full({1}, next_name.load(), at::kLong);
-  const int64_t name =
-      all_reduce("naming of a communicator", mine, c10d::ReduceOp::MAX).wait().item<int64_t>();
+  const at::Tensor mine = at::tensor({next_name.load(), int64_t{on_cpu}}, at::kLong);
+  const at::Tensor all =
+      all_reduce("naming of a communicator", mine, c10d::ReduceOp::MAX).wait().contiguous();
+  const int64_t name = all.const_data_ptr<int64_t>()[0];
+  const bool connects = all.const_data_ptr<int64_t>()[1] != 0;
   next_name.store(name + 1);
   for (size_t i = 0; i < groups.size(); ++i) {
     const std::string unique = "apex/reducer/" + detail::group_name_of(*parent) + "/" +
                                std::to_string(name) + "/" + std::to_string(i);
-    groups[i] = make_separate_group(groups[i], unique);
+    groups[i] = make_separate_group(groups[i], unique, connects);
     hear_too(*groups[i], *parent);
   }
 }

@@ -62,8 +62,9 @@ struct Membership {
 
   /// Exchanges `groups` for communicators of their own, where the backend has them: see
   /// make_separate_group(). Collective.
+  /// @param on_cpu  whether buckets are on the CPU; on any rank, it counts for all.
   /// @throws CommunicationError.
-  void separate();
+  void separate(bool on_cpu);
   bool released() const { return groups.empty(); }
   void release();
   bool alone() const { return size == 1; }

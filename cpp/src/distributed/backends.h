@@ -31,28 +31,30 @@ struct BackendRequest {
   NcclOptions nccl;
 };
 
-/// A backend that has one of Gloo's over the same ranks.
+/// A backend of this package's own, for which the host waits as for Gloo's. It may have one of those
+/// over the same ranks.
 class HasGloo {
  public:
   virtual ~HasGloo() = default;
-  /// @throws Error after it was shut down.
+  /// @throws Error where it has none, or was shut down.
   virtual const c10::intrusive_ptr<c10d::Backend>& gloo() const = 0;
 };
 
 /// Connects to all ranks; blocks for at most the timeout.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request);
 
-/// Another Gloo backend over all or some of the ranks of `given`, with its options, connected
-/// through `store`, in which nothing may have used the keys before; nullptr if `given` is not
-/// Gloo's. Blocks for at most the timeout.
+/// Another Gloo backend over all or some of the ranks of `given`, which is or has one, with its
+/// options, connected through `store`, in which nothing may have used the keys before. Blocks for
+/// at most the timeout.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(
     const c10::intrusive_ptr<c10d::Backend>& given, const c10::intrusive_ptr<c10d::Store>& store,
     int rank, int size);
 
-/// How long Gloo waits for other ranks; nothing if `backend` is not Gloo's.
+/// How long a backend of Gloo's, or of this package's own, waits for other ranks; nothing for
+/// others.
 std::optional<std::chrono::milliseconds> gloo_timeout(c10d::Backend& backend);
 
-/// By rank of a group over Gloo; empty for the default group, and for other backends.
+/// By rank of a group over one of those; empty for the default group, and for other backends.
 std::vector<uint64_t> gloo_global_ranks(c10d::Backend& backend);
 
 /// Returns at once; NCCL connects at the first collective.

@@ -38,38 +38,45 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
 
 namespace {
 
-/// Gloo's own backend, also one inside of another backend, or null. Plain casts: that of intrusive
-/// pointers leaks a reference (torch 2.13), and with it the threads of the group.
-c10d::ProcessGroupGloo* gloo_of(c10d::Backend& backend) {
-  auto* inner = &backend;
-  // TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every backend.
-  if (auto* const wrapper = dynamic_cast<c10d::ProcessGroupWrapper*>(inner))
-    inner = wrapper->getWrappedPg().get();
-  if (auto* const outer = dynamic_cast<HasGloo*>(inner)) inner = outer->gloo().get();
-  return dynamic_cast<c10d::ProcessGroupGloo*>(inner);
+// Plain casts: that of intrusive pointers leaks a reference (torch 2.13), and with it the threads of
+// the group.
+
+/// TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every backend.
+c10d::Backend& unwrapped(c10d::Backend& backend) {
+  auto* const wrapper = dynamic_cast<c10d::ProcessGroupWrapper*>(&backend);
+  return wrapper ? *wrapper->getWrappedPg() : backend;
+}
+
+/// Of a backend for which the host waits; else null.
+c10::intrusive_ptr<c10d::Backend::Options> options_of(c10d::Backend& given) {
+  c10d::Backend& backend = unwrapped(given);
+  const bool waits = dynamic_cast<HasGloo*>(&backend) != nullptr ||
+                     dynamic_cast<c10d::ProcessGroupGloo*>(&backend) != nullptr;
+  return waits ? backend.getBackendOptions() : nullptr;
 }
 
 }  // namespace
 
 std::optional<std::chrono::milliseconds> gloo_timeout(c10d::Backend& backend) {
-  auto* const gloo = gloo_of(backend);
-  if (!gloo) return std::nullopt;
-  return gloo->getOptions()->timeout;
+  const auto options = options_of(backend);
+  if (!options) return std::nullopt;
+  return options->timeout;
 }
 
 std::vector<uint64_t> gloo_global_ranks(c10d::Backend& backend) {
-  auto* const gloo = gloo_of(backend);
-  return gloo ? gloo->getOptions()->global_ranks_in_group : std::vector<uint64_t>();
+  const auto options = options_of(backend);
+  return options ? options->global_ranks_in_group : std::vector<uint64_t>();
 }
 
 // Not by Backend::split(): it connects to the store anew, which takes a quarter of a second.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(
     const c10::intrusive_ptr<c10d::Backend>& given, const c10::intrusive_ptr<c10d::Store>& store,
     int rank, int size) {
-  auto* const gloo = gloo_of(*given);
-  if (!gloo) return nullptr;
+  auto* inner = &unwrapped(*given);
+  if (auto* const outer = dynamic_cast<HasGloo*>(inner)) inner = outer->gloo().get();
   ignore_broken_pipes();
-  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, gloo->getOptions());
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(
+      store, rank, size, dynamic_cast<c10d::ProcessGroupGloo&>(*inner).getOptions());
 }
 
 }  // namespace apex::distributed

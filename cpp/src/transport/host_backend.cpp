@@ -394,7 +394,8 @@ void HostBackend::end(bool may_be_stuck) {
 }
 
 const c10::intrusive_ptr<c10d::Backend>& HostBackend::gloo() const {
-  if (!gloo_) throw Error("the process group was destroyed");
+  if (!gloo_)
+    throw Error("the process group was destroyed, or has no connections but shared memory");
   return gloo_;
 }
 

@@ -127,7 +127,7 @@ std::shared_ptr<Attachment> attachment_of(const c10d::ProcessGroup& group) {
 }  // namespace
 
 c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& parent, const std::string& name) {
+    const c10::intrusive_ptr<c10d::ProcessGroup>& parent, const std::string& name, bool connects) {
   const auto store = parent->getStore();
   if (!store || parent->getSize() == 1 || !detail::has_backend(*parent, at::kCPU)) return parent;
   const BackendPtr given = parent->getBackend(at::kCPU);
@@ -140,11 +140,17 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
   request.timeout = *timeout;
   request.global_ranks = distributed::gloo_global_ranks(*given);
   auto own = connect_backend(*parent, "connecting a reducer's communicator", *timeout, [=] {
-    const BackendPtr gloo =
-        distributed::make_gloo_backend_like(given, request.store, request.rank, request.size);
-    meet(*gloo);
-    return connect_host_backend(request, gloo);
+    HostLinks links =
+        connect_host(*given, connects ? given : nullptr, request.store, request.timeout);
+    BackendPtr gloo;
+    if (!links.channel) {  // which does all that a reducer calls
+      if (!connects) return HostBackendPtr();
+      gloo = distributed::make_gloo_backend_like(given, request.store, request.rank, request.size);
+      meet(*gloo);
+    }
+    return c10::make_intrusive<HostBackend>(request, std::move(gloo), std::move(links));
   });
+  if (!own) return parent;
   c10::intrusive_ptr<c10d::ProcessGroup> group =
       c10::make_intrusive<SeparateGroup>(request.store, request.rank, request.size, std::move(own));
   // Before others are added, which keep their name and their device.

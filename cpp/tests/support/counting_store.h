@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -10,35 +11,48 @@
 
 namespace apex::testing {
 
-/// A store in this process that counts what it is asked for.
-class CountingStore final : public c10d::HashStore {
+/// A store that counts what this process asks it for.
+template <typename Base>
+class Counting final : public Base {
  public:
+  using Base::Base;
   int64_t requests() const { return requests_; }
 
-  using c10d::HashStore::set;
+  using Base::set;
   void set(const std::string& key, const std::vector<uint8_t>& value) override {
     ++requests_;
-    HashStore::set(key, value);
+    Base::set(key, value);
   }
   std::vector<uint8_t> get(const std::string& key) override {
     ++requests_;
-    return HashStore::get(key);
+    return Base::get(key);
   }
   int64_t add(const std::string& key, int64_t value) override {
     ++requests_;
-    return HashStore::add(key, value);
+    return Base::add(key, value);
   }
   bool check(const std::vector<std::string>& keys) override {
     ++requests_;
-    return HashStore::check(keys);
+    return Base::check(keys);
+  }
+  void wait(const std::vector<std::string>& keys) override {
+    ++requests_;
+    Base::wait(keys);
+  }
+  void wait(const std::vector<std::string>& keys,
+            const std::chrono::milliseconds& timeout) override {
+    ++requests_;
+    Base::wait(keys, timeout);
   }
   void append(const std::string& key, const std::vector<uint8_t>& value) override {
     ++requests_;
-    HashStore::append(key, value);
+    Base::append(key, value);
   }
 
  private:
   std::atomic<int64_t> requests_{0};
 };
+
+using CountingStore = Counting<c10d::HashStore>;
 
 }  // namespace apex::testing

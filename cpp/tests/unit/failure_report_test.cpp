@@ -80,7 +80,7 @@ TEST(FailureReport, ProcessOfARankHasEnded_IsNamedByWhoHadNotAskedBefore) {
   const ChildProcess child;
   child.become_zombie();
   const std::string name = child.name().encode();
-  record_of(*groups[0])->process_board().post(*store, 2, name);
+  record_of(*groups[0])->process_board(child.name().host).post(*store, 2, name);
   const auto texts = reports({groups[0], groups[1]}, {"a", "a"});
   const std::string expected =
       "; rank 2 has ended (process " + std::to_string(child.name().pid) + ")";

@@ -53,7 +53,7 @@ TEST(GroupRecord, FirstAskedFor_TellsTheOthersWhichProcessThisIs) {
   EXPECT_EQ(one->rank, 1);
   EXPECT_EQ(one->size, 2);
   const std::map<int, std::string> told{{1, this_process()->encode()}};
-  EXPECT_EQ(one->process_board().read(*store), told);
+  EXPECT_EQ(one->process_board(this_process()->host).read(*store), told);
   EXPECT_EQ(record_of(*groups[1]), one);
   EXPECT_EQ(find_record(*groups[1]), one);
   EXPECT_EQ(find_record(*groups[0]), nullptr);

@@ -11,6 +11,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -20,6 +21,7 @@
 #include <random>
 #include <string>
 
+#include <support/counting_store.h>
 #include <support/host_messages.h>
 
 #include "comm/collectives.h"
@@ -78,7 +80,8 @@ class Folder {
 /// A group as of a script, over Gloo and a store in `file`.
 GroupPtr make_group(int rank, int size, const fs::path& file, milliseconds timeout) {
   distributed::BackendRequest request;
-  const auto store = c10::make_intrusive<c10d::FileStore>(file.string(), size);
+  const auto store =
+      c10::make_intrusive<testing::Counting<c10d::FileStore>>(file.string(), size);
   request.store = store;
   request.rank = rank;
   request.size = size;
@@ -485,6 +488,42 @@ void repeat(int rounds, const std::function<void(int)>& round) {
     no_more("mappings", first.mappings, now.mappings);
     no_more("threads", first.threads, now.threads);
   }
+}
+
+/// What a rank asks of the store when a wrapper is made, after its group: the most of all ranks.
+int64_t most_requests_of_a_wrapper(const Places& places, bool on_cpu) {
+  const size_t bytes = places.size() * sizeof(int64_t);
+  void* const shared =
+      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  require(shared != MAP_FAILED, "no memory");
+  auto* const asked = static_cast<int64_t*>(shared);
+  expect_done(run(places, [&](Rank& self) {
+    const auto size = static_cast<int>(places.size());
+    const auto group = make_group(self.rank, size, self.folder / "counted", seconds(30));
+    const auto& store = dynamic_cast<testing::Counting<c10d::FileStore>&>(*group->getStore());
+    const int64_t before = store.requests();
+    issue_all_reduce("a comparison of models", *group, at::ones({1}))->wait();
+    remember_processes(*group);
+    const auto own = make_separate_group(group, "counted", on_cpu);
+    hear_too(*own, *group);
+    issue_all_reduce("a control message", *own, at::ones({1}))->wait();
+    asked[self.rank] = store.requests() - before;
+    group->barrier()->wait();
+  }));
+  const int64_t most = *std::max_element(asked, asked + places.size());
+  ::munmap(shared, bytes);
+  return most;
+}
+
+// The hazard: N ranks that each ask for all others keep the store busy for minutes from N = 1,000
+// on. (Gloo's own connections between CPU ranks of several hosts do so; none are made for GPUs, and
+// none on one host.) A store in a file, for which each text is a request.
+TEST(StoreTraffic, OfAWrapper_GrowsWithTheRanksOfThisHostOnly) {
+  const int64_t two = most_requests_of_a_wrapper({0, 0}, /*on_cpu=*/true);
+  EXPECT_LE(most_requests_of_a_wrapper({0, 0, 0, 0}, true), two + 2 * 2);
+  EXPECT_LE(most_requests_of_a_wrapper({0, 0}, false), two);
+  EXPECT_LE(most_requests_of_a_wrapper({0, 0, 1, 1, 2, 2, 3, 3}, false), two);
+  EXPECT_LE(two, 20);
 }
 
 class HostGroups : public HostHierarchyTest {};
