@@ -139,9 +139,10 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
   request.size = parent->getSize();
   request.timeout = *timeout;
   request.global_ranks = distributed::gloo_global_ranks(*given);
+  const HostBackendPtr attached = host_backend_of(*parent);
   auto own = connect_backend(*parent, "connecting a reducer's communicator", *timeout, [=] {
-    HostLinks links =
-        connect_host(*given, connects ? given : nullptr, request.store, request.timeout);
+    HostLinks links = connect_host(attached ? *attached : *given, connects ? given : nullptr,
+                                   request.store, request.timeout);
     BackendPtr gloo;
     if (!links.channel) {  // which does all that a reducer calls
       if (!connects) return HostBackendPtr();
