@@ -35,6 +35,7 @@ TITLES = {
     "torch_view": "torch, gradient_as_bucket_view",
     "torch_static": "torch, static_graph",
     "torch_unused": "torch, find_unused_parameters",
+    "torch_backend": "torch, on the backend apex",
     "apex": "apex",
     "apex_view": "apex, gradient_as_bucket_view",
     "apex_group": "apex, APEX_HOST_CHANNEL=0",
@@ -105,6 +106,8 @@ class Variant:
             options["bucket_cap_mb"] = float(size)
         if library == "torch":
             ids = [torch.cuda.current_device()] if device == "cuda" else None
+            if option == "backend":
+                options["process_group"] = dist.new_group(backend="apex")
             self.module = TorchDDP(self.module, device_ids=ids, **options)
         elif library == "apex":
             with _host_channel(option != "group"):

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import backend
 import ddp
 import harness
 import host_channel
@@ -105,6 +106,8 @@ def section(name: str) -> str:
         tables = instructions.report(data["instructions"])
     elif "results" in data and "steps" in data["settings"]:
         tables = "\n".join(overlapped_optimizer.report(result) for result in data["results"])
+    elif "backend" in data:
+        tables = backend.report(data)
     elif "host" in data:
         tables = host_channel.report(data)
     elif "batch_norm" in data:

@@ -145,16 +145,23 @@ def _fault(rank: int, world: int, point: str, deed: str) -> str:
 
 
 def _killed_while_connecting(rank: int, world: int, folder: str) -> None:
-    """Before it has announced its address, so that no connection of the others breaks."""
+    """Before it has announced its address, so that no connection of the others breaks.
+
+    Without shared memory, in which a reducer needs no connections.
+    """
     dist.destroy_process_group()
+    os.environ["APEX_HOST_CHANNEL"] = "0"
     store: dist.Store = dist.FileStore(f"{folder}/store", world)
     if rank == CULPRIT:
         store = StrikingStore(store, DEEDS["killed"])
     minute = datetime.timedelta(minutes=1)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=minute)
     head = f"rank {rank} of {world}: connecting a reducer's communicator failed"
-    with raises(RuntimeError, head, f"; rank {CULPRIT} has ended"):
-        DistributedDataParallel(nn.Linear(4, 2))
+    try:
+        with raises(RuntimeError, head, f"; rank {CULPRIT} has ended"):
+            DistributedDataParallel(nn.Linear(4, 2))
+    finally:
+        del os.environ["APEX_HOST_CHANNEL"]
 
 
 def test_rank_killed_while_connecting_is_not_waited_for(ranks: RankPool, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ struct GroupRecord {
   // Keys of the store.
   NoticeBoard process_board(const std::string& host) const;  ///< which process each of its ranks is
   NoticeBoard report_board() const;                          ///< of failures
-  std::string count_key() const;                ///< of failures of this group itself
+  std::string count_key() const;                             ///< of failures of this group itself
   std::string refusal_key(int64_t call) const;  ///< a rank has refused the arguments of that call
   std::string farewell_key(int of_rank) const;
   NoticeBoard hook_board() const;  ///< of a hook that fails next

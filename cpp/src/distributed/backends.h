@@ -31,8 +31,8 @@ struct BackendRequest {
   NcclOptions nccl;
 };
 
-/// A backend of this package's own, for which the host waits as for Gloo's. It may have one of those
-/// over the same ranks.
+/// A backend of this package's own, for which the host waits as for Gloo's. It may have one of
+/// those over the same ranks.
 class HasGloo {
  public:
   virtual ~HasGloo() = default;

@@ -38,8 +38,8 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
 
 namespace {
 
-// Plain casts: that of intrusive pointers leaks a reference (torch 2.13), and with it the threads of
-// the group.
+// Plain casts: that of intrusive pointers leaks a reference (torch 2.13), and with it the threads
+// of the group.
 
 /// TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every backend.
 c10d::Backend& unwrapped(c10d::Backend& backend) {

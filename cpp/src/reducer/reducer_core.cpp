@@ -67,9 +67,9 @@ void ReducerCore::begin() {
   if (context_.options.init_sync) require_sendable(parameters(), "parameter", members.parent);
   remember_processes(*members.parent);
   if (!context_.parameters.empty()) members.device = context_.parameters[0].variable.device();
-  members.separate(std::any_of(
-      parameters().begin(), parameters().end(),
-      [](const NamedTensor& parameter) { return parameter.tensor.device().is_cpu(); }));
+  members.separate(
+      std::any_of(parameters().begin(), parameters().end(),
+                  [](const NamedTensor& parameter) { return parameter.tensor.device().is_cpu(); }));
   if (context_.options.init_sync) {
     std::vector<at::Tensor> tensors;
     for (const NamedTensor& parameter : parameters()) tensors.push_back(parameter.tensor);

@@ -80,8 +80,7 @@ class Folder {
 /// A group as of a script, over Gloo and a store in `file`.
 GroupPtr make_group(int rank, int size, const fs::path& file, milliseconds timeout) {
   distributed::BackendRequest request;
-  const auto store =
-      c10::make_intrusive<testing::Counting<c10d::FileStore>>(file.string(), size);
+  const auto store = c10::make_intrusive<testing::Counting<c10d::FileStore>>(file.string(), size);
   request.store = store;
   request.rank = rank;
   request.size = size;

@@ -7,7 +7,8 @@
 Every case is ``world`` processes that train for five steps; in the third one, at a named moment,
 something is done to one of them. A survivor has to end within the timeout of its group and five
 seconds. If it raises, its error names the operation and the culprit, and nobody else; it never
-aborts. Nothing is left behind. ``--library torch`` runs torch's DistributedDataParallel.
+aborts. Nothing is left behind. ``--library torch`` runs torch's DistributedDataParallel over Gloo,
+``--library torch_apex`` runs it on the backend ``apex``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from cases import GOOD, GRACE, PAUSE, TIMEOUT, TO_END, TO_START, Case, Outcome, cases
+from cases import (
+    GOOD,
+    GRACE,
+    LIBRARIES,
+    PAUSE,
+    TIMEOUT,
+    TO_END,
+    TO_START,
+    Case,
+    Outcome,
+    cases,
+)
 from hosts import Hosts
 from programs import PROGRAMS
 from report import markdown, shorten
@@ -324,15 +336,14 @@ def run(todo: list[Case], at_once: int, verbose: bool) -> dict[Case, Outcome]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--library", choices=["apex", "torch", "both"], default="both")
+    parser.add_argument("--library", nargs="+", choices=list(LIBRARIES), default=list(LIBRARIES))
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--only", nargs="*", default=[], help="parts of FAULT:PROGRAM:MOMENT")
     parser.add_argument("--at-once", type=int, default=6)
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--output", help="write the results there, as Markdown")
     arguments = parser.parse_args()
-    libraries = ["apex", "torch"] if arguments.library == "both" else [arguments.library]
-    todo = [case for library in libraries for case in cases(library, arguments.worlds)]
+    todo = [case for library in arguments.library for case in cases(library, arguments.worlds)]
     todo = [
         case
         for case in todo
@@ -342,7 +353,7 @@ def main() -> None:
     outcomes = run(todo, arguments.at_once, arguments.verbose)
     if arguments.output:
         Path(arguments.output).write_text(markdown(outcomes))
-    for library in libraries:
+    for library in arguments.library:
         mine = [outcome.verdict for case, outcome in outcomes.items() if case.library == library]
         good = sum(verdict in GOOD for verdict in mine)
         print(f"{library}: {good} of {len(mine)} cases are as they should be")

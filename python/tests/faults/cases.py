@@ -50,10 +50,14 @@ class Outcome:
     said: dict[int, str]  # rank: message
 
 
+#: And what the page calls them.
+LIBRARIES = {"apex": "apex.parallel", "torch": "torch", "torch_apex": "torch, on `apex`"}
+
+
 def cases(library: str, worlds: list[int]) -> list[Case]:
     result = []
     for program, (_, moments) in PROGRAMS.items():
-        if library == "torch" and program in OURS_ONLY:
+        if library != "apex" and program in OURS_ONLY:
             continue
         for moment in moments:
             for world in worlds:

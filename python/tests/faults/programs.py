@@ -40,7 +40,7 @@ class Run:
 
     def wrap(self, model: nn.Module, **options: Any) -> Any:
         """In buckets of about 100 bytes."""
-        if self.library == "torch":
+        if self.library != "apex":
             return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1e-4, **options)
         from apex.parallel import DistributedDataParallel
 
@@ -144,7 +144,7 @@ def python_hook(run: Run) -> Step:
 
 def builtin_hook(run: Run) -> Step:
     ddp = run.wrap(net(run))
-    if run.library == "torch":
+    if run.library != "apex":
         ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     else:
         ddp.register_builtin_comm_hook("bf16_fp32_sum")

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import re
 
-from cases import FAULTS, GOOD, STORE_FAULTS, TIMEOUT, Case, Outcome
+from cases import FAULTS, GOOD, LIBRARIES, STORE_FAULTS, TIMEOUT, Case, Outcome
 
 WHO = ("Rank 1", "The store's rank")
 HEADER = """# Faults
 
-What the other ranks do when something happens to one of them, with `apex.parallel` and with
-`torch.nn.parallel.DistributedDataParallel`. Written by `python python/tests/faults/campaign.py
---output docs/faults.md` (needs root, for network namespaces), on Gloo, with a group timeout of
-{timeout} s; {counts}.
+What the other ranks do when something happens to one of them: with `apex.parallel`, and with
+`torch.nn.parallel.DistributedDataParallel`, both over Gloo, and with the latter on the
+[backend `apex`](backend.md). Written by `python python/tests/faults/campaign.py --output
+docs/faults.md` (needs root, for network namespaces), with a group timeout of {timeout} s;
+{counts}.
 
 Something is done to rank 1, or to rank 0, whose process keeps the store, in the third of five
 steps. "goes on": all ranks train to the end. "raises": every survivor raises; seconds are from the
@@ -48,11 +49,11 @@ def _sample(outcomes: dict[Case, Outcome], fault: str, store: bool) -> str:
 
 def markdown(outcomes: dict[Case, Outcome]) -> str:
     counts = []
-    for library in ("apex", "torch"):
+    for library, title in LIBRARIES.items():
         mine = [outcome.verdict for case, outcome in outcomes.items() if case.library == library]
         if mine:
             good = sum(verdict in GOOD for verdict in mine)
-            counts.append(f"{good} of {len(mine)} cases of {library} end as they should")
+            counts.append(f"{good} of {len(mine)} cases of {title} end as they should")
     lines = [HEADER.format(timeout=TIMEOUT, counts=", ".join(counts))]
     worlds = sorted({case.world for case in outcomes})
     lines.append(f"Each line stands for {', '.join(map(str, worlds))} ranks.\n")
@@ -68,11 +69,13 @@ def markdown(outcomes: dict[Case, Outcome]) -> str:
             lines.append(f"## {WHO[store]} {fault}\n")
             if sample := _sample(outcomes, fault, store):
                 lines.append(f"A survivor: `{sample}`\n")
-            lines += ["| where | apex.parallel | torch |", "|---|---|---|"]
+            lines += [
+                f"| where | {' | '.join(LIBRARIES.values())} |",
+                "|---|" + "---|" * len(LIBRARIES),
+            ]
             for where, row in rows.items():
-                lines.append(
-                    f"| {where} | {_cell(row.get('apex', []))} | {_cell(row.get('torch', []))} |"
-                )
+                cells = [_cell(row.get(library, [])) for library in LIBRARIES]
+                lines.append(f"| {where} | {' | '.join(cells)} |")
             lines.append("")
     return "\n".join(lines)
 

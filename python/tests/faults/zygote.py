@@ -88,7 +88,8 @@ def rank_main(case: dict[str, Any]) -> int:
     start = datetime.timedelta(seconds=60)
     store = dist.TCPStore(case["address"], case["port"], world, rank == 0, start)
     store.set_timeout(timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    backend = "apex" if case["library"] == "torch_apex" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     del store
     dist.barrier()
     try:
