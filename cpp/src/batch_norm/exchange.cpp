@@ -191,19 +191,13 @@ void sum_values(at::Tensor& sums, const at::Tensor& gathered) {
 
 }  // namespace
 
-Peers find_peers(c10::string_view name) {
-  Peers peers;
-  if (name.empty()) return peers;
-  std::string text(name);
-  const size_t end = text.find('\n');
-  if (end != std::string::npos) {
-    peers.layer = text.substr(end + 1);
-    text.resize(end);
-  }
+Peers find_peers(c10::string_view group_name, c10::string_view layer) {
+  Peers peers{nullptr, std::string(layer)};
+  if (group_name.empty()) return peers;
   try {
-    peers.group = c10d::resolve_process_group(text);
+    peers.group = c10d::resolve_process_group(std::string(group_name));
   } catch (const std::exception&) {
-    TORCH_CHECK(false, "apex sync batch norm: no process group is registered as '", text,
+    TORCH_CHECK(false, "apex sync batch norm: no process group is registered as '", group_name,
                 "'; it was destroyed, or never made on this rank. Create it on every rank, and "
                 "pass its group_name.");
   }
@@ -254,9 +248,10 @@ void all_reduce(const Peers& peers, at::Tensor& tensor, Direction direction, int
   });
 }
 
-at::Tensor all_reduce_sum(const at::Tensor& tensor, c10::string_view name) {
+at::Tensor all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name,
+                          c10::string_view layer) {
   at::Tensor sum = tensor.clone(at::MemoryFormat::Contiguous);
-  if (const Peers peers = find_peers(name)) {
+  if (const Peers peers = find_peers(group_name, layer)) {
     at::Tensor flat = sum.view({-1});
     all_reduce(peers, flat, Direction::kSecondDerivative, sum.numel());
   }
