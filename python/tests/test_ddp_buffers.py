@@ -105,6 +105,8 @@ class Bits(nn.Module):
         nan = torch.tensor([float("nan"), 1.0 + rank])
         pairs = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64) * (1 + rank)
         large = torch.arange(2.0**18).reshape(2, -1) + rank
+        several = torch.zeros(2, 9 << 19)  # messages; only the first differs
+        several[0, 0] = rank
         tensors = {
             "zeros": zeros,
             "narrow_zeros": zeros.to(torch.bfloat16),
@@ -117,6 +119,7 @@ class Bits(nn.Module):
             "large": large,
             "large_turned": large.clone().t(),
             "large_conjugated": torch.complex(large, large).conj(),
+            "several_turned": several.t(),
             "flag": torch.tensor([rank == 0]),
         }
         self.names = list(tensors)

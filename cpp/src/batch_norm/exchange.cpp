@@ -9,6 +9,7 @@
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <apex/error.h>
@@ -29,13 +30,13 @@ namespace {
 // The collectives of a layer are matched by their order. A rank that has skipped or repeated one,
 // or is in backward while others are in forward, sends something else than they expect. If that is
 // larger, Gloo ends their process by an exception on a thread of its own; if it is smaller or
-// equal, values are mixed without a word. So a message begins with a header that says which
-// exchange it is, and every rank reads all of them before any value. And it is received into more
-// room than it needs, which an all-to-all allows, as each rank gives the lengths that it expects
-// itself. (With as many values for everybody it is the same as an all-gather; and a rank sends to
-// all at once, where an all-gather passes messages round a ring.) In shared memory it is one,
-// and the first message has the same length for every layer, so that headers can be read when the
-// layers differ; what does not fit follows in a second one.
+// equal, values are mixed without a word. So the first message begins with a header that says which
+// exchange it is, and every rank reads all of them before any value. Values that do not fit into it
+// follow in a second one. Over Gloo the first is received into more room than it needs, which an
+// all-to-all allows, as each rank gives the lengths that it expects itself. (With as many values
+// for everybody it is the same as an all-gather; and a rank sends to all at once, where an
+// all-gather passes messages round a ring.) In shared memory it is one, of the same length for
+// every layer, so that headers can be read when the layers differ.
 
 struct Header {
   static constexpr size_t kNameLength = 40;
@@ -53,8 +54,10 @@ struct Header {
 };
 static_assert(sizeof(Header) == 64, "what follows is aligned");
 
-/// For a message of any rank. Pages that nobody writes cost nothing.
+/// For the first message of any rank. Over Gloo, where pages that nobody writes cost nothing;
 constexpr int64_t kRoom = int64_t{1} << 20;
+/// and in shared memory: a header, and the values of some 500 channels.
+constexpr int64_t kRoomInMemory = int64_t{8} << 10;
 
 /// From this size on, of all ranks together, the backend's own all-reduce is faster than to gather.
 constexpr size_t kMaxGatheredBytes = size_t{1} << 20;
@@ -121,122 +124,80 @@ bool talks_over_gloo(c10d::ProcessGroup& group, const at::Tensor& tensor) {
          distributed::gloo_timeout(*group.getBackend(at::kCPU)).has_value();
 }
 
-/// Where the values of each rank are, by rank; as well aligned as their length allows.
-struct Gathered {
-  at::Tensor received;
-  std::vector<const uint8_t*> values;
-};
-
-/// Of a message: `begin_of(rank)` says where the header of that rank is; its values are behind it.
+/// Every rank's `local`, one after the other. Without `with_values` only the headers are exchanged,
+/// which say how many there are.
 /// @throws RankMismatch if the headers differ.
-template <typename BeginOf>
-Gathered read_message(const Peers& peers, const at::Tensor& received, BeginOf&& begin_of) {
-  const int ranks = peers.group->getSize();
-  const uint8_t* const from = received.const_data_ptr<uint8_t>();
-  std::vector<Header> headers(static_cast<size_t>(ranks));
-  Gathered gathered{received, {}};
-  for (int rank = 0; rank < ranks; ++rank) {
-    const uint8_t* const header = from + begin_of(rank);
-    std::memcpy(&headers[rank], header, sizeof(Header));
-    gathered.values.push_back(header + sizeof(Header));
-  }
-  refuse_different(*peers.group, headers);
-  return gathered;
-}
-
-/// Of the first message in shared memory: a header, and the values of some 500 channels.
-constexpr int64_t kFirstBytes = int64_t{8} << 10;
-
-Gathered gather_in_memory(const Peers& peers, const at::Tensor& local, const Header& mine,
-                          const std::string& waiting) {
-  const int64_t ranks = peers.group->getSize();
-  const auto gather = [&](const char* what, const at::Tensor& share) {
-    at::Tensor received = at::empty({ranks * share.numel()}, at::kByte);
-    wait_collective(issue_all_gather(what, *peers.group, received, share), waiting, *peers.group);
-    return received;
-  };
+at::Tensor gather_with_headers(const Peers& peers, const at::Tensor& local, Direction direction,
+                               int64_t channels, bool with_values = true) {
+  c10d::ProcessGroup& group = *peers.group;
+  const auto ranks = static_cast<size_t>(group.getSize());
   const auto bytes = static_cast<int64_t>(local.nbytes());
-  const bool fits = static_cast<int64_t>(sizeof(mine)) + bytes <= kFirstBytes;
-  const at::Tensor share = at::zeros({kFirstBytes}, at::kByte);
-  std::memcpy(share.mutable_data_ptr(), &mine, sizeof(mine));
-  if (fits && bytes > 0) {
-    std::memcpy(share.mutable_data_ptr<uint8_t>() + sizeof(mine), local.const_data_ptr(),
-                static_cast<size_t>(bytes));
-  }
-  Gathered gathered = read_message(peers, gather("exchange of a SyncBatchNorm", share),
-                                   [](int64_t rank) { return rank * kFirstBytes; });
-  if (!fits) {
-    gathered.received = gather("values of a SyncBatchNorm", local.view({-1}).view(at::kByte));
-    for (int64_t rank = 0; rank < ranks; ++rank)
-      gathered.values[rank] = gathered.received.const_data_ptr<uint8_t>() + rank * bytes;
-  }
-  return gathered;
-}
-
-/// With `announced`, the header says that this many bytes will follow, and `local` is empty.
-Gathered gather_with_headers(const Peers& peers, const at::Tensor& local, Direction direction,
-                             int64_t channels, int64_t announced = -1) {
-  const int64_t ranks = peers.group->getSize();
-  const auto bytes = static_cast<int64_t>(local.nbytes());
-  const int64_t length = static_cast<int64_t>(sizeof(Header)) + bytes;
-  const Header mine = header_of(peers, announced < 0 ? bytes : announced, direction, channels);
+  const Header mine = header_of(peers, bytes, direction, channels);
+  constexpr auto kHeader = static_cast<int64_t>(sizeof(mine));
   const std::string waiting = describe(peers, direction, channels);
-  const auto host = host_backend_of(*peers.group);
-  if (host && host->shares_memory()) return gather_in_memory(peers, local, mine, waiting);
-  if (length > kRoom && announced < 0) {  // the others may have less room
-    gather_with_headers(peers, local.narrow(0, 0, 0), direction, channels, bytes);
+  const auto host = host_backend_of(group);
+  const bool in_memory = host && host->shares_memory();
+  const int64_t room = in_memory ? kRoomInMemory : kRoom;
+  const bool fits = with_values && kHeader + bytes <= room;
+  const int64_t length = in_memory ? room : kHeader + (fits ? bytes : 0);
+  std::vector<int64_t> lengths(ranks, length), rooms(ranks, room);
+  rooms[group.getRank()] = length;  // Gloo demands it
+  const at::Tensor share = at::zeros({length}, at::kByte);
+  auto* const header = share.mutable_data_ptr<uint8_t>();
+  std::memcpy(header, &mine, sizeof(mine));
+  if (fits && bytes > 0) std::memcpy(header + kHeader, local.const_data_ptr(), local.nbytes());
+  const at::Tensor received = at::empty({c10::sum_integers(rooms)}, at::kByte);
+  // Over Gloo without the layer, which a rank that only takes part under join() does not know.
+  const auto work = in_memory
+                        ? issue_all_gather("exchange of a SyncBatchNorm", group, received, share)
+                        : issue_all_to_all(describe({}, direction, channels), group, received,
+                                           share.repeat({group.getSize()}), rooms, lengths);
+  wait_collective(work, waiting, group);
+  if (!in_memory) remember_processes(group);
+  std::vector<Header> headers(ranks);
+  const auto* from = received.const_data_ptr<uint8_t>();
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    std::memcpy(&headers[rank], from, sizeof(Header));
+    from += rooms[rank];
   }
-  const int64_t room = std::max(length, kRoom);
-  const int rank_of_mine = peers.group->getRank();
-  std::vector<int64_t> lengths(static_cast<size_t>(ranks), length),
-      rooms(static_cast<size_t>(ranks), room);
-  rooms[rank_of_mine] = length;  // Gloo demands it
-  const auto begin_of = [&](int64_t rank) {
-    return rank * room - (rank > rank_of_mine ? room - length : 0);
-  };
-  at::Tensor sent = at::empty({ranks * length}, at::kByte);
-  at::Tensor received = at::empty({begin_of(ranks)}, at::kByte);
-  uint8_t* to = sent.mutable_data_ptr<uint8_t>();
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    std::memcpy(to + rank * length, &mine, sizeof(mine));
-    std::memcpy(to + rank * length + sizeof(mine), local.const_data_ptr(),
-                static_cast<size_t>(bytes));
+  refuse_different(group, headers);
+  if (!with_values) return {};
+  const at::Tensor gathered = at::empty({group.getSize() * local.numel()}, local.options());
+  if (!fits) {
+    const char* const what = "values of a SyncBatchNorm";
+    wait_collective(issue_all_gather(what, group, gathered, local), waiting, group);
+    return gathered;
   }
-  // Without the layer, which a rank that only takes part under join() does not know.
-  const auto work = issue_all_to_all(describe({}, direction, channels), *peers.group, received,
-                                     sent, rooms, lengths);
-  wait_collective(work, waiting, *peers.group);
-  remember_processes(*peers.group);
-  return read_message(peers, received, begin_of);
+  auto* to = static_cast<uint8_t*>(gathered.mutable_data_ptr());
+  from = received.const_data_ptr<uint8_t>() + kHeader;
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    to = std::copy_n(from, bytes, to);
+    from += rooms[rank];
+  }
+  return gathered;
 }
 
 /// In the order of the ranks, rounded after each.
 template <typename T>
-void sum_values(at::Tensor& sums, const Gathered& gathered) {
+void sum_values(at::Tensor& sums, const at::Tensor& gathered) {
   T* const to = sums.mutable_data_ptr<T>();
+  const T* from = gathered.const_data_ptr<T>();
   const int64_t numel = sums.numel();
-  std::memcpy(to, gathered.values[0], sums.nbytes());
-  for (size_t rank = 1; rank < gathered.values.size(); ++rank) {
-    const T* const from = reinterpret_cast<const T*>(gathered.values[rank]);
+  std::copy_n(from, numel, to);
+  for (const T* end = from + gathered.numel(); (from += numel) < end;) {
     for (int64_t i = 0; i < numel; ++i) to[i] = to[i] + from[i];
   }
 }
 
 }  // namespace
 
-Peers find_peers(c10::string_view name) {
-  Peers peers;
-  if (name.empty()) return peers;
-  std::string text(name);
-  const size_t end = text.find('\n');
-  if (end != std::string::npos) {
-    peers.layer = text.substr(end + 1);
-    text.resize(end);
-  }
+Peers find_peers(c10::string_view group_name, c10::string_view layer) {
+  Peers peers{nullptr, std::string(layer)};
+  if (group_name.empty()) return peers;
   try {
-    peers.group = c10d::resolve_process_group(text);
+    peers.group = c10d::resolve_process_group(std::string(group_name));
   } catch (const std::exception&) {
-    TORCH_CHECK(false, "apex sync batch norm: no process group is registered as '", text,
+    TORCH_CHECK(false, "apex sync batch norm: no process group is registered as '", group_name,
                 "'; it was destroyed, or never made on this rank. Create it on every rank, and "
                 "pass its group_name.");
   }
@@ -254,16 +215,9 @@ BeforeExchange::~BeforeExchange() {
 
 at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Direction direction,
                       int64_t channels) {
+  if (talks_over_gloo(*peers.group, local))
+    return gather_with_headers(peers, local, direction, channels);
   const at::Tensor gathered = at::empty({peers.group->getSize() * local.numel()}, local.options());
-  if (talks_over_gloo(*peers.group, local)) {
-    auto* to = static_cast<uint8_t*>(gathered.mutable_data_ptr());
-    const Gathered all = gather_with_headers(peers, local, direction, channels);
-    for (const uint8_t* values : all.values) {
-      std::memcpy(to, values, local.nbytes());
-      to += local.nbytes();
-    }
-    return gathered;
-  }
   const std::string what = describe(peers, direction, channels);
   run_collective(what, *peers.group, [&] {
     return issue_all_gather(what, *peers.group, gathered, local, Enqueue::kOnCurrentStream);
@@ -278,15 +232,14 @@ void all_reduce(const Peers& peers, at::Tensor& tensor, Direction direction, int
                                                                              : 3));
   }
   const int64_t ranks = peers.group->getSize();
-  const bool gloo = talks_over_gloo(*peers.group, tensor);
-  if (gloo && tensor.nbytes() * static_cast<size_t>(ranks) > kMaxGatheredBytes) {
-    gather_with_headers(peers, tensor.narrow(0, 0, 0), direction, channels,
-                        static_cast<int64_t>(tensor.nbytes()));
-  } else if (gloo) {
-    const Gathered gathered = gather_with_headers(peers, tensor, direction, channels);
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, tensor.scalar_type(), "all_reduce",
-                                    [&] { sum_values<scalar_t>(tensor, gathered); });
-    return;
+  if (talks_over_gloo(*peers.group, tensor)) {
+    const bool sums = tensor.nbytes() * static_cast<size_t>(ranks) <= kMaxGatheredBytes;
+    const at::Tensor gathered = gather_with_headers(peers, tensor, direction, channels, sums);
+    if (sums) {
+      AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, tensor.scalar_type(), "all_reduce",
+                                      [&] { sum_values<scalar_t>(tensor, gathered); });
+      return;
+    }
   }
   const std::string what = describe(peers, direction, channels);
   run_collective(what, *peers.group, [&] {
@@ -295,9 +248,10 @@ void all_reduce(const Peers& peers, at::Tensor& tensor, Direction direction, int
   });
 }
 
-at::Tensor all_reduce_sum(const at::Tensor& tensor, c10::string_view name) {
+at::Tensor all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name,
+                          c10::string_view layer) {
   at::Tensor sum = tensor.clone(at::MemoryFormat::Contiguous);
-  if (const Peers peers = find_peers(name)) {
+  if (const Peers peers = find_peers(group_name, layer)) {
     at::Tensor flat = sum.view({-1});
     all_reduce(peers, flat, Direction::kSecondDerivative, sum.numel());
   }

@@ -14,8 +14,7 @@
 
 namespace apex::parallel::detail {
 
-/// With whom a layer talks, as its operators are told: the name of a group, and, after a newline,
-/// of the layer.
+/// With whom a layer talks.
 struct Peers {
   c10::intrusive_ptr<c10d::ProcessGroup> group;  ///< null: this rank alone
   std::string layer;                             ///< for errors; may be empty
@@ -25,7 +24,7 @@ struct Peers {
 
 /// The peers of that name; nobody for "" and for a group of one rank. Throws a RuntimeError that
 /// says what to do for a name nobody registered.
-APEX_API Peers find_peers(c10::string_view name);
+APEX_API Peers find_peers(c10::string_view group_name, c10::string_view layer);
 
 /// Says which exchange it is. Ranks have to be in the same one.
 enum class Direction : int32_t { kForward, kBackward, kSecondDerivative };
@@ -57,6 +56,7 @@ APEX_API void all_reduce(const Peers& peers, at::Tensor& tensor, Direction direc
                          int64_t channels);
 
 /// The operator of that name, on every device: a contiguous sum of `tensor` over the ranks.
-APEX_API at::Tensor all_reduce_sum(const at::Tensor& tensor, c10::string_view name);
+APEX_API at::Tensor all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name,
+                                   c10::string_view layer);
 
 }  // namespace apex::parallel::detail

@@ -111,15 +111,12 @@ std::string process_group_name(const c10::intrusive_ptr<c10d::ProcessGroup>& gro
 
 at::Tensor sync_batch_norm(const at::Tensor& input, const SyncBatchNormArguments& a) {
   require_input(input, "sync_batch_norm");
-  std::string peers = process_group_name(a.process_group);
-  if (!peers.empty() && !a.layer_name.empty()) {
-    peers += "\n" + a.layer_name;  // see detail::Peers
-  }
+  const std::string peers = process_group_name(a.process_group);
   return with_own_errors([&] {
     return std::get<0>(detail::call(detail::ForwardArguments{
         input, if_defined(a.z), if_defined(a.weight), if_defined(a.bias),
         if_defined(a.running_mean), if_defined(a.running_var), if_defined(a.num_batches_tracked),
-        a.momentum, a.eps, a.channel_last, a.fuse_relu, peers}));
+        a.momentum, a.eps, a.channel_last, a.fuse_relu, peers, a.layer_name}));
   });
 }
 
@@ -271,22 +268,14 @@ void follow_sync_batch_norm(int64_t announced, at::Device device) {
   with_own_errors([&] {
     if (kind != 1) {
       return detail::call_all_reduce_sum(
-          at::zeros({length}, on(kind == 2 ? at::kFloat : at::kDouble)), peers);
+          at::zeros({length}, on(kind == 2 ? at::kFloat : at::kDouble)), peers, "");
     }
     const at::Tensor ones = at::ones({length}, on(at::kDouble));
-    return std::get<0>(detail::call(detail::BackwardArguments{empty,
-                                                              empty,
-                                                              std::nullopt,
-                                                              std::nullopt,
-                                                              std::nullopt,
-                                                              ones,
-                                                              ones,
-                                                              at::ones({1}, on(at::kLong)),
-                                                              1e-5,
-                                                              /*channel_last=*/false,
-                                                              /*fuse_relu=*/false,
-                                                              {true, false, false, false},
-                                                              peers}));
+    const at::Tensor count = at::ones({1}, on(at::kLong));
+    const detail::OutputMask input{true};
+    return std::get<0>(detail::call(detail::BackwardArguments{
+        empty, empty, std::nullopt, std::nullopt, std::nullopt, ones, ones, count, 1e-5,
+        /*channel_last=*/false, /*fuse_relu=*/false, input, peers}));
   });
 }
 

@@ -67,11 +67,12 @@ class BackwardFunction : public Function<BackwardFunction> {
     ctx->saved_data["eps"] = a.eps;
     ctx->saved_data["channel_last"] = a.channel_last;
     ctx->saved_data["fuse_relu"] = a.fuse_relu;
+    ctx->saved_data["group_name"] = std::string(a.group_name);
+    ctx->saved_data["layer"] = std::string(a.layer);
     ctx->saved_data["needs_input"] = a.needs[0];
     ctx->saved_data["needs_z"] = a.needs[1] && a.fuse_relu;
     ctx->saved_data["needs_weight"] = a.needs[2];
     ctx->saved_data["needs_bias"] = a.needs[3];
-    ctx->saved_data["group_name"] = std::string(a.group_name);
     return {dx, dz, dweight, dbias};
   }
 
@@ -86,52 +87,46 @@ class BackwardFunction : public Function<BackwardFunction> {
     const auto gradient = [&](int64_t i, const char* needed) {
       return ctx->saved_data[needed].toBool() ? gradients[i] : Variable();
     };
-    const DoubleBackwardResult result =
-        double_backward({saved[0],
-                         saved[1],
-                         output,
-                         weight,
-                         bias,
-                         saved[5],
-                         saved[6],
-                         count,
-                         ctx->saved_data["eps"].toDouble(),
-                         ctx->saved_data["channel_last"].toBool(),
-                         ctx->saved_data["fuse_relu"].toBool(),
-                         {through_input},
-                         ctx->saved_data["group_name"].toStringRef()},
-                        gradient(0, "needs_input"), gradient(1, "needs_z"),
-                        gradient(2, "needs_weight"), gradient(3, "needs_bias"));
+    const OutputMask needs{through_input};
+    const DoubleBackwardResult result = double_backward(
+        {saved[0], saved[1], output, weight, bias, saved[5], saved[6], count,
+         ctx->saved_data["eps"].toDouble(), ctx->saved_data["channel_last"].toBool(),
+         ctx->saved_data["fuse_relu"].toBool(), needs, ctx->saved_data["group_name"].toStringRef(),
+         ctx->saved_data["layer"].toStringRef()},
+        gradient(0, "needs_input"), gradient(1, "needs_z"), gradient(2, "needs_weight"),
+        gradient(3, "needs_bias"));
     return {result.grad_output, result.input, result.weight, {}};
   }
 };
 
 /// What both batch norms need of their backward, whose node this is.
-void save_for_backward(AutogradContext* ctx, const at::Tensor& input, const OptionalTensor& z,
-                       const OptionalTensor& weight, const OptionalTensor& bias,
-                       const at::Tensor& output, const at::Tensor& mean,
-                       const at::Tensor& invstd_or_var, const at::Tensor& count, double eps,
-                       bool channel_last, bool fuse_relu) {
-  ctx->save_for_backward({input, fuse_relu && present(z) ? output : at::Tensor(),
-                          or_undefined(weight), or_undefined(bias), mean, invstd_or_var, count});
-  ctx->saved_data["eps"] = eps;
-  ctx->saved_data["has_z"] = present(z);
-  ctx->saved_data["channel_last"] = channel_last;
-  ctx->saved_data["fuse_relu"] = fuse_relu;
+template <typename Arguments>
+void save_for_backward(AutogradContext* ctx, const Arguments& a, const at::Tensor& output,
+                       const at::Tensor& mean, const at::Tensor& invstd_or_var,
+                       const at::Tensor& count, c10::string_view group_name = {},
+                       c10::string_view layer = {}) {
+  const at::Tensor of_relu = a.fuse_relu && present(a.z) ? output : at::Tensor();
+  ctx->save_for_backward(
+      {a.input, of_relu, or_undefined(a.weight), or_undefined(a.bias), mean, invstd_or_var, count});
+  ctx->saved_data["eps"] = a.eps;
+  ctx->saved_data["has_z"] = present(a.z);
+  ctx->saved_data["channel_last"] = a.channel_last;
+  ctx->saved_data["fuse_relu"] = a.fuse_relu;
+  ctx->saved_data["group_name"] = std::string(group_name);
+  ctx->saved_data["layer"] = std::string(layer);
 }
 
-variable_list backward_of_saved(AutogradContext* ctx, const at::Tensor& dy,
-                                c10::string_view group_name) {
+variable_list backward_of_saved(AutogradContext* ctx, const at::Tensor& dy) {
   const variable_list saved = ctx->get_saved_variables();
   const OptionalTensor output = or_none(saved[1]), weight = or_none(saved[2]),
                        bias = or_none(saved[3]), count = or_none(saved[6]);
   const bool fuse_relu = ctx->saved_data["fuse_relu"].toBool();
   const OutputMask needs =
       needed_gradients(ctx, ctx->saved_data["has_z"].toBool(), present(weight), present(bias));
-  const auto [dx, dz, dweight, dbias] =
-      call({dy, saved[0], output, weight, bias, saved[4], saved[5], count,
-            ctx->saved_data["eps"].toDouble(), ctx->saved_data["channel_last"].toBool(), fuse_relu,
-            needs, group_name});
+  const auto [dx, dz, dweight, dbias] = call(
+      {dy, saved[0], output, weight, bias, saved[4], saved[5], count,
+       ctx->saved_data["eps"].toDouble(), ctx->saved_data["channel_last"].toBool(), fuse_relu,
+       needs, ctx->saved_data["group_name"].toStringRef(), ctx->saved_data["layer"].toStringRef()});
   return {if_needed(needs[0], dx),
           if_needed(needs[1], fuse_relu ? dz : dy),
           if_needed(needs[2], dweight),
@@ -141,17 +136,15 @@ variable_list backward_of_saved(AutogradContext* ctx, const at::Tensor& dy,
 
 class ForwardFunction : public Function<ForwardFunction> {
  public:
-  static variable_list forward(AutogradContext* ctx, const at::Tensor& input,
-                               const OptionalTensor& z, const OptionalTensor& weight,
-                               const OptionalTensor& bias, const ForwardArguments& a) {
+  static variable_list forward(AutogradContext* ctx, const at::Tensor&, const OptionalTensor&,
+                               const OptionalTensor&, const OptionalTensor&,
+                               const ForwardArguments& a) {
     at::AutoDispatchBelowADInplaceOrView below;
     auto [output, mean, invstd, count] = call(a);
-    save_for_backward(ctx, input, z, weight, bias, output, mean, invstd, count, a.eps,
-                      a.channel_last, a.fuse_relu);
+    save_for_backward(ctx, a, output, mean, invstd, count, a.group_name, a.layer);
     ctx->mark_non_differentiable({mean, invstd, count});
     // Else autograd would make zeros as gradients of the statistics: three launches for nothing.
     ctx->set_materialize_grads(false);
-    ctx->saved_data["group_name"] = std::string(a.group_name);
     return {output, mean, invstd, count};
   }
 
@@ -159,37 +152,40 @@ class ForwardFunction : public Function<ForwardFunction> {
     // Without a gradient, too: other ranks may have one, and wait for this one's sums.
     const at::Tensor dy =
         gradients[0].defined() ? gradients[0] : at::zeros_like(ctx->get_saved_variables().front());
-    return backward_of_saved(ctx, dy, ctx->saved_data["group_name"].toStringRef());
+    return backward_of_saved(ctx, dy);
   }
 };
 
 class InferenceFunction : public Function<InferenceFunction> {
  public:
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const OptionalTensor& z,
-                            const OptionalTensor& weight, const OptionalTensor& bias,
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor&, const OptionalTensor&,
+                            const OptionalTensor&, const OptionalTensor&,
                             const InferenceArguments& a) {
     at::AutoDispatchBelowADInplaceOrView below;
     at::Tensor output = call(a);
-    save_for_backward(ctx, input, z, weight, bias, output, a.running_mean, a.running_var, {}, a.eps,
-                      a.channel_last, a.fuse_relu);
+    save_for_backward(ctx, a, output, a.running_mean, a.running_var, {});
     return output;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    return backward_of_saved(ctx, gradients[0], "");
+    return backward_of_saved(ctx, gradients[0]);
   }
 };
 
 class AllReduceSumFunction : public Function<AllReduceSumFunction> {
  public:
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor,
-                            std::string group_name) {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor, std::string group_name,
+                            std::string layer) {
     at::AutoDispatchBelowADInplaceOrView below;
     ctx->saved_data["group_name"] = group_name;
-    return call_all_reduce_sum(tensor, group_name);
+    ctx->saved_data["layer"] = layer;
+    return call_all_reduce_sum(tensor, group_name, layer);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    return {call_all_reduce_sum(gradients[0], ctx->saved_data["group_name"].toStringRef()), {}};
+    const at::Tensor sum =
+        call_all_reduce_sum(gradients[0], ctx->saved_data["group_name"].toStringRef(),
+                            ctx->saved_data["layer"].toStringRef());
+    return {sum, {}, {}};
   }
 };
 
@@ -273,8 +269,9 @@ at::Tensor inference_autograd(const InferenceArguments& a) {
   return call(a);
 }
 
-at::Tensor all_reduce_sum_autograd(const at::Tensor& tensor, c10::string_view group_name) {
-  return AllReduceSumFunction::apply(tensor, std::string(group_name));
+at::Tensor all_reduce_sum_autograd(const at::Tensor& tensor, c10::string_view group_name,
+                                   c10::string_view layer) {
+  return AllReduceSumFunction::apply(tensor, std::string(group_name), std::string(layer));
 }
 
 }  // namespace

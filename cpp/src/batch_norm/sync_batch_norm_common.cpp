@@ -231,7 +231,7 @@ BackwardResult new_results(const BackwardArguments& a, MemoryLayout layout) {
 namespace {
 
 Peers checked(const ForwardArguments& a) {
-  Peers peers = find_peers(a.group_name);
+  Peers peers = find_peers(a.group_name, a.layer);
   const BeforeExchange checking(peers, Direction::kForward);
   check(a);
   return peers;
@@ -278,7 +278,7 @@ BackwardCall::BackwardCall(const BackwardArguments& a)
       y(optional_to_layout(a.output, layout)),
       sizes(sizes_of(x, layout)),
       training(present(a.count)),
-      peers(training && a.needs[0] ? find_peers(a.group_name) : Peers()),
+      peers(training && a.needs[0] ? find_peers(a.group_name, a.layer) : Peers()),
       mask(mask_of(a)),
       results(new_results(a, layout)),
       dx(std::get<0>(results)),

@@ -63,6 +63,7 @@ struct ForwardArguments {
   bool channel_last;
   bool fuse_relu;
   c10::string_view group_name;
+  c10::string_view layer = {};
 };
 
 struct InferenceArguments {
@@ -94,6 +95,7 @@ struct BackwardArguments {
   bool fuse_relu;
   OutputMask needs;
   c10::string_view group_name;
+  c10::string_view layer = {};
 };
 
 using ForwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
@@ -106,9 +108,9 @@ ForwardResult forward_kernel(const at::Tensor& input, const OptionalTensor& z,
                              const OptionalTensor& running_mean, const OptionalTensor& running_var,
                              const OptionalTensor& num_batches_tracked,
                              std::optional<double> momentum, double eps, bool channel_last,
-                             bool fuse_relu, c10::string_view group_name) {
+                             bool fuse_relu, c10::string_view group_name, c10::string_view layer) {
   return kRun({input, z, weight, bias, running_mean, running_var, num_batches_tracked, momentum,
-               eps, channel_last, fuse_relu, group_name});
+               eps, channel_last, fuse_relu, group_name, layer});
 }
 
 template <at::Tensor (*kRun)(const InferenceArguments&)>
@@ -125,9 +127,9 @@ BackwardResult backward_kernel(const at::Tensor& grad_output, const at::Tensor& 
                                const OptionalTensor& bias, const at::Tensor& mean,
                                const at::Tensor& invstd_or_var, const OptionalTensor& count,
                                double eps, bool channel_last, bool fuse_relu, OutputMask needs,
-                               c10::string_view group_name) {
+                               c10::string_view group_name, c10::string_view layer) {
   return kRun({grad_output, input, output, weight, bias, mean, invstd_or_var, count, eps,
-               channel_last, fuse_relu, needs, group_name});
+               channel_last, fuse_relu, needs, group_name, layer});
 }
 
 /// Refuses, with a ValueError, what the operators cannot honour. Works on fake tensors, too.

@@ -70,9 +70,9 @@ Terms::Terms(const BackwardArguments& a)
     r = a.invstd_or_var.to(acc);
     count = a.count->to(acc);
     if (c10::GradMode::is_enabled()) {  // to be differentiated again: then as functions of x
-      mean = call_all_reduce_sum(channels.sum(x), a.group_name) / count;
+      mean = call_all_reduce_sum(channels.sum(x), a.group_name, a.layer) / count;
       const at::Tensor squares = channels.sum((x - channels.spread(mean)).square());
-      r = (call_all_reduce_sum(squares, a.group_name) / count + a.eps).rsqrt();
+      r = (call_all_reduce_sum(squares, a.group_name, a.layer) / count + a.eps).rsqrt();
     }
   }
   w = channels.spread(present(a.weight) ? a.weight->to(acc) : at::ones_like(r.detach()));
@@ -98,13 +98,13 @@ struct Gradients {
 
 /// In training, where x moves the statistics. `big_g` and `u` are G and u, spread.
 Gradients through_statistics(const Terms& t, const at::Tensor& big_g, const at::Tensor& u,
-                             c10::string_view group_name) {
+                             const BackwardArguments& a) {
   const at::Tensor e = u.defined() ? t.dy * u : at::zeros_like(t.x);
   const auto sum = [&](const at::Tensor& elements) { return t.channels.sum(elements); };
   const at::Tensor sums =
       call_all_reduce_sum(at::stack({sum(t.g), sum(t.g * t.xhat), sum(big_g), sum(big_g * t.xhat),
                                      sum(t.g * big_g), sum(e), sum(e * t.xhat)}),
-                          group_name);
+                          a.group_name, a.layer);
   const at::Tensor means = sums / t.count;
   const auto m = [&](int64_t i) { return t.channels.spread(means.select(0, i)); };
   const at::Tensor projected = big_g - m(2) - t.xhat * m(3);
@@ -141,7 +141,7 @@ DoubleBackwardResult double_backward(const BackwardArguments& a, const at::Tenso
   const bool through = needs_input && t.training;
   if (through && !big_g.defined()) big_g = at::zeros_like(t.x);
   const Gradients gradients =
-      through ? through_statistics(t, big_g, u, a.group_name) : past_statistics(t, big_g, u);
+      through ? through_statistics(t, big_g, u, a) : past_statistics(t, big_g, u);
 
   at::Tensor grad_dy = at::zeros_like(t.x);
   if (u.defined()) grad_dy = grad_dy + u * t.xhat;

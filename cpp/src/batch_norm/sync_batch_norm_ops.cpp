@@ -19,8 +19,8 @@ namespace {
 constexpr const char* kForward =
     "sync_batch_norm(Tensor input, Tensor? z, Tensor? weight, Tensor? bias, "
     "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
-    "float? momentum, float eps, bool channel_last, bool fuse_relu, str group_name) "
-    "-> (Tensor, Tensor, Tensor, Tensor)";
+    "float? momentum, float eps, bool channel_last, bool fuse_relu, str group_name, "
+    "str layer='') -> (Tensor, Tensor, Tensor, Tensor)";
 
 // Results: gradients of input, z, weight and bias; those that `needs` does not ask for are empty,
 // and that of z without a fused ReLU, too (it is grad_output itself). Without a count the
@@ -29,14 +29,16 @@ constexpr const char* kForward =
 constexpr const char* kBackward =
     "sync_batch_norm_backward(Tensor grad_output, Tensor input, Tensor? output, Tensor? weight, "
     "Tensor? bias, Tensor mean, Tensor invstd_or_var, Tensor? count, float eps, bool channel_last, "
-    "bool fuse_relu, bool[4] needs, str group_name) -> (Tensor, Tensor, Tensor, Tensor)";
+    "bool fuse_relu, bool[4] needs, str group_name, str layer='') "
+    "-> (Tensor, Tensor, Tensor, Tensor)";
 
 constexpr const char* kInference =
     "batch_norm_inference(Tensor input, Tensor? z, Tensor? weight, Tensor? bias, "
     "Tensor running_mean, Tensor running_var, float eps, bool channel_last, bool fuse_relu) "
     "-> Tensor";
 
-constexpr const char* kAllReduceSum = "all_reduce_sum(Tensor tensor, str group_name) -> Tensor";
+constexpr const char* kAllReduceSum =
+    "all_reduce_sum(Tensor tensor, str group_name, str layer='') -> Tensor";
 
 template <typename Signature>
 auto find_operator(const char* name) {
@@ -58,7 +60,7 @@ BackwardResult backward_fake(const BackwardArguments& a) {
   return new_results(a, layout_of(a.input, a.channel_last));
 }
 
-at::Tensor all_reduce_sum_fake(const at::Tensor& tensor, c10::string_view) {
+at::Tensor all_reduce_sum_fake(const at::Tensor& tensor, c10::string_view, c10::string_view) {
   return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous);
 }
 
@@ -69,7 +71,7 @@ ForwardResult call(const ForwardArguments& a) {
       find_operator<decltype(forward_kernel<&forward_fake>)>("apex::sync_batch_norm");
   return op.call(a.input, a.z, a.weight, a.bias, a.running_mean, a.running_var,
                  a.num_batches_tracked, a.momentum, a.eps, a.channel_last, a.fuse_relu,
-                 a.group_name);
+                 a.group_name, a.layer);
 }
 
 at::Tensor call(const InferenceArguments& a) {
@@ -83,12 +85,13 @@ BackwardResult call(const BackwardArguments& a) {
   static const auto op =
       find_operator<decltype(backward_kernel<&backward_fake>)>("apex::sync_batch_norm_backward");
   return op.call(a.grad_output, a.input, a.output, a.weight, a.bias, a.mean, a.invstd_or_var,
-                 a.count, a.eps, a.channel_last, a.fuse_relu, a.needs, a.group_name);
+                 a.count, a.eps, a.channel_last, a.fuse_relu, a.needs, a.group_name, a.layer);
 }
 
-at::Tensor call_all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name) {
+at::Tensor call_all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name,
+                               c10::string_view layer) {
   static const auto op = find_operator<decltype(all_reduce_sum_fake)>("apex::all_reduce_sum");
-  return op.call(tensor, group_name);
+  return op.call(tensor, group_name, layer);
 }
 
 }  // namespace apex::parallel::detail

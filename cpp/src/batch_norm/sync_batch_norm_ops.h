@@ -11,7 +11,8 @@ namespace apex::parallel::detail {
 ForwardResult call(const ForwardArguments& a);
 at::Tensor call(const InferenceArguments& a);
 BackwardResult call(const BackwardArguments& a);
-at::Tensor call_all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name);
+at::Tensor call_all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name,
+                               c10::string_view layer);
 
 /// The same results by torch's own operators, for transforms of torch.func and forward-mode
 /// derivatives. Throws a NotImplementedError where there are other ranks.

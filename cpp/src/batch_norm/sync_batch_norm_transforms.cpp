@@ -29,7 +29,7 @@ at::Tensor channels_first(const at::Tensor& input, bool channel_last) {
 
 ForwardResult forward_transformed(const ForwardArguments& a) {
   check(a);
-  TORCH_CHECK_NOT_IMPLEMENTED(!find_peers(a.group_name),
+  TORCH_CHECK_NOT_IMPLEMENTED(!find_peers(a.group_name, a.layer),
                               "apex sync batch norm: transforms of torch.func and forward-mode "
                               "derivatives are not supported in training with several ranks. "
                               "backward() and torch.autograd.grad are, with derivatives of any "

@@ -4,12 +4,15 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 
-#include <c10/util/Exception.h>
+#include <ATen/Functions.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/accumulate.h>
 
 #include <apex/error.h>
 #include <apex/interruption.h>
@@ -32,6 +35,11 @@ constexpr std::chrono::milliseconds kUsual{250};
 constexpr std::chrono::milliseconds kSlice{50};
 /// A rank that has ended may have done its part before: what it sent arrives within this.
 constexpr std::chrono::milliseconds kOnTheWay{500};
+
+/// From this size on a tensor alone is received where it lies; others by way of a copy.
+constexpr int64_t kInPlaceBytes = int64_t{1} << 20;
+/// Of so many bytes at most is a message in shared memory, which keeps the memory of its largest.
+constexpr int64_t kPieceBytes = int64_t{32} << 20;
 
 /// Whether the host waits for the group's collectives, and may stop waiting without consequences
 /// for the backend: others end the communicator when a wait times out.
@@ -138,6 +146,36 @@ c10::intrusive_ptr<c10d::Work> call_named(const std::string& what, const c10d::P
   });
 }
 
+/// broadcast_changes() where ranks share memory.
+std::vector<bool> broadcast_in_memory(const std::string& what, const c10d::ProcessGroup& group,
+                                      HostBackend& backend, const std::vector<at::Tensor>& parts,
+                                      int64_t root) {
+  std::vector<bool> changed(parts.size());
+  std::vector<at::Tensor> message;
+  std::vector<size_t> part_of;  // by piece of the message
+  int64_t bytes = 0;
+  const auto send = [&] {
+    const auto news = std::make_shared<std::vector<uint8_t>>(message.size());
+    const auto call = [&] { return backend.broadcast_changes(message, root, news); };
+    wait_collective(call_named(what, group, call), what, group);
+    for (size_t i = 0; i < message.size(); ++i)
+      changed[part_of[i]] = changed[part_of[i]] || (*news)[i] != 0;
+    message.clear();
+    part_of.clear();
+    bytes = 0;
+  };
+  for (size_t i = 0; i < parts.size(); ++i) {
+    for (const at::Tensor& piece : parts[i].split(kPieceBytes)) {
+      if (bytes + piece.numel() > kPieceBytes) send();
+      message.push_back(piece);
+      part_of.push_back(i);
+      bytes += piece.numel();
+    }
+  }
+  send();
+  return changed;
+}
+
 bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group,
                    const std::function<void()>& meanwhile) {
   if (auto* const sliced = dynamic_cast<SlicedWork*>(&work)) {
@@ -210,14 +248,6 @@ c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::Pr
   return call_collective(what, group, [&] { return group.broadcast(message, options); });
 }
 
-c10::intrusive_ptr<c10d::Work> issue_broadcast_of_changes(
-    const std::string& what, c10d::ProcessGroup& group, const std::vector<at::Tensor>& parts,
-    int64_t root, const std::shared_ptr<std::vector<uint8_t>>& changed) {
-  const auto backend = host_backend_for(what, group, parts);
-  if (!backend || !backend->shares_memory()) return nullptr;
-  return call_named(what, group, [&] { return backend->broadcast_changes(parts, root, changed); });
-}
-
 c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& gathered, const at::Tensor& share,
                                                 Enqueue on) {
@@ -264,6 +294,37 @@ void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::stri
     throw_communication_error(what, group,
                               std::make_exception_ptr(Error("the collective did not complete")));
   }
+}
+
+std::vector<bool> broadcast_changes(const std::string& what, c10d::ProcessGroup& group,
+                                    const std::vector<at::Tensor>& parts, int64_t root) {
+  const auto backend = host_backend_for(what, group, parts);
+  if (backend && backend->shares_memory())
+    return broadcast_in_memory(what, group, *backend, parts, root);
+  const bool receives = group.getRank() != root;
+  std::vector<bool> changed(parts.size(), receives);
+  std::vector<int64_t> lengths;
+  for (const at::Tensor& part : parts) lengths.push_back(part.numel());
+  const bool where_it_lies = parts.size() == 1 && lengths[0] >= kInPlaceBytes;
+  const at::Tensor flat = where_it_lies ? parts[0]
+                          : receives ? at::empty({c10::sum_integers(lengths)}, parts[0].options())
+                                     : at::cat(parts);
+  run_collective(what, group, [&] { return issue_broadcast(what, group, flat, root); });
+  if (where_it_lies || !receives) return changed;
+  const std::vector<at::Tensor> received = flat.split_with_sizes(lengths);
+  if (!flat.is_cpu()) {
+    const c10::InferenceMode any;  // also of tensors that were made in it
+    at::_foreach_copy_(parts, received);
+    return changed;
+  }
+  // What has not changed is not written: a forward that awaits its backward may have saved it.
+  // Bytes are compared, since -0.0 equals 0.0, and a NaN does not equal itself.
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const auto length = static_cast<size_t>(lengths[i]);
+    changed[i] = std::memcmp(parts[i].const_data_ptr(), received[i].const_data_ptr(), length) != 0;
+    if (changed[i]) std::memcpy(parts[i].mutable_data_ptr(), received[i].const_data_ptr(), length);
+  }
+  return changed;
 }
 
 void wait_for_ranks(const std::string& what, const c10d::ProcessGroup& group,

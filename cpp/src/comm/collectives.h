@@ -70,12 +70,6 @@ c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::P
                                                 Enqueue on = Enqueue::kOnOwnStream);
 c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::ProcessGroup& group,
                                                const at::Tensor& tensor, int64_t root);
-/// Of several contiguous tensors on the CPU as one message, between ranks that share memory; else
-/// null, and nothing is issued. As HostChannel::broadcast() has it, a tensor is written only if its
-/// bytes differ.
-c10::intrusive_ptr<c10d::Work> issue_broadcast_of_changes(
-    const std::string& what, c10d::ProcessGroup& group, const std::vector<at::Tensor>& parts,
-    int64_t root, const std::shared_ptr<std::vector<uint8_t>>& changed);
 /// Equal shares: `gathered` has world_size times the elements of `share`.
 c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& gathered, const at::Tensor& share,
@@ -99,6 +93,11 @@ template <typename Issue>
 void run_collective(const std::string& what, const c10d::ProcessGroup& group, Issue&& issue) {
   if (const c10::intrusive_ptr<c10d::Work> work = issue()) wait_collective(work, what, group);
 }
+
+/// Broadcasts `parts`, flat tensors of bytes on one device, together, and waits. Returns which of
+/// them this rank has written: on the CPU those whose bytes differ from the root's.
+std::vector<bool> broadcast_changes(const std::string& what, c10d::ProcessGroup& group,
+                                    const std::vector<at::Tensor>& parts, int64_t root);
 
 /// Waits until `ended_within(slice)` returns true: for something that the ranks of `group` do
 /// together without a collective of it, such as to connect. There is no connection yet that breaks

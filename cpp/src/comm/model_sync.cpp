@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <optional>
 #include <sstream>
 #include <unordered_set>
@@ -281,137 +280,23 @@ void overwrite(at::Tensor target, at::Tensor values) {
   by_operators([&] { return target.copy_(values); });
 }
 
-constexpr int64_t kInPlaceBytes = int64_t{1} << 20;
-
-bool is_flat(const at::Tensor& tensor) {
-  return has_memory(tensor) && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-}
-
-/// Of so many bytes at most is a message in shared memory, which keeps the memory of its largest.
-constexpr int64_t kPieceBytes = int64_t{32} << 20;
-
-/// Between ranks that share memory, where a message is compared and taken from where it lies.
-/// Returns false where they do not.
-bool broadcast_in_memory(const std::vector<at::Tensor>& chunk, const GroupPtr& group, int64_t root,
-                         const std::string& what) {
-  if (!chunk.front().is_cpu()) return false;
-  std::vector<at::Tensor>
-      bytes;  // of each tensor: its memory, or a copy where that is not in order
-  for (const at::Tensor& tensor : chunk) bytes.push_back(as_bytes(tensor));
-  std::vector<bool> changed(chunk.size());
-  std::vector<at::Tensor> message;
-  std::vector<size_t> tensor_of;  // by part of the message
-  int64_t room = kPieceBytes;
-  const auto send = [&] {
-    const auto news = std::make_shared<std::vector<uint8_t>>(message.size());
-    const auto work = issue_broadcast_of_changes(what, *group, message, root, news);
-    if (!work) return false;
-    wait_collective(work, what, *group);
-    for (size_t i = 0; i < message.size(); ++i)
-      changed[tensor_of[i]] = changed[tensor_of[i]] || (*news)[i] != 0;
-    message.clear();
-    tensor_of.clear();
-    room = kPieceBytes;
-    return true;
-  };
-  for (size_t i = 0; i < chunk.size(); ++i) {
-    for (int64_t begin = 0; begin < bytes[i].numel();) {
-      const int64_t length = std::min(room, bytes[i].numel() - begin);
-      message.push_back(bytes[i].narrow(0, begin, length));
-      tensor_of.push_back(i);
-      begin += length;
-      room -= length;
-      if (room == 0 && !send()) return false;  // the first, if any
-    }
-  }
-  if (!message.empty() && !send()) return false;
+void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group, int64_t root,
+                     const std::string& what) {
+  // Of each tensor: its memory, or a copy where that is not in order.
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor& tensor : chunk) parts.push_back(as_bytes(tensor));
+  const std::vector<bool> changed = broadcast_changes(what, *group, parts, root);
   for (size_t i = 0; i < chunk.size(); ++i) {
     if (!changed[i]) continue;
-    at::Tensor target = chunk[i];
+    const at::Tensor& target = chunk[i];
     std::optional<c10::InferenceMode> inference;  // tensors that were made in it are written in it
     if (target.is_inference()) inference.emplace();
-    if (is_flat(target)) {
+    if (has_memory(target) && parts[i].is_alias_of(target)) {
       target.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
     } else {
-      overwrite(target, bytes[i].view(target.scalar_type()).view(target.sizes()));
+      overwrite(target, parts[i].view(target.scalar_type()).view(target.sizes()));
     }
   }
-  return true;
-}
-
-/// Tensors that multi-tensor calls overwrite, one call for each dtype.
-class Overwritten {
- public:
-  /// Whether such a call takes it.
-  static bool takes(const at::Tensor& target) {
-    return is_flat(target) && !target.is_cpu() && !target.is_inference();
-  }
-  void add(const at::Tensor& target, const at::Tensor& values) {
-    auto& [targets, sources] = lists_[target.scalar_type()];
-    targets.push_back(target);
-    sources.push_back(values);
-  }
-  void finish() {
-    for (auto& [dtype, lists] : lists_) at::_foreach_copy_(lists.first, lists.second);
-  }
-
- private:
-  std::map<at::ScalarType, std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>> lists_;
-};
-
-void broadcast_chunk(std::vector<at::Tensor> chunk, const GroupPtr& group, int64_t root,
-                     const std::string& what) {
-  if (broadcast_in_memory(chunk, group, root, what)) return;
-  // The largest elements come first, so that each tensor is aligned in the message.
-  const auto has_larger_elements = [](const at::Tensor& one, const at::Tensor& other) {
-    return one.element_size() > other.element_size();
-  };
-  std::stable_sort(chunk.begin(), chunk.end(), has_larger_elements);
-  std::vector<at::Tensor> pieces;
-  for (const at::Tensor& tensor : chunk) pieces.push_back(as_bytes(tensor));
-  // A single large tensor is received where it lies; others by way of a copy, so that those that
-  // have not changed are not written.
-  const bool where_it_lies = pieces.size() == 1 && pieces[0].numel() >= kInPlaceBytes;
-  const auto total = [&] {
-    int64_t bytes = 0;
-    for (const at::Tensor& piece : pieces) bytes += piece.numel();
-    return bytes;
-  };
-  at::Tensor flat = where_it_lies              ? pieces[0]
-                    : group->getRank() == root ? at::cat(pieces)
-                                               : at::empty({total()}, pieces[0].options());
-  run_collective(what, *group, [&] { return issue_broadcast(what, *group, flat, root); });
-  if (group->getRank() == root) return;
-  Overwritten overwritten;
-  int64_t offset = 0;
-  for (size_t i = 0; i < chunk.size(); ++i) {
-    at::Tensor target = chunk[i];
-    std::optional<c10::InferenceMode> inference;  // tensors that were made in it are written in it
-    if (target.is_inference()) inference.emplace();
-    const int64_t bytes = pieces[i].numel();
-    if (has_memory(target) && flat.data_ptr() == target.data_ptr()) {
-      target.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
-    } else {
-      const at::Tensor received = flat.narrow(0, offset, bytes);
-      const at::Tensor values = received.view(target.scalar_type()).view(target.sizes());
-      // On the CPU, what has not changed is not written: a forward that awaits its backward may
-      // have saved it. Bytes are compared, since -0.0 equals 0.0, a NaN does not equal itself, and
-      // some dtypes have no comparison.
-      if (Overwritten::takes(target)) {
-        overwritten.add(target, values);
-      } else if (target.is_cpu() && is_flat(target)) {
-        const auto length = static_cast<size_t>(bytes);
-        if (std::memcmp(target.const_data_ptr(), received.const_data_ptr(), length) != 0) {
-          std::memcpy(target.mutable_data_ptr(), received.const_data_ptr(), length);
-          target.unsafeGetTensorImpl()->bump_version();
-        }
-      } else if (!target.is_cpu() || !as_bytes(target).equal(received)) {
-        overwrite(target, values);
-      }
-    }
-    offset += bytes;
-  }
-  overwritten.finish();
 }
 
 }  // namespace

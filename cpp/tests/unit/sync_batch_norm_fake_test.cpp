@@ -368,7 +368,7 @@ TEST_F(SyncBatchNormFake, BackwardOperator_TensorsThatDoNotFit_AreRefusedBeforeA
   using Signature = std::tuple<Tensor, Tensor, Tensor, Tensor>(
       const Tensor&, const Tensor&, const Optional&, const Optional&, const Optional&,
       const Tensor&, const Tensor&, const Optional&, double, bool, bool, std::array<bool, 4>,
-      c10::string_view);
+      c10::string_view, c10::string_view);
   const auto op = c10::Dispatcher::singleton()
                       .findSchemaOrThrow("apex::sync_batch_norm_backward", "")
                       .typed<Signature>();
@@ -378,7 +378,7 @@ TEST_F(SyncBatchNormFake, BackwardOperator_TensorsThatDoNotFit_AreRefusedBeforeA
   const auto call = [&](const Tensor& dy, const Optional& y, const Tensor& weight,
                         const Tensor& mean, const Optional& n) {
     op.call(dy, x, y, weight, std::nullopt, mean, channels, n, 1e-5, false, true,
-            {true, true, true, true}, "");
+            {true, true, true, true}, "", "");
   };
   call(x, x, channels, channels, count);
   const int64_t launches = cuda::launches();

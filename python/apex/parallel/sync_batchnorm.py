@@ -125,8 +125,6 @@ class SyncBatchNorm(_BatchNorm):
         if self.training:
             given = self._process_group_name
             group_name = default_group_name() if given is None else given
-            if group_name and self._layer_name:
-                group_name += "\n" + self._layer_name
         update = self.training and self.track_running_stats
         output: Tensor = torch.ops.apex.sync_batch_norm(
             input, z, self.weight, self.bias,
@@ -134,6 +132,7 @@ class SyncBatchNorm(_BatchNorm):
             self.running_var if update else None,
             self.num_batches_tracked if update else None,
             self.momentum, self.eps, self.channel_last, self.fuse_relu, group_name,
+            self._layer_name if group_name else "",
         )[0]  # fmt: skip
         return output
 
