@@ -83,7 +83,7 @@ BackendWork::~BackendWork() {
 at::Tensor BackendWork::output(const at::Tensor& tensor) {
   if (is_in_order(tensor)) return tensor;
   at::Tensor copy = at::empty(tensor.sizes(), tensor.options());
-  copy_later(tensor, copy);
+  copies_.emplace_back(tensor, copy);
   return copy;
 }
 
@@ -95,31 +95,28 @@ BackendWork::Tensors BackendWork::outputs(const Tensors& tensors) {
 
 at::Tensor BackendWork::in_place(const at::Tensor& tensor) {
   if (is_in_order(tensor)) return tensor;
-  copy_later(tensor, in_order(tensor));
+  copies_.emplace_back(tensor, in_order(tensor));
   return copies_.back().second;
 }
 
-void BackendWork::add(HostChannel::WorkPtr part) {
-  if (timeout_ != c10d::kUnsetTimeout) part->within(timeout_);
-  parts_.push_back(std::move(part));
+void BackendWork::split_later(const at::Tensor& flat, const Tensors& tensors) {
+  int64_t offset = 0;
+  for (const at::Tensor& tensor : tensors) {
+    copies_.emplace_back(tensor, flat.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
+    offset += tensor.numel();
+  }
 }
 
-void BackendWork::add_gloo(c10::intrusive_ptr<c10d::Work> part) {
+void BackendWork::add(c10::intrusive_ptr<c10d::Work> part) {
   parts_.push_back(c10::make_intrusive<GlooWork>(std::move(part)));
 }
 
 bool BackendWork::isCompleted() {
-  if (is_over()) return true;
   try {
     return wait_for(milliseconds(0));
   } catch (...) {
     return true;  // wait() tells
   }
-}
-
-bool BackendWork::isSuccess() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return completed_ && !exception_;
 }
 
 bool BackendWork::wait_for(milliseconds slice) {
@@ -141,20 +138,12 @@ bool BackendWork::wait_for(milliseconds slice) {
   return true;
 }
 
-void BackendWork::leave() {
-  for (const auto& part : parts()) part->leave();
-}
-
-void BackendWork::abort() {
-  TORCH_CHECK(false, "a collective in shared memory ends with its group");
-}
-
 BackendWork::FuturePtr BackendWork::getFuture() {
   const std::lock_guard<std::mutex> lock(making_);
   if (future_) return future_;
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
   if (is_over()) {
-    complete_future(await());
+    complete_future();
     return future_;
   }
   try {
@@ -166,36 +155,23 @@ BackendWork::FuturePtr BackendWork::getFuture() {
   return future_;
 }
 
-std::exception_ptr BackendWork::await() noexcept {
+void BackendWork::await() noexcept {
   try {
     wait();
-    return nullptr;
   } catch (...) {
-    return std::current_exception();
   }
 }
 
-void BackendWork::complete_future(const std::exception_ptr& error) noexcept {
+void BackendWork::complete_future() noexcept {
   try {
-    if (error) {
-      future_->setErrorIfNeeded(error);
+    if (exception_) {
+      future_->setErrorIfNeeded(exception_);
     } else {
       future_->markCompleted(c10::IValue(outputs_));
     }
   } catch (...) {
     // A callback's own.
   }
-}
-
-bool BackendWork::is_over() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return completed_;
-}
-
-/// Held by whoever waits for them: settle() drops them.
-BackendWork::Parts BackendWork::parts() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return parts_;
 }
 
 /// Once: by whoever is first to see that all parts have completed, or that one has failed.
@@ -283,14 +259,14 @@ void BackendWorks::run() {
     BackendWorkPtr work = std::move(futures_.front());
     futures_.pop_front();
     lock.unlock();
-    const std::exception_ptr error = work->await();
+    work->await();
     lock.lock();
     ++in_callback_;
     // Whoever calls back may wait for what is in the queue.
     if (!futures_.empty() && !ended_ && in_callback_ == threads_.size())
       threads_.emplace_back([self = shared_from_this()] { self->run(); });
     lock.unlock();
-    work->complete_future(error);
+    work->complete_future();
     work.reset();  // its tensors may be Python's
     lock.lock();
     --in_callback_;

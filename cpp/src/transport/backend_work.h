@@ -13,6 +13,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -55,37 +56,50 @@ class BackendWork final : public SlicedWork {
   Tensors outputs(const Tensors& tensors);
   /// The same with the elements of `tensor` in it.
   at::Tensor in_place(const at::Tensor& tensor);
-  void copy_later(const at::Tensor& to, const at::Tensor& from) { copies_.emplace_back(to, from); }
+  /// The elements of `tensors` come from `flat`, one behind the other.
+  void split_later(const at::Tensor& flat, const Tensors& tensors);
   /// The outputs, after that.
   void divide_later(int by) { divisor_ = by; }
-  void add(HostChannel::WorkPtr part);
-  void add(c10::intrusive_ptr<SlicedWork> part) { parts_.push_back(std::move(part)); }
+  template <typename Part>
+  void add(c10::intrusive_ptr<Part> part) {
+    if constexpr (std::is_same_v<Part, HostWork>) {
+      if (timeout_ != c10d::kUnsetTimeout) part->within(timeout_);
+    }
+    parts_.push_back(std::move(part));
+  }
   /// A collective of Gloo's.
-  void add_gloo(c10::intrusive_ptr<c10d::Work> part);
+  void add(c10::intrusive_ptr<c10d::Work> part);
 
   // From then on.
 
   bool isCompleted() override;
-  bool isSuccess() const override;
+  bool isSuccess() const override { return is_over() && !exception_; }
   /// @throws Error if a rank has ended, has failed, or is in another collective, or when its time
   /// is up, which ends the group.
   bool wait_for(std::chrono::milliseconds slice) override;
-  void leave() override;
-  void abort() override;
+  void leave() override {
+    for (const auto& part : parts()) part->leave();
+  }
   Tensors result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return number_; }
   FuturePtr getFuture() override;
-
-  /// Waits, and returns what has gone wrong, or null.
-  std::exception_ptr await() noexcept;
+  /// Waits; what is wrong is in exception().
+  void await() noexcept;
   /// After await(). Runs the callbacks.
-  void complete_future(const std::exception_ptr& error) noexcept;
+  void complete_future() noexcept;
 
  private:
   using Parts = std::vector<c10::intrusive_ptr<SlicedWork>>;
 
-  bool is_over() const;
-  Parts parts();
+  bool is_over() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return completed_;
+  }
+  /// Held by whoever waits for them: settle() drops them.
+  Parts parts() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return parts_;
+  }
   void settle(std::exception_ptr error);
 
   const std::string what_;
