@@ -38,10 +38,6 @@ class GlooWork final : public SlicedWork {
   const c10::intrusive_ptr<c10d::Work> work_;
 };
 
-bool is_in_order(const at::Tensor& tensor) {
-  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-}
-
 }  // namespace
 
 at::Tensor in_order(const at::Tensor& tensor) {
@@ -80,23 +76,18 @@ BackendWork::~BackendWork() {
   }
 }
 
-at::Tensor BackendWork::output(const at::Tensor& tensor) {
-  if (is_in_order(tensor)) return tensor;
-  at::Tensor copy = at::empty(tensor.sizes(), tensor.options());
-  copies_.emplace_back(tensor, copy);
-  return copy;
+at::Tensor BackendWork::output(const at::Tensor& tensor, bool with_elements) {
+  const bool is_in_order = tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+  if (is_in_order) return tensor;
+  copies_.emplace_back(
+      tensor, with_elements ? in_order(tensor) : at::empty(tensor.sizes(), tensor.options()));
+  return copies_.back().second;
 }
 
 BackendWork::Tensors BackendWork::outputs(const Tensors& tensors) {
   Tensors all;
   for (const at::Tensor& tensor : tensors) all.push_back(output(tensor));
   return all;
-}
-
-at::Tensor BackendWork::in_place(const at::Tensor& tensor) {
-  if (is_in_order(tensor)) return tensor;
-  copies_.emplace_back(tensor, in_order(tensor));
-  return copies_.back().second;
 }
 
 void BackendWork::split_later(const at::Tensor& flat, const Tensors& tensors) {

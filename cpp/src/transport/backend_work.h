@@ -52,10 +52,9 @@ class BackendWork final : public SlicedWork {
 
   const std::string& what() const { return what_; }
   /// Memory in order, from where the elements of `tensor` go when all parts have completed.
-  at::Tensor output(const at::Tensor& tensor);
+  /// @param with_elements  which are in it already.
+  at::Tensor output(const at::Tensor& tensor, bool with_elements = false);
   Tensors outputs(const Tensors& tensors);
-  /// The same with the elements of `tensor` in it.
-  at::Tensor in_place(const at::Tensor& tensor);
   /// The elements of `tensors` come from `flat`, one behind the other.
   void split_later(const at::Tensor& flat, const Tensors& tensors);
   /// The outputs, after that.

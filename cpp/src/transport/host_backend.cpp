@@ -125,10 +125,6 @@ HostBackend::HostBackend(const distributed::BackendRequest& request,
       links_(std::move(links)),
       works_(std::make_shared<BackendWorks>()) {}
 
-HostBackend::~HostBackend() { shutdown(); }
-
-void HostBackend::shutdown() { end(/*may_be_stuck=*/true); }
-
 void HostBackend::end(bool may_be_stuck) {
   if (this_pid() != pid_) {
     // Forked: threads that Gloo would join are not there.
@@ -145,8 +141,6 @@ const c10::intrusive_ptr<c10d::Backend>& HostBackend::gloo() const {
   if (!gloo_) throw Error("the process group was destroyed");
   return gloo_;
 }
-
-c10::intrusive_ptr<c10d::Backend::Options> HostBackend::getBackendOptions() { return options_; }
 
 void HostBackend::setTimeout(milliseconds timeout) {
   options_->timeout = timeout;
@@ -205,6 +199,14 @@ bool HostBackend::in_memory(const Tensors& tensors) const {
   return shares_memory() && in_host_memory(tensors);
 }
 
+bool HostBackend::averages() const {
+  return links_.channel || (links_.hierarchy && links_.hierarchy->averages());
+}
+
+bool HostBackend::can_all_reduce(const at::Tensor& tensor, Op op) const {
+  return (shares_memory() || sums_by_host()) && HostChannel::can_all_reduce(tensor, op);
+}
+
 bool HostBackend::is_root(int64_t root, const std::string& what) const {
   TORCH_CHECK_VALUE(root >= 0 && root < size_, what, ": there is no rank ", root, " of ", size_);
   return root == rank_;
@@ -226,14 +228,6 @@ WorkPtr HostBackend::barrier(const c10d::BarrierOptions& options) {
     work->add(gloo()->barrier(options));
   }
   return work;
-}
-
-bool HostBackend::averages() const {
-  return links_.channel || (links_.hierarchy && links_.hierarchy->averages());
-}
-
-bool HostBackend::can_all_reduce(const at::Tensor& tensor, Op op) const {
-  return (shares_memory() || sums_by_host()) && HostChannel::can_all_reduce(tensor, op);
 }
 
 void HostBackend::add_all_reduce(BackendWork& work, const at::Tensor& tensor, Op op) {
@@ -265,7 +259,7 @@ WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o
     work->add(gloo()->allreduce(tensors, sums));
     work->divide_later(size_);
   } else if (tensors.size() == 1) {
-    add_all_reduce(*work, work->in_place(first), op);
+    add_all_reduce(*work, work->output(first, /*with_elements=*/true), op);
   } else {
     const at::AutoDispatchBelowADInplaceOrView guard;
     at::Tensor all = allocateTensor(sum_of(each(tensors, numel)), first.options());
@@ -274,15 +268,6 @@ WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o
     add_all_reduce(*work, all, op);
   }
   return work;
-}
-
-WorkPtr HostBackend::allreduce_coalesced(Tensors& tensors,
-                                         const c10d::AllreduceCoalescedOptions& options) {
-  return allreduce(tensors, options);
-}
-
-WorkPtr HostBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return gloo()->allreduce_sparse(tensors, options);
 }
 
 WorkPtr HostBackend::broadcast_changes(const Tensors& parts, int64_t root,
@@ -307,8 +292,9 @@ WorkPtr HostBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options
     return gloo()->reduce(tensors, options);
   auto work = begin(c10d::OpType::REDUCE, "apex:reduce", options.timeout, tensors, tensors);
   const at::Tensor& tensor = only(tensors, work->what());
-  const at::Tensor mine =
-      is_root(options.rootRank, work->what()) ? work->in_place(tensor) : in_order(tensor);
+  const at::Tensor mine = is_root(options.rootRank, work->what())
+                              ? work->output(tensor, /*with_elements=*/true)
+                              : in_order(tensor);
   work->add(links_.channel->reduce(work->what(), mine, options.reduceOp, options.rootRank));
   return work;
 }
@@ -449,22 +435,6 @@ WorkPtr HostBackend::alltoall(Tensors& outputs, Tensors& inputs,
   work->add(links_.channel->all_to_all(work->what(), all, at::cat(each(inputs, flat)), received,
                                        each(inputs, numel)));
   return work;
-}
-
-WorkPtr HostBackend::send(Tensors& tensors, int destination, int tag) {
-  return gloo()->send(tensors, destination, tag);
-}
-
-WorkPtr HostBackend::recv(Tensors& tensors, int source, int tag) {
-  return gloo()->recv(tensors, source, tag);
-}
-
-WorkPtr HostBackend::recvAnysource(Tensors& tensors, int tag) {
-  return gloo()->recvAnysource(tensors, tag);
-}
-
-void HostBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
-  gloo()->monitoredBarrier(options, wait_all_ranks);
 }
 
 HostBackend* find_host_backend(const c10d::ProcessGroup& group) {

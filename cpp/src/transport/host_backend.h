@@ -69,16 +69,20 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   /// collectives of the channel only.
   HostBackend(const distributed::BackendRequest& request, c10::intrusive_ptr<Backend> gloo,
               HostLinks links);
-  ~HostBackend() override;
+  ~HostBackend() override { shutdown(); }
 
   const std::string getBackendName() const override { return kName; }
-  c10::intrusive_ptr<Options> getBackendOptions() override;
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   bool supportsSplitting() const override { return true; }
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkPtr allreduce_coalesced(Tensors& tensors,
-                              const c10d::AllreduceCoalescedOptions& options) override;
-  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+                              const c10d::AllreduceCoalescedOptions& options) override {
+    return allreduce(tensors, options);
+  }
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return gloo()->allreduce_sparse(tensors, options);
+  }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -104,10 +108,18 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
                         const c10d::AllToAllOptions& options) override;
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
                    const c10d::AllToAllOptions& options) override;
-  WorkPtr send(Tensors& tensors, int destination, int tag) override;
-  WorkPtr recv(Tensors& tensors, int source, int tag) override;
-  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
-  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
+  WorkPtr send(Tensors& tensors, int destination, int tag) override {
+    return gloo()->send(tensors, destination, tag);
+  }
+  WorkPtr recv(Tensors& tensors, int source, int tag) override {
+    return gloo()->recv(tensors, source, tag);
+  }
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override {
+    return gloo()->recvAnysource(tensors, tag);
+  }
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override {
+    gloo()->monitoredBarrier(options, wait_all_ranks);
+  }
 
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return issued_; }
@@ -116,7 +128,7 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
                                     const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& options) override;
   void abort() override;
-  void shutdown() override;
+  void shutdown() override { end(/*may_be_stuck=*/true); }
 
   bool supportsTensorAlloc(c10::DeviceIndex) override { return shares_memory() || sums_by_host(); }
   /// A zeroed tensor of `size` elements in memory from which an all-reduce copies nothing.
