@@ -12,6 +12,8 @@ import copy
 import datetime
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -177,7 +179,8 @@ def _timeouts(rank: int, world: int) -> None:
     short = group(timeout=datetime.timedelta(milliseconds=300))
     if rank == 0:
         begun = time.monotonic()
-        with raises(RuntimeError, "timed out after 300 ms waiting for rank 1"):
+        # " timeout " is what programs look for in the errors of Gloo's.
+        with raises(RuntimeError, "waited for rank 1 longer than the timeout of 300 ms"):
             dist.all_reduce(torch.ones(10), group=short)
         check(time.monotonic() - begun < 15, "far longer than the timeout")
         with raises(RuntimeError, "has failed before"):
@@ -187,6 +190,29 @@ def _timeouts(rank: int, world: int) -> None:
 
 def test_timeouts(ranks: RankPool) -> None:
     ranks.run(2, _timeouts)
+
+
+def _dropped(rank: int, world: int) -> None:
+    for memory in ("1", "0"):
+        with host_channel(memory):
+            one = group()
+            tensor = torch.full((300, 1000), float(rank)).t()
+            dist.all_reduce(tensor, dist.ReduceOp.AVG, group=one, async_op=True)
+            dist.barrier(one, async_op=True)  # is dropped as well, with what the first one left
+            dist.barrier(one)
+            check(torch.equal(tensor, torch.full_like(tensor, (world - 1) / 2)), "average")
+    one = group()
+    outputs = [torch.empty(1000, 300).t() for _ in range(world)]
+    dist.all_gather(outputs, torch.full((300, 1000), float(rank)), group=one, async_op=True)
+    dist.barrier(one)
+    check_equal([float(output.mean()) for output in outputs], list(range(world)), "gathered")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_dropped_works_write_their_result_before_the_next_has_completed(
+    ranks: RankPool, world: int
+) -> None:
+    ranks.run(world, _dropped)
 
 
 def _apart(rank: int, world: int) -> None:
@@ -537,6 +563,17 @@ def _stopped(rank: int, world: int) -> Tensor:
         work.wait()
     dist.all_reduce(tensor, group=one)
     return tensor[:1]
+
+
+def test_torch_tests_run_on_it() -> None:
+    """Some of those that torch_distributed_tests.py runs."""
+    pytest.importorskip("expecttest", reason="torch's own tests need it")
+    runner = Path(__file__).with_name("torch_distributed_tests.py")
+    some = ("test_all_reduce_sum", "test_barrier_timeout_full_group", "test_isend_torch_profiler")
+    done = subprocess.run(
+        [sys.executable, str(runner), *some], capture_output=True, text=True, timeout=300
+    )
+    check_equal(done.stdout.splitlines()[-1:], ["3 passed"], done.stdout + done.stderr[-4000:])
 
 
 def test_stopped_rank_only_delays(ranks: RankPool) -> None:

@@ -210,8 +210,9 @@ bool HostWork::wait_for(milliseconds slice, const std::function<bool()>& interru
     return operation_->completed;
   if (Clock::now() < *deadline_) return false;
   const std::vector<int> late = channel_->waited_for(*operation_);
-  channel_->fail("timed out after " + std::to_string(timeout_.count()) + " ms waiting for " +
-                 (late.empty() ? "a processor" : channel_->name_of(late.front())));
+  channel_->fail("timed out: waited for " +
+                 (late.empty() ? "a processor" : channel_->name_of(late.front())) +
+                 " longer than the timeout of " + std::to_string(timeout_.count()) + " ms");
 }
 
 void HostWork::within(milliseconds timeout) {

@@ -149,7 +149,7 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& backend,
                                                const BackendRequest& request) {
   if (backend == "nccl") return make_nccl_backend(request);
   if (backend == "gloo") return make_gloo_backend(request);
-  return parallel::connect_host_backend(request, make_gloo_backend(request));
+  return parallel::make_host_backend(request);
 }
 
 // Note [Store layout]

@@ -34,13 +34,14 @@ namespace apex::parallel {
 // A collective makes progress while a rank waits for it or asks for it, as in HostChannel. Who asks
 // for its future waits for it somewhere else: from the first future on, a thread of the backend
 // waits for the collectives that have one, in the order in which they were issued; another one
-// does, while a callback runs.
+// does, while a callback runs. What its caller drops belongs to the next collective of the group:
+// that one has completed when both have.
 //
 // Memory that is not contiguous is copied, in the order of its elements: ranks may have different
 // strides.
 
 class BackendWork;
-class FutureThread;
+class BackendWorks;
 
 /// What the collectives that this thread issues on a HostBackend are called, in errors and for
 /// ranks that compare what they are in; c10d's calls have no such argument.
@@ -68,16 +69,20 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   /// collectives of the channel only.
   HostBackend(const distributed::BackendRequest& request, c10::intrusive_ptr<Backend> gloo,
               HostLinks links);
-  ~HostBackend() override;
+  ~HostBackend() override { shutdown(); }
 
   const std::string getBackendName() const override { return kName; }
-  c10::intrusive_ptr<Options> getBackendOptions() override;
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   bool supportsSplitting() const override { return true; }
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkPtr allreduce_coalesced(Tensors& tensors,
-                              const c10d::AllreduceCoalescedOptions& options) override;
-  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+                              const c10d::AllreduceCoalescedOptions& options) override {
+    return allreduce(tensors, options);
+  }
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return gloo()->allreduce_sparse(tensors, options);
+  }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -103,10 +108,18 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
                         const c10d::AllToAllOptions& options) override;
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
                    const c10d::AllToAllOptions& options) override;
-  WorkPtr send(Tensors& tensors, int destination, int tag) override;
-  WorkPtr recv(Tensors& tensors, int source, int tag) override;
-  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
-  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
+  WorkPtr send(Tensors& tensors, int destination, int tag) override {
+    return gloo()->send(tensors, destination, tag);
+  }
+  WorkPtr recv(Tensors& tensors, int source, int tag) override {
+    return gloo()->recv(tensors, source, tag);
+  }
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override {
+    return gloo()->recvAnysource(tensors, tag);
+  }
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override {
+    gloo()->monitoredBarrier(options, wait_all_ranks);
+  }
 
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return issued_; }
@@ -115,7 +128,7 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
                                     const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& options) override;
   void abort() override;
-  void shutdown() override;
+  void shutdown() override { end(/*may_be_stuck=*/true); }
 
   bool supportsTensorAlloc(c10::DeviceIndex) override { return shares_memory() || sums_by_host(); }
   /// A zeroed tensor of `size` elements in memory from which an all-reduce copies nothing.
@@ -141,23 +154,25 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   void end(bool may_be_stuck);
 
  private:
-  class Call;
-
-  Call begin(c10d::OpType type, const char* title, std::chrono::milliseconds timeout,
-             const Tensors& inputs);
+  c10::intrusive_ptr<BackendWork> begin(c10d::OpType type, const char* title,
+                                        std::chrono::milliseconds timeout, const Tensors& inputs,
+                                        Tensors outputs);
   bool in_memory(const Tensors& tensors) const;
-  void require_root(int64_t root, const char* what) const;
-  void add_all_reduce(Call& call, const at::Tensor& tensor, c10d::ReduceOp::RedOpType op);
-  void add_all_gather(Call& call, const at::Tensor& output, const at::Tensor& input);
-  void add_reduce_scatter(Call& call, const at::Tensor& output, const at::Tensor& input,
-                          c10d::ReduceOp::RedOpType op);
-  WorkPtr all_reduce_flat(Tensors& tensors, const c10d::AllreduceOptions& options);
+  bool is_root(int64_t root, const std::string& what) const;
+  Tensors list_of_root(const std::vector<Tensors>& lists, int64_t root, const char* what) const;
+  void add_all_reduce(BackendWork& work, const at::Tensor& tensor, c10d::ReduceOp::RedOpType op);
+  WorkPtr all_gather_each(c10d::OpType type, const char* title,
+                          const c10d::AllgatherOptions& options,
+                          const std::vector<Tensors>& outputs, const Tensors& inputs);
+  WorkPtr reduce_scatter_each(c10d::OpType type, const char* title,
+                              const c10d::ReduceScatterOptions& options, const Tensors& outputs,
+                              const std::vector<Tensors>& inputs);
 
   const int64_t pid_ = this_pid();
   const c10::intrusive_ptr<Options> options_;
   c10::intrusive_ptr<Backend> gloo_;
   HostLinks links_;
-  const std::shared_ptr<FutureThread> futures_;
+  const std::shared_ptr<BackendWorks> works_;
   std::atomic<uint64_t> issued_{0};
   std::atomic<bool> timeout_is_set_{false};  ///< by setTimeout()
 };
@@ -166,6 +181,8 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
 /// @throws what Gloo throws, if they do not come.
 c10::intrusive_ptr<HostBackend> connect_host_backend(const distributed::BackendRequest& request,
                                                      c10::intrusive_ptr<c10d::Backend> gloo);
+/// The same over a Gloo backend of its own.
+c10::intrusive_ptr<HostBackend> make_host_backend(const distributed::BackendRequest& request);
 
 /// The group's backend of CPU tensors, if it is one of these; else null.
 HostBackend* find_host_backend(const c10d::ProcessGroup& group);

@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "transport/backend_work.h"
+
+#include <algorithm>
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/jit_type.h>
+
+#include <apex/error.h>
+
+#include "comm/endings.h"
+
+namespace apex::parallel {
+
+namespace {
+
+using std::chrono::milliseconds;
+
+class GlooWork final : public SlicedWork {
+ public:
+  explicit GlooWork(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
+
+  bool isCompleted() override { return work_->isCompleted(); }
+
+  bool wait_for(milliseconds slice) override {
+    if (slice.count() == 0) return work_->isCompleted() && work_->wait();
+    try {
+      return work_->wait(slice);
+    } catch (...) {
+      if (work_->isCompleted()) throw;  // else it is the end of the slice
+      return false;
+    }
+  }
+
+ private:
+  const c10::intrusive_ptr<c10d::Work> work_;
+};
+
+}  // namespace
+
+at::Tensor in_order(const at::Tensor& tensor) {
+  return tensor.resolve_conj().resolve_neg().contiguous();
+}
+
+// --- BackendWork ---
+
+BackendWork::BackendWork(int rank, c10d::OpType type, const char* title, std::string what,
+                         uint64_t number, milliseconds timeout, const Tensors& inputs,
+                         Tensors outputs, std::shared_ptr<BackendWorks> works)
+    : SlicedWork(rank, type, title, inputs),
+      what_(std::move(what)),
+      number_(number),
+      timeout_(std::min<milliseconds>(timeout, distributed::kLongestTimeout)),
+      works_(std::move(works)),
+      outputs_(std::move(outputs)) {
+  for (BackendWorkPtr& dropped : works_->take_dropped()) add(std::move(dropped));
+}
+
+BackendWork::BackendWork(BackendWork&& dropped)
+    : SlicedWork(dropped.rank_, dropped.opType_),
+      number_(dropped.number_),
+      parts_(std::move(dropped.parts_)),
+      outputs_(std::move(dropped.outputs_)),
+      copies_(std::move(dropped.copies_)),
+      divisor_(dropped.divisor_) {}
+
+BackendWork::~BackendWork() {
+  if (!works_ || parts_.empty()) return;
+  try {
+    leave();
+    works_->add_dropped(std::move(*this));
+  } catch (const std::exception&) {
+    // Its result is not written.
+  }
+}
+
+at::Tensor BackendWork::output(const at::Tensor& tensor, bool with_elements) {
+  const bool is_in_order = tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+  if (is_in_order) return tensor;
+  copies_.emplace_back(
+      tensor, with_elements ? in_order(tensor) : at::empty(tensor.sizes(), tensor.options()));
+  return copies_.back().second;
+}
+
+BackendWork::Tensors BackendWork::outputs(const Tensors& tensors) {
+  Tensors all;
+  for (const at::Tensor& tensor : tensors) all.push_back(output(tensor));
+  return all;
+}
+
+void BackendWork::split_later(const at::Tensor& flat, const Tensors& tensors) {
+  int64_t offset = 0;
+  for (const at::Tensor& tensor : tensors) {
+    copies_.emplace_back(tensor, flat.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
+    offset += tensor.numel();
+  }
+}
+
+void BackendWork::add(c10::intrusive_ptr<c10d::Work> part) {
+  parts_.push_back(c10::make_intrusive<GlooWork>(std::move(part)));
+}
+
+bool BackendWork::isCompleted() {
+  try {
+    return wait_for(milliseconds(0));
+  } catch (...) {
+    return true;  // wait() tells
+  }
+}
+
+bool BackendWork::wait_for(milliseconds slice) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point until =
+      Clock::now() + std::min<milliseconds>(slice, distributed::kLongestTimeout);
+  if (!is_over()) {
+    try {
+      for (const auto& part : parts()) {
+        const auto left = std::chrono::duration_cast<milliseconds>(until - Clock::now());
+        if (!part->wait_for(std::max(left, milliseconds(0)))) return false;
+      }
+      settle(nullptr);
+    } catch (...) {
+      settle(std::current_exception());
+    }
+  }
+  if (exception_) std::rethrow_exception(exception_);
+  return true;
+}
+
+BackendWork::FuturePtr BackendWork::getFuture() {
+  const std::lock_guard<std::mutex> lock(making_);
+  if (future_) return future_;
+  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  if (is_over()) {
+    complete_future();
+    return future_;
+  }
+  try {
+    works_->add_future(BackendWorkPtr::unsafe_reclaim_from_nonowning(this));
+  } catch (...) {
+    future_.reset();
+    throw;
+  }
+  return future_;
+}
+
+void BackendWork::await() noexcept {
+  try {
+    wait();
+  } catch (...) {
+  }
+}
+
+void BackendWork::complete_future() noexcept {
+  try {
+    if (exception_) {
+      future_->setErrorIfNeeded(exception_);
+    } else {
+      future_->markCompleted(c10::IValue(outputs_));
+    }
+  } catch (...) {
+    // A callback's own.
+  }
+}
+
+/// Once: by whoever is first to see that all parts have completed, or that one has failed.
+void BackendWork::settle(std::exception_ptr error) {
+  const std::lock_guard<std::mutex> lock(settling_);
+  if (is_over()) return;
+  if (!error) {
+    try {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      const at::NoGradGuard no_grad;
+      for (const auto& [to, from] : copies_) to.copy_(from);
+      if (divisor_ != 1) {
+        for (const at::Tensor& output : outputs_) output.div_(divisor_);
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  copies_.clear();
+  finish(error);
+  // A part holds its channel: peers learn that this rank has left when the last one is gone.
+  Parts ended;  // outlives the lock
+  const std::lock_guard<std::mutex> held(mutex_);
+  ended.swap(parts_);
+}
+
+// --- BackendWorks ---
+
+void BackendWorks::add_future(BackendWorkPtr work) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (this_pid() != pid_) throw Error("this process was forked from the one of its group");
+    if (ended_) throw Error("the process group was destroyed");
+    futures_.push_back(std::move(work));
+    if (idle_ < futures_.size() && (threads_.empty() || in_callback_ == threads_.size()))
+      threads_.emplace_back([self = shared_from_this()] { self->run(); });
+  }
+  changed_.notify_one();
+}
+
+void BackendWorks::add_dropped(BackendWork&& work) {
+  if (this_pid() != pid_) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (ended_) return;
+  dropped_.push_back(c10::make_intrusive<BackendWork>(std::move(work)));
+  some_dropped_ = true;
+}
+
+std::vector<BackendWorkPtr> BackendWorks::take_dropped() {
+  if (!some_dropped_) return {};
+  const std::lock_guard<std::mutex> lock(mutex_);
+  some_dropped_ = false;
+  return std::exchange(dropped_, {});
+}
+
+void BackendWorks::end() {
+  if (this_pid() != pid_) return;
+  bool busy = false;
+  std::vector<std::thread> threads;
+  std::vector<BackendWorkPtr> dropped;  // outlives the lock
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ended_ = true;
+    busy = idle_ < threads_.size();
+    threads.swap(threads_);
+    dropped.swap(dropped_);
+  }
+  changed_.notify_all();
+  if (threads.empty()) return;
+  const auto held = std::make_shared<std::vector<std::thread>>(std::move(threads));
+  end_elsewhere(
+      [held] {
+        for (std::thread& thread : *held) thread.join();
+      },
+      /*may_be_stuck=*/busy);
+}
+
+void BackendWorks::run() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    ++idle_;
+    changed_.wait(lock, [this] { return ended_ || !futures_.empty(); });
+    --idle_;
+    if (futures_.empty()) return;
+    BackendWorkPtr work = std::move(futures_.front());
+    futures_.pop_front();
+    lock.unlock();
+    work->await();
+    lock.lock();
+    ++in_callback_;
+    // Whoever calls back may wait for what is in the queue.
+    if (!futures_.empty() && !ended_ && in_callback_ == threads_.size())
+      threads_.emplace_back([self = shared_from_this()] { self->run(); });
+    lock.unlock();
+    work->complete_future();
+    work.reset();  // its tensors may be Python's
+    lock.lock();
+    --in_callback_;
+  }
+}
+
+}  // namespace apex::parallel
