@@ -69,6 +69,15 @@ def _without_memory(rank: int, world: int) -> None:
         check(torch.equal(tensor, torch.full((1000,), world * (world - 1) / 2)), "sum over Gloo")
         dist.all_reduce(tensor.fill_(rank), dist.ReduceOp.AVG, group=one)
         check(torch.equal(tensor, torch.full((1000,), (world - 1) / 2)), "average over Gloo")
+        several = [torch.full((4,), 1.0 + rank), torch.full((4,), 2.0), torch.ones(2, 3)]
+        for op, number in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, world)):
+            tensors = [tensor.clone() for tensor in several]
+            dist.all_reduce_coalesced(tensors, op, group=one)
+            check_equal(
+                [float(tensor.flatten()[-1]) * number for tensor in tensors],
+                [world * (world + 1) / 2, 2.0 * world, float(world)],
+                f"{op} of several over Gloo",
+            )
         outputs = [torch.empty(3) for _ in range(world)]
         dist.all_gather(outputs, torch.full((3,), float(rank)), group=one)
         check_equal([int(output[0]) for output in outputs], list(range(world)), "gathered")

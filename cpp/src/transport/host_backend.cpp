@@ -246,7 +246,15 @@ WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o
   const at::Tensor& first = tensors.front();
   const bool here =
       (shares_memory() || sums_by_host()) && in_host_memory(tensors) && can_reduce(tensors, op);
-  if (!here && op != Op::AVG) return gloo()->allreduce(tensors, options);
+  // Gloo's allreduce() of several tensors sums these, too. It has no averages.
+  const auto by_gloo = [&] {
+    c10d::AllreduceCoalescedOptions sums;
+    static_cast<c10d::AllreduceOptions&>(sums) = options;
+    if (op == Op::AVG) sums.reduceOp = c10d::ReduceOp::SUM;
+    return tensors.size() == 1 ? gloo()->allreduce(tensors, sums)
+                               : gloo()->allreduce_coalesced(tensors, sums);
+  };
+  if (!here && op != Op::AVG) return by_gloo();
   for (const at::Tensor& tensor : tensors) {
     TORCH_CHECK_VALUE(here || tensor.is_floating_point() || tensor.is_complex(), kTitle,
                       ": there is no average of ", tensor.scalar_type());
@@ -255,9 +263,7 @@ WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o
   }
   auto work = begin(c10d::OpType::ALLREDUCE, kTitle, options.timeout, tensors, tensors);
   if (!here) {
-    c10d::AllreduceOptions sums = options;  // Gloo has no averages
-    sums.reduceOp = c10d::ReduceOp::SUM;
-    work->add(gloo()->allreduce(tensors, sums));
+    work->add(by_gloo());
     work->divide_later(size_);
   } else if (tensors.size() == 1) {
     add_all_reduce(*work, work->output(first, /*with_elements=*/true), op);
