@@ -56,4 +56,18 @@ void CallHistory::forget(c10d::Store& store) {
   written_.clear();
 }
 
+namespace {
+thread_local const std::string* current_name = nullptr;
+}  // namespace
+
+NamedCollective::NamedCollective(const std::string& name) : before_(current_name) {
+  current_name = &name;
+}
+
+NamedCollective::~NamedCollective() { current_name = before_; }
+
+std::string NamedCollective::current(const char* otherwise) {
+  return current_name == nullptr ? otherwise : *current_name;
+}
+
 }  // namespace apex::parallel

@@ -50,4 +50,20 @@ class CallHistory {
   std::vector<std::string> written_;
 };
 
+/// What the collectives that this thread issues on a HostBackend are called, in errors and for
+/// ranks that compare what they are in; c10d's calls have no such argument.
+class NamedCollective {
+ public:
+  explicit NamedCollective(const std::string& name);
+  ~NamedCollective();
+  NamedCollective(const NamedCollective&) = delete;
+  NamedCollective& operator=(const NamedCollective&) = delete;
+
+  /// That of the innermost one on this thread; without one, `otherwise`.
+  static std::string current(const char* otherwise);
+
+ private:
+  const std::string* const before_;
+};
+
 }  // namespace apex::parallel

@@ -136,16 +136,6 @@ c10::intrusive_ptr<HostBackend> host_backend_for(const std::string& what,
   return host_backend_of(group);
 }
 
-/// call_collective() on `backend`.
-template <typename Call>
-c10::intrusive_ptr<c10d::Work> call_named(const std::string& what, const c10d::ProcessGroup& group,
-                                          Call&& call) {
-  return call_collective(what, group, [&] {
-    const NamedCollective named(what);
-    return call();
-  });
-}
-
 /// broadcast_changes() where ranks share memory.
 std::vector<bool> broadcast_in_memory(const std::string& what, const c10d::ProcessGroup& group,
                                       HostBackend& backend, const std::vector<at::Tensor>& parts,
@@ -157,7 +147,7 @@ std::vector<bool> broadcast_in_memory(const std::string& what, const c10d::Proce
   const auto send = [&] {
     const auto news = std::make_shared<std::vector<uint8_t>>(message.size());
     const auto call = [&] { return backend.broadcast_changes(message, root, news); };
-    wait_collective(call_named(what, group, call), what, group);
+    wait_collective(call_collective(what, group, call), what, group);
     for (size_t i = 0; i < message.size(); ++i)
       changed[part_of[i]] = changed[part_of[i]] || (*news)[i] != 0;
     message.clear();
@@ -234,7 +224,7 @@ c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::P
   options.reduceOp = op;
   options.asyncOp = on == Enqueue::kOnOwnStream;
   if (backend && backend->can_all_reduce(tensor, op))
-    return call_named(what, group, [&] { return backend->allreduce(message, options); });
+    return call_collective(what, group, [&] { return backend->allreduce(message, options); });
   return call_collective(what, group, [&] { return group.allreduce(message, options); });
 }
 
@@ -244,7 +234,8 @@ c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::Pr
   std::vector<at::Tensor> message{tensor};
   c10d::BroadcastOptions options;
   options.rootRank = root;
-  if (backend) return call_named(what, group, [&] { return backend->broadcast(message, options); });
+  if (backend)
+    return call_collective(what, group, [&] { return backend->broadcast(message, options); });
   return call_collective(what, group, [&] { return group.broadcast(message, options); });
 }
 
@@ -255,8 +246,8 @@ c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::P
   c10d::AllgatherOptions options;
   options.asyncOp = on == Enqueue::kOnOwnStream;
   if (const auto backend = host_backend_for(what, group, {gathered, share}))
-    return call_named(what, group,
-                      [&] { return backend->_allgather_base(output, input, options); });
+    return call_collective(what, group,
+                           [&] { return backend->_allgather_base(output, input, options); });
   if (!detail::has_backend(group, gathered.device().type())) {
     // A group that is written in Python, which has the collectives of lists only.
     std::vector<std::vector<at::Tensor>> outputs{gathered.view({-1}).chunk(group.getSize())};
@@ -274,7 +265,7 @@ c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::P
   at::Tensor output = received, input = sent;
   std::vector<int64_t> to = received_numel, from = sent_numel;
   if (const auto backend = host_backend_for(what, group, {received, sent}))
-    return call_named(what, group, [&] {
+    return call_collective(what, group, [&] {
       return backend->alltoall_base(output, input, to, from, c10d::AllToAllOptions());
     });
   return call_collective(what, group,

@@ -17,6 +17,7 @@
 
 #include <apex/export.h>
 
+#include "comm/call_history.h"
 #include "comm/failure_report.h"
 
 namespace apex::parallel {
@@ -49,6 +50,7 @@ template <typename Call>
 c10::intrusive_ptr<c10d::Work> call_collective(const std::string& what,
                                                const c10d::ProcessGroup& group, Call&& call) {
   begin_call(group, what);
+  const NamedCollective named(what);
   try {
     return call();
   } catch (...) {

@@ -427,11 +427,6 @@ HostHierarchy::~HostHierarchy() {
 
 bool HostHierarchy::averages() const { return core_->layout.even(); }
 
-bool HostHierarchy::can_all_reduce(const at::Tensor& tensor, Op op) const {
-  return tensor.is_cpu() && tensor.is_contiguous() && HostChannel::can_all_reduce(tensor, op) &&
-         (op != Op::AVG || averages());
-}
-
 HostHierarchy::WorkPtr HostHierarchy::all_reduce(const std::string& what, const at::Tensor& tensor,
                                                  Op op) {
   core_->require_own_process();

@@ -90,10 +90,8 @@ class HostHierarchy {
   /// Whether averages can be had, or sums only.
   bool averages() const;
 
-  /// Whether such a message can be summed; the same on every rank for the same message.
-  bool can_all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) const;
-
-  /// `tensor` is contiguous, on the CPU, and stays as it is until the work has completed. `what`
+  /// `tensor` is contiguous, on the CPU, of a dtype and `op` that a HostChannel takes, AVG only if
+  /// averages(), and stays as it is until the work has completed. `what`
   /// names it in errors. Does not wait for other ranks, as HostChannel::all_reduce() does not.
   /// @throws Error if one has failed before, or the process was forked since.
   WorkPtr all_reduce(const std::string& what, const at::Tensor& tensor,

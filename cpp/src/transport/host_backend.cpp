@@ -14,6 +14,7 @@
 #include <apex/distributed/host_backend.h>
 #include <apex/error.h>
 
+#include "comm/call_history.h"
 #include "comm/endings.h"
 #include "comm/error_text.h"
 #include "comm/host_channel.h"
@@ -34,8 +35,6 @@ using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 constexpr const char* kAllToAll = "apex:all_to_all";
-
-thread_local const std::string* current_name = nullptr;
 
 /// What `one` makes of each.
 template <typename One>
@@ -111,12 +110,6 @@ void require_pairs(size_t outputs, size_t inputs, const char* what) {
 
 }  // namespace
 
-NamedCollective::NamedCollective(const std::string& name) : before_(current_name) {
-  current_name = &name;
-}
-
-NamedCollective::~NamedCollective() { current_name = before_; }
-
 HostBackend::HostBackend(const distributed::BackendRequest& request,
                          c10::intrusive_ptr<Backend> gloo, HostLinks links)
     : Backend(request.rank, request.size),
@@ -190,8 +183,7 @@ at::Tensor HostBackend::allocateTensor(long size, at::TensorOptions options) {
 BackendWorkPtr HostBackend::begin(c10d::OpType type, const char* title, milliseconds timeout,
                                   const Tensors& inputs, Tensors outputs) {
   if (timeout == c10d::kUnsetTimeout && timeout_is_set_) timeout = options_->timeout;
-  return c10::make_intrusive<BackendWork>(rank_, type, title,
-                                          current_name == nullptr ? title : *current_name,
+  return c10::make_intrusive<BackendWork>(rank_, type, title, NamedCollective::current(title),
                                           ++issued_, timeout, inputs, std::move(outputs), works_);
 }
 
@@ -444,20 +436,10 @@ WorkPtr HostBackend::alltoall(Tensors& outputs, Tensors& inputs,
   return work;
 }
 
-HostBackend* find_host_backend(const c10d::ProcessGroup& group) {
-  if (!detail::has_backend(group, at::kCPU)) return nullptr;
-  auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
-  return dynamic_cast<HostBackend*>(mutable_group.getBackend(at::kCPU).get());
-}
-
-c10::intrusive_ptr<HostBackend> connect_host_backend(const distributed::BackendRequest& request,
-                                                     c10::intrusive_ptr<c10d::Backend> gloo) {
+c10::intrusive_ptr<HostBackend> make_host_backend(const distributed::BackendRequest& request) {
+  auto gloo = distributed::make_gloo_backend(request);
   HostLinks links = connect_host(*gloo, gloo, request.store, request.timeout);
   return c10::make_intrusive<HostBackend>(request, std::move(gloo), std::move(links));
-}
-
-c10::intrusive_ptr<HostBackend> make_host_backend(const distributed::BackendRequest& request) {
-  return connect_host_backend(request, distributed::make_gloo_backend(request));
 }
 
 }  // namespace apex::parallel

@@ -43,19 +43,6 @@ namespace apex::parallel {
 class BackendWork;
 class BackendWorks;
 
-/// What the collectives that this thread issues on a HostBackend are called, in errors and for
-/// ranks that compare what they are in; c10d's calls have no such argument.
-class NamedCollective {
- public:
-  explicit NamedCollective(const std::string& name);
-  ~NamedCollective();
-  NamedCollective(const NamedCollective&) = delete;
-  NamedCollective& operator=(const NamedCollective&) = delete;
-
- private:
-  const std::string* const before_;
-};
-
 /// Thread safe, as HostChannel is: concurrent calls are ordered by who comes first, which has to be
 /// the same on all ranks.
 class HostBackend final : public c10d::Backend, public distributed::HasGloo {
@@ -177,14 +164,8 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   std::atomic<bool> timeout_is_set_{false};  ///< by setTimeout()
 };
 
-/// One that takes `gloo`, over the ranks of `request`; see connect_host().
-/// @throws what Gloo throws, if they do not come.
-c10::intrusive_ptr<HostBackend> connect_host_backend(const distributed::BackendRequest& request,
-                                                     c10::intrusive_ptr<c10d::Backend> gloo);
-/// The same over a Gloo backend of its own.
+/// One with a Gloo backend of its own; see connect_host().
+/// @throws what Gloo throws, if the ranks of `request` do not come.
 c10::intrusive_ptr<HostBackend> make_host_backend(const distributed::BackendRequest& request);
-
-/// The group's backend of CPU tensors, if it is one of these; else null.
-HostBackend* find_host_backend(const c10d::ProcessGroup& group);
 
 }  // namespace apex::parallel

@@ -169,20 +169,21 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
 HostBackendPtr host_backend_of(const c10d::ProcessGroup& given) {
   if (given.getSize() == 1) return nullptr;
   auto& group = const_cast<c10d::ProcessGroup&>(given);
-  if (HostBackend* const own = find_host_backend(group)) return HostBackendPtr::reclaim_copy(own);
+  const BackendPtr on_cpu =
+      detail::has_backend(group, at::kCPU) ? group.getBackend(at::kCPU) : nullptr;
+  if (auto* const own = dynamic_cast<HostBackend*>(on_cpu.get()))
+    return HostBackendPtr::reclaim_copy(own);
   const std::shared_ptr<Attachment> attachment = attachment_of(group);
   const std::lock_guard<std::mutex> lock(attachment->mutex);
   if (attachment->backend) return *attachment->backend;
   HostBackendPtr made;
-  const BackendPtr gloo =
-      detail::has_backend(group, at::kCPU) ? group.getBackend(at::kCPU) : nullptr;
-  if (const auto timeout = gloo ? distributed::gloo_timeout(*gloo) : std::nullopt) {
+  if (const auto timeout = on_cpu ? distributed::gloo_timeout(*on_cpu) : std::nullopt) {
     distributed::BackendRequest request;
     request.rank = group.getRank();
     request.size = group.getSize();
     request.timeout = *timeout;
     made = connect_backend(group, "handshake of ranks that may share memory", *timeout, [=] {
-      HostLinks links = connect_host(*gloo, nullptr, nullptr, request.timeout);
+      HostLinks links = connect_host(*on_cpu, nullptr, nullptr, request.timeout);
       return links.channel ? c10::make_intrusive<HostBackend>(request, nullptr, std::move(links))
                            : nullptr;
     });

@@ -515,9 +515,9 @@ TEST(HostChannel, RankThatDoesNotComeIsNamedWhenTimeIsUp) {
   });
   // Whoever is second may hear it from the first.
   for (const int rank : {0, 2}) {
-    const bool named =
-        errors[rank].find("waited for rank 1 longer than the timeout of 150 ms") != std::string::npos ||
-        errors[rank].find("reports that a collective") != std::string::npos;
+    const bool named = errors[rank].find("waited for rank 1 longer than the timeout of 150 ms") !=
+                           std::string::npos ||
+                       errors[rank].find("reports that a collective") != std::string::npos;
     EXPECT_TRUE(named) << errors[rank];
   }
 }
