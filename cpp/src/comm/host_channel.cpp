@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <thread>
 #include <type_traits>
 #include <utility>
@@ -299,7 +300,15 @@ HostChannel::WorkPtr HostChannel::scatter(const std::string& what, const at::Ten
   operation->what = what;
   operation->output = received;
   Message message = describe(HostKind::kScatter, received, root);
-  if (root == rank_) message.place = stage_copy(*operation, sent);
+  if (root == rank_) {
+    std::vector<at::Tensor> shares =
+        sent.size() == 1 ? sent.front().view({size_, received.numel()}).unbind() : sent;
+    const at::Tensor own = shares[rank_];
+    shares.erase(shares.begin() + rank_);
+    message.place = stage_copy(*operation, shares);
+    if (own.numel() > 0)  // it may be the same
+      std::memmove(received.mutable_data_ptr(), own.const_data_ptr(), own.nbytes());
+  }
   return post(std::move(operation), message);
 }
 
@@ -352,14 +361,26 @@ HostChannel::WorkPtr HostChannel::all_to_all(const std::string& what, const at::
   operation->output = received;
   operation->received = bytes_of(received, received_numel);
   const std::vector<int64_t> lengths = bytes_of(sent, sent_numel);
-  // What is for whom, then the data.
+  const int64_t own = lengths[rank_];
+  // What is for whom, then the data; but for this rank's own.
   const size_t head = sizeof(int64_t) * static_cast<size_t>(size_);
+  const auto before = [&](const std::vector<int64_t>& bytes) {
+    return std::accumulate(bytes.begin(), bytes.begin() + rank_, int64_t{0});
+  };
+  const char* const data = static_cast<const char*>(sent.const_data_ptr());
+  const auto begin = static_cast<size_t>(before(lengths)), end = begin + static_cast<size_t>(own);
   Message message;
   message.kind = HostKind::kAllToAll;
   message.dtype = sent.scalar_type();
-  message.place = stage(*operation, head + sent.nbytes());
-  copy_bytes(operation->staged.get(), lengths.data(), head);
-  copy_bytes(operation->staged.get() + head, sent.const_data_ptr(), sent.nbytes());
+  message.place = stage(*operation, head + sent.nbytes() - static_cast<size_t>(own));
+  char* const staged = operation->staged.get();
+  copy_bytes(staged, lengths.data(), head);
+  copy_bytes(staged + head, data, begin);
+  copy_bytes(staged + head + begin, data + end, sent.nbytes() - end);
+  if (own == operation->received[rank_]) {  // else begin() says so
+    char* const to = static_cast<char*>(received.mutable_data_ptr()) + before(operation->received);
+    if (own > 0) std::memmove(to, data + begin, static_cast<size_t>(own));  // it may be the same
+  }
   return post(std::move(operation), message);
 }
 

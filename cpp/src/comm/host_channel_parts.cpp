@@ -193,7 +193,8 @@ void HostChannel::take_message(Operation& operation, const std::vector<char*>& f
       if (operation.root != rank_) take_parts(operation, from[operation.root]);
       break;
     case HostKind::kScatter:
-      copy_bytes(out, from[operation.root] + bytes * static_cast<size_t>(rank_), bytes);
+      if (operation.root == rank_) break;  // it has its own
+      copy_bytes(out, from[operation.root] + bytes * (rank_ - (rank_ > operation.root)), bytes);
       break;
     case HostKind::kAllGather:
     case HostKind::kGather:
@@ -209,13 +210,13 @@ void HostChannel::take_message(Operation& operation, const std::vector<char*>& f
       for (int peer = 0; peer < size_; ++peer) {
         const auto* lengths = reinterpret_cast<const int64_t*>(from[peer]);
         const char* data = from[peer] + sizeof(int64_t) * static_cast<size_t>(size_);
-        for (int before = 0; before < rank_; ++before) data += lengths[before];
+        for (int before = 0; before < rank_; ++before) data += before == peer ? 0 : lengths[before];
         const int64_t expected = operation.received[peer];
         if (lengths[rank_] != expected) {
           fail(operation.what + ": " + name_of(peer) + " sends " + std::to_string(lengths[rank_]) +
                " bytes, and this rank expects " + std::to_string(expected));
         }
-        copy_bytes(out, data, static_cast<size_t>(expected));
+        if (peer != rank_) copy_bytes(out, data, static_cast<size_t>(expected));
         out += expected;
       }
       break;
