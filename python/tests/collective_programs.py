@@ -5,7 +5,9 @@ For hours: ``python python/tests/collective_programs.py --programs 5000 --ranks 
 again: ``--seed 1234``.
 
 Every rank knows what all ranks put in, so each computes what has to come out: reductions in the
-order of the ranks, float16 and bfloat16 in float32. Nothing is compared with a tolerance.
+order of the ranks, float16 and bfloat16 in float32. Nothing is compared with a tolerance. Works are
+waited for in an order of each rank's own, or dropped; ranks are late, and are stopped (SIGSTOP) at
+any moment.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import datetime
 import functools
 import math
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -102,7 +105,7 @@ def same(got: Tensor, wanted: Tensor, what: str) -> None:
 
 
 def draw_shape(draw: random.Random, large: bool) -> tuple[int, ...]:
-    numel = int(2 ** draw.uniform(0, 22 if large else 15)) - 1
+    numel = int(2 ** draw.uniform(0, 23 if large else 15)) - 1  # of 8 bytes: 64 MiB
     if draw.random() < 0.4:
         columns = draw.randint(1, 9)
         return (numel // columns + 1, columns)
@@ -117,6 +120,8 @@ class Program:
         self.own = random.Random(seed * 1009 + rank)  # what differs from rank to rank
         self.seed, self.rank, self.groups = seed, rank, groups
         self.flying: list[tuple[Any, Check]] = []
+        self.dropped: dict[int, list[Check]] = {}  # by group
+        self.stops: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> None:
         for step in range(self.draw.randint(4, 16)):
@@ -124,6 +129,14 @@ class Program:
             if self.draw.random() < 0.3:
                 self.land()
         self.land()
+        for stop in self.stops:
+            stop.wait()
+
+    def stop(self) -> None:
+        """This process, at some moment from now on and for a little."""
+        sleeps = [self.own.uniform(0, 0.02) for _ in range(2)]
+        deeds = f"sleep {sleeps[0]}; kill -STOP $PPID; sleep {sleeps[1]}; kill -CONT $PPID"
+        self.stops.append(subprocess.Popen(["/bin/sh", "-c", deeds]))
 
     def land(self) -> None:
         """Wait for all, in an order of this rank's own."""
@@ -142,6 +155,12 @@ class Program:
             work.wait()
             looks()
         self.flying.clear()
+        # One that was dropped has completed when a later one of its group has.
+        for index in sorted(self.dropped):
+            dist.barrier(self.groups[index])
+            for looks in self.dropped[index]:
+                looks()
+        self.dropped.clear()
 
     def step(self, step: int) -> None:
         draw = self.draw
@@ -150,6 +169,7 @@ class Program:
         first = 1 if index == 2 else 0
         members = list(range(first, dist.get_world_size()))
         large, is_async = draw.random() < 0.05, draw.random() < 0.6
+        drops = draw.random() < 0.1
         shape = draw_shape(draw, large)
         op = Op.SUM
         dtype = draw.choice(FLOATS + INTEGERS + OTHERS)
@@ -166,6 +186,8 @@ class Program:
             return
         if self.own.random() < 0.1:
             time.sleep(self.own.uniform(0, 0.01))
+        if self.own.random() < 0.005:
+            self.stop()
         me = members.index(self.rank)
         what = f"seed {self.seed}, step {step}: {kind} of {dtype} {list(shape)}, {op}"
 
@@ -276,6 +298,8 @@ class Program:
             return
         if work is None:
             looks()
+        elif drops and hasattr(work, "get_future"):
+            self.dropped.setdefault(index, []).append(looks)
         else:
             self.flying.append((work, looks))
 
