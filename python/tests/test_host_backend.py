@@ -210,6 +210,12 @@ def _dropped(rank: int, world: int) -> None:
             dist.barrier(one, async_op=True)  # is dropped as well, with what the first one left
             dist.barrier(one)
             check(torch.equal(tensor, torch.full_like(tensor, (world - 1) / 2)), "average")
+            # The hazard: each holds all before it.
+            many = [torch.full((6, 2), float(rank)).t() for _ in range(3000)]
+            for tensor in many:
+                dist.all_reduce(tensor, dist.ReduceOp.AVG, group=one, async_op=True)
+            dist.barrier(one)
+            check(all(float(tensor[0, 0]) == (world - 1) / 2 for tensor in many), "averages")
     one = group()
     outputs = [torch.empty(1000, 300).t() for _ in range(world)]
     dist.all_gather(outputs, torch.full((300, 1000), float(rank)), group=one, async_op=True)

@@ -2,6 +2,7 @@
 #include "transport/backend_work.h"
 
 #include <algorithm>
+#include <limits>
 
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -16,6 +17,7 @@ namespace apex::parallel {
 
 namespace {
 
+using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 class GlooWork final : public SlicedWork {
@@ -54,9 +56,7 @@ BackendWork::BackendWork(int rank, c10d::OpType type, const char* title, std::st
       number_(number),
       timeout_(std::min<milliseconds>(timeout, distributed::kLongestTimeout)),
       works_(std::move(works)),
-      outputs_(std::move(outputs)) {
-  for (BackendWorkPtr& dropped : works_->take_dropped()) add(std::move(dropped));
-}
+      outputs_(std::move(outputs)) {}
 
 BackendWork::BackendWork(BackendWork&& dropped)
     : SlicedWork(dropped.rank_, dropped.opType_),
@@ -111,7 +111,6 @@ bool BackendWork::isCompleted() {
 }
 
 bool BackendWork::wait_for(milliseconds slice) {
-  using Clock = std::chrono::steady_clock;
   const Clock::time_point until =
       Clock::now() + std::min<milliseconds>(slice, distributed::kLongestTimeout);
   if (!is_over()) {
@@ -120,6 +119,7 @@ bool BackendWork::wait_for(milliseconds slice) {
         const auto left = std::chrono::duration_cast<milliseconds>(until - Clock::now());
         if (!part->wait_for(std::max(left, milliseconds(0)))) return false;
       }
+      if (works_ && !works_->dropped_have_completed(number_, until)) return false;
       settle(nullptr);
     } catch (...) {
       settle(std::current_exception());
@@ -205,24 +205,41 @@ void BackendWorks::add_future(BackendWorkPtr work) {
 
 void BackendWorks::add_dropped(BackendWork&& work) {
   if (this_pid() != pid_) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (ended_) return;
-  dropped_.push_back(c10::make_intrusive<BackendWork>(std::move(work)));
-  some_dropped_ = true;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (ended_) return;
+    const uint64_t number = work.getSequencenumber();
+    dropped_.emplace(number, c10::make_intrusive<BackendWork>(std::move(work)));
+    some_dropped_ = true;
+  }
+  // Who drops all of them does not wait for any.
+  dropped_have_completed(std::numeric_limits<uint64_t>::max(), Clock::now());
 }
 
-std::vector<BackendWorkPtr> BackendWorks::take_dropped() {
-  if (!some_dropped_) return {};
-  const std::lock_guard<std::mutex> lock(mutex_);
-  some_dropped_ = false;
-  return std::exchange(dropped_, {});
+bool BackendWorks::dropped_have_completed(uint64_t before, Clock::time_point until) {
+  if (!some_dropped_) return true;
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!dropped_.empty() && dropped_.begin()->first < before) {
+    const BackendWorkPtr first = dropped_.begin()->second;
+    lock.unlock();
+    const auto left = std::chrono::duration_cast<milliseconds>(until - Clock::now());
+    try {
+      if (!first->wait_for(std::max(left, milliseconds(0)))) return false;
+    } catch (...) {
+      // Nobody asks for its result; the later ones fail, too.
+    }
+    lock.lock();
+    dropped_.erase(first->getSequencenumber());
+  }
+  some_dropped_ = !dropped_.empty();
+  return true;
 }
 
 void BackendWorks::end() {
   if (this_pid() != pid_) return;
   bool busy = false;
   std::vector<std::thread> threads;
-  std::vector<BackendWorkPtr> dropped;  // outlives the lock
+  std::map<uint64_t, BackendWorkPtr> dropped;  // outlives the lock
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     ended_ = true;

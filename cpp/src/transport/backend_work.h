@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -118,14 +119,14 @@ using BackendWorkPtr = c10::intrusive_ptr<BackendWork>;
 
 /// The works of a backend that their callers do not wait for. Those with a future are waited for on
 /// threads that there are from the first future on. A callback may wait for another future: then
-/// there is one thread more. Those that were dropped belong to the next one that is issued.
+/// there is one thread more. Those that were dropped complete when a later one is waited for.
 class BackendWorks : public std::enable_shared_from_this<BackendWorks> {
  public:
   /// Completes its future.
   void add_future(BackendWorkPtr work);
   void add_dropped(BackendWork&& work);
-  /// Those since the last call.
-  std::vector<BackendWorkPtr> take_dropped();
+  /// Those with lower numbers than `before`; waits for them.
+  bool dropped_have_completed(uint64_t before, std::chrono::steady_clock::time_point until);
   /// Threads end when all futures have completed. Not here: a callback of one may be who calls.
   void end();
 
@@ -137,7 +138,7 @@ class BackendWorks : public std::enable_shared_from_this<BackendWorks> {
   std::mutex mutex_;  ///< guards all below; not held while a future is completed
   std::condition_variable changed_;
   std::deque<BackendWorkPtr> futures_;
-  std::vector<BackendWorkPtr> dropped_;
+  std::map<uint64_t, BackendWorkPtr> dropped_;  ///< by number
   std::vector<std::thread> threads_;
   size_t idle_ = 0;
   size_t in_callback_ = 0;
