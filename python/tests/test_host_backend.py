@@ -223,6 +223,26 @@ def _dropped(rank: int, world: int) -> None:
     check_equal([float(output.mean()) for output in outputs], list(range(world)), "gathered")
 
 
+def _dropped_and_refused(rank: int, world: int) -> None:
+    one = group()
+    outputs = [torch.zeros(3, 2).t() for _ in range(2 * world)]
+    inputs = [torch.ones(2, 3), torch.ones(5)]  # the second is refused, when the first is issued
+    lists = [outputs[2 * r : 2 * r + 2] for r in range(world)]
+    backend: Any = one._get_backend(torch.device("cpu"))
+    with pytest.raises(ValueError, match="elements"):
+        backend.allgather_coalesced(lists, inputs)
+    dist.barrier(one)
+    check(all(float(output.sum()) == 0 for output in outputs), "outputs of what was refused")
+    sizes = [r + 1 for r in range(world)]
+    received = torch.empty(sizes[rank])
+    dist.reduce_scatter(received, [torch.full((size,), 1.0 + rank) for size in sizes], group=one)
+    check(bool(received.eq(sum(1.0 + r for r in range(world))).all()), "shares of other sizes")
+
+
+def test_what_is_refused_writes_nothing(ranks: RankPool) -> None:
+    ranks.run(2, _dropped_and_refused)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_dropped_works_write_their_result_before_the_next_has_completed(
     ranks: RankPool, world: int

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool, check, forget_amp
+from ddp_support import RankPool, check, forget_amp, free_port, host_channel
 from torch import nn
 
 from apex import _core
@@ -257,6 +257,80 @@ def _all_are_refused(rank: int, world: int) -> tuple[list[float], bool]:
 def test_what_all_ranks_refuse_stops_nobody(ranks: RankPool) -> None:
     first, second = ranks.run(2, _all_are_refused)
     assert first == second
+
+
+def _refuses_and_goes_on(rank: int, world: int, channel: str, waits: bool) -> str:
+    """Rank 1's arguments are refused, which it catches. Otherwise it would be one batch ahead."""
+    with host_channel(channel):
+        group = dist.new_group(timeout=TIMEOUT)
+        layer = SyncBatchNorm(6, process_group=group)
+        layer(torch.randn(4, 6))
+        if rank == 1:
+            with pytest.raises(ValueError, match="6"):
+                layer(torch.randn(4, 7))
+            if waits:
+                time.sleep(1)
+        message = ""
+        if not waits or rank != 1:
+            with pytest.raises(RuntimeError) as raised:
+                layer(torch.randn(4, 6))
+            message = str(raised.value)
+        if not waits:  # nothing was exchanged, and all have raised once
+            again = SyncBatchNorm(6, momentum=1.0, process_group=group)
+            again(torch.full((4, 6), float(rank)))
+            check(again.running_mean.eq((world - 1) / 2).all(), "the group still works")
+        return message
+
+
+@pytest.mark.parametrize("channel", ["0", "1"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_rank_whose_arguments_are_refused_is_told_of(
+    ranks: RankPool, channel: str, waits: bool
+) -> None:
+    messages = ranks.run(2, _refuses_and_goes_on, channel, waits)
+    if waits:
+        assert "rank 1 failed in the arguments of forward of a SyncBatchNorm" in messages[0]
+        return
+    for message in messages:
+        assert (
+            "rank 0 in forward of a SyncBatchNorm of 6 channels, its exchange number 2" in message
+        )
+        assert (
+            "rank 1 in forward of a SyncBatchNorm of 6 channels, its exchange number 3" in message
+        )
+
+
+def _wraps_on_two_threads(rank: int, world: int, channel: str, port: int) -> None:
+    """The hazard: a thread that connects waits in the store, with its connection, for what the
+    other thread of its peer is about to write."""
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    with host_channel(channel):
+        groups = [dist.new_group() for _ in range(2)]
+        failures: list[BaseException] = []
+
+        def wrap(group: Any) -> None:
+            try:
+                for _ in range(20):
+                    model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
+                    model(torch.full((1, 4), float(rank))).sum().backward()
+                    grad = model.module.weight.grad
+                    check(grad is not None and bool(grad.eq((world - 1) / 2).all()), "average")
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=wrap, args=(group,)) for group in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        check(not failures, f"{failures}")
+
+
+@pytest.mark.parametrize("channel", ["0", "1"])
+def test_threads_make_wrappers_over_groups_of_their_own(ranks: RankPool, channel: str) -> None:
+    ranks.run(2, _wraps_on_two_threads, channel, free_port())
 
 
 def _goes_on_with_another_group(rank: int, world: int) -> list[float]:

@@ -17,6 +17,7 @@
 #include "comm/announcer.h"
 #include "comm/collectives.h"
 #include "comm/failure_report.h"
+#include "comm/group_record.h"
 #include "distributed/backends.h"
 #include "torch_version.h"
 #include "transport/separate_group.h"
@@ -42,17 +43,19 @@ struct Header {
   static constexpr size_t kNameLength = 40;
   int64_t bytes = 0;  ///< that follow
   int64_t channels = 0;
+  int64_t number = 0;  ///< of the exchange in its group: a rank may have refused to be in one
   Direction direction = Direction::kForward;
   int32_t name_length = 0;
   char name[kNameLength] = {};  ///< the end of the layer's
 
   bool matches(const Header& other) const {
-    return bytes == other.bytes && channels == other.channels && direction == other.direction &&
+    return bytes == other.bytes && channels == other.channels && number == other.number &&
+           direction == other.direction &&
            (name_length == 0 || other.name_length == 0 || layer() == other.layer());
   }
   std::string layer() const { return {name, static_cast<size_t>(name_length)}; }
 };
-static_assert(sizeof(Header) == 64, "what follows is aligned");
+static_assert(sizeof(Header) % sizeof(double) == 0, "what follows is aligned");
 
 /// For the first message of any rank. Over Gloo, where pages that nobody writes cost nothing;
 constexpr int64_t kRoom = int64_t{1} << 20;
@@ -62,10 +65,17 @@ constexpr int64_t kRoomInMemory = int64_t{8} << 10;
 /// From this size on, of all ranks together, the backend's own all-reduce is faster than to gather.
 constexpr size_t kMaxGatheredBytes = size_t{1} << 20;
 
+/// Of the exchanges in `group`, those that this rank has refused included.
+int64_t next_exchange(const c10d::ProcessGroup& group) {
+  const GroupRecordPtr record = record_of(group);
+  return record ? ++record->exchanges : 0;
+}
+
 Header header_of(const Peers& peers, int64_t bytes, Direction direction, int64_t channels) {
   Header header;
   header.bytes = bytes;
   header.channels = channels;
+  header.number = next_exchange(*peers.group);
   header.direction = direction;
   const size_t length = std::min(peers.layer.size(), Header::kNameLength);
   header.name_length = static_cast<int32_t>(length);
@@ -105,11 +115,16 @@ void refuse_different(const c10d::ProcessGroup& group, const std::vector<Header>
   if (different == headers.end()) return;
   std::string text = "rank " + std::to_string(rank) + " of " + std::to_string(headers.size()) +
                      ": the ranks are in different batch norms: ";
+  const bool refused = different->number != headers[rank].number;
+  int64_t last = 0;
   for (size_t r = 0; r < headers.size(); ++r) {
     const Header& header = headers[r];
     text += (r == 0 ? "rank " : ", rank ") + std::to_string(r) + " in " +
             describe(header.direction, header.layer(), header.channels);
+    if (refused) text += ", its exchange number " + std::to_string(header.number);
+    last = std::max(last, header.number);
   }
+  if (const GroupRecordPtr record = record_of(group)) record->exchanges = last;  // all raise
   throw RankMismatch(
       text +
       ". Nothing was exchanged. Every rank has to run the same synchronized layers, forward and "
@@ -153,7 +168,7 @@ at::Tensor gather_with_headers(const Peers& peers, const at::Tensor& local, Dire
                         : issue_all_to_all(describe({}, direction, channels), group, received,
                                            share.repeat({group.getSize()}), rooms, lengths);
   wait_collective(work, waiting, group);
-  if (!in_memory) remember_processes(group);
+  remember_processes(group);
   std::vector<Header> headers(ranks);
   const auto* from = received.const_data_ptr<uint8_t>();
   for (size_t rank = 0; rank < ranks; ++rank) {
@@ -210,6 +225,7 @@ BeforeExchange::BeforeExchange(const Peers& peers, Direction direction)
 
 BeforeExchange::~BeforeExchange() {
   if (!peers_ || std::uncaught_exceptions() == exceptions_) return;
+  next_exchange(*peers_.group);
   refuse_call(*peers_.group, "the arguments of " + describe(direction_, peers_.layer));
 }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
@@ -80,8 +81,13 @@ void finish_dropped_groups() {
     const std::lock_guard<std::mutex> lock(endings().mutex);
     running.swap(endings().running);
   }
+  // A collective that failed may wait for its rank until the timeout. All others are over soon, and
+  // their threads must not outlive the interpreter: they may have to let go of Python objects.
+  constexpr std::chrono::milliseconds kLook{1}, kLongest{1000};
+  auto left = kLongest;
   for (Endings::Ending& ending : running) {
-    // A collective that failed may wait for its rank until the timeout.
+    for (; ending.may_be_stuck && !ending.done->load() && left.count() > 0; left -= kLook)
+      std::this_thread::sleep_for(kLook);
     ending.may_be_stuck && !ending.done->load() ? ending.thread.detach() : ending.thread.join();
   }
 }

@@ -16,7 +16,7 @@ namespace apex::parallel {
 // wait without a lock, waits for that thread.
 
 /// Calls `end` on a thread of its own: see Note [Where a group ends].
-/// @param may_be_stuck  the end of the process does not wait for it.
+/// @param may_be_stuck  the end of the process waits for it for a second at most.
 void end_elsewhere(std::function<void()> end, bool may_be_stuck) noexcept;
 
 /// Blocks until all separate groups whose last reference was dropped have ended; see Note [Where a

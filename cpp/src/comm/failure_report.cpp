@@ -143,7 +143,7 @@ void say_farewell(const StorePtr& store, const GroupRecord& record, const std::s
   }
 }
 
-std::string describe(const Findings& findings, const GroupRecord& record, const std::string& what,
+std::string describe(const Findings& findings, GroupRecord& record, const std::string& what,
                      milliseconds patience) {
   std::string text;
   for (const auto& [rank, state] : findings.proof)
@@ -164,7 +164,10 @@ std::string describe(const Findings& findings, const GroupRecord& record, const 
             " not reported this failure within " + std::to_string(patience.count()) +
             " ms: stopped, cut off, or never came to this collective";
   }
-  if (silent.empty()) text += "; every rank has reported this failure, and none has ended";
+  if (silent.empty()) {
+    text += "; every rank has reported this failure";
+    if (look_around(record, ProcessState::kEnded).empty()) text += ", and none has ended";
+  }
   for (const auto& [rank, other] : findings.reports) {
     if (other != what) text += "; rank " + std::to_string(rank) + " failed in " + other;
   }
@@ -270,11 +273,13 @@ void refuse_call(const c10d::ProcessGroup& group, const std::string& what) noexc
   begin_call(group, what);
   const GroupRecordPtr record = record_of(group);
   if (!record) return;
-  talk_to_store(group, *record,
-                [key = record->refusal_key(record->calls.last_number()),
-                 text = std::to_string(record->rank) + ' ' + what](c10d::Store& store) {
-                  store.set(key, text);
-                });
+  record->reported_from_elsewhere = true;  // it is over for this rank
+  talk_to_store(
+      group, *record,
+      [record, what, key = record->refusal_key(record->calls.last_number())](c10d::Store& store) {
+        record->report_board().post(store, record->rank, encode({}, what));
+        store.set(key, "");
+      });
 } catch (...) {
   // The others wait until their timeout.
 }

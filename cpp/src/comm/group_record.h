@@ -42,6 +42,7 @@ struct GroupRecord {
   std::string verdict;  ///< what report_failure() has found
   std::chrono::steady_clock::time_point verdict_until;  ///< it is not asked for again until then
 
+  std::atomic<int64_t> exchanges{0};   ///< of batch norms, which number them
   std::atomic<bool> asked{false};      ///< for the processes
   std::atomic<bool> announced{false};  ///< a failure, without a collective
   std::atomic<bool> reported_from_elsewhere{false};

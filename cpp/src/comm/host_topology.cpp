@@ -130,9 +130,9 @@ bool all_are_fine(c10d::Backend& backend, const Finding& mine, const char* what)
   const std::vector<Finding> findings = exchange(backend, mine);
   for (size_t rank = 0; rank < findings.size(); ++rank) {
     if (findings[rank].problem[0] == 0) continue;
-    TORCH_WARN("apex: the ranks talk through the process group, since rank ", rank, " of ",
-               findings.size(), " cannot ", what, " (", findings[rank].problem,
-               "); APEX_HOST_CHANNEL=0 skips the attempt");
+    TORCH_WARN_ONCE("apex: the ranks talk through the process group, since rank ", rank, " of ",
+                    findings.size(), " cannot ", what, " (", findings[rank].problem,
+                    "); APEX_HOST_CHANNEL=0 skips the attempt");
     return false;
   }
   return true;

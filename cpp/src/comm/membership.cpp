@@ -61,7 +61,10 @@ void Membership::separate(bool on_cpu) {
       all_reduce("naming of a communicator", mine, c10d::ReduceOp::MAX).wait().contiguous();
   const int64_t name = all.const_data_ptr<int64_t>()[0];
   const bool connects = all.const_data_ptr<int64_t>()[1] != 0;
-  next_name.store(name + 1);
+  // Other threads may be ahead.
+  for (int64_t next = next_name;
+       next <= name && !next_name.compare_exchange_weak(next, name + 1);) {
+  }
   for (size_t i = 0; i < groups.size(); ++i) {
     const std::string unique = "apex/reducer/" + detail::group_name_of(*parent) + "/" +
                                std::to_string(name) + "/" + std::to_string(i);

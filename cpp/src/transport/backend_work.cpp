@@ -31,8 +31,7 @@ class GlooWork final : public SlicedWork {
     try {
       return work_->wait(slice);
     } catch (...) {
-      if (work_->isCompleted()) throw;  // else it is the end of the slice
-      return false;
+      return work_->isCompleted() && work_->wait();  // else it is the end of the slice
     }
   }
 
@@ -68,6 +67,11 @@ BackendWork::BackendWork(BackendWork&& dropped)
 
 BackendWork::~BackendWork() {
   if (!works_ || parts_.empty()) return;
+  // What was refused while it was issued has no result, but peers are in what was issued before.
+  if (std::uncaught_exceptions() > exceptions_) {
+    copies_.clear();
+    divisor_ = 1;
+  }
   try {
     leave();
     works_->add_dropped(std::move(*this));

@@ -105,7 +105,8 @@ class BackendWork final : public SlicedWork {
   const std::string what_;
   const uint64_t number_;
   const std::chrono::milliseconds timeout_ = c10d::kUnsetTimeout;
-  const std::shared_ptr<BackendWorks> works_;  ///< null once it was dropped
+  const std::shared_ptr<BackendWorks> works_;          ///< null once it was dropped
+  const int exceptions_ = std::uncaught_exceptions();  ///< when it was issued
   Parts parts_;
   Tensors outputs_;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  ///< to what, when all have completed

@@ -385,7 +385,11 @@ WorkPtr HostBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inpu
                                     const c10d::ReduceScatterOptions& options) {
   if (!in_memory(outputs) || !can_reduce(outputs, options.reduceOp))
     return gloo()->reduce_scatter(outputs, inputs, options);
-  only_list(inputs, size_, "apex:reduce_scatter");
+  const Tensors& list = only_list(inputs, size_, "apex:reduce_scatter");
+  const bool even = std::all_of(list.begin(), list.end(), [&](const at::Tensor& tensor) {
+    return tensor.numel() == list.front().numel();
+  });
+  if (!even) return gloo()->reduce_scatter(outputs, inputs, options);
   return reduce_scatter_each(c10d::OpType::REDUCE_SCATTER, "apex:reduce_scatter", options, outputs,
                              inputs);
 }

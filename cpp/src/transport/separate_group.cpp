@@ -7,6 +7,8 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -35,6 +37,33 @@ using BackendType = c10d::ProcessGroup::BackendType;
 
 /// Past the timeout, at which connecting ends by itself where the store answers.
 constexpr milliseconds kAtTheLatest{500};
+
+/// A connection to a store serves one call at a time, and who waits for a key in it keeps others
+/// from it: another thread, perhaps, which is about to write what the waiting thread of a peer
+/// waits for. So this one asks again and again.
+class PatientStore final : public c10d::PrefixStore {
+ public:
+  using PrefixStore::PrefixStore;
+
+  std::vector<uint8_t> get(const std::string& key) override {
+    wait({key});
+    return PrefixStore::get(key);
+  }
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override {
+    wait(keys);
+    return PrefixStore::multiGet(keys);
+  }
+  void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
+  void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override {
+    constexpr milliseconds kLongest{50};
+    const auto until = Clock::now() + timeout;
+    for (milliseconds pause{1}; !check(keys); pause = std::min(2 * pause, kLongest)) {
+      if (Clock::now() >= until)
+        throw Error("nothing came within " + std::to_string(timeout.count()) + " ms");
+      std::this_thread::sleep_for(pause);
+    }
+  }
+};
 
 /// See Note [Where a group ends].
 class SeparateGroup final : public c10d::ProcessGroup {
@@ -134,7 +163,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
   const auto timeout = distributed::gloo_timeout(*given);
   if (!timeout) return parent;
   distributed::BackendRequest request;
-  request.store = c10::make_intrusive<c10d::PrefixStore>(name, store);
+  request.store = c10::make_intrusive<PatientStore>(name, store);
   request.rank = parent->getRank();
   request.size = parent->getSize();
   request.timeout = *timeout;

@@ -226,6 +226,8 @@ _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 def end_groups_at_exit(holder: Any = None) -> None:
     """Destroy the process groups when the interpreter exits, if the script does not.
 
+    Those of the backend ``apex`` are destroyed in any case.
+
     Scripts written for NVIDIA's Apex never end their groups. NCCL's are left to torch, which may
     have to wait for other ranks to end them. ``holder``, if given, keeps process groups in its
     attributes ``process_group``, ``groups`` and ``reducer``; it lets go of them then.
@@ -238,17 +240,19 @@ def end_groups_at_exit(holder: Any = None) -> None:
 
 @atexit.register  # now, so that it runs after the handlers of a script, which may use its groups
 def _end_groups() -> None:
-    if not _in_use:
-        return
-    _core.Reducer.release_all()
-    for holder in list(_holders):
-        for name in ("reducer", "groups", "process_group"):
-            if name in holder.__dict__:
-                holder.__dict__[name] = None
-    _forget_default_groups()
-    if dist.is_initialized() and "gloo" in str(dist.get_backend_config()):
+    if _in_use:
+        _core.Reducer.release_all()
+        for holder in list(_holders):
+            for name in ("reducer", "groups", "process_group"):
+                if name in holder.__dict__:
+                    holder.__dict__[name] = None
+        _forget_default_groups()
+    config = str(dist.get_backend_config()) if dist.is_initialized() else ""
+    if "apex" in config or (_in_use and "gloo" in config):
         with contextlib.suppress(Exception):  # the process is ending; its result is not at stake
             dist.destroy_process_group()
+    # Waits for the threads of groups that have ended, which may not outlive the interpreter.
+    _core.Reducer.release_all()
 
 
 def _forget_default_groups() -> None:
