@@ -146,8 +146,11 @@ TEST(FailureReport, CallIsRefused_IsInTheStoreByItsNumber) {
   begin_call(*groups[1], "a");
   refuse_call(*groups[1], "b");
   const GroupRecordPtr one = record_of(*groups[1]);
-  EXPECT_EQ(store->get_to_str(one->refusal_key(2)), "1 b");
+  EXPECT_TRUE(store->check({one->refusal_key(2)}));
+  EXPECT_EQ(one->report_board().read(*store), (std::map<int, std::string>{{1, "\nb"}}));
   EXPECT_FALSE(has_failed(*groups[1]));
+  begin_call(*groups[1], "c");  // it goes on
+  EXPECT_TRUE(one->report_board().read(*store).empty());
 }
 
 // What was reported on behalf of another group is over when this one goes on.
