@@ -475,9 +475,14 @@ void repeat(int rounds, const std::function<void(int)>& round) {
   Held first;
   for (int i = 0; i < rounds; ++i) {
     round(i);
-    const Held now = held();
+    Held now = held();
     if (i == 2) first = now;  // what is kept for the next is there
     if (i <= 2) continue;
+    // A thread that has told its result may take a moment to end.
+    for (int look = 0; look < 1000 && now.threads > first.threads; ++look) {
+      ::poll(nullptr, 0, 1);
+      now = held();
+    }
     const auto no_more = [&](const char* what, size_t before, size_t after) {
       require(after <= before, std::string(what) + ": " + std::to_string(before) + " at first, " +
                                    std::to_string(after) + " after " + std::to_string(i));
