@@ -33,7 +33,7 @@ AREAS = (
             "cpp/src/reducer/averaging.h",
             "cpp/src/reducer/comm_hook.cpp",
             "cpp/src/reducer/low_precision_hooks.cpp",
-            "cpp/src/reducer/join_protocol.cpp",
+            "cpp/src/reducer/uneven_inputs.cpp",
             "cpp/src/reducer/step_agreement.cpp",
         ),
     ),

@@ -18,8 +18,8 @@
 
 namespace apex::parallel {
 
-at::Tensor ControlMessage::wait() const {
-  if (work_) wait_collective(work_, what_, *group_);
+at::Tensor ControlMessage::wait(const std::function<void()>& meanwhile) const {
+  if (work_) wait_collective(work_, what_, *group_, meanwhile);
   return result_.cpu();
 }
 

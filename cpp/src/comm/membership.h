@@ -29,9 +29,9 @@ class ControlMessage {
 
   explicit operator bool() const { return result_.defined(); }
 
-  /// The result, on the CPU. Blocks the host.
+  /// The result, on the CPU. Blocks the host. `meanwhile`: see wait_collective().
   /// @throws CommunicationError.
-  at::Tensor wait() const;
+  at::Tensor wait(const std::function<void()>& meanwhile = {}) const;
 
   /// Whether wait() would return at once, and not throw. Does not block.
   bool arrived() const;

@@ -73,6 +73,7 @@ class AllReduce final : public Reduction {
 
   void start(const BucketMessage& bucket, const at::Tensor& tensor,
              const std::string& what) override {
+    if (tensor.numel() == 0) return;  // on every rank, and not every backend takes it
     const auto op = traits_.averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
     const bool is_gradient = bucket.kind() == BucketMessage::Kind::kInPlace;
     if (is_gradient && !tensor.is_cpu()) loan_ = Loan(tensor);

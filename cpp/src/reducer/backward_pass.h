@@ -24,22 +24,25 @@ struct BackwardPass {
       : gradients(parameters),
         used(parameters, 0),
         kept(parameters, 0),
+        overtaken(parameters, 0),
         used_by_any(parameters, 0) {}
 
   std::vector<GradientState> gradients;
   std::vector<uint8_t> used;         ///< by parameter: this rank contributes
   std::vector<uint8_t> kept;         ///< by parameter: .grad was there when this backward began
+  std::vector<uint8_t> overtaken;    ///< by parameter: forward used it before its update
   std::vector<uint8_t> used_by_any;  ///< by parameter, at the end, where it was asked for
   int64_t clock = 0;                 ///< gradients so far
-  bool wants_rebuild =
-      false;  ///< parameters were frozen or unfrozen on this rank since the plan was agreed on
   /// Under join(): its end is to be announced, and its buckets follow the last announcement, so
   /// that all come in the same order on ranks without data.
   bool owes_end = false;
-  bool reported = false;   ///< the facts of this rank were sent
+  bool recorded = false;      ///< it had no plan when it began
+  bool without_data = false;  ///< under join(): this rank follows the others
   bool skipped = false;    ///< a rank has skipped this step: see Note [Skipped steps]
+  bool refused = false;    ///< every rank throws, or skips: nothing more is sent for it
+  bool reported = false;   ///< the report was sent that follows all buckets
   size_t next_launch = 0;  ///< the bucket that is launched next
-  bool launching = false;  ///< a thread is launching, and sees to what becomes ready meanwhile
+  size_t done = 0;         ///< buckets that had arrived when gradients were computed
 
   // Errors that are thrown when the other ranks have been served.
   std::string error;        ///< the first of this rank

@@ -157,11 +157,9 @@ GradientForm::GradientForm(int64_t parameter, const std::string& what)
 GradientForm::~GradientForm() = default;
 
 BucketMessage::BucketMessage(Kind kind, const std::vector<int64_t>& parameters,
-                             const std::vector<at::Tensor>& variables, BucketTrailer trailer,
-                             at::Device device, const MessageOptions& options,
-                             const std::vector<uint8_t>& in_parts)
-    : kind_(kind), device_(device), options_(options), trailer_(std::move(trailer)) {
-  if (variables.empty()) return;
+                             const std::vector<at::Tensor>& variables, at::Device device,
+                             const MessageOptions& options, const std::vector<uint8_t>& in_parts)
+    : kind_(kind), device_(device), options_(options) {
   dtype_ = message_dtype(variables.front().scalar_type(), options_.allreduce_always_fp32);
   std::vector<int64_t> numel;
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -182,8 +180,7 @@ void BucketMessage::allocate() {
   if (buffer_.defined()) return;
   const BelowAutograd guard;
   const auto wire = at::TensorOptions().dtype(dtype_).device(device_);
-  const int64_t numel = numel_ + trailer_.numel();
-  buffer_ = options_.allocate ? options_.allocate(numel, wire) : at::zeros({numel}, wire);
+  buffer_ = options_.allocate ? options_.allocate(numel_, wire) : at::zeros({numel_}, wire);
   home_ = buffer_;
   if (kind_ != Kind::kFlat) return;
   const at::ScalarType dtype = slots_.front().variable.scalar_type();
@@ -257,7 +254,7 @@ bool BucketMessage::is_copied(const Slot& slot, double scale) const {
          slot.early._version() == slot.early_version && slot.early_scale == scale;
 }
 
-void BucketMessage::pack(const std::vector<uint8_t>& used, double scale, uint32_t facts,
+void BucketMessage::pack(const std::vector<uint8_t>& used, double scale,
                          const at::Tensor& incoming) {
   const BelowAutograd guard;
   copied_ = copied_early_ = 0;
@@ -270,8 +267,7 @@ void BucketMessage::pack(const std::vector<uint8_t>& used, double scale, uint32_
   }
   switch (kind_) {
     case Kind::kFlat:
-    case Kind::kMaskOnly:
-      pack_flat(used, scale, facts);
+      pack_flat(scale);
       break;
     case Kind::kInPlace:
       pack_in_place(scale, incoming);
@@ -282,7 +278,7 @@ void BucketMessage::pack(const std::vector<uint8_t>& used, double scale, uint32_
   }
 }
 
-void BucketMessage::pack_flat(const std::vector<uint8_t>& used, double scale, uint32_t facts) {
+void BucketMessage::pack_flat(double scale) {
   const bool is_new = !buffer_.defined();
   allocate();
   // Where gradients are copied in, scaling costs nothing on top.
@@ -317,33 +313,10 @@ void BucketMessage::pack_flat(const std::vector<uint8_t>& used, double scale, ui
   copied_ = copied_early_ + static_cast<int64_t>(targets.size());
   if (options_.gradient_as_bucket_view && device_.is_cpu())
     move_in(copied_slots, targets, sources, while_copying, is_new);
-  if (!device_.is_cpu() && trailer_.numel() > 0) {
-    const at::Tensor trailer = trailer_of(buffer_);
-    if (!usual_trailer_.defined()) {
-      const auto dtype = sources.empty() ? dtype_ : sources.front().scalar_type();
-      usual_trailer_ =
-          trailer_.usual(buffer_.options().dtype(at::isComplexType(dtype) ? dtype_ : dtype));
-    }
-    // One multi-tensor call takes tensors of one dtype.
-    const bool rides = !targets.empty() && targets.front().scalar_type() == dtype_ &&
-                       sources.front().scalar_type() == usual_trailer_.scalar_type();
-    if (rides) {
-      targets.push_back(trailer);
-      sources.push_back(usual_trailer_);
-    } else {
-      trailer.copy_(usual_trailer_);
-    }
-    trailer_.append_unused(trailer, used, zeros);
-  }
   multi_tensor_copy(std::move(targets), std::move(sources), while_copying);
   if (!zeros.empty()) at::_foreach_zero_(zeros);
-  if (has_home()) gradients_of(buffer_).copy_(home_);
-  if (while_copying != scale) scale_in_place(gradients_of(buffer_), scale);
-  if (device_.is_cpu()) {
-    trailer_.write(trailer_of(buffer_), used, facts);
-  } else {
-    trailer_.write_facts(trailer_of(buffer_), facts);
-  }
+  if (has_home()) buffer_.copy_(home_);
+  if (while_copying != scale) scale_in_place(buffer_, scale);
   tensor_ = buffer_;
 }
 
@@ -376,7 +349,7 @@ void BucketMessage::move_in(const std::vector<Slot*>& slots, std::vector<at::Ten
   sources.resize(kept);
 }
 
-at::Tensor BucketMessage::absent(uint32_t facts, bool poison, bool idle) {
+at::Tensor BucketMessage::absent(bool poison, bool idle) {
   const BelowAutograd guard;
   if (is_sparse()) return {};
   at::Tensor tensor;
@@ -384,12 +357,9 @@ at::Tensor BucketMessage::absent(uint32_t facts, bool poison, bool idle) {
     for (Slot& slot : slots_) slot.early = at::Tensor();  // it was there
     tensor = buffer_.zero_();
   } else {
-    tensor =
-        at::zeros({numel_ + trailer_.numel()}, at::TensorOptions().dtype(dtype_).device(device_));
+    tensor = at::zeros({numel_}, at::TensorOptions().dtype(dtype_).device(device_));
   }
-  if (poison) gradients_of(tensor).fill_(std::numeric_limits<double>::quiet_NaN());
-  trailer_.write_facts(trailer_of(tensor), facts);
-  return tensor;
+  return poison ? tensor.fill_(std::numeric_limits<double>::quiet_NaN()) : tensor;
 }
 
 /// Also that of a member which was moved there, or set by the user.
@@ -447,7 +417,7 @@ void BucketMessage::pack_sparse(double scale) {
 
 at::Tensor BucketMessage::gradients_buffer() const {
   if (kind_ != Kind::kFlat) return tensor_;
-  return home_.defined() ? gradients_of(home_) : at::Tensor();
+  return home_.defined() ? home_.view({-1}) : home_;
 }
 
 std::vector<at::Tensor> BucketMessage::views_of(const at::Tensor& gradients) const {
@@ -467,7 +437,7 @@ void BucketMessage::assign(const at::Tensor& result) {
     return;
   }
   const BelowAutograd guard;
-  const at::Tensor target = gradients_of(tensor_);
+  const at::Tensor& target = tensor_;
   if (!result.defined() || result.numel() != target.numel()) {
     throw InvalidArgument("a communication hook returned " +
                           std::to_string(result.defined() ? result.numel() : 0) +
@@ -485,7 +455,6 @@ void BucketMessage::assign(const at::Tensor& result) {
 void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
   const BelowAutograd guard;
   packed_ = false;
-  if (kind_ == Kind::kMaskOnly) return;
   const auto multiply = [scale](const at::Tensor& part) { scale_in_place(part, scale); };
   if (is_sparse()) {
     if (scale != 1.0) change_received(tensor_, multiply);
@@ -493,10 +462,8 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
     if (slot.used) slot.variable.mutable_grad() = tensor_;
     return;
   }
-  if (scale != 1.0) change_received(gradients_of(tensor_), multiply);
-  if (kind_ == Kind::kFlat && has_home()) {
-    home_.copy_(gradients_of(buffer_));
-  }
+  if (scale != 1.0) change_received(tensor_, multiply);
+  if (kind_ == Kind::kFlat && has_home()) home_.copy_(buffer_);
   std::vector<at::Tensor> targets;
   std::vector<at::Tensor> sources;
   for (Slot& slot : slots_) {
@@ -602,10 +569,6 @@ void BucketMessage::settle(const std::vector<uint8_t>& used_by_any) {
     slot.stash = at::Tensor();
   }
   let_go();
-}
-
-uint32_t BucketMessage::read_facts(const at::Tensor& tensor) const {
-  return trailer_.read_facts(trailer_of(tensor));
 }
 
 at::Tensor BucketMessage::largest_values() const {

@@ -13,8 +13,6 @@
 
 #include <apex/error.h>
 
-#include "reducer/bucket_trailer.h"
-
 namespace apex::parallel::detail {
 
 struct MessageOptions {
@@ -47,14 +45,13 @@ bool is_in_parts(const at::Tensor& grad, const at::Tensor& variable);
 bool may_be_in_parts(const at::Tensor& variable);
 
 /// All member functions work on the current stream of the message's device and never block the
-/// host, except read_used() and read_facts(). Not thread safe.
+/// host. Not thread safe.
 class BucketMessage {
  public:
   enum class Kind {
     kFlat,      ///< gradients are copied into one buffer (or are views of it)
     kInPlace,   ///< a single dense gradient, reduced where it lies
     kSparse,    ///< a single gradient with sparse layout
-    kMaskOnly,  ///< no gradients, only a trailer
   };
 
   /// A gradient's place in the message.
@@ -80,23 +77,21 @@ class BucketMessage {
 
   /// @param parameters  indices of the members; one dtype, one device.
   /// @param variables   the members' parameters, in the same order.
-  /// @param trailer     empty for kinds other than kFlat and kMaskOnly.
   /// @param device      where the buffer lives.
   /// @param in_parts    by member, whether its gradients are in parts; empty: none.
   BucketMessage(Kind kind, const std::vector<int64_t>& parameters,
-                const std::vector<at::Tensor>& variables, BucketTrailer trailer, at::Device device,
+                const std::vector<at::Tensor>& variables, at::Device device,
                 const MessageOptions& options, const std::vector<uint8_t>& in_parts = {});
 
   Kind kind() const { return kind_; }
   bool is_sparse() const { return kind_ == Kind::kSparse; }
   at::Device device() const { return device_; }
   const std::vector<Slot>& slots() const { return slots_; }
-  const BucketTrailer& trailer() const { return trailer_; }
 
   /// The real-valued dtype in which gradients are summed.
   at::ScalarType dtype() const { return dtype_; }
 
-  /// Elements of gradients in the message; those of the trailer do not count.
+  /// Elements of gradients in the message.
   int64_t numel() const { return numel_; }
 
   /// Copies the gradient of `slots()[index]`, times `scale`, ahead of pack(): right after it was
@@ -116,41 +111,38 @@ class BucketMessage {
   /// has
   ///              a gradient. A member that is not used contributes its present gradient if it has
   ///              one, else zeros.
-  /// @param facts  for the trailer.
   /// One multi-tensor copy at most; gradients that already are views of the buffer are not copied,
   /// and neither is that of a message in place, if nothing but its parameter and `incoming` refers
   /// to its memory (see Note [Who may read a gradient's memory] in the source).
   /// @param incoming  the gradient that autograd is accumulating just now, if it is.
-  void pack(const std::vector<uint8_t>& used, double scale, uint32_t facts = 0,
-            const at::Tensor& incoming = {});
+  void pack(const std::vector<uint8_t>& used, double scale, const at::Tensor& incoming = {});
 
   /// The message of a rank that contributes nothing to this bucket, which other ranks have packed:
-  /// zeros (with `poison`: NaN, for devices on which nobody reads the facts), no parameter used,
-  /// and these facts. Undefined for a sparse one.
+  /// zeros (with `poison`: NaN, for devices on which nobody reads reports). Undefined for a sparse
+  /// one.
   ///
   /// This rank may have run out of memory. So it lies in the message's own buffer, if there is one
   /// and no member's gradient lies in it; else in a new tensor. In neither case does a gradient
   /// change.
   /// @param idle  no reduction uses the buffer.
-  at::Tensor absent(uint32_t facts, bool poison, bool idle);
+  at::Tensor absent(bool poison, bool idle);
 
   /// The tensor to reduce, valid between pack() and unpack(): contiguous, real-valued, or sparse.
   const at::Tensor& tensor() const { return tensor_; }
 
-  /// The gradients' part [numel()] of tensor(), or of what absent() gave; and its views, by slot.
-  at::Tensor gradients_of(const at::Tensor& tensor) const { return tensor.narrow(0, 0, numel_); }
+  /// Views of tensor(), or of what absent() gave, by slot.
   std::vector<at::Tensor> views_of(const at::Tensor& gradients) const;
 
   /// The buffer that gradients are views of with gradient_as_bucket_view, [numel()]; of a message
   /// in place, the gradient as a flat alias. Undefined before the first pack().
   at::Tensor gradients_buffer() const;
 
-  /// Replaces the gradients' part of the message by `result`: same number of elements, any dtype.
+  /// Replaces the message by `result`: same number of elements, any dtype.
   /// Of a sparse one: replaces the message by the reduced tensor.
   /// @throws InvalidArgument for another number of elements.
   void assign(const at::Tensor& result);
 
-  /// Multiplies the gradients' part of the message by `scale` and hands every used member its
+  /// Multiplies the message by `scale` and hands every used member its
   /// gradient: as a view of the buffer, or by one multi-tensor copy. Members that this rank did not
   /// use are left for settle().
   /// @param kept  by parameter index of the reducer: whether .grad was there before this backward.
@@ -162,14 +154,6 @@ class BucketMessage {
 
   /// True if a member was not used by this rank in the last pack().
   bool has_unused() const { return has_unused_; }
-
-  /// After the reduction of `tensor`, which is tensor() or what absent() gave: the trailer of
-  /// tensor(), and what that of `tensor` says. Blocks the host until it is readable.
-  at::Tensor reduced_trailer() const { return trailer_of(tensor_); }
-  uint32_t read_facts(const at::Tensor& tensor) const;
-
-  /// What pack() has read besides the gradients, on a device; may be undefined.
-  const at::Tensor& usual_trailer() const { return usual_trailer_; }
 
   /// Largest absolute value of each packed gradient, in the order of slots() (0 where there is
   /// none): not finite where a gradient is not. On the message's device; one multi-tensor call.
@@ -186,7 +170,7 @@ class BucketMessage {
 
  private:
   void allocate();
-  void pack_flat(const std::vector<uint8_t>& used, double scale, uint32_t facts);
+  void pack_flat(double scale);
   void move_in(const std::vector<Slot*>& slots, std::vector<at::Tensor>& targets,
                std::vector<at::Tensor>& sources, double scale, bool is_new);
   void pack_in_place(double scale, const at::Tensor& incoming);
@@ -198,21 +182,16 @@ class BucketMessage {
   at::Tensor view_as_gradient(Slot& slot) const;
   at::Tensor values_of(const at::Tensor& grad, const Slot& slot) const;
   void write_subclass(at::Tensor& grad, const Slot& slot) const;
-  at::Tensor trailer_of(const at::Tensor& tensor) const {
-    return tensor.narrow(0, numel_, trailer_.numel());
-  }
 
   Kind kind_;
   at::Device device_;
   MessageOptions options_;
-  BucketTrailer trailer_;
   std::vector<Slot> slots_;
   at::ScalarType dtype_ = at::kFloat;  ///< real-valued
   int64_t numel_ = 0;                  ///< in elements of dtype_
-  at::Tensor buffer_;                  ///< flat: gradients, then the trailer; in dtype_
-  at::Tensor home_;           ///< where views live if gradients have another dtype, else buffer_
-  at::Tensor usual_trailer_;  ///< on a device: see Note [Trailers on a device]
-  at::Tensor tensor_;         ///< what is reduced in this backward
+  at::Tensor buffer_;                  ///< flat: gradients, in dtype_
+  at::Tensor home_;       ///< where views live if gradients have another dtype, else buffer_
+  at::Tensor tensor_;     ///< what is reduced in this backward
   bool packed_ = false;       ///< between pack() and unpack()
   bool has_unused_ = false;
   int64_t copied_ = 0;

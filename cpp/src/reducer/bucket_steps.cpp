@@ -65,7 +65,6 @@ void keep_for_current_stream(const PlannedBucket& entry) {
     return;
   keep_for_current_stream(message.tensor());
   keep_for_current_stream(message.gradients_buffer());
-  keep_for_current_stream(message.usual_trailer());
   for (const BucketMessage::Slot& slot : message.slots())
     keep_for_current_stream(slot.variable.grad());
 }
@@ -110,14 +109,13 @@ void start(PlannedBucket& entry, const at::Tensor& tensor, const std::string& wh
 
 }  // namespace
 
-void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass, uint32_t facts,
+void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
                    const at::Tensor& incoming, ReducerContext& context) {
   const ProfilerRange range("apex::reducer::launch_bucket");
   const c10::OptionalDeviceGuard guard(entry.message.device());
   join_producers(entry);
   BucketMessage& message = entry.message;
-  naming(context,
-         [&] { message.pack(pass.used, entry.averaging(context).before, facts, incoming); });
+  naming(context, [&] { message.pack(pass.used, entry.averaging(context).before, incoming); });
   if (context.options.check_finite) entry.largest = message.largest_values();
   context.statistics.add(&ReducerStatistics::gradients_copied, message.copied());
   context.statistics.add(&ReducerStatistics::gradients_copied_early, message.copied_early());
@@ -135,10 +133,10 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
   context.observers.tell(&BackwardObserver::in_flight, index, *entry.reduction);
 }
 
-void launch_absent(std::vector<PlannedBucket>& entries, const StepFacts& facts,
-                   bool without_user_code, ReducerContext& context) {
-  // Without facts nobody would notice zeros.
-  const bool heard = !entries.empty() && entries.back().message.trailer().carries_facts();
+void launch_absent(std::vector<PlannedBucket>& entries, bool failed, bool without_user_code,
+                   ReducerContext& context) {
+  // Where nobody reads reports, nobody would notice zeros.
+  const bool poison = failed && !context.reads_reports();
   for (size_t b = 0; b < entries.size(); ++b) {
     PlannedBucket& entry = entries[b];
     if (entry.launched || entry.traits.starts_at_wait) continue;
@@ -152,13 +150,16 @@ void launch_absent(std::vector<PlannedBucket>& entries, const StepFacts& facts,
     join_producers(entry);
     // And by an earlier backward through a plan that was left, in which it was sent like this.
     const bool idle = !entry.absent.defined();
-    entry.absent = entry.message.absent(facts.encode(), facts.failed && !heard, idle);
+    entry.absent = entry.message.absent(poison, idle);
     keep_for_current_stream(entry.absent);
     // Named as by the ranks whose gradients travel in it: see Note [Ranks in different
     // collectives].
     start(entry, entry.absent, describe_bucket(entry, b, context), context);
     entry.reduction->leave();
   }
+  // The report follows.
+  if (!entries.empty() && !without_user_code)
+    let_next_pass(entries.back(), entries.size() - 1, context);
 }
 
 void let_next_pass(PlannedBucket& entry, size_t index, ReducerContext& context) {
@@ -236,7 +237,7 @@ void move_gradients_in(Plan& plan, ReducerContext& context) {
   plan.holds_gradients = true;
 }
 
-std::string find_non_finite(std::vector<PlannedBucket>& entries, ReducerContext& context) {
+int64_t first_non_finite(std::vector<PlannedBucket>& entries) {
   int64_t first = -1;
   for (PlannedBucket& entry : entries) {
     if (!entry.largest.defined()) continue;
@@ -248,23 +249,7 @@ std::string find_non_finite(std::vector<PlannedBucket>& entries, ReducerContext&
       if (first < 0 || slots[i].parameter < first) first = slots[i].parameter;
     }
   }
-  const ControlMessage message = context.members.all_gather("exchange of non-finite gradients",
-                                                            at::full({1}, first, at::kLong));
-  const at::Tensor found = context.monitor.open([&] { return message.wait(); });
-  const int64_t* of_rank = found.const_data_ptr<int64_t>();
-  std::string text;
-  int64_t ranks = 0;
-  for (int64_t rank = 0; rank < found.numel(); ++rank) {
-    if (of_rank[rank] < 0 || ranks++ > 0) continue;
-    text = "rank " + std::to_string(rank) +
-           " contributed a gradient that is infinite or NaN for parameter '" +
-           context.parameters[of_rank[rank]].name + "'";
-  }
-  if (text.empty()) return text;
-  return text + " (" + std::to_string(ranks) + " of " + std::to_string(found.numel()) +
-         " ranks have such gradients), and so it is on every rank now: look at that rank's batch "
-         "and "
-         "loss, lower the learning rate, or scale the loss; do not step the optimizer";
+  return first;
 }
 
 }  // namespace apex::parallel::detail

@@ -10,21 +10,21 @@
 
 #include "reducer/backward_pass.h"
 #include "reducer/plan.h"
-#include "reducer/step_facts.h"
 
 namespace apex::parallel::detail {
 
 /// Waits on the current stream for the streams that produced the gradients, packs these, and starts
 /// the reduction.
 /// @param incoming  see BucketMessage::pack().
-void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass, uint32_t facts,
+void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
                    const at::Tensor& incoming, ReducerContext& context);
 
-/// Launches what `entries` still have to send as this rank's part of a backward: zeros, and these
-/// facts. See Note [Carried through].
+/// Launches what `entries` still have to send as this rank's part of a backward: zeros. See
+/// Note [Carried through].
+/// @param failed             nothing of this backward counts.
 /// @param without_user_code  those whose reduction runs user code send nothing: it failed.
-void launch_absent(std::vector<PlannedBucket>& entries, const StepFacts& facts,
-                   bool without_user_code, ReducerContext& context);
+void launch_absent(std::vector<PlannedBucket>& entries, bool failed, bool without_user_code,
+                   ReducerContext& context);
 
 /// Waits for a bucket that the next one must not overtake.
 void let_next_pass(PlannedBucket& entry, size_t index, ReducerContext& context);
@@ -49,8 +49,8 @@ void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place
 /// Makes reduced gradients views of the messages of a plan that was made since.
 void move_gradients_in(Plan& plan, ReducerContext& context);
 
-/// With check_finite: the error if a rank contributed a gradient that is not finite, else an empty
-/// text. Collective.
-std::string find_non_finite(std::vector<PlannedBucket>& entries, ReducerContext& context);
+/// With check_finite: the first parameter with a gradient of this rank that is not finite, or -1.
+/// The host waits for the device.
+int64_t first_non_finite(std::vector<PlannedBucket>& entries);
 
 }  // namespace apex::parallel::detail

@@ -14,6 +14,7 @@
 #include "reducer/monitor.h"
 #include "reducer/observer.h"
 #include "reducer/parameter_table.h"
+#include "reducer/phase.h"
 #include "reducer/reduction.h"
 #include "reducer/statistics.h"
 
@@ -33,6 +34,7 @@ struct ReducerContext {
   ParameterTable parameters;
   const std::function<std::unique_ptr<Reduction>(const ReductionSite&)> choose;
   std::shared_ptr<CommHook> hook;
+  std::function<void(const ReducedBucket&)> bucket_callback;
   Observers observers;
   StatisticsCounter statistics;
   int64_t plans_built = 0;
@@ -40,11 +42,29 @@ struct ReducerContext {
   int64_t divisor;       ///< of the average: the number of ranks, or of those that have data
   bool joining = false;  ///< between begin_join() and end_join()
   bool defers = false;   ///< backward may end before its buckets have arrived
+  Phase phase = Phase::kIdle;
 
-  /// Whether the ranks read each other's facts after every backward whose last bucket is on
-  /// `device`. Free on the CPU; elsewhere the host waits for the device.
-  bool reads_facts(at::Device device) const {
-    return device.is_cpu() || options.check_steps.value_or(false) || options.skip_failed_steps;
+  /// Whether ranks read each other's reports after every backward. Elsewhere than on the CPU the
+  /// host waits for the device.
+  bool reads_reports() const {
+    return !members.alone() && (members.device.is_cpu() || options.check_steps.value_or(false) ||
+                                options.skip_failed_steps);
+  }
+
+  /// Of the settings that may change between backwards, those that all ranks must share.
+  std::string describe_settings() const {
+    return (hook ? "the communication hook '" + hook->name() + "'"
+                 : std::string("no communication hook")) +
+           (defers ? ", an OverlappedOptimizer (set_deferred)" : "");
+  }
+
+  void enter(Phase next) {
+    TORCH_INTERNAL_ASSERT(may_follow(phase, next), "apex reducer: phase ",
+                          static_cast<int>(next), " after ", static_cast<int>(phase));
+    phase = next;
+  }
+  void fail() {
+    if (phase != Phase::kFailed && phase != Phase::kReleased) enter(Phase::kFailed);
   }
 
   /// "rank 1: ".

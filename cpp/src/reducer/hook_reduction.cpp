@@ -34,7 +34,6 @@ class HookReduction final : public Reduction {
   ReductionTraits traits() const override {
     ReductionTraits traits;
     traits.has_peers = !alone_;
-    traits.carries_trailer = false;
     traits.averages = true;
     traits.has_later_messages = true;
     traits.runs_user_code = true;
@@ -51,7 +50,7 @@ class HookReduction final : public Reduction {
     given_ = {};
     given_.index = static_cast<int64_t>(index_);
     given_.is_last = is_last_;
-    given_.buffer = bucket.gradients_of(tensor);
+    given_.buffer = tensor.view({-1});
     given_.gradients = bucket.views_of(given_.buffer);
     for (const BucketMessage::Slot& slot : bucket.slots())
       given_.parameters.push_back(slot.variable);

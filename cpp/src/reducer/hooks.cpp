@@ -8,7 +8,6 @@
 #include <apex/error.h>
 
 #include "reducer/reducer_core.h"
-#include "reducer/registry.h"
 
 namespace apex::parallel::detail {
 
@@ -49,7 +48,7 @@ class OutputHook final : public torch::autograd::FunctionPreHook {
       : core_(std::move(core)), output_(std::move(output)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
-    enter_backward(*core_);
+    BackwardSession::reach(core_);
     return grads;
   }
 

@@ -26,8 +26,7 @@ struct Place {
   bool sparse = false;     ///< its gradient has sparse layout
   int64_t sparse_dim = 0;  ///< and over how many of its dimensions
   bool in_parts = false;   ///< its gradient consists of several tensors
-  bool trainable_here = false;
-  bool trainable_anywhere = false;  ///< on some rank
+  bool trainable = false;  ///< on every rank
 };
 
 /// A bucket, and its state in one backward.
@@ -52,8 +51,6 @@ struct PlannedBucket {
     return averaging_of(context.options, traits, message.dtype(), context.divisor,
                         context.members.size);
   }
-  /// What travels: the message, or what was sent instead.
-  const at::Tensor& sent() const { return absent.defined() ? absent : message.tensor(); }
   /// Ready for the next backward.
   void reset();
 };
@@ -61,20 +58,14 @@ struct PlannedBucket {
 struct Plan {
   std::vector<Place> places;  ///< by parameter
   BucketPlan buckets;
-  std::vector<PlannedBucket>
-      entries;                     ///< the buckets, then perhaps one that carries a trailer only
-  bool watches_unplanned = false;  ///< the last entry tells of parameters outside the plan
-  /// The last entry is launched when backward has ended: it tells of parameters outside the plan,
-  /// or more exchanges follow, in which a rank that fails until then could not take part.
-  bool last_at_end = false;
-  bool preset = false;           ///< given by the user: left as it is
+  std::vector<PlannedBucket> entries;  ///< by bucket
+  bool watches_unplanned = false;      ///< parameters outside the plan may get a gradient
+  bool preset = false;                 ///< given by the user: left as it is
   int64_t number = 0;            ///< of the reducer's plans, counted as they are built from 1
   int64_t backwards = 0;         ///< with this plan
   bool holds_gradients = false;  ///< its messages are those of the last backward
+  int64_t unused_for = 0;        ///< so many backwards with other plans
 
-  bool carries_facts() const {
-    return !entries.empty() && entries.back().message.trailer().carries_facts();
-  }
   /// Whether collectives follow those that launch buckets.
   bool has_later_messages() const;
   /// See BucketMessage::move_misplaced().
@@ -85,7 +76,7 @@ struct Plan {
 /// Makes the entries of `plan` from its buckets and places.
 void build_entries(Plan& plan, ReducerContext& context);
 
-/// Buckets for gradients that are in no entry, which are reduced at once, without trailer and hook.
+/// Buckets for gradients that are in no entry, which are reduced at once, without hook.
 std::vector<PlannedBucket> build_late_round(const std::vector<int64_t>& parameters,
                                             const std::vector<Place>& places,
                                             ReducerContext& context);

@@ -13,23 +13,13 @@
 
 namespace apex::parallel::detail {
 
-/// An exchange of recordings in flight.
-class PlanExchange {
- public:
-  /// Issues it. @throws CommunicationError.
-  PlanExchange(const Membership& members, const Recording& mine);
-  /// Blocks the host.
-  AgreedRecording wait() const;
+/// What all ranks have recorded. Collective; blocks the host. @throws CommunicationError.
+/// @param used_by_any  by parameter: some rank has a gradient.
+Recording exchange_recordings(const Membership& members, const Recording& mine,
+                              const std::vector<uint8_t>& used_by_any);
 
- private:
-  ControlMessage maximum_;
-  ControlMessage order_;
-};
-
-/// Rank 0's plans, on every rank: floating point may not be the same on all hosts. At most
-/// kMostPlans; `parameters` is their number. Collective; blocks the host.
-std::vector<BucketPlan> broadcast_plans(const Membership& members,
-                                        const std::vector<BucketPlan>& plans, int64_t parameters);
-constexpr int64_t kMostPlans = 8;
+/// Rank 0's plan, on every rank. `parameters` is the number of the model's parameters. Collective;
+/// blocks the host.
+BucketPlan broadcast_plan(const Membership& members, const BucketPlan& plan, int64_t parameters);
 
 }  // namespace apex::parallel::detail

@@ -8,86 +8,102 @@ namespace apex::parallel::detail {
 
 namespace {
 
-/// For how many sets plans are kept; one more, and all are forgotten.
+/// For how many sets plans are kept; one more, and that which has not served for longest goes.
 constexpr size_t kMostSets = 4;
+/// For how many backwards of other plans a plan is kept: GANs train their critic up to a hundred
+/// times for one step of the generator.
+constexpr int64_t kKeptFor = 128;
+
+bool trains_same(const Plan& plan, const std::vector<bool>& trainable) {
+  for (size_t i = 0; i < trainable.size(); ++i) {
+    if (plan.places[i].trainable != trainable[i]) return false;
+  }
+  return true;
+}
 
 }  // namespace
 
 void PlanBook::forget() {
   plans_.clear();
   in_force_.reset();
-  recurrence_.forget();
-  serves_once = false;
+  left_ = ReasonToLeave::kNone;
 }
 
-Plan PlanBook::leave() {
-  Plan left;
-  if (Plan* plan = current()) left = std::move(*plan);
-  forget();
-  return left;
-}
-
-void PlanBook::switch_to(std::optional<size_t> set) {
-  if (set == in_force_) return;
-  if (Plan* plan = current()) plan->reset();
-  in_force_ = set;
+void PlanBook::leave(ReasonToLeave reason) {
+  if (plans_.empty()) return;
+  if (!context_.reads_reports()) return forget();
   if (Plan* plan = current()) plan->holds_gradients = false;
+  if (left_ == ReasonToLeave::kNone || left_ == ReasonToLeave::kSet) left_ = reason;
 }
 
-void PlanBook::take_expected() {
-  const Plan* plan = current();
-  if (plan == nullptr || !plan->carries_facts()) return;
-  if (const auto next = recurrence_.next()) switch_to(next);
+void PlanBook::left_by_all(bool keep) {
+  if (!keep) return forget();
+  left_ = ReasonToLeave::kNone;
+  switch_to(std::nullopt);
 }
 
-void PlanBook::take_for(const std::vector<bool>& trainable_here) {
-  switch_to(find(&Place::trainable_here, trainable_here));
-}
-
-void PlanBook::came() {
-  if (in_force_) recurrence_.came(*in_force_);
-}
-
-/// The set for which `field` has these values.
-std::optional<size_t> PlanBook::find(bool Place::* field, const std::vector<bool>& values) const {
-  for (size_t set = 0; set < plans_.size(); ++set) {
-    const std::vector<Place>& places = plans_[set]->places;
-    bool same = true;
-    for (size_t i = 0; i < places.size() && same; ++i) same = places[i].*field == values[i];
-    if (same) return set;
+std::optional<size_t> PlanBook::find(const std::vector<bool>& trainable) const {
+  for (size_t i = 0; i < plans_.size(); ++i) {
+    if (trains_same(*plans_[i], trainable)) return i;
   }
   return std::nullopt;
 }
 
-bool PlanBook::take_agreed(const std::vector<Place>& agreed, const std::vector<int64_t>& ready) {
-  std::vector<bool> anywhere;
-  for (const Place& place : agreed) anywhere.push_back(place.trainable_anywhere);
-  std::optional<size_t> set = find(&Place::trainable_anywhere, anywhere);
-  if (set && set != in_force_ && !serves_once) {
-    std::vector<Place>& kept = plans_[*set]->places;
-    const bool fits = std::all_of(ready.begin(), ready.end(), [&](int64_t i) {
-      return kept[i].bucket >= 0 && kept[i].sparse_dim == agreed[i].sparse_dim &&
-             kept[i].in_parts == agreed[i].in_parts;
-    });
-    if (fits) {
-      switch_to(set);
-      for (size_t i = 0; i < agreed.size(); ++i) kept[i].trainable_here = agreed[i].trainable_here;
-      return true;
-    }
-  }
-  if (!set && plans_.size() == kMostSets) {
-    const bool once = serves_once;
-    forget();
-    serves_once = once;
-  }
-  if (!set) {
-    set = plans_.size();
-    plans_.push_back(nullptr);
-  }
+void PlanBook::switch_to(std::optional<size_t> plan) {
+  if (plan == in_force_) return;
+  if (Plan* before = in_force()) before->reset();
+  in_force_ = plan;
+  if (Plan* now = in_force()) now->holds_gradients = false;
+}
+
+void PlanBook::choose(const std::vector<bool>& trainable) {
+  if (left_ == ReasonToLeave::kSet) left_ = ReasonToLeave::kNone;  // it may have come again
+  if (left_ != ReasonToLeave::kNone) return;
+  const std::optional<size_t> set = find(trainable);
+  if (!set && plans_.size() == 1 && context_.reads_reports())
+    return leave(ReasonToLeave::kSet);
   switch_to(set);
-  plans_[*set] = std::make_unique<Plan>();
-  plans_[*set]->places = agreed;
-  return false;
+}
+
+std::optional<std::vector<bool>> PlanBook::set() const {
+  const Plan* plan = current();
+  if (plan == nullptr) return std::nullopt;
+  std::vector<bool> set;
+  for (const Place& place : plan->places) set.push_back(place.trainable);
+  return set;
+}
+
+void PlanBook::drop(size_t plan) {
+  plans_.erase(plans_.begin() + static_cast<std::ptrdiff_t>(plan));
+  if (in_force_ && *in_force_ > plan) --*in_force_;
+}
+
+Plan& PlanBook::put(std::vector<Place> places) {
+  auto made = std::make_unique<Plan>();
+  made->places = std::move(places);
+  std::vector<bool> trainable;
+  for (const Place& place : made->places) trainable.push_back(place.trainable);
+  switch_to(std::nullopt);
+  if (const auto same = find(trainable)) drop(*same);
+  if (plans_.size() == kMostSets) {
+    const auto oldest =
+        std::max_element(plans_.begin(), plans_.end(), [](const auto& left, const auto& right) {
+          return left->unused_for < right->unused_for;
+        });
+    drop(static_cast<size_t>(oldest - plans_.begin()));
+  }
+  plans_.push_back(std::move(made));
+  in_force_ = plans_.size() - 1;
+  return *plans_.back();
+}
+
+void PlanBook::served() {
+  if (!in_force_) return;
+  for (const auto& plan : plans_) ++plan->unused_for;
+  in_force()->unused_for = 0;
+  for (size_t i = plans_.size(); i-- > 0;) {
+    if (plans_[i]->unused_for > kKeptFor) drop(i);
+  }
 }
 
 }  // namespace apex::parallel::detail

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// The plan in force, and those that were in force for other sets of trainable parameters.
+/// The plan in force, and those of other sets of trainable parameters.
 
 #include <cstdint>
 #include <memory>
@@ -9,55 +9,66 @@
 #include <vector>
 
 #include "reducer/plan.h"
-#include "reducer/recurrence.h"
+#include "step/step_report.h"
 
 namespace apex::parallel::detail {
 
-// Note [Sets that come again]
+// Note [One plan per set]
 //
-// A program that trains two models in turn freezes and unfreezes the same parameters again and
-// again. Each set of trainable parameters has its plan, and plans are kept. Which one a backward
-// takes has to be known before its first message, on all ranks, while a rank knows only what it has
-// frozen itself. But all ranks know which sets were agreed on so far, and in which order: so all
-// expect the same set, the one that came at this place of the last period, and take its plan. Where
-// a rank finds something else frozen, it asks for a new plan, as Note [Parameters that are frozen
-// or unfrozen] has it.
+// A plan belongs to a set of trainable parameters, and plans are kept: a program that trains two
+// models in turn has one for each. A rank takes the plan of the set that is trainable on it. Ranks
+// have to freeze and unfreeze alike, and if one does not, every rank has to know before messages of
+// different sizes meet:
+//
+// - While there is one plan, a rank with another set has no use for it, and leaves it as by
+//   relearn(): see Note [Carried through].
+// - While there are several, every backward begins with a row of each rank, for which it waits:
+//   who differs is known before the first bucket. A plan that has not served for a while is
+//   forgotten, so that a program that has unfrozen its model for good does not go on like this.
+//
+// On devices where ranks do not read each other's reports nobody would hear of it: there a rank
+// takes its own set's plan, and forgets one that it leaves.
 
 /// Not thread safe.
 class PlanBook {
  public:
+  explicit PlanBook(const ReducerContext& context) : context_(context) {}
+
   /// The plan in force; null where one is to be recorded.
-  Plan* current() { return in_force_ ? plans_[*in_force_].get() : nullptr; }
-  const Plan* current() const { return in_force_ ? plans_[*in_force_].get() : nullptr; }
+  Plan* current() { return left_ == ReasonToLeave::kNone ? in_force() : nullptr; }
+  const Plan* current() const { return const_cast<PlanBook*>(this)->current(); }
 
   void forget();
-  /// Takes the plan in force out, and forgets the others.
-  Plan leave();
+  /// This rank has no use for the plan any more; the others may.
+  void leave(ReasonToLeave reason);
+  /// All ranks have left it. `keep`: for the set that it belongs to; the same on every rank.
+  void left_by_all(bool keep);
+  ReasonToLeave left() const { return left_; }
+  /// The plan that was left, if messages are sent by it until all ranks have left it.
+  Plan* still_carried() { return left_ != ReasonToLeave::kNone && !several() ? in_force() : nullptr; }
 
-  /// Before a backward, on all ranks alike: takes the plan of the set that is expected next.
-  void take_expected();
-  /// Before a backward, where ranks hear nothing of each other: takes the plan of what is trainable
-  /// here, which has to be the same on all; none if there is none.
-  void take_for(const std::vector<bool>& trainable_here);
+  /// Whether every backward begins with a row of each rank.
+  bool several() const { return plans_.size() > 1; }
+  /// Before a backward: takes the plan of this set, by parameter; none if there is none.
+  void choose(const std::vector<bool>& trainable);
+  /// By parameter; the set of the plan in force, if there is one.
+  std::optional<std::vector<bool>> set() const;
+
+  /// Makes a plan without buckets the one in force; another of the same set is replaced.
+  Plan& put(std::vector<Place> places);
   /// A backward with the plan in force has ended.
-  void came();
-
-  /// After an agreement: takes the kept plan of the set that is trainable anywhere, if it holds all
-  /// of `ready`, and returns true; else makes the plan in force a new one with these places and no
-  /// buckets. The same on every rank.
-  bool take_agreed(const std::vector<Place>& agreed, const std::vector<int64_t>& ready);
-
-  /// Whether the last agreement had a parameter that was frozen with a local gradient: its plan
-  /// serves once.
-  bool serves_once = false;
+  void served();
 
  private:
-  std::optional<size_t> find(bool Place::* field, const std::vector<bool>& values) const;
-  void switch_to(std::optional<size_t> set);
+  Plan* in_force() { return in_force_ ? plans_[*in_force_].get() : nullptr; }
+  std::optional<size_t> find(const std::vector<bool>& trainable) const;
+  void switch_to(std::optional<size_t> plan);
+  void drop(size_t plan);
 
-  std::vector<std::unique_ptr<Plan>> plans_;  ///< by set
+  const ReducerContext& context_;
+  std::vector<std::unique_ptr<Plan>> plans_;
   std::optional<size_t> in_force_;
-  Recurrence recurrence_;
+  ReasonToLeave left_ = ReasonToLeave::kNone;
 };
 
 }  // namespace apex::parallel::detail

@@ -13,7 +13,6 @@
 
 #include "comm/endings.h"
 #include "reducer/reducer_core.h"
-#include "reducer/registry.h"
 
 namespace apex::parallel {
 

@@ -2,9 +2,8 @@
 #include "reducer/reducer_core.h"
 
 #include <algorithm>
+#include <unordered_set>
 #include <utility>
-
-#include <ATen/Functions.h>
 
 #include <apex/error.h>
 
@@ -12,8 +11,9 @@
 #include "comm/collectives.h"
 #include "plain_text.h"
 #include "reducer/hooks.h"
-#include "reducer/join_protocol.h"
-#include "reducer/registry.h"
+#include "reducer/plan_agreement.h"
+#include "reducer/profiler_range.h"
+#include "tensor_parts.h"
 
 namespace apex::parallel::detail {
 
@@ -49,273 +49,7 @@ std::vector<std::string> settings_of(const ReducerOptions& options, size_t group
   return settings;
 }
 
-}  // namespace
-
-ReducerCore::ReducerCore(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups,
-                         ReducerOptions options)
-    : context_(std::move(parameters), std::move(groups), std::move(options), this),
-      step_(context_),
-      overtaken_(context_.parameters.size(), 0) {}
-
-ReducerCore::~ReducerCore() { drop_reducer(this); }
-
-void ReducerCore::begin() {
-  Membership& members = context_.members;
-  verify_same_model(parameters(), settings_of(context_.options, members.groups.size()),
-                    members.parent);
-  context_.parameters.check_trainable(members.rank);
-  if (context_.options.init_sync) require_sendable(parameters(), "parameter", members.parent);
-  remember_processes(*members.parent);
-  if (!context_.parameters.empty()) members.device = context_.parameters[0].variable.device();
-  members.separate(
-      std::any_of(parameters().begin(), parameters().end(),
-                  [](const NamedTensor& parameter) { return parameter.tensor.device().is_cpu(); }));
-  if (context_.options.init_sync) {
-    std::vector<at::Tensor> tensors;
-    for (const NamedTensor& parameter : parameters()) tensors.push_back(parameter.tensor);
-    broadcast_coalesced(tensors, members.control(), 0, kBroadcastBytes, "broadcast of parameters");
-  }
-  add_reducer(shared_from_this());
-  const Change change(context_.monitor);
-  context_.parameters.forget_versions();
-  context_.parameters.own_all();
-  hook_parameters();
-}
-
-void ReducerCore::hook_parameters() {
-  if (!context_.parameters.empty())
-    context_.members.device = context_.parameters[0].variable.device();
-  context_.parameters.hook(context_.members.rank, [this](size_t index) {
-    return make_gradient_hook(weak_from_this(), index);
-  });
-}
-
-void ReducerCore::enter(Phase phase) {
-  TORCH_INTERNAL_ASSERT(may_follow(phase_, phase), "apex reducer: phase ", static_cast<int>(phase),
-                        " after ", static_cast<int>(phase_));
-  phase_ = phase;
-}
-
-void ReducerCore::fail() {
-  if (phase_ != Phase::kFailed && phase_ != Phase::kReleased) enter(Phase::kFailed);
-}
-
-void ReducerCore::refuse_in_backward(const char* what) const {
-  const Read read(context_.monitor);
-  if (in_backward(phase_)) throw Error(std::string(what) + " while a backward is running");
-}
-
-void ReducerCore::complete_deferred() {
-  if (phase_ == Phase::kDeferred) complete();
-}
-
-// Note [Parameters that are frozen or unfrozen]
-//
-// A change of dtype, device, shape or strides leaves the buckets without use: they are made again,
-// and every rank has to make the change before the same forward. Freezing and unfreezing, however,
-// may well depend on what a rank has seen, and ranks that forgot the plan at different times would
-// meet in collectives of different sizes. So the rank keeps the plan, and asks the others in the
-// next synchronized backward for a new one: by one of the facts in its last message. A frozen
-// parameter counts as not used in that backward; one that was unfrozen is reduced at its end, when
-// all ranks have agreed on the new plan. The facts have to be read after every backward, which
-// costs nothing where the message lies on the CPU; elsewhere the host would have to wait for the
-// device, and ranks have to freeze and unfreeze alike.
-
-void ReducerCore::follow_change() {
-  complete_deferred();
-  if (!context_.parameters.same_kind()) {
-    refresh(ReasonToLeave::kParameters);
-    return;
-  }
-  const bool same_set = context_.parameters.same_set();
-  context_.parameters.unhook();
-  hook_parameters();
-  // Else choose_plan() sees to it.
-  if (!same_set && context_.defers) leave_plan(ReasonToLeave::kFrozen);
-}
-
-void ReducerCore::refresh(ReasonToLeave reason) {
-  context_.parameters.unhook();
-  hook_parameters();
-  leave_plan(reason);
-}
-
-/// Lets go of a plan that the other ranks may not let go of. They find out in the next backward;
-/// see Note [Carried through].
-void ReducerCore::leave_plan(ReasonToLeave reason) {
-  book_.take_expected();  // as the others do
-  const Plan* plan = book_.current();
-  if (plan != nullptr && plan->carries_facts() && left_.empty()) {
-    left_ = std::move(book_.leave().entries);
-    step_.set_reason(reason);
-  } else {
-    book_.forget();
-  }
-}
-
-/// Of the settings that may change between backwards, those that all ranks must share.
-std::string ReducerCore::describe_settings() const {
-  return (context_.hook ? "the communication hook '" + context_.hook->name() + "'"
-                        : std::string("no communication hook")) +
-         (context_.defers ? ", an OverlappedOptimizer (set_deferred)" : "");
-}
-
-void ReducerCore::prepare_for_forward() {
-  const Change change(context_.monitor);
-  forward_since_ = true;
-  if (!in_backward(phase_) && context_.parameters.changed()) follow_change();
-}
-
-void ReducerCore::watch_outputs(const std::vector<at::Tensor>& outputs) {
-  torch::autograd::Node* last = nullptr;
-  for (const at::Tensor& output : outputs) {
-    if (!output.defined() || !output.requires_grad()) continue;
-    const auto& node = output.grad_fn();
-    // A leaf has no node to hook (and keeps its hooks for ever): it is a parameter, hooked already,
-    // or nothing to do with parameters. Outputs of one operation need one hook.
-    if (!node || node.get() == last) continue;
-    last = node.get();
-    auto watched = std::make_shared<const WatchedOutput>(WatchedOutput{last});
-    outputs_.add(watched);
-    node->add_pre_hook(make_output_hook(shared_from_this(), std::move(watched)));
-  }
-}
-
-void ReducerCore::set_comm_hook(std::shared_ptr<CommHook> hook) {
-  refuse_in_backward("set_comm_hook()");
-  const Change change(context_.monitor);
-  complete_deferred();
-  leave_plan(ReasonToLeave::kCommHook);
-  context_.hook = std::move(hook);
-}
-
-void ReducerCore::relearn() {
-  refuse_in_backward("relearn()");
-  const Change change(context_.monitor);
-  complete_deferred();
-  refresh(ReasonToLeave::kRelearn);
-}
-
-void ReducerCore::release() {
-  refuse_in_backward("release()");
-  const Change change(context_.monitor);
-  if (phase_ == Phase::kReleased) return;
-  if (phase_ == Phase::kDeferred) drop_messages();
-  book_.forget();
-  left_.clear();
-  step_.drop();
-  context_.hook.reset();
-  callback_ = nullptr;
-  context_.members.release();
-  enter(Phase::kReleased);
-}
-
-void ReducerCore::set_bucket_callback(std::function<void(const ReducedBucket&)> callback) {
-  refuse_in_backward("set_bucket_callback()");
-  const Change change(context_.monitor);
-  complete_deferred();
-  callback_ = std::move(callback);
-}
-
-void ReducerCore::set_deferred(bool on) {
-  refuse_in_backward("set_deferred()");
-  const Change change(context_.monitor);
-  complete_deferred();
-  if (context_.defers == on) return;
-  if (on && context_.options.skip_failed_steps) {
-    throw InvalidArgument(
-        "with OverlappedOptimizer (set_deferred) parameters are updated before it is known whether "
-        "another rank failed, so failed steps cannot be skipped: construct without "
-        "on_failure='skip' (skip_failed_steps)");
-  }
-  context_.defers = on;
-  refresh(ReasonToLeave::kDeferred);
-}
-
-bool ReducerCore::deferred() const {
-  const Read read(context_.monitor);
-  return context_.defers;
-}
-
-void ReducerCore::wait() {
-  refuse_in_backward("wait()");
-  const Change change(context_.monitor);
-  complete_deferred();
-}
-
-void ReducerCore::wait_for(const std::vector<int64_t>& parameters) {
-  const Change change(context_.monitor);
-  for (const int64_t index : parameters) {
-    if (index < 0 || static_cast<size_t>(index) >= context_.parameters.size()) {
-      throw InvalidArgument("wait_for(): parameter " + std::to_string(index) +
-                            " is not one of the " + std::to_string(context_.parameters.size()) +
-                            " parameters");
-    }
-    // Not so in a checkpointed segment that backward runs again.
-    if (phase_ != Phase::kDeferred) return;
-    Plan& plan = *book_.current();
-    const int64_t bucket = plan.places[index].bucket;
-    if (bucket < 0 || plan.entries[bucket].completed) continue;
-    or_drop([&] { complete_entry(static_cast<size_t>(bucket)); });
-    if (pass_->failure) return complete_deferred();  // throws it
-    if (pass_->callback_error)
-      std::rethrow_exception(std::exchange(pass_->callback_error, nullptr));
-  }
-  if (phase_ != Phase::kDeferred) return;
-  const Plan& plan = *book_.current();
-  const auto end = plan.entries.begin() + static_cast<int64_t>(plan.buckets.buckets.size());
-  if (std::all_of(plan.entries.begin(), end,
-                  [](const PlannedBucket& entry) { return entry.completed; })) {
-    complete_deferred();
-  }
-}
-
-std::vector<int64_t> ReducerCore::parameters_in_flight() const {
-  std::vector<int64_t> waiting;
-  if (phase_ != Phase::kDeferred) return waiting;
-  const Plan& plan = *book_.current();
-  for (size_t i = 0; i < plan.places.size(); ++i) {
-    const int64_t bucket = plan.places[i].bucket;
-    if (bucket >= 0 && !plan.entries[bucket].completed) waiting.push_back(static_cast<int64_t>(i));
-  }
-  return waiting;
-}
-
-std::vector<int64_t> ReducerCore::in_flight() const {
-  const Read read(context_.monitor);
-  return parameters_in_flight();
-}
-
-std::optional<BucketPlan> ReducerCore::plan() const {
-  const Read read(context_.monitor);
-  const Plan* plan = book_.current();
-  return plan != nullptr ? std::optional<BucketPlan>(plan->buckets) : std::nullopt;
-}
-
-std::vector<at::Tensor> ReducerCore::buffers() {
-  const Change change(context_.monitor);
-  complete_deferred();
-  std::vector<at::Tensor> buffers;
-  const Plan* plan = book_.current();
-  if (plan == nullptr || !plan->holds_gradients) return buffers;
-  for (size_t i = 0; i < plan->buckets.buckets.size(); ++i) {
-    buffers.push_back(plan->entries[i].message.gradients_buffer());
-  }
-  return buffers;
-}
-
-void ReducerCore::adopt(const BucketPlan& buckets) {
-  Plan& plan = *book_.current();
-  if (buckets == plan.buckets) return;
-  plan.buckets = buckets;
-  build_entries(plan, context_);
-}
-
-void ReducerCore::set_plan(const BucketPlan& plan) {
-  refuse_in_backward("set_plan()");
-  const Change change(context_.monitor);
-  complete_deferred();
-  const ParameterTable& parameters = context_.parameters;
+void require_fits(const BucketPlan& plan, const ParameterTable& parameters) {
   std::vector<bool> seen(parameters.size(), false);
   for (const auto& bucket : plan.buckets) {
     for (const int64_t index : bucket) {
@@ -334,92 +68,317 @@ void ReducerCore::set_plan(const BucketPlan& plan) {
       }
     }
   }
-  const auto count = static_cast<int64_t>(parameters.size());
-  std::vector<BucketPlan> agreed =
-      context_.monitor.open([&] { return broadcast_plans(context_.members, {plan}, count); });
-  preset_ = agreed.empty() ? BucketPlan{} : std::move(agreed.front());
-  refresh(ReasonToLeave::kPlan);
+}
+
+}  // namespace
+
+std::vector<std::shared_ptr<ReducerCore>> all_reducers() {
+  std::vector<std::shared_ptr<ReducerCore>> cores;
+  for (const auto& one : BackwardSession::all())
+    cores.push_back(std::static_pointer_cast<ReducerCore>(one));
+  return cores;
+}
+
+std::vector<std::shared_ptr<ReducerCore>> owners_of(const std::vector<at::Tensor>& parameters) {
+  std::unordered_set<const void*> owners;
+  for (const at::Tensor& parameter : parameters) {
+    if (parameter.defined()) owners.insert(owner_of(parameter)->load());
+  }
+  std::vector<std::shared_ptr<ReducerCore>> found = all_reducers();
+  found.erase(std::remove_if(found.begin(), found.end(),
+                             [&](const auto& core) { return owners.count(core.get()) == 0; }),
+              found.end());
+  return found;
+}
+
+ReducerCore::ReducerCore(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups,
+                         ReducerOptions options)
+    : state_(std::move(parameters), std::move(groups), std::move(options), this),
+      overtaken_(context().parameters.size(), 0) {}
+
+ReducerCore::~ReducerCore() { BackwardSession::drop(this); }
+
+void ReducerCore::begin() {
+  Membership& members = context().members;
+  verify_same_model(parameters(), settings_of(context().options, members.groups.size()),
+                    members.parent);
+  context().parameters.check_trainable(members.rank);
+  if (context().options.init_sync) require_sendable(parameters(), "parameter", members.parent);
+  remember_processes(*members.parent);
+  if (!context().parameters.empty()) members.device = context().parameters[0].variable.device();
+  members.separate(
+      std::any_of(parameters().begin(), parameters().end(),
+                  [](const NamedTensor& parameter) { return parameter.tensor.device().is_cpu(); }));
+  if (context().options.init_sync) {
+    std::vector<at::Tensor> tensors;
+    for (const NamedTensor& parameter : parameters()) tensors.push_back(parameter.tensor);
+    broadcast_coalesced(tensors, members.control(), 0, kBroadcastBytes, "broadcast of parameters");
+  }
+  BackwardSession::add(shared_from_this());
+  const Change change(context().monitor);
+  context().parameters.forget_versions();
+  context().parameters.own_all();
+  hook_parameters();
+}
+
+void ReducerCore::hook_parameters() {
+  if (!context().parameters.empty())
+    context().members.device = context().parameters[0].variable.device();
+  context().parameters.hook(context().members.rank, [this](size_t index) {
+    return make_gradient_hook(weak_from_this(), index);
+  });
+}
+
+// --- what the user calls ---
+
+void ReducerCore::refuse_in_backward(const char* what) const {
+  const Read read(context().monitor);
+  if (in_backward(context().phase)) throw Error(std::string(what) + " while a backward is running");
+}
+
+void ReducerCore::prepare_for_forward() {
+  const Change change(context().monitor);
+  forward_since_ = true;
+  if (in_backward(context().phase) || !context().parameters.changed()) return;
+  complete_deferred();
+  // A change of dtype, device, shape or strides leaves the buckets without use. Which parameters are
+  // trainable is looked at when a backward begins.
+  const bool same_kind = context().parameters.same_kind();
+  context().parameters.unhook();
+  hook_parameters();
+  if (!same_kind) state_.book.leave(ReasonToLeave::kParameters);
+}
+
+void ReducerCore::watch_outputs(const std::vector<at::Tensor>& outputs) {
+  torch::autograd::Node* last = nullptr;
+  for (const at::Tensor& output : outputs) {
+    if (!output.defined() || !output.requires_grad()) continue;
+    const auto& node = output.grad_fn();
+    // A leaf has no node to hook (and keeps its hooks for ever): it is a parameter, hooked already,
+    // or nothing to do with parameters. Outputs of one operation need one hook.
+    if (!node || node.get() == last) continue;
+    last = node.get();
+    auto watched = std::make_shared<const WatchedOutput>(WatchedOutput{last});
+    outputs_.add(watched);
+    node->add_pre_hook(make_output_hook(shared_from_this(), std::move(watched)));
+  }
+}
+
+/// Between backwards: the next one makes a new plan.
+void ReducerCore::leave_plan(ReasonToLeave reason) {
+  complete_deferred();
+  context().parameters.unhook();
+  hook_parameters();
+  state_.book.leave(reason);
+}
+
+void ReducerCore::set_comm_hook(std::shared_ptr<CommHook> hook) {
+  refuse_in_backward("set_comm_hook()");
+  const Change change(context().monitor);
+  leave_plan(ReasonToLeave::kCommHook);
+  context().hook = std::move(hook);
+}
+
+void ReducerCore::relearn() {
+  refuse_in_backward("relearn()");
+  const Change change(context().monitor);
+  leave_plan(ReasonToLeave::kRelearn);
+}
+
+void ReducerCore::set_plan(const BucketPlan& plan) {
+  refuse_in_backward("set_plan()");
+  const Change change(context().monitor);
+  complete_deferred();
+  require_fits(plan, context().parameters);
+  const auto count = static_cast<int64_t>(context().parameters.size());
+  state_.preset =
+      context().monitor.open([&] { return broadcast_plan(context().members, plan, count); });
+  leave_plan(ReasonToLeave::kPlan);
+}
+
+void ReducerCore::set_deferred(bool on) {
+  refuse_in_backward("set_deferred()");
+  const Change change(context().monitor);
+  complete_deferred();
+  if (context().defers == on) return;
+  if (on && context().options.skip_failed_steps) {
+    throw InvalidArgument(
+        "with OverlappedOptimizer (set_deferred) parameters are updated before it is known whether "
+        "another rank failed, so failed steps cannot be skipped: construct without "
+        "on_failure='skip' (skip_failed_steps)");
+  }
+  context().defers = on;
+  leave_plan(ReasonToLeave::kDeferred);
+}
+
+void ReducerCore::release() {
+  refuse_in_backward("release()");
+  const Change change(context().monitor);
+  if (context().phase == Phase::kReleased) return;
+  if (context().phase == Phase::kDeferred) {
+    backward_->pass().refused = true;
+    backward_->fail();
+  }
+  backward_.reset();
+  state_.book.forget();
+  state_.reporter.drop();
+  context().hook.reset();
+  context().bucket_callback = nullptr;
+  context().members.release();
+  context().enter(Phase::kReleased);
+}
+
+void ReducerCore::set_bucket_callback(std::function<void(const ReducedBucket&)> callback) {
+  refuse_in_backward("set_bucket_callback()");
+  const Change change(context().monitor);
+  complete_deferred();
+  context().bucket_callback = std::move(callback);
+}
+
+bool ReducerCore::deferred() const {
+  const Read read(context().monitor);
+  return context().defers;
+}
+
+void ReducerCore::wait() {
+  refuse_in_backward("wait()");
+  const Change change(context().monitor);
+  complete_deferred();
+}
+
+void ReducerCore::wait_for(const std::vector<int64_t>& parameters) {
+  const Change change(context().monitor);
+  for (const int64_t index : parameters) {
+    if (index < 0 || static_cast<size_t>(index) >= context().parameters.size()) {
+      throw InvalidArgument("wait_for(): parameter " + std::to_string(index) +
+                            " is not one of the " + std::to_string(context().parameters.size()) +
+                            " parameters");
+    }
+    // Not so in a checkpointed segment that backward runs again.
+    if (context().phase != Phase::kDeferred) return;
+    const Plan& plan = *state_.book.current();
+    const int64_t bucket = plan.places[index].bucket;
+    if (bucket < 0 || plan.entries[bucket].completed) continue;
+    or_fail([&] { backward_->complete_entry(static_cast<size_t>(bucket), {}); });
+    if (!backward_) return;
+    if (backward_->pass().failure) return complete_deferred();  // throws it
+    if (auto& error = backward_->pass().callback_error)
+      std::rethrow_exception(std::exchange(error, nullptr));
+  }
+  if (parameters_in_flight().empty()) complete_deferred();
+}
+
+std::vector<int64_t> ReducerCore::parameters_in_flight() const {
+  std::vector<int64_t> waiting;
+  if (context().phase != Phase::kDeferred) return waiting;
+  const Plan& plan = *state_.book.current();
+  for (size_t i = 0; i < plan.places.size(); ++i) {
+    const int64_t bucket = plan.places[i].bucket;
+    if (bucket >= 0 && !plan.entries[bucket].completed) waiting.push_back(static_cast<int64_t>(i));
+  }
+  return waiting;
+}
+
+std::vector<int64_t> ReducerCore::in_flight() const {
+  const Read read(context().monitor);
+  return parameters_in_flight();
+}
+
+std::optional<BucketPlan> ReducerCore::plan() const {
+  const Read read(context().monitor);
+  const Plan* plan = state_.book.current();
+  return plan != nullptr ? std::optional<BucketPlan>(plan->buckets) : std::nullopt;
+}
+
+std::vector<at::Tensor> ReducerCore::buffers() {
+  const Change change(context().monitor);
+  complete_deferred();
+  std::vector<at::Tensor> buffers;
+  const Plan* plan = state_.book.current();
+  if (plan == nullptr || !plan->holds_gradients) return buffers;
+  for (const PlannedBucket& entry : plan->entries)
+    buffers.push_back(entry.message.gradients_buffer());
+  return buffers;
 }
 
 void ReducerCore::record_overlap(bool on) {
   refuse_in_backward("record_overlap()");
-  const Change change(context_.monitor);
+  const Change change(context().monitor);
   complete_deferred();
   if (on == (recorder_ != nullptr)) return;
   if (on) {
     recorder_ = std::make_unique<OverlapRecorder>();
-    context_.observers.add(recorder_.get());
+    context().observers.add(recorder_.get());
   } else {
-    context_.observers.remove(recorder_.get());
+    context().observers.remove(recorder_.get());
     recorder_.reset();
   }
 }
 
 std::optional<OverlapReport> ReducerCore::overlap_report() const {
-  const Read read(context_.monitor);
+  const Read read(context().monitor);
   if (!recorder_) return std::nullopt;
   std::optional<OverlapReport> report = recorder_->report();
   if (!report) return report;
   for (BucketOverlap& bucket : report->buckets) {
     for (const int64_t parameter : bucket.parameters)
-      bucket.names.push_back(context_.parameters[parameter].name);
+      bucket.names.push_back(context().parameters[parameter].name);
   }
   return report;
 }
 
 GroupPtr ReducerCore::communicator() const {
-  const Read read(context_.monitor);
-  return context_.members.released() ? nullptr : context_.members.control();
+  const Read read(context().monitor);
+  return context().members.released() ? nullptr : context().members.control();
 }
 
 void ReducerCore::optimizer_stepped(int64_t optimizer, bool all) {
-  const Change change(context_.monitor);
-  step_.tracker.optimizer_stepped(optimizer, all);
+  const Change change(context().monitor);
+  state_.reporter.tracker.optimizer_stepped(optimizer, all);
 }
 
 void ReducerCore::refuse_step_in_backward(const at::Tensor& parameter) const {
-  const Read read(context_.monitor);
-  if (phase_ != Phase::kRunning || context_.members.alone()) return;
-  const auto stepped =
-      std::find_if(context_.parameters.begin(), context_.parameters.end(),
-                   [&](const Parameter& one) { return one.variable.is_same(parameter); });
-  if (stepped != context_.parameters.end()) throw Error(describe_early_write(*stepped));
+  const Read read(context().monitor);
+  if (context().phase != Phase::kRunning || context().members.alone()) return;
+  for (const Parameter& one : context().parameters) {
+    if (one.variable.is_same(parameter))
+      throw Error(Backward::describe_early_write(context(), one));
+  }
 }
 
 void ReducerCore::skip_step() {
-  const Change change(context_.monitor);
+  const Change change(context().monitor);
   const char* reason = nullptr;
-  if (context_.defers || (callback_ && !context_.options.skip_failed_steps)) {
+  if (context().defers || (context().bucket_callback && !context().options.skip_failed_steps)) {
     reason =
         "with OverlappedOptimizer or a bucket callback, parameters are updated before it is known "
         "whether a rank skips the step: step after backward, or, with a callback, construct with "
         "on_failure='skip' (skip_failed_steps)";
-  } else if (!context_.members.alone() && !context_.reads_facts(context_.members.device)) {
+  } else if (!context().members.alone() && !context().reads_reports()) {
     reason =
         "on this device the host does not read what other ranks report: construct with "
         "check_reduction=True (check_steps) or on_failure='skip' (skip_failed_steps)";
-  } else if (in_backward(phase_) && pass_->reported) {
-    reason =
-        "the last bucket of this backward was launched already, and its report with it: construct "
-        "with on_failure='skip' (skip_failed_steps), which launches it when backward has ended";
+  } else if (context().phase == Phase::kEnding) {
+    reason = "this backward is ending, and its report was sent: call it before";
   }
-  if (reason != nullptr) throw Error(context_.me() + "skip_step(): " + reason);
-  wants_skip_ = true;
+  if (reason != nullptr) throw Error(context().me() + "skip_step(): " + reason);
+  state_.reporter.wants_skip = true;
 }
 
 bool ReducerCore::step_skipped() const {
-  const Read read(context_.monitor);
-  return step_skipped_;
+  const Read read(context().monitor);
+  return state_.step_skipped;
 }
+
+// --- uneven inputs ---
 
 void ReducerCore::begin_join(bool divide_by_initial_world_size) {
   refuse_in_backward("begin_join()");
-  const Change change(context_.monitor);
+  const Change change(context().monitor);
   complete_deferred();
-  context_.joining = true;
-  context_.divisor = context_.members.size;
-  divide_by_initial_ = divide_by_initial_world_size;
-  announces_ends_ = false;
+  context().joining = true;
+  context().divisor = context().members.size;
+  uneven_ = {divide_by_initial_world_size, false};
   set_announcer(this, [core = weak_from_this()](int64_t argument) {
     if (const auto self = core.lock()) self->join_event(true, JoinEvent::kCustom, argument);
   });
@@ -430,33 +389,351 @@ void ReducerCore::follow() { clear_announcer(this); }
 
 void ReducerCore::end_join() {
   clear_announcer(this);
-  const Change change(context_.monitor);
-  context_.joining = false;
-  context_.divisor = context_.members.size;
+  const Change change(context().monitor);
+  context().joining = false;
+  context().divisor = context().members.size;
   // Ranks without data have not done what the others did.
-  step_.tracker.forget();
-  context_.parameters.forget_versions();
+  state_.reporter.tracker.forget();
+  context().parameters.forget_versions();
 }
 
 JoinEvent ReducerCore::join_event(bool active, JoinEvent::Kind kind, int64_t argument) {
-  const Change change(context_.monitor);
-  announces_ends_ = announces_ends_ || (active && kind == JoinEvent::kCustom);
+  const Change change(context().monitor);
+  uneven_.announces_ends =
+      uneven_.announces_ends || (active && kind == JoinEvent::kCustom);
   JoinEvent event;
   try {
-    event = context_.monitor.open(
-        [&] { return exchange_join_event(context_, active, kind, argument); });
+    event = context().monitor.open(
+        [&] { return exchange_join_event(context(), active, kind, argument); });
   } catch (...) {
-    if (pass_) pass_->owes_end = false;  // it was an error on every rank, and nobody waits for it
+    // It was an error on every rank, and nobody waits for it.
+    if (backward_) backward_->pass().owes_end = false;
     throw;
   }
-  if (!event.active.empty() && !divide_by_initial_)
-    context_.divisor = static_cast<int64_t>(event.active.size());
+  if (!event.active.empty() && !uneven_.divide_by_initial)
+    context().divisor = static_cast<int64_t>(event.active.size());
   return event;
 }
 
 int64_t ReducerCore::last_with_data(bool followed, int64_t states) const {
-  const Change change(context_.monitor);
-  return context_.monitor.open([&] { return detail::last_with_data(context_, followed, states); });
+  const Change change(context().monitor);
+  return context().monitor.open(
+      [&] { return detail::last_with_data(context(), followed, states); });
+}
+
+void ReducerCore::shadow_backward_begin(int64_t argument) {
+  refuse_in_backward("shadow_backward_begin()");
+  const Change change(context().monitor);
+  // What the others have cleared must not count here either, nor what they divide among themselves;
+  // what has never been reduced still has to.
+  const bool counts = (argument & JoinEvent::kKept) != 0 && uneven_.divide_by_initial;
+  for (Parameter& parameter : context().parameters) {
+    if (!counts && !parameter.touched) parameter.variable.mutable_grad() = at::Tensor();
+  }
+  choose_plan(/*without_data=*/true);
+  BackwardPass pass = prepare_pass();
+  pass.without_data = true;
+  shadow_ = std::make_shared<BackwardSession>();
+  shadow_->join(shared_from_this());
+  session_ = shadow_.get();
+  backward_ = std::make_unique<Backward>(state_, std::move(pass));
+  Plan* plan = state_.book.current();
+  if (plan == nullptr) return;
+  for (PlannedBucket& entry : plan->entries) entry.pending = 0;  // nothing here is waited for
+  if ((argument & JoinEvent::kEndFollows) == 0) backward_->launch_ready({});
+}
+
+void ReducerCore::shadow_backward_end() {
+  std::shared_ptr<BackwardSession> shadow;
+  {
+    const Change change(context().monitor);
+    shadow = std::move(shadow_);
+  }
+  if (!shadow) throw Error("shadow_backward_end() without shadow_backward_begin()");
+  shadow->end();
+}
+
+void ReducerCore::announce_local_backward() {
+  if (context().joining) join_event(true, JoinEvent::kLocalBackward, 0);
+}
+
+/// Until then ranks without data take part in what modules announce.
+void ReducerCore::announce_end() {
+  if (std::exchange(backward_->pass().owes_end, false))
+    join_event(true, JoinEvent::kBackwardEnd, 0);
+}
+
+// --- what autograd calls ---
+
+void ReducerCore::own_parameters() {
+  const Change change(context().monitor);
+  if (!in_backward(context().phase)) context().parameters.own_all();
+}
+
+void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
+  const Change change(context().monitor);
+  if (in_backward(context().phase)) return;
+  if (!synchronizing_.load()) {
+    overtake_deferred();
+    announce_local_backward();
+    return;
+  }
+  choose_plan(/*without_data=*/false);
+  // Without a parameter in the plan, or one that may still get there, there is nothing to do. While
+  // a plan is recorded there may be: a frozen parameter's gradient, accumulated before, on another
+  // rank only.
+  const Plan* plan = state_.book.current();
+  // Ranks with a plan without buckets still have to hear of one that has left it.
+  const bool anything = plan != nullptr ? !plan->entries.empty() || plan->watches_unplanned ||
+                                              context().reads_reports()
+                                        : context().parameters.ever_trainable();
+  // All taken by another reducer: see Note [One parameter, one reducer].
+  if (anything && context().parameters.owns_any()) {
+    begin_backward(session);
+  } else {
+    state_.reporter.wants_skip = false;  // not of a later backward
+    announce_local_backward();
+  }
+}
+
+/// Before a backward: learns how the last one ended, if that failed here.
+void ReducerCore::look_back() {
+  const StepTable* table =
+      context().monitor.open([&] { return state_.reporter.look_back(); });
+  if (table == nullptr) return;
+  if (table->hooks_apart()) context().fail();
+  Plan* plan = state_.book.current();
+  if (plan == nullptr) return;
+  if (!table->why_refused(all_are_needed(*plan, context(), *table), state_.reporter.names()).empty())
+    return;
+  ++plan->backwards;  // the others have their average
+  state_.book.served();
+}
+
+/// Before a backward: see Note [One plan per set].
+void ReducerCore::choose_plan(bool without_data) {
+  overtake_deferred();
+  if (context().phase == Phase::kFailed || context().phase == Phase::kReleased) return;
+  look_back();
+  std::vector<bool> trainable = context().parameters.trained();
+  if (state_.book.several() && context().reads_reports()) {
+    StepReport opening;
+    opening.left = state_.book.left();
+    opening.without_data = without_data;
+    opening.compared = false;
+    state_.reporter.send(opening, std::vector<uint8_t>(trainable.size()));
+    const StepTable& table = context().monitor.open(
+        [&]() -> const StepTable& { return state_.reporter.receive(); });
+    state_.reporter.refuse(table, /*all_are_needed=*/true);
+    if (table.all_left()) state_.book.left_by_all(/*keep=*/false);
+    trainable = table.trainable_set();
+  } else if (without_data) {
+    // What is trainable is for those who have data to say.
+    trainable = state_.book.set().value_or(trainable);
+  }
+  state_.book.choose(trainable);
+}
+
+/// Looks at the gradients and parameters as they are when a backward begins.
+BackwardPass ReducerCore::prepare_pass() {
+  ParameterTable& parameters = context().parameters;
+  std::optional<c10::Device> device;
+  bool several = false;
+  for (const Parameter& parameter : parameters) {
+    if (!parameter.trainable) continue;
+    several = several || (device && *device != parameter.device);
+    device = parameter.device;
+  }
+  if (!device) device = c10::Device(at::kCPU);  // frozen on this rank, and zeros for the others
+  if (several) device.reset();
+  context().observers.tell(&BackwardObserver::began, device, parameters.size());
+
+  BackwardPass pass(parameters.size());
+  pass.overtaken.swap(overtaken_);
+  overtaken_.assign(parameters.size(), 0);
+  bool changed = false;
+  bool touched_changed = false;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    Parameter& parameter = parameters[i];
+    const at::Tensor& grad = parameter.variable.grad();
+    const bool owned = parameters.owns(parameter);
+    if (owned) {
+      const uint32_t version = version_of(parameter.variable);
+      changed = changed || version != parameter.seen_version;
+      touched_changed =
+          touched_changed || (parameter.touched && version != parameter.touched_version);
+      parameter.seen_version = version;
+    }
+    pass.kept[i] = grad.defined();
+    // What accumulated without synchronization is part of this reduction.
+    pass.used[i] = parameter.touched && owned && grad.defined();
+    if (context().options.gradient_average && !context().joining) continue;
+    const auto reduced = parameter.reduced.lock();
+    pass.gradients[i].stale = grad.defined() && reduced &&
+                              reduced.get() == grad.unsafeGetTensorImpl() &&
+                              grad._version() == parameter.reduced_version;
+  }
+  state_.reporter.backward_began();
+  state_.reporter.tracker.backward_began(changed, touched_changed);
+  return pass;
+}
+
+void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session) {
+  if (context().phase == Phase::kReleased) {
+    throw Error(
+        "backward after the reducer let go of its process groups (release(), or the end of the "
+        "interpreter): gradients would not be averaged");
+  }
+  if (context().phase == Phase::kFailed) {
+    throw CommunicationError(
+        context().me() +
+        "a collective, or the communication hook of some ranks, failed in an earlier backward, so "
+        "the messages of the ranks do not match any more: start again with a new process group "
+        "and a new wrapper");
+  }
+  require_same_ranks(*context().members.parent, context().members.rank, context().members.size,
+                     "this reducer");
+  BackwardPass pass = prepare_pass();
+  if (Plan* plan = state_.book.current()) plan->move_misplaced_gradients();
+  if (context().joining) {
+    const bool kept = std::any_of(pass.gradients.begin(), pass.gradients.end(),
+                                  [](const GradientState& gradient) { return gradient.stale; });
+    join_event(true, JoinEvent::kBackward,
+               (kept ? JoinEvent::kKept : 0) |
+                   (uneven_.announces_ends ? JoinEvent::kEndFollows : 0));
+    pass.owes_end = uneven_.announces_ends;
+  }
+  session->join(shared_from_this());
+  session_ = session.get();
+  backward_ = std::make_unique<Backward>(state_, std::move(pass));
+}
+
+/// Before a backward: completes the last one, and notes which parameters nobody has waited for.
+void ReducerCore::overtake_deferred() {
+  const std::vector<int64_t> overtaken = parameters_in_flight();
+  complete_deferred();
+  // A second backward of the same forward has used nothing since.
+  if (!std::exchange(forward_since_, false)) return;
+  for (const int64_t i : overtaken) overtaken_[i] = 1;
+}
+
+void ReducerCore::gradient_ready(size_t index, const at::Tensor& incoming) {
+  const Change change(context().monitor);
+  const Parameter& parameter = context().parameters[index];
+  if (!context().parameters.owns(parameter) ||
+      (context().parameters.retired() && !in_backward(context().phase)))
+    return;
+  if (!in_backward(context().phase) && !begin_at_gradient(index, incoming)) return;
+  backward_->gradient_ready(index, incoming);
+}
+
+/// A gradient that did not come through a watched output: begins a backward, if it is to be
+/// synchronized.
+bool ReducerCore::begin_at_gradient(size_t index, const at::Tensor& incoming) {
+  Parameter& parameter = context().parameters[index];
+  if (!synchronizing_.load()) {
+    overtake_deferred();
+    state_.reporter.tracker.gradient_arrived(/*synchronized=*/false);
+    parameter.touch();
+    if (overtaken_[index] != 0)
+      throw Error(context().me() + Backward::describe_overtaken(parameter));
+    return false;
+  }
+  choose_plan(/*without_data=*/false);
+  begin_backward(BackwardSession::current());
+  // This gradient is there already; if it is the one that came in, this backward has made it.
+  const at::Tensor& grad = parameter.variable.grad();
+  if (grad.defined() && incoming.defined() && has_memory(grad) && has_memory(incoming) &&
+      incoming.storage().is_alias_of(grad.storage())) {
+    backward_->pass().kept[index] = 0;
+  }
+  return true;
+}
+
+// --- a backward ends ---
+
+/// Runs a part of the end of a backward; if it throws, the other ranks are told as far as they can
+/// be, and it is over.
+void ReducerCore::or_fail(const std::function<void()>& body) {
+  const auto end = [this] {
+    session_ = nullptr;
+    state_.reporter.wants_skip = false;
+    const std::unique_ptr<Backward> ended = std::move(backward_);
+    ended->fail();
+  };
+  try {
+    body();
+  } catch (const StepSkipped&) {  // dropped, with all gradients
+    end();
+  } catch (const CommunicationError&) {
+    context().fail();
+    end();
+    throw;
+  } catch (const OutOfStepElsewhere&) {
+    context().fail();
+    end();
+    throw;
+  } catch (...) {
+    end();
+    throw;
+  }
+}
+
+void ReducerCore::send(const BackwardSession* session) {
+  const Change change(context().monitor);
+  if (session_ != session) return;
+  const ProfilerRange range("apex::reducer::finish_backward");
+  or_fail([&] {
+    announce_end();
+    backward_->send();
+  });
+}
+
+void ReducerCore::complete(const BackwardSession* session, const std::function<void()>& meanwhile) {
+  const Change change(context().monitor);
+  if (session_ != session) return;
+  const ProfilerRange range("apex::reducer::finish_backward");
+  session_ = nullptr;
+  if (backward_->may_leave()) {
+    forward_since_ = false;
+    backward_->leave();
+  } else {
+    finish(meanwhile);
+  }
+}
+
+void ReducerCore::finish(const std::function<void()>& meanwhile) {
+  or_fail([&] { backward_->complete(meanwhile); });
+  if (!backward_) return;  // skipped
+  state_.reporter.wants_skip = false;
+  const std::unique_ptr<Backward> ended = std::move(backward_);
+  ended->conclude();
+}
+
+void ReducerCore::complete_deferred() {
+  if (context().phase == Phase::kDeferred) finish({});
+}
+
+void ReducerCore::abandon(const BackwardSession* session) noexcept {
+  const Change change(context().monitor);
+  if (session_ != session) return;
+  try {
+    announce_end();
+  } catch (const RankMismatch&) {
+    // Others are elsewhere in this backward: they have seen that, too, and raise as well.
+  } catch (...) {
+    context().fail();
+  }
+  session_ = nullptr;
+  state_.reporter.wants_skip = false;
+  const std::unique_ptr<Backward> ended = std::move(backward_);
+  ended->fail();
+}
+
+std::string ReducerCore::out_of_step() const {
+  if (context().monitor.is_taken()) return {};
+  const Change change(context().monitor);
+  return context().phase == Phase::kReleased ? std::string() : state_.reporter.out_of_step();
 }
 
 }  // namespace apex::parallel::detail

@@ -20,9 +20,7 @@ namespace apex::parallel::detail {
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 struct ReductionTraits {
-  bool has_peers = true;  ///< other ranks contribute, so that facts are worth sending
-  bool carries_trailer =
-      true;  ///< numbers behind the gradients are summed like them; else it takes gradients only
+  bool has_peers = true;  ///< other ranks contribute
   bool averages = false;  ///< the result is divided by the world size already
   bool has_later_messages =
       false;                    ///< collectives follow that of start(): in next_phase() or wait()

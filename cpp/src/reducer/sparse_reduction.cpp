@@ -75,7 +75,6 @@ class SparseReduction final : public Reduction {
 
   ReductionTraits traits() const override {
     ReductionTraits traits;
-    traits.carries_trailer = false;
     traits.has_later_messages = true;
     traits.starts_at_wait = true;
     return traits;

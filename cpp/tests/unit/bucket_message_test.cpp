@@ -24,9 +24,6 @@ namespace {
 using Kind = BucketMessage::Kind;
 using Used = std::vector<uint8_t>;
 
-constexpr uint32_t kFacts = 0b101;
-constexpr int kFactBits = 3;
-
 at::Tensor random_like(const at::Tensor& tensor) {
   return at::empty_like(tensor, tensor.options().requires_grad(false))
       .copy_(at::randn(tensor.sizes(), tensor.is_complex() ? at::kComplexDouble : at::kDouble));
@@ -53,9 +50,7 @@ struct Rank {
 
   Rank(Kind kind, std::vector<at::Tensor> parameters, const MessageOptions& options = {})
       : variables(std::move(parameters)),
-        message(kind, indices(), variables,
-                kind == Kind::kFlat ? BucketTrailer(indices(), kFactBits) : BucketTrailer(),
-                at::kCPU, options) {}
+        message(kind, indices(), variables, at::kCPU, options) {}
 
   std::vector<int64_t> indices() const {
     std::vector<int64_t> all;
@@ -126,12 +121,6 @@ std::vector<Setting> every_setting() {
   return all;
 }
 
-/// What the trailer of `tensor`, a sum, says.
-void read_used(const BucketMessage& message, const at::Tensor& tensor, Used& used) {
-  const at::Tensor trailer = tensor.narrow(0, message.numel(), message.trailer().numel());
-  BucketTrailer::read_used({&message.trailer()}, {trailer}, used);
-}
-
 TEST(BucketMessage, TwoRanks_PackedSummedAndUnpacked_IsTheScaledSumInEverySetting) {
   at::manual_seed(testing::fresh_seed());
   for (const Setting& setting : every_setting()) {
@@ -142,17 +131,13 @@ TEST(BucketMessage, TwoRanks_PackedSummedAndUnpacked_IsTheScaledSumInEverySettin
       one.set_random_gradients();
       other.set_random_gradients();
       const auto mine = one.gradients(), theirs = other.gradients();
-      one.message.pack(one.all(), 0.5, 0b001);
-      other.message.pack(other.all(), 0.5, 0b100);
+      one.message.pack(one.all(), 0.5);
+      other.message.pack(other.all(), 0.5);
       EXPECT_EQ(one.message.tensor().scalar_type(), one.message.dtype()) << where;
       if (setting.fp32) {
         EXPECT_NE(c10::elementSize(one.message.dtype()), 2u) << where;
       }
       one.message.tensor().add_(other.message.tensor());
-      Used used = one.all(0);
-      read_used(one.message, one.message.tensor(), used);
-      EXPECT_EQ(used, one.all()) << where;
-      EXPECT_EQ(one.message.read_facts(one.message.tensor()), 0b101u) << where;
       one.message.unpack(0.25, one.all(0));
       for (size_t i = 0; i < mine.size(); ++i) {
         const at::Tensor& grad = one.grad(i);
@@ -178,7 +163,7 @@ TEST(BucketMessage, EveryMember_HasAPlaceOfItsOwnThatViewsOfShow) {
     rank.set_random_gradients();
     const auto gradients = rank.gradients();
     rank.message.pack(rank.all(), 1.0);
-    const auto views = rank.message.views_of(rank.message.gradients_of(rank.message.tensor()));
+    const auto views = rank.message.views_of(rank.message.tensor());
     ASSERT_EQ(views.size(), gradients.size());
     int64_t elements = 0;
     for (size_t i = 0; i < views.size(); ++i) {
@@ -186,7 +171,7 @@ TEST(BucketMessage, EveryMember_HasAPlaceOfItsOwnThatViewsOfShow) {
       elements += gradients[i].numel() * (gradients[i].is_complex() ? 2 : 1);
     }
     EXPECT_EQ(rank.message.numel(), elements);
-    EXPECT_EQ(rank.message.tensor().numel(), elements + rank.message.trailer().numel());
+    EXPECT_EQ(rank.message.tensor().numel(), elements);
   }
 }
 
@@ -229,11 +214,8 @@ TEST(BucketMessage, UnusedMember_Settled_IsAsBeforeOrTheSum) {
         const auto before = rank.gradients();
         Used used = rank.all();
         used[1] = 0;
-        rank.message.pack(used, 0.5, kFacts);
+        rank.message.pack(used, 0.5);
         EXPECT_TRUE(rank.message.has_unused()) << where;
-        Used read = rank.all(0);
-        read_used(rank.message, rank.message.tensor(), read);
-        EXPECT_EQ(read, used) << where;
         rank.message.tensor().add_(1.0);  // another rank's
         rank.message.unpack(2.0, rank.all());
         Used by_any = used;
@@ -400,7 +382,7 @@ TEST(BucketMessageInPlace, IncomingGradientOnTheSameMemory_IsNotAnotherOwner) {
     rank.grad(0) = at::full({6}, 4.0);
     const at::Tensor incoming = rank.grad(0).view({2, 3});
     const at::Tensor reader = third ? rank.grad(0).view({3, 2}) : at::Tensor();
-    rank.message.pack({1}, 0.5, 0, incoming);
+    rank.message.pack({1}, 0.5, incoming);
     EXPECT_EQ(rank.message.copied(), third ? 1 : 0);
     if (third) {
       EXPECT_TRUE(reader.equal(at::full({3, 2}, 4.0)));
@@ -506,18 +488,6 @@ TEST(BucketMessageSparse, Unused_Settled_IsAsBeforeOrTheSum) {
   }
 }
 
-TEST(BucketMessageMaskOnly, Packed_IsTheTrailerAlone) {
-  BucketMessage message(Kind::kMaskOnly, {}, {}, BucketTrailer({0, 2}, kFactBits), at::kCPU, {});
-  message.pack({1, 0, 0}, 0.5, kFacts);
-  EXPECT_EQ(message.tensor().numel(), 5);
-  Used used(3, 0);
-  read_used(message, message.tensor(), used);
-  EXPECT_EQ(used, (Used{1, 0, 0}));
-  EXPECT_EQ(message.read_facts(message.tensor()), kFacts);
-  message.unpack(0.5, {0, 0, 0});
-  EXPECT_FALSE(message.has_unused());
-}
-
 // A rank that cannot take part sends it in the place of its message, which it may hold.
 TEST(BucketMessage, Absent_HasTheFormOfTheMessageAndNoneOfItsValues) {
   at::manual_seed(testing::fresh_seed());
@@ -527,21 +497,16 @@ TEST(BucketMessage, Absent_HasTheFormOfTheMessageAndNoneOfItsValues) {
       rank.set_random_gradients();
       rank.message.pack(rank.all(), 1.0);
       const at::Tensor packed = rank.message.tensor(), before = packed.clone();
-      const at::Tensor absent = rank.message.absent(kFacts, poison, /*idle=*/false);
+      const at::Tensor absent = rank.message.absent(poison, /*idle=*/false);
       EXPECT_EQ(absent.sizes(), packed.sizes()) << setting.name();
       EXPECT_EQ(absent.scalar_type(), packed.scalar_type()) << setting.name();
-      const at::Tensor gradients = rank.message.gradients_of(absent);
-      EXPECT_TRUE((poison ? gradients.isnan() : gradients.eq(0)).all().item<bool>());
-      Used used = rank.all(0);
-      read_used(rank.message, absent, used);
-      EXPECT_EQ(used, rank.all(0)) << setting.name();
-      EXPECT_EQ(rank.message.read_facts(absent), kFacts) << setting.name();
+      EXPECT_TRUE((poison ? absent.isnan() : absent.eq(0)).all().item<bool>());
       EXPECT_FALSE(absent.storage().is_alias_of(packed.storage()));
       EXPECT_TRUE(packed.equal(before)) << setting.name();
     }
   }
   Rank sparse(Kind::kSparse, {at::zeros({4, 2}).requires_grad_()});
-  EXPECT_FALSE(sparse.message.absent(0, false, false).defined());
+  EXPECT_FALSE(sparse.message.absent(false, false).defined());
 }
 
 // Where memory has run out another buffer cannot be had, and the other ranks would wait.
@@ -558,17 +523,13 @@ TEST(BucketMessage, AbsentWhileIdle_LiesInTheMessagesOwnBuffer_UnlessGradientsDo
         for (size_t i = 0; i < rank.variables.size(); ++i) rank.grad(i) = at::Tensor();
       }
       const auto before = cleared ? std::vector<at::Tensor>() : rank.gradients();
-      const at::Tensor absent = rank.message.absent(kFacts, /*poison=*/true, /*idle=*/true);
+      const at::Tensor absent = rank.message.absent(/*poison=*/true, /*idle=*/true);
       // In low precision the views lie in another buffer than the sums in float32.
       const bool in_use = !cleared && setting.views &&
                           rank.grad(0).scalar_type() == setting.dtype &&
                           c10::toRealValueType(setting.dtype) == rank.message.dtype();
       EXPECT_EQ(absent.const_data_ptr() == buffer, !in_use) << setting.name();
-      EXPECT_TRUE(rank.message.gradients_of(absent).isnan().all().item<bool>());
-      Used used = rank.all(0);
-      read_used(rank.message, absent, used);
-      EXPECT_EQ(used, rank.all(0)) << setting.name();
-      EXPECT_EQ(rank.message.read_facts(absent), kFacts) << setting.name();
+      EXPECT_TRUE(absent.isnan().all().item<bool>());
       for (size_t i = 0; i < before.size(); ++i) {
         EXPECT_TRUE(rank.grad(i).equal(before[i])) << setting.name() << ", member " << i;
       }
@@ -576,16 +537,13 @@ TEST(BucketMessage, AbsentWhileIdle_LiesInTheMessagesOwnBuffer_UnlessGradientsDo
   }
 }
 
-TEST(BucketMessage, AssignedResult_OfAnyDtypeAndShape_IsUnpacked_AndTrailerStays) {
+TEST(BucketMessage, AssignedResult_OfAnyDtypeAndShape_IsUnpacked) {
   for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
     Rank rank(kind, {at::zeros({2, 3}).requires_grad_()});
     rank.grad(0) = at::ones({2, 3});
-    rank.message.pack({1}, 1.0, kFacts);
+    rank.message.pack({1}, 1.0);
     rank.message.assign(at::arange(6, at::kDouble).view({3, 2}));
-    if (kind == Kind::kFlat) {
-      EXPECT_EQ(rank.message.read_facts(rank.message.tensor()), kFacts);
-    }
-    rank.message.assign(rank.message.gradients_of(rank.message.tensor()));  // what is there already
+    rank.message.assign(rank.message.tensor().view({-1}));  // what is there already
     rank.message.unpack(2.0, {1});
     EXPECT_TRUE(rank.grad(0).equal(at::arange(6, at::kFloat).view({2, 3}) * 2));
   }
@@ -594,9 +552,9 @@ TEST(BucketMessage, AssignedResult_OfAnyDtypeAndShape_IsUnpacked_AndTrailerStays
 TEST(BucketMessage, AssignedResultOfAnotherSize_ThrowsWithBothSizes_AndNothingIsWritten) {
   Rank rank(Kind::kFlat, {at::zeros({6}).requires_grad_()});
   rank.grad(0) = at::ones({6});
-  rank.message.pack({1}, 1.0, kFacts);
+  rank.message.pack({1}, 1.0);
   const at::Tensor before = rank.message.tensor().clone();
-  for (const int64_t numel : {0, 1, 5, 7, 10}) {  // 10: with the trailer
+  for (const int64_t numel : {0, 1, 5, 7}) {
     try {
       rank.message.assign(at::full({numel}, 9.0));
       ADD_FAILURE() << numel;
@@ -625,7 +583,7 @@ TEST(BucketMessage, BufferFromElsewhere_LiesThere) {
     EXPECT_EQ(rank.message.tensor().const_data_ptr(), given.const_data_ptr());
     rank.message.unpack(1.0, {1});
   }
-  const std::vector<std::pair<int64_t, at::ScalarType>> once{{6 + 1 + kFactBits, at::kFloat}};
+  const std::vector<std::pair<int64_t, at::ScalarType>> once{{6, at::kFloat}};
   EXPECT_EQ(asked, once);
 }
 
@@ -809,9 +767,9 @@ TEST(BucketMessage, GradientWithoutMemory_InEveryKind_IsZerosAndBecomesTheSum) {
       rank.grad(0) = at::_efficientzerotensor({3}, at::kFloat);
       rank.message.copy_early(0, 1.0);
       rank.message.pack(rank.all(), 1.0);
-      EXPECT_TRUE(rank.message.gradients_of(rank.message.tensor()).eq(0).all().item<bool>());
+      EXPECT_TRUE(rank.message.tensor().eq(0).all().item<bool>());
       EXPECT_EQ(rank.message.largest_values().item<double>(), 0.0);
-      rank.message.gradients_of(rank.message.tensor()).fill_(5.0);
+      rank.message.tensor().fill_(5.0);
       rank.message.unpack(0.5, rank.all(0));
       EXPECT_TRUE(rank.grad(0).eq(2.5).all().item<bool>());
     }
@@ -840,11 +798,10 @@ TEST(BucketMessage, GradientInParts_EveryPartIsAveragedWhereItIs) {
   EXPECT_FALSE(is_in_parts(other.grad(), other));
   const at::Tensor variable = gradient.whole;
   variable.mutable_grad() = gradient.whole;
-  BucketMessage message(Kind::kFlat, {0, 1}, {variable, other}, BucketTrailer({0, 1}, kFactBits),
-                        at::kCPU, {}, {1, 0});
+  BucketMessage message(Kind::kFlat, {0, 1}, {variable, other}, at::kCPU, {}, {1, 0});
   EXPECT_GE(message.numel(), 9);
   message.pack({1, 1}, 0.5);
-  message.gradients_of(message.tensor()).add_(1.0);
+  message.tensor().add_(1.0);
   message.unpack(1.0, {1, 1});
   EXPECT_TRUE(gradient.parts[0].eq(2.0).all().item<bool>());
   EXPECT_TRUE(gradient.parts[1].eq(3.0).all().item<bool>());
@@ -857,7 +814,7 @@ TEST(BucketMessage, GradientOfAnotherForm_Packed_ThrowsAndSaysWhichParameter) {
   const auto form_error = [&](const at::Tensor& grad, uint8_t recorded) -> std::string {
     const at::Tensor variable = two.whole;
     variable.mutable_grad() = grad;
-    BucketMessage message(Kind::kFlat, {3}, {variable}, BucketTrailer({3}, kFactBits), at::kCPU, {},
+    BucketMessage message(Kind::kFlat, {3}, {variable}, at::kCPU, {},
                           {recorded});
     try {
       message.pack({0, 0, 0, 1}, 1.0);

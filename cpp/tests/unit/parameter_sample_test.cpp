@@ -7,7 +7,7 @@
 
 #include <ATen/ATen.h>
 
-#include "reducer/parameter_sample.h"
+#include "step/parameter_sample.h"
 
 namespace apex::parallel {
 namespace {

@@ -72,7 +72,7 @@ struct Bucket {
 
   Bucket(const at::Tensor& gradient, const GroupPtr& group)
       : parameter(at::zeros(gradient.sizes(), gradient.scalar_type()).requires_grad_()),
-        message(BucketMessage::Kind::kSparse, {0}, {parameter}, {}, at::kCPU,
+        message(BucketMessage::Kind::kSparse, {0}, {parameter}, at::kCPU,
                 options_for(gradient)) {
     parameter.mutable_grad() = gradient;
     ReductionSite site;
@@ -138,7 +138,6 @@ TEST(SparseReduction, Started_SendsNothingBeforeItIsWaitedFor_AndOnce) {
     Bucket bucket(gradient_of(one, rank, at::kFloat), group);
     EXPECT_TRUE(bucket.reduction->traits().starts_at_wait);
     EXPECT_TRUE(bucket.reduction->traits().has_later_messages);
-    EXPECT_FALSE(bucket.reduction->traits().carries_trailer);
     EXPECT_FALSE(bucket.reduction->traits().averages);
     bucket.start();
     EXPECT_EQ(control->issued(rank), 0u);

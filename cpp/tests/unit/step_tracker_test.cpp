@@ -3,7 +3,7 @@
 
 #include <ATen/ATen.h>
 
-#include "reducer/step_tracker.h"
+#include "step/step_tracker.h"
 
 namespace apex::parallel {
 namespace {

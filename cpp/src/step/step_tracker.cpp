@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "reducer/step_tracker.h"
+#include "step/step_tracker.h"
 
 namespace apex::parallel {
 
@@ -30,6 +30,7 @@ void StepTracker::backward_began(bool changed, bool touched_changed) {
   facts_.updated_locally = step_after_local_ || touched_changed || (local_ && last.any);
   const double moved = before_local_.distance + last.distance;
   facts_.moved = sample_.empty() || all_reported_ ? 0 : moved;
+  facts_.sample = sample_.fingerprint();
   any_step_ = local_ = step_after_local_ = idle_step_ = all_reported_ = rebased_ = skipped_ = false;
   before_local_ = {};
   stepped_.clear();  // also where no gradient of this rank follows

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "reducer/parameter_sample.h"
+#include "step/parameter_sample.h"
 
 #include <algorithm>
 #include <cmath>
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
+
+#include "fingerprint.h"
 
 namespace apex::parallel {
 
@@ -97,6 +99,13 @@ ParameterSample::Change ParameterSample::take() {
     site.values = now;
   }
   return change;
+}
+
+int64_t ParameterSample::fingerprint() const {
+  if (sites_.empty()) return 0;
+  Fingerprint all;
+  for (const Site& site : sites_) all.add(site.values.data(), sizeof(site.values));
+  return all.value() | 1;
 }
 
 }  // namespace apex::parallel

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "reducer/join_protocol.h"
+#include "reducer/uneven_inputs.h"
 
 #include <string>
 #include <vector>

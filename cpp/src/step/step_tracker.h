@@ -3,8 +3,8 @@
 
 #include <set>
 
-#include "reducer/parameter_sample.h"
-#include "reducer/step_facts.h"
+#include "step/parameter_sample.h"
+#include "step/step_report.h"
 
 namespace apex::parallel {
 

@@ -17,6 +17,12 @@ namespace apex::parallel::detail {
 // data contributes zeros, and from which it learns what to take part in. Everything happens in the
 // order of the announcements, so it is the same on every rank.
 
+/// What a reducer knows of the join() that it is in.
+struct UnevenInputs {
+  bool divide_by_initial = true;  ///< averages are over all ranks, also those without data
+  bool announces_ends = false;    ///< of backwards, since collectives of others came between
+};
+
 /// Blocks the host, as do the others. Collective.
 /// @param active  this rank has data, and announces `kind` and `argument`.
 /// @throws RankMismatch on every rank if those with data announce different things.

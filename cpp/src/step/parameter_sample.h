@@ -43,6 +43,10 @@ class ParameterSample {
   /// device or size since does not count.
   Change take();
 
+  /// Of the values that the elements had then; 0 where there are none. The same on ranks with the
+  /// same parameters.
+  int64_t fingerprint() const;
+
  private:
   struct Site {
     at::Tensor parameter;

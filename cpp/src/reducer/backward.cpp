@@ -1,0 +1,742 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "reducer/backward.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <apex/error.h>
+#include <apex/interruption.h>
+
+#include "fingerprint.h"
+#include "reducer/plan_agreement.h"
+#include "tensor_parts.h"
+
+namespace apex::parallel::detail {
+
+// Note [Order of launches]
+//
+// Collectives of one process group must be issued in the same order on every rank, but gradients
+// become ready in an order that may differ. So buckets have one order, the plan's, and a bucket is
+// launched only when all before it were. Only the thread that changes the reducer launches. The
+// report follows the last bucket, and what a reduction exchanges later follows the report.
+
+// Note [Carried through]
+//
+// Ranks that have begun a synchronized backward wait for each other's buckets. A rank that cannot
+// send its own, or does not want to, may therefore not just stay away: the messages of its next
+// backward would meet those that the others still wait for, of other sizes. So a backward that was
+// begun is carried through on every rank, with zeros where a rank has nothing to send, and a report
+// that tells why:
+//
+// - it failed: an exception ended its backward, in the module, in a hook, or in a callback. Then
+//   nothing of this backward counts: every rank throws, and all can go on with the next backward;
+// - it left the plan (relearn(), another communication hook, another set of trainable parameters),
+//   which may well have happened on all ranks: then all make a new plan and reduce their gradients
+//   by that. If some have kept the plan, every rank throws.
+//
+// A rank whose buckets were all launched when it failed has done its part, and the others have their
+// average, unless more exchanges follow: it may be in a destructor, and takes part in none. It looks
+// at the reports before its next backward. If it fails after its report, in user code that comes
+// between two exchanges (a hook's next phase), nobody knows what the others have received: that is
+// the end of this reducer.
+
+// Note [Skipped steps]
+//
+// skip_step() is one more thing to report: the backward is carried through as always, with the
+// gradients that this rank has or without any, and when the reports are read every rank drops the
+// gradients. They are set to None on every rank, so that an optimizer finds nothing to step, whether
+// or not the loop asks. Sums that hold this step's gradients cannot be undone otherwise; what
+// accumulated before under no_sync() belongs to the same step.
+//
+// With skip_failed_steps a failed backward ends in the same way, also where all buckets of the rank
+// were sent.
+
+// Note [Backwards that end before their buckets have arrived]
+//
+// A step can take no less than its forward and then the longer of backward and communication, as
+// long as backward waits for the last bucket. It need not: the next forward can begin, and wait for
+// each parameter when it comes to it. Then what matters is that the buckets of the first layers
+// arrive first, although their gradients are the last to be computed. (Y. Peng et al., "A Generic
+// Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019; A. Jayarajan et
+// al., "Priority-based Parameter Propagation for Distributed DNN Training", MLSys 2019.)
+//
+// Ranks have to launch in one order, so priorities that depend on what is ready are out. But a
+// fixed order does: what has arrived by the end of backward stays where it is, and so does the
+// bucket that is on the network then; the others are still waiting for the network, and are
+// launched in the order in which the next forward asks for them, the reverse of that in which
+// backward made them. How many have arrived is what rank 0 sees in the third backward with a plan.
+// A plan that was given is not reordered.
+//
+// In between, gradients are neither complete nor free to be added to. Whatever needs them completes
+// the deferred backward first: the next backward (at its first output), a change of plan, hook or
+// callback. A parameter that gets a gradient although nobody has waited for its last one was used
+// in forward before it was updated: that is an error.
+
+namespace {
+
+constexpr int64_t kOrderAfter = 3;
+
+constexpr const char* kSkippedTooLate =
+    "another rank called skip_step() in this backward, but here a bucket callback or an "
+    "OverlappedOptimizer had the gradients before that was known, so parameters may differ: use "
+    "the same on every rank, and start again from a checkpoint";
+
+bool is_to_be_ordered(const Plan& plan, const ReducerContext& context) {
+  return context.defers && !plan.preset && plan.backwards == kOrderAfter;
+}
+
+/// Whether two plans hold the same parameters.
+bool holds_same(const BucketPlan& left, const BucketPlan& right) {
+  const auto members = [](const BucketPlan& plan) {
+    std::vector<int64_t> all;
+    for (const auto& bucket : plan.buckets) all.insert(all.end(), bucket.begin(), bucket.end());
+    std::sort(all.begin(), all.end());
+    return all;
+  };
+  return members(left) == members(right);
+}
+
+/// Parameters with a gradient on some rank that are in no bucket.
+std::vector<int64_t> outside(const Plan& plan, const std::vector<uint8_t>& used_by_any) {
+  std::vector<int64_t> late;
+  for (size_t i = 0; i < plan.places.size(); ++i) {
+    if (plan.places[i].bucket < 0 && used_by_any[i] != 0) late.push_back(static_cast<int64_t>(i));
+  }
+  return late;
+}
+
+}  // namespace
+
+bool all_are_needed(const Plan& plan, const ReducerContext& context, const StepTable& table) {
+  return context.options.skip_failed_steps || plan.has_later_messages() ||
+         is_to_be_ordered(plan, context) || !outside(plan, table.used_by_any()).empty();
+}
+
+Backward::Backward(ReducerState& state, BackwardPass pass)
+    : state_(state),
+      context_(state.context),
+      book_(state.book),
+      reporter_(state.reporter),
+      pass_(std::move(pass)) {
+  pass_.recorded = book_.current() == nullptr;
+  state_.step_skipped = false;
+  context_.enter(Phase::kRunning);
+}
+
+std::string Backward::describe_early_write(const ReducerContext& context,
+                                           const Parameter& parameter) {
+  return context.me() + "parameter '" + parameter.name +
+         "' is updated inside backward (by a gradient hook), with this rank's own gradient instead "
+         "of the average. Step after backward, or, to hide steps under communication, use "
+         "OverlappedOptimizer or a bucket callback (register_bucket_callback)";
+}
+
+std::string Backward::describe_overtaken(const Parameter& parameter) {
+  return "parameter '" + parameter.name +
+         "' got a gradient, but forward used it without waiting for its last one, so before it was "
+         "updated "
+         "(it is not used through the forward of the module that owns it). Wait for it first, see "
+         "OverlappedOptimizer.synchronize() or Reducer::wait_for(), or do without overlapping.";
+}
+
+// --- gradients are computed ---
+
+void Backward::gradient_ready(size_t index, const at::Tensor& incoming) {
+  const Parameter& parameter = context_.parameters[index];
+  if (context_.phase == Phase::kEnding) {
+    throw Error(
+        context_.me() + "parameter '" + parameter.name +
+        "' got a gradient while another backward was ending: a bucket callback must not start one");
+  }
+  GradientState& gradient = pass_.gradients[index];
+  reporter_.tracker.gradient_arrived(/*synchronized=*/true);
+  if (pass_.overtaken[index] != 0)
+    pass_.fail(context_.me() + describe_overtaken(parameter));
+  // Each rank has written something else, since each has its own gradient. An optimizer's fused
+  // kernels do not move the version: refuse_step_in_backward().
+  if (!context_.members.alone() && version_of(parameter.variable) != parameter.seen_version)
+    pass_.fail(describe_early_write(context_, parameter));
+  ++gradient.fired;
+  // With views a gradient of this backward may be in its bucket already, and .grad be undefined.
+  if (parameter.variable.grad().defined()) pass_.used[index] = 1;
+  if (gradient.stale && !context_.options.gradient_average) {
+    pass_.fail(
+        context_.me() + "parameter '" + parameter.name +
+        "' still held the gradient that the last synchronized backward summed over the ranks when "
+        "this "
+        "one began; with gradient_average=False what it added cannot be told apart, and the old "
+        "sum was "
+        "counted once per rank. Clear gradients (zero_grad) between synchronized backwards, or "
+        "accumulate under no_sync().");
+  }
+  gradient.last_fired = ++pass_.clock;
+  context_.observers.tell(&BackwardObserver::gradient_ready, index);
+  if (book_.current() != nullptr) count_down(index, incoming);
+}
+
+/// One gradient less that its bucket waits for.
+void Backward::count_down(size_t index, const at::Tensor& incoming) {
+  const Parameter& parameter = context_.parameters[index];
+  const Place& place = plan().places[index];
+  const int32_t fired = pass_.gradients[index].fired;
+  if (place.bucket < 0) {
+    if (context_.options.static_graph) {
+      pass_.fail(context_.me() + "parameter '" + parameter.name +
+                 "' got a gradient, but had none on any rank in the first backward, and "
+                 "static_graph=True promises that this does not change: its gradient was not "
+                 "averaged. Construct without static_graph, or call relearn() on every rank "
+                 "when the model changes.");
+    }
+    return;
+  }
+  PlannedBucket& entry = plan().entries[place.bucket];
+  if (entry.launched) {
+    pass_.fail(
+        context_.me() + "parameter '" + parameter.name + "' got gradient number " +
+        std::to_string(fired) + " of one backward after its bucket had been launched; " +
+        std::to_string(place.expected) +
+        " were recorded in the first backward, so the later ones are not averaged. A layer was "
+        "probably used in more checkpointed segments than before: call relearn() on every rank "
+        "when "
+        "that changes, or construct with delay_allreduce=True.");
+    return;
+  }
+  if (!parameter.device.is_cpu()) {
+    const c10::Stream stream =
+        c10::impl::VirtualGuardImpl(parameter.device.type()).getStream(parameter.device);
+    auto& producers = entry.producers;
+    if (std::find(producers.begin(), producers.end(), stream) == producers.end())
+      producers.push_back(stream);
+  }
+  if (fired >= place.expected)
+    entry.message.copy_early(place.slot, entry.averaging(context_).before);
+  if (fired == place.expected) --entry.pending;
+  launch_ready(incoming);
+}
+
+void Backward::launch_ready(const at::Tensor& incoming) {
+  if (context_.options.delay_allreduce || pass_.owes_end) return;
+  auto& entries = plan().entries;
+  while (pass_.next_launch < entries.size() && entries[pass_.next_launch].pending == 0) {
+    if (pass_.next_launch > 0 && entries[pass_.next_launch - 1].reduction->holds_back_next())
+      return;
+    launch(pass_.next_launch, incoming);
+    context_.statistics.add(&ReducerStatistics::launched_in_backward);
+  }
+}
+
+void Backward::launch(size_t index, const at::Tensor& incoming) {
+  PlannedBucket& entry = plan().entries[index];
+  pass_.next_launch = index + 1;  // first, so that a launch that throws is not tried again
+  try {
+    launch_bucket(entry, index, pass_, incoming, context_);
+  } catch (const CommunicationError&) {
+    context_.fail();  // at once: nothing may be sent any more
+    throw;
+  } catch (const Interrupted&) {  // in the hook; the others have heard
+    context_.fail();
+    throw;
+  } catch (...) {
+    reporter_.hook_failed = reporter_.hook_failed || entry.user_code_failed;
+    throw;
+  }
+}
+
+void Backward::launch_rest() {
+  auto& entries = plan().entries;
+  while (pass_.next_launch < entries.size()) {
+    const size_t next = pass_.next_launch;
+    if (next > 0) let_next_pass(entries[next - 1], next - 1, context_);
+    launch(next);
+    context_.statistics.add(&ReducerStatistics::launched_at_end);
+  }
+  // The report follows.
+  if (!entries.empty()) let_next_pass(entries.back(), entries.size() - 1, context_);
+}
+
+/// Zeros, by the plan that this rank has left.
+void Backward::launch_left(Plan& left, bool failed) {
+  try {
+    launch_absent(left.entries, failed, reporter_.hook_failed, context_);
+  } catch (const CommunicationError&) {
+    throw;
+  } catch (...) {
+    // A hook that fails may be why the plan was left: what it says of this one matters to nobody.
+    launch_absent(left.entries, failed, /*without_user_code=*/true, context_);
+  }
+}
+
+// --- they are: what this rank has to send ---
+
+void Backward::send() {
+  if (const Plan* plan = book_.current(); plan != nullptr && context_.defers &&
+                                          plan->backwards + 1 == kOrderAfter) {
+    // Asking may mean asking a device, so no other backward does.
+    while (pass_.done < plan->entries.size() && plan->entries[pass_.done].reduction->done())
+      ++pass_.done;
+  }
+  context_.enter(Phase::kEnding);
+  if (Plan* left = book_.still_carried()) launch_left(*left, /*failed=*/false);
+  StepReport report = reporter_.report(book_.left());
+  if (Plan* plan = book_.current()) {
+    launch_rest();
+    if (context_.options.check_finite) report.non_finite = first_non_finite(plan->entries);
+    ++plan->backwards;
+    plan->holds_gradients = true;
+  } else {
+    const std::string mine = settings();
+    report.settings = Fingerprint().add(mine.data(), mine.size()).value();
+  }
+  report.without_data = pass_.without_data;
+  pass_.reported = true;
+  reporter_.send(report, pass_.used);
+}
+
+/// Of the settings that may change between backwards, those that all ranks must share; and what
+/// decides on the sizes of messages.
+std::string Backward::settings() const {
+  Fingerprint kinds;
+  for (const Parameter& parameter : context_.parameters) {
+    kinds.add(&parameter.dtype, sizeof(parameter.dtype));
+    kinds.add(parameter.sizes.data(), parameter.sizes.size() * sizeof(int64_t));
+  }
+  return context_.describe_settings() + ' ' + std::to_string(kinds.value());
+}
+
+bool Backward::may_leave() const {
+  const Plan* plan = book_.current();
+  if (plan == nullptr || !context_.defers || context_.joining || plan->watches_unplanned ||
+      context_.options.check_finite || context_.options.check_steps.value_or(false) ||
+      plan->backwards <= kOrderAfter || !pass_.error.empty()) {
+    return false;
+  }
+  // Members that this rank has not used are settled when the other ranks have reported theirs.
+  return std::none_of(plan->entries.begin(), plan->entries.end(), [](const PlannedBucket& entry) {
+    return entry.message.has_unused() || entry.reduction->has_next_phase();
+  });
+}
+
+void Backward::leave() {
+  for (PlannedBucket& entry : plan().entries) entry.reduction->leave();
+  context_.enter(Phase::kDeferred);
+  context_.statistics.add(&ReducerStatistics::deferred);
+  context_.observers.tell(&BackwardObserver::deferred);
+}
+
+// --- a backward without a plan ---
+
+/// What this rank has seen in this backward.
+Recording Backward::recording() const {
+  const ParameterTable& parameters = context_.parameters;
+  Recording mine;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& grad = parameters[i].variable.grad();
+    const bool used = pass_.used[i] != 0;
+    RecordedParameter seen;
+    seen.sparse_dim = used && grad.defined() && grad.layout() == at::kSparse
+                          ? static_cast<int32_t>(grad.sparse_dim())
+                          : 0;
+    seen.in_parts = used && is_in_parts(grad, parameters[i].variable);
+    seen.fired = pass_.gradients[i].fired;
+    mine.parameters.push_back(seen);
+    if (seen.fired > 0) mine.ready_order.push_back(static_cast<int64_t>(i));
+  }
+  if (!context_.options.delay_allreduce) {
+    std::sort(mine.ready_order.begin(), mine.ready_order.end(), [&](int64_t left, int64_t right) {
+      return pass_.gradients[left].last_fired < pass_.gradients[right].last_fired;
+    });
+  }
+  return mine;
+}
+
+/// After this, there is a plan, the same on every rank, and its buckets are on their way.
+void Backward::record(const std::function<void()>& meanwhile) {
+  const StepTable& table =
+      context_.monitor.open([&]() -> const StepTable& { return reporter_.receive(meanwhile); });
+  refuse(table, /*all_are_needed=*/true);
+  if (!table.same_settings()) {
+    pass_.refused = true;
+    reporter_.refuse_settings(context_.describe_settings());
+  }
+  if (context_.options.check_steps.value_or(context_.members.control_device().is_cpu()))
+    pass_.out_of_step = reporter_.compare(table);
+  pass_.skipped = table.skipped();
+  pass_.used_by_any = table.used_by_any();
+  const std::vector<bool> trainable = table.trainable_set();
+  if (table.all_left()) leave_behind(table.all_left_for(ReasonToLeave::kSet));
+  const Recording mine = recording();
+  const Recording agreed = context_.monitor.open(
+      [&] { return exchange_recordings(context_.members, mine, pass_.used_by_any); });
+  make_plan(mine, agreed, trainable);
+  pass_.reported = false;
+  launch_rest();
+  StepReport report = reporter_.report(ReasonToLeave::kNone);
+  if (context_.options.check_finite) report.non_finite = first_non_finite(plan().entries);
+  ++plan().backwards;
+  plan().holds_gradients = true;
+  report.without_data = pass_.without_data;
+  pass_.reported = true;
+  reporter_.send(report, pass_.used);
+}
+
+/// All ranks have left the plan. Nothing is wanted of what was sent by it, but that it does not come
+/// in the way of what follows.
+void Backward::leave_behind(bool keep) {
+  for (Plan* left : {book_.current(), book_.still_carried()}) {
+    if (left == nullptr) continue;
+    context_.monitor.open([&] {
+      for (PlannedBucket& entry : left->entries)
+        entry.reduction->wait("exchange by the plan that was left", {});
+    });
+    left->reset();
+  }
+  book_.left_by_all(keep);
+}
+
+void Backward::make_plan(const Recording& mine, const Recording& agreed,
+                         const std::vector<bool>& trainable) {
+  const ParameterTable& parameters = context_.parameters;
+  std::vector<Place> places(parameters.size());
+  for (size_t i = 0; i < places.size(); ++i) {
+    const RecordedParameter& seen = agreed.parameters[i];
+    places[i].sparse = seen.sparse_dim != 0;
+    places[i].sparse_dim = seen.sparse_dim;
+    places[i].in_parts =
+        pass_.used_by_any[i] != 0 ? seen.in_parts : may_be_in_parts(parameters[i].variable);
+    places[i].trainable = trainable[i];
+    // A rank goes by its own count; one that has none yet, by that of the others.
+    places[i].expected =
+        std::max<int32_t>(1, mine.parameters[i].fired > 0 ? mine.parameters[i].fired : seen.fired);
+  }
+  // Frozen with a gradient that it accumulated before: reduced now, but not expected again.
+  std::vector<int64_t> ready;
+  for (const int64_t i : agreed.ready_order) {
+    if (trainable[i]) ready.push_back(i);
+  }
+  context_.statistics.add(&ReducerStatistics::plans_learnt);
+  BucketLimits limits = context_.options.limits;
+  if (context_.options.delay_allreduce)
+    limits.cap = limits.first_cap = std::numeric_limits<int64_t>::max();
+  Plan& plan = book_.put(std::move(places));
+  plan.buckets = assign_buckets(parameter_infos(context_, plan.places), ready, limits,
+                                context_.options.trigger_parameters);
+  plan.preset = holds_same(state_.preset, plan.buckets);
+  if (plan.preset) plan.buckets = state_.preset;
+  build_entries(plan, context_);
+}
+
+// --- what the others have sent ---
+
+void Backward::refuse(const StepTable& table, bool all_are_needed) {
+  try {
+    reporter_.refuse(table, all_are_needed);
+  } catch (...) {
+    pass_.refused = true;
+    // Counted by no rank, since not by the failed ones.
+    if (Plan* plan = book_.current()) --plan->backwards;
+    if (table.hooks_apart()) context_.fail();
+    throw;
+  }
+}
+
+/// Whether the reports of this backward have to be read here.
+bool Backward::must_read() const {
+  if (context_.reads_reports() || context_.options.check_finite) return true;
+  const Plan& plan = *book_.current();
+  if (plan.watches_unplanned || (context_.members.alone() && reporter_.wants_skip)) return true;
+  return std::any_of(plan.entries.begin(), plan.entries.end(),
+                     [](const PlannedBucket& entry) { return entry.message.has_unused(); }) ||
+         !outside(plan, pass_.used).empty();
+}
+
+void Backward::judge(const std::function<void()>& meanwhile) {
+  pass_.used_by_any = pass_.used;
+  if (!must_read()) return;
+  const StepTable& table =
+      context_.monitor.open([&]() -> const StepTable& { return reporter_.receive(meanwhile); });
+  refuse(table, all_are_needed(plan(), context_, table));
+  pass_.used_by_any = table.used_by_any();
+  pass_.skipped = pass_.skipped || table.skipped();
+  if (context_.options.check_finite) {
+    pass_.non_finite = table.describe_non_finite(reporter_.names());
+    pass_.skipped =
+        pass_.skipped || (context_.options.skip_failed_steps && !pass_.non_finite.empty());
+  }
+}
+
+void Backward::complete(const std::function<void()>& meanwhile) {
+  if (context_.phase == Phase::kDeferred) context_.enter(Phase::kEnding);
+  if (pass_.without_data && book_.current() != nullptr && context_.reads_reports()) {
+    const StepTable& table =
+        context_.monitor.open([&]() -> const StepTable& { return reporter_.receive(meanwhile); });
+    if (table.all_left()) leave_behind(table.all_left_for(ReasonToLeave::kSet));
+  }
+  if (book_.current() == nullptr) record(meanwhile);
+  const ReducerOptions& options = context_.options;
+  // What a rank has to report has to be known before the first exchange that follows. A bucket
+  // callback, however, is to be called as soon as its bucket is there.
+  const bool judges_last = context_.bucket_callback && !options.check_finite &&
+                           !options.skip_failed_steps && !plan().has_later_messages();
+  if (!judges_last) judge(meanwhile);
+  run_next_phases(plan(), context_);
+  complete_entries(meanwhile);
+  if (judges_last) judge(meanwhile);
+  if (pass_.skipped && (context_.bucket_callback || context_.defers) && !options.skip_failed_steps)
+    pass_.fail(context_.me() + kSkippedTooLate);
+  settle();
+  context_.observers.tell(&BackwardObserver::completed);
+  if (context_.reads_reports() && !pass_.recorded)
+    pass_.out_of_step = reporter_.compare(reporter_.receive());
+  order_by_need();
+  if (options.gradient_as_bucket_view && !plan().holds_gradients && !pass_.failure)
+    move_gradients_in(plan(), context_);
+}
+
+void Backward::complete_entry(size_t index, const std::function<void()>& meanwhile) {
+  PlannedBucket& entry = plan().entries[index];
+  try {
+    await_bucket(entry, index, meanwhile, context_);
+  } catch (const CommunicationError&) {
+    // What failed here before says why, not that the others have not come since.
+    if (pass_.failure) std::rethrow_exception(pass_.failure);
+    throw;
+  }
+  entry.completed = true;
+  if (pass_.failure) return;
+  try {
+    hand_out_bucket(entry, pass_, context_);
+  } catch (...) {
+    // Of this rank alone, while exchanges may follow: see Note [Carried through].
+    pass_.failure = std::current_exception();
+    return;
+  }
+  if (!entry.message.has_unused())
+    call_back(static_cast<int64_t>(index), entry.message.slots(), true);
+}
+
+void Backward::complete_entries(const std::function<void()>& meanwhile) {
+  for (size_t b = 0; b < plan().entries.size(); ++b) {
+    if (!plan().entries[b].completed) complete_entry(b, meanwhile);  // else while it was left
+  }
+}
+
+/// Calls the bucket callback. What it throws is thrown when the other ranks have been served.
+void Backward::call_back(int64_t bucket, const std::vector<BucketMessage::Slot>& slots,
+                         bool all_used) {
+  if (!context_.bucket_callback || pass_.callback_error || pass_.failure || pass_.skipped) return;
+  ReducedBucket reduced;
+  reduced.index = bucket;
+  for (const BucketMessage::Slot& slot : slots) {
+    if (all_used || pass_.used_by_any[slot.parameter])
+      reduced.parameters.push_back(slot.parameter);
+  }
+  if (reduced.parameters.empty()) return;
+  try {
+    context_.monitor.open([&] { context_.bucket_callback(reduced); });
+  } catch (...) {
+    pass_.callback_error = std::current_exception();
+  }
+}
+
+/// Decides for gradients that this rank does not have: from what the reports say.
+void Backward::settle() {
+  Plan& plan = this->plan();
+  std::vector<std::pair<int64_t, std::vector<BucketMessage::Slot>>> unsettled;
+  for (size_t b = 0; b < plan.entries.size(); ++b) {
+    BucketMessage& message = plan.entries[b].message;
+    if (!message.has_unused()) continue;
+    if (context_.bucket_callback) unsettled.emplace_back(static_cast<int64_t>(b), message.slots());
+    if (!pass_.failure) message.settle(pass_.used_by_any);
+  }
+  const std::vector<int64_t> late = outside(plan, pass_.used_by_any);
+  if (!late.empty() || !unsettled.empty() || plan.watches_unplanned)
+    context_.statistics.add(&ReducerStatistics::usage_reads);
+  // Every rank has read the same reports, so every rank comes here with the same list, and extends
+  // its plan alike.
+  if (!late.empty()) {
+    reduce_late(late);
+    std::vector<int64_t> more;
+    for (const int64_t i : late) {
+      if (plan.places[i].trainable) more.push_back(i);  // else frozen with an older gradient
+    }
+    if (!more.empty()) {
+      const BucketPlan added =
+          assign_buckets(parameter_infos(context_, plan.places), more, context_.options.limits);
+      plan.buckets.buckets.insert(plan.buckets.buckets.end(), added.buckets.begin(),
+                                  added.buckets.end());
+      build_entries(plan, context_);
+      plan.backwards = 0;
+      plan.preset = false;
+      context_.statistics.add(&ReducerStatistics::plans_extended);
+    }
+  }
+  for (const auto& [bucket, slots] : unsettled) call_back(bucket, slots, false);
+}
+
+void Backward::reduce_late(const std::vector<int64_t>& late) {
+  detail::reduce_late(
+      late, plan().places, pass_,
+      [this](const auto& slots) {
+        find_non_finite_sum(slots);
+        call_back(-1, slots, true);
+      },
+      context_);
+}
+
+/// With check_finite, of late gradients: in their sums, which are the same on every rank.
+void Backward::find_non_finite_sum(const std::vector<BucketMessage::Slot>& slots) {
+  if (!context_.options.check_finite || !pass_.non_finite.empty()) return;
+  for (const BucketMessage::Slot& slot : slots) {
+    at::Tensor grad = slot.variable.grad();
+    if (grad.defined() && grad.layout() == at::kSparse) grad = grad._values();
+    if (!grad.defined() || at::isfinite(grad).all().item<bool>()) continue;
+    pass_.non_finite = "a rank contributed a gradient that is infinite or NaN for parameter '" +
+                       context_.parameters[slot.parameter].name +
+                       "', and so it is on every rank now: look at the ranks' batches and losses, "
+                       "lower the learning rate, or scale the loss; do not step the optimizer";
+    pass_.skipped = pass_.skipped || context_.options.skip_failed_steps;
+    return;
+  }
+}
+
+void Backward::order_by_need() {
+  if (!is_to_be_ordered(plan(), context_)) return;
+  BucketPlan ordered = plan().buckets;
+  // One more is on the network.
+  const size_t stay = std::min(pass_.done + 1, ordered.buckets.size());
+  std::reverse(ordered.buckets.begin() + static_cast<int64_t>(stay), ordered.buckets.end());
+  const auto count = static_cast<int64_t>(context_.parameters.size());
+  ordered = context_.monitor.open([&] { return broadcast_plan(context_.members, ordered, count); });
+  if (ordered == plan().buckets) return;
+  plan().buckets = std::move(ordered);
+  build_entries(plan(), context_);
+}
+
+// --- it is over ---
+
+void Backward::conclude() {
+  if (pass_.failure) {
+    const std::exception_ptr failure = pass_.failure;
+    drop_messages();
+    book_.served();
+    std::rethrow_exception(failure);
+  }
+  if (pass_.skipped) call_off();
+  for (Parameter& parameter : context_.parameters) parameter.touched = false;
+  remember_reduced();
+  sample_parameters();
+  const bool recorded = plan().backwards <= 1;
+  plan().reset();
+  context_.enter(Phase::kIdle);
+  book_.served();
+  // Ranks without a gradient in it recorded nothing that later steps could go by.
+  if (pass_.skipped && recorded) book_.forget();
+  context_.statistics.add(&ReducerStatistics::backwards);
+  pass_.rethrow();
+}
+
+/// No gradient of this backward counts: see Note [Skipped steps].
+void Backward::call_off() {
+  state_.step_skipped = true;
+  for (Parameter& parameter : context_.parameters) {
+    if (!context_.parameters.owns(parameter)) continue;
+    parameter.touched = false;
+    parameter.variable.mutable_grad() = at::Tensor();
+  }
+  if (Plan* plan = book_.current()) plan->holds_gradients = false;
+  pass_.non_finite.clear();
+  reporter_.tracker.backward_skipped();
+  context_.statistics.add(&ReducerStatistics::steps_skipped);
+}
+
+void Backward::remember_reduced() {
+  if (context_.options.gradient_average && !context_.joining) return;
+  for (size_t i = 0; i < plan().places.size(); ++i) {
+    Parameter& parameter = context_.parameters[i];
+    const at::Tensor& grad = parameter.variable.grad();
+    if (!grad.defined() || plan().places[i].bucket < 0) continue;
+    parameter.reduced =
+        c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(grad.getIntrusivePtr());
+    parameter.reduced_version = grad._version();
+  }
+}
+
+/// After the first backward with a plan, which is the same one on every rank.
+void Backward::sample_parameters() {
+  if (plan().number == reporter_.tracker.sampled_plan() || context_.members.alone() ||
+      !context_.options.check_steps.value_or(true)) {
+    return;
+  }
+  std::vector<at::Tensor> parameters;
+  for (const auto& bucket : plan().buckets.buckets) {
+    for (const int64_t index : bucket) parameters.push_back(context_.parameters[index].variable);
+  }
+  reporter_.tracker.sample(plan().number, parameters);
+}
+
+void Backward::fail() noexcept {
+  if (context_.phase == Phase::kRunning) {
+    // Whatever accumulated is still local, or half way: the next synchronized backward takes it
+    // along.
+    for (size_t i = 0; i < pass_.used.size(); ++i) {
+      if (pass_.used[i] != 0) context_.parameters[i].touch();
+    }
+  }
+  if (!pass_.refused && !pass_.reported) {
+    send_failure();
+  } else if (!pass_.refused && !hooks_failed_together()) {
+    context_.fail();  // nobody hears of it
+  }
+  drop_messages();
+  // The other ranks skip the step, so this one does.
+  if (context_.options.skip_failed_steps && context_.phase == Phase::kIdle) call_off();
+}
+
+/// The communication hook of every rank has failed, in the same bucket.
+bool Backward::hooks_failed_together() const {
+  const Plan* plan = book_.current();
+  return plan != nullptr && std::any_of(plan->entries.begin(), plan->entries.end(),
+                                        [](const PlannedBucket& entry) {
+                                          return entry.user_code_failed &&
+                                                 entry.traits.fails_together;
+                                        });
+}
+
+/// The others are told. Does not wait for them, unless a communication hook does.
+void Backward::send_failure() noexcept {
+  if (context_.phase == Phase::kFailed || context_.phase == Phase::kReleased) return;
+  try {
+    bool sent_all = false;
+    if (Plan* left = book_.still_carried()) {
+      launch_left(*left, /*failed=*/true);
+    } else if (Plan* plan = book_.current()) {
+      const auto launched = [](const PlannedBucket& entry) { return entry.launched; };
+      sent_all = !reporter_.hook_failed &&
+                 std::all_of(plan->entries.begin(), plan->entries.end(), launched);
+      launch_absent(plan->entries, /*failed=*/true, reporter_.hook_failed, context_);
+    }
+    reporter_.send_failure(sent_all, pass_.used);
+  } catch (...) {
+    context_.fail();
+  }
+}
+
+void Backward::drop_messages() noexcept {
+  for (Plan* plan : {book_.current(), book_.still_carried()}) {
+    if (plan == nullptr) continue;
+    for (PlannedBucket& entry : plan->entries) {
+      entry.reduction->drop();
+      entry.message.abandon();
+    }
+    plan->holds_gradients = false;
+    plan->reset();
+  }
+  context_.observers.tell(&BackwardObserver::dropped);
+  if (context_.phase != Phase::kFailed) context_.enter(Phase::kIdle);
+}
+
+}  // namespace apex::parallel::detail

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "reducer/step_reporter.h"
+
+#include <utility>
+
+#include <ATen/Functions.h>
+
+#include <apex/error.h>
+
+#include "comm/collectives.h"
+#include "fingerprint.h"
+
+namespace apex::parallel::detail {
+
+void StepReporter::backward_began() {
+  ++backwards_begun_;
+  exchange_.drop();
+  failed_ = hook_failed = false;
+}
+
+StepReport StepReporter::report(ReasonToLeave left) const {
+  StepReport report;
+  report.left = left;
+  // Where nobody reads it, the row is the same in most steps.
+  if (!context_.reads_reports() && !context_.members.alone()) return report;
+  report.backward = backwards_begun_;
+  report.facts = tracker.facts();
+  report.skips = wants_skip;
+  report.compared = context_.options.check_steps.value_or(true) && !context_.joining;
+  // Ranks that began with other parameters, or whose hook averages over some ranks only, may move
+  // them differently.
+  if (!context_.options.init_sync || context_.hook) report.facts.moved = 0;
+  return report;
+}
+
+void StepReporter::send(const StepReport& report, const std::vector<uint8_t>& used) {
+  exchange_.send("exchange of reports, of backward number " + std::to_string(backwards_begun_),
+                 report, used, context_.parameters.trained());
+}
+
+void StepReporter::send_failure(bool sent_all, const std::vector<uint8_t>& used) {
+  failed_ = true;
+  StepReport failure = report(ReasonToLeave::kNone);
+  failure.failed = true;
+  failure.sent_all = sent_all;
+  failure.hook_failed = hook_failed;
+  send(failure, used);
+}
+
+const StepTable& StepReporter::receive(const std::function<void()>& meanwhile) {
+  return exchange_.receive(meanwhile);
+}
+
+const StepTable* StepReporter::look_back() {
+  if (!std::exchange(failed_, false) || !exchange_.sent() || !context_.reads_reports())
+    return nullptr;
+  return &exchange_.receive({});
+}
+
+void StepReporter::refuse(const StepTable& table, bool all_are_needed) {
+  const std::string why = table.why_refused(all_are_needed, names());
+  if (why.empty()) return;
+  for (Parameter& parameter : context_.parameters) parameter.touched = false;
+  const bool failed = table.any_failed() || (all_are_needed && table.any_absent());
+  if (failed && context_.options.skip_failed_steps && !table.hooks_apart()) throw StepSkipped();
+  throw RankMismatch(context_.me() + why + note_on_ranks(*context_.members.control()));
+}
+
+void StepReporter::refuse_settings(const std::string& mine) {
+  context_.monitor.open(
+      [&] { verify_same_model(context_.parameters.named(), {}, context_.members.control()); });
+  throw RankMismatch(context_.me() + "this rank has " + mine +
+                     ", another rank has not: register the same on every rank");
+}
+
+std::string StepReporter::describe(const StepTable& table) const {
+  return context_.me() + table.describe_difference() + note_on_ranks(*context_.members.control());
+}
+
+std::string StepReporter::compare(const StepTable& table) {
+  switch (table.difference()) {
+    case StepTable::Difference::kNone:
+      return {};
+    case StepTable::Difference::kCertain:
+      return describe(table);
+    case StepTable::Difference::kUnknown:
+      break;
+  }
+  // Ranks may differ in who updates what for good reason, in every step; and all parameters are much
+  // to read. Who takes part in nothing more is not waited for.
+  ++differences_;
+  const bool asked = (differences_ & (differences_ - 1)) == 0;
+  if (!asked || table.any_absent() || !parameters_differ(table.trainable_set())) return {};
+  return describe(table);
+}
+
+std::string StepReporter::out_of_step() const {
+  const StepTable* table = exchange_.peek();
+  return table != nullptr && table->why_refused(false, names()).empty() &&
+                 table->difference() == StepTable::Difference::kCertain
+             ? describe(*table)
+             : std::string();
+}
+
+/// Of those that are trainable. Collective; blocks the host.
+bool StepReporter::parameters_differ(const std::vector<bool>& trainable) const {
+  Fingerprint fingerprint;
+  for (size_t i = 0; i < trainable.size(); ++i) {
+    if (!trainable[i]) continue;
+    const at::Tensor values = context_.parameters[i].variable.detach().cpu().contiguous();
+    fingerprint.add(values.const_data_ptr(), values.nbytes());
+  }
+  const ControlMessage message = context_.members.all_gather(
+      "comparison of the parameters", at::full({1}, fingerprint.value(), at::kLong));
+  const at::Tensor all = context_.monitor.open([&] { return message.wait(); });
+  return !all.eq(fingerprint.value()).all().item<bool>();
+}
+
+}  // namespace apex::parallel::detail

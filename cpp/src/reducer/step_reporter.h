@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+/// What this rank says in the reports of a reducer, and what follows from those of all ranks.
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "reducer/context.h"
+#include "step/report_exchange.h"
+#include "step/step_tracker.h"
+
+namespace apex::parallel::detail {
+
+/// Thrown inside the reducer, on every rank but the failed ones: an exception ended the backward of
+/// a rank, and the options say that the step is skipped then.
+struct StepSkipped {};
+
+/// Not thread safe.
+class StepReporter {
+ public:
+  explicit StepReporter(ReducerContext& context)
+      : context_(context), exchange_(context.members, context.parameters.size()) {}
+
+  /// What this rank has done; the reducer tells it.
+  StepTracker tracker;
+  bool wants_skip = false;   ///< skip_step() was called for this backward, or the next one
+  bool hook_failed = false;  ///< the communication hook of this rank threw in this backward
+
+  void backward_began();
+  /// What there is to say if nothing went wrong.
+  StepReport report(ReasonToLeave left) const;
+  /// Sends a row. Does not wait.
+  void send(const StepReport& report, const std::vector<uint8_t>& used);
+  /// The same of a rank whose backward an exception has ended. @param sent_all  all its buckets are
+  /// on their way.
+  void send_failure(bool sent_all, const std::vector<uint8_t>& used);
+
+  /// The rows of all ranks, for the last that was sent. Blocks the host.
+  const StepTable& receive(const std::function<void()>& meanwhile = {});
+  /// Before the next backward: what the others did in one in which this rank failed; null if it did
+  /// not. Blocks the host.
+  const StepTable* look_back();
+  void drop() { exchange_.drop(); }
+
+  /// Throws RankMismatch or StepSkipped, on every rank, if nothing of this backward counts.
+  void refuse(const StepTable& table, bool all_are_needed);
+  /// Settings, or dtypes or shapes of parameters, differ; throws on every rank. Collective.
+  [[noreturn]] void refuse_settings(const std::string& mine);
+
+  /// Returns the error if ranks are out of step, else an empty text. If the rows do not decide that,
+  /// it is collective. Blocks the host.
+  std::string compare(const StepTable& table);
+  /// What compare() will return, where that is known. Does not block.
+  std::string out_of_step() const;
+
+  StepTable::Names names() const {
+    return [this](size_t i) { return context_.parameters[i].name; };
+  }
+
+ private:
+  std::string describe(const StepTable& table) const;
+  bool parameters_differ(const std::vector<bool>& trainable) const;
+
+  ReducerContext& context_;
+  mutable ReportExchange exchange_;
+  int64_t backwards_begun_ = 0;
+  bool failed_ = false;      ///< in the last backward
+  int64_t differences_ = 0;  ///< that the rows did not decide
+};
+
+}  // namespace apex::parallel::detail

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "step/backward_session.h"
+
+#include <algorithm>
+#include <exception>
+#include <unordered_map>
+#include <utility>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+namespace apex::parallel::detail {
+
+namespace {
+
+struct Registry {
+  std::mutex mutex;  ///< guards the rest
+  // One that is being destroyed cannot be locked any more, but has to be found.
+  std::vector<std::pair<const BackwardParticipant*, std::weak_ptr<BackwardParticipant>>> reducers;
+  std::unordered_map<int, std::weak_ptr<BackwardSession>> sessions;  ///< by graph task
+};
+
+// Never destroyed: reducers may outlive static objects.
+Registry& registry() {
+  static auto* const instance = new Registry;
+  return *instance;
+}
+
+}  // namespace
+
+void BackwardSession::add(const std::shared_ptr<BackwardParticipant>& participant) {
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().reducers.emplace_back(participant.get(), participant);
+}
+
+void BackwardSession::drop(const BackwardParticipant* participant) {
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  auto& reducers = registry().reducers;
+  reducers.erase(std::remove_if(reducers.begin(), reducers.end(),
+                                [&](const auto& entry) { return entry.first == participant; }),
+                 reducers.end());
+}
+
+std::vector<std::shared_ptr<BackwardParticipant>> BackwardSession::all() {
+  Participants alive;
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  for (const auto& entry : registry().reducers) {
+    if (auto one = entry.second.lock()) alive.push_back(std::move(one));
+  }
+  return alive;
+}
+
+std::shared_ptr<BackwardSession> BackwardSession::current() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  std::shared_ptr<BackwardSession> session;
+  {
+    const std::lock_guard<std::mutex> lock(registry().mutex);
+    auto& sessions = registry().sessions;
+    for (auto one = sessions.begin(); one != sessions.end();)
+      one = one->second.expired() ? sessions.erase(one) : std::next(one);
+    session = sessions[task].lock();
+    if (session) return session;
+    session = std::make_shared<BackwardSession>();
+    sessions[task] = session;
+  }
+  torch::autograd::Engine::get_default_engine().queue_callback([session] { session->end(); });
+  return session;
+}
+
+/// Those for which the backward begins now: all of the graph, if this is the first output.
+BackwardSession::Participants BackwardSession::newly_reached(
+    const std::shared_ptr<BackwardParticipant>& reached) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (reached_.count(reached.get()) != 0) return {};
+  Participants reducers = all();
+  if (reducers.size() > 1) {
+    const auto& nodes = *torch::autograd::get_current_graph_task_nodes_in_graph();
+    reducers.erase(std::remove_if(reducers.begin(), reducers.end(),
+                                  [&](const auto& one) {
+                                    return one != reached && !one->has_outputs_in(nodes);
+                                  }),
+                   reducers.end());
+  }
+  reducers.erase(
+      std::remove_if(reducers.begin(), reducers.end(),
+                     [&](const auto& one) { return !reached_.insert(one.get()).second; }),
+      reducers.end());
+  return reducers;
+}
+
+void BackwardSession::reach(const std::shared_ptr<BackwardParticipant>& reached) {
+  const auto* only = torch::autograd::get_current_graph_task_exec_info();
+  if (only != nullptr && !only->empty()) return;  // see Note [The end of a backward]
+  const auto session = current();
+  const Participants reducers = session->newly_reached(reached);
+  for (const auto& one : reducers) one->own_parameters();
+  for (const auto& one : reducers) one->begin(session);
+}
+
+void BackwardSession::join(const std::shared_ptr<BackwardParticipant>& one) {
+  const Participants order = all();
+  const auto place = [&](const auto& other) { return std::find(order.begin(), order.end(), other); };
+  const std::lock_guard<std::mutex> lock(mutex_);
+  participants_.push_back(one);
+  std::sort(participants_.begin(), participants_.end(),
+            [&](const auto& left, const auto& right) { return place(left) < place(right); });
+}
+
+void BackwardSession::end() {
+  Participants reducers;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    reducers = std::exchange(participants_, {});
+  }
+  std::exception_ptr error;
+  const auto keep_error = [&](const auto& body) {
+    try {
+      body();
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
+  };
+  for (const auto& one : reducers) keep_error([&] { one->send(this); });
+  const auto look_at_all = [&] {
+    for (const auto& one : reducers) {
+      const std::string apart = one->out_of_step();
+      if (!apart.empty()) throw OutOfStepElsewhere(apart);
+    }
+  };
+  const std::function<void()> meanwhile = reducers.size() > 1 ? look_at_all : std::function<void()>();
+  for (const auto& one : reducers) keep_error([&] { one->complete(this, meanwhile); });
+  if (error) std::rethrow_exception(error);
+}
+
+BackwardSession::~BackwardSession() {
+  for (const auto& one : participants_) one->abandon(this);
+}
+
+}  // namespace apex::parallel::detail

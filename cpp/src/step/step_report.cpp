@@ -1,0 +1,319 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "step/step_report.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+namespace apex::parallel {
+
+namespace {
+
+/// What is at which place of a row; the bits follow: used, then trainable.
+enum Word : size_t { kFlags, kBackward, kLeft, kMoved, kSample, kSettings, kNonFinite, kBits };
+
+constexpr bool StepReport::* kReportFlags[] = {&StepReport::failed,       &StepReport::sent_all,
+                                               &StepReport::hook_failed,  &StepReport::skips,
+                                               &StepReport::without_data, &StepReport::compared};
+constexpr bool StepFacts::* kFactFlags[] = {&StepFacts::idle_step, &StepFacts::updated,
+                                            &StepFacts::updated_locally};
+
+size_t words_for(size_t bits) { return (bits + 63) / 64; }
+
+bool bit_of(const int64_t* words, size_t bit) {
+  return ((static_cast<uint64_t>(words[bit / 64]) >> (bit % 64)) & 1U) != 0;
+}
+
+template <typename Bits>
+void write_bits(const Bits& bits, int64_t* words) {
+  for (size_t begin = 0; begin < bits.size(); begin += 64) {
+    uint64_t word = 0;
+    const size_t end = std::min(bits.size(), begin + 64);
+    for (size_t i = begin; i < end; ++i) word |= uint64_t{bits[i] != 0} << (i - begin);
+    *words++ = static_cast<int64_t>(word);
+  }
+}
+
+struct Question {
+  bool StepFacts::* answer;
+  const char* yes;  ///< what a rank has done that answers yes
+};
+
+const Question kAsked[] = {
+    {&StepFacts::idle_step, "stepped an optimizer twice without a backward between"},
+    {&StepFacts::updated, "updated the parameters since the last synchronized backward"},
+    {&StepFacts::updated_locally,
+     "updated the parameters after a backward without synchronization"},
+};
+
+const char* const kReasons[] = {"",
+                                "relearn()",
+                                "another communication hook",
+                                "load_bucket_plan()",
+                                "another use of OverlappedOptimizer",
+                                "parameters of another dtype, device or shape",
+                                "other parameters are trainable"};
+
+/// Processors of two kinds round differently; a step too many moves parameters further than this.
+constexpr double kSameDistance = 1.2;
+
+bool tells_moved(const StepFacts& facts) { return facts.moved > 0 && std::isfinite(facts.moved); }
+
+double shortest_of(const std::vector<StepReport>& ranks) {
+  double shortest = 0;
+  for (const StepReport& one : ranks) {
+    if (one.compared && tells_moved(one.facts) && (shortest == 0 || one.facts.moved < shortest))
+      shortest = one.facts.moved;
+  }
+  return shortest;
+}
+
+bool moved_further(const StepFacts& facts, double shortest) {
+  return tells_moved(facts) && facts.moved > kSameDistance * shortest;
+}
+
+/// "rank 0, rank 2": those of `ranks` reports for which `holds` is true.
+template <typename Predicate>
+std::string names_of(const std::vector<StepReport>& ranks, Predicate&& holds) {
+  std::string text;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    if (holds(ranks[r])) text += (text.empty() ? "rank " : ", rank ") + std::to_string(r);
+  }
+  return text;
+}
+
+template <typename Predicate>
+bool any(const std::vector<StepReport>& ranks, Predicate&& holds) {
+  return std::any_of(ranks.begin(), ranks.end(), holds);
+}
+
+}  // namespace
+
+size_t StepTable::row_size(size_t parameters) { return kBits + 2 * words_for(parameters); }
+
+void StepTable::encode(const StepReport& report, const std::vector<uint8_t>& used,
+                       const std::vector<bool>& trainable, int64_t* row) {
+  uint64_t flags = 0;
+  int place = 0;
+  for (const auto flag : kReportFlags) flags |= uint64_t{report.*flag} << place++;
+  for (const auto flag : kFactFlags) flags |= uint64_t{report.facts.*flag} << place++;
+  row[kFlags] = static_cast<int64_t>(flags);
+  row[kBackward] = report.backward;
+  row[kLeft] = static_cast<int64_t>(report.left);
+  std::memcpy(&row[kMoved], &report.facts.moved, sizeof(report.facts.moved));
+  row[kSample] = report.facts.sample;
+  row[kSettings] = report.settings;
+  row[kNonFinite] = report.non_finite;
+  write_bits(used, row + kBits);
+  write_bits(trainable, row + kBits + words_for(used.size()));
+}
+
+StepTable::StepTable(std::vector<int64_t> rows, size_t ranks, size_t parameters)
+    : rows_(std::move(rows)), parameters_(parameters) {
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    const int64_t* const from = rows_.data() + rank * row_size(parameters);
+    StepReport report;
+    const auto flags = static_cast<uint64_t>(from[kFlags]);
+    int place = 0;
+    for (const auto flag : kReportFlags) report.*flag = ((flags >> place++) & 1U) != 0;
+    for (const auto flag : kFactFlags) report.facts.*flag = ((flags >> place++) & 1U) != 0;
+    report.backward = from[kBackward];
+    report.left = static_cast<ReasonToLeave>(from[kLeft]);
+    std::memcpy(&report.facts.moved, &from[kMoved], sizeof(report.facts.moved));
+    report.facts.sample = from[kSample];
+    report.settings = from[kSettings];
+    report.non_finite = from[kNonFinite];
+    reports_.push_back(report);
+  }
+}
+
+const int64_t* StepTable::bits_of(size_t rank) const {
+  return rows_.data() + rank * row_size(parameters_) + kBits;
+}
+
+bool StepTable::trainable(size_t rank, size_t parameter) const {
+  return bit_of(bits_of(rank) + words_for(parameters_), parameter);
+}
+
+std::vector<uint8_t> StepTable::used_by_any() const {
+  std::vector<uint8_t> used(parameters_);
+  for (size_t rank = 0; rank < reports_.size(); ++rank) {
+    for (size_t i = 0; i < parameters_; ++i) used[i] |= bit_of(bits_of(rank), i) ? 1 : 0;
+  }
+  return used;
+}
+
+std::vector<bool> StepTable::trainable_set() const {
+  size_t rank = 0;
+  while (rank + 1 < reports_.size() && reports_[rank].without_data) ++rank;
+  std::vector<bool> set(parameters_);
+  for (size_t i = 0; i < parameters_; ++i) set[i] = trainable(rank, i);
+  return set;
+}
+
+bool StepTable::any_failed() const {
+  return any(reports_, [](const StepReport& one) { return one.failed && !one.sent_all; });
+}
+
+bool StepTable::any_absent() const {
+  return any(reports_, [](const StepReport& one) { return one.failed && one.sent_all; });
+}
+
+bool StepTable::skipped() const {
+  return any(reports_, [](const StepReport& one) { return one.skips; });
+}
+
+bool StepTable::all_left() const {
+  return !any(reports_, [](const StepReport& one) {
+    return one.left == ReasonToLeave::kNone && !one.without_data;
+  });
+}
+
+bool StepTable::all_left_for(ReasonToLeave reason) const {
+  return !any(reports_, [&](const StepReport& one) {
+    return one.left != reason && !one.without_data;
+  });
+}
+
+bool StepTable::same_settings() const {
+  return !any(reports_,
+              [&](const StepReport& one) { return one.settings != of(0).settings; });
+}
+
+bool StepTable::hooks_apart() const {
+  const std::vector<StepReport>& ranks = reports_;
+  return any(ranks, [](const StepReport& one) { return one.hook_failed; }) &&
+         any(ranks, [](const StepReport& one) { return !one.hook_failed; });
+}
+
+/// The error if one of the ranks for which `holds` is true has failed, else an empty text.
+std::string StepTable::describe_failed(const std::function<bool(const StepReport&)>& holds) const {
+  const std::string failed = names_of(reports_, holds);
+  if (failed.empty()) return {};
+  return "backward number " + std::to_string(of(0).backward) +
+         " was ended by an exception on " + failed +
+         ", so no gradient of this step is an average over all ranks. Look at the output of that "
+         "rank; "
+         "to go on, clear the gradients (zero_grad) on every rank and run the next step";
+}
+
+/// Which ranks have frozen what others train; empty: none has.
+std::string StepTable::describe_sets(const Names& names) const {
+  const std::vector<bool> first = trainable_set();
+  for (size_t i = 0; i < parameters_; ++i) {
+    std::string of_set[2];
+    for (size_t rank = 0; rank < reports_.size(); ++rank) {
+      if (reports_[rank].without_data) continue;
+      std::string& text = of_set[trainable(rank, i) ? 1 : 0];
+      text += (text.empty() ? "rank " : ", rank ") + std::to_string(rank);
+    }
+    if (of_set[first[i] ? 0 : 1].empty()) continue;
+    return "parameter '" + names(i) + "' is frozen on " + of_set[0] + " and trainable on " +
+           of_set[1] +
+           ", so no gradient of this step is an average over all ranks. Freeze and unfreeze "
+           "(requires_grad_) the same parameters on every rank before the same backward; to go on, "
+           "do so, and clear the gradients";
+  }
+  return {};
+}
+
+std::string StepTable::why_refused(bool all_are_needed, const Names& names) const {
+  std::string failed =
+      describe_failed([](const StepReport& one) { return one.failed && !one.sent_all; });
+  if (!failed.empty()) return failed;
+  // Before the plan, since it says what is to be changed.
+  const size_t words = words_for(parameters_);
+  for (size_t rank = 1; rank < reports_.size(); ++rank) {
+    if (std::equal(bits_of(rank) + words, bits_of(rank) + 2 * words, bits_of(0) + words)) continue;
+    if (std::string apart = describe_sets(names); !apart.empty()) return apart;
+    break;
+  }
+  const auto has_left = [](const StepReport& one) { return one.left != ReasonToLeave::kNone; };
+  const std::string left = names_of(reports_, has_left);
+  if (left.empty() || all_left()) {
+    return all_are_needed ? describe_failed([](const StepReport& one) { return one.failed; })
+                          : std::string();
+  }
+  const auto first = std::find_if(reports_.begin(), reports_.end(), has_left);
+  return "before this backward " + left + " asked for a new bucket plan (" +
+         kReasons[static_cast<size_t>(first->left)] +
+         "), but the other ranks did not, so no gradient of this step is an average over all "
+         "ranks. Do it "
+         "on every rank";
+}
+
+StepTable::Difference StepTable::difference() const {
+  std::vector<StepReport> ranks = reports_;
+  ranks.erase(std::remove_if(ranks.begin(), ranks.end(),
+                             [](const StepReport& one) { return !one.compared || one.failed; }),
+              ranks.end());
+  if (ranks.size() < 2) return Difference::kNone;
+  const StepFacts& first = ranks.front().facts;
+  if (any(ranks, [&](const StepReport& one) { return one.facts.idle_step != first.idle_step; }))
+    return Difference::kCertain;
+  const double shortest = shortest_of(ranks);
+  const bool differ = any(ranks, [&](const StepReport& one) {
+    return one.facts.updated != first.updated ||
+           one.facts.updated_locally != first.updated_locally ||
+           moved_further(one.facts, shortest);
+  });
+  if (!differ) return Difference::kNone;
+  const bool sampled = !any(ranks, [](const StepReport& one) { return one.facts.sample == 0; });
+  const bool apart =
+      any(ranks, [&](const StepReport& one) { return one.facts.sample != first.sample; });
+  return sampled && apart ? Difference::kCertain : Difference::kUnknown;
+}
+
+std::string StepTable::describe_difference() const {
+  const std::vector<StepReport>& ranks = reports_;
+  const auto counts = [](const StepReport& one) { return one.compared && !one.failed; };
+  std::string told;
+  for (const Question& asked : kAsked) {
+    const auto yes = [&](const StepReport& one) { return counts(one) && one.facts.*asked.answer; };
+    const std::string who = names_of(ranks, yes);
+    const std::string others =
+        names_of(ranks, [&](const StepReport& one) { return counts(one) && !yes(one); });
+    if (who.empty() || others.empty()) continue;
+    told += (told.empty() ? "" : "; ") + who + " " + asked.yes + ", " + others + " did not";
+  }
+  const double shortest = shortest_of(ranks);
+  const auto further = [&](const StepReport& one) {
+    return counts(one) && moved_further(one.facts, shortest);
+  };
+  const std::string far = names_of(ranks, further);
+  if (!far.empty()) {
+    told += (told.empty() ? "" : "; ") + far +
+            " moved the parameters further since the last synchronized backward than " +
+            names_of(ranks,
+                     [&](const StepReport& one) {
+                       return counts(one) && tells_moved(one.facts) && !further(one);
+                     }) +
+            ", as by a step of an optimizer too many or another learning rate";
+  }
+  return "the ranks are out of step: " + told +
+         ". Gradients of different steps are averaged then, and parameters may differ. Run the "
+         "same backwards and optimizer steps on every rank (join() covers ranks with fewer "
+         "batches), load weights (load_state_dict) on every rank or before the model is wrapped, "
+         "and start again from a checkpoint; check_reduction=False (check_steps) switches this "
+         "check off";
+}
+
+std::string StepTable::describe_non_finite(const Names& names) const {
+  std::string text;
+  size_t count = 0;
+  for (size_t rank = 0; rank < reports_.size(); ++rank) {
+    const int64_t parameter = reports_[rank].non_finite;
+    if (parameter < 0 || count++ > 0) continue;
+    text = "rank " + std::to_string(rank) +
+           " contributed a gradient that is infinite or NaN for parameter '" +
+           names(static_cast<size_t>(parameter)) + "'";
+  }
+  if (text.empty()) return text;
+  return text + " (" + std::to_string(count) + " of " + std::to_string(reports_.size()) +
+         " ranks have such gradients), and so it is on every rank now: look at that rank's batch "
+         "and "
+         "loss, lower the learning rate, or scale the loss; do not step the optimizer";
+}
+
+}  // namespace apex::parallel

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "step/step_report.h"
+
+// What rows of numbers mean, without ranks: each is written, read and judged.
+
+namespace apex::parallel {
+namespace {
+
+using Difference = StepTable::Difference;
+
+/// One rank, with what it says of its parameters.
+struct Row {
+  StepReport report;
+  std::vector<uint8_t> used;
+  std::vector<bool> trainable;
+};
+
+std::vector<Row> rows(size_t ranks, size_t parameters = 3) {
+  std::vector<Row> all(ranks);
+  for (Row& row : all) {
+    row.report.backward = 7;
+    row.report.facts.sample = 1;
+    row.used.assign(parameters, 1);
+    row.trainable.assign(parameters, true);
+  }
+  return all;
+}
+
+StepTable table_of(const std::vector<Row>& all) {
+  const size_t parameters = all.front().used.size();
+  const size_t size = StepTable::row_size(parameters);
+  std::vector<int64_t> words(all.size() * size);
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    StepTable::encode(all[rank].report, all[rank].used, all[rank].trainable,
+                      words.data() + rank * size);
+  }
+  return {std::move(words), all.size(), parameters};
+}
+
+std::string name_of(size_t parameter) { return "p" + std::to_string(parameter); }
+
+std::string refused(const std::vector<Row>& all, bool all_are_needed = false) {
+  return table_of(all).why_refused(all_are_needed, name_of);
+}
+
+void expect_contains(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in: " << text;
+}
+
+TEST(StepReport, EveryField_WrittenAndRead_IsTheSame) {
+  std::vector<Row> all = rows(2, 130);  // bits in three words
+  StepReport& report = all[1].report;
+  report.failed = report.hook_failed = report.without_data = true;
+  report.facts.updated = true;
+  report.compared = false;
+  report.left = ReasonToLeave::kPlan;
+  report.facts.moved = 0.1;
+  report.facts.sample = std::numeric_limits<int64_t>::min();
+  report.settings = -5;
+  report.non_finite = 129;
+  const StepReport read = table_of(all).of(1);
+  EXPECT_EQ(read.backward, 7);
+  EXPECT_TRUE(read.failed && read.hook_failed && read.without_data && read.facts.updated);
+  EXPECT_FALSE(read.sent_all || read.skips || read.compared || read.facts.idle_step ||
+               read.facts.updated_locally);
+  EXPECT_EQ(read.left, ReasonToLeave::kPlan);
+  EXPECT_EQ(read.facts.moved, 0.1);
+  EXPECT_EQ(read.facts.sample, std::numeric_limits<int64_t>::min());
+  EXPECT_EQ(read.settings, -5);
+  EXPECT_EQ(read.non_finite, 129);
+  EXPECT_EQ(table_of(all).of(0).non_finite, -1);
+}
+
+TEST(StepReport, BitsOfParameters_AreThoseOfAnyRankAndOfEach) {
+  for (const size_t parameters : {0, 1, 63, 64, 65, 200}) {
+    std::vector<Row> all = rows(3, parameters);
+    std::vector<uint8_t> any(parameters);
+    for (size_t rank = 0; rank < 3; ++rank) {
+      for (size_t i = 0; i < parameters; ++i) {
+        all[rank].used[i] = i % 5 == rank ? 1 : 0;
+        all[rank].trainable[i] = (i + rank) % 3 != 0;
+        any[i] |= all[rank].used[i];
+      }
+    }
+    const StepTable table = table_of(all);
+    EXPECT_EQ(table.used_by_any(), any) << parameters;
+    for (size_t rank = 0; rank < 3; ++rank) {
+      for (size_t i = 0; i < parameters; ++i)
+        EXPECT_EQ(table.trainable(rank, i), all[rank].trainable[i]) << parameters << ' ' << i;
+    }
+    EXPECT_EQ(table.trainable_set(), all[0].trainable);
+    all[0].report.without_data = true;
+    EXPECT_EQ(table_of(all).trainable_set(), all[1].trainable);
+  }
+}
+
+TEST(StepReport, NothingToSay_IsNotRefused_AndNoDifference) {
+  EXPECT_EQ(refused(rows(3)), "");
+  EXPECT_EQ(table_of(rows(3)).difference(), Difference::kNone);
+  EXPECT_FALSE(table_of(rows(2)).skipped());
+  EXPECT_EQ(table_of(rows(2)).describe_non_finite(name_of), "");
+}
+
+TEST(StepReport, RankThatFailed_IsNamed_UnlessItHadSentAllAndNothingFollows) {
+  std::vector<Row> all = rows(3);
+  all[2].report.failed = true;
+  expect_contains(refused(all), "backward number 7 was ended by an exception on rank 2");
+  EXPECT_TRUE(table_of(all).any_failed());
+  all[2].report.sent_all = true;
+  EXPECT_EQ(refused(all), "");
+  EXPECT_FALSE(table_of(all).any_failed());
+  EXPECT_TRUE(table_of(all).any_absent());
+  expect_contains(refused(all, /*all_are_needed=*/true), "ended by an exception on rank 2");
+}
+
+TEST(StepReport, PlanLeftBySome_IsRefusedWithTheReason_AndByAllIsNot) {
+  std::vector<Row> all = rows(3);
+  all[0].report.left = ReasonToLeave::kRelearn;
+  expect_contains(refused(all), "rank 0 asked for a new bucket plan (relearn())");
+  EXPECT_FALSE(table_of(all).all_left());
+  all[1].report.left = ReasonToLeave::kCommHook;
+  all[2].report.without_data = true;  // follows the others
+  EXPECT_EQ(refused(all), "");
+  EXPECT_TRUE(table_of(all).all_left());
+  EXPECT_FALSE(table_of(all).all_left_for(ReasonToLeave::kRelearn));
+  all[1].report.left = ReasonToLeave::kRelearn;
+  EXPECT_TRUE(table_of(all).all_left_for(ReasonToLeave::kRelearn));
+}
+
+TEST(StepReport, ParameterFrozenOnSomeRanks_IsNamedWithThem_BeforeThePlan) {
+  std::vector<Row> all = rows(3);
+  all[1].trainable[2] = false;
+  all[1].report.left = ReasonToLeave::kSet;
+  expect_contains(refused(all),
+                  "parameter 'p2' is frozen on rank 1 and trainable on rank 0, rank 2");
+  for (Row& row : all) row.trainable[2] = false;
+  for (Row& row : all) row.report.left = ReasonToLeave::kSet;
+  EXPECT_EQ(refused(all), "");
+  all[0].trainable[0] = false;
+  all[0].report.without_data = true;  // has nothing to say of that
+  EXPECT_EQ(refused(all), "");
+}
+
+TEST(StepReport, SettingsAndSkips_OfOneRank_AreSeen) {
+  std::vector<Row> all = rows(2);
+  EXPECT_TRUE(table_of(all).same_settings());
+  all[1].report.settings = 3;
+  EXPECT_FALSE(table_of(all).same_settings());
+  all[1].report.skips = true;
+  EXPECT_TRUE(table_of(all).skipped());
+}
+
+TEST(StepReport, IdleStepOfOneRank_IsCertain_AndDescribed) {
+  std::vector<Row> all = rows(3);
+  all[2].report.facts.idle_step = true;
+  EXPECT_EQ(table_of(all).difference(), Difference::kCertain);
+  expect_contains(table_of(all).describe_difference(),
+                  "the ranks are out of step: rank 2 stepped an optimizer twice without a "
+                  "backward between, rank 0, rank 1 did not");
+  for (Row& row : all) row.report.facts.idle_step = true;
+  EXPECT_EQ(table_of(all).difference(), Difference::kNone);
+  all[2].report.facts.idle_step = false;
+  all[2].report.compared = false;
+  EXPECT_EQ(table_of(all).difference(), Difference::kNone);  // gives no answer
+  all[2].report.compared = true;
+  all[2].report.failed = all[2].report.sent_all = true;
+  EXPECT_EQ(table_of(all).difference(), Difference::kNone);
+}
+
+TEST(StepReport, UpdatesThatDiffer_AreDecidedByTheSamples_WhereAllHaveOne) {
+  for (const auto fact : {&StepFacts::updated, &StepFacts::updated_locally}) {
+    std::vector<Row> all = rows(2);
+    all[1].report.facts.*fact = true;
+    EXPECT_EQ(table_of(all).difference(), Difference::kUnknown);  // a sharded optimizer, say
+    all[1].report.facts.sample = 5;
+    EXPECT_EQ(table_of(all).difference(), Difference::kCertain);
+    expect_contains(table_of(all).describe_difference(), "rank 1 updated the parameters");
+    all[0].report.facts.sample = 0;
+    EXPECT_EQ(table_of(all).difference(), Difference::kUnknown);
+    all[1].report.facts.*fact = false;
+    EXPECT_EQ(table_of(all).difference(), Difference::kNone);  // samples alone decide nothing
+  }
+}
+
+TEST(StepReport, ParametersMovedFurtherOnOneRank_IsADifference_AndDescribed) {
+  for (const double factor : {1.42, 1.9, 2.0, 3.0, 4.0, 5.0}) {
+    for (const double distance : {1e-30, 0.3, 0.5, 1.0, 12345.0}) {
+      std::vector<Row> all = rows(3);
+      for (Row& row : all) row.report.facts.moved = distance;
+      EXPECT_EQ(table_of(all).difference(), Difference::kNone);
+      all[1].report.facts.moved = factor * distance;
+      EXPECT_EQ(table_of(all).difference(), Difference::kUnknown) << factor << " of " << distance;
+      all[1].report.facts.sample = 5;
+      EXPECT_EQ(table_of(all).difference(), Difference::kCertain);
+      expect_contains(table_of(all).describe_difference(),
+                      "rank 1 moved the parameters further since the last synchronized backward "
+                      "than rank 0, rank 2, as by a step of an optimizer too many");
+    }
+  }
+}
+
+// Processors of two kinds round differently.
+TEST(StepReport, ParametersMovedAlmostAlikeOrByNothingOrNan_IsNoDifference) {
+  for (const double other : {0.999999, 0.0, std::numeric_limits<double>::quiet_NaN(),
+                             std::numeric_limits<double>::infinity()}) {
+    std::vector<Row> all = rows(2);
+    all[0].report.facts.moved = 1.0;
+    all[1].report.facts.moved = other;
+    all[1].report.facts.sample = 5;
+    EXPECT_EQ(table_of(all).difference(), Difference::kNone) << other;
+  }
+}
+
+TEST(StepReport, CommunicationHookThatFailedOnSomeRanks_HooksAreApart) {
+  std::vector<Row> all = rows(2);
+  EXPECT_FALSE(table_of(all).hooks_apart());
+  all[0].report.hook_failed = true;
+  EXPECT_TRUE(table_of(all).hooks_apart());
+  all[1].report.hook_failed = true;
+  EXPECT_FALSE(table_of(all).hooks_apart());
+}
+
+TEST(StepReport, GradientsThatAreNotFinite_AreNamedByRankAndParameter_AndCounted) {
+  std::vector<Row> all = rows(3);
+  all[1].report.non_finite = 2;
+  all[2].report.non_finite = 0;
+  const std::string text = table_of(all).describe_non_finite(name_of);
+  expect_contains(text, "rank 1 contributed a gradient that is infinite or NaN for parameter 'p2'");
+  expect_contains(text, "2 of 3 ranks");
+}
+
+}  // namespace
+}  // namespace apex::parallel
