@@ -78,7 +78,7 @@ def positive_message_size(message_size: Any) -> int:
     if message_size == "auto":
         raise ValueError(
             'message_size="auto" is gone: on every link measured, no buckets that it found were '
-            "faster than the default. Leave it out, or see python -m apex.parallel.propose_plan."
+            "faster than the default. Leave it out."
         )
     if isinstance(message_size, bool) or not isinstance(message_size, int):
         raise TypeError(
