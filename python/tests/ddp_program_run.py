@@ -104,7 +104,7 @@ class Machine:
         self.wrappers: list[list[DistributedDataParallel]] = [[] for _ in program.models]
         self.kinds = ["sgd"] * len(program.models)
         self.optimizers: list[torch.optim.Optimizer | None] = [None] * len(program.models)
-        self.frozen: list[list[nn.Parameter]] = [[] for _ in range(self.world)]
+        self.frozen: list[nn.Parameter] = []
         self.static = any(op.args.get("options", {}).get("static_graph") for op in program.ops)
         self.static = self.static and not self.shared
         self.tolerance = TOLERANCE
@@ -129,10 +129,9 @@ class Machine:
         options = dict(op.args.get("options", {}))
         if not self.static:
             options.pop("static_graph", None)
-        self._freeze_alike()
-        # Of a module that is frozen as a whole, the first is unfrozen on all ranks or on none.
+        # Of a module that is frozen as a whole, nothing is synchronized.
         if not any(p.requires_grad for p in self.models[m].parameters()):
-            self.frozen = [[] for _ in self.frozen]
+            self.frozen = []
             self._apply_frozen()
         if not op.args.get("keep"):
             self.wrappers[m].clear()
@@ -185,32 +184,20 @@ class Machine:
         self.held.clear()
 
     def freeze(self, op: Op) -> None:
-        """``ranks``: which parameters each rank freezes; the others are unfrozen."""
+        """``parameters``: which are frozen; the others are unfrozen."""
         m = op.args.get("model", 0) % len(self.models)
         if self.static:
             return
         parameters = list(self.models[m].parameters())
-        rows = op.args.get("ranks", [])
-        for rank in range(self.world):
-            row = rows[rank % len(rows)] if rows else []
-            # Models are compared in the next forward.
-            if self.changed:
-                row = rows[0] if rows else []
-            keep = [p for p in self.frozen[rank] if not any(p is q for q in parameters)]
-            self.frozen[rank] = keep + [parameters[i % len(parameters)] for i in row]
+        keep = [p for p in self.frozen if not any(p is q for q in parameters)]
+        which = op.args.get("parameters", [])
+        self.frozen = keep + [parameters[i % len(parameters)] for i in which]
         self._apply_frozen()
 
     def _apply_frozen(self) -> None:
-        mine = {id(p) for p in self.frozen[self.rank]}
+        frozen = {id(p) for p in self.frozen}
         for parameter in self.models.parameters():
-            parameter.requires_grad_(id(parameter) not in mine)
-
-    def _freeze_alike(self) -> None:
-        """Before models are compared."""
-        sets = [{id(p) for p in row} for row in self.frozen]
-        if any(row != sets[0] for row in sets):
-            self.frozen = [[] for _ in sets]
-            self._apply_frozen()
+            parameter.requires_grad_(id(parameter) not in frozen)
 
     def evaluate(self, op: Op) -> None:
         """On some ranks only; with ``grad``, gradients are enabled."""
@@ -284,7 +271,6 @@ class Machine:
 
     def _change_assign(self, net: Net, m: int, op: Op) -> None:
         """With other values on each rank: the next forward takes rank 0's."""
-        self._freeze_alike()
         state = {k: v.clone() for k, v in net.state_dict().items()}
         for name, _ in net.named_parameters():
             state[name] += self.rank
@@ -293,7 +279,6 @@ class Machine:
         self._replaced(net, [p for name, p in net.named_parameters() if name in frozen])
 
     def _change_replace(self, net: Net, m: int, op: Op) -> None:
-        self._freeze_alike()
         b = op.args.get("block", 0) % len(net.blocks)
         if b == 0 and m == 1 and self.shared:
             return
@@ -308,7 +293,7 @@ class Machine:
         """The wrapper goes on as a copy of itself, with copied parameters."""
         if not self.wrappers[m] or self.shared or m in self.changed:
             return
-        self.frozen = [[] for _ in self.frozen]
+        self.frozen = []
         self._apply_frozen()
         twin = copy.deepcopy(self.wrappers[m][-1])
         if self.wrappers[m][-1] is self.hooked:
@@ -318,7 +303,7 @@ class Machine:
         self.changed.add(m)
 
     def _replaced(self, part: nn.Module, frozen: list[nn.Parameter]) -> None:
-        self.frozen = [[*row, *frozen] for row in self.frozen]
+        self.frozen = [*self.frozen, *frozen]
         self.pending += list(part.parameters())
         new = {id(p) for p in part.parameters()}
         for i, net in enumerate(self.models):
@@ -406,7 +391,7 @@ class Machine:
 
     def _uses(self, forward: Forward, rank: int, before: int | None = None) -> bool:
         """Whether a rank's gradients depend on its blocks up to ``before``."""
-        frozen = {id(p) for p in self.frozen[rank]}
+        frozen = {id(p) for p in self.frozen}
         return any(
             id(p) not in frozen
             for i, block in enumerate(self.models[forward.model].blocks[:before])
@@ -506,7 +491,7 @@ class Machine:
         parameters = list(self.models.parameters())
         own = [list(reference.parameters()) for reference in references]
         for rank, row in enumerate(own):
-            frozen = {id(p) for p in self.frozen[rank]}
+            frozen = {id(p) for p in self.frozen}
             for actual, parameter in zip(parameters, row, strict=True):
                 parameter.requires_grad_(id(actual) not in frozen)
         outputs: list[list[Tensor]] = []

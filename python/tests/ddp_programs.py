@@ -173,12 +173,9 @@ class Draw:
         if kind == "rewrap":
             return self._wrap(m, keep=rng.random() < 0.4)
         if kind == "freeze":
-            rows = [
-                [p for p in range(8) if rng.random() < 0.3] for _ in range(self.world)
-            ]  # fmt: skip
-            how = rng.choice(["alike", "apart", "none", "all"])
-            rows = {"alike": rows[:1], "apart": rows, "none": [], "all": [list(range(12))]}[how]
-            return self._make("freeze", model=m, ranks=rows)
+            some = [p for p in range(8) if rng.random() < 0.3]
+            which = rng.choice([some, some, [], list(range(12))])
+            return self._make("freeze", model=m, parameters=which)
         if kind in ("change", "copy"):
             what = rng.choice(CHANGES) if kind == "change" else "copy"
             return self._make("change", model=m, what=what, block=rng.randrange(4))

@@ -129,7 +129,7 @@ class Micro:
 @dataclass
 class Step:
     clear: str  # none, zeros, keep
-    frozen: list[set[int]] = field(default_factory=list)  # [rank]
+    frozen: set[int] = field(default_factory=set)
     evaluate: bool = False
     micros: list[Micro] = field(default_factory=list)
 
@@ -203,20 +203,14 @@ def draw_case(seed: int) -> Case:
 
     parameters = sum(len(list(Layer(*layer).parameters())) for layer in layers)
     steps = []
-    frozen: list[set[int]] = [set() for _ in range(world)]
+    frozen: set[int] = set()
     for _ in range(rng.randint(2, 4)):
         step = Step(clear=rng.choice(["none", "none", "zeros"] + ["keep"] * averages))
         if rng.random() < 0.15:
-            freeze = rng.sample(range(parameters), rng.randint(1, parameters))
-            each = random.Random(rng.random())
-            ranks_differ = each.random() < 0.5
-            for mine in frozen:
-                mine.update(p for p in freeze if not ranks_differ or each.random() < 0.5)
+            frozen.update(rng.sample(range(parameters), rng.randint(1, parameters)))
         if rng.random() < 0.3:
-            each = random.Random(rng.random())
-            ranks_differ = each.random() < 0.3
-            frozen = [mine if ranks_differ and each.random() < 0.5 else set() for mine in frozen]
-        step.frozen = [set(mine) for mine in frozen]
+            frozen = set()
+        step.frozen = set(frozen)
         step.evaluate = rng.random() < 0.1
         count = rng.choice([1, 1, 1, 2, 3])
         for micro in range(count):
@@ -286,9 +280,9 @@ def backwards(model: nn.Module, case: Case, rank: int, step: int, m: int, to: An
     return [first + second]
 
 
-def _freeze(parameters: list[nn.Parameter], step: Step, rank: int) -> None:
+def _freeze(parameters: list[nn.Parameter], step: Step) -> None:
     for index, parameter in enumerate(parameters):
-        parameter.requires_grad_(index not in step.frozen[rank])
+        parameter.requires_grad_(index not in step.frozen)
 
 
 # --- the program as users write it ---
@@ -308,7 +302,7 @@ def run_case(case: Case, rank: int) -> list[list[Grads]]:
     for s, step in enumerate(case.steps):
         if step.clear != "keep":
             ddp.zero_grad(set_to_none=step.clear == "none")
-        _freeze(parameters, step, rank)
+        _freeze(parameters, step)
         if step.evaluate:
             with torch.no_grad():
                 ddp(batch(case, rank, s, 0, 0), [False] * len(case.nodes))
@@ -399,13 +393,13 @@ def check_case(case: Case, record: list[list[Grads]]) -> None:
         for m, micro in enumerate(step.micros):
             todo = []
             for rank in ranks:
-                _freeze(parameters, step, rank)
+                _freeze(parameters, step)
                 todo.append(backwards(model, case, rank, s, m, to))
             for b in range(len(todo[0])):
                 fired: list[set[int]] = []
                 for rank in ranks:
                     model.zero_grad()
-                    _freeze(parameters, step, rank)
+                    _freeze(parameters, step)
                     todo[rank][b].backward(retain_graph=b + 1 < len(todo[rank]))
                     fired.append(_add(local[rank], parameters, size))
                 if not micro.synchronized:

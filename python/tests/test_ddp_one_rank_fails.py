@@ -46,7 +46,8 @@ def _average(
 
 
 def _result_is_refused(rank: int, world: int, changes: bool) -> None:
-    """Rank 0's hook yields too few elements while the last rank asks for a new plan."""
+    """Rank 0's hook yields too few elements; or the last rank has frozen a parameter alone, which
+    every rank hears first."""
     ddp = DistributedDataParallel(build(), process_group=_group(), message_size=20)
     fails = [False]
 
@@ -63,7 +64,10 @@ def _result_is_refused(rank: int, world: int, changes: bool) -> None:
         if changes and rank == world - 1:
             ddp.module.layers[1].weight.requires_grad_(False)
         ddp.zero_grad()
-        if rank == 0:
+        if changes:
+            with raises(RuntimeError, f"'layers.1.weight' is frozen on rank {world - 1}"):
+                _loss(ddp, rank, step).backward()
+        elif rank == 0:
             with raises(Exception, "elements"):
                 _loss(ddp, rank, step).backward()
         else:
@@ -72,7 +76,7 @@ def _result_is_refused(rank: int, world: int, changes: bool) -> None:
         ddp.module.layers[1].weight.requires_grad_(True)
 
 
-@pytest.mark.parametrize("changes", [False, True], ids=["alone", "new_plan"])
+@pytest.mark.parametrize("changes", [False, True], ids=["alone", "frozen"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_result_of_a_hook_that_one_rank_refuses(ranks: RankPool, world: int, changes: bool) -> None:
     ranks.run(world, _result_is_refused, changes)
@@ -295,7 +299,7 @@ def test_exception_behind_the_last_message(
 
 
 def _buffers_hold_gradients(rank: int, world: int, dtype: torch.dtype, always_fp32: bool) -> None:
-    """Freezes on one rank or on all, in a pattern that comes again, and uses a layer late."""
+    """Freezes in a pattern that comes again, and uses a layer late."""
     model = build().to(dtype)
     ddp = DistributedDataParallel(
         model,
@@ -306,7 +310,7 @@ def _buffers_hold_gradients(rank: int, world: int, dtype: torch.dtype, always_fp
     )
     for step in range(12):
         for i, layer in enumerate(model.layers):
-            frozen = step >= 2 and i == step % 2 and (step < 8 or rank == 0)
+            frozen = step >= 2 and i == step % 2
             layer.weight.requires_grad_(not frozen)
         used = [0, 1] if step == 0 else [0, 1, 2]
         ddp.zero_grad()

@@ -91,7 +91,7 @@ def _two_wrappers(rank: int, world: int, options: dict[str, Any], freezes: bool)
             if not freezes:
                 return nets[1](nets[0](x), used[(r + step) % 3]).square().mean()
             inner = getattr(nets[1], "module", nets[1])
-            inner.layers[1].requires_grad_(not (step >= 2 and r == 1))
+            inner.layers[1].requires_grad_(step < 2)
             return nets[1](nets[0](x)).square().mean()
 
         for wrapper in wrappers:
@@ -102,7 +102,7 @@ def _two_wrappers(rank: int, world: int, options: dict[str, Any], freezes: bool)
 
 @VIEWS
 @pytest.mark.parametrize("freezes", [False, True], ids=["unused", "frozen"])
-def test_wrappers_on_one_group_with_layers_unused_or_frozen_on_some_ranks(
+def test_wrappers_on_one_group_with_layers_unused_on_some_ranks_or_frozen(
     ranks: RankPool, freezes: bool, options: dict[str, Any]
 ) -> None:
     ranks.run(3, _two_wrappers, options, freezes)

@@ -330,18 +330,22 @@ def _refused(rank: int, world: int) -> None:
     x = batch(rank, 1).requires_grad_()
     said: list[BaseException] = []
 
-    def ask(grad: Tensor) -> None:
+    def ask(grad: Tensor, ddp: Any = late) -> None:
         try:
-            late.skip_step()
+            ddp.skip_step()
         except RuntimeError as error:
             said.append(error)
 
     if rank == 0:
         late.module.register_full_backward_hook(lambda *_: ask(x))
     late(x).square().sum().backward()
-    if rank == 0:
-        raised("the last bucket of this backward was launched already", said[0] if said else None)
-    check(not late.step_skipped, "asked too late, and refused")
+    check(late.step_skipped and not said, "asked when all buckets were launched")
+    # When backward ends the reports are sent.
+    ending = DistributedDataParallel(make(), on_failure="skip")
+    ending.register_bucket_callback(lambda *_: ask(x, ending))
+    backward(ending, rank, 0)
+    raised("this backward is ending, and its report was sent", said[0] if said else None)
+    check(not ending.step_skipped, "asked too late, and refused")
 
 
 def test_skip_step_where_it_cannot_work_is_refused(ranks: RankPool) -> None:

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "c_api/notified_reducer.h"
 
-#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -9,22 +8,12 @@
 #include <ATen/MemoryOverlap.h>
 
 #include <apex/error.h>
-#include <apex/parallel/bucket_assignment.h>
-#include <apex/parallel/model_sync.h>
 
-#include "comm/collectives.h"
+#include "reducer/reducer_core.h"
 
 namespace apex::parallel::detail {
 
 namespace {
-
-std::vector<NamedTensor> named(const std::vector<at::Tensor>& parameters) {
-  std::vector<NamedTensor> list;
-  for (const at::Tensor& parameter : parameters) {
-    list.push_back({"parameter " + std::to_string(list.size()), parameter});
-  }
-  return list;
-}
 
 void require_gradients_fit(const std::vector<at::Tensor>& parameters,
                            const std::vector<at::Tensor>& gradients) {
@@ -42,125 +31,79 @@ void require_gradients_fit(const std::vector<at::Tensor>& parameters,
   }
 }
 
-BucketPlan plan_buckets(const std::vector<at::Tensor>& gradients, int64_t bucket_bytes) {
-  std::vector<ParameterInfo> infos;
-  std::vector<int64_t> order;
-  for (const at::Tensor& gradient : gradients) {
-    infos.push_back({gradient.numel(), gradient.scalar_type(), gradient.device()});
-    order.insert(order.begin(), static_cast<int64_t>(order.size()));
-  }
-  BucketLimits limits;
-  limits.cap = bucket_bytes;
-  limits.unit = BucketLimits::Unit::kBytes;
-  return assign_buckets(infos, order, limits);
-}
-
 }  // namespace
 
 NotifiedReducer::NotifiedReducer(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                  const std::vector<at::Tensor>& parameters,
                                  std::vector<at::Tensor> gradients, int64_t bucket_bytes)
-    : members_(std::vector<GroupPtr>{std::move(group)}), gradients_(std::move(gradients)) {
-  const at::NoGradGuard no_grad;
-  require_gradients_fit(parameters, gradients_);
-  const BucketPlan plan = plan_buckets(gradients_, bucket_bytes);
-  verify_same_model(named(parameters), {"bucket_bytes=" + std::to_string(bucket_bytes)},
-                    members_.parent);
-  broadcast_coalesced(parameters, members_.parent);
-  // Note [An order of one's own]
-  if (!gradients_.empty()) members_.device = gradients_.front().device();
-  members_.separate(std::any_of(gradients_.begin(), gradients_.end(),
-                                [](const at::Tensor& gradient) { return gradient.is_cpu(); }));
-  places_.resize(gradients_.size());
-  for (const std::vector<int64_t>& members : plan.buckets) {
-    Bucket bucket;
-    bucket.what = "all-reduce of bucket " + std::to_string(buckets_.size());
-    int64_t numel = 0;
-    for (const int64_t member : members) {
-      bucket.members.push_back(static_cast<size_t>(member));
-      numel += gradients_[bucket.members.back()].numel();
-    }
-    bucket.buffer = at::zeros({numel}, gradients_[bucket.members.front()].options());
-    int64_t offset = 0;
-    for (const size_t member : bucket.members) {
-      const at::Tensor& gradient = gradients_[member];
-      places_[member].bucket = buckets_.size();
-      places_[member].view =
-          bucket.buffer.narrow(0, offset, gradient.numel()).view(gradient.sizes());
-      offset += gradient.numel();
-    }
-    buckets_.push_back(std::move(bucket));
+    : gradients_(std::move(gradients)) {
+  if (bucket_bytes < 0) {
+    throw InvalidArgument("bucket_bytes must not be negative, got " + std::to_string(bucket_bytes));
   }
-  begin_step();
+  require_gradients_fit(parameters, gradients_);
+  std::vector<NamedTensor> named;
+  for (const at::Tensor& parameter : parameters) {
+    variables_.push_back(parameter.detach().requires_grad_());
+    named.push_back({"parameter " + std::to_string(named.size()), variables_.back()});
+  }
+  ReducerOptions options;
+  options.limits.cap = bucket_bytes;
+  options.limits.unit = BucketLimits::Unit::kBytes;
+  options.check_steps = false;  // what is written to the caller's memory is not seen
+  core_ = std::make_shared<ReducerCore>(std::move(named), std::vector<GroupPtr>{std::move(group)},
+                                        std::move(options));
+  core_->begin();
 }
 
 NotifiedReducer::~NotifiedReducer() {
-  for (Bucket& bucket : buckets_) {
-    try {
-      // Its memory is on its way to other ranks.
-      if (bucket.work) wait_collective(bucket.work, bucket.what, *members_.control());
-    } catch (const std::exception&) {
-      // Nobody asks for these gradients any more.
-    }
+  if (ready_.empty()) return;
+  try {
+    synchronize();  // the other ranks wait for it
+  } catch (const std::exception&) {
+    // Nobody asks for these gradients any more.
   }
 }
 
 void NotifiedReducer::begin_step() {
-  for (Place& place : places_) place.ready = false;
-  for (Bucket& bucket : buckets_) {
-    bucket.missing = bucket.members.size();
-    bucket.work.reset();
-  }
-  launched_ = 0;
+  // Another tensor on the same memory: the engine reduces a gradient where it lies only if nobody
+  // else holds its memory, and this may be gone before an exchange that has failed is over.
+  for (size_t i = 0; i < gradients_.size(); ++i)
+    variables_[i].mutable_grad() = gradients_[i].detach();
+  core_->begin_by_hand();
+  ready_.assign(gradients_.size(), false);
 }
 
 void NotifiedReducer::gradient_ready(size_t index) {
-  if (index >= places_.size()) {
+  if (index >= gradients_.size()) {
     throw InvalidArgument("there is no gradient " + std::to_string(index) + " among " +
-                          std::to_string(places_.size()));
+                          std::to_string(gradients_.size()));
   }
-  Place& place = places_[index];
-  if (place.ready) {
+  if (ready_.empty()) begin_step();
+  if (ready_[index]) {
     throw InvalidArgument("gradient " + std::to_string(index) +
                           " was announced twice; synchronize between two steps");
   }
-  const at::NoGradGuard no_grad;
-  place.view.copy_(gradients_[index]);
-  place.ready = true;
-  --buckets_[place.bucket].missing;
-  launch_complete(/*all=*/false);
-}
-
-/// In the order of the plan, which is the same on every rank, whatever order gradients come in.
-void NotifiedReducer::launch_complete(bool all) {
-  for (; launched_ < buckets_.size(); ++launched_) {
-    Bucket& bucket = buckets_[launched_];
-    if (bucket.missing > 0 && !all) return;
-    for (const size_t member : bucket.members) {
-      if (!places_[member].ready) places_[member].view.zero_();
-    }
-    if (members_.size > 1 && bucket.buffer.numel() > 0)
-      bucket.work = issue_all_reduce(bucket.what, *members_.control(), bucket.buffer);
-  }
+  ready_[index] = true;
+  core_->gradient_ready(index, {});
 }
 
 void NotifiedReducer::synchronize() {
   const at::NoGradGuard no_grad;
-  try {
-    launch_complete(/*all=*/true);
-    for (Bucket& bucket : buckets_) {
-      if (bucket.work) wait_collective(bucket.work, bucket.what, *members_.control());
-      bucket.work.reset();
-      bucket.buffer.div_(members_.size);
-      for (const size_t member : bucket.members) {
-        gradients_[member].copy_(places_[member].view);
-      }
-    }
-  } catch (...) {
-    begin_step();
-    throw;
+  if (gradients_.empty()) return;
+  if (ready_.empty()) begin_step();
+  const std::vector<bool> ready = std::exchange(ready_, {});
+  for (size_t i = 0; i < ready.size(); ++i) {
+    if (!ready[i]) variables_[i].mutable_grad() = at::Tensor();  // counts as zeros
   }
-  begin_step();
+  core_->end_by_hand();
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    const at::Tensor& average = variables_[i].grad();
+    if (!average.defined()) {
+      gradients_[i].zero_();  // announced by nobody
+    } else if (!average.is_alias_of(gradients_[i])) {
+      gradients_[i].copy_(average);
+    }
+  }
 }
 
 }  // namespace apex::parallel::detail

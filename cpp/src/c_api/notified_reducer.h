@@ -3,7 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
+#include <memory>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -11,11 +11,11 @@
 
 #include <apex/export.h>
 
-#include "comm/membership.h"
-
 namespace apex::parallel::detail {
 
-/// Averages gradients that somebody else computes, and says so one by one. See
+class ReducerCore;
+
+/// The engine around gradients that somebody else computes, and says so one by one. See
 /// apex_reducer_create().
 class APEX_API NotifiedReducer {
  public:
@@ -30,27 +30,12 @@ class APEX_API NotifiedReducer {
   void synchronize();
 
  private:
-  struct Bucket {
-    std::vector<size_t> members;
-    at::Tensor buffer;  ///< [elements]: the gradients, one after another
-    size_t missing = 0;
-    c10::intrusive_ptr<c10d::Work> work;
-    std::string what;  ///< for errors
-  };
-  struct Place {
-    size_t bucket = 0;
-    at::Tensor view;  ///< of the bucket's buffer, shaped as the gradient
-    bool ready = false;
-  };
-
-  void launch_complete(bool all);
   void begin_step();
 
-  Membership members_;
-  const std::vector<at::Tensor> gradients_;
-  std::vector<Bucket> buckets_;
-  std::vector<Place> places_;
-  size_t launched_ = 0;  ///< buckets of this step, in their order, which is that of every rank
+  const std::vector<at::Tensor> gradients_;  ///< the caller's memory
+  std::vector<at::Tensor> variables_;        ///< the parameters, as the engine knows them
+  std::vector<bool> ready_;                  ///< of this step; empty: it has not begun
+  std::shared_ptr<ReducerCore> core_;
 };
 
 }  // namespace apex::parallel::detail

@@ -23,6 +23,10 @@ at::Tensor ControlMessage::wait(const std::function<void()>& meanwhile) const {
   return result_.cpu();
 }
 
+void ControlMessage::order() const {
+  if (work_ && !result_.is_cpu()) wait_collective(work_, what_, *group_);
+}
+
 bool ControlMessage::arrived() const {
   return result_.defined() && (!work_ || (work_->isCompleted() && !work_->exception()));
 }
@@ -97,10 +101,12 @@ ControlMessage Membership::broadcast(const std::string& what, const at::Tensor& 
   return {what, control(), std::move(work), message};
 }
 
-ControlMessage Membership::all_gather(const std::string& what, const at::Tensor& mine) const {
+ControlMessage Membership::all_gather(const std::string& what, const at::Tensor& mine,
+                                      const at::Tensor& gathered) const {
   if (alone()) return {what, nullptr, nullptr, mine.reshape({-1}).clone()};
   const at::Tensor share = mine.to(control_device());
-  const at::Tensor all = at::empty({size * share.numel()}, share.options());
+  const at::Tensor all =
+      gathered.defined() ? gathered : at::empty({size * share.numel()}, share.options());
   auto work = issue_all_gather(what, *control(), all, share);
   return {what, control(), std::move(work), all};
 }

@@ -33,6 +33,9 @@ class ControlMessage {
   /// @throws CommunicationError.
   at::Tensor wait(const std::function<void()>& meanwhile = {}) const;
 
+  /// Of a message on a device: the current stream waits for it, the host does not.
+  void order() const;
+
   /// Whether wait() would return at once, and not throw. Does not block.
   bool arrived() const;
 
@@ -77,8 +80,9 @@ struct Membership {
   ControlMessage all_reduce(const std::string& what, const at::Tensor& mine,
                             c10d::ReduceOp::RedOpType op) const;
   ControlMessage broadcast(const std::string& what, const at::Tensor& mine) const;  ///< rank 0's
-  ControlMessage all_gather(const std::string& what,
-                            const at::Tensor& mine) const;  ///< [size * numel], by rank
+  /// [size * numel], by rank; in the memory of `gathered`, if that is defined.
+  ControlMessage all_gather(const std::string& what, const at::Tensor& mine,
+                            const at::Tensor& gathered = {}) const;
 
   /// Where control messages travel.
   at::Device control_device() const;

@@ -85,8 +85,9 @@ constexpr const char* kSkippedTooLate =
     "OverlappedOptimizer had the gradients before that was known, so parameters may differ: use "
     "the same on every rank, and start again from a checkpoint";
 
-bool is_to_be_ordered(const Plan& plan, const ReducerContext& context) {
-  return context.defers && !plan.preset && plan.backwards == kOrderAfter;
+/// @param backwards  with this plan, this one included.
+bool is_to_be_ordered(const Plan& plan, int64_t backwards, const ReducerContext& context) {
+  return context.defers && !plan.preset && !plan.ordered && backwards >= kOrderAfter;
 }
 
 /// Whether two plans hold the same parameters.
@@ -113,7 +114,7 @@ std::vector<int64_t> outside(const Plan& plan, const std::vector<uint8_t>& used_
 
 bool all_are_needed(const Plan& plan, const ReducerContext& context, const StepTable& table) {
   return context.options.skip_failed_steps || plan.has_later_messages() ||
-         is_to_be_ordered(plan, context) || !outside(plan, table.used_by_any()).empty();
+         !outside(plan, table.used_by_any()).empty();
 }
 
 Backward::Backward(ReducerState& state, BackwardPass pass)
@@ -240,9 +241,6 @@ void Backward::launch(size_t index, const at::Tensor& incoming) {
   } catch (const Interrupted&) {  // in the hook; the others have heard
     context_.fail();
     throw;
-  } catch (...) {
-    reporter_.hook_failed = reporter_.hook_failed || entry.user_code_failed;
-    throw;
   }
 }
 
@@ -273,8 +271,8 @@ void Backward::launch_left(Plan& left, bool failed) {
 // --- they are: what this rank has to send ---
 
 void Backward::send() {
-  if (const Plan* plan = book_.current(); plan != nullptr && context_.defers &&
-                                          plan->backwards + 1 == kOrderAfter) {
+  if (const Plan* plan = book_.current();
+      plan != nullptr && is_to_be_ordered(*plan, plan->backwards + 1, context_)) {
     // Asking may mean asking a device, so no other backward does.
     while (pass_.done < plan->entries.size() && plan->entries[pass_.done].reduction->done())
       ++pass_.done;
@@ -311,7 +309,8 @@ bool Backward::may_leave() const {
   const Plan* plan = book_.current();
   if (plan == nullptr || !context_.defers || context_.joining || plan->watches_unplanned ||
       context_.options.check_finite || context_.options.check_steps.value_or(false) ||
-      plan->backwards <= kOrderAfter || !pass_.error.empty()) {
+      plan->backwards <= kOrderAfter || !(plan->ordered || plan->preset) ||
+      !pass_.error.empty()) {
     return false;
   }
   // Members that this rank has not used are settled when the other ranks have reported theirs.
@@ -447,7 +446,10 @@ void Backward::refuse(const StepTable& table, bool all_are_needed) {
 bool Backward::must_read() const {
   if (context_.reads_reports() || context_.options.check_finite) return true;
   const Plan& plan = *book_.current();
-  if (plan.watches_unplanned || (context_.members.alone() && reporter_.wants_skip)) return true;
+  if (plan.watches_unplanned || (context_.members.alone() && reporter_.wants_skip) ||
+      is_to_be_ordered(plan, plan.backwards, context_)) {
+    return true;
+  }
   return std::any_of(plan.entries.begin(), plan.entries.end(),
                      [](const PlannedBucket& entry) { return entry.message.has_unused(); }) ||
          !outside(plan, pass_.used).empty();
@@ -455,7 +457,7 @@ bool Backward::must_read() const {
 
 void Backward::judge(const std::function<void()>& meanwhile) {
   pass_.used_by_any = pass_.used;
-  if (!must_read()) return;
+  if (!must_read()) return reporter_.order();
   const StepTable& table =
       context_.monitor.open([&]() -> const StepTable& { return reporter_.receive(meanwhile); });
   refuse(table, all_are_needed(plan(), context_, table));
@@ -545,16 +547,17 @@ void Backward::call_back(int64_t bucket, const std::vector<BucketMessage::Slot>&
 /// Decides for gradients that this rank does not have: from what the reports say.
 void Backward::settle() {
   Plan& plan = this->plan();
+  bool missed = plan.watches_unplanned;
   std::vector<std::pair<int64_t, std::vector<BucketMessage::Slot>>> unsettled;
   for (size_t b = 0; b < plan.entries.size(); ++b) {
     BucketMessage& message = plan.entries[b].message;
     if (!message.has_unused()) continue;
+    missed = true;
     if (context_.bucket_callback) unsettled.emplace_back(static_cast<int64_t>(b), message.slots());
     if (!pass_.failure) message.settle(pass_.used_by_any);
   }
   const std::vector<int64_t> late = outside(plan, pass_.used_by_any);
-  if (!late.empty() || !unsettled.empty() || plan.watches_unplanned)
-    context_.statistics.add(&ReducerStatistics::usage_reads);
+  if (missed || !late.empty()) context_.statistics.add(&ReducerStatistics::usage_reads);
   // Every rank has read the same reports, so every rank comes here with the same list, and extends
   // its plan alike.
   if (!late.empty()) {
@@ -570,7 +573,7 @@ void Backward::settle() {
                                   added.buckets.end());
       build_entries(plan, context_);
       plan.backwards = 0;
-      plan.preset = false;
+      plan.preset = plan.ordered = false;
       context_.statistics.add(&ReducerStatistics::plans_extended);
     }
   }
@@ -604,13 +607,16 @@ void Backward::find_non_finite_sum(const std::vector<BucketMessage::Slot>& slots
 }
 
 void Backward::order_by_need() {
-  if (!is_to_be_ordered(plan(), context_)) return;
+  // Who takes part in nothing more is not waited for: the next backward will do.
+  if (!is_to_be_ordered(plan(), plan().backwards, context_) || reporter_.receive().any_absent())
+    return;
   BucketPlan ordered = plan().buckets;
   // One more is on the network.
   const size_t stay = std::min(pass_.done + 1, ordered.buckets.size());
   std::reverse(ordered.buckets.begin() + static_cast<int64_t>(stay), ordered.buckets.end());
   const auto count = static_cast<int64_t>(context_.parameters.size());
   ordered = context_.monitor.open([&] { return broadcast_plan(context_.members, ordered, count); });
+  plan().ordered = true;
   if (ordered == plan().buckets) return;
   plan().buckets = std::move(ordered);
   build_entries(plan(), context_);
@@ -685,6 +691,10 @@ void Backward::fail() noexcept {
     for (size_t i = 0; i < pass_.used.size(); ++i) {
       if (pass_.used[i] != 0) context_.parameters[i].touch();
     }
+  }
+  if (const Plan* plan = book_.current()) {
+    for (const PlannedBucket& entry : plan->entries)
+      reporter_.hook_failed = reporter_.hook_failed || entry.user_code_failed;
   }
   if (!pass_.refused && !pass_.reported) {
     send_failure();

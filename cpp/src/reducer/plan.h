@@ -61,6 +61,7 @@ struct Plan {
   std::vector<PlannedBucket> entries;  ///< by bucket
   bool watches_unplanned = false;      ///< parameters outside the plan may get a gradient
   bool preset = false;                 ///< given by the user: left as it is
+  bool ordered = false;                ///< as the next forward needs its buckets
   int64_t number = 0;            ///< of the reducer's plans, counted as they are built from 1
   int64_t backwards = 0;         ///< with this plan
   bool holds_gradients = false;  ///< its messages are those of the last backward

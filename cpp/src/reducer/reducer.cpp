@@ -116,7 +116,7 @@ JoinEvent Reducer::await_event() {
   return core_->join_event(false, JoinEvent::kEnd, 0);
 }
 void Reducer::shadow_backward_begin(int64_t argument) { core_->shadow_backward_begin(argument); }
-void Reducer::shadow_backward_end() { core_->shadow_backward_end(); }
+void Reducer::shadow_backward_end() { core_->end_by_hand(); }
 int64_t Reducer::last_with_data(bool followed, int64_t states) const {
   return core_->last_with_data(followed, states);
 }

@@ -433,24 +433,14 @@ void ReducerCore::shadow_backward_begin(int64_t argument) {
   choose_plan(/*without_data=*/true);
   BackwardPass pass = prepare_pass();
   pass.without_data = true;
-  shadow_ = std::make_shared<BackwardSession>();
-  shadow_->join(shared_from_this());
-  session_ = shadow_.get();
+  by_hand_ = std::make_shared<BackwardSession>();
+  by_hand_->join(shared_from_this());
+  session_ = by_hand_.get();
   backward_ = std::make_unique<Backward>(state_, std::move(pass));
   Plan* plan = state_.book.current();
   if (plan == nullptr) return;
   for (PlannedBucket& entry : plan->entries) entry.pending = 0;  // nothing here is waited for
   if ((argument & JoinEvent::kEndFollows) == 0) backward_->launch_ready({});
-}
-
-void ReducerCore::shadow_backward_end() {
-  std::shared_ptr<BackwardSession> shadow;
-  {
-    const Change change(context().monitor);
-    shadow = std::move(shadow_);
-  }
-  if (!shadow) throw Error("shadow_backward_end() without shadow_backward_begin()");
-  shadow->end();
 }
 
 void ReducerCore::announce_local_backward() {
@@ -461,6 +451,26 @@ void ReducerCore::announce_local_backward() {
 void ReducerCore::announce_end() {
   if (std::exchange(backward_->pass().owes_end, false))
     join_event(true, JoinEvent::kBackwardEnd, 0);
+}
+
+// --- a backward that is not autograd's ---
+
+void ReducerCore::begin_by_hand() {
+  const Change change(context().monitor);
+  choose_plan(/*without_data=*/false);
+  auto session = std::make_shared<BackwardSession>();
+  begin_backward(session);
+  by_hand_ = std::move(session);
+}
+
+void ReducerCore::end_by_hand() {
+  std::shared_ptr<BackwardSession> session;
+  {
+    const Change change(context().monitor);
+    session = std::move(by_hand_);
+  }
+  if (!session) throw Error("a backward was ended that was not begun");
+  session->end();
 }
 
 // --- what autograd calls ---
@@ -682,7 +692,6 @@ void ReducerCore::or_fail(const std::function<void()>& body) {
 void ReducerCore::send(const BackwardSession* session) {
   const Change change(context().monitor);
   if (session_ != session) return;
-  const ProfilerRange range("apex::reducer::finish_backward");
   or_fail([&] {
     announce_end();
     backward_->send();

@@ -69,8 +69,11 @@ class ReducerCore final : public BackwardParticipant,
   void end_join();
   JoinEvent join_event(bool active, JoinEvent::Kind kind, int64_t argument);
   void shadow_backward_begin(int64_t argument);
-  void shadow_backward_end();
   int64_t last_with_data(bool followed, int64_t states) const;
+
+  /// A backward that is not autograd's: gradient_ready() in between. Throws what backward() would.
+  void begin_by_hand();
+  void end_by_hand();
 
   // What autograd calls.
   bool has_outputs_in(const std::unordered_set<torch::autograd::Node*>& nodes) override {
@@ -114,7 +117,7 @@ class ReducerCore final : public BackwardParticipant,
   std::atomic<bool> synchronizing_{true};
   std::unique_ptr<Backward> backward_;           ///< in progress, or deferred
   const BackwardSession* session_ = nullptr;     ///< of the backward in progress
-  std::shared_ptr<BackwardSession> shadow_;      ///< under join(), of a rank without data
+  std::shared_ptr<BackwardSession> by_hand_;     ///< of a backward that is not autograd's
   UnevenInputs uneven_;
   std::vector<uint8_t> overtaken_;  ///< by parameter: used before its update
   bool forward_since_ = false;      ///< since backward returned with buckets in flight

@@ -40,6 +40,8 @@ class StepReporter {
 
   /// The rows of all ranks, for the last that was sent. Blocks the host.
   const StepTable& receive(const std::function<void()>& meanwhile = {});
+  /// Where nobody reads them: see ReportExchange.
+  void order() const { exchange_.order(); }
   /// Before the next backward: what the others did in one in which this rank failed; null if it did
   /// not. Blocks the host.
   const StepTable* look_back();

@@ -9,20 +9,26 @@ namespace apex::parallel::detail {
 
 void ReportExchange::send(const std::string& what, const StepReport& report,
                           const std::vector<uint8_t>& used, const std::vector<bool>& trainable) {
+  order();
   drop();
   const at::Tensor row =
       at::empty({static_cast<int64_t>(StepTable::row_size(parameters_))}, at::kLong);
-  StepTable::encode(report, used, trainable, row.mutable_data_ptr<int64_t>());
+  int64_t* const words = row.mutable_data_ptr<int64_t>();
+  StepTable::encode(report, used, trainable, words);
   const at::Device device = members_.alone() ? at::Device(at::kCPU) : members_.control_device();
-  const bool same = row_.defined() && on_device_.device() == device &&
-                    std::equal(row.const_data_ptr<int64_t>(),
-                               row.const_data_ptr<int64_t>() + row.numel(),
-                               row_.const_data_ptr<int64_t>());
-  if (!same) {
-    row_ = row;
-    on_device_ = row.to(device);
+  if (device.is_cpu()) {
+    message_ = members_.all_gather(what, row);
+    return;
   }
-  message_ = members_.all_gather(what, on_device_);
+  if (!on_device_.defined() || on_device_.device() != device) {
+    on_device_ = at::empty_like(row, row.options().device(device));
+    gathered_ = at::empty({members_.size * row.numel()}, on_device_.options());
+    row_ = at::Tensor();
+  }
+  const bool same = row_.defined() && std::equal(words, words + row.numel(),
+                                                 row_.const_data_ptr<int64_t>());
+  if (!same) on_device_.copy_(row_ = row, /*non_blocking=*/true);
+  message_ = members_.all_gather(what, on_device_, gathered_);
 }
 
 const StepTable* ReportExchange::peek() {

@@ -28,7 +28,8 @@ class ReportExchange {
   ReportExchange(const Membership& members, size_t parameters)
       : members_(members), parameters_(parameters) {}
 
-  /// Issues it; one that was not received is forgotten. Does not wait. @throws CommunicationError.
+  /// Issues it; one that was not received is forgotten. The host does not wait.
+  /// @throws CommunicationError.
   void send(const std::string& what, const StepReport& report, const std::vector<uint8_t>& used,
             const std::vector<bool>& trainable);
 
@@ -38,6 +39,8 @@ class ReportExchange {
   const StepTable* peek();
   /// The same, which the host waits for. `meanwhile`: see wait_collective().
   const StepTable& receive(const std::function<void()>& meanwhile);
+  /// Where nobody reads them: on a device, what the current stream does next comes after.
+  void order() const { message_.order(); }
   void drop();
 
  private:
@@ -45,8 +48,10 @@ class ReportExchange {
   const size_t parameters_;
   ControlMessage message_;
   std::optional<StepTable> table_;
-  at::Tensor row_;        ///< the last one, on the CPU
+  // On a device, whose memory may have run out when there is most to say: kept.
+  at::Tensor row_;        ///< the last one that was sent, on the CPU
   at::Tensor on_device_;  ///< and there
+  at::Tensor gathered_;
 };
 
 }  // namespace apex::parallel::detail

@@ -263,7 +263,7 @@ TEST_P(FakeDeviceReducer, ParameterWithoutGradient_IsAllTheHostWaitsFor) {
   }
   EXPECT_GT(reducer.plan()->buckets.size(), 2U);
   EXPECT_EQ(reducer.statistics().usage_reads, 2);  // once a backward, however many buckets
-  EXPECT_EQ(host_waits() - before, 2);
+  EXPECT_EQ(host_waits() - before, world_ > 1 ? 2 : 0);
 }
 
 /// Operations that a reducer adds to a backward in which so many of 20 parameters are not used.
@@ -290,13 +290,12 @@ int64_t operations_added(const Group& group, const ReducerOptions& options, size
 TEST_P(FakeDeviceReducer, ParametersWithoutGradient_CostNoOperationsEach) {
   options_.limits.cap = 1 << 20;
   EXPECT_EQ(operations_added(group_, options_, 10), operations_added(group_, options_, 2));
-  // The used-parameter mask is packed with the gradients: a copy, and the sum.
+  // A copy into the bucket and one back, the sum, and the report.
   if (world_ > 1) {
-    EXPECT_LE(operations_added(group_, options_, 0), GetParam().views ? 3 : 4);
+    EXPECT_LE(operations_added(group_, options_, 0), GetParam().views ? 4 : 5);
   }
 }
 
-/// On a device a message's mask is written number by number, also the first and the last.
 TEST_P(FakeDeviceReducer, LayerWithoutGradient_WhereverItStandsInItsMessage_HasNone) {
   for (size_t skipped = 1; skipped < 4; ++skipped) {
     ToyModel model = ToyModel::mlp({6, 20, 20, 20, 20}, 1).clone(on_device());
