@@ -134,12 +134,12 @@ def bucket() -> None:
     for label, width, fill in parts:
         box(axes, x, 105, width, 46, label, fill, 9.5)
         x += width
-    box(axes, x, 105, 200, 46, "which of them were used,\nand other control numbers", GREY, 8.4)
-    columns = (175, 345, 515, 660)
+    box(axes, 600, 105, 140, 46, "in the report:\nwhich were used", GREY, 8.4)
+    columns = (175, 345, 515, 670)
     rows = (
         ("rank 0", ("0.2", "1, 4, 2, 0, ...", "0.6", "1 1 1")),
         ("rank 1", ("0.4", "3, 0, 2, 2, ...", "0", "1 1 0")),
-        ("result", ("0.3", "2, 2, 2, 1, ...", "0.3", "2 2 1")),
+        ("result", ("0.3", "2, 2, 2, 1, ...", "0.3", "1 1 1")),
     )
     for place, (label, values) in enumerate(rows):
         y, weight = 76 - 27 * place, "bold" if label == "result" else "normal"
@@ -147,7 +147,7 @@ def bucket() -> None:
         for x, value in zip(columns, values, strict=True):
             say(axes, x, y, value, 9, weight=weight)
     say(axes, 772, 62, "rank 1 did not use\n2.bias: it counts as 0", 8.4, SOFT, align="left")
-    say(axes, 772, 22, "averages, and on how\nmany ranks it was used", 8.4, SOFT, align="left")
+    say(axes, 772, 22, "averages, and which\nsome rank has used", 8.4, SOFT, align="left")
     write(axes, "bucket.svg")
 
 

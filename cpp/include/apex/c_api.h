@@ -105,20 +105,22 @@ APEX_API apex_status apex_barrier(apex_group* group);
  *
  * `parameters`, `gradients`: [count]; gradients[i] has the shape and dtype of parameters[i],
  * float32 or another floating dtype. The memory stays where it is, and belongs to the caller.
- * `bucket_bytes`: gradients are sent when so many have come together; 0 for the default. Buckets
- * are made in the order of backward, the last parameter first. A reducer has connections of its
+ * `bucket_bytes`: size at which a bucket is closed; 0 for the default. The first step records the
+ * order in which gradients are announced, rank 0's for all, and sends them at its end; from the
+ * second step on, buckets in that order are sent as they fill. A reducer has connections of its
  * own, where the backend has them (gloo): several of a group are not mixed up. */
 APEX_API apex_status apex_reducer_create(apex_group* group, const apex_tensor* parameters,
                                          const apex_tensor* gradients, size_t count,
                                          int64_t bucket_bytes, apex_reducer** reducer);
 
-/* gradients[index] is computed, and is not changed before apex_reducer_synchronize(). Sends its
- * bucket if it is the last of it and of those before. Does not wait for other ranks. In any order,
- * once per gradient and step; APEX_INVALID_ARGUMENT otherwise. */
+/* gradients[index] is computed, and is not changed before apex_reducer_synchronize(). After the
+ * first step, sends its bucket if that is full and those before it were sent. Does not wait for
+ * other ranks. In any order, once per gradient and step; APEX_INVALID_ARGUMENT otherwise. */
 APEX_API apex_status apex_reducer_gradient_ready(apex_reducer* reducer, size_t index);
 
 /* The end of backward: sends what was not sent, waits, and writes the average over the ranks to
- * every gradient. One that was not announced on this rank counts as zeros here. */
+ * every gradient. One that was not announced on this rank counts as zeros here; one that no rank
+ * has announced becomes zero. */
 APEX_API apex_status apex_reducer_synchronize(apex_reducer* reducer);
 
 /* The engine of apex::parallel::Reducer, around parameters of libtorch: parameters[i] points to an

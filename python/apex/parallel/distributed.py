@@ -61,9 +61,10 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
     processes check that they hold the same model and take rank 0's parameters, frozen ones
     included. During backward, gradients are put into buckets and each bucket is all-reduced as soon
     as it is complete, while the rest of backward is still running; when ``backward()`` returns,
-    every ``.grad`` holds the average over all processes. The first backward (and the first after
-    parameters were frozen, unfrozen, added or replaced) learns the order in which gradients arrive
-    and communicates at its end.
+    every ``.grad`` holds the average over all processes. The first backward (and the first with
+    another set of trainable parameters, or after parameters were added or replaced) records the
+    order in which gradients arrive and communicates at its end. Freeze and unfreeze the same
+    parameters on every process before the same backward.
 
     A parameter that no process used keeps ``grad=None``; one that some processes used gets the
     average with zeros for the others: no flag is needed, and the choice may change from step to
@@ -132,11 +133,11 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         lazy_bucket_allocation: no effect (buckets are allocated in the first backward).
         check_finite: raise on every process after a backward to which a process contributed an
             infinity or a NaN, naming the first process and parameter. Costs a read of the
-            gradients, a small all-gather, and a wait of the host.
+            gradients, and on a GPU a wait of the host.
         on_failure: what the other processes do in a backward that an exception ends on one:
             ``"raise"``, or ``"skip"`` the step, see :meth:`skip_step`. With ``check_finite`` a
-            gradient that is not finite counts as a failure of all. ``"skip"`` launches the last
-            bucket when backward has ended, and on a GPU the host waits for it.
+            gradient that is not finite counts as a failure of all. With ``"skip"`` the host waits
+            for a GPU in every backward.
         registered_buffers: take the buckets' memory from the backend where it has some of its own.
             With NCCL it is registered with the communicator, which may then reduce without copying.
             Elsewhere a warning is logged once, and torch's memory is used.
@@ -471,7 +472,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         Raises:
             RuntimeError: with :class:`OverlappedOptimizer`; with a bucket callback unless
                 ``on_failure="skip"``; on a GPU unless ``check_reduction=True`` or
-                ``on_failure="skip"``; in a backward whose last bucket was launched.
+                ``on_failure="skip"``; while a backward ends, as in a bucket callback.
         """
         engine, mixed = self._engine, self._mixed_precision
         in_place = mixed is not None and mixed.in_place

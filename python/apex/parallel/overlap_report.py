@@ -11,8 +11,7 @@ class BucketOverlap:
     """One bucket's way. Seconds since backward began; ``ready_s <= launched_s <= arrived_s``.
 
     Attributes:
-        parameters: indices of its parameters in ``module.parameters()``; empty for a bucket of
-            usage numbers.
+        parameters: indices of its parameters in ``module.parameters()``.
         names: of these parameters.
         bytes: what this process gave to the process group, or to the communication hook.
         ready_s: its last gradient was computed; ``launched_s`` where this process missed one.

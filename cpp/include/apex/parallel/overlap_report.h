@@ -23,9 +23,8 @@ enum class OverlapClock {
 
 /// One bucket's way. Seconds since backward began; ready_s <= launched_s <= arrived_s.
 struct BucketOverlap {
-  std::vector<int64_t>
-      parameters;  ///< indices into Reducer::parameters(); none: a bucket of usage numbers
-  std::vector<std::string> names;  ///< of these parameters
+  std::vector<int64_t> parameters;  ///< indices into Reducer::parameters()
+  std::vector<std::string> names;   ///< of these parameters
   int64_t bytes = 0;   ///< what this rank gave to the process group, or to the communication hook
   double ready_s = 0;  ///< its last gradient was computed; launched_s where this rank missed one
   double launched_s = 0;  ///< packed, and handed to the process group

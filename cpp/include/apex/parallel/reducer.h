@@ -63,8 +63,8 @@ struct ReducerOptions {
   double gradient_predivide_factor = 1.0;
 
   /// The set of parameters that get a gradient never changes after the first backward: parameters
-  /// that had none then are not watched any more (which, on devices other than the CPU, saves
-  /// reading a few bytes per backward). A gradient that appears all the same is an error.
+  /// that had none then are not watched any more, and a gradient that they get all the same is an
+  /// error. To watch them, the host waits in every backward on devices other than the CPU.
   bool static_graph = false;
 
   /// Take the memory of flat buckets from the backend, where it has some of its own: with NCCL that
@@ -79,7 +79,7 @@ struct ReducerOptions {
 
   /// After each synchronized backward, throw NonFiniteGradient on every rank if a rank contributed
   /// an infinity or a NaN, naming the first rank and its first parameter. Costs one read of the
-  /// gradients, an all-gather of one number per rank, and a wait of the host.
+  /// gradients, and on devices other than the CPU a wait of the host.
   bool check_finite = false;
 
   /// After each synchronized backward, throw RankMismatch on every rank if the ranks are out of
@@ -91,8 +91,7 @@ struct ReducerOptions {
 
   /// If an exception ends the backward of some ranks, the others skip the step, as by skip_step(),
   /// instead of throwing; with check_finite, a gradient that is infinite or NaN has every rank skip
-  /// it. The last bucket is launched when backward has ended. Elsewhere than on the CPU the host
-  /// waits for it.
+  /// it. On devices other than the CPU the host then waits in every backward.
   bool skip_failed_steps = false;
 
   /// Compared between ranks at construction, besides the options above: "name=value".
@@ -143,8 +142,8 @@ struct ReducerStatistics {
   int64_t buffers_registered = 0;  ///< buckets whose memory came from the backend
   int64_t steps_skipped = 0;       ///< backwards that ended without gradients, see skip_step()
   int64_t deferred = 0;            ///< backwards that ended before their buckets had arrived
-  int64_t usage_reads = 0;  ///< times the host read used-parameter masks: at most once a backward
-                            ///< on a device, once for each bucket on the CPU
+  int64_t usage_reads = 0;         ///< backwards in which the reports of all ranks decided about
+                                   ///< parameters without a gradient on this rank
 };
 
 /// Hooks the gradient accumulators of a module's parameters and keeps their gradients averaged.
@@ -155,12 +154,15 @@ struct ReducerStatistics {
 /// waits on CPU backends, the current stream on NCCL) and gradients are complete when backward()
 /// returns.
 ///
-/// The first backward, and the first after a change of the trainable parameters, observes: it
-/// reduces at its end and fixes the plan. Then, on every rank: launch order is the same; a
-/// parameter that only some ranks used gets the average with zeros; one that no rank used is left
-/// alone (None stays None) without a flag and without a collective; parameters may be used several
-/// times, in checkpointed segments (reentrant or not), and backward may be called several times on
-/// one forward.
+/// The first backward with a set of trainable parameters observes: it reduces at its end and fixes
+/// the plan. Then, on every rank: launch order is the same; a parameter that only some ranks used
+/// gets the average with zeros; one that no rank used is left alone (None stays None) without a
+/// flag and without a collective; parameters may be used several times, in checkpointed segments
+/// (reentrant or not), and backward may be called several times on one forward.
+///
+/// Every rank has to freeze and unfreeze the same parameters before the same backward. If ranks
+/// differ, that backward throws RankMismatch on every rank; all can go on once they agree and have
+/// cleared the gradients.
 ///
 /// Thread safety: hooks may run on any number of autograd threads. The member functions may be
 /// called from one thread at a time, not during backward unless they say so. Backwards of one
@@ -173,13 +175,16 @@ struct ReducerStatistics {
 /// still synchronizes, unless another reducer has taken its parameters; other backwards do not.
 ///
 /// A backward that an exception ends on one rank throws on every rank: what that rank had not sent
-/// yet it sends as zeros, with a note that it failed. Afterwards all ranks can go on with the next
-/// backward, once gradients are cleared (with skip_failed_steps the others do not throw, and skip
-/// the step). An exception in what comes after the module, in the loss's own backward, ends it
-/// before any gradient here is known to be on its way: the other ranks wait for that rank's next
-/// backward. Where the
-/// last bucket is not on the CPU nobody reads that
-/// note; such a rank then sends NaN.
+/// yet it sends as zeros, and its report says that it failed. Afterwards all ranks can go on with
+/// the next backward, once gradients are cleared (with skip_failed_steps the others do not throw,
+/// and skip the step). An exception in what comes after the module, in the loss's own backward,
+/// ends it before any gradient here is known to be on its way: the other ranks wait for that rank's
+/// next backward. Several reducers in one graph end together: if the end of one throws, the others
+/// are still completed, and the first error is thrown.
+///
+/// On devices other than the CPU ranks read each other's reports only with check_steps or
+/// skip_failed_steps. Without them a rank that failed sends NaN instead of zeros, and ranks that
+/// have frozen different parameters are not noticed.
 class APEX_API Reducer {
  public:
   /// Verifies that all ranks hold the same parameters, broadcasts them (frozen ones too) from rank
@@ -203,9 +208,8 @@ class APEX_API Reducer {
   Reducer& operator=(const Reducer&) = delete;
 
   /// Call before each forward: notices parameters that were frozen, unfrozen, or changed dtype,
-  /// device or strides, and agrees on a new plan in the next backward. On the CPU ranks may freeze
-  /// and unfreeze different ones, at different times; other changes, and on other devices these as
-  /// well, have to be the same on every rank. Costs nanoseconds per parameter.
+  /// device or strides; the next backward takes, or records, a plan for them. Every rank has to
+  /// make the same changes. Costs nanoseconds per parameter.
   void prepare_for_forward();
 
   /// Skips a step on all ranks together: because of a loss that is not finite, a batch without a
@@ -223,7 +227,7 @@ class APEX_API Reducer {
   /// every rank, so such a module has to run there as well.
   /// @throws Error with set_deferred(), with a bucket callback but without skip_failed_steps, on a
   ///         device where ranks do not read each other's reports (without check_steps and
-  ///         skip_failed_steps), and during a backward whose last bucket was launched.
+  ///         skip_failed_steps), and while a backward ends, as in a bucket callback.
   at::Tensor skip_step();
 
   /// Whether the last synchronized backward was skipped, the same on every rank. May be called at
@@ -280,9 +284,8 @@ class APEX_API Reducer {
   /// rest, and throws if it reaches a parameter that was not waited for, since forward then used
   /// its old value. Waits at once, as without it: in backwards that learn or order; in which this
   /// rank misses a gradient or a parameter is outside the plan (without static_graph); with
-  /// check_finite, check_steps, under join(), and with hooks of two phases. Parameters must be
-  /// frozen and unfrozen alike on every rank. A new plan is recorded. Every rank has to do the
-  /// same.
+  /// check_finite, check_steps, under join(), and with hooks of two phases. A new plan is recorded.
+  /// Every rank has to do the same.
   void set_deferred(bool on);
   /// What set_deferred() has set, at first false. Does not block.
   bool deferred() const;
