@@ -19,9 +19,9 @@ class Area:
 #: A file belongs to the first area that has it. Missing folders are no error: sources move.
 AREAS = (
     Area(
-        "buckets and their trailer",
+        "buckets",
         30,
-        ("cpp/src/**/bucket*.cpp", "cpp/src/**/multi_tensor.cpp", "cpp/src/**/trailer*.cpp"),
+        ("cpp/src/**/bucket*.cpp", "cpp/src/**/multi_tensor.cpp"),
     ),
     Area(
         "strategies and communication",
@@ -34,10 +34,9 @@ AREAS = (
             "cpp/src/reducer/comm_hook.cpp",
             "cpp/src/reducer/low_precision_hooks.cpp",
             "cpp/src/reducer/uneven_inputs.cpp",
-            "cpp/src/reducer/step_agreement.cpp",
         ),
     ),
-    Area("reducer", 50, ("cpp/src/reducer/**/*.cpp",)),
+    Area("reducer", 50, ("cpp/src/reducer/**/*.cpp", "cpp/src/step/*.cpp")),
     Area(
         "batch norm",
         45,

@@ -11,7 +11,7 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
-#include "optim/step_report.h"
+#include "optim/step_notice.h"
 
 namespace apex::amp {
 

@@ -9,7 +9,7 @@
 
 #include <apex/error.h>
 
-#include "optim/step_report.h"
+#include "optim/step_notice.h"
 
 namespace apex::parallel {
 

@@ -38,19 +38,19 @@ namespace apex::parallel::detail {
 //   which may well have happened on all ranks: then all make a new plan and reduce their gradients
 //   by that. If some have kept the plan, every rank throws.
 //
-// A rank whose buckets were all launched when it failed has done its part, and the others have their
-// average, unless more exchanges follow: it may be in a destructor, and takes part in none. It looks
-// at the reports before its next backward. If it fails after its report, in user code that comes
-// between two exchanges (a hook's next phase), nobody knows what the others have received: that is
-// the end of this reducer.
+// A rank whose buckets were all launched when it failed has done its part, and the others have
+// their average, unless more exchanges follow: it may be in a destructor, and takes part in none.
+// It looks at the reports before its next backward. If it fails after its report, in user code that
+// comes between two exchanges (a hook's next phase), nobody knows what the others have received:
+// that is the end of this reducer.
 
 // Note [Skipped steps]
 //
 // skip_step() is one more thing to report: the backward is carried through as always, with the
 // gradients that this rank has or without any, and when the reports are read every rank drops the
-// gradients. They are set to None on every rank, so that an optimizer finds nothing to step, whether
-// or not the loop asks. Sums that hold this step's gradients cannot be undone otherwise; what
-// accumulated before under no_sync() belongs to the same step.
+// gradients. They are set to None on every rank, so that an optimizer finds nothing to step,
+// whether or not the loop asks. Sums that hold this step's gradients cannot be undone otherwise;
+// what accumulated before under no_sync() belongs to the same step.
 //
 // With skip_failed_steps a failed backward ends in the same way, also where all buckets of the rank
 // were sent.
@@ -155,8 +155,7 @@ void Backward::gradient_ready(size_t index, const at::Tensor& incoming) {
   }
   GradientState& gradient = pass_.gradients[index];
   reporter_.tracker.gradient_arrived(/*synchronized=*/true);
-  if (pass_.overtaken[index] != 0)
-    pass_.fail(context_.me() + describe_overtaken(parameter));
+  if (pass_.overtaken[index] != 0) pass_.fail(context_.me() + describe_overtaken(parameter));
   // Each rank has written something else, since each has its own gradient. An optimizer's fused
   // kernels do not move the version: refuse_step_in_backward().
   if (!context_.members.alone() && version_of(parameter.variable) != parameter.seen_version)
@@ -278,7 +277,8 @@ void Backward::send() {
       ++pass_.done;
   }
   context_.enter(Phase::kEnding);
-  if (Plan* left = book_.still_carried()) launch_left(*left, /*failed=*/false);
+  Plan* const left = book_.still_carried();
+  if (left != nullptr) launch_left(*left, /*failed=*/false);
   StepReport report = reporter_.report(book_.left());
   if (Plan* plan = book_.current()) {
     launch_rest();
@@ -291,7 +291,7 @@ void Backward::send() {
   }
   report.without_data = pass_.without_data;
   pass_.reported = true;
-  reporter_.send(report, pass_.used);
+  reporter_.send(report, pass_.used, left != nullptr ? left : book_.current());
 }
 
 /// Of the settings that may change between backwards, those that all ranks must share; and what
@@ -309,8 +309,7 @@ bool Backward::may_leave() const {
   const Plan* plan = book_.current();
   if (plan == nullptr || !context_.defers || context_.joining || plan->watches_unplanned ||
       context_.options.check_finite || context_.options.check_steps.value_or(false) ||
-      plan->backwards <= kOrderAfter || !(plan->ordered || plan->preset) ||
-      !pass_.error.empty()) {
+      plan->backwards <= kOrderAfter || !(plan->ordered || plan->preset) || !pass_.error.empty()) {
     return false;
   }
   // Members that this rank has not used are settled when the other ranks have reported theirs.
@@ -379,11 +378,11 @@ void Backward::record(const std::function<void()>& meanwhile) {
   plan().holds_gradients = true;
   report.without_data = pass_.without_data;
   pass_.reported = true;
-  reporter_.send(report, pass_.used);
+  reporter_.send(report, pass_.used, &plan());
 }
 
-/// All ranks have left the plan. Nothing is wanted of what was sent by it, but that it does not come
-/// in the way of what follows.
+/// All ranks have left the plan. Nothing is wanted of what was sent by it, but that it does not
+/// come in the way of what follows.
 void Backward::leave_behind(bool keep) {
   for (Plan* left : {book_.current(), book_.still_carried()}) {
     if (left == nullptr) continue;
@@ -444,7 +443,7 @@ void Backward::refuse(const StepTable& table, bool all_are_needed) {
 
 /// Whether the reports of this backward have to be read here.
 bool Backward::must_read() const {
-  if (context_.reads_reports() || context_.options.check_finite) return true;
+  if (pass_.recorded || context_.reads_reports() || context_.options.check_finite) return true;
   const Plan& plan = *book_.current();
   if (plan.watches_unplanned || (context_.members.alone() && reporter_.wants_skip) ||
       is_to_be_ordered(plan, plan.backwards, context_)) {
@@ -533,8 +532,7 @@ void Backward::call_back(int64_t bucket, const std::vector<BucketMessage::Slot>&
   ReducedBucket reduced;
   reduced.index = bucket;
   for (const BucketMessage::Slot& slot : slots) {
-    if (all_used || pass_.used_by_any[slot.parameter])
-      reduced.parameters.push_back(slot.parameter);
+    if (all_used || pass_.used_by_any[slot.parameter]) reduced.parameters.push_back(slot.parameter);
   }
   if (reduced.parameters.empty()) return;
   try {
@@ -709,11 +707,10 @@ void Backward::fail() noexcept {
 /// The communication hook of every rank has failed, in the same bucket.
 bool Backward::hooks_failed_together() const {
   const Plan* plan = book_.current();
-  return plan != nullptr && std::any_of(plan->entries.begin(), plan->entries.end(),
-                                        [](const PlannedBucket& entry) {
-                                          return entry.user_code_failed &&
-                                                 entry.traits.fails_together;
-                                        });
+  return plan != nullptr &&
+         std::any_of(plan->entries.begin(), plan->entries.end(), [](const PlannedBucket& entry) {
+           return entry.user_code_failed && entry.traits.fails_together;
+         });
 }
 
 /// The others are told. Does not wait for them, unless a communication hook does.
@@ -721,7 +718,8 @@ void Backward::send_failure() noexcept {
   if (context_.phase == Phase::kFailed || context_.phase == Phase::kReleased) return;
   try {
     bool sent_all = false;
-    if (Plan* left = book_.still_carried()) {
+    Plan* const left = book_.still_carried();
+    if (left != nullptr) {
       launch_left(*left, /*failed=*/true);
     } else if (Plan* plan = book_.current()) {
       const auto launched = [](const PlannedBucket& entry) { return entry.launched; };
@@ -729,7 +727,7 @@ void Backward::send_failure() noexcept {
                  std::all_of(plan->entries.begin(), plan->entries.end(), launched);
       launch_absent(plan->entries, /*failed=*/true, reporter_.hook_failed, context_);
     }
-    reporter_.send_failure(sent_all, pass_.used);
+    reporter_.send_failure(sent_all, pass_.used, left != nullptr ? left : book_.current());
   } catch (...) {
     context_.fail();
   }

@@ -28,7 +28,7 @@ struct ReducerState {
   ReducerContext context;  ///< its monitor guards all below
   PlanBook book;
   StepReporter reporter;
-  BucketPlan preset;  ///< used instead of one made from sizes, where it fits
+  BucketPlan preset;          ///< used instead of one made from sizes, where it fits
   bool step_skipped = false;  ///< in the last synchronized backward
 };
 

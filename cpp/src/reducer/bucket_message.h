@@ -49,9 +49,9 @@ bool may_be_in_parts(const at::Tensor& variable);
 class BucketMessage {
  public:
   enum class Kind {
-    kFlat,      ///< gradients are copied into one buffer (or are views of it)
-    kInPlace,   ///< a single dense gradient, reduced where it lies
-    kSparse,    ///< a single gradient with sparse layout
+    kFlat,     ///< gradients are copied into one buffer (or are views of it)
+    kInPlace,  ///< a single dense gradient, reduced where it lies
+    kSparse,   ///< a single gradient with sparse layout
   };
 
   /// A gradient's place in the message.
@@ -190,9 +190,9 @@ class BucketMessage {
   at::ScalarType dtype_ = at::kFloat;  ///< real-valued
   int64_t numel_ = 0;                  ///< in elements of dtype_
   at::Tensor buffer_;                  ///< flat: gradients, in dtype_
-  at::Tensor home_;       ///< where views live if gradients have another dtype, else buffer_
-  at::Tensor tensor_;     ///< what is reduced in this backward
-  bool packed_ = false;       ///< between pack() and unpack()
+  at::Tensor home_;      ///< where views live if gradients have another dtype, else buffer_
+  at::Tensor tensor_;    ///< what is reduced in this backward
+  bool packed_ = false;  ///< between pack() and unpack()
   bool has_unused_ = false;
   int64_t copied_ = 0;
   int64_t copied_early_ = 0;

@@ -59,8 +59,8 @@ struct ReducerContext {
   }
 
   void enter(Phase next) {
-    TORCH_INTERNAL_ASSERT(may_follow(phase, next), "apex reducer: phase ",
-                          static_cast<int>(next), " after ", static_cast<int>(phase));
+    TORCH_INTERNAL_ASSERT(may_follow(phase, next), "apex reducer: phase ", static_cast<int>(next),
+                          " after ", static_cast<int>(phase));
     phase = next;
   }
   void fail() {

@@ -18,8 +18,8 @@ class ReducerCore;
 std::unique_ptr<torch::autograd::FunctionPostHook> make_gradient_hook(
     std::weak_ptr<ReducerCore> core, size_t index);
 
-/// Runs when backward enters through an output of the model: BackwardSession::reach(). Keeps the reducer
-/// alive for as long as there may be something to synchronize.
+/// Runs when backward enters through an output of the model: BackwardSession::reach(). Keeps the
+/// reducer alive for as long as there may be something to synchronize.
 std::unique_ptr<torch::autograd::FunctionPreHook> make_output_hook(
     std::shared_ptr<ReducerCore> core, std::shared_ptr<const WatchedOutput> output);
 

@@ -89,7 +89,6 @@ void append(std::string& text, const char* format, ...) {
 }
 
 std::string members_of(const BucketOverlap& bucket) {
-  if (bucket.parameters.empty()) return "(usage numbers)";
   if (bucket.names.empty()) return std::to_string(bucket.parameters.size()) + " parameters";
   if (bucket.names.size() == 1) return bucket.names.front();
   return bucket.names.front() + " to " + bucket.names.back() + " (" +

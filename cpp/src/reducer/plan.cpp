@@ -16,8 +16,8 @@ namespace apex::parallel::detail {
 // gradient itself; one that has all of them needs to know nothing, and on devices does not wait.
 //
 // Parameters outside the plan (no rank had a gradient when the plan was recorded) are looked up by
-// every rank: if one of them did get a gradient somewhere, every rank learns of it in the same step,
-// they are reduced in a second round, and are part of the plan from then on.
+// every rank: if one of them did get a gradient somewhere, every rank learns of it in the same
+// step, they are reduced in a second round, and are part of the plan from then on.
 
 namespace {
 
@@ -46,9 +46,8 @@ PlannedBucket make_entry(const std::vector<int64_t>& members, const ReductionSit
   const ReductionTraits traits = reduction->traits();
   if (context.options.registered_buffers || traits.shares_memory || traits.across_hosts)
     options.allocate = registered_memory(site.group, context.statistics);
-  PlannedBucket entry(
-      BucketMessage(site.kind, members, variables, site.device, options, in_parts),
-      std::move(reduction));
+  PlannedBucket entry(BucketMessage(site.kind, members, variables, site.device, options, in_parts),
+                      std::move(reduction));
   entry.members = entry.pending = static_cast<int64_t>(members.size());
   return entry;
 }
@@ -139,8 +138,7 @@ void build_entries(Plan& plan, ReducerContext& context) {
   }
   plan.watches_unplanned = has_unplanned(plan, context);
   for (size_t b = 0; b < buckets.size(); ++b) {
-    ReductionSite site =
-        site_of(kinds[b], context.parameters[buckets[b].front()], b, context);
+    ReductionSite site = site_of(kinds[b], context.parameters[buckets[b].front()], b, context);
     site.hook = context.hook;
     site.last_of_hook = b == last_of_hook;
     plan.entries.push_back(
@@ -154,8 +152,8 @@ std::vector<PlannedBucket> build_late_round(const std::vector<int64_t>& paramete
   std::vector<PlannedBucket> round;
   const auto infos = parameter_infos(context, places);
   for (const auto& members : assign_buckets(infos, parameters, context.options.limits).buckets) {
-    const ReductionSite site = site_of(kind_of(members, places, context),
-                                       context.parameters[members.front()], 0, context);
+    const ReductionSite site =
+        site_of(kind_of(members, places, context), context.parameters[members.front()], 0, context);
     round.push_back(make_entry(members, site, context.choose(site), places, context));
   }
   return round;

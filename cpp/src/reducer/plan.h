@@ -62,10 +62,10 @@ struct Plan {
   bool watches_unplanned = false;      ///< parameters outside the plan may get a gradient
   bool preset = false;                 ///< given by the user: left as it is
   bool ordered = false;                ///< as the next forward needs its buckets
-  int64_t number = 0;            ///< of the reducer's plans, counted as they are built from 1
-  int64_t backwards = 0;         ///< with this plan
-  bool holds_gradients = false;  ///< its messages are those of the last backward
-  int64_t unused_for = 0;        ///< so many backwards with other plans
+  int64_t number = 0;                  ///< of the reducer's plans, counted as they are built from 1
+  int64_t backwards = 0;               ///< with this plan
+  bool holds_gradients = false;        ///< its messages are those of the last backward
+  int64_t unused_for = 0;              ///< so many backwards with other plans
 
   /// Whether collectives follow those that launch buckets.
   bool has_later_messages() const;

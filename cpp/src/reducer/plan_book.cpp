@@ -60,8 +60,7 @@ void PlanBook::choose(const std::vector<bool>& trainable) {
   if (left_ == ReasonToLeave::kSet) left_ = ReasonToLeave::kNone;  // it may have come again
   if (left_ != ReasonToLeave::kNone) return;
   const std::optional<size_t> set = find(trainable);
-  if (!set && plans_.size() == 1 && context_.reads_reports())
-    return leave(ReasonToLeave::kSet);
+  if (!set && plans_.size() == 1 && context_.reads_reports()) return leave(ReasonToLeave::kSet);
   switch_to(set);
 }
 
@@ -86,10 +85,9 @@ Plan& PlanBook::put(std::vector<Place> places) {
   switch_to(std::nullopt);
   if (const auto same = find(trainable)) drop(*same);
   if (plans_.size() == kMostSets) {
-    const auto oldest =
-        std::max_element(plans_.begin(), plans_.end(), [](const auto& left, const auto& right) {
-          return left->unused_for < right->unused_for;
-        });
+    const auto oldest = std::max_element(
+        plans_.begin(), plans_.end(),
+        [](const auto& left, const auto& right) { return left->unused_for < right->unused_for; });
     drop(static_cast<size_t>(oldest - plans_.begin()));
   }
   plans_.push_back(std::move(made));

@@ -45,7 +45,9 @@ class PlanBook {
   void left_by_all(bool keep);
   ReasonToLeave left() const { return left_; }
   /// The plan that was left, if messages are sent by it until all ranks have left it.
-  Plan* still_carried() { return left_ != ReasonToLeave::kNone && !several() ? in_force() : nullptr; }
+  Plan* still_carried() {
+    return left_ != ReasonToLeave::kNone && !several() ? in_force() : nullptr;
+  }
 
   /// Whether every backward begins with a row of each rank.
   bool several() const { return plans_.size() > 1; }

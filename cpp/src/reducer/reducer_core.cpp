@@ -141,8 +141,8 @@ void ReducerCore::prepare_for_forward() {
   forward_since_ = true;
   if (in_backward(context().phase) || !context().parameters.changed()) return;
   complete_deferred();
-  // A change of dtype, device, shape or strides leaves the buckets without use. Which parameters are
-  // trainable is looked at when a backward begins.
+  // A change of dtype, device, shape or strides leaves the buckets without use. Which parameters
+  // are trainable is looked at when a backward begins.
   const bool same_kind = context().parameters.same_kind();
   context().parameters.unhook();
   hook_parameters();
@@ -399,8 +399,7 @@ void ReducerCore::end_join() {
 
 JoinEvent ReducerCore::join_event(bool active, JoinEvent::Kind kind, int64_t argument) {
   const Change change(context().monitor);
-  uneven_.announces_ends =
-      uneven_.announces_ends || (active && kind == JoinEvent::kCustom);
+  uneven_.announces_ends = uneven_.announces_ends || (active && kind == JoinEvent::kCustom);
   JoinEvent event;
   try {
     event = context().monitor.open(
@@ -508,13 +507,13 @@ void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
 
 /// Before a backward: learns how the last one ended, if that failed here.
 void ReducerCore::look_back() {
-  const StepTable* table =
-      context().monitor.open([&] { return state_.reporter.look_back(); });
+  const StepTable* table = context().monitor.open([&] { return state_.reporter.look_back(); });
   if (table == nullptr) return;
   if (table->hooks_apart()) context().fail();
   Plan* plan = state_.book.current();
   if (plan == nullptr) return;
-  if (!table->why_refused(all_are_needed(*plan, context(), *table), state_.reporter.names()).empty())
+  if (!table->why_refused(all_are_needed(*plan, context(), *table), state_.reporter.names())
+           .empty())
     return;
   ++plan->backwards;  // the others have their average
   state_.book.served();
@@ -531,9 +530,9 @@ void ReducerCore::choose_plan(bool without_data) {
     opening.left = state_.book.left();
     opening.without_data = without_data;
     opening.compared = false;
-    state_.reporter.send(opening, std::vector<uint8_t>(trainable.size()));
-    const StepTable& table = context().monitor.open(
-        [&]() -> const StepTable& { return state_.reporter.receive(); });
+    state_.reporter.send(opening, std::vector<uint8_t>(trainable.size()), nullptr);
+    const StepTable& table =
+        context().monitor.open([&]() -> const StepTable& { return state_.reporter.receive(); });
     state_.reporter.refuse(table, /*all_are_needed=*/true);
     if (table.all_left()) state_.book.left_by_all(/*keep=*/false);
     trainable = table.trainable_set();
@@ -608,9 +607,9 @@ void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session
   if (context().joining) {
     const bool kept = std::any_of(pass.gradients.begin(), pass.gradients.end(),
                                   [](const GradientState& gradient) { return gradient.stale; });
-    join_event(true, JoinEvent::kBackward,
-               (kept ? JoinEvent::kKept : 0) |
-                   (uneven_.announces_ends ? JoinEvent::kEndFollows : 0));
+    join_event(
+        true, JoinEvent::kBackward,
+        (kept ? JoinEvent::kKept : 0) | (uneven_.announces_ends ? JoinEvent::kEndFollows : 0));
     pass.owes_end = uneven_.announces_ends;
   }
   session->join(shared_from_this());

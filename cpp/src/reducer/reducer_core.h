@@ -115,12 +115,12 @@ class ReducerCore final : public BackwardParticipant,
   mutable ReducerState state_;
   WatchedOutputs outputs_;  ///< guards itself
   std::atomic<bool> synchronizing_{true};
-  std::unique_ptr<Backward> backward_;           ///< in progress, or deferred
-  const BackwardSession* session_ = nullptr;     ///< of the backward in progress
-  std::shared_ptr<BackwardSession> by_hand_;     ///< of a backward that is not autograd's
+  std::unique_ptr<Backward> backward_;        ///< in progress, or deferred
+  const BackwardSession* session_ = nullptr;  ///< of the backward in progress
+  std::shared_ptr<BackwardSession> by_hand_;  ///< of a backward that is not autograd's
   UnevenInputs uneven_;
-  std::vector<uint8_t> overtaken_;  ///< by parameter: used before its update
-  bool forward_since_ = false;      ///< since backward returned with buckets in flight
+  std::vector<uint8_t> overtaken_;             ///< by parameter: used before its update
+  bool forward_since_ = false;                 ///< since backward returned with buckets in flight
   std::unique_ptr<OverlapRecorder> recorder_;  ///< only while times are taken
 };
 

@@ -33,18 +33,23 @@ StepReport StepReporter::report(ReasonToLeave left) const {
   return report;
 }
 
-void StepReporter::send(const StepReport& report, const std::vector<uint8_t>& used) {
-  exchange_.send("exchange of reports, of backward number " + std::to_string(backwards_begun_),
-                 report, used, context_.parameters.trained());
+void StepReporter::send(const StepReport& report, const std::vector<uint8_t>& used,
+                        const Plan* behind) {
+  std::string what = "exchange of reports";
+  if (behind != nullptr && !behind->entries.empty())
+    what += " behind bucket " + std::to_string(behind->entries.size() - 1);
+  exchange_.send(what + ", of backward number " + std::to_string(backwards_begun_), report, used,
+                 context_.parameters.trained());
 }
 
-void StepReporter::send_failure(bool sent_all, const std::vector<uint8_t>& used) {
+void StepReporter::send_failure(bool sent_all, const std::vector<uint8_t>& used,
+                                const Plan* behind) {
   failed_ = true;
   StepReport failure = report(ReasonToLeave::kNone);
   failure.failed = true;
   failure.sent_all = sent_all;
   failure.hook_failed = hook_failed;
-  send(failure, used);
+  send(failure, used, behind);
 }
 
 const StepTable& StepReporter::receive(const std::function<void()>& meanwhile) {
@@ -85,8 +90,8 @@ std::string StepReporter::compare(const StepTable& table) {
     case StepTable::Difference::kUnknown:
       break;
   }
-  // Ranks may differ in who updates what for good reason, in every step; and all parameters are much
-  // to read. Who takes part in nothing more is not waited for.
+  // Ranks may differ in who updates what for good reason, in every step; and all parameters are
+  // much to read. Who takes part in nothing more is not waited for.
   ++differences_;
   const bool asked = (differences_ & (differences_ - 1)) == 0;
   if (!asked || table.any_absent() || !parameters_differ(table.trainable_set())) return {};

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "reducer/context.h"
+#include "reducer/plan.h"
 #include "step/report_exchange.h"
 #include "step/step_tracker.h"
 
@@ -32,11 +33,11 @@ class StepReporter {
   void backward_began();
   /// What there is to say if nothing went wrong.
   StepReport report(ReasonToLeave left) const;
-  /// Sends a row. Does not wait.
-  void send(const StepReport& report, const std::vector<uint8_t>& used);
+  /// Sends a row. Does not wait. @param behind  what was sent before, for errors.
+  void send(const StepReport& report, const std::vector<uint8_t>& used, const Plan* behind);
   /// The same of a rank whose backward an exception has ended. @param sent_all  all its buckets are
   /// on their way.
-  void send_failure(bool sent_all, const std::vector<uint8_t>& used);
+  void send_failure(bool sent_all, const std::vector<uint8_t>& used, const Plan* behind);
 
   /// The rows of all ranks, for the last that was sent. Blocks the host.
   const StepTable& receive(const std::function<void()>& meanwhile = {});
@@ -52,8 +53,8 @@ class StepReporter {
   /// Settings, or dtypes or shapes of parameters, differ; throws on every rank. Collective.
   [[noreturn]] void refuse_settings(const std::string& mine);
 
-  /// Returns the error if ranks are out of step, else an empty text. If the rows do not decide that,
-  /// it is collective. Blocks the host.
+  /// Returns the error if ranks are out of step, else an empty text. If the rows do not decide
+  /// that, it is collective. Blocks the host.
   std::string compare(const StepTable& table);
   /// What compare() will return, where that is known. Does not block.
   std::string out_of_step() const;

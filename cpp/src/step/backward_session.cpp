@@ -99,7 +99,9 @@ void BackwardSession::reach(const std::shared_ptr<BackwardParticipant>& reached)
 
 void BackwardSession::join(const std::shared_ptr<BackwardParticipant>& one) {
   const Participants order = all();
-  const auto place = [&](const auto& other) { return std::find(order.begin(), order.end(), other); };
+  const auto place = [&](const auto& other) {
+    return std::find(order.begin(), order.end(), other);
+  };
   const std::lock_guard<std::mutex> lock(mutex_);
   participants_.push_back(one);
   std::sort(participants_.begin(), participants_.end(),
@@ -127,7 +129,8 @@ void BackwardSession::end() {
       if (!apart.empty()) throw OutOfStepElsewhere(apart);
     }
   };
-  const std::function<void()> meanwhile = reducers.size() > 1 ? look_at_all : std::function<void()>();
+  const std::function<void()> meanwhile =
+      reducers.size() > 1 ? look_at_all : std::function<void()>();
   for (const auto& one : reducers) keep_error([&] { one->complete(this, meanwhile); });
   if (error) std::rethrow_exception(error);
 }

@@ -25,8 +25,8 @@ void ReportExchange::send(const std::string& what, const StepReport& report,
     gathered_ = at::empty({members_.size * row.numel()}, on_device_.options());
     row_ = at::Tensor();
   }
-  const bool same = row_.defined() && std::equal(words, words + row.numel(),
-                                                 row_.const_data_ptr<int64_t>());
+  const bool same =
+      row_.defined() && std::equal(words, words + row.numel(), row_.const_data_ptr<int64_t>());
   if (!same) on_device_.copy_(row_ = row, /*non_blocking=*/true);
   message_ = members_.all_gather(what, on_device_, gathered_);
 }

@@ -16,11 +16,12 @@ namespace apex::parallel::detail {
 
 // Note [How reports travel]
 //
-// By an all-gather of their own, over the group of the buckets and behind them. Numbers that ride in
-// the last bucket would save a small collective; they cost every bucket a tail in which gradients
-// and numbers are told apart, in each dtype, before and after each reduction, and their size grows
-// with the number of ranks in a sum, whose every element travels twice. docs/performance.md has the
-// measurement. On a device the rows of a rank are the same in most steps, and are copied there once.
+// By an all-gather of their own, over the group of the buckets and behind them. Numbers that ride
+// in the last bucket would save a small collective; they cost every bucket a tail in which
+// gradients and numbers are told apart, in each dtype, before and after each reduction, and their
+// size grows with the number of ranks in a sum, whose every element travels twice.
+// docs/performance.md has the measurement. On a device the rows of a rank are the same in most
+// steps, and are copied there once.
 
 /// Not thread safe.
 class ReportExchange {

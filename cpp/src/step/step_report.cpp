@@ -171,14 +171,12 @@ bool StepTable::all_left() const {
 }
 
 bool StepTable::all_left_for(ReasonToLeave reason) const {
-  return !any(reports_, [&](const StepReport& one) {
-    return one.left != reason && !one.without_data;
-  });
+  return !any(reports_,
+              [&](const StepReport& one) { return one.left != reason && !one.without_data; });
 }
 
 bool StepTable::same_settings() const {
-  return !any(reports_,
-              [&](const StepReport& one) { return one.settings != of(0).settings; });
+  return !any(reports_, [&](const StepReport& one) { return one.settings != of(0).settings; });
 }
 
 bool StepTable::hooks_apart() const {
@@ -191,8 +189,8 @@ bool StepTable::hooks_apart() const {
 std::string StepTable::describe_failed(const std::function<bool(const StepReport&)>& holds) const {
   const std::string failed = names_of(reports_, holds);
   if (failed.empty()) return {};
-  return "backward number " + std::to_string(of(0).backward) +
-         " was ended by an exception on " + failed +
+  return "backward number " + std::to_string(of(0).backward) + " was ended by an exception on " +
+         failed +
          ", so no gradient of this step is an average over all ranks. Look at the output of that "
          "rank; "
          "to go on, clear the gradients (zero_grad) on every rank and run the next step";
@@ -255,8 +253,7 @@ StepTable::Difference StepTable::difference() const {
   const double shortest = shortest_of(ranks);
   const bool differ = any(ranks, [&](const StepReport& one) {
     return one.facts.updated != first.updated ||
-           one.facts.updated_locally != first.updated_locally ||
-           moved_further(one.facts, shortest);
+           one.facts.updated_locally != first.updated_locally || moved_further(one.facts, shortest);
   });
   if (!differ) return Difference::kNone;
   const bool sampled = !any(ranks, [](const StepReport& one) { return one.facts.sample == 0; });

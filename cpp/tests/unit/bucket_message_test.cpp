@@ -49,8 +49,7 @@ struct Rank {
   BucketMessage message;
 
   Rank(Kind kind, std::vector<at::Tensor> parameters, const MessageOptions& options = {})
-      : variables(std::move(parameters)),
-        message(kind, indices(), variables, at::kCPU, options) {}
+      : variables(std::move(parameters)), message(kind, indices(), variables, at::kCPU, options) {}
 
   std::vector<int64_t> indices() const {
     std::vector<int64_t> all;
@@ -814,8 +813,7 @@ TEST(BucketMessage, GradientOfAnotherForm_Packed_ThrowsAndSaysWhichParameter) {
   const auto form_error = [&](const at::Tensor& grad, uint8_t recorded) -> std::string {
     const at::Tensor variable = two.whole;
     variable.mutable_grad() = grad;
-    BucketMessage message(Kind::kFlat, {3}, {variable}, at::kCPU, {},
-                          {recorded});
+    BucketMessage message(Kind::kFlat, {3}, {variable}, at::kCPU, {}, {recorded});
     try {
       message.pack({0, 0, 0, 1}, 1.0);
     } catch (const GradientForm& error) {

@@ -164,8 +164,8 @@ TEST(ReducerException, RankWhosePartIsDone_Throws_TheOthersHaveTheirAverage) {
   });
 }
 
-/// What the reports lead to (a new plan, a comparison) is no exchange of a rank that has failed; and
-/// a collective of the user may come right after.
+/// What the reports lead to (a new plan, a comparison) is no exchange of a rank that has failed;
+/// and a collective of the user may come right after.
 TEST(ReducerException, RankWhosePartIsDone_Throws_AndTheOthersHaveMoreToSay_NobodyWaits) {
   for (const bool freezes : {true, false}) {
     run_ranks(kWorld, [&](int rank, const Group& group) {

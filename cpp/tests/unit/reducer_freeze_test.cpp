@@ -73,7 +73,8 @@ class ReducerFreeze : public ::testing::TestWithParam<std::tuple<int64_t, bool>>
         const std::string error = thrown_by([&] { y.square().mean().backward(); });
         const std::string apart = difference(ranks);
         if (!apart.empty()) {
-          EXPECT_NE(error.find(apart), std::string::npos) << where << ": " << apart << ": " << error;
+          EXPECT_NE(error.find(apart), std::string::npos)
+              << where << ": " << apart << ": " << error;
           continue;
         }
         ASSERT_EQ(error, "") << where;
@@ -116,8 +117,18 @@ INSTANTIATE_TEST_SUITE_P(Table, ReducerFreeze,
 
 TEST_P(ReducerFreeze, OneRankFreezesAlone_EveryRankThrowsNamingIt_AndAllCanGoOn) {
   const std::vector<Frozen> none(kWorld), all(kWorld, Frozen{0, 1});
-  run({none, none, {{}, {0, 1}, {}}, none, {{}, {0, 1}, {}}, all, all, none, all, {{}, {0, 1}, {}},
-       all, none});
+  run({none,
+       none,
+       {{}, {0, 1}, {}},
+       none,
+       {{}, {0, 1}, {}},
+       all,
+       all,
+       none,
+       all,
+       {{}, {0, 1}, {}},
+       all,
+       none});
 }
 
 TEST_P(ReducerFreeze, RanksFreezeDifferentParametersAtOnce_EveryRankThrows_AndAllCanGoOn) {
@@ -127,8 +138,16 @@ TEST_P(ReducerFreeze, RanksFreezeDifferentParametersAtOnce_EveryRankThrows_AndAl
 
 TEST_P(ReducerFreeze, FrozenEverywhereAndUnfrozenOnOneRank_EveryRankThrows_AndAllCanGoOn) {
   const std::vector<Frozen> some(kWorld, Frozen{0, 1, 2}), all(kWorld, Frozen{0, 1, 2, 3, 4, 5});
-  run({some, some, {{0, 1, 2}, {0}, {0, 1, 2}}, {{0, 1, 2}, {}, {2}}, some, all, all,
-       {{}, {0, 1, 2, 3, 4, 5}, {0, 1, 2, 3, 4, 5}}, all, some});
+  run({some,
+       some,
+       {{0, 1, 2}, {0}, {0, 1, 2}},
+       {{0, 1, 2}, {}, {2}},
+       some,
+       all,
+       all,
+       {{}, {0, 1, 2, 3, 4, 5}, {0, 1, 2, 3, 4, 5}},
+       all,
+       some});
 }
 
 TEST_P(ReducerFreeze, InTheFirstBackward_EveryRankThrows_AndAllCanGoOn) {

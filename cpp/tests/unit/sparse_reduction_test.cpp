@@ -72,8 +72,7 @@ struct Bucket {
 
   Bucket(const at::Tensor& gradient, const GroupPtr& group)
       : parameter(at::zeros(gradient.sizes(), gradient.scalar_type()).requires_grad_()),
-        message(BucketMessage::Kind::kSparse, {0}, {parameter}, at::kCPU,
-                options_for(gradient)) {
+        message(BucketMessage::Kind::kSparse, {0}, {parameter}, at::kCPU, options_for(gradient)) {
     parameter.mutable_grad() = gradient;
     ReductionSite site;
     site.kind = BucketMessage::Kind::kSparse;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "optim/step_report.h"
+#include "optim/step_notice.h"
 
 #include <cstdint>
 #include <vector>
