@@ -126,10 +126,6 @@ nb::dict to_dict(const OverlapReport& report) {
   return result;
 }
 
-std::tuple<JoinEvent::Kind, int64_t, std::vector<int64_t>> to_tuple(const JoinEvent& event) {
-  return {event.kind, event.argument, event.active};
-}
-
 std::shared_ptr<parallel::CommHook> builtin_comm_hook(
     const std::string& name, c10::intrusive_ptr<c10d::ProcessGroup> group) {
   if (name == "fp16") return parallel::make_compress_hook(std::move(group), at::kHalf);
@@ -173,6 +169,11 @@ void init_reducer(nb::module_& m) {
       .value("LOCAL_BACKWARD", JoinEvent::kLocalBackward)
       .value("CUSTOM", JoinEvent::kCustom)
       .value("BACKWARD_END", JoinEvent::kBackwardEnd);
+  nb::class_<JoinEvent>(m, "JoinEvent", "What ranks with data do next under join().")
+      .def_ro("kind", &JoinEvent::kind)
+      .def_ro("argument", &JoinEvent::argument)
+      .def_ro("end_follows", &JoinEvent::end_follows, "BACKWARD_END is announced, too.")
+      .def_ro("active", &JoinEvent::active, "Ranks that have data.");
 
   nb::class_<ReducerOptions>(m, "ReducerOptions", "How gradients are reduced; see the C++ class.")
       .def(nb::init<>())
@@ -259,24 +260,13 @@ void init_reducer(nb::module_& m) {
             self.set_bucket_callback(std::move(function));
           },
           nb::arg("callback").none())
-      .def_prop_ro_static(
-          "END_FOLLOWS", [](nb::handle) { return JoinEvent::kEndFollows; },
-          "In the argument of a JoinEventKind.BACKWARD: BACKWARD_END is announced, too.")
       .def("begin_join", &Reducer::begin_join, nb::arg("divide_by_initial_world_size"), release())
       .def("end_join", &Reducer::end_join, release())
-      .def(
-          "announce",
-          [](Reducer& self, JoinEvent::Kind kind, int64_t argument) {
-            return to_tuple(self.announce(kind, argument));
-          },
-          nb::arg("kind"), nb::arg("argument") = 0, release(),
-          "Returns (kind, argument, active ranks).")
-      .def(
-          "await_event", [](Reducer& self) { return to_tuple(self.await_event()); }, release(),
-          "Returns (kind, argument, active ranks).")
+      .def("announce", &Reducer::announce, nb::arg("kind"), nb::arg("argument") = 0, release())
+      .def("await_event", &Reducer::await_event, release())
       .def("last_with_data", &Reducer::last_with_data, nb::arg("followed"), nb::arg("states"),
            release(), "A rank that had data to the end, or -1 if all had. Collective.")
-      .def("shadow_backward_begin", &Reducer::shadow_backward_begin, nb::arg("argument"), release())
+      .def("shadow_backward_begin", &Reducer::shadow_backward_begin, nb::arg("event"), release())
       .def("shadow_backward_end", &Reducer::shadow_backward_end, release())
       .def("set_deferred", &Reducer::set_deferred, nb::arg("on"), release())
       .def("wait_for", &Reducer::wait_for, nb::arg("parameters"), release())

@@ -490,8 +490,8 @@ class Machine:
         references = [to_reference(self.models) for _ in range(self.world)]
         parameters = list(self.models.parameters())
         own = [list(reference.parameters()) for reference in references]
-        for rank, row in enumerate(own):
-            frozen = {id(p) for p in self.frozen}
+        frozen = {id(p) for p in self.frozen}
+        for row in own:
             for actual, parameter in zip(parameters, row, strict=True):
                 parameter.requires_grad_(id(actual) not in frozen)
         outputs: list[list[Tensor]] = []

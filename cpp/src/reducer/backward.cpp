@@ -112,6 +112,17 @@ std::vector<int64_t> outside(const Plan& plan, const std::vector<uint8_t>& used_
 
 }  // namespace
 
+std::vector<int64_t> ReducerState::in_flight() const {
+  std::vector<int64_t> waiting;
+  if (context.phase != Phase::kDeferred) return waiting;
+  const Plan& plan = *book.current();
+  for (size_t i = 0; i < plan.places.size(); ++i) {
+    const int64_t bucket = plan.places[i].bucket;
+    if (bucket >= 0 && !plan.entries[bucket].completed) waiting.push_back(static_cast<int64_t>(i));
+  }
+  return waiting;
+}
+
 bool all_are_needed(const Plan& plan, const ReducerContext& context, const StepTable& table) {
   return context.options.skip_failed_steps || plan.has_later_messages() ||
          !outside(plan, table.used_by_any()).empty();
@@ -219,7 +230,7 @@ void Backward::count_down(size_t index, const at::Tensor& incoming) {
 }
 
 void Backward::launch_ready(const at::Tensor& incoming) {
-  if (context_.options.delay_allreduce || pass_.owes_end) return;
+  if (context_.options.delay_allreduce || context_.owes_end) return;
   auto& entries = plan().entries;
   while (pass_.next_launch < entries.size() && entries[pass_.next_launch].pending == 0) {
     if (pass_.next_launch > 0 && entries[pass_.next_launch - 1].reduction->holds_back_next())

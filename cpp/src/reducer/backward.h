@@ -28,6 +28,9 @@ struct ReducerState {
   ReducerContext context;  ///< its monitor guards all below
   PlanBook book;
   StepReporter reporter;
+  /// Of a backward that was left: the parameters that were not waited for since.
+  std::vector<int64_t> in_flight() const;
+
   BucketPlan preset;          ///< used instead of one made from sizes, where it fits
   bool step_skipped = false;  ///< in the last synchronized backward
 };

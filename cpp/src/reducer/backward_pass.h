@@ -33,16 +33,13 @@ struct BackwardPass {
   std::vector<uint8_t> overtaken;    ///< by parameter: forward used it before its update
   std::vector<uint8_t> used_by_any;  ///< by parameter, at the end, where it was asked for
   int64_t clock = 0;                 ///< gradients so far
-  /// Under join(): its end is to be announced, and its buckets follow the last announcement, so
-  /// that all come in the same order on ranks without data.
-  bool owes_end = false;
-  bool recorded = false;      ///< it had no plan when it began
-  bool without_data = false;  ///< under join(): this rank follows the others
-  bool skipped = false;       ///< a rank has skipped this step: see Note [Skipped steps]
-  bool refused = false;       ///< every rank throws, or skips: nothing more is sent for it
-  bool reported = false;      ///< the report was sent that follows all buckets
-  size_t next_launch = 0;     ///< the bucket that is launched next
-  size_t done = 0;            ///< buckets that had arrived when gradients were computed
+  bool recorded = false;             ///< it had no plan when it began
+  bool without_data = false;         ///< under join(): this rank follows the others
+  bool skipped = false;              ///< a rank has skipped this step: see Note [Skipped steps]
+  bool refused = false;              ///< every rank throws, or skips: nothing more is sent for it
+  bool reported = false;             ///< the report was sent that follows all buckets
+  size_t next_launch = 0;            ///< the bucket that is launched next
+  size_t done = 0;                   ///< buckets that had arrived when gradients were computed
 
   // Errors that are thrown when the other ranks have been served.
   std::string error;        ///< the first of this rank

@@ -43,6 +43,9 @@ struct ReducerContext {
   bool joining = false;  ///< between begin_join() and end_join()
   bool defers = false;   ///< backward may end before its buckets have arrived
   Phase phase = Phase::kIdle;
+  /// Under join(): the end of the backward in progress is to be announced, and its buckets follow
+  /// that, so that all come in the same order on ranks without data.
+  bool owes_end = false;
 
   /// Whether ranks read each other's reports after every backward. Elsewhere than on the CPU the
   /// host waits for the device.

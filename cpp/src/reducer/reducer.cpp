@@ -16,6 +16,8 @@
 
 namespace apex::parallel {
 
+using detail::ReducerState;
+
 namespace {
 
 void check_options(const ReducerOptions& options, size_t parameters,
@@ -90,18 +92,32 @@ void Reducer::set_bucket_callback(std::function<void(const ReducedBucket&)> call
 void Reducer::set_deferred(bool on) { core_->set_deferred(on); }
 void Reducer::wait_for(const std::vector<int64_t>& parameters) { core_->wait_for(parameters); }
 void Reducer::wait() { core_->wait(); }
-bool Reducer::deferred() const { return core_->deferred(); }
-std::vector<int64_t> Reducer::in_flight() const { return core_->in_flight(); }
-c10::intrusive_ptr<c10d::ProcessGroup> Reducer::communicator() const {
-  return core_->communicator();
+bool Reducer::deferred() const {
+  return core_->read([](const ReducerState& state) { return state.context.defers; });
 }
-std::optional<BucketPlan> Reducer::plan() const { return core_->plan(); }
+std::vector<int64_t> Reducer::in_flight() const {
+  return core_->read([](const ReducerState& state) { return state.in_flight(); });
+}
+c10::intrusive_ptr<c10d::ProcessGroup> Reducer::communicator() const {
+  return core_->read([](const ReducerState& state) {
+    const Membership& members = state.context.members;
+    return members.released() ? nullptr : members.control();
+  });
+}
+std::optional<BucketPlan> Reducer::plan() const {
+  return core_->read([](const ReducerState& state) {
+    const detail::Plan* plan = state.book.current();
+    return plan != nullptr ? std::optional<BucketPlan>(plan->buckets) : std::nullopt;
+  });
+}
 void Reducer::set_plan(const BucketPlan& plan) { core_->set_plan(plan); }
 std::vector<at::Tensor> Reducer::buffers() const { return core_->buffers(); }
 const std::vector<NamedTensor>& Reducer::parameters() const { return core_->parameters(); }
 void Reducer::record_overlap(bool on) { core_->record_overlap(on); }
 std::optional<OverlapReport> Reducer::overlap_report() const { return core_->overlap_report(); }
-ReducerStatistics Reducer::statistics() const { return core_->statistics(); }
+ReducerStatistics Reducer::statistics() const {
+  return core_->read([](const ReducerState& state) { return state.context.statistics.get(); });
+}
 void Reducer::release() { core_->release(); }
 
 void Reducer::begin_join(bool divide_by_initial_world_size) {
@@ -109,13 +125,10 @@ void Reducer::begin_join(bool divide_by_initial_world_size) {
 }
 void Reducer::end_join() { core_->end_join(); }
 JoinEvent Reducer::announce(JoinEvent::Kind kind, int64_t argument) {
-  return core_->join_event(true, kind, argument);
+  return core_->announce({kind, argument});
 }
-JoinEvent Reducer::await_event() {
-  core_->follow();
-  return core_->join_event(false, JoinEvent::kEnd, 0);
-}
-void Reducer::shadow_backward_begin(int64_t argument) { core_->shadow_backward_begin(argument); }
+JoinEvent Reducer::await_event() { return core_->await_event(); }
+void Reducer::shadow_backward_begin(const JoinEvent& event) { core_->shadow_backward_begin(event); }
 void Reducer::shadow_backward_end() { core_->end_by_hand(); }
 int64_t Reducer::last_with_data(bool followed, int64_t states) const {
   return core_->last_with_data(followed, states);
@@ -126,8 +139,8 @@ int64_t Reducer::follow_until_end(const std::function<void(const JoinEvent&)>& o
   for (JoinEvent event = await_event(); event.kind != JoinEvent::kEnd; event = await_event()) {
     followed = true;
     if (event.kind == JoinEvent::kBackward) {
-      shadow_backward_begin(event.argument);
-      if ((event.argument & JoinEvent::kEndFollows) != 0) {
+      shadow_backward_begin(event);
+      if (event.end_follows) {
         while ((event = await_event()).kind != JoinEvent::kBackwardEnd) on_event(event);
       }
       shadow_backward_end();
@@ -164,7 +177,9 @@ at::Tensor Reducer::skip_step() {
   return loss;
 }
 
-bool Reducer::step_skipped() const { return core_->step_skipped(); }
+bool Reducer::step_skipped() const {
+  return core_->read([](const ReducerState& state) { return state.step_skipped; });
+}
 
 void Reducer::optimizer_steps(const std::vector<at::Tensor>& parameters) {
   for (const auto& core : detail::owners_of(parameters)) {

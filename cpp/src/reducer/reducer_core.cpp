@@ -7,7 +7,6 @@
 
 #include <apex/error.h>
 
-#include "comm/announcer.h"
 #include "comm/collectives.h"
 #include "plain_text.h"
 #include "reducer/hooks.h"
@@ -94,6 +93,7 @@ std::vector<std::shared_ptr<ReducerCore>> owners_of(const std::vector<at::Tensor
 ReducerCore::ReducerCore(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups,
                          ReducerOptions options)
     : state_(std::move(parameters), std::move(groups), std::move(options), this),
+      uneven_(context(), this),
       overtaken_(context().parameters.size(), 0) {}
 
 ReducerCore::~ReducerCore() { BackwardSession::drop(this); }
@@ -235,11 +235,6 @@ void ReducerCore::set_bucket_callback(std::function<void(const ReducedBucket&)> 
   context().bucket_callback = std::move(callback);
 }
 
-bool ReducerCore::deferred() const {
-  const Read read(context().monitor);
-  return context().defers;
-}
-
 void ReducerCore::wait() {
   refuse_in_backward("wait()");
   const Change change(context().monitor);
@@ -265,29 +260,7 @@ void ReducerCore::wait_for(const std::vector<int64_t>& parameters) {
     if (auto& error = backward_->pass().callback_error)
       std::rethrow_exception(std::exchange(error, nullptr));
   }
-  if (parameters_in_flight().empty()) complete_deferred();
-}
-
-std::vector<int64_t> ReducerCore::parameters_in_flight() const {
-  std::vector<int64_t> waiting;
-  if (context().phase != Phase::kDeferred) return waiting;
-  const Plan& plan = *state_.book.current();
-  for (size_t i = 0; i < plan.places.size(); ++i) {
-    const int64_t bucket = plan.places[i].bucket;
-    if (bucket >= 0 && !plan.entries[bucket].completed) waiting.push_back(static_cast<int64_t>(i));
-  }
-  return waiting;
-}
-
-std::vector<int64_t> ReducerCore::in_flight() const {
-  const Read read(context().monitor);
-  return parameters_in_flight();
-}
-
-std::optional<BucketPlan> ReducerCore::plan() const {
-  const Read read(context().monitor);
-  const Plan* plan = state_.book.current();
-  return plan != nullptr ? std::optional<BucketPlan>(plan->buckets) : std::nullopt;
+  if (state_.in_flight().empty()) complete_deferred();
 }
 
 std::vector<at::Tensor> ReducerCore::buffers() {
@@ -327,11 +300,6 @@ std::optional<OverlapReport> ReducerCore::overlap_report() const {
   return report;
 }
 
-GroupPtr ReducerCore::communicator() const {
-  const Read read(context().monitor);
-  return context().members.released() ? nullptr : context().members.control();
-}
-
 void ReducerCore::optimizer_stepped(int64_t optimizer, bool all) {
   const Change change(context().monitor);
   state_.reporter.tracker.optimizer_stepped(optimizer, all);
@@ -365,67 +333,53 @@ void ReducerCore::skip_step() {
   state_.reporter.wants_skip = true;
 }
 
-bool ReducerCore::step_skipped() const {
-  const Read read(context().monitor);
-  return state_.step_skipped;
-}
-
 // --- uneven inputs ---
 
 void ReducerCore::begin_join(bool divide_by_initial_world_size) {
   refuse_in_backward("begin_join()");
   const Change change(context().monitor);
   complete_deferred();
-  context().joining = true;
-  context().divisor = context().members.size;
-  uneven_ = {divide_by_initial_world_size, false};
-  set_announcer(this, [core = weak_from_this()](int64_t argument) {
-    if (const auto self = core.lock()) self->join_event(true, JoinEvent::kCustom, argument);
+  uneven_.begin(divide_by_initial_world_size, [core = weak_from_this()](int64_t argument) {
+    if (const auto self = core.lock()) self->announce({JoinEvent::kCustom, argument});
   });
 }
 
-/// This rank has run out of data: it announces nothing any more.
-void ReducerCore::follow() { clear_announcer(this); }
-
 void ReducerCore::end_join() {
-  clear_announcer(this);
+  uneven_.follow();
   const Change change(context().monitor);
-  context().joining = false;
-  context().divisor = context().members.size;
+  uneven_.end();
   // Ranks without data have not done what the others did.
   state_.reporter.tracker.forget();
   context().parameters.forget_versions();
 }
 
-JoinEvent ReducerCore::join_event(bool active, JoinEvent::Kind kind, int64_t argument) {
+JoinEvent ReducerCore::announce(const JoinEvent& event) {
   const Change change(context().monitor);
-  uneven_.announces_ends = uneven_.announces_ends || (active && kind == JoinEvent::kCustom);
-  JoinEvent event;
   try {
-    event = context().monitor.open(
-        [&] { return exchange_join_event(context(), active, kind, argument); });
+    return context().monitor.open([&] { return uneven_.exchange(&event); });
   } catch (...) {
-    // It was an error on every rank, and nobody waits for it.
-    if (backward_) backward_->pass().owes_end = false;
+    context().owes_end = false;  // it was an error on every rank, and nobody waits for it
     throw;
   }
-  if (!event.active.empty() && !uneven_.divide_by_initial)
-    context().divisor = static_cast<int64_t>(event.active.size());
-  return event;
+}
+
+JoinEvent ReducerCore::await_event() {
+  uneven_.follow();
+  const Change change(context().monitor);
+  return context().monitor.open([&] { return uneven_.exchange(nullptr); });
 }
 
 int64_t ReducerCore::last_with_data(bool followed, int64_t states) const {
   const Change change(context().monitor);
-  return context().monitor.open(
-      [&] { return detail::last_with_data(context(), followed, states); });
+  return context().monitor.open([&] { return uneven_.last_with_data(followed, states); });
 }
 
-void ReducerCore::shadow_backward_begin(int64_t argument) {
+void ReducerCore::shadow_backward_begin(const JoinEvent& event) {
   refuse_in_backward("shadow_backward_begin()");
   const Change change(context().monitor);
   // What the others have cleared must not count here either, nor what they divide among themselves;
   // what has never been reduced still has to.
-  const bool counts = (argument & JoinEvent::kKept) != 0 && uneven_.divide_by_initial;
+  const bool counts = uneven_.counts_kept(event);
   for (Parameter& parameter : context().parameters) {
     if (!counts && !parameter.touched) parameter.variable.mutable_grad() = at::Tensor();
   }
@@ -439,17 +393,16 @@ void ReducerCore::shadow_backward_begin(int64_t argument) {
   Plan* plan = state_.book.current();
   if (plan == nullptr) return;
   for (PlannedBucket& entry : plan->entries) entry.pending = 0;  // nothing here is waited for
-  if ((argument & JoinEvent::kEndFollows) == 0) backward_->launch_ready({});
+  if (!event.end_follows) backward_->launch_ready({});
 }
 
 void ReducerCore::announce_local_backward() {
-  if (context().joining) join_event(true, JoinEvent::kLocalBackward, 0);
+  if (context().joining) announce({JoinEvent::kLocalBackward});
 }
 
 /// Until then ranks without data take part in what modules announce.
 void ReducerCore::announce_end() {
-  if (std::exchange(backward_->pass().owes_end, false))
-    join_event(true, JoinEvent::kBackwardEnd, 0);
+  if (std::exchange(context().owes_end, false)) announce({JoinEvent::kBackwardEnd});
 }
 
 // --- a backward that is not autograd's ---
@@ -605,12 +558,13 @@ void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session
   BackwardPass pass = prepare_pass();
   if (Plan* plan = state_.book.current()) plan->move_misplaced_gradients();
   if (context().joining) {
-    const bool kept = std::any_of(pass.gradients.begin(), pass.gradients.end(),
-                                  [](const GradientState& gradient) { return gradient.stale; });
-    join_event(
-        true, JoinEvent::kBackward,
-        (kept ? JoinEvent::kKept : 0) | (uneven_.announces_ends ? JoinEvent::kEndFollows : 0));
-    pass.owes_end = uneven_.announces_ends;
+    JoinEvent event{JoinEvent::kBackward};
+    event.gradients_kept =
+        std::any_of(pass.gradients.begin(), pass.gradients.end(),
+                    [](const GradientState& gradient) { return gradient.stale; });
+    event.end_follows = uneven_.announces_ends();
+    announce(event);
+    context().owes_end = event.end_follows;
   }
   session->join(shared_from_this());
   session_ = session.get();
@@ -619,7 +573,7 @@ void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session
 
 /// Before a backward: completes the last one, and notes which parameters nobody has waited for.
 void ReducerCore::overtake_deferred() {
-  const std::vector<int64_t> overtaken = parameters_in_flight();
+  const std::vector<int64_t> overtaken = state_.in_flight();
   complete_deferred();
   // A second backward of the same forward has used nothing since.
   if (!std::exchange(forward_since_, false)) return;

@@ -42,7 +42,6 @@ class ReducerCore final : public BackwardParticipant,
   bool synchronizing() const { return synchronizing_.load(); }
   void set_bucket_callback(std::function<void(const ReducedBucket&)> callback);
   void set_deferred(bool on);
-  bool deferred() const;
   void set_comm_hook(std::shared_ptr<CommHook> hook);
   void set_plan(const BucketPlan& plan);
   void record_overlap(bool on);
@@ -50,26 +49,27 @@ class ReducerCore final : public BackwardParticipant,
   void release();
   void wait();
   void wait_for(const std::vector<int64_t>& parameters);
-  std::vector<int64_t> in_flight() const;
-  std::optional<BucketPlan> plan() const;
   std::vector<at::Tensor> buffers();
   std::optional<OverlapReport> overlap_report() const;
-  GroupPtr communicator() const;
+  /// For who only looks, for a moment: `look(state)`.
+  template <typename Look>
+  auto read(Look&& look) const {
+    const Read read(context().monitor);
+    return look(const_cast<const ReducerState&>(state_));
+  }
   const std::vector<NamedTensor>& parameters() const { return context().parameters.named(); }
-  ReducerStatistics statistics() const { return context().statistics.get(); }
   /// `all`: see StepTracker.
   void optimizer_stepped(int64_t optimizer, bool all);
   void refuse_step_in_backward(const at::Tensor& parameter) const;
   void skip_step();
-  bool step_skipped() const;
 
   // Uneven inputs.
   void begin_join(bool divide_by_initial_world_size);
-  void follow();
   void end_join();
-  JoinEvent join_event(bool active, JoinEvent::Kind kind, int64_t argument);
-  void shadow_backward_begin(int64_t argument);
+  JoinEvent announce(const JoinEvent& event);
+  JoinEvent await_event();
   int64_t last_with_data(bool followed, int64_t states) const;
+  void shadow_backward_begin(const JoinEvent& event);
 
   /// A backward that is not autograd's: gradient_ready() in between. Throws what backward() would.
   void begin_by_hand();
@@ -97,7 +97,6 @@ class ReducerCore final : public BackwardParticipant,
 
   void hook_parameters();
   void refuse_in_backward(const char* what) const;
-  std::vector<int64_t> parameters_in_flight() const;
   void finish(const std::function<void()>& meanwhile);
   void complete_deferred();
   void leave_plan(ReasonToLeave reason);

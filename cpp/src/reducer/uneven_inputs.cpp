@@ -2,43 +2,83 @@
 #include "reducer/uneven_inputs.h"
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/Functions.h>
 
 #include <apex/error.h>
 
+#include "comm/announcer.h"
+
 namespace apex::parallel::detail {
 
-JoinEvent exchange_join_event(const ReducerContext& context, bool active, JoinEvent::Kind kind,
-                              int64_t argument) {
-  // Gathered, not summed: a rank that does not join is in the all-reduce of a bucket. Gloo would
-  // take a sum for it, and end the process because its size is another.
-  const at::Tensor mine = at::tensor({int64_t{active}, int64_t{kind}, argument}, at::kLong);
-  const at::Tensor all = context.members.all_gather("announcement under join()", mine).wait();
-  const int64_t* said = all.const_data_ptr<int64_t>();
-  JoinEvent event;
-  bool same = true;
-  for (int rank = 0; rank < context.members.size; ++rank, said += 3) {
-    if (said[0] == 0) continue;
-    if (event.active.empty()) {
-      event.kind = static_cast<JoinEvent::Kind>(said[1]);
-      event.argument = said[2];
-    }
-    same = same && said[1] == event.kind && said[2] == event.argument;
-    event.active.push_back(rank);
-  }
-  if (same) return event;
-  throw RankMismatch(
-      context.me() +
-      "under join() the ranks that still have data do different things at the same time (forward, "
-      "backward, synchronized or not, or batch norms of different sizes): every step has to run "
-      "the "
-      "same forwards and backwards on all of them");
+namespace {
+
+/// What a rank announces, as numbers: whether it has data first.
+std::vector<int64_t> encode(const JoinEvent* mine) {
+  if (mine == nullptr) return std::vector<int64_t>(5);
+  return {1, mine->kind, mine->argument, mine->gradients_kept, mine->end_follows};
 }
 
-int64_t last_with_data(const ReducerContext& context, bool followed, int64_t states) {
-  const Membership& members = context.members;
+}  // namespace
+
+void UnevenInputs::begin(bool divide_by_initial_world_size, std::function<void(int64_t)> announce) {
+  context_.joining = true;
+  context_.divisor = context_.members.size;
+  divide_by_initial_ = divide_by_initial_world_size;
+  announces_ends_ = false;
+  set_announcer(owner_, std::move(announce));
+}
+
+void UnevenInputs::follow() { clear_announcer(owner_); }
+
+void UnevenInputs::end() {
+  context_.joining = false;
+  context_.divisor = context_.members.size;
+}
+
+JoinEvent UnevenInputs::exchange(const JoinEvent* mine) {
+  announces_ends_ = announces_ends_ || (mine != nullptr && mine->kind == JoinEvent::kCustom);
+  // Gathered, not summed: a rank that does not join is in the all-reduce of a bucket. Gloo would
+  // take a sum for it, and end the process because its size is another.
+  const std::vector<int64_t> said = encode(mine);
+  const auto fields = static_cast<int64_t>(said.size());
+  const at::Tensor all =
+      context_.members.all_gather("announcement under join()", at::tensor(said, at::kLong))
+          .wait()
+          .view({-1, fields});
+  JoinEvent event;
+  bool same = true;
+  at::Tensor first;
+  for (int64_t rank = 0; rank < context_.members.size; ++rank) {
+    const at::Tensor row = all[rank];
+    const int64_t* const of_rank = row.const_data_ptr<int64_t>();
+    if (of_rank[0] == 0) continue;
+    if (!first.defined()) {
+      first = row;
+      event.kind = static_cast<JoinEvent::Kind>(of_rank[1]);
+      event.argument = of_rank[2];
+      event.gradients_kept = of_rank[3] != 0;
+      event.end_follows = of_rank[4] != 0;
+    }
+    same = same && row.equal(first);
+    event.active.push_back(rank);
+  }
+  if (!same) {
+    throw RankMismatch(
+        context_.me() +
+        "under join() the ranks that still have data do different things at the same time "
+        "(forward, backward, synchronized or not, or batch norms of different sizes): every step "
+        "has to run the same forwards and backwards on all of them");
+  }
+  if (!event.active.empty() && !divide_by_initial_)
+    context_.divisor = static_cast<int64_t>(event.active.size());
+  return event;
+}
+
+int64_t UnevenInputs::last_with_data(bool followed, int64_t states) const {
+  const Membership& members = context_.members;
   const std::vector<int64_t> mine{followed ? members.size : members.rank, followed ? -1 : 0, states,
                                   -states};
   const at::Tensor least =
@@ -47,7 +87,7 @@ int64_t last_with_data(const ReducerContext& context, bool followed, int64_t sta
   const int64_t most = -least[3].item<int64_t>();
   if (fewest != most) {
     throw RankMismatch(
-        context.me() + "at the end of join() this rank has " + std::to_string(states) +
+        context_.me() + "at the end of join() this rank has " + std::to_string(states) +
         " loss scalers to take over, others between " + std::to_string(fewest) + " and " +
         std::to_string(most) +
         "; give join(scalers=...) as many on every rank, and call amp.initialize() on "

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include <apex/parallel/reducer.h>
 
@@ -17,22 +18,39 @@ namespace apex::parallel::detail {
 // data contributes zeros, and from which it learns what to take part in. Everything happens in the
 // order of the announcements, so it is the same on every rank.
 
-/// What a reducer knows of the join() that it is in.
-struct UnevenInputs {
-  bool divide_by_initial = true;  ///< averages are over all ranks, also those without data
-  bool announces_ends = false;    ///< of backwards, since collectives of others came between
+/// What a reducer knows of the join() that it is in. The collective ones block the host, as do the
+/// others. Not thread safe, but follow().
+class UnevenInputs {
+ public:
+  UnevenInputs(ReducerContext& context, const void* owner) : context_(context), owner_(owner) {}
+
+  /// @param announce  called by collectives of others that ranks without data have to hear of.
+  void begin(bool divide_by_initial_world_size, std::function<void(int64_t)> announce);
+  /// This rank has run out of data: it announces nothing any more.
+  void follow();
+  void end();
+
+  /// Collective. @param mine  what this rank announces; null: it has no data.
+  /// @throws RankMismatch on every rank if those with data announce different things.
+  JoinEvent exchange(const JoinEvent* mine);
+  /// Whether the ends of backwards are announced, since collectives of others come between.
+  bool announces_ends() const { return announces_ends_; }
+  /// Whether a rank without data adds what it has kept to the average.
+  bool counts_kept(const JoinEvent& backward) const {
+    return backward.gradients_kept && divide_by_initial_;
+  }
+
+  /// A rank that had data to the end, the same on every rank; -1: all had. Collective.
+  /// @param followed  this rank has taken part in what others announced.
+  /// @param states    how many states this rank takes over from that rank; RankMismatch on every
+  /// rank if they differ.
+  int64_t last_with_data(bool followed, int64_t states) const;
+
+ private:
+  ReducerContext& context_;
+  const void* const owner_;
+  bool divide_by_initial_ = true;  ///< averages are over all ranks, also those without data
+  bool announces_ends_ = false;
 };
-
-/// Blocks the host, as do the others. Collective.
-/// @param active  this rank has data, and announces `kind` and `argument`.
-/// @throws RankMismatch on every rank if those with data announce different things.
-JoinEvent exchange_join_event(const ReducerContext& context, bool active, JoinEvent::Kind kind,
-                              int64_t argument);
-
-/// A rank that had data to the end, the same on every rank; -1: all had.
-/// @param followed  this rank has taken part in what others announced.
-/// @param states    how many states this rank takes over from that rank; RankMismatch on every rank
-/// if they differ.
-int64_t last_with_data(const ReducerContext& context, bool followed, int64_t states);
 
 }  // namespace apex::parallel::detail

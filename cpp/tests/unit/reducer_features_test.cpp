@@ -372,7 +372,7 @@ TEST(ReducerJoin, RankWithoutData_FollowsTheOthersWithZeros) {
           forwards += event.kind == JoinEvent::kForward;
           if (event.kind != JoinEvent::kBackward) continue;
           ++backwards;
-          reducer.shadow_backward_begin(event.argument);
+          reducer.shadow_backward_begin(event);
           reducer.shadow_backward_end();
         }
         reducer.end_join();

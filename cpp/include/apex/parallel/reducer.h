@@ -112,18 +112,18 @@ struct ReducedBucket {
 /// Reducer::begin_join().
 struct JoinEvent {
   enum Kind : int64_t {
-    kEnd = 0,       ///< no rank is active any more
-    kForward = 1,   ///< a forward in training; argument: whether buffers are synchronized
-    kBackward = 2,  ///< a synchronized backward begins; argument: kKept, kEndFollows, or their sum
+    kEnd = 0,            ///< no rank is active any more
+    kForward = 1,        ///< a forward in training; argument: whether buffers are synchronized
+    kBackward = 2,       ///< a synchronized backward begins
     kLocalBackward = 3,  ///< a backward without synchronization
     kCustom = 4,         ///< announced by the caller; its argument is passed on
     kBackwardEnd = 5,    ///< the synchronized backward has computed its gradients
   };
-  static constexpr int64_t kKept = 1;        ///< gradients were not cleared before this backward
-  static constexpr int64_t kEndFollows = 2;  ///< kBackwardEnd is announced, too
   Kind kind = kEnd;
   int64_t argument = 0;
-  std::vector<int64_t> active;  ///< ranks that have data
+  bool gradients_kept = false;  ///< of kBackward: they were not cleared before
+  bool end_follows = false;     ///< of kBackward: kBackwardEnd is announced, too
+  std::vector<int64_t> active{};  ///< ranks that have data
 };
 
 /// Counts since construction. A fast path that is no longer taken shows here, without a clock.
@@ -325,8 +325,8 @@ class APEX_API Reducer {
   /// @throws RankMismatch on every rank if active ranks announce different things.
   JoinEvent announce(JoinEvent::Kind kind, int64_t argument);
   JoinEvent await_event();
-  /// @param argument  of the event kBackward.
-  void shadow_backward_begin(int64_t argument);
+  /// @param event  the kBackward.
+  void shadow_backward_begin(const JoinEvent& event);
   /// The loop of a rank without data: await_event() until the end, backwards shadowed, `on_event`
   /// called for each kForward and kCustom; then end_join(). Returns a rank that had data to the
   /// end, the same on every rank, or -1 if all had.

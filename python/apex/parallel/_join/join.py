@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from apex import _core
+from apex._core import JoinEvent
 from apex._core import JoinEventKind as Kind
 from apex._internal import joining
 from apex._internal.dtypes import is_low_precision
@@ -79,9 +80,8 @@ class Join:
     def announce_forward(self, synchronizes_buffers: bool) -> int:
         """Returns the rank whose buffers are taken."""
         event = self._reducer.announce(Kind.FORWARD, int(synchronizes_buffers))
-        self._check(event[2])
-        root: int = event[2][0]
-        return root
+        self._check(event.active)
+        return event.active[0]
 
     def announce_batch_norm(self, module: Any) -> None:
         if module.process_group is not None:
@@ -122,16 +122,17 @@ class Join:
         shadowed = self._has_data = False
         while True:
             event = self._reducer.await_event()
-            if event[0] == Kind.END:
+            if event.kind == Kind.END:
                 break
             shadowed = True
-            self._follow(*event)
+            self._follow(event)
         self._take_final_state(shadowed)
 
-    def _follow(self, kind: Kind, argument: int, active: list[int]) -> None:
-        self._check(active)
+    def _follow(self, event: JoinEvent) -> None:
+        self._check(event.active)
+        kind, argument = event.kind, event.argument
         if kind == Kind.FORWARD:
-            self._shadow_forward(bool(argument), active[0])
+            self._shadow_forward(bool(argument), event.active[0])
         elif kind == Kind.CUSTOM and argument < 0:  # the overflow flags of a loss scaler
             scaler = self._all_scalers()[-1 - argument]
             scaler.synchronize(scaler.overflow_group, has_loss=False)
@@ -139,12 +140,12 @@ class Join:
         elif kind == Kind.CUSTOM:
             _shadow_batch_norm(argument // 4, argument % 4, self._engine.device)
         elif kind == Kind.BACKWARD:
-            self._reducer.shadow_backward_begin(argument)
-            while argument & self._reducer.END_FOLLOWS:
-                event = self._reducer.await_event()
-                if event[0] == Kind.BACKWARD_END:
+            self._reducer.shadow_backward_begin(event)
+            while event.end_follows:
+                within = self._reducer.await_event()
+                if within.kind == Kind.BACKWARD_END:
                     break
-                self._follow(*event)
+                self._follow(within)
             self._reducer.shadow_backward_end()
 
     def _shadow_forward(self, synchronizes_buffers: bool, root: int) -> None:

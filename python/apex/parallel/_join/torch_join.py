@@ -136,8 +136,8 @@ class TorchJoin(Join):
         kind = Kind.FORWARD
         while kind in (Kind.FORWARD, Kind.CUSTOM):
             event = reducer.await_event()
-            kind = event[0]
-            self._follow(*event)
+            kind = event.kind
+            self._follow(event)
 
     def finish(self, followed: bool) -> None:
         try:
