@@ -108,6 +108,42 @@ def test_wrappers_on_one_group_with_layers_unused_on_some_ranks_or_frozen(
     ranks.run(3, _two_wrappers, options, freezes)
 
 
+def _one_ends_with_an_error(rank: int, world: int, failing: int) -> None:
+    """The callback of one wrapper raises on one rank: all gradients of both are averages."""
+    torch.manual_seed(rank)
+    models: list[Any] = [Net(), Net()]
+    wrappers = [DistributedDataParallel(model, message_size=1) for model in models]
+    raised = [False]
+
+    def fail(_: Any) -> None:
+        if raised[0]:
+            raise LookupError("on purpose")
+
+    wrappers[failing].register_bucket_callback(fail)
+    for step in range(6):
+
+        def loss(nets: list[Any], r: int, step: int = step) -> Tensor:
+            x = batch(r, step).to(next(nets[1].parameters()).dtype)
+            return nets[1](nets[0](x)).square().mean()
+
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+        raised[0] = step % 2 == 1 and rank == 1
+        try:
+            loss(wrappers, rank).backward()
+            check(not raised[0], "the callback's error was lost")
+        except LookupError:
+            check(raised[0], "another rank's error")
+        check_average(models, loss, world, f"step {step}")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_at_the_end_of_one_wrapper_leaves_the_others_complete(
+    ranks: RankPool, failing: int
+) -> None:
+    ranks.run(3, _one_ends_with_an_error, failing)
+
+
 def _streams(rank: int, world: int) -> None:
     """Pairs of ranks with communicators of their own: each pair averages its own gradients."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]

@@ -166,6 +166,62 @@ def test_frozen_and_unfrozen_parameters_average(ranks: RankPool, options: dict[s
     ranks.run(2, _freezes, options)
 
 
+def _freezes_alone(rank: int, world: int, options: dict[str, Any]) -> None:
+    """In every rhythm one rank freezes another set now and then: all raise, and can go on."""
+    model = build()
+    torch.manual_seed(rank)
+    ddp = DistributedDataParallel(model, **options)
+    names = [name for name, _ in model.named_parameters()]
+    sets = [[], [0, 1], [4], []]
+    for step in range(24):
+        mine = sets[step % 4] if step < 16 else []
+        apart = step % 5 == 4 and step % world == rank
+        for i, parameter in enumerate(model.parameters()):
+            parameter.requires_grad_(i not in mine and not (apart and i == 3))
+        if step % 5 != 4:
+            check_step(ddp, lambda m, r, s=step: m(data(r, s), [0, 1, 2]).sin().mean(), f"{step}")
+            continue
+        ddp.zero_grad()
+        said = f"parameter '{names[3]}' is frozen on rank {step % world} and trainable on rank "
+        with raises(RuntimeError, f"rank {rank}: {said}"):
+            ddp(data(rank, step), [0, 1, 2]).sin().mean().backward()
+
+
+@VIEWS
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_parameter_frozen_on_one_rank_raises_on_all(
+    ranks: RankPool, world: int, options: dict[str, Any]
+) -> None:
+    ranks.run(world, _freezes_alone, options)
+
+
+def _frozen_after_accumulation(rank: int, world: int, options: dict[str, Any]) -> None:
+    """What accumulated under no_sync() is averaged once, although it is frozen by then."""
+    ddp = DistributedDataParallel(build(), **options)
+    for step in range(9):
+        check_step(ddp, lambda m, r, s=step: m(data(r, s), [0, 1, 2]).square().mean(), f"{step}")
+        x = data(rank, 50 + step)
+        expected = alone(ddp.module, lambda m, x=x: m(x, [0, 1, 2]).square().mean())
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp(x, [0, 1, 2]).square().mean().backward()
+        ddp.module.layers[1].requires_grad_(False)
+        ddp(data(rank, step), [0, 2]).square().mean().backward()
+        ddp.module.layers[1].requires_grad_(True)
+        grad = ddp.module.layers[1].weight.grad
+        total = [torch.empty_like(grad) for _ in range(world)]
+        dist.all_gather(total, expected["layers.1.weight"].to(grad.dtype))
+        check_near(grad, sum(total) / world, f"frozen with a gradient, step {step}")
+        check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"step {step}")
+
+
+@VIEWS
+def test_a_gradient_accumulated_before_freezing_is_averaged(
+    ranks: RankPool, options: dict[str, Any]
+) -> None:
+    ranks.run(2, _frozen_after_accumulation, options)
+
+
 def _frozen_from_the_start(rank: int, world: int) -> None:
     model = build()
     model.layers[0].requires_grad_(False)
