@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank's backward fails when all its messages are on their way: it still takes part in what the
-others go on to agree on, and every later backward is right.
+"""One rank's backward fails, early or when all its gradients are there: every rank raises, and every
+later backward is right.
 
 Oracles: each exchange ends within the group's timeout, and check_step()'s averages in float64.
 """
@@ -258,6 +258,7 @@ def _raises_behind_its_messages(
     rank: int, world: int, failing: int, at: int, deferred: bool
 ) -> None:
     ddp = DistributedDataParallel(build(), process_group=_group(), message_size=20)
+    optimizer: Any = None
     if deferred:  # the third backward with a plan broadcasts an order
         optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.0), ddp)
 
@@ -279,9 +280,9 @@ def _raises_behind_its_messages(
             with raises(LookupError, "on purpose"):
                 loss(ddp, rank, step, fails=True).backward()
         else:
-            loss(ddp, rank, step).backward()
-            if deferred:
-                optimizer.synchronize()
+            with raises(RuntimeError, f"ended by an exception on rank {failing}"):
+                loss(ddp, rank, step).backward()
+                optimizer.synchronize()  # a deferred backward hears of it here
     if not deferred:
         check_step(ddp, lambda m, r: loss(m, r, 20), "at the end")
 

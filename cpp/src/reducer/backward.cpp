@@ -38,11 +38,8 @@ namespace apex::parallel::detail {
 //   which may well have happened on all ranks: then all make a new plan and reduce their gradients
 //   by that. If some have kept the plan, every rank throws.
 //
-// A rank whose buckets were all launched when it failed has done its part, and the others have
-// their average, unless more exchanges follow: it may be in a destructor, and takes part in none.
-// It looks at the reports before its next backward. If it fails after its report, in user code that
-// comes between two exchanges (a hook's next phase), nobody knows what the others have received:
-// that is the end of this reducer.
+// If it fails after its report, in user code that comes between two exchanges (a hook's next
+// phase), nobody knows what the others have received: that is the end of this reducer.
 
 // Note [Skipped steps]
 //
@@ -52,8 +49,7 @@ namespace apex::parallel::detail {
 // whether or not the loop asks. Sums that hold this step's gradients cannot be undone otherwise;
 // what accumulated before under no_sync() belongs to the same step.
 //
-// With skip_failed_steps a failed backward ends in the same way, also where all buckets of the rank
-// were sent.
+// With skip_failed_steps a failed backward ends in the same way.
 
 // Note [Backwards that end before their buckets have arrived]
 //
@@ -101,6 +97,18 @@ bool holds_same(const BucketPlan& left, const BucketPlan& right) {
   return members(left) == members(right);
 }
 
+/// Whether what a plan puts together can be one message, as the parameters are now.
+bool fits(const BucketPlan& plan, const std::vector<ParameterInfo>& infos) {
+  for (const auto& bucket : plan.buckets) {
+    const ParameterInfo& first = infos[bucket.front()];
+    for (const int64_t i : bucket) {
+      const bool alone = infos[i].sparse && bucket.size() > 1;
+      if (alone || infos[i].dtype != first.dtype || infos[i].device != first.device) return false;
+    }
+  }
+  return true;
+}
+
 /// Parameters with a gradient on some rank that are in no bucket.
 std::vector<int64_t> outside(const Plan& plan, const std::vector<uint8_t>& used_by_any) {
   std::vector<int64_t> late;
@@ -121,11 +129,6 @@ std::vector<int64_t> ReducerState::in_flight() const {
     if (bucket >= 0 && !plan.entries[bucket].completed) waiting.push_back(static_cast<int64_t>(i));
   }
   return waiting;
-}
-
-bool all_are_needed(const Plan& plan, const ReducerContext& context, const StepTable& table) {
-  return context.options.skip_failed_steps || plan.has_later_messages() ||
-         !outside(plan, table.used_by_any()).empty();
 }
 
 Backward::Backward(ReducerState& state, BackwardPass pass)
@@ -232,7 +235,9 @@ void Backward::count_down(size_t index, const at::Tensor& incoming) {
 void Backward::launch_ready(const at::Tensor& incoming) {
   if (context_.options.delay_allreduce || context_.owes_end) return;
   auto& entries = plan().entries;
-  while (pass_.next_launch < entries.size() && entries[pass_.next_launch].pending == 0) {
+  // One that carries the report waits for the end.
+  const size_t end = entries.size() - (plan().carries_report ? 1 : 0);
+  while (pass_.next_launch < end && entries[pass_.next_launch].pending == 0) {
     if (pass_.next_launch > 0 && entries[pass_.next_launch - 1].reduction->holds_back_next())
       return;
     launch(pass_.next_launch, incoming);
@@ -240,11 +245,12 @@ void Backward::launch_ready(const at::Tensor& incoming) {
   }
 }
 
-void Backward::launch(size_t index, const at::Tensor& incoming) {
+void Backward::launch(size_t index, const at::Tensor& incoming,
+                      const std::function<void()>& packed) {
   PlannedBucket& entry = plan().entries[index];
   pass_.next_launch = index + 1;  // first, so that a launch that throws is not tried again
   try {
-    launch_bucket(entry, index, pass_, incoming, context_);
+    launch_bucket(entry, index, pass_, incoming, context_, packed);
   } catch (const CommunicationError&) {
     context_.fail();  // at once: nothing may be sent any more
     throw;
@@ -254,27 +260,47 @@ void Backward::launch(size_t index, const at::Tensor& incoming) {
   }
 }
 
-void Backward::launch_rest() {
-  auto& entries = plan().entries;
-  while (pass_.next_launch < entries.size()) {
-    const size_t next = pass_.next_launch;
-    if (next > 0) let_next_pass(entries[next - 1], next - 1, context_);
-    launch(next);
+/// What is left of the buckets, and the report behind them.
+void Backward::launch_rest(StepReport report) {
+  Plan& plan = this->plan();
+  const auto packed = [&] {
+    if (context_.options.check_finite) report.non_finite = first_non_finite(plan.entries);
+    if (plan.carries_report) {
+      const BucketMessage& last = plan.entries.back().message;
+      reporter_.write(report, pass_.used, last.tail_of(last.tensor()));
+    }
+  };
+  for (size_t next = pass_.next_launch; next < plan.entries.size(); ++next) {
+    if (next > 0) let_next_pass(plan.entries[next - 1], next - 1, context_);
+    const bool carries = plan.carries_report && next + 1 == plan.entries.size();
+    launch(next, {}, carries ? std::function<void()>(packed) : std::function<void()>());
     context_.statistics.add(&ReducerStatistics::launched_at_end);
   }
-  // The report follows.
-  if (!entries.empty()) let_next_pass(entries.back(), entries.size() - 1, context_);
+  if (!plan.carries_report) {
+    if (!plan.entries.empty())
+      let_next_pass(plan.entries.back(), plan.entries.size() - 1, context_);
+    packed();
+  }
+  ++plan.backwards;
+  plan.holds_gradients = true;
+  pass_.reported = true;
+  reporter_.send(report, pass_.used, &plan);
 }
 
-/// Zeros, by the plan that this rank has left.
-void Backward::launch_left(Plan& left, bool failed) {
+/// Zeros by a plan, and the report behind them.
+void Backward::launch_absent(Plan& plan, const StepReport& report) {
+  const auto write = [&](const at::Tensor& tail) { reporter_.write(report, pass_.used, tail); };
+  const auto launch = [&](bool without_user_code) {
+    detail::launch_absent(plan.entries, report.failed, without_user_code, context_, write);
+  };
   try {
-    launch_absent(left.entries, failed, reporter_.hook_failed, context_);
+    launch(reporter_.hook_failed);
   } catch (const CommunicationError&) {
     throw;
   } catch (...) {
+    if (&plan != book_.still_carried()) throw;
     // A hook that fails may be why the plan was left: what it says of this one matters to nobody.
-    launch_absent(left.entries, failed, /*without_user_code=*/true, context_);
+    launch(/*without_user_code=*/true);
   }
 }
 
@@ -288,32 +314,21 @@ void Backward::send() {
       ++pass_.done;
   }
   context_.enter(Phase::kEnding);
-  Plan* const left = book_.still_carried();
-  if (left != nullptr) launch_left(*left, /*failed=*/false);
   StepReport report = reporter_.report(book_.left());
-  if (Plan* plan = book_.current()) {
-    launch_rest();
-    if (context_.options.check_finite) report.non_finite = first_non_finite(plan->entries);
-    ++plan->backwards;
-    plan->holds_gradients = true;
-  } else {
-    const std::string mine = settings();
-    report.settings = Fingerprint().add(mine.data(), mine.size()).value();
-  }
   report.without_data = pass_.without_data;
+  if (book_.current() != nullptr) return launch_rest(report);
+  const std::string mine = settings();
+  report.settings = Fingerprint().add(mine.data(), mine.size()).value();
+  Plan* const left = book_.still_carried();
+  if (left != nullptr) launch_absent(*left, report);
   pass_.reported = true;
-  reporter_.send(report, pass_.used, left != nullptr ? left : book_.current());
+  reporter_.send(report, pass_.used, left);
 }
 
 /// Of the settings that may change between backwards, those that all ranks must share; and what
 /// decides on the sizes of messages.
 std::string Backward::settings() const {
-  Fingerprint kinds;
-  for (const Parameter& parameter : context_.parameters) {
-    kinds.add(&parameter.dtype, sizeof(parameter.dtype));
-    kinds.add(parameter.sizes.data(), parameter.sizes.size() * sizeof(int64_t));
-  }
-  return context_.describe_settings() + ' ' + std::to_string(kinds.value());
+  return context_.describe_settings() + ' ' + std::to_string(context_.parameters.kinds());
 }
 
 bool Backward::may_leave() const {
@@ -323,6 +338,7 @@ bool Backward::may_leave() const {
       plan->backwards <= kOrderAfter || !(plan->ordered || plan->preset) || !pass_.error.empty()) {
     return false;
   }
+  if (!outside(*plan, pass_.used).empty()) return false;
   // Members that this rank has not used are settled when the other ranks have reported theirs.
   return std::none_of(plan->entries.begin(), plan->entries.end(), [](const PlannedBucket& entry) {
     return entry.message.has_unused() || entry.reduction->has_next_phase();
@@ -366,7 +382,7 @@ Recording Backward::recording() const {
 void Backward::record(const std::function<void()>& meanwhile) {
   const StepTable& table =
       context_.monitor.open([&]() -> const StepTable& { return reporter_.receive(meanwhile); });
-  refuse(table, /*all_are_needed=*/true);
+  refuse(table);
   if (!table.same_settings()) {
     pass_.refused = true;
     reporter_.refuse_settings(context_.describe_settings());
@@ -382,14 +398,9 @@ void Backward::record(const std::function<void()>& meanwhile) {
       [&] { return exchange_recordings(context_.members, mine, pass_.used_by_any); });
   make_plan(mine, agreed, trainable);
   pass_.reported = false;
-  launch_rest();
   StepReport report = reporter_.report(ReasonToLeave::kNone);
-  if (context_.options.check_finite) report.non_finite = first_non_finite(plan().entries);
-  ++plan().backwards;
-  plan().holds_gradients = true;
   report.without_data = pass_.without_data;
-  pass_.reported = true;
-  reporter_.send(report, pass_.used, &plan());
+  launch_rest(report);
 }
 
 /// All ranks have left the plan. Nothing is wanted of what was sent by it, but that it does not
@@ -433,16 +444,18 @@ void Backward::make_plan(const Recording& mine, const Recording& agreed,
   Plan& plan = book_.put(std::move(places));
   plan.buckets = assign_buckets(parameter_infos(context_, plan.places), ready, limits,
                                 context_.options.trigger_parameters);
-  plan.preset = holds_same(state_.preset, plan.buckets);
+  plan.kinds = context_.parameters.kinds();
+  plan.preset = holds_same(state_.preset, plan.buckets) &&
+                fits(state_.preset, parameter_infos(context_, plan.places));
   if (plan.preset) plan.buckets = state_.preset;
   build_entries(plan, context_);
 }
 
 // --- what the others have sent ---
 
-void Backward::refuse(const StepTable& table, bool all_are_needed) {
+void Backward::refuse(const StepTable& table) {
   try {
-    reporter_.refuse(table, all_are_needed);
+    reporter_.refuse(table);
   } catch (...) {
     pass_.refused = true;
     // Counted by no rank, since not by the failed ones.
@@ -470,7 +483,7 @@ void Backward::judge(const std::function<void()>& meanwhile) {
   if (!must_read()) return reporter_.order();
   const StepTable& table =
       context_.monitor.open([&]() -> const StepTable& { return reporter_.receive(meanwhile); });
-  refuse(table, all_are_needed(plan(), context_, table));
+  refuse(table);
   pass_.used_by_any = table.used_by_any();
   pass_.skipped = pass_.skipped || table.skipped();
   if (context_.options.check_finite) {
@@ -616,9 +629,7 @@ void Backward::find_non_finite_sum(const std::vector<BucketMessage::Slot>& slots
 }
 
 void Backward::order_by_need() {
-  // Who takes part in nothing more is not waited for: the next backward will do.
-  if (!is_to_be_ordered(plan(), plan().backwards, context_) || reporter_.receive().any_absent())
-    return;
+  if (!is_to_be_ordered(plan(), plan().backwards, context_)) return;
   BucketPlan ordered = plan().buckets;
   // One more is on the network.
   const size_t stay = std::min(pass_.done + 1, ordered.buckets.size());
@@ -728,17 +739,11 @@ bool Backward::hooks_failed_together() const {
 void Backward::send_failure() noexcept {
   if (context_.phase == Phase::kFailed || context_.phase == Phase::kReleased) return;
   try {
-    bool sent_all = false;
+    const StepReport failure = reporter_.failure();
     Plan* const left = book_.still_carried();
-    if (left != nullptr) {
-      launch_left(*left, /*failed=*/true);
-    } else if (Plan* plan = book_.current()) {
-      const auto launched = [](const PlannedBucket& entry) { return entry.launched; };
-      sent_all = !reporter_.hook_failed &&
-                 std::all_of(plan->entries.begin(), plan->entries.end(), launched);
-      launch_absent(plan->entries, /*failed=*/true, reporter_.hook_failed, context_);
-    }
-    reporter_.send_failure(sent_all, pass_.used, left != nullptr ? left : book_.current());
+    Plan* const plan = left != nullptr ? left : book_.current();
+    if (plan != nullptr) launch_absent(*plan, failure);
+    if (plan == nullptr || !plan->carries_report) reporter_.send(failure, pass_.used, plan);
   } catch (...) {
     context_.fail();
   }

@@ -72,9 +72,9 @@ class Backward {
   Plan& plan() { return *book_.current(); }
 
   void count_down(size_t index, const at::Tensor& incoming);
-  void launch(size_t index, const at::Tensor& incoming = {});
-  void launch_rest();
-  void launch_left(Plan& left, bool failed);
+  void launch(size_t index, const at::Tensor& incoming, const std::function<void()>& packed = {});
+  void launch_rest(StepReport report);
+  void launch_absent(Plan& plan, const StepReport& report);
 
   void record(const std::function<void()>& meanwhile);
   void leave_behind(bool keep);
@@ -85,7 +85,7 @@ class Backward {
 
   bool must_read() const;
   void judge(const std::function<void()>& meanwhile);
-  void refuse(const StepTable& table, bool all_are_needed);
+  void refuse(const StepTable& table);
   void complete_entries(const std::function<void()>& meanwhile);
   void call_back(int64_t bucket, const std::vector<BucketMessage::Slot>& slots, bool all_used);
   void settle();
@@ -106,9 +106,5 @@ class Backward {
   StepReporter& reporter_;
   BackwardPass pass_;
 };
-
-/// Whether more exchanges follow the reports of a backward with this plan, in which a rank that
-/// fails after it has sent all its buckets would be missed. The same on every rank.
-bool all_are_needed(const Plan& plan, const ReducerContext& context, const StepTable& table);
 
 }  // namespace apex::parallel::detail

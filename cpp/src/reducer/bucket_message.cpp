@@ -180,7 +180,8 @@ void BucketMessage::allocate() {
   if (buffer_.defined()) return;
   const BelowAutograd guard;
   const auto wire = at::TensorOptions().dtype(dtype_).device(device_);
-  buffer_ = options_.allocate ? options_.allocate(numel_, wire) : at::zeros({numel_}, wire);
+  const int64_t numel = numel_ + options_.tail;
+  buffer_ = options_.allocate ? options_.allocate(numel, wire) : at::zeros({numel}, wire);
   home_ = buffer_;
   if (kind_ != Kind::kFlat) return;
   const at::ScalarType dtype = slots_.front().variable.scalar_type();
@@ -315,8 +316,8 @@ void BucketMessage::pack_flat(double scale) {
     move_in(copied_slots, targets, sources, while_copying, is_new);
   multi_tensor_copy(std::move(targets), std::move(sources), while_copying);
   if (!zeros.empty()) at::_foreach_zero_(zeros);
-  if (has_home()) buffer_.copy_(home_);
-  if (while_copying != scale) scale_in_place(buffer_, scale);
+  if (has_home()) gradients_of(buffer_).copy_(home_);
+  if (while_copying != scale) scale_in_place(gradients_of(buffer_), scale);
   tensor_ = buffer_;
 }
 
@@ -357,7 +358,7 @@ at::Tensor BucketMessage::absent(bool poison, bool idle) {
     for (Slot& slot : slots_) slot.early = at::Tensor();  // it was there
     tensor = buffer_.zero_();
   } else {
-    tensor = at::zeros({numel_}, at::TensorOptions().dtype(dtype_).device(device_));
+    tensor = at::zeros({numel_ + options_.tail}, at::TensorOptions().dtype(dtype_).device(device_));
   }
   return poison ? tensor.fill_(std::numeric_limits<double>::quiet_NaN()) : tensor;
 }
@@ -417,7 +418,7 @@ void BucketMessage::pack_sparse(double scale) {
 
 at::Tensor BucketMessage::gradients_buffer() const {
   if (kind_ != Kind::kFlat) return tensor_;
-  return home_.defined() ? home_.view({-1}) : home_;
+  return home_.defined() ? gradients_of(home_) : home_;
 }
 
 std::vector<at::Tensor> BucketMessage::views_of(const at::Tensor& gradients) const {
@@ -437,7 +438,7 @@ void BucketMessage::assign(const at::Tensor& result) {
     return;
   }
   const BelowAutograd guard;
-  const at::Tensor& target = tensor_;
+  const at::Tensor target = gradients_of(tensor_);
   if (!result.defined() || result.numel() != target.numel()) {
     throw InvalidArgument("a communication hook returned " +
                           std::to_string(result.defined() ? result.numel() : 0) +
@@ -462,8 +463,8 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
     if (slot.used) slot.variable.mutable_grad() = tensor_;
     return;
   }
-  if (scale != 1.0) change_received(tensor_, multiply);
-  if (kind_ == Kind::kFlat && has_home()) home_.copy_(buffer_);
+  if (scale != 1.0) change_received(gradients_of(tensor_), multiply);
+  if (kind_ == Kind::kFlat && has_home()) home_.copy_(gradients_of(buffer_));
   std::vector<at::Tensor> targets;
   std::vector<at::Tensor> sources;
   for (Slot& slot : slots_) {

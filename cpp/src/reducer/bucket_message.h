@@ -19,6 +19,7 @@ struct MessageOptions {
   bool gradient_as_bucket_view = false;  ///< leave gradients as views of the buffer
   bool allreduce_always_fp32 = false;    ///< half and bfloat16 gradients are summed as float32
   int64_t sparse_dim = 1;                ///< of a sparse message: the same on every rank
+  int64_t tail = 0;  ///< elements of a flat message that travel behind its gradients
   /// Where the memory of the buffer comes from, zeroed: (elements, options). Empty: from torch.
   std::function<at::Tensor(int64_t, const at::TensorOptions&)> allocate;
 };
@@ -130,19 +131,25 @@ class BucketMessage {
   /// The tensor to reduce, valid between pack() and unpack(): contiguous, real-valued, or sparse.
   const at::Tensor& tensor() const { return tensor_; }
 
-  /// Views of tensor(), or of what absent() gave, by slot.
+  /// Of tensor(), or of what absent() gave: the gradients' part; what travels behind them; and
+  /// views of gradients, by slot.
+  at::Tensor gradients_of(const at::Tensor& tensor) const { return tensor.narrow(0, 0, numel_); }
+  at::Tensor tail_of(const at::Tensor& tensor) const {
+    return tensor.narrow(0, numel_, options_.tail);
+  }
+  bool has_tail() const { return options_.tail > 0; }
   std::vector<at::Tensor> views_of(const at::Tensor& gradients) const;
 
   /// The buffer that gradients are views of with gradient_as_bucket_view, [numel()]; of a message
   /// in place, the gradient as a flat alias. Undefined before the first pack().
   at::Tensor gradients_buffer() const;
 
-  /// Replaces the message by `result`: same number of elements, any dtype.
+  /// Replaces the gradients by `result`: same number of elements, any dtype.
   /// Of a sparse one: replaces the message by the reduced tensor.
   /// @throws InvalidArgument for another number of elements.
   void assign(const at::Tensor& result);
 
-  /// Multiplies the message by `scale` and hands every used member its
+  /// Multiplies the gradients by `scale` and hands every used member its
   /// gradient: as a view of the buffer, or by one multi-tensor copy. Members that this rank did not
   /// use are left for settle().
   /// @param kept  by parameter index of the reducer: whether .grad was there before this backward.
@@ -189,7 +196,7 @@ class BucketMessage {
   std::vector<Slot> slots_;
   at::ScalarType dtype_ = at::kFloat;  ///< real-valued
   int64_t numel_ = 0;                  ///< in elements of dtype_
-  at::Tensor buffer_;                  ///< flat: gradients, in dtype_
+  at::Tensor buffer_;                  ///< flat: gradients, then the tail; in dtype_
   at::Tensor home_;      ///< where views live if gradients have another dtype, else buffer_
   at::Tensor tensor_;    ///< what is reduced in this backward
   bool packed_ = false;  ///< between pack() and unpack()

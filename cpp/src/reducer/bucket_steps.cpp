@@ -110,13 +110,15 @@ void start(PlannedBucket& entry, const at::Tensor& tensor, const std::string& wh
 }  // namespace
 
 void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
-                   const at::Tensor& incoming, ReducerContext& context) {
+                   const at::Tensor& incoming, ReducerContext& context,
+                   const std::function<void()>& packed) {
   const ProfilerRange range("apex::reducer::launch_bucket");
   const c10::OptionalDeviceGuard guard(entry.message.device());
   join_producers(entry);
   BucketMessage& message = entry.message;
   naming(context, [&] { message.pack(pass.used, entry.averaging(context).before, incoming); });
   if (context.options.check_finite) entry.largest = message.largest_values();
+  if (packed) packed();
   context.statistics.add(&ReducerStatistics::gradients_copied, message.copied());
   context.statistics.add(&ReducerStatistics::gradients_copied_early, message.copied_early());
   if (message.kind() == BucketMessage::Kind::kInPlace && message.copied() == 0) {
@@ -134,7 +136,8 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
 }
 
 void launch_absent(std::vector<PlannedBucket>& entries, bool failed, bool without_user_code,
-                   ReducerContext& context) {
+                   ReducerContext& context,
+                   const std::function<void(const at::Tensor& tail)>& write_report) {
   // Where nobody reads reports, nobody would notice zeros.
   const bool poison = failed && !context.reads_reports();
   for (size_t b = 0; b < entries.size(); ++b) {
@@ -151,6 +154,7 @@ void launch_absent(std::vector<PlannedBucket>& entries, bool failed, bool withou
     // And by an earlier backward through a plan that was left, in which it was sent like this.
     const bool idle = !entry.absent.defined();
     entry.absent = entry.message.absent(poison, idle);
+    if (entry.message.has_tail()) write_report(entry.message.tail_of(entry.absent));
     keep_for_current_stream(entry.absent);
     // Named as by the ranks whose gradients travel in it: see Note [Ranks in different
     // collectives].

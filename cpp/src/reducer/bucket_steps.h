@@ -16,15 +16,19 @@ namespace apex::parallel::detail {
 /// Waits on the current stream for the streams that produced the gradients, packs these, and starts
 /// the reduction.
 /// @param incoming  see BucketMessage::pack().
+/// @param packed    called in between, for the bucket that carries the report.
 void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
-                   const at::Tensor& incoming, ReducerContext& context);
+                   const at::Tensor& incoming, ReducerContext& context,
+                   const std::function<void()>& packed = {});
 
 /// Launches what `entries` still have to send as this rank's part of a backward: zeros. See
 /// Note [Carried through].
 /// @param failed             nothing of this backward counts.
 /// @param without_user_code  those whose reduction runs user code send nothing: it failed.
+/// @param write_report       into the tail of the last one, if it carries the report.
 void launch_absent(std::vector<PlannedBucket>& entries, bool failed, bool without_user_code,
-                   ReducerContext& context);
+                   ReducerContext& context,
+                   const std::function<void(const at::Tensor& tail)>& write_report);
 
 /// Waits for a bucket that the next one must not overtake.
 void let_next_pass(PlannedBucket& entry, size_t index, ReducerContext& context);

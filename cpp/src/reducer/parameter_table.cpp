@@ -7,6 +7,7 @@
 
 #include <apex/error.h>
 
+#include "fingerprint.h"
 #include "tensor_parts.h"
 #include "torch_version.h"
 
@@ -104,7 +105,10 @@ void ParameterTable::hook(int rank, const MakeHook& make_hook) {
     if (!parameter.trainable) continue;
     ever_trainable_ = true;
     check(named_[i], rank);
-    parameter.accumulator = torch::autograd::impl::grad_accumulator(parameter.variable);
+    const AccumulatorPtr accumulator = torch::autograd::impl::grad_accumulator(parameter.variable);
+    if (accumulator == parameter.accumulator) continue;
+    if (parameter.accumulator) parameter.accumulator->del_post_hook(parameter.hook);
+    parameter.accumulator = accumulator;
     parameter.hook = parameter.accumulator->add_post_hook(make_hook(i));
   }
 }
@@ -125,6 +129,15 @@ bool ParameterTable::changed() const {
            (parameter.trainable && torch::autograd::impl::try_get_grad_accumulator(
                                        parameter.variable) != parameter.accumulator);
   });
+}
+
+int64_t ParameterTable::kinds() const {
+  Fingerprint all;
+  for (const Parameter& parameter : parameters_) {
+    all.add(&parameter.dtype, sizeof(parameter.dtype));
+    all.add(parameter.sizes.data(), parameter.sizes.size() * sizeof(int64_t));
+  }
+  return all.value();
 }
 
 bool ParameterTable::same_kind() const {

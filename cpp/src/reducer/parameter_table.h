@@ -88,13 +88,16 @@ class ParameterTable {
   /// cannot be averaged.
   void check_trainable(int rank) const;
 
-  /// Notes what each parameter is now, and hooks those that are trainable.
+  /// Notes what each parameter is now, and hooks those that are trainable and not hooked yet. One
+  /// that was frozen stays hooked: a graph from before may still give it a gradient.
   void hook(int rank, const MakeHook& make_hook);
   void unhook();
   bool ever_trainable() const { return ever_trainable_; }
 
   /// Whether hooks have to be made again.
   bool changed() const;
+  /// Fingerprint of dtypes and shapes, which decide on the sizes of messages.
+  int64_t kinds() const;
   /// Whether dtypes, devices, shapes and strides are still the same; and which are trainable.
   bool same_kind() const;
   bool same_set() const;
@@ -102,9 +105,9 @@ class ParameterTable {
   void own_all();
   bool owns(const Parameter& parameter) const;
   bool owns_any() const;
-  /// By index: trainable, and this reducer's.
+  /// By index: trainable now, and this reducer's.
   bool trains(size_t index) const {
-    return parameters_[index].trainable && owns(parameters_[index]);
+    return parameters_[index].variable.requires_grad() && owns(parameters_[index]);
   }
   std::vector<bool> trained() const;
   /// The reducer is gone; only graphs of its outputs refer to it. Others may take its parameters.

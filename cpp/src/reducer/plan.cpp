@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "reducer/registered_memory.h"
+#include "step/report_exchange.h"
 
 namespace apex::parallel::detail {
 
@@ -30,9 +31,24 @@ bool may_be_in_place(const ReducerContext& context, const Parameter& parameter,
   return !is_cast && !place.in_parts && parameter.variable.is_non_overlapping_and_dense();
 }
 
+/// So much of a bucket may be reports: more is sent by itself.
+constexpr int64_t kMostOfReports = int64_t{16} << 10;
+
+/// Elements behind the gradients of the last bucket, in which the reports travel; 0: they do not.
+/// See Note [How reports travel].
+int64_t tail_of(const ReductionSite& site, const ReductionTraits& traits,
+                const ReducerContext& context) {
+  const bool plain = site.kind == Kind::kFlat && site.device.is_cpu() && traits.has_peers &&
+                     !traits.runs_user_code && !traits.has_later_messages;
+  const bool exact = site.dtype == at::kFloat || site.dtype == at::kDouble;
+  if (!plain || !exact || traits.shares_memory || !context.reads_reports()) return 0;
+  const int64_t numel = ReportExchange::tail_size(context.members, context.parameters.size());
+  return numel * static_cast<int64_t>(c10::elementSize(site.dtype)) <= kMostOfReports ? numel : 0;
+}
+
 PlannedBucket make_entry(const std::vector<int64_t>& members, const ReductionSite& site,
                          std::unique_ptr<Reduction> reduction, const std::vector<Place>& places,
-                         ReducerContext& context) {
+                         ReducerContext& context, bool may_carry_report = false) {
   std::vector<at::Tensor> variables;
   std::vector<uint8_t> in_parts;
   for (const int64_t index : members) {
@@ -44,6 +60,7 @@ PlannedBucket make_entry(const std::vector<int64_t>& members, const ReductionSit
   options.allreduce_always_fp32 = context.options.allreduce_always_fp32;
   options.sparse_dim = places[members.front()].sparse_dim;
   const ReductionTraits traits = reduction->traits();
+  if (may_carry_report) options.tail = tail_of(site, traits, context);
   if (context.options.registered_buffers || traits.shares_memory || traits.across_hosts)
     options.allocate = registered_memory(site.group, context.statistics);
   PlannedBucket entry(BucketMessage(site.kind, members, variables, site.device, options, in_parts),
@@ -141,9 +158,10 @@ void build_entries(Plan& plan, ReducerContext& context) {
     ReductionSite site = site_of(kinds[b], context.parameters[buckets[b].front()], b, context);
     site.hook = context.hook;
     site.last_of_hook = b == last_of_hook;
-    plan.entries.push_back(
-        make_entry(buckets[b], site, context.choose(site), plan.places, context));
+    plan.entries.push_back(make_entry(buckets[b], site, context.choose(site), plan.places, context,
+                                      /*may_carry_report=*/b + 1 == buckets.size()));
   }
+  plan.carries_report = !plan.entries.empty() && plan.entries.back().message.has_tail();
 }
 
 std::vector<PlannedBucket> build_late_round(const std::vector<int64_t>& parameters,

@@ -51,6 +51,8 @@ struct PlannedBucket {
     return averaging_of(context.options, traits, message.dtype(), context.divisor,
                         context.members.size);
   }
+  /// What travels: the message, or what was sent instead.
+  const at::Tensor& sent() const { return absent.defined() ? absent : message.tensor(); }
   /// Ready for the next backward.
   void reset();
 };
@@ -59,6 +61,7 @@ struct Plan {
   std::vector<Place> places;  ///< by parameter
   BucketPlan buckets;
   std::vector<PlannedBucket> entries;  ///< by bucket
+  bool carries_report = false;         ///< behind the gradients of the last bucket
   bool watches_unplanned = false;      ///< parameters outside the plan may get a gradient
   bool preset = false;                 ///< given by the user: left as it is
   bool ordered = false;                ///< as the next forward needs its buckets
@@ -66,6 +69,7 @@ struct Plan {
   int64_t backwards = 0;               ///< with this plan
   bool holds_gradients = false;        ///< its messages are those of the last backward
   int64_t unused_for = 0;              ///< so many backwards with other plans
+  int64_t kinds = 0;                   ///< of the parameters, see ParameterTable
 
   /// Whether collectives follow those that launch buckets.
   bool has_later_messages() const;

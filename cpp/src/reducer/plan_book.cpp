@@ -57,7 +57,10 @@ void PlanBook::switch_to(std::optional<size_t> plan) {
 }
 
 void PlanBook::choose(const std::vector<bool>& trainable) {
-  if (left_ == ReasonToLeave::kSet) left_ = ReasonToLeave::kNone;  // it may have come again
+  // What has changed may have been changed back.
+  const bool same_kinds = in_force_ && in_force()->kinds == context_.parameters.kinds();
+  if (left_ == ReasonToLeave::kSet || (left_ == ReasonToLeave::kParameters && same_kinds))
+    left_ = ReasonToLeave::kNone;
   if (left_ != ReasonToLeave::kNone) return;
   const std::optional<size_t> set = find(trainable);
   if (!set && plans_.size() == 1 && context_.reads_reports()) return leave(ReasonToLeave::kSet);

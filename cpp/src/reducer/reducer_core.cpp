@@ -144,7 +144,7 @@ void ReducerCore::prepare_for_forward() {
   // A change of dtype, device, shape or strides leaves the buckets without use. Which parameters
   // are trainable is looked at when a backward begins.
   const bool same_kind = context().parameters.same_kind();
-  context().parameters.unhook();
+  if (!same_kind) context().parameters.unhook();
   hook_parameters();
   if (!same_kind) state_.book.leave(ReasonToLeave::kParameters);
 }
@@ -383,9 +383,9 @@ void ReducerCore::shadow_backward_begin(const JoinEvent& event) {
   for (Parameter& parameter : context().parameters) {
     if (!counts && !parameter.touched) parameter.variable.mutable_grad() = at::Tensor();
   }
-  choose_plan(/*without_data=*/true);
   BackwardPass pass = prepare_pass();
   pass.without_data = true;
+  choose_plan(/*without_data=*/true);
   by_hand_ = std::make_shared<BackwardSession>();
   by_hand_->join(shared_from_this());
   session_ = by_hand_.get();
@@ -409,7 +409,6 @@ void ReducerCore::announce_end() {
 
 void ReducerCore::begin_by_hand() {
   const Change change(context().monitor);
-  choose_plan(/*without_data=*/false);
   auto session = std::make_shared<BackwardSession>();
   begin_backward(session);
   by_hand_ = std::move(session);
@@ -440,17 +439,9 @@ void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
     announce_local_backward();
     return;
   }
-  choose_plan(/*without_data=*/false);
-  // Without a parameter in the plan, or one that may still get there, there is nothing to do. While
-  // a plan is recorded there may be: a frozen parameter's gradient, accumulated before, on another
-  // rank only.
-  const Plan* plan = state_.book.current();
-  // Ranks with a plan without buckets still have to hear of one that has left it.
-  const bool anything = plan != nullptr ? !plan->entries.empty() || plan->watches_unplanned ||
-                                              context().reads_reports()
-                                        : context().parameters.ever_trainable();
-  // All taken by another reducer: see Note [One parameter, one reducer].
-  if (anything && context().parameters.owns_any()) {
+  // All may be taken by another reducer: see Note [One parameter, one reducer]. A rank on which all
+  // are frozen takes part: others may have gradients, or hear that they have not frozen alike.
+  if (context().parameters.ever_trainable() && context().parameters.owns_any()) {
     begin_backward(session);
   } else {
     state_.reporter.wants_skip = false;  // not of a later backward
@@ -458,25 +449,15 @@ void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
   }
 }
 
-/// Before a backward: learns how the last one ended, if that failed here.
+/// Before a backward: if the communication hook failed here in the last one, whether it did so on
+/// all ranks.
 void ReducerCore::look_back() {
   const StepTable* table = context().monitor.open([&] { return state_.reporter.look_back(); });
-  if (table == nullptr) return;
-  if (table->hooks_apart()) context().fail();
-  Plan* plan = state_.book.current();
-  if (plan == nullptr) return;
-  if (!table->why_refused(all_are_needed(*plan, context(), *table), state_.reporter.names())
-           .empty())
-    return;
-  ++plan->backwards;  // the others have their average
-  state_.book.served();
+  if (table != nullptr && table->hooks_apart()) context().fail();
 }
 
 /// Before a backward: see Note [One plan per set].
 void ReducerCore::choose_plan(bool without_data) {
-  overtake_deferred();
-  if (context().phase == Phase::kFailed || context().phase == Phase::kReleased) return;
-  look_back();
   std::vector<bool> trainable = context().parameters.trained();
   if (state_.book.several() && context().reads_reports()) {
     StepReport opening;
@@ -486,7 +467,12 @@ void ReducerCore::choose_plan(bool without_data) {
     state_.reporter.send(opening, std::vector<uint8_t>(trainable.size()), nullptr);
     const StepTable& table =
         context().monitor.open([&]() -> const StepTable& { return state_.reporter.receive(); });
-    state_.reporter.refuse(table, /*all_are_needed=*/true);
+    try {
+      state_.reporter.refuse(table);
+    } catch (...) {
+      state_.reporter.wants_skip = context().owes_end = false;  // not of a later backward
+      throw;
+    }
     if (table.all_left()) state_.book.left_by_all(/*keep=*/false);
     trainable = table.trainable_set();
   } else if (without_data) {
@@ -535,12 +521,14 @@ BackwardPass ReducerCore::prepare_pass() {
                               reduced.get() == grad.unsafeGetTensorImpl() &&
                               grad._version() == parameter.reduced_version;
   }
+  look_back();
   state_.reporter.backward_began();
   state_.reporter.tracker.backward_began(changed, touched_changed);
   return pass;
 }
 
-void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session) {
+/// Before a backward, and when it is known how the last one ended.
+void ReducerCore::refuse_failed() const {
   if (context().phase == Phase::kReleased) {
     throw Error(
         "backward after the reducer let go of its process groups (release(), or the end of the "
@@ -553,10 +541,15 @@ void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session
         "the messages of the ranks do not match any more: start again with a new process group "
         "and a new wrapper");
   }
+}
+
+void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session) {
+  overtake_deferred();
+  refuse_failed();
   require_same_ranks(*context().members.parent, context().members.rank, context().members.size,
                      "this reducer");
   BackwardPass pass = prepare_pass();
-  if (Plan* plan = state_.book.current()) plan->move_misplaced_gradients();
+  refuse_failed();
   if (context().joining) {
     JoinEvent event{JoinEvent::kBackward};
     event.gradients_kept =
@@ -566,6 +559,8 @@ void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session
     announce(event);
     context().owes_end = event.end_follows;
   }
+  choose_plan(/*without_data=*/false);
+  if (Plan* plan = state_.book.current()) plan->move_misplaced_gradients();
   session->join(shared_from_this());
   session_ = session.get();
   backward_ = std::make_unique<Backward>(state_, std::move(pass));
@@ -586,6 +581,7 @@ void ReducerCore::gradient_ready(size_t index, const at::Tensor& incoming) {
   if (!context().parameters.owns(parameter) ||
       (context().parameters.retired() && !in_backward(context().phase)))
     return;
+  if (!parameter.variable.requires_grad()) return;  // frozen since its forward
   if (!in_backward(context().phase) && !begin_at_gradient(index, incoming)) return;
   backward_->gradient_ready(index, incoming);
 }
@@ -602,7 +598,6 @@ bool ReducerCore::begin_at_gradient(size_t index, const at::Tensor& incoming) {
       throw Error(context().me() + Backward::describe_overtaken(parameter));
     return false;
   }
-  choose_plan(/*without_data=*/false);
   begin_backward(BackwardSession::current());
   // This gradient is there already; if it is the one that came in, this backward has made it.
   const at::Tensor& grad = parameter.variable.grad();
@@ -620,9 +615,9 @@ bool ReducerCore::begin_at_gradient(size_t index, const at::Tensor& incoming) {
 void ReducerCore::or_fail(const std::function<void()>& body) {
   const auto end = [this] {
     session_ = nullptr;
-    state_.reporter.wants_skip = false;
     const std::unique_ptr<Backward> ended = std::move(backward_);
     ended->fail();
+    state_.reporter.wants_skip = false;
   };
   try {
     body();
@@ -687,9 +682,9 @@ void ReducerCore::abandon(const BackwardSession* session) noexcept {
     context().fail();
   }
   session_ = nullptr;
-  state_.reporter.wants_skip = false;
   const std::unique_ptr<Backward> ended = std::move(backward_);
   ended->fail();
+  state_.reporter.wants_skip = false;
 }
 
 std::string ReducerCore::out_of_step() const {

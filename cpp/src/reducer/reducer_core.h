@@ -103,6 +103,7 @@ class ReducerCore final : public BackwardParticipant,
   void or_fail(const std::function<void()>& body);
 
   void look_back();
+  void refuse_failed() const;
   void choose_plan(bool without_data);
   BackwardPass prepare_pass();
   void begin_backward(const std::shared_ptr<BackwardSession>& session);

@@ -33,23 +33,38 @@ StepReport StepReporter::report(ReasonToLeave left) const {
   return report;
 }
 
-void StepReporter::send(const StepReport& report, const std::vector<uint8_t>& used,
-                        const Plan* behind) {
-  std::string what = "exchange of reports";
-  if (behind != nullptr && !behind->entries.empty())
-    what += " behind bucket " + std::to_string(behind->entries.size() - 1);
-  exchange_.send(what + ", of backward number " + std::to_string(backwards_begun_), report, used,
-                 context_.parameters.trained());
-}
-
-void StepReporter::send_failure(bool sent_all, const std::vector<uint8_t>& used,
-                                const Plan* behind) {
+StepReport StepReporter::failure() {
   failed_ = true;
   StepReport failure = report(ReasonToLeave::kNone);
   failure.failed = true;
-  failure.sent_all = sent_all;
   failure.hook_failed = hook_failed;
-  send(failure, used, behind);
+  return failure;
+}
+
+void StepReporter::write(const StepReport& report, const std::vector<uint8_t>& used,
+                         const at::Tensor& tail) {
+  exchange_.write(report, used, context_.parameters.trained(), tail);
+}
+
+void StepReporter::send(const StepReport& report, const std::vector<uint8_t>& used, Plan* behind) {
+  std::string what = "exchange of reports";
+  if (behind != nullptr && !behind->entries.empty()) {
+    PlannedBucket& last = behind->entries.back();
+    const size_t index = behind->entries.size() - 1;
+    if (behind->carries_report) {
+      exchange_.sent_behind([&last] { return last.reduction->done(); },
+                            [this, &last, index](const std::function<void()>& meanwhile) {
+                              last.reduction->wait(describe_bucket(last, index, context_),
+                                                   meanwhile);
+                              const double ranks = last.traits.averages ? context_.members.size : 1;
+                              return last.message.tail_of(last.sent()).to(at::kDouble).mul(ranks);
+                            });
+      return;
+    }
+    what += " behind bucket " + std::to_string(index);
+  }
+  exchange_.send(what + ", of backward number " + std::to_string(backwards_begun_), report, used,
+                 context_.parameters.trained());
 }
 
 const StepTable& StepReporter::receive(const std::function<void()>& meanwhile) {
@@ -61,12 +76,12 @@ const StepTable* StepReporter::look_back() {
   return &exchange_.receive({});
 }
 
-void StepReporter::refuse(const StepTable& table, bool all_are_needed) {
-  const std::string why = table.why_refused(all_are_needed, names());
+void StepReporter::refuse(const StepTable& table) {
+  const std::string why = table.why_refused(names());
   if (why.empty()) return;
   for (Parameter& parameter : context_.parameters) parameter.touched = false;
-  const bool failed = table.any_failed() || (all_are_needed && table.any_absent());
-  if (failed && context_.options.skip_failed_steps && !table.hooks_apart()) throw StepSkipped();
+  if (table.any_failed() && context_.options.skip_failed_steps && !table.hooks_apart())
+    throw StepSkipped();
   throw RankMismatch(context_.me() + why + note_on_ranks(*context_.members.control()));
 }
 
@@ -92,15 +107,17 @@ std::string StepReporter::compare(const StepTable& table) {
   }
   // Ranks may differ in who updates what for good reason, in every step; and all parameters are
   // much to read. Who takes part in nothing more is not waited for.
+  // With an OverlappedOptimizer this rank may have updated them since the backward began.
+  if (context_.defers) return {};
   ++differences_;
   const bool asked = (differences_ & (differences_ - 1)) == 0;
-  if (!asked || table.any_absent() || !parameters_differ(table.trainable_set())) return {};
+  if (!asked || !parameters_differ(table.trainable_set())) return {};
   return describe(table);
 }
 
 std::string StepReporter::out_of_step() const {
   const StepTable* table = exchange_.peek();
-  return table != nullptr && table->why_refused(false, names()).empty() &&
+  return table != nullptr && table->why_refused(names()).empty() &&
                  table->difference() == StepTable::Difference::kCertain
              ? describe(*table)
              : std::string();

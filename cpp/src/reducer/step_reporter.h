@@ -33,11 +33,13 @@ class StepReporter {
   void backward_began();
   /// What there is to say if nothing went wrong.
   StepReport report(ReasonToLeave left) const;
-  /// Sends a row. Does not wait. @param behind  what was sent before, for errors.
-  void send(const StepReport& report, const std::vector<uint8_t>& used, const Plan* behind);
-  /// The same of a rank whose backward an exception has ended. @param sent_all  all its buckets are
-  /// on their way.
-  void send_failure(bool sent_all, const std::vector<uint8_t>& used, const Plan* behind);
+  /// The same of a rank whose backward an exception has ended.
+  StepReport failure();
+  /// The row in the tail of a bucket, see ReportExchange.
+  void write(const StepReport& report, const std::vector<uint8_t>& used, const at::Tensor& tail);
+  /// Sends a row, unless it travels with `behind`, by which buckets were sent; null: there are
+  /// none. Does not wait.
+  void send(const StepReport& report, const std::vector<uint8_t>& used, Plan* behind);
 
   /// The rows of all ranks, for the last that was sent. Blocks the host.
   const StepTable& receive(const std::function<void()>& meanwhile = {});
@@ -49,7 +51,7 @@ class StepReporter {
   void drop() { exchange_.drop(); }
 
   /// Throws RankMismatch or StepSkipped, on every rank, if nothing of this backward counts.
-  void refuse(const StepTable& table, bool all_are_needed);
+  void refuse(const StepTable& table);
   /// Settings, or dtypes or shapes of parameters, differ; throws on every rank. Collective.
   [[noreturn]] void refuse_settings(const std::string& mine);
 

@@ -2,10 +2,20 @@
 #include "step/report_exchange.h"
 
 #include <algorithm>
+#include <cmath>
+#include <utility>
 
+#include <ATen/Dispatch.h>
 #include <ATen/Functions.h>
 
 namespace apex::parallel::detail {
+
+namespace {
+
+/// Of 16 bits, of a word.
+constexpr int kPieces = 4;
+
+}  // namespace
 
 void ReportExchange::send(const std::string& what, const StepReport& report,
                           const std::vector<uint8_t>& used, const std::vector<bool>& trainable) {
@@ -31,24 +41,63 @@ void ReportExchange::send(const std::string& what, const StepReport& report,
   message_ = members_.all_gather(what, on_device_, gathered_);
 }
 
+int64_t ReportExchange::tail_size(const Membership& members, size_t parameters) {
+  return members.size * kPieces * static_cast<int64_t>(StepTable::row_size(parameters));
+}
+
+void ReportExchange::write(const StepReport& report, const std::vector<uint8_t>& used,
+                           const std::vector<bool>& trainable, const at::Tensor& tail) {
+  std::vector<int64_t> words(StepTable::row_size(parameters_));
+  StepTable::encode(report, used, trainable, words.data());
+  tail.zero_();
+  const int64_t numel = kPieces * static_cast<int64_t>(words.size());
+  const at::Tensor mine = tail.narrow(0, members_.rank * numel, numel);
+  AT_DISPATCH_FLOATING_TYPES(tail.scalar_type(), "report", [&] {
+    scalar_t* out = mine.mutable_data_ptr<scalar_t>();
+    for (const int64_t word : words) {
+      for (int piece = 0; piece < kPieces; ++piece)
+        *out++ = static_cast<scalar_t>((static_cast<uint64_t>(word) >> (16 * piece)) & 0xffffU);
+    }
+  });
+}
+
+void ReportExchange::sent_behind(
+    std::function<bool()> done,
+    std::function<at::Tensor(const std::function<void()>& meanwhile)> await) {
+  drop();
+  done_ = std::move(done);
+  await_ = std::move(await);
+}
+
 const StepTable* ReportExchange::peek() {
-  if (!table_ && message_.arrived()) receive({});
+  if (!table_ && (message_.arrived() || (done_ && done_()))) receive({});
   return table_ ? &*table_ : nullptr;
 }
 
 const StepTable& ReportExchange::receive(const std::function<void()>& meanwhile) {
-  if (!table_) {
+  if (table_) return *table_;
+  std::vector<int64_t> words;
+  if (await_) {
+    const at::Tensor sum = await_(meanwhile).to(at::kDouble).contiguous();
+    const double* const pieces = sum.const_data_ptr<double>();
+    for (int64_t i = 0; i < sum.numel(); i += kPieces) {
+      uint64_t word = 0;
+      for (int piece = 0; piece < kPieces; ++piece)
+        word |= static_cast<uint64_t>(std::llround(pieces[i + piece])) << (16 * piece);
+      words.push_back(static_cast<int64_t>(word));
+    }
+  } else {
     const at::Tensor rows = message_.wait(meanwhile);
-    const int64_t* const words = rows.const_data_ptr<int64_t>();
-    table_ = StepTable(std::vector<int64_t>(words, words + rows.numel()),
-                       static_cast<size_t>(members_.size), parameters_);
-    message_ = {};
+    words.assign(rows.const_data_ptr<int64_t>(), rows.const_data_ptr<int64_t>() + rows.numel());
   }
-  return *table_;
+  drop();
+  return table_.emplace(std::move(words), static_cast<size_t>(members_.size), parameters_);
 }
 
 void ReportExchange::drop() {
   message_ = {};
+  done_ = {};
+  await_ = {};
   table_.reset();
 }
 

@@ -16,12 +16,14 @@ namespace apex::parallel::detail {
 
 // Note [How reports travel]
 //
-// By an all-gather of their own, over the group of the buckets and behind them. Numbers that ride
-// in the last bucket would save a small collective; they cost every bucket a tail in which
-// gradients and numbers are told apart, in each dtype, before and after each reduction, and their
-// size grows with the number of ranks in a sum, whose every element travels twice.
-// docs/performance.md has the measurement. On a device the rows of a rank are the same in most
-// steps, and are copied there once.
+// By an all-gather of their own, over the group of the buckets and behind them. In shared memory
+// that takes some microseconds. Over sockets a collective more is worth a tenth of a small step, so
+// there the rows travel in the last bucket, behind its gradients: each rank writes its row in a
+// place of its own, with zeros for those of the others, and the sum over ranks is the table. Words
+// are sent in pieces of 16 bits, which are exact in float32, also if the sum is divided by the
+// number of ranks. docs/performance.md has the measurement. Where the last bucket is not a plain
+// one on the CPU, or there are so many ranks that the table would be long, it is an all-gather
+// again. On a device the rows of a rank are the same in most steps, and are copied there once.
 
 /// Not thread safe.
 class ReportExchange {
@@ -34,8 +36,19 @@ class ReportExchange {
   void send(const std::string& what, const StepReport& report, const std::vector<uint8_t>& used,
             const std::vector<bool>& trainable);
 
+  /// Elements that the rows of all ranks take in the tail of a bucket.
+  static int64_t tail_size(const Membership& members, size_t parameters);
+  /// Writes this rank's row, and nothing for the others, into `tail` [tail_size()], float32 or
+  /// float64 on the CPU, which is summed over the ranks.
+  void write(const StepReport& report, const std::vector<uint8_t>& used,
+             const std::vector<bool>& trainable, const at::Tensor& tail);
+  /// That was sent. @param done   whether the sum is there; does not block.
+  ///                @param await  waits for it, and returns it times what it was divided by.
+  void sent_behind(std::function<bool()> done,
+                   std::function<at::Tensor(const std::function<void()>& meanwhile)> await);
+
   /// Whether a row was sent, and not dropped since.
-  bool sent() const { return static_cast<bool>(message_) || table_; }
+  bool sent() const { return static_cast<bool>(message_) || await_ || table_; }
   /// The rows of all ranks, if they are there. Does not block.
   const StepTable* peek();
   /// The same, which the host waits for. `meanwhile`: see wait_collective().
@@ -48,6 +61,8 @@ class ReportExchange {
   const Membership& members_;
   const size_t parameters_;
   ControlMessage message_;
+  std::function<bool()> done_;
+  std::function<at::Tensor(const std::function<void()>&)> await_;
   std::optional<StepTable> table_;
   // On a device, whose memory may have run out when there is most to say: kept.
   at::Tensor row_;        ///< the last one that was sent, on the CPU

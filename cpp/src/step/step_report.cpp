@@ -13,9 +13,9 @@ namespace {
 /// What is at which place of a row; the bits follow: used, then trainable.
 enum Word : size_t { kFlags, kBackward, kLeft, kMoved, kSample, kSettings, kNonFinite, kBits };
 
-constexpr bool StepReport::* kReportFlags[] = {&StepReport::failed,       &StepReport::sent_all,
-                                               &StepReport::hook_failed,  &StepReport::skips,
-                                               &StepReport::without_data, &StepReport::compared};
+constexpr bool StepReport::* kReportFlags[] = {&StepReport::failed, &StepReport::hook_failed,
+                                               &StepReport::skips, &StepReport::without_data,
+                                               &StepReport::compared};
 constexpr bool StepFacts::* kFactFlags[] = {&StepFacts::idle_step, &StepFacts::updated,
                                             &StepFacts::updated_locally};
 
@@ -153,11 +153,7 @@ std::vector<bool> StepTable::trainable_set() const {
 }
 
 bool StepTable::any_failed() const {
-  return any(reports_, [](const StepReport& one) { return one.failed && !one.sent_all; });
-}
-
-bool StepTable::any_absent() const {
-  return any(reports_, [](const StepReport& one) { return one.failed && one.sent_all; });
+  return any(reports_, [](const StepReport& one) { return one.failed; });
 }
 
 bool StepTable::skipped() const {
@@ -176,24 +172,19 @@ bool StepTable::all_left_for(ReasonToLeave reason) const {
 }
 
 bool StepTable::same_settings() const {
-  return !any(reports_, [&](const StepReport& one) { return one.settings != of(0).settings; });
+  const StepReport* first = nullptr;
+  for (const StepReport& one : reports_) {
+    if (one.without_data) continue;
+    if (first != nullptr && one.settings != first->settings) return false;
+    first = &one;
+  }
+  return true;
 }
 
 bool StepTable::hooks_apart() const {
   const std::vector<StepReport>& ranks = reports_;
   return any(ranks, [](const StepReport& one) { return one.hook_failed; }) &&
          any(ranks, [](const StepReport& one) { return !one.hook_failed; });
-}
-
-/// The error if one of the ranks for which `holds` is true has failed, else an empty text.
-std::string StepTable::describe_failed(const std::function<bool(const StepReport&)>& holds) const {
-  const std::string failed = names_of(reports_, holds);
-  if (failed.empty()) return {};
-  return "backward number " + std::to_string(of(0).backward) + " was ended by an exception on " +
-         failed +
-         ", so no gradient of this step is an average over all ranks. Look at the output of that "
-         "rank; "
-         "to go on, clear the gradients (zero_grad) on every rank and run the next step";
 }
 
 /// Which ranks have frozen what others train; empty: none has.
@@ -216,10 +207,15 @@ std::string StepTable::describe_sets(const Names& names) const {
   return {};
 }
 
-std::string StepTable::why_refused(bool all_are_needed, const Names& names) const {
-  std::string failed =
-      describe_failed([](const StepReport& one) { return one.failed && !one.sent_all; });
-  if (!failed.empty()) return failed;
+std::string StepTable::why_refused(const Names& names) const {
+  const std::string failed = names_of(reports_, [](const StepReport& one) { return one.failed; });
+  if (!failed.empty()) {
+    return "backward number " + std::to_string(of(0).backward) + " was ended by an exception on " +
+           failed +
+           ", so no gradient of this step is an average over all ranks. Look at the output of that "
+           "rank; "
+           "to go on, clear the gradients (zero_grad) on every rank and run the next step";
+  }
   // Before the plan, since it says what is to be changed.
   const size_t words = words_for(parameters_);
   for (size_t rank = 1; rank < reports_.size(); ++rank) {
@@ -229,10 +225,7 @@ std::string StepTable::why_refused(bool all_are_needed, const Names& names) cons
   }
   const auto has_left = [](const StepReport& one) { return one.left != ReasonToLeave::kNone; };
   const std::string left = names_of(reports_, has_left);
-  if (left.empty() || all_left()) {
-    return all_are_needed ? describe_failed([](const StepReport& one) { return one.failed; })
-                          : std::string();
-  }
+  if (left.empty() || all_left()) return {};
   const auto first = std::find_if(reports_.begin(), reports_.end(), has_left);
   return "before this backward " + left + " asked for a new bucket plan (" +
          kReasons[static_cast<size_t>(first->left)] +
@@ -244,7 +237,7 @@ std::string StepTable::why_refused(bool all_are_needed, const Names& names) cons
 StepTable::Difference StepTable::difference() const {
   std::vector<StepReport> ranks = reports_;
   ranks.erase(std::remove_if(ranks.begin(), ranks.end(),
-                             [](const StepReport& one) { return !one.compared || one.failed; }),
+                             [](const StepReport& one) { return !one.compared; }),
               ranks.end());
   if (ranks.size() < 2) return Difference::kNone;
   const StepFacts& first = ranks.front().facts;
@@ -264,7 +257,7 @@ StepTable::Difference StepTable::difference() const {
 
 std::string StepTable::describe_difference() const {
   const std::vector<StepReport>& ranks = reports_;
-  const auto counts = [](const StepReport& one) { return one.compared && !one.failed; };
+  const auto counts = [](const StepReport& one) { return one.compared; };
   std::string told;
   for (const Question& asked : kAsked) {
     const auto yes = [&](const StepReport& one) { return counts(one) && one.facts.*asked.answer; };

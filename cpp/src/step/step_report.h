@@ -78,7 +78,6 @@ struct StepFacts {
 struct StepReport {
   int64_t backward = 0;       ///< number of this synchronized backward, from 1
   bool failed = false;        ///< an exception ended it: what the rank still had to send are zeros
-  bool sent_all = false;      ///< but all buckets were sent before; it takes part in nothing more
   bool hook_failed = false;   ///< the exception came from its communication hook
   bool skips = false;         ///< skip_step(): no rank is to use a gradient of this backward
   bool without_data = false;  ///< under join(): the rank follows the others
@@ -113,8 +112,7 @@ class StepTable {
   std::vector<uint8_t> used_by_any() const;
   std::vector<bool> trainable_set() const;
 
-  bool any_failed() const;  ///< whose buckets were not all sent
-  bool any_absent() const;  ///< whose buckets were: it takes part in nothing that follows
+  bool any_failed() const;
   bool skipped() const;
   bool all_left() const;  ///< of the ranks with data
   bool all_left_for(ReasonToLeave reason) const;
@@ -124,9 +122,7 @@ class StepTable {
   bool hooks_apart() const;
 
   /// Why nothing of this backward counts, the same sentence for every rank; empty: it does.
-  /// @param all_are_needed  more exchanges follow, so a rank that takes part in nothing more has
-  ///                        failed.
-  std::string why_refused(bool all_are_needed, const Names& names) const;
+  std::string why_refused(const Names& names) const;
 
   /// Why the gradients that were averaged are not of one step. Not asked where it is refused.
   enum class Difference {
@@ -142,7 +138,6 @@ class StepTable {
 
  private:
   const int64_t* bits_of(size_t rank) const;
-  std::string describe_failed(const std::function<bool(const StepReport&)>& holds) const;
   std::string describe_sets(const Names& names) const;
 
   std::vector<int64_t> rows_;

@@ -487,6 +487,34 @@ TEST(BucketMessageSparse, Unused_Settled_IsAsBeforeOrTheSum) {
   }
 }
 
+TEST(BucketMessage, Tail_TravelsBehindTheGradients_AndIsNotScaled) {
+  at::manual_seed(testing::fresh_seed());
+  for (const Setting& setting : every_setting()) {
+    MessageOptions options = setting.options();
+    options.tail = 5;
+    Rank rank(Kind::kFlat, parameters_of(setting.dtype), options);
+    for (int step = 0; step < 3; ++step) {
+      rank.set_random_gradients();
+      const auto before = rank.gradients();
+      rank.message.pack(rank.all(), 0.5);
+      const at::Tensor tensor = rank.message.tensor(), tail = rank.message.tail_of(tensor);
+      EXPECT_EQ(tensor.numel(), rank.message.numel() + 5);
+      tail.copy_(at::arange(5));
+      tensor.mul_(4);
+      rank.message.unpack(0.25, rank.all(0));
+      EXPECT_TRUE(
+          rank.message.tail_of(rank.message.tensor()).eq(at::arange(5) * 4).all().item<bool>())
+          << setting.name();
+      for (size_t i = 0; i < before.size(); ++i)
+        expect_close(rank.grad(i), wide(before[i]) * 0.5, tolerance_of(setting.dtype),
+                     setting.name());
+      EXPECT_EQ(rank.message.gradients_buffer().numel(), rank.message.numel());
+    }
+    EXPECT_EQ(rank.message.absent(/*poison=*/false, /*idle=*/false).numel(),
+              rank.message.numel() + 5);
+  }
+}
+
 // A rank that cannot take part sends it in the place of its message, which it may hold.
 TEST(BucketMessage, Absent_HasTheFormOfTheMessageAndNoneOfItsValues) {
   at::manual_seed(testing::fresh_seed());

@@ -142,65 +142,42 @@ TEST(ReducerException, DifferentLayersOnDifferentRanks_EveryRankThrows_AndTheNex
   });
 }
 
-TEST(ReducerException, RankWhosePartIsDone_Throws_TheOthersHaveTheirAverage) {
-  run_ranks(kWorld, [&](int rank, const Group& group) {
-    ToyModel model = ToyModel::mlp(kWidths, 1);
-    Reducer reducer(model.parameters, {group});
-    step(reducer, model, rank, 0);
-    model.zero_grad();
-    at::Tensor x = random_batch(5, 4, 10 + rank).requires_grad_();
-    bool fail = rank == 1;
-    x.register_hook([&](const at::Tensor&) -> void {
-      if (fail) throw std::runtime_error("user error");
-    });
-    const std::string error =
-        thrown_by([&] { forward(reducer, model, x).square().mean().backward(); });
-    // Whether autograd calls that hook before the last gradient or after it is its own business.
-    if (rank != 1 && error.empty()) expect_average(model, 1, "the others");
-    fail = false;
-    model.zero_grad();
-    step(reducer, model, rank, 2);
-    expect_average(model, 2, "afterwards");
-  });
-}
-
-/// What the reports lead to (a new plan, a comparison) is no exchange of a rank that has failed;
-/// and a collective of the user may come right after.
-TEST(ReducerException, RankWhosePartIsDone_Throws_AndTheOthersHaveMoreToSay_NobodyWaits) {
-  for (const bool freezes : {true, false}) {
-    run_ranks(kWorld, [&](int rank, const Group& group) {
-      ToyModel model = ToyModel::mlp(kWidths, 1);
-      Reducer reducer(model.parameters, {group});
-      step(reducer, model, rank, 0);
-      model.zero_grad();
-      if (rank == 0 && freezes) model[2].set_requires_grad(false);
-      if (rank == 0 && !freezes)
-        at::NoGradGuard(), model[2].detach().mul_(1);  // written, to the same values
-      // After all accumulators, which autograd prefers to other nodes.
-      at::Tensor x = batch(rank, 1).to(at::kFloat).requires_grad_().mul(1);
-      x.register_hook([&](const at::Tensor&) -> void {
-        if (rank == 1) throw std::runtime_error("user error");
-      });
-      const std::string error = thrown_by([&] { loss_of(forward(reducer, model, x)).backward(); });
-      if (rank == 1) {
-        EXPECT_EQ(error, "user error");
-      } else if (freezes) {
-        EXPECT_NE(error.find("is frozen on rank 0 and trainable on rank 1, rank 2"),
-                  std::string::npos)
-            << error;
-      } else {
-        EXPECT_EQ(error, "");
-      }
-      std::vector<at::Tensor> mine{at::full({3}, rank)};
-      group->allreduce(mine)->wait();
-      EXPECT_EQ(mine[0][0].item<float>(), 3);
-      for (int number = 2; number < 5; ++number) {
+/// When all buckets of the rank are full; and the others may have something else to say, or call a
+/// collective right after.
+TEST(ReducerException, BehindTheLastGradient_EveryRankThrows_AndTheNextStepIsRight) {
+  for (const std::string also : {"", "freezes", "writes"}) {
+    for (const int64_t cap : {1, 1 << 20}) {
+      run_ranks(kWorld, [&](int rank, const Group& group) {
+        ToyModel model = ToyModel::mlp(kWidths, 1);
+        ReducerOptions options;
+        options.limits.cap = cap;
+        Reducer reducer(model.parameters, {group}, options);
+        step(reducer, model, rank, 0);
         model.zero_grad();
-        model[2].set_requires_grad(true);
-        step(reducer, model, rank, number);
-        expect_average(model, number, "afterwards");
-      }
-    });
+        if (rank == 0 && also == "freezes") model[2].set_requires_grad(false);
+        if (rank == 0 && also == "writes")
+          at::NoGradGuard(), model[2].detach().mul_(1);  // to the same values
+        // After all accumulators, which autograd prefers to other nodes.
+        at::Tensor x = batch(rank, 1).to(at::kFloat).requires_grad_().mul(1);
+        x.register_hook([&](const at::Tensor&) -> void {
+          if (rank == 1) throw std::runtime_error("user error");
+        });
+        const std::string error =
+            thrown_by([&] { loss_of(forward(reducer, model, x)).backward(); });
+        EXPECT_NE(error.find(rank == 1 ? "user error" : "ended by an exception on rank 1"),
+                  std::string::npos)
+            << also << ": " << error;
+        std::vector<at::Tensor> mine{at::full({3}, rank)};
+        group->allreduce(mine)->wait();
+        EXPECT_EQ(mine[0][0].item<float>(), 3);
+        for (int number = 2; number < 5; ++number) {
+          model.zero_grad();
+          model[2].set_requires_grad(true);
+          step(reducer, model, rank, number);
+          expect_average(model, number, "afterwards");
+        }
+      });
+    }
   }
 }
 

@@ -95,7 +95,9 @@ TEST_P(ReducerModes, Gradients_SeveralSteps_EqualConcatenatedBatchInFloat64) {
     EXPECT_EQ(reducer.statistics().backwards, 4);
     EXPECT_EQ(reducer.statistics().plans_learnt, 1);
     if (!mode.delay) {
-      EXPECT_GT(reducer.statistics().launched_in_backward, 0) << "nothing overlapped";
+      // One bucket alone carries the report.
+      EXPECT_EQ(reducer.statistics().launched_in_backward > 0, reducer.plan()->buckets.size() > 1)
+          << "nothing overlapped";
     } else {
       EXPECT_EQ(reducer.statistics().launched_in_backward, 0);
     }
@@ -193,7 +195,7 @@ TEST(Reducer, DelayAllreduce_Backward_LaunchesOneBucketAtTheEnd) {
     const size_t reduced = control->issued(rank, "allreduce");
     train_step(reducer, model, apex::testing::random_batch(4, 4, 2 + rank));
     EXPECT_EQ(control->issued(rank, "allreduce") - reduced, 1u);
-    EXPECT_EQ(control->issued(rank) - before, 2u);  // and the report
+    EXPECT_EQ(control->issued(rank) - before, 1u);  // which carries the report
   });
 }
 
@@ -363,7 +365,7 @@ INSTANTIATE_TEST_SUITE_P(
                       UsageCase{"OneBucket", false, 1000}, UsageCase{"OneBucketViews", true, 1000}),
     [](const auto& info) { return std::string(info.param.name); });
 
-TEST(Reducer, EveryRankUsesEverything_Backward_ReadsNoUsageAndSendsOneReport) {
+TEST(Reducer, EveryRankUsesEverything_Backward_ReadsNoUsageAndSendsNothingExtra) {
   const auto control = ThreadBackendControl::create(2);
   run_ranks(control, [&](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
@@ -371,7 +373,7 @@ TEST(Reducer, EveryRankUsesEverything_Backward_ReadsNoUsageAndSendsOneReport) {
     train_step(reducer, model, apex::testing::random_batch(4, 4, rank));
     const size_t before = control->issued(rank);
     train_step(reducer, model, apex::testing::random_batch(4, 4, rank));
-    EXPECT_EQ(control->issued(rank) - before, 2u);
+    EXPECT_EQ(control->issued(rank) - before, 1u);
     EXPECT_EQ(reducer.statistics().usage_reads, 0);
   });
 }

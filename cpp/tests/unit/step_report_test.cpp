@@ -45,9 +45,7 @@ StepTable table_of(const std::vector<Row>& all) {
 
 std::string name_of(size_t parameter) { return "p" + std::to_string(parameter); }
 
-std::string refused(const std::vector<Row>& all, bool all_are_needed = false) {
-  return table_of(all).why_refused(all_are_needed, name_of);
-}
+std::string refused(const std::vector<Row>& all) { return table_of(all).why_refused(name_of); }
 
 void expect_contains(const std::string& text, const std::string& part) {
   EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in: " << text;
@@ -67,8 +65,7 @@ TEST(StepReport, EveryField_WrittenAndRead_IsTheSame) {
   const StepReport read = table_of(all).of(1);
   EXPECT_EQ(read.backward, 7);
   EXPECT_TRUE(read.failed && read.hook_failed && read.without_data && read.facts.updated);
-  EXPECT_FALSE(read.sent_all || read.skips || read.compared || read.facts.idle_step ||
-               read.facts.updated_locally);
+  EXPECT_FALSE(read.skips || read.compared || read.facts.idle_step || read.facts.updated_locally);
   EXPECT_EQ(read.left, ReasonToLeave::kPlan);
   EXPECT_EQ(read.facts.moved, 0.1);
   EXPECT_EQ(read.facts.sample, std::numeric_limits<int64_t>::min());
@@ -107,16 +104,11 @@ TEST(StepReport, NothingToSay_IsNotRefused_AndNoDifference) {
   EXPECT_EQ(table_of(rows(2)).describe_non_finite(name_of), "");
 }
 
-TEST(StepReport, RankThatFailed_IsNamed_UnlessItHadSentAllAndNothingFollows) {
+TEST(StepReport, RankThatFailed_IsNamed) {
   std::vector<Row> all = rows(3);
   all[2].report.failed = true;
   expect_contains(refused(all), "backward number 7 was ended by an exception on rank 2");
   EXPECT_TRUE(table_of(all).any_failed());
-  all[2].report.sent_all = true;
-  EXPECT_EQ(refused(all), "");
-  EXPECT_FALSE(table_of(all).any_failed());
-  EXPECT_TRUE(table_of(all).any_absent());
-  expect_contains(refused(all, /*all_are_needed=*/true), "ended by an exception on rank 2");
 }
 
 TEST(StepReport, PlanLeftBySome_IsRefusedWithTheReason_AndByAllIsNot) {
@@ -148,10 +140,12 @@ TEST(StepReport, ParameterFrozenOnSomeRanks_IsNamedWithThem_BeforeThePlan) {
 }
 
 TEST(StepReport, SettingsAndSkips_OfOneRank_AreSeen) {
-  std::vector<Row> all = rows(2);
+  std::vector<Row> all = rows(3);
   EXPECT_TRUE(table_of(all).same_settings());
   all[1].report.settings = 3;
   EXPECT_FALSE(table_of(all).same_settings());
+  all[1].report.without_data = true;
+  EXPECT_TRUE(table_of(all).same_settings());
   all[1].report.skips = true;
   EXPECT_TRUE(table_of(all).skipped());
 }
@@ -168,9 +162,6 @@ TEST(StepReport, IdleStepOfOneRank_IsCertain_AndDescribed) {
   all[2].report.facts.idle_step = false;
   all[2].report.compared = false;
   EXPECT_EQ(table_of(all).difference(), Difference::kNone);  // gives no answer
-  all[2].report.compared = true;
-  all[2].report.failed = all[2].report.sent_all = true;
-  EXPECT_EQ(table_of(all).difference(), Difference::kNone);
 }
 
 TEST(StepReport, UpdatesThatDiffer_AreDecidedByTheSamples_WhereAllHaveOne) {
