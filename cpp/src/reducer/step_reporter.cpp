@@ -47,24 +47,25 @@ void StepReporter::write(const StepReport& report, const std::vector<uint8_t>& u
 }
 
 void StepReporter::send(const StepReport& report, const std::vector<uint8_t>& used, Plan* behind) {
-  std::string what = "exchange of reports";
-  if (behind != nullptr && !behind->entries.empty()) {
-    PlannedBucket& last = behind->entries.back();
-    const size_t index = behind->entries.size() - 1;
-    if (behind->carries_report) {
-      exchange_.sent_behind([&last] { return last.reduction->done(); },
-                            [this, &last, index](const std::function<void()>& meanwhile) {
-                              last.reduction->wait(describe_bucket(last, index, context_),
-                                                   meanwhile);
-                              const double ranks = last.traits.averages ? context_.members.size : 1;
-                              return last.message.tail_of(last.sent()).to(at::kDouble).mul(ranks);
-                            });
-      return;
-    }
-    what += " behind bucket " + std::to_string(index);
+  if (behind == nullptr || behind->entries.empty()) {
+    exchange_.send("exchange of reports, of backward number " + std::to_string(backwards_begun_),
+                   report, used, context_.parameters.trained());
+    return;
   }
-  exchange_.send(what + ", of backward number " + std::to_string(backwards_begun_), report, used,
-                 context_.parameters.trained());
+  PlannedBucket& last = behind->entries.back();
+  const std::string name = describe_bucket(last, behind->entries.size() - 1, context_);
+  if (!behind->carries_report) {
+    exchange_.send("exchange of reports, behind " + name, report, used,
+                   context_.parameters.trained());
+    return;
+  }
+  exchange_.sent_behind([&last] { return last.reduction->done(); },
+                        [this, &last, name](const std::function<void()>& meanwhile) {
+                          last.reduction->wait(name, meanwhile);
+                          const double divided_by =
+                              last.traits.averages ? context_.members.size : 1;
+                          return last.message.tail_of(last.sent()).to(at::kDouble).mul(divided_by);
+                        });
 }
 
 const StepTable& StepReporter::receive(const std::function<void()>& meanwhile) {
