@@ -398,6 +398,7 @@ void Backward::record(const std::function<void()>& meanwhile) {
       [&] { return exchange_recordings(context_.members, mine, pass_.used_by_any); });
   make_plan(mine, agreed, trainable);
   pass_.reported = false;
+  pass_.next_launch = 0;  // a rank without data has launched those of the plan that the others left
   StepReport report = reporter_.report(ReasonToLeave::kNone);
   report.without_data = pass_.without_data;
   launch_rest(report);

@@ -458,7 +458,7 @@ void ReducerCore::look_back() {
 
 /// Before a backward: see Note [One plan per set].
 void ReducerCore::choose_plan(bool without_data) {
-  std::vector<bool> trainable = context().parameters.trained();
+  std::vector<bool> trainable = state_.reporter.trainable = context().parameters.trained();
   if (state_.book.several() && context().reads_reports()) {
     StepReport opening;
     opening.left = state_.book.left();

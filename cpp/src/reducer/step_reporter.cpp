@@ -43,29 +43,27 @@ StepReport StepReporter::failure() {
 
 void StepReporter::write(const StepReport& report, const std::vector<uint8_t>& used,
                          const at::Tensor& tail) {
-  exchange_.write(report, used, context_.parameters.trained(), tail);
+  exchange_.write(report, used, trainable, tail);
 }
 
 void StepReporter::send(const StepReport& report, const std::vector<uint8_t>& used, Plan* behind) {
   if (behind == nullptr || behind->entries.empty()) {
     exchange_.send("exchange of reports, of backward number " + std::to_string(backwards_begun_),
-                   report, used, context_.parameters.trained());
+                   report, used, trainable);
     return;
   }
   PlannedBucket& last = behind->entries.back();
   const std::string name = describe_bucket(last, behind->entries.size() - 1, context_);
   if (!behind->carries_report) {
-    exchange_.send("exchange of reports, behind " + name, report, used,
-                   context_.parameters.trained());
+    exchange_.send("exchange of reports, behind " + name, report, used, trainable);
     return;
   }
   exchange_.sent_behind([&last] { return last.reduction->done(); },
-                        [this, &last, name](const std::function<void()>& meanwhile) {
+                        [&last, name](const std::function<void()>& meanwhile) {
                           last.reduction->wait(name, meanwhile);
-                          const double divided_by =
-                              last.traits.averages ? context_.members.size : 1;
-                          return last.message.tail_of(last.sent()).to(at::kDouble).mul(divided_by);
-                        });
+                          return last.message.tail_of(last.sent());
+                        },
+                        last.traits.averages ? context_.members.size : 1);
 }
 
 const StepTable& StepReporter::receive(const std::function<void()>& meanwhile) {

@@ -27,8 +27,9 @@ class StepReporter {
 
   /// What this rank has done; the reducer tells it.
   StepTracker tracker;
-  bool wants_skip = false;   ///< skip_step() was called for this backward, or the next one
-  bool hook_failed = false;  ///< the communication hook of this rank threw in this backward
+  bool wants_skip = false;      ///< skip_step() was called for this backward, or the next one
+  bool hook_failed = false;     ///< the communication hook of this rank threw in this backward
+  std::vector<bool> trainable;  ///< by parameter, when this backward began
 
   void backward_began();
   /// What there is to say if nothing went wrong.

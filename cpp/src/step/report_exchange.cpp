@@ -49,22 +49,22 @@ void ReportExchange::write(const StepReport& report, const std::vector<uint8_t>&
                            const std::vector<bool>& trainable, const at::Tensor& tail) {
   std::vector<int64_t> words(StepTable::row_size(parameters_));
   StepTable::encode(report, used, trainable, words.data());
-  tail.zero_();
-  const int64_t numel = kPieces * static_cast<int64_t>(words.size());
-  const at::Tensor mine = tail.narrow(0, members_.rank * numel, numel);
   AT_DISPATCH_FLOATING_TYPES(tail.scalar_type(), "report", [&] {
-    scalar_t* out = mine.mutable_data_ptr<scalar_t>();
+    scalar_t* const out = tail.mutable_data_ptr<scalar_t>();
+    std::fill(out, out + tail.numel(), scalar_t(0));
+    scalar_t* mine = out + members_.rank * kPieces * static_cast<int64_t>(words.size());
     for (const int64_t word : words) {
       for (int piece = 0; piece < kPieces; ++piece)
-        *out++ = static_cast<scalar_t>((static_cast<uint64_t>(word) >> (16 * piece)) & 0xffffU);
+        *mine++ = static_cast<scalar_t>((static_cast<uint64_t>(word) >> (16 * piece)) & 0xffffU);
     }
   });
 }
 
 void ReportExchange::sent_behind(
     std::function<bool()> done,
-    std::function<at::Tensor(const std::function<void()>& meanwhile)> await) {
+    std::function<at::Tensor(const std::function<void()>& meanwhile)> await, int divided_by) {
   drop();
+  divided_by_ = divided_by;
   done_ = std::move(done);
   await_ = std::move(await);
 }
@@ -78,14 +78,19 @@ const StepTable& ReportExchange::receive(const std::function<void()>& meanwhile)
   if (table_) return *table_;
   std::vector<int64_t> words;
   if (await_) {
-    const at::Tensor sum = await_(meanwhile).to(at::kDouble).contiguous();
-    const double* const pieces = sum.const_data_ptr<double>();
-    for (int64_t i = 0; i < sum.numel(); i += kPieces) {
-      uint64_t word = 0;
-      for (int piece = 0; piece < kPieces; ++piece)
-        word |= static_cast<uint64_t>(std::llround(pieces[i + piece])) << (16 * piece);
-      words.push_back(static_cast<int64_t>(word));
-    }
+    const at::Tensor sum = await_(meanwhile);
+    AT_DISPATCH_FLOATING_TYPES(sum.scalar_type(), "report", [&] {
+      const scalar_t* piece = sum.const_data_ptr<scalar_t>();
+      words.resize(static_cast<size_t>(sum.numel() / kPieces));
+      for (int64_t& word : words) {
+        uint64_t bits = 0;
+        for (int i = 0; i < kPieces; ++i) {
+          bits |= static_cast<uint64_t>(std::llround(static_cast<double>(*piece++) * divided_by_))
+                  << (16 * i);
+        }
+        word = static_cast<int64_t>(bits);
+      }
+    });
   } else {
     const at::Tensor rows = message_.wait(meanwhile);
     words.assign(rows.const_data_ptr<int64_t>(), rows.const_data_ptr<int64_t>() + rows.numel());

@@ -42,10 +42,13 @@ class ReportExchange {
   /// float64 on the CPU, which is summed over the ranks.
   void write(const StepReport& report, const std::vector<uint8_t>& used,
              const std::vector<bool>& trainable, const at::Tensor& tail);
-  /// That was sent. @param done   whether the sum is there; does not block.
-  ///                @param await  waits for it, and returns it times what it was divided by.
+  /// That was sent.
+  /// @param done        whether the sum is there; does not block.
+  /// @param await       waits for it, and returns it.
+  /// @param divided_by  what the backend divides sums by.
   void sent_behind(std::function<bool()> done,
-                   std::function<at::Tensor(const std::function<void()>& meanwhile)> await);
+                   std::function<at::Tensor(const std::function<void()>& meanwhile)> await,
+                   int divided_by);
 
   /// Whether a row was sent, and not dropped since.
   bool sent() const { return static_cast<bool>(message_) || await_ || table_; }
@@ -63,6 +66,7 @@ class ReportExchange {
   ControlMessage message_;
   std::function<bool()> done_;
   std::function<at::Tensor(const std::function<void()>&)> await_;
+  int divided_by_ = 1;
   std::optional<StepTable> table_;
   // On a device, whose memory may have run out when there is most to say: kept.
   at::Tensor row_;        ///< the last one that was sent, on the CPU

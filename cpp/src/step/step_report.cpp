@@ -137,10 +137,12 @@ bool StepTable::trainable(size_t rank, size_t parameter) const {
 }
 
 std::vector<uint8_t> StepTable::used_by_any() const {
-  std::vector<uint8_t> used(parameters_);
+  std::vector<int64_t> words(words_for(parameters_));
   for (size_t rank = 0; rank < reports_.size(); ++rank) {
-    for (size_t i = 0; i < parameters_; ++i) used[i] |= bit_of(bits_of(rank), i) ? 1 : 0;
+    for (size_t w = 0; w < words.size(); ++w) words[w] |= bits_of(rank)[w];
   }
+  std::vector<uint8_t> used(parameters_);
+  for (size_t i = 0; i < parameters_; ++i) used[i] = bit_of(words.data(), i) ? 1 : 0;
   return used;
 }
 

@@ -54,8 +54,9 @@ TEST(ReportExchange, RowsInASum_DividedOrNot_AreThoseOfEachRank) {
         exchange.sent_behind([&] { return waits > 0; },
                              [&](const std::function<void()>&) {
                                ++waits;
-                               return sum.to(at::kDouble).mul(divided ? size : 1);
-                             });
+                               return sum;
+                             },
+                             divided ? size : 1);
         EXPECT_TRUE(exchange.sent());
         EXPECT_EQ(exchange.peek(), nullptr);
         const StepTable& table = exchange.receive({});

@@ -121,8 +121,8 @@ struct JoinEvent {
   };
   Kind kind = kEnd;
   int64_t argument = 0;
-  bool gradients_kept = false;  ///< of kBackward: they were not cleared before
-  bool end_follows = false;     ///< of kBackward: kBackwardEnd is announced, too
+  bool gradients_kept = false;    ///< of kBackward: they were not cleared before
+  bool end_follows = false;       ///< of kBackward: kBackwardEnd is announced, too
   std::vector<int64_t> active{};  ///< ranks that have data
 };
 

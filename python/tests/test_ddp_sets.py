@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Sets of trainable parameters that change, in combination with what else changes plans.
+
+The oracles: the average over ranks in float64 (``check_step``), bits that are equal over ranks,
+with a seed of their own on each, and the time limit of the pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ddp_models import build, data
+from ddp_support import (
+    RankPool,
+    check,
+    check_near,
+    check_same_on_all_ranks,
+    check_step,
+    gradients,
+    host_channel,
+    raises,
+    to_reference,
+)
+from torch import Tensor, nn
+
+from apex.parallel import DistributedDataParallel, OverlappedOptimizer
+
+pytestmark = pytest.mark.processes
+
+CHANNEL = pytest.mark.parametrize("channel", ["1", "0"], ids=["shared_memory", "sockets"])
+
+
+def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    return model(data(rank, step), [0, 1, 2]).square().mean()
+
+
+def _wrapper(rank: int, channel: str, **options: Any) -> Any:
+    torch.manual_seed(rank)
+    with host_channel(channel):
+        return DistributedDataParallel(build(), message_size=20, **options)
+
+
+def _step(ddp: Any, step: int, what: str = "") -> None:
+    check_step(ddp, lambda m, r: _loss(m, r, step), f"{what} step {step}")
+
+
+# --- a rank without data ---
+
+CHANGES = {
+    "freezes": lambda ddp: ddp.module.layers[1].requires_grad_(False),
+    "relearns": lambda ddp: ddp.relearn(),
+    "alternates": lambda ddp: ddp.module.layers[1].requires_grad_(
+        not ddp.module.layers[1].weight.requires_grad
+    ),
+}
+
+
+def _joins(rank: int, world: int, channel: str, change: str, several: bool) -> None:
+    """The ranks with data change the plan when rank 0 has none; with ``several``, of two."""
+    ddp = _wrapper(rank, channel)
+    for step in range(2):
+        _step(ddp, step, "before")
+    if several:
+        ddp.module.layers[0].requires_grad_(False)
+        _step(ddp, 2, "another set")
+        ddp.module.layers[0].requires_grad_(True)
+    with ddp.join():
+        for step in range(2 if rank == 0 else 7):
+            if step == 4 or (step > 4 and change == "alternates"):
+                CHANGES[change](ddp)
+            ddp.zero_grad()
+            _loss(ddp, rank, 10 + step).backward()
+            reference = to_reference(ddp.module)
+            for r in range(0 if step < 2 else 1, world):
+                x = data(r, 10 + step).double()
+                (reference(x, [0, 1, 2]).square().mean() / world).backward()
+            expected = gradients(reference)
+            for name, grad in gradients(ddp.module).items():
+                check_near(grad, expected[name], f"step {step}: {name}")
+    ddp.module.requires_grad_(True)
+    _step(ddp, 30, "after")
+    _step(ddp, 31, "after")
+
+
+@CHANNEL
+@pytest.mark.parametrize("several", [False, True], ids=["one_plan", "several"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_plans_that_change_under_join_when_a_rank_has_no_data(
+    ranks: RankPool, change: str, several: bool, channel: str
+) -> None:
+    ranks.run(3, _joins, channel, change, several)
+
+
+# --- graphs from before a change ---
+
+
+def _unfrozen_again(rank: int, world: int, channel: str, several: bool) -> None:
+    """As a GAN's critic: its graph is made, it is frozen for another forward, and then has its
+    backward."""
+    ddp = _wrapper(rank, channel)
+    layer = ddp.module.layers[1]
+    if several:
+        layer.requires_grad_(False)
+        _step(ddp, 50, "another set")
+        layer.requires_grad_(True)
+    for step in range(4):
+        _step(ddp, step)
+        ddp.zero_grad()
+        loss = _loss(ddp, rank, 10 + step)
+        layer.requires_grad_(False)
+        ddp(data(rank, 20), [0, 1, 2])
+        layer.requires_grad_(True)
+        loss.backward()
+        reference = to_reference(ddp.module)
+        for r in range(world):
+            x = data(r, 10 + step).double()
+            (reference(x, [0, 1, 2]).square().mean() / world).backward()
+        expected = gradients(reference)
+        for name, grad in gradients(ddp.module).items():
+            check_near(grad, expected[name], f"step {step}: {name}")
+        check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"step {step}")
+
+
+@CHANNEL
+@pytest.mark.parametrize("several", [False, True], ids=["one_plan", "several"])
+def test_a_graph_from_before_a_layer_was_frozen_and_unfrozen(
+    ranks: RankPool, several: bool, channel: str
+) -> None:
+    ranks.run(2, _unfrozen_again, channel, several)
+
+
+# --- refused steps ---
+
+
+def _skips_a_refused_step(rank: int, world: int, channel: str, several: bool) -> None:
+    """skip_step() belongs to the backward that was refused, not to the next."""
+    ddp = _wrapper(rank, channel)
+    layer = ddp.module.layers[1]
+    _step(ddp, 0)
+    if several:
+        layer.requires_grad_(False)
+        _step(ddp, 1)
+        layer.requires_grad_(True)
+    _step(ddp, 2)
+    ddp.zero_grad()
+    if rank == 0:
+        ddp.skip_step()
+    layer.requires_grad_(rank == 0)
+    with raises(RuntimeError, "'layers.1.weight' is frozen on rank 1 and trainable on rank 0"):
+        _loss(ddp, rank, 3).backward()
+    layer.requires_grad_(True)
+    for step in range(4, 7):
+        _step(ddp, step)
+        check(not ddp.step_skipped, "skipped later")
+
+
+@CHANNEL
+@pytest.mark.parametrize("several", [False, True], ids=["one_plan", "several"])
+def test_a_skip_ends_with_the_refused_step(ranks: RankPool, several: bool, channel: str) -> None:
+    ranks.run(2, _skips_a_refused_step, channel, several)
+
+
+def _dtype_and_back(rank: int, world: int, channel: str) -> None:
+    """What one rank has changed and changed back is no change."""
+    ddp = _wrapper(rank, channel)
+    _step(ddp, 0)
+    _step(ddp, 1)
+    if rank == 1:
+        ddp.module.double()
+        ddp(data(rank).double(), [0, 1, 2])
+        ddp.module.float()
+    for step in range(2, 5):
+        _step(ddp, step)
+
+
+@CHANNEL
+def test_a_dtype_changed_and_changed_back_on_one_rank(ranks: RankPool, channel: str) -> None:
+    ranks.run(2, _dtype_and_back, channel)
+
+
+# --- updates under the next forward ---
+
+
+def _overlapped(rank: int, world: int, channel: str) -> None:
+    """A deferred backward does not leave before a frozen parameter's older gradient is averaged."""
+    ddp = _wrapper(rank, channel)
+    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.05), ddp)
+    layer = ddp.module.layers[1]
+    for round_ in range(3):
+        for frozen in (True, False):
+            layer.requires_grad_(not frozen)
+            for step in range(6):  # until the plan of this set is deferred
+                _loss(ddp, rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        with ddp.no_sync():
+            _loss(ddp, rank, 50 + round_).backward()
+        layer.requires_grad_(False)
+        _loss(ddp, rank, 60 + round_).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.synchronize()
+        check_same_on_all_ranks(list(ddp.parameters()), f"round {round_}")
+
+
+@CHANNEL
+def test_overlapped_optimizer_with_gradients_accumulated_before_freezing(
+    ranks: RankPool, channel: str
+) -> None:
+    ranks.run(2, _overlapped, channel)
+
+
+# --- plans that were loaded ---
+
+
+class _Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 4, sparse=True)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.words((x[:, 0].abs() * 3).long() % 7).to(self.first.weight.dtype)
+        y = self.first(y * x.sum().to(y.dtype)).tanh()
+        return self.second(y.to(self.second.weight.dtype))
+
+
+def _loaded(rank: int, world: int, views: bool) -> None:
+    """A plan that puts together what cannot be one message, or cannot any more, is not used."""
+    torch.manual_seed(rank)
+    ddp: Any = DistributedDataParallel(_Words(), gradient_as_bucket_view=views)
+    names = [name for name, _ in ddp.module.named_parameters()]
+
+    def loss(model: nn.Module, r: int) -> Tensor:
+        return model(data(r)).square().sum()
+
+    check_step(ddp, loss, "recorded")
+    for plan in ([names], [list(reversed(names))], [[names[1], names[0]], names[2:]]):
+        ddp.load_bucket_plan(plan)
+        for _ in range(2):
+            check_step(ddp, loss, f"loaded {plan}")
+    # Float64 behind float32, or the other way round.
+    ddp.load_bucket_plan([names[1:], names[:1]])
+    check_step(ddp, loss, "loaded")
+    ddp.module.first.double()
+    ddp.zero_grad()
+    loss(ddp, rank).backward()
+    reference = to_reference(ddp.module)
+    for r in range(world):
+        (loss(reference, r) / world).backward()
+    for name, grad in gradients(ddp.module).items():
+        if name.startswith("first"):
+            check_near(grad, gradients(reference)[name], name, 1e-6)
+    check_same_on_all_ranks([p.grad for p in ddp.parameters()], "afterwards")
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_a_loaded_plan_that_does_not_fit_is_not_used(ranks: RankPool, views: bool) -> None:
+    ranks.run(2, _loaded, views)
