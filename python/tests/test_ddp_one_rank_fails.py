@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank's backward fails, early or when all its gradients are there: every rank raises, and every
-later backward is right.
+"""One rank's backward fails, early or when all its gradients are there: every rank raises, and
+every later backward is right.
 
 Oracles: each exchange ends within the group's timeout, and check_step()'s averages in float64.
 """
