@@ -722,6 +722,7 @@ void Backward::fail() noexcept {
   } else if (!pass_.refused && !hooks_failed_together()) {
     context_.fail();  // nobody hears of it
   }
+  if (pass_.reported) reporter_.drop();  // it may lie in a message of this backward
   drop_messages();
   // The other ranks skip the step, so this one does.
   if (context_.options.skip_failed_steps && context_.phase == Phase::kIdle) call_off();
