@@ -8,6 +8,7 @@
 #include <c10/util/Half.h>
 
 #include "fingerprint.h"
+#include "floating_point_mode.h"
 
 namespace apex::parallel {
 
@@ -69,6 +70,7 @@ bool ParameterSample::read(const Site& site, std::array<double, kElements>& valu
 }
 
 void ParameterSample::watch(const std::vector<at::Tensor>& parameters) {
+  const DefaultFloatingPointMode mode;  // as in take()
   sites_.clear();
   const size_t taken = std::min(kParameters, parameters.size());
   for (size_t i = 0; i < taken; ++i) {
@@ -84,6 +86,8 @@ void ParameterSample::watch(const std::vector<at::Tensor>& parameters) {
 }
 
 ParameterSample::Change ParameterSample::take() {
+  // Ranks that flush denormal numbers to zero would read others than those that do not.
+  const DefaultFloatingPointMode mode;
   Change change;
   for (Site& site : sites_) {
     std::array<double, kElements> now{};

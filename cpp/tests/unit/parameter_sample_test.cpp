@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 
 #include "step/parameter_sample.h"
 
@@ -94,6 +95,20 @@ TEST(ParameterSample, ParameterThatBecameAnother_IsReadWhereItIs_OrNotAtAll) {
   EXPECT_FALSE(sample.take().any);
   parameter.set_data(at::ones({1}));
   EXPECT_FALSE(sample.take().any);
+}
+
+// The hazard: a rank that flushes denormal numbers reads zeros, where others do not.
+TEST(ParameterSample, DenormalNumbersWhereTheyAreFlushed_AreReadAsTheyAre) {
+  const at::Tensor parameter = at::full({4}, 1e-40F);
+  ParameterSample usual, flushing;
+  usual.watch({parameter});
+  const bool can = at::globalContext().setFlushDenormal(true);
+  flushing.watch({parameter});
+  const bool changed = usual.take().any;
+  at::globalContext().setFlushDenormal(false);
+  if (!can) GTEST_SKIP() << "this processor does not flush";
+  EXPECT_FALSE(changed);
+  EXPECT_EQ(flushing.fingerprint(), usual.fingerprint());
 }
 
 }  // namespace
