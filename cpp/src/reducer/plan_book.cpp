@@ -57,9 +57,12 @@ void PlanBook::switch_to(std::optional<size_t> plan) {
 }
 
 void PlanBook::choose(const std::vector<bool>& trainable) {
-  // What has changed may have been changed back.
-  const bool same_kinds = in_force_ && in_force()->kinds == context_.parameters.kinds();
-  if (left_ == ReasonToLeave::kSet || (left_ == ReasonToLeave::kParameters && same_kinds))
+  // What has changed may have been changed back. All parameters are read for that, so only when a
+  // plan was left: this runs before every backward.
+  const auto changed_back = [&] {
+    return in_force_ && in_force()->kinds == context_.parameters.kinds();
+  };
+  if (left_ == ReasonToLeave::kSet || (left_ == ReasonToLeave::kParameters && changed_back()))
     left_ = ReasonToLeave::kNone;
   if (left_ != ReasonToLeave::kNone) return;
   const std::optional<size_t> set = find(trainable);

@@ -105,7 +105,7 @@ std::string StepReporter::compare(const StepTable& table) {
       break;
   }
   // Ranks may differ in who updates what for good reason, in every step; and all parameters are
-  // much to read. Who takes part in nothing more is not waited for.
+  // much to read.
   // With an OverlappedOptimizer this rank may have updated them since the backward began.
   if (context_.defers) return {};
   ++differences_;
