@@ -1,17 +1,22 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Makes ready what the C++ tests of run.sh need on a machine without network: GoogleTest's source in .carry/googletest.
-# Run it on a machine that has the source (Debian and Ubuntu: the package googletest), and take .carry
-# along with the repository; git ignores it.
+# Makes ready what run.sh needs on a machine without network, in .carry, which goes along with the repository
+# and which git ignores: GoogleTest's source; with --build, what run.sh would build there: the package and
+# the programs of C++ tests. Their minutes are not the GPU's then.
 #
-#   benchmarks/gpu/prepare.sh
+#   benchmarks/gpu/prepare.sh             needs GoogleTest's source (Debian and Ubuntu: the package googletest)
+#   benchmarks/gpu/prepare.sh --build     needs nvcc, and the Python and torch that run.sh finds there; no GPU
 #
-# Environment: GTEST_SOURCE, the folder with GoogleTest's CMakeLists.txt (default: /usr/src/googletest).
+# Environment: GTEST_SOURCE, the folder with GoogleTest's CMakeLists.txt (default: /usr/src/googletest);
+# PYTHON (default python3), APEX_GPU_BUILD (build folder, default build/gpu), APEX_GPU_ARCHITECTURES
+# (default 90), JOBS.
 set -euo pipefail
 
+build=no
 case ${1:-} in
   '') ;;
-  -h | --help) sed -n '3,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+  --build) build=yes ;;
+  -h | --help) sed -n '3,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
   *) echo "prepare.sh: it takes no argument '$1'; --help shows what it does." >&2; exit 2 ;;
 esac
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../.." && pwd)
@@ -27,3 +32,25 @@ mkdir "$root/.carry/googletest"
 cp -r "$source/CMakeLists.txt" "$source/googletest" "$source/googlemock" "$root/.carry/googletest/"
 rm -rf "$root"/.carry/googletest/google*/{test,samples,docs}
 echo "GoogleTest is in $root/.carry/googletest ($(du -sh "$root/.carry/googletest" | cut -f1))"
+[ $build = yes ] || exit 0
+
+python=$(command -v "${PYTHON:-python3}") || { echo "prepare.sh: there is no ${PYTHON:-python3} here." >&2; exit 1; }
+folder=${APEX_GPU_BUILD:-$root/build/gpu}
+PATH=$PATH:$(dirname "$python"):/usr/local/cuda/bin
+cmake -S "$root" -B "$folder" -G Ninja -DCMAKE_BUILD_TYPE=Release -DAPEX_UNITY_BUILD=ON -DAPEX_CUDA=ON \
+  "-DAPEX_CUDA_ARCHITECTURES=${APEX_GPU_ARCHITECTURES:-90}" -DAPEX_BUILD_PYTHON=ON -DAPEX_BUILD_TESTS=ON \
+  -DAPEX_BUILD_EXAMPLES=OFF "-DPython_EXECUTABLE=$python"
+cmake --build "$folder" --parallel "${JOBS:-$(nproc)}"
+built=$root/.carry/built
+rm -rf "$built"
+mkdir -p "$built/tests"
+cp -r "$root/python/apex" "$built/apex"
+find "$built/apex" \( -name '_core*.so' -o -name _build_info.py -o -name __pycache__ \) -exec rm -rf {} +
+cp "$folder"/python/src/{_core*.so,_build_info.py} "$built/apex/"
+cp "$folder"/cpp/libapex_parallel.so.?.? "$built/"
+for program in unit kernel hosts multiprocess cuda; do
+  find "$folder/cpp/tests" -name "apex_${program}_tests" -type f -exec cp {} "$built/tests/" \;
+done
+find "$built" -type f \( -name '*.so*' -o -path '*/tests/*' \) -exec strip {} +
+echo "the package and the tests for $("$python" -c 'import torch; print("torch", torch.__version__)') are in" \
+  "$built ($(du -sh "$built" | cut -f1))"

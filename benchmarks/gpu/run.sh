@@ -6,14 +6,15 @@
 # A phase that fails does not stop the ones after it, and the results of each are written when it ends: a
 # run that is cut off leaves those up to there. The last thing printed is a table of all phases.
 #
-#   benchmarks/gpu/prepare.sh       once, where GoogleTest's source is; take .carry along
+#   benchmarks/gpu/prepare.sh --build     where there is a network; take .carry along. Without --build
+#                                         (or without nvcc and the same torch there) run.sh builds
 #   benchmarks/gpu/run.sh           there
 #   benchmarks/gpu/run.sh --only "extension ddp_1"     some phases only
 #   benchmarks/gpu/run.sh --dry-run     on a machine without a GPU: configures with CUDA, shows what would
 #                                       be built, and runs the Python phases on the CPU with the
 #                                       interpreter and the apex of DRY_PYTHON and PYTHONPATH
 #
-# Needs: nvcc, CMake, ninja, a C++ compiler, and a Python with a CUDA build of torch, nanobind and pytest.
+# Needs, where nothing was built before: nvcc, CMake, ninja, a C++ compiler, and a Python with a CUDA build of torch, nanobind and pytest.
 # Without GoogleTest only the phases in C++ fail.
 # Writes JSON, plots and logs to $OUT if that is set (eight files at most), else to benchmarks/results.
 #
@@ -30,7 +31,7 @@ while [ $# -gt 0 ]; do
     --dry-run) dry_run=yes; shift ;;
     --only) [ $# -ge 2 ] || { echo "run.sh: --only needs the names of phases." >&2; exit 2; } ;;&
     --only) only=" $2 "; shift 2 ;;
-    -h | --help) sed -n '3,24s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '3,25s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) echo "run.sh: unknown argument '$1'; --help shows what there is." >&2; exit 2 ;;
   esac
 done
@@ -77,7 +78,7 @@ phase() {
   elif [ "$status" -ne 0 ]; then
     verdict="FAIL $status"
   fi
-  note=$(grep -aE '[0-9]+ (passed|failed|skipped)|tests passed|tests failed|CUDA parts|^PROVISIONAL' \
+  note=$(grep -aE '[0-9]+ (passed|failed|skipped)|\[  (PASSED|FAILED)  \] [0-9]+ test|tests passed|tests failed|CUDA parts|^PROVISIONAL' \
     "$logs/$name.log" | tail -n 1 | cut -c 1-90)
   table+=("$(printf '%-12s %-8s %5d  %s' "$name" "$verdict" "$took" "$note")")
   [ "$verdict" = ok ] || failed=$((failed + 1))
@@ -134,7 +135,17 @@ print(torch.__version__, torch.version.cuda, torch.cuda.is_available())
 if torch.cuda.is_available(): print(torch.cuda.get_device_name(), torch.cuda.nccl.version())"
   cmake --version; ninja --version; nproc; free -g'
 
-phase extension 240 bash -c extension
+built=$root/.carry/built
+[ -d "$built" ] && [ $dry_run = no ] || built=
+if [ "$built" ]; then
+  rm -rf "$build/stage"
+  ln -s "$built" "$build/stage"
+  torch=$("$python" -c 'import os, torch; print(os.path.dirname(torch.__file__))')
+  libraries=$(find "$torch/lib" "${torch%/torch}/nvidia" -maxdepth 2 -name lib -type d 2>/dev/null | tr '\n' :)
+  export LD_LIBRARY_PATH=$built:$torch/lib:$libraries${LD_LIBRARY_PATH:-}
+else
+  phase extension 240 bash -c extension
+fi
 if [ $dry_run = yes ]; then
   python=${DRY_PYTHON:-$python}
 else
@@ -159,7 +170,17 @@ phase norm 90 bash -c "pytest $tests/test_sync_batch_norm.py -m gpu $parallel_gp
 phase norm_cuda 60 bash -c "pytest $tests/test_cuda_sync_batch_norm.py -m gpu $collect"
 phase nccl 120 bash -c "pytest $tests/test_nccl_ddp.py -m gpu $parallel_gpu $collect"
 phase ddp_cuda 60 bash -c "pytest $tests/test_cuda_ddp.py -m gpu $collect"
+own="test_sync_batch_norm.py test_cuda_sync_batch_norm.py test_nccl_ddp.py test_cuda_ddp.py"
+phase gpu_rest 60 bash -c "pytest $tests -m gpu ${own//test_/--ignore=$tests/test_} $parallel_gpu $collect"
+# Tests of several ranks that are for CPUs elsewhere, with all ranks on one GPU.
+several=(old_scripts ddp_gradients ddp_accumulation ddp_join ddp_random ddp_sets ddp_several amp_distributed
+  sync_batch_norm_ranks)
+several=("${several[@]/#/$tests/test_}")
+several=("${several[@]/%/.py}")
+phase several 120 env APEX_TEST_DEVICE=cuda \
+  bash -c "pytest ${several[*]} --tb=short --dist loadfile $parallel_gpu $collect"
 if [ $dry_run = no ]; then
+  phase programs 60 env APEX_TEST_DEVICE=cuda "$python" python/tests/ddp_programs.py --world 2 --seeds 0:50 --no-shrink
   # Few inputs: each kernel runs many times slower.
   for tool in memcheck racecheck; do
     phase $tool 60 env under="compute-sanitizer --tool $tool --error-exitcode 9" \
@@ -188,16 +209,25 @@ phase overhead 60 "$python" benchmarks/overhead.py "${overhead[@]}" --name gpu-o
 
 # --- the rest: in C++, and on the CPU ---
 
-phase configure 90 bash -c 'configure ON ON' ||
-  # Without Python's headers or nanobind the C++ tests can still be built.
-  phase configure 90 bash -c 'configure OFF ON'
-if [ $dry_run = yes ]; then
-  phase build 60 ninja -C "$build" -n
-  phase ctest 60 ctest --test-dir "$build" -N
+if [ "$built" ]; then
+  program() { cd "$work" && exec "$built/tests/apex_$1_tests" --gtest_brief=1; }
+  export -f program
+  export built
+  for name in cuda multiprocess hosts kernel unit; do
+    [ ! -f "$built/tests/apex_${name}_tests" ] || phase "cpp_$name" 120 bash -c "program $name"
+  done
 else
-  phase build 260 cmake --build "$build" --parallel "$jobs" -- -k 0
-  phase ctest_cuda 120 ctest --test-dir "$build" --output-on-failure -j 4 --no-tests=error -L cuda
-  phase ctest 120 ctest --test-dir "$build" --output-on-failure -j 4 --no-tests=error -L 'unit|processes'
+  phase configure 90 bash -c 'configure ON ON' ||
+    # Without Python's headers or nanobind the C++ tests can still be built.
+    phase configure 90 bash -c 'configure OFF ON'
+  if [ $dry_run = yes ]; then
+    phase build 60 ninja -C "$build" -n
+    phase ctest 60 ctest --test-dir "$build" -N
+  else
+    phase build 260 cmake --build "$build" --parallel "$jobs" -- -k 0
+    phase ctest_cuda 120 ctest --test-dir "$build" --output-on-failure -j 4 --no-tests=error -L cuda
+    phase ctest 120 ctest --test-dir "$build" --output-on-failure -j 4 --no-tests=error -L 'unit|processes'
+  fi
 fi
 phase pytest_cpu 75 bash -c "pytest $tests -m 'not gpu and not processes and not slow' $parallel $collect"
 

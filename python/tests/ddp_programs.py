@@ -2,7 +2,8 @@
 """Random programs over several models, wrappers and optimizers: drawing, running many, shrinking.
 
 ``python python/tests/ddp_programs.py --seeds 0:5000`` runs a range, prints the seed of each failure
-and the smallest program that still fails. What ranks do and check is in ddp_program_run.py.
+and the smallest program that still fails. What ranks do and check is in ddp_program_run.py. With
+APEX_TEST_DEVICE=cuda the models are on the first GPU and ranks talk over NCCL.
 """
 
 from __future__ import annotations

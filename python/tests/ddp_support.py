@@ -35,7 +35,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
+#: Where ranks of the pool make their tensors: with ``cuda`` all on the first GPU, over NCCL.
+DEVICE = os.environ.get("APEX_TEST_DEVICE", "cpu")
 GROUP_TIMEOUT_S = 45
 REPLY_TIMEOUT_S = int(os.environ.get("APEX_TEST_TIMEOUT_S", "60"))
 # How long a process may take to start and import.
@@ -95,9 +99,37 @@ def free_port() -> int:
             return probe.getsockname()[1]
 
 
+def share_one_gpu(rank: int) -> None:
+    """Before NCCL starts in this process: ranks of one host may have the same GPU.
+
+    NCCL refuses that, so each says that it is another host; from NCCL 2.30 on a switch allows it.
+    """
+    os.environ["NCCL_HOSTID"] = f"rank{rank}"
+    os.environ["NCCL_NET"] = "Socket"
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+
+
+class OnDevice(TorchFunctionMode):
+    """Tensors are made on ``DEVICE`` unless the call names another; what has a generator is drawn by it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _device_constructors() or kwargs.get("device") is not None:
+            return func(*args, **kwargs)
+        if kwargs.get("generator") is None:
+            return func(*args, **{**kwargs, "device": DEVICE})
+        drawn = func(*args, **kwargs)
+        return drawn.detach().to(DEVICE).requires_grad_(drawn.requires_grad)
+
+
 def init_group(rank: int, world: int, store: str, timeout_s: float = GROUP_TIMEOUT_S) -> None:
+    if DEVICE != "cpu":
+        share_one_gpu(rank)
     dist.init_process_group(
-        "gloo",
+        "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl",
         init_method=f"file://{store}",
         rank=rank,
         world_size=world,
@@ -111,6 +143,8 @@ def init_group(rank: int, world: int, store: str, timeout_s: float = GROUP_TIMEO
 def _serve(rank: int, pipe: connection.Connection) -> None:
     """The life of one rank: take a task, join its group, run it, reply."""
     torch.set_num_threads(1)
+    if DEVICE != "cpu":
+        OnDevice().__enter__()
     pipe.send("started")
     current = None
     while True:
