@@ -44,7 +44,7 @@ cmake --build "$folder" --parallel "${JOBS:-$(nproc)}"
 built=$root/.carry/built
 rm -rf "$built"
 mkdir -p "$built/tests"
-cp -r "$root/python/apex" "$built/apex"
+cp -r "$root"/python/{apex,amp_C,apex_C} "$built/"
 find "$built/apex" \( -name '_core*.so' -o -name _build_info.py -o -name __pycache__ \) -exec rm -rf {} +
 cp "$folder"/python/src/{_core*.so,_build_info.py} "$built/apex/"
 cp "$folder"/cpp/libapex_parallel.so.?.? "$built/"

@@ -114,7 +114,7 @@ configure() { # configure ON|OFF ON|OFF: with or without the Python module, the 
 
 # The package as an import path: the sources' Python files beside what was built.
 stage() {
-  rm -rf "$build/stage" && mkdir "$build/stage" && cp -r python/apex "$build/stage/apex" &&
+  rm -rf "$build/stage" && mkdir "$build/stage" && cp -r python/{apex,amp_C,apex_C} "$build/stage/" &&
     find "$build/stage" \( -name '_core*.so' -o -name _build_info.py -o -type l \) -delete &&
     ln -s "$build"/python/src/_core*.so "$build/stage/apex/" &&
     cp "$build/python/src/_build_info.py" "$build/stage/apex/" &&

@@ -263,7 +263,8 @@ def run(pool: RankPool, programs: list[Program]) -> str:
             message = brief(str(failed))
             if "program of seed" in message:
                 return message
-            return "".join(read_text(os.path.join(folder, str(rank))) for rank in range(world))
+            notes = (read_text(os.path.join(folder, str(rank))) for rank in range(world))
+            return "".join(notes) or message  # not one program was begun
     return ""
 
 
