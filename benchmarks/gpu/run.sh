@@ -162,7 +162,7 @@ pytest() {
     -p no:cacheprovider -q "$@"
 }
 export -f pytest
-export python work
+export python work APEX_TEST_AT_ONCE=1
 parallel='' parallel_gpu=''
 if "$python" -c 'import xdist' 2>/dev/null; then parallel="-n 8" parallel_gpu="-n 4"; fi
 if [ $dry_run = yes ]; then collect=--collect-only; else collect=; fi
@@ -177,8 +177,8 @@ several=(old_scripts ddp_gradients ddp_accumulation ddp_join ddp_random ddp_sets
   sync_batch_norm_ranks)
 several=("${several[@]/#/$tests/test_}")
 several=("${several[@]/%/.py}")
-phase several 120 env APEX_TEST_DEVICE=cuda \
-  bash -c "pytest ${several[*]} --tb=short --dist loadfile $parallel_gpu $collect"
+phase several 120 env APEX_TEST_DEVICE=cuda APEX_TEST_TIMEOUT_S=25 \
+  bash -c "pytest ${several[*]} -v --tb=short --dist loadfile $parallel_gpu $collect"
 if [ $dry_run = no ]; then
   phase programs 60 env APEX_TEST_DEVICE=cuda "$python" python/tests/ddp_programs.py --world 2 --seeds 0:50 --no-shrink
   # Few inputs: each kernel runs many times slower.

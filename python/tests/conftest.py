@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.quick)
         if item.get_closest_marker("cuda") or item.get_closest_marker("nccl"):
             item.add_marker(pytest.mark.gpu)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """For runs that may be cut off: with APEX_TEST_AT_ONCE what failed is told when it fails."""
+    if report.failed and os.environ.get("APEX_TEST_AT_ONCE"):
+        print(f"\n--- {report.nodeid}\n{report.longreprtext[-6000:]}", flush=True)
 
 
 @pytest.fixture(scope="session")

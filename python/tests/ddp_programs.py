@@ -20,7 +20,7 @@ from typing import Any
 import random_programs
 from ddp_program_nets import ALIASING
 from ddp_program_run import HOOKS, Op, Program, run_programs
-from ddp_support import RankPool, RanksFailed
+from ddp_support import DEVICE, RankPool, RanksFailed
 
 BATCH_TIMEOUT_S = 300  # each program has its own limit
 
@@ -30,6 +30,9 @@ HAZARDS = (
     "old", "optimizers", "options", "raise", "rewrap", "several", "share", "skip", "sparse",
     "syncbn",
 )  # fmt: skip
+
+#: What needs the host to read what other ranks report in every backward, or is of processors.
+ON_THE_HOST = ("drop", "modes", "raise")
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"message_size": 1},
@@ -193,6 +196,8 @@ def world_of(seed: int) -> int:
 
 def draw_program(seed: int, world: int | None = None, only: str | None = None) -> Program:
     hazards = set(only.split(",")) if only else set(HAZARDS)
+    if DEVICE != "cpu":
+        hazards -= set(ON_THE_HOST)
     unknown = hazards - set(HAZARDS)
     if unknown:
         raise ValueError(f"no such hazard: {sorted(unknown)}; there are {', '.join(HAZARDS)}")

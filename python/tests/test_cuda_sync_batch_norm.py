@@ -188,30 +188,20 @@ def test_compiled_with_graph_trees_trains_like_eager() -> None:
 
 
 @pytest.mark.parametrize("channel_last", [False, True])
-def test_step_more_than_2_to_the_31_elements_is_right(channel_last: bool) -> None:
+def test_step_more_than_2_to_the_32_elements_is_right(channel_last: bool) -> None:
     free, _ = torch.cuda.mem_get_info()
     if free < 48 << 30:
         pytest.skip("needs 48 GB of GPU memory")
-    # The last values lie past what 32 bits can count, and differ from all others.
-    rows, channels = (1 << 31) // 4 + 5000, 4
+    # Ones, and as many threes, which lie past what 31 and 32 bits can count: without them the
+    # mean is 1 and no value is normalized to -1.
+    rows, channels = (1 << 30) + 5000, 4
     shape = (rows, channels) if channel_last else (rows // 100, channels, 100)
     x = torch.ones(shape, dtype=torch.float16)
-    tail = x[-50:] if channel_last else x[-1:]
-    tail.fill_(3)
-    expected = reference_batch_norm(
-        torch.tensor([[1.0], [3.0]]).double(), None, None, None, 0.0, False, False,
-        statistics=_moments(x.numel() // channels, tail.numel() // channels),
-    )[0]  # fmt: skip
+    half = len(x) // 2
+    x[half:].fill_(3)
     y = OPS.sync_batch_norm(
         x, None, None, None, None, None, None, 0.1, 0.0, channel_last, False, ""
     )[0]
-    last = y[-50:] if channel_last else y[-1:]
-    torch.testing.assert_close(last.double().mean().item(), expected[1].item(), rtol=2e-3, atol=0)
-    torch.testing.assert_close(y[0].double().mean().item(), expected[0].item(), rtol=2e-3, atol=0)
-
-
-def _moments(count: int, threes: int) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of ones and that many threes."""
-    share = threes / count
-    mean = 1 + 2 * share
-    return torch.tensor([mean]).double(), torch.tensor([4 * share * (1 - share)]).double()
+    for part, expected in ((y[:half], -1.0), (y[half:], 1.0)):
+        low, high = part.aminmax()
+        assert abs(low - expected) < 1e-2 and abs(high - expected) < 1e-2
