@@ -171,14 +171,14 @@ phase norm_cuda 60 bash -c "pytest $tests/test_cuda_sync_batch_norm.py -m gpu $c
 phase nccl 120 bash -c "pytest $tests/test_nccl_ddp.py -m gpu $parallel_gpu $collect"
 phase ddp_cuda 60 bash -c "pytest $tests/test_cuda_ddp.py -m gpu $collect"
 own="test_sync_batch_norm.py test_cuda_sync_batch_norm.py test_nccl_ddp.py test_cuda_ddp.py"
-phase gpu_rest 60 bash -c "pytest $tests -m gpu ${own//test_/--ignore=$tests/test_} $parallel_gpu $collect"
+phase gpu_rest 90 bash -c "pytest $tests -m gpu ${own//test_/--ignore=$tests/test_} $parallel $collect"
 # Tests of several ranks that are for CPUs elsewhere, with all ranks on one GPU.
 several=(old_scripts ddp_gradients ddp_accumulation ddp_join ddp_random ddp_sets ddp_several amp_distributed
   sync_batch_norm_ranks)
 several=("${several[@]/#/$tests/test_}")
 several=("${several[@]/%/.py}")
 phase several 120 env APEX_TEST_DEVICE=cuda APEX_TEST_TIMEOUT_S=25 \
-  bash -c "pytest ${several[*]} -v --tb=short --dist loadfile $parallel_gpu $collect"
+  bash -c "pytest ${several[*]} -vv --tb=short --dist loadfile $parallel $collect"
 if [ $dry_run = no ]; then
   phase programs 60 env APEX_TEST_DEVICE=cuda "$python" python/tests/ddp_programs.py --world 2 --seeds 0:50 --no-shrink
   # Few inputs: each kernel runs many times slower.

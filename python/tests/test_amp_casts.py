@@ -236,7 +236,8 @@ def test_o1_integers_and_doubles_stay(device: str) -> None:
     start(device)
     index = torch.arange(4, device=device)
     assert index.sum().dtype == torch.int64
-    assert (index @ index).dtype == torch.int64
+    if device == "cpu":  # CUDA has no product of integers
+        assert (index @ index).dtype == torch.int64
     double = matrix(device, torch.float64)
     assert (double @ double).dtype == torch.float64
     assert torch.exp(double).dtype == torch.float64

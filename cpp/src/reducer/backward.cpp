@@ -233,7 +233,7 @@ void Backward::count_down(size_t index, const at::Tensor& incoming) {
 }
 
 void Backward::launch_ready(const at::Tensor& incoming) {
-  if (context_.options.delay_allreduce || context_.owes_end) return;
+  if (context_.options.delay_allreduce || context_.owes_end || context_.waits_for_turn) return;
   auto& entries = plan().entries;
   // One that carries the report waits for the end.
   const size_t end = entries.size() - (plan().carries_report ? 1 : 0);
@@ -243,6 +243,12 @@ void Backward::launch_ready(const at::Tensor& incoming) {
     launch(pass_.next_launch, incoming);
     context_.statistics.add(&ReducerStatistics::launched_in_backward);
   }
+}
+
+bool Backward::launched_all() const {
+  const Plan* plan = book_.current();
+  return plan == nullptr ? book_.still_carried() == nullptr
+                         : pass_.next_launch >= plan->entries.size();
 }
 
 void Backward::launch(size_t index, const at::Tensor& incoming,
@@ -260,6 +266,17 @@ void Backward::launch(size_t index, const at::Tensor& incoming,
   }
 }
 
+/// What is left of the buckets; calls `packed` before the last is sent, if that carries the report.
+void Backward::launch_buckets(const std::function<void()>& packed) {
+  const Plan& plan = this->plan();
+  for (size_t next = pass_.next_launch; next < plan.entries.size(); ++next) {
+    if (next > 0) let_next_pass(this->plan().entries[next - 1], next - 1, context_);
+    const bool carries = plan.carries_report && next + 1 == plan.entries.size();
+    launch(next, {}, carries ? packed : std::function<void()>());
+    context_.statistics.add(&ReducerStatistics::launched_at_end);
+  }
+}
+
 /// What is left of the buckets, and the report behind them.
 void Backward::launch_rest(StepReport report) {
   Plan& plan = this->plan();
@@ -270,12 +287,7 @@ void Backward::launch_rest(StepReport report) {
       reporter_.write(report, pass_.used, last.tail_of(last.tensor()));
     }
   };
-  for (size_t next = pass_.next_launch; next < plan.entries.size(); ++next) {
-    if (next > 0) let_next_pass(plan.entries[next - 1], next - 1, context_);
-    const bool carries = plan.carries_report && next + 1 == plan.entries.size();
-    launch(next, {}, carries ? std::function<void()>(packed) : std::function<void()>());
-    context_.statistics.add(&ReducerStatistics::launched_at_end);
-  }
+  launch_buckets(packed);
   if (!plan.carries_report) {
     if (!plan.entries.empty())
       let_next_pass(plan.entries.back(), plan.entries.size() - 1, context_);
@@ -306,13 +318,25 @@ void Backward::launch_absent(Plan& plan, const StepReport& report) {
 
 // --- they are: what this rank has to send ---
 
-void Backward::send() {
-  if (const Plan* plan = book_.current();
-      plan != nullptr && is_to_be_ordered(*plan, plan->backwards + 1, context_)) {
-    // Asking may mean asking a device, so no other backward does.
-    while (pass_.done < plan->entries.size() && plan->entries[pass_.done].reduction->done())
-      ++pass_.done;
+void Backward::see_what_has_arrived() {
+  const Plan* plan = book_.current();
+  if (plan == nullptr || !is_to_be_ordered(*plan, plan->backwards + 1, context_)) return;
+  // Asking may mean asking a device, so no other backward does.
+  while (pass_.done < pass_.next_launch && plan->entries[pass_.done].reduction->done())
+    ++pass_.done;
+}
+
+void Backward::send_gradients() {
+  see_what_has_arrived();
+  if (const Plan* plan = book_.current()) {
+    if (!plan->carries_report) launch_buckets({});
+  } else if (Plan* left = book_.still_carried(); left != nullptr && !left->carries_report) {
+    launch_absent(*left, reporter_.report(book_.left()));
   }
+}
+
+void Backward::send() {
+  see_what_has_arrived();
   context_.enter(Phase::kEnding);
   StepReport report = reporter_.report(book_.left());
   report.without_data = pass_.without_data;
@@ -746,6 +770,17 @@ void Backward::send_failure() noexcept {
     Plan* const plan = left != nullptr ? left : book_.current();
     if (plan != nullptr) launch_absent(*plan, failure);
     if (plan == nullptr || !plan->carries_report) reporter_.send(failure, pass_.used, plan);
+  } catch (...) {
+    context_.fail();
+  }
+}
+
+void Backward::send_absent() noexcept {
+  if (context_.phase == Phase::kFailed || context_.phase == Phase::kReleased) return;
+  try {
+    Plan* const left = book_.still_carried();
+    Plan* const plan = left != nullptr ? left : book_.current();
+    if (plan != nullptr && !plan->carries_report) launch_absent(*plan, reporter_.failure());
   } catch (...) {
     context_.fail();
   }

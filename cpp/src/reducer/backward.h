@@ -47,8 +47,12 @@ class Backward {
   // Gradients are computed.
   void gradient_ready(size_t index, const at::Tensor& incoming);
   void launch_ready(const at::Tensor& incoming);
+  /// No bucket is left to be launched by a plan before send().
+  bool launched_all() const;
 
   // They are.
+  /// Only the gradients: send() follows, or send_absent() and fail() where this has thrown.
+  void send_gradients();
   void send();
   bool may_leave() const;
   void leave();
@@ -62,6 +66,8 @@ class Backward {
   /// Something was thrown: the other ranks get what they wait for, and nothing stays in flight.
   /// Call in a catch block, or where autograd has given up.
   void fail() noexcept;
+  /// Of that only what the others wait for: fail() follows.
+  void send_absent() noexcept;
 
   /// "parameter 'a' is updated inside backward ...".
   static std::string describe_early_write(const ReducerContext& context,
@@ -73,6 +79,8 @@ class Backward {
 
   void count_down(size_t index, const at::Tensor& incoming);
   void launch(size_t index, const at::Tensor& incoming, const std::function<void()>& packed = {});
+  void see_what_has_arrived();
+  void launch_buckets(const std::function<void()>& packed);
   void launch_rest(StepReport report);
   void launch_absent(Plan& plan, const StepReport& report);
 

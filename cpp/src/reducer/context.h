@@ -46,6 +46,7 @@ struct ReducerContext {
   /// Under join(): the end of the backward in progress is to be announced, and its buckets follow
   /// that, so that all come in the same order on ranks without data.
   bool owes_end = false;
+  bool waits_for_turn = false;  ///< see Note [Turns]
 
   /// Whether ranks read each other's reports after every backward. Elsewhere than on the CPU the
   /// host waits for the device.

@@ -13,6 +13,7 @@
 #include "reducer/plan_agreement.h"
 #include "reducer/profiler_range.h"
 #include "tensor_parts.h"
+#include "torch_version.h"
 
 namespace apex::parallel::detail {
 
@@ -109,6 +110,10 @@ void ReducerCore::begin() {
   members.separate(
       std::any_of(parameters().begin(), parameters().end(),
                   [](const NamedTensor& parameter) { return parameter.tensor.device().is_cpu(); }));
+  const c10::DeviceType type = members.device.type();
+  c10d::ProcessGroup& control = *members.control();
+  channel_ = has_backend(control, type) ? static_cast<const void*>(control.getBackend(type).get())
+                                        : &control;
   if (context().options.init_sync) {
     std::vector<at::Tensor> tensors;
     for (const NamedTensor& parameter : parameters()) tensors.push_back(parameter.tensor);
@@ -564,6 +569,7 @@ void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session
   session->join(shared_from_this());
   session_ = session.get();
   backward_ = std::make_unique<Backward>(state_, std::move(pass));
+  if (backward_->launched_all()) session_->turn_over(this);
 }
 
 /// Before a backward: completes the last one, and notes which parameters nobody has waited for.
@@ -583,7 +589,9 @@ void ReducerCore::gradient_ready(size_t index, const at::Tensor& incoming) {
     return;
   if (!parameter.variable.requires_grad()) return;  // frozen since its forward
   if (!in_backward(context().phase) && !begin_at_gradient(index, incoming)) return;
+  context().waits_for_turn = session_ != nullptr && !session_->is_turn_of(this);
   backward_->gradient_ready(index, incoming);
+  if (session_ != nullptr && backward_->launched_all()) session_->turn_over(this);
 }
 
 /// A gradient that did not come through a watched output: begins a backward, if it is to be
@@ -637,10 +645,23 @@ void ReducerCore::or_fail(const std::function<void()>& body) {
   }
 }
 
+void ReducerCore::send_gradients(const BackwardSession* session) noexcept {
+  const Change change(context().monitor);
+  // Where the end is announced first, ranks without data do what this one does by reducer.
+  if (session_ != session || context().owes_end) return;
+  try {
+    backward_->send_gradients();
+  } catch (...) {
+    early_failure_ = std::current_exception();
+    backward_->send_absent();
+  }
+}
+
 void ReducerCore::send(const BackwardSession* session) {
   const Change change(context().monitor);
   if (session_ != session) return;
   or_fail([&] {
+    if (early_failure_) std::rethrow_exception(std::exchange(early_failure_, nullptr));
     announce_end();
     backward_->send();
   });
@@ -669,6 +690,11 @@ void ReducerCore::finish(const std::function<void()>& meanwhile) {
 
 void ReducerCore::complete_deferred() {
   if (context().phase == Phase::kDeferred) finish({});
+}
+
+void ReducerCore::abandon_gradients(const BackwardSession* session) noexcept {
+  const Change change(context().monitor);
+  if (session_ == session && !context().owes_end) backward_->send_absent();
 }
 
 void ReducerCore::abandon(const BackwardSession* session) noexcept {

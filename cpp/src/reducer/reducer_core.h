@@ -81,8 +81,11 @@ class ReducerCore final : public BackwardParticipant,
   }
   void own_parameters() override;
   void begin(const std::shared_ptr<BackwardSession>& session) override;
+  const void* channel() const override { return channel_; }
+  void send_gradients(const BackwardSession* session) noexcept override;
   void send(const BackwardSession* session) override;
   void complete(const BackwardSession* session, const std::function<void()>& meanwhile) override;
+  void abandon_gradients(const BackwardSession* session) noexcept override;
   void abandon(const BackwardSession* session) noexcept override;
   std::string out_of_step() const override;
   /// By the hook of a parameter: its gradient was accumulated; `incoming` is what autograd has
@@ -115,8 +118,10 @@ class ReducerCore final : public BackwardParticipant,
   mutable ReducerState state_;
   WatchedOutputs outputs_;  ///< guards itself
   std::atomic<bool> synchronizing_{true};
-  std::unique_ptr<Backward> backward_;        ///< in progress, or deferred
-  const BackwardSession* session_ = nullptr;  ///< of the backward in progress
+  std::unique_ptr<Backward> backward_;  ///< in progress, or deferred
+  BackwardSession* session_ = nullptr;  ///< of the backward in progress
+  std::exception_ptr early_failure_;    ///< of send_gradients(), until send()
+  const void* channel_ = nullptr;
   std::shared_ptr<BackwardSession> by_hand_;  ///< of a backward that is not autograd's
   UnevenInputs uneven_;
   std::vector<uint8_t> overtaken_;             ///< by parameter: used before its update

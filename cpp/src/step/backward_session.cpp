@@ -106,6 +106,23 @@ void BackwardSession::join(const std::shared_ptr<BackwardParticipant>& one) {
   participants_.push_back(one);
   std::sort(participants_.begin(), participants_.end(),
             [&](const auto& left, const auto& right) { return place(left) < place(right); });
+  several_ = participants_.size() > 1;
+}
+
+bool BackwardSession::is_turn_of(const BackwardParticipant* one) {
+  if (!several_) return true;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const void* const channel = one->channel();
+  for (auto other = participants_.rbegin(); other != participants_.rend(); ++other) {
+    if (other->get() == one) return true;
+    if ((*other)->channel() == channel && launched_.count(other->get()) == 0) return false;
+  }
+  return true;
+}
+
+void BackwardSession::turn_over(const BackwardParticipant* one) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  launched_.insert(one);
 }
 
 void BackwardSession::end() {
@@ -122,6 +139,9 @@ void BackwardSession::end() {
       if (!error) error = std::current_exception();
     }
   };
+  if (reducers.size() > 1) {
+    for (auto one = reducers.rbegin(); one != reducers.rend(); ++one) (*one)->send_gradients(this);
+  }
   for (const auto& one : reducers) keep_error([&] { one->send(this); });
   const auto look_at_all = [&] {
     for (const auto& one : reducers) {
@@ -136,6 +156,10 @@ void BackwardSession::end() {
 }
 
 BackwardSession::~BackwardSession() {
+  if (several_) {
+    for (auto one = participants_.rbegin(); one != participants_.rend(); ++one)
+      (*one)->abandon_gradients(this);
+  }
   for (const auto& one : participants_) one->abandon(this);
 }
 

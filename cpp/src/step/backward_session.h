@@ -3,6 +3,7 @@
 
 /// One backward of this process, and the reducers that take part in it.
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -38,13 +39,20 @@ class BackwardParticipant {
   virtual void own_parameters() = 0;
   virtual void begin(const std::shared_ptr<BackwardSession>& session) = 0;
 
-  /// All gradients are computed: sends what is left to send, and what this rank has to say. Does
-  /// not wait for what others have to say.
+  /// Where its messages travel: equal for those that share a channel with other reducers.
+  virtual const void* channel() const = 0;
+  /// All gradients are computed. Of several reducers each sends its gradients first, and keeps what
+  /// that throws for send().
+  virtual void send_gradients(const BackwardSession* session) noexcept = 0;
+  /// Sends what is left to send, and what this rank has to say. Does not wait for what others have
+  /// to say.
   virtual void send(const BackwardSession* session) = 0;
   /// Waits, and makes gradients averages. `meanwhile` is called now and then, and may throw
   /// OutOfStepElsewhere to end the wait. Does nothing if send() has failed.
   virtual void complete(const BackwardSession* session, const std::function<void()>& meanwhile) = 0;
-  /// An exception has ended the backward: sends the others what they wait for, and that it failed.
+  /// An exception has ended the backward: sends the others the gradients that they wait for, of
+  /// several reducers, and that it failed.
+  virtual void abandon_gradients(const BackwardSession* session) noexcept = 0;
   virtual void abandon(const BackwardSession* session) noexcept = 0;
 
   /// The error, if this backward's ranks are known to be in different steps; else an empty text.
@@ -65,6 +73,17 @@ class BackwardParticipant {
 // other one, which arrives; who waits for the one that was left out looks at those.
 //
 // An exception in a part of the graph that comes before all outputs is a backward that was not run.
+
+// Note [Turns]
+//
+// Reducers over one NCCL communicator share the order of its collectives. Each has an order of its
+// own (Note [Order of launches]), but where a rank leaves a layer out, its bucket waits for the end
+// of backward, and buckets of other reducers would come before it there and after it on other
+// ranks: sums of different gradients, without a word. So they take turns: those that were
+// constructed last, which backward normally comes to first, launch their buckets first, and none
+// launches one before the reducers whose turn is before its own have launched all of theirs. What
+// is left is launched at the end, in the same order, and the reports follow. A reducer with a
+// channel of its own waits for nobody.
 
 // Note [The end of a backward]
 //
@@ -100,8 +119,12 @@ class BackwardSession {
   /// That of the graph task that this thread runs.
   static std::shared_ptr<BackwardSession> current();
 
-  /// `one` takes part from now on.
+  /// `one` takes part from now on. The lock of the reducer is held, as by the next two.
   void join(const std::shared_ptr<BackwardParticipant>& one);
+  /// Whether it may launch a bucket before all gradients are computed: see Note [Turns].
+  bool is_turn_of(const BackwardParticipant* one);
+  /// It has launched all of its buckets.
+  void turn_over(const BackwardParticipant* one);
   /// Everything is computed. Throws the first error of a reducer when all have ended.
   void end();
 
@@ -116,8 +139,10 @@ class BackwardSession {
 
   Participants newly_reached(const std::shared_ptr<BackwardParticipant>& reached);
 
-  std::mutex mutex_;  ///< guards the rest
+  std::atomic<bool> several_{false};  ///< more than one takes part
+  std::mutex mutex_;                  ///< guards the rest
   std::unordered_set<const BackwardParticipant*> reached_;
+  std::unordered_set<const BackwardParticipant*> launched_;  ///< those that have launched all
   Participants participants_;
 };
 

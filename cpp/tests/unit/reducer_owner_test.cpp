@@ -4,6 +4,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -253,13 +254,16 @@ TEST(ReducerOwner, ExceptionBeforeTheOutputsOfAnotherReducer_ItsNextStep_IsNotOu
 /// The first output that backward comes to begins it for all reducers in the graph, so each hears
 /// of the exception.
 TEST(ReducerOwner, ExceptionBeforeTheSecondReducerIsReached_EveryRankThrows_AndTheNextStepIsRight) {
-  for (const bool learning : {true, false}) {
+  // Also where both send by one group, of which the messages have one order: see Note [Turns].
+  for (const auto& [learning, shares] : std::vector<std::pair<bool, bool>>{
+           {true, false}, {false, false}, {true, true}, {false, true}}) {
     const auto second = apex::testing::ThreadBackendControl::create(kWorld);
-    run_ranks(kWorld, [&](int rank, const Group& group) {
+    run_ranks(kWorld, [&, learning = learning, shares = shares](int rank, const Group& group) {
       ToyModel front = ToyModel::mlp({4, 6, 4}, 1);
       ToyModel back = ToyModel::mlp({4, 6, 2}, 2);
       Reducer one(front.parameters, {group});
-      Reducer two(back.parameters, {apex::testing::make_thread_group(rank, second)});
+      Reducer two(back.parameters,
+                  {shares ? group : apex::testing::make_thread_group(rank, second)});
       const int fails_in = learning ? 0 : 2;
       bool fail = false;
       back[0].register_hook([&](const at::Tensor&) -> void {
@@ -287,6 +291,43 @@ TEST(ReducerOwner, ExceptionBeforeTheSecondReducerIsReached_EveryRankThrows_AndT
       }
     });
   }
+}
+
+/// Layers of equal size, so that swapped messages would fit. What a rank leaves out is sent at the
+/// end there, after the other reducer's buckets if it were not for Note [Turns].
+TEST(ReducerOwner, TwoReducersOnOneGroup_LayersLeftOutOnSomeRanks_GradientsAreTheirOwnAverages) {
+  constexpr int kRanks = 3;
+  run_ranks(kRanks, [](int rank, const Group& group) {
+    const std::vector<int64_t> widths{4, 4, 4, 4};
+    ToyModel front = ToyModel::mlp(widths, 1);
+    ToyModel back = ToyModel::mlp(widths, 2);
+    ReducerOptions options;
+    options.limits.cap = options.limits.first_cap = 1;  // a bucket for each parameter
+    Reducer one(front.parameters, {group}, options);
+    Reducer two(back.parameters, {group}, options);
+    const std::vector<std::vector<size_t>> used{{0, 1, 2}, {0, 2}, {1}};
+    for (int number = 0; number < 6; ++number) {
+      const auto through = [&](int r, const ToyModel& model, at::Tensor x) {
+        for (const size_t layer : used[(r + number) % kRanks])
+          x = x + at::tanh(at::linear(x, model[2 * layer], model[2 * layer + 1]));
+        return x;
+      };
+      front.zero_grad();
+      back.zero_grad();
+      two.prepare_for_forward();
+      const at::Tensor y = through(rank, back, forward(one, front, batch(rank, number)));
+      two.watch_outputs({y});
+      loss_of(y).backward();
+      ToyModel f = front.clone(at::kDouble);
+      ToyModel b = back.clone(at::kDouble);
+      for (int r = 0; r < kRanks; ++r)
+        loss_of(through(r, b, f.forward(batch(r, number).to(at::kDouble)))).backward();
+      expect_mean_of(front, f, kRanks, "front, step " + std::to_string(number));
+      expect_mean_of(back, b, kRanks, "back, step " + std::to_string(number));
+    }
+    EXPECT_GT(one.statistics().launched_in_backward, 0);
+    EXPECT_GT(two.statistics().launched_in_backward, 0);
+  });
 }
 
 }  // namespace

@@ -166,10 +166,13 @@ def group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
         split: Any = dist.split_group
         made = split(group, [list(range(group.size()))], timeout=timeout_of(group))
     else:
-        _require_same_count(group)
-        new_group: Any = dist.new_group
         ranks = dist.get_process_group_ranks(group)
-        made = new_group(ranks, use_local_synchronization=True, timeout=timeout_of(group))
+        # The name of one that only its ranks make may be taken: torch counts groups that are alive.
+        local = len(ranks) < world_group().size()
+        if local:
+            _require_same_count(group)
+        new_group: Any = dist.new_group
+        made = new_group(ranks, use_local_synchronization=local, timeout=timeout_of(group))
     return cast(dist.ProcessGroup, made)
 
 
