@@ -200,8 +200,8 @@ output=(--output "$work")
 # The kernels' share of the bandwidth.
 phase sync_bn 60 "$python" benchmarks/sync_batch_norm.py "${norm[@]}" --name gpu-sync-batch-norm \
   "${output[@]}"
-phase ddp_1 130 "$python" benchmarks/ddp.py "${device[@]}" --ranks 1 --rounds 40 --seconds 7 \
-  --name gpu-ddp-1 "${output[@]}"
+phase ddp_1 130 "$python" benchmarks/ddp.py "${device[@]}" --ranks 1 --rounds 40 --seconds 9 \
+  --variants none torch torch_view torch_static apex apex_view --name gpu-ddp-1 "${output[@]}"
 # Two ranks that share a GPU by sockets: right or not, not how fast.
 phase ddp_2 60 "$python" benchmarks/ddp.py "${device[@]}" --ranks 2 --rounds 8 --warmup 3 --seconds 5 \
   --models small resnet18 --variants none torch apex apex_view --no-plot --name gpu-ddp-2 "${output[@]}"
