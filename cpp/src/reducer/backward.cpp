@@ -235,8 +235,7 @@ void Backward::count_down(size_t index, const at::Tensor& incoming) {
 void Backward::launch_ready(const at::Tensor& incoming) {
   if (context_.options.delay_allreduce || context_.owes_end || context_.waits_for_turn) return;
   auto& entries = plan().entries;
-  // One that carries the report waits for the end.
-  const size_t end = entries.size() - (plan().carries_report ? 1 : 0);
+  const size_t end = plan().plain_buckets();
   while (pass_.next_launch < end && entries[pass_.next_launch].pending == 0) {
     if (pass_.next_launch > 0 && entries[pass_.next_launch - 1].reduction->holds_back_next())
       return;
@@ -246,9 +245,8 @@ void Backward::launch_ready(const at::Tensor& incoming) {
 }
 
 bool Backward::launched_all() const {
-  const Plan* plan = book_.current();
-  return plan == nullptr ? book_.still_carried() == nullptr
-                         : pass_.next_launch >= plan->entries.size();
+  return book_.current() != nullptr ? pass_.next_launch >= book_.current()->plain_buckets()
+                                    : book_.still_carried() == nullptr;
 }
 
 void Backward::launch(size_t index, const at::Tensor& incoming,
@@ -266,13 +264,12 @@ void Backward::launch(size_t index, const at::Tensor& incoming,
   }
 }
 
-/// What is left of the buckets; calls `packed` before the last is sent, if that carries the report.
-void Backward::launch_buckets(const std::function<void()>& packed) {
-  const Plan& plan = this->plan();
-  for (size_t next = pass_.next_launch; next < plan.entries.size(); ++next) {
-    if (next > 0) let_next_pass(this->plan().entries[next - 1], next - 1, context_);
-    const bool carries = plan.carries_report && next + 1 == plan.entries.size();
-    launch(next, {}, carries ? packed : std::function<void()>());
+/// What is left of the buckets before `end`; calls `packed` before the one that carries the report.
+void Backward::launch_buckets(size_t end, const std::function<void()>& packed) {
+  Plan& plan = this->plan();
+  for (size_t next = pass_.next_launch; next < end; ++next) {
+    if (next > 0) let_next_pass(plan.entries[next - 1], next - 1, context_);
+    launch(next, {}, next >= plan.plain_buckets() ? packed : std::function<void()>());
     context_.statistics.add(&ReducerStatistics::launched_at_end);
   }
 }
@@ -287,7 +284,7 @@ void Backward::launch_rest(StepReport report) {
       reporter_.write(report, pass_.used, last.tail_of(last.tensor()));
     }
   };
-  launch_buckets(packed);
+  launch_buckets(plan.entries.size(), packed);
   if (!plan.carries_report) {
     if (!plan.entries.empty())
       let_next_pass(plan.entries.back(), plan.entries.size() - 1, context_);
@@ -299,11 +296,11 @@ void Backward::launch_rest(StepReport report) {
   reporter_.send(report, pass_.used, &plan);
 }
 
-/// Zeros by a plan, and the report behind them.
-void Backward::launch_absent(Plan& plan, const StepReport& report) {
+/// Zeros for the buckets before `end`, and the report in the one that carries it.
+void Backward::launch_absent(Plan& plan, size_t end, const StepReport& report) {
   const auto write = [&](const at::Tensor& tail) { reporter_.write(report, pass_.used, tail); };
   const auto launch = [&](bool without_user_code) {
-    detail::launch_absent(plan.entries, report.failed, without_user_code, context_, write);
+    detail::launch_absent(plan.entries, end, report.failed, without_user_code, context_, write);
   };
   try {
     launch(reporter_.hook_failed);
@@ -329,9 +326,9 @@ void Backward::see_what_has_arrived() {
 void Backward::send_gradients() {
   see_what_has_arrived();
   if (const Plan* plan = book_.current()) {
-    if (!plan->carries_report) launch_buckets({});
-  } else if (Plan* left = book_.still_carried(); left != nullptr && !left->carries_report) {
-    launch_absent(*left, reporter_.report(book_.left()));
+    launch_buckets(plan->plain_buckets(), {});
+  } else if (Plan* left = book_.still_carried()) {
+    launch_absent(*left, left->plain_buckets(), reporter_.report(book_.left()));
   }
 }
 
@@ -339,12 +336,11 @@ void Backward::send() {
   see_what_has_arrived();
   context_.enter(Phase::kEnding);
   StepReport report = reporter_.report(book_.left());
-  report.without_data = pass_.without_data;
   if (book_.current() != nullptr) return launch_rest(report);
   const std::string mine = settings();
   report.settings = Fingerprint().add(mine.data(), mine.size()).value();
   Plan* const left = book_.still_carried();
-  if (left != nullptr) launch_absent(*left, report);
+  if (left != nullptr) launch_absent(*left, left->entries.size(), report);
   pass_.reported = true;
   reporter_.send(report, pass_.used, left);
 }
@@ -404,8 +400,7 @@ Recording Backward::recording() const {
 
 /// After this, there is a plan, the same on every rank, and its buckets are on their way.
 void Backward::record(const std::function<void()>& meanwhile) {
-  const StepTable& table =
-      context_.monitor.open([&]() -> const StepTable& { return reporter_.receive(meanwhile); });
+  const StepTable& table = reporter_.receive(meanwhile);
   refuse(table);
   if (!table.same_settings()) {
     pass_.refused = true;
@@ -423,16 +418,13 @@ void Backward::record(const std::function<void()>& meanwhile) {
   make_plan(mine, agreed, trainable);
   pass_.reported = false;
   pass_.next_launch = 0;  // a rank without data has launched those of the plan that the others left
-  StepReport report = reporter_.report(ReasonToLeave::kNone);
-  report.without_data = pass_.without_data;
-  launch_rest(report);
+  launch_rest(reporter_.report(ReasonToLeave::kNone));
 }
 
 /// All ranks have left the plan. Nothing is wanted of what was sent by it, but that it does not
 /// come in the way of what follows.
 void Backward::leave_behind(bool keep) {
-  for (Plan* left : {book_.current(), book_.still_carried()}) {
-    if (left == nullptr) continue;
+  if (Plan* left = book_.sends_by()) {
     context_.monitor.open([&] {
       for (PlannedBucket& entry : left->entries)
         entry.reduction->wait("exchange by the plan that was left", {});
@@ -467,11 +459,10 @@ void Backward::make_plan(const Recording& mine, const Recording& agreed,
   if (context_.options.delay_allreduce)
     limits.cap = limits.first_cap = std::numeric_limits<int64_t>::max();
   Plan& plan = book_.put(std::move(places));
-  plan.buckets = assign_buckets(parameter_infos(context_, plan.places), ready, limits,
-                                context_.options.trigger_parameters);
+  const std::vector<ParameterInfo> infos = parameter_infos(context_, plan.places);
+  plan.buckets = assign_buckets(infos, ready, limits, context_.options.trigger_parameters);
   plan.kinds = context_.parameters.kinds();
-  plan.preset = holds_same(state_.preset, plan.buckets) &&
-                fits(state_.preset, parameter_infos(context_, plan.places));
+  plan.preset = holds_same(state_.preset, plan.buckets) && fits(state_.preset, infos);
   if (plan.preset) plan.buckets = state_.preset;
   build_entries(plan, context_);
 }
@@ -506,8 +497,7 @@ bool Backward::must_read() const {
 void Backward::judge(const std::function<void()>& meanwhile) {
   pass_.used_by_any = pass_.used;
   if (!must_read()) return reporter_.order();
-  const StepTable& table =
-      context_.monitor.open([&]() -> const StepTable& { return reporter_.receive(meanwhile); });
+  const StepTable& table = reporter_.receive(meanwhile);
   refuse(table);
   pass_.used_by_any = table.used_by_any();
   pass_.skipped = pass_.skipped || table.skipped();
@@ -520,9 +510,8 @@ void Backward::judge(const std::function<void()>& meanwhile) {
 
 void Backward::complete(const std::function<void()>& meanwhile) {
   if (context_.phase == Phase::kDeferred) context_.enter(Phase::kEnding);
-  if (pass_.without_data && book_.current() != nullptr && context_.reads_reports()) {
-    const StepTable& table =
-        context_.monitor.open([&]() -> const StepTable& { return reporter_.receive(meanwhile); });
+  if (reporter_.without_data && book_.current() != nullptr && context_.reads_reports()) {
+    const StepTable& table = reporter_.receive(meanwhile);
     if (table.all_left()) leave_behind(table.all_left_for(ReasonToLeave::kSet));
   }
   if (book_.current() == nullptr) record(meanwhile);
@@ -765,11 +754,10 @@ bool Backward::hooks_failed_together() const {
 void Backward::send_failure() noexcept {
   if (context_.phase == Phase::kFailed || context_.phase == Phase::kReleased) return;
   try {
-    const StepReport failure = reporter_.failure();
-    Plan* const left = book_.still_carried();
-    Plan* const plan = left != nullptr ? left : book_.current();
-    if (plan != nullptr) launch_absent(*plan, failure);
-    if (plan == nullptr || !plan->carries_report) reporter_.send(failure, pass_.used, plan);
+    Plan* const plan = book_.sends_by();
+    if (plan != nullptr) launch_absent(*plan, plan->entries.size(), reporter_.failure());
+    if (plan == nullptr || !plan->carries_report)
+      reporter_.send(reporter_.failure(), pass_.used, plan);
   } catch (...) {
     context_.fail();
   }
@@ -778,17 +766,15 @@ void Backward::send_failure() noexcept {
 void Backward::send_absent() noexcept {
   if (context_.phase == Phase::kFailed || context_.phase == Phase::kReleased) return;
   try {
-    Plan* const left = book_.still_carried();
-    Plan* const plan = left != nullptr ? left : book_.current();
-    if (plan != nullptr && !plan->carries_report) launch_absent(*plan, reporter_.failure());
+    if (Plan* const plan = book_.sends_by())
+      launch_absent(*plan, plan->plain_buckets(), reporter_.failure());
   } catch (...) {
     context_.fail();
   }
 }
 
 void Backward::drop_messages() noexcept {
-  for (Plan* plan : {book_.current(), book_.still_carried()}) {
-    if (plan == nullptr) continue;
+  if (Plan* plan = book_.sends_by()) {
     for (PlannedBucket& entry : plan->entries) {
       entry.reduction->drop();
       entry.message.abandon();

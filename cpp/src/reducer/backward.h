@@ -80,9 +80,9 @@ class Backward {
   void count_down(size_t index, const at::Tensor& incoming);
   void launch(size_t index, const at::Tensor& incoming, const std::function<void()>& packed = {});
   void see_what_has_arrived();
-  void launch_buckets(const std::function<void()>& packed);
+  void launch_buckets(size_t end, const std::function<void()>& packed);
   void launch_rest(StepReport report);
-  void launch_absent(Plan& plan, const StepReport& report);
+  void launch_absent(Plan& plan, size_t end, const StepReport& report);
 
   void record(const std::function<void()>& meanwhile);
   void leave_behind(bool keep);

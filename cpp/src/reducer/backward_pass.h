@@ -34,7 +34,6 @@ struct BackwardPass {
   std::vector<uint8_t> used_by_any;  ///< by parameter, at the end, where it was asked for
   int64_t clock = 0;                 ///< gradients so far
   bool recorded = false;             ///< it had no plan when it began
-  bool without_data = false;         ///< under join(): this rank follows the others
   bool skipped = false;              ///< a rank has skipped this step: see Note [Skipped steps]
   bool refused = false;              ///< every rank throws, or skips: nothing more is sent for it
   bool reported = false;             ///< the report was sent that follows all buckets

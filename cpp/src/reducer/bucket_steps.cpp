@@ -135,12 +135,12 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
   context.observers.tell(&BackwardObserver::in_flight, index, *entry.reduction);
 }
 
-void launch_absent(std::vector<PlannedBucket>& entries, bool failed, bool without_user_code,
-                   ReducerContext& context,
+void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
+                   bool without_user_code, ReducerContext& context,
                    const std::function<void(const at::Tensor& tail)>& write_report) {
   // Where nobody reads reports, nobody would notice zeros.
   const bool poison = failed && !context.reads_reports();
-  for (size_t b = 0; b < entries.size(); ++b) {
+  for (size_t b = 0; b < end; ++b) {
     PlannedBucket& entry = entries[b];
     if (entry.launched || entry.traits.starts_at_wait) continue;
     entry.launched = true;
@@ -162,8 +162,7 @@ void launch_absent(std::vector<PlannedBucket>& entries, bool failed, bool withou
     entry.reduction->leave();
   }
   // The report follows.
-  if (!entries.empty() && !without_user_code)
-    let_next_pass(entries.back(), entries.size() - 1, context);
+  if (end > 0 && !without_user_code) let_next_pass(entries[end - 1], end - 1, context);
 }
 
 void let_next_pass(PlannedBucket& entry, size_t index, ReducerContext& context) {

@@ -23,11 +23,12 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
 
 /// Launches what `entries` still have to send as this rank's part of a backward: zeros. See
 /// Note [Carried through].
+/// @param end                those before this one.
 /// @param failed             nothing of this backward counts.
 /// @param without_user_code  those whose reduction runs user code send nothing: it failed.
 /// @param write_report       into the tail of the last one, if it carries the report.
-void launch_absent(std::vector<PlannedBucket>& entries, bool failed, bool without_user_code,
-                   ReducerContext& context,
+void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
+                   bool without_user_code, ReducerContext& context,
                    const std::function<void(const at::Tensor& tail)>& write_report);
 
 /// Waits for a bucket that the next one must not overtake.

@@ -71,6 +71,8 @@ struct Plan {
   int64_t unused_for = 0;              ///< so many backwards with other plans
   int64_t kinds = 0;                   ///< of the parameters, see ParameterTable
 
+  /// Buckets ahead of the report.
+  size_t plain_buckets() const { return entries.size() - (carries_report ? 1 : 0); }
   /// Whether collectives follow those that launch buckets.
   bool has_later_messages() const;
   /// See BucketMessage::move_misplaced().

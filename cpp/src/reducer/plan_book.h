@@ -49,6 +49,9 @@ class PlanBook {
     return left_ != ReasonToLeave::kNone && !several() ? in_force() : nullptr;
   }
 
+  /// The plan by which this rank sends in this backward; null if there is none.
+  Plan* sends_by() { return left_ == ReasonToLeave::kNone ? in_force() : still_carried(); }
+
   /// Whether every backward begins with a row of each rank.
   bool several() const { return plans_.size() > 1; }
   /// Before a backward: takes the plan of this set, by parameter; none if there is none.

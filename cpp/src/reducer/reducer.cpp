@@ -12,6 +12,7 @@
 #include <apex/error.h>
 
 #include "comm/endings.h"
+#include "reducer/plan_agreement.h"
 #include "reducer/reducer_core.h"
 
 namespace apex::parallel {
@@ -57,6 +58,27 @@ void check_options(const ReducerOptions& options, size_t parameters,
   }
 }
 
+void require_fits(const BucketPlan& plan, const detail::ParameterTable& parameters) {
+  std::vector<bool> seen(parameters.size(), false);
+  for (const auto& bucket : plan.buckets) {
+    for (const int64_t index : bucket) {
+      if (index < 0 || static_cast<size_t>(index) >= parameters.size() || seen[index]) {
+        throw InvalidArgument("a bucket plan names parameter " + std::to_string(index) +
+                              ", which is not one of the " + std::to_string(parameters.size()) +
+                              " parameters, or named twice");
+      }
+      seen[index] = true;
+      const detail::Parameter& first = parameters[bucket.front()];
+      const detail::Parameter& one = parameters[index];
+      if (one.variable.scalar_type() != first.variable.scalar_type() ||
+          one.variable.device() != first.variable.device()) {
+        throw InvalidArgument("a bucket plan puts parameters '" + first.name + "' and '" +
+                              one.name + "' together, which differ in dtype or device");
+      }
+    }
+  }
+}
+
 }  // namespace
 
 Reducer::Reducer(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups,
@@ -83,15 +105,37 @@ void Reducer::watch_outputs(const std::vector<at::Tensor>& outputs) {
 void Reducer::set_synchronizing(bool on) { core_->set_synchronizing(on); }
 bool Reducer::synchronizing() const { return core_->synchronizing(); }
 void Reducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
-  core_->set_comm_hook(std::move(hook));
+  core_->between_backwards("set_comm_hook()", [&](ReducerState& state) {
+    core_->leave_plan(ReasonToLeave::kCommHook);
+    state.context.hook = std::move(hook);
+  });
 }
-void Reducer::relearn() { core_->relearn(); }
+void Reducer::relearn() {
+  core_->between_backwards("relearn()",
+                           [&](ReducerState&) { core_->leave_plan(ReasonToLeave::kRelearn); });
+}
 void Reducer::set_bucket_callback(std::function<void(const ReducedBucket&)> callback) {
-  core_->set_bucket_callback(std::move(callback));
+  core_->between_backwards("set_bucket_callback()", [&](ReducerState& state) {
+    state.context.bucket_callback = std::move(callback);
+  });
 }
-void Reducer::set_deferred(bool on) { core_->set_deferred(on); }
+void Reducer::set_deferred(bool on) {
+  core_->between_backwards("set_deferred()", [&](ReducerState& state) {
+    if (state.context.defers == on) return;
+    if (on && state.context.options.skip_failed_steps) {
+      throw InvalidArgument(
+          "with OverlappedOptimizer (set_deferred) parameters are updated before it is known "
+          "whether another rank failed, so failed steps cannot be skipped: construct without "
+          "on_failure='skip' (skip_failed_steps)");
+    }
+    state.context.defers = on;
+    core_->leave_plan(ReasonToLeave::kDeferred);
+  });
+}
 void Reducer::wait_for(const std::vector<int64_t>& parameters) { core_->wait_for(parameters); }
-void Reducer::wait() { core_->wait(); }
+void Reducer::wait() {
+  core_->between_backwards("wait()", [](ReducerState&) {});
+}
 bool Reducer::deferred() const {
   return core_->read([](const ReducerState& state) { return state.context.defers; });
 }
@@ -110,7 +154,15 @@ std::optional<BucketPlan> Reducer::plan() const {
     return plan != nullptr ? std::optional<BucketPlan>(plan->buckets) : std::nullopt;
   });
 }
-void Reducer::set_plan(const BucketPlan& plan) { core_->set_plan(plan); }
+void Reducer::set_plan(const BucketPlan& plan) {
+  core_->between_backwards("set_plan()", [&](ReducerState& state) {
+    require_fits(plan, state.context.parameters);
+    const auto count = static_cast<int64_t>(state.context.parameters.size());
+    state.preset = state.context.monitor.open(
+        [&] { return detail::broadcast_plan(state.context.members, plan, count); });
+    core_->leave_plan(ReasonToLeave::kPlan);
+  });
+}
 std::vector<at::Tensor> Reducer::buffers() const { return core_->buffers(); }
 const std::vector<NamedTensor>& Reducer::parameters() const { return core_->parameters(); }
 void Reducer::record_overlap(bool on) { core_->record_overlap(on); }

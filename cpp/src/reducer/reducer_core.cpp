@@ -10,7 +10,6 @@
 #include "comm/collectives.h"
 #include "plain_text.h"
 #include "reducer/hooks.h"
-#include "reducer/plan_agreement.h"
 #include "reducer/profiler_range.h"
 #include "tensor_parts.h"
 #include "torch_version.h"
@@ -47,27 +46,6 @@ std::vector<std::string> settings_of(const ReducerOptions& options, size_t group
            options.check_steps.has_value() ? *options.check_steps : -1)};
   settings.insert(settings.end(), own.begin(), own.end());
   return settings;
-}
-
-void require_fits(const BucketPlan& plan, const ParameterTable& parameters) {
-  std::vector<bool> seen(parameters.size(), false);
-  for (const auto& bucket : plan.buckets) {
-    for (const int64_t index : bucket) {
-      if (index < 0 || static_cast<size_t>(index) >= parameters.size() || seen[index]) {
-        throw InvalidArgument("a bucket plan names parameter " + std::to_string(index) +
-                              ", which is not one of the " + std::to_string(parameters.size()) +
-                              " parameters, or named twice");
-      }
-      seen[index] = true;
-      const Parameter& first = parameters[bucket.front()];
-      const Parameter& one = parameters[index];
-      if (one.variable.scalar_type() != first.variable.scalar_type() ||
-          one.variable.device() != first.variable.device()) {
-        throw InvalidArgument("a bucket plan puts parameters '" + first.name + "' and '" +
-                              one.name + "' together, which differ in dtype or device");
-      }
-    }
-  }
 }
 
 }  // namespace
@@ -169,51 +147,10 @@ void ReducerCore::watch_outputs(const std::vector<at::Tensor>& outputs) {
   }
 }
 
-/// Between backwards: the next one makes a new plan.
 void ReducerCore::leave_plan(ReasonToLeave reason) {
-  complete_deferred();
   context().parameters.unhook();
   hook_parameters();
   state_.book.leave(reason);
-}
-
-void ReducerCore::set_comm_hook(std::shared_ptr<CommHook> hook) {
-  refuse_in_backward("set_comm_hook()");
-  const Change change(context().monitor);
-  leave_plan(ReasonToLeave::kCommHook);
-  context().hook = std::move(hook);
-}
-
-void ReducerCore::relearn() {
-  refuse_in_backward("relearn()");
-  const Change change(context().monitor);
-  leave_plan(ReasonToLeave::kRelearn);
-}
-
-void ReducerCore::set_plan(const BucketPlan& plan) {
-  refuse_in_backward("set_plan()");
-  const Change change(context().monitor);
-  complete_deferred();
-  require_fits(plan, context().parameters);
-  const auto count = static_cast<int64_t>(context().parameters.size());
-  state_.preset =
-      context().monitor.open([&] { return broadcast_plan(context().members, plan, count); });
-  leave_plan(ReasonToLeave::kPlan);
-}
-
-void ReducerCore::set_deferred(bool on) {
-  refuse_in_backward("set_deferred()");
-  const Change change(context().monitor);
-  complete_deferred();
-  if (context().defers == on) return;
-  if (on && context().options.skip_failed_steps) {
-    throw InvalidArgument(
-        "with OverlappedOptimizer (set_deferred) parameters are updated before it is known whether "
-        "another rank failed, so failed steps cannot be skipped: construct without "
-        "on_failure='skip' (skip_failed_steps)");
-  }
-  context().defers = on;
-  leave_plan(ReasonToLeave::kDeferred);
 }
 
 void ReducerCore::release() {
@@ -231,19 +168,6 @@ void ReducerCore::release() {
   context().bucket_callback = nullptr;
   context().members.release();
   context().enter(Phase::kReleased);
-}
-
-void ReducerCore::set_bucket_callback(std::function<void(const ReducedBucket&)> callback) {
-  refuse_in_backward("set_bucket_callback()");
-  const Change change(context().monitor);
-  complete_deferred();
-  context().bucket_callback = std::move(callback);
-}
-
-void ReducerCore::wait() {
-  refuse_in_backward("wait()");
-  const Change change(context().monitor);
-  complete_deferred();
 }
 
 void ReducerCore::wait_for(const std::vector<int64_t>& parameters) {
@@ -389,8 +313,8 @@ void ReducerCore::shadow_backward_begin(const JoinEvent& event) {
     if (!counts && !parameter.touched) parameter.variable.mutable_grad() = at::Tensor();
   }
   BackwardPass pass = prepare_pass();
-  pass.without_data = true;
-  choose_plan(/*without_data=*/true);
+  state_.reporter.without_data = true;
+  choose_plan();
   by_hand_ = std::make_shared<BackwardSession>();
   by_hand_->join(shared_from_this());
   session_ = by_hand_.get();
@@ -457,21 +381,20 @@ void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
 /// Before a backward: if the communication hook failed here in the last one, whether it did so on
 /// all ranks.
 void ReducerCore::look_back() {
-  const StepTable* table = context().monitor.open([&] { return state_.reporter.look_back(); });
+  const StepTable* table = state_.reporter.look_back();
   if (table != nullptr && table->hooks_apart()) context().fail();
 }
 
 /// Before a backward: see Note [One plan per set].
-void ReducerCore::choose_plan(bool without_data) {
+void ReducerCore::choose_plan() {
   std::vector<bool> trainable = state_.reporter.trainable = context().parameters.trained();
   if (state_.book.several() && context().reads_reports()) {
     StepReport opening;
     opening.left = state_.book.left();
-    opening.without_data = without_data;
+    opening.without_data = state_.reporter.without_data;
     opening.compared = false;
     state_.reporter.send(opening, std::vector<uint8_t>(trainable.size()), nullptr);
-    const StepTable& table =
-        context().monitor.open([&]() -> const StepTable& { return state_.reporter.receive(); });
+    const StepTable& table = state_.reporter.receive();
     try {
       state_.reporter.refuse(table);
     } catch (...) {
@@ -480,7 +403,7 @@ void ReducerCore::choose_plan(bool without_data) {
     }
     if (table.all_left()) state_.book.left_by_all(/*keep=*/false);
     trainable = table.trainable_set();
-  } else if (without_data) {
+  } else if (state_.reporter.without_data) {
     // What is trainable is for those who have data to say.
     trainable = state_.book.set().value_or(trainable);
   }
@@ -564,7 +487,8 @@ void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session
     announce(event);
     context().owes_end = event.end_follows;
   }
-  choose_plan(/*without_data=*/false);
+  state_.reporter.without_data = false;
+  choose_plan();
   if (Plan* plan = state_.book.current()) plan->move_misplaced_gradients();
   session->join(shared_from_this());
   session_ = session.get();

@@ -40,14 +40,8 @@ class ReducerCore final : public BackwardParticipant,
   void watch_outputs(const std::vector<at::Tensor>& outputs);
   void set_synchronizing(bool on) { synchronizing_.store(on); }
   bool synchronizing() const { return synchronizing_.load(); }
-  void set_bucket_callback(std::function<void(const ReducedBucket&)> callback);
-  void set_deferred(bool on);
-  void set_comm_hook(std::shared_ptr<CommHook> hook);
-  void set_plan(const BucketPlan& plan);
   void record_overlap(bool on);
-  void relearn();
   void release();
-  void wait();
   void wait_for(const std::vector<int64_t>& parameters);
   std::vector<at::Tensor> buffers();
   std::optional<OverlapReport> overlap_report() const;
@@ -57,6 +51,17 @@ class ReducerCore final : public BackwardParticipant,
     const Read read(context().monitor);
     return look(const_cast<const ReducerState&>(state_));
   }
+  /// For who changes something, when the last backward is complete: `body(state)`.
+  /// @throws apex::Error in a backward; names `what`.
+  template <typename Body>
+  void between_backwards(const char* what, Body&& body) {
+    refuse_in_backward(what);
+    const Change change(context().monitor);
+    complete_deferred();
+    body(state_);
+  }
+  /// In between_backwards(): the next backward makes a new plan.
+  void leave_plan(ReasonToLeave reason);
   const std::vector<NamedTensor>& parameters() const { return context().parameters.named(); }
   /// `all`: see StepTracker.
   void optimizer_stepped(int64_t optimizer, bool all);
@@ -102,12 +107,11 @@ class ReducerCore final : public BackwardParticipant,
   void refuse_in_backward(const char* what) const;
   void finish(const std::function<void()>& meanwhile);
   void complete_deferred();
-  void leave_plan(ReasonToLeave reason);
   void or_fail(const std::function<void()>& body);
 
   void look_back();
   void refuse_failed() const;
-  void choose_plan(bool without_data);
+  void choose_plan();
   BackwardPass prepare_pass();
   void begin_backward(const std::shared_ptr<BackwardSession>& session);
   bool begin_at_gradient(size_t index, const at::Tensor& incoming);

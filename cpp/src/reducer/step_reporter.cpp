@@ -21,6 +21,7 @@ void StepReporter::backward_began() {
 StepReport StepReporter::report(ReasonToLeave left) const {
   StepReport report;
   report.left = left;
+  report.without_data = without_data;
   // Where nobody reads it, the row is the same in most steps.
   if (!context_.reads_reports() && !context_.members.alone()) return report;
   report.backward = backwards_begun_;
@@ -67,12 +68,12 @@ void StepReporter::send(const StepReport& report, const std::vector<uint8_t>& us
 }
 
 const StepTable& StepReporter::receive(const std::function<void()>& meanwhile) {
-  return exchange_.receive(meanwhile);
+  return context_.monitor.open([&]() -> const StepTable& { return exchange_.receive(meanwhile); });
 }
 
 const StepTable* StepReporter::look_back() {
   if (!std::exchange(failed_, false) || !exchange_.sent()) return nullptr;
-  return &exchange_.receive({});
+  return &receive();
 }
 
 void StepReporter::refuse(const StepTable& table) {

@@ -28,6 +28,7 @@ class StepReporter {
   /// What this rank has done; the reducer tells it.
   StepTracker tracker;
   bool wants_skip = false;      ///< skip_step() was called for this backward, or the next one
+  bool without_data = false;    ///< under join(): this rank follows the others
   bool hook_failed = false;     ///< the communication hook of this rank threw in this backward
   std::vector<bool> trainable;  ///< by parameter, when this backward began
 
@@ -42,7 +43,7 @@ class StepReporter {
   /// none. Does not wait.
   void send(const StepReport& report, const std::vector<uint8_t>& used, Plan* behind);
 
-  /// The rows of all ranks, for the last that was sent. Blocks the host.
+  /// The rows of all ranks, for the last that was sent. Blocks the host, with the monitor open.
   const StepTable& receive(const std::function<void()>& meanwhile = {});
   /// Where nobody reads them: see ReportExchange.
   void order() const { exchange_.order(); }

@@ -15,6 +15,7 @@ namespace {
 
 struct Registry {
   std::mutex mutex;  ///< guards the rest
+  int64_t made = 0;
   // One that is being destroyed cannot be locked any more, but has to be found.
   std::vector<std::pair<const BackwardParticipant*, std::weak_ptr<BackwardParticipant>>> reducers;
   std::unordered_map<int, std::weak_ptr<BackwardSession>> sessions;  ///< by graph task
@@ -30,6 +31,7 @@ Registry& registry() {
 
 void BackwardSession::add(const std::shared_ptr<BackwardParticipant>& participant) {
   const std::lock_guard<std::mutex> lock(registry().mutex);
+  participant->number_ = ++registry().made;
   registry().reducers.emplace_back(participant.get(), participant);
 }
 
@@ -73,18 +75,14 @@ BackwardSession::Participants BackwardSession::newly_reached(
   const std::lock_guard<std::mutex> lock(mutex_);
   if (reached_.count(reached.get()) != 0) return {};
   Participants reducers = all();
-  if (reducers.size() > 1) {
-    const auto& nodes = *torch::autograd::get_current_graph_task_nodes_in_graph();
-    reducers.erase(std::remove_if(reducers.begin(), reducers.end(),
-                                  [&](const auto& one) {
-                                    return one != reached && !one->has_outputs_in(nodes);
-                                  }),
-                   reducers.end());
-  }
-  reducers.erase(
-      std::remove_if(reducers.begin(), reducers.end(),
-                     [&](const auto& one) { return !reached_.insert(one.get()).second; }),
-      reducers.end());
+  // Takes a while, and nobody else asks.
+  const auto* const nodes =
+      reducers.size() > 1 ? torch::autograd::get_current_graph_task_nodes_in_graph() : nullptr;
+  const auto stays_out = [&](const auto& one) {
+    const bool comes = one == reached || one->has_outputs_in(*nodes);
+    return !comes || !reached_.insert(one.get()).second;
+  };
+  reducers.erase(std::remove_if(reducers.begin(), reducers.end(), stays_out), reducers.end());
   return reducers;
 }
 
@@ -98,14 +96,12 @@ void BackwardSession::reach(const std::shared_ptr<BackwardParticipant>& reached)
 }
 
 void BackwardSession::join(const std::shared_ptr<BackwardParticipant>& one) {
-  const Participants order = all();
-  const auto place = [&](const auto& other) {
-    return std::find(order.begin(), order.end(), other);
-  };
   const std::lock_guard<std::mutex> lock(mutex_);
-  participants_.push_back(one);
-  std::sort(participants_.begin(), participants_.end(),
-            [&](const auto& left, const auto& right) { return place(left) < place(right); });
+  const auto earlier = [](const auto& left, const auto& right) {
+    return left->number_ < right->number_;
+  };
+  participants_.insert(std::upper_bound(participants_.begin(), participants_.end(), one, earlier),
+                       one);
   several_ = participants_.size() > 1;
 }
 

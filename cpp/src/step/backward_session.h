@@ -57,6 +57,10 @@ class BackwardParticipant {
 
   /// The error, if this backward's ranks are known to be in different steps; else an empty text.
   virtual std::string out_of_step() const = 0;
+
+ private:
+  friend class BackwardSession;
+  int64_t number_ = 0;  ///< in the order of construction
 };
 
 // Note [One backward, all its reducers]
@@ -82,8 +86,8 @@ class BackwardParticipant {
 // ranks: sums of different gradients, without a word. So they take turns: those that were
 // constructed last, which backward normally comes to first, launch their buckets first, and none
 // launches one before the reducers whose turn is before its own have launched all of theirs. What
-// is left is launched at the end, in the same order, and the reports follow. A reducer with a
-// channel of its own waits for nobody.
+// is left is launched at the end, in the same order. Then the reports follow, and buckets that carry
+// one, in the order of construction. A reducer with a channel of its own waits for nobody.
 
 // Note [The end of a backward]
 //
