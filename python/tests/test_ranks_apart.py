@@ -359,6 +359,9 @@ class _Late(Exception):
     """What the handler of a script raises."""
 
 
+_absent: list[Any] = []
+
+
 def _is_interrupted(rank: int, world: int, wait: str, number: int, error: BaseException) -> str:
     group = dist.new_group(timeout=2 * TIMEOUT)
     layer = SyncBatchNorm(3, process_group=group)
@@ -371,6 +374,7 @@ def _is_interrupted(rank: int, world: int, wait: str, number: int, error: BaseEx
     ddp(torch.randn(4, 3)).sum().backward()
     layer(torch.randn(4, 3))
     if rank == 1:
+        _absent[:] = [ddp, layer]  # alive, and elsewhere: one that lets go is an error at once
         return ""
     calls = []
 
