@@ -69,10 +69,13 @@ void Membership::separate(bool on_cpu) {
   for (int64_t next = next_name;
        next <= name && !next_name.compare_exchange_weak(next, name + 1);) {
   }
+  shares_groups = false;
   for (size_t i = 0; i < groups.size(); ++i) {
+    const GroupPtr given = groups[i];
     const std::string unique = "apex/reducer/" + detail::group_name_of(*parent) + "/" +
                                std::to_string(name) + "/" + std::to_string(i);
-    groups[i] = make_separate_group(groups[i], unique, connects);
+    groups[i] = make_separate_group(given, unique, connects);
+    shares_groups = shares_groups || groups[i] == given;
     hear_too(*groups[i], *parent);
   }
 }

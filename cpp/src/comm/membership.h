@@ -50,6 +50,7 @@ class ControlMessage {
 struct Membership {
   GroupPtr parent;               ///< the group that the user gave
   std::vector<GroupPtr> groups;  ///< carry buckets, in turn; none after release()
+  bool shares_groups = true;     ///< with other users of `parent`, also on the CPU
   int rank = 0;
   int size = 1;
   at::Device device =

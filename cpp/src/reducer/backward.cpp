@@ -245,8 +245,11 @@ void Backward::launch_ready(const at::Tensor& incoming) {
 }
 
 bool Backward::launched_all() const {
-  return book_.current() != nullptr ? pass_.next_launch >= book_.current()->plain_buckets()
-                                    : book_.still_carried() == nullptr;
+  const Plan* plan = book_.current();
+  if (plan == nullptr) return book_.still_carried() == nullptr;
+  const size_t all = plan->plain_buckets();
+  return pass_.next_launch >= all &&
+         (all == 0 || !plan->entries[all - 1].reduction->holds_back_next());
 }
 
 void Backward::launch(size_t index, const at::Tensor& incoming,
@@ -326,7 +329,9 @@ void Backward::see_what_has_arrived() {
 void Backward::send_gradients() {
   see_what_has_arrived();
   if (const Plan* plan = book_.current()) {
-    launch_buckets(plan->plain_buckets(), {});
+    const size_t all = plan->plain_buckets();
+    launch_buckets(all, {});
+    if (all > 0) let_next_pass(this->plan().entries[all - 1], all - 1, context_);
   } else if (Plan* left = book_.still_carried()) {
     launch_absent(*left, left->plain_buckets(), reporter_.report(book_.left()));
   }
@@ -726,10 +731,7 @@ void Backward::fail() noexcept {
       if (pass_.used[i] != 0) context_.parameters[i].touch();
     }
   }
-  if (const Plan* plan = book_.current()) {
-    for (const PlannedBucket& entry : plan->entries)
-      reporter_.hook_failed = reporter_.hook_failed || entry.user_code_failed;
-  }
+  look_at_hooks();
   if (!pass_.refused && !pass_.reported) {
     send_failure();
   } else if (!pass_.refused && !hooks_failed_together()) {
@@ -739,6 +741,14 @@ void Backward::fail() noexcept {
   drop_messages();
   // The other ranks skip the step, so this one does.
   if (context_.options.skip_failed_steps && context_.phase == Phase::kIdle) call_off();
+}
+
+/// Whether the communication hook of this rank has.
+void Backward::look_at_hooks() {
+  const Plan* plan = book_.current();
+  if (plan == nullptr) return;
+  for (const PlannedBucket& entry : plan->entries)
+    reporter_.hook_failed = reporter_.hook_failed || entry.user_code_failed;
 }
 
 /// The communication hook of every rank has failed, in the same bucket.
@@ -764,6 +774,7 @@ void Backward::send_failure() noexcept {
 }
 
 void Backward::send_absent() noexcept {
+  look_at_hooks();
   if (context_.phase == Phase::kFailed || context_.phase == Phase::kReleased) return;
   try {
     if (Plan* const plan = book_.sends_by())

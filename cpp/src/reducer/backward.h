@@ -101,6 +101,7 @@ class Backward {
   void find_non_finite_sum(const std::vector<BucketMessage::Slot>& slots);
   void order_by_need();
 
+  void look_at_hooks();
   bool hooks_failed_together() const;
   void send_failure() noexcept;
   void drop_messages() noexcept;

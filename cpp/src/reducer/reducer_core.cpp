@@ -12,7 +12,6 @@
 #include "reducer/hooks.h"
 #include "reducer/profiler_range.h"
 #include "tensor_parts.h"
-#include "torch_version.h"
 
 namespace apex::parallel::detail {
 
@@ -85,13 +84,10 @@ void ReducerCore::begin() {
   if (context().options.init_sync) require_sendable(parameters(), "parameter", members.parent);
   remember_processes(*members.parent);
   if (!context().parameters.empty()) members.device = context().parameters[0].variable.device();
-  members.separate(
-      std::any_of(parameters().begin(), parameters().end(),
-                  [](const NamedTensor& parameter) { return parameter.tensor.device().is_cpu(); }));
-  const c10::DeviceType type = members.device.type();
-  c10d::ProcessGroup& control = *members.control();
-  channel_ = has_backend(control, type) ? static_cast<const void*>(control.getBackend(type).get())
-                                        : &control;
+  const auto on_cpu = [](const NamedTensor& one) { return one.tensor.device().is_cpu(); };
+  members.separate(std::any_of(parameters().begin(), parameters().end(), on_cpu));
+  shares_channel_ =
+      members.shares_groups || !std::all_of(parameters().begin(), parameters().end(), on_cpu);
   if (context().options.init_sync) {
     std::vector<at::Tensor> tensors;
     for (const NamedTensor& parameter : parameters()) tensors.push_back(parameter.tensor);

@@ -86,7 +86,7 @@ class ReducerCore final : public BackwardParticipant,
   }
   void own_parameters() override;
   void begin(const std::shared_ptr<BackwardSession>& session) override;
-  const void* channel() const override { return channel_; }
+  bool takes_turns() const override { return shares_channel_ || context().hook; }
   void send_gradients(const BackwardSession* session) noexcept override;
   void send(const BackwardSession* session) override;
   void complete(const BackwardSession* session, const std::function<void()>& meanwhile) override;
@@ -125,7 +125,7 @@ class ReducerCore final : public BackwardParticipant,
   std::unique_ptr<Backward> backward_;  ///< in progress, or deferred
   BackwardSession* session_ = nullptr;  ///< of the backward in progress
   std::exception_ptr early_failure_;    ///< of send_gradients(), until send()
-  const void* channel_ = nullptr;
+  bool shares_channel_ = false;
   std::shared_ptr<BackwardSession> by_hand_;  ///< of a backward that is not autograd's
   UnevenInputs uneven_;
   std::vector<uint8_t> overtaken_;             ///< by parameter: used before its update

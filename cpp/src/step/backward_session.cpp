@@ -106,12 +106,11 @@ void BackwardSession::join(const std::shared_ptr<BackwardParticipant>& one) {
 }
 
 bool BackwardSession::is_turn_of(const BackwardParticipant* one) {
-  if (!several_) return true;
+  if (!several_ || !one->takes_turns()) return true;
   const std::lock_guard<std::mutex> lock(mutex_);
-  const void* const channel = one->channel();
   for (auto other = participants_.rbegin(); other != participants_.rend(); ++other) {
     if (other->get() == one) return true;
-    if ((*other)->channel() == channel && launched_.count(other->get()) == 0) return false;
+    if ((*other)->takes_turns() && launched_.count(other->get()) == 0) return false;
   }
   return true;
 }

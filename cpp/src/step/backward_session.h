@@ -39,8 +39,8 @@ class BackwardParticipant {
   virtual void own_parameters() = 0;
   virtual void begin(const std::shared_ptr<BackwardSession>& session) = 0;
 
-  /// Where its messages travel: equal for those that share a channel with other reducers.
-  virtual const void* channel() const = 0;
+  /// Whether its messages may travel where those of other reducers do: see Note [Turns].
+  virtual bool takes_turns() const = 0;
   /// All gradients are computed. Of several reducers each sends its gradients first, and keeps what
   /// that throws for send().
   virtual void send_gradients(const BackwardSession* session) noexcept = 0;
@@ -80,14 +80,20 @@ class BackwardParticipant {
 
 // Note [Turns]
 //
-// Reducers over one NCCL communicator share the order of its collectives. Each has an order of its
+// Reducers over one NCCL communicator share the order of its collectives, and so may communication
+// hooks, which send by whichever group they like. Each has an order of its
 // own (Note [Order of launches]), but where a rank leaves a layer out, its bucket waits for the end
 // of backward, and buckets of other reducers would come before it there and after it on other
 // ranks: sums of different gradients, without a word. So they take turns: those that were
 // constructed last, which backward normally comes to first, launch their buckets first, and none
 // launches one before the reducers whose turn is before its own have launched all of theirs. What
-// is left is launched at the end, in the same order. Then the reports follow, and buckets that carry
-// one, in the order of construction. A reducer with a channel of its own waits for nobody.
+// is left is launched at the end, in the same order. Then the reports follow, and buckets that
+// carry one, in the order of construction. A reducer with channels of its own and no hook waits for
+// nobody.
+//
+// Who takes part is known from the first output on. One that begins with a gradient (an output that
+// was not found, backward(inputs=...)), and a backward inside the backward, come later, and in an
+// order that ranks must share.
 
 // Note [The end of a backward]
 //
