@@ -111,10 +111,10 @@ def share_one_gpu(rank: int) -> None:
 
 
 class OnDevice(TorchFunctionMode):
-    """Tensors are made on ``DEVICE`` unless the call names another; what has a generator is drawn by it."""
+    """Tensors are made on ``DEVICE`` unless the call names another; generators stay on the CPU."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func not in _device_constructors() or kwargs.get("device") is not None:

@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import collections
-import datetime
 import gc
 import threading
 import weakref
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ddp_support import RankPool, check, check_equal, raises
+from python_group import Delegate
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
@@ -84,46 +82,6 @@ def _destroyed(rank: int, world: int) -> None:
 )
 def test_group_given_as_object_is_the_one_that_is_used(ranks: RankPool, body: object) -> None:
     ranks.run(2, body)
-
-
-class PythonWork(dist._Work):
-    """A collective whose end is awaited by a method of Python's."""
-
-    def __init__(self, work: dist.Work) -> None:
-        super().__init__()
-        self.work = work
-
-    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
-        return self.work.wait()
-
-
-class Delegate(dist.ProcessGroup):
-    """A group that is written in Python, as torchft's are: it has no backends and no name."""
-
-    def __init__(self, inner: dist.ProcessGroup) -> None:
-        super().__init__(inner.rank(), inner.size())
-        self.inner = inner
-        self.calls: collections.Counter[str] = collections.Counter()
-
-    def getBackendName(self) -> str:  # noqa: N802
-        return "delegate"
-
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> dist.Work:
-        self.calls["allreduce"] += 1
-        return PythonWork(self.inner.allreduce(tensors, options))
-
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> dist.Work:
-        self.calls["broadcast"] += 1
-        return PythonWork(self.inner.broadcast(tensors, options))
-
-    def allgather(
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any
-    ) -> dist.Work:
-        self.calls["allgather"] += 1
-        return self.inner.allgather(outputs, inputs, options)
-
-    def barrier(self, options: Any) -> dist.Work:
-        return self.inner.barrier(options)
 
 
 class Counting(nn.Module):

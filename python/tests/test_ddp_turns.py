@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Several wrappers whose messages have one order: over one group, or by hooks that share one.
+
+On the CPU a wrapper over Gloo has a channel of its own; a group that is written in Python is shared
+by all wrappers, as NCCL's are. The oracles: float64 in one process, ranks that are equal bit for
+bit with a seed of their own on each, and the time limit of the pool."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_support import RankPool, check
+from python_group import Delegate
+from test_ddp_several import Net, batch, check_average
+from torch import Tensor
+
+from apex.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.processes
+
+#: What each rank uses of the model that was wrapped last, in turn.
+USED = [[0, 1, 2], [0, 2], [1]]
+
+
+class Boom(Exception):
+    pass
+
+
+def _fails(gradient: Tensor) -> None:
+    raise Boom
+
+
+def _wrappers(group: Any, **options: Any) -> tuple[list[Any], list[Any]]:
+    models: list[Any] = [Net(), Net()]
+    wrappers = [DistributedDataParallel(m, process_group=group, **options) for m in models]
+    return models, wrappers
+
+
+def _step(models: list[Any], wrappers: list[Any], rank: int, world: int, step: int) -> None:
+    """Rank by rank other layers are left out of the second wrapper's."""
+
+    def loss(nets: list[Any], r: int) -> Tensor:
+        x = batch(r, step).to(next(nets[1].parameters()).dtype)
+        return nets[1](nets[0](x), USED[(r + step) % 3]).square().mean()
+
+    for wrapper in wrappers:
+        wrapper.zero_grad()
+    loss(wrappers, rank).backward()
+    check_average(models, loss, world, f"step {step}")
+
+
+def _layers_left_out(rank: int, world: int, options: dict[str, Any]) -> None:
+    torch.manual_seed(rank)
+    models, wrappers = _wrappers(Delegate(dist.group.WORLD), **options)
+    for step in range(6):
+        _step(models, wrappers, rank, world, step)
+    for wrapper in wrappers:
+        counts = wrapper.statistics()
+        check(options.get("delay_allreduce") or counts["launched_in_backward"] > 0, str(counts))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"message_size": 1},
+        {"message_size": 50},  # the last bucket carries the report
+        {"message_size": 1, "gradient_as_bucket_view": True},
+        {"message_size": 1, "check_finite": True, "on_failure": "skip"},
+        {"delay_allreduce": True},
+    ],
+    ids=["many", "report", "views", "check_finite", "delay"],
+)
+@pytest.mark.parametrize("world", [2, 3])
+def test_layers_left_out_on_some_ranks(
+    ranks: RankPool, world: int, options: dict[str, Any]
+) -> None:
+    ranks.run(world, _layers_left_out, options)
+
+
+def _exception(rank: int, world: int, message_size: int, skips: bool) -> None:
+    torch.manual_seed(rank)
+    options: dict[str, Any] = {"on_failure": "skip"} if skips else {}
+    models, wrappers = _wrappers(Delegate(dist.group.WORLD), message_size=message_size, **options)
+    places = [(m, layer) for m in (1, 0) for layer in (2, 1, 0)]
+    for step, (model, layer) in enumerate(places):
+        _step(models, wrappers, rank, world, step)
+        if rank == step % world:
+            handle = models[model].layers[layer].weight.register_hook(_fails)
+        error: BaseException | None = None
+        try:
+            wrappers[1](wrappers[0](batch(rank, 100 + step))).sum().backward()
+        except (Boom, RuntimeError) as caught:
+            error = caught
+        if rank == step % world:
+            handle.remove()
+            check(isinstance(error, Boom), f"not its own error: {error!r}")
+        else:
+            check(skips or error is not None, "a rank that did not hear of it")
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["raise", "skip"])
+@pytest.mark.parametrize("message_size", [1, 50])
+def test_exception_in_backward_leaves_the_next_step_right(
+    ranks: RankPool, message_size: int, skips: bool
+) -> None:
+    ranks.run(3, _exception, message_size, skips)
+
+
+def _group(shared: bool) -> Any:
+    return Delegate(dist.group.WORLD) if shared else None
+
+
+def _hooks(rank: int, world: int, phases: int, shared: bool) -> None:
+    """Hooks of both wrappers on the default group; the ranks are slow in turn."""
+    torch.manual_seed(rank)
+    models, wrappers = _wrappers(_group(shared), message_size=1)
+
+    def hook(_: None, bucket: Any) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer().div_(world)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        if rank == bucket.index() % world:
+            time.sleep(0.002)
+
+        def last(_: Any = None) -> None:
+            time.sleep(0.002 * ((rank + bucket.index()) % 2))
+            work = dist.all_reduce(buffer, async_op=True)
+            work.get_future().then(lambda _: done.set_result(buffer))
+
+        if phases == 2:
+            dist.all_reduce(torch.zeros(36), async_op=True).get_future().then(last)
+        else:
+            last()
+        return done
+
+    for wrapper in wrappers:
+        wrapper.register_comm_hook(None, hook)
+    for step in range(6):
+        _step(models, wrappers, rank, world, step)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("phases", [1, 2])
+def test_hooks_of_two_wrappers_on_one_group(ranks: RankPool, phases: int, shared: bool) -> None:
+    ranks.run(2, _hooks, phases, shared)
+
+
+def _hook_fails_on_every_rank(rank: int, world: int, shared: bool, skips: bool) -> None:
+    torch.manual_seed(rank)
+    options: dict[str, Any] = {"on_failure": "skip"} if skips else {}
+    models, wrappers = _wrappers(_group(shared), message_size=1, **options)
+    fails = [False]
+
+    def hook(_: None, bucket: Any) -> torch.futures.Future[Tensor]:
+        if fails[0]:
+            raise Boom
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        mean = bucket.buffer() / world
+        dist.all_reduce(mean)
+        future.set_result(mean)
+        return future
+
+    wrappers[1].register_comm_hook(None, hook)
+    for step in range(4):
+        _step(models, wrappers, rank, world, step)
+        fails[0], raised = True, False
+        try:
+            wrappers[1](wrappers[0](batch(rank, 100 + step))).sum().backward()
+        except (Boom, RuntimeError):
+            raised = True
+        check(raised, "nothing was raised where the hook failed")
+        fails[0] = False
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("skips", [False, True], ids=["raise", "skip"])
+def test_hook_that_fails_on_every_rank_leaves_the_next_step_right(
+    ranks: RankPool, skips: bool, shared: bool
+) -> None:
+    ranks.run(2, _hook_fails_on_every_rank, shared, skips)
+
+
+def _communicators(rank: int, world: int) -> None:
+    torch.manual_seed(rank)
+    first, second = (Delegate(dist.new_group()) for _ in range(2))
+    models: list[Any] = [Net(), Net()]
+    wrappers = [
+        DistributedDataParallel(
+            model, message_size=1, process_group=groups[0], num_allreduce_streams=2,
+            allreduce_communicators=(groups, [None, None]),
+        )
+        for model, groups in zip(models, ([first, second], [second, first]), strict=True)
+    ]  # fmt: skip
+    for step in range(6):
+        _step(models, wrappers, rank, world, step)
+
+
+def test_groups_that_overlap(ranks: RankPool) -> None:
+    ranks.run(3, _communicators)
