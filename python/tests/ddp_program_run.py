@@ -33,6 +33,7 @@ from ddp_support import (
     wide,
     widen,
 )
+from python_group import Delegate
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -117,6 +118,7 @@ class Machine:
         self.recast: set[int] = set()  # since the last step: no rank may run forward alone
         self.held: list[Tensor] = []
         self.groups: dict[str, dist.ProcessGroup] = {}
+        self.python: Delegate | None = None
         self.local: dict[nn.Parameter, list[Tensor | None]] = {}
         self.size: dict[nn.Parameter, float] = {}
         self.wrong = ""  # what a comparison has found in the operation that runs
@@ -164,6 +166,9 @@ class Machine:
             name = f"new {len(self.groups)}"
         if name not in self.groups:
             self.groups[name] = dist.new_group()
+        if name == "python":
+            self.python = self.python or Delegate(self.groups[name])
+            return self.python
         return self.groups[name]
 
     def optimizer(self, op: Op) -> None:
@@ -588,6 +593,7 @@ class Machine:
         finally:
             self.wrappers.clear()
             self.held.clear()
+            self.python = None
             for group in self.groups.values():
                 dist.destroy_process_group(group)
 

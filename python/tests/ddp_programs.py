@@ -27,8 +27,8 @@ BATCH_TIMEOUT_S = 300  # each program has its own limit
 HAZARDS = (
     "accumulate", "alias", "backwards", "chain", "change", "checkpoint", "collective", "copy",
     "drop", "evaluate", "fail", "forwards", "freeze", "group", "held", "hook", "large", "modes",
-    "old", "optimizers", "options", "raise", "rewrap", "several", "share", "skip", "sparse",
-    "syncbn",
+    "old", "optimizers", "options", "python", "raise", "rewrap", "several", "share", "skip",
+    "sparse", "syncbn",
 )  # fmt: skip
 
 #: What needs the host to read what other ranks report in every backward, or is of processors.
@@ -115,6 +115,9 @@ class Draw:
             options.pop("message_size", None)
         hook = self.rng.choice(list(HOOKS)) if self.chance("hook", 0.2) else None
         group = self.rng.choice(["new", "shared"]) if self.chance("group", 0.3) else None
+        if self.chance("python", 0.3):  # a group that wrappers share, messages and all
+            group, hook = "python", None
+            options.pop("num_allreduce_streams", None)
         return self._make("wrap", model=m, options=options, hook=hook, group=group, keep=keep)
 
     def _skips(self) -> list[list[int]]:
