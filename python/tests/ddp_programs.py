@@ -75,6 +75,7 @@ class Draw:
         if shared and models[1][0] != models[0][0]:
             models[1][0] = models[0][0]
         self.models = models
+        self.python = self.chance("python", 0.25)  # one group, whose messages all wrappers share
         ops = [self._wrap(m) for m in range(count)]
         ops += [self._step()]
         for _ in range(rng.randint(3, 8)):
@@ -115,7 +116,7 @@ class Draw:
             options.pop("message_size", None)
         hook = self.rng.choice(list(HOOKS)) if self.chance("hook", 0.2) else None
         group = self.rng.choice(["new", "shared"]) if self.chance("group", 0.3) else None
-        if self.chance("python", 0.3):  # a group that wrappers share, messages and all
+        if self.python:
             group, hook = "python", None
             options.pop("num_allreduce_streams", None)
         return self._make("wrap", model=m, options=options, hook=hook, group=group, keep=keep)
