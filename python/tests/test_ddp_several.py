@@ -6,7 +6,6 @@ a seed of their own on each, and the time limit of the pool."""
 
 from __future__ import annotations
 
-import copy
 import gc
 from typing import Any
 
@@ -18,11 +17,11 @@ from ddp_support import (
     check,
     check_equal,
     check_near,
-    check_same_on_all_ranks,
     gradients,
     to_reference,
 )
 from nccl_like import eager_nccl
+from several_support import Net, batch, check_average
 from torch import Tensor, nn
 
 from apex.parallel import DistributedDataParallel, create_syncbn_process_group
@@ -34,45 +33,6 @@ pytestmark = pytest.mark.processes
 VIEWS = pytest.mark.parametrize("options", [{"message_size": 1}, {"message_size": 1 << 20},
                                             {"message_size": 1, "gradient_as_bucket_view": True}],
                                 ids=["many", "one", "views"])  # fmt: skip
-
-
-def batch(rank: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(5, 6, generator=generator)
-
-
-class Net(nn.Module):
-    """Layers of equal size, so that swapped messages would fit; ``used`` picks some of them."""
-
-    def __init__(self, layers: int = 3) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(layers))
-        self.collective = False
-
-    def forward(self, x: Tensor, used: Any = None) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            if used is None or i in used:
-                x = x + torch.tanh(layer(x))
-            if self.collective:  # the user's own, in the middle of the module
-                dist.all_reduce(torch.ones(6, 6))
-        return x
-
-
-def check_average(models: list[nn.Module], loss: Any, world: int, what: str) -> None:
-    """Compares .grad with that of ``loss(models, rank)``, one rank after the other."""
-    memo: dict[int, Any] = {}
-    references = [copy.deepcopy(m, memo) for m in models]  # what is shared stays shared
-    for reference in references:
-        reference.collective = False
-        reference.double()
-        reference.zero_grad()
-    for rank in range(world):
-        (loss(references, rank) / world).backward()
-    for i, (model, reference) in enumerate(zip(models, references, strict=True)):
-        expected = gradients(reference)
-        for name, grad in gradients(model).items():
-            check_near(grad, expected[name], f"{what}: model {i}, {name}")
-    check_same_on_all_ranks([p.grad for m in models for p in m.parameters()], what)
 
 
 def _two_wrappers(rank: int, world: int, options: dict[str, Any], freezes: bool) -> None:

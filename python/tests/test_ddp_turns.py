@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from ddp_support import RankPool, check
 from python_group import Delegate
-from test_ddp_several import Net, batch, check_average
+from several_support import Net, batch, check_average
 from torch import Tensor
 
 from apex.parallel import DistributedDataParallel

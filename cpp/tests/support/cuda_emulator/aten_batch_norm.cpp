@@ -26,7 +26,9 @@ Tensor per_channel(const Tensor& values, const Tensor& x) {
   return x.dim() == 2 ? values : values.unsqueeze(1);
 }
 
-Tensor channels_sum(const Tensor& x) { return x.dim() == 2 ? x.sum(0) : x.sum(at::IntArrayRef({0, 2})); }
+Tensor channels_sum(const Tensor& x) {
+  return x.dim() == 2 ? x.sum(0) : x.sum(at::IntArrayRef({0, 2}));
+}
 
 std::tuple<Tensor, Tensor> stats(const Tensor& x, double eps) {
   TORCH_CHECK(x.numel() > 0);
