@@ -148,7 +148,10 @@ def test_hooks_of_two_wrappers_on_one_group(ranks: RankPool, phases: int, shared
     ranks.run(2, _hooks, phases, shared)
 
 
-def _hook_fails_on_every_rank(rank: int, world: int, shared: bool, skips: bool) -> None:
+def _hook_fails_on_every_rank(
+    rank: int, world: int, shared: bool, skips: bool, hooked: tuple[int, ...], raises: bool
+) -> None:
+    """With ``raises`` a layer of rank 0 does so as well, in the same backward."""
     torch.manual_seed(rank)
     options: dict[str, Any] = {"on_failure": "skip"} if skips else {}
     models, wrappers = _wrappers(_group(shared), message_size=1, **options)
@@ -163,24 +166,31 @@ def _hook_fails_on_every_rank(rank: int, world: int, shared: bool, skips: bool) 
         future.set_result(mean)
         return future
 
-    wrappers[1].register_comm_hook(None, hook)
+    for which in hooked:
+        wrappers[which].register_comm_hook(None, hook)
     for step in range(4):
         _step(models, wrappers, rank, world, step)
         fails[0], raised = True, False
+        if raises and rank == 0:
+            handle = models[1].layers[0].weight.register_hook(_fails)
         try:
-            wrappers[1](wrappers[0](batch(rank, 100 + step))).sum().backward()
+            wrappers[1](wrappers[0](batch(rank, 100 + step)), USED[rank]).sum().backward()
         except (Boom, RuntimeError):
             raised = True
         check(raised, "nothing was raised where the hook failed")
         fails[0] = False
+        if raises and rank == 0:
+            handle.remove()
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("skips", [False, True], ids=["raise", "skip"])
+@pytest.mark.parametrize("hooked", [(1,), (0,), (0, 1)], ids=["last", "first", "both"])
+@pytest.mark.parametrize("raises", [False, True], ids=["alone", "beside"])
 def test_hook_that_fails_on_every_rank_leaves_the_next_step_right(
-    ranks: RankPool, skips: bool, shared: bool
+    ranks: RankPool, raises: bool, hooked: tuple[int, ...], skips: bool, shared: bool
 ) -> None:
-    ranks.run(2, _hook_fails_on_every_rank, shared, skips)
+    ranks.run(2, _hook_fails_on_every_rank, shared, skips, hooked, raises)
 
 
 def _communicators(rank: int, world: int) -> None:

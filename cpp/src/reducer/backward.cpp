@@ -310,8 +310,10 @@ void Backward::launch_absent(Plan& plan, size_t end, const StepReport& report) {
   } catch (const CommunicationError&) {
     throw;
   } catch (...) {
-    if (&plan != book_.still_carried()) throw;
-    // A hook that fails may be why the plan was left: what it says of this one matters to nobody.
+    // The report that follows tells of a hook that fails, as it may do on all ranks. It may also be
+    // why the plan was left: what it says of that one matters to nobody.
+    look_at_hooks();
+    if (!reporter_.hook_failed && &plan != book_.still_carried()) throw;
     launch(/*without_user_code=*/true);
   }
 }
