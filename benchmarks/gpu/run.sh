@@ -14,12 +14,13 @@
 #                                       be built, and runs the Python phases on the CPU with the
 #                                       interpreter and the apex of DRY_PYTHON and PYTHONPATH
 #
-# Needs, where nothing was built before: nvcc, CMake, ninja, a C++ compiler, and a Python with a CUDA build of torch, nanobind and pytest.
-# Without GoogleTest only the phases in C++ fail.
+# Needs a Python with a CUDA build of torch and pytest; where nothing was built before also nvcc, CMake, ninja,
+# a C++ compiler and nanobind. Without GoogleTest only the phases in C++ fail.
 # Writes JSON, plots and logs to $OUT if that is set (eight files at most), else to benchmarks/results.
 #
 # Environment: PYTHON (default python3), OUT, APEX_GPU_BUILD (build folder, default build/gpu),
-# APEX_GPU_ARCHITECTURES (default 90), APEX_GPU_SECONDS (for everything, default 525), JOBS.
+# APEX_GPU_ARCHITECTURES (default 90), APEX_GPU_SECONDS (for everything, default 525), JOBS; APEX_GPU_BUILT, what
+# was built before (default .carry/built; empty: build).
 set -uo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
@@ -31,7 +32,7 @@ while [ $# -gt 0 ]; do
     --dry-run) dry_run=yes; shift ;;
     --only) [ $# -ge 2 ] || { echo "run.sh: --only needs the names of phases." >&2; exit 2; } ;;&
     --only) only=" $2 "; shift 2 ;;
-    -h | --help) sed -n '3,25s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '3,26s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) echo "run.sh: unknown argument '$1'; --help shows what there is." >&2; exit 2 ;;
   esac
 done
@@ -135,7 +136,7 @@ print(torch.__version__, torch.version.cuda, torch.cuda.is_available())
 if torch.cuda.is_available(): print(torch.cuda.get_device_name(), torch.cuda.nccl.version())"
   cmake --version; ninja --version; nproc; free -g'
 
-built=$root/.carry/built
+built=${APEX_GPU_BUILT-$root/.carry/built}
 [ -d "$built" ] && [ $dry_run = no ] || built=
 if [ "$built" ]; then
   rm -rf "$build/stage"

@@ -41,7 +41,7 @@ def run(tmp_path: Path, cases: str = "") -> tuple[list[str], dict[str, str], Pat
     environment = os.environ | {
         "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHON": str(bin_folder / "python"),
         "OUT": str(out), "NOTES": str(notes), "APEX_GPU_BUILD": str(tmp_path / "build"),
-        "TMPDIR": str(tmp_path), "JOBS": "2",
+        "TMPDIR": str(tmp_path), "JOBS": "2", "APEX_GPU_BUILT": "",
     }  # fmt: skip
     command = ["bash", "-c", f"export RUNNER=$$; exec bash {FOLDER / 'run.sh'}"]
     subprocess.run(command, env=environment, capture_output=True, timeout=120)
