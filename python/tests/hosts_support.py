@@ -5,17 +5,17 @@ A test runs a module-level function ``body(rank, world, *args)``::
 
     run_on_hosts([2, 1], _body, 3.0)     # ranks 0 and 1 on one host, rank 2 on another
 
-Each host is one process that imports what takes seconds, and forks its ranks.
+Each host is one process, forked from one that has imported what takes seconds, and forks its ranks.
 """
 
 from __future__ import annotations
 
-import importlib
+import ctypes
+import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -24,16 +24,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddp_support import RanksFailed
+from ddp_support import PRELOADED, RanksFailed
 
 TIMEOUT_S = 120
-NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+# What `unshare --pid --fork --kill-child --mount-proc` does, without starting another program.
+CLONE_NEWNS, CLONE_NEWPID = 0x00020000, 0x20000000
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 1 << 14, 1 << 18
+PR_SET_PDEATHSIG = 1
 
 
 def why_not() -> str:
     """Why this machine cannot do it, or ''."""
+    command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "true"]
     try:
-        tried = subprocess.run([*NAMESPACE, "true"], capture_output=True, text=True, timeout=20)
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return "" if tried.returncode == 0 else tried.stderr.strip() or "unshare failed"
@@ -55,27 +59,25 @@ def run_on_hosts(
         RanksFailed: with what every failing rank, and every rank that hangs, has said.
     """
     world = sum(hosts)
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    context = multiprocessing.get_context("forkserver")
+    variables = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
-        task = (body.__module__, body.__name__, args, world, environment or {})
-        (Path(folder) / "task").write_bytes(pickle.dumps(task))
         processes, first = [], 0
         for ranks in hosts:
-            code = f"import hosts_support as h; h.serve({folder!r}, {first}, {ranks})"
-            search = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-            processes.append(
-                subprocess.Popen(
-                    [*NAMESPACE, sys.executable, "-c", code],
-                    env=os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
-                )
-            )
+            here = range(first, first + ranks)
+            changes = [(environment or {}).get(rank, {}) for rank in here]
+            task = (folder, here, world, body, args, variables, changes)
+            process = context.Process(target=_start_host, args=task)
+            process.start()
+            processes.append(process)
             first += ranks
         until = time.monotonic() + TIMEOUT_S
         for process in processes:
-            try:
-                process.wait(max(0.1, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            process.join(max(0.1, until - time.monotonic()))
+            if process.is_alive():
                 process.kill()  # and all in its namespace
-                process.wait()
+                process.join()
         results, errors = [], []
         for rank in range(world):
             reply = Path(folder) / f"reply{rank}"
@@ -90,23 +92,52 @@ def run_on_hosts(
         return results
 
 
-def serve(folder: str, first: int, ranks: int) -> None:
+def _start_host(folder: str, ranks: range, *task: Any) -> None:
+    """Its first process is number 1 of a namespace: when it ends, all of the host end."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(name: str, *arguments: Any) -> None:
+        if getattr(libc, name)(*arguments) != 0:
+            raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+
+    call("unshare", CLONE_NEWPID | CLONE_NEWNS)
+    child = os.fork()
+    if child == 0:
+        try:
+            call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
+            call("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+            flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+            call("mount", b"proc", b"/proc", b"proc", flags, None)
+            _serve(Path(folder), ranks, *task)
+        except BaseException:  # noqa: BLE001  (the test says that there is no reply)
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+def _serve(
+    folder: Path,
+    ranks: range,
+    world: int,
+    body: Callable[..., Any],
+    args: Any,
+    variables: dict[str, str],
+    changes: list[dict[str, str]],
+) -> None:
     """One host: its ranks are processes of the same namespace."""
     import torch
-    import torch._dynamo
-    import torch.distributed
-
-    import apex.parallel  # noqa: F401
 
     torch.set_num_threads(1)
-    module, name, args, world, environment = pickle.loads((Path(folder) / "task").read_bytes())
-    body = getattr(importlib.import_module(module), name)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.environ["OMP_NUM_THREADS"] = "1"
     children = []
-    for rank in range(first, first + ranks):
+    for rank, changed in zip(ranks, changes, strict=True):
         child = os.fork()
         if child == 0:
-            os.environ.update(environment.get(rank, {}))
-            _run_rank(Path(folder), rank, world, body, args)
+            os.environ.update(changed)
+            _run_rank(folder, rank, world, body, args)
         children.append(child)
     for child in children:
         os.waitpid(child, 0)
