@@ -114,15 +114,20 @@ def parse(output: str) -> Table:
     return table
 
 
-def compile_for(nvcc: str, include: str, architecture: int) -> str:
-    """What ptxas prints; raises RuntimeError with the output of a failed compilation."""
+def compile_for(nvcc: str, include: str, architecture: int, keep: Path | None = None) -> str:
+    """What ptxas prints; raises RuntimeError with the output of a failed compilation.
+
+    Args:
+        keep: a folder where nvcc leaves its intermediate files, such as batch_norm.ptx.
+    """
     output = ""
+    kept = [] if keep is None else ["--keep", f"--keep-dir={keep}"]
     for source in SOURCES:
         with tempfile.TemporaryDirectory() as folder:
             command = [
                 *(nvcc, "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas=-v", "-cubin"),
                 *(f"-arch=sm_{architecture}", "-isystem", include, f"-I{ROOT / 'cpp' / 'src'}"),
-                *("-o", f"{folder}/kernels.cubin", str(KERNELS / source)),
+                *(*kept, "-o", f"{folder}/kernels.cubin", str(KERNELS / source)),
             ]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode != 0:
