@@ -28,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="where MNIST's files are"
     )
     parser.add_argument("--download", action="store_true", help="fetch MNIST into --data-dir")
+    parser.add_argument(
+        "--images",
+        type=support.positive_int,
+        metavar="N",
+        help="train on the first N images only; default: all",
+    )
 
 
 def training_set(args: argparse.Namespace, say: bool) -> TensorDataset:
@@ -52,6 +58,8 @@ def training_set(args: argparse.Namespace, say: bool) -> TensorDataset:
             )
     else:
         dataset = _digits()
+    if args.images is not None:
+        dataset = TensorDataset(*dataset[: args.images])
     if say:
         name = "MNIST" if data == "mnist" else "scikit-learn's digits, enlarged to 28x28"
         print(f"data: {name}, {len(dataset)} images", flush=True)
