@@ -7,9 +7,12 @@ nothing of torch's.
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -255,13 +258,40 @@ def nvcc_major(tmp_path_factory: pytest.TempPathFactory) -> str:
     return text.partition("release ")[2].partition(".")[0]
 
 
-def test_configure_cuda_torch_with_nvcc_builds_cuda_parts(tmp_path: Path, nvcc_major: str) -> None:
-    major = nvcc_major
-    package = make_torch(tmp_path / "torch", f"2.13.0+cu{major}9", cuda=f"{major}.9")
-    status, output = configure(tmp_path, f"-DLibtorch_ROOT={package}")
+class Configured(NamedTuple):
+    build: Path
+    output: str
+
+
+@pytest.fixture(scope="module")
+def with_cuda(tmp_path_factory: pytest.TempPathFactory, nvcc_major: str) -> Configured:
+    """A build folder with the CUDA parts."""
+    folder = tmp_path_factory.mktemp("with_cuda")
+    version = f"2.13.0+cu{nvcc_major}9"
+    package = make_torch(folder / "torch", version, cuda=f"{nvcc_major}.9")
+    status, output = configure(folder, f"-DLibtorch_ROOT={package}")
     assert status == 0, output
-    assert f"CUDA parts    ON   (nvcc {major}." in output
-    assert f"libtorch for CUDA {major}.9; architectures " in output
+    return Configured(folder / "build", output)
+
+
+def test_configure_cuda_torch_with_nvcc_builds_cuda_parts(
+    with_cuda: Configured, nvcc_major: str
+) -> None:
+    assert f"CUDA parts    ON   (nvcc {nvcc_major}." in with_cuda.output
+    assert f"libtorch for CUDA {nvcc_major}.9; architectures " in with_cuda.output
+
+
+@pytest.fixture
+def known_nvcc(tmp_path: Path, with_cuda: Configured) -> list[str]:
+    """Options of configure(), which finds in its build folder what CMake has asked the compilers.
+
+    Otherwise it would ask nvcc for fifteen seconds, which is not what the tests below are about.
+    """
+    (known,) = with_cuda.build.glob("CMakeFiles/*/CMakeCUDACompiler.cmake")
+    shutil.copytree(known.parent, tmp_path / "build" / "CMakeFiles" / known.parent.name)
+    cache = (with_cuda.build / "CMakeCache.txt").read_text()
+    (nvcc,) = re.findall(r"^CMAKE_CUDA_COMPILER:\w+=(.*)$", cache, re.M)
+    return [f"-DCMAKE_CUDA_COMPILER={nvcc}", "-DCMAKE_PLATFORM_INFO_INITIALIZED=1"]
 
 
 @pytest.fixture
@@ -293,9 +323,11 @@ def nccl_found(tmp_path: Path, output: str) -> tuple[str, str]:
     return line.partition("NCCL backend")[2].strip(), library.partition("=")[2]
 
 
-def test_configure_nccl_beside_torch_found_and_reported(tmp_path: Path, cuda_torch: Path) -> None:
+def test_configure_nccl_beside_torch_found_and_reported(
+    tmp_path: Path, cuda_torch: Path, known_nvcc: list[str]
+) -> None:
     nccl = make_nccl(tmp_path / "nvidia" / "nccl", "2.28.9")
-    options = [f"-DLibtorch_ROOT={cuda_torch}", "-DAPEX_BUILD_PYTHON=ON"]
+    options = [f"-DLibtorch_ROOT={cuda_torch}", "-DAPEX_BUILD_PYTHON=ON", *known_nvcc]
     status, output = configure(tmp_path, *options, f"-DPython_EXECUTABLE={sys.executable}")
     assert status == 0, output
     assert nccl_found(tmp_path, output) == (
@@ -309,12 +341,12 @@ def test_configure_nccl_beside_torch_found_and_reported(tmp_path: Path, cuda_tor
 @pytest.mark.parametrize("how", ["option", "environment"])
 @pytest.mark.parametrize("wheel", [True, False])
 def test_configure_nccl_root_comes_before_the_wheel(
-    tmp_path: Path, cuda_torch: Path, how: str, wheel: bool
+    tmp_path: Path, cuda_torch: Path, known_nvcc: list[str], how: str, wheel: bool
 ) -> None:
     if wheel:
         make_nccl(tmp_path / "nvidia" / "nccl", "2.28.9")
     mine = make_nccl(tmp_path / "mine", "2.99.1")
-    options = [f"-DLibtorch_ROOT={cuda_torch}"]
+    options = [f"-DLibtorch_ROOT={cuda_torch}", *known_nvcc]
     environment = {}
     if how == "option":
         options.append(f"-DNCCL_ROOT={mine}")
@@ -327,9 +359,11 @@ def test_configure_nccl_root_comes_before_the_wheel(
     )  # fmt: skip
 
 
-def test_configure_nccl_of_the_system_found(tmp_path: Path, cuda_torch: Path) -> None:
+def test_configure_nccl_of_the_system_found(
+    tmp_path: Path, cuda_torch: Path, known_nvcc: list[str]
+) -> None:
     system = make_nccl(tmp_path / "usr", "2.27.3")
-    options = [f"-DLibtorch_ROOT={cuda_torch}", f"-DCMAKE_PREFIX_PATH={system}"]
+    options = [f"-DLibtorch_ROOT={cuda_torch}", f"-DCMAKE_PREFIX_PATH={system}", *known_nvcc]
     status, output = configure(tmp_path, *options)
     assert status == 0, output
     assert nccl_found(tmp_path, output) == (
@@ -338,21 +372,21 @@ def test_configure_nccl_of_the_system_found(tmp_path: Path, cuda_torch: Path) ->
 
 
 def test_configure_no_nccl_anywhere_off_and_says_what_to_set(
-    tmp_path: Path, cuda_torch: Path
+    tmp_path: Path, cuda_torch: Path, known_nvcc: list[str]
 ) -> None:
     if Path("/usr/include/nccl.h").exists() or Path("/usr/local/cuda/include/nccl.h").exists():
         pytest.skip("there is an NCCL on this system")
-    status, output = configure(tmp_path, f"-DLibtorch_ROOT={cuda_torch}")
+    status, output = configure(tmp_path, f"-DLibtorch_ROOT={cuda_torch}", *known_nvcc)
     assert status == 0, output
     assert "NCCL backend  OFF  (no nccl.h was found (set NCCL_ROOT))" in output
 
 
 def test_configure_nvcc_of_another_major_version_off_with_both_versions(
-    tmp_path: Path, nvcc_major: str
+    tmp_path: Path, nvcc_major: str, known_nvcc: list[str]
 ) -> None:
     other = int(nvcc_major) - 1
     package = make_torch(tmp_path / "torch", f"2.13.0+cu{other}4", cuda=f"{other}.4")
-    status, output = configure(tmp_path, f"-DLibtorch_ROOT={package}")
+    status, output = configure(tmp_path, f"-DLibtorch_ROOT={package}", *known_nvcc)
     assert status == 0, output
     assert f"but this libtorch was built for CUDA {other}.4)" in output
 
