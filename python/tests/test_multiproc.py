@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -126,9 +127,26 @@ class Job:
 
     def run(self, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
         """The launcher is forked from a process that has imported torch: see warm."""
+        return self._run(self.folder, command, env)
+
+    def run_nodes(
+        self, nodes: int, *command: str, **env: str
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Launchers of one job, each with its --node-rank and in a folder of its own."""
+
+        def run_node(node: int) -> subprocess.CompletedProcess[str]:
+            folder = self.folder / f"node{node}"
+            folder.mkdir()
+            return self._run(folder, (f"--node-rank={node}", *command), env)
+
+        with ThreadPoolExecutor(nodes) as pool:
+            return list(pool.map(run_node, range(nodes)))
+
+    def _run(
+        self, folder: Path, command: tuple[str, ...], env: dict[str, str]
+    ) -> subprocess.CompletedProcess[str]:
         whole = self.environment(**env)
-        module = multiproc.__file__
-        return run_script(module, *command, cwd=self.folder, env=whole, timeout_s=TIMEOUT_S)
+        return run_script(multiproc.__file__, *command, cwd=folder, env=whole, timeout_s=TIMEOUT_S)
 
     def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
         """Wait until the launcher and whatever has its output open are gone."""
@@ -206,14 +224,12 @@ def test_two_nodes_ranks_are_numbered_through_and_meet(job: Job) -> None:
         file.write("assert dist.get_world_size() == 4\ndist.barrier()\n")
         file.write("dist.destroy_process_group()\n")
     nodes = ["--nproc=2", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    launchers = [job.start(*nodes, f"--node-rank={node}", "job.py") for node in (0, 1)]
-    for launcher in launchers:
-        done = job.finish(launcher)
+    for done in job.run_nodes(2, *nodes, "../job.py"):
         assert done.returncode == 0, done.stderr
     assert job.ranks() == [0, 1, 2, 3]
     assert [job.report(rank)["env"]["LOCAL_RANK"] for rank in range(4)] == ["0", "1", "0", "1"]
     # Ranks that have said nothing leave no file behind, on either node.
-    assert list(job.folder.glob("*.log")) == []
+    assert list(job.folder.rglob("*.log")) == []
 
 
 def test_processes_default_is_gpus_or_else_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +247,7 @@ def test_output_rank_0_on_terminal_others_in_logs(job: Job) -> None:
         'print("out of", os.environ["RANK"])\n',
         'print("err of", os.environ["RANK"], file=sys.stderr)\n',
     )
-    done = job.finish(job.start("--nproc=2", "--log-dir=logs/new", "job.py"))
+    done = job.run("--nproc=2", "--log-dir=logs/new", "job.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "out of 0\n"
     assert "err of 0" in done.stderr
@@ -406,11 +422,7 @@ def test_killed_launcher_leaves_no_rank(job: Job) -> None:
 def test_failing_node_stops_the_other(job: Job, failing: int) -> None:
     job.write(MEET, FAIL)
     nodes = ["--nproc=1", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    launchers = [
-        job.start(*nodes, f"--node-rank={node}", "job.py", "raise", FAILING_RANK=str(failing))
-        for node in (0, 1)
-    ]
-    ends = [job.finish(launcher) for launcher in launchers]
+    ends = job.run_nodes(2, *nodes, "../job.py", "raise", FAILING_RANK=str(failing))
     assert [done.returncode for done in ends] == [1, 1]
     assert "ValueError: no more apples" in ends[failing].stderr
     assert f"multiproc: node {failing} has failed." in ends[1 - failing].stderr
