@@ -38,7 +38,11 @@ def cpp_program(*parts: str) -> Path:
 
 
 def _torchrun_options(processes: int) -> list[str]:
-    return ["--standalone", f"--nproc-per-node={processes}", "--no-python"]
+    # The name of this host may not resolve, which takes seconds to find out.
+    return [
+        *("--standalone", "--local-addr=localhost"),
+        *(f"--nproc-per-node={processes}", "--no-python"),
+    ]
 
 
 def torchrun(processes: int) -> list[str]:
