@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,8 @@
 #include "reducer/step_reporter.h"
 
 namespace apex::parallel::detail {
+
+class OverlapRecorder;
 
 /// What a reducer keeps from one backward to the next.
 struct ReducerState {
@@ -33,6 +36,7 @@ struct ReducerState {
 
   BucketPlan preset;          ///< used instead of one made from sizes, where it fits
   bool step_skipped = false;  ///< in the last synchronized backward
+  std::shared_ptr<OverlapRecorder> recorder;  ///< only while times are taken
 };
 
 /// The phases are kRunning until send(), kEnding from there to complete() or to leave(), then

@@ -12,6 +12,7 @@
 #include <apex/error.h>
 
 #include "comm/endings.h"
+#include "reducer/overlap_recorder.h"
 #include "reducer/plan_agreement.h"
 #include "reducer/reducer_core.h"
 
@@ -79,6 +80,36 @@ void require_fits(const BucketPlan& plan, const detail::ParameterTable& paramete
   }
 }
 
+/// @throws Error where it would be too late for this rank to skip a step.
+void refuse_to_skip(const detail::ReducerContext& context) {
+  const char* reason = nullptr;
+  if (context.defers || (context.bucket_callback && !context.options.skip_failed_steps)) {
+    reason =
+        "with OverlappedOptimizer or a bucket callback, parameters are updated before it is known "
+        "whether a rank skips the step: step after backward, or, with a callback, construct with "
+        "on_failure='skip' (skip_failed_steps)";
+  } else if (!context.members.alone() && !context.reads_reports()) {
+    reason =
+        "on this device the host does not read what other ranks report: construct with "
+        "check_reduction=True (check_steps) or on_failure='skip' (skip_failed_steps)";
+  } else if (context.phase == detail::Phase::kEnding) {
+    reason = "this backward is ending, and its report was sent: call it before";
+  }
+  if (reason != nullptr) throw Error(context.me() + "skip_step(): " + reason);
+}
+
+/// @throws Error in a backward that averages one of `stepped`.
+void refuse_early_step(const detail::ReducerContext& context,
+                       const std::vector<at::Tensor>& stepped) {
+  if (context.phase != detail::Phase::kRunning || context.members.alone()) return;
+  for (const detail::Parameter& one : context.parameters) {
+    for (const at::Tensor& parameter : stepped) {
+      if (one.variable.is_same(parameter))
+        throw Error(detail::Backward::describe_early_write(context, one));
+    }
+  }
+}
+
 }  // namespace
 
 Reducer::Reducer(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups,
@@ -102,7 +133,7 @@ void Reducer::prepare_for_forward() { core_->prepare_for_forward(); }
 void Reducer::watch_outputs(const std::vector<at::Tensor>& outputs) {
   core_->watch_outputs(outputs);
 }
-void Reducer::set_synchronizing(bool on) { core_->set_synchronizing(on); }
+void Reducer::set_synchronizing(bool on) { core_->synchronizing() = on; }
 bool Reducer::synchronizing() const { return core_->synchronizing(); }
 void Reducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
   core_->between_backwards("set_comm_hook()", [&](ReducerState& state) {
@@ -165,25 +196,61 @@ void Reducer::set_plan(const BucketPlan& plan) {
 }
 std::vector<at::Tensor> Reducer::buffers() const { return core_->buffers(); }
 const std::vector<NamedTensor>& Reducer::parameters() const { return core_->parameters(); }
-void Reducer::record_overlap(bool on) { core_->record_overlap(on); }
-std::optional<OverlapReport> Reducer::overlap_report() const { return core_->overlap_report(); }
+void Reducer::record_overlap(bool on) {
+  core_->between_backwards("record_overlap()", [on](ReducerState& state) {
+    if (on == (state.recorder != nullptr)) return;
+    if (on) {
+      state.recorder = std::make_shared<detail::OverlapRecorder>();
+      state.context.observers.add(state.recorder.get());
+    } else {
+      state.context.observers.remove(state.recorder.get());
+      state.recorder.reset();
+    }
+  });
+}
+std::optional<OverlapReport> Reducer::overlap_report() const {
+  return core_->read([](const ReducerState& state) -> std::optional<OverlapReport> {
+    std::optional<OverlapReport> report;
+    if (state.recorder) report = state.recorder->report();
+    if (!report) return report;
+    for (BucketOverlap& bucket : report->buckets) {
+      for (const int64_t parameter : bucket.parameters)
+        bucket.names.push_back(state.context.parameters[parameter].name);
+    }
+    return report;
+  });
+}
 ReducerStatistics Reducer::statistics() const {
   return core_->read([](const ReducerState& state) { return state.context.statistics.get(); });
 }
 void Reducer::release() { core_->release(); }
 
 void Reducer::begin_join(bool divide_by_initial_world_size) {
-  core_->begin_join(divide_by_initial_world_size);
+  const auto announce = [weak = std::weak_ptr<detail::ReducerCore>(core_)](int64_t argument) {
+    if (const auto core = weak.lock())
+      core->uneven_inputs().announce({JoinEvent::kCustom, argument});
+  };
+  core_->between_backwards("begin_join()", [&](ReducerState&) {
+    core_->uneven_inputs().begin(divide_by_initial_world_size, announce);
+  });
 }
-void Reducer::end_join() { core_->end_join(); }
+void Reducer::end_join() {
+  core_->uneven_inputs().follow();
+  core_->change([this](ReducerState& state) {
+    core_->uneven_inputs().end();
+    // Ranks without data have not done what the others did.
+    state.reporter.tracker.forget();
+    state.context.parameters.forget_versions();
+  });
+}
 JoinEvent Reducer::announce(JoinEvent::Kind kind, int64_t argument) {
-  return core_->announce({kind, argument});
+  return core_->uneven_inputs().announce({kind, argument});
 }
-JoinEvent Reducer::await_event() { return core_->await_event(); }
+JoinEvent Reducer::await_event() { return core_->uneven_inputs().await_event(); }
 void Reducer::shadow_backward_begin(const JoinEvent& event) { core_->shadow_backward_begin(event); }
 void Reducer::shadow_backward_end() { core_->end_by_hand(); }
 int64_t Reducer::last_with_data(bool followed, int64_t states) const {
-  return core_->last_with_data(followed, states);
+  return core_->uneven_inputs().last_with_data(followed, states);
 }
 
 int64_t Reducer::follow_until_end(const std::function<void(const JoinEvent&)>& on_event) {
@@ -218,7 +285,10 @@ void Reducer::release_all() {
 
 at::Tensor Reducer::skip_step() {
   core_->prepare_for_forward();  // there may be none before the backward
-  core_->skip_step();
+  core_->change([](ReducerState& state) {
+    refuse_to_skip(state.context);
+    state.reporter.wants_skip = true;
+  });
   const at::Device device =
       parameters().empty() ? at::Device(at::kCPU) : parameters().front().tensor.device();
   const c10::InferenceMode no_inference(false);
@@ -235,13 +305,16 @@ bool Reducer::step_skipped() const {
 
 void Reducer::optimizer_steps(const std::vector<at::Tensor>& parameters) {
   for (const auto& core : detail::owners_of(parameters)) {
-    for (const at::Tensor& parameter : parameters) core->refuse_step_in_backward(parameter);
+    core->read([&](const ReducerState& state) { refuse_early_step(state.context, parameters); });
   }
 }
 
 void Reducer::optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer,
                                 bool all) {
-  for (const auto& core : detail::owners_of(parameters)) core->optimizer_stepped(optimizer, all);
+  for (const auto& core : detail::owners_of(parameters)) {
+    core->change(
+        [&](ReducerState& state) { state.reporter.tracker.optimizer_stepped(optimizer, all); });
+  }
 }
 
 }  // namespace apex::parallel

@@ -10,6 +10,7 @@
 #include "comm/collectives.h"
 #include "plain_text.h"
 #include "reducer/hooks.h"
+#include "reducer/opening.h"
 #include "reducer/profiler_range.h"
 #include "tensor_parts.h"
 
@@ -199,104 +200,13 @@ std::vector<at::Tensor> ReducerCore::buffers() {
   return buffers;
 }
 
-void ReducerCore::record_overlap(bool on) {
-  refuse_in_backward("record_overlap()");
+// --- a backward that is not autograd's ---
+
+void ReducerCore::begin_by_hand() {
   const Change change(context().monitor);
-  complete_deferred();
-  if (on == (recorder_ != nullptr)) return;
-  if (on) {
-    recorder_ = std::make_unique<OverlapRecorder>();
-    context().observers.add(recorder_.get());
-  } else {
-    context().observers.remove(recorder_.get());
-    recorder_.reset();
-  }
-}
-
-std::optional<OverlapReport> ReducerCore::overlap_report() const {
-  const Read read(context().monitor);
-  if (!recorder_) return std::nullopt;
-  std::optional<OverlapReport> report = recorder_->report();
-  if (!report) return report;
-  for (BucketOverlap& bucket : report->buckets) {
-    for (const int64_t parameter : bucket.parameters)
-      bucket.names.push_back(context().parameters[parameter].name);
-  }
-  return report;
-}
-
-void ReducerCore::optimizer_stepped(int64_t optimizer, bool all) {
-  const Change change(context().monitor);
-  state_.reporter.tracker.optimizer_stepped(optimizer, all);
-}
-
-void ReducerCore::refuse_step_in_backward(const at::Tensor& parameter) const {
-  const Read read(context().monitor);
-  if (context().phase != Phase::kRunning || context().members.alone()) return;
-  for (const Parameter& one : context().parameters) {
-    if (one.variable.is_same(parameter))
-      throw Error(Backward::describe_early_write(context(), one));
-  }
-}
-
-void ReducerCore::skip_step() {
-  const Change change(context().monitor);
-  const char* reason = nullptr;
-  if (context().defers || (context().bucket_callback && !context().options.skip_failed_steps)) {
-    reason =
-        "with OverlappedOptimizer or a bucket callback, parameters are updated before it is known "
-        "whether a rank skips the step: step after backward, or, with a callback, construct with "
-        "on_failure='skip' (skip_failed_steps)";
-  } else if (!context().members.alone() && !context().reads_reports()) {
-    reason =
-        "on this device the host does not read what other ranks report: construct with "
-        "check_reduction=True (check_steps) or on_failure='skip' (skip_failed_steps)";
-  } else if (context().phase == Phase::kEnding) {
-    reason = "this backward is ending, and its report was sent: call it before";
-  }
-  if (reason != nullptr) throw Error(context().me() + "skip_step(): " + reason);
-  state_.reporter.wants_skip = true;
-}
-
-// --- uneven inputs ---
-
-void ReducerCore::begin_join(bool divide_by_initial_world_size) {
-  refuse_in_backward("begin_join()");
-  const Change change(context().monitor);
-  complete_deferred();
-  uneven_.begin(divide_by_initial_world_size, [core = weak_from_this()](int64_t argument) {
-    if (const auto self = core.lock()) self->announce({JoinEvent::kCustom, argument});
-  });
-}
-
-void ReducerCore::end_join() {
-  uneven_.follow();
-  const Change change(context().monitor);
-  uneven_.end();
-  // Ranks without data have not done what the others did.
-  state_.reporter.tracker.forget();
-  context().parameters.forget_versions();
-}
-
-JoinEvent ReducerCore::announce(const JoinEvent& event) {
-  const Change change(context().monitor);
-  try {
-    return context().monitor.open([&] { return uneven_.exchange(&event); });
-  } catch (...) {
-    context().owes_end = false;  // it was an error on every rank, and nobody waits for it
-    throw;
-  }
-}
-
-JoinEvent ReducerCore::await_event() {
-  uneven_.follow();
-  const Change change(context().monitor);
-  return context().monitor.open([&] { return uneven_.exchange(nullptr); });
-}
-
-int64_t ReducerCore::last_with_data(bool followed, int64_t states) const {
-  const Change change(context().monitor);
-  return context().monitor.open([&] { return uneven_.last_with_data(followed, states); });
+  auto session = std::make_shared<BackwardSession>();
+  begin_backward(session);
+  by_hand_ = std::move(session);
 }
 
 void ReducerCore::shadow_backward_begin(const JoinEvent& event) {
@@ -308,9 +218,9 @@ void ReducerCore::shadow_backward_begin(const JoinEvent& event) {
   for (Parameter& parameter : context().parameters) {
     if (!counts && !parameter.touched) parameter.variable.mutable_grad() = at::Tensor();
   }
-  BackwardPass pass = prepare_pass();
+  BackwardPass pass = open_pass(state_, overtaken_);
   state_.reporter.without_data = true;
-  choose_plan();
+  choose_plan(state_);
   by_hand_ = std::make_shared<BackwardSession>();
   by_hand_->join(shared_from_this());
   session_ = by_hand_.get();
@@ -319,24 +229,6 @@ void ReducerCore::shadow_backward_begin(const JoinEvent& event) {
   if (plan == nullptr) return;
   for (PlannedBucket& entry : plan->entries) entry.pending = 0;  // nothing here is waited for
   if (!event.end_follows) backward_->launch_ready({});
-}
-
-void ReducerCore::announce_local_backward() {
-  if (context().joining) announce({JoinEvent::kLocalBackward});
-}
-
-/// Until then ranks without data take part in what modules announce.
-void ReducerCore::announce_end() {
-  if (std::exchange(context().owes_end, false)) announce({JoinEvent::kBackwardEnd});
-}
-
-// --- a backward that is not autograd's ---
-
-void ReducerCore::begin_by_hand() {
-  const Change change(context().monitor);
-  auto session = std::make_shared<BackwardSession>();
-  begin_backward(session);
-  by_hand_ = std::move(session);
 }
 
 void ReducerCore::end_by_hand() {
@@ -361,7 +253,7 @@ void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
   if (in_backward(context().phase)) return;
   if (!synchronizing_.load()) {
     overtake_deferred();
-    announce_local_backward();
+    uneven_.announce_local_backward();
     return;
   }
   // All may be taken by another reducer: see Note [One parameter, one reducer]. A rank on which all
@@ -370,121 +262,28 @@ void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
     begin_backward(session);
   } else {
     state_.reporter.wants_skip = false;  // not of a later backward
-    announce_local_backward();
-  }
-}
-
-/// Before a backward: if the communication hook failed here in the last one, whether it did so on
-/// all ranks.
-void ReducerCore::look_back() {
-  const StepTable* table = state_.reporter.look_back();
-  if (table != nullptr && table->hooks_apart()) context().fail();
-}
-
-/// Before a backward: see Note [One plan per set].
-void ReducerCore::choose_plan() {
-  std::vector<bool> trainable = state_.reporter.trainable = context().parameters.trained();
-  if (state_.book.several() && context().reads_reports()) {
-    StepReport opening;
-    opening.left = state_.book.left();
-    opening.without_data = state_.reporter.without_data;
-    opening.compared = false;
-    state_.reporter.send(opening, std::vector<uint8_t>(trainable.size()), nullptr);
-    const StepTable& table = state_.reporter.receive();
-    try {
-      state_.reporter.refuse(table);
-    } catch (...) {
-      state_.reporter.wants_skip = context().owes_end = false;  // not of a later backward
-      throw;
-    }
-    if (table.all_left()) state_.book.left_by_all(/*keep=*/false);
-    trainable = table.trainable_set();
-  } else if (state_.reporter.without_data) {
-    // What is trainable is for those who have data to say.
-    trainable = state_.book.set().value_or(trainable);
-  }
-  state_.book.choose(trainable);
-}
-
-/// Looks at the gradients and parameters as they are when a backward begins.
-BackwardPass ReducerCore::prepare_pass() {
-  ParameterTable& parameters = context().parameters;
-  std::optional<c10::Device> device;
-  bool several = false;
-  for (const Parameter& parameter : parameters) {
-    if (!parameter.trainable) continue;
-    several = several || (device && *device != parameter.device);
-    device = parameter.device;
-  }
-  if (!device) device = c10::Device(at::kCPU);  // frozen on this rank, and zeros for the others
-  if (several) device.reset();
-  context().observers.tell(&BackwardObserver::began, device, parameters.size());
-
-  BackwardPass pass(parameters.size());
-  pass.overtaken.swap(overtaken_);
-  overtaken_.assign(parameters.size(), 0);
-  bool changed = false;
-  bool touched_changed = false;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    Parameter& parameter = parameters[i];
-    const at::Tensor& grad = parameter.variable.grad();
-    const bool owned = parameters.owns(parameter);
-    if (owned) {
-      const uint32_t version = version_of(parameter.variable);
-      changed = changed || version != parameter.seen_version;
-      touched_changed =
-          touched_changed || (parameter.touched && version != parameter.touched_version);
-      parameter.seen_version = version;
-    }
-    pass.kept[i] = grad.defined();
-    // What accumulated without synchronization is part of this reduction.
-    pass.used[i] = parameter.touched && owned && grad.defined();
-    if (context().options.gradient_average && !context().joining) continue;
-    const auto reduced = parameter.reduced.lock();
-    pass.gradients[i].stale = grad.defined() && reduced &&
-                              reduced.get() == grad.unsafeGetTensorImpl() &&
-                              grad._version() == parameter.reduced_version;
-  }
-  look_back();
-  state_.reporter.backward_began();
-  state_.reporter.tracker.backward_began(changed, touched_changed);
-  return pass;
-}
-
-/// Before a backward, and when it is known how the last one ended.
-void ReducerCore::refuse_failed() const {
-  if (context().phase == Phase::kReleased) {
-    throw Error(
-        "backward after the reducer let go of its process groups (release(), or the end of the "
-        "interpreter): gradients would not be averaged");
-  }
-  if (context().phase == Phase::kFailed) {
-    throw CommunicationError(
-        context().me() +
-        "a collective, or the communication hook of some ranks, failed in an earlier backward, so "
-        "the messages of the ranks do not match any more: start again with a new process group "
-        "and a new wrapper");
+    uneven_.announce_local_backward();
   }
 }
 
 void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session) {
   overtake_deferred();
-  refuse_failed();
+  refuse_failed(context());
   require_same_ranks(*context().members.parent, context().members.rank, context().members.size,
                      "this reducer");
-  BackwardPass pass = prepare_pass();
-  refuse_failed();
+  BackwardPass pass = open_pass(state_, overtaken_);
+  refuse_failed(context());
   if (context().joining) {
     JoinEvent event{JoinEvent::kBackward};
     event.gradients_kept =
         std::any_of(pass.gradients.begin(), pass.gradients.end(),
                     [](const GradientState& gradient) { return gradient.stale; });
     event.end_follows = uneven_.announces_ends();
-    announce(event);
+    uneven_.announce(event);
     context().owes_end = event.end_follows;
   }
   state_.reporter.without_data = false;
-  choose_plan();
+  choose_plan(state_);
   if (Plan* plan = state_.book.current()) plan->move_misplaced_gradients();
   session->join(shared_from_this());
   session_ = session.get();
@@ -582,7 +381,7 @@ void ReducerCore::send(const BackwardSession* session) {
   if (session_ != session) return;
   or_fail([&] {
     if (early_failure_) std::rethrow_exception(std::exchange(early_failure_, nullptr));
-    announce_end();
+    uneven_.announce_end();
     backward_->send();
   });
 }
@@ -621,7 +420,7 @@ void ReducerCore::abandon(const BackwardSession* session) noexcept {
   const Change change(context().monitor);
   if (session_ != session) return;
   try {
-    announce_end();
+    uneven_.announce_end();
   } catch (const RankMismatch&) {
     // Others are elsewhere in this backward: they have seen that, too, and raise as well.
   } catch (...) {

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <unordered_set>
 #include <vector>
@@ -16,7 +15,6 @@
 #include <apex/parallel/reducer.h>
 
 #include "reducer/backward.h"
-#include "reducer/overlap_recorder.h"
 #include "reducer/uneven_inputs.h"
 #include "reducer/watched_outputs.h"
 #include "step/backward_session.h"
@@ -38,18 +36,21 @@ class ReducerCore final : public BackwardParticipant,
   // What the user calls.
   void prepare_for_forward();
   void watch_outputs(const std::vector<at::Tensor>& outputs);
-  void set_synchronizing(bool on) { synchronizing_.store(on); }
-  bool synchronizing() const { return synchronizing_.load(); }
-  void record_overlap(bool on);
+  std::atomic<bool>& synchronizing() { return synchronizing_; }
   void release();
   void wait_for(const std::vector<int64_t>& parameters);
   std::vector<at::Tensor> buffers();
-  std::optional<OverlapReport> overlap_report() const;
   /// For who only looks, for a moment: `look(state)`.
   template <typename Look>
   auto read(Look&& look) const {
     const Read read(context().monitor);
     return look(const_cast<const ReducerState&>(state_));
+  }
+  /// For who changes something, at any time: `body(state)`.
+  template <typename Body>
+  void change(Body&& body) {
+    const Change change(context().monitor);
+    body(state_);
   }
   /// For who changes something, when the last backward is complete: `body(state)`.
   /// @throws apex::Error in a backward; names `what`.
@@ -63,21 +64,11 @@ class ReducerCore final : public BackwardParticipant,
   /// In between_backwards(): the next backward makes a new plan.
   void leave_plan(ReasonToLeave reason);
   const std::vector<NamedTensor>& parameters() const { return context().parameters.named(); }
-  /// `all`: see StepTracker.
-  void optimizer_stepped(int64_t optimizer, bool all);
-  void refuse_step_in_backward(const at::Tensor& parameter) const;
-  void skip_step();
-
-  // Uneven inputs.
-  void begin_join(bool divide_by_initial_world_size);
-  void end_join();
-  JoinEvent announce(const JoinEvent& event);
-  JoinEvent await_event();
-  int64_t last_with_data(bool followed, int64_t states) const;
-  void shadow_backward_begin(const JoinEvent& event);
+  UnevenInputs& uneven_inputs() { return uneven_; }
 
   /// A backward that is not autograd's: gradient_ready() in between. Throws what backward() would.
   void begin_by_hand();
+  void shadow_backward_begin(const JoinEvent& event);
   void end_by_hand();
 
   // What autograd calls.
@@ -109,15 +100,9 @@ class ReducerCore final : public BackwardParticipant,
   void complete_deferred();
   void or_fail(const std::function<void()>& body);
 
-  void look_back();
-  void refuse_failed() const;
-  void choose_plan();
-  BackwardPass prepare_pass();
   void begin_backward(const std::shared_ptr<BackwardSession>& session);
   bool begin_at_gradient(size_t index, const at::Tensor& incoming);
   void overtake_deferred();
-  void announce_local_backward();
-  void announce_end();
 
   mutable ReducerState state_;
   WatchedOutputs outputs_;  ///< guards itself
@@ -128,9 +113,8 @@ class ReducerCore final : public BackwardParticipant,
   bool shares_channel_ = false;
   std::shared_ptr<BackwardSession> by_hand_;  ///< of a backward that is not autograd's
   UnevenInputs uneven_;
-  std::vector<uint8_t> overtaken_;             ///< by parameter: used before its update
-  bool forward_since_ = false;                 ///< since backward returned with buckets in flight
-  std::unique_ptr<OverlapRecorder> recorder_;  ///< only while times are taken
+  std::vector<uint8_t> overtaken_;  ///< by parameter: used before its update
+  bool forward_since_ = false;      ///< since backward returned with buckets in flight
 };
 
 /// Those that are alive, in the order of construction; and of these, the owners of `parameters`.

@@ -38,6 +38,30 @@ void UnevenInputs::end() {
   context_.divisor = context_.members.size;
 }
 
+JoinEvent UnevenInputs::announce(const JoinEvent& event) {
+  const Monitor::Change change(context_.monitor);
+  try {
+    return context_.monitor.open([&] { return exchange(&event); });
+  } catch (...) {
+    context_.owes_end = false;  // it was an error on every rank, and nobody waits for it
+    throw;
+  }
+}
+
+JoinEvent UnevenInputs::await_event() {
+  follow();
+  const Monitor::Change change(context_.monitor);
+  return context_.monitor.open([&] { return exchange(nullptr); });
+}
+
+void UnevenInputs::announce_local_backward() {
+  if (context_.joining) announce({JoinEvent::kLocalBackward});
+}
+
+void UnevenInputs::announce_end() {
+  if (std::exchange(context_.owes_end, false)) announce({JoinEvent::kBackwardEnd});
+}
+
 JoinEvent UnevenInputs::exchange(const JoinEvent* mine) {
   announces_ends_ = announces_ends_ || (mine != nullptr && mine->kind == JoinEvent::kCustom);
   // Gathered, not summed: a rank that does not join is in the all-reduce of a bucket. Gloo would
@@ -77,12 +101,15 @@ JoinEvent UnevenInputs::exchange(const JoinEvent* mine) {
   return event;
 }
 
-int64_t UnevenInputs::last_with_data(bool followed, int64_t states) const {
+int64_t UnevenInputs::last_with_data(bool followed, int64_t states) {
+  const Monitor::Change change(context_.monitor);
   const Membership& members = context_.members;
   const std::vector<int64_t> mine{followed ? members.size : members.rank, followed ? -1 : 0, states,
                                   -states};
-  const at::Tensor least =
-      members.all_reduce("end of join()", at::tensor(mine, at::kLong), c10d::ReduceOp::MIN).wait();
+  const at::Tensor least = context_.monitor.open([&] {
+    return members.all_reduce("end of join()", at::tensor(mine, at::kLong), c10d::ReduceOp::MIN)
+        .wait();
+  });
   const int64_t fewest = least[2].item<int64_t>();
   const int64_t most = -least[3].item<int64_t>();
   if (fewest != most) {

@@ -18,21 +18,27 @@ namespace apex::parallel::detail {
 // data contributes zeros, and from which it learns what to take part in. Everything happens in the
 // order of the announcements, so it is the same on every rank.
 
-/// What a reducer knows of the join() that it is in. The collective ones block the host, as do the
-/// others. Not thread safe, but follow().
+/// A reducer's part of join(). What is collective blocks the host, and takes the right to change
+/// the reducer (see Note [Who may touch a reducer]); for the rest the caller has that.
 class UnevenInputs {
  public:
   UnevenInputs(ReducerContext& context, const void* owner) : context_(context), owner_(owner) {}
 
   /// @param announce  called by collectives of others that ranks without data have to hear of.
   void begin(bool divide_by_initial_world_size, std::function<void(int64_t)> announce);
-  /// This rank has run out of data: it announces nothing any more.
+  /// This rank has run out of data: it announces nothing any more. Thread safe.
   void follow();
   void end();
 
-  /// Collective. @param mine  what this rank announces; null: it has no data.
+  /// What this rank does next, for those that have no data. Collective, as the next.
   /// @throws RankMismatch on every rank if those with data announce different things.
-  JoinEvent exchange(const JoinEvent* mine);
+  JoinEvent announce(const JoinEvent& event);
+  /// What those with data do next, on a rank that has none.
+  JoinEvent await_event();
+  /// Under join() only.
+  void announce_local_backward();
+  /// Until then ranks without data take part in what modules announce. If it is owed.
+  void announce_end();
   /// Whether the ends of backwards are announced, since collectives of others come between.
   bool announces_ends() const { return announces_ends_; }
   /// Whether a rank without data adds what it has kept to the average.
@@ -44,9 +50,11 @@ class UnevenInputs {
   /// @param followed  this rank has taken part in what others announced.
   /// @param states    how many states this rank takes over from that rank; RankMismatch on every
   /// rank if they differ.
-  int64_t last_with_data(bool followed, int64_t states) const;
+  int64_t last_with_data(bool followed, int64_t states);
 
  private:
+  JoinEvent exchange(const JoinEvent* mine);
+
   ReducerContext& context_;
   const void* const owner_;
   bool divide_by_initial_ = true;  ///< averages are over all ranks, also those without data

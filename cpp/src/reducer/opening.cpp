@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "reducer/opening.h"
+
+#include <optional>
+
+#include <apex/error.h>
+
+#include "tensor_parts.h"
+
+namespace apex::parallel::detail {
+
+void refuse_failed(const ReducerContext& context) {
+  if (context.phase == Phase::kReleased) {
+    throw Error(
+        "backward after the reducer let go of its process groups (release(), or the end of the "
+        "interpreter): gradients would not be averaged");
+  }
+  if (context.phase == Phase::kFailed) {
+    throw CommunicationError(
+        context.me() +
+        "a collective, or the communication hook of some ranks, failed in an earlier backward, so "
+        "the messages of the ranks do not match any more: start again with a new process group "
+        "and a new wrapper");
+  }
+}
+
+void choose_plan(ReducerState& state) {
+  ReducerContext& context = state.context;
+  StepReporter& reporter = state.reporter;
+  PlanBook& book = state.book;
+  std::vector<bool> trainable = reporter.trainable = context.parameters.trained();
+  if (book.several() && context.reads_reports()) {
+    StepReport opening;
+    opening.left = book.left();
+    opening.without_data = reporter.without_data;
+    opening.compared = false;
+    reporter.send(opening, std::vector<uint8_t>(trainable.size()), nullptr);
+    const StepTable& table = reporter.receive();
+    try {
+      reporter.refuse(table);
+    } catch (...) {
+      reporter.wants_skip = context.owes_end = false;  // not of a later backward
+      throw;
+    }
+    if (table.all_left()) book.left_by_all(/*keep=*/false);
+    trainable = table.trainable_set();
+  } else if (reporter.without_data) {
+    // What is trainable is for those who have data to say.
+    trainable = book.set().value_or(trainable);
+  }
+  book.choose(trainable);
+}
+
+BackwardPass open_pass(ReducerState& state, std::vector<uint8_t>& overtaken) {
+  ReducerContext& context = state.context;
+  ParameterTable& parameters = context.parameters;
+  std::optional<c10::Device> device;
+  bool several = false;
+  for (const Parameter& parameter : parameters) {
+    if (!parameter.trainable) continue;
+    several = several || (device && *device != parameter.device);
+    device = parameter.device;
+  }
+  if (!device) device = c10::Device(at::kCPU);  // frozen on this rank, and zeros for the others
+  if (several) device.reset();
+  context.observers.tell(&BackwardObserver::began, device, parameters.size());
+
+  BackwardPass pass(parameters.size());
+  pass.overtaken.swap(overtaken);
+  overtaken.assign(parameters.size(), 0);
+  bool changed = false;
+  bool touched_changed = false;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    Parameter& parameter = parameters[i];
+    const at::Tensor& grad = parameter.variable.grad();
+    const bool owned = parameters.owns(parameter);
+    if (owned) {
+      const uint32_t version = version_of(parameter.variable);
+      changed = changed || version != parameter.seen_version;
+      touched_changed =
+          touched_changed || (parameter.touched && version != parameter.touched_version);
+      parameter.seen_version = version;
+    }
+    pass.kept[i] = grad.defined();
+    // What accumulated without synchronization is part of this reduction.
+    pass.used[i] = parameter.touched && owned && grad.defined();
+    if (context.options.gradient_average && !context.joining) continue;
+    const auto reduced = parameter.reduced.lock();
+    pass.gradients[i].stale = grad.defined() && reduced &&
+                              reduced.get() == grad.unsafeGetTensorImpl() &&
+                              grad._version() == parameter.reduced_version;
+  }
+  const StepTable* last = state.reporter.look_back();
+  if (last != nullptr && last->hooks_apart()) context.fail();
+  state.reporter.backward_began();
+  state.reporter.tracker.backward_began(changed, touched_changed);
+  return pass;
+}
+
+}  // namespace apex::parallel::detail
