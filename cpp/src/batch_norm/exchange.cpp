@@ -16,11 +16,10 @@
 
 #include "comm/announcer.h"
 #include "comm/collectives.h"
-#include "comm/failure_report.h"
-#include "comm/group_record.h"
 #include "distributed/backends.h"
 #include "torch_version.h"
 #include "transport/separate_group.h"
+#include "watch/watched_group.h"
 
 namespace apex::parallel::detail {
 
@@ -67,8 +66,8 @@ constexpr size_t kMaxGatheredBytes = size_t{1} << 20;
 
 /// Of the exchanges in `group`, those that this rank has refused included.
 int64_t next_exchange(const c10d::ProcessGroup& group) {
-  const GroupRecordPtr record = record_of(group);
-  return record ? ++record->exchanges : 0;
+  const WatchedGroupPtr known = watched(group);
+  return known ? ++known->exchanges : 0;
 }
 
 Header header_of(const Peers& peers, int64_t bytes, Direction direction, int64_t channels) {
@@ -124,7 +123,7 @@ void refuse_different(const c10d::ProcessGroup& group, const std::vector<Header>
     if (refused) text += ", its exchange number " + std::to_string(header.number);
     last = std::max(last, header.number);
   }
-  if (const GroupRecordPtr record = record_of(group)) record->exchanges = last;  // all raise
+  if (const WatchedGroupPtr known = watched(group)) known->exchanges = last;  // all raise
   throw RankMismatch(
       text +
       ". Nothing was exchanged. Every rank has to run the same synchronized layers, forward and "

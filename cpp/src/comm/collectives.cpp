@@ -18,23 +18,17 @@
 #include <apex/interruption.h>
 
 #include "comm/error_text.h"
-#include "comm/failure_listener.h"
-#include "comm/group_record.h"
 #include "distributed/backends.h"
 #include "interruption.h"
 #include "tensor_parts.h"
 #include "torch_version.h"
 #include "transport/separate_group.h"
+#include "watch/timing.h"
+#include "watch/watched_group.h"
 
 namespace apex::parallel {
 
 namespace {
-
-/// A wait that takes longer is unusual, and worth a connection to the store.
-constexpr std::chrono::milliseconds kUsual{250};
-constexpr std::chrono::milliseconds kSlice{50};
-/// A rank that has ended may have done its part before: what it sent arrives within this.
-constexpr std::chrono::milliseconds kOnTheWay{500};
 
 /// From this size on a tensor alone is received where it lies; others by way of a copy.
 constexpr int64_t kInPlaceBytes = int64_t{1} << 20;
@@ -76,23 +70,30 @@ void end_if_interrupted(const c10d::ProcessGroup& group) {
                     ": interrupted while it waited for other ranks");
 }
 
+void throw_if_bad(const Verdict& verdict) {
+  switch (verdict.kind) {
+    case Verdict::kOk:
+      return;
+    case Verdict::kHook:
+      throw HookFailed{verdict.text};
+    case Verdict::kApart:
+      throw Error("the ranks are in different collectives: " + verdict.text);
+    case Verdict::kFailed:
+      throw Error("another rank reports that a collective of this group has failed");
+    case Verdict::kLost:
+      throw Error("a process of this group has ended, and the store with it");
+  }
+}
+
 /// Calls `ended_within(slice)` until it returns true, or another rank reports a failure.
 void wait_or_hear(const c10d::ProcessGroup& group,
                   const std::function<bool(std::chrono::milliseconds)>& ended_within,
-                  const std::function<void()>& meanwhile = {},
-                  Waiting waiting = Waiting::kInCollective) {
-  if (ended_within(kUsual)) return;
-  FailureListener listener(group, waiting);
-  while (!ended_within(kSlice)) {
+                  const std::function<void()>& meanwhile = {}, bool in_hook = false) {
+  if (ended_within(timing::kUsual)) return;
+  Wait wait(group, in_hook);
+  while (!ended_within(timing::kSlice)) {
     end_if_interrupted(group);
-    if (const std::string hook = listener.hook(); !hook.empty()) throw HookFailed{hook};
-    if (const std::string apart = listener.apart(); !apart.empty()) {
-      throw Error("the ranks are in different collectives: " + apart);
-    }
-    if (listener.heard())
-      throw Error("another rank reports that a collective of this group has failed");
-    if (listener.is_left_alone())
-      throw Error("a process of this group has ended, and the store with it");
+    throw_if_bad(wait.poll());
     advance_host_channels();
     if (meanwhile) meanwhile();
   }
@@ -190,7 +191,7 @@ bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group,
 }  // namespace
 
 bool hears_reports(const c10d::ProcessGroup& group) {
-  return can_stop_waiting(group) && record_of(group) != nullptr;
+  return can_stop_waiting(group) && watched(group) != nullptr;
 }
 
 std::string note_on_ranks(const c10d::ProcessGroup& group) {
@@ -321,14 +322,14 @@ std::vector<bool> broadcast_changes(const std::string& what, c10d::ProcessGroup&
 void wait_for_ranks(const std::string& what, const c10d::ProcessGroup& group,
                     const std::function<bool(std::chrono::milliseconds)>& ended_within) {
   using Clock = std::chrono::steady_clock;
-  const GroupRecordPtr record = find_record(group);
+  const WatchedGroupPtr known = find_watched(group);
   std::optional<Clock::time_point> seen;  // that a process has ended
   try {
     wait_or_hear(group, [&](std::chrono::milliseconds slice) {
       if (ended_within(slice)) return true;
-      if (!record) return false;
-      if (!seen && !look_around(*record, ProcessState::kEnded).empty()) seen = Clock::now();
-      if (seen && Clock::now() - *seen > kOnTheWay)
+      if (!known) return false;
+      if (!seen && !look_around(*known, ProcessState::kEnded).empty()) seen = Clock::now();
+      if (seen && Clock::now() - *seen > timing::kOnTheWay)
         throw Error("a process of this group has ended");
       return false;
     });
@@ -359,7 +360,7 @@ void wait_future(c10::ivalue::Future& future, const std::string& what,
             std::unique_lock<std::mutex> lock(shared->mutex);
             return shared->ended.wait_for(lock, slice, [&] { return shared->done; });
           },
-          {}, Waiting::kForHook);
+          {}, /*in_hook=*/true);
     }
     future.wait();
   } catch (...) {

@@ -17,8 +17,8 @@
 
 #include <apex/export.h>
 
-#include "comm/call_history.h"
-#include "comm/failure_report.h"
+#include "comm/named_collective.h"
+#include "watch/watcher.h"
 
 namespace apex::parallel {
 

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/process_state.h"
+#include "watch/process_state.h"
 
 namespace apex::parallel {
 

@@ -13,7 +13,7 @@
 
 #include <apex/error.h>
 
-#include "comm/call_history.h"
+#include "watch/call_log.h"
 #include "comm/host_protocol.h"
 #include "comm/host_sum.h"
 
@@ -184,7 +184,7 @@ HostChannel::WorkPtr HostChannel::post(std::shared_ptr<Operation> operation, Mes
   operation->op = message.op;
   operation->root = message.root;
   operation->keeps_part = message.keeps_part;
-  const std::string said = CallHistory::in_common(operation->what);
+  const std::string said = CallLog::in_common(operation->what);
   copy_bytes(message.what, said.data(), std::min(said.size(), sizeof(message.what) - 1));
   APEX_HOST_STEP("message written");
   operation->message = std::make_unique<Message>(message);

@@ -19,7 +19,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "comm/host_memory.h"
-#include "comm/process_state.h"
+#include "watch/process_state.h"
 #include "comm/sliced_work.h"
 
 namespace apex::parallel {

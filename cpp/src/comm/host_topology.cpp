@@ -17,7 +17,7 @@
 
 #include <apex/error.h>
 
-#include "comm/process_state.h"
+#include "watch/process_state.h"
 #include "distributed/backends.h"
 
 namespace apex::parallel {

@@ -11,10 +11,10 @@
 
 #include "comm/collectives.h"
 #include "comm/endings.h"
-#include "comm/failure_listener.h"
-#include "comm/failure_report.h"
 #include "torch_version.h"
 #include "transport/separate_group.h"
+#include "watch/watched_group.h"
+#include "watch/watcher.h"
 
 namespace apex::parallel {
 
@@ -76,7 +76,7 @@ void Membership::separate(bool on_cpu) {
                                std::to_string(name) + "/" + std::to_string(i);
     groups[i] = make_separate_group(given, unique, connects);
     shares_groups = shares_groups || groups[i] == given;
-    hear_too(*groups[i], *parent);
+    watch_with(*groups[i], *parent);
   }
 }
 

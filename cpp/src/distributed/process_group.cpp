@@ -16,8 +16,8 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
-#include "comm/group_record.h"
-#include "comm/process_state.h"
+#include "watch/watched_group.h"
+#include "watch/process_state.h"
 #include "distributed/backends.h"
 #include "distributed/rendezvous.h"
 #include "transport/host_backend.h"

@@ -9,7 +9,9 @@
 
 #include "comm/collectives.h"
 #include "comm/error_text.h"
-#include "comm/hook_failure.h"
+#include "comm/host_channel.h"
+#include "distributed/backends.h"
+#include "interruption.h"
 #include "reducer/reduction.h"
 
 namespace apex::parallel::detail {
@@ -129,7 +131,7 @@ class HookReduction final : public Reduction {
   [[noreturn]] void throw_failed(const std::string& what, const std::exception_ptr& error,
                                  bool begun) const {
     const std::string cause = message_of(error);
-    if (heard_ && !hooks_failed_alike(all_groups_, group_, what, cause, begun))
+    if (heard_ && !failed_alike(what, cause, begun))
       throw_communication_error(what, *group_, error, kHooksApart);
     // No other rank is notified, so the messages of the ranks may not match any more.
     if (!heard_ && !alone_ && begun)
@@ -139,6 +141,15 @@ class HookReduction final : public Reduction {
     } catch (...) {
       std::throw_with_nested(Error(who() + what + " failed: " + cause));
     }
+  }
+
+  bool failed_alike(const std::string& what, const std::string& cause, bool begun) const {
+    const auto timeout = distributed::gloo_timeout(*group_->getBackend(at::kCPU));
+    return hooks_failed_alike(all_groups_, group_, what, cause, begun,
+                              timeout.value_or(std::chrono::milliseconds(0)), [] {
+                                advance_host_channels();  // others may need this rank to get here
+                                return !is_interrupted();
+                              });
   }
 
   std::string who() const {

@@ -13,6 +13,7 @@
 #include "reducer/opening.h"
 #include "reducer/profiler_range.h"
 #include "tensor_parts.h"
+#include "watch/watched_group.h"
 
 namespace apex::parallel::detail {
 

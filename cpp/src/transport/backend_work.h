@@ -24,8 +24,8 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "comm/host_channel.h"
-#include "comm/process_state.h"
 #include "comm/sliced_work.h"
+#include "watch/process_state.h"
 
 namespace apex::parallel {
 

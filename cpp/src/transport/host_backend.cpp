@@ -14,16 +14,16 @@
 #include <apex/distributed/host_backend.h>
 #include <apex/error.h>
 
-#include "comm/call_history.h"
 #include "comm/endings.h"
 #include "comm/error_text.h"
 #include "comm/host_channel.h"
 #include "comm/host_hierarchy.h"
 #include "comm/host_topology.h"
-#include "comm/process_state.h"
+#include "comm/named_collective.h"
 #include "tensor_parts.h"
 #include "torch_version.h"
 #include "transport/backend_work.h"
+#include "watch/process_state.h"
 
 namespace apex::parallel {
 

@@ -2,8 +2,10 @@
 #include "transport/separate_group.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
+#include <exception>
+#include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -16,15 +18,14 @@
 
 #include <apex/error.h>
 
-#include "comm/bounded_call.h"
 #include "comm/by_group.h"
 #include "comm/collectives.h"
 #include "comm/endings.h"
-#include "comm/failure_report.h"
-#include "comm/process_state.h"
 #include "distributed/backends.h"
 #include "torch_version.h"
 #include "transport/host_backend.h"
+#include "watch/process_state.h"
+#include "watch/watcher.h"
 
 namespace apex::parallel {
 
@@ -113,19 +114,31 @@ using HostBackendPtr = c10::intrusive_ptr<HostBackend>;
 HostBackendPtr connect_backend(const c10d::ProcessGroup& parent, const std::string& what,
                                milliseconds timeout, std::function<HostBackendPtr()> make) {
   begin_call(parent, what);  // from here on this rank hears of failures, and reports its own
-  const auto made = std::make_shared<HostBackendPtr>();
-  BoundedCall connect([made, make = std::move(make)](const std::atomic<bool>&) { *made = make(); });
+  HostBackendPtr backend;
+  std::promise<HostBackendPtr> promise;
+  std::future<HostBackendPtr> made = promise.get_future();
+  std::thread([make = std::move(make), promise = std::move(promise)]() mutable {
+    try {
+      HostBackendPtr backend = make();
+      make = nullptr;  // whoever waits may rely on it that nothing is held any more
+      promise.set_value(std::move(backend));
+    } catch (...) {
+      make = nullptr;
+      promise.set_exception(std::current_exception());
+    }
+  }).detach();
   const auto deadline = Clock::now() + timeout + kAtTheLatest;
   wait_for_ranks(what, parent, [&](milliseconds slice) {
     const auto now = Clock::now();
-    const bool ended = connect.wait_until(std::min(now + slice, deadline));
+    const bool ended =
+        made.wait_until(std::min(now + slice, deadline)) == std::future_status::ready;
     if (!ended && now >= deadline) {
       throw Error("the ranks did not meet within " + std::to_string(timeout.count()) + " ms");
     }
-    if (ended && connect.error()) std::rethrow_exception(connect.error());
+    if (ended) backend = made.get();
     return ended;
   });
-  return std::move(*made);
+  return backend;
 }
 
 /// What host_backend_of() has made for a group; it ends some calls after the group.

@@ -10,7 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "comm/process_state.h"
+#include "watch/process_state.h"
 
 namespace apex::testing {
 

@@ -26,9 +26,10 @@
 
 #include "comm/collectives.h"
 #include "comm/host_topology.h"
-#include "comm/process_state.h"
 #include "distributed/backends.h"
 #include "transport/separate_group.h"
+#include "watch/process_state.h"
+#include "watch/watched_group.h"
 
 /// Ranks as processes over Gloo, which say that they are on several hosts. Oracle: that of
 /// support/host_messages.h. Ranks as threads: host_hierarchy_threads_test.cpp.
@@ -508,7 +509,7 @@ int64_t most_requests_of_a_wrapper(const Places& places, bool on_cpu) {
     issue_all_reduce("a comparison of models", *group, at::ones({1}))->wait();
     remember_processes(*group);
     const auto own = make_separate_group(group, "counted", on_cpu);
-    hear_too(*own, *group);
+    watch_with(*own, *group);
     issue_all_reduce("a control message", *own, at::ones({1}))->wait();
     asked[self.rank] = store.requests() - before;
     group->barrier()->wait();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "comm/notice_board.h"
+#include "watch/notice_board.h"
 
 #include <support/counting_store.h>
 
@@ -19,7 +19,7 @@ namespace apex::parallel {
 namespace {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
-using Texts = std::map<int, std::string>;
+using Texts = std::map<std::string, std::string>;
 
 /// One of each kind: a file's has no append().
 std::vector<StorePtr> stores() {
@@ -35,19 +35,18 @@ std::vector<StorePtr> stores() {
           c10::make_intrusive<c10d::FileStore>(file, 1)};
 }
 
-TEST(NoticeBoard, TextsOfRanks_AreReadAsTheyWerePostedLast) {
+TEST(NoticeBoard, TextsOfAuthors_AreReadAsTheyWerePostedLast) {
   for (const StorePtr& store : stores()) {
     const NoticeBoard board("test");
     EXPECT_EQ(board.posts(*store), 0);
     EXPECT_EQ(board.read(*store), Texts{});
-    board.post(*store, 12, "two\nlines, 3 4\n");
-    board.post(*store, 0, "");
-    board.post(*store, 3, "replaced");
-    board.post(*store, 3, "by this");
-    board.post(*store, 7, "withdrawn");
-    board.withdraw(*store, 7);
-    EXPECT_EQ(board.posts(*store), 6);
-    EXPECT_EQ(board.read(*store), (Texts{{0, ""}, {3, "by this"}, {12, "two\nlines, 3 4\n"}}));
+    board.post(*store, "12 of a", "two\nlines, 3 4\n");
+    board.post(*store, "0", "");
+    board.post(*store, "3", "replaced");
+    board.post(*store, "3", "by this");
+    EXPECT_EQ(board.posts(*store), 4);
+    EXPECT_EQ(board.read(*store),
+              (Texts{{"0", ""}, {"3", "by this"}, {"12 of a", "two\nlines, 3 4\n"}}));
     EXPECT_EQ(NoticeBoard("another").read(*store), Texts{});
   }
 }
@@ -58,7 +57,8 @@ TEST(NoticeBoard, RanksPostAtOnce_NoneIsLost) {
     std::vector<std::thread> ranks;
     for (int rank = 0; rank < 8; ++rank) {
       ranks.emplace_back([&board, &store, rank] {
-        for (int time = 0; time < 5; ++time) board.post(*store, rank, std::to_string(time));
+        for (int time = 0; time < 5; ++time)
+          board.post(*store, std::to_string(rank), std::to_string(time));
       });
     }
     for (std::thread& rank : ranks) rank.join();
@@ -73,7 +73,7 @@ TEST(NoticeBoard, RanksPostAtOnce_NoneIsLost) {
 TEST(NoticeBoard, ManyRanks_AreReadInAFewRequests) {
   const auto store = c10::make_intrusive<apex::testing::CountingStore>();
   const NoticeBoard board("test");
-  for (int rank = 0; rank < 1000; ++rank) board.post(*store, rank, "lost");
+  for (int rank = 0; rank < 1000; ++rank) board.post(*store, std::to_string(rank), "lost");
   const int64_t before = store->requests();
   EXPECT_EQ(board.posts(*store), 1000);
   EXPECT_EQ(board.read(*store).size(), 1000U);

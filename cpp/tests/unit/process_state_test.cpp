@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "comm/process_state.h"
+#include "watch/process_state.h"
 
 #include <support/child_process.h>
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Ranks are threads that share a store. The oracle is what the test itself lets each of them do.
 
-#include "comm/failure_report.h"
+#include "watch/watcher.h"
 
 #include <support/child_process.h>
 #include <support/counting_store.h>
@@ -14,7 +14,7 @@
 
 #include <gtest/gtest.h>
 
-#include "comm/group_record.h"
+#include "watch/watched_group.h"
 
 namespace apex::parallel {
 namespace {
@@ -32,32 +32,32 @@ std::vector<std::string> reports(const StoredGroups& groups,
   std::vector<std::string> texts(groups.size());
   std::vector<std::thread> ranks;
   for (size_t i = 0; i < groups.size(); ++i) {
-    record_of(*groups[i]);
+    watched(*groups[i]);
     ranks.emplace_back([&, i] { texts[i] = report_failure(*groups[i], collectives[i]); });
   }
   for (std::thread& rank : ranks) rank.join();
   return texts;
 }
 
-TEST(FailureReport, EveryRankReports_NobodyIsBlamed) {
+TEST(ReportFailure, EveryRankReports_NobodyIsBlamed) {
   const auto groups = make_stored_groups(3, "all");
   const auto texts = reports(groups, {"a", "a", "a"});
   EXPECT_EQ(texts, std::vector<std::string>(3, kAllReported));
   for (const auto& group : groups) EXPECT_TRUE(has_failed(*group));
 }
 
-TEST(FailureReport, RanksFailInOtherCollectives_EachIsToldWhere) {
+TEST(ReportFailure, RanksFailInOtherCollectives_EachIsToldWhere) {
   const auto texts = reports(make_stored_groups(2, "others"), {"a", "b"});
   EXPECT_EQ(texts[0], kAllReported + "; rank 1 failed in b");
   EXPECT_EQ(texts[1], kAllReported + "; rank 0 failed in a");
 }
 
 // Of N ranks each waits for all others; with a key for each, every look took N requests.
-TEST(FailureReport, ManyRanksAreSilent_ALookTakesFewRequests) {
+TEST(ReportFailure, ManyRanksAreSilent_ALookTakesFewRequests) {
   constexpr int kRanks = 200;
   const auto store = c10::make_intrusive<apex::testing::CountingStore>();
   const auto groups = make_stored_groups(kRanks, "many", store);
-  record_of(*groups[0]);
+  watched(*groups[0]);
   const int64_t before = store->requests();
   reports({groups[0]}, {"a"});
   const int64_t looks = 500 / 40 + 2;  // in half a second, with 40 ms between two
@@ -65,7 +65,7 @@ TEST(FailureReport, ManyRanksAreSilent_ALookTakesFewRequests) {
   EXPECT_LT(store->requests() - before, 2 * looks + 20);
 }
 
-TEST(FailureReport, RanksSayNothing_AreNamed) {
+TEST(ReportFailure, RanksSayNothing_AreNamed) {
   const auto texts = reports({make_stored_groups(3, "silent")[0]}, {"a"});
   EXPECT_EQ(texts[0],
             "; ranks 1, 2 have not reported this failure within 500 ms: stopped, cut off, or never "
@@ -73,14 +73,14 @@ TEST(FailureReport, RanksSayNothing_AreNamed) {
 }
 
 // With proof nobody is waited for.
-TEST(FailureReport, ProcessOfARankHasEnded_IsNamedByWhoHadNotAskedBefore) {
+TEST(ReportFailure, ProcessOfARankHasEnded_IsNamedByWhoHadNotAskedBefore) {
   if (!this_process()) GTEST_SKIP() << "no /proc";
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   const auto groups = make_stored_groups(3, "ended", store);
   const ChildProcess child;
   child.become_zombie();
   const std::string name = child.name().encode();
-  record_of(*groups[0])->process_board(child.name().host).post(*store, 2, name);
+  watched(*groups[0])->process_board(child.name().host).post(*store, "2", name);
   const auto texts = reports({groups[0], groups[1]}, {"a", "a"});
   const std::string expected =
       "; rank 2 has ended (process " + std::to_string(child.name().pid) + ")";
@@ -88,13 +88,13 @@ TEST(FailureReport, ProcessOfARankHasEnded_IsNamedByWhoHadNotAskedBefore) {
 }
 
 // Ranks of another host cannot see for themselves that a process has ended.
-TEST(FailureReport, ProofOfAnotherRank_IsPassedOn) {
+TEST(ReportFailure, ProofOfAnotherRank_IsPassedOn) {
   if (!this_process()) GTEST_SKIP() << "no /proc";
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   const auto groups = make_stored_groups(3, "proof", store);
   const ChildProcess child;
   child.become_zombie();
-  const GroupRecordPtr zero = record_of(*groups[0]), one = record_of(*groups[1]);
+  const WatchedGroupPtr zero = watched(*groups[0]), one = watched(*groups[1]);
   zero->processes.emplace(1, *this_process());  // so that it does not read them
   one->processes.emplace(2, child.name());
   const auto texts = reports({groups[0], groups[1]}, {"a", "a"});
@@ -104,69 +104,79 @@ TEST(FailureReport, ProofOfAnotherRank_IsPassedOn) {
 }
 
 // A reducer's messages have a group of their own; the other ranks may wait in the user's.
-TEST(FailureReport, OneRankFailsInTheGroupThatIsHeardToo_BothHaveReported) {
+TEST(ReportFailure, OneRankFailsInTheGroupThatIsHeardToo_BothHaveReported) {
   const auto parents = make_stored_groups(2, "parent");
   const auto own = make_stored_groups(2, "own");
-  for (size_t rank = 0; rank < 2; ++rank) hear_too(*own[rank], *parents[rank]);
+  for (size_t rank = 0; rank < 2; ++rank) watch_with(*own[rank], *parents[rank]);
   const auto texts = reports({own[0], parents[1]}, {"a", "b"});
   EXPECT_EQ(texts[0], kAllReported + "; rank 1 failed in b");
   EXPECT_EQ(texts[1], kAllReported + "; rank 0 failed in a");
 }
 
-// Where a rank could not tell both groups, what it has told one of them counts.
-TEST(FailureReport, OneRankHearsNoOtherGroup_ItsReportIsRead) {
-  const auto parents = make_stored_groups(2, "parent");
-  const auto own = make_stored_groups(2, "own");
-  hear_too(*own[0], *parents[0]);
-  const auto texts = reports(own, {"a", "a"});
-  EXPECT_EQ(texts, std::vector<std::string>(2, kAllReported));
-}
-
-TEST(FailureReport, NothingHasFailed_SaysSo) {
+TEST(ReportFailure, NothingHasFailed_SaysSo) {
   const auto groups = make_stored_groups(2, "well");
   EXPECT_FALSE(has_failed(*groups[0]));
   begin_call(*groups[0], "a");
   EXPECT_FALSE(has_failed(*groups[0]));
 }
 
-// Ranks that wait look at the count, and then for who has reported.
-TEST(FailureReport, Announced_IsInTheStore) {
+/// What ranks have posted, by those who can see it.
+RankStatuses posted(c10d::Store& store, const WatchedGroupPtr& group) {
+  RankStatuses all;
+  for (const auto& [author, text] : NoticeBoard("apex/status/" + group->name).read(store))
+    all[{std::stoi(author), author.substr(author.find(' ') + 1)}] = RankStatus::decode(text);
+  return all;
+}
+
+TEST(ReportFailure, Announced_IsInTheStoreWhenItReturns) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   const auto groups = make_stored_groups(2, "announced", store);
   announce_failure(*groups[1], "a");
-  const GroupRecordPtr one = record_of(*groups[1]);
-  EXPECT_EQ(store->add(one->count_key(), 0), 1);
-  EXPECT_EQ(one->report_board().read(*store), (std::map<int, std::string>{{1, "\na"}}));
+  const WatchedGroupPtr one = watched(*groups[1]);
+  const RankStatuses all = posted(*store, one);
+  ASSERT_EQ(all.size(), 1U);
+  EXPECT_EQ(all.at({1, one->name}).failure->what, "a");
   EXPECT_TRUE(has_failed(*groups[1]));
 }
 
-TEST(FailureReport, CallIsRefused_IsInTheStoreByItsNumber) {
+TEST(ReportFailure, CallIsRefused_IsInTheStoreByItsNumberUntilTheRankGoesOn) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   const auto groups = make_stored_groups(2, "refused", store);
   begin_call(*groups[1], "a");
   refuse_call(*groups[1], "b");
-  const GroupRecordPtr one = record_of(*groups[1]);
-  EXPECT_TRUE(store->check({one->refusal_key(2)}));
-  EXPECT_EQ(one->report_board().read(*store), (std::map<int, std::string>{{1, "\nb"}}));
+  const WatchedGroupPtr one = watched(*groups[1]);
+  const auto failure = [&] { return *posted(*store, one).at({1, one->name}).failure; };
+  EXPECT_EQ(failure().refused, 2);
+  EXPECT_FALSE(failure().over);
   EXPECT_FALSE(has_failed(*groups[1]));
   begin_call(*groups[1], "c");  // it goes on
-  EXPECT_TRUE(one->report_board().read(*store).empty());
+  one->report([](RankStatus&) {}).wait();
+  EXPECT_TRUE(failure().over);
 }
 
-// What was reported on behalf of another group is over when this one goes on.
-TEST(FailureReport, GroupThatIsHeardTooGoesOn_ItsReportIsTakenBack) {
+// A refusal does not take back what was reported before.
+TEST(ReportFailure, RefusedAfterAFailure_HasStillFailed) {
+  const auto groups = make_stored_groups(2, "refused");
+  announce_failure(*groups[1], "a");
+  refuse_call(*groups[1], "b");
+  EXPECT_TRUE(has_failed(*groups[1]));
+}
+
+// What was reported about a group that was made from another is over when that one goes on.
+TEST(ReportFailure, ParentGoesOn_ItsReportIsOver) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   const auto parents = make_stored_groups(2, "parent", store);
   const auto own = make_stored_groups(2, "own");
-  for (size_t rank = 0; rank < 2; ++rank) hear_too(*own[rank], *parents[rank]);
+  for (size_t rank = 0; rank < 2; ++rank) watch_with(*own[rank], *parents[rank]);
   reports(own, {"a", "a"});
-  const GroupRecordPtr parent = record_of(*parents[0]);
-  ASSERT_EQ(parent->report_board().read(*store).count(0), 1U);
+  const WatchedGroupPtr parent = watched(*parents[0]);
+  const std::string name = watched(*own[0])->name;
   begin_call(*parents[0], "b");
-  const std::map<int, std::string> left = parent->report_board().read(*store);
-  EXPECT_EQ(left.count(0), 0U);
-  EXPECT_FALSE(store->check({parent->farewell_key(0)}));
-  EXPECT_EQ(left.count(1), 1U);
+  parent->report([](RankStatus&) {}).wait();
+  const RankStatuses left = posted(*store, parent);
+  EXPECT_TRUE(left.at({0, name}).failure->over);
+  EXPECT_FALSE(left.at({1, name}).failure->over);
+  EXPECT_EQ(store->add(parent->left_key(), 0), 1);
 }
 
 }  // namespace

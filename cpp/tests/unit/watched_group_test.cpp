@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "comm/group_record.h"
+#include "watch/watched_group.h"
 
 #include <support/stored_group.h>
 
@@ -11,9 +11,6 @@
 #include <vector>
 
 #include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/FileStore.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "distributed/backends.h"
 
@@ -44,76 +41,52 @@ namespace {
 
 using apex::testing::make_stored_groups;
 
-TEST(GroupRecord, FirstAskedFor_TellsTheOthersWhichProcessThisIs) {
+TEST(WatchedGroup, FirstAskedFor_TellsTheOthersWhichProcessThisIs) {
   if (!this_process()) GTEST_SKIP() << "no /proc";
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   const auto groups = make_stored_groups(2, "told", store);
-  const GroupRecordPtr one = record_of(*groups[1]);
+  const WatchedGroupPtr one = watched(*groups[1]);
   ASSERT_TRUE(one);
   EXPECT_EQ(one->rank, 1);
   EXPECT_EQ(one->size, 2);
-  const std::map<int, std::string> told{{1, this_process()->encode()}};
+  const std::map<std::string, std::string> told{{"1", this_process()->encode()}};
   EXPECT_EQ(one->process_board(this_process()->host).read(*store), told);
-  EXPECT_EQ(record_of(*groups[1]), one);
-  EXPECT_EQ(find_record(*groups[1]), one);
-  EXPECT_EQ(find_record(*groups[0]), nullptr);
+  EXPECT_EQ(watched(*groups[1]), one);
+  EXPECT_EQ(find_watched(*groups[1]), one);
+  EXPECT_EQ(find_watched(*groups[0]), nullptr);
 }
 
-TEST(GroupRecord, OneRank_HasNobodyToTell) {
+TEST(WatchedGroup, OneRank_HasNobodyToTell) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
-  EXPECT_EQ(record_of(*make_stored_groups(1, "alone", store)[0]), nullptr);
+  EXPECT_EQ(watched(*make_stored_groups(1, "alone", store)[0]), nullptr);
   EXPECT_EQ(store->getNumKeys(), 0);
 }
 
 // A store that outlives its groups holds what an earlier one of this name has reported.
-TEST(GroupRecord, SameNameAgain_HasOtherKeysThanBeforeAndTheSameOnEveryRank) {
+TEST(WatchedGroup, SameNameAgain_HasAnotherNameThanBeforeAndTheSameOnEveryRank) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   std::string earlier;
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> kept;  // a group is known by its address
   for (int time = 0; time < 2; ++time) {
     const auto groups = make_stored_groups(2, "again", store);
-    const std::string key = record_of(*groups[0])->count_key();
-    EXPECT_EQ(record_of(*groups[1])->count_key(), key);
-    EXPECT_NE(key, earlier);
-    earlier = key;
+    const std::string name = watched(*groups[0])->name;
+    EXPECT_EQ(watched(*groups[1])->name, name);
+    EXPECT_NE(name, earlier);
+    earlier = name;
     kept.insert(kept.end(), groups.begin(), groups.end());
   }
 }
 
-TEST(GroupRecord, ReadProcesses_FindsThoseOfTheOthersWhoHaveTold) {
+TEST(WatchedGroup, ReadProcesses_FindsThoseOfTheOthersWhoHaveTold) {
   if (!this_process()) GTEST_SKIP() << "no /proc";
-  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
-  const auto groups = make_stored_groups(4, "read", store);
-  const GroupRecordPtr one = record_of(*groups[1]);
-  record_of(*groups[0]);
-  record_of(*groups[3]);
-  read_processes(*store, *one);
+  const auto groups = make_stored_groups(4, "read");
+  const WatchedGroupPtr one = watched(*groups[1]);
+  watched(*groups[0]);
+  watched(*groups[3]);
+  remember_processes(*groups[1]);
   ASSERT_EQ(one->processes.size(), 2U);
   EXPECT_EQ(one->processes.at(0).encode(), this_process()->encode());
   EXPECT_EQ(one->processes.at(3).encode(), this_process()->encode());
-}
-
-// A call that blocks in a connection would keep the user's own calls waiting.
-TEST(GroupRecord, OwnConnection_ToAServer_IsAnotherOne) {
-  c10d::TCPStoreOptions options;
-  options.port = 0;
-  options.isServer = true;
-  options.waitWorkers = false;
-  const StorePtr server = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
-  const StorePtr prefixed = c10::make_intrusive<c10d::PrefixStore>("a", server);
-  for (const StorePtr& store : {server, prefixed}) {
-    const StorePtr own = own_connection(store);
-    EXPECT_NE(own, store);
-    store->set("key", "value");
-    EXPECT_EQ(own->get_to_str("key"), "value");
-  }
-}
-
-// A file is removed when as many stores on it have ended as there are ranks.
-TEST(GroupRecord, OwnConnection_ToAFile_IsTheSame) {
-  const std::string path = ::testing::TempDir() + "apex_group_record_test";
-  const StorePtr file = c10::make_intrusive<c10d::FileStore>(path, 1);
-  EXPECT_EQ(own_connection(file), file);
 }
 
 }  // namespace

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "watch/rank_status.h"
+
+#include <iomanip>
+#include <locale>
+#include <sstream>
+
+#include "plain_text.h"
+
+namespace apex::parallel {
+
+std::string RankStatus::encode() const {
+  PlainText out;
+  out << failure.has_value() << ' ' << hook.has_value();
+  if (failure) {
+    out << ' ' << std::quoted(failure->what) << ' ' << failure->refused << ' ' << failure->over
+        << ' ' << failure->proof.size();
+    for (const auto& [rank, state] : failure->proof)
+      out << ' ' << rank << ' ' << std::quoted(state);
+  }
+  if (hook)
+    out << ' ' << hook->generation << ' ' << hook->position << ' ' << hook->begun << ' '
+        << std::quoted(hook->what) << ' ' << std::quoted(hook->cause);
+  return out.str();
+}
+
+RankStatus RankStatus::decode(const std::string& text) {
+  std::istringstream in(text);
+  in.imbue(std::locale::classic());
+  RankStatus status;
+  bool failed = false, in_hook = false;
+  in >> failed >> in_hook;
+  if (failed) {
+    Failure& failure = status.failure.emplace();
+    size_t proofs = 0;
+    in >> std::quoted(failure.what) >> failure.refused >> failure.over >> proofs;
+    for (int rank = 0; proofs > 0 && in >> rank; --proofs) in >> std::quoted(failure.proof[rank]);
+  }
+  if (in_hook) {
+    Hook& hook = status.hook.emplace();
+    in >> hook.generation >> hook.position >> hook.begun >> std::quoted(hook.what) >>
+        std::quoted(hook.cause);
+  }
+  return status;
+}
+
+Verdict judge(const RankStatuses& statuses, const Position& at) {
+  Verdict verdict;
+  const RankStatus::Hook* first = nullptr;
+  int culprit = 0;
+  for (const auto& [author, status] : statuses) {
+    const std::string& group = author.second;
+    const auto& failure = status.failure;
+    if (failure && (group == at.group || group == at.parent) &&
+        (failure->refused == 0 || (failure->refused == at.call && group == at.group)))
+      verdict.kind = Verdict::kFailed;
+  }
+  // Whoever has heard of a hook reports a failure, for which the hook is the reason.
+  const int64_t here = 2 * at.call + (at.in_hook ? 1 : 0);
+  for (const auto& [author, status] : statuses) {
+    const auto& hook = status.hook;
+    if (author.second != at.group || !hook || hook->generation != at.generation) continue;
+    // Once its collective has begun, a hook may have failed because another rank is lost.
+    if (hook->begun || (hook->position >= here && verdict.kind == Verdict::kOk)) continue;
+    if (first != nullptr && hook->position >= first->position) continue;
+    first = &*hook;
+    culprit = author.first;
+  }
+  if (first == nullptr || culprit == at.rank) return verdict;
+  return {Verdict::kHook, "rank " + std::to_string(culprit) + " reports that " + first->what +
+                              " failed there: " + first->cause};
+}
+
+std::optional<bool> hooks_alike(const RankStatuses& statuses, const Position& at) {
+  int alike = 0;
+  const auto mine = statuses.find({at.rank, at.group});
+  if (mine == statuses.end() || !mine->second.hook ||
+      mine->second.hook->generation != at.generation)
+    return std::nullopt;  // what was posted has not come back yet
+  // A rank whose hook has failed again has got past this failure, which it has only if all were
+  // alike.
+  for (const auto& [author, status] : statuses) {
+    if (author.second == at.group && status.hook && status.hook->generation > at.generation)
+      return true;
+  }
+  for (const auto& [author, status] : statuses) {
+    const std::string& group = author.second;
+    if (status.failure && status.failure->refused == 0 && (group == at.group || group == at.parent))
+      return false;
+    if (group != at.group || !status.hook || status.hook->generation != at.generation) continue;
+    // Not whether it had begun: the same error comes before the collective on a rank whose future
+    // is complete at once, and after it on another.
+    if (status.hook->position != mine->second.hook->position ||
+        status.hook->what != mine->second.hook->what)
+      return false;
+    ++alike;
+  }
+  return alike == at.size ? std::optional<bool>(true) : std::nullopt;
+}
+
+Findings find(const RankStatuses& statuses, const Position& at) {
+  Findings findings;
+  for (const bool own : {true, false}) {  // what is reported about this group counts most
+    for (const auto& [author, status] : statuses) {
+      const auto& [rank, group] = author;
+      const auto& failure = status.failure;
+      if (rank == at.rank || !failure || (group == at.group) != own) continue;
+      if (failure->over && (!own || failure->refused != 0)) continue;
+      findings.reports.emplace(rank, failure->what);
+      findings.proof.insert(failure->proof.begin(), failure->proof.end());
+    }
+  }
+  for (const auto& [rank, what] : findings.reports) findings.proof.erase(rank);
+  return findings;
+}
+
+}  // namespace apex::parallel

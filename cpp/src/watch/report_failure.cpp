@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "watch/timing.h"
+#include "watch/watched_group.h"
+#include "watch/watcher.h"
+
+namespace apex::parallel {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+std::string list_of(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  return text;
+}
+
+/// Reports the failure, and collects what the others report, until all are accounted for or
+/// patience ends. Returns whether the store answers.
+bool collect(const WatchedGroupPtr& group, const std::string& what, Findings& findings) {
+  if (!group->board) return false;
+  const auto began = Clock::now();
+  auto until = began + group->patience, seen_at = began;
+  Proof seen = look_around(*group), proven;
+  const auto report = [&] {
+    group->report(
+        [&](RankStatus& status) { status.failure = RankStatus::Failure{what, seen, 0, false}; });
+  };
+  report();  // first: others may be waiting for this rank
+  if (group->parent) group->parent->expect_more(group);
+  if (!group->knows_processes()) read_processes(group);
+  const auto following = group->board->follow(timing::while_collecting(group->size));
+  for (;;) {
+    // What was seen before the reports were read: a rank that has reported may end.
+    const bool reports_are_newer = group->board->answered_since(seen_at);
+    findings = group->board->read(
+        [&](const RankStatuses& statuses) { return find(statuses, group->position()); });
+    if (reports_are_newer) proven = seen;
+    for (const auto& [rank, state] : proven) {
+      if (findings.reports.count(rank) == 0) findings.proof.emplace(rank, state);
+    }
+    const bool store_failed = group->board->failed_since(began);
+    const auto now = Clock::now();
+    if (!findings.proof.empty() || store_failed) until = std::min(until, now + timing::kAfterProof);
+    if (!seen.empty()) until = std::min(until, now + timing::kForOthers);
+    const bool all = static_cast<int>(findings.reports.size()) == group->size - 1;
+    if (all || now >= until) return all || group->board->answered_since(began);
+    group->board->wait_for_news(std::min(until, now + timing::kLook));
+    if (!reports_are_newer && !store_failed) continue;
+    seen_at = Clock::now();
+    const size_t said = seen.size();
+    seen = look_around(*group);
+    if (seen.size() > said) report();
+  }
+}
+
+/// The process that keeps the store takes it along when it ends, so that those who hear of the
+/// failure late, or read slowly, find nothing. As a rule it is rank 0, which waits a little for
+/// the `others`; they may have failed in the group that this one was made from.
+void leave_store(const WatchedGroupPtr& group, int64_t others) {
+  const WatchedGroupPtr root = group->parent ? group->parent : group;
+  const auto until = Clock::now() + timing::kUntilAllHaveRead;
+  const auto add = [&](int64_t one) {
+    const auto count = std::make_shared<std::atomic<int64_t>>(0);
+    const bool answered = root->store->call(
+        [count, one, key = root->left_key()](c10d::Store& store) { *count = store.add(key, one); },
+        until);
+    return answered ? count->load() : -1;
+  };
+  int64_t left = add(1) - 1;
+  const char* const agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");  // torchrun keeps it
+  if (group->rank != 0 || (agent != nullptr && std::string(agent) == "True")) return;
+  for (; left >= 0 && left < others && Clock::now() < until; left = add(0) - 1)
+    root->board->wait_for_news(Clock::now() + timing::kLook);
+}
+
+std::string describe(const Findings& findings, WatchedGroup& group, const std::string& what,
+                     bool store_answers) {
+  std::string text;
+  for (const auto& [rank, state] : findings.proof)
+    text += "; rank " + std::to_string(rank) + ' ' + state;
+  if (!store_answers) {
+    return text +
+           "; the store, through which ranks report, does not answer: the process that keeps it, "
+           "as a rule "
+           "rank 0 or the launcher, has ended, is stopped, or is cut off";
+  }
+  if (!findings.proof.empty()) return text;
+  std::vector<int> silent;
+  for (int rank = 0; rank < group.size; ++rank) {
+    if (rank != group.rank && findings.reports.count(rank) == 0) silent.push_back(rank);
+  }
+  if (!silent.empty()) {
+    text += "; " + list_of(silent) + (silent.size() == 1 ? " has" : " have") +
+            " not reported this failure within " + std::to_string(group.patience.count()) +
+            " ms: stopped, cut off, or never came to this collective";
+  } else {
+    text += "; every rank has reported this failure";
+    if (look_around(group, ProcessState::kEnded).empty()) text += ", and none has ended";
+  }
+  for (const auto& [rank, other] : findings.reports) {
+    if (other != what) text += "; rank " + std::to_string(rank) + " failed in " + other;
+  }
+  return text;
+}
+
+std::string investigate(const WatchedGroupPtr& group, const std::string& what) {
+  if (!group->store->is_there()) return {};
+  Findings findings;
+  const bool answers = collect(group, what, findings);
+  if (!answers) {
+    const Proof now = look_around(*group);
+    const std::lock_guard<std::mutex> lock(group->mutex);
+    // Later ones may have given up.
+    for (const auto& [rank, state] : group->ended_first.empty() ? now : group->ended_first) {
+      if (findings.reports.count(rank) == 0) findings.proof.emplace(rank, state);
+    }
+  }
+  const std::string text = describe(findings, *group, what, answers);
+  // Without proof everybody had the time to come.
+  const size_t there =
+      findings.proof.empty() ? findings.reports.size() : group->size - 1 - findings.proof.size();
+  if (answers) leave_store(group, static_cast<int64_t>(there));
+  return text;
+}
+
+}  // namespace
+
+std::string report_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
+  const WatchedGroupPtr one = watched(group);
+  if (!one) return {};
+  {
+    const std::lock_guard<std::mutex> lock(one->mutex);
+    if (Clock::now() < one->verdict_until) return one->verdict;
+  }
+  std::string verdict = investigate(one, what);
+  const std::lock_guard<std::mutex> lock(one->mutex);
+  one->verdict = verdict;
+  one->verdict_until = Clock::now() + timing::kVerdictHolds;
+  return verdict;
+} catch (...) {
+  return {};
+}
+
+}  // namespace apex::parallel

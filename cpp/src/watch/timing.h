@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+/// How long is waited for what, in one place.
+
+#include <algorithm>
+#include <chrono>
+
+namespace apex::parallel::timing {
+
+using std::chrono::milliseconds;
+
+// --- a rank waits in a collective ---
+
+/// A wait that takes longer is unusual: from then on the rank looks at what others report.
+constexpr milliseconds kUsual{250};
+/// Between two looks at what is known in this process.
+constexpr milliseconds kSlice{50};
+/// Between two calls of the store, by the number of ranks: all together they make 1,000 a second,
+/// up to 10,000 ranks, and 5 a second each at most. A store answers some 30,000.
+constexpr milliseconds between_looks(int ranks) {
+  return std::clamp(milliseconds(ranks), milliseconds(200), milliseconds(10000));
+}
+/// Between two looks at the processes of this host.
+constexpr milliseconds kNeighbours{200};
+/// Until a rank looks whether the others wait in the same collective; doubled each time.
+constexpr milliseconds kLate{2000};
+/// From when a process of this host has ended, while the store does not answer either.
+constexpr milliseconds kAlone{2000};
+/// What a process that has ended sent before arrives within this.
+constexpr milliseconds kOnTheWay{500};
+
+// --- a collective has failed ---
+
+/// How long the store and other ranks are waited for: an eighth of the group's timeout, within
+/// these.
+constexpr milliseconds kLeastPatience{500};
+constexpr milliseconds kMostPatience{5000};
+/// Between two looks of a rank that collects reports; all ranks together make 10,000 calls a
+/// second.
+constexpr milliseconds while_collecting(int ranks) {
+  return std::max(milliseconds(20), milliseconds(ranks / 10));
+}
+/// Once there is proof of who is lost: for more of it; and for that of others, where the store has
+/// not answered yet.
+constexpr milliseconds kAfterProof{100};
+constexpr milliseconds kForOthers{300};
+/// Between two looks at what is known in this process, meanwhile.
+constexpr milliseconds kLook{20};
+/// The rank that keeps the store waits so long for those that still read it.
+constexpr milliseconds kUntilAllHaveRead{2000};
+/// What was found out is not asked for again.
+constexpr milliseconds kVerdictHolds{10000};
+
+}  // namespace apex::parallel::timing

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "watch/watched_group.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <utility>
+
+#include <apex/error.h>
+
+#include "comm/by_group.h"
+#include "distributed/backends.h"
+#include "torch_version.h"
+#include "watch/timing.h"
+
+namespace apex::parallel {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+/// Never destroyed, as threads may be left behind.
+struct Groups {
+  std::mutex introduction;  ///< held while a rank introduces itself, which waits for the store
+  std::mutex mutex;         ///< guards what follows
+  ByGroup<WatchedGroupPtr> by_group;
+  ByGroup<int64_t> makers;  ///< the process that made it
+};
+
+Groups& groups() {
+  static auto* const instance = new Groups;
+  return *instance;
+}
+
+milliseconds patience_of(const c10d::ProcessGroup& group) {
+  std::optional<milliseconds> timeout;
+  auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
+  if (detail::has_backend(mutable_group, at::kCPU))
+    timeout = distributed::gloo_timeout(*mutable_group.getBackend(at::kCPU));
+  return timeout ? std::clamp(*timeout / 8, timing::kLeastPatience, timing::kMostPatience)
+                 : timing::kMostPatience;
+}
+
+WatchedGroupPtr introduce_to(const c10d::ProcessGroup& group, const StorePtr& store) {
+  const auto made = std::make_shared<WatchedGroup>();
+  made->pid = this_pid();
+  made->rank = group.getRank();
+  made->size = group.getSize();
+  made->patience = patience_of(group);
+  made->store = std::make_shared<StoreClient>(store);
+  // A group of this name may have been there before, on a store that outlives it.
+  const auto named = std::make_shared<WatchedGroup>();
+  const bool told = made->store->call(
+      [named, rank = made->rank, group_name = group.getGroupName()](c10d::Store& shared) {
+        const std::string author = std::to_string(rank);
+        const int64_t times = shared.add("apex/introduced/" + group_name + "/" + author, 1);
+        named->name = group_name + "/" + std::to_string(times);
+        if (const auto process = this_process())
+          named->process_board(process->host).post(shared, author, process->encode());
+      },
+      Clock::now() + made->patience);
+  if (!told) return made;
+  made->name = named->name;
+  made->board = std::make_shared<StatusBoard>(made->store, "apex/status/" + made->name);
+  return made;
+}
+
+/// Also one of the process that this one was forked from.
+WatchedGroupPtr find_any(const c10d::ProcessGroup& group) {
+  const std::lock_guard<std::mutex> lock(groups().mutex);
+  const WatchedGroupPtr* const found = groups().by_group.find(group);
+  return found == nullptr ? nullptr : *found;
+}
+
+/// A forked process is no rank: what it says would be taken for its parent's word.
+WatchedGroupPtr if_own(WatchedGroupPtr one) {
+  return one && one->pid == this_pid() ? std::move(one) : nullptr;
+}
+
+}  // namespace
+
+Position WatchedGroup::position(bool in_hook) {
+  return {
+      name,        parent ? parent->name : std::string(), rank, size, calls.last_number(), in_hook,
+      hooks_failed};
+}
+
+std::shared_future<void> WatchedGroup::report(const std::function<void(RankStatus&)>& change) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  change(status);
+  if (board) return board->post(rank, name, status);
+  std::promise<void> nowhere;
+  nowhere.set_value();
+  return nowhere.get_future().share();
+}
+
+void WatchedGroup::expect_more(const WatchedGroupPtr& about) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  reported.push_back(about);
+  has_reports = true;
+}
+
+void WatchedGroup::go_on() {
+  if (!has_reports.exchange(false)) return;
+  std::vector<std::weak_ptr<WatchedGroup>> over;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    over.swap(reported);
+  }
+  for (const auto& one : over) {
+    const WatchedGroupPtr about = one.lock();
+    if (!about) continue;
+    about->report([](RankStatus& now) {
+      if (now.failure) now.failure->over = true;
+    });
+    if (about.get() == this) continue;
+    store->post([key = left_key()](c10d::Store& shared) { shared.add(key, -1); });
+  }
+}
+
+bool WatchedGroup::has_failed() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return status.failure && status.failure->refused == 0;
+}
+
+bool WatchedGroup::knows_processes() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return !processes.empty();
+}
+
+NoticeBoard WatchedGroup::process_board(const std::string& host) const {
+  return NoticeBoard("apex/process/" + name + "/" + host);
+}
+
+WatchedGroupPtr find_watched(const c10d::ProcessGroup& group) { return if_own(find_any(group)); }
+
+WatchedGroupPtr watched(const c10d::ProcessGroup& group) {
+  if (group.getSize() == 1) return nullptr;
+  if (auto one = find_any(group)) return if_own(std::move(one));
+  const StorePtr store = group.getStore();
+  if (!store) return nullptr;
+  const std::lock_guard<std::mutex> introduction(groups().introduction);
+  if (auto one = find_any(group)) return if_own(std::move(one));
+  WatchedGroupPtr one = introduce_to(group, store);
+  std::vector<WatchedGroupPtr> gone;  // outlives the lock
+  const std::lock_guard<std::mutex> lock(groups().mutex);
+  gone = groups().by_group.take_gone();
+  groups().by_group.put(group, one);
+  return one;
+}
+
+void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent) noexcept try {
+  const WatchedGroupPtr known = watched(parent);
+  const WatchedGroupPtr one = watched(group);
+  if (!one || !known || one == known) return;
+  one->parent = known;
+  one->board = known->board;
+  one->processes_read = true;
+  const std::lock_guard<std::mutex> lock(known->mutex);
+  one->processes = known->processes;
+} catch (...) {
+  // A collective that fails will say what is wrong with the store.
+}
+
+void remember_processes(const c10d::ProcessGroup& group) noexcept try {
+  const WatchedGroupPtr one = watched(group);
+  if (!one || one->processes_read.exchange(true)) return;
+  read_processes(one).wait_until(Clock::now() + one->patience);
+} catch (...) {
+  // As above.
+}
+
+std::shared_future<void> read_processes(const WatchedGroupPtr& group) {
+  return group->store->post([group](c10d::Store& store) {
+    std::map<int, ProcessName> found;
+    const auto self = this_process();
+    if (!self) return;
+    for (const auto& [author, text] : group->process_board(self->host).read(store)) {
+      const int rank = std::atoi(author.c_str());
+      if (rank == group->rank) continue;
+      if (auto process = ProcessName::decode(text)) found.emplace(rank, std::move(*process));
+    }
+    const std::lock_guard<std::mutex> lock(group->mutex);
+    group->processes = std::move(found);
+  });
+}
+
+Proof look_around(WatchedGroup& group, std::optional<ProcessState> only) {
+  std::map<int, ProcessName> processes;
+  {
+    const std::lock_guard<std::mutex> lock(group.mutex);
+    processes = group.processes;
+  }
+  Proof proof;
+  for (const auto& [rank, process] : processes) {
+    const std::string name = "process " + std::to_string(process.pid);
+    const ProcessState state = state_of(process);
+    if (only && state != *only) continue;
+    if (state == ProcessState::kEnded) proof[rank] = "has ended (" + name + ")";
+    if (state == ProcessState::kStopped)
+      proof[rank] = "is stopped (" + name + ", by a signal or a debugger)";
+  }
+  return proof;
+}
+
+void made_here(const c10d::ProcessGroup& group) {
+  const std::lock_guard<std::mutex> lock(groups().mutex);
+  groups().makers.take_gone();
+  groups().makers.put(group, this_pid());
+}
+
+void require_own_process(const c10d::ProcessGroup& group) {
+  {
+    const std::lock_guard<std::mutex> lock(groups().mutex);
+    const WatchedGroupPtr* const one = groups().by_group.find(group);
+    const int64_t* const maker = groups().makers.find(group);
+    if ((maker == nullptr || *maker == this_pid()) && (one == nullptr || (*one)->pid == this_pid()))
+      return;
+  }
+  throw Error(
+      "this process was forked from the one that made the communicator, and is no rank of it: make "
+      "process groups and wrappers after the fork");
+}
+
+}  // namespace apex::parallel

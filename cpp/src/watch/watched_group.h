@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+/// What this rank knows of each process group: its name in the store, the processes behind its
+/// ranks, and what the ranks have reported.
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <future>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "watch/call_log.h"
+#include "watch/process_state.h"
+#include "watch/status_board.h"
+
+namespace apex::parallel {
+
+struct WatchedGroup;
+using WatchedGroupPtr = std::shared_ptr<WatchedGroup>;
+
+struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
+  std::string name;  ///< of the group, and how often there was one; the same on all ranks
+  int64_t pid = 0;   ///< of this process
+  int rank = 0;
+  int size = 1;
+  std::chrono::milliseconds patience{0};  ///< with the store, and with other ranks
+  std::shared_ptr<StoreClient> store;
+  /// That of `parent`, if there is one. Null if the store did not answer in time.
+  std::shared_ptr<StatusBoard> board;
+  WatchedGroupPtr parent;  ///< another group over the same ranks, see watch_with()
+  CallLog calls;
+  std::atomic<int64_t> exchanges{0};     ///< of batch norms, which number them
+  std::atomic<int64_t> hooks_failed{0};  ///< times, on all ranks; see Note [Hooks that fail]
+  std::atomic<bool> processes_read{false};
+  std::atomic<bool> has_reports{false};  ///< that are over when this group is used again
+
+  std::mutex mutex;                                     ///< guards what follows
+  RankStatus status;                                    ///< of this rank, as it was posted
+  std::vector<std::weak_ptr<WatchedGroup>> reported;    ///< see has_reports
+  std::map<int, ProcessName> processes;                 ///< of other ranks
+  Proof ended_first;                                    ///< seen when the store was lost
+  std::string verdict;                                  ///< what report_failure() has found
+  std::chrono::steady_clock::time_point verdict_until;  ///< it is not asked for again until then
+
+  Position position(bool in_hook = false);
+  /// Changes the status of this rank, and posts it; does not wait for that.
+  std::shared_future<void> report(const std::function<void(RankStatus&)>& change);
+  /// What this rank has reported about `about` is over when this group is used again.
+  void expect_more(const WatchedGroupPtr& about);
+  void go_on();
+  bool has_failed();
+  bool knows_processes();
+
+  /// Keys of the store.
+  NoticeBoard process_board(const std::string& host) const;  ///< which process each of its ranks is
+  std::string calls_key() const { return "apex/calls/" + name; }
+  std::string left_key() const {
+    return "apex/left/" + name;
+  }  ///< ranks that have read the reports
+};
+
+/// What is known of `group`; at first this rank tells the others, through the store, which process
+/// it is. Null for groups of one rank or without a store, and in a forked process.
+WatchedGroupPtr watched(const c10d::ProcessGroup& group);
+
+/// The same, or null where watched() has not been called.
+WatchedGroupPtr find_watched(const c10d::ProcessGroup& group);
+
+/// Who waits in `group` hears also of failures of `parent`, which has the same ranks. For groups
+/// that nobody uses apart from it, as a failure of `parent` is one of `group` from then on. After a
+/// first collective of `parent`.
+void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent) noexcept;
+
+/// Reads which process each rank of this host is, so that it is known when the store is lost. (Of
+/// those on other hosts nothing could be seen, and to read them all would take every rank as long
+/// as there are ranks.) After a first collective of the group. Returns at once if it was called
+/// before.
+void remember_processes(const c10d::ProcessGroup& group) noexcept;
+
+/// The same, each time, and without waiting for it.
+std::shared_future<void> read_processes(const WatchedGroupPtr& group);
+
+/// Looks at the processes of this host: what has become of those that have ended or are stopped.
+Proof look_around(WatchedGroup& group, std::optional<ProcessState> only = {});
+
+/// Notes that this process has made `group`.
+void made_here(const c10d::ProcessGroup& group);
+
+/// @throws Error in a process that was forked since the group was made, where made_here() was
+/// called, or else since it was used for the first time: it would read and write the connections of
+/// its parent, and wait for threads that it does not have.
+void require_own_process(const c10d::ProcessGroup& group);
+
+}  // namespace apex::parallel

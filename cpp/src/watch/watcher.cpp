@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "watch/watcher.h"
+
+#include <mutex>
+#include <utility>
+
+#include "watch/timing.h"
+#include "watch/watched_group.h"
+
+namespace apex::parallel {
+
+using Clock = std::chrono::steady_clock;
+
+/// What the comparison with other ranks has found, on the store's thread.
+struct Wait::Comparison {
+  std::mutex mutex;  ///< guards the rest
+  std::string difference;
+  std::string written;  ///< this rank's calls, where others look
+};
+
+namespace {
+
+std::string compare_set(c10d::Store& store, const std::string& key, const std::string& expected,
+                        const std::string& desired) {
+  using Bytes = std::vector<uint8_t>;
+  const Bytes there = store.compareSet(key, Bytes(expected.begin(), expected.end()),
+                                       Bytes(desired.begin(), desired.end()));
+  return {there.begin(), there.end()};
+}
+
+}  // namespace
+
+struct Wait::State {
+  WatchedGroupPtr group;
+  Position at;
+  StatusBoard::Following following;
+  Clock::time_point look_at;
+  Clock::time_point ended_at;
+  Clock::time_point compare_at;
+  std::chrono::milliseconds late = timing::kLate;
+  std::shared_ptr<Comparison> comparison = std::make_shared<Comparison>();
+};
+
+Wait::Wait(const c10d::ProcessGroup& group, bool in_hook) {
+  WatchedGroupPtr known = find_watched(group);
+  if (!known || !known->board) return;
+  state_ = std::make_unique<State>();
+  state_->at = known->position(in_hook);
+  state_->following = known->board->follow(timing::between_looks(known->size));
+  state_->compare_at = Clock::now() + state_->late;
+  state_->group = std::move(known);
+}
+
+Wait::~Wait() {
+  if (!state_ || state_->late == timing::kLate) return;  // compared nothing
+  state_->group->store->post(
+      [group = state_->group, comparison = state_->comparison](c10d::Store& store) {
+        const std::lock_guard<std::mutex> lock(comparison->mutex);
+        if (!comparison->written.empty())
+          compare_set(store, group->calls_key(), comparison->written, {});
+      });
+}
+
+Verdict Wait::poll() {
+  if (!state_) return {};
+  State& state = *state_;
+  Verdict verdict =
+      state.group->board->read([&](const RankStatuses& all) { return judge(all, state.at); });
+  if (verdict.kind != Verdict::kOk) return verdict;
+  {
+    const std::lock_guard<std::mutex> lock(state.comparison->mutex);
+    if (!state.comparison->difference.empty())
+      return {Verdict::kApart, state.comparison->difference};
+  }
+  if (Clock::now() >= state.compare_at) compare();
+  if (is_left_alone()) return {Verdict::kLost, {}};
+  return {};
+}
+
+/// See Note [Ranks in different collectives].
+void Wait::compare() {
+  state_->late *= 2;
+  state_->compare_at = Clock::now() + state_->late;
+  state_->group->store->post([group = state_->group,
+                              comparison = state_->comparison](c10d::Store& store) {
+    const std::lock_guard<std::mutex> lock(comparison->mutex);
+    const std::string mine = group->calls.encode(group->rank);
+    std::string there = compare_set(store, group->calls_key(), comparison->written, mine);
+    if (there != mine) {
+      comparison->difference = group->calls.difference(group->rank, there);
+      const bool replaces = comparison->difference.empty() && group->calls.goes_further_than(there);
+      if (replaces) there = compare_set(store, group->calls_key(), there, mine);
+    }
+    comparison->written = there == mine ? mine : std::string();
+  });
+}
+
+/// See Note [When the store is lost].
+bool Wait::is_left_alone() {
+  State& state = *state_;
+  const auto now = Clock::now();
+  if (now < state.look_at) return false;
+  state.look_at = now + timing::kNeighbours;
+  if (state.ended_at == Clock::time_point()) {
+    const Proof ended = look_around(*state.group, ProcessState::kEnded);
+    if (ended.empty()) return false;
+    state.ended_at = now;
+    const std::lock_guard<std::mutex> lock(state.group->mutex);
+    if (state.group->ended_first.empty()) state.group->ended_first = ended;
+  }
+  return now - state.ended_at > timing::kAlone &&
+         !state.group->board->answered_since(state.ended_at);
+}
+
+void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
+  const WatchedGroupPtr one = watched(group);
+  if (!one) return;
+  one->calls.add(what);
+  one->go_on();
+} catch (...) {
+  // A collective that fails will say what is wrong with the store.
+}
+
+bool has_failed(const c10d::ProcessGroup& group) noexcept {
+  const WatchedGroupPtr one = find_watched(group);
+  return one && one->has_failed();
+}
+
+void refuse_call(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
+  begin_call(group, what);
+  const WatchedGroupPtr one = watched(group);
+  if (!one) return;
+  one->expect_more(one);  // it is over for this rank
+  one->report([&](RankStatus& status) {
+       if (status.failure && status.failure->refused == 0) return;
+       status.failure = RankStatus::Failure{what, {}, one->calls.last_number(), false};
+     })
+      .wait_until(Clock::now() + one->patience);
+} catch (...) {
+  // The others wait until their timeout.
+}
+
+void announce_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
+  const WatchedGroupPtr one = watched(group);
+  if (!one) return;
+  one->report([&](RankStatus& status) { status.failure = RankStatus::Failure{what, {}, 0, false}; })
+      .wait_until(Clock::now() + one->patience);
+} catch (...) {
+  // The others wait until their timeout.
+}
+
+bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& group,
+                        const std::string& what, const std::string& cause, bool begun,
+                        std::chrono::milliseconds timeout, const std::function<bool()>& meanwhile) {
+  std::vector<WatchedGroupPtr> all;
+  std::vector<StatusBoard::Following> following;
+  for (const GroupPtr& one : groups) {
+    all.push_back(watched(*one));
+    if (!all.back() || !all.back()->board) return false;
+    following.push_back(all.back()->board->follow(timing::while_collecting(all.back()->size)));
+    const int64_t position = 2 * all.back()->calls.last_number() + (one == group ? 0 : 1);
+    all.back()->report([&](RankStatus& status) {
+      status.hook = RankStatus::Hook{all.back()->hooks_failed, position, begun, what, cause};
+    });
+  }
+  const auto give_up = [&] {
+    for (const GroupPtr& one : groups) announce_failure(*one, what);
+  };
+  // A hook whose collective has failed has waited for the timeout already, as a rank may be lost:
+  // if its error is every rank's own, the others are not far.
+  const auto until = Clock::now() + (begun ? all.front()->patience : timeout);
+  try {
+    for (bool last = false;;) {
+      bool apart = false, alike = false;
+      for (const WatchedGroupPtr& one : all) {
+        const auto answer = one->board->read(
+            [&](const RankStatuses& statuses) { return hooks_alike(statuses, one->position()); });
+        apart = apart || (answer && !*answer);
+        alike = alike || (one == all.front() && answer && *answer);
+      }
+      if (!apart && alike) {
+        for (const WatchedGroupPtr& one : all) ++one->hooks_failed;
+        return true;
+      }
+      if (apart || last || Clock::now() >= until || !meanwhile()) break;
+      all.front()->board->wait_for_news(std::min(until, Clock::now() + timing::kLook));
+      last = !look_around(*all.front(), ProcessState::kEnded).empty();
+    }
+  } catch (...) {  // the interruption check's own
+    give_up();
+    throw;
+  }
+  give_up();
+  return false;
+}
+
+}  // namespace apex::parallel

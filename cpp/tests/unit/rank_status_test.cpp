@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The oracle is a table: what each rank has reported, and what follows for another.
+
+#include "watch/rank_status.h"
+
+#include <optional>
+#include <string>
+
+#include <gtest/gtest.h>
+
+namespace apex::parallel {
+namespace {
+
+RankStatus failed(const std::string& what, int64_t refused = 0, bool over = false) {
+  RankStatus status;
+  status.failure = RankStatus::Failure{what, {}, refused, over};
+  return status;
+}
+
+RankStatus hook(int64_t position, bool begun = false, int64_t generation = 0,
+                const std::string& what = "h") {
+  RankStatus status;
+  status.hook = RankStatus::Hook{generation, position, begun, what, "why"};
+  return status;
+}
+
+/// Rank 0 of 2, in its call 3 of group "own", which was made from "parent".
+Position here(bool in_hook = false) { return {"own", "parent", 0, 2, 3, in_hook, 0}; }
+
+TEST(RankStatus, Encoded_IsDecodedAsItWas) {
+  RankStatus status = failed("a \"b\" \\ of\ntwo lines", -3, true);
+  status.failure->proof = {{2, "has ended"}, {7, ""}};
+  status.hook = hook(5, true, 2).hook;
+  const RankStatus read = RankStatus::decode(status.encode());
+  ASSERT_TRUE(read.failure && read.hook);
+  EXPECT_EQ(read.failure->what, status.failure->what);
+  EXPECT_EQ(read.failure->proof, status.failure->proof);
+  EXPECT_EQ(read.failure->refused, -3);
+  EXPECT_TRUE(read.failure->over);
+  EXPECT_EQ(read.hook->generation, 2);
+  EXPECT_EQ(read.hook->position, 5);
+  EXPECT_TRUE(read.hook->begun);
+  EXPECT_EQ(read.hook->what + read.hook->cause, "hwhy");
+  const RankStatus nothing = RankStatus::decode(RankStatus().encode());
+  EXPECT_FALSE(nothing.failure || nothing.hook);
+}
+
+TEST(RankStatus, Judge_WhoWaitsGivesUpIfItsGroupHasFailed) {
+  const auto kind = [](const std::string& group, const RankStatus& status) {
+    return judge({{{1, group}, status}}, here()).kind;
+  };
+  EXPECT_EQ(judge({}, here()).kind, Verdict::kOk);
+  EXPECT_EQ(kind("own", failed("a")), Verdict::kFailed);
+  EXPECT_EQ(kind("parent", failed("a")), Verdict::kFailed);
+  EXPECT_EQ(kind("another made from parent", failed("a")), Verdict::kOk);
+  EXPECT_EQ(kind("own", failed("a", /*refused=*/3)), Verdict::kFailed);
+  EXPECT_EQ(kind("own", failed("a", /*refused=*/2)), Verdict::kOk);
+  EXPECT_EQ(kind("parent", failed("a", /*refused=*/3)), Verdict::kOk);
+  // Over for a rank that went on in the parent; not for one that still waits.
+  EXPECT_EQ(kind("own", failed("a", 0, /*over=*/true)), Verdict::kFailed);
+}
+
+TEST(RankStatus, Judge_HookThatFailedBefore_IsNamed) {
+  const auto kind = [](const RankStatus& status, bool in_hook = false) {
+    return judge({{{1, "own"}, status}}, here(in_hook)).kind;
+  };
+  EXPECT_EQ(kind(hook(5)), Verdict::kHook);  // in call 2
+  EXPECT_EQ(kind(hook(6)), Verdict::kOk);    // this rank has still to get there
+  EXPECT_EQ(kind(hook(6), /*in_hook=*/true), Verdict::kHook);
+  EXPECT_EQ(kind(hook(7), /*in_hook=*/true), Verdict::kOk);
+  EXPECT_EQ(kind(hook(5, /*begun=*/true)), Verdict::kOk);
+  EXPECT_EQ(kind(hook(5, false, /*generation=*/1)), Verdict::kOk);
+  const Verdict first = judge({{{1, "own"}, hook(5)}, {{2, "own"}, hook(4)}}, here());
+  EXPECT_EQ(first.text, "rank 2 reports that h failed there: why");
+  // Whoever has heard of it reports a failure.
+  const Verdict later = judge({{{1, "own"}, hook(9)}, {{2, "own"}, failed("a")}}, here());
+  EXPECT_EQ(later.kind, Verdict::kHook);
+}
+
+TEST(RankStatus, HooksAlike_AreSoIfAllFailedInTheSameCall) {
+  const auto alike = [](const RankStatus& mine, std::optional<RankStatus> other) {
+    RankStatuses all{{{0, "own"}, mine}};
+    if (other) all[{1, "own"}] = *other;
+    return hooks_alike(all, here());
+  };
+  EXPECT_EQ(alike(hook(6), std::nullopt), std::nullopt);
+  EXPECT_EQ(alike(hook(6), hook(6, true)), true);
+  EXPECT_EQ(alike(hook(6), hook(4)), false);
+  EXPECT_EQ(alike(hook(6), hook(6, false, 0, "another")), false);
+  EXPECT_EQ(alike(hook(6), failed("a")), false);
+  EXPECT_EQ(alike(hook(6), failed("a", /*refused=*/3)), std::nullopt);
+  // What this rank has posted has not come back yet: it is still that of the last time.
+  EXPECT_EQ(alike(hook(4, false, -1), hook(6)), std::nullopt);
+  // A rank that has got past it, and fails again.
+  RankStatus past = hook(8, false, /*generation=*/1);
+  past.failure = failed("a").failure;
+  EXPECT_EQ(alike(hook(6), past), true);
+}
+
+TEST(RankStatus, Find_TakesWhatStillCounts) {
+  RankStatus proven = failed("c");
+  proven.failure->proof = {{1, "has ended"}, {3, "has ended"}};
+  const Findings findings = find({{{0, "own"}, failed("mine")},
+                                  {{1, "parent"}, failed("a")},
+                                  {{1, "own"}, failed("b")},
+                                  {{2, "another made from parent"}, proven}},
+                                 here());
+  EXPECT_EQ(findings.reports, (std::map<int, std::string>{{1, "b"}, {2, "c"}}));
+  EXPECT_EQ(findings.proof, (Proof{{3, "has ended"}}));  // rank 1 has reported since
+  const auto reports = [](const std::string& group, const RankStatus& status) {
+    return find({{{1, group}, status}}, here()).reports.size();
+  };
+  EXPECT_EQ(reports("own", failed("a", 0, /*over=*/true)), 1U);
+  EXPECT_EQ(reports("own", failed("a", /*refused=*/3, /*over=*/true)), 0U);
+  EXPECT_EQ(reports("another", failed("a", 0, /*over=*/true)), 0U);
+}
+
+}  // namespace
+}  // namespace apex::parallel

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
+#include "watch/store_thread.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+namespace apex::parallel {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::minutes;
+
+StorePtr prefixed(const std::string& prefix, const StorePtr& store) {
+  return c10::make_intrusive<c10d::PrefixStore>(prefix, store);
+}
+
+std::shared_ptr<StoreClient> client_of(const StorePtr& store) {
+  return std::make_shared<StoreClient>(store);
+}
+
+/// A store whose process is stopped until `go`.
+class StoppedStore final : public c10d::HashStore {
+ public:
+  int64_t add(const std::string& key, int64_t value) override {
+    while (!go) std::this_thread::yield();
+    return HashStore::add(key, value);
+  }
+  std::atomic<bool> go{false};
+};
+
+TEST(StoreThread, GroupsOfOneStore_ShareIt) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  const auto thread = StoreThread::of(prefixed("a", prefixed("b", store)));
+  EXPECT_EQ(StoreThread::of(store), thread);
+  EXPECT_NE(StoreThread::of(c10::make_intrusive<c10d::HashStore>()), thread);
+}
+
+// A call that blocks in a connection would keep the user's own calls waiting.
+TEST(StoreThread, ServerWithPrefixes_IsReachedByOneConnectionOfItsOwn) {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  const StorePtr server = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  std::vector<const c10d::Store*> connections;
+  for (const StorePtr& store :
+       {server, prefixed("a", server), prefixed("b", prefixed("a", server))}) {
+    const auto client = client_of(store);
+    const auto ask = [&](c10d::Store& view) {
+      const StorePtr own = StorePtr::reclaim_copy(&view);
+      auto* const with_prefix = dynamic_cast<c10d::PrefixStore*>(&view);
+      connections.push_back(with_prefix ? with_prefix->getUnderlyingNonPrefixStore().get() : &view);
+      EXPECT_EQ(view.get_to_str("key"), "value");
+    };
+    store->set("key", "value");
+    EXPECT_TRUE(client->call(ask, Clock::now() + minutes(1)));
+    const auto kept = StoreThread::of(server);
+    EXPECT_NE(connections.back(), server.get());
+  }
+}
+
+// A file is removed when as many stores on it have ended as there are ranks.
+TEST(StoreThread, File_IsUsedItself) {
+  const std::string path = ::testing::TempDir() + "apex_store_thread_test";
+  const StorePtr file = c10::make_intrusive<c10d::FileStore>(path, 1);
+  for (const StorePtr& store : {file, prefixed("a", file)}) {
+    const c10d::Store* used = nullptr;
+    EXPECT_TRUE(client_of(store)->call([&](c10d::Store& view) { used = &view; },
+                                       Clock::now() + minutes(1)));
+    EXPECT_EQ(used, store.get());
+  }
+}
+
+TEST(StoreThread, Calls_RunInOrderAndErrorsAreTheCallers) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  const auto client = client_of(store);
+  std::string order;
+  client->post([&](c10d::Store&) { order += 'a'; });
+  const auto bad = client->post([&](c10d::Store&) { throw std::runtime_error("b"); });
+  EXPECT_TRUE(client->call([&](c10d::Store&) { order += 'c'; }, Clock::now() + minutes(1)));
+  EXPECT_EQ(order, "ac");
+  EXPECT_THROW(bad.get(), std::runtime_error);
+}
+
+TEST(StoreThread, StoreIsStopped_CallerIsNotHeldUpAndTheCallIsMadeLater) {
+  const auto store = c10::make_intrusive<StoppedStore>();
+  const auto client = client_of(store);
+  EXPECT_FALSE(client->call([](c10d::Store& view) { view.add("key", 1); }, Clock::now()));
+  store->go = true;
+  int64_t count = 0;
+  EXPECT_TRUE(client->call([&](c10d::Store& view) { count = view.add("key", 0); },
+                           Clock::now() + minutes(1)));
+  EXPECT_EQ(count, 1);
+}
+
+// A store that outlives its group keeps its port.
+TEST(StoreThread, Store_IsNotKept) {
+  StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  const auto client = client_of(store);
+  EXPECT_TRUE(client->call([](c10d::Store&) {}, Clock::now() + minutes(1)));
+  while (store.use_count() != 1) std::this_thread::yield();
+  store.reset();
+  EXPECT_FALSE(client->is_there());
+  EXPECT_FALSE(client->call([](c10d::Store&) {}, Clock::now() + minutes(1)));
+}
+
+}  // namespace
+}  // namespace apex::parallel

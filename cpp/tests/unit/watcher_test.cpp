@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Ranks share a store. What happens on the store's thread is awaited, up to a minute.
+
+#include "watch/watcher.h"
+
+#include <support/child_process.h>
+#include <support/counting_store.h>
+#include <support/stored_group.h>
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "watch/watched_group.h"
+
+namespace apex::parallel {
+namespace {
+
+using apex::testing::ChildProcess;
+using apex::testing::make_stored_groups;
+
+bool comes_true(const std::function<bool()>& condition) {
+  const auto until = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() >= until) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+bool becomes(Wait& wait, Verdict::Kind kind) {
+  return comes_true([&] { return wait.poll().kind == kind; });
+}
+
+TEST(Watcher, AnotherRankAnnounces_IsHeard) {
+  const auto groups = make_stored_groups(2, "group");
+  watched(*groups[0]);
+  Wait wait(*groups[0]);
+  EXPECT_EQ(wait.poll().kind, Verdict::kOk);
+  announce_failure(*groups[1], "a");
+  EXPECT_TRUE(becomes(wait, Verdict::kFailed));
+}
+
+TEST(Watcher, AnotherRankAnnouncesInTheParent_IsHeard) {
+  const auto parents = make_stored_groups(2, "parent");
+  const auto own = make_stored_groups(2, "own");
+  watch_with(*own[0], *parents[0]);
+  Wait wait(*own[0]);
+  announce_failure(*parents[1], "a");
+  EXPECT_TRUE(becomes(wait, Verdict::kFailed));
+}
+
+TEST(Watcher, AnotherRankRefusesThisCall_IsHeard) {
+  const auto groups = make_stored_groups(2, "group");
+  begin_call(*groups[0], "a");
+  Wait wait(*groups[0]);
+  refuse_call(*groups[1], "a");
+  EXPECT_TRUE(becomes(wait, Verdict::kFailed));
+}
+
+// A wait costs the store a call at a time, and nothing once it is over.
+TEST(Watcher, WaitIsOver_StoreIsNotAskedAnyMore) {
+  const auto store = c10::make_intrusive<apex::testing::CountingStore>();
+  const auto groups = make_stored_groups(2, "group", store);
+  const WatchedGroupPtr one = watched(*groups[0]);
+  {
+    Wait wait(*groups[0]);
+    const int64_t before = store->requests();
+    EXPECT_TRUE(comes_true([&] { return store->requests() >= before + 2; }));
+  }
+  one->report([](RankStatus&) {}).wait();  // what it was asking has come
+  const int64_t before = store->requests();
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  EXPECT_EQ(store->requests(), before);
+}
+
+// Ranks that are in different collectives wait until the timeout.
+TEST(Watcher, RanksInDifferentCollectives_WhoComesSecondIsTold) {
+  const auto groups = make_stored_groups(3, "group");
+  for (const auto& group : groups) begin_call(*group, "a");
+  begin_call(*groups[0], "b");
+  begin_call(*groups[1], "b");
+  begin_call(*groups[2], "c");
+  Wait zero(*groups[0]), one(*groups[1]), two(*groups[2]);
+  std::string text;
+  EXPECT_TRUE(comes_true([&] {
+    for (Wait* wait : {&zero, &one, &two}) {
+      const Verdict verdict = wait->poll();
+      if (verdict.kind == Verdict::kApart) text = verdict.text;
+    }
+    return !text.empty();
+  }));
+  EXPECT_NE(text.find(" is in: b"), std::string::npos) << text;
+  EXPECT_NE(text.find(" is in: c"), std::string::npos) << text;
+}
+
+TEST(Watcher, WaitThatComparedIsOver_ItsCallsAreNotLeftForTheNext) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  const auto groups = make_stored_groups(2, "group", store);
+  begin_call(*groups[0], "a");
+  const WatchedGroupPtr zero = watched(*groups[0]);
+  const auto left = [&] {
+    return store->check({zero->calls_key()}) ? store->get_to_str(zero->calls_key()) : std::string();
+  };
+  {
+    Wait wait(*groups[0]);
+    EXPECT_TRUE(comes_true([&] { return wait.poll().kind == Verdict::kOk && !left().empty(); }));
+  }
+  zero->report([](RankStatus&) {}).wait();
+  EXPECT_EQ(left(), "");
+}
+
+// The others give up when they see it, and end, too: the first is to blame.
+TEST(Watcher, ProcessOfARankHasEnded_IsRememberedAsTheFirst) {
+  if (!this_process()) GTEST_SKIP() << "no /proc";
+  const auto groups = make_stored_groups(4, "group");
+  const WatchedGroupPtr known = watched(*groups[0]);
+  const ChildProcess gone, stopped;
+  gone.become_zombie();
+  stopped.stop();
+  known->processes.emplace(1, *this_process());
+  known->processes.emplace(2, gone.name());
+  known->processes.emplace(3, stopped.name());
+  Wait wait(*groups[0]);
+  EXPECT_EQ(wait.poll().kind, Verdict::kOk);  // the store may answer yet
+  const Proof first{{2, "has ended (process " + std::to_string(gone.name().pid) + ")"}};
+  EXPECT_EQ(known->ended_first, first);
+}
+
+TEST(Watcher, EveryProcessIsThere_NobodyIsRemembered) {
+  if (!this_process()) GTEST_SKIP() << "no /proc";
+  const auto groups = make_stored_groups(2, "group");
+  const WatchedGroupPtr known = watched(*groups[0]);
+  known->processes.emplace(1, *this_process());
+  Wait wait(*groups[0]);
+  EXPECT_EQ(wait.poll().kind, Verdict::kOk);
+  EXPECT_TRUE(known->ended_first.empty());
+}
+
+bool alike(const c10::intrusive_ptr<c10d::ProcessGroup>& group, bool begun,
+           std::chrono::milliseconds timeout = std::chrono::milliseconds(100)) {
+  return hooks_failed_alike({group}, group, "a hook", "a cause", begun, timeout,
+                            [] { return true; });
+}
+
+// A hook whose collective has begun may have failed because another rank is lost: a rank that waits
+// must not take the first to report for the culprit.
+TEST(HookFailure, OfOneRank_IsNamedUnlessItsCollectiveHadBegun) {
+  for (const bool begun : {false, true}) {
+    const auto groups = make_stored_groups(2, begun ? "begun" : "not begun");
+    begin_call(*groups[0], "a");
+    begin_call(*groups[0], "b");
+    begin_call(*groups[1], "a");
+    EXPECT_FALSE(alike(groups[1], begun));
+    Wait wait(*groups[0]);
+    Verdict verdict;
+    EXPECT_TRUE(comes_true([&] { return (verdict = wait.poll()).kind != Verdict::kOk; }));
+    EXPECT_EQ(verdict.kind, begun ? Verdict::kFailed : Verdict::kHook);
+    EXPECT_EQ(verdict.text, begun ? "" : "rank 1 reports that a hook failed there: a cause");
+  }
+}
+
+// A rank that is quick may fail again before another has seen that all have failed alike.
+TEST(HookFailure, OfAllRanksAgainAndAgain_AllGoOn) {
+  const auto groups = make_stored_groups(3, "group");
+  std::vector<int> times(groups.size());
+  std::vector<std::thread> ranks;
+  for (size_t rank = 0; rank < groups.size(); ++rank) {
+    ranks.emplace_back([&, rank] {
+      for (int time = 0; time < 20; ++time) {
+        begin_call(*groups[rank], "a");
+        times[rank] += alike(groups[rank], rank == 1, std::chrono::minutes(1)) ? 1 : 0;
+      }
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  EXPECT_EQ(times, std::vector<int>(groups.size(), 20));
+}
+
+}  // namespace
+}  // namespace apex::parallel
