@@ -9,6 +9,7 @@
 #include "module_watch.h"
 #include "python_comm_hook.h"
 #include "reducer.h"
+#include "stack_reader.h"
 #include "tensor_parts.h"
 
 namespace nb = nanobind;
@@ -24,5 +25,6 @@ NB_MODULE(_core, m) {
   apex::python::init_module_watch(m);
   apex::python::init_python_comm_hook(m);
   apex::python::init_reducer(m);
+  apex::python::init_stack_reader(m);
   apex::python::init_tensor_parts(m);
 }

@@ -24,6 +24,7 @@
 #include <apex/parallel/overlap_report.h>
 #include <apex/parallel/overlapped_optimizer.h>
 #include <apex/parallel/reducer.h>
+#include <apex/parallel/stall_report.h>
 #include <apex/parallel/sync_batch_norm.h>
 #include <apex/tensor_parts.h>
 #include <apex/version.h>

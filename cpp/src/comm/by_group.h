@@ -52,6 +52,12 @@ class ByGroup {
     return gone;
   }
 
+  std::vector<Value> values() const {
+    std::vector<Value> all;
+    for (const auto& entry : entries_) all.push_back(entry.second.value);
+    return all;
+  }
+
   size_t size() const { return entries_.size(); }
 
  private:

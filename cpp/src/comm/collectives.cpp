@@ -210,10 +210,12 @@ std::string note_on_ranks(const c10d::ProcessGroup& group) {
 
 void throw_communication_error(const std::string& what, const c10d::ProcessGroup& group,
                                const std::exception_ptr& cause, const char* advice) {
-  throw CommunicationError("rank " + std::to_string(group.getRank()) + " of " +
-                           std::to_string(group.getSize()) + ": " + what +
-                           " failed: " + message_of(cause) + " (" + advice + ")" +
-                           report_failure(group, what) + note_on_ranks(group));
+  const std::string stall = stall_verdict(group);
+  throw CommunicationError(
+      "rank " + std::to_string(group.getRank()) + " of " + std::to_string(group.getSize()) + ": " +
+      what + " failed: " + message_of(cause) + " (" + advice + ")" + report_failure(group, what) +
+      note_on_ranks(group) +
+      (stall.empty() ? stall : "\nWhat was known when it took long:\n" + stall));
 }
 
 c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,

@@ -158,6 +158,23 @@ std::string Backward::describe_overtaken(const Parameter& parameter) {
          "OverlappedOptimizer.synchronize() or Reducer::wait_for(), or do without overlapping.";
 }
 
+std::string Backward::describe() const {
+  std::string text =
+      "backward number " + std::to_string(context_.statistics.get().backwards + 1) + " has begun";
+  const Plan* const plan = book_.current();
+  if (plan == nullptr || pass_.next_launch >= plan->entries.size()) return text;
+  std::vector<std::string> missing;
+  for (const int64_t i : plan->buckets.buckets[pass_.next_launch]) {
+    if (pass_.gradients[i].fired < plan->places[i].expected)
+      missing.push_back(context_.parameters[i].name);
+  }
+  text += "; bucket " + std::to_string(pass_.next_launch) + " is to be launched next";
+  if (missing.empty()) return text;
+  text += ", and waits for the gradient of '" + missing.front() + "'";
+  if (missing.size() > 1) text += " and " + std::to_string(missing.size() - 1) + " more";
+  return text;
+}
+
 // --- gradients are computed ---
 
 void Backward::gradient_ready(size_t index, const at::Tensor& incoming) {

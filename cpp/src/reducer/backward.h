@@ -73,6 +73,9 @@ class Backward {
   /// Of that only what the others wait for: fail() follows.
   void send_absent() noexcept;
 
+  /// While gradients are computed: which of them the next bucket waits for.
+  std::string describe() const;
+
   /// "parameter 'a' is updated inside backward ...".
   static std::string describe_early_write(const ReducerContext& context,
                                           const Parameter& parameter);

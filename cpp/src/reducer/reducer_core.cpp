@@ -2,10 +2,12 @@
 #include "reducer/reducer_core.h"
 
 #include <algorithm>
+#include <mutex>
 #include <unordered_set>
 #include <utility>
 
 #include <apex/error.h>
+#include <apex/parallel/stall_report.h>
 
 #include "comm/collectives.h"
 #include "plain_text.h"
@@ -47,6 +49,15 @@ std::vector<std::string> settings_of(const ReducerOptions& options, size_t group
            options.check_steps.has_value() ? *options.check_steps : -1)};
   settings.insert(settings.end(), own.begin(), own.end());
   return settings;
+}
+
+std::string describe_reducers() {
+  std::string lines;
+  for (const auto& core : all_reducers()) {
+    const std::string state = core->describe();
+    if (!state.empty()) lines += (lines.empty() ? "" : "\n") + state;
+  }
+  return lines;
 }
 
 }  // namespace
@@ -95,6 +106,8 @@ void ReducerCore::begin() {
     for (const NamedTensor& parameter : parameters()) tensors.push_back(parameter.tensor);
     broadcast_coalesced(tensors, members.control(), 0, kBroadcastBytes, "broadcast of parameters");
   }
+  static std::once_flag described;
+  std::call_once(described, [] { add_state_reader(describe_reducers); });
   BackwardSession::add(shared_from_this());
   const Change change(context().monitor);
   context().parameters.forget_versions();
@@ -437,6 +450,12 @@ std::string ReducerCore::out_of_step() const {
   if (context().monitor.is_taken()) return {};
   const Change change(context().monitor);
   return context().phase == Phase::kReleased ? std::string() : state_.reporter.out_of_step();
+}
+
+std::string ReducerCore::describe() const {
+  if (context().monitor.is_taken()) return {};
+  const Read read(context().monitor);
+  return backward_ && context().phase == Phase::kRunning ? backward_->describe() : std::string();
 }
 
 }  // namespace apex::parallel::detail

@@ -84,6 +84,7 @@ class ReducerCore final : public BackwardParticipant,
   void abandon_gradients(const BackwardSession* session) noexcept override;
   void abandon(const BackwardSession* session) noexcept override;
   std::string out_of_step() const override;
+  std::string describe() const override;
   /// By the hook of a parameter: its gradient was accumulated; `incoming` is what autograd has
   /// added.
   void gradient_ready(size_t index, const at::Tensor& incoming);

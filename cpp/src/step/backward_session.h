@@ -55,6 +55,9 @@ class BackwardParticipant {
   virtual void abandon_gradients(const BackwardSession* session) noexcept = 0;
   virtual void abandon(const BackwardSession* session) noexcept = 0;
 
+  /// What it waits for in a backward, for ranks that wait for this one; does not block.
+  virtual std::string describe() const = 0;
+
   /// The error, if this backward's ranks are known to be in different steps; else an empty text.
   virtual std::string out_of_step() const = 0;
 

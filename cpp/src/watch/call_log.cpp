@@ -18,11 +18,18 @@ void CallLog::add(const std::string& what) {
   Call& call = last_[static_cast<size_t>(calls_) % kKept];
   call.number = ++calls_;
   call.what = what;
+  began_ = std::chrono::steady_clock::now();
 }
 
 int64_t CallLog::last_number() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return calls_;
+}
+
+CallLog::Last CallLog::last() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (calls_ == 0) return {};
+  return {calls_, last_[static_cast<size_t>(calls_ - 1) % kKept].what, began_};
 }
 
 std::string CallLog::encode(int rank) {

@@ -4,6 +4,7 @@
 /// Finds ranks that are in different collectives of one group.
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <mutex>
 #include <string>
@@ -24,8 +25,15 @@ class CallLog {
   /// Of the name of a collective, what all ranks that are in it have in common.
   static std::string in_common(const std::string& what);
 
+  struct Last {
+    int64_t number = 0;  ///< 0: there was none
+    std::string what;
+    std::chrono::steady_clock::time_point began;
+  };
+
   void add(const std::string& what);
   int64_t last_number();
+  Last last();
 
   /// As a text, to be compared on another rank.
   std::string encode(int rank);
@@ -45,6 +53,7 @@ class CallLog {
   std::mutex mutex_;  ///< guards the rest
   std::array<Call, kKept> last_;
   int64_t calls_ = 0;
+  std::chrono::steady_clock::time_point began_;  ///< the last one
 };
 
 }  // namespace apex::parallel

@@ -10,6 +10,7 @@
 #include "comm/by_group.h"
 #include "distributed/backends.h"
 #include "torch_version.h"
+#include "watch/stall.h"
 #include "watch/timing.h"
 
 namespace apex::parallel {
@@ -32,36 +33,49 @@ Groups& groups() {
   return *instance;
 }
 
-milliseconds patience_of(const c10d::ProcessGroup& group) {
-  std::optional<milliseconds> timeout;
+milliseconds timeout_of(const c10d::ProcessGroup& group) {
   auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
-  if (detail::has_backend(mutable_group, at::kCPU))
-    timeout = distributed::gloo_timeout(*mutable_group.getBackend(at::kCPU));
-  return timeout ? std::clamp(*timeout / 8, timing::kLeastPatience, timing::kMostPatience)
-                 : timing::kMostPatience;
+  if (!detail::has_backend(mutable_group, at::kCPU)) return milliseconds(0);
+  return distributed::gloo_timeout(*mutable_group.getBackend(at::kCPU)).value_or(milliseconds(0));
 }
 
-WatchedGroupPtr introduce_to(const c10d::ProcessGroup& group, const StorePtr& store) {
+WatchedGroupPtr introduce_to(const c10d::ProcessGroup& group, const StorePtr& store,
+                             const WatchedGroupPtr& parent) {
   const auto made = std::make_shared<WatchedGroup>();
   made->pid = this_pid();
   made->rank = group.getRank();
   made->size = group.getSize();
-  made->patience = patience_of(group);
+  made->timeout = timeout_of(group);
+  made->patience =
+      made->timeout == milliseconds(0)
+          ? timing::kMostPatience
+          : std::clamp(made->timeout / 8, timing::kLeastPatience, timing::kMostPatience);
   made->store = std::make_shared<StoreClient>(store);
+  made->parent = parent;
   // A group of this name may have been there before, on a store that outlives it.
   const auto named = std::make_shared<WatchedGroup>();
   const bool told = made->store->call(
-      [named, rank = made->rank, group_name = group.getGroupName()](c10d::Store& shared) {
+      [named, rank = made->rank, group_name = group.getGroupName(),
+       tells_process = parent == nullptr](c10d::Store& shared) {
         const std::string author = std::to_string(rank);
         const int64_t times = shared.add("apex/introduced/" + group_name + "/" + author, 1);
         named->name = group_name + "/" + std::to_string(times);
-        if (const auto process = this_process())
+        const auto process = this_process();
+        if (process && tells_process)
           named->process_board(process->host).post(shared, author, process->encode());
       },
       Clock::now() + made->patience);
   if (!told) return made;
   made->name = named->name;
-  made->board = std::make_shared<StatusBoard>(made->store, "apex/status/" + made->name);
+  if (parent) {
+    made->board = parent->board;
+    made->processes_read = true;
+    const std::lock_guard<std::mutex> lock(parent->mutex);
+    made->processes = parent->processes;
+  } else {
+    made->board = std::make_shared<StatusBoard>(made->store, "apex/status/" + made->name);
+    answer_stalls(made);
+  }
   return made;
 }
 
@@ -134,14 +148,16 @@ NoticeBoard WatchedGroup::process_board(const std::string& host) const {
 
 WatchedGroupPtr find_watched(const c10d::ProcessGroup& group) { return if_own(find_any(group)); }
 
-WatchedGroupPtr watched(const c10d::ProcessGroup& group) {
+namespace {
+
+WatchedGroupPtr find_or_make(const c10d::ProcessGroup& group, const WatchedGroupPtr& parent) {
   if (group.getSize() == 1) return nullptr;
   if (auto one = find_any(group)) return if_own(std::move(one));
   const StorePtr store = group.getStore();
   if (!store) return nullptr;
   const std::lock_guard<std::mutex> introduction(groups().introduction);
   if (auto one = find_any(group)) return if_own(std::move(one));
-  WatchedGroupPtr one = introduce_to(group, store);
+  WatchedGroupPtr one = introduce_to(group, store, parent);
   std::vector<WatchedGroupPtr> gone;  // outlives the lock
   const std::lock_guard<std::mutex> lock(groups().mutex);
   gone = groups().by_group.take_gone();
@@ -149,15 +165,19 @@ WatchedGroupPtr watched(const c10d::ProcessGroup& group) {
   return one;
 }
 
+}  // namespace
+
+WatchedGroupPtr watched(const c10d::ProcessGroup& group) { return find_or_make(group, nullptr); }
+
+std::vector<WatchedGroupPtr> all_watched() {
+  const std::lock_guard<std::mutex> lock(groups().mutex);
+  return groups().by_group.values();
+}
+
 void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent) noexcept try {
+  if (&group == &parent) return;
   const WatchedGroupPtr known = watched(parent);
-  const WatchedGroupPtr one = watched(group);
-  if (!one || !known || one == known) return;
-  one->parent = known;
-  one->board = known->board;
-  one->processes_read = true;
-  const std::lock_guard<std::mutex> lock(known->mutex);
-  one->processes = known->processes;
+  if (known) find_or_make(group, known);
 } catch (...) {
   // A collective that fails will say what is wrong with the store.
 }

@@ -31,6 +31,7 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   int64_t pid = 0;   ///< of this process
   int rank = 0;
   int size = 1;
+  std::chrono::milliseconds timeout{0};   ///< of its collectives; 0: unknown
   std::chrono::milliseconds patience{0};  ///< with the store, and with other ranks
   std::shared_ptr<StoreClient> store;
   /// That of `parent`, if there is one. Null if the store did not answer in time.
@@ -39,15 +40,19 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   CallLog calls;
   std::atomic<int64_t> exchanges{0};     ///< of batch norms, which number them
   std::atomic<int64_t> hooks_failed{0};  ///< times, on all ranks; see Note [Hooks that fail]
+  std::atomic<int> waits{0};             ///< of this rank that take longer than usual; since when:
+  std::atomic<std::chrono::steady_clock::time_point> waits_since{};
+  std::atomic<bool> stalled{false};  ///< `stall` is not empty
   std::atomic<bool> processes_read{false};
   std::atomic<bool> has_reports{false};  ///< that are over when this group is used again
 
-  std::mutex mutex;                                     ///< guards what follows
-  RankStatus status;                                    ///< of this rank, as it was posted
-  std::vector<std::weak_ptr<WatchedGroup>> reported;    ///< see has_reports
-  std::map<int, ProcessName> processes;                 ///< of other ranks
-  Proof ended_first;                                    ///< seen when the store was lost
-  std::string verdict;                                  ///< what report_failure() has found
+  std::mutex mutex;                                   ///< guards what follows
+  RankStatus status;                                  ///< of this rank, as it was posted
+  std::vector<std::weak_ptr<WatchedGroup>> reported;  ///< see has_reports
+  std::map<int, ProcessName> processes;               ///< of other ranks
+  std::string stall;    ///< the verdict that this rank has printed in its last call
+  Proof ended_first;    ///< seen when the store was lost
+  std::string verdict;  ///< what report_failure() has found
   std::chrono::steady_clock::time_point verdict_until;  ///< it is not asked for again until then
 
   Position position(bool in_hook = false);
@@ -71,12 +76,15 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
 /// it is. Null for groups of one rank or without a store, and in a forked process.
 WatchedGroupPtr watched(const c10d::ProcessGroup& group);
 
+/// All that this process knows.
+std::vector<WatchedGroupPtr> all_watched();
+
 /// The same, or null where watched() has not been called.
 WatchedGroupPtr find_watched(const c10d::ProcessGroup& group);
 
 /// Who waits in `group` hears also of failures of `parent`, which has the same ranks. For groups
 /// that nobody uses apart from it, as a failure of `parent` is one of `group` from then on. After a
-/// first collective of `parent`.
+/// first collective of `parent`, and before one of `group`.
 void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent) noexcept;
 
 /// Reads which process each rank of this host is, so that it is known when the store is lost. (Of

@@ -2,8 +2,10 @@
 #include "watch/watcher.h"
 
 #include <mutex>
+#include <optional>
 #include <utility>
 
+#include "watch/stall.h"
 #include "watch/timing.h"
 #include "watch/watched_group.h"
 
@@ -34,6 +36,7 @@ struct Wait::State {
   WatchedGroupPtr group;
   Position at;
   StatusBoard::Following following;
+  std::optional<StallWatch> stall;
   Clock::time_point look_at;
   Clock::time_point ended_at;
   Clock::time_point compare_at;
@@ -48,6 +51,7 @@ Wait::Wait(const c10d::ProcessGroup& group, bool in_hook) {
   state_->at = known->position(in_hook);
   state_->following = known->board->follow(timing::between_looks(known->size));
   state_->compare_at = Clock::now() + state_->late;
+  state_->stall.emplace(known);
   state_->group = std::move(known);
 }
 
@@ -73,6 +77,7 @@ Verdict Wait::poll() {
       return {Verdict::kApart, state.comparison->difference};
   }
   if (Clock::now() >= state.compare_at) compare();
+  state.stall->poll();
   if (is_left_alone()) return {Verdict::kLost, {}};
   return {};
 }
@@ -117,8 +122,19 @@ void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexce
   if (!one) return;
   one->calls.add(what);
   one->go_on();
+  if (one->stalled.exchange(false)) {
+    const std::lock_guard<std::mutex> lock(one->mutex);
+    one->stall.clear();
+  }
 } catch (...) {
   // A collective that fails will say what is wrong with the store.
+}
+
+std::string stall_verdict(const c10d::ProcessGroup& group) {
+  const WatchedGroupPtr one = find_watched(group);
+  if (!one || !one->stalled) return {};
+  const std::lock_guard<std::mutex> lock(one->mutex);
+  return one->stall;
 }
 
 bool has_failed(const c10d::ProcessGroup& group) noexcept {

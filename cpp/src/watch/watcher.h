@@ -102,6 +102,9 @@ void refuse_call(const c10d::ProcessGroup& group, const std::string& what) noexc
 /// give up. Blocks as above.
 void announce_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
+/// What this rank has printed because its last call of `group` took long; else an empty text.
+std::string stall_verdict(const c10d::ProcessGroup& group);
+
 /// Whether one of these was called for it on this rank, but refuse_call().
 bool has_failed(const c10d::ProcessGroup& group) noexcept;
 

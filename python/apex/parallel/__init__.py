@@ -8,6 +8,7 @@ LARC`` or ``apex.parallel.LARC.LARC``, ``python -m apex.parallel.multiproc scrip
 from torch.distributed import ReduceOp
 
 from apex.parallel import LARC
+from apex.parallel._stalls import stall_report
 from apex.parallel.distributed import DistributedDataParallel, Reducer, flat_dist_call
 from apex.parallel.overlap_report import BucketOverlap, OverlapReport
 from apex.parallel.overlapped_optimizer import OverlappedOptimizer
@@ -31,4 +32,5 @@ __all__ = [
     "create_syncbn_process_group",
     "flat_dist_call",
     "revert_syncbn_model",
+    "stall_report",
 ]

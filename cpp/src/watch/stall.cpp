@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "watch/stall.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdlib>
+#include <utility>
+#include <vector>
+
+#include <apex/parallel/stall_report.h>
+
+#include "watch/stall_verdict.h"
+#include "watch/timing.h"
+
+namespace apex::parallel {
+
+namespace {
+
+using Clock = StallWatch::Clock;
+using std::chrono::milliseconds;
+
+/// Of the process; never destroyed, as the store's threads are not waited for.
+struct Stalls {
+  std::mutex mutex;  ///< guards the rest
+  std::vector<std::function<std::string()>> readers;
+  std::string last_verdict;
+};
+
+Stalls& stalls() {
+  static auto* const instance = new Stalls;
+  return *instance;
+}
+
+std::atomic<int64_t>& stall_ms() {
+  static std::atomic<int64_t> time = [] {
+    const char* const given = std::getenv("APEX_STALL_SECONDS");
+    return given == nullptr ? 10000 : static_cast<int64_t>(1000 * std::atof(given));
+  }();
+  return time;
+}
+
+/// Groups that were made from one share its board, and its store.
+const WatchedGroup& root_of(const WatchedGroup& group) {
+  return group.parent ? *group.parent : group;
+}
+
+std::string key_of(const WatchedGroup& group) { return "apex/stall/" + root_of(group).name; }
+
+double seconds_since(Clock::time_point time) {
+  return std::chrono::duration<double>(Clock::now() - time).count();
+}
+
+std::string read_state() {
+  std::vector<std::function<std::string()>> readers;
+  {
+    const std::lock_guard<std::mutex> lock(stalls().mutex);
+    readers = stalls().readers;
+  }
+  std::string lines;
+  for (const auto& read : readers) {
+    const std::string more = read();
+    if (!more.empty()) lines += (lines.empty() ? "" : "\n") + more;
+  }
+  return lines;
+}
+
+Whereabouts whereabouts(WatchedGroup& group, bool waits) {
+  const CallLog::Last last = group.calls.last();
+  Whereabouts at;
+  at.group = group.name;
+  at.call = last.number;
+  at.what = last.what;
+  at.waits = waits;
+  if (last.number != 0) at.seconds = seconds_since(waits ? group.waits_since.load() : last.began);
+  return at;
+}
+
+/// In which group the rank of `asked` waits, or else has called last.
+Whereabouts latest_of(const WatchedGroup& asked) {
+  Whereabouts latest;
+  for (const WatchedGroupPtr& group : all_watched()) {
+    // Where ranks are threads of one process.
+    if (group->name == asked.name && group->rank != asked.rank) continue;
+    Whereabouts at = whereabouts(*group, group->waits > 0);
+    const bool known = at.call != 0;
+    if (known && (latest.call == 0 || std::make_pair(!at.waits, at.seconds) <
+                                          std::make_pair(!latest.waits, latest.seconds)))
+      latest = std::move(at);
+  }
+  latest.state = read_state();
+  return latest;
+}
+
+void post(c10d::Store& store, const WatchedGroup& group, const Whereabouts& at) {
+  NoticeBoard(key_of(group)).post(store, std::to_string(group.rank), at.encode());
+}
+
+/// At once, and without a lock that another thread may hold.
+void write_to_stderr(const std::string& text) {
+  for (size_t done = 0; done < text.size();) {
+    const ssize_t written = ::write(STDERR_FILENO, text.data() + done, text.size() - done);
+    if (written < 0 && errno != EINTR) return;  // nobody reads it
+    if (written > 0) done += static_cast<size_t>(written);
+  }
+}
+
+void print(WatchedGroup& group, const Stall& stall) {
+  const std::string verdict = describe(stall);
+  write_to_stderr("apex: " + verdict + "\n");
+  {
+    const std::lock_guard<std::mutex> lock(stalls().mutex);
+    stalls().last_verdict = verdict;
+  }
+  const std::lock_guard<std::mutex> lock(group.mutex);
+  group.stall = verdict;
+  group.stalled = true;
+}
+
+Stall stall_of(WatchedGroup& group) {
+  Stall stall;
+  stall.rank = group.rank;
+  stall.size = group.size;
+  stall.mine = whereabouts(group, true);
+  stall.processes = look_around(group);
+  stall.seconds_left =
+      std::max(0.0, std::chrono::duration<double>(group.timeout).count() - stall.mine.seconds);
+  return stall;
+}
+
+}  // namespace
+
+milliseconds stall_time() { return milliseconds(stall_ms()); }
+void set_stall_time(milliseconds time) { stall_ms() = time.count(); }
+
+std::string stall_report() {
+  const std::lock_guard<std::mutex> lock(stalls().mutex);
+  return stalls().last_verdict;
+}
+
+void add_state_reader(std::function<std::string()> read) {
+  const std::lock_guard<std::mutex> lock(stalls().mutex);
+  stalls().readers.push_back(std::move(read));
+}
+
+namespace {
+
+/// Asks, answers, and comes again; ends with the group, and with the store.
+void answer(const std::weak_ptr<WatchedGroup>& weak, int64_t seen) {
+  const WatchedGroupPtr group = weak.lock();
+  if (!group || stall_time() == milliseconds(0)) return;
+  try {
+    // One that has ended may have kept the store, whose loss torch logs with every call.
+    if (look_around(*group, ProcessState::kEnded).empty()) {
+      const StorePtr store = group->store->view();
+      const int64_t asked = store->add(key_of(*group) + "/asked", 0);
+      if (asked != std::exchange(seen, asked)) {
+        const Whereabouts at = latest_of(*group);
+        if (!at.waits || at.seconds * 1000 < static_cast<double>(stall_time().count()) * 4 / 10 ||
+            at.group != group->name)
+          post(*store, *group, at);
+      }
+    }
+    const auto pause = std::max(stall_time() * 3 / 10, milliseconds(group->size));
+    group->store->thread().run([weak, seen] { answer(weak, seen); }, Clock::now() + pause);
+  } catch (...) {
+    // The store is gone.
+  }
+}
+
+}  // namespace
+
+void answer_stalls(const WatchedGroupPtr& group) {
+  if (stall_time() == milliseconds(0)) return;
+  group->store->thread().run([weak = std::weak_ptr<WatchedGroup>(group)] { answer(weak, 0); },
+                             Clock::now() + stall_time() * 3 / 10);
+}
+
+StallWatch::StallWatch(WatchedGroupPtr group)
+    : group_(std::move(group)),
+      since_(Clock::now() - timing::kUsual),
+      limit_(group_->timeout > milliseconds(0) ? std::min(stall_time(), group_->timeout / 3)
+                                               : stall_time()) {
+  group_->waits_since = since_;
+  ++group_->waits;
+}
+
+StallWatch::~StallWatch() {
+  --group_->waits;
+  if (!posted_) return;
+  root_of(*group_).store->post(
+      [group = group_](c10d::Store& store) { post(store, *group, whereabouts(*group, false)); });
+}
+
+void StallWatch::poll() {
+  if (limit_ == milliseconds(0)) return;
+  const auto waited = Clock::now() - since_;
+  if (!posted_ && waited >= limit_ * 4 / 10) {
+    posted_ = true;
+    root_of(*group_).store->post([group = group_](c10d::Store& store) {
+      post(store, *group, whereabouts(*group, true));
+      store.add(key_of(*group) + "/asked", 1);
+    });
+  }
+  if (!verdict_.valid() && waited >= limit_) {
+    verdict_ = root_of(*group_).store->post([group = group_](c10d::Store& store) {
+      const std::string key = key_of(*group) + "/printed/" + group->name + '/' +
+                              std::to_string(group->calls.last_number());
+      if (store.add(key, 1) != 1) return;
+      Stall stall = stall_of(*group);
+      for (const auto& [author, text] : NoticeBoard(key_of(*group)).read(store))
+        stall.others[std::atoi(author.c_str())] = Whereabouts::decode(text);
+      print(*group, stall);
+    });
+  }
+  const bool late =
+      waited >= limit_ * 13 / 10 && verdict_.wait_for(milliseconds(0)) != std::future_status::ready;
+  if (!late || printed_) return;
+  printed_ = true;
+  Stall stall = stall_of(*group_);
+  stall.store_answers = false;
+  print(*group_, stall);
+}
+
+}  // namespace apex::parallel

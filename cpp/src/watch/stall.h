@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+/// Ranks that wait for long: all report where they are, and one prints who holds them up.
+
+#include <chrono>
+#include <future>
+
+#include "watch/watched_group.h"
+
+namespace apex::parallel {
+
+// Note [Stalls]
+//
+// A rank that has waited for a while posts so on a board of its group in the store. Every process
+// asks now and then whether there are new posts, and if so, it posts where it is itself and what it
+// is doing. That runs on the store's thread: the main thread may be anywhere. When the time of a
+// stall is over, one of the ranks that wait reads the board and prints the verdict. Where N ranks
+// wait for one, each makes five calls of the store, and one of them reads N posts.
+//
+// A rank posts after four tenths of the time that it waits; the others ask every three tenths, so
+// that they have answered by then.
+
+/// 10 s; the environment variable APEX_STALL_SECONDS sets another time, and 0 is never.
+std::chrono::milliseconds stall_time();
+/// For tests.
+void set_stall_time(std::chrono::milliseconds time);
+
+/// From now on this rank posts where it is, if others wait in `group` for long.
+void answer_stalls(const WatchedGroupPtr& group);
+
+/// A wait of this rank in its last call of `group`. Not thread safe; nothing blocks.
+class StallWatch {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  explicit StallWatch(WatchedGroupPtr group);
+  ~StallWatch();
+  StallWatch(const StallWatch&) = delete;
+  StallWatch& operator=(const StallWatch&) = delete;
+
+  void poll();
+
+ private:
+  const WatchedGroupPtr group_;
+  const Clock::time_point since_;
+  const std::chrono::milliseconds limit_;
+  bool posted_ = false;
+  bool printed_ = false;
+  std::shared_future<void> verdict_;
+};
+
+}  // namespace apex::parallel

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "watch/stall_verdict.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iomanip>
+#include <locale>
+#include <sstream>
+#include <vector>
+
+#include "plain_text.h"
+
+namespace apex::parallel {
+
+namespace {
+
+/// At most so many are described; the others are only counted.
+constexpr size_t kMost = 4;
+
+std::string seconds_of(double seconds) {
+  return std::to_string(static_cast<int64_t>(std::lround(seconds))) + " s";
+}
+
+std::string ranks_of(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < std::min(ranks.size(), 2 * kMost); ++i)
+    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  if (ranks.size() > 2 * kMost)
+    text += " and " + std::to_string(ranks.size() - 2 * kMost) + " more";
+  return text;
+}
+
+std::string indented(const std::string& lines) {
+  std::istringstream in(lines);
+  std::string text, line;
+  while (std::getline(in, line)) {
+    if (!line.empty()) text += "\n      " + line;
+  }
+  return text;
+}
+
+bool in_same_call(const Whereabouts& mine, const Whereabouts& other) {
+  return other.waits && other.group == mine.group && other.call == mine.call;
+}
+
+struct Cause {
+  std::string where, why, next;
+};
+
+Cause cause_of(const Stall& stall, int rank) {
+  const std::string who = "rank " + std::to_string(rank);
+  const auto process = stall.processes.find(rank);
+  if (process != stall.processes.end()) {
+    const bool ended = process->second.find("ended") != std::string::npos;
+    return {who + " " + process->second,
+            ended ? "its process is gone, and its connections have not been closed"
+                  : "somebody has stopped it, and it has not been continued",
+            ended ? "look at the end of its output, and start the job again"
+                  : "continue it (kill -CONT), or detach the debugger"};
+  }
+  const auto found = stall.others.find(rank);
+  if (found == stall.others.end()) {
+    return {who + " does not answer",
+            "it cannot reach the store, its host is gone or does not schedule it, or it has not "
+            "used the group yet",
+            "look whether its process runs and its host can be reached"};
+  }
+  const Whereabouts& other = found->second;
+  std::string where = who;
+  if (other.waits) {
+    where += " waits in another collective, for " + seconds_of(other.seconds) + ": " + other.what;
+    return {where + indented(other.state),
+            other.group == stall.mine.group
+                ? "the ranks are not at the same place of the program: one has skipped or repeated "
+                  "a step, a layer or a call"
+                : "it waits for other ranks in another group, which may wait for this one",
+            "compare what the ranks did last; every rank has to make the same calls of a group in "
+            "the same order"};
+  }
+  where += " is in no collective";
+  if (!other.what.empty())
+    where +=
+        "; its last began " + seconds_of(other.seconds) + " before it was asked: " + other.what;
+  return {
+      where + indented(other.state),
+      "it does something of its own, and is slow (loading data, evaluation or a checkpoint on "
+      "one rank; in backward a layer or a hook), or it has left the loop",
+      "look at the lines above; what only one rank does has to be shorter than the timeout, and "
+      "ranks with fewer batches need join()"};
+}
+
+}  // namespace
+
+std::string Whereabouts::encode() const {
+  PlainText out;
+  out << std::quoted(group) << ' ' << call << ' ' << std::quoted(what) << ' ' << waits << ' '
+      << seconds << ' ' << std::quoted(state);
+  return out.str();
+}
+
+Whereabouts Whereabouts::decode(const std::string& text) {
+  std::istringstream in(text);
+  in.imbue(std::locale::classic());
+  Whereabouts read;
+  in >> std::quoted(read.group) >> read.call >> std::quoted(read.what) >> read.waits >>
+      read.seconds >> std::quoted(read.state);
+  return read;
+}
+
+std::string describe(const Stall& stall) {
+  std::string text = "rank " + std::to_string(stall.rank) + " of " + std::to_string(stall.size) +
+                     " has waited for " + seconds_of(stall.mine.seconds) +
+                     " in: " + stall.mine.what;
+  if (!stall.store_answers && stall.processes.empty()) {
+    return text +
+           "\n  who:   not known: the store, through which ranks report, does not answer"
+           "\n  why:   the process that keeps it (rank 0 or the launcher) has ended, is stopped, "
+           "or "
+           "is cut off; or the network is"
+           "\n  next:  look whether that process runs and its host can be reached";
+  }
+  std::vector<int> late, waiting;
+  for (int rank = 0; rank < stall.size; ++rank) {
+    if (rank == stall.rank) continue;
+    const auto found = stall.others.find(rank);
+    const bool waits = found != stall.others.end() && in_same_call(stall.mine, found->second) &&
+                       stall.processes.count(rank) == 0;
+    (waits ? waiting : late).push_back(rank);
+  }
+  if (!stall.store_answers) late.clear();
+  for (const auto& [rank, state] : stall.processes) {
+    if (std::find(late.begin(), late.end(), rank) == late.end()) late.push_back(rank);
+  }
+  if (late.empty()) {
+    return text +
+           "\n  who:   nobody is late: all ranks wait in this collective"
+           "\n  why:   the network is slow or broken, or a rank is slow to compute its part"
+           "\n  next:  look at the load of the hosts and at their network" +
+           indented(stall.mine.state);
+  }
+  text += "\n  who:   " + ranks_of(late) + (late.size() == 1 ? " holds" : " hold") + " it up";
+  if (!waiting.empty())
+    text += "; " + ranks_of(waiting) + (waiting.size() == 1 ? " waits" : " wait") + " as well";
+  std::string before;
+  for (size_t i = 0; i < std::min(late.size(), kMost); ++i) {
+    const Cause cause = cause_of(stall, late[i]);
+    text += "\n  where: " + cause.where;
+    if (cause.why == before) continue;  // as the one above
+    before = cause.why;
+    text += "\n  why:   " + cause.why + "\n  next:  " + cause.next;
+  }
+  return text + "\n  The ranks that wait give up in " + seconds_of(stall.seconds_left) +
+         ", at the timeout of the group.";
+}
+
+}  // namespace apex::parallel

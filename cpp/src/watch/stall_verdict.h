@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+/// Who holds everybody up, in words. Pure.
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "watch/rank_status.h"
+
+namespace apex::parallel {
+
+/// What a rank tells of itself when ranks of a group wait for long.
+struct Whereabouts {
+  std::string group;   ///< whose collective it waits in, or was in last
+  int64_t call = 0;    ///< the number of that, in the group
+  std::string what;    ///< and its name; empty: there was none
+  bool waits = false;  ///< it waits in it
+  double seconds = 0;  ///< for so long, or so long ago it began
+  std::string state;   ///< lines: what else is known of the process
+
+  std::string encode() const;
+  static Whereabouts decode(const std::string& text);
+};
+
+/// A stall, as the rank sees it that reports it.
+struct Stall {
+  int rank = 0;
+  int size = 1;
+  Whereabouts mine;
+  std::map<int, Whereabouts> others;  ///< those that have answered
+  Proof processes;                    ///< of this host, that have ended or are stopped
+  bool store_answers = true;
+  double seconds_left = 0;  ///< until the group's timeout
+};
+
+/// Lines: who is late, where it is, why that may be, what to do.
+std::string describe(const Stall& stall);
+
+}  // namespace apex::parallel

@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Verdicts by a table; and ranks as threads that share a store, of which the test lets some wait.
+
+#include "watch/stall.h"
+
+#include <apex/parallel/stall_report.h>
+#include <support/counting_store.h>
+#include <support/stored_group.h>
+
+#include <chrono>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "watch/stall_verdict.h"
+#include "watch/watcher.h"
+
+namespace apex::parallel {
+namespace {
+
+using apex::testing::make_stored_groups;
+using std::chrono::milliseconds;
+
+Whereabouts in_call(int64_t call, bool waits, const std::string& what = "a") {
+  Whereabouts at;
+  at.group = "group";
+  at.call = call;
+  at.what = what;
+  at.waits = waits;
+  at.seconds = 12.4;
+  return at;
+}
+
+/// Rank 0 of 3 waits in call 7.
+Stall stall() {
+  Stall one;
+  one.size = 3;
+  one.mine = in_call(7, true);
+  one.seconds_left = 20;
+  return one;
+}
+
+void expect_has(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << '\'' << part << "' is not in:\n" << text;
+}
+
+TEST(StallVerdict, Whereabouts_AreDecodedAsTheyWere) {
+  Whereabouts at = in_call(3, true, "bucket \"2\"");
+  at.state = "two\nlines";
+  const Whereabouts read = Whereabouts::decode(at.encode());
+  EXPECT_EQ(read.encode(), at.encode());
+  EXPECT_EQ(read.state, at.state);
+  EXPECT_EQ(read.what, at.what);
+}
+
+TEST(StallVerdict, RankThatIsInNoCollective_IsNamedWithWhatItDoes) {
+  Stall one = stall();
+  one.others[1] = in_call(7, true);
+  one.others[2] = in_call(6, false, "b");
+  one.others[2].state = "File \"train.py\", line 3";
+  const std::string text = describe(one);
+  expect_has(text, "rank 0 of 3 has waited for 12 s in: a\n");
+  expect_has(text, "who:   rank 2 holds it up; rank 1 waits as well\n");
+  expect_has(text,
+             "rank 2 is in no collective; its last began 12 s before it was asked: b\n      File "
+             "\"train.py\"");
+  expect_has(text, "something of its own");
+  expect_has(text, "give up in 20 s");
+}
+
+// Told by an earlier stall: it was in call 6 then.
+TEST(StallVerdict, RanksInOtherCalls_AreNotTakenForOnesThatWaitHere) {
+  Stall one = stall();
+  one.others[1] = in_call(6, true);
+  one.others[2] = in_call(7, true);
+  one.others[2].group = "another";
+  const std::string text = describe(one);
+  expect_has(text, "who:   ranks 1, 2 hold it up\n");
+  expect_has(text, "not at the same place");
+  expect_has(text, "in another group");
+}
+
+TEST(StallVerdict, ProcessThatIsStopped_IsNamedWhateverItHasPosted) {
+  Stall one = stall();
+  one.others[1] = one.others[2] = in_call(7, true);
+  one.processes[1] = "is stopped (process 5, by a signal or a debugger)";
+  const std::string text = describe(one);
+  expect_has(text, "who:   rank 1 holds it up; rank 2 waits as well\n");
+  expect_has(text, "where: rank 1 is stopped (process 5");
+  expect_has(text, "kill -CONT");
+}
+
+TEST(StallVerdict, RankThatDoesNotAnswer_IsNamed) {
+  Stall one = stall();
+  one.others[1] = in_call(7, true);
+  expect_has(describe(one), "where: rank 2 does not answer\n");
+}
+
+TEST(StallVerdict, AllWait_NobodyIsNamed) {
+  Stall one = stall();
+  one.others[1] = one.others[2] = in_call(7, true);
+  expect_has(describe(one), "nobody is late");
+}
+
+TEST(StallVerdict, StoreDoesNotAnswer_SaysSoUnlessAProcessIsKnown) {
+  Stall one = stall();
+  one.store_answers = false;
+  expect_has(describe(one), "who:   not known: the store");
+  one.processes[2] = "has ended (process 5)";
+  const std::string text = describe(one);
+  expect_has(text, "who:   rank 2 holds it up\n");
+  expect_has(text, "its process is gone");
+}
+
+TEST(StallVerdict, ManyAreLate_AFewAreDescribed) {
+  Stall one = stall();
+  one.size = 1000;
+  const std::string text = describe(one);
+  expect_has(text, "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 991 more hold it up");
+  EXPECT_LT(text.size(), 1500U);
+}
+
+/// With stalls of 400 ms.
+class StallTest : public ::testing::Test {
+ protected:
+  StallTest() : before_(stall_time()) { set_stall_time(milliseconds(400)); }
+  ~StallTest() override { set_stall_time(before_); }
+
+  /// Waits as the first `waiting` ranks of the groups do, until a verdict comes or for that long.
+  static std::string verdict(const std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>& groups,
+                             size_t waiting, std::chrono::seconds longest) {
+    const std::string before = stall_report();
+    std::vector<std::unique_ptr<Wait>> waits;
+    for (const auto& group : groups) begin_call(*group, "a");
+    for (size_t rank = 0; rank < groups.size(); ++rank) {
+      if (rank >= waiting) continue;
+      begin_call(*groups[rank], "b");
+      waits.push_back(std::make_unique<Wait>(*groups[rank]));
+    }
+    const auto until = std::chrono::steady_clock::now() + longest;
+    while (stall_report() == before && std::chrono::steady_clock::now() < until) {
+      for (const auto& wait : waits) wait->poll();
+      std::this_thread::sleep_for(milliseconds(5));
+    }
+    return stall_report() == before ? std::string() : stall_report();
+  }
+
+ private:
+  const milliseconds before_;
+};
+
+TEST_F(StallTest, OneRankStaysAway_ItAloneIsNamed) {
+  const std::string text = verdict(make_stored_groups(4, "away"), 3, std::chrono::seconds(60));
+  expect_has(text, "who:   rank 3 holds it up; ranks ");
+  expect_has(text, "rank 3 is in no collective; its last began ");
+  expect_has(text, " before it was asked: a");
+}
+
+TEST_F(StallTest, VerdictIsPartOfTheError_UntilTheNextCall) {
+  const auto groups = make_stored_groups(2, "error");
+  ASSERT_NE(verdict(groups, 1, std::chrono::seconds(60)), "");
+  expect_has(stall_verdict(*groups[0]), "rank 1 holds it up");
+  begin_call(*groups[0], "c");
+  EXPECT_EQ(stall_verdict(*groups[0]), "");
+}
+
+// A wait that is over has no verdict, and takes back what it has posted.
+TEST_F(StallTest, WaitEndsBefore_NothingIsPrinted) {
+  const auto groups = make_stored_groups(2, "short");
+  const std::string before = stall_report();
+  begin_call(*groups[0], "a");
+  {
+    Wait wait(*groups[0]);
+    const auto until = std::chrono::steady_clock::now() + milliseconds(300);
+    while (std::chrono::steady_clock::now() < until) {
+      wait.poll();
+      std::this_thread::sleep_for(milliseconds(5));
+    }
+  }
+  std::this_thread::sleep_for(milliseconds(400));
+  EXPECT_EQ(stall_report(), before);
+}
+
+TEST_F(StallTest, Never_AsksNothing) {
+  set_stall_time(milliseconds(0));
+  EXPECT_EQ(verdict(make_stored_groups(2, "never"), 1, std::chrono::seconds(1)), "");
+}
+
+}  // namespace
+}  // namespace apex::parallel
