@@ -36,6 +36,8 @@ Reading& reading() {
 }
 
 constexpr int kFrames = 8;
+/// Python code lets go of the lock every few milliseconds; and the others wait for the answer.
+constexpr std::chrono::milliseconds kPatience{300};
 constexpr const char* kNoLock =
     "Python: the interpreter's lock is not released; native code is running, or has stopped";
 
@@ -72,7 +74,7 @@ std::string read_stack() {
     promise.set_value(std::move(text));
     reading().done.notify_all();
   }).detach();
-  return stack.wait_for(std::chrono::seconds(1)) == std::future_status::ready ? stack.get()
+  return stack.wait_for(kPatience) == std::future_status::ready ? stack.get()
                                                                               : kNoLock;
 }
 

@@ -157,7 +157,8 @@ void answer(const std::weak_ptr<WatchedGroup>& weak, int64_t seen) {
       const StorePtr store = group->store->view();
       const int64_t asked = store->add(key_of(*group) + "/asked", 0);
       if (asked != std::exchange(seen, asked)) {
-        const Whereabouts at = latest_of(*group);
+        Whereabouts at = latest_of(*group);
+        at.asked = asked;
         if (!at.waits || at.seconds * 1000 < static_cast<double>(stall_time().count()) * 4 / 10 ||
             at.group != group->name)
           post(*store, *group, at);
@@ -181,6 +182,7 @@ void answer_stalls(const WatchedGroupPtr& group) {
 StallWatch::StallWatch(WatchedGroupPtr group)
     : group_(std::move(group)),
       since_(Clock::now() - timing::kUsual),
+      call_(group_->calls.last_number()),
       limit_(group_->timeout > milliseconds(0) ? std::min(stall_time(), group_->timeout / 3)
                                                : stall_time()) {
   group_->waits_since = since_;
@@ -199,20 +201,23 @@ void StallWatch::poll() {
   const auto waited = Clock::now() - since_;
   if (!posted_ && waited >= limit_ * 4 / 10) {
     posted_ = true;
-    root_of(*group_).store->post([group = group_](c10d::Store& store) {
+    root_of(*group_).store->post([group = group_, number = asked_](c10d::Store& store) {
       post(store, *group, whereabouts(*group, true));
-      store.add(key_of(*group) + "/asked", 1);
+      *number = store.add(key_of(*group) + "/asked", 1);
     });
   }
   if (!verdict_.valid() && waited >= limit_) {
-    verdict_ = root_of(*group_).store->post([group = group_](c10d::Store& store) {
-      const std::string key = key_of(*group) + "/printed/" + group->name + '/' +
-                              std::to_string(group->calls.last_number());
-      if (store.add(key, 1) != 1) return;
+    verdict_ = root_of(*group_).store->post([group = group_, number = asked_,
+                                             call = call_](c10d::Store& store) {
+      const auto is_over = [&] { return group->waits == 0 || group->calls.last_number() != call; };
+      const std::string key =
+          key_of(*group) + "/printed/" + group->name + '/' + std::to_string(call);
+      if (is_over() || store.add(key, 1) != 1) return;
       Stall stall = stall_of(*group);
+      stall.mine.asked = *number;
       for (const auto& [author, text] : NoticeBoard(key_of(*group)).read(store))
         stall.others[std::atoi(author.c_str())] = Whereabouts::decode(text);
-      print(*group, stall);
+      if (!is_over()) print(*group, stall);
     });
   }
   const bool late =

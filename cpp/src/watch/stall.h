@@ -4,7 +4,9 @@
 /// Ranks that wait for long: all report where they are, and one prints who holds them up.
 
 #include <chrono>
+#include <cstdint>
 #include <future>
+#include <memory>
 
 #include "watch/watched_group.h"
 
@@ -44,10 +46,12 @@ class StallWatch {
  private:
   const WatchedGroupPtr group_;
   const Clock::time_point since_;
+  const int64_t call_;
   const std::chrono::milliseconds limit_;
   bool posted_ = false;
   bool printed_ = false;
   std::shared_future<void> verdict_;
+  const std::shared_ptr<int64_t> asked_ = std::make_shared<int64_t>(0);  ///< of the store's thread
 };
 
 }  // namespace apex::parallel

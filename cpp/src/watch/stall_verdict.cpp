@@ -59,7 +59,9 @@ Cause cause_of(const Stall& stall, int rank) {
                   : "continue it (kill -CONT), or detach the debugger"};
   }
   const auto found = stall.others.find(rank);
-  if (found == stall.others.end()) {
+  // Of one that waits no answer is expected, and it takes back what it has posted.
+  if (found == stall.others.end() ||
+      (!found->second.waits && found->second.asked < stall.mine.asked)) {
     return {who + " does not answer",
             "it cannot reach the store, its host is gone or does not schedule it, or it has not "
             "used the group yet",
@@ -94,7 +96,7 @@ Cause cause_of(const Stall& stall, int rank) {
 std::string Whereabouts::encode() const {
   PlainText out;
   out << std::quoted(group) << ' ' << call << ' ' << std::quoted(what) << ' ' << waits << ' '
-      << seconds << ' ' << std::quoted(state);
+      << seconds << ' ' << asked << ' ' << std::quoted(state);
   return out.str();
 }
 
@@ -103,7 +105,7 @@ Whereabouts Whereabouts::decode(const std::string& text) {
   in.imbue(std::locale::classic());
   Whereabouts read;
   in >> std::quoted(read.group) >> read.call >> std::quoted(read.what) >> read.waits >>
-      read.seconds >> std::quoted(read.state);
+      read.seconds >> read.asked >> std::quoted(read.state);
   return read;
 }
 

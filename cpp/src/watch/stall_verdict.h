@@ -18,6 +18,7 @@ struct Whereabouts {
   std::string what;    ///< and its name; empty: there was none
   bool waits = false;  ///< it waits in it
   double seconds = 0;  ///< for so long, or so long ago it began
+  int64_t asked = 0;   ///< how often ranks had asked when it posted this
   std::string state;   ///< lines: what else is known of the process
 
   std::string encode() const;
@@ -29,7 +30,7 @@ struct Stall {
   int rank = 0;
   int size = 1;
   Whereabouts mine;
-  std::map<int, Whereabouts> others;  ///< those that have answered
+  std::map<int, Whereabouts> others;  ///< as they have posted last
   Proof processes;                    ///< of this host, that have ended or are stopped
   bool store_answers = true;
   double seconds_left = 0;  ///< until the group's timeout

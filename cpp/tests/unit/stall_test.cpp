@@ -98,6 +98,18 @@ TEST(StallVerdict, RankThatDoesNotAnswer_IsNamed) {
   expect_has(describe(one), "where: rank 2 does not answer\n");
 }
 
+// What it has posted in an earlier stall says nothing about this one.
+TEST(StallVerdict, RankThatHasAnsweredBefore_DoesNotAnswer) {
+  Stall one = stall();
+  one.mine.asked = 5;
+  one.others[1] = one.others[2] = in_call(6, false);
+  one.others[1].asked = 4;
+  one.others[2].asked = 5;
+  const std::string text = describe(one);
+  expect_has(text, "where: rank 1 does not answer\n");
+  expect_has(text, "where: rank 2 is in no collective");
+}
+
 TEST(StallVerdict, AllWait_NobodyIsNamed) {
   Stall one = stall();
   one.others[1] = one.others[2] = in_call(7, true);

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One rank of a job of three: one scenario after the other, in each of which some rank is late.
+
+    python stalls_program.py STORE RANK [SCENARIO...]
+
+Prints a line of JSON for each scenario: the verdict that this rank has printed in it, or null.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from apex.parallel import DistributedDataParallel, SyncBatchNorm, stall_report
+
+LATE_S = 2.5 * float(os.environ["APEX_STALL_SECONDS"])
+WORLD = 3
+
+
+class Late(nn.Module):
+    """Waits in forward or backward, on the rank that is told to, the next time."""
+
+    in_forward = in_backward = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_forward:
+            time.sleep(LATE_S)
+        if self.in_backward:
+            x.register_hook(self.wait)
+        self.in_forward = self.in_backward = False
+        return x
+
+    @staticmethod
+    def wait(grad: Tensor) -> Tensor:
+        time.sleep(LATE_S)
+        return grad
+
+
+def build(late: Late) -> DistributedDataParallel:
+    model = nn.Sequential(
+        nn.Linear(4, 8), late, SyncBatchNorm(8), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), late)
+    )
+    return DistributedDataParallel(model, message_size=20)
+
+
+def step(ddp: nn.Module) -> None:
+    ddp(torch.randn(5, 4)).square().sum().backward()
+
+
+def load_data() -> None:
+    time.sleep(LATE_S)
+
+
+def hold_the_interpreter() -> None:
+    ctypes.PyDLL(None).usleep(int(LATE_S * 1e6))
+
+
+def scenarios(rank: int) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """Name, the rank that is late, and what this rank does."""
+    late = Late()
+    ddp = build(late)
+    for _ in range(3):
+        step(ddp)
+
+    def before(culprit: int, does: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            if rank == culprit:
+                does()
+            step(ddp)
+
+        return run
+
+    def in_backward() -> None:
+        late.in_backward = True
+
+    def in_forward() -> None:
+        late.in_forward = True
+
+    def late_to_construct() -> None:
+        if rank == 2:
+            load_data()
+        build(Late())
+
+    def stopped() -> None:
+        if rank == 1:
+            if os.fork() == 0:  # continues its parent
+                time.sleep(LATE_S)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        step(ddp)
+
+    yield "data", 1, before(1, load_data)
+    yield "store", 0, before(0, load_data)
+    yield "backward", 1, before(1, in_backward)
+    yield "forward", 2, before(2, in_forward)
+    yield "native", 1, before(1, hold_the_interpreter)
+    yield "construction", 2, late_to_construct
+    yield "stopped", 1, stopped
+
+
+def main(store: str, rank: int, only: list[str]) -> None:
+    torch.manual_seed(rank)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    last = None
+    for name, culprit, run in scenarios(rank):
+        if only and name not in only:
+            continue
+        run()
+        dist.barrier()  # torch's own
+        verdict = stall_report()
+        new = verdict if verdict != last else None
+        last = verdict
+        print(json.dumps({"name": name, "culprit": culprit, "verdict": new}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

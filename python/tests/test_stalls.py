@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Who holds everybody up: the verdict that one of the ranks that wait prints.
+
+The oracle is the program itself, which decides who is late, and where.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import apex.parallel
+
+HERE = Path(__file__).resolve().parent
+
+#: By scenario, what the verdict has to say of the rank that is late.
+SAYS = {
+    "data": ["is in no collective", "in load_data", "something of its own"],
+    "store": ["is in no collective", "in load_data", "something of its own"],
+    "backward": ["in wait", "waits for the gradient of '0.", "in backward a layer or a hook"],
+    "forward": ["is in no collective", "in forward"],
+    "native": ["the interpreter's lock is not released"],
+    "construction": ["is in no collective", "in load_data"],
+    "stopped": ["is stopped (process ", "kill -CONT"],
+}
+OVER_SOCKETS = ["data", "backward", "construction"]
+
+
+Verdicts = dict[str, list[tuple[int, str]]]
+
+
+def run_job(store: Path, host_channel: str, only: list[str]) -> Verdicts:
+    """By scenario: the ranks that have printed a verdict, and which."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "APEX_STALL_SECONDS": "1.2",
+        "APEX_HOST_CHANNEL": host_channel,
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "stalls_program.py"), str(store), str(rank), *only],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    found: Verdicts = {}
+    printed = []
+    for rank, process in enumerate(processes):
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err
+        printed += re.findall(r"^apex: (rank .*(?:\n .*)*)", err, flags=re.MULTILINE)
+        for line in out.splitlines():
+            entry = json.loads(line)
+            found.setdefault(entry["name"], [])
+            if entry["verdict"] is not None:
+                found[entry["name"]].append((rank, entry["verdict"]))
+    assert sorted(printed) == sorted(text for all_of in found.values() for _, text in all_of)
+    return found
+
+
+@pytest.fixture(scope="module")
+def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Verdicts:
+    return run_job(tmp_path_factory.mktemp("stalls") / "store", "1", [])
+
+
+@pytest.fixture(scope="module")
+def over_sockets(tmp_path_factory: pytest.TempPathFactory) -> Verdicts:
+    return run_job(tmp_path_factory.mktemp("stalls") / "store", "0", OVER_SOCKETS)
+
+
+def check_verdict(verdicts: Verdicts, name: str) -> None:
+    culprit = {"store": 0, "forward": 2, "construction": 2}.get(name, 1)
+    assert len(verdicts[name]) == 1, verdicts[name]
+    rank, text = verdicts[name][0]
+    assert rank != culprit
+    assert f"who:   rank {culprit} holds it up" in text
+    assert re.findall(r"where: rank (\d)", text) == [str(culprit)]
+    for part in SAYS[name]:
+        assert part in text, text
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="processes are looked up in /proc")
+@pytest.mark.parametrize("name", SAYS)
+def test_stall_one_rank_names_who_is_late_and_where(in_memory: Verdicts, name: str) -> None:
+    check_verdict(in_memory, name)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", OVER_SOCKETS)
+def test_stall_over_sockets_is_the_same(over_sockets: Verdicts, name: str) -> None:
+    check_verdict(over_sockets, name)
+
+
+def test_stall_report_nothing_has_stalled_is_none() -> None:
+    code = "import apex.parallel; assert apex.parallel.stall_report() is None"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert apex.parallel.stall_report.__doc__
