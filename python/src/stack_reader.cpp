@@ -74,8 +74,7 @@ std::string read_stack() {
     promise.set_value(std::move(text));
     reading().done.notify_all();
   }).detach();
-  return stack.wait_for(kPatience) == std::future_status::ready ? stack.get()
-                                                                              : kNoLock;
+  return stack.wait_for(kPatience) == std::future_status::ready ? stack.get() : kNoLock;
 }
 
 void end_reading() {

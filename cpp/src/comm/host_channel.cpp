@@ -13,9 +13,9 @@
 
 #include <apex/error.h>
 
-#include "watch/call_log.h"
 #include "comm/host_protocol.h"
 #include "comm/host_sum.h"
+#include "watch/call_log.h"
 
 #if defined(__linux__)
 #include <sched.h>

@@ -19,8 +19,8 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "comm/host_memory.h"
-#include "watch/process_state.h"
 #include "comm/sliced_work.h"
+#include "watch/process_state.h"
 
 namespace apex::parallel {
 

@@ -17,8 +17,8 @@
 
 #include <apex/error.h>
 
-#include "watch/process_state.h"
 #include "distributed/backends.h"
+#include "watch/process_state.h"
 
 namespace apex::parallel {
 

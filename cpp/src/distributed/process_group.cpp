@@ -16,11 +16,11 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
-#include "watch/watched_group.h"
-#include "watch/process_state.h"
 #include "distributed/backends.h"
 #include "distributed/rendezvous.h"
 #include "transport/host_backend.h"
+#include "watch/process_state.h"
+#include "watch/watched_group.h"
 
 /// Of libtorch at run time; none in one that does not tell.
 extern "C" __attribute__((weak)) uint64_t aoti_torch_abi_version();
