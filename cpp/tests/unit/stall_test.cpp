@@ -185,7 +185,8 @@ TEST_F(StallTest, WaitEndsBefore_NothingIsPrinted) {
   begin_call(*groups[0], "a");
   {
     Wait wait(*groups[0]);
-    const auto until = std::chrono::steady_clock::now() + milliseconds(300);
+    // It is taken to have begun a quarter of a second before.
+    const auto until = std::chrono::steady_clock::now() + milliseconds(100);
     while (std::chrono::steady_clock::now() < until) {
       wait.poll();
       std::this_thread::sleep_for(milliseconds(5));

@@ -16,6 +16,7 @@
 
 #include <gtest/gtest.h>
 
+#include "watch/stall.h"
 #include "watch/watched_group.h"
 
 namespace apex::parallel {
@@ -77,6 +78,33 @@ TEST(Watcher, WaitIsOver_StoreIsNotAskedAnyMore) {
   const int64_t before = store->requests();
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
   EXPECT_EQ(store->requests(), before);
+}
+
+// A store answers some 30,000 requests a second, and all ranks ask one.
+TEST(Watcher, ManyRanksWait_AllTogetherAskAThousandTimesASecond) {
+  const auto stall = stall_time();
+  set_stall_time(std::chrono::milliseconds(0));  // see stall_test.cpp
+  for (const int ranks : {4, 1000, 10000}) {
+    const auto store = c10::make_intrusive<apex::testing::CountingStore>();
+    const auto group = make_stored_groups(ranks, "group", store)[0];
+    begin_call(*group, "a");
+    const WatchedGroupPtr one = watched(*group);
+    const int64_t before = store->requests();
+    const auto began = std::chrono::steady_clock::now();
+    std::chrono::duration<double> waited{0};
+    {
+      Wait wait(*group);
+      while ((waited = std::chrono::steady_clock::now() - began) < std::chrono::milliseconds(1200))
+        EXPECT_EQ(wait.poll().kind, Verdict::kOk);
+    }
+    one->report([](RankStatus&) {}).wait();
+    const double seconds = waited.count();
+    // The first look of a wait, and one that was under way; of all ranks, afterwards.
+    EXPECT_LE(static_cast<double>(store->requests() - before) - 4,
+              seconds * std::min(5.0, 1000.0 / ranks))
+        << ranks;
+  }
+  set_stall_time(stall);
 }
 
 // Ranks that are in different collectives wait until the timeout.
