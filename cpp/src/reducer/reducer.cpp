@@ -15,6 +15,7 @@
 #include "reducer/overlap_recorder.h"
 #include "reducer/plan_agreement.h"
 #include "reducer/reducer_core.h"
+#include "watch/stall.h"
 
 namespace apex::parallel {
 
@@ -280,6 +281,7 @@ void Reducer::release_all() {
       // A backward is in progress.
     }
   }
+  end_answers();
   finish_dropped_groups();
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <condition_variable>
 #include <cstdlib>
 #include <utility>
 #include <vector>
@@ -27,6 +28,9 @@ struct Stalls {
   std::mutex mutex;  ///< guards the rest
   std::vector<std::function<std::string()>> readers;
   std::string last_verdict;
+  bool ended = false;  ///< see end_answers()
+  int answering = 0;
+  std::condition_variable answered;
 };
 
 Stalls& stalls() {
@@ -61,7 +65,12 @@ std::string read_state() {
   }
   std::string lines;
   for (const auto& read : readers) {
-    const std::string more = read();
+    std::string more;
+    try {
+      more = read();
+    } catch (...) {
+      // It has nothing to add.
+    }
     if (!more.empty()) lines += (lines.empty() ? "" : "\n") + more;
   }
   return lines;
@@ -147,31 +156,53 @@ void add_state_reader(std::function<std::string()> read) {
 
 namespace {
 
-/// Asks, answers, and comes again; ends with the group, and with the store.
+/// Asks, and answers where somebody waits. Returns how often ranks had asked.
+int64_t look_and_answer(WatchedGroup& group, int64_t seen) {
+  // A process that has ended may have kept the store, whose loss torch logs with every call.
+  if (!look_around(group, ProcessState::kEnded).empty()) return seen;
+  const StorePtr store = group.store->view();
+  const int64_t asked = store->add(key_of(group) + "/asked", 0);
+  if (asked == seen) return asked;
+  Whereabouts at = latest_of(group);
+  at.asked = asked;
+  // A rank that waits in this group posts so by itself, in time.
+  const bool posts_itself = at.waits && at.group == group.name &&
+                            at.seconds * 1000 >= 0.4 * static_cast<double>(stall_time().count());
+  if (!posts_itself) post(*store, group, at);
+  return asked;
+}
+
+/// Comes again and again; ends with the group, and with the store.
 void answer(const std::weak_ptr<WatchedGroup>& weak, int64_t seen) {
   const WatchedGroupPtr group = weak.lock();
   if (!group || stall_time() == milliseconds(0)) return;
-  try {
-    // One that has ended may have kept the store, whose loss torch logs with every call.
-    if (look_around(*group, ProcessState::kEnded).empty()) {
-      const StorePtr store = group->store->view();
-      const int64_t asked = store->add(key_of(*group) + "/asked", 0);
-      if (asked != std::exchange(seen, asked)) {
-        Whereabouts at = latest_of(*group);
-        at.asked = asked;
-        if (!at.waits || at.seconds * 1000 < static_cast<double>(stall_time().count()) * 4 / 10 ||
-            at.group != group->name)
-          post(*store, *group, at);
-      }
-    }
-    const auto pause = std::max(stall_time() * 3 / 10, milliseconds(group->size));
-    group->store->thread().run([weak, seen] { answer(weak, seen); }, Clock::now() + pause);
-  } catch (...) {
-    // The store is gone.
+  {
+    const std::lock_guard<std::mutex> lock(stalls().mutex);
+    if (stalls().ended) return;
+    ++stalls().answering;
   }
+  bool goes_on = true;
+  try {
+    seen = look_and_answer(*group, seen);
+  } catch (...) {
+    goes_on = false;  // the store is gone
+  }
+  if (goes_on) {
+    group->store->thread().run([weak, seen] { answer(weak, seen); },
+                               Clock::now() + stall_time() * 3 / 10);
+  }
+  const std::lock_guard<std::mutex> lock(stalls().mutex);
+  --stalls().answering;
+  stalls().answered.notify_all();
 }
 
 }  // namespace
+
+void end_answers() {
+  std::unique_lock<std::mutex> lock(stalls().mutex);
+  stalls().ended = true;
+  stalls().answered.wait_for(lock, std::chrono::seconds(1), [] { return stalls().answering == 0; });
+}
 
 void answer_stalls(const WatchedGroupPtr& group) {
   if (stall_time() == milliseconds(0)) return;

@@ -31,6 +31,10 @@ void set_stall_time(std::chrono::milliseconds time);
 /// From now on this rank posts where it is, if others wait in `group` for long.
 void answer_stalls(const WatchedGroupPtr& group);
 
+/// The process ends: nothing is posted any more. A store may be written in Python, which must not
+/// be called while the interpreter ends. Waits for a post that is under way, a second at most.
+void end_answers();
+
 /// A wait of this rank in its last call of `group`. Not thread safe; nothing blocks.
 class StallWatch {
  public:
