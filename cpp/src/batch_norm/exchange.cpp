@@ -123,7 +123,10 @@ void refuse_different(const c10d::ProcessGroup& group, const std::vector<Header>
     if (refused) text += ", its exchange number " + std::to_string(header.number);
     last = std::max(last, header.number);
   }
-  if (const WatchedGroupPtr known = watched(group)) known->exchanges = last;  // all raise
+  if (const WatchedGroupPtr known = watched(group)) {  // all raise, and go on with the same numbers
+    for (int64_t behind = last - headers[rank].number; behind > 0; --behind) known->calls.add({});
+    known->exchanges = last;
+  }
   throw RankMismatch(
       text +
       ". Nothing was exchanged. Every rank has to run the same synchronized layers, forward and "

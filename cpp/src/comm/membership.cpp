@@ -76,7 +76,7 @@ void Membership::separate(bool on_cpu) {
                                std::to_string(name) + "/" + std::to_string(i);
     groups[i] = make_separate_group(given, unique, connects);
     shares_groups = shares_groups || groups[i] == given;
-    watch_with(*groups[i], *parent);
+    watch_with(*groups[i], *parent, unique);
   }
 }
 

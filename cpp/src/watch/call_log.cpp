@@ -38,6 +38,7 @@ std::string CallLog::encode(int rank) {
   for (int64_t number = std::max(int64_t{1}, calls_ - int64_t{kKept} + 1); number <= calls_;
        ++number) {
     std::string what = in_common(last_[static_cast<size_t>(number - 1) % kKept].what);
+    if (what.empty()) continue;
     std::replace(what.begin(), what.end(), '\n', ' ');
     text += '\n' + std::to_string(number) + ' ' + what;
   }
@@ -53,6 +54,7 @@ std::string CallLog::difference(int rank, const std::string& theirs) {
     const int64_t number = std::atoll(line.c_str());
     if (number > calls_ || number <= calls_ - int64_t{kKept} || number <= 0) continue;
     const Call& call = last_[static_cast<size_t>(number - 1) % kKept];
+    if (call.what.empty()) continue;
     std::string mine = in_common(call.what);
     std::replace(mine.begin(), mine.end(), '\n', ' ');
     const std::string there = line.substr(std::min(line.find(' ') + 1, line.size()));

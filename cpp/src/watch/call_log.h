@@ -31,6 +31,7 @@ class CallLog {
     std::chrono::steady_clock::time_point began;
   };
 
+  /// Without `what` it is a number that this rank passes over: there is nothing to compare.
   void add(const std::string& what);
   int64_t last_number();
   Last last();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "watch/rank_status.h"
 
+#include <algorithm>
 #include <iomanip>
 #include <locale>
 #include <sstream>
@@ -13,8 +14,10 @@ std::string RankStatus::encode() const {
   PlainText out;
   out << failure.has_value() << ' ' << hook.has_value();
   if (failure) {
-    out << ' ' << std::quoted(failure->what) << ' ' << failure->refused << ' ' << failure->over
-        << ' ' << failure->proof.size();
+    out << ' ' << std::quoted(failure->what) << ' ' << failure->over << ' '
+        << failure->refused.size();
+    for (const int64_t call : failure->refused) out << ' ' << call;
+    out << ' ' << failure->proof.size();
     for (const auto& [rank, state] : failure->proof)
       out << ' ' << rank << ' ' << std::quoted(state);
   }
@@ -32,8 +35,10 @@ RankStatus RankStatus::decode(const std::string& text) {
   in >> failed >> in_hook;
   if (failed) {
     Failure& failure = status.failure.emplace();
-    size_t proofs = 0;
-    in >> std::quoted(failure.what) >> failure.refused >> failure.over >> proofs;
+    size_t refused = 0, proofs = 0;
+    in >> std::quoted(failure.what) >> failure.over >> refused;
+    for (int64_t call = 0; refused > 0 && in >> call; --refused) failure.refused.push_back(call);
+    in >> proofs;
     for (int rank = 0; proofs > 0 && in >> rank; --proofs) in >> std::quoted(failure.proof[rank]);
   }
   if (in_hook) {
@@ -51,8 +56,10 @@ Verdict judge(const RankStatuses& statuses, const Position& at) {
   for (const auto& [author, status] : statuses) {
     const std::string& group = author.second;
     const auto& failure = status.failure;
-    if (failure && (group == at.group || group == at.parent) &&
-        (failure->refused == 0 || (failure->refused == at.call && group == at.group)))
+    if (!failure || (group != at.group && group != at.parent)) continue;
+    const auto& refused = failure->refused;
+    if (refused.empty() ||
+        (group == at.group && std::find(refused.begin(), refused.end(), at.call) != refused.end()))
       verdict.kind = Verdict::kFailed;
   }
   // Whoever has heard of a hook reports a failure, for which the hook is the reason.
@@ -85,7 +92,8 @@ std::optional<bool> hooks_alike(const RankStatuses& statuses, const Position& at
   }
   for (const auto& [author, status] : statuses) {
     const std::string& group = author.second;
-    if (status.failure && status.failure->refused == 0 && (group == at.group || group == at.parent))
+    if (status.failure && status.failure->refused.empty() &&
+        (group == at.group || group == at.parent))
       return false;
     if (group != at.group || !status.hook || status.hook->generation != at.generation) continue;
     // Not whether it had begun: the same error comes before the collective on a rank whose future
@@ -98,14 +106,15 @@ std::optional<bool> hooks_alike(const RankStatuses& statuses, const Position& at
   return alike == at.size ? std::optional<bool>(true) : std::nullopt;
 }
 
-Findings find(const RankStatuses& statuses, const Position& at) {
+Findings find(const RankStatuses& statuses, const Position& at, const ReportKeys& old) {
   Findings findings;
   for (const bool own : {true, false}) {  // what is reported about this group counts most
     for (const auto& [author, status] : statuses) {
       const auto& [rank, group] = author;
       const auto& failure = status.failure;
       if (rank == at.rank || !failure || (group == at.group) != own) continue;
-      if (failure->over && (!own || failure->refused != 0)) continue;
+      if (!own && old.count(author) != 0) continue;
+      if (failure->over && (!own || !failure->refused.empty())) continue;
       findings.reports.emplace(rank, failure->what);
       findings.proof.insert(failure->proof.begin(), failure->proof.end());
     }

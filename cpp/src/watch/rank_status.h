@@ -7,8 +7,10 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace apex::parallel {
 
@@ -20,9 +22,11 @@ struct RankStatus {
   /// A collective of the group has failed on this rank.
   struct Failure {
     std::string what;
-    Proof proof;          ///< against others
-    int64_t refused = 0;  ///< not 0: the rank has thrown instead of making this call, and goes on
-    bool over = false;    ///< the rank has gone on since, in the group that this one was made from
+    Proof proof;  ///< against others
+    /// Not empty: the rank has thrown instead of making these calls, and goes on. A rank that is
+    /// slow may still come to an earlier one.
+    std::vector<int64_t> refused;
+    bool over = false;  ///< the rank has gone on since, in the group that this one was made from
   };
   /// See Note [Hooks that fail].
   struct Hook {
@@ -42,6 +46,7 @@ struct RankStatus {
 /// By rank, and name of the group that it is about. Groups over the same ranks, of which one was
 /// made from the other, share them.
 using RankStatuses = std::map<std::pair<int, std::string>, RankStatus>;
+using ReportKeys = std::set<RankStatuses::key_type>;
 
 /// Whose reports count for a rank, and where it is.
 struct Position {
@@ -80,6 +85,7 @@ struct Findings {
   Proof proof;                         ///< against those that have not reported
 };
 
-Findings find(const RankStatuses& statuses, const Position& at);
+/// `old`: reports that count for their own group only.
+Findings find(const RankStatuses& statuses, const Position& at, const ReportKeys& old = {});
 
 }  // namespace apex::parallel

@@ -22,25 +22,28 @@ std::string list_of(const std::vector<int>& ranks) {
 }
 
 /// Reports the failure, and collects what the others report, until all are accounted for or
-/// patience ends. Returns whether the store answers.
-bool collect(const WatchedGroupPtr& group, const std::string& what, Findings& findings) {
-  if (!group->board) return false;
+/// patience ends. `first_seen`: what this rank has seen by itself, and at first: others end, too,
+/// when they have given up. Returns whether the store answers.
+bool collect(const WatchedGroupPtr& group, const std::string& what, Findings& findings,
+             Proof& first_seen) {
   const auto began = Clock::now();
   auto until = began + group->patience, seen_at = began;
   Proof seen = look_around(*group), proven;
   const auto report = [&] {
     group->report(
-        [&](RankStatus& status) { status.failure = RankStatus::Failure{what, seen, 0, false}; });
+        [&](RankStatus& status) { status.failure = RankStatus::Failure{what, seen, {}, false}; });
   };
   report();  // first: others may be waiting for this rank
   if (group->parent) group->parent->expect_more(group);
   if (!group->knows_processes()) read_processes(group);
   const auto following = group->board->follow(timing::while_collecting(group->size));
   for (;;) {
+    if (first_seen.empty()) first_seen = seen.empty() ? look_around(*group) : seen;
+    // The copy in memory may be of an earlier failure.
+    const bool answered = group->board->answered_since(began);
+    if (answered) findings = group->find_reports();
     // What was seen before the reports were read: a rank that has reported may end.
     const bool reports_are_newer = group->board->answered_since(seen_at);
-    findings = group->board->read(
-        [&](const RankStatuses& statuses) { return find(statuses, group->position()); });
     if (reports_are_newer) proven = seen;
     for (const auto& [rank, state] : proven) {
       if (findings.reports.count(rank) == 0) findings.proof.emplace(rank, state);
@@ -50,7 +53,7 @@ bool collect(const WatchedGroupPtr& group, const std::string& what, Findings& fi
     if (!findings.proof.empty() || store_failed) until = std::min(until, now + timing::kAfterProof);
     if (!seen.empty()) until = std::min(until, now + timing::kForOthers);
     const bool all = static_cast<int>(findings.reports.size()) == group->size - 1;
-    if (all || now >= until) return all || group->board->answered_since(began);
+    if (all || now >= until) return answered;
     group->board->wait_for_news(std::min(until, now + timing::kLook));
     if (!reports_are_newer && !store_failed) continue;
     seen_at = Clock::now();
@@ -69,7 +72,9 @@ void leave_store(const WatchedGroupPtr& group, int64_t others) {
   const auto add = [&](int64_t one) {
     const auto count = std::make_shared<std::atomic<int64_t>>(0);
     const bool answered = root->store->call(
-        [count, one, key = root->left_key()](c10d::Store& store) { *count = store.add(key, one); },
+        [count, one, root](c10d::Store& store) {
+          *count = store.add(root->key(store, "left"), one);
+        },
         until);
     return answered ? count->load() : -1;
   };
@@ -113,15 +118,13 @@ std::string describe(const Findings& findings, WatchedGroup& group, const std::s
 std::string investigate(const WatchedGroupPtr& group, const std::string& what) {
   if (!group->store->is_there()) return {};
   Findings findings;
-  const bool answers = collect(group, what, findings);
+  Proof seen;
+  const bool answers = collect(group, what, findings, seen);
   if (!answers) {
-    const Proof now = look_around(*group);
     const std::lock_guard<std::mutex> lock(group->mutex);
-    // Later ones may have given up.
-    for (const auto& [rank, state] : group->ended_first.empty() ? now : group->ended_first) {
-      if (findings.reports.count(rank) == 0) findings.proof.emplace(rank, state);
-    }
+    findings.proof = group->ended_first.empty() ? seen : group->ended_first;
   }
+  group->remember_reports();
   const std::string text = describe(findings, *group, what, answers);
   // Without proof everybody had the time to come.
   const size_t there =

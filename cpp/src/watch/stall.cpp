@@ -13,6 +13,7 @@
 
 #include <apex/parallel/stall_report.h>
 
+#include "watch/forced_unwind.h"
 #include "watch/stall_verdict.h"
 #include "watch/timing.h"
 
@@ -46,12 +47,10 @@ std::atomic<int64_t>& stall_ms() {
   return time;
 }
 
-/// Groups that were made from one share its board, and its store.
-const WatchedGroup& root_of(const WatchedGroup& group) {
-  return group.parent ? *group.parent : group;
+/// Groups that were made from one share its board.
+std::string key_of(WatchedGroup& group, c10d::Store& store) {
+  return (group.parent ? *group.parent : group).key(store, "stall");
 }
-
-std::string key_of(const WatchedGroup& group) { return "apex/stall/" + root_of(group).name; }
 
 double seconds_since(Clock::time_point time) {
   return std::chrono::duration<double>(Clock::now() - time).count();
@@ -68,6 +67,8 @@ std::string read_state() {
     std::string more;
     try {
       more = read();
+    } catch (APEX_FORCED_UNWIND) {
+      throw;
     } catch (...) {
       // It has nothing to add.
     }
@@ -92,7 +93,7 @@ Whereabouts latest_of(const WatchedGroup& asked) {
   Whereabouts latest;
   for (const WatchedGroupPtr& group : all_watched()) {
     // Where ranks are threads of one process.
-    if (group->name == asked.name && group->rank != asked.rank) continue;
+    if (group->group_name == asked.group_name && group->rank != asked.rank) continue;
     Whereabouts at = whereabouts(*group, group->waits > 0);
     const bool known = at.call != 0;
     if (known && (latest.call == 0 || std::make_pair(!at.waits, at.seconds) <
@@ -103,8 +104,8 @@ Whereabouts latest_of(const WatchedGroup& asked) {
   return latest;
 }
 
-void post(c10d::Store& store, const WatchedGroup& group, const Whereabouts& at) {
-  NoticeBoard(key_of(group)).post(store, std::to_string(group.rank), at.encode());
+void post(c10d::Store& store, WatchedGroup& group, const Whereabouts& at) {
+  NoticeBoard(key_of(group, store)).post(store, std::to_string(group.rank), at.encode());
 }
 
 /// At once, and without a lock that another thread may hold.
@@ -157,18 +158,15 @@ void add_state_reader(std::function<std::string()> read) {
 namespace {
 
 /// Asks, and answers where somebody waits. Returns how often ranks had asked.
-int64_t look_and_answer(WatchedGroup& group, int64_t seen) {
-  // A process that has ended may have kept the store, whose loss torch logs with every call.
-  if (!look_around(group, ProcessState::kEnded).empty()) return seen;
-  const StorePtr store = group.store->view();
-  const int64_t asked = store->add(key_of(group) + "/asked", 0);
+int64_t look_and_answer(WatchedGroup& group, c10d::Store& store, int64_t seen) {
+  const int64_t asked = store.add(key_of(group, store) + "/asked", 0);
   if (asked == seen) return asked;
   Whereabouts at = latest_of(group);
   at.asked = asked;
   // A rank that waits in this group posts so by itself, in time.
   const bool posts_itself = at.waits && at.group == group.name &&
                             at.seconds * 1000 >= 0.4 * static_cast<double>(stall_time().count());
-  if (!posts_itself) post(*store, group, at);
+  if (!posts_itself) post(store, group, at);
   return asked;
 }
 
@@ -183,9 +181,13 @@ void answer(const std::weak_ptr<WatchedGroup>& weak, int64_t seen) {
   }
   bool goes_on = true;
   try {
-    seen = look_and_answer(*group, seen);
+    // A process that has ended may have kept the store, whose loss torch logs with every call.
+    if (look_around(*group, ProcessState::kEnded).empty())
+      group->store->run([&](c10d::Store& store) { seen = look_and_answer(*group, store, seen); });
+  } catch (APEX_FORCED_UNWIND) {
+    throw;
   } catch (...) {
-    goes_on = false;  // the store is gone
+    goes_on = group->store->is_there();  // it may be reached again
   }
   if (goes_on) {
     group->store->thread().run([weak, seen] { answer(weak, seen); },
@@ -223,7 +225,7 @@ StallWatch::StallWatch(WatchedGroupPtr group)
 StallWatch::~StallWatch() {
   --group_->waits;
   if (!posted_) return;
-  root_of(*group_).store->post(
+  group_->store->post(
       [group = group_](c10d::Store& store) { post(store, *group, whereabouts(*group, false)); });
 }
 
@@ -232,21 +234,21 @@ void StallWatch::poll() {
   const auto waited = Clock::now() - since_;
   if (!posted_ && waited >= limit_ * 4 / 10) {
     posted_ = true;
-    root_of(*group_).store->post([group = group_, number = asked_](c10d::Store& store) {
+    group_->store->post([group = group_, number = asked_](c10d::Store& store) {
       post(store, *group, whereabouts(*group, true));
-      *number = store.add(key_of(*group) + "/asked", 1);
+      *number = store.add(key_of(*group, store) + "/asked", 1);
     });
   }
   if (!verdict_.valid() && waited >= limit_) {
-    verdict_ = root_of(*group_).store->post([group = group_, number = asked_,
-                                             call = call_](c10d::Store& store) {
+    verdict_ = group_->store->post([group = group_, number = asked_,
+                                    call = call_](c10d::Store& store) {
       const auto is_over = [&] { return group->waits == 0 || group->calls.last_number() != call; };
       const std::string key =
-          key_of(*group) + "/printed/" + group->name + '/' + std::to_string(call);
+          key_of(*group, store) + "/printed/" + group->name + '/' + std::to_string(call);
       if (is_over() || store.add(key, 1) != 1) return;
       Stall stall = stall_of(*group);
       stall.mine.asked = *number;
-      for (const auto& [author, text] : NoticeBoard(key_of(*group)).read(store))
+      for (const auto& [author, text] : NoticeBoard(key_of(*group, store)).read(store))
         stall.others[std::atoi(author.c_str())] = Whereabouts::decode(text);
       if (!is_over()) print(*group, stall);
     });

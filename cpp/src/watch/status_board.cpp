@@ -5,13 +5,16 @@
 #include <map>
 #include <utility>
 
+#include "watch/forced_unwind.h"
+
 namespace apex::parallel {
 
 std::shared_future<void> StatusBoard::post(int rank, const std::string& group,
                                            const RankStatus& status) {
-  return store_->post(
-      [notices = notices_, author = std::to_string(rank) + ' ' + group,
-       text = status.encode()](c10d::Store& store) { notices.post(store, author, text); });
+  return store_->post([key = key_, author = std::to_string(rank) + ' ' + group,
+                       text = status.encode()](c10d::Store& store) {
+    NoticeBoard(key(store)).post(store, author, text);
+  });
 }
 
 StatusBoard::Following StatusBoard::follow(std::chrono::milliseconds interval) {
@@ -36,17 +39,21 @@ void StatusBoard::look_again(const Following& follower, Clock::time_point at) {
 void StatusBoard::look() {
   const auto began = Clock::now();
   try {
-    const StorePtr store = store_->view();
-    const int64_t posts = notices_.posts(*store);
-    RankStatuses statuses;
-    if (posts != seen_) {
-      for (const auto& [author, text] : notices_.read(*store))
-        statuses[{std::atoi(author.c_str()), author.substr(author.find(' ') + 1)}] =
-            RankStatus::decode(text);
-    }
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (posts != std::exchange(seen_, posts)) statuses_ = std::move(statuses);
-    answered_ = began;
+    store_->run([&](c10d::Store& store) {
+      const NoticeBoard notices(key_(store));
+      const int64_t posts = notices.posts(store);
+      RankStatuses statuses;
+      if (posts != seen_) {
+        for (const auto& [author, text] : notices.read(store))
+          statuses[{std::atoi(author.c_str()), author.substr(author.find(' ') + 1)}] =
+              RankStatus::decode(text);
+      }
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (posts != std::exchange(seen_, posts)) statuses_ = std::move(statuses);
+      answered_ = began;
+    });
+  } catch (APEX_FORCED_UNWIND) {
+    throw;
   } catch (...) {
     const std::lock_guard<std::mutex> lock(mutex_);
     failed_ = Clock::now();

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <future>
 #include <memory>
 #include <mutex>
@@ -23,8 +24,9 @@ class StatusBoard : public std::enable_shared_from_this<StatusBoard> {
  public:
   using Clock = std::chrono::steady_clock;
 
-  StatusBoard(std::shared_ptr<StoreClient> store, std::string key)
-      : store_(std::move(store)), notices_(std::move(key)) {}
+  /// @param key  of the store, the same on all ranks; asked for on the store's thread.
+  StatusBoard(std::shared_ptr<StoreClient> store, std::function<std::string(c10d::Store&)> key)
+      : store_(std::move(store)), key_(std::move(key)) {}
 
   /// Replaces the status of that rank. The future: see StoreClient::post().
   std::shared_future<void> post(int rank, const std::string& group, const RankStatus& status);
@@ -52,7 +54,7 @@ class StatusBoard : public std::enable_shared_from_this<StatusBoard> {
   void look_again(const Following& follower, Clock::time_point at);
 
   const std::shared_ptr<StoreClient> store_;
-  const NoticeBoard notices_;
+  const std::function<std::string(c10d::Store&)> key_;
 
   int64_t seen_ = 0;  ///< posts; the thread's
 

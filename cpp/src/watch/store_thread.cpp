@@ -12,7 +12,10 @@
 
 #include <apex/error.h>
 
+#include "distributed/tcp_probe.h"
+#include "watch/forced_unwind.h"
 #include "watch/process_state.h"
+#include "watch/timing.h"
 
 namespace apex::parallel {
 
@@ -40,7 +43,10 @@ struct StoreThread::State {
   std::multimap<Clock::time_point, std::function<void()>> jobs;
   bool ended = false;
 
-  StorePtr connection;  ///< of the thread
+  // Of the thread.
+  StorePtr connection;
+  int64_t losses = 0;
+  Clock::time_point not_before;  ///< is a connection made again
 
   static void loop(const std::shared_ptr<State>& state) {
     for (std::unique_lock<std::mutex> lock(state->mutex);;) {
@@ -105,18 +111,52 @@ StorePtr StoreThread::connected(const StorePtr& store) {
     if (below == prefixed->getUnderlyingStore()) return store;
     return c10::make_intrusive<c10d::PrefixStore>(Prefix::of(*prefixed), std::move(below));
   }
-  if (dynamic_cast<const c10d::TCPStore*>(store.get()) == nullptr) return store;
-  if (!state_->connection) state_->connection = store->clone();
+  const auto* const server = dynamic_cast<const c10d::TCPStore*>(store.get());
+  if (server == nullptr) return store;
+  if (!state_->connection) {
+    if (state_->losses > 0) {
+      // torch's store tries for minutes, and logs it.
+      if (Clock::now() < state_->not_before) throw Error("the store was lost");
+      const std::string why =
+          distributed::wait_for_listener(server->getHost(), server->getPort(), timing::kProbe);
+      state_->not_before = Clock::now() + timing::kReconnect;
+      if (!why.empty()) throw Error("the store was lost, and " + why);
+    }
+    state_->connection = store->clone();
+  }
   return state_->connection;
 }
+
+void StoreThread::connection_lost() {
+  if (!state_->connection) return;
+  state_->connection.reset();
+  ++state_->losses;
+}
+
+int64_t StoreThread::losses() const { return state_->losses; }
 
 StorePtr StoreClient::view() {
   const StorePtr given = given_.lock();
   if (!given) throw Error("the store is gone");
-  if (view_) return view_;
+  if (view_ && losses_ == thread_->losses()) return view_;
   StorePtr view = thread_->connected(given);
-  if (view != given) view_ = view;
+  losses_ = thread_->losses();
+  view_ = view == given ? nullptr : view;
   return view;
+}
+
+void StoreClient::run(const Body& body) {
+  StorePtr store = view();
+  try {
+    return body(*store);
+  } catch (APEX_FORCED_UNWIND) {
+    throw;
+  } catch (...) {
+    if (!view_) throw;  // not by the thread's connection
+    thread_->connection_lost();
+  }
+  store = view();
+  body(*store);
 }
 
 std::shared_future<void> StoreClient::post(Body body) {
@@ -125,7 +165,9 @@ std::shared_future<void> StoreClient::post(Body body) {
   thread_->run([self = shared_from_this(), body = std::move(body), done]() mutable {
     std::exception_ptr error;
     try {
-      body(*self->view());
+      self->run(body);
+    } catch (APEX_FORCED_UNWIND) {
+      throw;
     } catch (...) {
       error = std::current_exception();
     }

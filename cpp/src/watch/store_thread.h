@@ -31,7 +31,12 @@ class StoreThread {
   void run(std::function<void()> job, Clock::time_point at = Clock::now());
   /// On the thread: `store` over the connection of this process. A store that is no server is
   /// itself: a file is removed when as many stores on it have ended as there are ranks.
+  /// @throws Error if the server cannot be reached; for a second more without trying.
   StorePtr connected(const StorePtr& store);
+  /// On the thread: a call has failed. The next one makes another connection.
+  void connection_lost();
+  /// On the thread: so often was a connection lost.
+  int64_t losses() const;
 
  private:
   struct State;
@@ -54,17 +59,22 @@ class StoreClient : public std::enable_shared_from_this<StoreClient> {
   std::shared_future<void> post(Body body);
   /// The same; returns whether it was done, without an error, before `until`.
   bool call(Body body, Clock::time_point until);
-  /// On the thread. @throws Error if the store is gone.
-  StorePtr view();
+  /// On the thread: `body(view)`, where the view is the group's store over the thread's connection;
+  /// again over another connection if it throws. @throws Error if the store is gone, or cannot be
+  /// reached, and what `body` throws.
+  void run(const Body& body);
   /// Whether somebody holds the store.
   bool is_there() const { return static_cast<bool>(given_.lock()); }
 
   StoreThread& thread() { return *thread_; }
 
  private:
+  StorePtr view();
+
   const c10::weak_intrusive_ptr<c10d::Store> given_;
   const std::shared_ptr<StoreThread> thread_;
-  StorePtr view_;  ///< of the thread
+  StorePtr view_;       ///< of the thread, as the next
+  int64_t losses_ = 0;  ///< before it was made
 };
 
 }  // namespace apex::parallel

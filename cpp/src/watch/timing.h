@@ -30,6 +30,10 @@ constexpr milliseconds kAlone{2000};
 /// What a process that has ended sent before arrives within this.
 constexpr milliseconds kOnTheWay{500};
 
+/// Until a connection to the store that was lost is made again, and to see whether it can be.
+constexpr milliseconds kReconnect{1000};
+constexpr milliseconds kProbe{200};
+
 // --- a collective has failed ---
 
 /// How long the store and other ranks are waited for: an eighth of the group's timeout, within

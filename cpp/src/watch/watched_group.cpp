@@ -39,9 +39,11 @@ milliseconds timeout_of(const c10d::ProcessGroup& group) {
   return distributed::gloo_timeout(*mutable_group.getBackend(at::kCPU)).value_or(milliseconds(0));
 }
 
-WatchedGroupPtr introduce_to(const c10d::ProcessGroup& group, const StorePtr& store,
-                             const WatchedGroupPtr& parent) {
+WatchedGroupPtr make_watched(const c10d::ProcessGroup& group, const StorePtr& store,
+                             const WatchedGroupPtr& parent, const std::string& name) {
   const auto made = std::make_shared<WatchedGroup>();
+  made->name = name;
+  made->group_name = parent ? parent->group_name : group.getGroupName();
   made->pid = this_pid();
   made->rank = group.getRank();
   made->size = group.getSize();
@@ -50,32 +52,24 @@ WatchedGroupPtr introduce_to(const c10d::ProcessGroup& group, const StorePtr& st
       made->timeout == milliseconds(0)
           ? timing::kMostPatience
           : std::clamp(made->timeout / 8, timing::kLeastPatience, timing::kMostPatience);
-  made->store = std::make_shared<StoreClient>(store);
   made->parent = parent;
-  // A group of this name may have been there before, on a store that outlives it.
-  const auto named = std::make_shared<WatchedGroup>();
-  const bool told = made->store->call(
-      [named, rank = made->rank, group_name = group.getGroupName(),
-       tells_process = parent == nullptr](c10d::Store& shared) {
-        const std::string author = std::to_string(rank);
-        const int64_t times = shared.add("apex/introduced/" + group_name + "/" + author, 1);
-        named->name = group_name + "/" + std::to_string(times);
-        const auto process = this_process();
-        if (process && tells_process)
-          named->process_board(process->host).post(shared, author, process->encode());
-      },
-      Clock::now() + made->patience);
-  if (!told) return made;
-  made->name = named->name;
   if (parent) {
+    made->store = parent->store;
     made->board = parent->board;
     made->processes_read = true;
     const std::lock_guard<std::mutex> lock(parent->mutex);
     made->processes = parent->processes;
-  } else {
-    made->board = std::make_shared<StatusBoard>(made->store, "apex/status/" + made->name);
-    answer_stalls(made);
+    return made;
   }
+  made->store = std::make_shared<StoreClient>(store);
+  made->board = std::make_shared<StatusBoard>(
+      made->store, [weak = std::weak_ptr<WatchedGroup>(made)](c10d::Store& shared) {
+        const WatchedGroupPtr self = weak.lock();
+        return self ? self->key(shared, "status") : std::string();
+      });
+  made->store->call([made](c10d::Store& shared) { made->key(shared, "status"); },
+                    Clock::now() + made->patience);
+  answer_stalls(made);
   return made;
 }
 
@@ -102,10 +96,7 @@ Position WatchedGroup::position(bool in_hook) {
 std::shared_future<void> WatchedGroup::report(const std::function<void(RankStatus&)>& change) {
   const std::lock_guard<std::mutex> lock(mutex);
   change(status);
-  if (board) return board->post(rank, name, status);
-  std::promise<void> nowhere;
-  nowhere.set_value();
-  return nowhere.get_future().share();
+  return board->post(rank, name, status);
 }
 
 void WatchedGroup::expect_more(const WatchedGroupPtr& about) {
@@ -128,13 +119,35 @@ void WatchedGroup::go_on() {
       if (now.failure) now.failure->over = true;
     });
     if (about.get() == this) continue;
-    store->post([key = left_key()](c10d::Store& shared) { shared.add(key, -1); });
+    store->post([self = shared_from_this()](c10d::Store& shared) {
+      shared.add(self->key(shared, "left"), -1);
+    });
   }
+}
+
+Findings WatchedGroup::find_reports() {
+  ReportKeys old;
+  WatchedGroup& root = parent ? *parent : *this;
+  {
+    const std::lock_guard<std::mutex> lock(root.mutex);
+    old = root.old_reports;
+  }
+  return board->read([&](const RankStatuses& statuses) { return find(statuses, position(), old); });
+}
+
+void WatchedGroup::remember_reports() {
+  WatchedGroup& root = parent ? *parent : *this;
+  board->read([&](const RankStatuses& statuses) {
+    const std::lock_guard<std::mutex> lock(root.mutex);
+    for (const auto& [author, status] : statuses) {
+      if (status.failure && status.failure->refused.empty()) root.old_reports.insert(author);
+    }
+  });
 }
 
 bool WatchedGroup::has_failed() {
   const std::lock_guard<std::mutex> lock(mutex);
-  return status.failure && status.failure->refused == 0;
+  return status.failure && status.failure->refused.empty();
 }
 
 bool WatchedGroup::knows_processes() {
@@ -142,22 +155,32 @@ bool WatchedGroup::knows_processes() {
   return !processes.empty();
 }
 
-NoticeBoard WatchedGroup::process_board(const std::string& host) const {
-  return NoticeBoard("apex/process/" + name + "/" + host);
+std::string WatchedGroup::key(c10d::Store& shared, const std::string& what) {
+  if (parent) return parent->key(shared, what) + '/' + name;
+  if (name_in_store_.empty()) {
+    // A group of this name may have been there before, on a store that outlives it.
+    const std::string author = std::to_string(rank);
+    const int64_t times = shared.add("apex/introduced/" + group_name + "/" + author, 1);
+    name_in_store_ = group_name + "/" + std::to_string(times);
+    if (const auto process = this_process())
+      NoticeBoard(key(shared, "process/" + process->host)).post(shared, author, process->encode());
+  }
+  return "apex/" + what + '/' + name_in_store_;
 }
 
 WatchedGroupPtr find_watched(const c10d::ProcessGroup& group) { return if_own(find_any(group)); }
 
 namespace {
 
-WatchedGroupPtr find_or_make(const c10d::ProcessGroup& group, const WatchedGroupPtr& parent) {
+WatchedGroupPtr find_or_make(const c10d::ProcessGroup& group, const WatchedGroupPtr& parent = {},
+                             const std::string& name = {}) {
   if (group.getSize() == 1) return nullptr;
   if (auto one = find_any(group)) return if_own(std::move(one));
   const StorePtr store = group.getStore();
   if (!store) return nullptr;
   const std::lock_guard<std::mutex> introduction(groups().introduction);
   if (auto one = find_any(group)) return if_own(std::move(one));
-  WatchedGroupPtr one = introduce_to(group, store, parent);
+  WatchedGroupPtr one = make_watched(group, store, parent, name);
   std::vector<WatchedGroupPtr> gone;  // outlives the lock
   const std::lock_guard<std::mutex> lock(groups().mutex);
   gone = groups().by_group.take_gone();
@@ -167,17 +190,18 @@ WatchedGroupPtr find_or_make(const c10d::ProcessGroup& group, const WatchedGroup
 
 }  // namespace
 
-WatchedGroupPtr watched(const c10d::ProcessGroup& group) { return find_or_make(group, nullptr); }
+WatchedGroupPtr watched(const c10d::ProcessGroup& group) { return find_or_make(group); }
 
 std::vector<WatchedGroupPtr> all_watched() {
   const std::lock_guard<std::mutex> lock(groups().mutex);
   return groups().by_group.values();
 }
 
-void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent) noexcept try {
+void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent,
+                const std::string& name) noexcept try {
   if (&group == &parent) return;
   const WatchedGroupPtr known = watched(parent);
-  if (known) find_or_make(group, known);
+  if (known) find_or_make(group, known, name);
 } catch (...) {
   // A collective that fails will say what is wrong with the store.
 }
@@ -195,7 +219,8 @@ std::shared_future<void> read_processes(const WatchedGroupPtr& group) {
     std::map<int, ProcessName> found;
     const auto self = this_process();
     if (!self) return;
-    for (const auto& [author, text] : group->process_board(self->host).read(store)) {
+    for (const auto& [author, text] :
+         NoticeBoard(group->key(store, "process/" + self->host)).read(store)) {
       const int rank = std::atoi(author.c_str());
       if (rank == group->rank) continue;
       if (auto process = ProcessName::decode(text)) found.emplace(rank, std::move(*process));

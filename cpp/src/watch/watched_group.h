@@ -27,16 +27,16 @@ struct WatchedGroup;
 using WatchedGroupPtr = std::shared_ptr<WatchedGroup>;
 
 struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
-  std::string name;  ///< of the group, and how often there was one; the same on all ranks
-  int64_t pid = 0;   ///< of this process
+  std::string name;  ///< among the groups that share a board; empty without a parent
+  std::string group_name;
+  int64_t pid = 0;  ///< of this process
   int rank = 0;
   int size = 1;
   std::chrono::milliseconds timeout{0};   ///< of its collectives; 0: unknown
   std::chrono::milliseconds patience{0};  ///< with the store, and with other ranks
   std::shared_ptr<StoreClient> store;
-  /// That of `parent`, if there is one. Null if the store did not answer in time.
-  std::shared_ptr<StatusBoard> board;
-  WatchedGroupPtr parent;  ///< another group over the same ranks, see watch_with()
+  std::shared_ptr<StatusBoard> board;  ///< both are those of `parent`, if there is one
+  WatchedGroupPtr parent;              ///< another group over the same ranks, see watch_with()
   CallLog calls;
   std::atomic<int64_t> exchanges{0};     ///< of batch norms, which number them
   std::atomic<int64_t> hooks_failed{0};  ///< times, on all ranks; see Note [Hooks that fail]
@@ -49,7 +49,8 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   std::mutex mutex;                                   ///< guards what follows
   RankStatus status;                                  ///< of this rank, as it was posted
   std::vector<std::weak_ptr<WatchedGroup>> reported;  ///< see has_reports
-  std::map<int, ProcessName> processes;               ///< of other ranks
+  ReportKeys old_reports;                ///< see find_reports(); in the group that has the board
+  std::map<int, ProcessName> processes;  ///< of other ranks
   std::string stall;    ///< the verdict that this rank has printed in its last call
   Proof ended_first;    ///< seen when the store was lost
   std::string verdict;  ///< what report_failure() has found
@@ -61,15 +62,20 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   /// What this rank has reported about `about` is over when this group is used again.
   void expect_more(const WatchedGroupPtr& about);
   void go_on();
+  /// Of other ranks, in this group, and in those that share its board: but not what was found in an
+  /// earlier failure of one of these.
+  Findings find_reports();
+  void remember_reports();
   bool has_failed();
   bool knows_processes();
 
-  /// Keys of the store.
-  NoticeBoard process_board(const std::string& host) const;  ///< which process each of its ranks is
-  std::string calls_key() const { return "apex/calls/" + name; }
-  std::string left_key() const {
-    return "apex/left/" + name;
-  }  ///< ranks that have read the reports
+  /// A key of the store, the same on all ranks; on the store's thread. At first this rank tells the
+  /// others there which process it is. `what`: "status", "calls", "left" (ranks that have read the
+  /// reports), "stall", or "process/HOST".
+  std::string key(c10d::Store& shared, const std::string& what);
+
+ private:
+  std::string name_in_store_;  ///< the group's, and how often there was one; of the store's thread
 };
 
 /// What is known of `group`; at first this rank tells the others, through the store, which process
@@ -85,7 +91,9 @@ WatchedGroupPtr find_watched(const c10d::ProcessGroup& group);
 /// Who waits in `group` hears also of failures of `parent`, which has the same ranks. For groups
 /// that nobody uses apart from it, as a failure of `parent` is one of `group` from then on. After a
 /// first collective of `parent`, and before one of `group`.
-void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent) noexcept;
+/// `name`: of `group`, the same on all ranks, and of no other group that was made from `parent`.
+void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent,
+                const std::string& name) noexcept;
 
 /// Reads which process each rank of this host is, so that it is known when the store is lost. (Of
 /// those on other hosts nothing could be seen, and to read them all would take every rank as long

@@ -22,6 +22,9 @@ struct Wait::Comparison {
 
 namespace {
 
+/// Every rank that waits reads what all others have posted.
+constexpr size_t kLongestCause = 500;
+
 std::string compare_set(c10d::Store& store, const std::string& key, const std::string& expected,
                         const std::string& desired) {
   using Bytes = std::vector<uint8_t>;
@@ -35,6 +38,7 @@ std::string compare_set(c10d::Store& store, const std::string& key, const std::s
 struct Wait::State {
   WatchedGroupPtr group;
   Position at;
+  Clock::time_point began = Clock::now();
   StatusBoard::Following following;
   std::optional<StallWatch> stall;
   Clock::time_point look_at;
@@ -46,7 +50,7 @@ struct Wait::State {
 
 Wait::Wait(const c10d::ProcessGroup& group, bool in_hook) {
   WatchedGroupPtr known = find_watched(group);
-  if (!known || !known->board) return;
+  if (!known) return;
   state_ = std::make_unique<State>();
   state_->at = known->position(in_hook);
   state_->following = known->board->follow(timing::between_looks(known->size));
@@ -61,16 +65,19 @@ Wait::~Wait() {
       [group = state_->group, comparison = state_->comparison](c10d::Store& store) {
         const std::lock_guard<std::mutex> lock(comparison->mutex);
         if (!comparison->written.empty())
-          compare_set(store, group->calls_key(), comparison->written, {});
+          compare_set(store, group->key(store, "calls"), comparison->written, {});
       });
 }
 
 Verdict Wait::poll() {
   if (!state_) return {};
   State& state = *state_;
-  Verdict verdict =
-      state.group->board->read([&](const RankStatuses& all) { return judge(all, state.at); });
-  if (verdict.kind != Verdict::kOk) return verdict;
+  // What is in memory may be of an earlier wait.
+  if (state.group->board->answered_since(state.began)) {
+    Verdict verdict =
+        state.group->board->read([&](const RankStatuses& all) { return judge(all, state.at); });
+    if (verdict.kind != Verdict::kOk) return verdict;
+  }
   {
     const std::lock_guard<std::mutex> lock(state.comparison->mutex);
     if (!state.comparison->difference.empty())
@@ -90,11 +97,12 @@ void Wait::compare() {
                               comparison = state_->comparison](c10d::Store& store) {
     const std::lock_guard<std::mutex> lock(comparison->mutex);
     const std::string mine = group->calls.encode(group->rank);
-    std::string there = compare_set(store, group->calls_key(), comparison->written, mine);
+    const std::string key = group->key(store, "calls");
+    std::string there = compare_set(store, key, comparison->written, mine);
     if (there != mine) {
       comparison->difference = group->calls.difference(group->rank, there);
       const bool replaces = comparison->difference.empty() && group->calls.goes_further_than(there);
-      if (replaces) there = compare_set(store, group->calls_key(), there, mine);
+      if (replaces) there = compare_set(store, key, there, mine);
     }
     comparison->written = there == mine ? mine : std::string();
   });
@@ -143,13 +151,16 @@ bool has_failed(const c10d::ProcessGroup& group) noexcept {
 }
 
 void refuse_call(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
-  begin_call(group, what);
+  begin_call(group, {});
   const WatchedGroupPtr one = watched(group);
   if (!one) return;
   one->expect_more(one);  // it is over for this rank
   one->report([&](RankStatus& status) {
-       if (status.failure && status.failure->refused == 0) return;
-       status.failure = RankStatus::Failure{what, {}, one->calls.last_number(), false};
+       if (!status.failure) status.failure.emplace();
+       if (status.failure->refused.empty() && !status.failure->what.empty()) return;
+       status.failure->what = what;
+       status.failure->over = false;
+       status.failure->refused.push_back(one->calls.last_number());
      })
       .wait_until(Clock::now() + one->patience);
 } catch (...) {
@@ -159,7 +170,8 @@ void refuse_call(const c10d::ProcessGroup& group, const std::string& what) noexc
 void announce_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
   const WatchedGroupPtr one = watched(group);
   if (!one) return;
-  one->report([&](RankStatus& status) { status.failure = RankStatus::Failure{what, {}, 0, false}; })
+  one->report(
+         [&](RankStatus& status) { status.failure = RankStatus::Failure{what, {}, {}, false}; })
       .wait_until(Clock::now() + one->patience);
 } catch (...) {
   // The others wait until their timeout.
@@ -172,11 +184,12 @@ bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& gro
   std::vector<StatusBoard::Following> following;
   for (const GroupPtr& one : groups) {
     all.push_back(watched(*one));
-    if (!all.back() || !all.back()->board) return false;
+    if (!all.back()) return false;
     following.push_back(all.back()->board->follow(timing::while_collecting(all.back()->size)));
     const int64_t position = 2 * all.back()->calls.last_number() + (one == group ? 0 : 1);
     all.back()->report([&](RankStatus& status) {
-      status.hook = RankStatus::Hook{all.back()->hooks_failed, position, begun, what, cause};
+      status.hook = RankStatus::Hook{all.back()->hooks_failed, position, begun, what,
+                                     cause.substr(0, kLongestCause)};
     });
   }
   const auto give_up = [&] {
@@ -184,11 +197,13 @@ bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& gro
   };
   // A hook whose collective has failed has waited for the timeout already, as a rank may be lost:
   // if its error is every rank's own, the others are not far.
-  const auto until = Clock::now() + (begun ? all.front()->patience : timeout);
+  const auto began = Clock::now();
+  const auto until = began + (begun ? all.front()->patience : timeout);
   try {
     for (bool last = false;;) {
       bool apart = false, alike = false;
       for (const WatchedGroupPtr& one : all) {
+        if (!one->board->answered_since(began)) continue;  // else it may be of an earlier failure
         const auto answer = one->board->read(
             [&](const RankStatuses& statuses) { return hooks_alike(statuses, one->position()); });
         apart = apart || (answer && !*answer);

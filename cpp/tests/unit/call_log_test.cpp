@@ -59,6 +59,16 @@ TEST_F(CallLogTest, NumberOfBackwardAndNamesOfBuffers_AreNotCompared) {
   EXPECT_EQ(difference(), "");
 }
 
+// A rank that refuses a call passes it over.
+TEST_F(CallLogTest, NumberThatWasPassedOver_IsNotCompared) {
+  zero_.add("a");
+  one_.add({});
+  for (CallLog* log : {&zero_, &one_}) log->add("b");
+  EXPECT_EQ(difference(), "");
+  EXPECT_EQ(zero_.difference(0, one_.encode(1)), "");
+  EXPECT_EQ(one_.last_number(), 2);
+}
+
 TEST_F(CallLogTest, LastNumber_CountsCallsFromOne) {
   EXPECT_EQ(zero_.last_number(), 0);
   for (int i = 1; i <= 20; ++i) {

@@ -509,7 +509,7 @@ int64_t most_requests_of_a_wrapper(const Places& places, bool on_cpu) {
     issue_all_reduce("a comparison of models", *group, at::ones({1}))->wait();
     remember_processes(*group);
     const auto own = make_separate_group(group, "counted", on_cpu);
-    watch_with(*own, *group);
+    watch_with(*own, *group, "counted");
     issue_all_reduce("a control message", *own, at::ones({1}))->wait();
     asked[self.rank] = store.requests() - before;
     group->barrier()->wait();

@@ -5,13 +5,15 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <gtest/gtest.h>
 
 namespace apex::parallel {
 namespace {
 
-RankStatus failed(const std::string& what, int64_t refused = 0, bool over = false) {
+RankStatus failed(const std::string& what, const std::vector<int64_t>& refused = {},
+                  bool over = false) {
   RankStatus status;
   status.failure = RankStatus::Failure{what, {}, refused, over};
   return status;
@@ -28,14 +30,14 @@ RankStatus hook(int64_t position, bool begun = false, int64_t generation = 0,
 Position here(bool in_hook = false) { return {"own", "parent", 0, 2, 3, in_hook, 0}; }
 
 TEST(RankStatus, Encoded_IsDecodedAsItWas) {
-  RankStatus status = failed("a \"b\" \\ of\ntwo lines", -3, true);
+  RankStatus status = failed("a \"b\" \\ of\ntwo lines", {3, 12}, true);
   status.failure->proof = {{2, "has ended"}, {7, ""}};
   status.hook = hook(5, true, 2).hook;
   const RankStatus read = RankStatus::decode(status.encode());
   ASSERT_TRUE(read.failure && read.hook);
   EXPECT_EQ(read.failure->what, status.failure->what);
   EXPECT_EQ(read.failure->proof, status.failure->proof);
-  EXPECT_EQ(read.failure->refused, -3);
+  EXPECT_EQ(read.failure->refused, (std::vector<int64_t>{3, 12}));
   EXPECT_TRUE(read.failure->over);
   EXPECT_EQ(read.hook->generation, 2);
   EXPECT_EQ(read.hook->position, 5);
@@ -53,11 +55,13 @@ TEST(RankStatus, Judge_WhoWaitsGivesUpIfItsGroupHasFailed) {
   EXPECT_EQ(kind("own", failed("a")), Verdict::kFailed);
   EXPECT_EQ(kind("parent", failed("a")), Verdict::kFailed);
   EXPECT_EQ(kind("another made from parent", failed("a")), Verdict::kOk);
-  EXPECT_EQ(kind("own", failed("a", /*refused=*/3)), Verdict::kFailed);
-  EXPECT_EQ(kind("own", failed("a", /*refused=*/2)), Verdict::kOk);
-  EXPECT_EQ(kind("parent", failed("a", /*refused=*/3)), Verdict::kOk);
+  EXPECT_EQ(kind("own", failed("a", /*refused=*/{3})), Verdict::kFailed);
+  EXPECT_EQ(kind("own", failed("a", /*refused=*/{2})), Verdict::kOk);
+  // And again, before this rank has come to the first.
+  EXPECT_EQ(kind("own", failed("a", /*refused=*/{3, 4})), Verdict::kFailed);
+  EXPECT_EQ(kind("parent", failed("a", /*refused=*/{3})), Verdict::kOk);
   // Over for a rank that went on in the parent; not for one that still waits.
-  EXPECT_EQ(kind("own", failed("a", 0, /*over=*/true)), Verdict::kFailed);
+  EXPECT_EQ(kind("own", failed("a", {}, /*over=*/true)), Verdict::kFailed);
 }
 
 TEST(RankStatus, Judge_HookThatFailedBefore_IsNamed) {
@@ -88,7 +92,7 @@ TEST(RankStatus, HooksAlike_AreSoIfAllFailedInTheSameCall) {
   EXPECT_EQ(alike(hook(6), hook(4)), false);
   EXPECT_EQ(alike(hook(6), hook(6, false, 0, "another")), false);
   EXPECT_EQ(alike(hook(6), failed("a")), false);
-  EXPECT_EQ(alike(hook(6), failed("a", /*refused=*/3)), std::nullopt);
+  EXPECT_EQ(alike(hook(6), failed("a", /*refused=*/{3})), std::nullopt);
   // What this rank has posted has not come back yet: it is still that of the last time.
   EXPECT_EQ(alike(hook(4, false, -1), hook(6)), std::nullopt);
   // A rank that has got past it, and fails again.
@@ -107,12 +111,16 @@ TEST(RankStatus, Find_TakesWhatStillCounts) {
                                  here());
   EXPECT_EQ(findings.reports, (std::map<int, std::string>{{1, "b"}, {2, "c"}}));
   EXPECT_EQ(findings.proof, (Proof{{3, "has ended"}}));  // rank 1 has reported since
+  // What was found before, when the other group failed.
+  const RankStatuses earlier{{{1, "another"}, proven}, {{1, "own"}, failed("b")}};
+  EXPECT_TRUE(find({{{1, "another"}, proven}}, here(), {{1, "another"}}).reports.empty());
+  EXPECT_EQ(find(earlier, here(), {{1, "another"}, {1, "own"}}).reports.at(1), "b");
   const auto reports = [](const std::string& group, const RankStatus& status) {
     return find({{{1, group}, status}}, here()).reports.size();
   };
-  EXPECT_EQ(reports("own", failed("a", 0, /*over=*/true)), 1U);
-  EXPECT_EQ(reports("own", failed("a", /*refused=*/3, /*over=*/true)), 0U);
-  EXPECT_EQ(reports("another", failed("a", 0, /*over=*/true)), 0U);
+  EXPECT_EQ(reports("own", failed("a", {}, /*over=*/true)), 1U);
+  EXPECT_EQ(reports("own", failed("a", /*refused=*/{3}, /*over=*/true)), 0U);
+  EXPECT_EQ(reports("another", failed("a", {}, /*over=*/true)), 0U);
 }
 
 }  // namespace

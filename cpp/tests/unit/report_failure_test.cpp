@@ -80,7 +80,8 @@ TEST(ReportFailure, ProcessOfARankHasEnded_IsNamedByWhoHadNotAskedBefore) {
   const ChildProcess child;
   child.become_zombie();
   const std::string name = child.name().encode();
-  watched(*groups[0])->process_board(child.name().host).post(*store, "2", name);
+  NoticeBoard(watched(*groups[0])->key(*store, "process/" + child.name().host))
+      .post(*store, "2", name);
   const auto texts = reports({groups[0], groups[1]}, {"a", "a"});
   const std::string expected =
       "; rank 2 has ended (process " + std::to_string(child.name().pid) + ")";
@@ -107,7 +108,7 @@ TEST(ReportFailure, ProofOfAnotherRank_IsPassedOn) {
 TEST(ReportFailure, OneRankFailsInTheGroupThatIsHeardToo_BothHaveReported) {
   const auto parents = make_stored_groups(2, "parent");
   const auto own = make_stored_groups(2, "own");
-  for (size_t rank = 0; rank < 2; ++rank) watch_with(*own[rank], *parents[rank]);
+  for (size_t rank = 0; rank < 2; ++rank) watch_with(*own[rank], *parents[rank], "own");
   const auto texts = reports({own[0], parents[1]}, {"a", "b"});
   EXPECT_EQ(texts[0], kAllReported + "; rank 1 failed in b");
   EXPECT_EQ(texts[1], kAllReported + "; rank 0 failed in a");
@@ -123,7 +124,7 @@ TEST(ReportFailure, NothingHasFailed_SaysSo) {
 /// What ranks have posted, by those who can see it.
 RankStatuses posted(c10d::Store& store, const WatchedGroupPtr& group) {
   RankStatuses all;
-  for (const auto& [author, text] : NoticeBoard("apex/status/" + group->name).read(store))
+  for (const auto& [author, text] : NoticeBoard(group->key(store, "status")).read(store))
     all[{std::stoi(author), author.substr(author.find(' ') + 1)}] = RankStatus::decode(text);
   return all;
 }
@@ -146,7 +147,7 @@ TEST(ReportFailure, CallIsRefused_IsInTheStoreByItsNumberUntilTheRankGoesOn) {
   refuse_call(*groups[1], "b");
   const WatchedGroupPtr one = watched(*groups[1]);
   const auto failure = [&] { return *posted(*store, one).at({1, one->name}).failure; };
-  EXPECT_EQ(failure().refused, 2);
+  EXPECT_EQ(failure().refused, std::vector<int64_t>{2});
   EXPECT_FALSE(failure().over);
   EXPECT_FALSE(has_failed(*groups[1]));
   begin_call(*groups[1], "c");  // it goes on
@@ -167,16 +168,16 @@ TEST(ReportFailure, ParentGoesOn_ItsReportIsOver) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   const auto parents = make_stored_groups(2, "parent", store);
   const auto own = make_stored_groups(2, "own");
-  for (size_t rank = 0; rank < 2; ++rank) watch_with(*own[rank], *parents[rank]);
+  for (size_t rank = 0; rank < 2; ++rank) watch_with(*own[rank], *parents[rank], "own");
   reports(own, {"a", "a"});
   const WatchedGroupPtr parent = watched(*parents[0]);
-  const std::string name = watched(*own[0])->name;
+  const std::string name = "own";
   begin_call(*parents[0], "b");
   parent->report([](RankStatus&) {}).wait();
   const RankStatuses left = posted(*store, parent);
   EXPECT_TRUE(left.at({0, name}).failure->over);
   EXPECT_FALSE(left.at({1, name}).failure->over);
-  EXPECT_EQ(store->add(parent->left_key(), 0), 1);
+  EXPECT_EQ(store->add(parent->key(*store, "left"), 0), 1);
 }
 
 }  // namespace

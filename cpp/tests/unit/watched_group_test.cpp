@@ -50,7 +50,7 @@ TEST(WatchedGroup, FirstAskedFor_TellsTheOthersWhichProcessThisIs) {
   EXPECT_EQ(one->rank, 1);
   EXPECT_EQ(one->size, 2);
   const std::map<std::string, std::string> told{{"1", this_process()->encode()}};
-  EXPECT_EQ(one->process_board(this_process()->host).read(*store), told);
+  EXPECT_EQ(NoticeBoard(one->key(*store, "process/" + this_process()->host)).read(*store), told);
   EXPECT_EQ(watched(*groups[1]), one);
   EXPECT_EQ(find_watched(*groups[1]), one);
   EXPECT_EQ(find_watched(*groups[0]), nullptr);
@@ -69,8 +69,8 @@ TEST(WatchedGroup, SameNameAgain_HasAnotherNameThanBeforeAndTheSameOnEveryRank) 
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> kept;  // a group is known by its address
   for (int time = 0; time < 2; ++time) {
     const auto groups = make_stored_groups(2, "again", store);
-    const std::string name = watched(*groups[0])->name;
-    EXPECT_EQ(watched(*groups[1])->name, name);
+    const std::string name = watched(*groups[0])->key(*store, "status");
+    EXPECT_EQ(watched(*groups[1])->key(*store, "status"), name);
     EXPECT_NE(name, earlier);
     earlier = name;
     kept.insert(kept.end(), groups.begin(), groups.end());

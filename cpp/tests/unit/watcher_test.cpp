@@ -50,7 +50,7 @@ TEST(Watcher, AnotherRankAnnounces_IsHeard) {
 TEST(Watcher, AnotherRankAnnouncesInTheParent_IsHeard) {
   const auto parents = make_stored_groups(2, "parent");
   const auto own = make_stored_groups(2, "own");
-  watch_with(*own[0], *parents[0]);
+  watch_with(*own[0], *parents[0], "own");
   Wait wait(*own[0]);
   announce_failure(*parents[1], "a");
   EXPECT_TRUE(becomes(wait, Verdict::kFailed));
@@ -133,7 +133,8 @@ TEST(Watcher, WaitThatComparedIsOver_ItsCallsAreNotLeftForTheNext) {
   begin_call(*groups[0], "a");
   const WatchedGroupPtr zero = watched(*groups[0]);
   const auto left = [&] {
-    return store->check({zero->calls_key()}) ? store->get_to_str(zero->calls_key()) : std::string();
+    const std::string key = zero->key(*store, "calls");
+    return store->check({key}) ? store->get_to_str(key) : std::string();
   };
   {
     Wait wait(*groups[0]);
