@@ -15,9 +15,10 @@ using Clock = std::chrono::steady_clock;
 
 /// What the comparison with other ranks has found, on the store's thread.
 struct Wait::Comparison {
-  std::mutex mutex;  ///< guards the rest
+  std::string written;  ///< this rank's calls, where others look; of the store's thread
+
+  std::mutex mutex;  ///< guards the rest; not held while the store is called
   std::string difference;
-  std::string written;  ///< this rank's calls, where others look
 };
 
 namespace {
@@ -63,7 +64,6 @@ Wait::~Wait() {
   if (!state_ || state_->late == timing::kLate) return;  // compared nothing
   state_->group->store->post(
       [group = state_->group, comparison = state_->comparison](c10d::Store& store) {
-        const std::lock_guard<std::mutex> lock(comparison->mutex);
         if (!comparison->written.empty())
           compare_set(store, group->key(store, "calls"), comparison->written, {});
       });
@@ -93,19 +93,21 @@ Verdict Wait::poll() {
 void Wait::compare() {
   state_->late *= 2;
   state_->compare_at = Clock::now() + state_->late;
-  state_->group->store->post([group = state_->group,
-                              comparison = state_->comparison](c10d::Store& store) {
-    const std::lock_guard<std::mutex> lock(comparison->mutex);
-    const std::string mine = group->calls.encode(group->rank);
-    const std::string key = group->key(store, "calls");
-    std::string there = compare_set(store, key, comparison->written, mine);
-    if (there != mine) {
-      comparison->difference = group->calls.difference(group->rank, there);
-      const bool replaces = comparison->difference.empty() && group->calls.goes_further_than(there);
-      if (replaces) there = compare_set(store, key, there, mine);
-    }
-    comparison->written = there == mine ? mine : std::string();
-  });
+  state_->group->store->post(
+      [group = state_->group, comparison = state_->comparison](c10d::Store& store) {
+        const std::string mine = group->calls.encode(group->rank);
+        const std::string key = group->key(store, "calls");
+        std::string there = compare_set(store, key, comparison->written, mine);
+        std::string difference;
+        if (there != mine) {
+          difference = group->calls.difference(group->rank, there);
+          if (difference.empty() && group->calls.goes_further_than(there))
+            there = compare_set(store, key, there, mine);
+        }
+        comparison->written = there == mine ? mine : std::string();
+        const std::lock_guard<std::mutex> lock(comparison->mutex);
+        comparison->difference = std::move(difference);
+      });
 }
 
 /// See Note [When the store is lost].

@@ -11,6 +11,9 @@
 #include <vector>
 
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -103,6 +106,95 @@ TEST(StoreThread, StoreIsStopped_CallerIsNotHeldUpAndTheCallIsMadeLater) {
   EXPECT_TRUE(client->call([&](c10d::Store& view) { count = view.add("key", 0); },
                            Clock::now() + minutes(1)));
   EXPECT_EQ(count, 1);
+}
+
+/// Listens, and lets a test cut the connections that it has passed on to a server.
+class Relay {
+ public:
+  explicit Relay(uint16_t to) : to_(to), listener_(::socket(AF_INET, SOCK_STREAM, 0)) {
+    sockaddr_in address = loopback(0);
+    socklen_t length = sizeof(address);
+    EXPECT_EQ(::bind(listener_, reinterpret_cast<sockaddr*>(&address), length), 0);
+    EXPECT_EQ(::listen(listener_, 16), 0);
+    ::getsockname(listener_, reinterpret_cast<sockaddr*>(&address), &length);
+    port_ = ntohs(address.sin_port);
+    accepting_ = std::thread([this] { accept_all(); });
+  }
+  ~Relay() {
+    ::shutdown(listener_, SHUT_RDWR);
+    accepting_.join();
+    cut();
+    for (std::thread& copying : copying_) copying.join();
+    for (const int end : ends_) ::close(end);
+    ::close(listener_);
+  }
+  uint16_t port() const { return port_; }
+  void cut() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const int end : ends_) ::shutdown(end, SHUT_RDWR);
+  }
+
+ private:
+  static sockaddr_in loopback(uint16_t port) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(port);
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    return address;
+  }
+  void accept_all() {
+    for (int client = 0; (client = ::accept(listener_, nullptr, nullptr)) >= 0;) {
+      const int server = ::socket(AF_INET, SOCK_STREAM, 0);
+      sockaddr_in address = loopback(to_);
+      EXPECT_EQ(::connect(server, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      ends_.insert(ends_.end(), {client, server});
+      copying_.emplace_back(copy, client, server);
+      copying_.emplace_back(copy, server, client);
+    }
+  }
+  static void copy(int from, int to) {
+    char bytes[4096];
+    for (ssize_t length = 0; (length = ::recv(from, bytes, sizeof(bytes), 0)) > 0;) {
+      if (::send(to, bytes, static_cast<size_t>(length), MSG_NOSIGNAL) != length) break;
+    }
+    ::shutdown(to, SHUT_RDWR);
+  }
+
+  const uint16_t to_;
+  const int listener_;
+  uint16_t port_ = 0;
+  std::mutex mutex_;  ///< guards what follows
+  std::vector<int> ends_;
+  std::vector<std::thread> copying_;
+  std::thread accepting_;
+};
+
+c10::intrusive_ptr<c10d::TCPStore> tcp_store(uint16_t port, bool is_server) {
+  c10d::TCPStoreOptions options;
+  options.port = port;
+  options.isServer = is_server;
+  options.waitWorkers = false;
+  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+}
+
+// The rank would hear of nothing any more, and be taken for one that is silent.
+TEST(StoreThread, ConnectionIsCut_IsMadeAgain) {
+  const auto server = tcp_store(0, true);
+  Relay relay(server->getPort());
+  const StorePtr store = tcp_store(relay.port(), false);
+  const auto client = client_of(prefixed("a", store));
+  const auto count = [&] {
+    const auto number = std::make_shared<int64_t>(0);
+    EXPECT_TRUE(client->call([number](c10d::Store& view) { *number = view.add("key", 1); },
+                             Clock::now() + minutes(1)));
+    return *number;
+  };
+  EXPECT_EQ(count(), 1);
+  for (int64_t time = 2; time < 4; ++time) {
+    relay.cut();
+    EXPECT_EQ(count(), time);
+  }
 }
 
 // A store that outlives its group keeps its port.

@@ -7,6 +7,7 @@
 #include <support/counting_store.h>
 #include <support/stored_group.h>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <map>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "watch/stall.h"
 #include "watch/watched_group.h"
@@ -125,6 +127,33 @@ TEST(Watcher, RanksInDifferentCollectives_WhoComesSecondIsTold) {
   }));
   EXPECT_NE(text.find(" is in: b"), std::string::npos) << text;
   EXPECT_NE(text.find(" is in: c"), std::string::npos) << text;
+}
+
+/// A store whose process is stopped, when it is.
+class StoppingStore final : public c10d::HashStore {
+ public:
+  std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                  const std::vector<uint8_t>& desired) override {
+    stops = true;
+    while (stopped) std::this_thread::yield();
+    return HashStore::compareSet(key, expected, desired);
+  }
+  std::atomic<bool> stopped{true}, stops{false};
+};
+
+TEST(Watcher, StoreStopsWhileCallsAreCompared_HoldsNobodyUp) {
+  const auto store = c10::make_intrusive<StoppingStore>();
+  const auto groups = make_stored_groups(2, "group", store);
+  begin_call(*groups[0], "a");
+  {
+    Wait wait(*groups[0]);
+    EXPECT_TRUE(comes_true([&] {
+      wait.poll();
+      return store->stops.load();
+    }));
+    for (int time = 0; time < 10; ++time) EXPECT_EQ(wait.poll().kind, Verdict::kOk);
+  }
+  store->stopped = false;
 }
 
 TEST(Watcher, WaitThatComparedIsOver_ItsCallsAreNotLeftForTheNext) {
