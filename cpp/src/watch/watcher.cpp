@@ -23,8 +23,13 @@ struct Wait::Comparison {
 
 namespace {
 
-/// Every rank that waits reads what all others have posted.
-constexpr size_t kLongestCause = 500;
+/// Every rank that waits reads what all others have posted. A traceback says at its end what it is
+/// about, and other texts at their beginning.
+std::string shortened(const std::string& cause) {
+  constexpr size_t kBegin = 150, kEnd = 450;
+  if (cause.size() <= kBegin + kEnd) return cause;
+  return cause.substr(0, kBegin) + " ... " + cause.substr(cause.size() - kEnd);
+}
 
 std::string compare_set(c10d::Store& store, const std::string& key, const std::string& expected,
                         const std::string& desired) {
@@ -190,8 +195,8 @@ bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& gro
     following.push_back(all.back()->board->follow(timing::while_collecting(all.back()->size)));
     const int64_t position = 2 * all.back()->calls.last_number() + (one == group ? 0 : 1);
     all.back()->report([&](RankStatus& status) {
-      status.hook = RankStatus::Hook{all.back()->hooks_failed, position, begun, what,
-                                     cause.substr(0, kLongestCause)};
+      status.hook =
+          RankStatus::Hook{all.back()->hooks_failed, position, begun, what, shortened(cause)};
     });
   }
   const auto give_up = [&] {
