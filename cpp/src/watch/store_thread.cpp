@@ -119,8 +119,10 @@ StorePtr StoreThread::connected(const StorePtr& store) {
       if (Clock::now() < state_->not_before) throw Error("the store was lost");
       const std::string why =
           distributed::wait_for_listener(server->getHost(), server->getPort(), timing::kProbe);
-      state_->not_before = Clock::now() + timing::kReconnect;
-      if (!why.empty()) throw Error("the store was lost, and " + why);
+      if (!why.empty()) {
+        state_->not_before = Clock::now() + timing::kReconnect;
+        throw Error("the store was lost, and " + why);
+      }
     }
     state_->connection = store->clone();
   }

@@ -182,8 +182,8 @@ c10::intrusive_ptr<c10d::TCPStore> tcp_store(uint16_t port, bool is_server) {
 TEST(StoreThread, ConnectionIsCut_IsMadeAgain) {
   const auto server = tcp_store(0, true);
   Relay relay(server->getPort());
-  const StorePtr store = tcp_store(relay.port(), false);
-  const auto client = client_of(prefixed("a", store));
+  const StorePtr store = prefixed("a", tcp_store(relay.port(), false));
+  const auto client = client_of(store);
   const auto count = [&] {
     const auto number = std::make_shared<int64_t>(0);
     EXPECT_TRUE(client->call([number](c10d::Store& view) { *number = view.add("key", 1); },
