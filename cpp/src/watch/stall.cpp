@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "watch/stall.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <condition_variable>
 #include <cstdlib>
 #include <utility>
@@ -13,6 +10,7 @@
 
 #include <apex/parallel/stall_report.h>
 
+#include "standard_error.h"
 #include "watch/forced_unwind.h"
 #include "watch/stall_verdict.h"
 #include "watch/timing.h"
@@ -108,18 +106,9 @@ void post(c10d::Store& store, WatchedGroup& group, const Whereabouts& at) {
   NoticeBoard(key_of(group, store)).post(store, std::to_string(group.rank), at.encode());
 }
 
-/// At once, and without a lock that another thread may hold.
-void write_to_stderr(const std::string& text) {
-  for (size_t done = 0; done < text.size();) {
-    const ssize_t written = ::write(STDERR_FILENO, text.data() + done, text.size() - done);
-    if (written < 0 && errno != EINTR) return;  // nobody reads it
-    if (written > 0) done += static_cast<size_t>(written);
-  }
-}
-
 void print(WatchedGroup& group, const Stall& stall) {
   const std::string verdict = describe(stall);
-  write_to_stderr("apex: " + verdict + "\n");
+  write_line_to_stderr("apex: " + verdict);
   {
     const std::lock_guard<std::mutex> lock(stalls().mutex);
     stalls().last_verdict = verdict;
