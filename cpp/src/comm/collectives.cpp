@@ -23,6 +23,7 @@
 #include "tensor_parts.h"
 #include "torch_version.h"
 #include "transport/separate_group.h"
+#include "watch/followed_work.h"
 #include "watch/timing.h"
 #include "watch/watched_group.h"
 
@@ -44,6 +45,13 @@ bool can_stop_waiting(const c10d::ProcessGroup& group) {
   return std::all_of(devices.begin(), devices.end(), [&](const c10::Device& device) {
     return distributed::gloo_timeout(*mutable_group.getBackend(device.type())).has_value();
   });
+}
+
+/// Whether wait() is of the current stream: NCCL.
+bool host_does_not_wait(const c10d::ProcessGroup& group) {
+  auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
+  return detail::has_backend(group, at::kCUDA) &&
+         detail::is_nccl(mutable_group.getBackend(at::kCUDA)->getBackendName());
 }
 
 /// The communication hook of another rank has failed, which says all.
@@ -90,7 +98,7 @@ void wait_or_hear(const c10d::ProcessGroup& group,
                   const std::function<bool(std::chrono::milliseconds)>& ended_within,
                   const std::function<void()>& meanwhile = {}, bool in_hook = false) {
   if (ended_within(timing::kUsual)) return;
-  Wait wait(group, in_hook);
+  Wait wait(group, in_hook ? Wait::kInHook : Wait::kInCall);
   while (!ended_within(timing::kSlice)) {
     end_if_interrupted(group);
     throw_if_bad(wait.poll());
@@ -288,6 +296,7 @@ void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::stri
     throw_communication_error(what, group,
                               std::make_exception_ptr(Error("the collective did not complete")));
   }
+  if (host_does_not_wait(group)) follow_work(group, what);
 }
 
 std::vector<bool> broadcast_changes(const std::string& what, c10d::ProcessGroup& group,

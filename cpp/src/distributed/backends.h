@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -59,6 +60,20 @@ std::vector<uint64_t> gloo_global_ranks(c10d::Backend& backend);
 
 /// Returns at once; NCCL connects at the first collective.
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& request);
+
+/// A place in a stream of a GPU.
+class StreamMark {
+ public:
+  virtual ~StreamMark() = default;
+  /// Behind what the current stream was given so far. False while a graph is captured there: the
+  /// mark is where it was.
+  virtual bool set() = 0;
+  /// Whether the stream has come there. On any thread; does not block.
+  virtual bool reached() = 0;
+};
+
+/// On the current device; null in a build without NCCL.
+std::unique_ptr<StreamMark> make_stream_mark();
 
 /// Throws apex::InvalidArgument in a build without NCCL.
 void require_nccl();

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 
 #include <distributed/backends.h>
 
@@ -17,6 +19,30 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& reques
   return c10::make_intrusive<c10d::ProcessGroupNCCL>(request.store, request.rank, request.size,
                                                      std::move(options));
 }
+
+namespace {
+
+class Event final : public StreamMark {
+ public:
+  bool set() override {
+    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None)
+      return false;
+    event_.record();
+    return true;
+  }
+  bool reached() override {
+    // Another thread may be capturing a graph.
+    const c10::cuda::CUDAStreamCaptureModeGuard guard(cudaStreamCaptureModeThreadLocal);
+    return event_.query();
+  }
+
+ private:
+  at::cuda::CUDAEvent event_{cudaEventDisableTiming};
+};
+
+}  // namespace
+
+std::unique_ptr<StreamMark> make_stream_mark() { return std::make_unique<Event>(); }
 
 void require_nccl() {}
 

@@ -17,6 +17,8 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest&) {
   return {};
 }
 
+std::unique_ptr<StreamMark> make_stream_mark() { return nullptr; }
+
 int visible_gpus() { return 0; }
 
 void use_gpu(int) { require_nccl(); }

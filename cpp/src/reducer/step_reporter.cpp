@@ -48,17 +48,15 @@ void StepReporter::write(const StepReport& report, const std::vector<uint8_t>& u
 }
 
 void StepReporter::send(const StepReport& report, const std::vector<uint8_t>& used, Plan* behind) {
-  if (behind == nullptr || behind->entries.empty()) {
-    exchange_.send("exchange of reports, of backward number " + std::to_string(backwards_begun_),
-                   report, used, trainable);
-    return;
-  }
+  // The same words on every rank up to the number: one that has left the plan is in it as well.
+  const std::string what =
+      "exchange of reports, of backward number " + std::to_string(backwards_begun_);
+  if (behind == nullptr || behind->entries.empty())
+    return exchange_.send(what, report, used, trainable);
   PlannedBucket& last = behind->entries.back();
   const std::string name = describe_bucket(last, behind->entries.size() - 1, context_);
-  if (!behind->carries_report) {
-    exchange_.send("exchange of reports, behind " + name, report, used, trainable);
-    return;
-  }
+  if (!behind->carries_report)
+    return exchange_.send(what + ", behind " + name, report, used, trainable);
   exchange_.sent_behind([&last] { return last.reduction->done(); },
                         [&last, name](const std::function<void()>& meanwhile) {
                           last.reduction->wait(name, meanwhile);

@@ -58,8 +58,11 @@ Verdict judge(const RankStatuses& statuses, const Position& at) {
     const auto& failure = status.failure;
     if (!failure || (group != at.group && group != at.parent)) continue;
     const auto& refused = failure->refused;
+    const auto holds_up = [&](int64_t call) {
+      return at.or_before ? call <= at.call : call == at.call;
+    };
     if (refused.empty() ||
-        (group == at.group && std::find(refused.begin(), refused.end(), at.call) != refused.end()))
+        (group == at.group && std::any_of(refused.begin(), refused.end(), holds_up)))
       verdict.kind = Verdict::kFailed;
   }
   // Whoever has heard of a hook reports a failure, for which the hook is the reason.

@@ -58,6 +58,7 @@ struct Position {
   int64_t call = 0;  ///< the number of its last call
   bool in_hook = false;
   int64_t generation = 0;  ///< of hooks
+  bool or_before = false;  ///< or in a call before that
 };
 
 /// What a rank that waits has found out.

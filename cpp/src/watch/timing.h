@@ -25,8 +25,12 @@ constexpr milliseconds between_looks(int ranks) {
 constexpr milliseconds kNeighbours{200};
 /// Until a rank looks whether the others wait in the same collective; doubled each time.
 constexpr milliseconds kLate{2000};
-/// From when a process of this host has ended, while the store does not answer either.
+/// From when a process of this host has ended, while the store does not answer either, or a GPU has
+/// not finished what it was to do with it.
 constexpr milliseconds kAlone{2000};
+/// Until it is looked whether a GPU has finished what it was given: then a rank looks at what
+/// others report, and at the processes.
+constexpr milliseconds kUnfinished{1000};
 /// What a process that has ended sent before arrives within this.
 constexpr milliseconds kOnTheWay{500};
 

@@ -17,11 +17,21 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "distributed/backends.h"
 #include "watch/call_log.h"
 #include "watch/process_state.h"
 #include "watch/status_board.h"
 
 namespace apex::parallel {
+
+/// Collectives that the host does not wait for: see Note [Collectives that the host does not wait
+/// for].
+struct Launched {
+  std::unique_ptr<distributed::StreamMark> last;  ///< behind the last one, unless that is looked at
+  std::unique_ptr<distributed::StreamMark> spare;
+  std::string what;
+  bool followed = false;  ///< by the store's thread
+};
 
 struct WatchedGroup;
 using WatchedGroupPtr = std::shared_ptr<WatchedGroup>;
@@ -51,6 +61,7 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   std::vector<std::weak_ptr<WatchedGroup>> reported;  ///< see has_reports
   ReportKeys old_reports;                ///< see find_reports(); in the group that has the board
   std::map<int, ProcessName> processes;  ///< of other ranks
+  Launched launched;
   std::string stall;    ///< the verdict that this rank has printed in its last call
   Proof ended_first;    ///< seen when the store was lost
   std::string verdict;  ///< what report_failure() has found

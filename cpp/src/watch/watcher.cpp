@@ -54,14 +54,16 @@ struct Wait::State {
   std::shared_ptr<Comparison> comparison = std::make_shared<Comparison>();
 };
 
-Wait::Wait(const c10d::ProcessGroup& group, bool in_hook) {
+Wait::Wait(const c10d::ProcessGroup& group, Where where) {
   WatchedGroupPtr known = find_watched(group);
   if (!known) return;
   state_ = std::make_unique<State>();
-  state_->at = known->position(in_hook);
+  state_->at = known->position(where == kInHook);
+  state_->at.or_before = where == kOnDevice;
   state_->following = known->board->follow(timing::between_looks(known->size));
   state_->compare_at = Clock::now() + state_->late;
-  state_->stall.emplace(known);
+  // How long a GPU has waited is not known: it may have had other work.
+  if (where != kOnDevice) state_->stall.emplace(known);
   state_->group = std::move(known);
 }
 
@@ -89,7 +91,7 @@ Verdict Wait::poll() {
       return {Verdict::kApart, state.comparison->difference};
   }
   if (Clock::now() >= state.compare_at) compare();
-  state.stall->poll();
+  if (state.stall) state.stall->poll();
   if (is_left_alone()) return {Verdict::kLost, {}};
   return {};
 }

@@ -66,10 +66,15 @@ struct WatchedGroup;
 /// is: when that has ended, every rank has done so.
 APEX_API void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
-/// While it lives, this rank waits in its last call of `group`. Of one thread.
+/// While it lives, this rank waits in its last call of `group`. Of one thread at a time.
 class Wait {
  public:
-  explicit Wait(const c10d::ProcessGroup& group, bool in_hook = false);
+  enum Where {
+    kInCall,
+    kInHook,    ///< of that call
+    kOnDevice,  ///< while the host goes on: also calls before the last may be unfinished
+  };
+  explicit Wait(const c10d::ProcessGroup& group, Where where = kInCall);
   ~Wait();
   Wait(const Wait&) = delete;
   Wait& operator=(const Wait&) = delete;

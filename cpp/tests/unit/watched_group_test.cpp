@@ -2,6 +2,7 @@
 #include "watch/watched_group.h"
 
 #include <support/stored_group.h>
+#include <support/stream_mark.h>
 
 #include <chrono>
 #include <cstdint>
@@ -33,6 +34,8 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(const c10::intrusive_pt
                                                          int, int) {
   return nullptr;
 }
+
+std::unique_ptr<StreamMark> make_stream_mark() { return testing::make_stream_mark(); }
 
 }  // namespace apex::distributed
 

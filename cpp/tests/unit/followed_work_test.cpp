@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// A backend that behaves like NCCL: the host does not wait, and abort() makes its stream go on.
+
+#include "watch/followed_work.h"
+
+#include <support/child_process.h>
+#include <support/stored_group.h>
+#include <support/stream_mark.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include <gtest/gtest.h>
+
+#include "watch/timing.h"
+#include "watch/watched_group.h"
+#include "watch/watcher.h"
+
+namespace apex::parallel {
+namespace {
+
+using apex::testing::ChildProcess;
+using apex::testing::make_stored_groups;
+using apex::testing::SilentBackend;
+
+/// A stream: how far it was filled, and how far it has come.
+struct Stream {
+  std::atomic<int> given{0}, done{0};
+  std::atomic<bool> aborted{false}, capturing{false}, is_full{false};
+};
+
+class Mark final : public distributed::StreamMark {
+ public:
+  explicit Mark(std::shared_ptr<Stream> stream) : stream_(std::move(stream)) {}
+  bool set() override {
+    if (stream_->capturing) return false;
+    while (stream_->is_full && !stream_->aborted) std::this_thread::yield();
+    at_ = stream_->given.load();
+    return true;
+  }
+  bool reached() override { return stream_->aborted || stream_->done >= at_; }
+
+ private:
+  const std::shared_ptr<Stream> stream_;
+  int at_ = 0;
+};
+
+class LikeNccl final : public SilentBackend {
+ public:
+  LikeNccl(int rank, int size, std::shared_ptr<Stream> stream)
+      : SilentBackend(rank, size), stream_(std::move(stream)) {}
+  const std::string getBackendName() const override { return "nccl"; }
+  void abort() override { stream_->aborted = true; }
+
+ private:
+  const std::shared_ptr<Stream> stream_;
+};
+
+class FollowedWork : public ::testing::Test {
+ protected:
+  FollowedWork() : groups_(make_stored_groups(3, "group")) {
+    groups_[0]->setBackend(
+        c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL,
+        c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<LikeNccl>(0, 3, stream_)));
+    groups_[0]->setGroupName("group");  // also of that backend
+    apex::testing::stream_marks = [stream = stream_] { return std::make_unique<Mark>(stream); };
+    for (const auto& group : groups_) begin_call(*group, "first");
+    known_ = watched(*groups_[0]);
+    known_->processes.emplace(1, *this_process());
+    known_->processes.emplace(2, child_.name());
+  }
+  ~FollowedWork() override {
+    stream_->aborted = true;  // what is left ends
+    apex::testing::stream_marks = nullptr;
+  }
+
+  void launch(const std::string& what = "all-reduce") {
+    begin_call(*groups_[0], what);
+    ++stream_->given;
+    follow_work(*groups_[0], what);
+  }
+  bool is_followed() {
+    const std::lock_guard<std::mutex> lock(known_->mutex);
+    return known_->launched.followed;
+  }
+  static bool comes_true(const std::function<bool()>& condition) {
+    const auto until = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+    while (!condition()) {
+      if (std::chrono::steady_clock::now() >= until) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    return true;
+  }
+  bool is_aborted_soon() {
+    return comes_true([this] { return stream_->aborted.load(); });
+  }
+  /// For longer than anything takes that ends in an abort.
+  bool stays_whole() {
+    const auto until = std::chrono::steady_clock::now() + timing::kUnfinished + timing::kAlone +
+                       3 * timing::kNeighbours;
+    while (std::chrono::steady_clock::now() < until) {
+      if (stream_->aborted) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    return true;
+  }
+
+  std::shared_ptr<Stream> stream_ = std::make_shared<Stream>();
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;
+  ChildProcess child_;
+  WatchedGroupPtr known_;
+};
+
+TEST_F(FollowedWork, AnotherProcessEnds_CommunicatorIsAbortedAndTheRankIsNamed) {
+  if (!this_process()) GTEST_SKIP() << "no /proc";
+  ::testing::internal::CaptureStderr();
+  launch();
+  child_.become_zombie();
+  EXPECT_TRUE(is_aborted_soon());
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  EXPECT_NE(said.find("rank 0 of 3: all-reduce does not end; rank 2 has ended (process " +
+                      std::to_string(child_.name().pid) + ")"),
+            std::string::npos)
+      << said;
+  // What the group's next collective adds to its error.
+  EXPECT_NE(report_failure(*groups_[0], "all-reduce").find("rank 2 has ended"), std::string::npos);
+}
+
+TEST_F(FollowedWork, AnotherRankReportsAFailure_CommunicatorIsAborted) {
+  launch();
+  announce_failure(*groups_[1], "all-reduce");
+  EXPECT_TRUE(is_aborted_soon());
+}
+
+// The host has gone on to later calls, while the GPU waits in the one that was refused.
+TEST_F(FollowedWork, AnotherRankRefusedAnEarlierCall_CommunicatorIsAborted) {
+  launch("second");
+  refuse_call(*groups_[1], "second");
+  launch("third");
+  EXPECT_TRUE(is_aborted_soon());
+}
+
+TEST_F(FollowedWork, AnotherRankRefusesALaterCall_NothingIsAborted) {
+  launch("second");
+  begin_call(*groups_[1], "second");
+  refuse_call(*groups_[1], "third");
+  EXPECT_TRUE(stays_whole());
+}
+
+TEST_F(FollowedWork, EveryoneIsThereAndTheGpuIsBusy_NothingIsAborted) {
+  launch();
+  EXPECT_TRUE(stays_whole());
+  EXPECT_TRUE(is_followed());
+}
+
+// A rank may end after its last collective, while the GPUs of others still work on it.
+TEST_F(FollowedWork, GpuComesThereAfterAnotherProcessEnded_NothingIsAborted) {
+  launch();
+  child_.become_zombie();
+  std::this_thread::sleep_for(timing::kUnfinished + 2 * timing::kNeighbours);
+  ++stream_->done;
+  EXPECT_TRUE(stays_whole());
+  EXPECT_FALSE(is_followed());
+}
+
+TEST_F(FollowedWork, GpuHasFinished_IsNotFollowedUntilTheNextLaunch) {
+  launch();
+  ++stream_->done;
+  EXPECT_TRUE(comes_true([this] { return !is_followed(); }));
+  launch();
+  EXPECT_TRUE(is_followed());
+  child_.become_zombie();
+  EXPECT_TRUE(is_aborted_soon());
+}
+
+// The GPU is busy all the time, and what was launched last has never completed.
+TEST_F(FollowedWork, HostIsAlwaysAhead_NothingIsAborted) {
+  child_.become_zombie();  // so it would be
+  const auto until = std::chrono::steady_clock::now() + timing::kUnfinished + 2 * timing::kAlone;
+  while (std::chrono::steady_clock::now() < until) {
+    launch();
+    stream_->done = stream_->given - 1;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  EXPECT_FALSE(stream_->aborted);
+}
+
+// A stream takes so many launches; then the host waits, in the middle of this.
+TEST_F(FollowedWork, HostWaitsForRoomInTheStream_CommunicatorIsAborted) {
+  if (!this_process()) GTEST_SKIP() << "no /proc";
+  launch();
+  stream_->is_full = true;
+  std::thread host([this] { launch(); });
+  child_.become_zombie();
+  EXPECT_TRUE(is_aborted_soon());
+  host.join();
+}
+
+TEST_F(FollowedWork, GraphIsCaptured_NothingIsFollowed) {
+  stream_->capturing = true;
+  launch();
+  EXPECT_FALSE(is_followed());
+}
+
+TEST_F(FollowedWork, GroupIsGone_IsNotFollowedAnyMore) {
+  launch();
+  const std::weak_ptr<WatchedGroup> weak = known_;
+  known_.reset();
+  groups_.clear();
+  EXPECT_TRUE(comes_true([&] {
+    watched(*make_stored_groups(2, "other")[0]);  // which forgets those that are gone
+    return weak.expired();
+  }));
+}
+
+}  // namespace
+}  // namespace apex::parallel
