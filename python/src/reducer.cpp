@@ -19,6 +19,7 @@
 #include <apex/parallel/model_sync.h>
 #include <apex/parallel/overlap_report.h>
 #include <apex/parallel/reducer.h>
+#include <apex/parallel/straggler_report.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "output_tensors.h"
@@ -95,6 +96,36 @@ nb::dict to_dict(const ReducerStatistics& statistics) {
 const char* name_of(OverlapClock clock) {
   if (clock == OverlapClock::kHost) return "host";
   return clock == OverlapClock::kDevice ? "device" : "host only";
+}
+
+nb::object index_or_none(int64_t index) {
+  return index < 0 ? nb::none() : nb::object(nb::int_(index));
+}
+
+nb::dict to_dict(const parallel::StragglerReport& report) {
+  const auto name_or_none = [](int64_t index, const std::string& name) {
+    return index < 0 ? nb::none() : nb::object(nb::str(name.c_str()));
+  };
+  nb::list ranks;
+  for (const parallel::RankTimes& one : report.ranks) {
+    nb::dict row;
+    row["own_s"] = one.own_s;
+    row["own_p95_s"] = one.own_p95_s;
+    row["before_backward_s"] = one.before_backward_s;
+    row["backward_s"] = one.backward_s;
+    row["ratio"] = one.ratio;
+    row["last_share"] = one.last_share;
+    row["gap_s"] = one.gap_s;
+    row["gap_from"] = name_or_none(one.gap_from, one.gap_from_name);
+    row["gap_to"] = name_or_none(one.gap_to, one.gap_to_name);
+    ranks.append(row);
+  }
+  nb::dict result;
+  result["steps"] = report.steps;
+  result["ranks"] = ranks;
+  result["straggler"] = index_or_none(report.straggler);
+  result["text"] = to_string(report);
+  return result;
 }
 
 nb::dict to_dict(const OverlapReport& report) {
@@ -306,6 +337,17 @@ void init_reducer(nb::module_& m) {
             return to_dict(*report);
           },
           "The fields of apex.parallel.OverlapReport, or None.")
+      .def(
+          "straggler_report",
+          [](const Reducer& self) {
+            parallel::StragglerReport report;
+            {
+              const nb::gil_scoped_release no_gil;
+              report = self.straggler_report();
+            }
+            return to_dict(report);
+          },
+          "The fields of apex.parallel.StragglerReport.")
       .def("statistics", [](const Reducer& self) {
         ReducerStatistics statistics;
         {

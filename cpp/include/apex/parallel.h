@@ -25,6 +25,7 @@
 #include <apex/parallel/overlapped_optimizer.h>
 #include <apex/parallel/reducer.h>
 #include <apex/parallel/stall_report.h>
+#include <apex/parallel/straggler_report.h>
 #include <apex/parallel/sync_batch_norm.h>
 #include <apex/tensor_parts.h>
 #include <apex/version.h>

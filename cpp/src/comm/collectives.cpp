@@ -31,6 +31,19 @@ namespace apex::parallel {
 
 namespace {
 
+thread_local std::chrono::nanoseconds waited{0};
+
+class TakesTime {
+ public:
+  TakesTime() = default;
+  ~TakesTime() { waited += std::chrono::steady_clock::now() - began_; }
+  TakesTime(const TakesTime&) = delete;
+  TakesTime& operator=(const TakesTime&) = delete;
+
+ private:
+  const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
+};
+
 /// From this size on a tensor alone is received where it lies; others by way of a copy.
 constexpr int64_t kInPlaceBytes = int64_t{1} << 20;
 /// Of so many bytes at most is a message in shared memory, which keeps the memory of its largest.
@@ -198,6 +211,8 @@ bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group,
 
 }  // namespace
 
+std::chrono::nanoseconds time_waited() noexcept { return waited; }
+
 bool hears_reports(const c10d::ProcessGroup& group) {
   return can_stop_waiting(group) && watched(group) != nullptr;
 }
@@ -286,6 +301,7 @@ c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::P
 void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what,
                      const c10d::ProcessGroup& group, const std::function<void()>& meanwhile) {
   require_own_process(group);
+  const TakesTime time;
   bool finished = false;
   try {
     finished = wait_for_work(*work, group, meanwhile);
@@ -352,6 +368,7 @@ void wait_for_ranks(const std::string& what, const c10d::ProcessGroup& group,
 void wait_future(c10::ivalue::Future& future, const std::string& what,
                  const c10d::ProcessGroup& group) {
   require_own_process(group);
+  const TakesTime time;
   try {
     if (can_stop_waiting(group) && !future.completed()) {
       struct Shared {

@@ -90,6 +90,10 @@ APEX_API void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const 
                               const c10d::ProcessGroup& group,
                               const std::function<void()>& meanwhile = {});
 
+/// How long this thread has blocked so far, because other ranks were not there yet, in
+/// wait_collective() and wait_future().
+std::chrono::nanoseconds time_waited() noexcept;
+
 /// Issues a collective by `issue()` and waits for it; `issue` may give no Work.
 template <typename Issue>
 void run_collective(const std::string& what, const c10d::ProcessGroup& group, Issue&& issue) {

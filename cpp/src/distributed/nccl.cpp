@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
-#include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include <distributed/backends.h>
 
@@ -22,22 +22,36 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& reques
 
 namespace {
 
+/// Without exceptions: it may be asked while the process ends, when the driver is gone.
 class Event final : public StreamMark {
  public:
+  Event() { cudaEventCreateWithFlags(&event_, cudaEventDisableTiming); }
+  ~Event() override {
+    if (event_ != nullptr) cudaEventDestroy(event_);
+  }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
   bool set() override {
-    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None)
+    if (event_ == nullptr ||
+        c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None)
       return false;
-    event_.record();
-    return true;
+    if (cudaEventRecord(event_, c10::cuda::getCurrentCUDAStream()) == cudaSuccess) return true;
+    cudaGetLastError();  // it is no error of what comes next
+    return false;
   }
   bool reached() override {
-    // Another thread may be capturing a graph.
-    const c10::cuda::CUDAStreamCaptureModeGuard guard(cudaStreamCaptureModeThreadLocal);
-    return event_.query();
+    // Another thread may be capturing a graph, which this call would end otherwise.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal;
+    if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) return true;
+    const cudaError_t state = cudaEventQuery(event_);
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    cudaGetLastError();  // which is of this thread
+    return state != cudaErrorNotReady;
   }
 
  private:
-  at::cuda::CUDAEvent event_{cudaEventDisableTiming};
+  cudaEvent_t event_ = nullptr;
 };
 
 }  // namespace

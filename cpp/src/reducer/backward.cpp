@@ -552,8 +552,11 @@ void Backward::complete(const std::function<void()>& meanwhile) {
     pass_.fail(context_.me() + kSkippedTooLate);
   settle();
   context_.observers.tell(&BackwardObserver::completed);
-  if (context_.reads_reports() && !pass_.recorded)
-    pass_.out_of_step = reporter_.compare(reporter_.receive());
+  if (context_.reads_reports() && !pass_.recorded) {
+    const StepTable& table = reporter_.receive();
+    reporter_.timer.history.add(table.times());
+    pass_.out_of_step = reporter_.compare(table);
+  }
   order_by_need();
   if (options.gradient_as_bucket_view && !plan().holds_gradients && !pass_.failure)
     move_gradients_in(plan(), context_);

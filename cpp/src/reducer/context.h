@@ -49,10 +49,10 @@ struct ReducerContext {
   bool waits_for_turn = false;  ///< see Note [Turns]
 
   /// Whether ranks read each other's reports after every backward. Elsewhere than on the CPU the
-  /// host waits for the device.
+  /// host waits for the device. Under join() a rank without data knows what the others do by these.
   bool reads_reports() const {
     return !members.alone() && (members.device.is_cpu() || options.check_steps.value_or(false) ||
-                                options.skip_failed_steps);
+                                options.skip_failed_steps || joining);
   }
 
   /// Of the settings that may change between backwards, those that all ranks must share.

@@ -221,6 +221,11 @@ std::optional<OverlapReport> Reducer::overlap_report() const {
     return report;
   });
 }
+StragglerReport Reducer::straggler_report() const {
+  return core_->read([](const ReducerState& state) {
+    return state.reporter.timer.history.report(state.reporter.names());
+  });
+}
 ReducerStatistics Reducer::statistics() const {
   return core_->read([](const ReducerState& state) { return state.context.statistics.get(); });
 }

@@ -26,6 +26,7 @@ StepReport StepReporter::report(ReasonToLeave left) const {
   if (!context_.reads_reports() && !context_.members.alone()) return report;
   report.backward = backwards_begun_;
   report.facts = tracker.facts();
+  report.times = timer.times();
   report.skips = wants_skip;
   report.compared = context_.options.check_steps.value_or(true) && !context_.joining;
   // Ranks that began with other parameters, or whose hook averages over some ranks only, may move

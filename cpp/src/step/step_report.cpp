@@ -11,7 +11,25 @@ namespace apex::parallel {
 namespace {
 
 /// What is at which place of a row; the bits follow: used, then trainable.
-enum Word : size_t { kFlags, kBackward, kLeft, kMoved, kSample, kSettings, kNonFinite, kBits };
+enum Word : size_t {
+  kFlags,
+  kBackward,
+  kLeft,
+  kMoved,
+  kSample,
+  kSettings,
+  kNonFinite,
+  kOwnTime,
+  kBackwardTime,
+  kGap,
+  kGapPlace,
+  kBits
+};
+
+int64_t pack(int32_t high, int32_t low) {
+  return static_cast<int64_t>((static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32U) |
+                              static_cast<uint32_t>(low));
+}
 
 constexpr bool StepReport::* kReportFlags[] = {&StepReport::failed, &StepReport::hook_failed,
                                                &StepReport::skips, &StepReport::without_data,
@@ -105,6 +123,10 @@ void StepTable::encode(const StepReport& report, const std::vector<uint8_t>& use
   row[kSample] = report.facts.sample;
   row[kSettings] = report.settings;
   row[kNonFinite] = report.non_finite;
+  row[kOwnTime] = report.times.own;
+  row[kBackwardTime] = report.times.backward;
+  row[kGap] = report.times.gap;
+  row[kGapPlace] = pack(report.times.gap_from, report.times.gap_to);
   write_bits(used, row + kBits);
   write_bits(trainable, row + kBits + words_for(used.size()));
 }
@@ -124,6 +146,12 @@ StepTable::StepTable(std::vector<int64_t> rows, size_t ranks, size_t parameters)
     report.facts.sample = from[kSample];
     report.settings = from[kSettings];
     report.non_finite = from[kNonFinite];
+    report.times.own = from[kOwnTime];
+    report.times.backward = from[kBackwardTime];
+    report.times.gap = from[kGap];
+    const auto gap = static_cast<uint64_t>(from[kGapPlace]);
+    report.times.gap_from = static_cast<int32_t>(gap >> 32U);
+    report.times.gap_to = static_cast<int32_t>(gap & 0xffffffffU);
     reports_.push_back(report);
   }
 }
@@ -134,6 +162,12 @@ const int64_t* StepTable::bits_of(size_t rank) const {
 
 bool StepTable::trainable(size_t rank, size_t parameter) const {
   return bit_of(bits_of(rank) + words_for(parameters_), parameter);
+}
+
+std::vector<detail::StepTimes> StepTable::times() const {
+  std::vector<detail::StepTimes> times;
+  for (const StepReport& one : reports_) times.push_back(one.times);
+  return times;
 }
 
 std::vector<uint8_t> StepTable::used_by_any() const {

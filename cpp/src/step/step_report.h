@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "step/step_times.h"
+
 namespace apex::parallel {
 
 // Note [One report per step]
@@ -25,7 +27,8 @@ namespace apex::parallel {
 //   plan per set];
 // - which parameters got a gradient: Note [Parameters that a rank does not use];
 // - its first gradient that is not finite, where that is asked for;
-// - what has happened since its last synchronized backward: Note [Ranks that are out of step].
+// - what has happened since its last synchronized backward: Note [Ranks that are out of step];
+// - and how long its own part of that took: Note [Whose time it is].
 //
 // Where ranks have yet to agree on a plan, another row goes ahead of that. A new thing to say is a
 // field of StepReport and a place in the row.
@@ -86,6 +89,7 @@ struct StepReport {
   StepFacts facts;
   int64_t settings = 0;     ///< fingerprint of those that may change between backwards
   int64_t non_finite = -1;  ///< the first parameter with a gradient that is not finite
+  detail::StepTimes times;  ///< see Note [Whose time it is]
 };
 
 /// The rows of all ranks. A value.
@@ -107,6 +111,7 @@ class StepTable {
   StepTable(std::vector<int64_t> rows, size_t ranks, size_t parameters);
 
   const StepReport& of(size_t rank) const { return reports_[rank]; }
+  std::vector<detail::StepTimes> times() const;  ///< by rank
   bool trainable(size_t rank, size_t parameter) const;
   /// Which parameters have a gradient on some rank; and are trainable on the first one with data.
   std::vector<uint8_t> used_by_any() const;

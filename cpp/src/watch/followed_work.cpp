@@ -98,7 +98,13 @@ std::optional<std::chrono::milliseconds> look(Pursuit& pursuit) {
 void look_later(const std::shared_ptr<Pursuit>& pursuit, std::chrono::milliseconds time) {
   pursuit->watched->store->thread().run(
       [pursuit] {
-        if (const auto next = look(*pursuit)) look_later(pursuit, *next);
+        try {
+          if (const auto next = look(*pursuit)) look_later(pursuit, *next);
+        } catch (APEX_FORCED_UNWIND) {
+          throw;
+        } catch (...) {
+          // The group was shut down meanwhile, or memory has run out.
+        }
       },
       Clock::now() + time);
 }

@@ -266,6 +266,30 @@ TEST_P(FakeDeviceReducer, ParameterWithoutGradient_IsAllTheHostWaitsFor) {
   EXPECT_EQ(host_waits() - before, world_ > 1 ? 2 : 0);
 }
 
+// A rank without data goes by what the others report: were that not read, they would leave a plan
+// that it still sends by.
+TEST_P(FakeDeviceReducer, UnderJoin_ReportsAreRead) {
+  if (world_ == 1) GTEST_SKIP() << "nothing is sent";
+  Training training(8);
+  Reducer reducer(training.model.parameters, {group_}, options_);
+  const auto waits_in_step = [&](int step) {
+    const int64_t before = host_waits();
+    training.backward(reducer, step);
+    training.expect_gradients(2e-5);
+    return host_waits() - before;
+  };
+  for (int step = 0; step < 3; ++step) training.backward(reducer, step);
+  EXPECT_EQ(waits_in_step(3), 0);
+  reducer.begin_join(/*divide_by_initial_world_size=*/true);
+  reducer.announce(JoinEvent::kForward, 0);
+  const int64_t announced = host_waits();
+  reducer.announce(JoinEvent::kForward, 0);
+  const int64_t announcement = host_waits() - announced;
+  EXPECT_GT(waits_in_step(4), announcement);
+  reducer.end_join();
+  EXPECT_EQ(waits_in_step(5), 0);
+}
+
 /// Operations that a reducer adds to a backward in which so many of 20 parameters are not used.
 int64_t operations_added(const Group& group, const ReducerOptions& options, size_t unused) {
   std::vector<NamedTensor> parameters;

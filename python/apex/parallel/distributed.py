@@ -32,6 +32,7 @@ from apex.parallel._tensor_lists import (
     split_half_float_double,
 )
 from apex.parallel.overlap_report import BucketOverlap, OverlapReport
+from apex.parallel.straggler_report import RankTimes, StragglerReport
 from apex.parallel.sync_batchnorm import name_layers
 
 __all__ = [
@@ -711,6 +712,21 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
             return None
         buckets = [BucketOverlap(**bucket) for bucket in report.pop("buckets")]
         return OverlapReport(**report, buckets=buckets)
+
+    def straggler_report(self) -> StragglerReport:
+        """How long each process takes for its part of a step, and which one the others wait for.
+
+        ``print(model.straggler_report())`` shows a table with a row per rank, and, for a rank that
+        holds up the others, whether it loses the time before or in backward, and between the
+        gradients of which parameters. It is always on, and the same on every rank: the last 256
+        synchronized backwards that had a bucket plan, as all but the first. Without ranks where
+        none has counted yet; so it is with one process, and on GPUs without
+        ``check_reduction=True`` or ``on_failure="skip"``, where ranks do not read each other's
+        reports. Does not block.
+        """
+        report = self._reducer.straggler_report()
+        ranks = [RankTimes(**rank) for rank in report.pop("ranks")]
+        return StragglerReport(**report, ranks=ranks)
 
     # --- names that torch's class has for libraries ---
 

@@ -16,6 +16,7 @@
 #include <apex/parallel/comm_hook.h>
 #include <apex/parallel/model_sync.h>
 #include <apex/parallel/overlap_report.h>
+#include <apex/parallel/straggler_report.h>
 
 /// The engine of data-parallel training: averages gradients over the ranks of a process group while
 /// backward is still running.
@@ -393,6 +394,13 @@ class APEX_API Reducer {
   /// host waits until its streams are through with that backward; if its events give no times
   /// (OverlapClock::kHostOnly), times are those of the host.
   std::optional<OverlapReport> overlap_report() const;
+
+  /// How long each rank takes for its own part of a step, over the last steps, and which one the
+  /// others wait for; the same on every rank. Steps count from the first synchronized backward that
+  /// had a plan. Without ranks where none has counted: with one rank, and on devices other than
+  /// the CPU unless check_steps or skip_failed_steps are set, since ranks do not read each other's
+  /// reports there. Does not block.
+  StragglerReport straggler_report() const;
 
  private:
   std::shared_ptr<detail::ReducerCore> core_;

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <chrono>
+
+#include "comm/collectives.h"
+#include "reducer/context.h"
+#include "reducer/observer.h"
+#include "step/step_times.h"
+
+namespace apex::parallel::detail {
+
+/// Reads the clock for the step report, where ranks read each other's: for each gradient, and a few
+/// times for each backward. Not thread safe; the reducer serializes calls.
+class StepTimer final : public BackwardObserver {
+ public:
+  explicit StepTimer(ReducerContext& context) : context_(context) { context.observers.add(this); }
+  ~StepTimer() override { context_.observers.remove(this); }
+  StepTimer(const StepTimer&) = delete;
+  StepTimer& operator=(const StepTimer&) = delete;
+
+  void began(std::optional<c10::Device> /*device*/, size_t /*parameters*/) override {
+    on_ = context_.reads_reports();
+    if (on_) clock_.backward_began(now(), time_waited());
+  }
+  void gradient_ready(size_t parameter) override {
+    if (on_) clock_.gradient_ready(parameter, now(), time_waited());
+  }
+  void completed() override {
+    if (on_) clock_.ended(now(), time_waited());
+  }
+  void dropped() override { clock_.dropped(); }
+
+  StepTimes times() const { return on_ ? clock_.times(now(), time_waited()) : StepTimes(); }
+
+  StepHistory history;  ///< of all ranks; the reducer adds to it
+
+ private:
+  static StepClock::Time now() { return std::chrono::steady_clock::now(); }
+
+  ReducerContext& context_;
+  StepClock clock_;
+  bool on_ = false;
+};
+
+}  // namespace apex::parallel::detail

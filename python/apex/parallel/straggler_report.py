@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How long each process takes for its own part of a step, and which one the others wait for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """One process's own part of the steps.
+
+    It goes from the end of one synchronized backward until all buckets of the next are on their
+    way, less the time in which it waited in collectives of this package. Medians over the steps,
+    in seconds.
+
+    Attributes:
+        own_s: all of it.
+        own_p95_s: its 95th percentile.
+        before_backward_s: of ``own_s``: the optimizer, the data, forward and the loss.
+        backward_s: of ``own_s``.
+        ratio: ``own_s`` by the median of the other ranks'.
+        last_share: the share of steps in which no rank took longer.
+        gap_s: the longest time between two gradients of a backward.
+        gap_from, gap_to: the parameters between whose gradients that most often is; None: before
+            the first.
+    """
+
+    own_s: float
+    own_p95_s: float
+    before_backward_s: float
+    backward_s: float
+    ratio: float
+    last_share: float
+    gap_s: float
+    gap_from: str | None
+    gap_to: str | None
+
+
+@dataclass(frozen=True)
+class StragglerReport:
+    """Of the last steps; ``str()`` of it is a table. Can be pickled.
+
+    Attributes:
+        steps: how many, at most 256.
+        ranks: by rank of the process group.
+        straggler: the rank that holds up the others, or None. Over ten steps or more it takes 2 %
+            longer than their median, and is the last one three standard deviations more often than
+            by chance.
+    """
+
+    steps: int
+    ranks: list[RankTimes]
+    straggler: int | None
+    text: str = field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return self.text

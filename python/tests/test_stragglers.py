@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""straggler_report(): which rank holds up the others, by a delay that the test puts somewhere.
+
+The oracles: the rank, the place and the time that were put there; and the same report on every
+rank."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+import torch
+from ddp_models import build, data
+from ddp_support import RankPool, check, host_channel
+from torch import nn
+
+from apex.parallel import DistributedDataParallel, SyncBatchNorm
+
+pytestmark = pytest.mark.processes
+
+DELAY_S = 0.05
+STEPS = 15
+
+
+def _slow(_: Any) -> None:
+    time.sleep(DELAY_S)
+
+
+def _report(rank: int, world: int, channel: str, slow: int | None, where: str) -> Any:
+    torch.manual_seed(rank)
+    with host_channel(channel):
+        ddp = DistributedDataParallel(build(), message_size=20)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    check(ddp.straggler_report().ranks == [], "a report of no step")
+    if rank == slow and where == "gradient":
+        ddp.module.layers[0].weight.register_post_accumulate_grad_hook(_slow)
+    for step in range(STEPS):
+        if rank == slow and where == "data":
+            _slow(None)
+        optimizer.zero_grad()
+        loss = ddp(data(rank, step), [0, 1, 2]).square().mean()
+        if rank == slow and where == "loss":
+            loss.register_hook(_slow)
+        loss.backward()
+        optimizer.step()
+    report = ddp.straggler_report()
+    return astuple(report), str(report)
+
+
+@pytest.mark.parametrize("channel", ["1", "0"], ids=["shared_memory", "sockets"])
+@pytest.mark.parametrize(("world", "slow"), [(2, 0), (4, 1)])
+@pytest.mark.parametrize("where", ["data", "loss", "gradient"])
+def test_the_rank_that_is_slow_is_named_with_the_place(
+    ranks: RankPool, where: str, world: int, slow: int, channel: str
+) -> None:
+    told = ranks.run(world, _report, channel, slow, where)
+    assert all(one == told[0] for one in told)
+    (steps, rows, straggler, _), text = told[0]
+    assert steps == STEPS - 1, text  # the first has no plan
+    assert straggler == slow, text
+    own, _, before, backward, ratio, last, gap, _, gap_to = rows[slow]
+    others = max(row[0] for rank, row in enumerate(rows) if rank != slow)
+    assert own >= DELAY_S, text
+    assert own > others, text
+    assert ratio > 1, text
+    assert last > 0.8, text
+    if where == "gradient":
+        assert backward >= DELAY_S, text
+        assert gap >= DELAY_S, text
+        assert gap_to is not None, text
+        assert "between the gradients of" in text, text
+    else:
+        assert before >= DELAY_S, text
+        assert "more before backward" in text
+
+
+def test_nobody_is_named_where_nobody_is_slow(ranks: RankPool) -> None:
+    """What a loaded machine does to ranks, it does to all of them."""
+    for (steps, rows, _, _), text in ranks.run(2, _report, "1", None, ""):
+        assert steps == STEPS - 1
+        assert len(rows) == 2
+        assert "rank" in text
+
+
+class _Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 4), SyncBatchNorm(4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def _waits_in_forward(rank: int, world: int) -> Any:
+    """A batch norm waits for the slow rank as well: that is not the others' own time."""
+    torch.manual_seed(rank)
+    ddp = DistributedDataParallel(_Normalized())
+    for step in range(STEPS):
+        if rank == 1:
+            _slow(None)
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        ddp(torch.randn(5, 3, generator=generator)).sum().backward()
+    return ddp.straggler_report()
+
+
+def test_what_others_wait_for_in_a_batch_norm_is_not_their_own_time(ranks: RankPool) -> None:
+    for report in ranks.run(3, _waits_in_forward):
+        assert report.straggler == 1, str(report)
+        assert report.ranks[1].own_s >= DELAY_S, str(report)
+        assert all(report.ranks[rank].own_s < DELAY_S for rank in (0, 2)), str(report)
