@@ -281,9 +281,9 @@ TEST_P(FakeDeviceReducer, UnderJoin_ReportsAreRead) {
   for (int step = 0; step < 3; ++step) training.backward(reducer, step);
   EXPECT_EQ(waits_in_step(3), 0);
   reducer.begin_join(/*divide_by_initial_world_size=*/true);
-  reducer.announce(JoinEvent::kForward, 0);
+  reducer.announce(parallel::JoinEvent::kForward, 0);
   const int64_t announced = host_waits();
-  reducer.announce(JoinEvent::kForward, 0);
+  reducer.announce(parallel::JoinEvent::kForward, 0);
   const int64_t announcement = host_waits() - announced;
   EXPECT_GT(waits_in_step(4), announcement);
   reducer.end_join();

@@ -100,7 +100,7 @@ TEST(StepHistory, SleepInBackwardOfOneRank_IsItsBetweenThoseParameters) {
   const RankTimes& one = report.ranks[1];
   EXPECT_DOUBLE_EQ(one.own_s, 0.23);
   EXPECT_DOUBLE_EQ(one.backward_s, 0.22);
-  EXPECT_DOUBLE_EQ(one.before_backward_s, 0.01);
+  EXPECT_NEAR(one.before_backward_s, 0.01, 1e-9);
   EXPECT_NEAR(one.ratio, 230.0 / 30, 1e-9);
   EXPECT_DOUBLE_EQ(one.last_share, 1);
   EXPECT_DOUBLE_EQ(one.gap_s, 0.202);
