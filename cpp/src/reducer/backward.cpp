@@ -161,6 +161,14 @@ std::string Backward::describe_overtaken(const Parameter& parameter) {
 std::string Backward::describe() const {
   std::string text =
       "backward number " + std::to_string(context_.statistics.get().backwards + 1) + " has begun";
+  const auto last = std::max_element(pass_.gradients.begin(), pass_.gradients.end(),
+                                     [](const GradientState& one, const GradientState& other) {
+                                       return one.last_fired < other.last_fired;
+                                     });
+  if (last != pass_.gradients.end() && last->fired > 0) {
+    text += "; its last gradient was that of '" +
+            context_.parameters[static_cast<size_t>(last - pass_.gradients.begin())].name + "'";
+  }
   const Plan* const plan = book_.current();
   if (plan == nullptr || pass_.next_launch >= plan->entries.size()) return text;
   std::vector<std::string> missing;

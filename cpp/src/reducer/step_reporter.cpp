@@ -56,8 +56,10 @@ void StepReporter::send(const StepReport& report, const std::vector<uint8_t>& us
     return exchange_.send(what, report, used, trainable);
   PlannedBucket& last = behind->entries.back();
   const std::string name = describe_bucket(last, behind->entries.size() - 1, context_);
-  if (!behind->carries_report)
-    return exchange_.send(what + ", behind " + name, report, used, trainable);
+  if (!behind->carries_report) {
+    const std::string bucket = name.substr(0, name.rfind(", of backward number"));
+    return exchange_.send(what + ", behind " + bucket, report, used, trainable);
+  }
   exchange_.sent_behind([&last] { return last.reduction->done(); },
                         [&last, name](const std::function<void()>& meanwhile) {
                           last.reduction->wait(name, meanwhile);

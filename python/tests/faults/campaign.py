@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -31,10 +32,15 @@ from pathlib import Path
 from typing import Any
 
 from cases import (
+    DELAYS,
     GOOD,
     GRACE,
+    LATE,
     LIBRARIES,
     PAUSE,
+    SLOW,
+    SLOW_STEPS,
+    STALL,
     TIMEOUT,
     TO_END,
     TO_START,
@@ -43,7 +49,7 @@ from cases import (
     cases,
 )
 from hosts import Hosts
-from programs import PROGRAMS
+from programs import LAYERS, PROGRAMS
 from report import markdown, shorten
 
 HERE = Path(__file__).resolve().parent
@@ -98,9 +104,11 @@ class Zygote:
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    """Below those that the system gives to connections, which may have it before it is used."""
+    while True:
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", random.randrange(10000, 28000)))
+            return one.getsockname()[1]
 
 
 def processes_of(pids: list[int]) -> list[int]:
@@ -139,7 +147,13 @@ class Running:
                         "address": hosts.address(0) if hosts else "127.0.0.1",
                         "port": port,
                         "host": hosts.names[rank] if hosts else "",
-                        "environment": {"GLOO_SOCKET_IFNAME": "eth0"} if hosts else {},
+                        "environment": {
+                            "APEX_STALL_SECONDS": str(STALL) if case.fault == "late" else "10",
+                            **({"GLOO_SOCKET_IFNAME": "eth0"} if hosts else {}),
+                        },
+                        "late": LATE,
+                        "slow": SLOW,
+                        "slow_steps": SLOW_STEPS,
                         "report": str(self._folder / f"{rank}.jsonl"),
                         "log": str(self._folder / f"{rank}.log"),
                         "folder": str(self._folder / str(rank)),
@@ -247,6 +261,16 @@ class Running:
             if case.library == "apex":
                 wrong.update(complaints(case, rank, said[rank]))
         problems += [f"{text} ({count} of {len(survivors)})" for text, count in wrong.items()]
+        named = not problems and not raising and case.fault in DELAYS
+        if case.fault in DELAYS and not hung and self._struck is not None:
+            problems += [f"raises: {text}" for text in said.values()]
+            logs = [self._log(rank) for rank in range(case.world)]
+            told = [event for rank in range(case.world) for event in self._events(rank)]
+            problems += (
+                late_complaints(case, logs)
+                if case.fault == "late"
+                else slow_complaints(case, [event for event in told if "straggler" in event])
+            )
         if raising and len(raising) < len(survivors) and not hung:
             done = sorted(set(survivors) - set(raising))
             if case.moment != "exit" and case.fault not in (
@@ -266,8 +290,40 @@ class Running:
             problems.append(f"left behind: {files}")
         shutil.rmtree(self._folder, ignore_errors=True)
         verdict = "; ".join(problems) or ("raises" if raising else "goes on")
+        if named and verdict == "goes on":
+            verdict = "is named"
         seconds = max(ends) - self._struck if self._struck and ends else 0.0
         return Outcome(verdict, seconds, said)
+
+
+def late_complaints(case: Case, logs: list[str]) -> list[str]:
+    """What the one block lacks that some rank has printed."""
+    blocks = re.findall(r"^apex: rank .*(?:\n .*)*", "\n".join(logs), flags=re.MULTILINE)
+    blocks = [one for one in blocks if "nobody is late" not in one]  # the machine was
+    if len(blocks) != 1:
+        return [f"{len(blocks)} verdicts: {blocks}"]
+    result = []
+    if f"who:   rank {case.culprit} holds it up" not in blocks[0]:
+        result.append(f"blames another rank: {blocks[0]}")
+    layer = LAYERS.get(case.moment) if case.program == "plain" else None
+    if layer is not None and f"its last gradient was that of '{layer}." not in blocks[0]:
+        result.append(f"does not name the gradient: {blocks[0]}")
+    return result
+
+
+def slow_complaints(case: Case, told: list[dict[str, Any]]) -> list[str]:
+    """What is wrong with the reports of all ranks."""
+    if len(told) != case.world:
+        return [f"{len(told)} reports"]
+    result = []
+    if any(one["text"] != told[0]["text"] for one in told):
+        result.append("reports differ")
+    if told[0]["straggler"] != case.culprit:
+        result.append(f"names rank {told[0]['straggler']}: {told[0]['text']}")
+    layer = LAYERS.get(case.moment) if case.program == "plain" else None
+    if layer is not None and not str(told[0]["gap"]).startswith(f"{layer}."):
+        result.append(f"names the gradient of {told[0]['gap']}: {told[0]['text']}")
+    return result
 
 
 def complaints(case: Case, rank: int, message: str) -> list[str]:

@@ -29,13 +29,24 @@ class Injected(Exception):
 class Run:
     """One rank of one case."""
 
-    def __init__(self, rank: int, world: int, library: str, strike: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        library: str,
+        strike: Callable[[str], None],
+        steps: int = STEPS,
+        every_step: bool = False,
+    ) -> None:
         self.rank, self.world, self.library = rank, world, library
         self.step = -1
+        self.steps = steps
+        self.wrapper: Any = None
         self._strike = strike
+        self._every_step = every_step
 
     def at(self, moment: str) -> None:
-        if self.step in (-1, FAULT_STEP):
+        if self._every_step or self.step in (-1, FAULT_STEP):
             self._strike(moment)
 
     def wrap(self, model: nn.Module, **options: Any) -> Any:
@@ -44,7 +55,8 @@ class Run:
             return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1e-4, **options)
         from apex.parallel import DistributedDataParallel
 
-        return DistributedDataParallel(model, message_size=20, **options)
+        self.wrapper = DistributedDataParallel(model, message_size=20, **options)
+        return self.wrapper
 
 
 Step = Callable[[], None]
@@ -253,6 +265,8 @@ PROGRAMS: dict[str, tuple[Callable[[Run], Step], Moments]] = {
     ),
 }
 OURS_ONLY = {"batch norm", "amp"}
+#: Of which layer a gradient is awaited meanwhile.
+LAYERS = {"first gradient": 4, "between launches": 2, "last gradient": 0}
 
 
 def train(run: Run, program: str, survive: bool) -> list[str]:
@@ -260,7 +274,7 @@ def train(run: Run, program: str, survive: bool) -> list[str]:
     prepare, _ = PROGRAMS[program]
     survived: list[str] = []
     step = prepare(run)
-    steps = 1 if program == "join" else STEPS
+    steps = 1 if program == "join" else run.steps
     for number in range(steps):
         run.step = number if program != "join" else FAULT_STEP
         guard = contextlib.suppress(Injected) if survive else contextlib.nullcontext()

@@ -5,7 +5,16 @@ from __future__ import annotations
 
 import re
 
-from cases import FAULTS, GOOD, LIBRARIES, STORE_FAULTS, TIMEOUT, Case, Outcome
+from cases import (
+    DELAYS,
+    FAULTS,
+    GOOD,
+    LIBRARIES,
+    STORE_FAULTS,
+    TIMEOUT,
+    Case,
+    Outcome,
+)
 
 WHO = ("Rank 1", "The store's rank")
 HEADER = """# Faults
@@ -21,6 +30,10 @@ steps. "goes on": all ranks train to the end. "raises": every survivor raises; s
 fault to the last of these errors. With `apex.parallel` the error of every survivor says which rank
 it is on, in which operation, and who is lost, and names nobody else: what does not is listed as
 wrong. The programs and moments are in `python/tests/faults/programs.py`.
+
+A rank that is late for three seconds, or slow in every step, ends nothing. "is named": with 2 and 4
+ranks, one of those that wait has said once that it is the last rank, and every rank's
+`straggler_report()` has it; where a gradient is late, with its layer.
 """
 
 
@@ -77,6 +90,16 @@ def markdown(outcomes: dict[Case, Outcome]) -> str:
                 cells = [_cell(row.get(library, [])) for library in LIBRARIES]
                 lines.append(f"| {where} | {' | '.join(cells)} |")
             lines.append("")
+    for fault in DELAYS:
+        mine = {case: outcome for case, outcome in outcomes.items() if case.fault == fault}
+        if not mine:
+            continue
+        lines += [f"## The last rank is {fault}\n", "| where | apex.parallel |", "|---|---|"]
+        places = dict.fromkeys(f"{case.program}: {case.moment}" for case in mine)
+        for where in places:
+            there = [o for case, o in mine.items() if f"{case.program}: {case.moment}" == where]
+            lines.append(f"| {where} | {_cell(there)} |")
+        lines.append("")
     return "\n".join(lines)
 
 

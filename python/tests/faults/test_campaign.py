@@ -28,12 +28,15 @@ CHOSEN = [
     ("join", "with data", "group closed", 3, 1),
     ("join", "shadowing", "exits", 3, 2),
     ("amp", "inside scale_loss", "killed", 2, 0),
+    ("plain", "between launches", "late", 4, 3),
+    ("batch norm", "before forward", "late", 2, 1),
+    ("plain", "last gradient", "slow", 4, 3),
 ]
 
 
 def test_faults_survivors_name_operation_and_culprit() -> None:
     chosen = [Case(*case, "apex") for case in CHOSEN]
-    assert set(chosen) <= set(cases("apex", [2, 3]))
+    assert set(chosen) <= set(cases("apex", [2, 3, 4]))
     outcomes = run(chosen, at_once=4, verbose=False)
     wrong = {
         str(case): (o.verdict, o.said) for case, o in outcomes.items() if o.verdict not in GOOD

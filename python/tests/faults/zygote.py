@@ -59,7 +59,11 @@ def rank_main(case: dict[str, Any]) -> int:
         report.write(json.dumps({"time": time.time(), **what}) + "\n")
 
     def strike(moment: str) -> None:
-        if rank != case["culprit"] or moment != case["moment"] or strike.done:
+        if rank != case["culprit"] or moment != case["moment"]:
+            return
+        if fault == "slow":
+            time.sleep(case["slow"])
+        if strike.done:
             return
         strike.done = True
         say(struck=moment)
@@ -77,6 +81,10 @@ def rank_main(case: dict[str, Any]) -> int:
             _shut_sockets()
         elif fault == "group closed":
             dist.destroy_process_group()
+        elif fault == "late":
+            time.sleep(case["late"])
+        elif fault == "slow":
+            pass
         else:
             raise AssertionError(f"no fault {fault!r}")
 
@@ -93,7 +101,16 @@ def rank_main(case: dict[str, Any]) -> int:
     del store
     dist.barrier()
     try:
-        train(Run(rank, world, case["library"], strike), case["program"], "caught" in fault)
+        slow = {"steps": case["slow_steps"], "every_step": True} if fault == "slow" else {}
+        run = Run(rank, world, case["library"], strike, **slow)
+        train(run, case["program"], "caught" in fault)
+        if fault == "slow":
+            told = run.wrapper.straggler_report()
+            culprit = told.straggler
+            gap = None if culprit is None else told.ranks[culprit].gap_to
+            say(straggler=culprit, gap=gap, text=str(told))
+        if fault in ("late", "slow"):
+            dist.barrier()  # the last to end a step may be the one that keeps the store
     except BaseException as error:
         say(raised=type(error).__name__, message=str(error))
         traceback.print_exc()
