@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``python -m apex.demo``: two processes train on this machine, and things go wrong with one.
+
+Takes about fifteen seconds, needs no GPU and writes no files. Shows what the other process says: of
+one that is a little slow in every step, of one that is late, and of one that is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from apex.parallel import DistributedDataParallel
+
+STALL_S = 2.0
+STEPS = 20
+
+
+class Slow:
+    """Called in backward, before the gradient of a parameter."""
+
+    seconds = 0.0
+
+    def __call__(self, grad: Tensor) -> None:
+        time.sleep(self.seconds)
+
+
+def _train(model: DistributedDataParallel, steps: int) -> float:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    begin = time.perf_counter()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(64, 256)).square().mean().backward()
+        optimizer.step()
+    return (time.perf_counter() - begin) / steps
+
+
+@contextlib.contextmanager
+def _chapter(rank: int, title: str) -> Iterator[None]:
+    dist.barrier()
+    if rank == 0:
+        print(f"\n--- {title} ---", flush=True)
+    yield
+
+
+def _run(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    layers = [nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.1)
+    slow = Slow()
+    model.module[2].weight.register_hook(slow)
+    with _chapter(rank, "two processes train"):
+        seconds = _train(model, STEPS)
+        if rank == 0:
+            print(f"{seconds * 1e3:.1f} ms a step", flush=True)
+    with _chapter(rank, "rank 1 is 20 ms slower in backward: model.straggler_report()"):
+        slow.seconds = 0.02 if rank == 1 else 0
+        seconds = _train(model, 3 * STEPS)
+        if rank == 0:
+            print(
+                f"{seconds * 1e3:.1f} ms a step on both\n{model.straggler_report()}",
+                end="",
+                flush=True,
+            )
+    with _chapter(rank, f"rank 1 is late: said after {STALL_S:g} s (10 if nobody sets it)"):
+        slow.seconds = 2 * STALL_S if rank == 1 else 0
+        _train(model, 1)
+    slow.seconds = 0
+    with _chapter(rank, "rank 1 is killed: the error of rank 0"):
+        began = time.perf_counter()
+        try:
+            if rank == 1:
+                time.sleep(0.5)
+                os.kill(os.getpid(), signal.SIGKILL)
+            _train(model, 1)
+        except RuntimeError as error:
+            print(f"after {time.perf_counter() - began - 0.5:.1f} s: {error}", flush=True)
+    os._exit(0)  # there is nobody left to end the process group with
+
+
+def main() -> int:
+    os.environ["APEX_STALL_SECONDS"] = str(STALL_S)
+    print("apex.demo: what this process is told, of two that train on this machine", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("spawn")
+        ranks = [context.Process(target=_run, args=(r, os.path.join(folder, "s"))) for r in (0, 1)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    return int(ranks[0].exitcode != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``python -m apex.demo`` shows what it says it shows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="processes are looked up in /proc")
+def test_demo_names_the_rank_that_is_slow_late_and_killed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "apex.demo"], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 holds up the others" in done.stdout
+    assert "between the gradients of '2.bias' and '2.weight'" in done.stdout
+    assert "rank 1 holds it up" in done.stderr
+    assert "its last gradient was that of '2.bias'" in done.stderr
+    assert "rank 1 has ended" in done.stdout
