@@ -49,6 +49,15 @@ RankStatus RankStatus::decode(const std::string& text) {
   return status;
 }
 
+std::string list_of(const std::vector<int>& ranks) {
+  constexpr size_t kMost = 8;
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < std::min(ranks.size(), kMost); ++i)
+    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  return ranks.size() > kMost ? text + " and " + std::to_string(ranks.size() - kMost) + " more"
+                              : text;
+}
+
 Verdict judge(const RankStatuses& statuses, const Position& at) {
   Verdict verdict;
   const RankStatus::Hook* first = nullptr;

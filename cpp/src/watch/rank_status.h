@@ -74,6 +74,9 @@ struct Verdict {
   std::string text;
 };
 
+/// "rank 3", "ranks 1, 2": of many, the first ones.
+std::string list_of(const std::vector<int>& ranks);
+
 /// Whether a rank that waits there has to give up.
 Verdict judge(const RankStatuses& statuses, const Position& at);
 

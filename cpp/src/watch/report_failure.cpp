@@ -15,12 +15,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-std::string list_of(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-  return text;
-}
-
 /// Reports the failure, and collects what the others report, until all are accounted for or
 /// patience ends. `first_seen`: what this rank has seen by itself, and at first: others end, too,
 /// when they have given up. Returns whether the store answers.
@@ -67,7 +61,7 @@ bool collect(const WatchedGroupPtr& group, const std::string& what, Findings& fi
 /// failure late, or read slowly, find nothing. As a rule it is rank 0, which waits a little for
 /// the `others`; they may have failed in the group that this one was made from.
 void leave_store(const WatchedGroupPtr& group, int64_t others) {
-  const WatchedGroupPtr root = group->parent ? group->parent : group;
+  const WatchedGroupPtr root = group->root();
   const auto until = Clock::now() + timing::kUntilAllHaveRead;
   const auto add = [&](int64_t one) {
     const auto count = std::make_shared<std::atomic<int64_t>>(0);

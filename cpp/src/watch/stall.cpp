@@ -47,7 +47,7 @@ std::atomic<int64_t>& stall_ms() {
 
 /// Groups that were made from one share its board.
 std::string key_of(WatchedGroup& group, c10d::Store& store) {
-  return (group.parent ? *group.parent : group).key(store, "stall");
+  return group.root()->key(store, "stall");
 }
 
 double seconds_since(Clock::time_point time) {
@@ -153,8 +153,9 @@ int64_t look_and_answer(WatchedGroup& group, c10d::Store& store, int64_t seen) {
   Whereabouts at = latest_of(group);
   at.asked = asked;
   // A rank that waits in this group posts so by itself, in time.
-  const bool posts_itself = at.waits && at.group == group.name &&
-                            at.seconds * 1000 >= 0.4 * static_cast<double>(stall_time().count());
+  const bool posts_itself =
+      at.waits && at.group == group.name &&
+      std::chrono::duration<double>(at.seconds) >= timing::until_asked(stall_time());
   if (!posts_itself) post(store, group, at);
   return asked;
 }
@@ -180,7 +181,7 @@ void answer(const std::weak_ptr<WatchedGroup>& weak, int64_t seen) {
   }
   if (goes_on) {
     group->store->thread().run([weak, seen] { answer(weak, seen); },
-                               Clock::now() + stall_time() * 3 / 10);
+                               Clock::now() + timing::between_answers(stall_time()));
   }
   const std::lock_guard<std::mutex> lock(stalls().mutex);
   --stalls().answering;
@@ -198,7 +199,7 @@ void end_answers() {
 void answer_stalls(const WatchedGroupPtr& group) {
   if (stall_time() == milliseconds(0)) return;
   group->store->thread().run([weak = std::weak_ptr<WatchedGroup>(group)] { answer(weak, 0); },
-                             Clock::now() + stall_time() * 3 / 10);
+                             Clock::now() + timing::between_answers(stall_time()));
 }
 
 StallWatch::StallWatch(WatchedGroupPtr group)
@@ -221,7 +222,7 @@ StallWatch::~StallWatch() {
 void StallWatch::poll() {
   if (limit_ == milliseconds(0)) return;
   const auto waited = Clock::now() - since_;
-  if (!posted_ && waited >= limit_ * 4 / 10) {
+  if (!posted_ && waited >= timing::until_asked(limit_)) {
     posted_ = true;
     group_->store->post([group = group_, number = asked_](c10d::Store& store) {
       post(store, *group, whereabouts(*group, true));
@@ -242,8 +243,8 @@ void StallWatch::poll() {
       if (!is_over()) print(*group, stall);
     });
   }
-  const bool late =
-      waited >= limit_ * 13 / 10 && verdict_.wait_for(milliseconds(0)) != std::future_status::ready;
+  const bool late = waited >= timing::until_alone(limit_) &&
+                    verdict_.wait_for(milliseconds(0)) != std::future_status::ready;
   if (!late || printed_) return;
   printed_ = true;
   Stall stall = stall_of(*group_);

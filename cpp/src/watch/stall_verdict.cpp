@@ -21,15 +21,6 @@ std::string seconds_of(double seconds) {
   return std::to_string(static_cast<int64_t>(std::lround(seconds))) + " s";
 }
 
-std::string ranks_of(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < std::min(ranks.size(), 2 * kMost); ++i)
-    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-  if (ranks.size() > 2 * kMost)
-    text += " and " + std::to_string(ranks.size() - 2 * kMost) + " more";
-  return text;
-}
-
 std::string indented(const std::string& lines) {
   std::istringstream in(lines);
   std::string text, line;
@@ -140,9 +131,9 @@ std::string describe(const Stall& stall) {
            "\n  next:  look at the load of the hosts and at their network" +
            indented(stall.mine.state);
   }
-  text += "\n  who:   " + ranks_of(late) + (late.size() == 1 ? " holds" : " hold") + " it up";
+  text += "\n  who:   " + list_of(late) + (late.size() == 1 ? " holds" : " hold") + " it up";
   if (!waiting.empty())
-    text += "; " + ranks_of(waiting) + (waiting.size() == 1 ? " waits" : " wait") + " as well";
+    text += "; " + list_of(waiting) + (waiting.size() == 1 ? " waits" : " wait") + " as well";
   std::string before;
   for (size_t i = 0; i < std::min(late.size(), kMost); ++i) {
     const Cause cause = cause_of(stall, late[i]);

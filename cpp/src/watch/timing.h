@@ -38,6 +38,15 @@ constexpr milliseconds kOnTheWay{500};
 constexpr milliseconds kReconnect{1000};
 constexpr milliseconds kProbe{200};
 
+// --- a stall: parts of the time after which it is said who holds everybody up ---
+
+/// Until a rank that waits says where it is, and asks the others.
+constexpr milliseconds until_asked(milliseconds stall) { return stall * 4 / 10; }
+/// Between two looks of the others whether they are asked: at least one comes before the verdict.
+constexpr milliseconds between_answers(milliseconds stall) { return stall * 3 / 10; }
+/// Until the verdict is printed without the store, which has not answered.
+constexpr milliseconds until_alone(milliseconds stall) { return stall * 13 / 10; }
+
 // --- a collective has failed ---
 
 /// How long the store and other ranks are waited for: an eighth of the group's timeout, within

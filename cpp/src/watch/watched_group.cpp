@@ -127,20 +127,20 @@ void WatchedGroup::go_on() {
 
 Findings WatchedGroup::find_reports() {
   ReportKeys old;
-  WatchedGroup& root = parent ? *parent : *this;
   {
-    const std::lock_guard<std::mutex> lock(root.mutex);
-    old = root.old_reports;
+    const WatchedGroupPtr one = root();
+    const std::lock_guard<std::mutex> lock(one->mutex);
+    old = one->old_reports;
   }
   return board->read([&](const RankStatuses& statuses) { return find(statuses, position(), old); });
 }
 
 void WatchedGroup::remember_reports() {
-  WatchedGroup& root = parent ? *parent : *this;
+  const WatchedGroupPtr one = root();
   board->read([&](const RankStatuses& statuses) {
-    const std::lock_guard<std::mutex> lock(root.mutex);
+    const std::lock_guard<std::mutex> lock(one->mutex);
     for (const auto& [author, status] : statuses) {
-      if (status.failure && status.failure->refused.empty()) root.old_reports.insert(author);
+      if (status.failure && status.failure->refused.empty()) one->old_reports.insert(author);
     }
   });
 }

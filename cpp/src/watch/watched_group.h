@@ -67,6 +67,8 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   std::string verdict;  ///< what report_failure() has found
   std::chrono::steady_clock::time_point verdict_until;  ///< it is not asked for again until then
 
+  /// The group that has the store and the board.
+  WatchedGroupPtr root() { return parent ? parent : shared_from_this(); }
   Position position(bool in_hook = false);
   /// Changes the status of this rank, and posts it; does not wait for that.
   std::shared_future<void> report(const std::function<void(RankStatus&)>& change);
