@@ -29,14 +29,14 @@ WORLD = 3
 class Late(nn.Module):
     """Waits in forward or backward, on the rank that is told to, the next time."""
 
-    in_forward = in_backward = False
+    in_forward = in_backward = in_both = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.in_forward:
             time.sleep(LATE_S)
         if self.in_backward:
             x.register_hook(self.wait)
-        self.in_forward = self.in_backward = False
+        self.in_forward, self.in_backward, self.in_both = False, self.in_both, False
         return x
 
     @staticmethod
@@ -90,6 +90,18 @@ def scenarios(rank: int) -> Iterator[tuple[str, int, Callable[[], None]]]:
             load_data()
         build(Late())
 
+    def one_after_the_other() -> None:
+        """Rank 1 has come, and waits as well, when it is said."""
+        if rank > 0:
+            time.sleep((0.7 if rank == 1 else 2.5) * float(os.environ["APEX_STALL_SECONDS"]))
+        step(ddp)
+
+    def twice() -> None:
+        """At two places of one backward: each is said."""
+        if rank == 1:
+            late.in_backward = late.in_both = True
+        step(ddp)
+
     def stopped() -> None:
         if rank == 1:
             if os.fork() == 0:  # continues its parent
@@ -105,6 +117,8 @@ def scenarios(rank: int) -> Iterator[tuple[str, int, Callable[[], None]]]:
     yield "forward", 2, before(2, in_forward)
     yield "native", 1, before(1, hold_the_interpreter)
     yield "construction", 2, late_to_construct
+    yield "one_after_the_other", 2, one_after_the_other
+    yield "twice", 1, twice
     yield "stopped", 1, stopped
 
 

@@ -27,8 +27,12 @@ SAYS = {
     "forward": ["is in no collective", "in forward"],
     "native": ["the interpreter's lock is not released"],
     "construction": ["is in no collective", "in load_data"],
+    "one_after_the_other": ["is in no collective", "in one_after_the_other", "waits as well"],
+    "twice": ["in wait", "waits for the gradient of '0."],
     "stopped": ["is stopped (process ", "kill -CONT"],
 }
+#: Verdicts, where there is more than one.
+TIMES = {"twice": 2}
 OVER_SOCKETS = ["data", "backward", "construction"]
 
 
@@ -65,7 +69,9 @@ def run_job(store: Path, host_channel: str, only: list[str]) -> Verdicts:
             found.setdefault(entry["name"], [])
             if entry["verdict"] is not None:
                 found[entry["name"]].append((rank, entry["verdict"]))
-    assert sorted(printed) == sorted(text for all_of in found.values() for _, text in all_of)
+    # A rank that has printed two in one scenario knows the last one.
+    assert set(printed) >= {text for all_of in found.values() for _, text in all_of}
+    assert len(printed) == sum(TIMES.get(name, 1) for name in found), printed
     return found
 
 
@@ -80,9 +86,9 @@ def over_sockets(tmp_path_factory: pytest.TempPathFactory) -> Verdicts:
 
 
 def check_verdict(verdicts: Verdicts, name: str) -> None:
-    culprit = {"store": 0, "forward": 2, "construction": 2}.get(name, 1)
-    assert len(verdicts[name]) == 1, verdicts[name]
-    rank, text = verdicts[name][0]
+    culprit = {"store": 0, "forward": 2, "construction": 2, "one_after_the_other": 2}.get(name, 1)
+    assert 1 <= len(verdicts[name]) <= TIMES.get(name, 1), verdicts[name]
+    rank, text = max(verdicts[name], key=lambda one: float(one[1].split(" s in")[0].split()[-1]))
     assert rank != culprit
     assert f"who:   rank {culprit} holds it up" in text
     assert re.findall(r"where: rank (\d)", text) == [str(culprit)]

@@ -6,6 +6,7 @@ rank."""
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import astuple
 from typing import Any
@@ -16,7 +17,7 @@ from ddp_models import build, data
 from ddp_support import RankPool, check, host_channel
 from torch import nn
 
-from apex.parallel import DistributedDataParallel, SyncBatchNorm
+from apex.parallel import DistributedDataParallel, OverlappedOptimizer, SyncBatchNorm
 
 pytestmark = pytest.mark.processes
 
@@ -118,3 +119,65 @@ def test_what_others_wait_for_in_a_batch_norm_is_not_their_own_time(ranks: RankP
         assert report.straggler == 1, str(report)
         assert report.ranks[1].own_s >= DELAY_S, str(report)
         assert all(report.ranks[rank].own_s < DELAY_S for rank in (0, 2)), str(report)
+
+
+def _overlapped(rank: int, world: int) -> Any:
+    """backward() returns before its buckets have come, and the rest of the step follows."""
+    torch.manual_seed(rank)
+    ddp = DistributedDataParallel(build(), message_size=20)
+    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.01), ddp)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ddp(data(rank, step), [0, 1, 2]).square().mean().backward()
+        if rank == 1:
+            _slow(None)
+        optimizer.step()
+    optimizer.synchronize()
+    return ddp.straggler_report()
+
+
+def test_overlapped_optimizer_the_time_after_backward_counts(ranks: RankPool) -> None:
+    for report in ranks.run(2, _overlapped):
+        assert report.straggler == 1, str(report)
+        assert report.ranks[1].before_backward_s >= DELAY_S, str(report)
+
+
+def _in_threads(rank: int, world: int) -> Any:
+    """Every step, and so every wait, in another thread."""
+    torch.manual_seed(rank)
+    ddp = DistributedDataParallel(_Normalized())
+
+    def step() -> None:
+        if rank == 1:
+            _slow(None)
+        ddp(torch.randn(5, 3)).sum().backward()
+
+    for _ in range(STEPS):
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+    return ddp.straggler_report()
+
+
+def test_steps_in_different_threads_are_counted_alike(ranks: RankPool) -> None:
+    for report in ranks.run(2, _in_threads):
+        assert report.straggler == 1, str(report)
+        assert report.ranks[0].own_s < DELAY_S, str(report)
+
+
+def _joins(rank: int, world: int) -> Any:
+    """Rank 1 is slow, and has less data; then rank 0 is alone with its own."""
+    torch.manual_seed(rank)
+    ddp = DistributedDataParallel(build(), message_size=20)
+    with ddp.join():
+        for step in range(STEPS if rank == 1 else 2 * STEPS):
+            if rank == 1:
+                _slow(None)
+            ddp(data(rank, step), [0, 1, 2]).square().mean().backward()
+    return ddp.straggler_report()
+
+
+def test_steps_without_data_on_a_rank_do_not_count(ranks: RankPool) -> None:
+    for report in ranks.run(2, _joins):
+        assert report.straggler == 1, str(report)
+        assert report.steps == STEPS - 1, str(report)

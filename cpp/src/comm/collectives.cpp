@@ -2,6 +2,7 @@
 #include "comm/collectives.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -31,12 +32,14 @@ namespace apex::parallel {
 
 namespace {
 
-thread_local std::chrono::nanoseconds waited{0};
+std::atomic<int64_t> waited_ns{0};
 
 class TakesTime {
  public:
   TakesTime() = default;
-  ~TakesTime() { waited += std::chrono::steady_clock::now() - began_; }
+  ~TakesTime() {
+    waited_ns += std::chrono::nanoseconds(std::chrono::steady_clock::now() - began_).count();
+  }
   TakesTime(const TakesTime&) = delete;
   TakesTime& operator=(const TakesTime&) = delete;
 
@@ -211,24 +214,10 @@ bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group,
 
 }  // namespace
 
-std::chrono::nanoseconds time_waited() noexcept { return waited; }
+std::chrono::nanoseconds time_waited() noexcept { return std::chrono::nanoseconds(waited_ns); }
 
 bool hears_reports(const c10d::ProcessGroup& group) {
   return can_stop_waiting(group) && watched(group) != nullptr;
-}
-
-std::string note_on_ranks(const c10d::ProcessGroup& group) {
-  auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
-  if (!detail::has_backend(group, at::kCPU)) return {};
-  const auto ranks = distributed::gloo_global_ranks(*mutable_group.getBackend(at::kCPU));
-  bool same = true;
-  std::string list;
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    same = same && ranks[i] == i;
-    list += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-  }
-  if (same) return {};
-  return "; ranks count within the group, which is made of ranks " + list + " of the job";
 }
 
 void throw_communication_error(const std::string& what, const c10d::ProcessGroup& group,

@@ -18,6 +18,7 @@
 #include <apex/export.h>
 
 #include "comm/named_collective.h"
+#include "watch/watched_group.h"
 #include "watch/watcher.h"
 
 namespace apex::parallel {
@@ -40,10 +41,6 @@ inline constexpr const char* kHooksApart =
 
 /// Whether a rank that waits in `group` hears what others report: over Gloo, with a store.
 bool hears_reports(const c10d::ProcessGroup& group);
-
-/// To be added to messages that name ranks of `group`: which ranks of the job these are. Empty
-/// where they are the same.
-std::string note_on_ranks(const c10d::ProcessGroup& group);
 
 /// Issues a collective: `call()` returns its Work.
 template <typename Call>
@@ -90,8 +87,8 @@ APEX_API void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const 
                               const c10d::ProcessGroup& group,
                               const std::function<void()>& meanwhile = {});
 
-/// How long this thread has blocked so far, because other ranks were not there yet, in
-/// wait_collective() and wait_future().
+/// How long threads of this process have blocked so far, because other ranks were not there yet, in
+/// wait_collective() and wait_future(). Of all threads, since a step may go from one to another.
 std::chrono::nanoseconds time_waited() noexcept;
 
 /// Issues a collective by `issue()` and waits for it; `issue` may give no Work.

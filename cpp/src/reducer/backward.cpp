@@ -159,8 +159,7 @@ std::string Backward::describe_overtaken(const Parameter& parameter) {
 }
 
 std::string Backward::describe() const {
-  std::string text =
-      "backward number " + std::to_string(context_.statistics.get().backwards + 1) + " has begun";
+  std::string text = "backward number " + std::to_string(context_.backward_number) + " has begun";
   const auto last = std::max_element(pass_.gradients.begin(), pass_.gradients.end(),
                                      [](const GradientState& one, const GradientState& other) {
                                        return one.last_fired < other.last_fired;
@@ -180,7 +179,7 @@ std::string Backward::describe() const {
   if (missing.empty()) return text;
   text += ", and waits for the gradient of '" + missing.front() + "'";
   if (missing.size() > 1) text += " and " + std::to_string(missing.size() - 1) + " more";
-  return text;
+  return text + ", or for the end of backward";
 }
 
 // --- gradients are computed ---

@@ -38,6 +38,7 @@ struct ReducerContext {
   Observers observers;
   StatisticsCounter statistics;
   int64_t plans_built = 0;
+  int64_t backward_number = 0;  ///< from 1, of the last synchronized backward that has begun
   Monitor monitor;       ///< guards what may change here, and all that the reducer is made of
   int64_t divisor;       ///< of the average: the number of ranks, or of those that have data
   bool joining = false;  ///< between begin_join() and end_join()

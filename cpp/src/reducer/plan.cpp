@@ -192,8 +192,7 @@ std::string describe_bucket(const PlannedBucket& entry, size_t index,
                             const ReducerContext& context) {
   const auto& slots = entry.message.slots();
   std::string text = entry.reduction->describe() + std::to_string(index);
-  const std::string backward =
-      ", of backward number " + std::to_string(context.statistics.get().backwards + 1);
+  const std::string backward = ", of backward number " + std::to_string(context.backward_number);
   text += " (parameter '" + context.parameters[slots.front().parameter].name + "'";
   if (slots.size() > 1) {
     text += " to '" + context.parameters[slots.back().parameter].name + "', " +

@@ -13,7 +13,7 @@
 namespace apex::parallel::detail {
 
 void StepReporter::backward_began() {
-  ++backwards_begun_;
+  ++context_.backward_number;
   exchange_.drop();
   failed_ = hook_failed = false;
 }
@@ -24,7 +24,7 @@ StepReport StepReporter::report(ReasonToLeave left) const {
   report.without_data = without_data;
   // Where nobody reads it, the row is the same in most steps.
   if (!context_.reads_reports() && !context_.members.alone()) return report;
-  report.backward = backwards_begun_;
+  report.backward = context_.backward_number;
   report.facts = tracker.facts();
   report.times = timer.times();
   report.skips = wants_skip;
@@ -51,7 +51,7 @@ void StepReporter::write(const StepReport& report, const std::vector<uint8_t>& u
 void StepReporter::send(const StepReport& report, const std::vector<uint8_t>& used, Plan* behind) {
   // The same words on every rank up to the number: one that has left the plan is in it as well.
   const std::string what =
-      "exchange of reports, of backward number " + std::to_string(backwards_begun_);
+      "exchange of reports, of backward number " + std::to_string(context_.backward_number);
   if (behind == nullptr || behind->entries.empty())
     return exchange_.send(what, report, used, trainable);
   PlannedBucket& last = behind->entries.back();

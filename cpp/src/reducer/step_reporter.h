@@ -76,7 +76,6 @@ class StepReporter {
 
   ReducerContext& context_;
   mutable ReportExchange exchange_;
-  int64_t backwards_begun_ = 0;
   bool failed_ = false;      ///< in the last backward
   int64_t differences_ = 0;  ///< that the rows did not decide
 };

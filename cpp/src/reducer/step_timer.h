@@ -21,13 +21,19 @@ class StepTimer final : public BackwardObserver {
 
   void began(std::optional<c10::Device> /*device*/, size_t /*parameters*/) override {
     on_ = context_.reads_reports();
+    deferred_ = false;
     if (on_) clock_.backward_began(now(), time_waited());
   }
   void gradient_ready(size_t parameter) override {
     if (on_) clock_.gradient_ready(parameter, now(), time_waited());
   }
-  void completed() override {
+  void deferred() override {
     if (on_) clock_.ended(now(), time_waited());
+    deferred_ = true;
+  }
+  /// One that was deferred has ended before, and the program has gone on.
+  void completed() override {
+    if (on_ && !deferred_) clock_.ended(now(), time_waited());
   }
   void dropped() override { clock_.dropped(); }
 
@@ -41,6 +47,7 @@ class StepTimer final : public BackwardObserver {
   ReducerContext& context_;
   StepClock clock_;
   bool on_ = false;
+  bool deferred_ = false;  ///< the last backward
 };
 
 }  // namespace apex::parallel::detail

@@ -166,7 +166,8 @@ bool StepTable::trainable(size_t rank, size_t parameter) const {
 
 std::vector<detail::StepTimes> StepTable::times() const {
   std::vector<detail::StepTimes> times;
-  for (const StepReport& one : reports_) times.push_back(one.times);
+  for (const StepReport& one : reports_)
+    times.push_back(one.without_data ? detail::StepTimes() : one.times);
   return times;
 }
 

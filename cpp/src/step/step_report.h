@@ -111,7 +111,7 @@ class StepTable {
   StepTable(std::vector<int64_t> rows, size_t ranks, size_t parameters);
 
   const StepReport& of(size_t rank) const { return reports_[rank]; }
-  std::vector<detail::StepTimes> times() const;  ///< by rank
+  std::vector<detail::StepTimes> times() const;  ///< by rank; not known of one without data
   bool trainable(size_t rank, size_t parameter) const;
   /// Which parameters have a gradient on some rank; and are trainable on the first one with data.
   std::vector<uint8_t> used_by_any() const;

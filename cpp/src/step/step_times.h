@@ -23,7 +23,8 @@ namespace apex::parallel::detail {
 // others wait for in the next one; less what it has waited for them in between, as batch norms do.
 // A row of the step report has it (Note [One report per step]), so every rank knows those of all,
 // without a message of its own. What a program waits for by itself, in collectives of
-// torch.distributed, counts as its own, on all ranks alike.
+// torch.distributed, counts as its own, on all ranks alike. Where a rank has no data left and
+// follows the others, there is nothing to compare.
 
 /// In microseconds.
 struct StepTimes {
@@ -33,7 +34,7 @@ struct StepTimes {
   int32_t gap_from = -1, gap_to = -1;  ///< parameters; -1: before the first gradient
 };
 
-/// This rank's clock. `now` never goes back; `waited` is how long this thread has waited for other
+/// This rank's clock. `now` never goes back; `waited` is how long the process has waited for other
 /// ranks so far.
 class StepClock {
  public:
@@ -44,7 +45,7 @@ class StepClock {
   void gradient_ready(size_t parameter, Time now, Waited waited);
   /// All buckets are on their way, or may be as soon as the others'.
   StepTimes times(Time now, Waited waited) const;
-  /// Nothing is left to wait for.
+  /// Nothing is left to wait for, or it returns to the program that will wait later.
   void ended(Time now, Waited waited);
   /// The step does not count: it failed, or was of another kind.
   void dropped() { ended_.reset(); }

@@ -53,4 +53,15 @@ std::map<std::string, std::string> NoticeBoard::read(c10d::Store& store) const {
   return by_author;
 }
 
+std::string compare_set(c10d::Store& store, const std::string& key, const std::string& expected,
+                        const std::string& desired) {
+  using Bytes = std::vector<uint8_t>;
+  return as_text(store.compareSet(key, Bytes(expected.begin(), expected.end()),
+                                  Bytes(desired.begin(), desired.end())));
+}
+
+std::string get_or_empty(c10d::Store& store, const std::string& key) {
+  return store.check({key}) ? as_text(store.get(key)) : std::string();
+}
+
 }  // namespace apex::parallel

@@ -37,4 +37,11 @@ class NoticeBoard {
   std::string key_;
 };
 
+/// Replaces the value of `key` if it is `expected`; empty: if there is none. Returns what is there.
+std::string compare_set(c10d::Store& store, const std::string& key, const std::string& expected,
+                        const std::string& desired);
+
+/// Empty if there is none; does not wait for it.
+std::string get_or_empty(c10d::Store& store, const std::string& key);
+
 }  // namespace apex::parallel

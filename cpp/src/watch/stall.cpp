@@ -3,8 +3,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <cstdlib>
+#include <locale>
+#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -37,12 +40,31 @@ Stalls& stalls() {
   return *instance;
 }
 
+/// Milliseconds. What is no number is said, and the default; negative ones are never, as 0 is.
+int64_t read_stall_time() {
+  constexpr double kDefault = 10, kLeast = 0.1, kMost = 1e6;
+  const char* const given = std::getenv("APEX_STALL_SECONDS");
+  if (given == nullptr || *given == '\0') return static_cast<int64_t>(1000 * kDefault);
+  std::istringstream in(given);
+  in.imbue(std::locale::classic());
+  double seconds = 0;
+  if (!(in >> seconds) || !(in >> std::ws).eof() || !std::isfinite(seconds)) {
+    write_line_to_stderr("apex: APEX_STALL_SECONDS=" + std::string(given) +
+                         " is no number of seconds: 10 is used; 0 switches stall verdicts off");
+    seconds = kDefault;
+  }
+  return seconds <= 0 ? 0 : static_cast<int64_t>(1000 * std::clamp(seconds, kLeast, kMost));
+}
+
 std::atomic<int64_t>& stall_ms() {
-  static std::atomic<int64_t> time = [] {
-    const char* const given = std::getenv("APEX_STALL_SECONDS");
-    return given == nullptr ? 10000 : static_cast<int64_t>(1000 * std::atof(given));
-  }();
+  static std::atomic<int64_t> time = read_stall_time();
   return time;
+}
+
+/// After which a verdict of that group is due.
+milliseconds limit_of(const WatchedGroup& group) {
+  return group.timeout > milliseconds(0) ? std::min(milliseconds(stall_ms()), group.timeout / 3)
+                                         : milliseconds(stall_ms());
 }
 
 /// Groups that were made from one share its board.
@@ -78,7 +100,7 @@ std::string read_state() {
 Whereabouts whereabouts(WatchedGroup& group, bool waits) {
   const CallLog::Last last = group.calls.last();
   Whereabouts at;
-  at.group = group.name;
+  at.group = group.label();
   at.call = last.number;
   at.what = last.what;
   at.waits = waits;
@@ -102,8 +124,15 @@ Whereabouts latest_of(const WatchedGroup& asked) {
   return latest;
 }
 
+/// One key for each rank: what it has said before is of no use.
+std::string key_of_rank(WatchedGroup& group, c10d::Store& store, int rank) {
+  return key_of(group, store) + '/' + std::to_string(rank);
+}
+
 void post(c10d::Store& store, WatchedGroup& group, const Whereabouts& at) {
-  NoticeBoard(key_of(group, store)).post(store, std::to_string(group.rank), at.encode());
+  const std::string text = at.encode();
+  store.set(key_of_rank(group, store, group.rank), std::vector<uint8_t>(text.begin(), text.end()));
+  group.root()->told_elsewhere = !at.waits;
 }
 
 void print(WatchedGroup& group, const Stall& stall) {
@@ -124,6 +153,7 @@ Stall stall_of(WatchedGroup& group) {
   stall.size = group.size;
   stall.mine = whereabouts(group, true);
   stall.processes = look_around(group);
+  stall.note = group.note;
   stall.seconds_left =
       std::max(0.0, std::chrono::duration<double>(group.timeout).count() - stall.mine.seconds);
   return stall;
@@ -181,7 +211,7 @@ void answer(const std::weak_ptr<WatchedGroup>& weak, int64_t seen) {
   }
   if (goes_on) {
     group->store->thread().run([weak, seen] { answer(weak, seen); },
-                               Clock::now() + timing::between_answers(stall_time()));
+                               Clock::now() + timing::between_answers(limit_of(*group)));
   }
   const std::lock_guard<std::mutex> lock(stalls().mutex);
   --stalls().answering;
@@ -199,17 +229,21 @@ void end_answers() {
 void answer_stalls(const WatchedGroupPtr& group) {
   if (stall_time() == milliseconds(0)) return;
   group->store->thread().run([weak = std::weak_ptr<WatchedGroup>(group)] { answer(weak, 0); },
-                             Clock::now() + timing::between_answers(stall_time()));
+                             Clock::now() + timing::between_answers(limit_of(*group)));
 }
 
 StallWatch::StallWatch(WatchedGroupPtr group)
     : group_(std::move(group)),
       since_(Clock::now() - timing::kUsual),
       call_(group_->calls.last_number()),
-      limit_(group_->timeout > milliseconds(0) ? std::min(stall_time(), group_->timeout / 3)
-                                               : stall_time()) {
+      limit_(limit_of(*group_)),
+      due_(std::max(limit_, timing::kUsual + limit_ - timing::until_asked(limit_))) {
   group_->waits_since = since_;
   ++group_->waits;
+  if (group_->stalled.exchange(false)) {  // of an earlier wait in the same call
+    const std::lock_guard<std::mutex> lock(group_->mutex);
+    group_->stall.clear();
+  }
 }
 
 StallWatch::~StallWatch() {
@@ -219,34 +253,63 @@ StallWatch::~StallWatch() {
       [group = group_](c10d::Store& store) { post(store, *group, whereabouts(*group, false)); });
 }
 
+/// What this rank has told the others is that it does not wait: somebody was waiting already.
+void StallWatch::correct() {
+  if (posted_ || !group_->root()->told_elsewhere.exchange(false)) return;
+  posted_ = true;
+  group_->store->post(
+      [group = group_](c10d::Store& store) { post(store, *group, whereabouts(*group, true)); });
+}
+
 void StallWatch::poll() {
   if (limit_ == milliseconds(0)) return;
+  correct();
   const auto waited = Clock::now() - since_;
-  if (!posted_ && waited >= timing::until_asked(limit_)) {
+  if (!round_ && waited >= due_ - (limit_ - timing::until_asked(limit_))) {
     posted_ = true;
-    group_->store->post([group = group_, number = asked_](c10d::Store& store) {
+    round_ = std::make_shared<Round>();
+    group_->store->post([group = group_, round = round_, call = call_](c10d::Store& store) {
       post(store, *group, whereabouts(*group, true));
-      *number = store.add(key_of(*group, store) + "/asked", 1);
+      round->asked = store.add(key_of(*group, store) + "/asked", 1);
+      round->key =
+          key_of(*group, store) + "/printed/" + group->label() + '/' + std::to_string(call);
+      round->printed = get_or_empty(store, round->key);
+      round->asked_at = Clock::now();
     });
   }
-  if (!verdict_.valid() && waited >= limit_) {
-    verdict_ = group_->store->post([group = group_, number = asked_,
-                                    call = call_](c10d::Store& store) {
+  if (round_ && !verdict_.valid() && waited >= due_) {
+    verdict_ = group_->store->post([group = group_, round = round_, call = call_,
+                                    limit = limit_](c10d::Store& store) {
       const auto is_over = [&] { return group->waits == 0 || group->calls.last_number() != call; };
-      const std::string key =
-          key_of(*group, store) + "/printed/" + group->name + '/' + std::to_string(call);
-      if (is_over() || store.add(key, 1) != 1) return;
+      if (is_over() || round->alone) return;
+      // The store has answered late: nobody had the time to.
+      if (Clock::now() - round->asked_at < timing::until_answered(limit)) return;
+      // One of the ranks that wait does it, once in each round.
+      const std::string mine = round->printed + 'x';
+      if (compare_set(store, round->key, round->printed, mine) != mine) return;
       Stall stall = stall_of(*group);
-      stall.mine.asked = *number;
-      for (const auto& [author, text] : NoticeBoard(key_of(*group, store)).read(store))
-        stall.others[std::atoi(author.c_str())] = Whereabouts::decode(text);
-      if (!is_over()) print(*group, stall);
+      stall.mine.asked = round->asked;
+      for (int rank = 0; rank < group->size; ++rank) {
+        const std::string text = get_or_empty(store, key_of_rank(*group, store, rank));
+        if (!text.empty()) stall.others[rank] = Whereabouts::decode(text);
+      }
+      const std::string now = signature(stall);
+      if (is_over() || get_or_empty(store, round->key + "/said") == now + '.') return;
+      store.set(round->key + "/said", now + '.');
+      print(*group, stall);
     });
   }
-  const bool late = waited >= timing::until_alone(limit_) &&
-                    verdict_.wait_for(milliseconds(0)) != std::future_status::ready;
-  if (!late || printed_) return;
-  printed_ = true;
+  const bool done =
+      verdict_.valid() && verdict_.wait_for(milliseconds(0)) == std::future_status::ready;
+  if (done) {  // the same again, later: it may be held up by something else then
+    due_ *= 2;
+    round_.reset();
+    verdict_ = {};
+    return;
+  }
+  const bool late = verdict_.valid() && waited >= due_ + timing::until_alone(limit_) - limit_;
+  if (!late || alone_) return;
+  alone_ = round_->alone = true;
   Stall stall = stall_of(*group_);
   stall.store_answers = false;
   print(*group_, stall);

@@ -3,10 +3,12 @@
 
 /// Ranks that wait for long: all report where they are, and one prints who holds them up.
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <future>
 #include <memory>
+#include <string>
 
 #include "watch/watched_group.h"
 
@@ -18,10 +20,12 @@ namespace apex::parallel {
 // asks now and then whether there are new posts, and if so, it posts where it is itself and what it
 // is doing. That runs on the store's thread: the main thread may be anywhere. When the time of a
 // stall is over, one of the ranks that wait reads the board and prints the verdict. Where N ranks
-// wait for one, each makes five calls of the store, and one of them reads N posts.
+// wait for one, each makes some calls of the store, and one of them reads N posts.
 //
 // A rank posts after four tenths of the time that it waits; the others ask every three tenths, so
-// that they have answered by then.
+// that they have answered by then. Who has answered that it does not wait, and then does, posts
+// that at once. After twice, four times, ... the time the same is done again, and something is
+// printed if it is another rank, or at another place, that holds everybody up.
 
 /// 10 s; the environment variable APEX_STALL_SECONDS sets another time, and 0 is never.
 std::chrono::milliseconds stall_time();
@@ -48,14 +52,25 @@ class StallWatch {
   void poll();
 
  private:
+  /// One question to the others, and what follows. Of the store's thread.
+  struct Round {
+    int64_t asked = 0;
+    Clock::time_point asked_at;
+    std::string key;
+    std::string printed;             ///< what was there: as long as verdicts were printed
+    std::atomic<bool> alone{false};  ///< it was said that the store does not answer
+  };
+  void correct();
+
   const WatchedGroupPtr group_;
   const Clock::time_point since_;
   const int64_t call_;
   const std::chrono::milliseconds limit_;
+  std::chrono::milliseconds due_;  ///< the next verdict, since the wait began
   bool posted_ = false;
-  bool printed_ = false;
+  bool alone_ = false;
+  std::shared_ptr<Round> round_;
   std::shared_future<void> verdict_;
-  const std::shared_ptr<int64_t> asked_ = std::make_shared<int64_t>(0);  ///< of the store's thread
 };
 
 }  // namespace apex::parallel

@@ -82,7 +82,44 @@ Cause cause_of(const Stall& stall, int rank) {
       "ranks with fewer batches need join()"};
 }
 
+struct Ranks {
+  std::vector<int> late, waiting;
+};
+
+Ranks sorted(const Stall& stall) {
+  Ranks ranks;
+  for (int rank = 0; rank < stall.size; ++rank) {
+    if (rank == stall.rank) continue;
+    const auto found = stall.others.find(rank);
+    const bool waits = found != stall.others.end() && in_same_call(stall.mine, found->second) &&
+                       stall.processes.count(rank) == 0;
+    (waits ? ranks.waiting : ranks.late).push_back(rank);
+  }
+  if (!stall.store_answers) ranks.late.clear();
+  for (const auto& [rank, state] : stall.processes) {
+    if (std::find(ranks.late.begin(), ranks.late.end(), rank) == ranks.late.end())
+      ranks.late.push_back(rank);
+  }
+  return ranks;
+}
+
 }  // namespace
+
+std::string signature(const Stall& stall) {
+  std::string text;
+  for (const int rank : sorted(stall).late) {
+    text += std::to_string(rank);
+    const auto process = stall.processes.find(rank);
+    if (process != stall.processes.end()) text += process->second;
+    const auto other = stall.others.find(rank);
+    if (other == stall.others.end()) continue;
+    Whereabouts at = other->second;
+    at.seconds = 0;
+    at.asked = at.asked < stall.mine.asked ? 0 : 1;
+    text += at.encode();
+  }
+  return text;
+}
 
 std::string Whereabouts::encode() const {
   PlainText out;
@@ -112,18 +149,7 @@ std::string describe(const Stall& stall) {
            "is cut off; or the network is"
            "\n  next:  look whether that process runs and its host can be reached";
   }
-  std::vector<int> late, waiting;
-  for (int rank = 0; rank < stall.size; ++rank) {
-    if (rank == stall.rank) continue;
-    const auto found = stall.others.find(rank);
-    const bool waits = found != stall.others.end() && in_same_call(stall.mine, found->second) &&
-                       stall.processes.count(rank) == 0;
-    (waits ? waiting : late).push_back(rank);
-  }
-  if (!stall.store_answers) late.clear();
-  for (const auto& [rank, state] : stall.processes) {
-    if (std::find(late.begin(), late.end(), rank) == late.end()) late.push_back(rank);
-  }
+  const auto [late, waiting] = sorted(stall);
   if (late.empty()) {
     return text +
            "\n  who:   nobody is late: all ranks wait in this collective"
@@ -131,6 +157,7 @@ std::string describe(const Stall& stall) {
            "\n  next:  look at the load of the hosts and at their network" +
            indented(stall.mine.state);
   }
+  const std::string note = stall.note.empty() ? stall.note : "\n  (" + stall.note.substr(2) + ")";
   text += "\n  who:   " + list_of(late) + (late.size() == 1 ? " holds" : " hold") + " it up";
   if (!waiting.empty())
     text += "; " + list_of(waiting) + (waiting.size() == 1 ? " waits" : " wait") + " as well";
@@ -143,7 +170,7 @@ std::string describe(const Stall& stall) {
     text += "\n  why:   " + cause.why + "\n  next:  " + cause.next;
   }
   return text + "\n  The ranks that wait give up in " + seconds_of(stall.seconds_left) +
-         ", at the timeout of the group.";
+         ", at the timeout of the group." + note;
 }
 
 }  // namespace apex::parallel

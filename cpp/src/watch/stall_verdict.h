@@ -34,9 +34,13 @@ struct Stall {
   Proof processes;                    ///< of this host, that have ended or are stopped
   bool store_answers = true;
   double seconds_left = 0;  ///< until the group's timeout
+  std::string note;         ///< which ranks of the job these are; may be empty
 };
 
 /// Lines: who is late, where it is, why that may be, what to do.
 std::string describe(const Stall& stall);
+
+/// Who is late and where, without times: equal until something changes.
+std::string signature(const Stall& stall);
 
 }  // namespace apex::parallel

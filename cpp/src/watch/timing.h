@@ -44,6 +44,8 @@ constexpr milliseconds kProbe{200};
 constexpr milliseconds until_asked(milliseconds stall) { return stall * 4 / 10; }
 /// Between two looks of the others whether they are asked: at least one comes before the verdict.
 constexpr milliseconds between_answers(milliseconds stall) { return stall * 3 / 10; }
+/// Who has not answered after that does not.
+constexpr milliseconds until_answered(milliseconds stall) { return stall * 45 / 100; }
 /// Until the verdict is printed without the store, which has not answered.
 constexpr milliseconds until_alone(milliseconds stall) { return stall * 13 / 10; }
 

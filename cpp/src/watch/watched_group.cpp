@@ -44,6 +44,7 @@ WatchedGroupPtr make_watched(const c10d::ProcessGroup& group, const StorePtr& st
   const auto made = std::make_shared<WatchedGroup>();
   made->name = name;
   made->group_name = parent ? parent->group_name : group.getGroupName();
+  made->note = note_on_ranks(group);
   made->pid = this_pid();
   made->rank = group.getRank();
   made->size = group.getSize();
@@ -86,6 +87,20 @@ WatchedGroupPtr if_own(WatchedGroupPtr one) {
 }
 
 }  // namespace
+
+std::string note_on_ranks(const c10d::ProcessGroup& group) {
+  auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
+  if (!detail::has_backend(group, at::kCPU)) return {};
+  const auto ranks = distributed::gloo_global_ranks(*mutable_group.getBackend(at::kCPU));
+  bool same = true;
+  std::string list;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    same = same && ranks[i] == i;
+    list += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  }
+  if (same) return {};
+  return "; ranks count within the group, which is made of ranks " + list + " of the job";
+}
 
 Position WatchedGroup::position(bool in_hook) {
   return {

@@ -39,7 +39,8 @@ using WatchedGroupPtr = std::shared_ptr<WatchedGroup>;
 struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   std::string name;  ///< among the groups that share a board; empty without a parent
   std::string group_name;
-  int64_t pid = 0;  ///< of this process
+  std::string note;  ///< which ranks of the job these are, see note_on_ranks()
+  int64_t pid = 0;   ///< of this process
   int rank = 0;
   int size = 1;
   std::chrono::milliseconds timeout{0};   ///< of its collectives; 0: unknown
@@ -52,7 +53,8 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   std::atomic<int64_t> hooks_failed{0};  ///< times, on all ranks; see Note [Hooks that fail]
   std::atomic<int> waits{0};             ///< of this rank that take longer than usual; since when:
   std::atomic<std::chrono::steady_clock::time_point> waits_since{};
-  std::atomic<bool> stalled{false};  ///< `stall` is not empty
+  std::atomic<bool> stalled{false};         ///< `stall` is not empty
+  std::atomic<bool> told_elsewhere{false};  ///< on the board of stalls: that it does not wait
   std::atomic<bool> processes_read{false};
   std::atomic<bool> has_reports{false};  ///< that are over when this group is used again
 
@@ -69,6 +71,8 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
 
   /// The group that has the store and the board.
   WatchedGroupPtr root() { return parent ? parent : shared_from_this(); }
+  /// Of no other group that one process is in.
+  const std::string& label() const { return name.empty() ? group_name : name; }
   Position position(bool in_hook = false);
   /// Changes the status of this rank, and posts it; does not wait for that.
   std::shared_future<void> report(const std::function<void(RankStatus&)>& change);
@@ -90,6 +94,10 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
  private:
   std::string name_in_store_;  ///< the group's, and how often there was one; of the store's thread
 };
+
+/// To be added to messages that name ranks of `group`: which ranks of the job these are. Empty
+/// where they are the same.
+std::string note_on_ranks(const c10d::ProcessGroup& group);
 
 /// What is known of `group`; at first this rank tells the others, through the store, which process
 /// it is. Null for groups of one rank or without a store, and in a forked process.

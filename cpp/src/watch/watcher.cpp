@@ -31,14 +31,6 @@ std::string shortened(const std::string& cause) {
   return cause.substr(0, kBegin) + " ... " + cause.substr(cause.size() - kEnd);
 }
 
-std::string compare_set(c10d::Store& store, const std::string& key, const std::string& expected,
-                        const std::string& desired) {
-  using Bytes = std::vector<uint8_t>;
-  const Bytes there = store.compareSet(key, Bytes(expected.begin(), expected.end()),
-                                       Bytes(desired.begin(), desired.end()));
-  return {there.begin(), there.end()};
-}
-
 }  // namespace
 
 struct Wait::State {

@@ -8,6 +8,7 @@
 #include <support/stored_group.h>
 
 #include <chrono>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -99,6 +100,37 @@ TEST(StallVerdict, RankThatDoesNotAnswer_IsNamed) {
 }
 
 // What it has posted in an earlier stall says nothing about this one.
+// Calls of other groups have the same numbers.
+TEST(StallVerdict, RankThatWaitsInAnotherGroup_IsNotTakenForOneThatWaitsHere) {
+  Stall one = stall();
+  one.size = 2;
+  one.others[1] = in_call(7, true);
+  one.others[1].group = "another";
+  const std::string text = describe(one);
+  expect_has(text, "rank 1 holds it up");
+  expect_has(text, "it waits for other ranks in another group");
+}
+
+TEST(StallVerdict, GroupOfSomeRanks_SaysWhichTheyAre) {
+  Stall one = stall();
+  one.note = "; ranks count within the group, which is made of ranks 2, 5, 6 of the job";
+  expect_has(describe(one), "\n  (ranks count within the group, which is made of ranks 2, 5, 6");
+}
+
+TEST(StallVerdict, Signature_IsOfRanksAndPlacesWithoutTimes) {
+  Stall one = stall(), later = stall();
+  one.others[1] = later.others[1] = in_call(6, false);
+  later.others[1].seconds += 30;
+  later.mine.seconds += 30;
+  EXPECT_EQ(signature(one), signature(later));
+  Stall elsewhere = one;
+  elsewhere.others[1].state = "another line";
+  EXPECT_NE(signature(one), signature(elsewhere));
+  Stall arrived = one;
+  arrived.others[1] = in_call(7, true);
+  EXPECT_NE(signature(one), signature(arrived));
+}
+
 TEST(StallVerdict, RankThatHasAnsweredBefore_DoesNotAnswer) {
   Stall one = stall();
   one.mine.asked = 5;
@@ -176,6 +208,40 @@ TEST_F(StallTest, VerdictIsPartOfTheError_UntilTheNextCall) {
   expect_has(stall_verdict(*groups[0]), "rank 1 holds it up");
   begin_call(*groups[0], "c");
   EXPECT_EQ(stall_verdict(*groups[0]), "");
+}
+
+// It may be held up by something else, in the same call and even in the same wait.
+TEST_F(StallTest, PlaceChanges_IsSaidAgainAndElseNot) {
+  static std::string* const place = new std::string("first place");
+  static std::mutex* const mutex = new std::mutex;
+  add_state_reader([] {
+    const std::lock_guard<std::mutex> lock(*mutex);
+    return *place;
+  });
+  const auto groups = make_stored_groups(2, "places");
+  for (const auto& group : groups) begin_call(*group, "a");
+  begin_call(*groups[0], "b");
+  std::vector<std::string> said{stall_report()};
+  const auto begin = std::chrono::steady_clock::now();
+  Wait wait(*groups[0]);
+  while (std::chrono::steady_clock::now() <
+         begin + milliseconds(4500)) {  // due at 0.4, 0.9, 1.9, 3.8
+    wait.poll();
+    if (stall_report() != said.back()) said.push_back(stall_report());
+    if (said.size() == 2 && std::chrono::steady_clock::now() > begin + milliseconds(1200)) {
+      const std::lock_guard<std::mutex> lock(*mutex);
+      *place = "second place";
+    }
+    std::this_thread::sleep_for(milliseconds(5));
+  }
+  {
+    const std::lock_guard<std::mutex> lock(*mutex);
+    place->clear();
+  }
+  ASSERT_EQ(said.size(), 3U);
+  expect_has(said[1], "first place");
+  expect_has(said[2], "second place");
+  expect_has(stall_verdict(*groups[0]), "second place");
 }
 
 // A wait that is over has no verdict, and takes back what it has posted.

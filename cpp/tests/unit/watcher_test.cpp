@@ -68,6 +68,8 @@ TEST(Watcher, AnotherRankRefusesThisCall_IsHeard) {
 
 // A wait costs the store a call at a time, and nothing once it is over.
 TEST(Watcher, WaitIsOver_StoreIsNotAskedAnyMore) {
+  const auto stall = stall_time();
+  set_stall_time(std::chrono::milliseconds(0));  // see stall_test.cpp
   const auto store = c10::make_intrusive<apex::testing::CountingStore>();
   const auto groups = make_stored_groups(2, "group", store);
   const WatchedGroupPtr one = watched(*groups[0]);
@@ -80,6 +82,7 @@ TEST(Watcher, WaitIsOver_StoreIsNotAskedAnyMore) {
   const int64_t before = store->requests();
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
   EXPECT_EQ(store->requests(), before);
+  set_stall_time(stall);
 }
 
 // A store answers some 30,000 requests a second, and all ranks ask one.
