@@ -64,10 +64,10 @@ def _run(rank: int, store: str) -> None:
         world_size=2,
         timeout=datetime.timedelta(seconds=60),
     )
-    layers = [nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
+    middle, slow = nn.Linear(256, 256), Slow()
+    middle.weight.register_hook(slow)
+    layers = [nn.Linear(256, 256), nn.ReLU(), middle, nn.ReLU(), nn.Linear(256, 10)]
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.1)
-    slow = Slow()
-    model.module[2].weight.register_hook(slow)
     with _chapter(rank, "two processes train"):
         seconds = _train(model, STEPS)
         if rank == 0:

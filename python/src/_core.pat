@@ -11,5 +11,9 @@ _core.Reducer.overlap_report:
     def overlap_report(self) -> dict[str, Any] | None:
         \doc
 
+_core.Reducer.straggler_report:
+    def straggler_report(self) -> dict[str, Any]:
+        \doc
+
 _core.Reducer.statistics:
     def statistics(self) -> dict[str, int]: ...
