@@ -132,7 +132,6 @@ std::string key_of_rank(WatchedGroup& group, c10d::Store& store, int rank) {
 void post(c10d::Store& store, WatchedGroup& group, const Whereabouts& at) {
   const std::string text = at.encode();
   store.set(key_of_rank(group, store, group.rank), std::vector<uint8_t>(text.begin(), text.end()));
-  group.root()->told_elsewhere = !at.waits;
 }
 
 void print(WatchedGroup& group, const Stall& stall) {
@@ -186,7 +185,10 @@ int64_t look_and_answer(WatchedGroup& group, c10d::Store& store, int64_t seen) {
   const bool posts_itself =
       at.waits && at.group == group.name &&
       std::chrono::duration<double>(at.seconds) >= timing::until_asked(stall_time());
-  if (!posts_itself) post(store, group, at);
+  if (!posts_itself) {
+    post(store, group, at);
+    group.told_elsewhere = !at.waits;
+  }
   return asked;
 }
 

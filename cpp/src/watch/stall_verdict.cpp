@@ -82,6 +82,16 @@ Cause cause_of(const Stall& stall, int rank) {
       "ranks with fewer batches need join()"};
 }
 
+/// Without what is indented, as the lines of a Python stack are: a loop is everywhere in turn.
+std::string without_stack(const std::string& lines) {
+  std::istringstream in(lines);
+  std::string text, line;
+  while (std::getline(in, line)) {
+    if (!line.empty() && line.front() != ' ') text += line + '\n';
+  }
+  return text;
+}
+
 struct Ranks {
   std::vector<int> late, waiting;
 };
@@ -116,6 +126,7 @@ std::string signature(const Stall& stall) {
     Whereabouts at = other->second;
     at.seconds = 0;
     at.asked = at.asked < stall.mine.asked ? 0 : 1;
+    at.state = without_stack(at.state);
     text += at.encode();
   }
   return text;

@@ -124,6 +124,8 @@ TEST(StallVerdict, Signature_IsOfRanksAndPlacesWithoutTimes) {
   later.mine.seconds += 30;
   EXPECT_EQ(signature(one), signature(later));
   Stall elsewhere = one;
+  elsewhere.others[1].state = "  File \"a.py\", line 1, in load";
+  EXPECT_EQ(signature(one), signature(elsewhere));
   elsewhere.others[1].state = "another line";
   EXPECT_NE(signature(one), signature(elsewhere));
   Stall arrived = one;
