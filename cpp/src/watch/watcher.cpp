@@ -54,7 +54,6 @@ Wait::Wait(const c10d::ProcessGroup& group, Where where) {
   state_->at.or_before = where == kOnDevice;
   state_->following = known->board->follow(timing::between_looks(known->size));
   state_->compare_at = Clock::now() + state_->late;
-  // How long a GPU has waited is not known: it may have had other work.
   if (where != kOnDevice) state_->stall.emplace(known);
   state_->group = std::move(known);
 }
@@ -82,8 +81,11 @@ Verdict Wait::poll() {
     if (!state.comparison->difference.empty())
       return {Verdict::kApart, state.comparison->difference};
   }
-  if (Clock::now() >= state.compare_at) compare();
-  if (state.stall) state.stall->poll();
+  // A GPU may be busy for long with something else: then there is nothing to compare, or to say.
+  if (state.stall) {
+    if (Clock::now() >= state.compare_at) compare();
+    state.stall->poll();
+  }
   if (is_left_alone()) return {Verdict::kLost, {}};
   return {};
 }
