@@ -82,12 +82,12 @@ Cause cause_of(const Stall& stall, int rank) {
       "ranks with fewer batches need join()"};
 }
 
-/// Without what is indented, as the lines of a Python stack are: a loop is everywhere in turn.
-std::string without_stack(const std::string& lines) {
+/// Which gradient a backward waits for. A stack changes all the time, and is not always to be had.
+std::string place_in_backward(const std::string& lines) {
   std::istringstream in(lines);
   std::string text, line;
   while (std::getline(in, line)) {
-    if (!line.empty() && line.front() != ' ') text += line + '\n';
+    if (line.rfind("backward number", 0) == 0) text += line + '\n';
   }
   return text;
 }
@@ -125,8 +125,8 @@ std::string signature(const Stall& stall) {
     if (other == stall.others.end()) continue;
     Whereabouts at = other->second;
     at.seconds = 0;
-    at.asked = at.asked < stall.mine.asked ? 0 : 1;
-    at.state = without_stack(at.state);
+    at.asked = 0;
+    at.state = place_in_backward(at.state);
     text += at.encode();
   }
   return text;

@@ -40,7 +40,7 @@ struct Stall {
 /// Lines: who is late, where it is, why that may be, what to do.
 std::string describe(const Stall& stall);
 
-/// Who is late and where, without times and stacks: equal until something changes.
+/// Who is late, and in which collective or before which gradient: equal until that changes.
 std::string signature(const Stall& stall);
 
 }  // namespace apex::parallel

@@ -126,7 +126,7 @@ TEST(StallVerdict, Signature_IsOfRanksAndPlacesWithoutTimes) {
   Stall elsewhere = one;
   elsewhere.others[1].state = "  File \"a.py\", line 1, in load";
   EXPECT_EQ(signature(one), signature(elsewhere));
-  elsewhere.others[1].state = "another line";
+  elsewhere.others[1].state = "backward number 3 has begun";
   EXPECT_NE(signature(one), signature(elsewhere));
   Stall arrived = one;
   arrived.others[1] = in_call(7, true);
@@ -214,7 +214,7 @@ TEST_F(StallTest, VerdictIsPartOfTheError_UntilTheNextCall) {
 
 // It may be held up by something else, in the same call and even in the same wait.
 TEST_F(StallTest, PlaceChanges_IsSaidAgainAndElseNot) {
-  static std::string* const place = new std::string("first place");
+  static std::string* const place = new std::string("backward number 1, first place");
   static std::mutex* const mutex = new std::mutex;
   add_state_reader([] {
     const std::lock_guard<std::mutex> lock(*mutex);
@@ -232,7 +232,7 @@ TEST_F(StallTest, PlaceChanges_IsSaidAgainAndElseNot) {
     if (stall_report() != said.back()) said.push_back(stall_report());
     if (said.size() == 2 && std::chrono::steady_clock::now() > begin + milliseconds(1200)) {
       const std::lock_guard<std::mutex> lock(*mutex);
-      *place = "second place";
+      *place = "backward number 1, second place";
     }
     std::this_thread::sleep_for(milliseconds(5));
   }
