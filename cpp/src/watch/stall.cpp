@@ -234,6 +234,30 @@ void answer_stalls(const WatchedGroupPtr& group) {
                              Clock::now() + timing::between_answers(limit_of(*group)));
 }
 
+namespace {
+
+/// One of the ranks that wait says who holds them up, and the same one again if that changes.
+bool speaks(WatchedGroup& group, c10d::Store& store, int64_t call) {
+  {
+    const std::lock_guard<std::mutex> lock(group.mutex);
+    if (group.speaks_in == call) return true;
+  }
+  const std::string key =
+      key_of(group, store) + "/printed/" + group.label() + '/' + std::to_string(call);
+  if (store.add(key, 1) != 1) return false;
+  const std::lock_guard<std::mutex> lock(group.mutex);
+  group.speaks_in = call;
+  group.said.clear();
+  return true;
+}
+
+bool is_news(WatchedGroup& group, const std::string& signature) {
+  const std::lock_guard<std::mutex> lock(group.mutex);
+  return std::exchange(group.said, signature + '.') != signature + '.';
+}
+
+}  // namespace
+
 StallWatch::StallWatch(WatchedGroupPtr group)
     : group_(std::move(group)),
       since_(Clock::now() - timing::kUsual),
@@ -273,9 +297,6 @@ void StallWatch::poll() {
     group_->store->post([group = group_, round = round_, call = call_](c10d::Store& store) {
       post(store, *group, whereabouts(*group, true));
       round->asked = store.add(key_of(*group, store) + "/asked", 1);
-      round->key =
-          key_of(*group, store) + "/printed/" + group->label() + '/' + std::to_string(call);
-      round->printed = get_or_empty(store, round->key);
       round->asked_at = Clock::now();
     });
   }
@@ -286,18 +307,14 @@ void StallWatch::poll() {
       if (is_over() || round->alone) return;
       // The store has answered late: nobody had the time to.
       if (Clock::now() - round->asked_at < timing::until_answered(limit)) return;
-      // One of the ranks that wait does it, once in each round.
-      const std::string mine = round->printed + 'x';
-      if (compare_set(store, round->key, round->printed, mine) != mine) return;
+      if (!speaks(*group, store, call)) return;
       Stall stall = stall_of(*group);
       stall.mine.asked = round->asked;
       for (int rank = 0; rank < group->size; ++rank) {
         const std::string text = get_or_empty(store, key_of_rank(*group, store, rank));
         if (!text.empty()) stall.others[rank] = Whereabouts::decode(text);
       }
-      const std::string now = signature(stall);
-      if (is_over() || get_or_empty(store, round->key + "/said") == now + '.') return;
-      store.set(round->key + "/said", now + '.');
+      if (is_over() || !is_news(*group, signature(stall))) return;
       print(*group, stall);
     });
   }

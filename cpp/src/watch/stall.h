@@ -24,8 +24,8 @@ namespace apex::parallel {
 //
 // A rank posts after four tenths of the time that it waits; the others ask every three tenths, so
 // that they have answered by then. Who has answered that it does not wait, and then does, posts
-// that at once. After twice, four times, ... the time the same is done again, and something is
-// printed if it is another rank, or at another place, that holds everybody up.
+// that at once. After twice, four times, ... the time the same is done again, and the rank that
+// has printed the verdict prints another if something else holds everybody up.
 
 /// 10 s; the environment variable APEX_STALL_SECONDS sets another time, and 0 is never.
 std::chrono::milliseconds stall_time();
@@ -56,8 +56,6 @@ class StallWatch {
   struct Round {
     int64_t asked = 0;
     Clock::time_point asked_at;
-    std::string key;
-    std::string printed;             ///< what was there: as long as verdicts were printed
     std::atomic<bool> alone{false};  ///< it was said that the store does not answer
   };
   void correct();

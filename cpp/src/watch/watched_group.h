@@ -64,9 +64,11 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   ReportKeys old_reports;                ///< see find_reports(); in the group that has the board
   std::map<int, ProcessName> processes;  ///< of other ranks
   Launched launched;
-  std::string stall;    ///< the verdict that this rank has printed in its last call
-  Proof ended_first;    ///< seen when the store was lost
-  std::string verdict;  ///< what report_failure() has found
+  int64_t speaks_in = 0;  ///< the call in which this rank prints verdicts
+  std::string said;       ///< by the last of them, in short
+  std::string stall;      ///< the verdict that this rank has printed in its last call
+  Proof ended_first;      ///< seen when the store was lost
+  std::string verdict;    ///< what report_failure() has found
   std::chrono::steady_clock::time_point verdict_until;  ///< it is not asked for again until then
 
   /// The group that has the store and the board.
