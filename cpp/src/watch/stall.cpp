@@ -181,14 +181,8 @@ int64_t look_and_answer(WatchedGroup& group, c10d::Store& store, int64_t seen) {
   if (asked == seen) return asked;
   Whereabouts at = latest_of(group);
   at.asked = asked;
-  // A rank that waits in this group posts so by itself, in time.
-  const bool posts_itself =
-      at.waits && at.group == group.name &&
-      std::chrono::duration<double>(at.seconds) >= timing::until_asked(stall_time());
-  if (!posts_itself) {
-    post(store, group, at);
-    group.told_elsewhere = !at.waits;
-  }
+  post(store, group, at);
+  group.told_elsewhere = !at.waits;
   return asked;
 }
 
