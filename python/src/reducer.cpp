@@ -146,6 +146,7 @@ nb::dict to_dict(const OverlapReport& report) {
   }
   nb::dict result;
   result["clock"] = name_of(report.clock);
+  result["began_s"] = report.began_s;
   result["last_gradient_s"] = report.last_gradient_s;
   result["backward_s"] = report.backward_s;
   result["communication_s"] = report.communication_s;

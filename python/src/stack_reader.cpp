@@ -4,13 +4,17 @@
 #include <nanobind/stl/string.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <future>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include <apex/parallel/stall_report.h>
 
@@ -21,18 +25,48 @@ namespace apex::python {
 namespace {
 
 /// A thread that asks for the interpreter's lock while the interpreter ends would be ended by it.
-/// So the end waits for that thread, and none is started from then on. Never destroyed.
-struct Reading {
+/// So the end waits for such threads, and none is started from then on. Never destroyed.
+struct Threads {
   std::mutex mutex;  ///< guards the rest; not held while the interpreter's lock is asked for
   std::condition_variable done;
   bool ended = false;
-  bool busy = false;
-  int64_t pid = 0;  ///< of the process that is busy: not one that it has forked
+  int running = 0;
+  int64_t pid = 0;  ///< of the process in which they run: not one that it has forked
 };
 
-Reading& reading() {
-  static auto* const instance = new Reading;
+Threads& threads() {
+  static auto* const instance = new Threads;
   return *instance;
+}
+
+/// Runs `body` under the interpreter's lock, on a thread of its own: native code may hold the lock
+/// for long. False if the interpreter ends. `body` must not throw.
+bool start_under_lock(std::function<void()> body) {
+  {
+    const std::lock_guard<std::mutex> lock(threads().mutex);
+    if (threads().ended) return false;
+    if (threads().pid != ::getpid()) threads().running = 0;
+    threads().pid = ::getpid();
+    ++threads().running;
+  }
+  std::thread([body = std::move(body)]() mutable {
+    {
+      const nb::gil_scoped_acquire gil;
+      body();
+      body = nullptr;
+    }
+    const std::lock_guard<std::mutex> lock(threads().mutex);
+    --threads().running;
+    threads().done.notify_all();
+  }).detach();
+  return true;
+}
+
+void end_threads() {
+  const nb::gil_scoped_release released;
+  std::unique_lock<std::mutex> lock(threads().mutex);
+  threads().ended = true;
+  threads().done.wait(lock, [] { return threads().running == 0 || threads().pid != ::getpid(); });
 }
 
 constexpr int kFrames = 8;
@@ -54,42 +88,40 @@ std::string format_stack() try {
 }
 
 std::string read_stack() {
-  {
-    const std::lock_guard<std::mutex> lock(reading().mutex);
-    if (reading().ended) return {};
-    if (reading().busy) return kNoLock;
-    reading().busy = true;
-    reading().pid = ::getpid();
+  static std::atomic<bool> busy{false};  // with the one before, for which the lock was not released
+  if (busy.exchange(true)) return kNoLock;
+  const auto promise = std::make_shared<std::promise<std::string>>();
+  std::future<std::string> stack = promise->get_future();
+  const bool started = start_under_lock([promise] {
+    std::string text = format_stack();
+    busy = false;
+    promise->set_value(std::move(text));
+  });
+  if (!started) {
+    busy = false;
+    return {};
   }
-  std::promise<std::string> promise;
-  std::future<std::string> stack = promise.get_future();
-  std::thread([promise = std::move(promise)]() mutable {
-    std::string text;
-    {
-      const nb::gil_scoped_acquire gil;
-      text = format_stack();
-    }
-    const std::lock_guard<std::mutex> lock(reading().mutex);
-    reading().busy = false;
-    promise.set_value(std::move(text));
-    reading().done.notify_all();
-  }).detach();
   return stack.wait_for(kPatience) == std::future_status::ready ? stack.get() : kNoLock;
 }
 
-void end_reading() {
-  const nb::gil_scoped_release released;
-  std::unique_lock<std::mutex> lock(reading().mutex);
-  reading().ended = true;
-  reading().done.wait(lock, [] { return !reading().busy || reading().pid != ::getpid(); });
+/// To the loggers of Python, where it may take a while.
+void log_notice(const std::string& text) {
+  start_under_lock([text] {
+    try {
+      nb::module_::import_("apex.parallel._stalls").attr("log_notice")(text);
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("apex: a handler of the logger 'apex.parallel.watch'");
+    }
+  });
 }
 
 }  // namespace
 
 void init_stack_reader(nb::module_& m) {
   m.def("stall_report", &parallel::stall_report);
-  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&end_reading));
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&end_threads));
   parallel::add_state_reader(&read_stack);
+  parallel::on_notice(&log_notice);
 }
 
 }  // namespace apex::python

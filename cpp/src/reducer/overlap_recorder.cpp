@@ -119,6 +119,17 @@ double OverlapRecorder::seconds_to(const Backward& backward, const Stamp& stamp,
   return backward.begin.event->elapsedTime(*stamp.event) * 1e-3;
 }
 
+/// A device has no clock in common with the host. So an event is recorded now, and the host's clock
+/// read when the device gets there.
+double OverlapRecorder::began_at(const Backward& backward, bool by_device) {
+  const auto seconds = [](Clock::time_point time) {
+    return std::chrono::duration<double>(time.time_since_epoch()).count();
+  };
+  if (!by_device) return seconds(*backward.begin.host);
+  const double since = seconds_to(backward, now(backward.device), true);
+  return seconds(Clock::now()) - since;
+}
+
 bool OverlapRecorder::timed_by_device(const Backward& backward) {
   if (!backward.begin.event || !backward.ended.event) return false;
   backward.begin.event->synchronize();
@@ -165,8 +176,11 @@ OverlapReport OverlapRecorder::report_of(const Backward& backward, OverlapClock 
     bucket.arrived_s = std::max(bucket.arrived_s, bucket.launched_s);
     buckets.push_back(std::move(bucket));
   }
-  return summarize_overlap(last_gradient_s, std::max(last_gradient_s, seconds(backward.ended)),
-                           std::move(buckets), clock);
+  OverlapReport report =
+      summarize_overlap(last_gradient_s, std::max(last_gradient_s, seconds(backward.ended)),
+                        std::move(buckets), clock);
+  report.began_s = began_at(backward, by_device);
+  return report;
 }
 
 std::optional<OverlapReport> OverlapRecorder::report() const {

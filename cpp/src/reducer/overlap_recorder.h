@@ -76,6 +76,7 @@ class OverlapRecorder final : public BackwardObserver {
   static Stamp now(const std::optional<c10::Device>& device) noexcept;
   static bool timed_by_device(const Backward& backward);
   static double seconds_to(const Backward& backward, const Stamp& stamp, bool by_device);
+  static double began_at(const Backward& backward, bool by_device);
   static OverlapReport report_of(const Backward& backward, OverlapClock clock);
 
   std::unique_ptr<Backward> current_;

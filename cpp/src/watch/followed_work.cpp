@@ -10,9 +10,10 @@
 #include <utility>
 
 #include "distributed/backends.h"
-#include "standard_error.h"
 #include "torch_version.h"
 #include "watch/forced_unwind.h"
+#include "watch/notice.h"
+#include "watch/stall.h"
 #include "watch/timing.h"
 #include "watch/watched_group.h"
 #include "watch/watcher.h"
@@ -28,16 +29,17 @@ using distributed::StreamMark;
 struct Pursuit {
   WatchedGroupPtr watched;
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group{c10::intrusive_ptr<c10d::ProcessGroup>()};
-  std::unique_ptr<StreamMark> oldest;  ///< that was not reached at the last look
+  Launched::Call oldest;  ///< whose mark was not reached at the last look
   std::optional<Wait> wait;
+  std::optional<StallWatch> stall;
   Clock::time_point ended_at;  ///< when it was seen that a process has ended
 };
 
 /// On a thread of its own: both wait for others.
 void give_up(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& what) {
   const std::string found = report_failure(*group, what);
-  write_line_to_stderr(
-      "apex: rank " + std::to_string(group->getRank()) + " of " + std::to_string(group->getSize()) +
+  notify(
+      "rank " + std::to_string(group->getRank()) + " of " + std::to_string(group->getSize()) +
       ": " + what + " does not end" + found +
       ". The communicator is aborted, so that this process does not wait for the timeout. What the "
       "GPU has received since, as gradients, is worth nothing: do not save it. The next collective "
@@ -51,25 +53,28 @@ void give_up(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::str
   }
 }
 
-void look_later(const std::shared_ptr<Pursuit>& pursuit, std::chrono::milliseconds time);
-
 /// Whether `pursuit` goes on, and when.
 std::optional<std::chrono::milliseconds> look(Pursuit& pursuit) {
   const auto now = Clock::now();
   WatchedGroup& watched = *pursuit.watched;
-  if (!pursuit.oldest || pursuit.oldest->reached()) {
+  if (!pursuit.oldest.mark || pursuit.oldest.mark->reached()) {
     pursuit.wait.reset();
+    pursuit.stall.reset();
     pursuit.ended_at = {};
     const std::lock_guard<std::mutex> lock(watched.mutex);
-    if (pursuit.oldest) watched.launched.spare = std::move(pursuit.oldest);
+    if (pursuit.oldest.mark) watched.launched.spare = std::move(pursuit.oldest.mark);
     pursuit.oldest = std::move(watched.launched.last);
-    if (pursuit.oldest) return timing::kUnfinished;
+    if (pursuit.oldest.mark) return timing::kUnfinished;
     watched.launched.followed = false;
     return std::nullopt;
   }
   const auto group = pursuit.group.lock();
   if (!group) return std::nullopt;
-  if (!pursuit.wait) pursuit.wait.emplace(*group, Wait::kOnDevice);
+  if (!pursuit.wait) {
+    pursuit.wait.emplace(*group, Wait::kOnDevice);
+    pursuit.stall.emplace(pursuit.watched, pursuit.oldest.number, pursuit.oldest.what);
+  }
+  pursuit.stall->poll();
   const bool failed = pursuit.wait->poll().kind != Verdict::kOk;
   if (pursuit.ended_at == Clock::time_point() &&
       !look_around(watched, ProcessState::kEnded).empty())
@@ -77,19 +82,13 @@ std::optional<std::chrono::milliseconds> look(Pursuit& pursuit) {
   const bool ended =
       pursuit.ended_at != Clock::time_point() && now - pursuit.ended_at > timing::kAlone;
   if (!failed && !ended) return timing::kNeighbours;
-  std::string what;
-  {
-    const std::lock_guard<std::mutex> lock(watched.mutex);
-    what = watched.launched.what;
-  }
-  std::thread([group, what] {
+  std::thread([group, what = pursuit.oldest.what] {
     try {
       give_up(group, what);
     } catch (APEX_FORCED_UNWIND) {
       throw;
     } catch (const std::exception& error) {
-      write_line_to_stderr(std::string("apex: the communicator could not be aborted: ") +
-                           error.what());
+      notify(std::string("the communicator could not be aborted: ") + error.what());
     }
   }).detach();
   return std::nullopt;  // still `followed`, so it is not looked at again
@@ -125,9 +124,8 @@ void follow_work(const c10d::ProcessGroup& group, const std::string& what) noexc
   if (!mark || !mark->set()) return;
   {
     const std::lock_guard<std::mutex> lock(watched->mutex);
-    std::swap(launched.last, mark);
-    if (mark) launched.spare = std::move(mark);
-    launched.what = what;
+    if (launched.last.mark) launched.spare = std::move(launched.last.mark);
+    launched.last = {std::move(mark), watched->calls.last_number(), what};
     if (std::exchange(launched.followed, true)) return;
   }
   auto pursuit = std::make_shared<Pursuit>();

@@ -7,14 +7,15 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <locale>
+#include <optional>
 #include <sstream>
 #include <utility>
 #include <vector>
 
 #include <apex/parallel/stall_report.h>
 
-#include "standard_error.h"
 #include "watch/forced_unwind.h"
+#include "watch/notice.h"
 #include "watch/stall_verdict.h"
 #include "watch/timing.h"
 
@@ -49,8 +50,8 @@ int64_t read_stall_time() {
   in.imbue(std::locale::classic());
   double seconds = 0;
   if (!(in >> seconds) || !(in >> std::ws).eof() || !std::isfinite(seconds)) {
-    write_line_to_stderr("apex: APEX_STALL_SECONDS=" + std::string(given) +
-                         " is no number of seconds: 10 is used; 0 switches stall verdicts off");
+    notify("APEX_STALL_SECONDS=" + std::string(given) +
+           " is no number of seconds: 10 is used; 0 switches stall verdicts off");
     seconds = kDefault;
   }
   return seconds <= 0 ? 0 : static_cast<int64_t>(1000 * std::clamp(seconds, kLeast, kMost));
@@ -105,6 +106,10 @@ Whereabouts whereabouts(WatchedGroup& group, bool waits) {
   at.what = last.what;
   at.waits = waits;
   if (last.number != 0) at.seconds = seconds_since(waits ? group.waits_since.load() : last.began);
+  const WatchedGroupPtr root = group.root();
+  for (const WatchedGroupPtr& one : all_watched()) {
+    if (one->root() == root) at.reached[one->label()] = one->calls.last_number();
+  }
   return at;
 }
 
@@ -132,30 +137,6 @@ std::string key_of_rank(WatchedGroup& group, c10d::Store& store, int rank) {
 void post(c10d::Store& store, WatchedGroup& group, const Whereabouts& at) {
   const std::string text = at.encode();
   store.set(key_of_rank(group, store, group.rank), std::vector<uint8_t>(text.begin(), text.end()));
-}
-
-void print(WatchedGroup& group, const Stall& stall) {
-  const std::string verdict = describe(stall);
-  write_line_to_stderr("apex: " + verdict);
-  {
-    const std::lock_guard<std::mutex> lock(stalls().mutex);
-    stalls().last_verdict = verdict;
-  }
-  const std::lock_guard<std::mutex> lock(group.mutex);
-  group.stall = verdict;
-  group.stalled = true;
-}
-
-Stall stall_of(WatchedGroup& group) {
-  Stall stall;
-  stall.rank = group.rank;
-  stall.size = group.size;
-  stall.mine = whereabouts(group, true);
-  stall.processes = look_around(group);
-  stall.note = group.note;
-  stall.seconds_left =
-      std::max(0.0, std::chrono::duration<double>(group.timeout).count() - stall.mine.seconds);
-  return stall;
 }
 
 }  // namespace
@@ -228,88 +209,159 @@ void answer_stalls(const WatchedGroupPtr& group) {
                              Clock::now() + timing::between_answers(limit_of(*group)));
 }
 
-namespace {
+/// What is known of a wait on the store's thread, which may still have it when it is over.
+struct StallWatch::Waiting {
+  Waiting(WatchedGroupPtr of, int64_t number, std::string name = {}, bool device = false)
+      : group(std::move(of)), call(number), what(std::move(name)), on_device(device) {}
 
-/// One of the ranks that wait says who holds them up, and the same one again if that changes.
-bool speaks(WatchedGroup& group, c10d::Store& store, int64_t call) {
+  const WatchedGroupPtr group;
+  const int64_t call;
+  const std::string what;  ///< of a GPU
+  const bool on_device;
+  const Clock::time_point since = Clock::now() - timing::kUsual;
+  std::atomic<bool> over{false};
+  std::atomic<bool> alone{false};      ///< it was said that the store does not answer
+  std::optional<int64_t> said_before;  ///< how often, when this rank asked first
+
+  std::string key_of_said(c10d::Store& store) const {
+    return key_of(*group, store) + "/said/" + group->label();
+  }
+  void ask(c10d::Store& store, Round& round);
+  void speak(c10d::Store& store, const Round& round);
+  void take_over(const Said& said) const;
+  Stall stall() const;
+  void print(const std::string& verdict) const;
+};
+
+/// As this rank sees it, without the others.
+Stall StallWatch::Waiting::stall() const {
+  Stall stall;
+  stall.rank = group->rank;
+  stall.size = group->size;
+  stall.mine = whereabouts(*group, !on_device);
+  stall.on_device = on_device;
+  if (on_device) {
+    stall.mine.call = call;
+    stall.mine.what = what;
+    stall.mine.seconds = seconds_since(since);
+  }
+  stall.processes = look_around(*group);
+  stall.note = group->note;
+  const double timeout = std::chrono::duration<double>(group->timeout).count();
+  stall.seconds_left = timeout > 0 ? std::max(0.0, timeout - stall.mine.seconds) : -1;
+  return stall;
+}
+
+void StallWatch::Waiting::print(const std::string& verdict) const {
+  notify(verdict);
   {
-    const std::lock_guard<std::mutex> lock(group.mutex);
-    if (group.speaks_in == call) return true;
+    const std::lock_guard<std::mutex> lock(stalls().mutex);
+    stalls().last_verdict = verdict;
   }
-  const std::string key =
-      key_of(group, store) + "/printed/" + group.label() + '/' + std::to_string(call);
-  if (store.add(key, 1) != 1) return false;
-  const std::lock_guard<std::mutex> lock(group.mutex);
-  group.speaks_in = call;
-  group.said.clear();
-  return true;
+  const std::lock_guard<std::mutex> lock(group->mutex);
+  group->stall = verdict;
+  group->stalled = true;
 }
 
-bool is_news(WatchedGroup& group, const std::string& signature) {
-  const std::lock_guard<std::mutex> lock(group.mutex);
-  return std::exchange(group.said, signature + '.') != signature + '.';
+void StallWatch::Waiting::ask(c10d::Store& store, Round& round) {
+  if (!on_device) parallel::post(store, *group, whereabouts(*group, true));
+  round.said = get_or_empty(store, key_of_said(store));
+  const Said said = Said::decode(round.said);
+  if (!said_before) said_before = said.times;
+  take_over(said);
+  round.asked = store.add(key_of(*group, store) + "/asked", 1);
+  round.asked_at = Clock::now();
 }
 
-}  // namespace
+/// For the error of this rank.
+void StallWatch::Waiting::take_over(const Said& said) const {
+  if (over || said.times <= *said_before || said.verdict.empty()) return;
+  const std::lock_guard<std::mutex> lock(group->mutex);
+  group->stall = said.verdict;
+  group->stalled = true;
+}
 
-StallWatch::StallWatch(WatchedGroupPtr group)
-    : group_(std::move(group)),
-      since_(Clock::now() - timing::kUsual),
-      call_(group_->calls.last_number()),
-      limit_(limit_of(*group_)),
-      due_(std::max(limit_, timing::kUsual + limit_ - timing::until_asked(limit_))) {
-  group_->waits_since = since_;
-  ++group_->waits;
-  if (group_->stalled.exchange(false)) {  // of an earlier wait in the same call
-    const std::lock_guard<std::mutex> lock(group_->mutex);
-    group_->stall.clear();
+void StallWatch::Waiting::speak(c10d::Store& store, const Round& round) {
+  if (over || alone) return;
+  // The store has answered late: nobody had the time to.
+  if (Clock::now() - round.asked_at < timing::until_answered(limit_of(*group))) return;
+  const std::string key = key_of_said(store);
+  const Said before = Said::decode(round.said);
+  Said said{before.times + 1, group->rank, before.signature, {}};
+  const std::string there = compare_set(store, key, round.said, said.encode());
+  if (there != said.encode()) return take_over(Said::decode(there));
+  Stall now = stall();
+  now.mine.asked = round.asked;
+  for (int rank = 0; rank < group->size; ++rank) {
+    const std::string text = get_or_empty(store, key_of_rank(*group, store, rank));
+    if (!text.empty()) now.others[rank] = Whereabouts::decode(text);
+  }
+  said.signature = signature(now);
+  said.verdict = before.verdict;
+  if (over || !is_stall(now)) {
+    said.signature = before.signature;
+  } else if (said.signature != before.signature) {
+    said.verdict = describe(now);
+    print(said.verdict);
+  }
+  const std::string text = said.encode();
+  store.set(key, std::vector<uint8_t>(text.begin(), text.end()));
+}
+
+StallWatch::StallWatch(const WatchedGroupPtr& group)
+    : StallWatch(std::make_shared<Waiting>(group, group->calls.last_number())) {
+  group->waits_since = waiting_->since;
+  ++group->waits;
+  if (group->stalled.exchange(false)) {  // of an earlier wait in the same call
+    const std::lock_guard<std::mutex> lock(group->mutex);
+    group->stall.clear();
   }
 }
+
+StallWatch::StallWatch(const WatchedGroupPtr& group, int64_t call, const std::string& what)
+    : StallWatch(std::make_shared<Waiting>(group, call, what, true)) {}
+
+StallWatch::StallWatch(std::shared_ptr<Waiting> waiting)
+    : waiting_(std::move(waiting)),
+      limit_(limit_of(*waiting_->group)),
+      due_(std::max(limit_, timing::kUsual + limit_ - timing::until_asked(limit_))) {}
 
 StallWatch::~StallWatch() {
-  --group_->waits;
-  if (!posted_) return;
-  group_->store->post(
-      [group = group_](c10d::Store& store) { post(store, *group, whereabouts(*group, false)); });
+  waiting_->over = true;
+  if (waiting_->on_device) return;
+  --waiting_->group->waits;
+  if (posted_) post(false);
+}
+
+void StallWatch::post(bool waits) {
+  waiting_->group->store->post([group = waiting_->group, waits](c10d::Store& store) {
+    parallel::post(store, *group, whereabouts(*group, waits));
+  });
 }
 
 /// What this rank has told the others is that it does not wait: somebody was waiting already.
 void StallWatch::correct() {
-  if (posted_ || !group_->root()->told_elsewhere.exchange(false)) return;
+  if (waiting_->on_device || posted_) return;
+  if (!waiting_->group->root()->told_elsewhere.exchange(false)) return;
   posted_ = true;
-  group_->store->post(
-      [group = group_](c10d::Store& store) { post(store, *group, whereabouts(*group, true)); });
+  post(true);
 }
 
 void StallWatch::poll() {
   if (limit_ == milliseconds(0)) return;
   correct();
-  const auto waited = Clock::now() - since_;
+  StoreClient& store = *waiting_->group->store;
+  const auto waited = Clock::now() - waiting_->since;
   if (!round_ && waited >= due_ - (limit_ - timing::until_asked(limit_))) {
     posted_ = true;
     round_ = std::make_shared<Round>();
-    group_->store->post([group = group_, round = round_, call = call_](c10d::Store& store) {
-      post(store, *group, whereabouts(*group, true));
-      round->asked = store.add(key_of(*group, store) + "/asked", 1);
-      round->asked_at = Clock::now();
+    store.post([waiting = waiting_, round = round_](c10d::Store& shared) {
+      waiting->ask(shared, *round);
     });
   }
   if (round_ && !verdict_.valid() && waited >= due_) {
-    verdict_ = group_->store->post([group = group_, round = round_, call = call_,
-                                    limit = limit_](c10d::Store& store) {
-      const auto is_over = [&] { return group->waits == 0 || group->calls.last_number() != call; };
-      if (is_over() || round->alone) return;
-      // The store has answered late: nobody had the time to.
-      if (Clock::now() - round->asked_at < timing::until_answered(limit)) return;
-      if (!speaks(*group, store, call)) return;
-      Stall stall = stall_of(*group);
-      stall.mine.asked = round->asked;
-      for (int rank = 0; rank < group->size; ++rank) {
-        const std::string text = get_or_empty(store, key_of_rank(*group, store, rank));
-        if (!text.empty()) stall.others[rank] = Whereabouts::decode(text);
-      }
-      if (is_over() || !is_news(*group, signature(stall))) return;
-      print(*group, stall);
+    verdict_ = store.post([waiting = waiting_, round = round_](c10d::Store& shared) {
+      waiting->speak(shared, *round);
     });
   }
   const bool done =
@@ -320,12 +372,13 @@ void StallWatch::poll() {
     verdict_ = {};
     return;
   }
-  const bool late = verdict_.valid() && waited >= due_ + timing::until_alone(limit_) - limit_;
-  if (!late || alone_) return;
-  alone_ = round_->alone = true;
-  Stall stall = stall_of(*group_);
+  // A wait of the GPU is polled on the store's thread.
+  const bool late = !waiting_->on_device && verdict_.valid() &&
+                    waited >= due_ + timing::until_alone(limit_) - limit_;
+  if (!late || waiting_->alone.exchange(true)) return;
+  Stall stall = waiting_->stall();
   stall.store_answers = false;
-  print(*group_, stall);
+  waiting_->print(describe(stall));
 }
 
 }  // namespace apex::parallel

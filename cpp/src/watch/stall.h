@@ -3,7 +3,6 @@
 
 /// Ranks that wait for long: all report where they are, and one prints who holds them up.
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <future>
@@ -24,8 +23,13 @@ namespace apex::parallel {
 //
 // A rank posts after four tenths of the time that it waits; the others ask every three tenths, so
 // that they have answered by then. Who has answered that it does not wait, and then does, posts
-// that at once. After twice, four times, ... the time the same is done again, and the rank that
-// has printed the verdict prints another if something else holds everybody up.
+// that at once. After twice, four times, ... the time the same is done again. What was printed last
+// is in the store: a rank prints if no rank has done so since it asked, and if something else holds
+// everybody up than before; and the verdict of another rank is part of its own error.
+//
+// Over NCCL the GPU waits while the host goes on, which may be several calls ahead, and a GPU that
+// is busy looks the same. So a rank is late there if its host has not made the call yet. See also
+// Note [Collectives that the host does not wait for].
 
 /// 10 s; the environment variable APEX_STALL_SECONDS sets another time, and 0 is never.
 std::chrono::milliseconds stall_time();
@@ -39,12 +43,15 @@ void answer_stalls(const WatchedGroupPtr& group);
 /// be called while the interpreter ends. Waits for a post that is under way, a second at most.
 void end_answers();
 
-/// A wait of this rank in its last call of `group`. Not thread safe; nothing blocks.
+/// A wait of this rank, or of its GPU. Not thread safe; nothing blocks.
 class StallWatch {
  public:
   using Clock = std::chrono::steady_clock;
 
-  explicit StallWatch(WatchedGroupPtr group);
+  /// In its last call of `group`.
+  explicit StallWatch(const WatchedGroupPtr& group);
+  /// Of the GPU, in that call.
+  StallWatch(const WatchedGroupPtr& group, int64_t call, const std::string& what);
   ~StallWatch();
   StallWatch(const StallWatch&) = delete;
   StallWatch& operator=(const StallWatch&) = delete;
@@ -52,21 +59,21 @@ class StallWatch {
   void poll();
 
  private:
+  struct Waiting;
   /// One question to the others, and what follows. Of the store's thread.
   struct Round {
     int64_t asked = 0;
     Clock::time_point asked_at;
-    std::atomic<bool> alone{false};  ///< it was said that the store does not answer
+    std::string said;  ///< by ranks, until then
   };
+  explicit StallWatch(std::shared_ptr<Waiting> waiting);
   void correct();
+  void post(bool waits);
 
-  const WatchedGroupPtr group_;
-  const Clock::time_point since_;
-  const int64_t call_;
+  const std::shared_ptr<Waiting> waiting_;  ///< shared with the store's thread
   const std::chrono::milliseconds limit_;
   std::chrono::milliseconds due_;  ///< the next verdict, since the wait began
-  bool posted_ = false;
-  bool alone_ = false;
+  bool posted_ = false;            ///< where this rank is
   std::shared_ptr<Round> round_;
   std::shared_future<void> verdict_;
 };

@@ -30,8 +30,12 @@ std::string indented(const std::string& lines) {
   return text;
 }
 
-bool in_same_call(const Whereabouts& mine, const Whereabouts& other) {
-  return other.waits && other.group == mine.group && other.call == mine.call;
+/// Whether `other` has come to where this rank waits.
+bool has_come(const Stall& stall, const Whereabouts& other) {
+  const Whereabouts& mine = stall.mine;
+  if (!stall.on_device) return other.waits && other.group == mine.group && other.call == mine.call;
+  const auto reached = other.reached.find(mine.group);
+  return reached != other.reached.end() && reached->second >= mine.call;
 }
 
 struct Cause {
@@ -101,7 +105,7 @@ Ranks sorted(const Stall& stall) {
   for (int rank = 0; rank < stall.size; ++rank) {
     if (rank == stall.rank) continue;
     const auto found = stall.others.find(rank);
-    const bool waits = found != stall.others.end() && in_same_call(stall.mine, found->second) &&
+    const bool waits = found != stall.others.end() && has_come(stall, found->second) &&
                        stall.processes.count(rank) == 0;
     (waits ? ranks.waiting : ranks.late).push_back(rank);
   }
@@ -115,8 +119,11 @@ Ranks sorted(const Stall& stall) {
 
 }  // namespace
 
+bool is_stall(const Stall& stall) { return !stall.on_device || !sorted(stall).late.empty(); }
+
 std::string signature(const Stall& stall) {
-  std::string text;
+  // GPUs of several ranks wait in different calls for the same rank.
+  std::string text = stall.on_device ? std::string() : std::to_string(stall.mine.call) + ' ';
   for (const int rank : sorted(stall).late) {
     text += std::to_string(rank);
     const auto process = stall.processes.find(rank);
@@ -126,6 +133,7 @@ std::string signature(const Stall& stall) {
     Whereabouts at = other->second;
     at.seconds = 0;
     at.asked = 0;
+    at.reached = {};
     at.state = place_in_backward(at.state);
     text += at.encode();
   }
@@ -135,7 +143,9 @@ std::string signature(const Stall& stall) {
 std::string Whereabouts::encode() const {
   PlainText out;
   out << std::quoted(group) << ' ' << call << ' ' << std::quoted(what) << ' ' << waits << ' '
-      << seconds << ' ' << asked << ' ' << std::quoted(state);
+      << seconds << ' ' << asked << ' ' << reached.size();
+  for (const auto& [name, number] : reached) out << ' ' << std::quoted(name) << ' ' << number;
+  out << ' ' << std::quoted(state);
   return out.str();
 }
 
@@ -144,14 +154,32 @@ Whereabouts Whereabouts::decode(const std::string& text) {
   in.imbue(std::locale::classic());
   Whereabouts read;
   in >> std::quoted(read.group) >> read.call >> std::quoted(read.what) >> read.waits >>
-      read.seconds >> read.asked >> std::quoted(read.state);
+      read.seconds >> read.asked;
+  size_t groups = 0;
+  in >> groups;
+  for (std::string name; groups > 0 && in >> std::quoted(name); --groups) in >> read.reached[name];
+  in >> std::quoted(read.state);
+  return read;
+}
+
+std::string Said::encode() const {
+  PlainText out;
+  out << times << ' ' << rank << ' ' << std::quoted(signature) << ' ' << std::quoted(verdict);
+  return out.str();
+}
+
+Said Said::decode(const std::string& text) {
+  std::istringstream in(text);
+  in.imbue(std::locale::classic());
+  Said read;
+  in >> read.times >> read.rank >> std::quoted(read.signature) >> std::quoted(read.verdict);
   return read;
 }
 
 std::string describe(const Stall& stall) {
-  std::string text = "rank " + std::to_string(stall.rank) + " of " + std::to_string(stall.size) +
-                     " has waited for " + seconds_of(stall.mine.seconds) +
-                     " in: " + stall.mine.what;
+  std::string text = (stall.on_device ? "the GPU of rank " : "rank ") + std::to_string(stall.rank) +
+                     " of " + std::to_string(stall.size) + " has waited for " +
+                     seconds_of(stall.mine.seconds) + " in: " + stall.mine.what;
   if (!stall.store_answers && stall.processes.empty()) {
     return text +
            "\n  who:   not known: the store, through which ranks report, does not answer"
@@ -180,8 +208,10 @@ std::string describe(const Stall& stall) {
     before = cause.why;
     text += "\n  why:   " + cause.why + "\n  next:  " + cause.next;
   }
-  return text + "\n  The ranks that wait give up in " + seconds_of(stall.seconds_left) +
-         ", at the timeout of the group." + note;
+  if (stall.seconds_left >= 0)
+    text += "\n  The ranks that wait give up in " + seconds_of(stall.seconds_left) +
+            ", at the timeout of the group.";
+  return text + note;
 }
 
 }  // namespace apex::parallel

@@ -27,9 +27,13 @@ namespace apex::parallel {
 /// Collectives that the host does not wait for: see Note [Collectives that the host does not wait
 /// for].
 struct Launched {
-  std::unique_ptr<distributed::StreamMark> last;  ///< behind the last one, unless that is looked at
+  struct Call {
+    std::unique_ptr<distributed::StreamMark> mark;  ///< behind it
+    int64_t number = 0;                             ///< of the last call when the mark was set
+    std::string what;
+  };
+  Call last;  ///< unless that is looked at
   std::unique_ptr<distributed::StreamMark> spare;
-  std::string what;
   bool followed = false;  ///< by the store's thread
 };
 
@@ -64,11 +68,9 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   ReportKeys old_reports;                ///< see find_reports(); in the group that has the board
   std::map<int, ProcessName> processes;  ///< of other ranks
   Launched launched;
-  int64_t speaks_in = 0;  ///< the call in which this rank prints verdicts
-  std::string said;       ///< by the last of them, in short
-  std::string stall;      ///< the verdict that this rank has printed in its last call
-  Proof ended_first;      ///< seen when the store was lost
-  std::string verdict;    ///< what report_failure() has found
+  std::string stall;    ///< the verdict that a rank has printed about this rank's last call
+  Proof ended_first;    ///< seen when the store was lost
+  std::string verdict;  ///< what report_failure() has found
   std::chrono::steady_clock::time_point verdict_until;  ///< it is not asked for again until then
 
   /// The group that has the store and the board.

@@ -3,6 +3,7 @@
 
 #include "watch/followed_work.h"
 
+#include <apex/parallel/stall_report.h>
 #include <support/child_process.h>
 #include <support/stored_group.h>
 #include <support/stream_mark.h>
@@ -11,11 +12,14 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include <gtest/gtest.h>
 
+#include "watch/stall.h"
 #include "watch/timing.h"
 #include "watch/watched_group.h"
 #include "watch/watcher.h"
@@ -194,6 +198,53 @@ TEST_F(FollowedWork, HostWaitsForRoomInTheStream_CommunicatorIsAborted) {
   child_.become_zombie();
   EXPECT_TRUE(is_aborted_soon());
   host.join();
+}
+
+/// What is said meanwhile, with stalls of 400 ms.
+class Said {
+ public:
+  Said() : before_(stall_time()) {
+    set_stall_time(std::chrono::milliseconds(400));
+    on_notice([this](const std::string& text) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      texts_.push_back(text);
+    });
+  }
+  ~Said() {
+    on_notice({});
+    set_stall_time(before_);
+  }
+  std::vector<std::string> texts() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return texts_;
+  }
+
+ private:
+  const std::chrono::milliseconds before_;
+  std::mutex mutex_;
+  std::vector<std::string> texts_;
+};
+
+TEST_F(FollowedWork, HostOfAnotherRankHasNotMadeTheCall_IsNamedOnceAndNothingIsAborted) {
+  Said said;
+  begin_call(*groups_[0], "all-reduce");
+  launch("all-reduce of bucket 3");
+  begin_call(*groups_[1], "the next one");  // the host is ahead
+  ASSERT_TRUE(comes_true([&] { return !said.texts().empty(); }));
+  EXPECT_TRUE(stays_whole());
+  ASSERT_EQ(said.texts().size(), 1U);
+  const std::string text = said.texts().front();
+  EXPECT_NE(text.find("the GPU of rank 1 of 3 has waited"), std::string::npos) << text;
+  EXPECT_NE(text.find("in: all-reduce of bucket 3"), std::string::npos) << text;
+  EXPECT_NE(text.find("rank 2 holds it up; rank 0 waits as well"), std::string::npos) << text;
+}
+
+TEST_F(FollowedWork, GpuIsBusyAndAllHostsHaveMadeTheCall_NothingIsSaid) {
+  Said said;
+  for (const int rank : {0, 2}) begin_call(*groups_[rank], "all-reduce");
+  launch();
+  EXPECT_TRUE(stays_whole());
+  EXPECT_TRUE(said.texts().empty()) << said.texts().front();
 }
 
 TEST_F(FollowedWork, GraphIsCaptured_NothingIsFollowed) {

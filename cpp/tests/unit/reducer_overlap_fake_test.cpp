@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <utility>
@@ -45,6 +46,7 @@ class FakeDeviceOverlap : public ::testing::Test {
   /// One that learns and one whose times are taken, which must not make the host wait.
   OverlapReport report_of(Reducer& reducer) {
     reducer.record_overlap(true);
+    const double began = now();
     int64_t waits = 0;
     for (int step = 0; step < 2; ++step) {
       const at::Tensor x = random_batch(12, 6, step).to(fake::device());
@@ -57,7 +59,15 @@ class FakeDeviceOverlap : public ::testing::Test {
     }
     const Strings all = fake::detector().host_waits();
     EXPECT_EQ(Strings(all.begin() + waits, all.end()), Strings{});
-    return reducer.overlap_report().value();
+    const OverlapReport report = reducer.overlap_report().value();
+    // The simulated device's own time goes faster than the host's.
+    EXPECT_GT(report.began_s, began - 60);
+    EXPECT_LE(report.began_s + report.backward_s, now());
+    return report;
+  }
+  static double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
   }
 
   void expect_in_order(const OverlapReport& report) {

@@ -7,7 +7,9 @@
 #include <support/counting_store.h>
 #include <support/stored_group.h>
 
+#include <atomic>
 #include <chrono>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -50,10 +52,63 @@ void expect_has(const std::string& text, const std::string& part) {
 TEST(StallVerdict, Whereabouts_AreDecodedAsTheyWere) {
   Whereabouts at = in_call(3, true, "bucket \"2\"");
   at.state = "two\nlines";
+  at.reached = {{"group", 3}, {"the \"other\" one", 5}};
   const Whereabouts read = Whereabouts::decode(at.encode());
   EXPECT_EQ(read.encode(), at.encode());
   EXPECT_EQ(read.state, at.state);
+  EXPECT_EQ(read.reached, at.reached);
   EXPECT_EQ(read.what, at.what);
+}
+
+TEST(StallVerdict, Said_IsDecodedAsItWas) {
+  const Said said{3, 7, "signature \"1\"", "two\nlines"};
+  const Said read = Said::decode(said.encode());
+  EXPECT_EQ(read.times, 3);
+  EXPECT_EQ(read.rank, 7);
+  EXPECT_EQ(read.signature, said.signature);
+  EXPECT_EQ(read.verdict, said.verdict);
+  EXPECT_EQ(Said::decode({}).times, 0);
+}
+
+/// The GPU of rank 0 of 3 waits in call 7; the hosts of ranks 1 and 2 have come to these.
+Stall on_device(int64_t of_1, int64_t of_2) {
+  Stall one = stall();
+  one.on_device = true;
+  one.seconds_left = -1;
+  one.others = {{1, in_call(of_1, false)}, {2, in_call(of_2, false)}};
+  one.others[1].reached = {{"group", of_1}};
+  one.others[2].reached = {{"group", of_2}};
+  return one;
+}
+
+TEST(StallVerdict, GpuWaits_RankWhoseHostHasNotMadeTheCallIsNamed) {
+  const Stall one = on_device(6, 9);
+  EXPECT_TRUE(is_stall(one));
+  const std::string text = describe(one);
+  expect_has(text, "the GPU of rank 0 of 3 has waited for 12 s in: a");
+  expect_has(text, "who:   rank 1 holds it up; rank 2 waits as well");
+  EXPECT_EQ(text.find("give up"), std::string::npos) << text;
+}
+
+TEST(StallVerdict, GpuWaitsAndAllHostsHaveMadeTheCall_IsNoStall) {
+  EXPECT_FALSE(is_stall(on_device(7, 9)));
+}
+
+TEST(StallVerdict, GpuWaitsForRankInAnotherGroup_IsComparedInTheGroupOfTheCall) {
+  Stall one = on_device(7, 7);
+  one.others[2].group = "other";
+  one.others[2].call = 1;
+  EXPECT_FALSE(is_stall(one));
+  one.others[2].reached["group"] = 6;
+  expect_has(describe(one), "who:   rank 2 holds it up; rank 1 waits as well");
+}
+
+TEST(StallVerdict, GpusOfTwoRanksWaitInDifferentCalls_SignatureIsTheSame) {
+  Stall one = on_device(3, 9), two = one;
+  two.mine.call = 8;
+  EXPECT_EQ(signature(one), signature(two));
+  two.on_device = false;
+  EXPECT_NE(signature(one), signature(two));
 }
 
 TEST(StallVerdict, RankThatIsInNoCollective_IsNamedWithWhatItDoes) {
@@ -210,6 +265,25 @@ TEST_F(StallTest, VerdictIsPartOfTheError_UntilTheNextCall) {
   expect_has(stall_verdict(*groups[0]), "rank 1 holds it up");
   begin_call(*groups[0], "c");
   EXPECT_EQ(stall_verdict(*groups[0]), "");
+}
+
+TEST_F(StallTest, OneRankPrints_VerdictIsPartOfTheErrorOfAllThatWait) {
+  static std::atomic<int> printed{0};
+  on_notice([](const std::string&) { ++printed; });
+  const auto groups = make_stored_groups(3, "errors");
+  for (const auto& group : groups) begin_call(*group, "a");
+  std::vector<std::unique_ptr<Wait>> waits;
+  for (const int rank : {0, 2}) waits.push_back(std::make_unique<Wait>(*groups[rank]));
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  const auto known = [&](int rank) { return stall_verdict(*groups[rank]); };
+  while ((known(0).empty() || known(2).empty()) && std::chrono::steady_clock::now() < until) {
+    for (const auto& wait : waits) wait->poll();
+    std::this_thread::sleep_for(milliseconds(5));
+  }
+  on_notice({});
+  expect_has(known(0), "rank 1 holds it up");
+  EXPECT_EQ(known(0), known(2));
+  EXPECT_EQ(printed, 1);
 }
 
 // It may be held up by something else, in the same call and even in the same wait.

@@ -11,6 +11,7 @@ from torch import nn
 
 from apex import _core
 from apex.parallel._comm_hook import RegisteredHook, make_runner, require_alive
+from apex.parallel._timeline import Timeline
 
 
 class ReducedBucket(NamedTuple):
@@ -31,7 +32,7 @@ class Hooks:
 
     callback: Callable[[ReducedBucket], None] | None = None
     optimizer: Any = None  # the OverlappedOptimizer, if there is one
-    records_overlap = False
+    timeline: Timeline | None = None  # while overlap is recorded
     _parameters: Sequence[nn.Parameter] = ()  # as the reducer numbers them
 
     def __init__(self, comm_hook: str | None) -> None:
@@ -47,7 +48,7 @@ class Hooks:
             self._install_callback(reducer)
         if self.optimizer is not None:
             reducer.set_deferred(True)
-        if self.records_overlap:
+        if self.timeline is not None:
             reducer.record_overlap(True)
 
     def set_comm_hook(self, reducer: _core.Reducer, comm_hook: RegisteredHook | str) -> None:
@@ -91,5 +92,5 @@ class Hooks:
         reducer.set_bucket_callback(run)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("comm_hook", "_default", "records_overlap")
-        return {name: value for name, value in self.__dict__.items() if name in kept}
+        state = {name: self.__dict__[name] for name in ("comm_hook", "_default")}
+        return state if self.timeline is None else {**state, "timeline": Timeline()}

@@ -31,6 +31,7 @@ from apex.parallel._tensor_lists import (
     split_by_type,
     split_half_float_double,
 )
+from apex.parallel._timeline import FORWARD, Timeline
 from apex.parallel.overlap_report import BucketOverlap, OverlapReport
 from apex.parallel.straggler_report import RankTimes, StragglerReport
 from apex.parallel.sync_batchnorm import name_layers
@@ -322,7 +323,11 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         enter = self._enter_untraced if under_trace else self._enter
         leave = self._leave_untraced if under_trace else self._leave
         name = "apex.DistributedDataParallel.forward"
-        with torch.profiler.record_function(name) if self.prof else _NO_RANGE:
+        timeline = self._engine.hooks.timeline
+        with (
+            torch.profiler.record_function(name) if self.prof else _NO_RANGE,
+            timeline.span(FORWARD) if timeline is not None else _NO_RANGE,
+        ):
             inputs, kwargs, casts = enter(inputs, kwargs, training)
             outer = _compile.registry._active_ddp_module
             if training and self._engine.splits_graphs:
@@ -688,7 +693,8 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
 
         Each process decides for itself. Off, as at first, it costs nothing. On, a clock is read for
         each gradient and a few times for each bucket; on a GPU an event is recorded each time, and
-        neither the host nor the stream of backward waits. Not while a CUDA graph is captured.
+        neither the host nor the stream of backward waits. Not while a CUDA graph is captured. Also
+        takes the times at which the host runs forwards and optimizer steps.
         Turning it off forgets the last report.
 
         Waits for what an :class:`OverlappedOptimizer` has left on its way.
@@ -697,7 +703,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
             RuntimeError: while a backward is running.
         """
         self._reducer.record_overlap(bool(on))
-        self._engine.hooks.records_overlap = bool(on)
+        self._engine.hooks.timeline = Timeline() if on else None
 
     def overlap_report(self) -> OverlapReport | None:
         """What the last backward that :meth:`record_overlap` took the times of has hidden.
@@ -708,10 +714,15 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         safe.
         """
         report = self._reducer.overlap_report()
-        if report is None:
+        timeline = self._engine.hooks.timeline
+        if report is None or timeline is None:
             return None
         buckets = [BucketOverlap(**bucket) for bucket in report.pop("buckets")]
-        return OverlapReport(**report, buckets=buckets)
+        began_s = report["began_s"]
+        took_s = max([report["backward_s"], *(bucket.arrived_s for bucket in buckets)])
+        spans = timeline.of_step(began_s, began_s + took_s)
+        rank = dist.get_rank(self.process_group)
+        return OverlapReport(**report, rank=rank, buckets=buckets, spans=spans)
 
     def straggler_report(self) -> StragglerReport:
         """How long each process takes for its part of a step, and which one the others wait for.

@@ -3,7 +3,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch.distributed as dist
+
+from apex.parallel import _plots
+from apex.parallel._clocks import all_gather, offset_to_first_rank
+from apex.parallel._timeline import Span
+from apex.parallel._trace import Trace, rows_of
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,9 @@ class OverlapReport:
             streams got there. ``"host only"``: gradients are on a device without timed events, or
             on several; then these are the times at which the host asked for things, which says
             little.
+        rank: of this process in the wrapper's group.
+        began_s: when backward began, by ``time.perf_counter()``, which the processes of a host
+            share; with ``"device"``, when its stream got there.
         last_gradient_s: from the begin of backward until its last gradient was computed.
         backward_s: until gradients were complete; with :class:`OverlappedOptimizer`, until
             ``backward()`` returned.
@@ -55,9 +67,13 @@ class OverlapReport:
         hidden_s: the rest: gradients, or the next forward, were computed meanwhile.
         hidden_fraction: ``hidden_s / communication_s``; 1 if nothing was in flight.
         buckets: in launch order.
+        spans: when the host ran ``"forward"`` and ``"step (SGD)"`` (the optimizers of this process)
+            since the optimizer step before; relative to the begin of backward as the other times.
     """
 
     clock: str
+    rank: int
+    began_s: float
     last_gradient_s: float
     backward_s: float
     communication_s: float
@@ -65,7 +81,138 @@ class OverlapReport:
     hidden_s: float
     hidden_fraction: float
     buckets: list[BucketOverlap]
+    spans: list[Span]
     text: str = field(repr=False, compare=False)
 
     def __str__(self) -> str:
         return self.text
+
+    def as_dict(self) -> dict[str, float]:
+        """Its numbers under flat names, for CSV files and TensorBoard's ``add_scalar``."""
+        names = ("last_gradient_s", "backward_s", "communication_s", "exposed_s", "hidden_s")
+        numbers = {f"overlap/{name}": float(getattr(self, name)) for name in names}
+        numbers["overlap/hidden_fraction"] = self.hidden_fraction
+        for index, bucket in enumerate(self.buckets):
+            numbers[f"overlap/bucket{index}/in_flight_s"] = bucket.arrived_s - bucket.launched_s
+            numbers[f"overlap/bucket{index}/exposed_s"] = bucket.exposed_s
+        return numbers
+
+    def save_trace(
+        self, path: str | os.PathLike[str], group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Writes the step as a trace that https://ui.perfetto.dev and chrome://tracing show.
+
+        It has forward, backward, optimizer steps, the buckets (ready, in flight) and the waits for
+        them. Without ``group`` it is this process alone, and nothing is communicated. With it,
+        every process of the group has to call this with a report of its own; the first one writes
+        the file, with a row per rank. Clocks of processes of several hosts are aligned by
+        collectives, to half the time that one takes.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        reports = self._gathered(group)
+        if reports:
+            trace_of(reports).save(path)
+
+    def plot(self, path: str | os.PathLike[str], group: dist.ProcessGroup | None = None) -> None:
+        """Draws the step into a picture, as :meth:`save_trace` writes it; needs matplotlib.
+
+        Raises:
+            ImportError: without matplotlib, before anything is communicated.
+            ValueError: if the suffix of ``path`` is no format of matplotlib.
+        """
+        _plots.require()
+        reports = self._gathered(group)
+        if reports:
+            _draw(path, reports)
+
+    def _gathered(self, group: dist.ProcessGroup | None) -> list[OverlapReport]:
+        """On the first rank those of all, by its clock; elsewhere none."""
+        if group is None:
+            return [self]
+        mine = replace(self, began_s=self.began_s + offset_to_first_rank(group))
+        reports: list[OverlapReport] = all_gather(mine, group)
+        return reports if dist.get_rank(group) == 0 else []
+
+
+def _begin_of(reports: Sequence[OverlapReport]) -> float:
+    return min(r.began_s + min([0.0, *(span.begin_s for span in r.spans)]) for r in reports)
+
+
+def trace_of(reports: Sequence[OverlapReport]) -> Trace:
+    """A process for each report, with rows for what it computes, its waits and its buckets."""
+    trace = Trace(_begin_of(reports))
+    for report in reports:
+        _add(trace, report)
+    return trace
+
+
+def _add(trace: Trace, report: OverlapReport) -> None:
+    buckets = report.buckets
+    row_of_bucket = rows_of([(bucket.ready_s, bucket.arrived_s) for bucket in buckets])
+    bucket_rows = [f"buckets {row}" for row in range(max(row_of_bucket, default=-1) + 1)]
+    trace.process(report.rank, f"rank {report.rank}", ["step", "waits", *bucket_rows])
+
+    def add(row: int, name: str, begin_s: float, end_s: float, **about: object) -> None:
+        trace.slice(
+            report.rank, row, name, report.began_s + begin_s, report.began_s + end_s, **about
+        )
+
+    for span in report.spans:
+        add(0, span.name, span.begin_s, span.end_s)
+    add(0, "backward", 0, report.backward_s, clock=report.clock)
+    add(0, "gradients", 0, report.last_gradient_s)
+    waited_s = 0.0  # a device may see the end of one wait after the begin of the next
+    for number, (bucket, place) in enumerate(zip(buckets, row_of_bucket, strict=True)):
+        row, name = 2 + place, f"bucket {number}"
+        add(
+            row,
+            name,
+            bucket.ready_s,
+            bucket.arrived_s,
+            parameters=bucket.names,
+            bytes=bucket.bytes,
+            exposed_ms=bucket.exposed_s * 1e3,
+            shared_memory=bucket.shared_memory,
+            by_host=bucket.by_host,
+        )
+        add(row, "ready", bucket.ready_s, bucket.launched_s)
+        add(row, "in flight", bucket.launched_s, bucket.arrived_s)
+        begin_s = max(bucket.awaited_s, waited_s)
+        if begin_s < bucket.arrived_s:
+            add(1, name, begin_s, bucket.arrived_s)
+            waited_s = bucket.arrived_s
+
+
+def _draw(path: str | os.PathLike[str], reports: Sequence[OverlapReport]) -> None:
+    """A row for what each rank computes, and one for each of its buckets."""
+    zero_s = _begin_of(reports)
+    figure, axes = _plots.rows_figure(sum(1 + len(report.buckets) for report in reports))
+    labels: list[str] = []
+
+    def bar(report: OverlapReport, begin_s: float, end_s: float, color: str) -> None:
+        left_s = report.began_s - zero_s + begin_s
+        axes.barh(len(labels) - 1, (end_s - begin_s) * 1e3, left=left_s * 1e3, color=color)
+
+    for report in reports:
+        labels.append(f"rank {report.rank}")
+        for span in [*report.spans, Span("backward", 0.0, report.last_gradient_s)]:
+            bar(report, span.begin_s, span.end_s, _plots.COMPUTES)
+            middle_s = report.began_s - zero_s + (span.begin_s + span.end_s) / 2
+            axes.text(middle_s * 1e3, len(labels) - 1, span.name, ha="center", va="center", size=7)
+        for number, bucket in enumerate(report.buckets):
+            labels.append(f"bucket {number}")
+            exposed_from = max(bucket.launched_s, bucket.arrived_s - bucket.exposed_s)
+            bar(report, bucket.ready_s, bucket.launched_s, _plots.PENDING)
+            bar(report, bucket.launched_s, exposed_from, _plots.HIDDEN)
+            bar(report, exposed_from, bucket.arrived_s, _plots.EXPOSED)
+    axes.set_xlabel("ms")
+    for color, label in [
+        (_plots.COMPUTES, "computation"),
+        (_plots.PENDING, "ready, not launched"),
+        (_plots.HIDDEN, "in flight, hidden"),
+        (_plots.EXPOSED, "in flight, exposed"),
+    ]:
+        axes.barh(0, 0, color=color, label=label)
+    _plots.save(path, figure, axes, labels, columns=4)

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+
+from apex.parallel import _plots
 
 
 @dataclass(frozen=True)
@@ -56,3 +59,37 @@ class StragglerReport:
 
     def __str__(self) -> str:
         return self.text
+
+    def as_dict(self) -> dict[str, float]:
+        """Its numbers under flat names, for CSV files and TensorBoard's ``add_scalar``."""
+        names = ("own_s", "own_p95_s", "before_backward_s", "backward_s", "ratio", "last_share")
+        return {
+            f"straggler/rank{rank}/{name}": float(getattr(times, name))
+            for rank, times in enumerate(self.ranks)
+            for name in names
+        }
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the own time of each rank into a picture; needs matplotlib.
+
+        All ranks have the same report, so one of them draws it.
+
+        Raises:
+            ImportError: without matplotlib.
+            ValueError: without ranks, or if the suffix of ``path`` is no format of matplotlib.
+        """
+        _plots.require()
+        if not self.ranks:
+            raise ValueError("the straggler report has no steps yet: there is nothing to draw.")
+        figure, axes = _plots.rows_figure(len(self.ranks))
+        rows = range(len(self.ranks))
+        before = [times.before_backward_s * 1e3 for times in self.ranks]
+        backward = [times.backward_s * 1e3 for times in self.ranks]
+        color = [_plots.EXPOSED if rank == self.straggler else _plots.HIDDEN for rank in rows]
+        axes.barh(rows, before, color=_plots.COMPUTES, label="before backward")
+        axes.barh(rows, backward, left=before, color=color, label="backward")
+        p95 = [times.own_p95_s * 1e3 for times in self.ranks]
+        axes.scatter(p95, rows, color="black", marker="|", s=80, label="95th percentile")
+        axes.set_xlabel(f"own time in ms, medians of {self.steps} steps")
+        labels = [f"rank {rank}" + " (straggler)" * (rank == self.straggler) for rank in rows]
+        _plots.save(path, figure, axes, labels, columns=3)

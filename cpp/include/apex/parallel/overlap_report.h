@@ -40,6 +40,8 @@ struct BucketOverlap {
 /// One synchronized backward on one rank. Seconds.
 struct OverlapReport {
   OverlapClock clock = OverlapClock::kHost;
+  double began_s = 0;  ///< when backward began, by std::chrono::steady_clock, which the processes
+                       ///< of a host share; on a device: when its stream got there
   double last_gradient_s = 0;  ///< from the begin of backward until its last gradient was computed
   double backward_s = 0;       ///< until gradients were complete; of one that was deferred
                                ///< (Reducer::set_deferred()), until it returned
@@ -51,7 +53,8 @@ struct OverlapReport {
   std::vector<BucketOverlap> buckets;  ///< in launch order
 };
 
-/// Computes all but the times of the buckets, of which exposed_s is computed as well. Pure.
+/// Computes all but began_s and the times of the buckets, of which exposed_s is computed as well.
+/// Pure.
 ///
 /// @param last_gradient_s, backward_s  as in OverlapReport
 /// @param buckets  with all but exposed_s

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""When the host ran forwards and optimizer steps, while overlap is recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+FORWARD = "forward"
+_KEPT = 256
+
+
+class Span(NamedTuple):
+    """What the host did for a while: ``"forward"``, or ``"step"`` with the optimizer's class."""
+
+    name: str
+    begin_s: float
+    end_s: float
+
+
+class Timeline:
+    """Forwards of one wrapper, and steps of all optimizers of the process.
+
+    Times are of ``time.perf_counter()``, which on Linux is the clock of the C++ engine.
+    """
+
+    def __init__(self) -> None:
+        self._spans: deque[Span] = deque(maxlen=_KEPT)
+        self._step_began: dict[int, float] = {}  # by id: only while the optimizer steps
+        _timelines.add(self)
+        _register()
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spans.append(Span(name, began, time.perf_counter()))
+
+    def of_step(self, began_s: float, ended_s: float) -> list[Span]:
+        """Around a backward, from the optimizer step before it to the next forward.
+
+        That is the first forward from ``ended_s`` on. Results are relative to ``began_s``.
+        """
+        spans = sorted(self._spans, key=lambda span: span.begin_s)
+        steps = [s.end_s for s in spans if s.name != FORWARD and s.end_s <= began_s]
+        forwards = [s.begin_s for s in spans if s.name == FORWARD and s.begin_s >= ended_s]
+        first, last = max(steps, default=-math.inf), min(forwards, default=math.inf)
+        return [
+            Span(s.name, s.begin_s - began_s, s.end_s - began_s)
+            for s in spans
+            if first <= s.begin_s < last
+        ]
+
+
+_timelines: weakref.WeakSet[Timeline] = weakref.WeakSet()
+
+
+@functools.cache  # one pair of hooks for all wrappers
+def _register() -> None:
+    register_optimizer_step_pre_hook(_steps)
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for timeline in _timelines:
+        timeline._step_began[id(optimizer)] = time.perf_counter()
+
+
+def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for timeline in _timelines:
+        began = timeline._step_began.pop(id(optimizer), None)
+        if began is not None:
+            name = f"step ({type(optimizer).__name__})"
+            timeline._spans.append(Span(name, began, time.perf_counter()))
