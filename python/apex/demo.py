@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``python -m apex.demo``: two processes train on this machine, and things go wrong with one.
 
-Takes about fifteen seconds, needs no GPU and writes no files. Shows what the other process says: of
-one that is a little slow in every step, of one that is late, and of one that is killed.
+Takes about fifteen seconds and needs no GPU. Shows what the other process says: of one that is a
+little slow in every step, of one that is late, and of one that is killed. Writes a trace and, where
+there is matplotlib, a picture of a slow step into the current folder.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from apex.parallel import DistributedDataParallel
 
 STALL_S = 2.0
 STEPS = 20
+
+
+TRACE, PICTURE = "apex-demo-trace.json", "apex-demo.png"
 
 
 class Slow:
@@ -81,6 +85,18 @@ def _run(rank: int, store: str) -> None:
                 end="",
                 flush=True,
             )
+    with _chapter(rank, "one of these steps, as a trace and as a picture"):
+        model.record_overlap()
+        _train(model, 1)
+        report = model.overlap_report()
+        assert report is not None
+        report.save_trace(TRACE, group=dist.group.WORLD)
+        written = f"{TRACE} (open it in https://ui.perfetto.dev)"
+        with contextlib.suppress(ImportError):  # without matplotlib
+            report.plot(PICTURE, group=dist.group.WORLD)
+            written += f", {PICTURE}"
+        if rank == 0:
+            print(f"written: {written}", flush=True)
     with _chapter(rank, f"rank 1 is late: said after {STALL_S:g} s (10 if nobody sets it)"):
         slow.seconds = 2 * STALL_S if rank == 1 else 0
         _train(model, 1)

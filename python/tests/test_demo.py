@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 
 @pytest.mark.processes
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="processes are looked up in /proc")
-def test_demo_names_the_rank_that_is_slow_late_and_killed() -> None:
+def test_demo_names_the_rank_that_is_slow_late_and_killed(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "apex.demo"], capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", "apex.demo"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert "rank 1 holds up the others" in done.stdout
@@ -22,3 +28,5 @@ def test_demo_names_the_rank_that_is_slow_late_and_killed() -> None:
     assert "rank 1 holds it up" in done.stderr
     assert "its last gradient was that of '2.bias'" in done.stderr
     assert "rank 1 has ended" in done.stdout
+    events = json.loads((tmp_path / "apex-demo-trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
