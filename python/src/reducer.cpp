@@ -226,6 +226,7 @@ void init_reducer(nb::module_& m) {
       .def_rw("gradient_as_bucket_view", &ReducerOptions::gradient_as_bucket_view)
       .def_rw("allreduce_always_fp32", &ReducerOptions::allreduce_always_fp32)
       .def_rw("gradient_average", &ReducerOptions::gradient_average)
+      .def_rw("weighted", &ReducerOptions::weighted)
       .def_rw("gradient_predivide_factor", &ReducerOptions::gradient_predivide_factor)
       .def_rw("static_graph", &ReducerOptions::static_graph)
       .def_rw("init_sync", &ReducerOptions::init_sync)
@@ -251,6 +252,9 @@ void init_reducer(nb::module_& m) {
       .def("prepare_for_forward", &Reducer::prepare_for_forward, release())
       .def("skip_step", &Reducer::skip_step, release())
       .def_prop_ro("step_skipped", &Reducer::step_skipped)
+      .def("begin_weight", &Reducer::begin_weight, nb::arg("weight"), release())
+      .def("end_weight", &Reducer::end_weight, release())
+      .def_prop_ro("total_weight", &Reducer::total_weight)
       .def_static("optimizer_steps", &Reducer::optimizer_steps, nb::arg("parameters"), release())
       .def_static("release_all", &Reducer::release_all, release())
       .def_static(

@@ -18,6 +18,7 @@
 // smaller scale; gradients that vanish would go unnoticed. gradient_predivide_factor moves a part
 // of the division in front of the sum, and allreduce_always_fp32 sums in float32.
 
+#include <cmath>
 #include <cstdint>
 
 #include <c10/core/ScalarType.h>
@@ -27,6 +28,17 @@
 #include "reducer/reduction.h"
 
 namespace apex::parallel::detail {
+
+/// See Note [Weighted means].
+struct WeightSum {
+  double total = 0;  ///< in this backward
+  double scale = 1;  ///< a power of two, about the last total that was not zero
+
+  /// Where no message is on its way that was scaled before; on all ranks alike.
+  void rescale() {
+    if (total != 0) scale = std::exp2(std::ilogb(total));
+  }
+};
 
 struct Averaging {
   double before = 1.0;  ///< gradients are multiplied by this while they are packed
@@ -45,8 +57,17 @@ inline bool nccl_averages_well(at::ScalarType dtype, int64_t world_size) {
 /// @param divisor     by how many ranks the sum is divided: under join() perhaps those that have
 /// data.
 /// @param world_size  by how many a reduction that averages divides.
+/// @param weights     of all ranks, with the option weighted.
 inline Averaging averaging_of(const ReducerOptions& options, const ReductionTraits& traits,
-                              at::ScalarType dtype, int64_t divisor, int64_t world_size) {
+                              at::ScalarType dtype, int64_t divisor, int64_t world_size,
+                              const WeightSum& weights) {
+  if (options.weighted) {
+    // A communication hook may sum in 16 bits.
+    const bool narrow = traits.averages || (dtype != at::kFloat && dtype != at::kDouble);
+    const double scale = narrow ? weights.scale : 1.0;
+    const auto summed = traits.averages ? static_cast<double>(world_size) : 1.0;
+    return {1.0 / scale, weights.total == 0 ? 0.0 : summed * scale / weights.total};
+  }
   const auto ranks = static_cast<double>(divisor);
   if (traits.averages) {
     return {1.0, options.gradient_average ? static_cast<double>(world_size) / ranks : 1.0};

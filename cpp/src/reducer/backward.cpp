@@ -201,12 +201,13 @@ void Backward::gradient_ready(size_t index, const at::Tensor& incoming) {
   ++gradient.fired;
   // With views a gradient of this backward may be in its bucket already, and .grad be undefined.
   if (parameter.variable.grad().defined()) pass_.used[index] = 1;
-  if (gradient.stale && !context_.options.gradient_average) {
+  if (gradient.stale && context_.leaves_sums()) {
     pass_.fail(
         context_.me() + "parameter '" + parameter.name +
         "' still held the gradient that the last synchronized backward summed over the ranks when "
         "this "
-        "one began; with gradient_average=False what it added cannot be told apart, and the old "
+        "one began; without an average over the ranks (gradient_average=False, or weights) what it "
+        "added cannot be told apart, and the old "
         "sum was "
         "counted once per rank. Clear gradients (zero_grad) between synchronized backwards, or "
         "accumulate under no_sync().");
@@ -385,8 +386,9 @@ std::string Backward::settings() const {
 bool Backward::may_leave() const {
   const Plan* plan = book_.current();
   if (plan == nullptr || !context_.defers || context_.joining || plan->watches_unplanned ||
-      context_.options.check_finite || context_.options.check_steps.value_or(false) ||
-      plan->backwards <= kOrderAfter || !(plan->ordered || plan->preset) || !pass_.error.empty()) {
+      context_.options.check_finite || context_.options.weighted ||
+      context_.options.check_steps.value_or(false) || plan->backwards <= kOrderAfter ||
+      !(plan->ordered || plan->preset) || !pass_.error.empty()) {
     return false;
   }
   if (!outside(*plan, pass_.used).empty()) return false;
@@ -440,6 +442,8 @@ void Backward::record(const std::function<void()>& meanwhile) {
   if (context_.options.check_steps.value_or(context_.members.control_device().is_cpu()))
     pass_.out_of_step = reporter_.compare(table);
   pass_.skipped = table.skipped();
+  context_.weights.total = table.total_weight();
+  context_.weights.rescale();
   pass_.used_by_any = table.used_by_any();
   const std::vector<bool> trainable = table.trainable_set();
   if (table.all_left()) leave_behind(table.all_left_for(ReasonToLeave::kSet));
@@ -514,7 +518,10 @@ void Backward::refuse(const StepTable& table) {
 
 /// Whether the reports of this backward have to be read here.
 bool Backward::must_read() const {
-  if (pass_.recorded || context_.reads_reports() || context_.options.check_finite) return true;
+  if (pass_.recorded || context_.reads_reports() || context_.options.check_finite ||
+      context_.options.weighted) {
+    return true;
+  }
   const Plan& plan = *book_.current();
   if (plan.watches_unplanned || (context_.members.alone() && reporter_.wants_skip) ||
       is_to_be_ordered(plan, plan.backwards, context_)) {
@@ -530,12 +537,25 @@ void Backward::judge(const std::function<void()>& meanwhile) {
   if (!must_read()) return reporter_.order();
   const StepTable& table = reporter_.receive(meanwhile);
   refuse(table);
+  context_.weights.total = table.total_weight();
   pass_.used_by_any = table.used_by_any();
   pass_.skipped = pass_.skipped || table.skipped();
   if (context_.options.check_finite) {
     pass_.non_finite = table.describe_non_finite(reporter_.names());
     pass_.skipped =
         pass_.skipped || (context_.options.skip_failed_steps && !pass_.non_finite.empty());
+  }
+}
+
+/// No rank had a sample: what it had is no gradient of a mean.
+void Backward::clear_without_weight() {
+  if (!context_.options.weighted || context_.weights.total != 0 || pass_.skipped) return;
+  TORCH_WARN_ONCE("apex: the weights of all ranks are 0, so all gradients of backward number ",
+                  context_.backward_number, " are 0");
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < pass_.used_by_any.size(); ++i) {
+    const at::Tensor& grad = context_.parameters[i].variable.grad();
+    if (pass_.used_by_any[i] != 0 && grad.defined()) grad.zero_();
   }
 }
 
@@ -549,7 +569,7 @@ void Backward::complete(const std::function<void()>& meanwhile) {
   const ReducerOptions& options = context_.options;
   // What a rank has to report has to be known before the first exchange that follows. A bucket
   // callback, however, is to be called as soon as its bucket is there.
-  const bool judges_last = context_.bucket_callback && !options.check_finite &&
+  const bool judges_last = context_.bucket_callback && !options.check_finite && !options.weighted &&
                            !options.skip_failed_steps && !plan().has_later_messages();
   if (!judges_last) judge(meanwhile);
   run_next_phases(plan(), context_);
@@ -701,6 +721,7 @@ void Backward::conclude() {
   }
   if (pass_.skipped) call_off();
   for (Parameter& parameter : context_.parameters) parameter.touched = false;
+  clear_without_weight();
   remember_reduced();
   sample_parameters();
   const bool recorded = plan().backwards <= 1;
@@ -728,7 +749,7 @@ void Backward::call_off() {
 }
 
 void Backward::remember_reduced() {
-  if (context_.options.gradient_average && !context_.joining) return;
+  if (!context_.leaves_sums() && !context_.joining) return;
   for (size_t i = 0; i < plan().places.size(); ++i) {
     Parameter& parameter = context_.parameters[i];
     const at::Tensor& grad = parameter.variable.grad();

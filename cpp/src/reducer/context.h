@@ -11,6 +11,7 @@
 #include <apex/parallel/reducer.h>
 
 #include "comm/membership.h"
+#include "reducer/averaging.h"
 #include "reducer/monitor.h"
 #include "reducer/observer.h"
 #include "reducer/parameter_table.h"
@@ -41,6 +42,7 @@ struct ReducerContext {
   int64_t backward_number = 0;  ///< from 1, of the last synchronized backward that has begun
   Monitor monitor;       ///< guards what may change here, and all that the reducer is made of
   int64_t divisor;       ///< of the average: the number of ranks, or of those that have data
+  WeightSum weights;     ///< with the option weighted
   bool joining = false;  ///< between begin_join() and end_join()
   bool defers = false;   ///< backward may end before its buckets have arrived
   Phase phase = Phase::kIdle;
@@ -53,8 +55,11 @@ struct ReducerContext {
   /// host waits for the device. Under join() a rank without data knows what the others do by these.
   bool reads_reports() const {
     return !members.alone() && (members.device.is_cpu() || options.check_steps.value_or(false) ||
-                                options.skip_failed_steps || joining);
+                                options.skip_failed_steps || options.weighted || joining);
   }
+
+  /// Whether a gradient that was reduced and is reduced again would count once for each rank.
+  bool leaves_sums() const { return !options.gradient_average || options.weighted; }
 
   /// Of the settings that may change between backwards, those that all ranks must share.
   std::string describe_settings() const {

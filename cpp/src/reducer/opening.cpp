@@ -39,7 +39,8 @@ void choose_plan(ReducerState& state) {
     try {
       reporter.refuse(table);
     } catch (...) {
-      reporter.wants_skip = context.owes_end = false;  // not of a later backward
+      context.owes_end = false;
+      reporter.backward_ended();
       throw;
     }
     if (table.all_left()) book.left_by_all(/*keep=*/false);
@@ -84,7 +85,7 @@ BackwardPass open_pass(ReducerState& state, std::vector<uint8_t>& overtaken) {
     pass.kept[i] = grad.defined();
     // What accumulated without synchronization is part of this reduction.
     pass.used[i] = parameter.touched && owned && grad.defined();
-    if (context.options.gradient_average && !context.joining) continue;
+    if (!context.leaves_sums() && !context.joining) continue;
     const auto reduced = parameter.reduced.lock();
     pass.gradients[i].stale = grad.defined() && reduced &&
                               reduced.get() == grad.unsafeGetTensorImpl() &&

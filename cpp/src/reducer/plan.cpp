@@ -80,8 +80,8 @@ ReductionSite site_of(Kind kind, const Parameter& parameter, size_t index,
   site.group = context.members.group_of(index);
   site.all_groups = context.members.groups;
   site.alone = context.members.alone();
-  site.plain_average =
-      context.options.gradient_average && context.options.gradient_predivide_factor == 1.0;
+  site.plain_average = context.options.gradient_average && !context.options.weighted &&
+                       context.options.gradient_predivide_factor == 1.0;
   return site;
 }
 

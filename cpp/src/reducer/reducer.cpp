@@ -47,6 +47,11 @@ void check_options(const ReducerOptions& options, size_t parameters,
     throw InvalidArgument("gradient_predivide_factor must be positive and finite, got " +
                           std::to_string(factor));
   }
+  if (options.weighted && (!options.gradient_average || factor != 1.0)) {
+    throw InvalidArgument(
+        "weighted divides by the sum of the ranks' weights, so it needs gradient_average, and "
+        "gradient_predivide_factor 1");
+  }
   if (options.delay_allreduce && !options.trigger_parameters.empty()) {
     throw InvalidArgument(
         "delay_allreduce launches nothing before the end of backward, so trigger_parameters cannot "
@@ -308,6 +313,26 @@ at::Tensor Reducer::skip_step() {
 
 bool Reducer::step_skipped() const {
   return core_->read([](const ReducerState& state) { return state.step_skipped; });
+}
+
+void Reducer::begin_weight(const at::Tensor& weight) {
+  core_->change([&](ReducerState& state) {
+    if (!state.context.options.weighted) {
+      throw Error(
+          "a weight was given, but gradients are averaged over the ranks: construct with "
+          "weighted");
+    }
+    if (in_backward(state.context.phase)) throw Error("a weight was given inside of backward");
+    state.reporter.weight.enter(weight);
+  });
+}
+
+void Reducer::end_weight() noexcept {
+  core_->change([](ReducerState& state) { state.reporter.weight.leave(); });
+}
+
+double Reducer::total_weight() const {
+  return core_->read([](const ReducerState& state) { return state.context.weights.total; });
 }
 
 void Reducer::optimizer_steps(const std::vector<at::Tensor>& parameters) {

@@ -39,6 +39,7 @@ std::vector<std::string> settings_of(const ReducerOptions& options, size_t group
       text("allreduce_always_fp32", options.allreduce_always_fp32),
       text("gradient_as_bucket_view", options.gradient_as_bucket_view),
       text("gradient_average", options.gradient_average),
+      text("weighted (gradient_average)", options.weighted),
       text("gradient_predivide_factor", options.gradient_predivide_factor),
       text("static_graph", options.static_graph),
       text("init_sync", options.init_sync),
@@ -267,6 +268,7 @@ void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
   if (in_backward(context().phase)) return;
   if (!synchronizing_.load()) {
     overtake_deferred();
+    state_.reporter.weight.backward_began();
     uneven_.announce_local_backward();
     return;
   }
@@ -297,6 +299,8 @@ void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session
     context().owes_end = event.end_follows;
   }
   state_.reporter.without_data = false;
+  state_.reporter.weight.backward_began();
+  context().weights.rescale();
   choose_plan(state_);
   if (Plan* plan = state_.book.current()) plan->move_misplaced_gradients();
   session->join(shared_from_this());
@@ -333,6 +337,7 @@ bool ReducerCore::begin_at_gradient(size_t index, const at::Tensor& incoming) {
   Parameter& parameter = context().parameters[index];
   if (!synchronizing_.load()) {
     overtake_deferred();
+    state_.reporter.weight.backward_began();
     state_.reporter.tracker.gradient_arrived(/*synchronized=*/false);
     parameter.touch();
     if (overtaken_[index] != 0)
@@ -358,7 +363,7 @@ void ReducerCore::or_fail(const std::function<void()>& body) {
     session_ = nullptr;
     const std::unique_ptr<Backward> ended = std::move(backward_);
     ended->fail();
-    state_.reporter.wants_skip = false;
+    state_.reporter.backward_ended();
   };
   try {
     body();
@@ -416,7 +421,7 @@ void ReducerCore::complete(const BackwardSession* session, const std::function<v
 void ReducerCore::finish(const std::function<void()>& meanwhile) {
   or_fail([&] { backward_->complete(meanwhile); });
   if (!backward_) return;  // skipped
-  state_.reporter.wants_skip = false;
+  state_.reporter.backward_ended();
   const std::unique_ptr<Backward> ended = std::move(backward_);
   ended->conclude();
 }
@@ -443,7 +448,7 @@ void ReducerCore::abandon(const BackwardSession* session) noexcept {
   session_ = nullptr;
   const std::unique_ptr<Backward> ended = std::move(backward_);
   ended->fail();
-  state_.reporter.wants_skip = false;
+  state_.reporter.backward_ended();
 }
 
 std::string ReducerCore::out_of_step() const {

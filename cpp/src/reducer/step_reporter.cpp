@@ -18,10 +18,16 @@ void StepReporter::backward_began() {
   failed_ = hook_failed = false;
 }
 
+void StepReporter::backward_ended() {
+  wants_skip = false;
+  weight.reset();
+}
+
 StepReport StepReporter::report(ReasonToLeave left) const {
   StepReport report;
   report.left = left;
   report.without_data = without_data;
+  if (context_.options.weighted && !without_data) report.weight = weight.value();
   // Where nobody reads it, the row is the same in most steps.
   if (!context_.reads_reports() && !context_.members.alone()) return report;
   report.backward = context_.backward_number;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "reducer/batch_weight.h"
 #include "reducer/context.h"
 #include "reducer/plan.h"
 #include "reducer/step_timer.h"
@@ -30,12 +31,15 @@ class StepReporter {
   StepTracker tracker;
   /// Of this rank, where ranks read each other's reports; and what all have told.
   StepTimer timer;
+  BatchWeight weight;           ///< with the option weighted
   bool wants_skip = false;      ///< skip_step() was called for this backward, or the next one
   bool without_data = false;    ///< under join(): this rank follows the others
   bool hook_failed = false;     ///< the communication hook of this rank threw in this backward
   std::vector<bool> trainable;  ///< by parameter, when this backward began
 
   void backward_began();
+  /// What was meant for this backward is not for a later one.
+  void backward_ended();
   /// What there is to say if nothing went wrong.
   StepReport report(ReasonToLeave left) const;
   /// The same of a rank whose backward an exception has ended.

@@ -19,6 +19,7 @@ enum Word : size_t {
   kSample,
   kSettings,
   kNonFinite,
+  kWeight,
   kOwnTime,
   kBackwardTime,
   kGap,
@@ -123,6 +124,7 @@ void StepTable::encode(const StepReport& report, const std::vector<uint8_t>& use
   row[kSample] = report.facts.sample;
   row[kSettings] = report.settings;
   row[kNonFinite] = report.non_finite;
+  std::memcpy(&row[kWeight], &report.weight, sizeof(report.weight));
   row[kOwnTime] = report.times.own;
   row[kBackwardTime] = report.times.backward;
   row[kGap] = report.times.gap;
@@ -146,6 +148,7 @@ StepTable::StepTable(std::vector<int64_t> rows, size_t ranks, size_t parameters)
     report.facts.sample = from[kSample];
     report.settings = from[kSettings];
     report.non_finite = from[kNonFinite];
+    std::memcpy(&report.weight, &from[kWeight], sizeof(report.weight));
     report.times.own = from[kOwnTime];
     report.times.backward = from[kBackwardTime];
     report.times.gap = from[kGap];
@@ -197,6 +200,18 @@ bool StepTable::skipped() const {
   return any(reports_, [](const StepReport& one) { return one.skips; });
 }
 
+bool StepTable::used_any(size_t rank) const {
+  const int64_t* const used = bits_of(rank);
+  return std::any_of(used, used + words_for(parameters_), [](int64_t word) { return word != 0; });
+}
+
+double StepTable::total_weight() const {
+  double total = 0;
+  // A rank without a gradient may have none.
+  for (const StepReport& one : reports_) total += std::isnan(one.weight) ? 0 : one.weight;
+  return total;
+}
+
 bool StepTable::all_left() const {
   return !any(reports_, [](const StepReport& one) {
     return one.left == ReasonToLeave::kNone && !one.without_data;
@@ -244,6 +259,25 @@ std::string StepTable::describe_sets(const Names& names) const {
   return {};
 }
 
+/// Which rank has no weight that could be used; empty: none.
+std::string StepTable::describe_weights() const {
+  if (skipped()) return {};
+  for (size_t rank = 0; rank < reports_.size(); ++rank) {
+    const double weight = reports_[rank].weight;
+    const bool is_missing = std::isnan(weight);
+    if ((weight >= 0 && std::isfinite(weight)) || (is_missing && !used_any(rank))) continue;
+    const std::string who = "rank " + std::to_string(rank);
+    const std::string what = is_missing
+                                 ? "ran a backward outside of weight(), or gave NaN as its weight"
+                                 : "gave the weight " + std::to_string(weight);
+    return who + ' ' + what +
+           ", so gradients could not be divided by the sum of the weights. Give each backward, "
+           "also one that does not synchronize, the weight of its samples, which is finite and "
+           "not negative; to go on, clear the gradients";
+  }
+  return {};
+}
+
 std::string StepTable::why_refused(const Names& names) const {
   const std::string failed = names_of(reports_, [](const StepReport& one) { return one.failed; });
   if (!failed.empty()) {
@@ -260,6 +294,7 @@ std::string StepTable::why_refused(const Names& names) const {
     if (std::string apart = describe_sets(names); !apart.empty()) return apart;
     break;
   }
+  if (std::string weights = describe_weights(); !weights.empty()) return weights;
   const auto has_left = [](const StepReport& one) { return one.left != ReasonToLeave::kNone; };
   const std::string left = names_of(reports_, has_left);
   if (left.empty() || all_left()) return {};

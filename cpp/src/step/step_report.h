@@ -26,7 +26,7 @@ namespace apex::parallel {
 // - whether the rank has left the bucket plan, and which parameters are trainable on it: Note [One
 //   plan per set];
 // - which parameters got a gradient: Note [Parameters that a rank does not use];
-// - its first gradient that is not finite, where that is asked for;
+// - its first gradient that is not finite, and the weight of its samples, where that is asked for;
 // - what has happened since its last synchronized backward: Note [Ranks that are out of step];
 // - and how long its own part of that took: Note [Whose time it is].
 //
@@ -88,6 +88,7 @@ struct StepReport {
   ReasonToLeave left = ReasonToLeave::kNone;  ///< why it has left the plan: it sent zeros by that
   StepFacts facts;
   int64_t settings = 0;     ///< fingerprint of those that may change between backwards
+  double weight = 0;        ///< of its samples; see Note [Weighted means]
   int64_t non_finite = -1;  ///< the first parameter with a gradient that is not finite
   detail::StepTimes times;  ///< see Note [Whose time it is]
 };
@@ -119,7 +120,8 @@ class StepTable {
 
   bool any_failed() const;
   bool skipped() const;
-  bool all_left() const;  ///< of the ranks with data
+  double total_weight() const;  ///< where it is not refused
+  bool all_left() const;        ///< of the ranks with data
   bool all_left_for(ReasonToLeave reason) const;
   bool same_settings() const;
   /// The communication hook failed on some ranks, but not on all: what hooks send does not match
@@ -143,7 +145,9 @@ class StepTable {
 
  private:
   const int64_t* bits_of(size_t rank) const;
+  bool used_any(size_t rank) const;
   std::string describe_sets(const Names& names) const;
+  std::string describe_weights() const;
 
   std::vector<int64_t> rows_;
   std::vector<StepReport> reports_;  ///< by rank

@@ -62,6 +62,7 @@ TEST(StepReport, EveryField_WrittenAndRead_IsTheSame) {
   report.facts.sample = std::numeric_limits<int64_t>::min();
   report.settings = -5;
   report.non_finite = 129;
+  report.weight = 0.1;
   const StepReport read = table_of(all).of(1);
   EXPECT_EQ(read.backward, 7);
   EXPECT_TRUE(read.failed && read.hook_failed && read.without_data && read.facts.updated);
@@ -71,6 +72,7 @@ TEST(StepReport, EveryField_WrittenAndRead_IsTheSame) {
   EXPECT_EQ(read.facts.sample, std::numeric_limits<int64_t>::min());
   EXPECT_EQ(read.settings, -5);
   EXPECT_EQ(read.non_finite, 129);
+  EXPECT_EQ(read.weight, 0.1);
   EXPECT_EQ(table_of(all).of(0).non_finite, -1);
 }
 
@@ -109,6 +111,37 @@ TEST(StepReport, RankThatFailed_IsNamed) {
   all[2].report.failed = true;
   expect_contains(refused(all), "backward number 7 was ended by an exception on rank 2");
   EXPECT_TRUE(table_of(all).any_failed());
+}
+
+TEST(StepReport, Weights_AreAddedInTheOrderOfRanks) {
+  std::vector<Row> all = rows(3);
+  all[0].report.weight = 1e16;
+  all[1].report.weight = 1;
+  all[2].report.weight = 0.5;
+  EXPECT_EQ(refused(all), "");
+  EXPECT_EQ(table_of(all).total_weight(), 1e16 + 1 + 0.5);
+}
+
+TEST(StepReport, WeightThatIsMissingNegativeOrInfinite_NamesItsRank_UnlessTheStepIsSkipped) {
+  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+  std::vector<Row> all = rows(2);
+  all[1].report.weight = kNan;
+  expect_contains(refused(all), "rank 1 ran a backward outside of weight(), or gave NaN");
+  all[1].report.weight = -2;
+  expect_contains(refused(all), "rank 1 gave the weight -2");
+  all[1].report.weight = std::numeric_limits<double>::infinity();
+  expect_contains(refused(all), "rank 1 gave the weight inf");
+  all[0].report.skips = true;
+  EXPECT_EQ(refused(all), "");
+}
+
+TEST(StepReport, WeightOfARankWithoutAGradient_MayBeMissing) {
+  std::vector<Row> all = rows(2);
+  all[0].report.weight = 3;
+  all[1].report.weight = std::numeric_limits<double>::quiet_NaN();
+  all[1].used.assign(3, 0);
+  EXPECT_EQ(refused(all), "");
+  EXPECT_EQ(table_of(all).total_weight(), 3);
 }
 
 TEST(StepReport, PlanLeftBySome_IsRefusedWithTheReason_AndByAllIsNot) {

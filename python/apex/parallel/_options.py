@@ -11,7 +11,7 @@ import numbers
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec
+from typing import Any, Literal, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,8 @@ from apex.parallel._groups import backend_name, backends_of, group_like
 MESSAGE_SIZE = 10_000_000
 #: Attributes of the wrapper, True or False, that the engine takes under the same names.
 SWITCHES_OF_THE_ENGINE = (
-    "delay_allreduce", "gradient_as_bucket_view", "allreduce_always_fp32", "gradient_average",
-    "static_graph", "check_finite", "registered_buffers",
+    "delay_allreduce", "gradient_as_bucket_view", "allreduce_always_fp32", "static_graph",
+    "check_finite", "registered_buffers",
 )  # fmt: skip
 CPU_BUCKET_BYTES = 8 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # torch's default for the first bucket
@@ -72,6 +72,15 @@ def switch(name: str, value: Any) -> bool:
     if isinstance(value, int) and value in (0, 1):
         return bool(value)
     raise TypeError(f"{name} must be True or False, got {value!r}.")
+
+
+def average(value: Any) -> bool | Literal["weighted"]:
+    """The option ``gradient_average``."""
+    if isinstance(value, str):
+        if value != "weighted":
+            raise ValueError(f"gradient_average must be True, False or 'weighted', got {value!r}.")
+        return "weighted"
+    return switch("gradient_average", value)
 
 
 def positive_message_size(message_size: Any) -> int:

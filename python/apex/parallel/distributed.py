@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 _NO_RANGE = contextlib.nullcontext()
+_WEIGHT = torch.float64
 
 # Of the dispatcher, while a transform of torch.func runs. To ask torch._C._functorch would give the
 # thread a state that torch copies whenever a backward passes on the thread's state.
@@ -92,8 +93,9 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         num_allreduce_streams: number of communicators that buckets use in turn.
         allreduce_communicators: ``(groups, streams)`` to use for that; streams are not needed,
             since each communicator has its own.
-        gradient_average: divide the sum by the number of processes. If False, gradients must be
-            cleared between two synchronized backwards.
+        gradient_average: divide the sum by the number of processes; or ``"weighted"``: by the sum
+            of the weights of all processes, see :meth:`weight`. If it is not True, gradients must
+            be cleared between two synchronized backwards.
         gradient_predivide_factor: multiply by 1/f before the sum and by f/world_size after it.
         gradient_average_split_factor: ignored, as in Apex.
         prof: emit a profiler range around the forward of the wrapper.
@@ -165,7 +167,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         allreduce_always_fp32: bool = False,
         num_allreduce_streams: int = 1,
         allreduce_communicators: Any = None,
-        gradient_average: bool = True,
+        gradient_average: bool | str = True,
         gradient_predivide_factor: float = 1.0,
         gradient_average_split_factor: Any = None,
         prof: bool = False,
@@ -232,7 +234,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         self.gradient_as_bucket_view = gradient_as_bucket_view or retain_allreduce_buffers
         self.allreduce_always_fp32 = allreduce_always_fp32
         self.num_allreduce_streams = num_allreduce_streams
-        self.gradient_average = gradient_average
+        self.gradient_average = _options.average(gradient_average)
         self.gradient_predivide_factor = float(gradient_predivide_factor)
         self.prof = prof
         self.dim = dim
@@ -257,6 +259,8 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
                     name: _options.switch(name, getattr(self, name))
                     for name in _options.SWITCHES_OF_THE_ENGINE
                 },
+                "gradient_average": bool(self.gradient_average),
+                "weighted": self.gradient_average == "weighted",
                 "gradient_predivide_factor": self.gradient_predivide_factor,
                 "check_steps": self.check_reduction,
                 "skip_failed_steps": on_failure == "skip",
@@ -451,6 +455,65 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, on: bool) -> None:
         self._reducer.synchronizing = bool(on)
+
+    # --- samples that count differently ---
+
+    @contextlib.contextmanager
+    def weight(self, weight: float | torch.Tensor) -> Iterator[None]:
+        """``with model.weight(len(batch)):`` around a backward: how much its samples count.
+
+        With ``gradient_average="weighted"`` a synchronized backward leaves in every ``.grad`` the
+        sum of the gradients of all processes, divided by the sum of their weights. If each process
+        sums its losses over its samples, that is the gradient of the mean over the samples of all
+        processes, however many each of them has::
+
+            with model.weight(mask.sum()):
+                cross_entropy(model(x), y, reduction="sum").backward()
+
+        Forward may be inside or before. Weights add up under :meth:`no_sync`; several backwards
+        in one block are of the same samples, which count once. A process without samples gives 0,
+        or runs backward on :meth:`skip_step`'s loss, which skips the step for all. One that has run
+        out under :meth:`join` counts 0. If all weights are 0, gradients are 0 and a warning is
+        given once.
+
+        Args:
+            weight: not negative; a number, or a tensor with one element on any device. One on the
+                CPU is read at once, one on a GPU at the end of a synchronized backward.
+
+        A weight that is missing, negative or not finite makes the synchronized backward raise on
+        every process. One that fails or is skipped drops the weights that belong to it; clearing
+        gradients alone does not. Communication hooks average over the processes, which is undone.
+        An :class:`OverlappedOptimizer` waits for all buckets at the end of backward.
+
+        Raises:
+            ValueError: if it is not one real number.
+            RuntimeError: without ``gradient_average="weighted"``, inside of another block, or
+                during backward.
+        """
+        value = torch.as_tensor(weight, dtype=None if isinstance(weight, torch.Tensor) else _WEIGHT)
+        self._reducer.begin_weight(value)
+        self._engine.weight = value
+        try:
+            yield
+        finally:
+            self._engine.weight = None
+            self._reducer.end_weight()
+
+    @property
+    def total_weight(self) -> float:
+        """By what the last synchronized backward divided, the same on every process; at first 0."""
+        return self._reducer.total_weight
+
+    def weighted_mean(self, total: torch.Tensor) -> torch.Tensor:
+        """The sum of ``total`` over all processes, divided by :attr:`total_weight`; for logging.
+
+        ``model.weighted_mean(loss)`` is the mean loss of the last step, if ``loss`` is the sum of
+        this process's losses in it. Returns a new tensor, of the same shape and of float32 or
+        wider. Collective; the values are those of ``total`` as it is, without a gradient.
+        """
+        summed = total.detach().to(torch.promote_types(total.dtype, torch.float32), copy=True)
+        dist.all_reduce(summed, group=self.process_group)
+        return summed.div_(self.total_weight)
 
     # --- steps that are skipped ---
 

@@ -90,6 +90,7 @@ class DistributedDataParallelOptions {
   APEX_REDUCER_ARG(bool, gradient_as_bucket_view)
   APEX_REDUCER_ARG(bool, allreduce_always_fp32)
   APEX_REDUCER_ARG(bool, gradient_average)
+  APEX_REDUCER_ARG(bool, weighted)
   APEX_REDUCER_ARG(double, gradient_predivide_factor)
   APEX_REDUCER_ARG(bool, static_graph)
   APEX_REDUCER_ARG(bool, registered_buffers)

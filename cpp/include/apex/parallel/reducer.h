@@ -60,6 +60,13 @@ struct ReducerOptions {
   /// between two synchronized backwards: a sum that is summed again counts once per rank.
   bool gradient_average = true;
 
+  /// Divide the sum by the sum of the ranks' weights instead (begin_weight()): the gradient of the
+  /// mean over the global batch, whatever each rank holds of it, if each rank's loss is a sum over
+  /// its samples. Gradients have to be cleared between two synchronized backwards. Ranks read each
+  /// other's reports, for which the host waits for a device. Needs gradient_average, and
+  /// gradient_predivide_factor 1.
+  bool weighted = false;
+
   /// Gradients are multiplied by 1/f before the all-reduce and, when averaging, by f/world after.
   double gradient_predivide_factor = 1.0;
 
@@ -234,6 +241,21 @@ class APEX_API Reducer {
   /// Whether the last synchronized backward was skipped, the same on every rank. May be called at
   /// any time.
   bool step_skipped() const;
+
+  /// With the option weighted: the backwards until end_weight() are of samples with this weight,
+  /// such as their number, in one element on any device; it is copied, and one on a device is read
+  /// at the end of a synchronized backward. Several backwards of the same samples count once.
+  /// Weights add up while backward does not synchronize. In a synchronized backward a weight that
+  /// is missing, negative or not finite throws RankMismatch on every rank. With a sum of zero
+  /// gradients are zero. A backward that fails or is skipped drops the weights that belong to it.
+  /// Not during backward. Does not block.
+  /// @throws Error without the option, or inside of another one; InvalidArgument for another
+  ///         number of elements, or complex ones.
+  void begin_weight(const at::Tensor& weight);
+  void end_weight() noexcept;
+  /// By what the last synchronized backward divided, the same on every rank; 0 before the first.
+  /// May be called at any time.
+  double total_weight() const;
 
   /// For an optimizer that is about to step these parameters: a step inside of backward, in a
   /// gradient's hook, would use this rank's gradient instead of the average. May be left out.

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""gradient_average="weighted": the gradient of the mean over the global batch.
+
+More partitions: ``python python/tests/test_ddp_weighted.py --cases 1000``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import pytest
+import torch
+from ddp_support import RankPool, check, check_equal, raises
+from ddp_weighted_cases import plain_average_is_off, run_seeds, world_of
+from torch import nn
+
+from apex.parallel import DistributedDataParallel, OverlappedOptimizer
+
+pytestmark = pytest.mark.processes
+
+CASES = 160
+
+
+def _run(pool: RankPool, first: int, count: int) -> None:
+    for world in range(1, 5):
+        seeds = [seed for seed in range(first, first + count) if world_of(seed) == world]
+        for begin in range(0, len(seeds), 25):
+            pool.run(world, run_seeds, seeds[begin : begin + 25], timeout_s=240)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_weighted_random_partitions_are_the_mean_over_the_batch(ranks: RankPool, part: int) -> None:
+    _run(ranks, part * CASES // 4, CASES // 4)
+
+
+def test_weighted_negative_control_plain_average_is_off(ranks: RankPool) -> None:
+    ranks.run(2, plain_average_is_off)
+
+
+def _ddp(**options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return DistributedDataParallel(
+        net, message_size=20, **{"gradient_average": "weighted", **options}
+    )
+
+
+def _backward(ddp: nn.Module, weight: Any, samples: int = 2) -> None:
+    with ddp.weight(weight):  # type: ignore[operator]
+        ddp(torch.ones(samples, 4)).sum().backward()
+
+
+def _wrong_weights(rank: int, world: int) -> None:
+    ddp = _ddp()
+    _backward(ddp, 2)
+    before = [p.grad.clone() for p in ddp.parameters()]
+    for wrong in (-1.0, float("inf"), float("nan"), torch.tensor(-3)):
+        ddp.zero_grad()
+        text = "gave NaN" if wrong != wrong else "gave the weight"
+        with raises(RuntimeError, f"rank {rank}: rank 1 ", text):
+            _backward(ddp, wrong if rank == 1 else 2)
+    ddp.zero_grad()
+    with raises(RuntimeError, f"rank {rank}: rank 0 ran a backward outside of weight()"):
+        if rank == 0:
+            ddp(torch.ones(2, 4)).sum().backward()
+        else:
+            _backward(ddp, 2)
+    ddp.zero_grad()
+    with raises(RuntimeError, f"rank {rank}: rank 0 ran a backward outside of weight()"):
+        with ddp.no_sync():  # one of an accumulation is enough
+            if rank == 0:
+                ddp(torch.ones(2, 4)).sum().backward()
+            else:
+                _backward(ddp, 2)
+        _backward(ddp, 2)
+    # All go on, and nothing is left of the weights of what failed.
+    ddp.zero_grad()
+    _backward(ddp, 2)
+    check_equal(ddp.total_weight, 2.0 * world, "total")
+    for parameter, gradient in zip(ddp.parameters(), before, strict=True):
+        check(torch.equal(parameter.grad, gradient), "another gradient than at first")
+
+
+def test_weighted_wrong_or_missing_weight_is_named_on_every_rank(ranks: RankPool) -> None:
+    ranks.run(2, _wrong_weights)
+
+
+def _refused(rank: int, world: int) -> None:
+    with raises(ValueError, "True, False or 'weighted'"):
+        _ddp(gradient_average="mean")
+    with raises(ValueError, "gradient_predivide_factor"):
+        _ddp(gradient_predivide_factor=2.0)
+    plain = _ddp(gradient_average=True)
+    with raises(RuntimeError, "averaged over the ranks"), plain.weight(1):
+        pass
+    ddp = _ddp()
+    for wrong in (torch.ones(2), torch.ones(()) * 1j):
+        with raises(ValueError, "a weight is a real number"), ddp.weight(wrong):
+            pass
+    with ddp.weight(1), raises(RuntimeError, "inside of another weight()"), ddp.weight(1):
+        pass
+    _backward(ddp, 3)  # the block above is left
+    check_equal(ddp.total_weight, 3.0 * world, "total")
+    with raises(RuntimeError, "still held the gradient that the last synchronized backward"):
+        _backward(ddp, 3)
+    ddp.zero_grad()
+    with raises(RuntimeError, "no weight inside") if rank < 0 else raises(KeyError, "from a loop"):
+        with ddp.weight(5):
+            raise KeyError("from a loop")
+    _backward(ddp, 1)
+    check_equal(ddp.total_weight, 1.0 * world, "total after an exception in a block")
+
+
+def test_weighted_what_cannot_be_is_refused(ranks: RankPool) -> None:
+    ranks.run(2, _refused)
+
+
+def _options_differ(rank: int, world: int) -> None:
+    with raises(RuntimeError, "weighted"):
+        _ddp(gradient_average="weighted" if rank == 0 else True)
+
+
+def test_weighted_on_some_ranks_is_refused(ranks: RankPool) -> None:
+    ranks.run(2, _options_differ)
+
+
+def _no_weight(rank: int, world: int) -> None:
+    ddp = _ddp()
+    _backward(ddp, 0)
+    check_equal(ddp.total_weight, 0.0, "total")
+    check(all(not p.grad.any() for p in ddp.parameters()), "gradients of no sample")
+    ddp.zero_grad()
+    with ddp.weight(0):  # what a mean over nothing gives
+        (ddp(torch.ones(2, 4)).sum() * float("nan")).backward()
+    check(all(not p.grad.any() for p in ddp.parameters()), "gradients of no sample, NaN")
+    ddp.zero_grad()
+    _backward(ddp, rank)  # rank 0 counts nothing
+    check_equal(ddp.total_weight, float(sum(range(world))), "total")
+
+
+def test_weighted_total_of_zero_leaves_zero_gradients(ranks: RankPool) -> None:
+    ranks.run(2, _no_weight)
+
+
+def _dropped(rank: int, world: int) -> None:
+    ddp = _ddp()
+    with ddp.no_sync():
+        _backward(ddp, 5)
+    loss = ddp.skip_step()
+    if rank == 0:
+        loss.backward()  # without a weight: the step is skipped anyway
+    else:
+        _backward(ddp, 5)
+    check(ddp.step_skipped, "not skipped")
+    _backward(ddp, 2)
+    check_equal(ddp.total_weight, 2.0 * world, "total after a step that was skipped")
+
+    ddp.zero_grad()
+    ddp.module[0].weight.register_hook(_Fails(rank == 1))
+    with raises(RuntimeError, "" if rank == 1 else "was ended by an exception on rank 1"):
+        _backward(ddp, 7)
+    ddp.zero_grad()
+    _backward(ddp, 2)
+    check_equal(ddp.total_weight, 2.0 * world, "total after a backward that failed")
+
+
+class _Fails:
+    def __init__(self, once: bool) -> None:
+        self.fails = once
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("in a hook")
+
+
+def test_weighted_skipped_and_failed_backwards_drop_their_weights(ranks: RankPool) -> None:
+    ranks.run(2, _dropped)
+
+
+def _half(rank: int, world: int) -> None:
+    """Sums of float16 that would overflow: the mean is 30."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 1, bias=False).half()
+    ddp = DistributedDataParallel(layer, gradient_average="weighted")
+    samples = 1024 * (1 + rank)  # of the ranks: 30,720 and 61,440; of both: over 65,504
+    for step in range(3):
+        ddp.zero_grad()
+        with ddp.weight(samples):
+            (ddp(torch.full((1, 8), 30.0).half()).sum() * samples).backward()
+        check(torch.equal(layer.weight.grad, torch.full((1, 8), 30.0).half()), f"step {step}")
+
+
+def test_weighted_float16_sums_do_not_overflow(ranks: RankPool) -> None:
+    ranks.run(2, _half)
+
+
+def _callbacks(rank: int, world: int) -> None:
+    ddp = _ddp()
+    seen: list[torch.Tensor] = []
+    ddp.register_bucket_callback(lambda b: seen.extend(p.grad.clone() for p in b.parameters))
+    for _ in range(3):
+        seen.clear()
+        ddp.zero_grad()
+        _backward(ddp, 2)
+        # Each rank has twice the gradient of a sample, and counts 2.
+        reference = nn.Linear(4, 8), nn.Linear(8, 2)
+        check_equal(len(seen), len(list(ddp.parameters())), "gradients in callbacks")
+        for gradient in seen:
+            check(any(torch.equal(gradient, p.grad) for p in ddp.parameters()), "not the final one")
+        del reference
+
+
+def test_weighted_bucket_callbacks_see_the_mean(ranks: RankPool) -> None:
+    ranks.run(2, _callbacks)
+
+
+def _overlapped(rank: int, world: int) -> None:
+    trained = []
+    for overlaps in (False, True):
+        ddp = _ddp()
+        optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        if overlaps:
+            optimizer = OverlappedOptimizer(optimizer, ddp)
+        for step in range(6):
+            optimizer.zero_grad()
+            x = torch.linspace(-1, 1, 4 * (1 + rank + step)).view(-1, 4)
+            with ddp.weight(len(x)):
+                ddp(x).square().sum().backward()
+            optimizer.step()
+        if overlaps:
+            optimizer.synchronize()
+        trained.append([p.detach().clone() for p in ddp.parameters()])
+    for one, other in zip(*trained, strict=True):
+        check(torch.equal(one, other), "another result with an OverlappedOptimizer")
+
+
+def test_weighted_overlapped_optimizer_steps_alike(ranks: RankPool) -> None:
+    ranks.run(2, _overlapped)
+
+
+def _module_changes(rank: int, world: int) -> None:
+    ddp = _ddp()
+    _backward(ddp, 1)
+    ddp.zero_grad()
+    ddp.module.add_module("more", nn.Linear(2, 2))
+    _backward(ddp, 4)  # the forward inside makes another reducer
+    check_equal(ddp.total_weight, 4.0 * world, "total")
+    frozen = list(ddp.module[0].parameters())
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+        parameter.grad = None
+    for parameter in ddp.module.parameters():
+        parameter.grad = None
+    _backward(ddp, 1 + rank)
+    check_equal(ddp.total_weight, world * (world + 1) / 2, "total")
+
+
+def test_weighted_module_that_changes_inside_of_a_block(ranks: RankPool) -> None:
+    ranks.run(2, _module_changes)
+
+
+def _counts(rank: int, world: int) -> None:
+    """The report carries it: as many collectives as without, by the calls of the groups."""
+    calls = []
+    for average in (True, "weighted"):
+        ddp = _ddp(gradient_average=average)
+        for _ in range(4):
+            ddp.zero_grad()
+            if average == "weighted":
+                _backward(ddp, 2)
+            else:
+                ddp(torch.ones(2, 4)).sum().backward()
+        calls.append(ddp.statistics())
+    check_equal(calls[1], calls[0], "counts")
+
+
+def test_weighted_no_collective_more(ranks: RankPool) -> None:
+    ranks.run(2, _counts)
+
+
+def _logging(rank: int, world: int) -> None:
+    ddp = _ddp()
+    with ddp.weight(1 + rank):
+        loss = ddp(torch.ones(1 + rank, 4)).sum()
+        loss.backward()
+    mean = ddp.weighted_mean(loss)
+    alone = ddp.module(torch.ones(1, 4)).sum()
+    check(not mean.requires_grad, "a gradient")
+    check(torch.allclose(mean, alone), f"{mean} and {alone}")
+    check_equal(ddp.weighted_mean(torch.tensor(1 + rank)).item(), 1.0, "mean of integers")
+
+
+def test_weighted_mean_is_of_all_ranks(ranks: RankPool) -> None:
+    ranks.run(3, _logging)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    arguments = parser.parse_args()
+    pool = RankPool()
+    _run(pool, arguments.first, arguments.cases)
+    pool.close()
+    print(f"{arguments.cases} partitions agree with one process")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
