@@ -254,6 +254,7 @@ void init_reducer(nb::module_& m) {
       .def_prop_ro("step_skipped", &Reducer::step_skipped)
       .def("begin_weight", &Reducer::begin_weight, nb::arg("weight"), release())
       .def("end_weight", &Reducer::end_weight, release())
+      .def("take_weight", &Reducer::take_weight, nb::arg("other"), release())
       .def_prop_ro("total_weight", &Reducer::total_weight)
       .def_static("optimizer_steps", &Reducer::optimizer_steps, nb::arg("parameters"), release())
       .def_static("release_all", &Reducer::release_all, release())

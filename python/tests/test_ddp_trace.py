@@ -7,6 +7,7 @@ clocks that the test puts forward by a known time.
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import pickle
@@ -14,6 +15,7 @@ import random
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from torch import nn
 
 from apex.parallel import DistributedDataParallel, OverlappedOptimizer
 from apex.parallel._clocks import clock_offset
+from apex.parallel._timeline import Span
 from apex.parallel._trace import Trace, rows_of
 from apex.parallel.overlap_report import BucketOverlap, OverlapReport, trace_of
 from apex.parallel.straggler_report import RankTimes, StragglerReport
@@ -209,7 +212,8 @@ def _overlapped(rank: int, world: int, folder: str) -> None:
     optimizer.synchronize()
     report = model.overlap_report()
     assert report is not None
-    check(any(span.name == "step (SGD)" for span in report.spans), f"{report.spans}")
+    names = [span.name for span in report.spans]
+    check_equal(names, ["forward", "step (OverlappedOptimizer)"], "spans")
     _check_nested(trace_of([report]).events)
     model.record_overlap(False)
     check_equal(model.overlap_report(), None, "report when it is off")
@@ -218,6 +222,47 @@ def _overlapped(rank: int, world: int, folder: str) -> None:
 @pytest.mark.processes
 def test_trace_overlapped_optimizer_rows_are_nested(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, _overlapped, str(tmp_path))
+
+
+def _whose(rank: int, world: int, folder: str) -> None:
+    group = [dist.new_group([one]) for one in range(world)][rank]
+    model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
+    model.record_overlap()
+    other = torch.optim.Adam(nn.Linear(2, 2).parameters())
+    copies = copy.deepcopy(model)
+    for wrapper in (model, copies):
+        of_it = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+        for _ in range(3):
+            of_it.zero_grad()
+            wrapper(torch.ones(2, 4)).sum().backward()
+            other.step()  # of another model
+            of_it.step()
+            with torch.no_grad():
+                wrapper(torch.ones(2, 4))  # evaluation
+        names = [span.name for span in wrapper.overlap_report().spans]
+        check_equal(names, ["forward", "step (SGD)"], "spans")
+    report = model.overlap_report()
+    check_equal(report.rank, 0, "rank in a group of its own")
+    # Of several groups, the row is the rank in that of the trace.
+    report.save_trace(f"{folder}/trace.json", group=dist.group.WORLD)
+    dist.barrier()
+    events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+    check_equal({event["pid"] for event in events}, set(range(world)), "processes")
+
+
+@pytest.mark.processes
+def test_trace_shows_its_own_optimizer_and_ranks_of_the_group(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(2, _whose, str(tmp_path))
+
+
+def test_trace_spans_that_cross_have_rows_of_their_own() -> None:
+    report = replace(_report(0, 1.0), spans=[Span("step (SGD)", -0.2, 0.1)])
+    slices = [e for e in trace_of([report]).events if e["ph"] == "X"]
+    _check_nested(slices)
+    rows = {event["name"]: event["tid"] for event in slices}
+    assert rows["step (SGD)"] != rows["backward"] == rows["gradients"]
 
 
 # --- straggler reports ---

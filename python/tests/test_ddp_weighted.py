@@ -96,7 +96,7 @@ def _refused(rank: int, world: int) -> None:
     with raises(RuntimeError, "averaged over the ranks"), plain.weight(1):
         pass
     ddp = _ddp()
-    for wrong in (torch.ones(2), torch.ones(()) * 1j):
+    for wrong in (torch.ones(2), torch.ones(()) * 1j, torch.ones((), device="meta")):
         with raises(ValueError, "a weight is a real number"), ddp.weight(wrong):
             pass
     with ddp.weight(1), raises(RuntimeError, "inside of another weight()"), ddp.weight(1):
@@ -106,7 +106,7 @@ def _refused(rank: int, world: int) -> None:
     with raises(RuntimeError, "still held the gradient that the last synchronized backward"):
         _backward(ddp, 3)
     ddp.zero_grad()
-    with raises(RuntimeError, "no weight inside") if rank < 0 else raises(KeyError, "from a loop"):
+    with raises(KeyError, "from a loop"):
         with ddp.weight(5):
             raise KeyError("from a loop")
     _backward(ddp, 1)
@@ -166,6 +166,23 @@ def _dropped(rank: int, world: int) -> None:
     check_equal(ddp.total_weight, 2.0 * world, "total after a backward that failed")
 
 
+def _given_up(rank: int, world: int) -> None:
+    ddp = _ddp()
+    for _ in range(3):
+        with ddp.no_sync():
+            _backward(ddp, 5)
+            if rank == 1:  # gives up and begins again
+                ddp.zero_grad()
+                _backward(ddp, 1)
+        _backward(ddp, 2)
+        check_equal(ddp.total_weight, 7.0 + 3.0, "total")
+        ddp.zero_grad()
+
+
+def test_weighted_accumulation_given_up_does_not_count(ranks: RankPool) -> None:
+    ranks.run(2, _given_up)
+
+
 class _Fails:
     def __init__(self, once: bool) -> None:
         self.fails = once
@@ -197,20 +214,94 @@ def test_weighted_float16_sums_do_not_overflow(ranks: RankPool) -> None:
     ranks.run(2, _half)
 
 
+def _shrinking(rank: int, world: int, hook: str | None) -> None:
+    """The last batch of an epoch: totals that fall and rise by orders of magnitude."""
+    layer = nn.Linear(8, 1, bias=False)
+    layer = layer if hook else layer.half()
+    ddp = DistributedDataParallel(layer, gradient_average="weighted")
+    if hook:
+        ddp.register_builtin_comm_hook(hook)
+    for samples in (2**14, 2**14, 4, 2**14, 0, 2, 2**14):
+        ddp.zero_grad()
+        with ddp.weight(samples):
+            x = torch.full((1, 8), 2.0**-10, dtype=layer.weight.dtype)
+            (ddp(x).sum() * samples).backward()
+        expected = 2.0**-10 if samples else 0.0
+        check(bool((layer.weight.grad == expected).all()), f"{samples}: {layer.weight.grad}")
+    with ddp.join():  # rank 1 has run out when the last two begin
+        for samples in (2, 64, 0)[: 1 if rank == 1 else 3]:
+            ddp.zero_grad()
+            with ddp.weight(samples):
+                x = torch.full((1, 8), 2.0**-10, dtype=layer.weight.dtype)
+                (ddp(x).sum() * samples).backward()
+    ddp.zero_grad()
+    with ddp.weight(2):
+        x = torch.full((1, 8), 2.0**-10, dtype=layer.weight.dtype)
+        (ddp(x).sum() * 2).backward()
+    check(bool((layer.weight.grad == 2.0**-10).all()), f"after join(): {layer.weight.grad}")
+
+
+@pytest.mark.parametrize("hook", [None, "fp16", "fp16_fp32_sum"])
+def test_weighted_totals_that_change_are_no_scale_of_the_next_step(
+    ranks: RankPool, hook: str | None
+) -> None:
+    ranks.run(2, _shrinking, hook)
+
+
+def _adversarial(rank: int, world: int) -> None:
+    discriminator, generator = _ddp(), nn.Linear(4, 4)
+    for parameter in discriminator.module.parameters():
+        parameter.requires_grad_(False)
+    with discriminator.no_sync():  # the generator's step: these are no samples of it
+        discriminator(generator(torch.ones(7, 4))).sum().backward()
+    with discriminator.no_sync(), discriminator.weight(7):
+        discriminator(generator(torch.ones(7, 4))).sum().backward()
+    for parameter in discriminator.module.parameters():
+        parameter.requires_grad_(True)
+    _backward(discriminator, 3)
+    check_equal(discriminator.total_weight, 3.0 * world, "total of the discriminator")
+
+
+def test_weighted_backward_through_a_frozen_module_is_of_no_samples(ranks: RankPool) -> None:
+    ranks.run(2, _adversarial)
+
+
+def _in_an_accumulation(rank: int, world: int) -> None:
+    ddp = _ddp()
+    with raises(RuntimeError, "rank 0 gave the weight -3"):
+        with ddp.no_sync():
+            _backward(ddp, -3 if rank == 0 else 3)
+        _backward(ddp, 4)
+    ddp.zero_grad()
+    with raises(RuntimeError, "the sum of the weights of all ranks is not finite"):
+        _backward(ddp, 1.7e308)
+    ddp.zero_grad()
+    _backward(ddp, 2)
+    ddp.zero_grad()
+    with ddp.no_sync():
+        for _ in range(9):
+            _backward(ddp, 1)
+    ddp.module.add_module("more", nn.Linear(2, 2))
+    _backward(ddp, 1)
+    check_equal(ddp.total_weight, 10.0 * world, "total when the module changed in between")
+
+
+def test_weighted_accumulation_keeps_its_weights(ranks: RankPool) -> None:
+    ranks.run(2, _in_an_accumulation)
+
+
 def _callbacks(rank: int, world: int) -> None:
     ddp = _ddp()
     seen: list[torch.Tensor] = []
     ddp.register_bucket_callback(lambda b: seen.extend(p.grad.clone() for p in b.parameters))
-    for _ in range(3):
+    for weight in (2, 2, 0, 2):
         seen.clear()
         ddp.zero_grad()
-        _backward(ddp, 2)
-        # Each rank has twice the gradient of a sample, and counts 2.
-        reference = nn.Linear(4, 8), nn.Linear(8, 2)
+        with ddp.weight(weight):  # without a sample the mean of nothing is NaN
+            (ddp(torch.ones(2, 4)).sum() * (1.0 if weight else float("nan"))).backward()
         check_equal(len(seen), len(list(ddp.parameters())), "gradients in callbacks")
         for gradient in seen:
             check(any(torch.equal(gradient, p.grad) for p in ddp.parameters()), "not the final one")
-        del reference
 
 
 def test_weighted_bucket_callbacks_see_the_mean(ranks: RankPool) -> None:

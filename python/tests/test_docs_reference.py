@@ -238,7 +238,7 @@ def test_message_list_has_both_languages() -> None:
 SEARCHES = {
     "howto/accumulation.md": ("no_sync", "accumulation", "larger batch", "memory"),
     "howto/unused_parameters.md": ("find_unused_parameters", "grad=None", "frozen", "freeze"),
-    "howto/ragged_batches.md": ("last batch", "different lengths", "weighted", "tokens"),
+    "howto/weighted.md": ("last batch", "different lengths", "weighted", "tokens"),
     "howto/uneven_inputs.md": ("join()", "fewer batches", "uneven"),
     "howto/checkpointing.md": ("resume", "map_location", "state_dict", "load"),
     "howto/elastic.md": ("--max-restarts", "torchrun", "fault tolerance", "restart"),

@@ -113,7 +113,7 @@ void throw_if_bad(const Verdict& verdict) {
 void wait_or_hear(const c10d::ProcessGroup& group,
                   const std::function<bool(std::chrono::milliseconds)>& ended_within,
                   const std::function<void()>& meanwhile = {}, bool in_hook = false) {
-  if (ended_within(timing::kUsual)) return;
+  if (ended_within(others_wait(group) ? timing::kLook : timing::kUsual)) return;
   Wait wait(group, in_hook ? Wait::kInHook : Wait::kInCall);
   while (!ended_within(timing::kSlice)) {
     end_if_interrupted(group);

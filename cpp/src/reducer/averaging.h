@@ -29,17 +29,6 @@
 
 namespace apex::parallel::detail {
 
-/// See Note [Weighted means].
-struct WeightSum {
-  double total = 0;  ///< in this backward
-  double scale = 1;  ///< a power of two, about the last total that was not zero
-
-  /// Where no message is on its way that was scaled before; on all ranks alike.
-  void rescale() {
-    if (total != 0) scale = std::exp2(std::ilogb(total));
-  }
-};
-
 struct Averaging {
   double before = 1.0;  ///< gradients are multiplied by this while they are packed
   double after = 1.0;   ///< and by this when they are unpacked
@@ -57,16 +46,16 @@ inline bool nccl_averages_well(at::ScalarType dtype, int64_t world_size) {
 /// @param divisor     by how many ranks the sum is divided: under join() perhaps those that have
 /// data.
 /// @param world_size  by how many a reduction that averages divides.
-/// @param weights     of all ranks, with the option weighted.
+/// @param total_weight  of all ranks, with the option weighted: see Note [Weighted means].
 inline Averaging averaging_of(const ReducerOptions& options, const ReductionTraits& traits,
                               at::ScalarType dtype, int64_t divisor, int64_t world_size,
-                              const WeightSum& weights) {
+                              double total_weight = 0) {
   if (options.weighted) {
-    // A communication hook may sum in 16 bits.
-    const bool narrow = traits.averages || (dtype != at::kFloat && dtype != at::kDouble);
-    const double scale = narrow ? weights.scale : 1.0;
-    const auto summed = traits.averages ? static_cast<double>(world_size) : 1.0;
-    return {1.0 / scale, weights.total == 0 ? 0.0 : summed * scale / weights.total};
+    const double after = total_weight == 0 ? 0.0 : 1.0 / total_weight;
+    if (traits.averages) return {1.0, after * static_cast<double>(world_size)};
+    if (dtype == at::kFloat || dtype == at::kDouble) return {1.0, after};
+    const double scale = std::exp2(std::ceil(std::log2(world_size)));
+    return {1.0 / scale, after * scale};
   }
   const auto ranks = static_cast<double>(divisor);
   if (traits.averages) {

@@ -442,8 +442,6 @@ void Backward::record(const std::function<void()>& meanwhile) {
   if (context_.options.check_steps.value_or(context_.members.control_device().is_cpu()))
     pass_.out_of_step = reporter_.compare(table);
   pass_.skipped = table.skipped();
-  context_.weights.total = table.total_weight();
-  context_.weights.rescale();
   pass_.used_by_any = table.used_by_any();
   const std::vector<bool> trainable = table.trainable_set();
   if (table.all_left()) leave_behind(table.all_left_for(ReasonToLeave::kSet));
@@ -537,9 +535,9 @@ void Backward::judge(const std::function<void()>& meanwhile) {
   if (!must_read()) return reporter_.order();
   const StepTable& table = reporter_.receive(meanwhile);
   refuse(table);
-  context_.weights.total = table.total_weight();
   pass_.used_by_any = table.used_by_any();
   pass_.skipped = pass_.skipped || table.skipped();
+  if (!pass_.skipped) context_.total_weight = table.total_weight();
   if (context_.options.check_finite) {
     pass_.non_finite = table.describe_non_finite(reporter_.names());
     pass_.skipped =
@@ -547,15 +545,15 @@ void Backward::judge(const std::function<void()>& meanwhile) {
   }
 }
 
-/// No rank had a sample: what it had is no gradient of a mean.
-void Backward::clear_without_weight() {
-  if (!context_.options.weighted || context_.weights.total != 0 || pass_.skipped) return;
+/// No rank had a sample: what it had is no gradient of a mean, and may be NaN.
+void Backward::clear_without_weight(const std::vector<BucketMessage::Slot>& slots) {
+  if (!context_.options.weighted || context_.total_weight != 0 || pass_.skipped) return;
   TORCH_WARN_ONCE("apex: the weights of all ranks are 0, so all gradients of backward number ",
                   context_.backward_number, " are 0");
   const at::NoGradGuard no_grad;
-  for (size_t i = 0; i < pass_.used_by_any.size(); ++i) {
-    const at::Tensor& grad = context_.parameters[i].variable.grad();
-    if (pass_.used_by_any[i] != 0 && grad.defined()) grad.zero_();
+  for (const BucketMessage::Slot& slot : slots) {
+    const at::Tensor& grad = slot.variable.grad();
+    if (grad.defined()) grad.zero_();
   }
 }
 
@@ -602,6 +600,7 @@ void Backward::complete_entry(size_t index, const std::function<void()>& meanwhi
   if (pass_.failure) return;
   try {
     hand_out_bucket(entry, pass_, context_);
+    clear_without_weight(entry.message.slots());
   } catch (...) {
     // Of this rank alone, while exchanges may follow: see Note [Carried through].
     pass_.failure = std::current_exception();
@@ -644,7 +643,9 @@ void Backward::settle() {
     if (!message.has_unused()) continue;
     missed = true;
     if (context_.bucket_callback) unsettled.emplace_back(static_cast<int64_t>(b), message.slots());
-    if (!pass_.failure) message.settle(pass_.used_by_any);
+    if (pass_.failure) continue;
+    message.settle(pass_.used_by_any);
+    clear_without_weight(message.slots());
   }
   const std::vector<int64_t> late = outside(plan, pass_.used_by_any);
   if (missed || !late.empty()) context_.statistics.add(&ReducerStatistics::usage_reads);
@@ -674,6 +675,7 @@ void Backward::reduce_late(const std::vector<int64_t>& late) {
   detail::reduce_late(
       late, plan().places, pass_,
       [this](const auto& slots) {
+        clear_without_weight(slots);
         find_non_finite_sum(slots);
         call_back(-1, slots, true);
       },
@@ -721,7 +723,6 @@ void Backward::conclude() {
   }
   if (pass_.skipped) call_off();
   for (Parameter& parameter : context_.parameters) parameter.touched = false;
-  clear_without_weight();
   remember_reduced();
   sample_parameters();
   const bool recorded = plan().backwards <= 1;

@@ -101,7 +101,7 @@ class Backward {
   bool must_read() const;
   void judge(const std::function<void()>& meanwhile);
   void refuse(const StepTable& table);
-  void clear_without_weight();
+  void clear_without_weight(const std::vector<BucketMessage::Slot>& slots);
   void complete_entries(const std::function<void()>& meanwhile);
   void call_back(int64_t bucket, const std::vector<BucketMessage::Slot>& slots, bool all_used);
   void settle();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/batch_weight.h"
 
+#include <cmath>
 #include <limits>
 
 #include <ATen/Functions.h>
@@ -15,7 +16,8 @@ void BatchWeight::enter(const at::Tensor& weight) {
         "weight() inside of another weight(): the gradients of a backward are of one set of "
         "samples. Leave the first one before");
   }
-  if (!weight.defined() || weight.numel() != 1 || weight.is_complex()) {
+  if (!weight.defined() || weight.numel() != 1 || weight.is_complex() || weight.is_meta() ||
+      weight.layout() != at::kStrided) {
     throw InvalidArgument("a weight is a real number or a tensor with one, got " +
                           (weight.defined() ? weight.toString() + " with " +
                                                   std::to_string(weight.numel()) + " elements"
@@ -41,7 +43,7 @@ void BatchWeight::backward_began() {
   } else if (!counted_) {
     counted_ = true;
     if (number_) {
-      sum_ += *number_;
+      numbers_.push_back(*number_);
     } else {
       on_device_.push_back(tensor_);
     }
@@ -50,13 +52,18 @@ void BatchWeight::backward_began() {
 
 double BatchWeight::value() const {
   if (missing_) return std::numeric_limits<double>::quiet_NaN();
-  double sum = sum_;
-  for (const at::Tensor& weight : on_device_) sum += weight.item<double>();
+  std::vector<double> all = numbers_;
+  for (const at::Tensor& weight : on_device_) all.push_back(weight.item<double>());
+  double sum = 0;
+  for (const double weight : all) {
+    if (!(weight >= 0) || !std::isfinite(weight)) return weight;
+    sum += weight;
+  }
   return sum;
 }
 
 void BatchWeight::reset() {
-  sum_ = 0;
+  numbers_.clear();
   on_device_.clear();
   counted_ = missing_ = false;
 }

@@ -16,9 +16,9 @@ namespace apex::parallel::detail {
 // first bucket is unpacked, which multiplies anyway: no collective and no pass over memory more.
 // Every rank adds the same numbers in the same order, so all divide by the same.
 //
-// Sums of 16 bits overflow where the mean would not. So they are made of gradients that were
-// multiplied by a power of two, about one by the last total, which every rank knows; that is exact,
-// but for numbers which the mean could not hold either. See Note [Averages in low precision].
+// A sum in 16 bits may overflow where its terms do not, so these are multiplied by a power of two
+// that is less than one by the number of ranks. The last total would be no better a guide: it may
+// be larger by orders of magnitude than this one, as that of an epoch's last batch is.
 
 /// The weight of the samples whose gradients a rank has accumulated since the last synchronized
 /// backward. Not thread safe.
@@ -32,8 +32,11 @@ class BatchWeight {
 
   /// A backward has reached parameters. Several backwards of the same samples count once.
   void backward_began();
-  /// NaN if a backward was of samples without a weight. May wait for a device.
+  /// NaN if a backward was of samples without a weight; one that is negative or not finite is not
+  /// hidden by others. May wait for a device.
   double value() const;
+  /// Backwards since the last reset() count.
+  bool accumulates() const { return missing_ || !numbers_.empty() || !on_device_.empty(); }
   /// The gradients are reduced, or dropped.
   void reset();
 
@@ -43,8 +46,8 @@ class BatchWeight {
   bool entered_ = false;
   bool counted_ = false;  ///< since the last reset()
   bool missing_ = false;
-  double sum_ = 0;
-  std::vector<at::Tensor> on_device_;  ///< to be added to it
+  std::vector<double> numbers_;  ///< of the backwards that count
+  std::vector<at::Tensor> on_device_;
 };
 
 }  // namespace apex::parallel::detail

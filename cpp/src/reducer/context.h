@@ -40,11 +40,11 @@ struct ReducerContext {
   StatisticsCounter statistics;
   int64_t plans_built = 0;
   int64_t backward_number = 0;  ///< from 1, of the last synchronized backward that has begun
-  Monitor monitor;       ///< guards what may change here, and all that the reducer is made of
-  int64_t divisor;       ///< of the average: the number of ranks, or of those that have data
-  WeightSum weights;     ///< with the option weighted
-  bool joining = false;  ///< between begin_join() and end_join()
-  bool defers = false;   ///< backward may end before its buckets have arrived
+  Monitor monitor;          ///< guards what may change here, and all that the reducer is made of
+  int64_t divisor;          ///< of the average: the number of ranks, or of those that have data
+  double total_weight = 0;  ///< of all ranks, with the option weighted
+  bool joining = false;     ///< between begin_join() and end_join()
+  bool defers = false;      ///< backward may end before its buckets have arrived
   Phase phase = Phase::kIdle;
   /// Under join(): the end of the backward in progress is to be announced, and its buckets follow
   /// that, so that all come in the same order on ranks without data.

@@ -49,7 +49,7 @@ struct PlannedBucket {
 
   Averaging averaging(const ReducerContext& context) const {
     return averaging_of(context.options, traits, message.dtype(), context.divisor,
-                        context.members.size, context.weights);
+                        context.members.size, context.total_weight);
   }
   /// What travels: the message, or what was sent instead.
   const at::Tensor& sent() const { return absent.defined() ? absent : message.tensor(); }

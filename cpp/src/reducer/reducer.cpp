@@ -331,8 +331,14 @@ void Reducer::end_weight() noexcept {
   core_->change([](ReducerState& state) { state.reporter.weight.leave(); });
 }
 
+void Reducer::take_weight(Reducer& other) {
+  detail::BatchWeight weight;
+  other.core_->change([&](ReducerState& state) { std::swap(state.reporter.weight, weight); });
+  core_->change([&](ReducerState& state) { std::swap(state.reporter.weight, weight); });
+}
+
 double Reducer::total_weight() const {
-  return core_->read([](const ReducerState& state) { return state.context.weights.total; });
+  return core_->read([](const ReducerState& state) { return state.context.total_weight; });
 }
 
 void Reducer::optimizer_steps(const std::vector<at::Tensor>& parameters) {

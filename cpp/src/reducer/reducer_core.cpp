@@ -263,12 +263,27 @@ void ReducerCore::own_parameters() {
   if (!in_backward(context().phase)) context().parameters.own_all();
 }
 
+/// Gradients that were cleared in the middle of an accumulation: their samples do not count.
+void ReducerCore::forget_cleared_weights() {
+  if (!state_.reporter.weight.accumulates()) return;
+  bool touched = false, kept = false;
+  for (const Parameter& parameter : context().parameters) {
+    touched = touched || parameter.touched;
+    kept = kept || (parameter.touched && parameter.variable.grad().defined());
+  }
+  if (touched && !kept) state_.reporter.weight.reset();
+}
+
 void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
   const Change change(context().monitor);
   if (in_backward(context().phase)) return;
+  if (context().options.weighted) forget_cleared_weights();
   if (!synchronizing_.load()) {
     overtake_deferred();
-    state_.reporter.weight.backward_began();
+    // Of a discriminator that is frozen the samples are no batch.
+    const std::vector<bool> trained = context().parameters.trained();
+    if (std::find(trained.begin(), trained.end(), true) != trained.end())
+      state_.reporter.weight.backward_began();
     uneven_.announce_local_backward();
     return;
   }
@@ -300,7 +315,6 @@ void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session
   }
   state_.reporter.without_data = false;
   state_.reporter.weight.backward_began();
-  context().weights.rescale();
   choose_plan(state_);
   if (Plan* plan = state_.book.current()) plan->move_misplaced_gradients();
   session->join(shared_from_this());

@@ -275,6 +275,9 @@ std::string StepTable::describe_weights() const {
            "also one that does not synchronize, the weight of its samples, which is finite and "
            "not negative; to go on, clear the gradients";
   }
+  if (!std::isfinite(total_weight()))
+    return "the sum of the weights of all ranks is not finite: give smaller ones; to go on, clear "
+           "the gradients";
   return {};
 }
 

@@ -209,6 +209,10 @@ void answer_stalls(const WatchedGroupPtr& group) {
                              Clock::now() + timing::between_answers(limit_of(*group)));
 }
 
+std::string key_of_said(WatchedGroup& group, c10d::Store& store) {
+  return key_of(group, store) + "/said/" + group.label();
+}
+
 /// What is known of a wait on the store's thread, which may still have it when it is over.
 struct StallWatch::Waiting {
   Waiting(WatchedGroupPtr of, int64_t number, std::string name = {}, bool device = false)
@@ -223,9 +227,6 @@ struct StallWatch::Waiting {
   std::atomic<bool> alone{false};      ///< it was said that the store does not answer
   std::optional<int64_t> said_before;  ///< how often, when this rank asked first
 
-  std::string key_of_said(c10d::Store& store) const {
-    return key_of(*group, store) + "/said/" + group->label();
-  }
   void ask(c10d::Store& store, Round& round);
   void speak(c10d::Store& store, const Round& round);
   void take_over(const Said& said) const;
@@ -265,7 +266,7 @@ void StallWatch::Waiting::print(const std::string& verdict) const {
 
 void StallWatch::Waiting::ask(c10d::Store& store, Round& round) {
   if (!on_device) parallel::post(store, *group, whereabouts(*group, true));
-  round.said = get_or_empty(store, key_of_said(store));
+  round.said = get_or_empty(store, key_of_said(*group, store));
   const Said said = Said::decode(round.said);
   if (!said_before) said_before = said.times;
   take_over(said);
@@ -285,9 +286,9 @@ void StallWatch::Waiting::speak(c10d::Store& store, const Round& round) {
   if (over || alone) return;
   // The store has answered late: nobody had the time to.
   if (Clock::now() - round.asked_at < timing::until_answered(limit_of(*group))) return;
-  const std::string key = key_of_said(store);
+  const std::string key = key_of_said(*group, store);
   const Said before = Said::decode(round.said);
-  Said said{before.times + 1, group->rank, before.signature, {}};
+  Said said{before.times + 1, group->rank, before.call, before.signature, {}};
   const std::string there = compare_set(store, key, round.said, said.encode());
   if (there != said.encode()) return take_over(Said::decode(there));
   Stall now = stall();
@@ -301,11 +302,22 @@ void StallWatch::Waiting::speak(c10d::Store& store, const Round& round) {
   if (over || !is_stall(now)) {
     said.signature = before.signature;
   } else if (said.signature != before.signature) {
+    said.call = on_device ? 0 : call;
     said.verdict = describe(now);
     print(said.verdict);
   }
   const std::string text = said.encode();
   store.set(key, std::vector<uint8_t>(text.begin(), text.end()));
+}
+
+std::string latest_verdict(const WatchedGroupPtr& group) {
+  const auto said = std::make_shared<Said>();
+  const bool answers = group->store->call(
+      [group, said](c10d::Store& store) {
+        *said = Said::decode(get_or_empty(store, key_of_said(*group, store)));
+      },
+      Clock::now() + timing::kForOthers);
+  return answers && said->call == group->calls.last_number() ? said->verdict : std::string();
 }
 
 StallWatch::StallWatch(const WatchedGroupPtr& group)

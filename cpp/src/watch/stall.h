@@ -39,6 +39,10 @@ void set_stall_time(std::chrono::milliseconds time);
 /// From now on this rank posts where it is, if others wait in `group` for long.
 void answer_stalls(const WatchedGroupPtr& group);
 
+/// What ranks have printed last about this rank's last call; empty if that is not known. Waits for
+/// the store, for a moment.
+std::string latest_verdict(const WatchedGroupPtr& group);
+
 /// The process ends: nothing is posted any more. A store may be written in Python, which must not
 /// be called while the interpreter ends. Waits for a post that is under way, a second at most.
 void end_answers();

@@ -164,7 +164,8 @@ Whereabouts Whereabouts::decode(const std::string& text) {
 
 std::string Said::encode() const {
   PlainText out;
-  out << times << ' ' << rank << ' ' << std::quoted(signature) << ' ' << std::quoted(verdict);
+  out << times << ' ' << rank << ' ' << call << ' ' << std::quoted(signature) << ' '
+      << std::quoted(verdict);
   return out.str();
 }
 
@@ -172,7 +173,8 @@ Said Said::decode(const std::string& text) {
   std::istringstream in(text);
   in.imbue(std::locale::classic());
   Said read;
-  in >> read.times >> read.rank >> std::quoted(read.signature) >> std::quoted(read.verdict);
+  in >> read.times >> read.rank >> read.call >> std::quoted(read.signature) >>
+      std::quoted(read.verdict);
   return read;
 }
 

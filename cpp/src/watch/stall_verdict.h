@@ -53,8 +53,9 @@ std::string signature(const Stall& stall);
 struct Said {
   int64_t times = 0;      ///< a rank has begun to print
   int rank = 0;           ///< which one; two may begin at once
-  std::string signature;  ///< of the last verdict
-  std::string verdict;    ///< empty while a rank begins
+  int64_t call = 0;       ///< about which the last verdict is; 0 where ranks wait in several
+  std::string signature;  ///< of that
+  std::string verdict;    ///< and its text; empty while a rank begins
 
   std::string encode() const;
   static Said decode(const std::string& text);

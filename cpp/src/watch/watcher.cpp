@@ -141,9 +141,16 @@ void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexce
   // A collective that fails will say what is wrong with the store.
 }
 
+bool others_wait(const c10d::ProcessGroup& group) {
+  const WatchedGroupPtr one = find_watched(group);
+  return one && one->root()->told_elsewhere;
+}
+
 std::string stall_verdict(const c10d::ProcessGroup& group) {
   const WatchedGroupPtr one = find_watched(group);
   if (!one || !one->stalled) return {};
+  std::string latest = latest_verdict(one);
+  if (!latest.empty()) return latest;
   const std::lock_guard<std::mutex> lock(one->mutex);
   return one->stall;
 }

@@ -107,6 +107,10 @@ void refuse_call(const c10d::ProcessGroup& group, const std::string& what) noexc
 /// give up. Blocks as above.
 void announce_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
+/// Whether ranks that wait in `group`, or in one that shares its board, were told that this rank
+/// does not: what it does next matters to them.
+bool others_wait(const c10d::ProcessGroup& group);
+
 /// What this rank has printed because its last call of `group` took long; else an empty text.
 std::string stall_verdict(const c10d::ProcessGroup& group);
 

@@ -82,6 +82,7 @@ TEST(BatchWeight, NestedOrNotOneNumber_Throws) {
   EXPECT_THROW(weight.enter(at::ones({2})), InvalidArgument);
   EXPECT_THROW(weight.enter(at::Tensor()), InvalidArgument);
   EXPECT_THROW(weight.enter(at::ones({}, at::kComplexFloat)), InvalidArgument);
+  EXPECT_THROW(weight.enter(at::ones({}, at::kMeta)), InvalidArgument);
   weight.enter(number(1));
   EXPECT_THROW(weight.enter(number(1)), Error);
   weight.leave();
@@ -94,48 +95,40 @@ ReducerOptions weighted() {
   return options;
 }
 
+TEST(BatchWeight, NegativeOrInfinite_IsNotHiddenByOthers) {
+  BatchWeight weight;
+  for (const double samples : {5.0, -3.0, 4.0}) {
+    weight.enter(number(samples));
+    weight.backward_began();
+    weight.leave();
+  }
+  EXPECT_EQ(weight.value(), -3);
+}
+
 TEST(Averaging, Weighted_FloatIsSummedAsItIs) {
-  WeightSum weights;
-  weights.total = 48;
-  weights.rescale();
-  const Averaging factors = averaging_of(weighted(), {}, at::kFloat, 3, 3, weights);
+  const Averaging factors = averaging_of(weighted(), {}, at::kFloat, 3, 3, 48);
   EXPECT_EQ(factors.before, 1.0);
   EXPECT_EQ(factors.after, 1.0 / 48);
 }
 
-TEST(Averaging, Weighted_HalfIsScaledByAPowerOfTwoThatIsUndone) {
-  for (const double total : {0.3, 1.0, 48.0, 1e6}) {
-    WeightSum weights;
-    weights.total = total;
-    weights.rescale();
-    const Averaging factors = averaging_of(weighted(), {}, at::kHalf, 3, 3, weights);
+// Terms that fit have a sum that does; by a power of two, which is undone exactly.
+TEST(Averaging, Weighted_HalfIsScaledByTheNumberOfRanks) {
+  for (const int64_t ranks : {1, 2, 3, 4, 5, 8}) {
+    const Averaging factors = averaging_of(weighted(), {}, at::kHalf, ranks, ranks, 48);
     int exponent = 0;
-    EXPECT_EQ(std::frexp(factors.before, &exponent), 0.5) << total;  // a power of two
-    EXPECT_GE(factors.before * total, 1.0);
-    EXPECT_LT(factors.before * total, 2.0);
-    EXPECT_EQ(factors.before * factors.after, 1.0 / total);
+    EXPECT_EQ(std::frexp(factors.before, &exponent), 0.5) << ranks;  // a power of two
+    EXPECT_LE(factors.before * static_cast<double>(ranks), 1.0);
+    EXPECT_GT(factors.before * static_cast<double>(ranks), 0.5);
+    EXPECT_EQ(factors.before * factors.after, 1.0 / 48);
   }
 }
 
 TEST(Averaging, Weighted_AverageOfACommunicationHookIsUndone) {
   ReductionTraits hook;
   hook.averages = true;
-  WeightSum weights;
-  weights.total = 48;
-  weights.rescale();
-  const Averaging factors = averaging_of(weighted(), hook, at::kFloat, 3, 3, weights);
-  EXPECT_EQ(factors.before, 1.0 / 32);
-  EXPECT_EQ(factors.before * factors.after, 3.0 / 48);
-}
-
-TEST(Averaging, Weighted_TotalOfZeroKeepsTheScale) {
-  WeightSum weights;
-  weights.total = 48;
-  weights.rescale();
-  weights.total = 0;
-  weights.rescale();
-  EXPECT_EQ(weights.scale, 32);
-  EXPECT_EQ(averaging_of(weighted(), {}, at::kFloat, 3, 3, weights).after, 0.0);
+  const Averaging factors = averaging_of(weighted(), hook, at::kFloat, 3, 3, 48);
+  EXPECT_EQ(factors.before, 1.0);
+  EXPECT_EQ(factors.after, 3.0 / 48);
 }
 
 }  // namespace

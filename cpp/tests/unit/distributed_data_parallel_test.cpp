@@ -149,6 +149,51 @@ TEST(DistributedDataParallelCpp, NoSync_GuardsEndInAnyOrder_SynchronizesWhenNone
   });
 }
 
+TEST(DistributedDataParallelCpp, Weighted_UnevenBatches_IsTheMeanOverAllSamples) {
+  run_ranks(3, [](int rank, const Group& group) {
+    const auto data = at::arange(24, at::kDouble).view({6, 4}).sin();
+    torch::nn::Linear alone(torch::nn::LinearOptions(4, 1));
+    alone->to(at::kDouble);
+    torch::nn::Linear wrapped(torch::nn::LinearOptions(4, 1));
+    wrapped->to(at::kDouble);
+    {
+      const at::NoGradGuard no_grad;
+      for (const auto& layer : {alone, wrapped}) {
+        layer->weight.fill_(0.5);
+        layer->bias.fill_(0.25);
+      }
+    }
+    alone(data).square().mean().backward();
+    DistributedDataParallel model(
+        wrapped, DistributedDataParallelOptions(group).gradient_average(true).weighted(true));
+    const at::Tensor mine = data.slice(0,
+                                       rank == 0   ? 0
+                                       : rank == 1 ? 1
+                                                   : 3,
+                                       rank == 0   ? 1
+                                       : rank == 1 ? 3
+                                                   : 6);
+    for (int step = 0; step < 3; ++step) {
+      model.zero_grad();
+      {
+        const auto accumulates = model.no_sync();
+        const auto weight = model.weight(static_cast<double>(mine.size(0) - 1));
+        model.forward(mine.slice(0, 1)).square().sum().backward();
+      }
+      {
+        const auto weight = model.weight(at::ones({1}, at::kLong));
+        model.forward(mine.slice(0, 0, 1)).square().sum().backward();
+      }
+      EXPECT_EQ(model.reducer().total_weight(), 6);
+      EXPECT_TRUE(at::allclose(model->weight.grad(), alone->weight.grad(), 1e-14, 1e-14));
+      EXPECT_TRUE(at::allclose(model->bias.grad(), alone->bias.grad(), 1e-14, 1e-14));
+    }
+    EXPECT_THROW(static_cast<void>(model.weight(at::ones({2}))), InvalidArgument);
+    model.zero_grad();
+    EXPECT_THROW(model.forward(mine).sum().backward(), RankMismatch) << "without a weight";
+  });
+}
+
 TEST(DistributedDataParallelCpp, ParameterReplacedAddedOrRemoved_Forward_ThrowsAndNamesIt) {
   run_ranks(2, [](int rank, const Group& group) {
     const auto refused = [](auto& model, const at::Tensor& x) {
@@ -452,6 +497,7 @@ TEST(DistributedDataParallelCpp, MovedFrom_AnyUse_ThrowsOurError) {
                                                      [&] { model.to(at::kDouble); },
                                                      [&] { model.register_comm_hook(nullptr); },
                                                      [&] { static_cast<void>(model.no_sync()); },
+                                                     [&] { static_cast<void>(model.weight(1)); },
                                                      [&] { static_cast<void>(model.join()); },
                                                      [&] { model.reducer(); },
                                                      [&] { std::ostringstream() << model; },

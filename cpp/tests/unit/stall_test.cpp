@@ -61,10 +61,11 @@ TEST(StallVerdict, Whereabouts_AreDecodedAsTheyWere) {
 }
 
 TEST(StallVerdict, Said_IsDecodedAsItWas) {
-  const Said said{3, 7, "signature \"1\"", "two\nlines"};
+  const Said said{3, 7, 12, "signature \"1\"", "two\nlines"};
   const Said read = Said::decode(said.encode());
   EXPECT_EQ(read.times, 3);
   EXPECT_EQ(read.rank, 7);
+  EXPECT_EQ(read.call, 12);
   EXPECT_EQ(read.signature, said.signature);
   EXPECT_EQ(read.verdict, said.verdict);
   EXPECT_EQ(Said::decode({}).times, 0);

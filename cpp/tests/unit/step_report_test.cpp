@@ -131,6 +131,8 @@ TEST(StepReport, WeightThatIsMissingNegativeOrInfinite_NamesItsRank_UnlessTheSte
   expect_contains(refused(all), "rank 1 gave the weight -2");
   all[1].report.weight = std::numeric_limits<double>::infinity();
   expect_contains(refused(all), "rank 1 gave the weight inf");
+  all[0].report.weight = all[1].report.weight = 1.7e308;
+  expect_contains(refused(all), "the sum of the weights of all ranks is not finite");
   all[0].report.skips = true;
   EXPECT_EQ(refused(all), "");
 }

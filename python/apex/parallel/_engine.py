@@ -51,7 +51,6 @@ class Engine:
     groups: Sequence[dist.ProcessGroup] = ()
     parameters: Sequence[nn.Parameter] = ()  # as the reducer numbers them
     join: Announcer | None = None  # the one in force
-    weight: Tensor | None = None  # of the samples whose backwards run now
     world_size = 0
     splits_graphs = False  # see Note [Compiled graphs are split by bucket] in _compile.py
     made = 0  # tells one reducer from the next; a reference would keep its hooks alive
@@ -117,12 +116,12 @@ class Engine:
         reducer.synchronizing = self.reducer is None or self.reducer.synchronizing
         if self.broadcast_buffers:
             _buffers.check(self.module, self.groups[0], self._options.ignored)
+        if self.reducer is not None:
+            reducer.take_weight(self.reducer)
         self.reducer, self.parameters = reducer, watched.parameters
         self._buffers_agreed = _buffers.Buffers(self.module, self._options.ignored)
         self.made += 1
         self.hooks.install(reducer, self.parameters)
-        if self.weight is not None:
-            reducer.begin_weight(self.weight)
         self._watched = watched
         return reducer
 

@@ -49,6 +49,7 @@ class Hooks:
         if self.optimizer is not None:
             reducer.set_deferred(True)
         if self.timeline is not None:
+            self.timeline.parameters = parameters
             reducer.record_overlap(True)
 
     def set_comm_hook(self, reducer: _core.Reducer, comm_hook: RegisteredHook | str) -> None:
@@ -75,6 +76,12 @@ class Hooks:
         self._install_callback(reducer)
         reducer.set_deferred(True)
 
+    def record_overlap(self, reducer: _core.Reducer, on: bool) -> None:
+        reducer.record_overlap(on)
+        self.timeline = Timeline() if on else None
+        if self.timeline is not None:
+            self.timeline.parameters = self._parameters
+
     def _install_callback(self, reducer: _core.Reducer) -> None:
         if self.callback is None and self.optimizer is None:
             reducer.set_bucket_callback(None)
@@ -92,5 +99,5 @@ class Hooks:
         reducer.set_bucket_callback(run)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: self.__dict__[name] for name in ("comm_hook", "_default")}
-        return state if self.timeline is None else {**state, "timeline": Timeline()}
+        kept = ("comm_hook", "_default", "timeline")
+        return {name: value for name, value in self.__dict__.items() if name in kept}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""When the host ran forwards and optimizer steps, while overlap is recorded."""
+"""When the host ran forwards and optimizer steps of a wrapper, while overlap is recorded."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from apex.parallel._steps import taking_parts
+
 FORWARD = "forward"
-_KEPT = 256
+_KEPT = 1024
 
 
 class Span(NamedTuple):
@@ -32,16 +35,21 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Forwards of one wrapper, and steps of all optimizers of the process.
+    """Forwards of one wrapper, and steps of optimizers that hold its parameters.
 
-    Times are of ``time.perf_counter()``, which on Linux is the clock of the C++ engine.
+    Times are of ``time.perf_counter()``, which on Linux is the clock of the C++ engine. A copy
+    begins anew.
     """
 
     def __init__(self) -> None:
+        self.parameters: Sequence[Tensor] = ()
         self._spans: deque[Span] = deque(maxlen=_KEPT)
         self._step_began: dict[int, float] = {}  # by id: only while the optimizer steps
         _timelines.add(self)
         _register()
+
+    def __reduce__(self) -> tuple[type[Timeline], tuple[()]]:
+        return Timeline, ()
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -66,6 +74,17 @@ class Timeline:
             if first <= s.begin_s < last
         ]
 
+    def _steps(self, optimizer: Optimizer) -> None:
+        mine = {id(parameter) for parameter in self.parameters}
+        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            self._step_began[id(optimizer)] = time.perf_counter()
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        began = self._step_began.pop(id(optimizer), None)
+        if began is not None:
+            name = f"step ({type(optimizer).__name__})"
+            self._spans.append(Span(name, began, time.perf_counter()))
+
 
 _timelines: weakref.WeakSet[Timeline] = weakref.WeakSet()
 
@@ -77,17 +96,14 @@ def _register() -> None:
 
 
 def _steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or optimizer in taking_parts:
         return
     for timeline in _timelines:
-        timeline._step_began[id(optimizer)] = time.perf_counter()
+        timeline._steps(optimizer)
 
 
 def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     for timeline in _timelines:
-        began = timeline._step_began.pop(id(optimizer), None)
-        if began is not None:
-            name = f"step ({type(optimizer).__name__})"
-            timeline._spans.append(Span(name, began, time.perf_counter()))
+        timeline._stepped(optimizer)

@@ -31,7 +31,7 @@ from apex.parallel._tensor_lists import (
     split_by_type,
     split_half_float_double,
 )
-from apex.parallel._timeline import FORWARD, Timeline
+from apex.parallel._timeline import FORWARD
 from apex.parallel.overlap_report import BucketOverlap, OverlapReport
 from apex.parallel.straggler_report import RankTimes, StragglerReport
 from apex.parallel.sync_batchnorm import name_layers
@@ -330,7 +330,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         timeline = self._engine.hooks.timeline
         with (
             torch.profiler.record_function(name) if self.prof else _NO_RANGE,
-            timeline.span(FORWARD) if timeline is not None else _NO_RANGE,
+            timeline.span(FORWARD) if timeline is not None and training else _NO_RANGE,
         ):
             inputs, kwargs, casts = enter(inputs, kwargs, training)
             outer = _compile.registry._active_ddp_module
@@ -481,27 +481,30 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
                 CPU is read at once, one on a GPU at the end of a synchronized backward.
 
         A weight that is missing, negative or not finite makes the synchronized backward raise on
-        every process. One that fails or is skipped drops the weights that belong to it; clearing
-        gradients alone does not. Communication hooks average over the processes, which is undone.
-        An :class:`OverlappedOptimizer` waits for all buckets at the end of backward.
+        every process. One that fails or is skipped drops the weights that belong to it, and so does
+        ``zero_grad()`` (``set_to_none=True``) in the middle of an accumulation. Communication hooks
+        average over the processes, which is undone; one that sends float16 needs weights of which
+        sums fit there (of thousands of samples, say). An :class:`OverlappedOptimizer` waits for all
+        buckets at the end of backward.
 
         Raises:
-            ValueError: if it is not one real number.
+            TypeError, ValueError: if it is not one real number.
             RuntimeError: without ``gradient_average="weighted"``, inside of another block, or
                 during backward.
         """
         value = torch.as_tensor(weight, dtype=None if isinstance(weight, torch.Tensor) else _WEIGHT)
         self._reducer.begin_weight(value)
-        self._engine.weight = value
         try:
             yield
         finally:
-            self._engine.weight = None
             self._reducer.end_weight()
 
     @property
     def total_weight(self) -> float:
-        """By what the last synchronized backward divided, the same on every process; at first 0."""
+        """By what the last synchronized backward that was not skipped divided; at first 0.
+
+        The same on every process.
+        """
         return self._reducer.total_weight
 
     def weighted_mean(self, total: torch.Tensor) -> torch.Tensor:
@@ -509,7 +512,9 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
 
         ``model.weighted_mean(loss)`` is the mean loss of the last step, if ``loss`` is the sum of
         this process's losses in it. Returns a new tensor, of the same shape and of float32 or
-        wider. Collective; the values are those of ``total`` as it is, without a gradient.
+        wider; NaN or infinite if :attr:`total_weight` is 0. The values are those of ``total`` as it
+        is, without a gradient. Collective: not under :meth:`join`, where a process may have run
+        out.
         """
         summed = total.detach().to(torch.promote_types(total.dtype, torch.float32), copy=True)
         dist.all_reduce(summed, group=self.process_group)
@@ -757,7 +762,8 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         Each process decides for itself. Off, as at first, it costs nothing. On, a clock is read for
         each gradient and a few times for each bucket; on a GPU an event is recorded each time, and
         neither the host nor the stream of backward waits. Not while a CUDA graph is captured. Also
-        takes the times at which the host runs forwards and optimizer steps.
+        takes the times at which the host runs forwards with gradients, and steps of optimizers that
+        hold parameters of the module.
         Turning it off forgets the last report.
 
         Waits for what an :class:`OverlappedOptimizer` has left on its way.
@@ -765,8 +771,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         Raises:
             RuntimeError: while a backward is running.
         """
-        self._reducer.record_overlap(bool(on))
-        self._engine.hooks.timeline = Timeline() if on else None
+        self._engine.hooks.record_overlap(self._reducer, bool(on))
 
     def overlap_report(self) -> OverlapReport | None:
         """What the last backward that :meth:`record_overlap` took the times of has hidden.

@@ -67,8 +67,9 @@ class OverlapReport:
         hidden_s: the rest: gradients, or the next forward, were computed meanwhile.
         hidden_fraction: ``hidden_s / communication_s``; 1 if nothing was in flight.
         buckets: in launch order.
-        spans: when the host ran ``"forward"`` and ``"step (SGD)"`` (the optimizers of this process)
-            since the optimizer step before; relative to the begin of backward as the other times.
+        spans: when the host ran ``"forward"`` and ``"step (SGD)"`` (of optimizers that hold
+            parameters of the wrapper), since the optimizer step before; relative to the begin of
+            backward as the other times.
     """
 
     clock: str
@@ -131,7 +132,8 @@ class OverlapReport:
         """On the first rank those of all, by its clock; elsewhere none."""
         if group is None:
             return [self]
-        mine = replace(self, began_s=self.began_s + offset_to_first_rank(group))
+        began_s = self.began_s + offset_to_first_rank(group)
+        mine = replace(self, rank=dist.get_rank(group), began_s=began_s)
         reports: list[OverlapReport] = all_gather(mine, group)
         return reports if dist.get_rank(group) == 0 else []
 
@@ -150,22 +152,26 @@ def trace_of(reports: Sequence[OverlapReport]) -> Trace:
 
 def _add(trace: Trace, report: OverlapReport) -> None:
     buckets = report.buckets
+    # Steps may be taken in other threads, and inside of forwards.
+    spans = [*report.spans, Span("backward", 0, report.backward_s)]
+    row_of_span = rows_of([(span.begin_s, span.end_s) for span in spans])
     row_of_bucket = rows_of([(bucket.ready_s, bucket.arrived_s) for bucket in buckets])
+    waits = max(row_of_span) + 1
+    rows = ["step", *(f"step {row}" for row in range(1, waits)), "waits"]
     bucket_rows = [f"buckets {row}" for row in range(max(row_of_bucket, default=-1) + 1)]
-    trace.process(report.rank, f"rank {report.rank}", ["step", "waits", *bucket_rows])
+    trace.process(report.rank, f"rank {report.rank}", [*rows, *bucket_rows])
 
     def add(row: int, name: str, begin_s: float, end_s: float, **about: object) -> None:
         trace.slice(
             report.rank, row, name, report.began_s + begin_s, report.began_s + end_s, **about
         )
 
-    for span in report.spans:
-        add(0, span.name, span.begin_s, span.end_s)
-    add(0, "backward", 0, report.backward_s, clock=report.clock)
-    add(0, "gradients", 0, report.last_gradient_s)
+    for span, row in zip(spans, row_of_span, strict=True):
+        add(row, span.name, span.begin_s, span.end_s)
+    add(row_of_span[-1], "gradients", 0, report.last_gradient_s, clock=report.clock)
     waited_s = 0.0  # a device may see the end of one wait after the begin of the next
     for number, (bucket, place) in enumerate(zip(buckets, row_of_bucket, strict=True)):
-        row, name = 2 + place, f"bucket {number}"
+        row, name = waits + 1 + place, f"bucket {number}"
         add(
             row,
             name,
@@ -181,7 +187,7 @@ def _add(trace: Trace, report: OverlapReport) -> None:
         add(row, "in flight", bucket.launched_s, bucket.arrived_s)
         begin_s = max(bucket.awaited_s, waited_s)
         if begin_s < bucket.arrived_s:
-            add(1, name, begin_s, bucket.arrived_s)
+            add(waits, name, begin_s, bucket.arrived_s)
             waited_s = bucket.arrived_s
 
 

@@ -230,6 +230,20 @@ class DistributedDataParallel {
     return NoSync(no_sync_);
   }
 
+  /// See Weight and ReducerOptions::weighted.
+  ///
+  ///     {
+  ///       const auto guard = model.weight(static_cast<double>(x.size(0)));  // samples here
+  ///       (model.forward(x) - y).square().sum().backward();
+  ///     }  // gradients of the mean over the samples of all ranks
+  ///
+  /// `weight` is a number, or a tensor with one element on any device.
+  Weight weight(const at::Tensor& weight) {
+    require_here();
+    return {*reducer_, weight};
+  }
+  Weight weight(double weight) { return this->weight(at::scalar_tensor(weight, at::kDouble)); }
+
   /// See Join.
   ///
   ///     {

@@ -8,7 +8,8 @@
 
 #include <apex/parallel/reducer.h>
 
-/// What DistributedDataParallel::no_sync() and join() return: settings that end with a scope.
+/// What DistributedDataParallel::no_sync(), weight() and join() return: settings that end with a
+/// scope.
 
 namespace apex::parallel {
 
@@ -41,6 +42,21 @@ class [[nodiscard]] NoSync {
 
  private:
   const std::shared_ptr<detail::NoSyncGuards> guards_;
+};
+
+/// While it lives, backwards are of samples with a weight: see Reducer::begin_weight(). One at a
+/// time; the wrapper has to outlive it.
+class [[nodiscard]] Weight {
+ public:
+  Weight(Reducer& reducer, const at::Tensor& weight) : reducer_(reducer) {
+    reducer_.begin_weight(weight);
+  }
+  ~Weight() { reducer_.end_weight(); }
+  Weight(const Weight&) = delete;
+  Weight& operator=(const Weight&) = delete;
+
+ private:
+  Reducer& reducer_;
 };
 
 // Note [A destructor that throws]

@@ -253,6 +253,9 @@ class APEX_API Reducer {
   ///         number of elements, or complex ones.
   void begin_weight(const at::Tensor& weight);
   void end_weight() noexcept;
+  /// Of samples that `other`, which this reducer takes the place of, has accumulated. Not while one
+  /// of them is in backward. Does not block.
+  void take_weight(Reducer& other);
   /// By what the last synchronized backward divided, the same on every rank; 0 before the first.
   /// May be called at any time.
   double total_weight() const;
