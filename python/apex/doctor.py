@@ -66,7 +66,7 @@ def examine_host(environment: Mapping[str, str], timeout_s: float) -> report.Rep
     outcome = here.run(backends, timeout_s)
     case = Case(
         ranks=[mine],
-        self_tests=_self_tests(mine, environment),
+        self_tests=_self_tests(mine),
         measured=outcome.measured,
         not_shared=_not_shared(outcome.measured, outcome.not_shared, environment),
     )
@@ -77,10 +77,10 @@ def examine_job(environment: Mapping[str, str], timeout_s: float) -> report.Repo
     """All ranks of the job; None on ranks other than 0.
 
     Raises:
-        job.Unreachable: if this rank does not find the others.
+        job.Unreachable: if this rank does not reach the others.
     """
     mine = facts.gather(environment)
-    record = job.Record(mine, _self_tests(mine, environment))
+    record = job.Record(mine, _self_tests(mine))
     outcome = job.run(record, environment, timeout_s)
     if outcome is None:
         return None
@@ -96,14 +96,13 @@ def examine_job(environment: Mapping[str, str], timeout_s: float) -> report.Repo
     return report.make(case, outcome.links, [outcome.problem] if outcome.problem else [])
 
 
-def _self_tests(mine: facts.Facts, environment: Mapping[str, str]) -> Sequence[self_test.SelfTest]:
+def _self_tests(mine: facts.Facts) -> Sequence[self_test.SelfTest]:
     rank = mine.place.rank
     tests = self_test.batch_norm(torch.device("cpu"), rank)
-    if mine.gpus.names and mine.build.with_cuda:
+    if mine.gpus.own is not None and mine.build.with_cuda:
         # Else a kernel that is wrong would be replaced before the test sees it.
         os.environ.setdefault("APEX_SYNC_BATCH_NORM", "apex")
-        index = int(environment.get("LOCAL_RANK", "0")) % len(mine.gpus.names)
-        tests += self_test.batch_norm(torch.device("cuda", index), rank)
+        tests += self_test.batch_norm(torch.device("cuda", mine.gpus.own), rank)
     return tests
 
 

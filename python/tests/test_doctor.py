@@ -46,7 +46,7 @@ def a_rank(rank: int = 0, host: str = "a", **changes: Any) -> facts.Facts:
     """
     address = f"10.0.0.{ord(host[0])}"
     one = facts.Facts(
-        place=facts.Place(rank, 1, host, f"boot of {host}", "pid:[1]", f"net of {host}"),
+        place=facts.Place(rank, host, f"boot of {host}", "pid:[1]", f"net of {host}"),
         build=facts.Build(
             *("0.1.0", "2.13.0", "3.11.7", "2.13.0", "GNU 12.2.0", True),
             *(None, False, "this libtorch is a CPU build", False, "the CUDA parts are off"),
@@ -137,7 +137,7 @@ TABLE: list[tuple[str, rules.Case, list[str]]] = [
     (
         "loopback_between_hosts",
         hosts(gloo=gloo_takes("lo", "127.0.0.1", "no address")),
-        ["since the host name b has no address"],
+        ["because the host name b has no address"],
     ),
     ("loopback_between_hosts", two(gloo=LOOPBACK), []),  # of one host
     # Containers that share the network of their machine.
@@ -204,6 +204,11 @@ TABLE: list[tuple[str, rules.Case, list[str]]] = [
     ("memory_not_shared", a_case(not_shared="at most 9 bytes (ulimit -f)"), ["unlimited"]),
     ("too_many_threads", two(**threads(2)), []),
     ("too_many_threads", two(**threads(3)), ["2 processes have 6", "4 cores", "THREADS=2"]),
+    (
+        "too_many_threads",
+        a_case(*(a_rank(r, **threads(1)) for r in range(5))),
+        [],
+    ),  # too many ranks
     # A container with two cores of the time of four.
     ("too_many_threads", a_case(a_rank(**threads(4, quota=2.5))), ["4 threads for 2 cores", "=2"]),
     # Both are bound to the same two cores.
@@ -380,7 +385,7 @@ def of_rank(rank: int, count: int, factor: float) -> dict[tuple[int, int], float
         (3, of_rank(2, 3, 10.0), [(2,)]),  # two of three pairs: more than the median sees
         (5, of_rank(0, 5, 10.0), [(0,)]),
         (6, of_rank(0, 6, 10.0) | {(2, 3): 10.0}, [(0,), (2, 3)]),
-        # Two racks: most pairs go through the slow link, which is nobody's own.
+        # Two racks: most pairs go through the slow link, which belongs to no host alone.
         (4, {(0, 2): 9.0, (0, 3): 9.0, (1, 2): 9.0, (1, 3): 9.0}, []),
     ],
 )
@@ -390,6 +395,13 @@ def test_slow_synthetic_matrix_names_the_pair_or_the_rank(
     found = pairs.slow(matrix(count, changed, quantity))
     assert [one.ranks for one in found] == named
     assert all(one.quantity == quantity for one in found)
+
+
+def test_slow_in_one_host_needs_more_and_looks_at_bandwidth_only() -> None:
+    assert pairs.slow(matrix(4, {(1, 3): 3.0}), one_host=True) == []
+    assert pairs.slow(matrix(4, {(1, 3): 50.0}, "latency"), one_host=True) == []
+    (found,) = pairs.slow(matrix(4, {(1, 3): 5.0}), one_host=True)
+    assert found.ranks == (1, 3)
 
 
 def test_slow_two_pairs_are_too_few() -> None:
@@ -413,7 +425,7 @@ def test_slow_latency_of_a_fast_network_needs_a_noticeable_excess() -> None:
     assert pairs.slow(links) == []
 
 
-def test_slow_noise_blames_nobody_and_hides_nothing() -> None:
+def test_slow_noise_names_no_pair_and_hides_no_slow_one() -> None:
     seed = fresh_seed()
     noise = random.Random(seed)
     for count in range(3, 9):
@@ -437,7 +449,39 @@ def test_better_takes_the_undisturbed_part_of_each_measurement() -> None:
     assert pairs.better(one, two) == pairs.better(two, one) == pairs.Pair((0, 1), 1e-4, 1e9)
 
 
-def test_plan_one_rank_of_each_host_or_every_rank_of_one() -> None:
+def test_pair_that_is_slow_once_is_measured_again_and_not_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0's part: the others are left out."""
+    calls: list[pairs.Ranks] = []
+
+    def pair(ranks: pairs.Ranks) -> pairs.Pair:
+        calls.append(ranks)
+        is_slow = ranks == (0, 3) or (ranks == (0, 1) and calls.count(ranks) == 1)
+        return pairs.Pair(ranks, 1e-4, 1e7 if is_slow else 1e9)
+
+    def gather(gathered: list[Any], mine: Any) -> None:
+        gathered[0] = list(mine)
+
+    monkeypatch.setattr(job.measure, "pair", pair)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 6)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    rounds = pairs.rounds(range(6))
+    found = job._measure_pairs(job.Plan(rounds, [], one_host=False))
+    assert [one.ranks for one in pairs.slow(found)] == [(0, 3)]
+    again = [(0, 1), (0, 3)]
+    assert sorted(calls) == sorted([*again, *((0, rank) for rank in range(1, 6))])
+
+
+@pytest.mark.parametrize(("one_s", "count"), [(1e-9, 50), (0.07, 4), (20.0, 1)])
+def test_repetitions_fit_the_budget_and_are_never_none(one_s: float, count: int) -> None:
+    assert measure._repetitions(one_s, most=50) == count
+
+
+def test_plan_one_rank_of_each_host_or_every_rank_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     alone = job.plan([a_rank(rank) for rank in range(3)])
     assert alone.rounds == [[(0, 1)], [(0, 2)], [(1, 2)]]  # one pair at a time
     several = job.plan([a_rank(rank, "abcd"[rank // 2]) for rank in range(8)])
@@ -445,7 +489,13 @@ def test_plan_one_rank_of_each_host_or_every_rank_of_one() -> None:
         itertools.combinations((0, 2, 4, 6), 2)
     )
     assert len(several.rounds) == 3  # two pairs at a time
+    assert alone.one_host and not several.one_host
     assert job.plan([a_rank(rank) for rank in range(job.MOST_LOCAL_RANKS + 1)]).rounds == []
+    shared = [a_rank(rank, gpus=facts.Gpus(1, ("H100",), 0, "the same")) for rank in range(2)]
+    owned = [a_rank(rank, gpus=facts.Gpus(2, ("H100",) * 2, rank, str(rank))) for rank in range(2)]
+    assert job.plan(shared).backends == ["gloo", "apex"]
+    assert job.plan(owned).backends == ["gloo", "apex", "nccl"]
+    assert job.plan([owned[0], a_rank(1)]).backends == ["gloo", "apex"]
     many = job.plan([a_rank(rank, f"a{rank}") for rank in range(100)]).rounds
     assert len(many) == job.MOST_ROUNDS and {len(one) for one in many} == {50}
 
@@ -604,14 +654,15 @@ def test_shared_variables_leave_out_what_belongs_to_a_host() -> None:
         "GLOO_SOCKET_IFNAME": "eth0",
         "NCCL_SOCKET_IFNAME": "eth0",
         "CUDA_VISIBLE_DEVICES": "1",
+        "GOMP_CPU_AFFINITY": "0-3",
         "TORCHELASTIC_ERROR_FILE": "/tmp/1",
     }
     assert facts.shared_variables(kept | others) == kept
 
 
 def test_gather_facts_of_this_process() -> None:
-    found = facts.gather({"RANK": "3", "LOCAL_WORLD_SIZE": "4"})
-    assert (found.place.rank, found.place.local_ranks) == (3, 4)
+    found = facts.gather({"RANK": "3"})
+    assert found.place.rank == 3
     assert found.build.torch == torch.__version__
     assert set(found.processors.affinity) == os.sched_getaffinity(0)
     assert GIB // 4 < found.memory.available <= found.memory.total
@@ -641,7 +692,7 @@ def test_self_test_passes_for_every_dtype(device: str) -> None:
     assert {test.dtype for test in tests} == set(self_test.TOLERANCES)
     assert all(test.has_passed and test.rank == 2 for test in tests), tests
     # A bound that rounding comes nowhere near would pass anything.
-    assert all(test.error is not None and test.error * 2000 > test.tolerance for test in tests)
+    assert all(test.error is not None and test.error * 1e4 > test.tolerance for test in tests)
 
 
 def broken(change: Callable[[Tensor], Tensor]) -> type[SyncBatchNorm]:
@@ -837,16 +888,16 @@ measure.pair = pair
 
 @pytest.mark.processes
 def test_job_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    done = run_job(tmp_path, 2, "os.environ['WORLD_SIZE'] = '4'", "--timeout-s", "3")
+    done = run_job(tmp_path, 2, "os.environ['WORLD_SIZE'] = '4'", "--timeout-s", "5")
     assert done.returncode == 1
-    assert "failed: ranks 2 and 3 of 4 did not come within 3 s." in done.stdout, done.stdout
+    assert "failed: ranks 2 and 3 of 4 did not come within 5 s." in done.stdout, done.stdout
     assert (tmp_path / "rank_1.log").read_text() == ""
 
 
 @pytest.mark.processes
 def test_job_rank_without_a_network_card_is_named_at_once(tmp_path: Path) -> None:
     change = "os.environ['GLOO_SOCKET_IFNAME'] = 'no_card' if rank == 1 else 'lo'"
-    done = run_job(tmp_path, 2, change)
+    done = run_job(tmp_path, 2, change, "--timeout-s", "20")
     assert done.returncode == 1
     assert "failed: Gloo cannot connect the ranks" in done.stdout
     assert "GLOO_SOCKET_IFNAME names no_card on rank 1" in done.stdout
@@ -863,7 +914,7 @@ def pair(ranks):
     return real(ranks)
 measure.pair = pair
 """
-    done = run_job(tmp_path, 2, change, "--timeout-s", "5")
+    done = run_job(tmp_path, 2, change, "--timeout-s", "20")
     assert done.returncode == 1
     assert in_order(["failed: ", "rank 1: no buffer space"], done.stdout), done.stdout
 

@@ -19,13 +19,13 @@ from apex import _build_info
 from apex._doctor import network
 
 #: Variables that change results or speed, and should be the same on all ranks. Names of cards
-#: (GLOO_SOCKET_IFNAME) and GPUs (CUDA_VISIBLE_DEVICES) are each host's own.
+#: (GLOO_SOCKET_IFNAME), GPUs (CUDA_VISIBLE_DEVICES) and cores are each host's or rank's own.
 _SHARED_VARIABLES = re.compile(
     r"(APEX|ATEN|CUBLAS|CUDNN|GLOO|GOMP|KMP|MKL|NCCL|NVIDIA|OMP|PYTORCH|TORCH)_\w+|LD_PRELOAD"
 )
-_OWN_VARIABLES = re.compile(r"\w+_SOCKET_IFNAME|NCCL_(HOSTID|IB_HCA)|NVIDIA_VISIBLE_DEVICES")
-#: A memory limit above it is none: version 1 of control groups has no other word for it.
-_NO_LIMIT_BYTES = 1 << 60
+_OWN_VARIABLES = re.compile(
+    r"\w+_SOCKET_IFNAME|NCCL_(HOSTID|IB_HCA)|NVIDIA_VISIBLE_DEVICES|OMP_PLACES|GOMP_CPU_AFFINITY"
+)
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,14 @@ class Gpus:
     Attributes:
         device_files: how many /dev/nvidia<number> there are.
         names: of those that torch sees.
+        own: the index of the one that this rank takes: its local rank; None: there is none.
+        uuid: of that one.
     """
 
     device_files: int
     names: tuple[str, ...]
+    own: int | None = None
+    uuid: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,6 @@ class Place:
     """
 
     rank: int
-    local_ranks: int
     host: str
     boot: str
     processes: str
@@ -167,7 +170,7 @@ def gather(environment: Mapping[str, str]) -> Facts:
     return Facts(
         place=_place(host, environment),
         build=_build(),
-        gpus=_gpus(),
+        gpus=_gpus(int(environment.get("LOCAL_RANK", "0"))),
         processors=_processors(),
         memory=_memory(),
         limits=_limits(),
@@ -195,7 +198,6 @@ def _place(host: str, environment: Mapping[str, str]) -> Place:
 
     return Place(
         rank=int(environment.get("RANK", "0")),
-        local_ranks=int(environment.get("LOCAL_WORLD_SIZE", "1")),
         host=host,
         boot=_text(Path("/proc/sys/kernel/random/boot_id")) or host,
         processes=namespace("pid"),
@@ -219,10 +221,14 @@ def _build() -> Build:
     )
 
 
-def _gpus() -> Gpus:
+def _gpus(local_rank: int) -> Gpus:
     files = [file for file in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", file.name)]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Gpus(len(files), tuple(torch.cuda.get_device_name(index) for index in range(count)))
+    if count == 0:
+        return Gpus(len(files), ())
+    names = tuple(torch.cuda.get_device_name(index) for index in range(count))
+    own = local_rank % count  # a rank may see its own GPU only
+    return Gpus(len(files), names, own, str(torch.cuda.get_device_properties(own).uuid))
 
 
 def _processors() -> Processors:
@@ -235,7 +241,7 @@ def _processors() -> Processors:
         threads=torch.get_num_threads(),
         capability=torch.backends.cpu.get_cpu_capability(),
         # With these drivers "powersave" is a hint, not a fixed frequency.
-        governor=None if re.match(r"(intel|amd)[-_]pstate", driver) else governor,
+        governor=None if driver in ("intel_pstate", "amd-pstate-epp") else governor,
         load=os.getloadavg()[0],
     )
 
@@ -288,7 +294,10 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def memory_limit(root: Path = Path("/")) -> tuple[int | None, int | None]:
-    """The smallest limit of this process's groups, and how much of a limit is left, in bytes."""
+    """The smallest limit of this process's groups, and how much of a limit is left, in bytes.
+
+    Without a limit version 1 gives one that is larger than any memory.
+    """
     limits, left = [], []
     for folder in _groups(root, "memory"):
         for most, used, files in (
@@ -296,7 +305,7 @@ def memory_limit(root: Path = Path("/")) -> tuple[int | None, int | None]:
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             limit, usage = _text(folder / most) or "", _text(folder / used) or ""
-            if not limit.isdecimal() or int(limit) >= _NO_LIMIT_BYTES:
+            if not limit.isdecimal():  # "max"
                 continue
             limits.append(int(limit))
             if usage.isdecimal():

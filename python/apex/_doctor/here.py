@@ -34,7 +34,7 @@ class Outcome:
     """What two processes have measured.
 
     Attributes:
-        measured: by backend, as far as they came.
+        measured: by backend; those before a failure.
         not_shared: why the backend `apex` did not share memory, as its warning says; or None.
         problem: why not all backends were measured, in one line; None: they were.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The ranks of a job compare what they are, and measure the links between them.
 
-Facts travel through the store that the launcher names, before there is a Gloo group: a group that
-cannot be made is what some of them explain.
+Facts travel through the store that the launcher names, before there is a Gloo group: they may
+explain why there cannot be one.
 """
 
 from __future__ import annotations
@@ -69,10 +69,12 @@ class Plan:
     Attributes:
         rounds: of pairs; those of one round at the same time.
         backends: for all-reduces.
+        one_host: of all ranks.
     """
 
     rounds: Rounds
     backends: Sequence[str]
+    one_host: bool
 
 
 def is_job(environment: Mapping[str, str]) -> bool:
@@ -86,8 +88,8 @@ def run(mine: Record, environment: Mapping[str, str], timeout_s: float) -> Outco
     fails reports that to rank 0 and returns: a launcher ends all ranks when one ends with an error.
 
     Raises:
-        Unreachable: on a rank that does not find the store of rank 0 or of the launcher, or that
-            hears nothing from rank 0.
+        Unreachable: on a rank that does not reach the store of rank 0 or of the launcher, or gets
+            no plan from rank 0.
     """
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     store = _connect(environment, rank, timeout_s)
@@ -95,7 +97,7 @@ def run(mine: Record, environment: Mapping[str, str], timeout_s: float) -> Outco
     if rank != 0:
         decided = _plan_of_rank_0(store, timeout_s)
         if decided is not None:
-            _measure(decided, store, environment, timeout_s)
+            _measure(decided, store, mine.facts, world, timeout_s)
         return None
     found = _collect(store, world, timeout_s)
     records = list(found.values())
@@ -109,26 +111,26 @@ def run(mine: Record, environment: Mapping[str, str], timeout_s: float) -> Outco
             time.sleep(0.02)
         return Outcome(records, problem=problem)
     try:
-        measured, links = _measure(decided, store, environment, timeout_s)
+        measured, links = _measure(decided, store, mine.facts, world, timeout_s)
     except RuntimeError:
         return Outcome(records, problem=_first_errors(store, world))
-    return Outcome(records, measured, links, pairs.slow(links))
+    return Outcome(records, measured, links, pairs.slow(links, decided.one_host))
 
 
 def _measure(
-    decided: Plan, store: dist.Store, environment: Mapping[str, str], timeout_s: float
+    decided: Plan, store: dist.Store, mine: Facts, world: int, timeout_s: float
 ) -> tuple[list[measure.AllReduce], list[pairs.Pair]]:
-    rank = int(environment["RANK"])
+    rank = mine.place.rank
     try:
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore("gloo", store),
             rank=rank,
-            world_size=int(environment["WORLD_SIZE"]),
+            world_size=world,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
-        measured = _measure_all_reduces(decided.backends, environment)
-        links = _measure_pairs(decided.rounds)
+        measured = [measure.all_reduce(one, _device(one, mine)) for one in decided.backends]
+        links = _measure_pairs(decided)
         dist.destroy_process_group()
     except RuntimeError as error:
         store.set(f"error/{rank}", _line(error))
@@ -160,9 +162,10 @@ def plan(ranks: Sequence[Facts]) -> Plan:
         rounds = [[both] for both in itertools.combinations(range(len(ranks)), 2)]
     else:
         rounds = []
-    own_gpus = all(facts.place.local_ranks <= len(facts.gpus.names) for facts in ranks)
-    with_nccl = own_gpus and dist.is_nccl_available()
-    return Plan(rounds, ["gloo", "apex", *(["nccl"] if with_nccl else [])])
+    gpus = {facts.gpus.uuid for facts in ranks if facts.gpus.own is not None}
+    with_nccl = len(gpus) == len(ranks) and dist.is_nccl_available()
+    backends = ["gloo", "apex", *(["nccl"] if with_nccl else [])]
+    return Plan(rounds, backends, one_host=len(first_of) == 1)
 
 
 def _connect(environment: Mapping[str, str], rank: int, timeout_s: float) -> dist.Store:
@@ -208,28 +211,22 @@ def _plan_of_rank_0(store: dist.Store, timeout_s: float) -> Plan | None:
         decided: Plan | None = _get(store, "plan")
         store.add("read", 1)
     except RuntimeError as error:
-        raise Unreachable(f"nothing comes from rank 0 ({_line(error)})") from None
+        raise Unreachable(f"no plan came from rank 0 ({_line(error)})") from None
     return decided
 
 
-def _measure_all_reduces(
-    backends: Sequence[str], environment: Mapping[str, str]
-) -> list[measure.AllReduce]:
-    measured = []
-    for backend in backends:
-        device = torch.device("cpu")
-        if backend == "nccl":
-            device = torch.device("cuda", int(environment.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(device)
-        measured.append(measure.all_reduce(backend, device))
-    return measured
+def _device(backend: str, mine: Facts) -> torch.device:
+    if backend != "nccl" or mine.gpus.own is None:
+        return torch.device("cpu")
+    torch.cuda.set_device(mine.gpus.own)
+    return torch.device("cuda", mine.gpus.own)
 
 
-def _measure_pairs(rounds: Rounds) -> list[pairs.Pair]:
+def _measure_pairs(decided: Plan) -> list[pairs.Pair]:
     """All of them, on every rank."""
     found: dict[pairs.Ranks, pairs.Pair] = {}
-    _measure_rounds(rounds, found)
-    blamed = [set(one.ranks) for one in pairs.slow(list(found.values()))]
+    _measure_rounds(decided.rounds, found)
+    blamed = [set(one.ranks) for one in pairs.slow(list(found.values()), decided.one_host)]
     suspects = [ranks for ranks in found if any(one <= set(ranks) for one in blamed)]
     _measure_rounds([[ranks] for ranks in suspects[:MOST_AGAIN]], found)
     return [found[ranks] for ranks in sorted(found)]
@@ -240,9 +237,9 @@ def _measure_rounds(rounds: Rounds, found: dict[pairs.Ranks, pairs.Pair]) -> Non
     for one in rounds:
         dist.barrier()
         mine += [measure.pair(ranks) for ranks in one if rank in ranks]
-    everybodys: list[list[pairs.Pair]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everybodys, mine)
-    for pair in itertools.chain(*everybodys):
+    gathered: list[list[pairs.Pair]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, mine)
+    for pair in itertools.chain(*gathered):
         found[pair.ranks] = pairs.better(pair, found.get(pair.ranks, pair))
 
 

@@ -48,6 +48,7 @@ def all_reduce(backend: str, device: torch.device) -> AllReduce:
     Collective over the default group, which is Gloo's; blocks.
     """
     group = dist.new_group(backend=backend)
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # makes connections
     medians = []
     for size in (LATENCY_BYTES, BANDWIDTH_BYTES):
         tensor = torch.zeros(size // 4, device=device)
@@ -68,7 +69,7 @@ def _median_s(call: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         return time.perf_counter() - begin
 
-    # The first call makes connections and touches memory, so it is not counted.
+    # The first call is not counted: memory is touched for the first time.
     slowest = torch.tensor([timed()], dtype=torch.float64, device="cpu")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return statistics.median(timed() for _ in range(_repetitions(float(slowest), 300)))

@@ -7,9 +7,11 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-#: A pair is slow if its bandwidth is below the median by this factor,
+#: A pair is slow if its bandwidth is below the median by this factor, between hosts or in one host,
 BANDWIDTH_FACTOR = 2.0
-#: or its latency above it by this factor, and by so many seconds.
+LOCAL_BANDWIDTH_FACTOR = 4.0
+#: or, between hosts, its latency above the median by this factor, and by so many seconds. The
+#: latency between processes of one host is that of the scheduler.
 LATENCY_FACTOR = 4.0
 LATENCY_EXCESS_S = 100e-6
 #: With fewer pairs there is no saying which of them is the slow one.
@@ -75,15 +77,18 @@ def better(first: Pair, second: Pair) -> Pair:
     )
 
 
-def slow(pairs: Sequence[Pair]) -> list[Slow]:
+def slow(pairs: Sequence[Pair], one_host: bool = False) -> list[Slow]:
     """Ranks that are slow with all their peers, and then pairs that are slow among the others."""
-    by_bandwidth = _slow(
+    factor = LOCAL_BANDWIDTH_FACTOR if one_host else BANDWIDTH_FACTOR
+    found = _slow(
         pairs,
         "bandwidth",
         lambda pair: pair.bytes_per_s,
         max,
-        lambda value, median: value * BANDWIDTH_FACTOR < median,
+        lambda value, median: value * factor < median,
     )
+    if one_host:
+        return found
     by_latency = _slow(
         pairs,
         "latency",
@@ -92,11 +97,11 @@ def slow(pairs: Sequence[Pair]) -> list[Slow]:
         lambda value, median: value > LATENCY_FACTOR * median + LATENCY_EXCESS_S,
     )
     # A slow link delays small messages as well: it is named once.
-    named = [set(found.ranks) for found in by_bandwidth]
-    return by_bandwidth + [
-        found
-        for found in by_latency
-        if not any(ranks <= set(found.ranks) or ranks >= set(found.ranks) for ranks in named)
+    named = [set(one.ranks) for one in found]
+    return found + [
+        one
+        for one in by_latency
+        if not any(ranks <= set(one.ranks) or ranks >= set(one.ranks) for ranks in named)
     ]
 
 
@@ -110,15 +115,14 @@ def _slow(
     if len(pairs) < FEWEST_PAIRS:
         return []
     found = []
-    lame = set()
     for rank in sorted({rank for pair in pairs for rank in pair.ranks}):
         own = [value_of(pair) for pair in pairs if rank in pair.ranks]
         others = [value_of(pair) for pair in pairs if rank not in pair.ranks]
         # The median of all pairs would not do: of three hosts, one slow one has two pairs of three.
         if len(own) > 1 and others and is_slow(best(own), statistics.median(others)):
             found.append(Slow((rank,), quantity, best(own), statistics.median(others)))
-            lame.add(rank)
-    rest = [pair for pair in pairs if not lame.intersection(pair.ranks)]
+    slow_ranks = {rank for one in found for rank in one.ranks}
+    rest = [pair for pair in pairs if not slow_ranks.intersection(pair.ranks)]
     if len(rest) >= FEWEST_PAIRS:
         median = statistics.median(map(value_of, rest))
         found += [

@@ -65,8 +65,8 @@ def as_text(report: Report) -> str:
     if case.is_job:
         lines += ["", *_hosts(case)]
     lines += _section("batch norm against float64, largest error", _self_tests(case))
-    title = f"all-reduce of CPU tensors, {_members(case)}"
-    lines += _section(title, _all_reduces(case.measured))
+    members = f"{len(case.ranks)} ranks" if case.is_job else "two processes here"
+    lines += _section(f"all-reduce, {members}", _all_reduces(case.measured))
     lines += _section("messages from rank to rank over Gloo, one way", _pairs(report))
     lines += ["", *(f"failed: {problem}." for problem in report.problems)]
     lines += [f"{number}. {one}" for number, one in enumerate(report.recommendations, 1)]
@@ -203,27 +203,17 @@ def _self_tests(case: Case) -> list[str]:
     return lines
 
 
-def _members(case: Case) -> str:
-    return f"{len(case.ranks)} ranks" if case.is_job else "two processes here"
-
-
 def _all_reduces(measured: Sequence[measure.AllReduce]) -> list[str]:
     if not measured:
         return []
     sizes = f"{measure.LATENCY_BYTES >> 10} KiB", f"{measure.BANDWIDTH_BYTES >> 20} MiB"
     rows = [("backend", *sizes, "")]
     for one in measured:
-        note = {True: "in shared memory", False: "not in shared memory"}.get(
-            bool(one.shares_memory)
-        )
-        rows.append(
-            (
-                one.backend,
-                f"{one.latency_s * 1e6:.1f} us",
-                f"{one.bytes_per_s / 1e9:.2f} GB/s",
-                "" if one.shares_memory is None else str(note),
-            )
-        )
+        note = "of GPU tensors" if one.backend == "nccl" else ""
+        if one.shares_memory is not None:
+            note = f"{'' if one.shares_memory else 'not '}in shared memory"
+        latency, rate = f"{one.latency_s * 1e6:.1f} us", f"{one.bytes_per_s / 1e9:.2f} GB/s"
+        rows.append((one.backend, latency, rate, note))
     return [*_table(rows), "  (medians; GB/s: bytes of the tensor by the time of one all-reduce)"]
 
 

@@ -101,7 +101,7 @@ def recommend(case: Case, most: int = MOST) -> list[Recommendation]:
     return [one for one in found if one is not None][:most]
 
 
-# --- the rules: each is told by its name in the tests and in JSON ---
+# --- the rules; JSON shows the name of the one that gives a recommendation ---
 
 
 def failed_self_test(case: Case) -> Recommendation | None:
@@ -147,12 +147,12 @@ def loopback_between_hosts(case: Case) -> Recommendation | None:
     facts = bound[0]
     why = {
         "host name": f"to which the host name {facts.place.host} resolves",
-        "no address": f"since the host name {facts.place.host} has no address of this host",
+        "no address": f"because the host name {facts.place.host} has no address of this host",
     }.get(facts.gloo.why, "which GLOO_SOCKET_IFNAME names")
     return Recommendation(
         "loopback_between_hosts",
-        f"ranks of other hosts cannot connect, since Gloo takes the loopback address "
-        f"{facts.gloo.cards[0].address}{case.on(bound)}, {why}",
+        f"Gloo takes the loopback address {facts.gloo.cards[0].address}{case.on(bound)}, {why}, so "
+        "ranks of other hosts cannot connect",
         f"set GLOO_SOCKET_IFNAME to the card that connects the hosts ({_cards_text(facts.cards)}), "
         "or correct /etc/hosts",
     )
@@ -170,8 +170,8 @@ def same_address_on_two_hosts(case: Case) -> Recommendation | None:
             ranks = ranks_text(facts.place.rank for facts in hosts.values())
             return Recommendation(
                 "same_address_on_two_hosts",
-                f"Gloo takes the address {address} on several hosts (of {ranks}), as that of a "
-                "bridge for containers, so it cannot connect them",
+                f"Gloo takes the same address {address} on the hosts of {ranks}, so they cannot "
+                "connect; it may be that of a bridge for containers",
                 "set GLOO_SOCKET_IFNAME to the card that connects the hosts",
             )
     return None

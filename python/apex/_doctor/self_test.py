@@ -61,7 +61,7 @@ def _test(device: torch.device, name: str, rank: int) -> SelfTest:
                 for layout in (torch.contiguous_format, torch.channels_last)
                 for error in _errors(device, dtype, layout)
             ]
-    except RuntimeError as error:  # also torch.AcceleratorError
+    except (RuntimeError, ValueError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         return SelfTest(str(device), name, None, tolerance, first, rank)
     if not all(map(math.isfinite, errors)):
