@@ -191,7 +191,7 @@ TABLE: list[tuple[str, rules.Case, list[str]]] = [
     (
         "too_few_files",
         a_case(*(a_rank(r, limits=facts.Limits(300, 300, None)) for r in range(16))),
-        ["300 files on all ranks", "16 ranks", "ulimit -n 320", "root"],
+        ["300 files on all ranks", "ulimit -n 320", "limit is 300", "root"],
     ),
     ("too_few_files", a_case(a_rank(limits={"open_files": None})), []),
     (
@@ -960,6 +960,15 @@ def test_text_of_a_job_on_two_hosts_names_hosts_and_the_slow_pair() -> None:
     assert re.search(r"^  2 \(b\) - 4 \(c\) +95 us +0\.10 GB/s  slow$", text, re.M)
     assert len(re.findall(r"slow$", text, re.M)) == 1
     assert "1. between rank 2 (host b) and rank 4 (host c) the bandwidth is 0.1 GB/s" in text
+
+
+def test_text_of_many_ranks_on_one_host_says_that_pairs_are_left_out() -> None:
+    for count, said in ((job.MOST_LOCAL_RANKS, False), (job.MOST_LOCAL_RANKS + 1, True)):
+        case = a_case(*(a_rank(rank) for rank in range(count)))
+        text = report.as_text(report.make(case, (), ()))
+        assert ("not measured among more than 8 ranks of one host" in text) == said
+        failed = report.as_text(report.make(case, (), ["a rank did not come"]))
+        assert "not measured" not in failed and "failed: a rank did not come." in failed
 
 
 def test_text_of_many_pairs_shows_the_slowest() -> None:

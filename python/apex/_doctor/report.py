@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from apex._doctor import measure, network, pairs
+from apex._doctor import job, measure, network, pairs
 from apex._doctor.facts import Facts
 from apex._doctor.rules import Case, Recommendation, ranks_text, recommend
 
@@ -219,7 +219,9 @@ def _all_reduces(measured: Sequence[measure.AllReduce]) -> list[str]:
 
 def _pairs(report: Report) -> list[str]:
     if not report.pairs:
-        return []
+        is_left_out = len(report.case.ranks) > job.MOST_LOCAL_RANKS and not report.problems
+        most = f"more than {job.MOST_LOCAL_RANKS} ranks of one host"
+        return [f"  not measured among {most}"] if is_left_out else []
     host = {facts.place.rank: facts.place.host for facts in report.case.ranks}
     several = len(report.case.hosts) > 1
     rows = [("ranks", "latency", f"{measure.MESSAGE_BYTES >> 20} MiB", "")]

@@ -352,9 +352,9 @@ def too_few_files(case: Case) -> Recommendation | None:
     return Recommendation(
         "too_few_files",
         f"a process may open {low[0].limits.open_files} files{case.on(low)}, and each Gloo group "
-        f"opens one for every other of {len(case.ranks)} ranks",
+        "opens one for every other rank",
         f"ulimit -n {needed} before the start"
-        + ("" if can else f", for which root raises the hard limit of {most}"),
+        + ("" if can else f" (the hard limit is {most}, which root can raise)"),
     )
 
 
