@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from apex._doctor import facts, here, job, measure, report, self_test
-from apex._doctor.rules import Case
+from apex._doctor.case import Case
 
 
 def build_parser() -> argparse.ArgumentParser:

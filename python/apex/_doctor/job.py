@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from apex._doctor import measure, pairs
+from apex._doctor.case import Case, ranks_text
 from apex._doctor.facts import Facts
-from apex._doctor.rules import PREVENTS_GLOO, Case, ranks_text
+from apex._doctor.rules import PREVENTS_GLOO
 from apex._doctor.self_test import SelfTest
 
 #: On one host every pair of so many ranks is measured; among more, none.

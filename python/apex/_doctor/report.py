@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from apex._doctor import job, measure, network, pairs
+from apex._doctor.case import Case, Recommendation, ranks_text
 from apex._doctor.facts import Facts
-from apex._doctor.rules import Case, Recommendation, ranks_text, recommend
+from apex._doctor.rules import recommend
 
 #: Of more pairs the slowest are shown.
 MOST_PAIRS = 28

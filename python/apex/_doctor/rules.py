@@ -1,98 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What to change, from facts and measurements: pure functions.
 
-A rule looks at a :class:`Case` and gives a recommendation, or None. RULES has them by importance.
+A rule looks at a :class:`apex._doctor.case.Case` and gives a recommendation, or None. RULES has
+them by importance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
 
+from apex._check import REBUILD
+from apex._doctor.case import Case, Recommendation, ranks_text
 from apex._doctor.facts import Facts
-from apex._doctor.measure import AllReduce
 from apex._doctor.network import Card, is_loopback
-from apex._doctor.pairs import Slow
-from apex._doctor.self_test import SelfTest
 
 MOST = 5
-REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps <the apex-parallel sources>"
 _MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Recommendation:
-    """One thing to change.
-
-    Attributes:
-        rule: the name of the function that gives it.
-        finding: what is so, and where.
-        remedy: what to do.
-    """
-
-    rule: str
-    finding: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.finding}: {self.remedy}."
-
-
-@dataclass(frozen=True)
-class Case:
-    """All that rules look at.
-
-    Attributes:
-        ranks: the facts of each rank of a job; without a job, of this process.
-        measured: all-reduces by backend.
-        not_shared: why the backend `apex` did not share memory here; None: it does, or it was not
-            measured.
-        slow: pairs and ranks of the job.
-    """
-
-    ranks: Sequence[Facts]
-    self_tests: Sequence[SelfTest] = ()
-    measured: Sequence[AllReduce] = ()
-    not_shared: str | None = None
-    slow: Sequence[Slow] = ()
-
-    @property
-    def is_job(self) -> bool:
-        return len(self.ranks) > 1
-
-    @property
-    def hosts(self) -> Mapping[tuple[str, str], list[Facts]]:
-        """The ranks of each host, in their order."""
-        found: dict[tuple[str, str], list[Facts]] = {}
-        for facts in self.ranks:
-            found.setdefault(facts.place.key, []).append(facts)
-        return found
-
-    def on(self, having: Iterable[Facts]) -> str:
-        """`` on ranks 0 and 2``; empty without a job."""
-        ranks = [facts.place.rank for facts in having]
-        if not self.is_job:
-            return ""
-        return " on all ranks" if len(ranks) == len(self.ranks) else f" on {ranks_text(ranks)}"
-
-    def on_host(self, facts: Facts) -> str:
-        """`` on host a``; empty if there is one."""
-        return f" on host {facts.place.host}" if len(self.hosts) > 1 else ""
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0 and 2``, ``ranks 0 to 3, 7 and 9``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts: list[str] = []
-    for run in runs:
-        parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
-    text = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
-    return f"rank {text}" if text.isdecimal() else f"ranks {text}"
 
 
 def recommend(case: Case, most: int = MOST) -> list[Recommendation]:
@@ -253,11 +177,9 @@ def slow_link(case: Case) -> Recommendation | None:
         who = " and ".join(name[rank] for rank in found.ranks)
         who += " and all others" if len(found.ranks) == 1 else ""
         if found.quantity == "bandwidth":
-            values = (
-                f"{found.value / 1e9:.2g} GB/s; the median of others is {found.median / 1e9:.2g}"
-            )
+            values = f"{found.value / 1e9:.2g} GB/s; the median is {found.median / 1e9:.2g}"
         else:
-            values = f"{found.value * 1e6:.0f} us; the median of others is {found.median * 1e6:.0f}"
+            values = f"{found.value * 1e6:.0f} us; the median is {found.median * 1e6:.0f}"
         phrases.append(f"between {who} the {found.quantity} is {values}")
     remedy = "look for what uses these cores"
     if len(case.hosts) > 1:
@@ -284,22 +206,20 @@ def memory_not_shared(case: Case) -> Recommendation | None:
 
 
 def several_containers(case: Case) -> Recommendation | None:
-    machines: dict[str, dict[str, Facts]] = {}
-    for facts in case.ranks:
-        machines.setdefault(facts.place.boot, {}).setdefault(facts.place.processes, facts)
-    for containers in machines.values():
+    for ranks in case.machines:
+        containers = {facts.place.processes: facts for facts in reversed(ranks)}
         if len(containers) > 1:
-            ranks = ranks_text(facts.place.rank for facts in containers.values())
+            some = ranks_text(facts.place.rank for facts in containers.values())
             return Recommendation(
                 "several_containers",
-                f"{ranks} run on one machine in different containers, so they cannot share memory",
+                f"{some} run on one machine in different containers, so they cannot share memory",
                 "start all ranks of a machine in one container",
             )
     return None
 
 
 def too_many_threads(case: Case) -> Recommendation | None:
-    for ranks in case.hosts.values():
+    for ranks in case.machines:
         cores = _cores(ranks)
         threads = sum(facts.processors.threads for facts in ranks)
         if threads > max(cores, len(ranks)):  # with one thread each: too_many_ranks
@@ -313,7 +233,7 @@ def too_many_threads(case: Case) -> Recommendation | None:
 
 
 def too_many_ranks(case: Case) -> Recommendation | None:
-    for ranks in case.hosts.values():
+    for ranks in case.machines:
         cores = _cores(ranks)
         if len(ranks) > cores:
             return Recommendation(
@@ -327,7 +247,7 @@ def too_many_ranks(case: Case) -> Recommendation | None:
 
 def too_few_threads(case: Case) -> Recommendation | None:
     """torchrun sets OMP_NUM_THREADS=1, which is right for training on GPUs."""
-    for ranks in case.hosts.values():
+    for ranks in case.machines:
         share = _cores(ranks) // len(ranks)
         single = all(facts.processors.threads == 1 for facts in ranks)
         if case.is_job and single and share > 1 and not any(f.gpus.names for f in ranks):
@@ -404,7 +324,7 @@ def busy_host(case: Case) -> Recommendation | None:
 def _is_busy(case: Case, facts: Facts) -> bool:
     """With other programs: ranks of a job have just been started, and import torch."""
     own = len(case.hosts[facts.place.key]) if case.is_job else 0
-    return facts.processors.load > 1.25 * facts.processors.online + own
+    return facts.processors.load > facts.processors.online + own
 
 
 def faster_card(case: Case) -> Recommendation | None:
@@ -482,11 +402,13 @@ RULES: tuple[Callable[[Case], Recommendation | None], ...] = (
 
 
 def _cores(ranks: Sequence[Facts]) -> int:
-    """What ranks of one host may use together: whole cores, at least one."""
-    processors = [facts.processors for facts in ranks]
-    together = len({core for one in processors for core in one.affinity})
-    quotas = [int(one.quota) for one in processors if one.quota is not None]
-    return max(1, min([together, *quotas]))
+    """What ranks of one machine may use together: whole cores, at least one."""
+    of_container: dict[str, float] = {}
+    for facts in ranks:
+        quota = facts.processors.quota
+        of_container[facts.place.processes] = math.inf if quota is None else quota
+    together = len({core for facts in ranks for core in facts.processors.affinity})
+    return max(1, int(min(together, sum(of_container.values()))))
 
 
 def _cores_text(cores: int) -> str:
