@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Two processes on this host measure all-reduces.
+
+Each is started as ``python -m apex._doctor.here RANK FOLDER TIMEOUT_S BACKEND...``. Rank 0 appends
+a line to a file for each backend, so that what was measured before a failure is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from apex._doctor import measure
+
+_RESULTS = "results"
+#: The reason in the warning of the backend `apex`.
+_NOT_SHARED = re.compile(r"apex: the ranks talk through the process group, since (.*); APEX_HOST_")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What two processes have measured.
+
+    Attributes:
+        measured: by backend; those before a failure.
+        not_shared: why the backend `apex` did not share memory, as its warning says; or None.
+        problem: why not all backends were measured, in one line; None: they were.
+    """
+
+    measured: tuple[measure.AllReduce, ...]
+    not_shared: str | None
+    problem: str | None
+
+
+def run(backends: Sequence[str], timeout_s: float) -> Outcome:
+    """Starts the processes and waits for them; they are killed after ``timeout_s``."""
+    with tempfile.TemporaryDirectory(prefix="apex_doctor_") as name:
+        folder = Path(name)
+        processes: list[subprocess.Popen[bytes]] = []
+        with contextlib.ExitStack() as stack:
+            try:
+                for rank in (0, 1):
+                    # An error may be longer than a pipe holds.
+                    file = stack.enter_context((folder / f"output{rank}").open("wb"))
+                    arguments = [str(rank), name, str(timeout_s), *backends]
+                    processes.append(
+                        subprocess.Popen(
+                            [sys.executable, "-m", __name__, *arguments],
+                            stdin=subprocess.DEVNULL,
+                            stdout=file,
+                            stderr=file,
+                        )
+                    )
+                codes = _wait(processes, timeout_s)
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
+        output = [(folder / f"output{rank}").read_text(errors="replace") for rank in (0, 1)]
+        measured = []
+        with contextlib.suppress(FileNotFoundError):
+            lines = (folder / _RESULTS).read_text().splitlines()
+            measured = [measure.AllReduce(**json.loads(line)) for line in lines]
+    missing = ", ".join(backends[len(measured) :])
+    problem = None
+    if codes != [0, 0]:
+        why = f"no end within {timeout_s:g} s"
+        for rank in (0, 1):
+            if codes[rank]:
+                lines = output[rank].strip().splitlines()
+                why = lines[-1] if lines else f"process {rank} ended with exit code {codes[rank]}"
+                break
+        problem = f"two processes here did not measure {missing or 'everything'}: {why}"
+    reason = _NOT_SHARED.search("\n".join(output))
+    return Outcome(tuple(measured), reason[1] if reason else None, problem)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
+    """The exit codes when all have ended, or one with an error, or the time is over."""
+    until = time.monotonic() + timeout_s
+    while True:
+        codes = [process.poll() for process in processes]
+        if any(codes) or None not in codes or time.monotonic() > until:
+            return codes
+        time.sleep(0.02)
+
+
+def main(arguments: Sequence[str]) -> None:
+    rank, folder, timeout_s = int(arguments[0]), Path(arguments[1]), float(arguments[2])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    for backend in arguments[3:]:
+        device = torch.device("cpu")
+        if backend == "nccl":
+            device = torch.device("cuda", rank)
+            torch.cuda.set_device(device)
+        measured = measure.all_reduce(backend, device)
+        if rank == 0:
+            with (folder / _RESULTS).open("a") as results:
+                results.write(json.dumps(asdict(measured)) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``python -m apex.doctor`` looks at this installation and this host, and says what to change.
+
+Prints versions, what was built, cores, memory, limits, network cards and which one Gloo takes;
+compares batch norm with float64 on the CPU and on the GPU; and measures all-reduces of two
+processes that it starts here. Takes about twenty seconds. At the end there are up to five
+recommendations, or "nothing to change".
+
+In a job (``torchrun ... -m apex.doctor`` on every node) its ranks are compared and measured
+instead: what differs between them is said, with the ranks, and the slow pair of hosts is named.
+Rank 0 prints.
+
+Exit code: 0; 1 if a self-test or a measurement failed; 2 for wrong arguments. In a job it is that
+of rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from apex._doctor import facts, here, job, measure, report, self_test
+from apex._doctor.case import Case
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m apex.doctor",
+        description="Looks at this installation and this host, or at all hosts of a job, and says "
+        "what to change.",
+        epilog="In a job: torchrun ... -m apex.doctor, on every node.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print facts, measurements and recommendations as JSON"
+    )
+    parser.add_argument(
+        "--timeout-s",
+        type=_positive,
+        default=60.0,
+        metavar="S",
+        help="how many seconds to wait for ranks, and for what they measure (default: 60)",
+    )
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def examine_host(environment: Mapping[str, str], timeout_s: float) -> report.Report:
+    """This process, and two that are started here."""
+    mine = facts.gather(environment)
+    backends = ["gloo", "apex"]
+    if len(mine.gpus.names) > 1 and dist.is_nccl_available():
+        backends.append("nccl")
+    outcome = here.run(backends, timeout_s)
+    case = Case(
+        ranks=[mine],
+        self_tests=_self_tests(mine),
+        measured=outcome.measured,
+        not_shared=_not_shared(outcome.measured, outcome.not_shared, environment),
+    )
+    return report.make(case, (), [outcome.problem] if outcome.problem else [])
+
+
+def examine_job(environment: Mapping[str, str], timeout_s: float) -> report.Report | None:
+    """All ranks of the job; None on ranks other than 0.
+
+    Raises:
+        job.Unreachable: if this rank does not reach the others.
+    """
+    mine = facts.gather(environment)
+    record = job.Record(mine, _self_tests(mine))
+    outcome = job.run(record, environment, timeout_s)
+    if outcome is None:
+        return None
+    case = Case(
+        ranks=[record.facts for record in outcome.records],
+        self_tests=[test for record in outcome.records for test in record.self_tests],
+        measured=outcome.measured,
+        slow=outcome.slow,
+    )
+    if len(case.hosts) == 1:
+        reason = _not_shared(outcome.measured, None, environment)
+        case = Case(case.ranks, case.self_tests, case.measured, reason, case.slow)
+    return report.make(case, outcome.links, [outcome.problem] if outcome.problem else [])
+
+
+def _self_tests(mine: facts.Facts) -> Sequence[self_test.SelfTest]:
+    rank = mine.place.rank
+    tests = self_test.batch_norm(torch.device("cpu"), rank)
+    if mine.gpus.own is not None and mine.build.with_cuda:
+        # Else a kernel that is wrong would be replaced before the test sees it.
+        os.environ.setdefault("APEX_SYNC_BATCH_NORM", "apex")
+        tests += self_test.batch_norm(torch.device("cuda", mine.gpus.own), rank)
+    return tests
+
+
+def _not_shared(
+    measured: Sequence[measure.AllReduce], warning: str | None, environment: Mapping[str, str]
+) -> str | None:
+    """Why the backend `apex` did not share memory; None: it did, or it was not measured."""
+    if all(one.shares_memory is not False for one in measured):
+        return None
+    if environment.get("APEX_HOST_CHANNEL") == "0":
+        return "APEX_HOST_CHANNEL=0"
+    return warning or "a warning above says why"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code, or exits with 2 for wrong arguments."""
+    args = build_parser().parse_args(argv)
+    environment = dict(os.environ)
+    examine = examine_job if job.is_job(environment) else examine_host
+    try:
+        found = examine(environment, args.timeout_s)
+    except job.Unreachable as error:
+        print(f"apex.doctor: rank {environment['RANK']}: {error}.", file=sys.stderr, flush=True)
+        return 1
+    if found is None:
+        return 0
+    text = report.as_text(found)
+    if args.json:
+        text = json.dumps(report.as_json(found), indent=2, allow_nan=False)
+    print(text, flush=True)
+    return int(found.has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``python -m apex.doctor``: self-tests, measurements in real processes, and what is printed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddp_support import free_port
+from doctor_support import a_case, a_rank, all_reduces, in_order
+from torch import Tensor
+from warm import run_script_on_ranks
+
+from apex import doctor
+from apex._doctor import here, job, pairs, report, rules, self_test
+from apex.parallel import SyncBatchNorm
+
+# --- batch norm against float64 ---
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.cuda,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+            ],
+        ),
+    ],
+)
+def test_self_test_passes_for_every_dtype(device: str) -> None:
+    tests = self_test.batch_norm(torch.device(device), rank=2)
+    assert {test.dtype for test in tests} == set(self_test.TOLERANCES)
+    assert all(test.has_passed and test.rank == 2 for test in tests), tests
+    # A bound that rounding comes nowhere near would pass anything.
+    assert all(test.error is not None and test.error * 1e4 > test.tolerance for test in tests)
+
+
+def broken(change: Callable[[Tensor], Tensor]) -> type[SyncBatchNorm]:
+    class Broken(SyncBatchNorm):
+        def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+            return change(super().forward(input, z))
+
+    return Broken
+
+
+def refuse(_: Tensor) -> Tensor:
+    raise RuntimeError("no kernel image\nand more")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda y: y * 1.1, None),
+        (lambda y: y * float("nan"), "a result is infinite or NaN"),
+        (refuse, "no kernel image"),
+    ],
+    ids=["off", "nan", "raises"],
+)
+def test_self_test_of_wrong_kernels_fails(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor], problem: str | None
+) -> None:
+    monkeypatch.setattr(self_test, "SyncBatchNorm", broken(change))
+    tests = self_test.batch_norm(torch.device("cpu"))
+    assert not any(test.has_passed for test in tests)
+    assert {test.problem for test in tests} == {problem}
+    made = report.make(a_case(self_tests=tests), (), ())
+    assert made.has_failed and made.recommendations[0].rule == "failed_self_test"
+    assert "FAILED" in report.as_text(made)
+    json.dumps(report.as_json(made), allow_nan=False)
+
+
+# --- two processes here ---
+
+
+def run_doctor(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
+    for name in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
+        environment.pop(name, None)
+    return subprocess.run(
+        [sys.executable, *command],
+        env=environment,
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.processes
+def test_doctor_on_one_host_measures_and_prints_json() -> None:
+    done = run_doctor("-m", "apex.doctor", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["problems"] == [] and len(found["recommendations"]) <= rules.MOST
+    measured = {one["backend"]: one for one in found["all_reduces"]}
+    assert set(measured) == {"gloo", "apex"}
+    for one in measured.values():
+        assert 0 < one["latency_s"] < 1 and 1e6 < one["bytes_per_s"] < 1e12
+    assert measured["apex"]["shares_memory"] is True and found["not_shared"] is None
+    assert {test["dtype"] for test in found["self_tests"]} == set(self_test.TOLERANCES)
+    assert found["ranks"][0]["build"]["torch"] == torch.__version__
+
+
+@pytest.mark.processes
+def test_two_processes_that_fail_keep_what_they_measured_and_say_why() -> None:
+    """Their files may have a megabyte, which is too little for shared memory."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        outcome = here.run(["apex", "no_such_backend"], 60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [one.backend for one in outcome.measured] == ["apex"]
+    assert outcome.measured[0].shares_memory is False
+    assert outcome.problem is not None
+    assert in_order(["did not measure no_such_backend: ", "no_such_backend"], outcome.problem)
+    assert outcome.not_shared is not None
+    case = a_case(measured=outcome.measured, not_shared=outcome.not_shared)
+    assert in_order(["1048576 bytes", "ulimit -f unlimited"], str(rules.memory_not_shared(case)))
+
+
+@pytest.mark.processes
+def test_two_processes_that_take_too_long_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(real(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(here.subprocess, "Popen", popen)
+    outcome = here.run(["gloo"], 0.05)
+    assert outcome.measured == () and outcome.problem is not None
+    assert "did not measure gloo: no end within 0.05 s" in outcome.problem
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
+
+
+@pytest.mark.parametrize(
+    ("warning", "environment", "reason"),
+    [
+        ("rank 1 of 2 cannot share memory", {}, "rank 1 of 2 cannot share memory"),
+        (None, {"APEX_HOST_CHANNEL": "0"}, "APEX_HOST_CHANNEL=0"),
+        (None, {}, "a warning above says why"),
+    ],
+)
+def test_not_shared_names_the_reason(
+    warning: str | None, environment: dict[str, str], reason: str
+) -> None:
+    assert doctor._not_shared(all_reduces(1, 1, shares=True), warning, environment) is None
+    assert doctor._not_shared([], warning, environment) is None
+    assert doctor._not_shared(all_reduces(1, 1, shares=False), warning, environment) == reason
+
+
+# --- a job ---
+
+#: What ranks of `warm.py` run: `python -m apex.doctor`, with changes of their own before.
+SCRIPT = """
+import os, sys
+rank = int(os.environ["RANK"])
+{change}
+from apex import doctor
+sys.exit(doctor.main(sys.argv[1:]))
+"""
+
+
+def run_job(
+    folder: Path, ranks: int, change: str, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(change=change))
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    return run_script_on_ranks(
+        ranks, script, *arguments, cwd=folder, env=environment, timeout_s=100
+    )
+
+
+@pytest.mark.processes
+def test_job_by_torchrun_prints_once_with_every_pair() -> None:
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    done = run_doctor(*run, "-m", "apex.doctor", PET_LOCAL_ADDR="localhost")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("apex.doctor on 3 ranks of 1 host; rank 0 is on ") == 1
+    assert re.findall(r"^  (\d - \d) +\d+ us  +\d+\.\d\d GB/s", done.stdout, re.M) == [
+        "0 - 1",
+        "0 - 2",
+        "1 - 2",
+    ]
+    assert re.search(r"^  apex +\d+\.\d us +\d+\.\d\d GB/s  in shared memory$", done.stdout, re.M)
+    assert re.search(r"^  cpu +passed: float64 ", done.stdout, re.M)
+    last = done.stdout.strip().splitlines()[-1]
+    assert last == "nothing to change" or re.match(r"[1-5]\. ", last)
+
+
+@pytest.mark.processes
+def test_job_rank_with_another_variable_and_slow_pair_are_named(tmp_path: Path) -> None:
+    """What is measured between ranks 1 and 2 is made slow; the oracle is that choice."""
+    change = """
+os.environ["APEX_STALL_SECONDS"] = "7" if rank == 2 else "5"
+import dataclasses
+from apex._doctor import measure
+real = measure.pair
+def pair(ranks):
+    found = real(ranks)
+    factor = 100 if ranks == (1, 2) else 1
+    return dataclasses.replace(found, bytes_per_s=found.bytes_per_s / factor)
+measure.pair = pair
+"""
+    done = run_job(tmp_path, 3, change, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    given = {one["rule"]: one["finding"] for one in found["recommendations"]}
+    variables = "ranks differ in APEX_STALL_SECONDS (7 on rank 2, 5 on ranks 0 and 1)"
+    assert given["different_variables"] == variables
+    assert given["slow_link"].startswith("between rank 1 and rank 2 the bandwidth is ")
+    assert [one["ranks"] for one in found["slow"]] == [[1, 2]]
+    assert [one["place"]["rank"] for one in found["ranks"]] == [0, 1, 2]
+    assert [one["ranks"] for one in found["pairs"]] == [[0, 1], [0, 2], [1, 2]]
+    for rank in (1, 2):
+        assert (tmp_path / f"rank_{rank}.log").read_text() == ""
+
+
+@pytest.mark.processes
+def test_job_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    done = run_job(tmp_path, 2, "os.environ['WORLD_SIZE'] = '4'", "--timeout-s", "5")
+    assert done.returncode == 1
+    assert "failed: ranks 2 and 3 of 4 did not come within 5 s." in done.stdout, done.stdout
+    assert (tmp_path / "rank_1.log").read_text() == ""
+
+
+@pytest.mark.processes
+def test_job_rank_without_a_network_card_is_named_at_once(tmp_path: Path) -> None:
+    change = "os.environ['GLOO_SOCKET_IFNAME'] = 'no_card' if rank == 1 else 'lo'"
+    done = run_job(tmp_path, 2, change, "--timeout-s", "20")
+    assert done.returncode == 1
+    assert "failed: Gloo cannot connect the ranks" in done.stdout
+    assert "GLOO_SOCKET_IFNAME names no_card on rank 1" in done.stdout
+
+
+@pytest.mark.processes
+def test_job_failure_of_one_rank_is_told_with_its_rank(tmp_path: Path) -> None:
+    change = """
+from apex._doctor import measure
+real = measure.pair
+def pair(ranks):
+    if rank == 1:
+        raise RuntimeError("no buffer space")
+    return real(ranks)
+measure.pair = pair
+"""
+    done = run_job(tmp_path, 2, change, "--timeout-s", "20")
+    assert done.returncode == 1
+    assert in_order(["failed: ", "rank 1: no buffer space"], done.stdout), done.stdout
+
+
+def test_job_without_a_master_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert doctor.main([]) == 1
+    assert "rank 1: RANK and WORLD_SIZE are set, but not MASTER_ADDR" in capsys.readouterr().err
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    assert doctor.main(["--timeout-s", "1"]) == 1
+    assert "was not reached within 1 s" in capsys.readouterr().err
+
+
+def test_arguments_that_are_wrong_end_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["--timeout-s", "0"])
+    assert ended.value.code == 2
+    assert "0 is not a positive number" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        doctor.main(["--help"])
+    assert "--json" in capsys.readouterr().out
+
+
+# --- text ---
+
+
+def test_text_of_a_job_on_two_hosts_names_hosts_and_the_slow_pair() -> None:
+    case = a_case(*(a_rank(rank, "abc"[rank // 2]) for rank in range(6)))
+    links = [
+        pairs.Pair((0, 2), 90e-6, 1.1e9),
+        pairs.Pair((0, 4), 95e-6, 1.2e9),
+        pairs.Pair((2, 4), 95e-6, 0.1e9),
+    ]
+    case = dataclasses.replace(case, slow=pairs.slow(links))
+    text = report.as_text(report.make(case, links, ()))
+    assert "apex.doctor on 6 ranks of 3 hosts; rank 0 is on a" in text
+    assert re.search(r"^  b +2 and 3 +4 +4 +0 +10\.0\.0\.98$", text, re.M)
+    assert re.search(r"^  2 \(b\) - 4 \(c\) +95 us +0\.10 GB/s  slow$", text, re.M)
+    assert len(re.findall(r"slow$", text, re.M)) == 1
+    assert "1. between rank 2 (host b) and rank 4 (host c) the bandwidth is 0.1 GB/s" in text
+
+
+def test_text_of_many_ranks_on_one_host_says_that_pairs_are_left_out() -> None:
+    for count, said in ((job.MOST_LOCAL_RANKS, False), (job.MOST_LOCAL_RANKS + 1, True)):
+        case = a_case(*(a_rank(rank) for rank in range(count)))
+        text = report.as_text(report.make(case, (), ()))
+        assert ("not measured among more than 8 ranks of one host" in text) == said
+        failed = report.as_text(report.make(case, (), ["a rank did not come"]))
+        assert "not measured" not in failed and "failed: a rank did not come." in failed
+
+
+def test_text_of_many_pairs_shows_the_slowest() -> None:
+    count = 9
+    links = [
+        pairs.Pair(both, 1e-4, 1e9 + number)
+        for number, both in enumerate(itertools.combinations(range(count), 2))
+    ]
+    case = a_case(*(a_rank(rank, f"a{rank}") for rank in range(count)))
+    text = report.as_text(report.make(case, links[::-1], ()))
+    assert text.count(" us ") == report.MOST_PAIRS
+    assert "0 (a0) - 1 (a1)" in text and "7 (a7) - 8 (a8)" not in text
+    assert "and 8 faster pairs; the median of all is 1.00 GB/s" in text
