@@ -274,16 +274,21 @@ void ReducerCore::forget_cleared_weights() {
   if (touched && !kept) state_.reporter.weight.reset();
 }
 
+/// Samples that reach a discriminator which is frozen are no batch of it.
+bool ReducerCore::trains_any() const {
+  for (size_t i = 0; i < context().parameters.size(); ++i) {
+    if (context().parameters.trains(i)) return true;
+  }
+  return false;
+}
+
 void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
   const Change change(context().monitor);
   if (in_backward(context().phase)) return;
   if (context().options.weighted) forget_cleared_weights();
   if (!synchronizing_.load()) {
     overtake_deferred();
-    // Of a discriminator that is frozen the samples are no batch.
-    const std::vector<bool> trained = context().parameters.trained();
-    if (std::find(trained.begin(), trained.end(), true) != trained.end())
-      state_.reporter.weight.backward_began();
+    if (context().options.weighted && trains_any()) state_.reporter.weight.backward_began();
     uneven_.announce_local_backward();
     return;
   }

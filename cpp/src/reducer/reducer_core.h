@@ -104,6 +104,7 @@ class ReducerCore final : public BackwardParticipant,
   void begin_backward(const std::shared_ptr<BackwardSession>& session);
   bool begin_at_gradient(size_t index, const at::Tensor& incoming);
   void forget_cleared_weights();
+  bool trains_any() const;
   void overtake_deferred();
 
   mutable ReducerState state_;
