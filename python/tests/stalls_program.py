@@ -3,13 +3,15 @@
 
     python stalls_program.py STORE RANK [SCENARIO...]
 
-Prints a line of JSON for each scenario: the verdict that this rank has printed in it, or null.
+Prints a line of JSON for each scenario: the verdict that this rank has printed in it, or null, and
+the rank and text of what its logger got.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
@@ -122,8 +124,19 @@ def scenarios(rank: int) -> Iterator[tuple[str, int, Callable[[], None]]]:
     yield "stopped", 1, stopped
 
 
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.got: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.got.append((record.rank, record.getMessage()))  # type: ignore[attr-defined]
+
+
 def main(store: str, rank: int, only: list[str]) -> None:
     torch.manual_seed(rank)
+    records = Records()
+    logging.getLogger("apex.parallel").addHandler(records)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     last = None
     for name, culprit, run in scenarios(rank):
@@ -134,7 +147,12 @@ def main(store: str, rank: int, only: list[str]) -> None:
         verdict = stall_report()
         new = verdict if verdict != last else None
         last = verdict
-        print(json.dumps({"name": name, "culprit": culprit, "verdict": new}), flush=True)
+        until = time.monotonic() + 60  # it is logged by a thread
+        while new is not None and not records.got and time.monotonic() < until:
+            time.sleep(0.01)
+        logged, records.got = records.got, []
+        entry = {"name": name, "culprit": culprit, "verdict": new, "logged": logged}
+        print(json.dumps(entry), flush=True)
     dist.destroy_process_group()
 
 

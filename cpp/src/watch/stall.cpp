@@ -73,6 +73,11 @@ std::string key_of(WatchedGroup& group, c10d::Store& store) {
   return group.root()->key(store, "stall");
 }
 
+/// What ranks have printed last.
+std::string key_of_said(WatchedGroup& group, c10d::Store& store) {
+  return key_of(group, store) + "/said/" + group.label();
+}
+
 double seconds_since(Clock::time_point time) {
   return std::chrono::duration<double>(Clock::now() - time).count();
 }
@@ -207,10 +212,6 @@ void answer_stalls(const WatchedGroupPtr& group) {
   if (stall_time() == milliseconds(0)) return;
   group->store->thread().run([weak = std::weak_ptr<WatchedGroup>(group)] { answer(weak, 0); },
                              Clock::now() + timing::between_answers(limit_of(*group)));
-}
-
-std::string key_of_said(WatchedGroup& group, c10d::Store& store) {
-  return key_of(group, store) + "/said/" + group.label();
 }
 
 /// What is known of a wait on the store's thread, which may still have it when it is over.

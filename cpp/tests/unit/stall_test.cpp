@@ -254,7 +254,11 @@ class StallTest : public ::testing::Test {
 };
 
 TEST_F(StallTest, OneRankStaysAway_ItAloneIsNamed) {
-  const std::string text = verdict(make_stored_groups(4, "away"), 3, std::chrono::seconds(60));
+  const auto groups = make_stored_groups(4, "away");
+  const std::string text = verdict(groups, 3, std::chrono::seconds(60));
+  // So that it posts at once when it comes.
+  EXPECT_TRUE(others_wait(*groups[3]));
+  EXPECT_FALSE(others_wait(*groups[0]));
   expect_has(text, "who:   rank 3 holds it up; ranks ");
   expect_has(text, "rank 3 is in no collective; its last began ");
   expect_has(text, " before it was asked: a");
