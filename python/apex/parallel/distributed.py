@@ -50,7 +50,6 @@ __all__ = [
 ]
 
 _NO_RANGE = contextlib.nullcontext()
-_WEIGHT = torch.float64
 
 # Of the dispatcher, while a transform of torch.func runs. To ask torch._C._functorch would give the
 # thread a state that torch copies whenever a backward passes on the thread's state.
@@ -492,8 +491,9 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
             RuntimeError: without ``gradient_average="weighted"``, inside of another block, or
                 during backward.
         """
-        value = torch.as_tensor(weight, dtype=None if isinstance(weight, torch.Tensor) else _WEIGHT)
-        self._reducer.begin_weight(value)
+        if not isinstance(weight, torch.Tensor):
+            weight = torch.tensor(weight, dtype=torch.float64, device="cpu")
+        self._reducer.begin_weight(weight)
         try:
             yield
         finally:
