@@ -13,8 +13,9 @@ namespace apex::parallel::detail {
 // Ranks that hold different amounts of data compute the mean over the global batch if each sums its
 // losses, gradients are summed over the ranks, and the sum is divided by the number of all samples:
 // the sum of the ranks' weights. A row of the step report has each rank's, and is read before the
-// first bucket is unpacked, which multiplies anyway: no collective and no pass over memory more.
-// Every rank adds the same numbers in the same order, so all divide by the same.
+// first bucket is unpacked: no collective more. What is otherwise divided while it is copied into a
+// bucket is multiplied there then, a pass over the bucket more. Every rank adds the same numbers in
+// the same order, so all divide by the same.
 //
 // A sum in 16 bits may overflow where its terms do not, so these are multiplied by a power of two
 // that is less than one by the number of ranks. The last total would be no better a guide: it may
