@@ -64,7 +64,7 @@ class Case:
             self.hook = None
         self.channel = pick.choice(["1", "1", "0"])
         self.scale = pick.choice([1.0, 1.0, 1024.0])
-        if self.dtype == torch.float16:  # a rank's own sums are to fit
+        if self.dtype == torch.float16 or self.hook == "fp16":  # a rank's own sums are to fit
             self.weights, self.scale = [min(w, 5.0) for w in self.weights], 1.0
         self.uses_branches = pick.random() < 0.5
         self.joins = pick.random() < 0.15 and not self.options["check_finite"]
