@@ -20,6 +20,7 @@ import pytest
 import torch
 from ddp_support import free_port
 from doctor_support import a_case, a_rank, all_reduces, in_order
+from sync_batch_norm_support import DEVICES
 from torch import Tensor
 from warm import run_script_on_ranks
 
@@ -30,19 +31,7 @@ from apex.parallel import SyncBatchNorm
 # --- batch norm against float64 ---
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.cuda,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", DEVICES)
 def test_self_test_passes_for_every_dtype(device: str) -> None:
     tests = self_test.batch_norm(torch.device(device), rank=2)
     assert {test.dtype for test in tests} == set(self_test.TOLERANCES)

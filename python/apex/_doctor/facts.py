@@ -17,6 +17,7 @@ import torch
 
 from apex import _build_info
 from apex._doctor import network
+from apex._internal.host import boot_of_host
 
 #: Variables that change results or speed, and should be the same on all ranks. Names of cards
 #: (GLOO_SOCKET_IFNAME), GPUs (CUDA_VISIBLE_DEVICES) and cores are each host's or rank's own.
@@ -199,7 +200,7 @@ def _place(host: str, environment: Mapping[str, str]) -> Place:
     return Place(
         rank=int(environment.get("RANK", "0")),
         host=host,
-        boot=_text(Path("/proc/sys/kernel/random/boot_id")) or host,
+        boot=boot_of_host(),
         processes=namespace("pid"),
         addresses=namespace("net"),
     )

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import socket
 import time
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from apex._internal.host import boot_of_host
 
 _ROUNDS = 16
 
@@ -25,7 +25,8 @@ def offset_to_first_rank(group: dist.ProcessGroup) -> float:
 
     0 if all ranks are on one host; else right to half the time of a small collective. Collective.
     """
-    if len(set(all_gather(_clock(), group))) == 1:
+    # Processes under one boot of a kernel have the same monotonic clock.
+    if len(set(all_gather(boot_of_host(), group))) == 1:
         return 0.0
     rounds = []
     for _ in range(_ROUNDS):
@@ -34,14 +35,6 @@ def offset_to_first_rank(group: dist.ProcessGroup) -> float:
         rounds.append((entered, time.perf_counter()))
     of_ranks = all_gather(rounds, group)
     return clock_offset(of_ranks[0], of_ranks[dist.get_rank(group)])
-
-
-def _clock() -> str:
-    """Processes under one boot of a kernel have the same monotonic clock."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return socket.gethostname()
 
 
 def clock_offset(first: list[tuple[float, float]], mine: list[tuple[float, float]]) -> float:
