@@ -366,8 +366,12 @@ def test_interrupt_stops_every_process(launcher: str, tmp_path: Path) -> None:
     job.send_signal(signal.SIGINT)
     done = finish(job)
     assert done.returncode != 0
-    assert "main.py: stopped by SIGINT" in done.stderr
-    if launcher == "python":
+    if launcher == "torchrun":
+        # Its agent passes the signal on, but ends its processes by SIGTERM where the signal arrives
+        # between two lines of its own timer (torch 2.13's metrics.prof: UnboundLocalError).
+        assert re.search(r"main\.py: stopped by SIG(INT|TERM)\.", done.stderr)
+    else:
+        assert "main.py: stopped by SIGINT." in done.stderr
         assert done.returncode == 128 + signal.SIGINT
         assert "Traceback" not in done.stderr
 
