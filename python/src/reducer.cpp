@@ -93,6 +93,33 @@ nb::dict to_dict(const ReducerStatistics& statistics) {
   return result;
 }
 
+nb::object to_dict(const parallel::GradientStatistics& statistics) {
+  if (statistics.backward == 0) return nb::none();
+  nb::dict result;
+  result["backward"] = statistics.backward;
+  result["norm"] = statistics.norm;
+  result["rank_norms"] = statistics.rank_norms;
+  result["noise_scale"] = statistics.noise_scale;
+  result["noise"] = statistics.noise;
+  result["signal"] = statistics.signal;
+  result["z_scores"] = statistics.z_scores;
+  result["outliers"] = statistics.outliers;
+  return std::move(result);
+}
+
+nb::list to_list(const std::vector<parallel::ParameterNorms>& norms) {
+  nb::list rows;
+  for (const parallel::ParameterNorms& one : norms) {
+    nb::dict row;
+    row["name"] = one.name;
+    row["bucket"] = one.bucket < 0 ? nb::none() : nb::object(nb::int_(one.bucket));
+    row["norm"] = one.norm;
+    row["own"] = one.own;
+    rows.append(row);
+  }
+  return rows;
+}
+
 const char* name_of(OverlapClock clock) {
   if (clock == OverlapClock::kHost) return "host";
   return clock == OverlapClock::kDevice ? "device" : "host only";
@@ -172,14 +199,17 @@ std::shared_ptr<parallel::CommHook> builtin_comm_hook(
                         "': choose fp16, bf16, fp16_fp32_sum or bf16_fp32_sum");
 }
 
-/// Owns a Python function; called without the GIL.
+/// Owns a Python function; may be copied and dropped without the GIL.
+std::shared_ptr<nb::object> held_without_gil(nb::object function) {
+  return {new nb::object(std::move(function)), [](nb::object* object) {
+            const nb::gil_scoped_acquire gil;
+            delete object;
+          }};
+}
+
+/// Called without the GIL.
 std::function<void(const parallel::ReducedBucket&)> bucket_callback(nb::object callback) {
-  const std::shared_ptr<nb::object> held(new nb::object(std::move(callback)),
-                                         [](nb::object* object) {
-                                           const nb::gil_scoped_acquire gil;
-                                           delete object;
-                                         });
-  return [held](const parallel::ReducedBucket& bucket) {
+  return [held = held_without_gil(std::move(callback))](const parallel::ReducedBucket& bucket) {
     const nb::gil_scoped_acquire gil;
     try {
       (*held)(bucket.index, bucket.parameters);
@@ -188,6 +218,26 @@ std::function<void(const parallel::ReducedBucket&)> bucket_callback(nb::object c
     }
   };
 }
+
+std::function<std::vector<parallel::Replica>()> replicas_of(nb::object function) {
+  return [held = held_without_gil(std::move(function))] {
+    const nb::gil_scoped_acquire gil;
+    std::vector<parallel::Replica> replicas;
+    try {
+      using Row = std::tuple<std::string, at::Tensor, bool>;
+      for (auto& [name, tensor, may_differ] : nb::cast<std::vector<Row>>((*held)()))
+        replicas.push_back({{std::move(name), std::move(tensor)}, may_differ});
+    } catch (const nb::python_error& error) {
+      throw Error(std::string("to list the tensors that should be equal raised ") + error.what());
+    }
+    return replicas;
+  };
+}
+
+const std::vector<std::pair<std::string, parallel::OnDivergence>> kOnDivergence = {
+    {"raise", parallel::OnDivergence::kRaise},
+    {"warn", parallel::OnDivergence::kWarn},
+    {"resync", parallel::OnDivergence::kResync}};
 
 }  // namespace
 
@@ -234,6 +284,18 @@ void init_reducer(nb::module_& m) {
       .def_rw("check_steps", &ReducerOptions::check_steps, nb::arg().none())
       .def_rw("skip_failed_steps", &ReducerOptions::skip_failed_steps)
       .def_rw("registered_buffers", &ReducerOptions::registered_buffers)
+      .def_rw("gradient_statistics", &ReducerOptions::gradient_statistics)
+      .def_rw("replica_check_every", &ReducerOptions::replica_check_every, nb::arg().none())
+      .def_prop_rw(
+          "on_divergence",
+          [](const ReducerOptions& self) {
+            return kOnDivergence[static_cast<size_t>(self.on_divergence)].first;
+          },
+          [](ReducerOptions& self, const std::string& name) {
+            for (const auto& [known, action] : kOnDivergence) {
+              if (known == name) self.on_divergence = action;
+            }
+          })
       .def_rw("settings", &ReducerOptions::settings);
 
   nb::class_<Reducer>(m, "Reducer", "The gradient reducer; see apex/parallel/reducer.h.")
@@ -252,10 +314,48 @@ void init_reducer(nb::module_& m) {
       .def("prepare_for_forward", &Reducer::prepare_for_forward, release())
       .def("skip_step", &Reducer::skip_step, release())
       .def_prop_ro("step_skipped", &Reducer::step_skipped)
-      .def("begin_weight", &Reducer::begin_weight, nb::arg("weight"), release())
+      .def("begin_weight", nb::overload_cast<const at::Tensor&>(&Reducer::begin_weight),
+           nb::arg("weight"), release())
+      .def("begin_weight", nb::overload_cast<double>(&Reducer::begin_weight), nb::arg("weight"),
+           release())
       .def("end_weight", &Reducer::end_weight, release())
       .def("take_weight", &Reducer::take_weight, nb::arg("other"), release())
       .def_prop_ro("total_weight", &Reducer::total_weight)
+      .def(
+          "gradient_statistics",
+          [](const Reducer& self) {
+            parallel::GradientStatistics statistics;
+            {
+              const nb::gil_scoped_release no_gil;
+              statistics = self.gradient_statistics();
+            }
+            return to_dict(statistics);
+          },
+          "The fields of apex.parallel.GradientStatistics, or None.")
+      .def(
+          "parameter_norms",
+          [](const Reducer& self) {
+            std::vector<parallel::ParameterNorms> norms;
+            {
+              const nb::gil_scoped_release no_gil;
+              norms = self.parameter_norms();
+            }
+            return to_list(norms);
+          },
+          "The fields of apex.parallel.ParameterNorms, of each parameter.")
+      .def("gradient_norm", &Reducer::gradient_norm, release())
+      .def(
+          "set_replicas",
+          [](Reducer& self, nb::object replicas, nb::object taken_over) {
+            auto list = replicas_of(std::move(replicas));
+            auto after = [held = held_without_gil(std::move(taken_over))] {
+              const nb::gil_scoped_acquire gil;
+              (*held)();
+            };
+            const nb::gil_scoped_release no_gil;
+            self.set_replicas(std::move(list), std::move(after));
+          },
+          nb::arg("replicas"), nb::arg("taken_over"))
       .def_static("optimizer_steps", &Reducer::optimizer_steps, nb::arg("parameters"), release())
       .def_static("release_all", &Reducer::release_all, release())
       .def_static(

@@ -14,6 +14,7 @@
 #include "fingerprint.h"
 #include "reducer/plan_agreement.h"
 #include "tensor_parts.h"
+#include "watch/notice.h"
 
 namespace apex::parallel::detail {
 
@@ -306,7 +307,7 @@ void Backward::launch_buckets(size_t end, const std::function<void()>& packed) {
 void Backward::launch_rest(StepReport report) {
   Plan& plan = this->plan();
   const auto packed = [&] {
-    if (context_.options.check_finite) report.non_finite = first_non_finite(plan.entries);
+    reporter_.gradients.measure_own(plan.entries, report);
     if (plan.carries_report) {
       const BucketMessage& last = plan.entries.back().message;
       reporter_.write(report, pass_.used, last.tail_of(last.tensor()));
@@ -368,7 +369,10 @@ void Backward::send() {
   see_what_has_arrived();
   context_.enter(Phase::kEnding);
   StepReport report = reporter_.report(book_.left());
-  if (book_.current() != nullptr) return launch_rest(report);
+  if (book_.current() != nullptr) {
+    report.digest = reporter_.replicas.digest();
+    return launch_rest(report);
+  }
   const std::string mine = settings();
   report.settings = Fingerprint().add(mine.data(), mine.size()).value();
   Plan* const left = book_.still_carried();
@@ -387,8 +391,8 @@ bool Backward::may_leave() const {
   const Plan* plan = book_.current();
   if (plan == nullptr || !context_.defers || context_.joining || plan->watches_unplanned ||
       context_.options.check_finite || context_.options.weighted ||
-      context_.options.check_steps.value_or(false) || plan->backwards <= kOrderAfter ||
-      !(plan->ordered || plan->preset) || !pass_.error.empty()) {
+      context_.options.gradient_statistics || context_.options.check_steps.value_or(false) ||
+      plan->backwards <= kOrderAfter || !(plan->ordered || plan->preset) || !pass_.error.empty()) {
     return false;
   }
   if (!outside(*plan, pass_.used).empty()) return false;
@@ -517,7 +521,7 @@ void Backward::refuse(const StepTable& table) {
 /// Whether the reports of this backward have to be read here.
 bool Backward::must_read() const {
   if (pass_.recorded || context_.reads_reports() || context_.options.check_finite ||
-      context_.options.weighted) {
+      context_.options.weighted || context_.options.gradient_statistics) {
     return true;
   }
   const Plan& plan = *book_.current();
@@ -576,11 +580,14 @@ void Backward::complete(const std::function<void()>& meanwhile) {
   if (pass_.skipped && (context_.bucket_callback || context_.defers) && !options.skip_failed_steps)
     pass_.fail(context_.me() + kSkippedTooLate);
   settle();
+  if (context_.options.gradient_statistics)
+    reporter_.gradients.conclude(reporter_.receive(), pass_.skipped);
   context_.observers.tell(&BackwardObserver::completed);
   if (context_.reads_reports() && !pass_.recorded) {
     const StepTable& table = reporter_.receive();
     reporter_.timer.history.add(table.times());
     pass_.out_of_step = reporter_.compare(table);
+    compare_replicas(table);
   }
   order_by_need();
   if (options.gradient_as_bucket_view && !plan().holds_gradients && !pass_.failure)
@@ -640,12 +647,15 @@ void Backward::settle() {
   std::vector<std::pair<int64_t, std::vector<BucketMessage::Slot>>> unsettled;
   for (size_t b = 0; b < plan.entries.size(); ++b) {
     BucketMessage& message = plan.entries[b].message;
-    if (!message.has_unused()) continue;
-    missed = true;
-    if (context_.bucket_callback) unsettled.emplace_back(static_cast<int64_t>(b), message.slots());
-    if (pass_.failure) continue;
-    message.settle(pass_.used_by_any);
-    clear_without_weight(message.slots());
+    if (message.has_unused()) {
+      missed = true;
+      if (context_.bucket_callback)
+        unsettled.emplace_back(static_cast<int64_t>(b), message.slots());
+      if (pass_.failure) continue;
+      message.settle(pass_.used_by_any);
+      clear_without_weight(message.slots());
+    }
+    reporter_.gradients.add_reduced(message.slots(), static_cast<int64_t>(b));
   }
   const std::vector<int64_t> late = outside(plan, pass_.used_by_any);
   if (missed || !late.empty()) context_.statistics.add(&ReducerStatistics::usage_reads);
@@ -676,6 +686,7 @@ void Backward::reduce_late(const std::vector<int64_t>& late) {
       late, plan().places, pass_,
       [this](const auto& slots) {
         clear_without_weight(slots);
+        reporter_.gradients.add_reduced(slots, -1);
         find_non_finite_sum(slots);
         call_back(-1, slots, true);
       },
@@ -696,6 +707,24 @@ void Backward::find_non_finite_sum(const std::vector<BucketMessage::Slot>& slots
     pass_.skipped = pass_.skipped || context_.options.skip_failed_steps;
     return;
   }
+}
+
+/// All ranks see the same digests, so all come here, and go on alike.
+void Backward::compare_replicas(const StepTable& table) {
+  if (table.same_digests() || pass_.skipped || !pass_.out_of_step.empty()) return;
+  const std::string why = reporter_.replicas.locate();
+  if (why.empty()) return;
+  const OnDivergence action = context_.options.on_divergence;
+  if (action == OnDivergence::kRaise) {
+    pass_.out_of_step = context_.me() + why;
+    return;
+  }
+  if (context_.members.rank == 0) notify(why);
+  if (action == OnDivergence::kWarn) return;
+  reporter_.replicas.resync();
+  reporter_.tracker.forget();
+  // Where nothing was updated by these gradients yet, nothing is: one rank's are not of this state.
+  pass_.skipped = !context_.bucket_callback;
 }
 
 void Backward::order_by_need() {
@@ -750,7 +779,7 @@ void Backward::call_off() {
 }
 
 void Backward::remember_reduced() {
-  if (!context_.leaves_sums() && !context_.joining) return;
+  if (!context_.leaves_sums() && !context_.joining && !context_.options.gradient_statistics) return;
   for (size_t i = 0; i < plan().places.size(); ++i) {
     Parameter& parameter = context_.parameters[i];
     const at::Tensor& grad = parameter.variable.grad();

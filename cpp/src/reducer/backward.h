@@ -107,6 +107,7 @@ class Backward {
   void settle();
   void reduce_late(const std::vector<int64_t>& late);
   void find_non_finite_sum(const std::vector<BucketMessage::Slot>& slots);
+  void compare_replicas(const StepTable& table);
   void order_by_need();
 
   void look_at_hooks();

@@ -10,12 +10,17 @@
 
 namespace apex::parallel::detail {
 
-void BatchWeight::enter(const at::Tensor& weight) {
+void BatchWeight::enter(double weight) {
   if (entered_) {
     throw Error(
         "weight() inside of another weight(): the gradients of a backward are of one set of "
         "samples. Leave the first one before");
   }
+  number_ = weight;
+  entered_ = true;
+}
+
+void BatchWeight::enter(const at::Tensor& weight) {
   if (!weight.defined() || weight.numel() != 1 || weight.is_complex() || weight.is_meta() ||
       weight.layout() != at::kStrided) {
     throw InvalidArgument("a weight is a real number or a tensor with one, got " +
@@ -23,12 +28,10 @@ void BatchWeight::enter(const at::Tensor& weight) {
                                                   std::to_string(weight.numel()) + " elements"
                                             : std::string("an undefined tensor")));
   }
-  if (weight.is_cpu()) {
-    number_ = weight.item<double>();
-  } else {
-    tensor_ = weight.detach().to(at::kDouble, /*non_blocking=*/true, /*copy=*/true);
-  }
-  entered_ = true;
+  if (weight.is_cpu()) return enter(weight.item<double>());
+  enter(0);
+  number_.reset();
+  tensor_ = weight.detach().to(at::kDouble, /*non_blocking=*/true, /*copy=*/true);
 }
 
 void BatchWeight::leave() noexcept {

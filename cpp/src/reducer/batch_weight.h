@@ -29,6 +29,7 @@ class BatchWeight {
   /// element, on any device; on the CPU it is read at once, else by value(). Does not block.
   /// @throws Error if the last one was not left.
   void enter(const at::Tensor& weight);
+  void enter(double weight);
   void leave() noexcept;
 
   /// A backward has reached parameters. Several backwards of the same samples count once.

@@ -22,6 +22,9 @@ namespace apex::parallel::detail {
 
 namespace {
 
+/// Of gradients that were multiplied by `scale`: the sum of squares before.
+double unscaled(double squares, double scale) { return squares / (scale * scale); }
+
 /// Gradients and buffers are handled below autograd: no versions, no view tracking, no graph.
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
@@ -214,12 +217,15 @@ void BucketMessage::copy_early(size_t index, double scale) {
   if (has_memory(grad) && grad.storage().is_alias_of(home_.storage())) return;
   if (slot.moved) {
     slot.view.add_(values_of(grad, slot), slot.early_scale);
+    if (options_.measure_own)
+      slot.own_squares = unscaled(sum_of_squares(slot.view), slot.early_scale);
     grad = at::Tensor();
     return;
   }
   slot.early = at::Tensor();
   if (!has_memory(grad) || slot.in_parts || grad.requires_grad()) return;
-  if (!copy_in_one_pass(slot.view, grad, scale)) return;
+  if (!copy_in_one_pass(slot.view, grad, scale, own_squares_of(slot))) return;
+  slot.own_squares = unscaled(slot.own_squares, scale);
   slot.early_scale = scale;
   if (options_.gradient_as_bucket_view) {
     slot.moved = true;
@@ -261,11 +267,13 @@ void BucketMessage::pack(const std::vector<uint8_t>& used, double scale,
   copied_ = copied_early_ = 0;
   packed_ = true;
   has_unused_ = false;
+  owed_scale_ = 1.0;
   for (Slot& slot : slots_) {
     slot.used = used[slot.parameter] != 0;
     has_unused_ |= !slot.used;
     slot.stash = at::Tensor();
   }
+  if (options_.measure_own && !device_.is_cpu()) measure_on_device();
   switch (kind_) {
     case Kind::kFlat:
       pack_flat(scale);
@@ -298,11 +306,12 @@ void BucketMessage::pack_flat(double scale) {
     if (copied) {
       ++copied_early_;
     } else if (!grad.defined()) {
+      slot.own_squares = 0;
       zeros.push_back(slot.view);
     } else if (lies_in(grad, slot)) {
       // Already in the buffer. An unused one may have to be put back as it was.
       if (!slot.used) slot.stash = slot.view.clone();
-      if (while_copying != 1.0) scale_in_place(slot.view, while_copying);
+      scale_own(slot, slot.view, while_copying);
     } else {
       const at::Tensor source = values_of(grad, slot);
       targets.push_back(slot.view);
@@ -314,7 +323,7 @@ void BucketMessage::pack_flat(double scale) {
   copied_ = copied_early_ + static_cast<int64_t>(targets.size());
   if (options_.gradient_as_bucket_view && device_.is_cpu())
     move_in(copied_slots, targets, sources, while_copying, is_new);
-  multi_tensor_copy(std::move(targets), std::move(sources), while_copying);
+  copy_in(copied_slots, std::move(targets), std::move(sources), while_copying);
   if (!zeros.empty()) at::_foreach_zero_(zeros);
   if (has_home()) gradients_of(buffer_).copy_(home_);
   if (while_copying != scale) scale_in_place(gradients_of(buffer_), scale);
@@ -324,7 +333,7 @@ void BucketMessage::pack_flat(double scale) {
 /// See Note [Gradients that move into their bucket]. In a backward that is recorded all gradients
 /// are there before the first bucket is: so what moves goes back to the system, too, or both would
 /// take memory, and the allocator would keep the one of them.
-void BucketMessage::move_in(const std::vector<Slot*>& slots, std::vector<at::Tensor>& targets,
+void BucketMessage::move_in(std::vector<Slot*>& slots, std::vector<at::Tensor>& targets,
                             std::vector<at::Tensor>& sources, double scale, bool is_new) {
   size_t kept = 0;
   for (size_t i = 0; i < slots.size(); ++i) {
@@ -334,20 +343,57 @@ void BucketMessage::move_in(const std::vector<Slot*>& slots, std::vector<at::Ten
     const bool moves = slot.used && grad.layout() == at::kStrided && !grad.requires_grad() &&
                        has_memory(grad) && !slot.in_parts &&
                        slot.view.scalar_type() == slot.variable.scalar_type() &&
-                       copy_in_one_pass(targets[i], sources[i], scale);
+                       copy_in_one_pass(targets[i], sources[i], scale, own_squares_of(slot));
     if (moves) {
+      slot.own_squares = unscaled(slot.own_squares, scale);
       slot.moved = true;
       slot.early_scale = scale;
       const size_t bytes = grad.nbytes();
       grad = sources[i] = targets[i] = at::Tensor();
       if (is_new) return_freed_memory(bytes);
     } else {
+      std::swap(slots[kept], slots[i]);
       std::swap(targets[kept], targets[i]);
       std::swap(sources[kept++], sources[i]);
     }
   }
+  slots.resize(kept);
   targets.resize(kept);
   sources.resize(kept);
+}
+
+/// What is left to be copied: in one pass each where that is possible, also if they are measured.
+void BucketMessage::copy_in(const std::vector<Slot*>& slots, std::vector<at::Tensor> targets,
+                            std::vector<at::Tensor> sources, double scale) {
+  if (options_.measure_own && device_.is_cpu()) {
+    size_t kept = 0;
+    for (size_t i = 0; i < slots.size(); ++i) {
+      double& squares = slots[i]->own_squares;
+      if (copy_in_one_pass(targets[i], sources[i], scale, &squares)) {
+        squares = unscaled(squares, scale);
+        continue;
+      }
+      squares = sum_of_squares(sources[i]);
+      std::swap(targets[kept], targets[i]);
+      std::swap(sources[kept++], sources[i]);
+    }
+    targets.resize(kept);
+    sources.resize(kept);
+  }
+  multi_tensor_copy(std::move(targets), std::move(sources), scale);
+}
+
+/// Multiplies what lies in the message already, and measures it before.
+void BucketMessage::scale_own(Slot& slot, const at::Tensor& values, double scale) {
+  double* const squares = own_squares_of(slot);
+  if (squares != nullptr) {
+    if (scale != 1.0 && copy_in_one_pass(values, values, scale, squares)) {
+      *squares = unscaled(*squares, scale);
+      return;
+    }
+    *squares = sum_of_squares(values);
+  }
+  if (scale != 1.0) scale_in_place(values, scale);
 }
 
 at::Tensor BucketMessage::absent(bool poison, bool idle) {
@@ -397,7 +443,7 @@ void BucketMessage::pack_in_place(double scale, const at::Tensor& incoming) {
     }
   }
   tensor_ = flat_alias(slot.view);
-  if (scale != 1.0) scale_in_place(tensor_, scale);
+  scale_own(slot, tensor_, scale);
 }
 
 void BucketMessage::pack_sparse(double scale) {
@@ -412,11 +458,17 @@ void BucketMessage::pack_sparse(double scale) {
     grad = dense(grad).to_sparse(options_.sparse_dim);
   }
   tensor_ = grad.coalesce();
+  if (own_squares_of(slot) != nullptr) slot.own_squares = sum_of_squares(tensor_._values());
   // Values may alias the gradient's own: scale a copy.
   if (scale != 1.0 || tensor_.is_same(grad)) tensor_ = tensor_.mul(scale);
 }
 
-at::Tensor BucketMessage::gradients_buffer() const {
+at::Tensor BucketMessage::gradients_buffer() {
+  const double scale = std::exchange(owed_scale_, 1.0);
+  if (scale != 1.0) {
+    change_received(gradients_of(buffer_),
+                    [scale](const at::Tensor& part) { scale_in_place(part, scale); });
+  }
   if (kind_ != Kind::kFlat) return tensor_;
   return home_.defined() ? gradients_of(home_) : home_;
 }
@@ -460,44 +512,77 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
   if (is_sparse()) {
     if (scale != 1.0) change_received(tensor_, multiply);
     Slot& slot = slots_.front();
+    measure_reduced(slot, tensor_._values());
     if (slot.used) slot.variable.mutable_grad() = tensor_;
     return;
   }
-  if (scale != 1.0) change_received(gradients_of(tensor_), multiply);
+  // Where all gradients are copied out, scaling costs nothing on top.
+  const bool scales_copies = scale != 1.0 && device_.is_cpu() && kind_ == Kind::kFlat &&
+                             !options_.gradient_as_bucket_view && !has_unused_ &&
+                             (dtype_ == at::kFloat || dtype_ == at::kDouble) &&
+                             slots_.front().variable.scalar_type() == dtype_;
+  const double while_copying = scales_copies ? scale : 1.0;
+  const auto stays = [&](Slot& slot) {
+    if (scales_copies) change_received(slot.view, multiply);
+    measure_reduced(slot, slot.view);
+  };
+  if (scale != 1.0 && !scales_copies) change_received(gradients_of(tensor_), multiply);
   if (kind_ == Kind::kFlat && has_home()) home_.copy_(gradients_of(buffer_));
   std::vector<at::Tensor> targets;
   std::vector<at::Tensor> sources;
+  std::vector<Slot*> copied;
   for (Slot& slot : slots_) {
     if (!slot.used) continue;
     at::Tensor& grad = slot.variable.mutable_grad();
-    if (std::exchange(slot.moved, false) && !grad.defined()) {
+    const bool moved = std::exchange(slot.moved, false) && !grad.defined();
+    const bool view_fits = slot.view.scalar_type() == slot.variable.scalar_type();
+    const bool views = options_.gradient_as_bucket_view && view_fits;
+    if (moved) {
       grad = view_as_gradient(slot);
-      continue;
-    }
-    if (!grad.defined() || lies_in(grad, slot)) continue;  // undefined: the caller took it away
-    if (is_subclass(grad)) {
+    } else if (!grad.defined() || lies_in(grad, slot)) {
+      // Undefined: the caller took it away.
+    } else if (is_subclass(grad)) {
       // Which memory is shared, and with whom, is not known: see has_one_owner().
       const bool immutable = !slot.in_parts && grad._is_zerotensor();
       if (!kept[slot.parameter] || grad.requires_grad() || immutable)
         grad = by_operators([&] { return grad.detach().clone(); });
+      stays(slot);
       write_subclass(grad, slot);
       continue;
-    }
-    const bool view_fits = slot.view.scalar_type() == slot.variable.scalar_type();
-    if (options_.gradient_as_bucket_view && view_fits) {
+    } else if (views) {
       grad = view_as_gradient(slot);
+    } else {
+      if (grad.requires_grad() || grad.layout() != at::kStrided ||
+          !(kept[slot.parameter] || has_one_owner(grad, {}))) {
+        // A gradient with a history keeps it for whoever holds it; the reduced one is a new tensor.
+        grad = at::empty_like(slot.view, slot.variable.options(), at::MemoryFormat::Preserve);
+      }
+      targets.push_back(grad);
+      sources.push_back(slot.view);
+      copied.push_back(&slot);
       continue;
     }
-    if (grad.requires_grad() || grad.layout() != at::kStrided ||
-        !(kept[slot.parameter] || has_one_owner(grad, {}))) {
-      // A gradient with a history keeps it for whoever holds it; the reduced one is a new tensor.
-      grad = at::empty_like(slot.view, slot.variable.options(), at::MemoryFormat::Preserve);
-    }
-    targets.push_back(grad);
-    sources.push_back(slot.view);
+    stays(slot);
   }
-  multi_tensor_copy(std::move(targets), std::move(sources));
+  copy_out(copied, std::move(targets), std::move(sources), while_copying);
+  if (scales_copies) owed_scale_ = scale;
   if (!has_unused_) let_go();
+}
+
+/// Bitwise the same sums of squares on every rank, whatever was copied there.
+void BucketMessage::copy_out(const std::vector<Slot*>& slots, std::vector<at::Tensor> targets,
+                             std::vector<at::Tensor> sources, double scale) {
+  if (!options_.measure_reduced || !device_.is_cpu())
+    return multi_tensor_copy(std::move(targets), std::move(sources), scale);
+  for (size_t i = 0; i < slots.size(); ++i) {
+    if (copy_in_one_pass(targets[i], sources[i], scale, &slots[i]->squares)) continue;
+    multi_tensor_copy({targets[i]}, {sources[i]}, scale);
+    measure_reduced(*slots[i], targets[i]);
+  }
+}
+
+void BucketMessage::measure_reduced(Slot& slot, const at::Tensor& values) {
+  if (options_.measure_reduced && device_.is_cpu()) slot.squares = sum_of_squares(values);
 }
 
 /// Of memory that is the gradients' own: it is freed with them, not in the next backward.
@@ -546,11 +631,14 @@ void BucketMessage::settle(const std::vector<uint8_t>& used_by_any) {
     if (!used_by_any[slot.parameter]) {
       if (slot.stash.defined()) slot.view.copy_(slot.stash);
       slot.stash = at::Tensor();
+      slot.squares = 0;
       continue;
     }
     at::Tensor& grad = slot.variable.mutable_grad();
+    at::Tensor values = slot.view;  // as on ranks that have used it
     if (is_sparse()) {
       grad = tensor_;
+      values = tensor_._values();
     } else if (slot.in_parts || (grad.defined() && is_subclass(grad))) {
       if (!grad.defined()) grad = by_operators([&] { return at::zeros_like(slot.variable); });
       write_subclass(grad, slot);
@@ -561,40 +649,56 @@ void BucketMessage::settle(const std::vector<uint8_t>& used_by_any) {
       grad = view_as_gradient(slot);
     } else if (grad.defined() && !grad.requires_grad() && grad.layout() == at::kStrided) {
       grad.copy_(slot.view);
+      values = grad;
     } else if (kind_ == Kind::kInPlace) {
       grad = view_as_gradient(slot);
     } else {
       grad = at::empty_like(slot.view, slot.variable.options(), at::MemoryFormat::Preserve);
       grad.copy_(slot.view);
+      values = grad;
     }
+    measure_reduced(slot, values);
     slot.stash = at::Tensor();
   }
   let_go();
 }
 
-at::Tensor BucketMessage::largest_values() const {
-  const BelowAutograd guard;
+/// Before gradients are gathered, since some are scaled where they lie.
+void BucketMessage::measure_on_device() {
   std::vector<at::Tensor> values;
-  std::vector<size_t> places;
+  std::vector<int64_t> places;
   for (size_t i = 0; i < slots_.size(); ++i) {
-    at::Tensor grad = slots_[i].moved ? slots_[i].view : slots_[i].variable.grad();
+    at::Tensor grad = slots_[i].variable.grad();
     if (!slots_[i].used || !grad.defined()) continue;
-    if (grad.layout() == at::kSparse) grad = grad.coalesce().values();
-    if (grad.requires_grad()) grad = grad.detach();
+    grad = grad.layout() == at::kSparse ? grad.coalesce()._values() : values_of(grad, slots_[i]);
     if (grad.numel() == 0) continue;
-    values.push_back(slots_[i].moved ? grad : values_of(grad, slots_[i]));
-    places.push_back(i);
+    values.push_back(grad);
+    places.push_back(static_cast<int64_t>(i));
   }
-  at::Tensor result = at::zeros({static_cast<int64_t>(slots_.size())},
-                                at::TensorOptions(device_).dtype(at::kDouble));
-  if (values.empty()) return result;
-  std::vector<at::Tensor> norms =
-      at::_foreach_norm(values, std::numeric_limits<double>::infinity());
-  for (at::Tensor& norm : norms) norm = norm.to(at::kDouble);
-  const at::Tensor found = at::stack(norms);
-  if (places.size() == slots_.size()) return found;
-  std::vector<int64_t> indices(places.begin(), places.end());
-  return result.index_copy_(0, at::tensor(indices, at::kLong).to(device_), found);
+  const at::TensorOptions kind = at::TensorOptions(device_).dtype(at::kDouble);
+  own_on_device_ = at::zeros({static_cast<int64_t>(slots_.size())}, kind);
+  if (values.empty()) return;
+  const at::Tensor norms = at::stack(at::_foreach_norm(values, 2, at::kDouble));
+  own_on_device_.index_copy_(0, at::tensor(places, at::kLong).to(device_), norms.square());
+}
+
+std::vector<double> BucketMessage::own_squares() const {
+  if (own_on_device_.defined()) {
+    const at::Tensor squares = own_on_device_.cpu();
+    const auto* const begin = squares.const_data_ptr<double>();
+    return {begin, begin + squares.numel()};
+  }
+  std::vector<double> squares;
+  for (const Slot& slot : slots_) {
+    double own = slot.used ? slot.own_squares : 0;
+    // Values of 64 bits may be finite where their squares are not.
+    if (dtype_ == at::kDouble && std::isinf(own)) {
+      const at::Tensor values = is_sparse() ? tensor_._values() : slot.view;
+      if (at::isfinite(values).all().item<bool>()) own = std::numeric_limits<double>::max();
+    }
+    squares.push_back(own);
+  }
+  return squares;
 }
 
 void BucketMessage::abandon() {
@@ -609,6 +713,7 @@ void BucketMessage::abandon() {
     slot.moved = false;
     slot.stash = slot.early = slot.handed = at::Tensor();
   }
+  owed_scale_ = 1.0;
   // In-flight collectives keep their reference to the old buffer and write to nobody's memory.
   buffer_ = home_ = at::Tensor();
   for (Slot& slot : slots_) slot.view = at::Tensor();

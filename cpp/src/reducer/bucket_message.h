@@ -19,7 +19,9 @@ struct MessageOptions {
   bool gradient_as_bucket_view = false;  ///< leave gradients as views of the buffer
   bool allreduce_always_fp32 = false;    ///< half and bfloat16 gradients are summed as float32
   int64_t sparse_dim = 1;                ///< of a sparse message: the same on every rank
-  int64_t tail = 0;  ///< elements of a flat message that travel behind its gradients
+  int64_t tail = 0;              ///< elements of a flat message that travel behind its gradients
+  bool measure_own = false;      ///< own_squares()
+  bool measure_reduced = false;  ///< Slot::squares, on the CPU
   /// Where the memory of the buffer comes from, zeroed: (elements, options). Empty: from torch.
   std::function<at::Tensor(int64_t, const at::TensorOptions&)> allocate;
 };
@@ -74,6 +76,8 @@ class BucketMessage {
     uint32_t early_version = 0;  ///< its version then
     double early_scale = 1.0;    ///< what copy_early() multiplied by
     bool moved = false;          ///< copy_early() took the gradient away, until unpack()
+    double own_squares = 0;      ///< of what was copied from here, on the CPU: see own_squares()
+    double squares = 0;          ///< with measure_reduced: sum of squares of the reduced gradient
   };
 
   /// @param parameters  indices of the members; one dtype, one device.
@@ -142,7 +146,7 @@ class BucketMessage {
 
   /// The buffer that gradients are views of with gradient_as_bucket_view, [numel()]; of a message
   /// in place, the gradient as a flat alias. Undefined before the first pack().
-  at::Tensor gradients_buffer() const;
+  at::Tensor gradients_buffer();
 
   /// Replaces the gradients by `result`: same number of elements, any dtype.
   /// Of a sparse one: replaces the message by the reduced tensor.
@@ -162,9 +166,11 @@ class BucketMessage {
   /// True if a member was not used by this rank in the last pack().
   bool has_unused() const { return has_unused_; }
 
-  /// Largest absolute value of each packed gradient, in the order of slots() (0 where there is
-  /// none): not finite where a gradient is not. On the message's device; one multi-tensor call.
-  at::Tensor largest_values() const;
+  /// With measure_own: the sum of squares of each gradient that pack() has gathered, before it was
+  /// scaled, in the order of slots() (0 where this rank has none): not finite where a gradient is not.
+  /// On the CPU it was taken from the values as they were copied; elsewhere by one multi-tensor
+  /// call, for which the host waits here.
+  std::vector<double> own_squares() const;
 
   /// Forgets a message that is in flight, so that what still writes to it cannot be seen any more:
   /// a gradient that lies in it is taken away from its parameter. Gradients that were moved into a
@@ -178,9 +184,19 @@ class BucketMessage {
  private:
   void allocate();
   void pack_flat(double scale);
-  void move_in(const std::vector<Slot*>& slots, std::vector<at::Tensor>& targets,
+  void move_in(std::vector<Slot*>& slots, std::vector<at::Tensor>& targets,
                std::vector<at::Tensor>& sources, double scale, bool is_new);
   void pack_in_place(double scale, const at::Tensor& incoming);
+  void copy_in(const std::vector<Slot*>& slots, std::vector<at::Tensor> targets,
+               std::vector<at::Tensor> sources, double scale);
+  void copy_out(const std::vector<Slot*>& slots, std::vector<at::Tensor> targets,
+                std::vector<at::Tensor> sources, double scale);
+  void scale_own(Slot& slot, const at::Tensor& values, double scale);
+  void measure_on_device();
+  void measure_reduced(Slot& slot, const at::Tensor& values);
+  double* own_squares_of(Slot& slot) const {
+    return options_.measure_own && device_.is_cpu() ? &slot.own_squares : nullptr;
+  }
   void let_go();
   bool gradients_lie_in_buffer() const;
   void pack_sparse(double scale);
@@ -197,10 +213,12 @@ class BucketMessage {
   at::ScalarType dtype_ = at::kFloat;  ///< real-valued
   int64_t numel_ = 0;                  ///< in elements of dtype_
   at::Tensor buffer_;                  ///< flat: gradients, then the tail; in dtype_
-  at::Tensor home_;      ///< where views live if gradients have another dtype, else buffer_
-  at::Tensor tensor_;    ///< what is reduced in this backward
-  bool packed_ = false;  ///< between pack() and unpack()
+  at::Tensor home_;           ///< where views live if gradients have another dtype, else buffer_
+  at::Tensor tensor_;         ///< what is reduced in this backward
+  at::Tensor own_on_device_;  ///< own_squares() of a device
+  bool packed_ = false;       ///< between pack() and unpack()
   bool has_unused_ = false;
+  double owed_scale_ = 1.0;  ///< what gradients were multiplied by when they left buffer_
   int64_t copied_ = 0;
   int64_t copied_early_ = 0;
 };

@@ -54,8 +54,8 @@ void keep_for_current_stream(const at::Tensor& tensor) {
 /// Gradients, and a buffer that was made in a hook, belong to the streams that made them; the one
 /// that ends backward reads and writes them, and until it is done their memory must not serve those
 /// streams again. Who made them is not known in a backward that is recorded.
-void keep_for_current_stream(const PlannedBucket& entry) {
-  const BucketMessage& message = entry.message;
+void keep_for_current_stream(PlannedBucket& entry) {
+  BucketMessage& message = entry.message;
   if (message.device().is_cpu()) return;
   const c10::impl::VirtualGuardImpl guard(message.device().type());
   const c10::Stream current = guard.getStream(message.device());
@@ -117,7 +117,6 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
   join_producers(entry);
   BucketMessage& message = entry.message;
   naming(context, [&] { message.pack(pass.used, entry.averaging(context).before, incoming); });
-  if (context.options.check_finite) entry.largest = message.largest_values();
   if (packed) packed();
   context.statistics.add(&ReducerStatistics::gradients_copied, message.copied());
   context.statistics.add(&ReducerStatistics::gradients_copied_early, message.copied_early());
@@ -238,21 +237,6 @@ void move_gradients_in(Plan& plan, ReducerContext& context) {
     entry.message.unpack(1.0, there);
   }
   plan.holds_gradients = true;
-}
-
-int64_t first_non_finite(std::vector<PlannedBucket>& entries) {
-  int64_t first = -1;
-  for (PlannedBucket& entry : entries) {
-    if (!entry.largest.defined()) continue;
-    const at::Tensor largest = std::exchange(entry.largest, {}).cpu();
-    const double* values = largest.const_data_ptr<double>();
-    const auto& slots = entry.message.slots();
-    for (size_t i = 0; i < slots.size(); ++i) {
-      if (std::isfinite(values[i])) continue;
-      if (first < 0 || slots[i].parameter < first) first = slots[i].parameter;
-    }
-  }
-  return first;
 }
 
 }  // namespace apex::parallel::detail

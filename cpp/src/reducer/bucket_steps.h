@@ -54,8 +54,4 @@ void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place
 /// Makes reduced gradients views of the messages of a plan that was made since.
 void move_gradients_in(Plan& plan, ReducerContext& context);
 
-/// With check_finite: the first parameter with a gradient of this rank that is not finite, or -1.
-/// The host waits for the device.
-int64_t first_non_finite(std::vector<PlannedBucket>& entries);
-
 }  // namespace apex::parallel::detail

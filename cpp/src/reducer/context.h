@@ -54,8 +54,10 @@ struct ReducerContext {
   /// Whether ranks read each other's reports after every backward. Elsewhere than on the CPU the
   /// host waits for the device. Under join() a rank without data knows what the others do by these.
   bool reads_reports() const {
-    return !members.alone() && (members.device.is_cpu() || options.check_steps.value_or(false) ||
-                                options.skip_failed_steps || options.weighted || joining);
+    return !members.alone() &&
+           (members.device.is_cpu() || options.check_steps.value_or(false) ||
+            options.skip_failed_steps || options.weighted || options.gradient_statistics ||
+            options.replica_check_every.value_or(0) > 0 || joining);
   }
 
   /// Whether a gradient that was reduced and is reduced again would count once for each rank.

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/multi_tensor.h"
 
+#include <array>
 #include <cstring>
 
+#include <ATen/Dispatch.h>
 #include <ATen/Functions.h>
 
 #include "comm/received_values.h"
@@ -15,13 +17,77 @@ bool same_dense_layout(const at::Tensor& a, const at::Tensor& b) {
 
 namespace {
 
+// Note [Sums of squares]
+//
+// Values are squared and added in double: nothing overflows that is finite in 32 bits or less, and
+// the square of such a value is exact. They are added in kLanes sums, one beside the other, which a
+// compiler makes vectors of without being told that it may change the order of additions. So ranks
+// on different processors, and copies that scale or not, get the same bits from the same values:
+// what is decided by a norm is decided alike on all ranks.
+
+constexpr int64_t kLanes = 16;
+
+/// `transfer(i)` reads the element at `i`, may write it elsewhere, and returns it as a double.
+template <typename Transfer>
+double add_squares(int64_t count, Transfer&& transfer) {
+  std::array<double, kLanes> sums{};
+  const int64_t whole = count - count % kLanes;
+  for (int64_t begin = 0; begin < whole; begin += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const double value = transfer(begin + lane);
+      sums[static_cast<size_t>(lane)] += value * value;
+    }
+  }
+  for (int64_t i = whole; i < count; ++i) {
+    const double value = transfer(i);
+    sums[static_cast<size_t>(i - whole)] += value * value;
+  }
+  double sum = 0;
+  for (const double one : sums) sum += one;
+  return sum;
+}
+
 template <typename T>
-void scaled_copy(const at::Tensor& target, const at::Tensor& source, double scale) {
+void scaled_copy(const at::Tensor& target, const at::Tensor& source, double scale,
+                 double* squares) {
   T* const out = static_cast<T*>(target.mutable_data_ptr());
   const T* const in = static_cast<const T*>(source.const_data_ptr());
   const T factor = static_cast<T>(scale);
   const int64_t count = target.numel();
+  if (squares != nullptr) {
+    *squares = add_squares(count, [&](int64_t i) {
+      out[i] = in[i] * factor;
+      return static_cast<double>(out[i]);
+    });
+    return;
+  }
   for (int64_t i = 0; i < count; ++i) out[i] = in[i] * factor;
+}
+
+/// `body(T{}, numbers)`: what a dense tensor consists of, two for each complex element.
+template <typename Body>
+void dispatch_real(const at::Tensor& tensor, Body&& body) {
+  const int64_t numbers = tensor.numel() * (tensor.is_complex() ? 2 : 1);
+  const at::ScalarType dtype = c10::toRealValueType(tensor.scalar_type());
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "squares",
+                                  [&] { body(scalar_t{}, numbers); });
+}
+
+/// Of tensors without gaps.
+void plain_copy(const at::Tensor& target, const at::Tensor& source, double* squares) {
+  if (squares == nullptr) {
+    std::memcpy(target.mutable_data_ptr(), source.const_data_ptr(), target.nbytes());
+    return;
+  }
+  dispatch_real(source, [&](auto zero, int64_t count) {
+    using T = decltype(zero);
+    auto* const out = static_cast<T*>(target.mutable_data_ptr());
+    const auto* const in = static_cast<const T*>(source.const_data_ptr());
+    *squares = add_squares(count, [&](int64_t i) {
+      out[i] = in[i];
+      return static_cast<double>(in[i]);
+    });
+  });
 }
 
 /// Its memory is not its value: conjugated or negated when read.
@@ -29,22 +95,34 @@ bool is_lazy(const at::Tensor& tensor) { return tensor.is_conj() || tensor.is_ne
 
 }  // namespace
 
-bool copy_in_one_pass(const at::Tensor& target, const at::Tensor& source, double scale) {
+bool copy_in_one_pass(const at::Tensor& target, const at::Tensor& source, double scale,
+                      double* squares) {
   if (is_lazy(target) || is_lazy(source)) return false;
   if (!target.is_cpu() || !source.is_cpu() || target.scalar_type() != source.scalar_type() ||
       !same_dense_layout(target, source)) {
     return false;
   }
   if (scale == 1.0) {
-    std::memcpy(target.mutable_data_ptr(), source.const_data_ptr(), target.nbytes());
+    plain_copy(target, source, squares);
   } else if (target.scalar_type() == at::kFloat) {
-    scaled_copy<float>(target, source, scale);
+    scaled_copy<float>(target, source, scale, squares);
   } else if (target.scalar_type() == at::kDouble) {
-    scaled_copy<double>(target, source, scale);
+    scaled_copy<double>(target, source, scale, squares);
   } else {
     return false;
   }
   return true;
+}
+
+double sum_of_squares(const at::Tensor& tensor) {
+  const bool dense = tensor.is_non_overlapping_and_dense();
+  const at::Tensor values = dense ? tensor : tensor.contiguous();
+  double squares = 0;
+  dispatch_real(values, [&](auto zero, int64_t count) {
+    const auto* const in = static_cast<const decltype(zero)*>(values.const_data_ptr());
+    squares = add_squares(count, [in](int64_t i) { return static_cast<double>(in[i]); });
+  });
+  return squares;
 }
 
 void multi_tensor_copy(std::vector<at::Tensor> targets, std::vector<at::Tensor> sources,

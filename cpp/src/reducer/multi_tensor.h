@@ -15,7 +15,14 @@ void multi_tensor_copy(std::vector<at::Tensor> targets, std::vector<at::Tensor> 
 
 /// target = source * scale in one pass over the memory, without dispatching an operator: on the
 /// CPU, for one dtype and one layout without gaps. Otherwise does nothing and returns false.
-bool copy_in_one_pass(const at::Tensor& target, const at::Tensor& source, double scale);
+/// `squares`, if given, becomes sum_of_squares(target), of values that pass by anyway. `source` may
+/// be `target`.
+bool copy_in_one_pass(const at::Tensor& target, const at::Tensor& source, double scale,
+                      double* squares = nullptr);
+
+/// Of the absolute values, of a strided tensor on the CPU. See Note [Sums of squares] in the
+/// source.
+double sum_of_squares(const at::Tensor& tensor);
 
 /// The memory of a non-overlapping and dense tensor as a contiguous 1-D alias, real-valued (a
 /// complex tensor of n elements gives 2n).

@@ -86,10 +86,7 @@ BackwardPass open_pass(ReducerState& state, std::vector<uint8_t>& overtaken) {
     // What accumulated without synchronization is part of this reduction.
     pass.used[i] = parameter.touched && owned && grad.defined();
     if (!context.leaves_sums() && !context.joining) continue;
-    const auto reduced = parameter.reduced.lock();
-    pass.gradients[i].stale = grad.defined() && reduced &&
-                              reduced.get() == grad.unsafeGetTensorImpl() &&
-                              grad._version() == parameter.reduced_version;
+    pass.gradients[i].stale = parameter.holds_reduced();
   }
   const StepTable* last = state.reporter.look_back();
   if (last != nullptr && last->hooks_apart()) context.fail();

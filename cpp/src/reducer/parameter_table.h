@@ -50,10 +50,19 @@ struct Parameter {
   uint32_t touched_version = 0;  ///< of the parameter, when it got the last of these
   uint32_t seen_version = 0;     ///< of the parameter, when the last synchronized backward began
 
-  // Without averaging, and under join(): the gradient as the last synchronized backward left it.
+  // Without averaging, under join(), and with gradient_statistics: the gradient as the last
+  // synchronized backward left it.
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> reduced{
       c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
   uint32_t reduced_version = 0;
+
+  /// .grad is what the last synchronized backward left, which was remembered.
+  bool holds_reduced() const {
+    const at::Tensor& grad = variable.grad();
+    const auto last = reduced.lock();
+    return grad.defined() && last && last.get() == grad.unsafeGetTensorImpl() &&
+           grad._version() == reduced_version;
+  }
 
   /// What accumulates now is not averaged yet: the next synchronized backward takes it along.
   void touch() {

@@ -58,6 +58,8 @@ PlannedBucket make_entry(const std::vector<int64_t>& members, const ReductionSit
   MessageOptions options;
   options.gradient_as_bucket_view = context.options.gradient_as_bucket_view;
   options.allreduce_always_fp32 = context.options.allreduce_always_fp32;
+  options.measure_own = context.options.check_finite || context.options.gradient_statistics;
+  options.measure_reduced = context.options.gradient_statistics;
   options.sparse_dim = places[members.front()].sparse_dim;
   const ReductionTraits traits = reduction->traits();
   if (may_carry_report) options.tail = tail_of(site, traits, context);
@@ -117,7 +119,7 @@ void PlannedBucket::reset() {
   launched = completed = false;
   producers.clear();
   user_code_failed = false;
-  largest = absent = at::Tensor();
+  absent = at::Tensor();
 }
 
 void Plan::reset() {

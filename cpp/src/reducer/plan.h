@@ -42,7 +42,6 @@ struct PlannedBucket {
   std::optional<c10::Stream> unpacked_on;  ///< in the last backward that was complete
   at::Tensor absent;  ///< what was sent instead of the message, see Note [Carried through]
   bool user_code_failed = false;  ///< a communication hook threw
-  at::Tensor largest;  ///< with check_finite: of each gradient, its largest absolute value
 
   PlannedBucket(BucketMessage of, std::unique_ptr<Reduction> by)
       : message(std::move(of)), reduction(std::move(by)), traits(reduction->traits()) {}

@@ -52,6 +52,10 @@ void check_options(const ReducerOptions& options, size_t parameters,
         "weighted divides by the sum of the ranks' weights, so it needs gradient_average, and "
         "gradient_predivide_factor 1");
   }
+  if (options.replica_check_every.value_or(1) < 0) {
+    throw InvalidArgument("replica_check_every is a number of steps, or 0, got " +
+                          std::to_string(*options.replica_check_every));
+  }
   if (options.delay_allreduce && !options.trigger_parameters.empty()) {
     throw InvalidArgument(
         "delay_allreduce launches nothing before the end of backward, so trigger_parameters cannot "
@@ -102,6 +106,14 @@ void refuse_to_skip(const detail::ReducerContext& context) {
     reason = "this backward is ending, and its report was sent: call it before";
   }
   if (reason != nullptr) throw Error(context.me() + "skip_step(): " + reason);
+}
+
+void refuse_weight(const detail::ReducerContext& context) {
+  if (!context.options.weighted) {
+    throw Error(
+        "a weight was given, but gradients are averaged over the ranks: construct with weighted");
+  }
+  if (in_backward(context.phase)) throw Error("a weight was given inside of backward");
 }
 
 /// @throws Error in a backward that averages one of `stepped`.
@@ -317,12 +329,14 @@ bool Reducer::step_skipped() const {
 
 void Reducer::begin_weight(const at::Tensor& weight) {
   core_->change([&](ReducerState& state) {
-    if (!state.context.options.weighted) {
-      throw Error(
-          "a weight was given, but gradients are averaged over the ranks: construct with "
-          "weighted");
-    }
-    if (in_backward(state.context.phase)) throw Error("a weight was given inside of backward");
+    refuse_weight(state.context);
+    state.reporter.weight.enter(weight);
+  });
+}
+
+void Reducer::begin_weight(double weight) {
+  core_->change([&](ReducerState& state) {
+    refuse_weight(state.context);
     state.reporter.weight.enter(weight);
   });
 }
@@ -339,6 +353,39 @@ void Reducer::take_weight(Reducer& other) {
 
 double Reducer::total_weight() const {
   return core_->read([](const ReducerState& state) { return state.context.total_weight; });
+}
+
+GradientStatistics Reducer::gradient_statistics() const {
+  return core_->read(
+      [](const ReducerState& state) { return state.reporter.gradients.statistics(); });
+}
+
+std::vector<ParameterNorms> Reducer::parameter_norms() const {
+  return core_->read([](const ReducerState& state) { return state.reporter.gradients.norms(); });
+}
+
+std::optional<double> Reducer::gradient_norm() const {
+  return core_->read([](const ReducerState& state) -> std::optional<double> {
+    const GradientStatistics& statistics = state.reporter.gradients.statistics();
+    if (!state.context.options.gradient_statistics || state.context.phase != detail::Phase::kIdle ||
+        statistics.backward == 0 || statistics.backward != state.context.backward_number) {
+      return std::nullopt;
+    }
+    for (size_t i = 0; i < state.context.parameters.size(); ++i) {
+      const detail::Parameter& one = state.context.parameters[i];
+      if (!one.variable.grad().defined()) continue;
+      if (!one.holds_reduced() || !state.reporter.gradients.counted(i)) return std::nullopt;
+    }
+    return statistics.norm;
+  });
+}
+
+void Reducer::set_replicas(std::function<std::vector<Replica>()> replicas,
+                           std::function<void()> taken_over) {
+  core_->between_backwards("set_replicas()", [&](ReducerState& state) {
+    state.reporter.replicas.others = std::move(replicas);
+    state.reporter.replicas.taken_over = std::move(taken_over);
+  });
 }
 
 void Reducer::optimizer_steps(const std::vector<at::Tensor>& parameters) {

@@ -46,6 +46,9 @@ std::vector<std::string> settings_of(const ReducerOptions& options, size_t group
       text("communicators", groups),
       text("check_finite", options.check_finite),
       text("on_failure='skip' (skip_failed_steps)", options.skip_failed_steps),
+      text("gradient_statistics", options.gradient_statistics),
+      text("replica_check_every", options.replica_check_every.value_or(-1)),
+      text("on_divergence", static_cast<int>(options.on_divergence)),
       text("check_reduction (check_steps)",
            options.check_steps.has_value() ? *options.check_steps : -1)};
   settings.insert(settings.end(), own.begin(), own.end());
@@ -208,10 +211,9 @@ std::vector<at::Tensor> ReducerCore::buffers() {
   const Change change(context().monitor);
   complete_deferred();
   std::vector<at::Tensor> buffers;
-  const Plan* plan = state_.book.current();
+  Plan* plan = state_.book.current();
   if (plan == nullptr || !plan->holds_gradients) return buffers;
-  for (const PlannedBucket& entry : plan->entries)
-    buffers.push_back(entry.message.gradients_buffer());
+  for (PlannedBucket& entry : plan->entries) buffers.push_back(entry.message.gradients_buffer());
   return buffers;
 }
 

@@ -10,7 +10,9 @@
 
 #include "reducer/batch_weight.h"
 #include "reducer/context.h"
+#include "reducer/gradient_meter.h"
 #include "reducer/plan.h"
+#include "reducer/replica_check.h"
 #include "reducer/step_timer.h"
 #include "step/report_exchange.h"
 #include "step/step_tracker.h"
@@ -25,13 +27,19 @@ struct StepSkipped {};
 class StepReporter {
  public:
   explicit StepReporter(ReducerContext& context)
-      : timer(context), context_(context), exchange_(context.members, context.parameters.size()) {}
+      : timer(context),
+        replicas(context),
+        gradients(context),
+        context_(context),
+        exchange_(context.members, context.parameters.size()) {}
 
   /// What this rank has done; the reducer tells it.
   StepTracker tracker;
   /// Of this rank, where ranks read each other's reports; and what all have told.
   StepTimer timer;
-  BatchWeight weight;           ///< with the option weighted
+  BatchWeight weight;  ///< with the option weighted
+  ReplicaCheck replicas;
+  GradientMeter gradients;
   bool wants_skip = false;      ///< skip_step() was called for this backward, or the next one
   bool without_data = false;    ///< under join(): this rank follows the others
   bool hook_failed = false;     ///< the communication hook of this rank threw in this backward

@@ -20,6 +20,8 @@ enum Word : size_t {
   kSettings,
   kNonFinite,
   kWeight,
+  kSquares,
+  kDigest,
   kOwnTime,
   kBackwardTime,
   kGap,
@@ -125,6 +127,8 @@ void StepTable::encode(const StepReport& report, const std::vector<uint8_t>& use
   row[kSettings] = report.settings;
   row[kNonFinite] = report.non_finite;
   std::memcpy(&row[kWeight], &report.weight, sizeof(report.weight));
+  std::memcpy(&row[kSquares], &report.squares, sizeof(report.squares));
+  row[kDigest] = report.digest;
   row[kOwnTime] = report.times.own;
   row[kBackwardTime] = report.times.backward;
   row[kGap] = report.times.gap;
@@ -149,6 +153,8 @@ StepTable::StepTable(std::vector<int64_t> rows, size_t ranks, size_t parameters)
     report.settings = from[kSettings];
     report.non_finite = from[kNonFinite];
     std::memcpy(&report.weight, &from[kWeight], sizeof(report.weight));
+    std::memcpy(&report.squares, &from[kSquares], sizeof(report.squares));
+    report.digest = from[kDigest];
     report.times.own = from[kOwnTime];
     report.times.backward = from[kBackwardTime];
     report.times.gap = from[kGap];
@@ -203,6 +209,16 @@ bool StepTable::skipped() const {
 bool StepTable::used_any(size_t rank) const {
   const int64_t* const used = bits_of(rank);
   return std::any_of(used, used + words_for(parameters_), [](int64_t word) { return word != 0; });
+}
+
+bool StepTable::same_digests() const {
+  int64_t digest = 0;
+  for (const StepReport& one : reports_) {
+    if (one.digest == 0) continue;
+    if (digest != 0 && one.digest != digest) return false;
+    digest = one.digest;
+  }
+  return true;
 }
 
 double StepTable::total_weight() const {

@@ -26,7 +26,10 @@ namespace apex::parallel {
 // - whether the rank has left the bucket plan, and which parameters are trainable on it: Note [One
 //   plan per set];
 // - which parameters got a gradient: Note [Parameters that a rank does not use];
-// - its first gradient that is not finite, and the weight of its samples, where that is asked for;
+// - its first gradient that is not finite, the weight of its samples, and how large its gradient
+// is,
+//   where that is asked for;
+// - a digest of a part of its state: Note [Replicas];
 // - what has happened since its last synchronized backward: Note [Ranks that are out of step];
 // - and how long its own part of that took: Note [Whose time it is].
 //
@@ -90,6 +93,8 @@ struct StepReport {
   int64_t settings = 0;     ///< fingerprint of those that may change between backwards
   double weight = 0;        ///< of its samples; see Note [Weighted means]
   int64_t non_finite = -1;  ///< the first parameter with a gradient that is not finite
+  double squares = 0;       ///< sum of squares of its gradient, before the average
+  int64_t digest = 0;       ///< of the part of its state that is compared now; 0: none is
   detail::StepTimes times;  ///< see Note [Whose time it is]
 };
 
@@ -121,6 +126,7 @@ class StepTable {
   bool any_failed() const;
   bool skipped() const;
   double total_weight() const;  ///< where it is not refused
+  bool same_digests() const;    ///< of those that have one
   bool all_left() const;        ///< of the ranks with data
   bool all_left_for(ReasonToLeave reason) const;
   bool same_settings() const;

@@ -123,6 +123,12 @@ def record_of(parameter: torch.Tensor) -> FullValue:
     return record
 
 
+def masters_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Name, parameter and master weight of those parameters of `module` that have one."""
+    known = ((name, p, _records.get(p)) for name, p in module.named_parameters())
+    return [(name, p, r.master) for name, p, r in known if r is not None and r.master is not None]
+
+
 def remember(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Let `value` (float32, same shape) stand for the low-precision `parameter`; not copied."""
     record = record_of(parameter)

@@ -20,6 +20,7 @@ from apex._internal.joining import Announcer
 from apex.parallel import _buffers, _options
 from apex.parallel._groups import end_groups_at_exit, require_group
 from apex.parallel._hooks import Hooks
+from apex.parallel._replicas import Replicas
 from apex.parallel._steps import watch_optimizers
 from apex.parallel._watched_module import (
     WatchedModule,
@@ -113,6 +114,8 @@ class Engine:
         options.settings = self._settings()
         groups = [name_of(group) for group in self.groups]
         reducer = _core.Reducer(names, watched.parameters, groups, options)
+        replicas = Replicas(self)
+        reducer.set_replicas(replicas, replicas.taken_over)
         reducer.synchronizing = self.reducer is None or self.reducer.synchronizing
         if self.broadcast_buffers:
             _buffers.check(self.module, self.groups[0], self._options.ignored)
@@ -135,6 +138,11 @@ class Engine:
         reducer = self.connect(None, None, init_sync=replaced)
         self._copied = None
         return reducer
+
+    @property
+    def measures_gradients(self) -> bool:
+        """Whether the option ``gradient_statistics`` is on."""
+        return bool(self._options.reducer["gradient_statistics"])
 
     def steps_skipped(self) -> int:
         """By the present reducer."""
@@ -178,6 +186,10 @@ class Engine:
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers that are synchronized."""
         yield from self.named_parameters()
+        yield from self.named_buffers()
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that are synchronized."""
         for name, buffer in self.module.named_buffers():
             if name not in self._options.ignored:
                 yield name, buffer

@@ -83,6 +83,21 @@ def average(value: Any) -> bool | Literal["weighted"]:
     return switch("gradient_average", value)
 
 
+def checks_every(value: Any) -> int | None:
+    """The option ``replica_check_every``."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise ValueError(f"replica_check_every is a number of steps, 0 (never) or None, got {value!r}.")
+
+
+def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
+    """The option `name`, which is one of `choices`."""
+    if value in choices:
+        return str(value)
+    known = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
+    raise ValueError(f"{name} is {known}, got {value!r}.")
+
+
 def positive_message_size(message_size: Any) -> int:
     if message_size == "auto":
         raise ValueError(

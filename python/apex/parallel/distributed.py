@@ -32,6 +32,8 @@ from apex.parallel._tensor_lists import (
     split_half_float_double,
 )
 from apex.parallel._timeline import FORWARD
+from apex.parallel._weight import Weight
+from apex.parallel.gradient_statistics import GradientStatistics, ParameterNorms, clip
 from apex.parallel.overlap_report import BucketOverlap, OverlapReport
 from apex.parallel.straggler_report import RankTimes, StragglerReport
 from apex.parallel.sync_batchnorm import name_layers
@@ -141,6 +143,19 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
             ``"raise"``, or ``"skip"`` the step, see :meth:`skip_step`. With ``check_finite`` a
             gradient that is not finite counts as a failure of all. With ``"skip"`` the host waits
             for a GPU in every backward.
+        gradient_statistics: measure gradients while they are copied, for
+            :meth:`gradient_statistics` and :meth:`clip_grad_norm_`. On a GPU it is a read of them
+            before and one after the average, and the host waits.
+        replica_check_every: compare the state of all processes bit for bit, a part in each
+            synchronized backward, so that all of it is compared in so many; 0: never. None, the
+            default, is 100 where that costs nothing: for parameters on the CPU, with ``init_sync``,
+            without a communication hook and unless ``check_reduction=False``. Compared are
+            parameters, master weights of ``amp``, and those buffers that are equal in the first
+            round. Costs one read of the part. Not under :meth:`join`, and not with an
+            :class:`OverlappedOptimizer`.
+        on_divergence: what to do where they differ: ``"warn"``, on rank 0's standard error and in
+            the logger ``apex.parallel.watch``; ``"raise"`` on every process; or ``"resync"``: warn,
+            take over what most processes hold (or the first), and skip the step.
         registered_buffers: take the buckets' memory from the backend where it has some of its own.
             With NCCL it is registered with the communicator, which may then reduce without copying.
             Elsewhere a warning is logged once, and torch's memory is used.
@@ -194,6 +209,9 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         check_finite: bool = False,
         registered_buffers: bool = False,
         on_failure: str = "raise",
+        gradient_statistics: bool = False,
+        replica_check_every: int | None = None,
+        on_divergence: str = "warn",
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -245,9 +263,10 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
             None if check_reduction is None else _options.switch("check_reduction", check_reduction)
         )
         self.registered_buffers = registered_buffers
-        if on_failure not in ("raise", "skip"):
-            raise ValueError(f"on_failure is 'raise' or 'skip', got {on_failure!r}.")
-        self.on_failure = on_failure
+        self.on_failure = _options.one_of("on_failure", on_failure, ("raise", "skip"))
+        actions = ("raise", "warn", "resync")
+        self.on_divergence = _options.one_of("on_divergence", on_divergence, actions)
+        self.replica_check_every = _options.checks_every(replica_check_every)
         self._torch_join: TorchJoin | None = None  # made last
         mixed = None if mixed_precision is None else MixedPrecision(mixed_precision)
         self._mixed_precision = mixed
@@ -263,6 +282,9 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
                 "gradient_predivide_factor": self.gradient_predivide_factor,
                 "check_steps": self.check_reduction,
                 "skip_failed_steps": on_failure == "skip",
+                "gradient_statistics": _options.switch("gradient_statistics", gradient_statistics),
+                "replica_check_every": self.replica_check_every,
+                "on_divergence": self.on_divergence,
             },
             settings=_options.settings(
                 num_allreduce_streams=(num_allreduce_streams, 1),
@@ -457,8 +479,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
 
     # --- samples that count differently ---
 
-    @contextlib.contextmanager
-    def weight(self, weight: float | torch.Tensor) -> Iterator[None]:
+    def weight(self, weight: float | torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """``with model.weight(len(batch)):`` around a backward: how much its samples count.
 
         With ``gradient_average="weighted"`` a synchronized backward leaves in every ``.grad`` the
@@ -491,13 +512,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
             RuntimeError: without ``gradient_average="weighted"``, inside of another block, or
                 during backward.
         """
-        if not isinstance(weight, torch.Tensor):
-            weight = torch.tensor(weight, dtype=torch.float64, device="cpu")
-        self._reducer.begin_weight(weight)
-        try:
-            yield
-        finally:
-            self._reducer.end_weight()
+        return Weight(self._reducer, weight)
 
     @property
     def total_weight(self) -> float:
@@ -806,6 +821,56 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         report = self._reducer.straggler_report()
         ranks = [RankTimes(**rank) for rank in report.pop("ranks")]
         return StragglerReport(**report, ranks=ranks)
+
+    # --- gradients ---
+
+    def gradient_statistics(self) -> GradientStatistics | None:
+        """Norms by process, the gradient noise scale and outliers, of the last measured backward.
+
+        With ``gradient_statistics=True``. The same on every process; that of the last synchronized
+        backward that ended without an exception, None if there was none yet. Gradients that were
+        reduced apart from the plan, in the step in which a parameter is used for the first time,
+        count in ``norm`` only. With loss scaling, norms are those of the scaled loss.
+
+        Raises:
+            RuntimeError: without the option.
+        """
+        self._require_statistics()
+        found = self._reducer.gradient_statistics()
+        return None if found is None else GradientStatistics(**found)
+
+    def parameter_norms(self) -> list[ParameterNorms]:
+        """The same by parameter: of the average, and of this process's own gradient.
+
+        Raises:
+            RuntimeError: without ``gradient_statistics=True``.
+        """
+        self._require_statistics()
+        return [ParameterNorms(**one) for one in self._reducer.parameter_norms()]
+
+    def _require_statistics(self) -> None:
+        if not self._engine.measures_gradients:
+            raise RuntimeError(
+                "gradients are not measured: construct with gradient_statistics=True on every "
+                "process."
+            )
+
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)``, with its result.
+
+        With ``gradient_statistics=True`` the norm is known, and no pass over the gradients is made
+        for it, if they are as backward has left them: what has changed one since (as unscaling
+        does) is noticed, unless it went through ``.data``. Else, and without the option, it is
+        torch's function.
+
+        Returns:
+            The norm before, [], float32 or the gradients' dtype.
+
+        Raises:
+            RuntimeError: with ``error_if_nonfinite``, if the norm is infinite or NaN.
+        """
+        covered = len(self._engine.parameters)
+        return clip(self.module, self._reducer, covered, max_norm, error_if_nonfinite)
 
     # --- names that torch's class has for libraries ---
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -16,6 +17,7 @@
 #include <torch/arg.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
+#include <torch/nn/utils/clip_grad.h>
 
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
@@ -98,6 +100,9 @@ class DistributedDataParallelOptions {
   APEX_REDUCER_ARG(bool, check_finite)
   APEX_REDUCER_ARG(std::optional<bool>, check_steps)
   APEX_REDUCER_ARG(bool, skip_failed_steps)
+  APEX_REDUCER_ARG(bool, gradient_statistics)
+  APEX_REDUCER_ARG(std::optional<int64_t>, replica_check_every)
+  APEX_REDUCER_ARG(OnDivergence, on_divergence)
 #undef APEX_REDUCER_ARG
 
   /// The options of the engine below, as a plain struct.
@@ -242,7 +247,10 @@ class DistributedDataParallel {
     require_here();
     return {*reducer_, weight};
   }
-  Weight weight(double weight) { return this->weight(at::scalar_tensor(weight, at::kDouble)); }
+  Weight weight(double weight) {
+    require_here();
+    return {*reducer_, weight};
+  }
 
   /// See Join.
   ///
@@ -278,6 +286,29 @@ class DistributedDataParallel {
   bool step_skipped() const {
     require_here();
     return reducer_->step_skipped();
+  }
+
+  /// With the option gradient_statistics: see Reducer::gradient_statistics().
+  GradientStatistics gradient_statistics() const {
+    require_here();
+    return reducer_->gradient_statistics();
+  }
+  /// As torch::nn::utils::clip_grad_norm_(parameters(), max_norm), whose result it has: multiplies
+  /// all gradients by max_norm / norm if that is less than 1, and returns the norm from before.
+  /// With the option gradient_statistics gradients are not read for that, if they are as backward
+  /// has left them. The host waits for a device.
+  double clip_grad_norm_(double max_norm) {
+    require_here();
+    const std::optional<double> norm = reducer_->gradient_norm();
+    if (!norm) return torch::nn::utils::clip_grad_norm_(parameters(), max_norm);
+    const double scale = max_norm / (*norm + 1e-6);
+    if (scale < 1 || std::isnan(scale)) {
+      const at::NoGradGuard no_grad;
+      for (const at::Tensor& parameter : parameters()) {
+        if (parameter.grad().defined()) parameter.mutable_grad().mul_(scale);
+      }
+    }
+    return *norm;
   }
 
   /// The wrapped module: `model->fc1`, `model.module()`.
@@ -501,8 +532,18 @@ class DistributedDataParallel {
       options.settings.push_back("broadcast_buffers=C++");
       options.settings.insert(options.settings.end(), buffers_.begin(), buffers_.end());
     }
-    return std::make_unique<Reducer>(std::move(named), std::vector{process_group()},
-                                     std::move(options));
+    auto reducer = std::make_unique<Reducer>(std::move(named), std::vector{process_group()},
+                                             std::move(options));
+    // The reducer may outlive a module that somebody else owns.
+    reducer->set_replicas([weak = std::weak_ptr<torch::nn::Module>(module_->weak_from_this())] {
+      std::vector<Replica> buffers;
+      const auto module = weak.lock();
+      if (!module) return buffers;
+      for (const auto& item : module->named_buffers())
+        buffers.push_back({{"buffer '" + item.key() + "'", item.value()}, /*may_differ=*/true});
+      return buffers;
+    });
+    return reducer;
   }
 
   std::vector<std::string> describe_buffers() const {

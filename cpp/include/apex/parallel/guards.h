@@ -48,7 +48,8 @@ class [[nodiscard]] NoSync {
 /// time; the wrapper has to outlive it.
 class [[nodiscard]] Weight {
  public:
-  Weight(Reducer& reducer, const at::Tensor& weight) : reducer_(reducer) {
+  template <typename Number>
+  Weight(Reducer& reducer, const Number& weight) : reducer_(reducer) {
     reducer_.begin_weight(weight);
   }
   ~Weight() { reducer_.end_weight(); }

@@ -14,6 +14,7 @@
 #include <apex/export.h>
 #include <apex/parallel/bucket_assignment.h>
 #include <apex/parallel/comm_hook.h>
+#include <apex/parallel/gradient_statistics.h>
 #include <apex/parallel/model_sync.h>
 #include <apex/parallel/overlap_report.h>
 #include <apex/parallel/straggler_report.h>
@@ -33,6 +34,20 @@ class Reduction;
 class ReducerCore;
 struct ReductionSite;
 }  // namespace detail
+
+/// What a rank does that learns that not all hold the same state; see
+/// ReducerOptions::replica_check_every.
+enum class OnDivergence {
+  kRaise,   ///< backward throws RankMismatch on every rank
+  kWarn,    ///< a notice (on_notice()); of the same difference after 1, 2, 4, ... of them
+  kResync,  ///< a notice, and all take over what most ranks hold, or the first, and skip the step
+};
+
+/// Something that should be equal on all ranks; see Reducer::set_replicas().
+struct Replica {
+  NamedTensor tensor;
+  bool may_differ = false;  ///< left alone if it does in the first round
+};
 
 /// Everything that can be chosen; the defaults are those of NVIDIA Apex, but for the size of
 /// buckets.
@@ -101,6 +116,17 @@ struct ReducerOptions {
   /// instead of throwing; with check_finite, a gradient that is infinite or NaN has every rank skip
   /// it. On devices other than the CPU the host then waits in every backward.
   bool skip_failed_steps = false;
+
+  /// Measure gradients while they are copied, for gradient_statistics(). On devices other than the
+  /// CPU by one more read of them before and one after the average, and waits of the host.
+  bool gradient_statistics = false;
+
+  /// Compare the parameters of all ranks, bit for bit, a part in each synchronized backward, so
+  /// that all are compared in so many; 0: never. By default in 100, where that costs nothing: for
+  /// parameters on the CPU, with init_sync, without a communication hook and unless check_steps is
+  /// off. Costs one read of the part. Not under join(), and not with set_deferred().
+  std::optional<int64_t> replica_check_every;
+  OnDivergence on_divergence = OnDivergence::kWarn;
 
   /// Compared between ranks at construction, besides the options above: "name=value".
   std::vector<std::string> settings;
@@ -252,6 +278,7 @@ class APEX_API Reducer {
   /// @throws Error without the option, or inside of another one; InvalidArgument for another
   ///         number of elements, or complex ones.
   void begin_weight(const at::Tensor& weight);
+  void begin_weight(double weight);
   void end_weight() noexcept;
   /// Of samples that `other`, which this reducer takes the place of, has accumulated. Not while one
   /// of them is in backward. Does not block.
@@ -259,6 +286,24 @@ class APEX_API Reducer {
   /// By what the last synchronized backward divided, the same on every rank; 0 before the first.
   /// May be called at any time.
   double total_weight() const;
+
+  /// How large the ranks' gradients are, in the last synchronized backward that ended without an
+  /// exception; the same on every rank. With the option gradient_statistics, else empty. May be
+  /// called at any time; does not block.
+  GradientStatistics gradient_statistics() const;
+  /// The same of single parameters, as parameters() has them.
+  std::vector<ParameterNorms> parameter_norms() const;
+  /// GradientStatistics::norm, if all gradients are those that the last backward left; nullopt
+  /// without the option, or where one was replaced or changed since (but for changes that move no
+  /// version, as through .data()).
+  std::optional<double> gradient_norm() const;
+
+  /// Compares `replicas()`, too, besides the parameters: see ReducerOptions::replica_check_every.
+  /// Called now and then in a synchronized backward, on the thread that ends it. The same names in
+  /// the same order on every rank; if they are not, only parameters are compared. `taken_over` is
+  /// called after OnDivergence::kResync. Not during backward.
+  void set_replicas(std::function<std::vector<Replica>()> replicas,
+                    std::function<void()> taken_over = {});
 
   /// For an optimizer that is about to step these parameters: a step inside of backward, in a
   /// gradient's hook, would use this rank's gradient instead of the average. May be left out.

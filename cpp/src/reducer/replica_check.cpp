@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "reducer/replica_check.h"
+
+#include <algorithm>
+
+#include <ATen/Functions.h>
+
+#include "comm/collectives.h"
+#include "fingerprint.h"
+
+namespace apex::parallel::detail {
+
+namespace {
+
+constexpr int64_t kParts = 100;
+
+std::vector<int64_t> gather(ReducerContext& context, const std::vector<int64_t>& mine) {
+  const ControlMessage message =
+      context.members.all_gather("comparison of replicas", at::tensor(mine, at::kLong));
+  const at::Tensor all = context.monitor.open([&] { return message.wait(); });
+  const auto* const begin = all.const_data_ptr<int64_t>();
+  return {begin, begin + all.numel()};
+}
+
+std::string list(const std::vector<int>& ranks) {
+  std::string text;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
+    text += "rank " + std::to_string(ranks[i]);
+  }
+  return text;
+}
+
+}  // namespace
+
+int64_t ReplicaCheck::parts() const {
+  return context_.options.replica_check_every.value_or(kParts);
+}
+
+bool ReplicaCheck::compares() const {
+  const ReducerOptions& options = context_.options;
+  if (context_.members.alone() || context_.joining || context_.defers || parts() == 0) return false;
+  const bool by_default = options.init_sync && !context_.hook && options.check_steps.value_or(true);
+  return options.replica_check_every || (by_default && context_.reads_reports());
+}
+
+/// @param at_others  not what they were last time, either.
+void ReplicaCheck::look(bool at_others) {
+  const size_t own = context_.parameters.named().size();
+  if (!at_others && state_.size() >= own) return;
+  state_ = context_.parameters.named();
+  may_differ_.assign(own, false);
+  if (!others) return;
+  const std::vector<Replica> more = context_.monitor.open([&] { return others(); });
+  for (const Replica& one : more) {
+    if (differing_.count(one.tensor.name) != 0) continue;
+    state_.push_back(one.tensor);
+    may_differ_.push_back(one.may_differ);
+  }
+}
+
+int64_t ReplicaCheck::digest() {
+  if (!compares()) return 0;
+  const int64_t part = context_.backward_number % parts();
+  // Others may be other tensors by now. They come last, so they lie in the last parts, unless
+  // there is one part; a list that has become longer or shorter is found in the next round.
+  int64_t before = 0, total = 0;
+  for (size_t i = 0; i < state_.size(); ++i) {
+    const auto bytes = static_cast<int64_t>(state_[i].tensor.nbytes());
+    total += bytes;
+    if (i < context_.parameters.size()) before += bytes;
+  }
+  const bool reaches = static_cast<double>(total) * static_cast<double>(part + 1) >
+                       static_cast<double>(before) * static_cast<double>(parts());
+  look(/*at_others=*/part == 0 || reaches);
+  ++compared_;
+  return digest_of_part(state_, part, parts());
+}
+
+std::string ReplicaCheck::locate() {
+  const bool raises = context_.options.on_divergence != OnDivergence::kWarn;
+  ++told_;
+  if (!raises && (told_ & (told_ - 1)) != 0) return {};
+  look(/*at_others=*/true);
+  Fingerprint names;
+  for (const NamedTensor& one : state_) names.add(one.name.data(), one.name.size() + 1);
+  const std::vector<int64_t> lists =
+      gather(context_, {static_cast<int64_t>(state_.size()), names.value()});
+  bool same = true;
+  for (size_t i = 2; i < lists.size(); ++i) same = same && lists[i] == lists[i - 2];
+  if (!same) {
+    // They hold other things: parameters alone can be compared from here on.
+    others = {};
+    look(/*at_others=*/true);
+  }
+  const std::vector<int64_t> digests = gather(context_, digests_of(state_));
+  const auto ranks = static_cast<size_t>(context_.members.size);
+  std::vector<bool> counts(state_.size(), true);
+  if (compared_ <= parts()) {
+    const Divergence first = find_divergence(digests, ranks, counts);
+    for (const size_t i : first.tensors) {
+      if (!may_differ_[i]) continue;
+      counts[i] = false;
+      differing_.insert(state_[i].name);
+    }
+  }
+  const Divergence found = find_divergence(digests, ranks, counts);
+  if (found.tensors.empty()) {
+    --told_;
+    look(/*at_others=*/true);
+    return {};
+  }
+  like_ = found.like;
+  std::string text =
+      found.majority ? list(found.apart) + (found.apart.size() > 1 ? " hold" : " holds") +
+                           " another state than the other ranks: "
+                     : "the ranks do not hold the same state (" + list(found.apart) +
+                           (found.apart.size() > 1 ? " differ" : " differs") + " from rank " +
+                           std::to_string(found.like) + ", and no state is that of most ranks): ";
+  const size_t parameters = context_.parameters.size();
+  const size_t at = found.tensors.front();
+  text += (at < parameters ? "parameter '" + state_[at].name + "'" : state_[at].name) + " differs";
+  if (found.tensors.size() > 1) {
+    text += ", and so do " + std::to_string(found.tensors.size() - 1) + " more of " +
+            std::to_string(state_.size()) + " tensors";
+  }
+  return text + " (found in backward number " + std::to_string(context_.backward_number) +
+         "). Ranks that load other weights, step gradients that were not averaged, or whose memory "
+         "has changed a bit train on unnoticed otherwise: load a checkpoint on every rank, or "
+         "construct with on_divergence='resync', which takes over what most ranks hold" +
+         note_on_ranks(*context_.members.control());
+}
+
+void ReplicaCheck::resync() {
+  std::vector<at::Tensor> tensors;
+  for (const NamedTensor& one : state_) tensors.push_back(one.tensor);
+  context_.monitor.open([&] {
+    broadcast_coalesced(tensors, context_.members.control(), like_, kBroadcastBytes,
+                        "broadcast of the state of most ranks");
+  });
+  context_.parameters.forget_versions();
+  if (taken_over) context_.monitor.open(taken_over);
+}
+
+}  // namespace apex::parallel::detail

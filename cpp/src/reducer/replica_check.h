@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+/// Whether all ranks hold the same state.
+
+#include <cstdint>
+#include <functional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <apex/parallel/reducer.h>
+
+#include "reducer/context.h"
+#include "step/replica_digest.h"
+
+namespace apex::parallel::detail {
+
+// Note [Replicas]
+//
+// Ranks that hold other parameters than the others train on, and nothing fails: a bit that has
+// flipped, a checkpoint loaded on some ranks, an optimizer that stepped gradients of one rank. So
+// each report has a digest of a part of what should be equal, another part in each step, by the
+// number of the backward, so that all of it is compared every `replica_check_every` steps: for one
+// read of that part. Where digests differ, all ranks see it in the same report, and exchange those
+// of all tensors, which tell who differs, from what the most ranks have, and where first.
+//
+// Besides the parameters that are, on request, other tensors: some of which have to be equal, as
+// master weights, and others that often are, as buffers: those of batch norm without
+// synchronization are not. What differs in the first round is none of these.
+//
+// A digest cannot tell of what differs on purpose. Nothing is compared by default where ranks need
+// not begin or step alike (init_sync false, a communication hook, check_steps false), and never
+// under join() and while backwards leave buckets in flight.
+
+/// Not thread safe.
+class ReplicaCheck {
+ public:
+  explicit ReplicaCheck(ReducerContext& context) : context_(context) {}
+
+  /// What else should be equal: see Reducer::set_replicas().
+  std::function<std::vector<Replica>()> others;
+  std::function<void()> taken_over;  ///< after resync(), where it is set
+
+  /// Of the part of this backward, when this rank has computed its gradients; 0: none is compared.
+  int64_t digest();
+  /// Digests differ: which ranks, and where. Empty: what differs may, or was told of. Collective;
+  /// blocks the host.
+  std::string locate();
+  /// After locate() has told: all take over what most ranks have. Collective; blocks the host.
+  void resync();
+
+ private:
+  bool compares() const;
+  int64_t parts() const;
+  void look(bool at_others);
+
+  ReducerContext& context_;
+  std::vector<NamedTensor> state_;  ///< that counts: parameters, and others
+  std::vector<bool> may_differ_;    ///< of `state_`
+  std::set<std::string> differing_;
+  int64_t compared_ = 0;  ///< parts
+  int64_t told_ = 0;      ///< differences
+  int like_ = 0;          ///< the rank that the others take over from
+};
+
+}  // namespace apex::parallel::detail

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "step/replica_digest.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <map>
+
+#include <ATen/Functions.h>
+
+#include "fingerprint.h"
+#include "tensor_parts.h"
+
+namespace apex::parallel {
+
+namespace {
+
+constexpr size_t kWords = 8;
+constexpr int64_t kBlock = kWords * sizeof(uint64_t);
+
+/// Two sums in each of eight lanes, as of J. Fletcher, "An Arithmetic Checksum for Serial
+/// Transmissions", 1982, in 64 bits: of words, and of the sums so far, which tell their order. As
+/// fast as memory is read.
+int64_t digest_of_memory(const void* memory, int64_t bytes) {
+  std::array<uint64_t, kWords> sums{}, sums_of_sums{};
+  const auto add = [&](const std::array<uint64_t, kWords>& words) {
+    for (size_t lane = 0; lane < kWords; ++lane) {
+      sums[lane] += words[lane];
+      sums_of_sums[lane] += sums[lane];
+    }
+  };
+  std::array<uint64_t, kWords> words{};
+  const auto* from = static_cast<const char*>(memory);
+  for (; bytes >= kBlock; bytes -= kBlock, from += kBlock) {
+    std::memcpy(words.data(), from, kBlock);
+    add(words);
+  }
+  words = {};
+  std::memcpy(words.data(), from, static_cast<size_t>(bytes));
+  add(words);
+  return Fingerprint()
+      .add(sums.data(), sizeof(sums))
+      .add(sums_of_sums.data(), sizeof(sums_of_sums))
+      .value();
+}
+
+/// Of its memory; 0: it does not count.
+int64_t bytes_of(const at::Tensor& tensor) {
+  const bool counts = tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_meta() &&
+                      has_memory(tensor);
+  return counts ? tensor.numel() * static_cast<int64_t>(tensor.element_size()) : 0;
+}
+
+/// Flat and without gaps.
+at::Tensor flat_memory(const at::Tensor& tensor) {
+  const at::Tensor plain = tensor.detach();
+  if (!plain.is_non_overlapping_and_dense()) return plain.contiguous().view({-1});
+  return plain.as_strided({plain.numel()}, {1}, plain.storage_offset());
+}
+
+at::ScalarType word_of(size_t bytes) {
+  switch (bytes) {
+    case 1:
+      return at::kByte;
+    case 2:
+      return at::kShort;
+    case 4:
+      return at::kInt;
+    default:
+      return at::kLong;
+  }
+}
+
+/// A sum of words: one pass on the device.
+at::Tensor digest_on_device(const at::Tensor& flat) {
+  const at::Tensor real = flat.is_complex() ? at::view_as_real(flat) : flat;
+  return real.view(word_of(real.element_size())).sum(at::kLong);
+}
+
+/// Of the bytes [begin, end) of all that counts, one after the other. Not 0.
+int64_t digest_of(const std::vector<NamedTensor>& tensors, int64_t begin, int64_t end) {
+  Fingerprint digest;
+  std::vector<at::Tensor> on_device;
+  int64_t offset = 0;
+  for (const NamedTensor& one : tensors) {
+    const int64_t bytes = bytes_of(one.tensor);
+    const auto inside = [&](int64_t at) {
+      const int64_t there = std::clamp<int64_t>(at - offset, 0, bytes);
+      return there == bytes ? bytes : there / kBlock * kBlock;
+    };
+    const int64_t from = inside(begin), to = inside(end);
+    offset += bytes;
+    if (from >= to) continue;
+    const at::Tensor flat = flat_memory(one.tensor);
+    if (flat.is_cpu()) {
+      const int64_t part =
+          digest_of_memory(static_cast<const char*>(flat.const_data_ptr()) + from, to - from);
+      digest.add(&part, sizeof(part));
+    } else {
+      const auto size = static_cast<int64_t>(flat.element_size());
+      on_device.push_back(digest_on_device(flat.narrow(0, from / size, (to - from) / size)));
+    }
+  }
+  if (!on_device.empty()) {
+    for (at::Tensor& one : on_device) one = one.to(on_device.front().device());
+    const at::Tensor sums = at::stack(on_device).cpu();
+    digest.add(sums.const_data_ptr(), sums.nbytes());
+  }
+  digest.add(&offset, sizeof(offset));
+  const int64_t value = digest.value();
+  return value == 0 ? 1 : value;
+}
+
+}  // namespace
+
+int64_t digest_of_part(const std::vector<NamedTensor>& tensors, int64_t index, int64_t parts) {
+  int64_t total = 0;
+  for (const NamedTensor& one : tensors) total += bytes_of(one.tensor);
+  // Not total * index, which may be too large.
+  const auto cut = [&](int64_t i) { return total / parts * i + total % parts * i / parts; };
+  return digest_of(tensors, cut(index), cut(index + 1));
+}
+
+std::vector<int64_t> digests_of(const std::vector<NamedTensor>& tensors) {
+  std::vector<int64_t> digests;
+  for (const NamedTensor& one : tensors)
+    digests.push_back(digest_of({one}, 0, bytes_of(one.tensor)));
+  return digests;
+}
+
+Divergence find_divergence(const std::vector<int64_t>& digests, size_t ranks,
+                           const std::vector<bool>& counts) {
+  const size_t tensors = counts.size();
+  std::map<std::vector<int64_t>, std::vector<int>> groups;
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    std::vector<int64_t> own;
+    for (size_t i = 0; i < tensors; ++i) {
+      if (counts[i]) own.push_back(digests[rank * tensors + i]);
+    }
+    groups[own].push_back(static_cast<int>(rank));
+  }
+  Divergence found;
+  const std::vector<int>* most = nullptr;
+  for (const auto& [own, members] : groups) {
+    if (most == nullptr || members.size() > most->size() ||
+        (members.size() == most->size() && members.front() < most->front()))
+      most = &members;
+  }
+  if (most == nullptr) return found;
+  found.like = most->front();
+  found.majority = 2 * most->size() > ranks;
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    if (std::find(most->begin(), most->end(), static_cast<int>(rank)) == most->end())
+      found.apart.push_back(static_cast<int>(rank));
+  }
+  for (size_t i = 0; i < tensors; ++i) {
+    bool same = true;
+    for (size_t rank = 1; rank < ranks; ++rank)
+      same = same && digests[rank * tensors + i] == digests[i];
+    if (counts[i] && !same) found.tensors.push_back(i);
+  }
+  return found;
+}
+
+}  // namespace apex::parallel

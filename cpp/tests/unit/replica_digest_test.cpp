@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "step/replica_digest.h"
+
+#include <set>
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+namespace apex::parallel {
+namespace {
+
+std::vector<NamedTensor> state() {
+  at::manual_seed(3);
+  return {{"a", at::randn({7, 11})},
+          {"b", at::randn({130}, at::kDouble)},
+          {"empty", at::zeros({0})},
+          {"flag", at::ones({3}, at::kBool)},
+          {"half", at::randn({33}).to(at::kHalf)},
+          {"complex", at::randn({5}, at::kComplexFloat)},
+          {"channels last", at::randn({2, 3, 4, 5}).contiguous(at::MemoryFormat::ChannelsLast)},
+          {"gaps", at::randn({6, 6}).narrow(1, 0, 2)},
+          {"expanded", at::randn({1, 4}).expand({3, 4})},
+          {"undefined", at::Tensor()},
+          {"meta", at::zeros({4}, at::kMeta)},
+          {"last", at::arange(5)}};
+}
+
+void flip(const at::Tensor& tensor, int64_t byte, int bit) {
+  auto* const memory = static_cast<unsigned char*>(tensor.mutable_data_ptr());
+  memory[byte] = static_cast<unsigned char>(memory[byte] ^ (1U << bit));
+}
+
+std::vector<int64_t> parts_of(const std::vector<NamedTensor>& tensors, int64_t parts) {
+  std::vector<int64_t> digests;
+  for (int64_t i = 0; i < parts; ++i) digests.push_back(digest_of_part(tensors, i, parts));
+  return digests;
+}
+
+// Every bit of every tensor that counts lies in one part, and changes its digest.
+TEST(ReplicaDigest, EachBit_ChangesTheDigestOfOnePart) {
+  const std::vector<NamedTensor> tensors = state();
+  for (const int64_t parts : {1, 3, 7, 100, 5000}) {
+    const std::vector<int64_t> before = parts_of(tensors, parts);
+    EXPECT_EQ(before, parts_of(state(), parts));
+    for (const NamedTensor& one : tensors) {
+      if (!one.tensor.defined() || one.tensor.is_meta() || one.name == "gaps") continue;
+      const int64_t bytes = one.name == "expanded" ? 16 : static_cast<int64_t>(one.tensor.nbytes());
+      for (int64_t byte = 0; byte < bytes; byte += parts == 1 ? 1 : parts == 5000 ? 371 : 37) {
+        flip(one.tensor, byte, static_cast<int>(byte % 8));
+        const std::vector<int64_t> after = parts_of(tensors, parts);
+        int changed = 0;
+        for (int64_t i = 0; i < parts; ++i) changed += after[i] != before[i] ? 1 : 0;
+        EXPECT_GE(changed, 1) << one.name << " byte " << byte << " of " << parts;
+        if (one.name != "expanded") {
+          EXPECT_EQ(changed, 1) << one.name << " " << byte;
+        }
+        flip(one.tensor, byte, static_cast<int>(byte % 8));
+      }
+    }
+    EXPECT_EQ(before, parts_of(tensors, parts));
+  }
+}
+
+TEST(ReplicaDigest, WordsThatChangePlaces_ChangeIt) {
+  const at::Tensor values = at::arange(64, at::kDouble);
+  const int64_t before = digest_of_part({{"a", values}}, 0, 1);
+  std::set<int64_t> seen{before};
+  for (const int64_t other : {1, 8, 9, 63}) {
+    at::Tensor swapped = values.clone();
+    swapped[0] = values[other];
+    swapped[other] = values[0];
+    EXPECT_TRUE(seen.insert(digest_of_part({{"a", swapped}}, 0, 1)).second) << other;
+  }
+}
+
+TEST(ReplicaDigest, MoreOrFewerTensors_ChangeEveryPart) {
+  std::vector<NamedTensor> tensors = state();
+  const std::vector<int64_t> before = parts_of(tensors, 4);
+  tensors.push_back({"more", at::zeros({1})});
+  const std::vector<int64_t> after = parts_of(tensors, 4);
+  for (size_t i = 0; i < 4; ++i) EXPECT_NE(before[i], after[i]);
+}
+
+TEST(ReplicaDigest, DigestsOf_AreByTensor) {
+  const std::vector<NamedTensor> tensors = state();
+  const std::vector<int64_t> before = digests_of(tensors);
+  flip(tensors[1].tensor, 77, 5);
+  const std::vector<int64_t> after = digests_of(tensors);
+  for (size_t i = 0; i < tensors.size(); ++i) EXPECT_EQ(before[i] != after[i], i == 1) << i;
+}
+
+TEST(Divergence, MostRanks_AreRight) {
+  const std::vector<bool> all{true, true, true};
+  // Ranks 1 and 3 differ from the others, and from each other.
+  const std::vector<int64_t> digests{1, 2, 3, 1, 9, 3, 1, 2, 3, 1, 2, 8, 1, 2, 3};
+  const Divergence found = find_divergence(digests, 5, all);
+  EXPECT_EQ(found.tensors, (std::vector<size_t>{1, 2}));
+  EXPECT_EQ(found.apart, (std::vector<int>{1, 3}));
+  EXPECT_TRUE(found.majority);
+  EXPECT_EQ(found.like, 0);
+  // What does not count makes nobody differ.
+  const Divergence less = find_divergence(digests, 5, {true, true, false});
+  EXPECT_EQ(less.tensors, std::vector<size_t>{1});
+  EXPECT_EQ(less.apart, std::vector<int>{1});
+  EXPECT_TRUE(find_divergence(digests, 5, {true, false, false}).tensors.empty());
+}
+
+TEST(Divergence, WithoutAMajority_TheFirstOfTheMostCounts) {
+  const Divergence two = find_divergence({1, 2}, 2, {true});
+  EXPECT_FALSE(two.majority);
+  EXPECT_EQ(two.like, 0);
+  EXPECT_EQ(two.apart, std::vector<int>{1});
+  const Divergence four = find_divergence({1, 2, 2, 3}, 4, {true});
+  EXPECT_FALSE(four.majority);
+  EXPECT_EQ(four.like, 1);
+  EXPECT_EQ(four.apart, (std::vector<int>{0, 3}));
+}
+
+}  // namespace
+}  // namespace apex::parallel

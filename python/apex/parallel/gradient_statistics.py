@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How large the gradients of the processes are, and how much they differ."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from apex import _core
+
+
+@dataclass(frozen=True)
+class ParameterNorms:
+    """Euclidean norms of one parameter's gradient.
+
+    Attributes:
+        name: as in ``named_parameters()`` of the wrapped module.
+        bucket: in the launch order; None: reduced apart from the plan, or not at all.
+        norm: of the gradient that backward has left; NaN if the step was skipped.
+        own: of this process's, before the average. Weights do not count.
+    """
+
+    name: str
+    bucket: int | None
+    norm: float
+    own: float
+
+
+@dataclass(frozen=True)
+class GradientStatistics:
+    """Of one synchronized backward, the same on every process. Can be pickled.
+
+    Norms are Euclidean, over all parameters, and in float64.
+
+    Attributes:
+        backward: its number, from 1.
+        norm: of the gradients that it has left; NaN if the step was skipped.
+        rank_norms: by rank of the process group, of its gradient before the average; with weights,
+            divided by the rank's weight. NaN for one without data, or of weight 0.
+        noise_scale: the gradient noise scale tr(S) / |G|^2, by running averages of both: the batch
+            size up to which a larger batch needs proportionally fewer steps (McCandlish et al.,
+            "An Empirical Model of Large-Batch Training", 2018). In batches of one process; with
+            weights, in what they count. NaN with one process, and while the average of ``signal``
+            is not positive.
+        noise: the estimate of tr(S) in this step, per batch of one process, or sample.
+        signal: the estimate of |G|^2 in this step; may be negative.
+        z_scores: by rank: by how many standard deviations the logarithm of its norm is off, both
+            from the other ranks' in this step and from all ranks' in the last ones, whichever is
+            less; estimated by medians. 0 in the first 16 steps.
+        outliers: ranks whose norm is not finite, or whose z score is more than 10 away from 0.
+    """
+
+    backward: int
+    norm: float
+    rank_norms: list[float]
+    noise_scale: float
+    noise: float
+    signal: float
+    z_scores: list[float]
+    outliers: list[int]
+
+    def __str__(self) -> str:
+        lines = [f"backward number {self.backward}: gradient norm {self.norm:.6g}"]
+        if not math.isnan(self.noise_scale):
+            lines.append(f"noise scale {self.noise_scale:.4g}")
+        for rank, (norm, score) in enumerate(zip(self.rank_norms, self.z_scores, strict=True)):
+            mark = "  <- outlier" if rank in self.outliers else ""
+            lines.append(f"rank {rank}: norm {norm:.6g}, z score {score:.2f}{mark}")
+        return "\n".join(lines)
+
+
+def clip(
+    module: nn.Module, reducer: _core.Reducer, covered: int, max_norm: float, nonfinite_raises: bool
+) -> torch.Tensor:
+    """As ``torch.nn.utils.clip_grad_norm_``. `covered`: how many parameters the reducer has."""
+    parameters = list(module.parameters())
+    norm = reducer.gradient_norm() if len(parameters) == covered else None
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if norm is None or not math.isfinite(norm) or not grads:
+        return nn.utils.clip_grad_norm_(parameters, max_norm, error_if_nonfinite=nonfinite_raises)
+    total = torch.tensor(norm, dtype=torch.float32, device=grads[0].device)
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""replica_check_every and on_divergence: ranks that do not hold the same state are found.
+
+More flipped bits and clean steps:
+``python python/tests/test_replica_check.py --flips 300 --clean 20000``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import logging
+import random
+import sys
+from typing import Any
+
+import pytest
+import torch
+from amp_support import fresh_amp  # noqa: F401
+from ddp_support import RankPool, check, check_equal, check_same_on_all_ranks, forget_amp, raises
+from torch import nn
+
+from apex import amp
+from apex.parallel import DistributedDataParallel, SyncBatchNorm
+
+pytestmark = pytest.mark.processes
+
+EVERY = 4
+FLIPS = 40
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, width)
+        self.plain = nn.BatchNorm1d(width)  # its buffers are each rank's own
+        self.synchronized = SyncBatchNorm(width)
+        self.register_buffer("table", torch.arange(33, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.last = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        y = self.synchronized(self.plain(self.first(x.to(self.first.weight.dtype))))
+        return self.last(y) * self.table[1].to(y.dtype)
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def messages() -> Any:
+    handler = Messages()
+    logger = logging.getLogger("apex.parallel.watch")
+    logger.addHandler(handler)
+    try:
+        yield handler.texts
+    finally:
+        logger.removeHandler(handler)
+
+
+def flip(tensor: torch.Tensor, pick: random.Random) -> None:
+    """One bit of one element, behind the back of autograd."""
+    data = tensor.detach()
+    memory = data.as_strided((data.numel(),), (1,)).view(torch.uint8)
+    at = pick.randrange(memory.numel())
+    memory[at] = int(memory[at]) ^ (1 << pick.randrange(8))
+
+
+def train(ddp: nn.Module, optimizer: Any, rank: int, step: int, amp_level: bool) -> None:
+    torch.manual_seed(100 * step + rank)
+    optimizer.zero_grad()
+    loss = ddp(torch.randn(8, 6)).float().square().mean()
+    if amp_level:
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+    else:
+        loss.backward()
+    optimizer.step()
+
+
+def _flips(rank: int, world: int, seeds: list[int]) -> None:
+    for seed in seeds:
+        try:
+            _flip(rank, world, seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {world} ranks: {error}") from error
+        finally:
+            forget_amp()
+
+
+def _flip(rank: int, world: int, seed: int) -> None:
+    pick = random.Random(seed)
+    victim = pick.randrange(world)
+    amp_level = pick.random() < 0.3
+    torch.manual_seed(seed + 10 * rank)
+    net = Net()
+    optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.01)
+    if amp_level:
+        net, optimizer = amp.initialize(net, optimizer, opt_level="O2", verbosity=0)
+    ddp = DistributedDataParallel(
+        net,
+        replica_check_every=EVERY,
+        on_divergence="raise",
+        gradient_as_bucket_view=pick.random() < 0.5,
+        broadcast_buffers=False,
+    )
+    step = 0
+    for step in range(2 * EVERY + 3):  # the first round shows which buffers differ
+        train(ddp, optimizer, rank, step, amp_level)
+    kinds = ["weight", "buffer", *(["master"] if amp_level else [])]
+    kind = pick.choice(kinds)
+    if kind == "weight":
+        # Of one with a master weight the next step would remove it.
+        named = {n: p for n, p in net.named_parameters() if p.dtype == torch.float32}
+        expected = pick.choice(sorted(named))
+        tensor, expected = named[expected], f"parameter '{expected}'"
+    elif kind == "master":
+        masters = list(amp.master_params(optimizer))
+        low = [name for name, p in net.named_parameters() if p.dtype == torch.float16]
+        index = pick.randrange(len(low))
+        tensor = [m for m in masters if m.dtype == torch.float32][index]
+        expected = "master weight of "
+    else:
+        expected = pick.choice(["table", "synchronized.running_mean", "synchronized.running_var"])
+        tensor, expected = dict(net.named_buffers())[expected], f"buffer '{expected}'"
+    if rank == victim:
+        flip(tensor, pick)
+    found = None
+    for step in range(step + 1, step + 2 + EVERY):
+        try:
+            train(ddp, optimizer, rank, step, amp_level)
+        except RuntimeError as error:
+            found = str(error)
+            break
+    check(found is not None, f"a bit flipped in a {kind} was not found")
+    assert found is not None
+    who = f"rank {victim} holds another state than the other ranks: "
+    if world == 2:
+        who = "(rank 1 differs from rank 0, and no state is that of most ranks): "
+    check(who in found, f"{who!r} in: {found}")
+    # A weight's flipped bit may have changed its master, or its buffer, or the other way round.
+    if kind != "master" and not amp_level:
+        check(f": {expected} differs" in found, f"{expected} in: {found}")
+
+
+def run_flips(pool: RankPool, first: int, count: int) -> None:
+    for world in (2, 3, 4):
+        seeds = [seed for seed in range(first, first + count) if 2 + seed % 3 == world]
+        for begin in range(0, len(seeds), 20):
+            pool.run(world, _flips, seeds[begin : begin + 20], timeout_s=240)
+
+
+def test_replica_check_finds_and_names_flipped_bits(ranks: RankPool) -> None:
+    run_flips(ranks, 0, FLIPS)
+
+
+def _clean(rank: int, world: int, steps: int) -> None:
+    torch.manual_seed(rank)
+    with messages() as texts:
+        for options in (
+            {"replica_check_every": EVERY},
+            {},  # as it is by default
+            {"replica_check_every": 1, "broadcast_buffers": True},
+            {"replica_check_every": 3, "gradient_average": "weighted"},
+        ):
+            net = Net()
+            ddp = DistributedDataParallel(net, **options)  # type: ignore[arg-type]
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+            for step in range(steps):
+                optimizer.zero_grad()
+                context = ddp.weight(1 + rank) if "gradient_average" in options else None
+                with context or contextlib.nullcontext():
+                    ddp(torch.randn(4, 6)).square().mean().backward()
+                optimizer.step()
+                if step == steps // 2:  # as a script that resumes
+                    net.load_state_dict(copy.deepcopy(net.state_dict()))
+    check_equal(texts, [], "messages")
+
+
+def test_replica_check_says_nothing_of_clean_steps(ranks: RankPool) -> None:
+    ranks.run(3, _clean, 120)
+
+
+def _other_weights(ddp: DistributedDataParallel, rank: int, who: int) -> None:
+    if rank == who:
+        with torch.no_grad():
+            ddp.module.first.weight.add_(1)
+            ddp.module.last.bias.add_(1)
+
+
+def _actions(rank: int, world: int) -> None:
+    optimizer_of = lambda ddp: torch.optim.SGD(ddp.parameters(), lr=0.01)  # noqa: E731
+    text = "rank 2 holds another state than the other ranks: parameter 'first.weight' differs"
+
+    # "warn", by default: after 1, 2, 4, ... differences, by rank 0 and in its logger.
+    ddp = DistributedDataParallel(Net(), replica_check_every=1)
+    optimizer = optimizer_of(ddp)
+    with messages() as texts:
+        for step in range(3):
+            train(ddp, optimizer, rank, step, False)
+        _other_weights(ddp, rank, 2)
+        for step in range(9):
+            train(ddp, optimizer, rank, step, False)
+    if rank == 0:
+        check_equal(len(texts), 4, "messages")
+        check(text in texts[0] and "and so do 1 more of " in texts[0], texts[0])
+    else:
+        check_equal(texts, [], "messages of another rank")
+
+    # "raise": on every rank, in the same step; and again until it is mended.
+    ddp = DistributedDataParallel(Net(), replica_check_every=1, on_divergence="raise")
+    optimizer = optimizer_of(ddp)
+    for step in range(3):
+        train(ddp, optimizer, rank, step, False)
+    kept = copy.deepcopy(ddp.state_dict())
+    _other_weights(ddp, rank, 2)
+    for step in range(2):
+        with raises(RuntimeError, f"rank {rank}: {text}", "backward number"):
+            train(ddp, optimizer, rank, step, False)
+    ddp.load_state_dict(kept)
+    train(ddp, optimizer, rank, 5, False)
+
+    # "resync": the step is skipped, and all have what most ranks had.
+    ddp = DistributedDataParallel(Net(), replica_check_every=1, on_divergence="resync")
+    optimizer = optimizer_of(ddp)
+    with messages() as texts:
+        for step in range(3):
+            train(ddp, optimizer, rank, step, False)
+        expected = [p.detach().clone() for p in ddp.parameters()]
+        _other_weights(ddp, rank, 0)  # not rank 0's state, which init_sync would take
+        train(ddp, optimizer, rank, 3, False)
+        check(ddp.step_skipped, "the step was not skipped")
+        for p, before in zip(ddp.parameters(), expected, strict=True):
+            check(torch.equal(p, before), "not the state of most ranks")
+        for step in range(4):
+            train(ddp, optimizer, rank, step, False)
+    check_equal(len(texts), 1 if rank == 0 else 0, "messages")
+    check_same_on_all_ranks(list(ddp.parameters()), "parameters")
+
+
+def test_replica_check_warns_raises_and_takes_over(ranks: RankPool) -> None:
+    ranks.run(3, _actions)
+
+
+def _resync_masters(rank: int, world: int) -> None:
+    torch.manual_seed(rank)
+    net, optimizer = Net(), None
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    net, optimizer = amp.initialize(net, optimizer, opt_level="O2", verbosity=0)
+    ddp = DistributedDataParallel(net, replica_check_every=1, on_divergence="resync")
+    for step in range(4):
+        train(ddp, optimizer, rank, step, True)
+    if rank == 1:
+        with torch.no_grad():
+            next(iter(amp.master_params(optimizer))).mul_(1.25)
+            optimizer._master_params_to_model_params()
+    for step in range(6):
+        train(ddp, optimizer, rank, step, True)
+    check_same_on_all_ranks(list(net.parameters()), "parameters")
+    check_same_on_all_ranks(list(amp.master_params(optimizer)), "master weights")
+    forget_amp()
+
+
+@pytest.mark.usefixtures("fresh_amp")
+def test_replica_check_takes_over_master_weights(ranks: RankPool) -> None:
+    ranks.run(3, _resync_masters)
+
+
+def _misuse(rank: int, world: int) -> None:
+    """What people do wrong without a word from anybody."""
+    for case in ("local step", "other checkpoint", "local optimizer"):
+        ddp = DistributedDataParallel(Net(), replica_check_every=2, on_divergence="raise")
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for step in range(5):
+            train(ddp, optimizer, rank, step, False)
+        if case == "local step":
+            optimizer.zero_grad()
+            with ddp.no_sync():
+                ddp(torch.randn(4, 6) + rank).square().mean().backward()
+            optimizer.step()
+        elif case == "other checkpoint":
+            ddp.module.load_state_dict({k: v + rank for k, v in ddp.module.state_dict().items()})
+        else:
+            for group in optimizer.param_groups:
+                group["lr"] *= 1 + rank
+        with raises(RuntimeError, "hold"):
+            for step in range(4):
+                train(ddp, optimizer, rank, step, False)
+
+
+def test_replica_check_finds_silent_misuse(ranks: RankPool) -> None:
+    ranks.run(3, _misuse)
+
+
+def _options(rank: int, world: int) -> None:
+    for wrong in (-1, 1.5, True, "often"):
+        with raises(ValueError, "replica_check_every is a number of steps"):
+            DistributedDataParallel(Net(), replica_check_every=wrong)  # type: ignore[arg-type]
+    with raises(ValueError, "on_divergence is 'raise', 'warn' or 'resync', got 'ignore'"):
+        DistributedDataParallel(Net(), on_divergence="ignore")
+    with raises(RuntimeError, "replica_check_every"):
+        DistributedDataParallel(Net(), replica_check_every=1 + rank)
+    # Nothing is compared: never, on purpose other, or not asked for where ranks may differ.
+    quiet: list[dict[str, Any]] = [
+        {"replica_check_every": 0},
+        {"init_sync": False},
+        {"check_reduction": False},
+    ]
+    with messages() as texts:
+        for options in quiet:
+            ddp = DistributedDataParallel(Net(), **options)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+            for step in range(105):
+                train(ddp, optimizer, rank, step, False)
+                if step == 1:
+                    _other_weights(ddp, rank, 1)
+    check_equal(texts, [], "messages")
+    # By default within 100 steps.
+    ddp = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    with messages() as texts:
+        for step in range(103):
+            train(ddp, optimizer, rank, step, False)
+            if step == 1:
+                _other_weights(ddp, rank, 1)
+    check_equal(len(texts) > 0, rank == 0, "messages by default")
+
+
+def test_replica_check_options(ranks: RankPool) -> None:
+    ranks.run(2, _options)
+
+
+def _buffers_differ(rank: int, world: int) -> None:
+    """Ranks with other lists of buffers, of which parameters alone are compared."""
+    net = Net()
+    if rank == 1:
+        net.register_buffer("own", torch.zeros(5))
+    ddp = DistributedDataParallel(net, replica_check_every=2, on_divergence="raise")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(8):
+        train(ddp, optimizer, rank, step, False)
+    _other_weights(ddp, rank, 1)
+    with raises(RuntimeError, "parameter 'first.weight' differs"):
+        for step in range(3):
+            train(ddp, optimizer, rank, step, False)
+
+
+def test_replica_check_with_other_buffers_on_some_ranks(ranks: RankPool) -> None:
+    ranks.run(2, _buffers_differ)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--flips", type=int, default=300)
+    parser.add_argument("--clean", type=int, default=20000)
+    args = parser.parse_args()
+    logging.getLogger("apex.parallel.watch").addHandler(logging.StreamHandler(io.StringIO()))
+    with RankPool() as pool:
+        run_flips(pool, args.first, args.flips)
+        print(f"{args.flips} flipped bits: all found and named")
+        for _ in range(args.clean // 4000):
+            pool.run(3, _clean, 1000, timeout_s=600)
+        print(f"{args.clean} clean steps: no report")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
