@@ -69,20 +69,29 @@ void end_threads() {
   threads().done.wait(lock, [] { return threads().running == 0 || threads().pid != ::getpid(); });
 }
 
-constexpr int kFrames = 8;
+constexpr size_t kInner = 9, kOuter = 4;
 /// Python code lets go of the lock every few milliseconds; and the others wait for the answer.
 constexpr std::chrono::milliseconds kPatience{300};
 constexpr const char* kNoLock =
     "Python: the interpreter's lock is not released; native code is running, or has stopped";
 
-/// Of the main thread, the innermost frames. Under the interpreter's lock.
+/// Of the main thread: the innermost frames, and the outermost, where the program says what it does;
+/// without those by which torch calls modules. Under the interpreter's lock.
 std::string format_stack() try {
   const nb::object frames = nb::module_::import_("sys").attr("_current_frames")();
   const nb::object main = nb::module_::import_("threading").attr("main_thread")().attr("ident");
-  const nb::object lines = nb::module_::import_("traceback")
-                               .attr("format_stack")(frames[main], nb::arg("limit") = kFrames);
-  return "Python, the most recent call last:\n" +
-         nb::cast<std::string>(nb::str("").attr("join")(lines));
+  const nb::object all = nb::module_::import_("traceback").attr("format_stack")(frames[main]);
+  std::vector<std::string> lines;
+  for (std::string& line : nb::cast<std::vector<std::string>>(all)) {
+    if (line.find("_call_impl") == std::string::npos) lines.push_back(std::move(line));
+  }
+  std::string text = "Python, the most recent call last:\n";
+  for (size_t i = 0; i < lines.size(); ++i) {
+    const bool shown = i < kOuter || i + kInner >= lines.size();
+    if (shown) text += lines[i];
+    if (!shown && i == kOuter) text += "  ...\n";
+  }
+  return text;
 } catch (const std::exception& error) {
   return std::string("Python: its stack could not be read: ") + error.what();
 }

@@ -41,18 +41,20 @@ Stalls& stalls() {
   return *instance;
 }
 
+constexpr milliseconds kDefaultTime{10000};
+
 /// Milliseconds. What is no number is said, and the default; negative ones are never, as 0 is.
 int64_t read_stall_time() {
-  constexpr double kDefault = 10, kLeast = 0.1, kMost = 1e6;
+  constexpr double kLeast = 0.1, kMost = 1e6;
   const char* const given = std::getenv("APEX_STALL_SECONDS");
-  if (given == nullptr || *given == '\0') return static_cast<int64_t>(1000 * kDefault);
+  if (given == nullptr || *given == '\0') return kDefaultTime.count();
   std::istringstream in(given);
   in.imbue(std::locale::classic());
   double seconds = 0;
   if (!(in >> seconds) || !(in >> std::ws).eof() || !std::isfinite(seconds)) {
     notify("APEX_STALL_SECONDS=" + std::string(given) +
            " is no number of seconds: 10 is used; 0 switches stall verdicts off");
-    seconds = kDefault;
+    return kDefaultTime.count();
   }
   return seconds <= 0 ? 0 : static_cast<int64_t>(1000 * std::clamp(seconds, kLeast, kMost));
 }
@@ -66,6 +68,13 @@ std::atomic<int64_t>& stall_ms() {
 milliseconds limit_of(const WatchedGroup& group) {
   return group.timeout > milliseconds(0) ? std::min(milliseconds(stall_ms()), group.timeout / 3)
                                          : milliseconds(stall_ms());
+}
+
+/// Also where this rank gives none, or later than others.
+milliseconds between_answers(const WatchedGroup& group) {
+  const milliseconds limit = limit_of(group);
+  return timing::between_answers(limit > milliseconds(0) ? std::min(limit, kDefaultTime)
+                                                         : kDefaultTime);
 }
 
 /// Groups that were made from one share its board.
@@ -175,7 +184,7 @@ int64_t look_and_answer(WatchedGroup& group, c10d::Store& store, int64_t seen) {
 /// Comes again and again; ends with the group, and with the store.
 void answer(const std::weak_ptr<WatchedGroup>& weak, int64_t seen) {
   const WatchedGroupPtr group = weak.lock();
-  if (!group || stall_time() == milliseconds(0)) return;
+  if (!group) return;
   {
     const std::lock_guard<std::mutex> lock(stalls().mutex);
     if (stalls().ended) return;
@@ -193,7 +202,7 @@ void answer(const std::weak_ptr<WatchedGroup>& weak, int64_t seen) {
   }
   if (goes_on) {
     group->store->thread().run([weak, seen] { answer(weak, seen); },
-                               Clock::now() + timing::between_answers(limit_of(*group)));
+                               Clock::now() + between_answers(*group));
   }
   const std::lock_guard<std::mutex> lock(stalls().mutex);
   --stalls().answering;
@@ -209,9 +218,8 @@ void end_answers() {
 }
 
 void answer_stalls(const WatchedGroupPtr& group) {
-  if (stall_time() == milliseconds(0)) return;
   group->store->thread().run([weak = std::weak_ptr<WatchedGroup>(group)] { answer(weak, 0); },
-                             Clock::now() + timing::between_answers(limit_of(*group)));
+                             Clock::now() + between_answers(*group));
 }
 
 /// What is known of a wait on the store's thread, which may still have it when it is over.
@@ -361,8 +369,8 @@ void StallWatch::correct() {
 }
 
 void StallWatch::poll() {
-  if (limit_ == milliseconds(0)) return;
   correct();
+  if (limit_ == milliseconds(0)) return;
   StoreClient& store = *waiting_->group->store;
   const auto waited = Clock::now() - waiting_->since;
   if (!round_ && waited >= due_ - (limit_ - timing::until_asked(limit_))) {

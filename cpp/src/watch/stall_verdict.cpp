@@ -100,6 +100,26 @@ struct Ranks {
   std::vector<int> late, waiting;
 };
 
+/// Whether another rank of `late` has not even come to where `rank` waits in this group: as in a
+/// broadcast, which some leave, and go on to the next collective, while others wait for one that
+/// passes it on.
+bool is_held_up(const Stall& stall, int rank, const std::vector<int>& late) {
+  const auto found = stall.others.find(rank);
+  if (stall.on_device || stall.processes.count(rank) != 0 || found == stall.others.end() ||
+      !found->second.waits || found->second.group != stall.mine.group) {
+    return false;
+  }
+  return std::any_of(late.begin(), late.end(), [&](int other) {
+    if (other == rank) return false;
+    const auto its = stall.others.find(other);
+    if (stall.processes.count(other) != 0 || its == stall.others.end()) return true;
+    if (its->second.waits) return false;
+    const auto reached = its->second.reached.find(stall.mine.group);
+    return its->second.asked < stall.mine.asked || reached == its->second.reached.end() ||
+           reached->second < std::min(found->second.call, stall.mine.call);
+  });
+}
+
 Ranks sorted(const Stall& stall) {
   Ranks ranks;
   for (int rank = 0; rank < stall.size; ++rank) {
@@ -109,6 +129,13 @@ Ranks sorted(const Stall& stall) {
                        stall.processes.count(rank) == 0;
     (waits ? ranks.waiting : ranks.late).push_back(rank);
   }
+  const std::vector<int> late = ranks.late;
+  for (const int rank : late) {
+    if (!is_held_up(stall, rank, late)) continue;
+    ranks.late.erase(std::find(ranks.late.begin(), ranks.late.end(), rank));
+    ranks.waiting.push_back(rank);
+  }
+  std::sort(ranks.waiting.begin(), ranks.waiting.end());
   if (!stall.store_answers) ranks.late.clear();
   for (const auto& [rank, state] : stall.processes) {
     if (std::find(ranks.late.begin(), ranks.late.end(), rank) == ranks.late.end())
@@ -122,9 +149,15 @@ Ranks sorted(const Stall& stall) {
 bool is_stall(const Stall& stall) { return !stall.on_device || !sorted(stall).late.empty(); }
 
 std::string signature(const Stall& stall) {
-  // GPUs of several ranks wait in different calls for the same rank.
-  std::string text = stall.on_device ? std::string() : std::to_string(stall.mine.call) + ' ';
-  for (const int rank : sorted(stall).late) {
+  // Several ranks may wait in different calls for the same one: so what counts is where that is.
+  const std::vector<int> late = sorted(stall).late;
+  const bool known = std::all_of(late.begin(), late.end(), [&](int rank) {
+    return stall.others.count(rank) != 0 || stall.processes.count(rank) != 0;
+  });
+  std::string text = stall.on_device || (known && !late.empty())
+                         ? std::string()
+                         : std::to_string(stall.mine.call) + ' ';
+  for (const int rank : late) {
     text += std::to_string(rank);
     const auto process = stall.processes.find(rank);
     if (process != stall.processes.end()) text += process->second;
