@@ -75,8 +75,8 @@ constexpr std::chrono::milliseconds kPatience{300};
 constexpr const char* kNoLock =
     "Python: the interpreter's lock is not released; native code is running, or has stopped";
 
-/// Of the main thread: the innermost frames, and the outermost, where the program says what it does;
-/// without those by which torch calls modules. Under the interpreter's lock.
+/// Of the main thread: the innermost frames, and the outermost, where the program says what it
+/// does; without those by which torch calls modules. Under the interpreter's lock.
 std::string format_stack() try {
   const nb::object frames = nb::module_::import_("sys").attr("_current_frames")();
   const nb::object main = nb::module_::import_("threading").attr("main_thread")().attr("ident");

@@ -113,6 +113,20 @@ APEX_API apex_status apex_reducer_create(apex_group* group, const apex_tensor* p
                                          const apex_tensor* gradients, size_t count,
                                          int64_t bucket_bytes, apex_reducer** reducer);
 
+/* The same, of sums of gradients over samples: they are divided by the sum of all ranks' weights
+ * (apex_reducer_set_weight()), which gives the gradient of the mean over all samples, however many
+ * each rank has. */
+APEX_API apex_status apex_reducer_create_weighted(apex_group* group, const apex_tensor* parameters,
+                                                  const apex_tensor* gradients, size_t count,
+                                                  int64_t bucket_bytes, apex_reducer** reducer);
+
+/* How much the samples count whose gradients come next, such as their number: of a weighted
+ * reducer. One of apex_reducer_create_weighted() needs it in every step, before its first gradient;
+ * one of apex_reducer_create_torch_weighted() before each backward on other samples, and weights
+ * add up while it does not synchronize. Not negative; a sum of 0 leaves zeros. One that is missing
+ * or refused fails the end of the step on every rank. Not collective. */
+APEX_API apex_status apex_reducer_set_weight(apex_reducer* reducer, double weight);
+
 /* gradients[index] is computed, and is not changed before apex_reducer_synchronize(). After the
  * first step, sends its bucket if that is full and those before it were sent. Does not wait for
  * other ranks. In any order, once per gradient and step; APEX_INVALID_ARGUMENT otherwise. */
@@ -132,6 +146,11 @@ APEX_API apex_status apex_reducer_synchronize(apex_reducer* reducer);
 APEX_API apex_status apex_reducer_create_torch(apex_group* group, void* const* parameters,
                                                const char* const* names, size_t count,
                                                int64_t bucket_bytes, apex_reducer** reducer);
+
+APEX_API apex_status apex_reducer_create_torch_weighted(apex_group* group, void* const* parameters,
+                                                        const char* const* names, size_t count,
+                                                        int64_t bucket_bytes,
+                                                        apex_reducer** reducer);
 
 /* Before each forward; of apex_reducer_create_torch(). Not collective. */
 APEX_API apex_status apex_reducer_prepare_forward(apex_reducer* reducer);

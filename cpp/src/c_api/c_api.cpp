@@ -183,6 +183,38 @@ apex::parallel::detail::NotifiedReducer& notified_reducer(apex_reducer* reducer)
   return *reducer->notified;
 }
 
+void create_notified(const apex_group* group, const apex_tensor* parameters,
+                     const apex_tensor* gradients, size_t count, int64_t bucket_bytes,
+                     bool weighted, apex_reducer** reducer) {
+  required(reducer, "reducer");
+  auto made = std::make_unique<apex_reducer>();
+  const auto values = tensors_of(parameters, count, "parameters");
+  made->notified = std::make_unique<apex::parallel::detail::NotifiedReducer>(
+      group_of(group), values, tensors_of(gradients, count, "gradients"), bucket_bytes, weighted);
+  *reducer = made.release();
+}
+
+void create_torch(const apex_group* group, void* const* parameters, const char* const* names,
+                  size_t count, int64_t bucket_bytes, bool weighted, apex_reducer** reducer) {
+  required(reducer, "reducer");
+  if (count > 0) required(parameters, "parameters");
+  std::vector<apex::parallel::NamedTensor> list;
+  for (size_t i = 0; i < count; ++i) {
+    std::string name = names == nullptr || names[i] == nullptr ? "parameter " + std::to_string(i)
+                                                               : std::string(names[i]);
+    list.push_back(
+        {std::move(name), required(static_cast<at::Tensor*>(parameters[i]), "a parameter")});
+  }
+  apex::parallel::ReducerOptions options;
+  options.weighted = weighted;
+  // As a rank in C++ or Python has it that was given nothing, or bucket_cap_mb.
+  if (bucket_bytes != 0) options.limits = apex::parallel::BucketLimits::in_bytes(bucket_bytes);
+  auto made = std::make_unique<apex_reducer>();
+  made->torch = std::make_unique<apex::parallel::Reducer>(
+      std::move(list), std::vector{group_of(group)}, std::move(options));
+  *reducer = made.release();
+}
+
 }  // namespace
 
 const char* apex_last_error(void) { return last_error().c_str(); }
@@ -245,12 +277,23 @@ apex_status apex_reducer_create(apex_group* group, const apex_tensor* parameters
                                 const apex_tensor* gradients, size_t count, int64_t bucket_bytes,
                                 apex_reducer** reducer) {
   return guarded("apex_reducer_create", [&] {
-    required(reducer, "reducer");
-    auto made = std::make_unique<apex_reducer>();
-    const auto values = tensors_of(parameters, count, "parameters");
-    made->notified = std::make_unique<apex::parallel::detail::NotifiedReducer>(
-        group_of(group), values, tensors_of(gradients, count, "gradients"), bucket_bytes);
-    *reducer = made.release();
+    create_notified(group, parameters, gradients, count, bucket_bytes, false, reducer);
+  });
+}
+
+apex_status apex_reducer_create_weighted(apex_group* group, const apex_tensor* parameters,
+                                         const apex_tensor* gradients, size_t count,
+                                         int64_t bucket_bytes, apex_reducer** reducer) {
+  return guarded("apex_reducer_create_weighted", [&] {
+    create_notified(group, parameters, gradients, count, bucket_bytes, true, reducer);
+  });
+}
+
+apex_status apex_reducer_set_weight(apex_reducer* reducer, double weight) {
+  return guarded("apex_reducer_set_weight", [&] {
+    if (required(reducer, "reducer").notified) return reducer->notified->set_weight(weight);
+    reducer->torch->end_weight();
+    reducer->torch->begin_weight(weight);
   });
 }
 
@@ -267,22 +310,15 @@ apex_status apex_reducer_create_torch(apex_group* group, void* const* parameters
                                       const char* const* names, size_t count, int64_t bucket_bytes,
                                       apex_reducer** reducer) {
   return guarded("apex_reducer_create_torch", [&] {
-    required(reducer, "reducer");
-    if (count > 0) required(parameters, "parameters");
-    std::vector<apex::parallel::NamedTensor> list;
-    for (size_t i = 0; i < count; ++i) {
-      std::string name = names == nullptr || names[i] == nullptr ? "parameter " + std::to_string(i)
-                                                                 : std::string(names[i]);
-      list.push_back(
-          {std::move(name), required(static_cast<at::Tensor*>(parameters[i]), "a parameter")});
-    }
-    apex::parallel::ReducerOptions options;
-    // As a rank in C++ or Python has it that was given nothing, or bucket_cap_mb.
-    if (bucket_bytes != 0) options.limits = apex::parallel::BucketLimits::in_bytes(bucket_bytes);
-    auto made = std::make_unique<apex_reducer>();
-    made->torch = std::make_unique<apex::parallel::Reducer>(
-        std::move(list), std::vector{group_of(group)}, std::move(options));
-    *reducer = made.release();
+    create_torch(group, parameters, names, count, bucket_bytes, false, reducer);
+  });
+}
+
+apex_status apex_reducer_create_torch_weighted(apex_group* group, void* const* parameters,
+                                               const char* const* names, size_t count,
+                                               int64_t bucket_bytes, apex_reducer** reducer) {
+  return guarded("apex_reducer_create_torch_weighted", [&] {
+    create_torch(group, parameters, names, count, bucket_bytes, true, reducer);
   });
 }
 

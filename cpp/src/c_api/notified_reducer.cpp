@@ -35,7 +35,8 @@ void require_gradients_fit(const std::vector<at::Tensor>& parameters,
 
 NotifiedReducer::NotifiedReducer(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                  const std::vector<at::Tensor>& parameters,
-                                 std::vector<at::Tensor> gradients, int64_t bucket_bytes)
+                                 std::vector<at::Tensor> gradients, int64_t bucket_bytes,
+                                 bool weighted)
     : gradients_(std::move(gradients)) {
   if (bucket_bytes < 0) {
     throw InvalidArgument("bucket_bytes must not be negative, got " + std::to_string(bucket_bytes));
@@ -49,6 +50,7 @@ NotifiedReducer::NotifiedReducer(c10::intrusive_ptr<c10d::ProcessGroup> group,
   ReducerOptions options;
   options.limits.cap = bucket_bytes;
   options.limits.unit = BucketLimits::Unit::kBytes;
+  options.weighted = weighted;
   options.check_steps = false;  // what is written to the caller's memory is not seen
   core_ = std::make_shared<ReducerCore>(std::move(named), std::vector<GroupPtr>{std::move(group)},
                                         std::move(options));
@@ -62,6 +64,14 @@ NotifiedReducer::~NotifiedReducer() {
   } catch (const std::exception&) {
     // Nobody asks for these gradients any more.
   }
+}
+
+void NotifiedReducer::set_weight(double weight) {
+  core_->between_backwards("apex_reducer_set_weight()", [&](ReducerState& state) {
+    if (!state.context.options.weighted) throw InvalidArgument("the reducer is not weighted");
+    state.reporter.weight.leave();
+    state.reporter.weight.enter(weight);
+  });
 }
 
 void NotifiedReducer::begin_step() {
@@ -95,7 +105,13 @@ void NotifiedReducer::synchronize() {
   for (size_t i = 0; i < ready.size(); ++i) {
     if (!ready[i]) variables_[i].mutable_grad() = at::Tensor();  // counts as zeros
   }
-  core_->end_by_hand();
+  try {
+    core_->end_by_hand();
+  } catch (...) {
+    core_->change([](ReducerState& state) { state.reporter.weight.leave(); });
+    throw;
+  }
+  core_->change([](ReducerState& state) { state.reporter.weight.leave(); });
   for (size_t i = 0; i < gradients_.size(); ++i) {
     const at::Tensor& average = variables_[i].grad();
     if (!average.defined()) {

@@ -21,11 +21,13 @@ class APEX_API NotifiedReducer {
  public:
   NotifiedReducer(c10::intrusive_ptr<c10d::ProcessGroup> group,
                   const std::vector<at::Tensor>& parameters, std::vector<at::Tensor> gradients,
-                  int64_t bucket_bytes);
+                  int64_t bucket_bytes, bool weighted = false);
   ~NotifiedReducer();
   NotifiedReducer(const NotifiedReducer&) = delete;
   NotifiedReducer& operator=(const NotifiedReducer&) = delete;
 
+  /// Of the step that has not begun.
+  void set_weight(double weight);
   void gradient_ready(size_t index);
   void synchronize();
 

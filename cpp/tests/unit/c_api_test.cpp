@@ -61,6 +61,40 @@ TEST(NotifiedReducer, AnyOrderOfNotifications_Synchronize_GradientsAreAverages) 
   }
 }
 
+// Rank r has r + 1 samples in the first step, rank 1 none in the second, and nobody in the third.
+TEST(NotifiedReducer, Weighted_GradientsAreSumsByTheSumOfWeights) {
+  run_ranks(3, [&](int rank, const Group& group) {
+    std::vector<at::Tensor> gradients{at::zeros({4}), at::zeros({2, 2})};
+    NotifiedReducer reducer(group, {at::ones({4}), at::ones({2, 2})}, gradients, 0, true);
+    const double weights[][3] = {{1, 2, 3}, {4, 0, 1}, {0, 0, 0}, {0.5, 1, 2}};
+    for (const auto& weight : weights) {
+      double sum = 0, total = 0;
+      for (int r = 0; r < 3; ++r) {
+        sum += weight[r] * (r + 1);
+        total += weight[r];
+      }
+      reducer.set_weight(7);  // the last one counts
+      reducer.set_weight(weight[rank]);
+      for (size_t i = 0; i < gradients.size(); ++i) {
+        gradients[i].fill_(weight[rank] * (rank + 1));
+        reducer.gradient_ready(i);
+      }
+      reducer.synchronize();
+      const double mean = total == 0 ? 0 : sum / total;
+      for (const at::Tensor& gradient : gradients)
+        EXPECT_TRUE(at::allclose(gradient, at::full_like(gradient, mean))) << gradient;
+    }
+    // What was given for the last step is not for this one; and then it goes on.
+    gradients[0].fill_(1);
+    gradients[1].fill_(1);
+    EXPECT_THROW(reducer.synchronize(), RankMismatch);
+    reducer.set_weight(1);
+    reducer.synchronize();
+    NotifiedReducer plain(group, {at::ones({4})}, {gradients[0]}, 0);
+    EXPECT_THROW(plain.set_weight(1), InvalidArgument);
+  });
+}
+
 TEST(NotifiedReducer, OtherShapesOnOneRank_Constructed_ThrowsOnEveryRank) {
   run_ranks(2, [](int rank, const Group& group) {
     const std::vector<at::Tensor> tensors{at::zeros({2 + rank})};
@@ -163,6 +197,8 @@ TEST_F(CApi, BadArguments_AnyFunction_StatusAndMessage) {
   ASSERT_EQ(apex_reducer_create(group_, &good, &good, 1, 0, &reducer), APEX_OK);
   refused(apex_reducer_prepare_forward(reducer), "apex_reducer_create_torch()");
   refused(apex_reducer_gradient_ready(reducer, 1), "no gradient 1");
+  refused(apex_reducer_set_weight(reducer, 1), "the reducer is not weighted");
+  refused(apex_reducer_set_weight(nullptr, 1), "reducer is NULL");
   apex_reducer_destroy(reducer);
   apex_reducer_destroy(nullptr);
 }
@@ -180,6 +216,16 @@ TEST_F(CApi, TorchParameters_Backward_TheEngineRuns) {
   ASSERT_EQ(apex_reducer_prepare_forward(reducer), APEX_OK);
   (weight * 2).sum().backward();
   EXPECT_TRUE(weight.grad().eq(2).all().item<bool>());
+  apex_reducer_destroy(reducer);
+  EXPECT_NE(apex_reducer_create_torch_weighted(group_, parameters, names, 1, 0, nullptr), APEX_OK);
+  ASSERT_EQ(apex_reducer_create_torch_weighted(group_, parameters, names, 1, 0, &reducer), APEX_OK);
+  weight.mutable_grad() = at::Tensor();
+  for (const double samples : {3.0, 1.0}) {  // two micro-batches
+    ASSERT_EQ(apex_reducer_set_synchronizing(reducer, samples == 1.0), APEX_OK);
+    ASSERT_EQ(apex_reducer_set_weight(reducer, samples), APEX_OK) << apex_last_error();
+    (weight * 2 * samples).sum().backward();
+  }
+  EXPECT_TRUE(weight.grad().eq(2).all().item<bool>()) << weight.grad();
   apex_reducer_destroy(reducer);
   void* none[] = {nullptr};
   refused(apex_reducer_create_torch(group_, none, nullptr, 1, 0, &reducer), "a parameter is NULL");

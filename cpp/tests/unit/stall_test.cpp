@@ -108,8 +108,35 @@ TEST(StallVerdict, GpusOfTwoRanksWaitInDifferentCalls_SignatureIsTheSame) {
   Stall one = on_device(3, 9), two = one;
   two.mine.call = 8;
   EXPECT_EQ(signature(one), signature(two));
-  two.on_device = false;
-  EXPECT_NE(signature(one), signature(two));
+}
+
+// In a broadcast some ranks have gone on to the next call, and others wait for rank 1 to pass it
+// on.
+TEST(StallVerdict, RanksWaitInTheNextCallAndInTheLast_WhoHasComeToNeitherIsNamed) {
+  const auto seen = [](int rank, int64_t call) {
+    Stall one = stall();
+    one.size = 4;
+    one.rank = rank;
+    one.mine = in_call(call, true);
+    one.others = {{0, in_call(7, true)},
+                  {1, in_call(5, false)},
+                  {2, in_call(6, true)},
+                  {3, in_call(7, true)}};
+    one.others[1].reached = {{"group", 5}};
+    one.others.erase(rank);
+    return one;
+  };
+  expect_has(describe(seen(0, 7)), "who:   rank 1 holds it up; ranks 2, 3 wait as well\n");
+  expect_has(describe(seen(2, 6)), "who:   rank 1 holds it up; ranks 0, 3 wait as well\n");
+  EXPECT_EQ(signature(seen(0, 7)), signature(seen(2, 6)));
+  Stall stopped = seen(0, 7);
+  stopped.others.erase(1);
+  stopped.processes[1] = "is stopped (process 5)";
+  expect_has(describe(stopped), "who:   rank 1 holds it up; ranks 2, 3 wait as well\n");
+  // It has made both calls since: then ranks are not at the same place.
+  Stall apart = seen(0, 7);
+  apart.others[1].reached = {{"group", 7}};
+  expect_has(describe(apart), "who:   ranks 1, 2 hold it up; rank 3 waits as well\n");
 }
 
 TEST(StallVerdict, RankThatIsInNoCollective_IsNamedWithWhatItDoes) {

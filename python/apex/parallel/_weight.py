@@ -7,16 +7,19 @@ import numbers
 
 import torch
 
-from apex import _core
+from apex.parallel._engine import Engine
 
 
 class Weight:
-    """A context in which backwards are of samples with a weight."""
+    """A context in which backwards are of samples with a weight.
 
-    __slots__ = ("_reducer", "_weight")
+    The module may change inside of it, and the engine have another reducer at its end.
+    """
 
-    def __init__(self, reducer: _core.Reducer, weight: float | torch.Tensor) -> None:
-        self._reducer = reducer
+    __slots__ = ("_engine", "_weight")
+
+    def __init__(self, engine: Engine, weight: float | torch.Tensor) -> None:
+        self._engine = engine
         self._weight = weight
 
     def __enter__(self) -> None:
@@ -27,7 +30,7 @@ class Weight:
             weight = float(weight)
         elif not isinstance(weight, torch.Tensor):
             weight = torch.tensor(weight, dtype=torch.float64, device="cpu")
-        self._reducer.begin_weight(weight)
+        self._engine.connected().begin_weight(weight)
 
     def __exit__(self, *error: object) -> None:
-        self._reducer.end_weight()
+        self._engine.connected().end_weight()

@@ -512,7 +512,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
             RuntimeError: without ``gradient_average="weighted"``, inside of another block, or
                 during backward.
         """
-        return Weight(self._reducer, weight)
+        return Weight(self._engine, weight)
 
     @property
     def total_weight(self) -> float:

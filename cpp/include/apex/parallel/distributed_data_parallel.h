@@ -535,7 +535,7 @@ class DistributedDataParallel {
     auto reducer = std::make_unique<Reducer>(std::move(named), std::vector{process_group()},
                                              std::move(options));
     // The reducer may outlive a module that somebody else owns.
-    reducer->set_replicas([weak = std::weak_ptr<torch::nn::Module>(module_->weak_from_this())] {
+    reducer->set_replicas([weak = std::weak_ptr<const torch::nn::Module>(own().weak_from_this())] {
       std::vector<Replica> buffers;
       const auto module = weak.lock();
       if (!module) return buffers;
