@@ -29,7 +29,7 @@ packages=(
   timm huggingface_hub safetensors pyyaml "torchvision==$torchvision"
   pytorch-ignite packaging
   accelerate psutil
-  transformers tokenizers regex filelock httpx2 httpcore2 h11 truststore anyio idna
+  transformers tokenizers regex httpx2 httpcore2 h11 truststore anyio idna
 )
 if [ "$(cat "$clients/.installed" 2>/dev/null)" != "${packages[*]}" ]; then
   if [ ! -e "$clients/.installed" ] && [ -n "$(ls -A "$clients" 2>/dev/null)" ]; then

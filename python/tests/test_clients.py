@@ -201,7 +201,9 @@ for step in (slice(0, 16), slice(16, 22)):
         print("expected:", residual.square().mean().item())
     gradients = [2 * residual.T @ x[step] / len(residual), 2 * residual.mean(0)]
     norm = torch.cat([g.flatten() for g in gradients]).norm()
-    scale = 0.1 * min(1.0, 1 / norm.item())
+    scale = 0.1 * min(1.0, 5 / norm.item())
+    if accelerator.is_main_process:
+        print("norm:", norm.item())
     weight, bias = weight - scale * gradients[0], bias - scale * gradients[1]
 torch.testing.assert_close(model.module.weight.detach(), weight)
 torch.testing.assert_close(model.module.bias.detach(), bias)
@@ -213,14 +215,17 @@ def test_accelerate_program_of_the_page_equals_one_process(tmp_path: Path) -> No
     """Two steps: of two micro-batches on each rank, and of one, with four and two samples."""
     client("accelerate")
     code = program_of("libraries.md", "from accelerate import")
-    wrapped = 'model = DDP(model, gradient_average="weighted")\n'
+    made, wrapped = "model = torch.nn", 'model = DDP(model, gradient_average="weighted")\n'
+    code = code.replace(made, f"torch.manual_seed(0)\n{made}").replace("(), 1.0)", "(), 5.0)")
     code = code.replace(
-        wrapped, wrapped + "before = [p.detach().clone() for p in model.parameters()]\n"
+        wrapped, f"{wrapped}before = [p.detach().clone() for p in model.parameters()]\n"
     )
     printed = run_program(code + EPOCH_OF_ONE_PROCESS, 2, tmp_path)
     losses = [float(loss) for loss in re.findall(r"^mean loss of the step: (.*)$", printed, re.M)]
     expected = [float(loss) for loss in re.findall(r"^expected: (.*)$", printed, re.M)]
+    norms = [float(norm) for norm in re.findall(r"^norm: (.*)$", printed, re.M)]
     assert len(losses) == 2
+    assert norms[0] > 5 > norms[1]  # one of the two is clipped
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0.0)
     # The negative control: means of micro-batches that count alike.
     plain = code.replace("model.weight(len(x))", "model.weight(1)").replace('"sum"', '"mean"')

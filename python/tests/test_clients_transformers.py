@@ -7,6 +7,7 @@ and micro-batches of a step.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import re
 import sys
@@ -33,6 +34,8 @@ from transformers_support import (
     texts,
     token_loss,
     trainer,
+    translation_model,
+    unshifted_loss,
 )
 
 from apex.parallel import DistributedDataParallel
@@ -92,10 +95,10 @@ def check_trained(
     made: Any, result: Any, steps: list[Any], loss_of: Any, tolerance: float = OF_FLOAT32
 ) -> None:
     """Parameters, losses and gradient norms are those of one process."""
-    start, expected = type_of(made.model), type_of(made.model)
+    expected = copy.deepcopy(made.start)
     losses, norms = plain(expected, steps, loss_of)
     check(CLIP < max(norms), f"clipping is not tested by {norms}")
-    difference = gap(made.model, expected, start)
+    difference = gap(made.model, expected, made.start)
     check(difference <= tolerance, f"parameters are {difference:.3g} off")
     for name, wanted in (("loss", losses), ("grad_norm", norms)):
         # The Trainer adds up losses in float32.
@@ -103,11 +106,6 @@ def check_trained(
         check_near(found, torch.tensor(wanted, dtype=torch.float64), name, OF_FLOAT32)
     mean = sum(losses) / len(losses)
     check(abs(result.training_loss - mean) < OF_FLOAT32 * mean, f"train_loss {result}, not {mean}")
-
-
-def type_of(model: nn.Module) -> nn.Module:
-    """As it was before training."""
-    return Classifier() if isinstance(model, Classifier) else language_model()
 
 
 def _trains(rank: int, world: int, accumulated: int) -> None:
@@ -177,6 +175,23 @@ def _takes_losses(rank: int, world: int) -> None:
 
 def test_loss_function_in_float64_and_label_smoothing_equal_one_process(ranks: RankPool) -> None:
     ranks.run(2, _takes_losses)
+
+
+def _translates(rank: int, world: int) -> None:
+    base = weighted()
+
+    class Translates(base, load("transformers").Seq2SeqTrainer):  # type: ignore[misc, valid-type]
+        pass
+
+    samples = texts(20)
+    with job(rank, world):
+        made = trainer(Translates, translation_model(), samples, gradient_accumulation_steps=2)
+        result = made.train()
+    check_trained(made, result, EPOCHS * sliced(samples, 4 * world), unshifted_loss)
+
+
+def test_derived_trainer_of_an_encoder_and_decoder_equals_one_process(ranks: RankPool) -> None:
+    ranks.run(2, _translates)
 
 
 def _has_unequal_batches(rank: int, world: int) -> None:

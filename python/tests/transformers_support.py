@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,17 @@ def language_model() -> Any:
     )  # fmt: skip
     torch.manual_seed(0)
     return transformers.GPT2LMHeadModel(config).double()
+
+
+def translation_model() -> Any:
+    """Its loss takes every label: none is shifted."""
+    transformers = load("transformers")
+    config = transformers.T5Config(
+        vocab_size=TOKENS, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.T5ForConditionalGeneration(config).double()
 
 
 class Classifier(nn.Module):
@@ -79,6 +91,10 @@ def smoothed_loss(scores: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(
         scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1
     )
+
+
+def unshifted_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
 
 
 def class_loss(scores: Tensor, labels: Tensor) -> Tensor:
@@ -142,14 +158,19 @@ def trainer(
         "train_sampling_strategy": "sequential", "label_names": ["labels"],
         "num_train_epochs": EPOCHS, "per_device_train_batch_size": 2, "max_grad_norm": CLIP,
     }  # fmt: skip
+    arguments = transformers.TrainingArguments
+    if issubclass(kind, transformers.Seq2SeqTrainer):
+        arguments = transformers.Seq2SeqTrainingArguments
+    start = copy.deepcopy(model)
     made = kind(
         model=model,
-        args=transformers.TrainingArguments(**{**common, **options}),
+        args=arguments(**{**common, **options}),
         train_dataset=samples,
         data_collator=padded,
         optimizers=(torch.optim.SGD(model.parameters(), lr=RATE), None),
         **of_trainer,
     )
+    made.start = start  # the model before training
     made.remove_callback(transformers.PrinterCallback)
     return made
 

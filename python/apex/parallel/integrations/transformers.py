@@ -44,7 +44,7 @@ class _Accelerator(Accelerator):
         # Autocast, device and compilation are Accelerate's.
         module = super().prepare_model(model, device_placement, evaluation_mode=True)
         options = {} if self.ddp_handler is None else self.ddp_handler.to_kwargs()
-        wrapped = DistributedDataParallel(module, gradient_average="weighted", **options)
+        wrapped: Any = DistributedDataParallel(module, gradient_average="weighted", **options)
         if self.ddp_handler is not None:
             self.ddp_handler.register_comm_hook(wrapped)
         wrapped._is_accelerate_prepared = True
@@ -67,10 +67,11 @@ class WeightedTrainer(Trainer):
 
     The gradient of each optimizer step is that of the mean loss over all labels of the step: of all
     ranks and of all micro-batches of ``gradient_accumulation_steps``, however many labels each of
-    them has. So are the gradient norm, its clipping and the logged loss. The model's loss must be a
-    mean over the items of one micro-batch; :meth:`count_items` says how many those are. That is
-    what models, ``label_smoothing_factor``, ``compute_loss_func`` and an overridden
-    ``compute_loss`` give if they get no ``num_items_in_batch``, and they get none.
+    them has. The gradient norm, clipping and the logged loss are those of that gradient and mean.
+
+    The model's loss must be a mean over the items of one micro-batch, of which
+    :meth:`count_items` returns the number. No ``num_items_in_batch`` is passed to the model,
+    ``compute_loss`` or ``compute_loss_func``, which then return such a mean.
 
     Takes the arguments of ``Trainer``, and the ``ddp_*`` options of ``TrainingArguments``.
     ``average_tokens_across_devices`` has no effect on training. A Trainer derived from ``Trainer``
@@ -105,8 +106,8 @@ class WeightedTrainer(Trainer):
         """The number of items over which the loss of a micro-batch is a mean.
 
         Override it for a loss that is a mean over something else. By default the labels that are
-        not -100, without the first of each sequence where the model's loss shifts them (as
-        transformers counts them); without a tensor of labels, the number of samples.
+        not -100, without the first of each sequence where the model's loss shifts them; without a
+        tensor of labels, the number of samples.
 
         Args:
             inputs: the micro-batch, as the data loader has it.
@@ -148,7 +149,7 @@ class WeightedTrainer(Trainer):
         return batches, sum(self.count_items(batch) for batch in batches)
 
     def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
         """Forward and backward of one micro-batch.
 
@@ -165,7 +166,7 @@ class WeightedTrainer(Trainer):
         mean = mean.to(torch.promote_types(mean.dtype, torch.float32))  # a sum may not fit float16
         items = items.to(mean.device)
         # A mean over no items is NaN.
-        loss = torch.where(items > 0, mean * items, torch.zeros_like(mean))
+        loss: Tensor = torch.where(items > 0, mean * items, torch.zeros_like(mean))
         if not isinstance(model, DistributedDataParallel):
             loss = loss / num_items_in_batch.to(loss.device).clamp(min=1)
             self.accelerator.backward(loss)
@@ -177,4 +178,5 @@ class WeightedTrainer(Trainer):
         if not last:
             return torch.zeros_like(self._summed_loss)
         summed, self._summed_loss = self._summed_loss, 0.0
-        return model.weighted_mean(summed)
+        mean_of_all: Tensor = model.weighted_mean(summed)
+        return mean_of_all
