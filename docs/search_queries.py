@@ -29,6 +29,7 @@ QUERIES = {
     "gradient accumulation": "howto/accumulation",
     "gradient clipping": "recipes",
     "hang": "troubleshooting",
+    "hugging face trainer": "howto/libraries",
     "install": "install",
     "jupyter notebook": "quickstart",
     "learning rate large batch": "recipes",

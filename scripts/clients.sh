@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Run the tests of packages that call apex (Lightning, mmengine, timm, ignite, Accelerate) against their released versions.
+# Run the tests of packages that call apex (Lightning, transformers, mmengine, timm, ignite, Accelerate) against their released versions.
 # They are installed beside torch, into a folder of their own that nothing else uses, without their dependencies on torch;
 # what is installed already is used again. Needs the environment that scripts/test.sh makes.
 #
@@ -29,6 +29,7 @@ packages=(
   timm huggingface_hub safetensors pyyaml "torchvision==$torchvision"
   pytorch-ignite packaging
   accelerate psutil
+  transformers tokenizers regex httpx2 httpcore2 h11 truststore anyio idna
 )
 if [ "$(cat "$clients/.installed" 2>/dev/null)" != "${packages[*]}" ]; then
   if [ ! -e "$clients/.installed" ] && [ -n "$(ls -A "$clients" 2>/dev/null)" ]; then

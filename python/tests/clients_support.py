@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ddp_support import free_port
+from warm import run_script_on_ranks
 
 FOLDER = os.environ.get("APEX_CLIENTS")
+HOWTO = Path(__file__).resolve().parents[2] / "docs" / "howto"
 #: What torch knows of torchvision's operators, if this module had to say it; gone with the object.
 _schemas: list[torch.library.Library] = []
 
@@ -32,6 +37,27 @@ def client(name: str) -> Any:
         return load(name)
     except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision for another torch
         pytest.skip(f"{name} cannot be imported: {error}; run scripts/clients.sh")
+
+
+def program_of(page: str, text: str) -> str:
+    """The program of that page in which `text` is."""
+    programs = re.findall(r"^```python\n(.*?)^```$", (HOWTO / page).read_text(), re.M | re.S)
+    (found,) = [code for code in programs if text in code]
+    return str(found)
+
+
+def run_program(code: str, ranks: int, folder: Path) -> str:
+    """What rank 0 prints when that many ranks run it. It finds the clients and these modules."""
+    script = folder / "program.py"
+    script.write_text(f"import clients_support\nclients_support.load('accelerate')\n{code}")
+    environment = {
+        **os.environ, "PYTHONPATH": str(Path(__file__).parent), "CUDA_VISIBLE_DEVICES": "",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+    done = run_script_on_ranks(ranks, script, cwd=folder, env=environment, timeout_s=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def _make_torchvision_importable() -> None:

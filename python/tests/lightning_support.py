@@ -59,6 +59,50 @@ def regression(net: nn.Module) -> Any:
     return Regression()
 
 
+def weighted_regression() -> Any:
+    """The recipe of docs/howto/lightning.md, in float64; `losses` has that of each step."""
+    lightning = load("lightning.pytorch")
+
+    class Weighted(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+            self.summed: Any = 0.0
+            self.losses: list[float] = []
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            x, y = batch
+            self.items = len(x)
+            loss = (self.net(x) - y).square().sum()
+            self.summed += loss.detach()
+            return loss
+
+        def backward(self, loss: Tensor) -> None:
+            with self.trainer.strategy.model.weight(self.items):
+                (loss * self.trainer.accumulate_grad_batches).backward()
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.losses.append(self.trainer.strategy.model.weighted_mean(self.summed).item())
+            self.summed = 0.0
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=RATE, momentum=0.9)
+
+    return Weighted()
+
+
+def unequal_loader(rank: int, world: int) -> DataLoader[Any]:
+    """Four batches of six samples in all, of which every rank but the first has one."""
+    samples = loader(dtype=torch.float64).dataset
+    batches = []
+    for begin in range(0, SAMPLES, 6):
+        first = 6 - (world - 1)
+        share = range(first) if rank == 0 else range(first + rank - 1, first + rank)
+        batches.append([begin + index for index in share])
+    return DataLoader(samples, batch_sampler=batches)
+
+
 @contextlib.contextmanager
 def launched_by_torchrun(rank: int, world: int) -> Iterator[None]:
     """Lightning takes this process for a rank that torchrun has started."""

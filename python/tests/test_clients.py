@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Released packages that call apex: scripts/clients.sh installs them and runs this file.
 
-Lightning and mmengine have files of their own.
+Lightning, transformers and mmengine have files of their own.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from amp_support import fresh_amp  # noqa: F401
-from clients_support import client, load
+from clients_support import client, load, program_of, run_program
 from ddp_support import RankPool, check_near, check_same_on_all_ranks, forget_amp
 from torch import nn
 
@@ -187,3 +189,45 @@ def test_accelerate_steps_our_optimizers_as_a_loop_does(kind: Any) -> None:
         model.parameters(), twin.parameters(), start.parameters(), strict=True
     ):
         assert torch.equal(found, wanted) and not torch.equal(found, old)
+
+
+#: Behind the program of the page, on each rank: one process, with the samples of all ranks.
+EPOCH_OF_ONE_PROCESS = """
+x, y = data.tensors
+weight, bias = before
+for step in (slice(0, 16), slice(16, 22)):
+    residual = x[step] @ weight.T + bias - y[step]
+    if accelerator.is_main_process:
+        print("expected:", residual.square().mean().item())
+    gradients = [2 * residual.T @ x[step] / len(residual), 2 * residual.mean(0)]
+    norm = torch.cat([g.flatten() for g in gradients]).norm()
+    scale = 0.1 * min(1.0, 5 / norm.item())
+    if accelerator.is_main_process:
+        print("norm:", norm.item())
+    weight, bias = weight - scale * gradients[0], bias - scale * gradients[1]
+torch.testing.assert_close(model.module.weight.detach(), weight)
+torch.testing.assert_close(model.module.bias.detach(), bias)
+"""
+
+
+@pytest.mark.processes
+def test_accelerate_program_of_the_page_equals_one_process(tmp_path: Path) -> None:
+    """Two steps: of two micro-batches on each rank, and of one, with four and two samples."""
+    client("accelerate")
+    code = program_of("libraries.md", "from accelerate import")
+    made, wrapped = "model = torch.nn", 'model = DDP(model, gradient_average="weighted")\n'
+    code = code.replace(made, f"torch.manual_seed(0)\n{made}").replace("(), 1.0)", "(), 5.0)")
+    code = code.replace(
+        wrapped, f"{wrapped}before = [p.detach().clone() for p in model.parameters()]\n"
+    )
+    printed = run_program(code + EPOCH_OF_ONE_PROCESS, 2, tmp_path)
+    losses = [float(loss) for loss in re.findall(r"^mean loss of the step: (.*)$", printed, re.M)]
+    expected = [float(loss) for loss in re.findall(r"^expected: (.*)$", printed, re.M)]
+    norms = [float(norm) for norm in re.findall(r"^norm: (.*)$", printed, re.M)]
+    assert len(losses) == 2
+    assert norms[0] > 5 > norms[1]  # one of the two is clipped
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0.0)
+    # The negative control: means of micro-batches that count alike.
+    plain = code.replace("model.weight(len(x))", "model.weight(1)").replace('"sum"', '"mean"')
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        run_program(plain + EPOCH_OF_ONE_PROCESS, 2, tmp_path)

@@ -16,23 +16,25 @@ from typing import Any
 
 import pytest
 import torch
-from clients_support import client, load
+from clients_support import client, load, program_of
 from ddp_support import RankPool, check, check_equal, check_near, check_same_on_all_ranks, raises
 from lightning_support import (
     BATCH,
+    RATE,
     SAMPLES,
     loader,
     network,
     plain,
     regression,
     trainer,
+    unequal_loader,
+    weighted_regression,
 )
 from torch import Tensor, nn
 
 from apex.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.clients, pytest.mark.processes]
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "lightning.md"
 MODULE = "apex.parallel.integrations.lightning"
 
 
@@ -79,6 +81,50 @@ def _accumulates(rank: int, world: int) -> None:
 
 def test_accumulation_synchronizes_the_last_batch_only(ranks: RankPool) -> None:
     ranks.run(2, _accumulates)
+
+
+CLIP = 0.5
+
+
+def _weighs(rank: int, world: int) -> None:
+    """Three batches in the first step of an epoch, and one in the second."""
+    options = {"accumulate_grad_batches": 3, "gradient_clip_val": CLIP}
+    ours = load(MODULE).ApexStrategy
+    model, plainly = weighted_regression(), weighted_regression()
+    with trainer(rank, world, ours(gradient_average="weighted"), **options) as job:
+        job.fit(model, unequal_loader(rank, world))
+    type(plainly).training_step = _mean_loss
+    del type(plainly).backward, type(plainly).on_before_optimizer_step
+    with trainer(rank, world, **options) as job:
+        job.fit(plainly, unequal_loader(rank, world))
+
+    expected = weighted_regression()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=RATE, momentum=0.9)
+    x, y = unequal_loader(0, 1).dataset.tensors
+    losses, norms = [], []
+    for step in 2 * (slice(0, 18), slice(18, SAMPLES)):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(expected.net(x[step]), y[step])
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(expected.parameters(), CLIP).item())
+        optimizer.step()
+        losses.append(loss.item())
+    check(max(norms) > CLIP, f"clipping is not tested by {norms}")
+    check_equals(model.net, expected.net)
+    check_near(torch.tensor(model.losses), torch.tensor(losses), "losses", 1e-6)
+    # The negative control: what the same data give without weights.
+    found = plainly.net[0].weight - expected.net[0].weight
+    check(found.abs().max() > 1e-3, f"the mean of means is only {found.abs().max()} off")
+
+
+def _mean_loss(self: Any, batch: Any, index: int) -> Tensor:
+    x, y = batch
+    return nn.functional.mse_loss(self.net(x), y)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_weighted_accumulation_equals_one_process(ranks: RankPool, world: int) -> None:
+    ranks.run(world, _weighs)
 
 
 def _syncs_batch_norm(rank: int, world: int) -> None:
@@ -270,23 +316,57 @@ print("\\nRESULT", strategy.global_rank, type(strategy).__name__, *weights, flus
 """
 
 
-def test_program_of_the_page_starts_its_ranks_and_trains(tmp_path: Path) -> None:
+#: The same behind the page's program with weights: also one process, with all samples of each step.
+WEIGHTED = """
+order = torch.randperm(64, generator=torch.Generator().manual_seed(0))  # of Lightning's sampler
+x, y, mask = (tensor[order] for tensor in data.tensors)
+net = torch.nn.Linear(4, 1)
+net.load_state_dict(before)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in (slice(0, 48), slice(48, 64)):
+    optimizer.zero_grad()
+    loss = (net(x[step]) - y[step])[mask[step]].square().mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.step()
+torch.testing.assert_close(model.net.state_dict(), net.state_dict())
+torch.testing.assert_close(trainer.callback_metrics["loss"], loss.detach())
+"""
+
+
+def _printed(code: str, folder: Path) -> list[tuple[str, str, str]]:
+    """What the program's processes print as results: rank, strategy and parameters."""
     client("lightning.pytorch")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
-    script = tmp_path / "program.py"
+    script = folder / "program.py"
     script.write_text(BEFORE + code + BEHIND)
     environment = {
         **os.environ, "PYTHONPATH": str(Path(__file__).parent), "CUDA_VISIBLE_DEVICES": ""
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, str(script)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240,
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    results = sorted(re.findall(r"^RESULT (\d) (\w+) (.*)$", done.stdout, re.M))
+    return sorted(re.findall(r"^RESULT (\d) (\w+) (.*)$", done.stdout, re.M))
+
+
+def test_program_of_the_page_starts_its_ranks_and_trains(tmp_path: Path) -> None:
+    results = _printed(program_of("lightning.md", 'strategy="apex"'), tmp_path)
     assert [(rank, kind) for rank, kind, _ in results] == [
         ("0", "ApexStrategy"), ("1", "ApexStrategy")
     ]  # fmt: skip
+    assert results[0][2] == results[1][2]
+
+
+def test_program_of_the_page_with_weights_equals_one_process(tmp_path: Path) -> None:
+    made = "model = Masked()\n"
+    code = program_of("lightning.md", made).replace(
+        made,
+        "torch.manual_seed(0)\n" + made
+        + "before = {name: p.clone() for name, p in model.net.state_dict().items()}\n",
+    )  # fmt: skip
+    results = _printed(code + WEIGHTED, tmp_path)
+    assert [rank for rank, _, _ in results] == ["0", "1"]
     assert results[0][2] == results[1][2]
 
 

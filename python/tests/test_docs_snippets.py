@@ -53,8 +53,9 @@ def blocks() -> list[object]:
 @pytest.mark.processes
 @pytest.mark.parametrize("code", blocks())
 def test_docs_python_block_runs(code: str, tmp_path: Path) -> None:
-    if client := re.search(r"^(?:import|from) (lightning|mmengine)\b", code, re.M):
-        pytest.skip(f"needs the package {client[1]}: test_clients_{client[1]}.py runs it")
+    imported = r"^(?:import|from) (accelerate|lightning|mmengine|transformers)\b"
+    if client := re.search(imported, code, re.M):
+        pytest.skip(f"needs the package {client[1]}: test_clients*.py run it")
     port = free_port()
     script = tmp_path / "block.py"
     alone = code.startswith(STANDALONE) or "init_process_group(" in code

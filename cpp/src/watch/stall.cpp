@@ -82,9 +82,9 @@ std::string key_of(WatchedGroup& group, c10d::Store& store) {
   return group.root()->key(store, "stall");
 }
 
-/// What ranks have printed last.
+/// What ranks have printed last: ranks that wait in several of these groups may wait for one rank.
 std::string key_of_said(WatchedGroup& group, c10d::Store& store) {
-  return key_of(group, store) + "/said/" + group.label();
+  return key_of(group, store) + "/said";
 }
 
 double seconds_since(Clock::time_point time) {
@@ -297,7 +297,7 @@ void StallWatch::Waiting::speak(c10d::Store& store, const Round& round) {
   if (Clock::now() - round.asked_at < timing::until_answered(limit_of(*group))) return;
   const std::string key = key_of_said(*group, store);
   const Said before = Said::decode(round.said);
-  Said said{before.times + 1, group->rank, before.call, before.signature, {}};
+  Said said{before.times + 1, group->rank, before.group, before.call, before.signature, {}};
   const std::string there = compare_set(store, key, round.said, said.encode());
   if (there != said.encode()) return take_over(Said::decode(there));
   Stall now = stall();
@@ -311,6 +311,7 @@ void StallWatch::Waiting::speak(c10d::Store& store, const Round& round) {
   if (over || !is_stall(now)) {
     said.signature = before.signature;
   } else if (said.signature != before.signature) {
+    said.group = group->label();
     said.call = on_device ? 0 : call;
     said.verdict = describe(now);
     print(said.verdict);
@@ -326,7 +327,9 @@ std::string latest_verdict(const WatchedGroupPtr& group) {
         *said = Said::decode(get_or_empty(store, key_of_said(*group, store)));
       },
       Clock::now() + timing::kForOthers);
-  return answers && said->call == group->calls.last_number() ? said->verdict : std::string();
+  const bool of_this_call =
+      answers && said->group == group->label() && said->call == group->calls.last_number();
+  return of_this_call ? said->verdict : std::string();
 }
 
 StallWatch::StallWatch(const WatchedGroupPtr& group)
@@ -362,10 +365,10 @@ void StallWatch::post(bool waits) {
 
 /// What this rank has told the others is that it does not wait: somebody was waiting already.
 void StallWatch::correct() {
-  if (waiting_->on_device || posted_) return;
+  if (posted_) return;
   if (!waiting_->group->root()->told_elsewhere.exchange(false)) return;
   posted_ = true;
-  post(true);
+  post(!waiting_->on_device);
 }
 
 void StallWatch::poll() {

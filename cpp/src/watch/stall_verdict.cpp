@@ -100,23 +100,26 @@ struct Ranks {
   std::vector<int> late, waiting;
 };
 
-/// Whether another rank of `late` has not even come to where `rank` waits in this group: as in a
-/// broadcast, which some leave, and go on to the next collective, while others wait for one that
-/// passes it on.
+/// Whether another rank of `late` has not even come to where `rank` waits, in this group or
+/// another: as in a broadcast, which some leave, and go on to the next collective, while others
+/// wait for one that passes it on.
 bool is_held_up(const Stall& stall, int rank, const std::vector<int>& late) {
   const auto found = stall.others.find(rank);
   if (stall.on_device || stall.processes.count(rank) != 0 || found == stall.others.end() ||
-      !found->second.waits || found->second.group != stall.mine.group) {
+      !found->second.waits) {
     return false;
   }
+  const bool here = found->second.group == stall.mine.group;
+  const int64_t call = here ? std::min(found->second.call, stall.mine.call) : found->second.call;
   return std::any_of(late.begin(), late.end(), [&](int other) {
     if (other == rank) return false;
+    if (stall.processes.count(other) != 0) return true;
     const auto its = stall.others.find(other);
-    if (stall.processes.count(other) != 0 || its == stall.others.end()) return true;
+    if (its == stall.others.end()) return here;
     if (its->second.waits) return false;
-    const auto reached = its->second.reached.find(stall.mine.group);
-    return its->second.asked < stall.mine.asked || reached == its->second.reached.end() ||
-           reached->second < std::min(found->second.call, stall.mine.call);
+    if (its->second.asked < stall.mine.asked) return here;
+    const auto reached = its->second.reached.find(found->second.group);
+    return reached == its->second.reached.end() ? here : reached->second < call;
   });
 }
 
@@ -156,7 +159,7 @@ std::string signature(const Stall& stall) {
   });
   std::string text = stall.on_device || (known && !late.empty())
                          ? std::string()
-                         : std::to_string(stall.mine.call) + ' ';
+                         : stall.mine.group + ' ' + std::to_string(stall.mine.call) + ' ';
   for (const int rank : late) {
     text += std::to_string(rank);
     const auto process = stall.processes.find(rank);
@@ -197,8 +200,8 @@ Whereabouts Whereabouts::decode(const std::string& text) {
 
 std::string Said::encode() const {
   PlainText out;
-  out << times << ' ' << rank << ' ' << call << ' ' << std::quoted(signature) << ' '
-      << std::quoted(verdict);
+  out << times << ' ' << rank << ' ' << std::quoted(group) << ' ' << call << ' '
+      << std::quoted(signature) << ' ' << std::quoted(verdict);
   return out.str();
 }
 
@@ -206,8 +209,8 @@ Said Said::decode(const std::string& text) {
   std::istringstream in(text);
   in.imbue(std::locale::classic());
   Said read;
-  in >> read.times >> read.rank >> read.call >> std::quoted(read.signature) >>
-      std::quoted(read.verdict);
+  in >> read.times >> read.rank >> std::quoted(read.group) >> read.call >>
+      std::quoted(read.signature) >> std::quoted(read.verdict);
   return read;
 }
 

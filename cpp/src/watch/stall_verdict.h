@@ -49,11 +49,12 @@ std::string describe(const Stall& stall);
 /// Who is late, and in which collective or before which gradient: equal until that changes.
 std::string signature(const Stall& stall);
 
-/// What ranks have printed last about a group, where all of them read it.
+/// What ranks have printed last, where all of them read it.
 struct Said {
   int64_t times = 0;      ///< a rank has begun to print
   int rank = 0;           ///< which one; two may begin at once
-  int64_t call = 0;       ///< about which the last verdict is; 0 where ranks wait in several
+  std::string group;      ///< about whose call the last verdict is
+  int64_t call = 0;       ///< and about which; 0 where ranks wait in several
   std::string signature;  ///< of that
   std::string verdict;    ///< and its text; empty while a rank begins
 

@@ -87,9 +87,12 @@ TEST(NotifiedReducer, Weighted_GradientsAreSumsByTheSumOfWeights) {
     // What was given for the last step is not for this one; and then it goes on.
     gradients[0].fill_(1);
     gradients[1].fill_(1);
+    reducer.gradient_ready(0);
     EXPECT_THROW(reducer.synchronize(), RankMismatch);
     reducer.set_weight(1);
+    reducer.gradient_ready(0);
     reducer.synchronize();
+    EXPECT_TRUE(gradients[0].eq(1).all().item<bool>()) << gradients[0];
     NotifiedReducer plain(group, {at::ones({4})}, {gradients[0]}, 0);
     EXPECT_THROW(plain.set_weight(1), InvalidArgument);
   });

@@ -325,8 +325,11 @@ TEST(ReducerLateParameter, OneRankUsesIt_SeveralFlatBuckets_IsAveragedOnEveryRan
       reducer.watch_outputs({y});
       y.backward();
       ASSERT_EQ(extra.grad().defined(), step >= 2) << step;
-      if (step >= 2) EXPECT_TRUE(extra.grad().equal(at::full({3}, 2.0F))) << step;
-      if (step < 2) EXPECT_EQ(reducer.plan()->buckets, flat.buckets);
+      if (step >= 2) {
+        EXPECT_TRUE(extra.grad().equal(at::full({3}, 2.0F))) << step;
+      } else {
+        EXPECT_EQ(reducer.plan()->buckets, flat.buckets);
+      }
     }
     EXPECT_EQ(reducer.statistics().plans_extended, 1);
   });

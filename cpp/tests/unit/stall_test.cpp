@@ -61,11 +61,12 @@ TEST(StallVerdict, Whereabouts_AreDecodedAsTheyWere) {
 }
 
 TEST(StallVerdict, Said_IsDecodedAsItWas) {
-  const Said said{3, 7, 12, "signature \"1\"", "two\nlines"};
+  const Said said{3, 7, "a group", 12, "signature \"1\"", "two\nlines"};
   const Said read = Said::decode(said.encode());
   EXPECT_EQ(read.times, 3);
   EXPECT_EQ(read.rank, 7);
   EXPECT_EQ(read.call, 12);
+  EXPECT_EQ(read.group, said.group);
   EXPECT_EQ(read.signature, said.signature);
   EXPECT_EQ(read.verdict, said.verdict);
   EXPECT_EQ(Said::decode({}).times, 0);
@@ -133,6 +134,13 @@ TEST(StallVerdict, RanksWaitInTheNextCallAndInTheLast_WhoHasComeToNeitherIsNamed
   stopped.others.erase(1);
   stopped.processes[1] = "is stopped (process 5)";
   expect_has(describe(stopped), "who:   rank 1 holds it up; ranks 2, 3 wait as well\n");
+  // Buffers and gradients travel in groups of their own.
+  Stall in_another = seen(0, 7);
+  in_another.others[2].group = "buffers";
+  in_another.others[1].reached["buffers"] = 5;
+  expect_has(describe(in_another), "who:   rank 1 holds it up; ranks 2, 3 wait as well\n");
+  in_another.others[1].reached["buffers"] = 6;  // rank 2 waits for somebody else
+  expect_has(describe(in_another), "who:   ranks 1, 2 hold it up; rank 3 waits as well\n");
   // It has made both calls since: then ranks are not at the same place.
   Stall apart = seen(0, 7);
   apart.others[1].reached = {{"group", 7}};
