@@ -39,6 +39,9 @@ TITLES = {
     "apex": "apex",
     "apex_view": "apex, gradient_as_bucket_view",
     "apex_group": "apex, APEX_HOST_CHANNEL=0",
+    "apex_weighted": "apex, weights",
+    "apex_statistics": "apex, gradient_statistics",
+    "apex_unchecked": "apex, replica_check_every=0",
     "flat": "backward, then one flat all-reduce",
     "comm": "one all-reduce in place, alone",
     "forward": "forward alone",
@@ -49,7 +52,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "view": {"gradient_as_bucket_view": True},
     "static": {"static_graph": True},
     "unused": {"find_unused_parameters": True},
+    "weighted": {"gradient_average": "weighted"},
+    "statistics": {"gradient_statistics": True},
+    "unchecked": {"replica_check_every": 0},
 }
+#: What the options of this library cost: measured when they are named.
+SWITCHES = ("apex_weighted", "apex_statistics", "apex_unchecked")
 
 
 def title(variant: str) -> str:
@@ -97,6 +105,7 @@ class Variant:
         self.batch = batch
         self.module = models.twin(model)
         self.after: Callable[[], None] | None = None
+        self.around: Callable[[], Any] = contextlib.nullcontext
         self.flat: Tensor | None = None
         self.only_forward = False
         kind, _, size = name.partition("@")
@@ -111,7 +120,9 @@ class Variant:
             self.module = TorchDDP(self.module, device_ids=ids, **options)
         elif library == "apex":
             with _host_channel(option != "group"):
-                self.module = ApexDDP(self.module, **options)
+                self.module = wrapped = ApexDDP(self.module, **options)
+            if option == "weighted":
+                self.around = lambda: wrapped.weight(len(batch))
         elif library == "flat":
             self.after = lambda: _flat_all_reduce(self.module)
         elif library == "comm":
@@ -129,7 +140,8 @@ class Variant:
         loss = _loss(self.module(self.batch))
         if self.only_forward:
             return
-        loss.backward()
+        with self.around():
+            loss.backward()
         if self.after is not None:
             self.after()
 
@@ -312,7 +324,7 @@ def main() -> None:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
 
-    names = arguments.variants or [n for n in TITLES if n not in ("comm", "forward", "apex_group")]
+    names = arguments.variants or [n for n in TITLES if n not in ("comm", "forward", "apex_group", *SWITCHES)]
     if arguments.bucket_mb:
         names = list(arguments.variants or SWEPT)
         names += [f"{kind}@{size}" for size in arguments.bucket_mb for kind in ("torch", "apex")]

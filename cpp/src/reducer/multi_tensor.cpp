@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/multi_tensor.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 
 #include <ATen/Dispatch.h>
 #include <ATen/Functions.h>
+#include <ATen/OpMathType.h>
 
 #include "comm/received_values.h"
 
@@ -19,32 +21,53 @@ namespace {
 
 // Note [Sums of squares]
 //
-// Values are squared and added in double: nothing overflows that is finite in 32 bits or less, and
-// the square of such a value is exact. They are added in kLanes sums, one beside the other, which a
-// compiler makes vectors of without being told that it may change the order of additions. So ranks
-// on different processors, and copies that scale or not, get the same bits from the same values:
-// what is decided by a norm is decided alike on all ranks.
+// They cost nothing beside a copy if the compiler makes vectors of them. So they are added in
+// lanes, one beside the other, whose order nobody has to change for that, and of values with 32
+// bits or less in float32: for a block, whose sum is added in double, so that little is lost
+// however many values there are. A block with squares that overflow or vanish in float32 is added
+// once more in double. Ranks get the same bits from the same values, whether they are scaled on the
+// way or not: what is decided by a norm is decided alike on all ranks.
 
-constexpr int64_t kLanes = 16;
+constexpr int64_t kLanes = 16, kSquaresBlock = 512;
+constexpr double kLeastBlock = 1e-26, kMostBlock = 1e37;
 
-/// `transfer(i)` reads the element at `i`, may write it elsewhere, and returns it as a double.
-template <typename Transfer>
-double add_squares(int64_t count, Transfer&& transfer) {
-  std::array<double, kLanes> sums{};
+template <typename Lane, typename T>
+double add_block(const T* values, int64_t count) {
+  std::array<Lane, kLanes> lanes{};
   const int64_t whole = count - count % kLanes;
-  for (int64_t begin = 0; begin < whole; begin += kLanes) {
+  for (int64_t i = 0; i < whole; i += kLanes) {
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const double value = transfer(begin + lane);
-      sums[static_cast<size_t>(lane)] += value * value;
+      const auto value = static_cast<Lane>(values[i + lane]);
+      lanes[static_cast<size_t>(lane)] += value * value;
     }
   }
   for (int64_t i = whole; i < count; ++i) {
-    const double value = transfer(i);
-    sums[static_cast<size_t>(i - whole)] += value * value;
+    const auto value = static_cast<Lane>(values[i]);
+    lanes[static_cast<size_t>(i - whole)] += value * value;
   }
   double sum = 0;
-  for (const double one : sums) sum += one;
+  for (const Lane one : lanes) sum += static_cast<double>(one);
   return sum;
+}
+
+/// `write(begin, end)` makes `values` of that block what they are: so they are in the cache.
+template <typename T, typename Write>
+double add_squares(const T* values, int64_t count, Write&& write) {
+  double sum = 0;
+  for (int64_t begin = 0; begin < count; begin += kSquaresBlock) {
+    const int64_t size = std::min(count - begin, kSquaresBlock);
+    write(begin, begin + size);
+    double block = add_block<at::opmath_type<T>>(values + begin, size);
+    if (!(block > kLeastBlock && block < kMostBlock))
+      block = add_block<double>(values + begin, size);
+    sum += block;
+  }
+  return sum;
+}
+
+template <typename T>
+void multiply(T* out, const T* in, T factor, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) out[i] = in[i] * factor;
 }
 
 template <typename T>
@@ -53,15 +76,10 @@ void scaled_copy(const at::Tensor& target, const at::Tensor& source, double scal
   T* const out = static_cast<T*>(target.mutable_data_ptr());
   const T* const in = static_cast<const T*>(source.const_data_ptr());
   const T factor = static_cast<T>(scale);
-  const int64_t count = target.numel();
-  if (squares != nullptr) {
-    *squares = add_squares(count, [&](int64_t i) {
-      out[i] = in[i] * factor;
-      return static_cast<double>(out[i]);
-    });
-    return;
-  }
-  for (int64_t i = 0; i < count; ++i) out[i] = in[i] * factor;
+  if (squares == nullptr) return multiply(out, in, factor, target.numel());
+  *squares = add_squares(out, target.numel(), [=](int64_t begin, int64_t end) {
+    multiply(out + begin, in + begin, factor, end - begin);
+  });
 }
 
 /// `body(T{}, numbers)`: what a dense tensor consists of, two for each complex element.
@@ -83,9 +101,8 @@ void plain_copy(const at::Tensor& target, const at::Tensor& source, double* squa
     using T = decltype(zero);
     auto* const out = static_cast<T*>(target.mutable_data_ptr());
     const auto* const in = static_cast<const T*>(source.const_data_ptr());
-    *squares = add_squares(count, [&](int64_t i) {
-      out[i] = in[i];
-      return static_cast<double>(in[i]);
+    *squares = add_squares(out, count, [=](int64_t begin, int64_t end) {
+      std::memcpy(out + begin, in + begin, static_cast<size_t>(end - begin) * sizeof(T));
     });
   });
 }
@@ -120,7 +137,7 @@ double sum_of_squares(const at::Tensor& tensor) {
   double squares = 0;
   dispatch_real(values, [&](auto zero, int64_t count) {
     const auto* const in = static_cast<const decltype(zero)*>(values.const_data_ptr());
-    squares = add_squares(count, [in](int64_t i) { return static_cast<double>(in[i]); });
+    squares = add_squares(in, count, [](int64_t, int64_t) {});
   });
   return squares;
 }

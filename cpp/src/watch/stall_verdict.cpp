@@ -58,8 +58,8 @@ Cause cause_of(const Stall& stall, int rank) {
   if (found == stall.others.end() ||
       (!found->second.waits && found->second.asked < stall.mine.asked)) {
     return {who + " does not answer",
-            "it cannot reach the store, its host is gone or does not schedule it, or it has not "
-            "used the group yet",
+            "it cannot reach the store, its host is gone or does not schedule it, it has not used "
+            "the group yet, or it has a longer APEX_STALL_SECONDS",
             "look whether its process runs and its host can be reached"};
   }
   const Whereabouts& other = found->second;
