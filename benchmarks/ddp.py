@@ -324,7 +324,8 @@ def main() -> None:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
 
-    names = arguments.variants or [n for n in TITLES if n not in ("comm", "forward", "apex_group", *SWITCHES)]
+    left_out = ("comm", "forward", "apex_group", *SWITCHES)
+    names = arguments.variants or [name for name in TITLES if name not in left_out]
     if arguments.bucket_mb:
         names = list(arguments.variants or SWEPT)
         names += [f"{kind}@{size}" for size in arguments.bucket_mb for kind in ("torch", "apex")]

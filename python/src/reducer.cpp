@@ -93,8 +93,11 @@ nb::dict to_dict(const ReducerStatistics& statistics) {
   return result;
 }
 
-nb::object to_dict(const parallel::GradientStatistics& statistics) {
-  if (statistics.backward == 0) return nb::none();
+nb::object index_or_none(int64_t index) {
+  return index < 0 ? nb::none() : nb::object(nb::int_(index));
+}
+
+nb::dict to_dict(const parallel::GradientStatistics& statistics) {
   nb::dict result;
   result["backward"] = statistics.backward;
   result["norm"] = statistics.norm;
@@ -104,29 +107,21 @@ nb::object to_dict(const parallel::GradientStatistics& statistics) {
   result["signal"] = statistics.signal;
   result["z_scores"] = statistics.z_scores;
   result["outliers"] = statistics.outliers;
-  return std::move(result);
+  return result;
 }
 
-nb::list to_list(const std::vector<parallel::ParameterNorms>& norms) {
-  nb::list rows;
-  for (const parallel::ParameterNorms& one : norms) {
-    nb::dict row;
-    row["name"] = one.name;
-    row["bucket"] = one.bucket < 0 ? nb::none() : nb::object(nb::int_(one.bucket));
-    row["norm"] = one.norm;
-    row["own"] = one.own;
-    rows.append(row);
-  }
-  return rows;
+nb::dict to_dict(const parallel::ParameterNorms& norms) {
+  nb::dict result;
+  result["name"] = norms.name;
+  result["bucket"] = index_or_none(norms.bucket);
+  result["norm"] = norms.norm;
+  result["own"] = norms.own;
+  return result;
 }
 
 const char* name_of(OverlapClock clock) {
   if (clock == OverlapClock::kHost) return "host";
   return clock == OverlapClock::kDevice ? "device" : "host only";
-}
-
-nb::object index_or_none(int64_t index) {
-  return index < 0 ? nb::none() : nb::object(nb::int_(index));
 }
 
 nb::dict to_dict(const parallel::StragglerReport& report) {
@@ -323,12 +318,13 @@ void init_reducer(nb::module_& m) {
       .def_prop_ro("total_weight", &Reducer::total_weight)
       .def(
           "gradient_statistics",
-          [](const Reducer& self) {
+          [](const Reducer& self) -> std::optional<nb::dict> {
             parallel::GradientStatistics statistics;
             {
               const nb::gil_scoped_release no_gil;
               statistics = self.gradient_statistics();
             }
+            if (statistics.backward == 0) return std::nullopt;
             return to_dict(statistics);
           },
           "The fields of apex.parallel.GradientStatistics, or None.")
@@ -340,7 +336,9 @@ void init_reducer(nb::module_& m) {
               const nb::gil_scoped_release no_gil;
               norms = self.parameter_norms();
             }
-            return to_list(norms);
+            std::vector<nb::dict> rows;
+            for (const parallel::ParameterNorms& one : norms) rows.push_back(to_dict(one));
+            return rows;
           },
           "The fields of apex.parallel.ParameterNorms, of each parameter.")
       .def("gradient_norm", &Reducer::gradient_norm, release())

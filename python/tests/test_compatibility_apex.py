@@ -79,7 +79,7 @@ def test_table_has_every_name_that_the_packages_have_from_apex() -> None:
         "apex": {"__version__"},
         "apex.parallel": {
             "BucketOverlap", "OverlapReport", "OverlappedOptimizer", "flat_dist_call",
-            "RankTimes", "StragglerReport",
+            "RankTimes", "StragglerReport", "GradientStatistics", "ParameterNorms",
             "revert_syncbn_model", "stall_report",
         },
         "apex.parallel.distributed": {"ReducedBucket"},

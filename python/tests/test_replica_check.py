@@ -135,9 +135,9 @@ def _flip(rank: int, world: int, seed: int) -> None:
     if rank == victim:
         flip(tensor, pick)
     found = None
-    for step in range(step + 1, step + 2 + EVERY):
+    for later in range(step + 1, step + 2 + EVERY):
         try:
-            train(ddp, optimizer, rank, step, amp_level)
+            train(ddp, optimizer, rank, later, amp_level)
         except RuntimeError as error:
             found = str(error)
             break

@@ -167,9 +167,9 @@ class BucketMessage {
   bool has_unused() const { return has_unused_; }
 
   /// With measure_own: the sum of squares of each gradient that pack() has gathered, before it was
-  /// scaled, in the order of slots() (0 where this rank has none): not finite where a gradient is not.
-  /// On the CPU it was taken from the values as they were copied; elsewhere by one multi-tensor
-  /// call, for which the host waits here.
+  /// scaled, in the order of slots() (0 where this rank has none): not finite where a gradient is
+  /// not. On the CPU it was taken from the values as they were copied; elsewhere by one
+  /// multi-tensor call, for which the host waits here.
   std::vector<double> own_squares() const;
 
   /// Forgets a message that is in flight, so that what still writes to it cannot be seen any more:

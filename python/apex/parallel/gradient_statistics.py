@@ -40,13 +40,13 @@ class GradientStatistics:
         norm: of the gradients that it has left; NaN if the step was skipped.
         rank_norms: by rank of the process group, of its gradient before the average; with weights,
             divided by the rank's weight. NaN for one without data, or of weight 0.
-        noise_scale: the gradient noise scale tr(S) / |G|^2, by running averages of both: the batch
-            size up to which a larger batch needs proportionally fewer steps (McCandlish et al.,
-            "An Empirical Model of Large-Batch Training", 2018). In batches of one process; with
-            weights, in what they count. NaN with one process, and while the average of ``signal``
-            is not positive.
-        noise: the estimate of tr(S) in this step, per batch of one process, or sample.
-        signal: the estimate of |G|^2 in this step; may be negative.
+        noise_scale: the gradient noise scale ``tr(S) / |G|^2``, by running averages of both: the
+            batch size up to which a larger batch needs proportionally fewer steps (McCandlish et
+            al., "An Empirical Model of Large-Batch Training", 2018). In batches of one process;
+            with weights, in what they count. NaN with one process, and while the average of
+            ``signal`` is not positive.
+        noise: the estimate of ``tr(S)`` in this step, per batch of one process, or sample.
+        signal: the estimate of ``|G|^2`` in this step; may be negative.
         z_scores: by rank: by how many standard deviations the logarithm of its norm is off, both
             from the other ranks' in this step and from all ranks' in the last ones, whichever is
             less; estimated by medians. 0 in the first 16 steps.

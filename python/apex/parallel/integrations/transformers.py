@@ -124,7 +124,7 @@ class WeightedTrainer(Trainer):
         if isinstance(labels, Tensor):
             return labels.ne(_IGNORED).sum()
         samples = labels if labels is not None else next(iter(inputs.values()))
-        return torch.tensor(len(samples))
+        return torch.tensor(len(samples), device="cpu")
 
     def _shifts_labels(self) -> bool:
         # Trainer's own flag misses GPT2LMHeadModel and others whose class name is not that of a
