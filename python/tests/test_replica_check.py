@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from amp_support import fresh_amp  # noqa: F401
 from ddp_support import RankPool, check, check_equal, check_same_on_all_ranks, forget_amp, raises
 from torch import nn
@@ -69,7 +70,7 @@ def messages() -> Any:
 
 def flip(tensor: torch.Tensor, pick: random.Random) -> None:
     """One bit of one element, behind the back of autograd."""
-    data = tensor.detach()
+    data = tensor.data  # whose writes do not count for the tensor
     memory = data.as_strided((data.numel(),), (1,)).view(torch.uint8)
     at = pick.randrange(memory.numel())
     memory[at] = int(memory[at]) ^ (1 << pick.randrange(8))
@@ -356,6 +357,63 @@ def _buffers_differ(rank: int, world: int) -> None:
 
 def test_replica_check_with_other_buffers_on_some_ranks(ranks: RankPool) -> None:
     ranks.run(2, _buffers_differ)
+
+
+class Own(Net):
+    """Everything that a healthy program may have of its own on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(7))
+        self.register_buffer("graph", torch.eye(4).to_sparse())
+        self.register_buffer("running", torch.zeros(24))
+        self.register_buffer("hidden", torch.zeros(3), persistent=False)
+        self.rank = dist.get_rank()
+        self.steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        if self.steps > 8:  # only after the first rounds
+            self.queue[self.steps % 7] = float(self.rank)
+            self.running = self.running * 0.9 + self.rank
+            self.hidden.data = torch.full((3,), float(self.rank))
+        return super().forward(x)
+
+
+def _own_state(rank: int, world: int) -> None:
+    """Hazard: a warning about a program in which nothing is wrong."""
+    torch.manual_seed(rank)
+    with messages() as texts:
+        net = Own().eval()  # plain batch norm is equal, until it trains
+        ddp = DistributedDataParallel(net, replica_check_every=EVERY)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for step in range(30):
+            if step == 12:
+                net.train()
+            train(ddp, optimizer, rank, step, False)
+        # SAM: away by this rank's gradient, and back after the backward that synchronizes.
+        ddp = DistributedDataParallel(Net())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        for step in range(104):
+            torch.manual_seed(100 * step + rank)
+            optimizer.zero_grad()
+            with ddp.no_sync():
+                ddp(torch.randn(8, 6)).square().mean().backward()
+            moved = [p.grad.clone() for p in ddp.parameters()]
+            with torch.no_grad():
+                for p, m in zip(ddp.parameters(), moved, strict=True):
+                    p.add_(m)
+            optimizer.zero_grad()
+            ddp(torch.randn(8, 6)).square().mean().backward()
+            with torch.no_grad():
+                for p, m in zip(ddp.parameters(), moved, strict=True):
+                    p.sub_(m)
+            optimizer.step()
+    check_equal(texts, [], "messages")
+
+
+def test_replica_check_says_nothing_of_what_ranks_have_of_their_own(ranks: RankPool) -> None:
+    ranks.run(2, _own_state)
 
 
 def main() -> int:

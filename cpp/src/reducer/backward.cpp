@@ -370,7 +370,7 @@ void Backward::send() {
   context_.enter(Phase::kEnding);
   StepReport report = reporter_.report(book_.left());
   if (book_.current() != nullptr) {
-    report.digest = reporter_.replicas.digest();
+    report.digest = reporter_.replicas.digest(report.facts);
     return launch_rest(report);
   }
   const std::string mine = settings();

@@ -59,14 +59,16 @@ void ReplicaCheck::look(bool at_others) {
   }
 }
 
-int64_t ReplicaCheck::digest() {
+int64_t ReplicaCheck::digest(const StepFacts& facts) {
   if (!compares()) return 0;
+  // As an optimizer does that looks at the gradient elsewhere, and goes back: on purpose other.
+  if (facts.updated_locally && !context_.options.replica_check_every) return 0;
   const int64_t part = context_.backward_number % parts();
   // Others may be other tensors by now. They come last, so they lie in the last parts, unless
   // there is one part; a list that has become longer or shorter is found in the next round.
   int64_t before = 0, total = 0;
   for (size_t i = 0; i < state_.size(); ++i) {
-    const auto bytes = static_cast<int64_t>(state_[i].tensor.nbytes());
+    const int64_t bytes = bytes_of_state(state_[i].tensor);
     total += bytes;
     if (i < context_.parameters.size()) before += bytes;
   }

@@ -13,6 +13,7 @@
 
 #include "reducer/context.h"
 #include "step/replica_digest.h"
+#include "step/step_report.h"
 
 namespace apex::parallel::detail {
 
@@ -30,8 +31,9 @@ namespace apex::parallel::detail {
 // synchronization are not. What differs in the first round is none of these.
 //
 // A digest cannot tell of what differs on purpose. Nothing is compared by default where ranks need
-// not begin or step alike (init_sync false, a communication hook, check_steps false), and never
-// under join() and while backwards leave buckets in flight.
+// not begin or step alike (init_sync false, a communication hook, check_steps false), nor in a step
+// whose parameters were updated after a backward of this rank alone; and never under join() and
+// while backwards leave buckets in flight.
 
 /// Not thread safe.
 class ReplicaCheck {
@@ -43,7 +45,7 @@ class ReplicaCheck {
   std::function<void()> taken_over;  ///< after resync(), where it is set
 
   /// Of the part of this backward, when this rank has computed its gradients; 0: none is compared.
-  int64_t digest();
+  int64_t digest(const StepFacts& facts);
   /// Digests differ: which ranks, and where. Empty: what differs may, or was told of. Collective;
   /// blocks the host.
   std::string locate();

@@ -44,13 +44,6 @@ int64_t digest_of_memory(const void* memory, int64_t bytes) {
       .value();
 }
 
-/// Of its memory; 0: it does not count.
-int64_t bytes_of(const at::Tensor& tensor) {
-  const bool counts = tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_meta() &&
-                      has_memory(tensor);
-  return counts ? tensor.numel() * static_cast<int64_t>(tensor.element_size()) : 0;
-}
-
 /// Flat and without gaps.
 at::Tensor flat_memory(const at::Tensor& tensor) {
   const at::Tensor plain = tensor.detach();
@@ -83,7 +76,7 @@ int64_t digest_of(const std::vector<NamedTensor>& tensors, int64_t begin, int64_
   std::vector<at::Tensor> on_device;
   int64_t offset = 0;
   for (const NamedTensor& one : tensors) {
-    const int64_t bytes = bytes_of(one.tensor);
+    const int64_t bytes = bytes_of_state(one.tensor);
     const auto inside = [&](int64_t at) {
       const int64_t there = std::clamp<int64_t>(at - offset, 0, bytes);
       return there == bytes ? bytes : there / kBlock * kBlock;
@@ -113,9 +106,15 @@ int64_t digest_of(const std::vector<NamedTensor>& tensors, int64_t begin, int64_
 
 }  // namespace
 
+int64_t bytes_of_state(const at::Tensor& tensor) {
+  const bool counts = tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_meta() &&
+                      has_memory(tensor);
+  return counts ? tensor.numel() * static_cast<int64_t>(tensor.element_size()) : 0;
+}
+
 int64_t digest_of_part(const std::vector<NamedTensor>& tensors, int64_t index, int64_t parts) {
   int64_t total = 0;
-  for (const NamedTensor& one : tensors) total += bytes_of(one.tensor);
+  for (const NamedTensor& one : tensors) total += bytes_of_state(one.tensor);
   // Not total * index, which may be too large.
   const auto cut = [&](int64_t i) { return total / parts * i + total % parts * i / parts; };
   return digest_of(tensors, cut(index), cut(index + 1));
@@ -124,7 +123,7 @@ int64_t digest_of_part(const std::vector<NamedTensor>& tensors, int64_t index, i
 std::vector<int64_t> digests_of(const std::vector<NamedTensor>& tensors) {
   std::vector<int64_t> digests;
   for (const NamedTensor& one : tensors)
-    digests.push_back(digest_of({one}, 0, bytes_of(one.tensor)));
+    digests.push_back(digest_of({one}, 0, bytes_of_state(one.tensor)));
   return digests;
 }
 

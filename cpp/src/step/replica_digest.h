@@ -15,9 +15,12 @@
 
 namespace apex::parallel {
 
+/// Of its memory; 0: it does not count, as one without memory, a sparse one, or one on meta.
+int64_t bytes_of_state(const at::Tensor& tensor);
+
 /// Of part `index` of `parts` of the memory of `tensors`, cut without regard to where one ends. Not
-/// 0. A bit more or less changes it, and on the CPU so do words that have changed places. Tensors
-/// without memory, sparse ones and those on the meta device count as nothing. Waits for a device.
+/// 0. A bit more or less changes it, and on the CPU so do words that have changed places. Waits
+/// for a device.
 int64_t digest_of_part(const std::vector<NamedTensor>& tensors, int64_t index, int64_t parts);
 
 /// The digest of each tensor.

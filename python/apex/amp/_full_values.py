@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -123,9 +124,11 @@ def record_of(parameter: torch.Tensor) -> FullValue:
     return record
 
 
-def masters_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Name, parameter and master weight of those parameters of `module` that have one."""
-    known = ((name, p, _records.get(p)) for name, p in module.named_parameters())
+def masters_of(
+    named: Iterable[tuple[str, torch.nn.Parameter]],
+) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Name, parameter and master weight of those of these parameters that have one."""
+    known = ((name, p, _records.get(p)) for name, p in named)
     return [(name, p, r.master) for name, p, r in known if r is not None and r.master is not None]
 
 

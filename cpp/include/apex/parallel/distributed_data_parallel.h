@@ -534,14 +534,27 @@ class DistributedDataParallel {
     }
     auto reducer = std::make_unique<Reducer>(std::move(named), std::vector{process_group()},
                                              std::move(options));
-    // The reducer may outlive a module that somebody else owns.
-    reducer->set_replicas([weak = std::weak_ptr<const torch::nn::Module>(own().weak_from_this())] {
-      std::vector<Replica> buffers;
-      const auto module = weak.lock();
-      if (!module) return buffers;
-      for (const auto& item : module->named_buffers())
-        buffers.push_back({{"buffer '" + item.key() + "'", item.value()}, /*may_differ=*/true});
-      return buffers;
+    // Buffers that nobody writes are equal for ever, and so are those that ranks compute together.
+    std::vector<std::pair<Replica, int64_t>> buffers;
+    const auto add = [&](const torch::nn::Module& module, const std::string& prefix) {
+      const bool together = module.as<SyncBatchNormImpl>() != nullptr;
+      for (const auto& item : module.named_buffers(/*recurse=*/false)) {
+        // Those of plain batch norm are written by kernels, which counts as no change.
+        if (!together && item.key().rfind("running_", 0) == 0) continue;
+        const int64_t version = together ? -1 : static_cast<int64_t>(item.value()._version());
+        buffers.push_back(
+            {{{"buffer '" + prefix + item.key() + "'", item.value()}, true}, version});
+      }
+    };
+    add(own(), "");
+    for (const auto& module : own().named_modules("", /*include_self=*/false))
+      add(*module.value(), module.key() + '.');
+    reducer->set_replicas([buffers = std::move(buffers)] {
+      std::vector<Replica> equal;
+      for (const auto& [buffer, version] : buffers) {
+        if (version < 0 || buffer.tensor.tensor._version() == version) equal.push_back(buffer);
+      }
+      return equal;
     });
     return reducer;
   }
