@@ -2,6 +2,7 @@
 #include "reducer/replica_check.h"
 
 #include <algorithm>
+#include <utility>
 
 #include <ATen/Functions.h>
 
@@ -85,7 +86,10 @@ std::string ReplicaCheck::locate() {
   if (!raises && (told_ & (told_ - 1)) != 0) return {};
   look(/*at_others=*/true);
   Fingerprint names;
-  for (const NamedTensor& one : state_) names.add(one.name.data(), one.name.size() + 1);
+  for (const NamedTensor& one : state_) {
+    const int64_t bytes = bytes_of_state(one.tensor);
+    names.add(one.name.data(), one.name.size() + 1).add(&bytes, sizeof(bytes));
+  }
   const std::vector<int64_t> lists =
       gather(context_, {static_cast<int64_t>(state_.size()), names.value()});
   bool same = true;
@@ -113,6 +117,8 @@ std::string ReplicaCheck::locate() {
     return {};
   }
   like_ = found.like;
+  apart_.clear();
+  for (const size_t i : found.tensors) apart_.push_back(state_[i].tensor);
   std::string text =
       found.majority ? list(found.apart) + (found.apart.size() > 1 ? " hold" : " holds") +
                            " another state than the other ranks: "
@@ -134,8 +140,7 @@ std::string ReplicaCheck::locate() {
 }
 
 void ReplicaCheck::resync() {
-  std::vector<at::Tensor> tensors;
-  for (const NamedTensor& one : state_) tensors.push_back(one.tensor);
+  const std::vector<at::Tensor> tensors = std::exchange(apart_, {});
   context_.monitor.open([&] {
     broadcast_coalesced(tensors, context_.members.control(), like_, kBroadcastBytes,
                         "broadcast of the state of most ranks");

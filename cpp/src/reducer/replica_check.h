@@ -49,7 +49,8 @@ class ReplicaCheck {
   /// Digests differ: which ranks, and where. Empty: what differs may, or was told of. Collective;
   /// blocks the host.
   std::string locate();
-  /// After locate() has told: all take over what most ranks have. Collective; blocks the host.
+  /// After locate() has told: of what differs, all take over what most ranks have. Collective;
+  /// blocks the host.
   void resync();
 
  private:
@@ -61,9 +62,10 @@ class ReplicaCheck {
   std::vector<NamedTensor> state_;  ///< that counts: parameters, and others
   std::vector<bool> may_differ_;    ///< of `state_`
   std::set<std::string> differing_;
-  int64_t compared_ = 0;  ///< parts
-  int64_t told_ = 0;      ///< differences
-  int like_ = 0;          ///< the rank that the others take over from
+  int64_t compared_ = 0;           ///< parts
+  int64_t told_ = 0;               ///< differences
+  int like_ = 0;                   ///< the rank that the others take over from
+  std::vector<at::Tensor> apart_;  ///< what they take over
 };
 
 }  // namespace apex::parallel::detail
