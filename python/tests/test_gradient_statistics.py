@@ -134,6 +134,29 @@ def test_gradient_statistics_with_other_options(ranks: RankPool) -> None:
     ranks.run(2, _options)
 
 
+def _clip_after_unscaling(rank: int, world: int) -> None:
+    """Hazard: what does not move a gradient's version, as GradScaler's kernel, or .data."""
+    ddp = _ddp(gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(ddp(torch.randn(3, 4)).square().mean()).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+        else:
+            for parameter in ddp.parameters():
+                parameter.grad.data.div_(1024)
+        expected = total([p.grad for p in ddp.parameters()])
+        near(float(ddp.clip_grad_norm_(1e-3)), expected, 1e-5, f"norm in step {step}")
+        near(total([p.grad for p in ddp.parameters()]), 1e-3, 1e-2, f"clipped in step {step}")
+        near(float(ddp.clip_grad_norm_(1e-3)), 1e-3, 1e-2, "clipped again")
+
+
+def test_gradient_statistics_clip_after_unscaling(ranks: RankPool) -> None:
+    ranks.run(2, _clip_after_unscaling)
+
+
 def _no_passes(rank: int, world: int) -> None:
     """Where gradients are copied, none is read once more: no operator of torch is called."""
     counts = {}

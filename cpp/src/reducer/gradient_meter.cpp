@@ -7,6 +7,7 @@
 
 #include <ATen/Functions.h>
 
+#include "fingerprint.h"
 #include "tensor_parts.h"
 
 namespace apex::parallel::detail {
@@ -87,6 +88,38 @@ void GradientMeter::conclude(const StepTable& table, bool skipped) {
     norms_[i].norm = skipped ? std::numeric_limits<double>::quiet_NaN() : std::sqrt(reduced_[i]);
     norms_[i].own = std::sqrt(own_[i]);
   }
+  samples_.clear();
+  for (size_t i = 0; i < own_.size(); ++i) samples_.push_back(sample(i));
+}
+
+/// Of elements of a gradient: whoever multiplies it changes them. GradScaler.unscale_() does not
+/// change its version. 0: there is nothing to read.
+int64_t GradientMeter::sample(size_t parameter) const {
+  const at::Tensor& grad = context_.parameters[parameter].variable.grad();
+  if (!grad.defined() || !grad.is_cpu() || grad.layout() != at::kStrided || !has_memory(grad) ||
+      !grad.is_non_overlapping_and_dense() || grad.numel() == 0) {
+    return 0;
+  }
+  const auto* const memory = static_cast<const char*>(grad.const_data_ptr());
+  const auto size = static_cast<int64_t>(grad.element_size());
+  Fingerprint elements;
+  for (const int64_t at : {int64_t{0}, grad.numel() / 3, grad.numel() / 2, grad.numel() - 1})
+    elements.add(memory + at * size, static_cast<size_t>(size));
+  return elements.value();
+}
+
+std::optional<double> GradientMeter::norm() const {
+  const GradientStatistics& last = statistics();
+  if (last.backward == 0 || last.backward != context_.backward_number) return std::nullopt;
+  for (size_t i = 0; i < norms_.size(); ++i) {
+    const Parameter& one = context_.parameters[i];
+    if (!one.variable.grad().defined()) continue;
+    // Without a norm it was left as it had been before.
+    const bool same =
+        one.holds_reduced() && norms_[i].norm > 0 && samples_[i] != 0 && samples_[i] == sample(i);
+    if (!same) return std::nullopt;
+  }
+  return last.norm;
 }
 
 std::vector<ParameterNorms> GradientMeter::norms() const {

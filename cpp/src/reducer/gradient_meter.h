@@ -4,7 +4,9 @@
 /// How large gradients are: this rank's as they go into buckets, and the reduced ones as they come
 /// out.
 
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -30,13 +32,15 @@ class GradientMeter {
   void add_reduced(const std::vector<BucketMessage::Slot>& slots, int64_t bucket);
   void conclude(const StepTable& table, bool skipped);
 
-  /// What the parameter's gradient was, was added to the norm.
-  bool counted(size_t parameter) const { return norms_[parameter].norm > 0; }
+  /// The norm of conclude(), if all gradients are still those. Nothing on devices, where it would
+  /// take as long to look.
+  std::optional<double> norm() const;
   const GradientStatistics& statistics() const { return history_.last(); }
   std::vector<ParameterNorms> norms() const;
 
  private:
   void read_devices();
+  int64_t sample(size_t parameter) const;
 
   ReducerContext& context_;
   std::vector<double> own_;      ///< by parameter
@@ -45,6 +49,7 @@ class GradientMeter {
   std::vector<int64_t> on_device_;  ///< parameters whose `values_` are to be measured
   std::vector<at::Tensor> values_;
   std::vector<ParameterNorms> norms_;  ///< of the last backward that was concluded
+  std::vector<int64_t> samples_;       ///< of its gradients: see sample()
   GradientHistory history_;
 };
 

@@ -366,17 +366,9 @@ std::vector<ParameterNorms> Reducer::parameter_norms() const {
 
 std::optional<double> Reducer::gradient_norm() const {
   return core_->read([](const ReducerState& state) -> std::optional<double> {
-    const GradientStatistics& statistics = state.reporter.gradients.statistics();
-    if (!state.context.options.gradient_statistics || state.context.phase != detail::Phase::kIdle ||
-        statistics.backward == 0 || statistics.backward != state.context.backward_number) {
+    if (!state.context.options.gradient_statistics || state.context.phase != detail::Phase::kIdle)
       return std::nullopt;
-    }
-    for (size_t i = 0; i < state.context.parameters.size(); ++i) {
-      const detail::Parameter& one = state.context.parameters[i];
-      if (!one.variable.grad().defined()) continue;
-      if (!one.holds_reduced() || !state.reporter.gradients.counted(i)) return std::nullopt;
-    }
-    return statistics.norm;
+    return state.reporter.gradients.norm();
   });
 }
 

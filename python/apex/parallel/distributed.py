@@ -858,10 +858,10 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
         """As ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)``, with its result.
 
-        With ``gradient_statistics=True`` the norm is known, and no pass over the gradients is made
-        for it, if they are as backward has left them: what has changed one since (as unscaling
-        does) is noticed, unless it went through ``.data``. Else, and without the option, it is
-        torch's function.
+        With ``gradient_statistics=True`` the norm is known on the CPU, and no pass over the
+        gradients is made for it, if they are as backward has left them: what has changed them since
+        (as unscaling does) is noticed, but for single elements that were changed through ``.data``.
+        Else, and without the option, it is torch's function.
 
         Returns:
             The norm before, [], float32 or the gradients' dtype.

@@ -295,8 +295,8 @@ class DistributedDataParallel {
   }
   /// As torch::nn::utils::clip_grad_norm_(parameters(), max_norm), whose result it has: multiplies
   /// all gradients by max_norm / norm if that is less than 1, and returns the norm from before.
-  /// With the option gradient_statistics gradients are not read for that, if they are as backward
-  /// has left them. The host waits for a device.
+  /// With the option gradient_statistics gradients on the CPU are not read for that, if they are as
+  /// backward has left them: see Reducer::gradient_norm(). The host waits for a device.
   double clip_grad_norm_(double max_norm) {
     require_here();
     const std::optional<double> norm = reducer_->gradient_norm();

@@ -295,8 +295,8 @@ class APEX_API Reducer {
   /// The same of single parameters, as parameters() has them.
   std::vector<ParameterNorms> parameter_norms() const;
   /// GradientStatistics::norm, if all gradients are those that the last backward left; nullopt
-  /// without the option, or where one was replaced or changed since (but for changes that move no
-  /// version, as through .data()).
+  /// without the option, on devices, and where one was replaced or changed since: its version, or
+  /// elements that are looked at. May miss a change of single elements through .data().
   std::optional<double> gradient_norm() const;
 
   /// Compares `replicas()`, too, besides the parameters: see ReducerOptions::replica_check_every.
