@@ -42,6 +42,8 @@ TITLES = {
     "apex_weighted": "apex, weights",
     "apex_statistics": "apex, gradient_statistics",
     "apex_unchecked": "apex, replica_check_every=0",
+    "apex_clip": "apex, torch's clip_grad_norm_",
+    "apex_measured": "apex, gradient_statistics and its clip_grad_norm_",
     "flat": "backward, then one flat all-reduce",
     "comm": "one all-reduce in place, alone",
     "forward": "forward alone",
@@ -55,9 +57,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "weighted": {"gradient_average": "weighted"},
     "statistics": {"gradient_statistics": True},
     "unchecked": {"replica_check_every": 0},
+    "measured": {"gradient_statistics": True},
 }
 #: What the options of this library cost: measured when they are named.
-SWITCHES = ("apex_weighted", "apex_statistics", "apex_unchecked")
+SWITCHES = (
+    *("apex_weighted", "apex_statistics", "apex_unchecked"),
+    *("apex_clip", "apex_measured"),
+)
 
 
 def title(variant: str) -> str:
@@ -123,6 +129,10 @@ class Variant:
                 self.module = wrapped = ApexDDP(self.module, **options)
             if option == "weighted":
                 self.around = lambda: wrapped.weight(len(batch))
+            elif option == "measured":  # a norm that nothing exceeds
+                self.after = lambda: wrapped.clip_grad_norm_(1e9)
+            elif option == "clip":
+                self.after = lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 1e9)
         elif library == "flat":
             self.after = lambda: _flat_all_reduce(self.module)
         elif library == "comm":

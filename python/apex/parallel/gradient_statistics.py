@@ -82,5 +82,6 @@ def clip(
     if norm is None or not math.isfinite(norm) or not grads:
         return nn.utils.clip_grad_norm_(parameters, max_norm, error_if_nonfinite=nonfinite_raises)
     total = torch.tensor(norm, dtype=torch.float32, device=grads[0].device)
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    if max_norm < norm + 1e-6:  # else torch's function would multiply by 1
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total
