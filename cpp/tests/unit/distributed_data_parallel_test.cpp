@@ -194,6 +194,77 @@ TEST(DistributedDataParallelCpp, Weighted_UnevenBatches_IsTheMeanOverAllSamples)
   });
 }
 
+// The oracle is torch's function, on gradients that were copied.
+TEST(DistributedDataParallelCpp, GradientStatistics_NormsAndClipping_AreThoseOfTorch) {
+  run_ranks(2, [](int rank, const Group& group) {
+    torch::manual_seed(0);
+    DistributedDataParallel model(
+        torch::nn::Linear(4, 3),
+        DistributedDataParallelOptions().process_group(group).gradient_statistics(true));
+    EXPECT_EQ(model.gradient_statistics().backward, 0);
+    for (const double limit : {1e-3, 1e3}) {
+      for (const at::Tensor& parameter : model.parameters())
+        parameter.mutable_grad() = at::Tensor();
+      model.forward(at::full({2, 4}, rank + 1.0)).square().sum().backward();
+      std::vector<at::Tensor> copies;
+      for (const at::Tensor& parameter : model.parameters()) {
+        copies.push_back(at::zeros_like(parameter));
+        copies.back().mutable_grad() = parameter.grad().clone();
+      }
+      const double expected = torch::nn::utils::clip_grad_norm_(copies, limit);
+      const GradientStatistics found = model.gradient_statistics();
+      EXPECT_NEAR(found.norm / expected, 1, 1e-5);
+      ASSERT_EQ(found.rank_norms.size(), 2u);
+      EXPECT_GT(found.rank_norms[1], found.rank_norms[0]);
+      EXPECT_NEAR(model.clip_grad_norm_(limit) / expected, 1, 1e-5);
+      for (size_t i = 0; i < copies.size(); ++i)
+        EXPECT_TRUE(at::allclose(model.parameters()[i].grad(), copies[i].grad())) << limit;
+      EXPECT_EQ(model.reducer().parameter_norms()[1].name, "bias");
+    }
+  });
+}
+
+// Plain batch norm is each rank's own; a constant that differs later, and a parameter, are not.
+TEST(DistributedDataParallelCpp, StateOfOneRankChanges_Backward_ThrowsAndNamesIt) {
+  run_ranks(3, [](int rank, const Group& group) {
+    torch::manual_seed(rank);
+    torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::BatchNorm1d(4));
+    const at::Tensor table = net->register_buffer("table", at::ones({5}));
+    DistributedDataParallel model(
+        net,
+        DistributedDataParallelOptions().process_group(group).replica_check_every(2).on_divergence(
+            OnDivergence::kRaise));
+    const auto step = [&] {
+      for (const at::Tensor& parameter : model.parameters())
+        parameter.mutable_grad() = at::Tensor();
+      model.forward(at::randn({8, 4})).square().mean().backward();
+    };
+    for (int i = 0; i < 6; ++i) step();
+    const auto fails = [&](const std::string& what) {
+      for (int i = 0; i < 3; ++i) {
+        try {
+          step();
+        } catch (const RankMismatch& error) {
+          EXPECT_NE(std::string(error.what())
+                        .find("rank 2 holds another state than the other "
+                              "ranks: " +
+                              what),
+                    std::string::npos)
+              << error.what();
+          return;
+        }
+      }
+      ADD_FAILURE() << what;
+    };
+    if (rank == 2) table.data_ptr<float>()[3] = 2;
+    fails("buffer 'table' differs");
+    table.data_ptr<float>()[3] = 1;
+    for (int i = 0; i < 3; ++i) step();
+    if (rank == 2) net->parameters()[0].data_ptr<float>()[0] += 1;
+    fails("parameter '0.weight' differs");
+  });
+}
+
 TEST(DistributedDataParallelCpp, ParameterReplacedAddedOrRemoved_Forward_ThrowsAndNamesIt) {
   run_ranks(2, [](int rank, const Group& group) {
     const auto refused = [](auto& model, const at::Tensor& x) {
