@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import json
 import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ from torch import Tensor
 from warm import run_script_on_ranks
 
 from apex import doctor
-from apex._doctor import here, job, pairs, report, rules, self_test
+from apex._doctor import facts, here, job, pairs, report, rules, self_test
 from apex.parallel import SyncBatchNorm
 
 # --- batch norm against float64 ---
@@ -262,6 +265,117 @@ measure.pair = pair
     done = run_job(tmp_path, 2, change, "--timeout-s", "20")
     assert done.returncode == 1
     assert in_order(["failed: ", "rank 1: no buffer space"], done.stdout), done.stdout
+
+
+@pytest.mark.processes
+def test_job_with_two_processes_of_one_rank_or_two_sizes_says_so(
+    tmp_path: Path,
+) -> None:
+    """Hazard: each process finds a partner, and says that all is well; or waits for the third."""
+    cases = {
+        "two processes have RANK=1, one of them process": (
+            "rank, os.environ['RANK'], os.environ['WORLD_SIZE'] = min(rank, 1), "
+            "str(min(rank, 1)), '2'"
+        ),
+        "WORLD_SIZE is ": "os.environ['WORLD_SIZE'] = '2' if rank < 2 else '3'",
+    }
+    for number, (text, change) in enumerate(cases.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        done = run_job(folder, 3, change, "--timeout-s", "5")
+        assert done.returncode == 1, done.stdout
+        # Whoever is first ends the others.
+        said = done.stdout + "".join(log.read_text() for log in folder.glob("rank_*.log"))
+        assert text in said, said
+
+
+@pytest.mark.processes
+def test_job_ends_where_a_foreign_program_has_the_port(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hazard: it takes the connection, and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        assert doctor.main(["--timeout-s", "1"]) == 1
+    assert f"the store at 127.0.0.1:{port} was not reached" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is '', but has to be a number from 1 to"),
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc'"),
+        ({"WORLD_SIZE": "-1", "RANK": "0"}, "WORLD_SIZE is '-1'"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is '2', but has to be a number from 0 to 1 with"),
+        ({"WORLD_SIZE": "2", "RANK": "x"}, "RANK is 'x'"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK is ''"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "::1", "MASTER_PORT": "99999"},
+            "MASTER_PORT is '99999', but has to be a number from 1 to 65535",
+        ),
+    ],
+)
+def test_job_with_wrong_variables_says_which(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variables: dict[str, str],
+    text: str,
+) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(doctor, "_self_tests", lambda _: ())
+    assert doctor.main([]) == 1
+    assert text in capsys.readouterr().err
+
+
+def test_variables_that_may_be_secrets_are_left_out() -> None:
+    secrets = ("NVIDIA_API_KEY", "TORCH_HUB_TOKEN", "APEX_DB_PASSWORD", "PYTORCH_HF_SECRET")
+    plain = {"NCCL_IB_PKEY": "1", "APEX_STALL_SECONDS": "5", "TORCH_LOGS": "+all"}
+    found = facts.shared_variables(
+        {**plain, **dict.fromkeys(secrets, "hidden"), "TORCH_HOME": "https://me:hidden@host/x"}
+    )
+    assert found == plain
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.processes
+def test_signal_ends_the_processes_and_leaves_no_file(tmp_path: Path, number: int) -> None:
+    """The oracle is the kernel's list of processes, and the folder for temporary files."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        environment.pop(name, None)
+    with subprocess.Popen(
+        [sys.executable, "-m", "apex.doctor", "--timeout-s", "60"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+    ) as process:
+        children: list[int] = []
+        while process.poll() is None and len(children) < 2:
+            if list(tmp_path.glob("apex_doctor_*")):
+                listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+                children = list(map(int, listed.split()))
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.wait(60) == -number
+    assert not list(tmp_path.glob("apex_doctor_*"))
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_text_has_no_control_characters_and_fits_any_encoding(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert report.printable("a\n1. b\x1b[31m ä") == "a\\n1. b\\x1b[31m ä"
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    doctor._print("größe", stream)
+    stream.seek(0)
+    assert stream.read() == "gr\\xf6\\xdfe\n"
 
 
 def test_job_without_a_master_says_so(

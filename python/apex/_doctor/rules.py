@@ -169,6 +169,8 @@ def unused_gpus(case: Case) -> Recommendation | None:
 def slow_link(case: Case) -> Recommendation | None:
     if not case.slow:
         return None
+    if any(_is_busy(case, facts) for facts in case.ranks):
+        return None  # other programs may have held up the ranks of any pair
     name = {facts.place.rank: f"rank {facts.place.rank}" for facts in case.ranks}
     if len(case.hosts) > 1:
         name = {f.place.rank: f"rank {f.place.rank} (host {f.place.host})" for f in case.ranks}

@@ -13,7 +13,6 @@ from torch import nn
 
 from apex.amp._full_values import masters_of, record_of
 
-
 _NO_GROUP = object()
 
 
