@@ -580,8 +580,6 @@ void Backward::complete(const std::function<void()>& meanwhile) {
   if (pass_.skipped && (context_.bucket_callback || context_.defers) && !options.skip_failed_steps)
     pass_.fail(context_.me() + kSkippedTooLate);
   settle();
-  if (context_.options.gradient_statistics)
-    reporter_.gradients.conclude(reporter_.receive(), pass_.skipped);
   context_.observers.tell(&BackwardObserver::completed);
   if (context_.reads_reports() && !pass_.recorded) {
     const StepTable& table = reporter_.receive();
@@ -589,6 +587,8 @@ void Backward::complete(const std::function<void()>& meanwhile) {
     pass_.out_of_step = reporter_.compare(table);
     compare_replicas(table);
   }
+  if (context_.options.gradient_statistics)
+    reporter_.gradients.conclude(reporter_.receive(), pass_.skipped);
   order_by_need();
   if (options.gradient_as_bucket_view && !plan().holds_gradients && !pass_.failure)
     move_gradients_in(plan(), context_);

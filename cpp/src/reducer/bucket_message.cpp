@@ -581,8 +581,14 @@ void BucketMessage::copy_out(const std::vector<Slot*>& slots, std::vector<at::Te
   }
 }
 
+/// In the order of the slot's view: that of `values` may be another one than on other ranks.
 void BucketMessage::measure_reduced(Slot& slot, const at::Tensor& values) {
-  if (options_.measure_reduced && device_.is_cpu()) slot.squares = sum_of_squares(values);
+  if (!options_.measure_reduced || !device_.is_cpu()) return;
+  const bool in_order = !slot.view.defined() || is_sparse() || same_dense_layout(values, slot.view);
+  const at::Tensor ordered =
+      in_order ? values : at::empty_like(slot.view, values.options(), at::MemoryFormat::Preserve);
+  if (!in_order) ordered.copy_(values);
+  slot.squares = sum_of_squares(ordered);
 }
 
 /// Of memory that is the gradients' own: it is freed with them, not in the next backward.

@@ -54,7 +54,7 @@ void ReplicaCheck::look(bool at_others) {
   if (!others) return;
   const std::vector<Replica> more = context_.monitor.open([&] { return others(); });
   for (const Replica& one : more) {
-    if (differing_.count(one.tensor.name) != 0) continue;
+    if (one.may_differ && (!with_buffers_ || differing_.count(one.tensor.name) != 0)) continue;
     state_.push_back(one.tensor);
     may_differ_.push_back(one.may_differ);
   }
@@ -77,26 +77,39 @@ int64_t ReplicaCheck::digest(const StepFacts& facts) {
                        static_cast<double>(before) * static_cast<double>(parts());
   look(/*at_others=*/part == 0 || reaches);
   ++compared_;
+  if (++since_told_ > parts()) told_ = 0;  // it was mended
   return digest_of_part(state_, part, parts());
+}
+
+/// Whether all ranks have tensors of the same names and sizes. Collective.
+bool ReplicaCheck::same_lists() {
+  Fingerprint list;
+  for (const NamedTensor& one : state_) {
+    const int64_t bytes = bytes_of_state(one.tensor);
+    list.add(one.name.data(), one.name.size() + 1).add(&bytes, sizeof(bytes));
+  }
+  const std::vector<int64_t> all =
+      gather(context_, {static_cast<int64_t>(state_.size()), list.value()});
+  for (size_t i = 2; i < all.size(); ++i) {
+    if (all[i] != all[i - 2]) return false;
+  }
+  return true;
 }
 
 std::string ReplicaCheck::locate() {
   const bool raises = context_.options.on_divergence != OnDivergence::kWarn;
   ++told_;
+  since_told_ = 0;
   if (!raises && (told_ & (told_ - 1)) != 0) return {};
   look(/*at_others=*/true);
-  Fingerprint names;
-  for (const NamedTensor& one : state_) {
-    const int64_t bytes = bytes_of_state(one.tensor);
-    names.add(one.name.data(), one.name.size() + 1).add(&bytes, sizeof(bytes));
-  }
-  const std::vector<int64_t> lists =
-      gather(context_, {static_cast<int64_t>(state_.size()), names.value()});
-  bool same = true;
-  for (size_t i = 2; i < lists.size(); ++i) same = same && lists[i] == lists[i - 2];
-  if (!same) {
-    // They hold other things: parameters alone can be compared from here on.
-    others = {};
+  // They may hold other things: then what may differ does not count from here on, and if that does
+  // not help, parameters alone do.
+  for (int i = 0; i < 2 && !same_lists(); ++i) {
+    if (with_buffers_) {
+      with_buffers_ = false;
+    } else {
+      others = {};
+    }
     look(/*at_others=*/true);
   }
   const std::vector<int64_t> digests = gather(context_, digests_of(state_));

@@ -57,6 +57,7 @@ class ReplicaCheck {
   bool compares() const;
   int64_t parts() const;
   void look(bool at_others);
+  bool same_lists();
 
   ReducerContext& context_;
   std::vector<NamedTensor> state_;  ///< that counts: parameters, and others
@@ -64,6 +65,8 @@ class ReplicaCheck {
   std::set<std::string> differing_;
   int64_t compared_ = 0;           ///< parts
   int64_t told_ = 0;               ///< differences
+  int64_t since_told_ = 0;         ///< parts that were compared since the last one
+  bool with_buffers_ = true;       ///< what may differ is looked at
   int like_ = 0;                   ///< the rank that the others take over from
   std::vector<at::Tensor> apart_;  ///< what they take over
 };

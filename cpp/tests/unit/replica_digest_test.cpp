@@ -77,6 +77,23 @@ TEST(ReplicaDigest, WordsThatChangePlaces_ChangeIt) {
   }
 }
 
+// Hazard: sums in which bits cancel out, as those of signs do in a sum of words.
+TEST(ReplicaDigest, SignsOfManyValues_ChangeIt) {
+  at::manual_seed(2);
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kInt}) {
+    const at::Tensor values = (at::randn({1024}) * 100).to(dtype);
+    std::set<int64_t> seen{digest_of_part({{"a", values}}, 0, 1)};
+    for (const int64_t step : {1, 2, 8, 16, 32, 512, 1000}) {
+      for (const int64_t first : {0, 1, 7}) {
+        at::Tensor other = values.clone();
+        other.slice(0, first, 1024, step).neg_();
+        EXPECT_TRUE(seen.insert(digest_of_part({{"a", other}}, 0, 1)).second)
+            << dtype << " every " << step << " from " << first;
+      }
+    }
+  }
+}
+
 TEST(ReplicaDigest, MoreOrFewerTensors_ChangeEveryPart) {
   std::vector<NamedTensor> tensors = state();
   const std::vector<int64_t> before = parts_of(tensors, 4);
