@@ -27,6 +27,10 @@ _SHARED_VARIABLES = re.compile(
 _OWN_VARIABLES = re.compile(
     r"\w+_SOCKET_IFNAME|NCCL_(HOSTID|IB_HCA)|NVIDIA_VISIBLE_DEVICES|OMP_PLACES|GOMP_CPU_AFFINITY"
 )
+#: Names, and values such as https://user:password@host, that may hold a secret. They are neither
+#: compared nor printed. NCCL_IB_PKEY is the number of a partition.
+_SECRET_NAME = re.compile(r"AUTH|CRED|(?<!IB_P)KEY|LICENSE|PASS|PWD|SECRET|TOKEN", re.I)
+_SECRET_VALUE = re.compile(r"://[^/]*@")
 
 
 @dataclass(frozen=True)
@@ -187,7 +191,10 @@ def shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())
-        if _SHARED_VARIABLES.fullmatch(name) and not _OWN_VARIABLES.fullmatch(name)
+        if _SHARED_VARIABLES.fullmatch(name)
+        and not _OWN_VARIABLES.fullmatch(name)
+        and not _SECRET_NAME.search(name)
+        and not _SECRET_VALUE.search(value)
     }
 
 
