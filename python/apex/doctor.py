@@ -10,8 +10,8 @@ In a job (``torchrun ... -m apex.doctor`` on every node) its ranks are compared 
 instead: what differs between them is said, with the ranks, and the slow pair of hosts is named.
 Rank 0 prints.
 
-Exit code: 0; 1 if a self-test or a measurement failed; 2 for wrong arguments. In a job it is that
-of rank 0.
+Exit code: 0; 1 if a self-test or a measurement failed, or environment variables of the job are
+wrong; 2 for wrong arguments. In a job it is that of rank 0.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
 
 from apex._doctor import facts, here, job, measure, report, self_test
 from apex._doctor.case import Case
+
+_MOST_S = 1e6
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -52,8 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _positive(text: str) -> float:
     value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    if not 0 < value <= _MOST_S:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number up to {_MOST_S:g}")
     return value
 
 
@@ -77,7 +81,7 @@ def examine_job(environment: Mapping[str, str], timeout_s: float) -> report.Repo
     """All ranks of the job; None on ranks other than 0.
 
     Raises:
-        job.Unreachable: if this rank does not reach the others.
+        job.JobError: if this rank cannot take part.
     """
     mine = facts.gather(environment)
     record = job.Record(mine, _self_tests(mine))
@@ -121,20 +125,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code, or exits with 2 for wrong arguments."""
     args = build_parser().parse_args(argv)
     environment = dict(os.environ)
-    examine = examine_job if job.is_job(environment) else examine_host
     try:
+        examine = examine_job if job.is_job(environment) else examine_host
         found = examine(environment, args.timeout_s)
-    except job.Unreachable as error:
-        print(f"apex.doctor: rank {environment['RANK']}: {error}.", file=sys.stderr, flush=True)
+    except job.JobError as error:
+        rank = f"rank {environment['RANK']}: " if environment.get("RANK") else ""
+        _print(report.printable(f"apex.doctor: {rank}{error}."), sys.stderr)
         return 1
     if found is None:
         return 0
     text = report.as_text(found)
     if args.json:
         text = json.dumps(report.as_json(found), indent=2, allow_nan=False)
-    print(text, flush=True)
+    _print(text, sys.stdout)
     return int(found.has_failed)
 
 
+def _print(text: str, stream: TextIO) -> None:
+    encoding = stream.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        # Python's own handler does not run while torch waits for a peer.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main())

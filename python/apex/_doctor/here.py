@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,7 +47,27 @@ class Outcome:
 
 
 def run(backends: Sequence[str], timeout_s: float) -> Outcome:
-    """Starts the processes and waits for them; they are killed after ``timeout_s``."""
+    """Starts the processes and waits for them; they are killed after ``timeout_s``.
+
+    A signal that would end this process does so when theirs are killed and the files deleted. Only
+    the main thread may call this.
+    """
+    caught: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: caught.append(number))
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        return _run(backends, timeout_s, caught)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if caught:
+            os.kill(os.getpid(), caught[0])
+
+
+def _run(backends: Sequence[str], timeout_s: float, caught: Sequence[int]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="apex_doctor_") as name:
         folder = Path(name)
         processes: list[subprocess.Popen[bytes]] = []
@@ -63,7 +85,7 @@ def run(backends: Sequence[str], timeout_s: float) -> Outcome:
                             stderr=file,
                         )
                     )
-                codes = _wait(processes, timeout_s)
+                codes = _wait(processes, timeout_s, caught)
             finally:
                 for process in processes:
                     process.kill()
@@ -74,6 +96,7 @@ def run(backends: Sequence[str], timeout_s: float) -> Outcome:
             lines = (folder / _RESULTS).read_text().splitlines()
             measured = [measure.AllReduce(**json.loads(line)) for line in lines]
     missing = ", ".join(backends[len(measured) :])
+    failure = f"did not measure {missing}" if missing else "failed after their measurements"
     problem = None
     if codes != [0, 0]:
         why = f"no end within {timeout_s:g} s"
@@ -82,17 +105,21 @@ def run(backends: Sequence[str], timeout_s: float) -> Outcome:
                 lines = output[rank].strip().splitlines()
                 why = lines[-1] if lines else f"process {rank} ended with exit code {codes[rank]}"
                 break
-        problem = f"two processes here did not measure {missing or 'everything'}: {why}"
+        problem = f"two processes here {failure}: {why}"
     reason = _NOT_SHARED.search("\n".join(output))
     return Outcome(tuple(measured), reason[1] if reason else None, problem)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
-    """The exit codes when all have ended, or one with an error, or the time is over."""
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]], timeout_s: float, caught: Sequence[int]
+) -> list[int | None]:
+    """The exit codes when all have ended, or one with an error, or the time is over, or when a
+    signal was caught.
+    """
     until = time.monotonic() + timeout_s
     while True:
         codes = [process.poll() for process in processes]
-        if any(codes) or None not in codes or time.monotonic() > until:
+        if any(codes) or None not in codes or caught or time.monotonic() > until:
             return codes
         time.sleep(0.02)
 
@@ -112,7 +139,7 @@ def main(arguments: Sequence[str]) -> None:
         if backend == "nccl":
             device = torch.device("cuda", rank)
             torch.cuda.set_device(device)
-        measured = measure.all_reduce(backend, device)
+        measured = measure.all_reduce(backend, device, timeout_s)
         if rank == 0:
             with (folder / _RESULTS).open("a") as results:
                 results.write(json.dumps(asdict(measured)) + "\n")

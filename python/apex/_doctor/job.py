@@ -7,13 +7,19 @@ explain why there cannot be one.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
+import os
 import pickle
+import re
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,12 +38,15 @@ MOST_ROUNDS = 63
 GRACE_S = 1.0
 #: Pairs that are measured again before one of them is called slow.
 MOST_AGAIN = 12
+_MOST = 999_999_999
+_FAILED = "Gloo, or a measurement, failed on"
 
 Rounds = list[list[pairs.Ranks]]
+T = TypeVar("T")
 
 
-class Unreachable(Exception):
-    """This rank cannot reach the others; the message is one sentence."""
+class JobError(Exception):
+    """This rank cannot take part in the job; the message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -79,66 +88,172 @@ class Plan:
 
 
 def is_job(environment: Mapping[str, str]) -> bool:
-    return int(environment.get("WORLD_SIZE", "1")) > 1 and "RANK" in environment
+    """Whether WORLD_SIZE and RANK describe a rank of several.
+
+    Raises:
+        JobError: if these variables or LOCAL_RANK have values that cannot be.
+    """
+    world = _number(environment, "WORLD_SIZE", 1, _MOST)
+    if "WORLD_SIZE" not in environment:
+        _number(environment, "RANK", 0, _MOST)
+    else:
+        _number(environment, "RANK", 0, world - 1, f" with WORLD_SIZE={world}")
+    _number(environment, "LOCAL_RANK", 0, _MOST)
+    if world > 1 and "RANK" not in environment:
+        raise JobError(
+            f"WORLD_SIZE is {world}, but RANK is not set: set both, as torchrun does, or unset "
+            "WORLD_SIZE to examine this host alone"
+        )
+    return world > 1
+
+
+def _number(
+    environment: Mapping[str, str], name: str, least: int, most: int, given: str = ""
+) -> int:
+    text = environment.get(name, str(least))
+    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
+        raise JobError(
+            f"{name} is {text!r}, but has to be a number from {least} to {most}{given}: set it as "
+            "torchrun does, or unset it"
+        )
+    return int(text)
 
 
 def run(mine: Record, environment: Mapping[str, str], timeout_s: float) -> Outcome | None:
     """On rank 0 what it has learned, on others None.
 
-    Collective over the ranks of the job; blocks for a few times ``timeout_s`` at most. A rank that
-    fails reports that to rank 0 and returns: a launcher ends all ranks when one ends with an error.
+    Collective over the ranks of the job. A step that gets no answer ends after three times
+    ``timeout_s`` at most. A rank that fails to measure reports that to rank 0 and returns: a
+    launcher ends all ranks when one ends with an error.
 
     Raises:
-        Unreachable: on a rank that does not reach the store of rank 0 or of the launcher, or gets
-            no plan from rank 0.
+        JobError: if MASTER_ADDR or MASTER_PORT is wrong, or the store of rank 0 or of the launcher
+            does not answer; on ranks other than 0 also without a plan from rank 0, if two processes
+            have the same rank, or if WORLD_SIZE differs.
     """
-    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    rank, world = mine.facts.place.rank, int(environment["WORLD_SIZE"])
     store = _connect(environment, rank, timeout_s)
-    _put(store, f"record/{rank}", mine)
-    if rank != 0:
-        decided = _plan_of_rank_0(store, timeout_s)
-        if decided is not None:
-            _measure(decided, store, mine.facts, world, timeout_s)
-        return None
-    found = _collect(store, world, timeout_s)
-    records = list(found.values())
-    problem = _why_not(Case([record.facts for record in records]), world, timeout_s)
-    decided = None if problem else plan([record.facts for record in records])
-    _put(store, "plan", decided)
-    if decided is None:
-        # The store may end with this process.
-        until = time.monotonic() + GRACE_S
-        while store.add("read", 0) < len(found) - 1 and time.monotonic() < until:
-            time.sleep(0.02)
-        return Outcome(records, problem=problem)
     try:
-        measured, links = _measure(decided, store, mine.facts, world, timeout_s)
-    except RuntimeError:
-        return Outcome(records, problem=_first_errors(store, world))
-    return Outcome(records, measured, links, pairs.slow(links, decided.one_host))
+        records, decided, problem = _within(
+            3 * timeout_s, partial(_agree, store, mine, world, timeout_s)
+        )
+    except RuntimeError as error:
+        raise JobError(f"no plan came from rank 0 ({_line(error)})") from None
+    measured: list[measure.AllReduce] = []
+    links: list[pairs.Pair] = []
+    if decided is not None and problem is None:
+        measured, links, problem = _measure(decided, store, mine.facts, world, timeout_s)
+    if records:
+        one_host = decided is not None and decided.one_host
+        return Outcome(records, measured, links, pairs.slow(links, one_host), problem)
+    if problem is not None:
+        time.sleep(GRACE_S)  # rank 0 prints before the launcher ends it
+        raise JobError(problem)
+    return None
+
+
+def _within(limit_s: float, call: Callable[[], T]) -> T:
+    """The result of ``call``; RuntimeError if it takes longer, and then it is left running.
+
+    Requests to torch's store have no timeout while its server is stopped, or is no store at all.
+    """
+    result: futures.Future[T] = futures.Future()
+
+    def work() -> None:
+        try:
+            result.set_result(call())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return result.result(limit_s)
+    except futures.TimeoutError:
+        raise RuntimeError("no answer") from None
+
+
+def _agree(
+    store: dist.Store, mine: Record, world: int, timeout_s: float
+) -> tuple[Sequence[Record], Plan | None, str | None]:
+    """All records, on rank 0; the plan, or None; why there is none, or a conflict."""
+    leads, conflict = _join(store, mine.facts, world)
+    _put(store, f"record/{mine.facts.place.rank}", mine)
+    if not leads:
+        store.wait(["plan"], datetime.timedelta(seconds=2 * timeout_s))
+        decided = _get(store, "plan")
+        store.add("joined", -1)
+        # With a plan the other ranks measure, so this one does as well, unless it is too many.
+        return [], decided, conflict if decided is not None else _conflict(store)
+    records = _collect(store, world, timeout_s)
+    case = Case([record.facts for record in records])
+    problem = _conflict(store) or _why_not(case, world, timeout_s)
+    decided = None if problem else plan(case.ranks)
+    _put(store, "plan", decided)
+    # The store may end with this process.
+    until = time.monotonic() + timeout_s
+    while decided is None and store.add("joined", 0) > 0 and time.monotonic() < until:
+        time.sleep(0.02)
+    return records, decided, problem
+
+
+def _join(store: dist.Store, mine: Facts, world: int) -> tuple[bool, str | None]:
+    """Whether this process makes the plan, and a conflict that it has reported."""
+    rank, conflict = mine.place.rank, None
+    size = store.compare_set("world", "", f"{world} on rank {rank}").decode()
+    is_first = store.add(f"processes/{rank}", 1) == 1
+    leads = is_first and rank == 0
+    if not leads:
+        store.add("joined", 1)
+    if not is_first:
+        conflict = (
+            f"two processes have RANK={rank}, one of them process {os.getpid()} on host "
+            f"{mine.place.host}: give every process its own RANK"
+        )
+    elif int(size.split()[0]) != world:
+        conflict = (
+            f"WORLD_SIZE is {world} on rank {rank} and {size}: give all processes the same value"
+        )
+    if conflict is not None:
+        store.set("conflict", conflict)
+    return leads, conflict
+
+
+def _conflict(store: dist.Store) -> str | None:
+    return store.get("conflict").decode() if store.check(["conflict"]) else None
 
 
 def _measure(
     decided: Plan, store: dist.Store, mine: Facts, world: int, timeout_s: float
-) -> tuple[list[measure.AllReduce], list[pairs.Pair]]:
+) -> tuple[list[measure.AllReduce], list[pairs.Pair], str | None]:
+    """What was measured, and why it failed (on rank 0), or a conflict."""
     rank = mine.place.rank
     try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore("gloo", store),
-            rank=rank,
-            world_size=world,
-            timeout=datetime.timedelta(seconds=timeout_s),
+        _within(
+            2 * timeout_s,
+            lambda: dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore("gloo", store),
+                rank=rank,
+                world_size=world,
+                timeout=datetime.timedelta(seconds=timeout_s),
+            ),
         )
-        measured = [measure.all_reduce(one, _device(one, mine)) for one in decided.backends]
+        measured = [
+            _within(2 * timeout_s, partial(_all_reduce, one, mine, timeout_s))
+            for one in decided.backends
+        ]
         links = _measure_pairs(decided)
+        problem = _within(timeout_s, partial(_conflict, store))
+        dist.barrier()  # the store may end with rank 0
         dist.destroy_process_group()
+        return measured, links, problem
     except RuntimeError as error:
-        store.set(f"error/{rank}", _line(error))
-        if rank == 0:
-            raise
-        return [], []
-    return measured, links
+        text = _line(error)
+    try:
+        problem = _within(GRACE_S + timeout_s, partial(_failure, store, rank, world, text))
+    except RuntimeError:
+        problem = f"{_FAILED} rank {rank}: {text}"
+    return [], [], problem
 
 
 def _why_not(case: Case, world: int, timeout_s: float) -> str | None:
@@ -170,57 +285,55 @@ def plan(ranks: Sequence[Facts]) -> Plan:
 
 
 def _connect(environment: Mapping[str, str], rank: int, timeout_s: float) -> dist.Store:
-    address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
-    if not address or not port.isdecimal():
-        raise Unreachable("RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT")
+    address = environment.get("MASTER_ADDR")
+    if not address or not environment.get("MASTER_PORT"):
+        raise JobError("RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT")
+    port = _number(environment, "MASTER_PORT", 1, 65535)
     # torchrun's agent keeps the store of its ranks.
     by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    make = partial(
+        dist.TCPStore,
+        address,
+        port,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=not by_agent,
+    )
+    is_master, store = rank == 0 and not by_agent, None
     try:
-        store = dist.TCPStore(
-            address,
-            int(port),
-            is_master=rank == 0 and not by_agent,
-            timeout=datetime.timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=not by_agent,
-        )
+        store = _within(3 * timeout_s, partial(make, is_master=is_master))
     except RuntimeError as error:
-        raise Unreachable(
-            f"the store at {address}:{port} was not reached within {timeout_s:g} s ({_line(error)})"
-        ) from None
+        if is_master:  # another process of rank 0 may have the port
+            with contextlib.suppress(RuntimeError):
+                store = _within(GRACE_S, partial(make, is_master=False))
+        if store is None:
+            raise JobError(
+                f"the store at {address}:{port} was not reached within {timeout_s:g} s "
+                f"({_line(error)}): check that rank 0 runs, and that no other program has this port"
+            ) from None
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"apex_doctor/{attempt}", store)
 
 
-def _collect(store: dist.Store, world: int, timeout_s: float) -> dict[int, Record]:
-    """By rank; without those that do not come in time."""
-    found: dict[int, Record] = {}
+def _collect(store: dist.Store, world: int, timeout_s: float) -> list[Record]:
+    """In the order of ranks; without those that do not come in time."""
+    found = []
     until = time.monotonic() + timeout_s
     for rank in range(world):
         # Ranks after one that is absent may have come.
         while not store.check([f"record/{rank}"]) and time.monotonic() < until:
             time.sleep(0.02)
         if store.check([f"record/{rank}"]):
-            found[rank] = _get(store, f"record/{rank}")
+            found.append(_get(store, f"record/{rank}"))
     return found
 
 
-def _plan_of_rank_0(store: dist.Store, timeout_s: float) -> Plan | None:
-    """None: there is nothing to measure."""
-    try:
-        store.wait(["plan"], datetime.timedelta(seconds=2 * timeout_s))
-        decided: Plan | None = _get(store, "plan")
-        store.add("read", 1)
-    except RuntimeError as error:
-        raise Unreachable(f"no plan came from rank 0 ({_line(error)})") from None
-    return decided
-
-
-def _device(backend: str, mine: Facts) -> torch.device:
-    if backend != "nccl" or mine.gpus.own is None:
-        return torch.device("cpu")
-    torch.cuda.set_device(mine.gpus.own)
-    return torch.device("cuda", mine.gpus.own)
+def _all_reduce(backend: str, mine: Facts, timeout_s: float) -> measure.AllReduce:
+    device = torch.device("cpu")
+    if backend == "nccl" and mine.gpus.own is not None:
+        device = torch.device("cuda", mine.gpus.own)
+        torch.cuda.set_device(device)
+    return measure.all_reduce(backend, device, timeout_s)
 
 
 def _measure_pairs(decided: Plan) -> list[pairs.Pair]:
@@ -244,15 +357,21 @@ def _measure_rounds(rounds: Rounds, found: dict[pairs.Ranks, pairs.Pair]) -> Non
         found[pair.ranks] = pairs.better(pair, found.get(pair.ranks, pair))
 
 
-def _first_errors(store: dist.Store, world: int) -> str:
-    """A failure on one rank soon is one on all: the others are given time to report theirs."""
+def _failure(store: dist.Store, rank: int, world: int, text: str) -> str | None:
+    """Reports an error; returns a conflict, or on rank 0 the errors of all ranks.
+
+    A failure on one rank soon is one on all: the others are given time to report theirs.
+    """
+    store.set(f"error/{rank}", text)
+    if rank != 0:
+        return _conflict(store)
     time.sleep(GRACE_S)
     texts = [
         f"rank {rank}: {store.get(f'error/{rank}').decode()}"
         for rank in range(world)
         if store.check([f"error/{rank}"])
     ]
-    return f"Gloo, or a measurement, failed on {'; '.join(texts[:3])}"
+    return _conflict(store) or f"{_FAILED} {'; '.join(texts[:3])}"
 
 
 def _put(store: dist.Store, key: str, value: object) -> None:

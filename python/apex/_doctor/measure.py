@@ -7,6 +7,7 @@ that ran one more would wait for the others indefinitely.
 
 from __future__ import annotations
 
+import datetime
 import statistics
 import time
 from collections.abc import Callable
@@ -42,12 +43,14 @@ class AllReduce:
     shares_memory: bool | None = None
 
 
-def all_reduce(backend: str, device: torch.device) -> AllReduce:
+def all_reduce(backend: str, device: torch.device, timeout_s: float) -> AllReduce:
     """Makes a group of all ranks with ``backend`` and measures it.
 
     Collective over the default group, which is Gloo's; blocks.
     """
-    group = dist.new_group(backend=backend)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    # torch ends the process when NCCL's timeout expires.
+    group = dist.new_group(backend=backend, timeout=None if backend == "nccl" else timeout)
     dist.all_reduce(torch.zeros(1, device=device), group=group)  # makes connections
     medians = []
     for size in (LATENCY_BYTES, BANDWIDTH_BYTES):

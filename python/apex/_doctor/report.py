@@ -73,7 +73,12 @@ def as_text(report: Report) -> str:
     lines += [f"{number}. {one}" for number, one in enumerate(report.recommendations, 1)]
     if not report.recommendations:
         lines.append("nothing to change" + (" was found so far" if report.problems else ""))
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
+
+
+def printable(line: str) -> str:
+    """With escapes for control characters: values of variables may have newlines."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def _title(case: Case) -> str:
