@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -28,7 +29,7 @@ from torch import Tensor
 from warm import run_script_on_ranks
 
 from apex import doctor
-from apex._doctor import facts, here, job, pairs, report, rules, self_test
+from apex._doctor import here, job, pairs, report, rules, self_test
 from apex.parallel import SyncBatchNorm
 
 # --- batch norm against float64 ---
@@ -143,6 +144,34 @@ def test_two_processes_that_take_too_long_are_killed(monkeypatch: pytest.MonkeyP
     assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_two_processes_and_their_files_end_with_a_signal(tmp_path: Path, number: int) -> None:
+    sleeping, folder = tmp_path / "sleeping", tmp_path / "tmp"
+    sleeping.write_text("#!/bin/sh\nexec sleep 600\n")
+    sleeping.chmod(0o755)
+    folder.mkdir()
+    code = "import sys; from apex._doctor import here; sys.executable = sys.argv[1]; "
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{code}here.run(['gloo'], 600)", str(sleeping)],
+        env={**os.environ, "TMPDIR": str(folder)},
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        until = time.monotonic() + 60
+        while not list(folder.glob("apex_doctor_*/output1")) and time.monotonic() < until:
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.wait(60) == -number
+        assert list(folder.iterdir()) == []
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
     ("warning", "environment", "reason"),
     [
@@ -211,6 +240,7 @@ def test_job_rank_with_another_variable_and_slow_pair_are_named(tmp_path: Path) 
     """What is measured between ranks 1 and 2 is made slow; the oracle is that choice."""
     change = """
 os.environ["APEX_STALL_SECONDS"] = "7" if rank == 2 else "5"
+os.getloadavg = lambda: (0.0, 0.0, 0.0)
 import dataclasses
 from apex._doctor import measure
 real = measure.pair
@@ -267,115 +297,137 @@ measure.pair = pair
     assert in_order(["failed: ", "rank 1: no buffer space"], done.stdout), done.stdout
 
 
-@pytest.mark.processes
-def test_job_with_two_processes_of_one_rank_or_two_sizes_says_so(
-    tmp_path: Path,
-) -> None:
-    """Hazard: each process finds a partner, and says that all is well; or waits for the third."""
-    cases = {
-        "two processes have RANK=1, one of them process": (
-            "rank, os.environ['RANK'], os.environ['WORLD_SIZE'] = min(rank, 1), "
-            "str(min(rank, 1)), '2'"
-        ),
-        "WORLD_SIZE is ": "os.environ['WORLD_SIZE'] = '2' if rank < 2 else '3'",
-    }
-    for number, (text, change) in enumerate(cases.items()):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        done = run_job(folder, 3, change, "--timeout-s", "5")
-        assert done.returncode == 1, done.stdout
-        # Whoever is first ends the others.
-        said = done.stdout + "".join(log.read_text() for log in folder.glob("rank_*.log"))
-        assert text in said, said
+#: Instead of its exit code, which would end the other ranks, a rank prints it.
+PRINT_CODE = """
+from apex import doctor
+print("exit code", doctor.main(sys.argv[1:]), file=sys.stderr)
+sys.exit()
+"""
+#: Ranks 0, 1 and again 1 of 2. The third one comes before there is a plan, or after it.
+TWICE = """
+import time
+from apex._doctor import job
+os.environ.update(WORLD_SIZE="2", RANK=str(min(rank, 1)))
+late, connect, collect, measure = {late}, job._connect, job._collect, job._measure_pairs
+def new_connect(*arguments):
+    job.store = connect(*arguments)
+    if rank == 2 and late:
+        job.store.wait(["plan"])
+    return job.store
+def new_collect(*arguments):
+    while not late and not job.store.check(["conflict"]):
+        time.sleep(0.01)
+    return collect(*arguments)
+def new_measure(*arguments):
+    job.store.wait(["conflict"])
+    return measure(*arguments)
+job._connect, job._collect, job._measure_pairs = new_connect, new_collect, new_measure
+"""
 
 
 @pytest.mark.processes
-def test_job_ends_where_a_foreign_program_has_the_port(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Hazard: it takes the connection, and never answers."""
+@pytest.mark.parametrize("late", [False, True])
+def test_job_two_processes_of_one_rank_are_named_by_all(tmp_path: Path, late: bool) -> None:
+    done = run_job(tmp_path, 3, TWICE.format(late=late) + PRINT_CODE, "--timeout-s", "60")
+    finding = r"two processes have RANK=1, one of them process \d+ on host .*: give every process"
+    assert re.search(f"^failed: {finding}", done.stdout, re.M), done.stdout + done.stderr
+    assert done.stderr == "exit code 1\n"
+    for rank in (1, 2):
+        log = (tmp_path / f"rank_{rank}.log").read_text()
+        assert re.match(f"apex.doctor: rank 1: {finding}.*\nexit code 1\n$", log), log
+
+
+@pytest.mark.processes
+def test_job_two_processes_of_rank_0_on_one_host_are_named(tmp_path: Path) -> None:
+    """One of them has the port; it waits for rank 2, which does not come, before it ends."""
+    change = "os.environ['RANK'] = str(rank % 2)" + PRINT_CODE
+    done = run_job(tmp_path, 3, change, "--timeout-s", "10")
+    found = [done.stdout + done.stderr] + [
+        (tmp_path / f"rank_{rank}.log").read_text() for rank in (1, 2)
+    ]
+    for output in found:
+        assert "two processes have RANK=0" in output and "exit code 1" in output, found
+
+
+@pytest.mark.processes
+def test_job_with_two_world_sizes_names_them(tmp_path: Path) -> None:
+    change = "os.environ['WORLD_SIZE'] = str(2 + rank)" + PRINT_CODE
+    done = run_job(tmp_path, 2, change, "--timeout-s", "60")
+    log = (tmp_path / "rank_1.log").read_text()
+    for output in (done.stdout + done.stderr, log):
+        assert re.search(r"WORLD_SIZE is (3 on rank 1 and 2|2 on rank 0 and 3) on rank ", output)
+        assert output.endswith("exit code 1\n")
+
+
+@pytest.mark.processes
+def test_job_ends_on_other_ranks_when_rank_0_is_stopped(tmp_path: Path) -> None:
+    change = """
+import signal
+from apex._doctor import job
+if rank == 0:
+    job._all_reduce = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    done = run_job(tmp_path, 2, change, "--timeout-s", "5")
+    assert done.returncode == 1 and done.stdout == ""
+    log = (tmp_path / "rank_1.log").read_text()
+    assert "apex.doctor: rank 1: Gloo, or a measurement, failed on rank 1: " in log, log
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_job_ends_when_another_program_has_the_port(interrupted: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        assert doctor.main(["--timeout-s", "1"]) == 1
-    assert f"the store at 127.0.0.1:{port} was not reached" in capsys.readouterr().err
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+        with subprocess.Popen(
+            [sys.executable, "-m", "apex.doctor", f"--timeout-s={600 if interrupted else 1}"],
+            env={**os.environ, "RANK": "1", "WORLD_SIZE": "2", **master},
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                server.settimeout(60)
+                connection, _ = server.accept()
+                with connection:
+                    if interrupted:
+                        process.send_signal(signal.SIGINT)
+                    _, errors = process.communicate(timeout=60)
+            finally:
+                process.kill()
+    if interrupted:
+        assert process.returncode == -signal.SIGINT and errors == ""
+    else:
+        assert process.returncode == 1
+        assert in_order(["was not reached within 1 s (no answer)", "no other program"], errors)
 
 
 @pytest.mark.parametrize(
-    ("variables", "text"),
+    ("variables", "message"),
     [
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE is '', but has to be a number from 1 to"),
-        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc'"),
-        ({"WORLD_SIZE": "-1", "RANK": "0"}, "WORLD_SIZE is '-1'"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK is not set"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is '2', but has to be a number from 0 to 1 with"),
-        ({"WORLD_SIZE": "2", "RANK": "x"}, "RANK is 'x'"),
-        ({"LOCAL_RANK": ""}, "LOCAL_RANK is ''"),
-        (
-            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "::1", "MASTER_PORT": "99999"},
-            "MASTER_PORT is '99999', but has to be a number from 1 to 65535",
-        ),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is '', but has to be a number from 1 to "),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', but "),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE is '-1', but "),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK is not set: set both, "),
+        ({"RANK": ""}, "RANK is '', but "),
+        ({"RANK": "x\n"}, "rank x\\n: RANK is 'x\\n', but "),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "number from 0 to 1 with WORLD_SIZE=2: set it as "),
+        ({"RANK": "0", "LOCAL_RANK": "-1"}, "LOCAL_RANK is '-1', but "),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999"}, "MASTER_PORT is '99999', but "),
     ],
 )
-def test_job_with_wrong_variables_says_which(
+def test_wrong_environment_is_named_with_the_remedy(
+    variables: dict[str, str],
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    variables: dict[str, str],
-    text: str,
 ) -> None:
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
+    monkeypatch.setattr(doctor, "_self_tests", lambda _: [])
+    for name, value in {"MASTER_ADDR": "127.0.0.1", **variables}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(doctor, "_self_tests", lambda _: ())
     assert doctor.main([]) == 1
-    assert text in capsys.readouterr().err
-
-
-def test_variables_that_may_be_secrets_are_left_out() -> None:
-    secrets = ("NVIDIA_API_KEY", "TORCH_HUB_TOKEN", "APEX_DB_PASSWORD", "PYTORCH_HF_SECRET")
-    plain = {"NCCL_IB_PKEY": "1", "APEX_STALL_SECONDS": "5", "TORCH_LOGS": "+all"}
-    found = facts.shared_variables(
-        {**plain, **dict.fromkeys(secrets, "hidden"), "TORCH_HOME": "https://me:hidden@host/x"}
-    )
-    assert found == plain
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.processes
-def test_signal_ends_the_processes_and_leaves_no_file(tmp_path: Path, number: int) -> None:
-    """The oracle is the kernel's list of processes, and the folder for temporary files."""
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        environment.pop(name, None)
-    with subprocess.Popen(
-        [sys.executable, "-m", "apex.doctor", "--timeout-s", "60"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-    ) as process:
-        children: list[int] = []
-        while process.poll() is None and len(children) < 2:
-            if list(tmp_path.glob("apex_doctor_*")):
-                listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-                children = list(map(int, listed.split()))
-            time.sleep(0.01)
-        process.send_signal(number)
-        assert process.wait(60) == -number
-    assert not list(tmp_path.glob("apex_doctor_*"))
-    assert not any(Path(f"/proc/{child}").exists() for child in children)
-
-
-def test_text_has_no_control_characters_and_fits_any_encoding(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert report.printable("a\n1. b\x1b[31m ä") == "a\\n1. b\\x1b[31m ä"
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    doctor._print("größe", stream)
-    stream.seek(0)
-    assert stream.read() == "gr\\xf6\\xdfe\n"
+    captured = capsys.readouterr()
+    assert captured.out == "" and message in captured.err and captured.err.count("\n") == 1
 
 
 def test_job_without_a_master_says_so(
@@ -393,16 +445,32 @@ def test_job_without_a_master_says_so(
 
 
 def test_arguments_that_are_wrong_end_with_two(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        doctor.main(["--timeout-s", "0"])
-    assert ended.value.code == 2
-    assert "0 is not a positive number" in capsys.readouterr().err
+    for value in ("0", "nan", "inf"):
+        with pytest.raises(SystemExit) as ended:
+            doctor.main(["--timeout-s", value])
+        assert ended.value.code == 2
+        assert f"{value} is not a positive number" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         doctor.main(["--help"])
     assert "--json" in capsys.readouterr().out
 
 
 # --- text ---
+
+
+def test_text_escapes_control_characters_and_what_the_encoding_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values = [{"NCCL_NET": "gr\u00f6\u00dfe\n1. \x1b[31m\udcff"}, {}]
+    case = a_case(*(a_rank(rank, variables=value) for rank, value in enumerate(values)))
+    made = report.make(case, (), ())
+    assert "(gr\u00f6\u00dfe\\n1. \\x1b[31m\\udcff on rank 0" in report.as_text(made)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(doctor, "examine_host", lambda *_: made)
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    assert doctor.main([]) == 0
+    assert rb"(gr\xf6\xdfe\n1. " in written.getvalue()
 
 
 def test_text_of_a_job_on_two_hosts_names_hosts_and_the_slow_pair() -> None:

@@ -163,8 +163,9 @@ def test_memory_limit_of_control_groups(
     assert facts.memory_limit(write_tree(tmp_path, files)) == limit
 
 
-def test_shared_variables_leave_out_what_belongs_to_a_host() -> None:
+def test_shared_variables_leave_out_what_belongs_to_a_host_and_secrets() -> None:
     kept = {"OMP_NUM_THREADS": "1", "NCCL_ALGO": "Ring", "APEX_HOST_CHANNEL": "0", "LD_PRELOAD": ""}
+    kept |= {"NCCL_IB_PKEY": "1"}
     others = {
         "RANK": "1",
         "PATH": "/bin",
@@ -173,6 +174,12 @@ def test_shared_variables_leave_out_what_belongs_to_a_host() -> None:
         "CUDA_VISIBLE_DEVICES": "1",
         "GOMP_CPU_AFFINITY": "0-3",
         "TORCHELASTIC_ERROR_FILE": "/tmp/1",
+        "NVIDIA_API_KEY": "nvapi-1",
+        "TORCH_HUB_TOKEN": "2",
+        "APEX_DB_PASSWORD": "3",
+        "MKL_LICENSE_FILE": "4",
+        "NCCL_auth": "5",
+        "PYTORCH_PROXY": "http://me:6@proxy",
     }
     assert facts.shared_variables(kept | others) == kept
 

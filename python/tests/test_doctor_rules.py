@@ -112,11 +112,7 @@ TABLE: list[tuple[str, Case, list[str]]] = [
         dataclasses.replace(two(), slow=[SLOW_RANK]),
         ["rank 1 and all others the latency is 900 us", "50", "cores"],
     ),
-    (
-        "slow_link",
-        dataclasses.replace(two(**load(9.0)), slow=[SLOW_RANK]),
-        [],
-    ),
+    ("slow_link", dataclasses.replace(two(**load(4.1)), slow=[SLOW_RANK]), []),
     ("too_few_files", a_case(a_rank(limits={"open_files": 200})), ["200", "ulimit -n 260 before"]),
     (
         "too_few_files",

@@ -143,7 +143,7 @@ def run(mine: Record, environment: Mapping[str, str], timeout_s: float) -> Outco
     links: list[pairs.Pair] = []
     if decided is not None and problem is None:
         measured, links, problem = _measure(decided, store, mine.facts, world, timeout_s)
-    if rank == 0:
+    if records:
         one_host = decided is not None and decided.one_host
         return Outcome(records, measured, links, pairs.slow(links, one_host), problem)
     if problem is not None:
@@ -176,14 +176,14 @@ def _agree(
     store: dist.Store, mine: Record, world: int, timeout_s: float
 ) -> tuple[Sequence[Record], Plan | None, str | None]:
     """All records, on rank 0; the plan, or None; why there is none, or a conflict."""
-    rank = mine.facts.place.rank
-    _put(store, f"record/{rank}", mine)
-    _join(store, mine.facts, world)
-    if rank != 0:
+    leads, conflict = _join(store, mine.facts, world)
+    _put(store, f"record/{mine.facts.place.rank}", mine)
+    if not leads:
         store.wait(["plan"], datetime.timedelta(seconds=2 * timeout_s))
         decided = _get(store, "plan")
         store.add("joined", -1)
-        return [], decided, _conflict(store)
+        # With a plan the other ranks measure, so this one does as well, unless it is too many.
+        return [], decided, conflict if decided is not None else _conflict(store)
     records = _collect(store, world, timeout_s)
     case = Case([record.facts for record in records])
     problem = _conflict(store) or _why_not(case, world, timeout_s)
@@ -196,23 +196,26 @@ def _agree(
     return records, decided, problem
 
 
-def _join(store: dist.Store, mine: Facts, world: int) -> None:
-    """Reports two processes of one rank, and two sizes of the job."""
-    rank = mine.place.rank
-    if rank != 0:
-        store.add("joined", 1)
+def _join(store: dist.Store, mine: Facts, world: int) -> tuple[bool, str | None]:
+    """Whether this process makes the plan, and a conflict that it has reported."""
+    rank, conflict = mine.place.rank, None
     size = store.compare_set("world", "", f"{world} on rank {rank}").decode()
-    if store.add(f"processes/{rank}", 1) > 1:
-        store.set(
-            "conflict",
+    is_first = store.add(f"processes/{rank}", 1) == 1
+    leads = is_first and rank == 0
+    if not leads:
+        store.add("joined", 1)
+    if not is_first:
+        conflict = (
             f"two processes have RANK={rank}, one of them process {os.getpid()} on host "
-            f"{mine.place.host}: give every process its own RANK",
+            f"{mine.place.host}: give every process its own RANK"
         )
     elif int(size.split()[0]) != world:
-        store.set(
-            "conflict",
-            f"WORLD_SIZE is {world} on rank {rank} and {size}: give all processes the same value",
+        conflict = (
+            f"WORLD_SIZE is {world} on rank {rank} and {size}: give all processes the same value"
         )
+    if conflict is not None:
+        store.set("conflict", conflict)
+    return leads, conflict
 
 
 def _conflict(store: dist.Store) -> str | None:

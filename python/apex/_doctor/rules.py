@@ -167,10 +167,9 @@ def unused_gpus(case: Case) -> Recommendation | None:
 
 
 def slow_link(case: Case) -> Recommendation | None:
-    if not case.slow:
-        return None
-    if any(_is_busy(case, facts) for facts in case.ranks):
-        return None  # other programs may have held up the ranks of any pair
+    own = case.ranks[0].processors
+    if not case.slow or (len(case.hosts) == 1 and own.load > own.online):
+        return None  # on a busy host that pair had to wait for a core
     name = {facts.place.rank: f"rank {facts.place.rank}" for facts in case.ranks}
     if len(case.hosts) > 1:
         name = {f.place.rank: f"rank {f.place.rank} (host {f.place.host})" for f in case.ranks}
