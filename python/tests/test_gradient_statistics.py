@@ -159,6 +159,32 @@ def test_gradient_statistics_clip_after_unscaling(ranks: RankPool) -> None:
     ranks.run(2, _clip_after_unscaling)
 
 
+def _clip_other_gradients(rank: int, world: int) -> None:
+    """Gradients that were taken away, or are of a parameter that replaces another; and float64."""
+    for change in ("none", "replaced", "float64"):
+        ddp = _ddp()
+        if change == "float64":
+            ddp.double()
+        for scale in (1.0, 1e3 if change != "float64" else 1e60):
+            ddp.zero_grad()
+            x = torch.ones(2, 4, dtype=ddp.module[0].weight.dtype)
+            (ddp(x).sum() * scale).backward()
+        if change == "none":
+            ddp.module[0].weight.grad = None
+        elif change == "replaced":
+            ddp.module[0].bias = nn.Parameter(torch.zeros(8))
+            ddp.module[0].bias.grad = torch.full((8,), 1e5)
+        expected = total([p.grad for p in ddp.parameters()])
+        found = ddp.clip_grad_norm_(1.0)
+        near(float(found), expected, 1e-5, change)
+        check_equal(found.dtype, ddp.module[0].weight.dtype, "dtype")
+        near(total([p.grad for p in ddp.parameters()]), 1.0, 1e-4, f"clipped, {change}")
+
+
+def test_gradient_statistics_clip_other_gradients(ranks: RankPool) -> None:
+    ranks.run(2, _clip_other_gradients)
+
+
 def _no_passes(rank: int, world: int) -> None:
     """Where gradients are copied, none is read once more: no operator of torch is called."""
     counts = {}

@@ -715,7 +715,8 @@ void Backward::compare_replicas(const StepTable& table) {
   const std::string why = reporter_.replicas.locate();
   if (why.empty()) return;
   const OnDivergence action = context_.options.on_divergence;
-  if (action == OnDivergence::kRaise) {
+  if (action == OnDivergence::kRaise ||
+      (action == OnDivergence::kResync && !reporter_.replicas.resync_helps())) {
     pass_.out_of_step = context_.me() + why;
     return;
   }

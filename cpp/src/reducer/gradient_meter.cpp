@@ -113,7 +113,10 @@ std::optional<double> GradientMeter::norm() const {
   if (last.backward == 0 || last.backward != context_.backward_number) return std::nullopt;
   for (size_t i = 0; i < norms_.size(); ++i) {
     const Parameter& one = context_.parameters[i];
-    if (!one.variable.grad().defined()) continue;
+    if (!one.variable.grad().defined()) {
+      if (norms_[i].norm > 0) return std::nullopt;  // taken away since
+      continue;
+    }
     // Without a norm it was left as it had been before.
     const bool same =
         one.holds_reduced() && norms_[i].norm > 0 && samples_[i] != 0 && samples_[i] == sample(i);

@@ -148,7 +148,9 @@ std::string ReplicaCheck::locate() {
   return text + " (found in backward number " + std::to_string(context_.backward_number) +
          "). Ranks that load other weights, step gradients that were not averaged, or whose memory "
          "has changed a bit train on unnoticed otherwise: load a checkpoint on every rank, or "
-         "construct with on_divergence='resync', which takes over what most ranks hold" +
+         "construct with on_divergence='resync', which takes over what most ranks hold; if they "
+         "differ on "
+         "purpose, replica_check_every=0" +
          note_on_ranks(*context_.members.control());
 }
 

@@ -52,8 +52,12 @@ class ReplicaCheck {
   /// After locate() has told: of what differs, all take over what most ranks have. Collective;
   /// blocks the host.
   void resync();
+  /// Not if ranks differ again and again: something else keeps them apart, as optimizer states do.
+  bool resync_helps() const { return told_ <= kTries; }
 
  private:
+  static constexpr int64_t kTries = 3;
+
   bool compares() const;
   int64_t parts() const;
   void look(bool at_others);

@@ -27,7 +27,10 @@ class Weight:
         if isinstance(
             weight, numbers.Real
         ):  # without a tensor, which would cost several times that
-            weight = float(weight)
+            try:
+                weight = float(weight)
+            except OverflowError:
+                raise ValueError(f"a weight is a number of float64's range, got {weight}") from None
         elif not isinstance(weight, torch.Tensor):
             weight = torch.tensor(weight, dtype=torch.float64, device="cpu")
         self._engine.connected().begin_weight(weight)

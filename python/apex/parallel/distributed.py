@@ -150,12 +150,12 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
             synchronized backward, so that all of it is compared in so many; 0: never. None, the
             default, is 100 where that costs nothing: for parameters on the CPU, with ``init_sync``,
             without a communication hook and unless ``check_reduction=False``. Compared are
-            parameters, master weights of ``amp``, and buffers of SyncBatchNorm or that nobody
-            writes. Costs one read of the part. Not under :meth:`join`, and not with an
+            parameters, master weights of ``amp``, and buffers of SyncBatchNorm. Costs one read of the part. Not under :meth:`join`, and not with an
             :class:`OverlappedOptimizer`.
         on_divergence: what to do where they differ: ``"warn"``, on rank 0's standard error and in
             the logger ``apex.parallel.watch``; ``"raise"`` on every process; or ``"resync"``: warn,
-            take over what most processes hold (or the first), and skip the step.
+            take over what most processes hold (or the first), and skip the step; the fourth time
+            without a clean round raises.
         registered_buffers: take the buckets' memory from the backend where it has some of its own.
             With NCCL it is registered with the communicator, which may then reduce without copying.
             Elsewhere a warning is logged once, and torch's memory is used.
@@ -869,7 +869,7 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         Raises:
             RuntimeError: with ``error_if_nonfinite``, if the norm is infinite or NaN.
         """
-        covered = len(self._engine.parameters)
+        covered = self._engine.parameters
         return clip(self.module, self._reducer, covered, max_norm, error_if_nonfinite)
 
     # --- names that torch's class has for libraries ---

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,15 +75,22 @@ class GradientStatistics:
 
 
 def clip(
-    module: nn.Module, reducer: _core.Reducer, covered: int, max_norm: float, nonfinite_raises: bool
+    module: nn.Module,
+    reducer: _core.Reducer,
+    covered: Sequence[nn.Parameter],
+    max_norm: float,
+    nonfinite_raises: bool,
 ) -> torch.Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_``. `covered`: how many parameters the reducer has."""
+    """As ``torch.nn.utils.clip_grad_norm_``. `covered`: the parameters of the reducer."""
     parameters = list(module.parameters())
-    norm = reducer.gradient_norm() if len(parameters) == covered else None
+    same = len(parameters) == len(covered) and all(map(operator.is_, parameters, covered))
+    norm = reducer.gradient_norm() if same else None
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if norm is None or not math.isfinite(norm) or not grads:
         return nn.utils.clip_grad_norm_(parameters, max_norm, error_if_nonfinite=nonfinite_raises)
-    total = torch.tensor(norm, dtype=torch.float32, device=grads[0].device)
+    wide = any(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
+    dtype = torch.float64 if wide else torch.float32
+    total = torch.tensor(norm, dtype=dtype, device=grads[0].device)
     if max_norm < norm + 1e-6:  # else torch's function would multiply by 1
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total

@@ -534,28 +534,16 @@ class DistributedDataParallel {
     }
     auto reducer = std::make_unique<Reducer>(std::move(named), std::vector{process_group()},
                                              std::move(options));
-    // Buffers that nobody writes are equal for ever, and so are those that ranks compute together.
-    std::vector<std::pair<Replica, int64_t>> buffers;
-    const auto add = [&](const torch::nn::Module& module, const std::string& prefix) {
-      const bool together = module.as<SyncBatchNormImpl>() != nullptr;
-      for (const auto& item : module.named_buffers(/*recurse=*/false)) {
-        // Those of plain batch norm are written by kernels, which counts as no change.
-        if (!together && item.key().rfind("running_", 0) == 0) continue;
-        const int64_t version = together ? -1 : static_cast<int64_t>(item.value()._version());
+    // Ranks compute these together; other buffers may become each rank's own at any time.
+    std::vector<Replica> buffers;
+    for (const auto& module : own().named_modules("", /*include_self=*/false)) {
+      if (module.value()->template as<SyncBatchNormImpl>() == nullptr) continue;
+      for (const auto& item : module.value()->named_buffers(/*recurse=*/false)) {
         buffers.push_back(
-            {{{"buffer '" + prefix + item.key() + "'", item.value()}, true}, version});
+            {{"buffer '" + module.key() + '.' + item.key() + "'", item.value()}, true});
       }
-    };
-    add(own(), "");
-    for (const auto& module : own().named_modules("", /*include_self=*/false))
-      add(*module.value(), module.key() + '.');
-    reducer->set_replicas([buffers = std::move(buffers)] {
-      std::vector<Replica> equal;
-      for (const auto& [buffer, version] : buffers) {
-        if (version < 0 || buffer.tensor.tensor._version() == version) equal.push_back(buffer);
-      }
-      return equal;
-    });
+    }
+    reducer->set_replicas([buffers = std::move(buffers)] { return buffers; });
     return reducer;
   }
 

@@ -40,7 +40,8 @@ struct ReductionSite;
 enum class OnDivergence {
   kRaise,   ///< backward throws RankMismatch on every rank
   kWarn,    ///< a notice (on_notice()); of the same difference after 1, 2, 4, ... of them
-  kResync,  ///< a notice, and all take over what most ranks hold, or the first, and skip the step
+  kResync,  ///< a notice, and all take over what most ranks hold, or the first, and skip the step;
+            ///< if they differ again, for the fourth time without a clean round, kRaise
 };
 
 /// Something that should be equal on all ranks; see Reducer::set_replicas().
