@@ -150,8 +150,8 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
             synchronized backward, so that all of it is compared in so many; 0: never. None, the
             default, is 100 where that costs nothing: for parameters on the CPU, with ``init_sync``,
             without a communication hook and unless ``check_reduction=False``. Compared are
-            parameters, master weights of ``amp``, and buffers of SyncBatchNorm. Costs one read of the part. Not under :meth:`join`, and not with an
-            :class:`OverlappedOptimizer`.
+            parameters, master weights of ``amp``, and buffers of SyncBatchNorm. Costs one read of
+            the part. Not under :meth:`join`, and not with an :class:`OverlappedOptimizer`.
         on_divergence: what to do where they differ: ``"warn"``, on rank 0's standard error and in
             the logger ``apex.parallel.watch``; ``"raise"`` on every process; or ``"resync"``: warn,
             take over what most processes hold (or the first), and skip the step; the fourth time
