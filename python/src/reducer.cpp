@@ -311,8 +311,8 @@ void init_reducer(nb::module_& m) {
       .def_prop_ro("step_skipped", &Reducer::step_skipped)
       .def("begin_weight", nb::overload_cast<const at::Tensor&>(&Reducer::begin_weight),
            nb::arg("weight"), release())
-      .def("begin_weight", nb::overload_cast<double>(&Reducer::begin_weight), nb::arg("weight"),
-           release())
+      .def("begin_weight_number", nb::overload_cast<double>(&Reducer::begin_weight),
+           nb::arg("weight"), release())
       .def("end_weight", &Reducer::end_weight, release())
       .def("take_weight", &Reducer::take_weight, nb::arg("other"), release())
       .def_prop_ro("total_weight", &Reducer::total_weight)

@@ -47,10 +47,14 @@ bool ReplicaCheck::compares() const {
 
 /// @param at_others  not what they were last time, either.
 void ReplicaCheck::look(bool at_others) {
-  const size_t own = context_.parameters.named().size();
-  if (!at_others && state_.size() >= own) return;
-  state_ = context_.parameters.named();
-  may_differ_.assign(own, false);
+  if (!at_others && !state_.empty()) return;
+  state_.clear();
+  // What is frozen a rank may write by itself, as a memory bank or an average.
+  for (const NamedTensor& one : context_.parameters.named()) {
+    if (one.tensor.requires_grad()) state_.push_back(one);
+  }
+  parameters_ = state_.size();
+  may_differ_.assign(parameters_, false);
   if (!others) return;
   const std::vector<Replica> more = context_.monitor.open([&] { return others(); });
   for (const Replica& one : more) {
@@ -71,13 +75,13 @@ int64_t ReplicaCheck::digest(const StepFacts& facts) {
   for (size_t i = 0; i < state_.size(); ++i) {
     const int64_t bytes = bytes_of_state(state_[i].tensor);
     total += bytes;
-    if (i < context_.parameters.size()) before += bytes;
+    if (i < parameters_) before += bytes;
   }
   const bool reaches = static_cast<double>(total) * static_cast<double>(part + 1) >
                        static_cast<double>(before) * static_cast<double>(parts());
   look(/*at_others=*/part == 0 || reaches);
   ++compared_;
-  if (++since_told_ > parts()) told_ = 0;  // it was mended
+  if (++since_told_ > 2 * parts()) told_ = 0;  // it was mended
   return digest_of_part(state_, part, parts());
 }
 
@@ -138,9 +142,8 @@ std::string ReplicaCheck::locate() {
                      : "the ranks do not hold the same state (" + list(found.apart) +
                            (found.apart.size() > 1 ? " differ" : " differs") + " from rank " +
                            std::to_string(found.like) + ", and no state is that of most ranks): ";
-  const size_t parameters = context_.parameters.size();
   const size_t at = found.tensors.front();
-  text += (at < parameters ? "parameter '" + state_[at].name + "'" : state_[at].name) + " differs";
+  text += (at < parameters_ ? "parameter '" + state_[at].name + "'" : state_[at].name) + " differs";
   if (found.tensors.size() > 1) {
     text += ", and so do " + std::to_string(found.tensors.size() - 1) + " more of " +
             std::to_string(state_.size()) + " tensors";

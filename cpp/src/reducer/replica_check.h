@@ -27,8 +27,8 @@ namespace apex::parallel::detail {
 // of all tensors, which tell who differs, from what the most ranks have, and where first.
 //
 // Besides the parameters that are, on request, other tensors: some of which have to be equal, as
-// master weights, and others that often are, as buffers: those of batch norm without
-// synchronization are not. What differs in the first round is none of these.
+// master weights, and others that often are, as buffers of SyncBatchNorm. What differs in the first
+// round is none of these. Frozen parameters are not compared.
 //
 // A digest cannot tell of what differs on purpose. Nothing is compared by default where ranks need
 // not begin or step alike (init_sync false, a communication hook, check_steps false), nor in a step
@@ -66,6 +66,7 @@ class ReplicaCheck {
   ReducerContext& context_;
   std::vector<NamedTensor> state_;  ///< that counts: parameters, and others
   std::vector<bool> may_differ_;    ///< of `state_`
+  size_t parameters_ = 0;           ///< so many of `state_`, the first ones
   std::set<std::string> differing_;
   int64_t compared_ = 0;           ///< parts
   int64_t told_ = 0;               ///< differences

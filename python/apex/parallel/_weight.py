@@ -24,14 +24,15 @@ class Weight:
 
     def __enter__(self) -> None:
         weight = self._weight
-        if isinstance(
-            weight, numbers.Real
-        ):  # without a tensor, which would cost several times that
+        if isinstance(weight, numbers.Real):
+            # Without a tensor, which would cost several times that.
             try:
-                weight = float(weight)
+                number = float(weight)
             except OverflowError:
                 raise ValueError(f"a weight is a number of float64's range, got {weight}") from None
-        elif not isinstance(weight, torch.Tensor):
+            self._engine.connected().begin_weight_number(number)
+            return
+        if not isinstance(weight, torch.Tensor):
             weight = torch.tensor(weight, dtype=torch.float64, device="cpu")
         self._engine.connected().begin_weight(weight)
 

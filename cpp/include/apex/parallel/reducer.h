@@ -122,10 +122,10 @@ struct ReducerOptions {
   /// CPU by one more read of them before and one after the average, and waits of the host.
   bool gradient_statistics = false;
 
-  /// Compare the parameters of all ranks, bit for bit, a part in each synchronized backward, so
-  /// that all are compared in so many; 0: never. By default in 100, where that costs nothing: for
-  /// parameters on the CPU, with init_sync, without a communication hook and unless check_steps is
-  /// off; then not in a step whose parameters were updated after a backward without
+  /// Compare the trainable parameters of all ranks, bit for bit, a part in each synchronized
+  /// backward, so that all are compared in so many; 0: never. By default in 100, where that costs
+  /// nothing: for parameters on the CPU, with init_sync, without a communication hook and unless
+  /// check_steps is off; then not in a step whose parameters were updated after a backward without
   /// synchronization. Costs one read of the part. Not under join(), and not with set_deferred().
   std::optional<int64_t> replica_check_every;
   OnDivergence on_divergence = OnDivergence::kWarn;
