@@ -105,13 +105,9 @@ void NotifiedReducer::synchronize() {
   for (size_t i = 0; i < ready.size(); ++i) {
     if (!ready[i]) variables_[i].mutable_grad() = at::Tensor();  // counts as zeros
   }
-  try {
-    core_->end_by_hand();
-  } catch (...) {
-    core_->change([](ReducerState& state) { state.reporter.weight.leave(); });
-    throw;
-  }
+  // It was counted when the step began, and is not for the next one.
   core_->change([](ReducerState& state) { state.reporter.weight.leave(); });
+  core_->end_by_hand();
   for (size_t i = 0; i < gradients_.size(); ++i) {
     const at::Tensor& average = variables_[i].grad();
     if (!average.defined()) {

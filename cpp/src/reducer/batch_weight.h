@@ -14,8 +14,8 @@ namespace apex::parallel::detail {
 // losses, gradients are summed over the ranks, and the sum is divided by the number of all samples:
 // the sum of the ranks' weights. A row of the step report has each rank's, and is read before the
 // first bucket is unpacked: no collective more. What is otherwise divided while it is copied into a
-// bucket is multiplied there then, a pass over the bucket more. Every rank adds the same numbers in
-// the same order, so all divide by the same.
+// bucket is multiplied while it is copied out, or there, if it is not. Every rank adds the same
+// numbers in the same order, so all divide by the same.
 //
 // A sum in 16 bits may overflow where its terms do not, so these are multiplied by a power of two
 // that is less than one by the number of ranks. The last total would be no better a guide: it may

@@ -26,8 +26,7 @@ namespace apex::parallel {
 // - whether the rank has left the bucket plan, and which parameters are trainable on it: Note [One
 //   plan per set];
 // - which parameters got a gradient: Note [Parameters that a rank does not use];
-// - its first gradient that is not finite, the weight of its samples, and how large its gradient
-// is,
+// - its first gradient that is not finite, the weight of its samples, and the size of its gradient,
 //   where that is asked for;
 // - a digest of a part of its state: Note [Replicas];
 // - what has happened since its last synchronized backward: Note [Ranks that are out of step];
