@@ -35,6 +35,21 @@ using Op = c10d::ReduceOp::RedOpType;
 /// Up to this size every rank sums an all-reduce whole: one exchange instead of two.
 constexpr int64_t kWhole = int64_t{16} << 10;
 
+/// The sum of squares of the elements in [from, end), which are copied `to` where that is given.
+double squares_of(at::ScalarType dtype, const char* from, const char* end, char* to = nullptr) {
+  const auto add = [&](auto zero) {
+    using T = decltype(zero);
+    const auto* const values = reinterpret_cast<const T*>(from);
+    const int64_t numel = (end - from) / static_cast<int64_t>(sizeof(T));
+    return add_squares(values, numel, [&](int64_t begin, int64_t until) {
+      if (to == nullptr) return;
+      std::memcpy(reinterpret_cast<T*>(to) + begin, values + begin,
+                  static_cast<size_t>(until - begin) * sizeof(T));
+    });
+  };
+  return dtype == at::kFloat ? add(float{}) : add(double{});
+}
+
 int processors() {
 #if defined(__linux__)
   cpu_set_t set;
@@ -194,11 +209,15 @@ HostChannel::WorkPtr HostChannel::post(std::shared_ptr<Operation> operation, Mes
 }
 
 HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::Tensor& tensor,
-                                             Op op) {
+                                             Op op, std::shared_ptr<SquareSums> squares) {
   const Held held(*this);
   require_usable();
   auto operation = std::make_shared<HostOperation>();
   operation->what = what;
+  TORCH_CHECK(!squares || tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble,
+              what, ": square sums of ", tensor.scalar_type());
+  operation->squares = std::move(squares);
+  SquareSums* const sums = operation->squares.get();
   {
     const at::AutoDispatchBelowADInplaceOrView guard;  // no view tracking
     operation->output = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
@@ -209,19 +228,29 @@ HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::
   operation->bytes = bytes;
   Message message = describe(HostKind::kSumWhole, real, 0);
   message.op = op;
+  message.measured = sums != nullptr;
   if (bytes <= kWhole) {
     message.place = stage_copy(*operation, {real});
+    if (sums != nullptr) sums->own = squares_of(real.scalar_type(), data, data + bytes);
   } else {
     message.kind = HostKind::kSumShares;
     if (const auto place = memory_->place_of(data, static_cast<size_t>(bytes))) {
       message.place = *place;
+      if (sums != nullptr) sums->own = squares_of(real.scalar_type(), data, data + bytes);
     } else {
       message.keeps_part = true;
       message.place = stage(*operation, static_cast<size_t>(bytes));
       char* const copy = operation->staged.get();
       const auto [begin, end] = part_of(rank_, bytes);
-      copy_bytes(copy, data, static_cast<size_t>(begin));
-      copy_bytes(copy + end, data + end, static_cast<size_t>(bytes - end));
+      if (sums == nullptr) {
+        copy_bytes(copy, data, static_cast<size_t>(begin));
+        copy_bytes(copy + end, data + end, static_cast<size_t>(bytes - end));
+      } else {
+        const at::ScalarType dtype = real.scalar_type();
+        sums->own = squares_of(dtype, data, data + begin, copy) +
+                    squares_of(dtype, data + begin, data + end) +
+                    squares_of(dtype, data + end, data + bytes, copy + end);
+      }
     }
   }
   return post(std::move(operation), message);

@@ -20,6 +20,7 @@
 
 #include "comm/host_memory.h"
 #include "comm/sliced_work.h"
+#include "square_sums.h"
 #include "watch/process_state.h"
 
 namespace apex::parallel {
@@ -118,8 +119,9 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   /// Issue a collective. Tensors are contiguous, on the CPU, and stay as they are until it has
   /// completed. `what` names it in errors. None of these waits for other ranks.
   /// @throws Error if the channel has failed before, or the process was forked since it was made.
+  /// @param squares  what to measure, of floating-point elements: on every rank or on none.
   WorkPtr all_reduce(const std::string& what, const at::Tensor& tensor,
-                     c10d::ReduceOp::RedOpType op);
+                     c10d::ReduceOp::RedOpType op, std::shared_ptr<SquareSums> squares = nullptr);
   /// `parts` travel as one message. With `changed`, which has one entry for each and outlives the
   /// call, a part is written, and its entry set, only if its bytes are others than the root's.
   WorkPtr broadcast(const std::string& what, std::vector<at::Tensor> parts, int64_t root,

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
+#include <numeric>
 #include <utility>
 
 #include "comm/host_channel.h"
@@ -148,7 +149,7 @@ void HostChannel::check_messages(const Operation& operation) {
       };
       fail(texts + " (here " + details(mine) + "; there " + details(other) + ")");
     }
-    if (other.kind != mine.kind) fail(texts);
+    if (other.kind != mine.kind || other.measured != mine.measured) fail(texts);
   }
 }
 
@@ -179,8 +180,8 @@ void HostChannel::take_message(Operation& operation, const std::vector<char*>& f
   switch (operation.kind) {
     case HostKind::kSumWhole:
     case HostKind::kReduce:
-      combine(operation.op, output.scalar_type(), output.numel(), {from.begin(), from.end()},
-              {out});
+      combine(operation.op, output.scalar_type(), output.numel(), {from.begin(), from.end()}, {out},
+              operation.squares ? &operation.squares->reduced : nullptr);
       break;
     case HostKind::kReduceScatter: {
       std::vector<const char*> shares;
@@ -307,12 +308,17 @@ void HostChannel::sum_share(int share, const Operation& operation) const {
   const at::Tensor& tensor = operation.output;
   if (operation.keeps_part && share / each == rank_)
     at[rank_] = static_cast<char*>(tensor.mutable_data_ptr()) + begin;
+  double* const squares = common_->slots[operation.number % kRing].squares + share;
   combine(operation.op, tensor.scalar_type(), (end - begin) / tensor.element_size(),
-          {at.begin(), at.end()}, at);
+          {at.begin(), at.end()}, at, operation.squares ? squares : nullptr);
 }
 
 /// The result lies in the copy, if there is one; but for a part that was kept.
 void HostChannel::take_result(const Operation& operation) const {
+  if (operation.squares) {
+    const double* const squares = common_->slots[operation.number % kRing].squares;
+    operation.squares->reduced = std::accumulate(squares, squares + shares_of(operation), 0.0);
+  }
   if (!operation.staged) return;
   char* const data = static_cast<char*>(operation.output.mutable_data_ptr());
   const char* const copy = operation.staged.get();

@@ -20,6 +20,7 @@
 #include "comm/host_channel.h"
 #include "comm/host_memory.h"
 #include "comm/host_step.h"
+#include "square_sums.h"
 
 namespace apex::parallel {
 
@@ -49,6 +50,7 @@ inline bool has_one_reader(HostKind kind) {
 struct HostChannel::Message {
   HostKind kind = HostKind::kSumWhole;
   bool keeps_part = false;  ///< the rank's own part of the message is not there
+  bool measured = false;    ///< SquareSums are asked for: by all ranks or by none
   c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM;
   at::ScalarType dtype = at::kByte;
   int32_t root = 0;
@@ -73,6 +75,7 @@ struct HostChannel::Common {
     /// 0, or rank + 1 of who does this share, with kDone when it is done.
     alignas(kCacheLine) std::atomic<uint8_t> claims[kShares] = {};
     std::atomic<uint32_t> done{0};  ///< shares
+    double squares[kShares] = {};   ///< of a measured sum, by share: written before it is done
   };
   alignas(kCacheLine) Bell bell;
   Slot slots[kRing];
@@ -90,13 +93,14 @@ struct HostOperation {
   std::vector<at::Tensor> parts;
   /// By part: whether it was written. Null: all of them are.
   std::shared_ptr<std::vector<uint8_t>> changed;
-  int64_t bytes = 0;              ///< of it
-  std::vector<int64_t> received;  ///< all-to-all: bytes of each rank in output
-  std::shared_ptr<char> staged;   ///< what peers read, if it is a copy
-  std::vector<char*> messages;    ///< summed by shares: of each rank, as its peers see them
-  bool keeps_part = false;        ///< of its own message, the part is in `output` only
-  bool begun = false;             ///< all ranks have posted it, and this one has looked at it
-  bool completed = false;         ///< the result is there
+  std::shared_ptr<SquareSums> squares;  ///< of an all-reduce; null: nobody asks
+  int64_t bytes = 0;                    ///< of it
+  std::vector<int64_t> received;        ///< all-to-all: bytes of each rank in output
+  std::shared_ptr<char> staged;         ///< what peers read, if it is a copy
+  std::vector<char*> messages;          ///< summed by shares: of each rank, as its peers see them
+  bool keeps_part = false;              ///< of its own message, the part is in `output` only
+  bool begun = false;                   ///< all ranks have posted it, and this one has looked at it
+  bool completed = false;               ///< the result is there
 };
 
 /// The mutex, held. Tensors are let go of when it is not: their last reference may be Python's,

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <type_traits>
 
 #include <ATen/Parallel.h>
@@ -12,6 +13,7 @@
 #include <apex/error.h>
 
 #include "floating_point_mode.h"
+#include "square_sums.h"
 
 namespace apex::parallel {
 
@@ -45,7 +47,7 @@ constexpr bool is_bitwise(Op op) { return op == Op::BAND || op == Op::BOR || op 
 
 template <Op op, typename Stored>
 void combine_block(int64_t begin, int64_t numel, const std::vector<const char*>& from,
-                   const std::vector<char*>& to) {
+                   const std::vector<char*>& to, double* squares) {
   using Value = Computed<Stored>;
   alignas(64) Value sum[kBlock];
   const auto at = [&](const char* of) { return reinterpret_cast<const Stored*>(of) + begin; };
@@ -68,37 +70,47 @@ void combine_block(int64_t begin, int64_t numel, const std::vector<const char*>&
     for (char* one : to)
       std::memcpy(reinterpret_cast<Stored*>(one) + begin, sum, numel * sizeof(Stored));
   }
+  if constexpr (!std::is_integral_v<Stored>) {
+    if (squares != nullptr) *squares = add_squares(sum, numel, [](int64_t, int64_t) {});
+  }
 }
 
 template <Op op, typename Stored>
-void combine_as(int64_t numel, const std::vector<const char*>& from, const std::vector<char*>& to) {
-  const auto part = [&](int64_t begin, int64_t end) {
+void combine_as(int64_t numel, const std::vector<const char*>& from, const std::vector<char*>& to,
+                double* squares) {
+  const int64_t blocks = (numel + kBlock - 1) / kBlock;
+  std::vector<double> sums(squares != nullptr ? static_cast<size_t>(blocks) : 0);
+  const auto part = [&](int64_t first, int64_t end) {
     // Any rank may sum a share, and every rank sums a small message: Note [Floating-point modes].
     const DefaultFloatingPointMode mode;
-    for (int64_t at = begin; at < end; at += kBlock)
-      combine_block<op, Stored>(at, std::min(kBlock, end - at), from, to);
+    for (int64_t block = first; block < end; ++block) {
+      const int64_t begin = block * kBlock;
+      combine_block<op, Stored>(begin, std::min(kBlock, numel - begin), from, to,
+                                sums.empty() ? nullptr : &sums[static_cast<size_t>(block)]);
+    }
   };
-  const int64_t grain = kGrainBytes / static_cast<int64_t>(sizeof(Stored));
-  if (numel <= grain || at::get_num_threads() == 1 || at::in_parallel_region()) {
-    part(0, numel);
+  const int64_t grain = kGrainBytes / static_cast<int64_t>(sizeof(Stored)) / kBlock;
+  if (blocks <= grain || at::get_num_threads() == 1 || at::in_parallel_region()) {
+    part(0, blocks);
   } else {
-    at::parallel_for(0, numel, grain, part);
+    at::parallel_for(0, blocks, grain, part);
   }
+  if (squares != nullptr) *squares = std::accumulate(sums.begin(), sums.end(), 0.0);
 }
 
 template <Op op>
 void combine_op(at::ScalarType dtype, int64_t numel, const std::vector<const char*>& from,
-                const std::vector<char*>& to) {
+                const std::vector<char*>& to, double* squares) {
   if constexpr (!is_bitwise(op)) {
     switch (dtype) {
       case at::kFloat:
-        return combine_as<op, float>(numel, from, to);
+        return combine_as<op, float>(numel, from, to, squares);
       case at::kDouble:
-        return combine_as<op, double>(numel, from, to);
+        return combine_as<op, double>(numel, from, to, squares);
       case at::kHalf:
-        return combine_as<op, c10::Half>(numel, from, to);
+        return combine_as<op, c10::Half>(numel, from, to, squares);
       case at::kBFloat16:
-        return combine_as<op, c10::BFloat16>(numel, from, to);
+        return combine_as<op, c10::BFloat16>(numel, from, to, squares);
       default:
         break;
     }
@@ -106,15 +118,15 @@ void combine_op(at::ScalarType dtype, int64_t numel, const std::vector<const cha
   if constexpr (op != Op::AVG) {
     switch (dtype) {
       case at::kLong:
-        return combine_as<op, int64_t>(numel, from, to);
+        return combine_as<op, int64_t>(numel, from, to, squares);
       case at::kInt:
-        return combine_as<op, int32_t>(numel, from, to);
+        return combine_as<op, int32_t>(numel, from, to, squares);
       case at::kShort:
-        return combine_as<op, int16_t>(numel, from, to);
+        return combine_as<op, int16_t>(numel, from, to, squares);
       case at::kChar:
-        return combine_as<op, int8_t>(numel, from, to);
+        return combine_as<op, int8_t>(numel, from, to, squares);
       case at::kByte:
-        return combine_as<op, uint8_t>(numel, from, to);
+        return combine_as<op, uint8_t>(numel, from, to, squares);
       default:
         break;
     }
@@ -136,24 +148,24 @@ bool can_combine(Op op, at::ScalarType dtype) {
 }
 
 void combine(Op op, at::ScalarType dtype, int64_t numel, const std::vector<const char*>& from,
-             const std::vector<char*>& to) {
+             const std::vector<char*>& to, double* squares) {
   switch (op) {
     case Op::SUM:
-      return combine_op<Op::SUM>(dtype, numel, from, to);
+      return combine_op<Op::SUM>(dtype, numel, from, to, squares);
     case Op::AVG:
-      return combine_op<Op::AVG>(dtype, numel, from, to);
+      return combine_op<Op::AVG>(dtype, numel, from, to, squares);
     case Op::MAX:
-      return combine_op<Op::MAX>(dtype, numel, from, to);
+      return combine_op<Op::MAX>(dtype, numel, from, to, squares);
     case Op::MIN:
-      return combine_op<Op::MIN>(dtype, numel, from, to);
+      return combine_op<Op::MIN>(dtype, numel, from, to, squares);
     case Op::PRODUCT:
-      return combine_op<Op::PRODUCT>(dtype, numel, from, to);
+      return combine_op<Op::PRODUCT>(dtype, numel, from, to, squares);
     case Op::BAND:
-      return combine_op<Op::BAND>(dtype, numel, from, to);
+      return combine_op<Op::BAND>(dtype, numel, from, to, squares);
     case Op::BOR:
-      return combine_op<Op::BOR>(dtype, numel, from, to);
+      return combine_op<Op::BOR>(dtype, numel, from, to, squares);
     case Op::BXOR:
-      return combine_op<Op::BXOR>(dtype, numel, from, to);
+      return combine_op<Op::BXOR>(dtype, numel, from, to, squares);
     default:
       throw Error("combine(): no such operation");
   }

@@ -20,7 +20,10 @@ bool can_combine(c10d::ReduceOp::RedOpType op, at::ScalarType dtype);
 /// the result to each of `to`. `to` may hold pointers of `from`, but nothing else may overlap. An
 /// element has the same bits wherever it lies and however many there are. Uses torch's intra-op
 /// threads where there is enough to do.
+/// @param squares  if given, of floating-point elements: the sum of squares of the result, the same
+/// bits for any number of threads.
 void combine(c10d::ReduceOp::RedOpType op, at::ScalarType dtype, int64_t numel,
-             const std::vector<const char*>& from, const std::vector<char*>& to);
+             const std::vector<const char*>& from, const std::vector<char*>& to,
+             double* squares = nullptr);
 
 }  // namespace apex::parallel

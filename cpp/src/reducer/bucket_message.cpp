@@ -385,7 +385,7 @@ void BucketMessage::copy_in(const std::vector<Slot*>& slots, std::vector<at::Ten
 
 /// Multiplies what lies in the message already, and measures it before.
 void BucketMessage::scale_own(Slot& slot, const at::Tensor& values, double scale) {
-  double* const squares = own_squares_of(slot);
+  double* const squares = square_sums_ ? nullptr : own_squares_of(slot);
   if (squares != nullptr) {
     if (scale != 1.0 && copy_in_one_pass(values, values, scale, squares)) {
       *squares = unscaled(*squares, scale);
@@ -399,6 +399,7 @@ void BucketMessage::scale_own(Slot& slot, const at::Tensor& values, double scale
 at::Tensor BucketMessage::absent(bool poison, bool idle) {
   const BelowAutograd guard;
   if (is_sparse()) return {};
+  if (options_.measured_on_the_way) square_sums_ = std::make_shared<SquareSums>();
   at::Tensor tensor;
   if (idle && buffer_.defined() && !gradients_lie_in_buffer()) {
     for (Slot& slot : slots_) slot.early = at::Tensor();  // it was there
@@ -443,6 +444,8 @@ void BucketMessage::pack_in_place(double scale, const at::Tensor& incoming) {
     }
   }
   tensor_ = flat_alias(slot.view);
+  if (options_.measured_on_the_way) square_sums_ = std::make_shared<SquareSums>();
+  if (square_sums_) slot.early_scale = scale;
   scale_own(slot, tensor_, scale);
 }
 
@@ -527,6 +530,7 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
     measure_reduced(slot, slot.view);
   };
   if (scale != 1.0 && !scales_copies) change_received(gradients_of(tensor_), multiply);
+  if (square_sums_) slots_.front().squares = square_sums_->reduced * scale * scale;
   if (kind_ == Kind::kFlat && has_home()) home_.copy_(gradients_of(buffer_));
   std::vector<at::Tensor> targets;
   std::vector<at::Tensor> sources;
@@ -572,7 +576,7 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
 /// Bitwise the same sums of squares on every rank, whatever was copied there.
 void BucketMessage::copy_out(const std::vector<Slot*>& slots, std::vector<at::Tensor> targets,
                              std::vector<at::Tensor> sources, double scale) {
-  if (!options_.measure_reduced || !device_.is_cpu())
+  if (!options_.measure_reduced || !device_.is_cpu() || square_sums_)
     return multi_tensor_copy(std::move(targets), std::move(sources), scale);
   for (size_t i = 0; i < slots.size(); ++i) {
     if (copy_in_one_pass(targets[i], sources[i], scale, &slots[i]->squares)) continue;
@@ -583,7 +587,7 @@ void BucketMessage::copy_out(const std::vector<Slot*>& slots, std::vector<at::Te
 
 /// In the order of the slot's view: that of `values` may be another one than on other ranks.
 void BucketMessage::measure_reduced(Slot& slot, const at::Tensor& values) {
-  if (!options_.measure_reduced || !device_.is_cpu()) return;
+  if (!options_.measure_reduced || !device_.is_cpu() || square_sums_) return;
   const bool in_order = !slot.view.defined() || is_sparse() || same_dense_layout(values, slot.view);
   const at::Tensor ordered =
       in_order ? values : at::empty_like(slot.view, values.options(), at::MemoryFormat::Preserve);
@@ -697,6 +701,7 @@ std::vector<double> BucketMessage::own_squares() const {
   std::vector<double> squares;
   for (const Slot& slot : slots_) {
     double own = slot.used ? slot.own_squares : 0;
+    if (slot.used && square_sums_) own = unscaled(square_sums_->own, slot.early_scale);
     // Values of 64 bits may be finite where their squares are not.
     if (dtype_ == at::kDouble && std::isinf(own)) {
       const at::Tensor values = is_sparse() ? tensor_._values() : slot.view;

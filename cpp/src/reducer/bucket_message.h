@@ -6,12 +6,15 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include <apex/error.h>
+
+#include "square_sums.h"
 
 namespace apex::parallel::detail {
 
@@ -22,6 +25,7 @@ struct MessageOptions {
   int64_t tail = 0;              ///< elements of a flat message that travel behind its gradients
   bool measure_own = false;      ///< own_squares()
   bool measure_reduced = false;  ///< Slot::squares, on the CPU
+  bool measured_on_the_way = false;  ///< both, of a message in place, by square_sums()
   /// Where the memory of the buffer comes from, zeroed: (elements, options). Empty: from torch.
   std::function<at::Tensor(int64_t, const at::TensorOptions&)> allocate;
 };
@@ -135,6 +139,9 @@ class BucketMessage {
   /// The tensor to reduce, valid between pack() and unpack(): contiguous, real-valued, or sparse.
   const at::Tensor& tensor() const { return tensor_; }
 
+  /// What the reduction of tensor(), or of what absent() gave, has to fill in; or null.
+  const std::shared_ptr<SquareSums>& square_sums() const { return square_sums_; }
+
   /// Of tensor(), or of what absent() gave: the gradients' part; what travels behind them; and
   /// views of gradients, by slot.
   at::Tensor gradients_of(const at::Tensor& tensor) const { return tensor.narrow(0, 0, numel_); }
@@ -213,10 +220,11 @@ class BucketMessage {
   at::ScalarType dtype_ = at::kFloat;  ///< real-valued
   int64_t numel_ = 0;                  ///< in elements of dtype_
   at::Tensor buffer_;                  ///< flat: gradients, then the tail; in dtype_
-  at::Tensor home_;           ///< where views live if gradients have another dtype, else buffer_
-  at::Tensor tensor_;         ///< what is reduced in this backward
-  at::Tensor own_on_device_;  ///< own_squares() of a device
-  bool packed_ = false;       ///< between pack() and unpack()
+  at::Tensor home_;    ///< where views live if gradients have another dtype, else buffer_
+  at::Tensor tensor_;  ///< what is reduced in this backward
+  std::shared_ptr<SquareSums> square_sums_;  ///< of this backward; see measured_on_the_way
+  at::Tensor own_on_device_;                 ///< own_squares() of a device
+  bool packed_ = false;                      ///< between pack() and unpack()
   bool has_unused_ = false;
   double owed_scale_ = 1.0;  ///< what gradients were multiplied by when they left buffer_
   int64_t copied_ = 0;

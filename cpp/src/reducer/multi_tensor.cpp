@@ -2,14 +2,13 @@
 #include "reducer/multi_tensor.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 
 #include <ATen/Dispatch.h>
 #include <ATen/Functions.h>
-#include <ATen/OpMathType.h>
 
 #include "comm/received_values.h"
+#include "square_sums.h"
 
 namespace apex::parallel {
 
@@ -18,52 +17,6 @@ bool same_dense_layout(const at::Tensor& a, const at::Tensor& b) {
 }
 
 namespace {
-
-// Note [Sums of squares]
-//
-// They cost nothing beside a copy if the compiler makes vectors of them. So they are added in
-// lanes, one beside the other, whose order nobody has to change for that, and of values with 32
-// bits or less in float32: for a block, whose sum is added in double, so that little is lost
-// however many values there are. A block with squares that overflow or vanish in float32 is added
-// once more in double. Ranks get the same bits from the same values, whether they are scaled on the
-// way or not: what is decided by a norm is decided alike on all ranks.
-
-constexpr int64_t kLanes = 16, kSquaresBlock = 512;
-constexpr double kLeastBlock = 1e-26, kMostBlock = 1e37;
-
-template <typename Lane, typename T>
-double add_block(const T* values, int64_t count) {
-  std::array<Lane, kLanes> lanes{};
-  const int64_t whole = count - count % kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const auto value = static_cast<Lane>(values[i + lane]);
-      lanes[static_cast<size_t>(lane)] += value * value;
-    }
-  }
-  for (int64_t i = whole; i < count; ++i) {
-    const auto value = static_cast<Lane>(values[i]);
-    lanes[static_cast<size_t>(i - whole)] += value * value;
-  }
-  double sum = 0;
-  for (const Lane one : lanes) sum += static_cast<double>(one);
-  return sum;
-}
-
-/// `write(begin, end)` makes `values` of that block what they are: so they are in the cache.
-template <typename T, typename Write>
-double add_squares(const T* values, int64_t count, Write&& write) {
-  double sum = 0;
-  for (int64_t begin = 0; begin < count; begin += kSquaresBlock) {
-    const int64_t size = std::min(count - begin, kSquaresBlock);
-    write(begin, begin + size);
-    double block = add_block<at::opmath_type<T>>(values + begin, size);
-    if (!(block > kLeastBlock && block < kMostBlock))
-      block = add_block<double>(values + begin, size);
-    sum += block;
-  }
-  return sum;
-}
 
 template <typename T>
 void multiply(T* out, const T* in, T factor, int64_t count) {

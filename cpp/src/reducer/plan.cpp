@@ -60,6 +60,9 @@ PlannedBucket make_entry(const std::vector<int64_t>& members, const ReductionSit
   options.allreduce_always_fp32 = context.options.allreduce_always_fp32;
   options.measure_own = context.options.check_finite || context.options.gradient_statistics;
   options.measure_reduced = context.options.gradient_statistics;
+  const bool exact = site.dtype == at::kFloat || site.dtype == at::kDouble;
+  options.measured_on_the_way = options.measure_own && exact && site.kind == Kind::kInPlace &&
+                                reduction->traits().shares_memory;
   options.sparse_dim = places[members.front()].sparse_dim;
   const ReductionTraits traits = reduction->traits();
   if (may_carry_report) options.tail = tail_of(site, traits, context);

@@ -337,6 +337,62 @@ TEST(HostChannel, RankThatFlushesOrRoundsUpward_SumsAsTheOthersDo) {
   }
 }
 
+// Oracle: the sums in float64. The result's has the same bits on every rank, also on one that
+// flushes denormal numbers, and whoever sums what. A gradient may lie in memory of its own or in
+// shared one.
+TEST(HostChannel, SquaresOfWhatIsSummed_AreThoseOfTheValues) {
+  for (const int ranks : {2, 3}) {
+    const Channels channels = testing::connect_channels(ranks);
+    for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
+      for (const int64_t numel : {1, 700, 4097, 300001}) {
+        for (const double scale : {1.0, 1e-24, 1e25}) {
+          for (const bool shared : {false, true}) {
+            std::vector<at::Tensor> inputs;
+            std::vector<double> reduced(ranks);
+            for (int rank = 0; rank < ranks; ++rank)
+              inputs.push_back((at::randn({numel}, at::kDouble) * scale).to(dtype));
+            const auto exact = [](const at::Tensor& of) {
+              return of.to(at::kDouble).square().sum().item<double>();
+            };
+            const double expected = exact(reference(inputs, Op::AVG));
+            expect_no_errors(on_ranks(ranks, [&](int rank) {
+              at::Tensor mine = inputs[rank].clone();
+              if (shared) mine = channels[rank]->allocate(numel, mine.options()).copy_(mine);
+              const auto squares = std::make_shared<SquareSums>();
+              auto work = channels[rank]->all_reduce("sum", mine, Op::AVG, squares);
+              const double own = exact(inputs[rank]);
+              require(std::abs(squares->own - own) <= 1e-5 * own, "own");
+              work->wait();
+              reduced[rank] = squares->reduced;
+            }));
+            EXPECT_NEAR(reduced[0], expected, 1e-5 * expected) << dtype << numel << ' ' << scale;
+            for (const double one : reduced) EXPECT_EQ(one, reduced[0]);
+          }
+        }
+      }
+    }
+    const float nan = std::nanf("");
+    expect_no_errors(on_ranks(ranks, [&](int rank) {
+      at::Tensor mine = at::ones({40000});
+      if (rank == 1) mine.narrow(0, 39999, 1).fill_(nan);
+      const auto squares = std::make_shared<SquareSums>();
+      channels[rank]->all_reduce("sum", mine, Op::SUM, squares)->wait();
+      require(std::isnan(squares->own) == (rank == 1) && std::isnan(squares->reduced), "lost");
+    }));
+  }
+}
+
+TEST(HostChannel, SquaresThatOnlySomeRanksAskForAreAnError) {
+  const Channels channels = testing::connect_channels(2);
+  const std::vector<std::string> errors = on_ranks(2, [&](int rank) {
+    at::Tensor mine = at::ones({40000});
+    const auto squares = rank == 0 ? std::make_shared<SquareSums>() : nullptr;
+    channels[rank]->all_reduce("sum", mine, Op::SUM, squares)->wait();
+  });
+  for (const std::string& error : errors)
+    EXPECT_NE(error.find("different collectives"), std::string::npos) << error;
+}
+
 TEST(HostChannel, BroadcastOfChanges_WritesWhatDiffersAndSaysSo) {
   const int ranks = 3;
   const Channels channels = testing::connect_channels(ranks);
