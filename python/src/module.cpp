@@ -7,6 +7,7 @@
 #include "host_backend.h"
 #include "loss_scaler.h"
 #include "module_watch.h"
+#include "parameter_shards.h"
 #include "python_comm_hook.h"
 #include "reducer.h"
 #include "stack_reader.h"
@@ -23,6 +24,7 @@ NB_MODULE(_core, m) {
   apex::python::init_host_backend(m);
   apex::python::init_loss_scaler(m);
   apex::python::init_module_watch(m);
+  apex::python::init_parameter_shards(m);
   apex::python::init_python_comm_hook(m);
   apex::python::init_reducer(m);
   apex::python::init_stack_reader(m);

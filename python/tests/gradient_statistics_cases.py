@@ -159,7 +159,10 @@ def _run(rank: int, world: int, case: Case) -> None:
             if not apart:
                 tolerance = OWN_TOLERANCE[case.dtype]
                 near(found.rank_norms[other], expected, tolerance, f"norm of rank {other}")
-            check(repr(theirs) == repr(found), f"rank {other} has other statistics: {theirs!r} here {found!r}")
+            check(
+                repr(theirs) == repr(found),
+                f"rank {other} has other statistics: {theirs!r} here {found!r}",
+            )
         for one, (name, p) in zip(ddp.parameter_norms(), net.named_parameters(), strict=True):
             check_equal(one.name, name, "name")
             near(one.norm, total([p.grad]), TOLERANCE, f"norm of {name}")

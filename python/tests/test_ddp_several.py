@@ -24,8 +24,8 @@ from nccl_like import eager_nccl
 from several_support import Net, batch, check_average
 from torch import Tensor, nn
 
+from apex._internal.groups import timeout_of
 from apex.parallel import DistributedDataParallel, create_syncbn_process_group
-from apex.parallel._groups import timeout_of
 from apex.parallel.syncbn_group import default_group
 
 pytestmark = pytest.mark.processes

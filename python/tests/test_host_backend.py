@@ -41,8 +41,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from apex._internal.groups import timeout_of
 from apex.parallel import DistributedDataParallel, SyncBatchNorm, create_syncbn_process_group
-from apex.parallel._groups import timeout_of
 from apex.parallel.syncbn_group import default_group
 
 pytestmark = pytest.mark.processes

@@ -24,6 +24,7 @@
 #include <apex/parallel/output_tensors.h>
 #include <apex/parallel/overlap_report.h>
 #include <apex/parallel/overlapped_optimizer.h>
+#include <apex/parallel/parameter_shards.h>
 #include <apex/parallel/reducer.h>
 #include <apex/parallel/stall_report.h>
 #include <apex/parallel/straggler_report.h>

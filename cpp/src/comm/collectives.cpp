@@ -343,6 +343,14 @@ std::vector<bool> broadcast_changes(const std::string& what, c10d::ProcessGroup&
   return changed;
 }
 
+void all_gather_parts(const std::string& what, c10d::ProcessGroup& group,
+                      const std::vector<std::vector<at::Tensor>>& parts, const at::Tensor& staged) {
+  const auto backend = host_backend_for(what, group, {staged});
+  run_collective(what, group, [&] {
+    return call_collective(what, group, [&] { return backend->all_gather_parts(parts, staged); });
+  });
+}
+
 void wait_for_ranks(const std::string& what, const c10d::ProcessGroup& group,
                     const std::function<bool(std::chrono::milliseconds)>& ended_within) {
   using Clock = std::chrono::steady_clock;

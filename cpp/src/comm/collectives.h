@@ -108,6 +108,10 @@ void run_collective(const std::string& what, const c10d::ProcessGroup& group, Is
 std::vector<bool> broadcast_changes(const std::string& what, c10d::ProcessGroup& group,
                                     const std::vector<at::Tensor>& parts, int64_t root);
 
+/// HostBackend::all_gather_parts() of bytes on the CPU, where ranks share memory; waits.
+void all_gather_parts(const std::string& what, c10d::ProcessGroup& group,
+                      const std::vector<std::vector<at::Tensor>>& parts, const at::Tensor& staged);
+
 /// Waits until `ended_within(slice)` returns true: for something that the ranks of `group` do
 /// together without a collective of it, such as to connect. There is no connection yet that breaks
 /// when a rank is killed: so it fails soon after a process of this host has ended, and besides that

@@ -129,7 +129,13 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   /// `gathered` has `share` of every rank, in the order of the ranks: one tensor, or one for each.
   WorkPtr all_gather(const std::string& what, std::vector<at::Tensor> gathered,
                      const at::Tensor& share);
-  /// The same on rank `root` only; the others give no `gathered`.
+  /// Overwrites `parts[rank]` by those of that rank, none of them before all ranks have given
+  /// theirs: in total as many bytes on every rank. This rank's go through `staged`, which it has
+  /// from allocate(), with room for them; it stays as it is while peers may read there.
+  WorkPtr all_gather_parts(const std::string& what,
+                           const std::vector<std::vector<at::Tensor>>& parts,
+                           const at::Tensor& staged);
+  /// all_gather() on rank `root` only; the others give no `gathered`.
   WorkPtr gather(const std::string& what, std::vector<at::Tensor> gathered, const at::Tensor& share,
                  int64_t root);
   /// Rank `root` has in `sent` what each rank receives, as `gathered` above; the others give none.
@@ -197,6 +203,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   void read_messages(Operation& operation);
   void take_message(Operation& operation, const std::vector<char*>& from);
   static void take_parts(const Operation& operation, const char* message);
+  void take_parts_of_peers(const Operation& operation, const std::vector<char*>& from) const;
   void find_messages(Operation& operation);
   void sum_shares(Operation& operation, bool helps);
   void sum_share(int share, const Operation& operation) const;

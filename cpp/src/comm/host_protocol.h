@@ -91,6 +91,8 @@ struct HostOperation {
   at::Tensor output;                              ///< held, and written
   /// Likewise: of a broadcast one behind the other in the message; gathered, one for each rank.
   std::vector<at::Tensor> parts;
+  /// Of all_gather_parts(): the first part of each rank, and behind the last one. Else empty.
+  std::vector<size_t> first_parts;
   /// By part: whether it was written. Null: all of them are.
   std::shared_ptr<std::vector<uint8_t>> changed;
   std::shared_ptr<SquareSums> squares;  ///< of an all-reduce; null: nobody asks

@@ -2,7 +2,7 @@
 """Apex's fused optimizers.
 
 FusedAdam and FusedSGD are torch's own fused ones; FusedLAMB, FusedNovoGrad and FusedAdagrad are
-made of torch's foreach operators.
+made of torch's foreach operators. ShardedOptimizer shares the work of any of them out among ranks.
 """
 
 from typing import Any
@@ -12,8 +12,16 @@ from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
 from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
+from .sharded_optimizer import ShardedOptimizer
 
-__all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
+__all__ = [
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedNovoGrad",
+    "FusedSGD",
+    "ShardedOptimizer",
+]
 
 
 def __getattr__(name: str) -> Any:

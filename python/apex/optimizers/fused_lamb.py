@@ -99,14 +99,18 @@ class FusedLAMB(ForeachOptimizer):
                     divisors[batch.device] = divisor.to(batch.device)
                 self._update_batch(members, batch, group, step, divisors.get(batch.device))
 
+    def _normed(self) -> list[list[Tensor]]:
+        """Whose gradients are clipped together: a ShardedOptimizer puts those of all ranks here."""
+        return [group["params"] for group in self.param_groups]
+
     def _clipping_divisor(self) -> Tensor | None:
         """max(1, norm / max_grad_norm) of all gradients; None: no clipping, or no gradients."""
         limit = self.defaults["max_grad_norm"]
         if not limit:
             return None
         found: list[Tensor] = []
-        for group in self.param_groups:
-            for members in alike(group["params"]):
+        for params in self._normed():
+            for members in alike(params):
                 found += norms([param.grad for param in members if param.grad is not None])
         if not found:
             return None

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from apex import _core
 from apex._internal import skipped_steps
 from apex._internal.group_names import name_of
+from apex._internal.groups import end_groups_at_exit, require_group
 from apex._internal.joining import Announcer
+from apex._internal.optimizer_steps import watch_optimizers
 from apex.parallel import _buffers, _options
-from apex.parallel._groups import end_groups_at_exit, require_group
 from apex.parallel._hooks import Hooks
 from apex.parallel._replicas import Replicas
-from apex.parallel._steps import watch_optimizers
 from apex.parallel._watched_module import (
     WatchedModule,
     included_parameters,

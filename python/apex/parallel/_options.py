@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from apex._internal.groups import backend_name, backends_of, group_like
 from apex._internal.tree import map_tensors
-from apex.parallel._groups import backend_name, backends_of, group_like
 
 #: Elements, NVIDIA Apex's default. It stands for "by device", see BucketLimits in C++.
 MESSAGE_SIZE = 10_000_000

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from apex import _core
 from apex._internal.group_names import name_of
+from apex._internal.groups import end_groups_at_exit, require_group
 from apex.parallel import _in_backward
-from apex.parallel._groups import end_groups_at_exit, require_group
 from apex.parallel._tensor_lists import apply_flat_dist_call
 
 

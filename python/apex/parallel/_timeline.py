@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from apex.parallel._steps import taking_parts
+from apex._internal.optimizer_steps import taking_parts
 
 FORWARD = "forward"
 _KEPT = 1024

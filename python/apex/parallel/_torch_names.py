@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import nn
 
-from apex.parallel._groups import backends_of
+from apex._internal.groups import backends_of
 
 #: Where torch keeps the names of parameters and buffers that a wrapper leaves alone.
 IGNORED = "_ddp_params_and_buffers_to_ignore"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from apex._internal import pending
+from apex._internal.optimizer_steps import taking_parts
 from apex.parallel._hooks import ReducedBucket
-from apex.parallel._steps import taking_parts
 from apex.parallel._wrapped_optimizer import WrappedOptimizer
 from apex.parallel.distributed import DistributedDataParallel
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from apex._internal.group_names import name_of
-from apex.parallel._groups import (
+from apex._internal.groups import (
     end_groups_at_exit,
     group_of_all_ranks,
     require_own_process,

@@ -20,10 +20,10 @@ from apex._core import JoinEventKind as Kind
 from apex._internal import joining
 from apex._internal.dtypes import is_low_precision
 from apex._internal.group_names import name_of
+from apex._internal.groups import ranks_of
 from apex.amp._amp_state import _amp_state
 from apex.amp._full_values import full_value, has_full_values, set_full_value
 from apex.parallel._engine import Engine
-from apex.parallel._groups import ranks_of
 from apex.parallel.syncbn_group import default_group_name
 
 

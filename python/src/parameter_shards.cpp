@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "parameter_shards.h"
+
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <apex/parallel/parameter_shards.h>
+
+#include "torch_caster.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace apex::python {
+
+namespace {
+
+using parallel::ParameterPiece;
+using parallel::ParameterShards;
+using NoGil = nb::call_guard<nb::gil_scoped_release>;
+using Pieces = std::vector<std::tuple<int64_t, int64_t, int64_t>>;
+
+std::vector<Pieces> to_tuples(const std::vector<std::vector<ParameterPiece>>& shards) {
+  std::vector<Pieces> all;
+  for (const auto& shard : shards) {
+    Pieces& pieces = all.emplace_back();
+    for (const ParameterPiece& piece : shard)
+      pieces.emplace_back(piece.parameter, piece.begin, piece.end);
+  }
+  return all;
+}
+
+void construct_shards(ParameterShards* self, const std::vector<std::string>& names,
+               const std::vector<at::Tensor>& parameters, const std::string& group,
+               const std::vector<double>& costs, bool whole) {
+  std::vector<parallel::NamedTensor> named;
+  for (size_t i = 0; i < parameters.size(); ++i) named.push_back({names.at(i), parameters[i]});
+  new (self) ParameterShards(std::move(named), c10d::resolve_process_group(group), costs, whole);
+}
+
+}  // namespace
+
+void init_parameter_shards(nb::module_& m) {
+  m.def(
+      "assign_shards",
+      [](const std::vector<int64_t>& numels, const std::vector<double>& costs, int64_t ranks,
+         bool whole) { return to_tuples(parallel::assign_shards(numels, costs, ranks, whole)); },
+      "numels"_a, "costs"_a, "ranks"_a, "whole"_a,
+      "By rank the pieces (parameter, begin, end) that it steps.");
+  nb::class_<ParameterShards>(m, "ParameterShards",
+                              "What each rank steps of some parameters, and how the others get it. "
+                              "Not thread safe.")
+      .def("__init__", &construct_shards, "names"_a, "parameters"_a, "group"_a, "costs"_a, "whole"_a,
+           NoGil())
+      .def("shards", [](const ParameterShards& self) { return to_tuples(self.shards()); })
+      .def("tensors", &ParameterShards::tensors)
+      .def("take_gradients", &ParameterShards::take_gradients, NoGil())
+      .def("drop_gradients", &ParameterShards::drop_gradients, NoGil())
+      .def("publish", &ParameterShards::publish, NoGil())
+      .def("give_up", &ParameterShards::give_up, "why"_a, NoGil());
+}
+
+}  // namespace apex::python
