@@ -49,9 +49,9 @@ class RowNormalized(torch.optim.Optimizer):
 
 #: Constructors with arguments. Muon takes parameters of two dimensions only.
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1}),
-    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    "sgd_fused": (torch.optim.SGD, {"lr": 0.1, "fused": True}),
+    "sgd": (torch.optim.SGD, {"lr": 0.01}),
+    "momentum": (torch.optim.SGD, {"lr": 0.005, "momentum": 0.9, "nesterov": True}),
+    "sgd_fused": (torch.optim.SGD, {"lr": 0.01, "fused": True}),
     "adam": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),
     "adamw_fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
@@ -65,14 +65,14 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5}),
     "rprop": (torch.optim.Rprop, {}),
     "fused_adam": (FusedAdam, {"lr": 1e-2}),
-    "fused_sgd": (FusedSGD, {"lr": 1e-2, "momentum": 0.9}),
+    "fused_sgd": (FusedSGD, {"lr": 5e-3, "momentum": 0.9}),
     "fused_adagrad": (FusedAdagrad, {"lr": 1e-2}),
     "fused_lamb": (FusedLAMB, {"lr": 1e-2, "max_grad_norm": 0.5}),
     "fused_novograd": (FusedNovoGrad, {"lr": 1e-2}),
     "adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
     "muon": (torch.optim.Muon, {"lr": 1e-2}),
     "own": (RowNormalized, {}),
-    "function": (functools.partial(torch.optim.SGD, momentum=0.5), {"lr": 0.05}),
+    "function": (functools.partial(torch.optim.SGD, momentum=0.5), {"lr": 0.005}),
 }
 
 
@@ -138,7 +138,7 @@ def _groups(net: nn.Module, kind: str) -> Any:
     if kind == "one":
         return [p for _, p in named]
     return [
-        {"params": [p for _, p in named[:2]], "lr": 0.02},
+        {"params": [p for _, p in named[:2]], "lr": 0.002},
         {"params": [p for _, p in named[2:]]},
     ]
 
