@@ -26,6 +26,7 @@
 #include <apex/parallel/overlapped_optimizer.h>
 #include <apex/parallel/parameter_shards.h>
 #include <apex/parallel/reducer.h>
+#include <apex/parallel/sharded_optimizer.h>
 #include <apex/parallel/stall_report.h>
 #include <apex/parallel/straggler_report.h>
 #include <apex/parallel/sync_batch_norm.h>

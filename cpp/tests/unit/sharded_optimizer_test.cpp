@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <gtest/gtest.h>
+
+#include <mutex>
+#include <numeric>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include <apex/error.h>
+#include <apex/parallel/sharded_optimizer.h>
+#include <support/thread_backend.h>
+
+namespace apex::parallel {
+namespace {
+
+using apex::testing::run_ranks;
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Shards = std::vector<std::vector<ParameterPiece>>;
+
+double cost_of(const std::vector<ParameterPiece>& shard, const std::vector<int64_t>& numels,
+               const std::vector<double>& costs) {
+  double cost = 0;
+  for (const ParameterPiece& piece : shard) {
+    const auto i = static_cast<size_t>(piece.parameter);
+    if (piece.end > piece.begin) {
+      cost +=
+          costs[i] * static_cast<double>(piece.end - piece.begin) / static_cast<double>(numels[i]);
+    }
+  }
+  return cost;
+}
+
+/// Every element in one piece, in order.
+void expect_complete(const Shards& shards, const std::vector<int64_t>& numels) {
+  std::vector<int64_t> next(numels.size(), 0);
+  std::vector<int> pieces(numels.size(), 0);
+  for (const auto& shard : shards) {
+    for (const ParameterPiece& piece : shard) {
+      const auto i = static_cast<size_t>(piece.parameter);
+      EXPECT_EQ(piece.begin, next[i]);
+      EXPECT_TRUE(piece.end > piece.begin || numels[i] == 0);
+      next[i] = piece.end;
+      ++pieces[i];
+    }
+  }
+  for (size_t i = 0; i < numels.size(); ++i) {
+    EXPECT_EQ(next[i], numels[i]) << i;
+    EXPECT_GE(pieces[i], 1) << i;
+  }
+}
+
+TEST(AssignShards, RunsOfElements_HoldEveryElementOnceAndCostTheSame) {
+  std::mt19937 random(7);
+  for (int i = 0; i < 3000; ++i) {
+    const auto pick = [&](int64_t most) { return static_cast<int64_t>(random() % most); };
+    std::vector<int64_t> numels;
+    std::vector<double> costs;
+    for (int64_t p = pick(12); p >= 0; --p) {
+      numels.push_back(pick(3) == 0 ? pick(200000) : pick(3000));
+      costs.push_back(pick(5) == 0 ? 0.0 : static_cast<double>(numels.back()));
+    }
+    const int64_t ranks = 1 + pick(6);
+    const Shards shards = assign_shards(numels, costs, ranks, false);
+    ASSERT_EQ(static_cast<int64_t>(shards.size()), ranks);
+    expect_complete(shards, numels);
+    const double each = std::accumulate(costs.begin(), costs.end(), 0.0) / ranks;
+    for (const auto& shard : shards) {
+      EXPECT_LE(cost_of(shard, numels, costs), each + 4096 + 64);
+      for (const ParameterPiece& piece : shard) {
+        if (piece.end < numels[static_cast<size_t>(piece.parameter)]) EXPECT_EQ(piece.end % 64, 0);
+      }
+    }
+  }
+}
+
+TEST(AssignShards, WholeParameters_AreNotCutAndTheDearestGoToWhoHasLeast) {
+  const std::vector<int64_t> numels{10, 900, 30, 0, 500, 450};
+  const Shards shards = assign_shards(numels, {}, 2, true);
+  expect_complete(shards, numels);
+  const std::vector<double> costs(numels.begin(), numels.end());
+  EXPECT_EQ(cost_of(shards[0], numels, costs), 940);
+  EXPECT_EQ(cost_of(shards[1], numels, costs), 950);
+  // By cost, not by size.
+  const Shards other = assign_shards({5, 5, 5}, {1, 1, 9}, 2, true);
+  EXPECT_EQ(other[0].size(), 1);
+  EXPECT_EQ(other[0][0].parameter, 2);
+}
+
+TEST(AssignShards, WrongArguments_Throw) {
+  EXPECT_THROW(assign_shards({1, 2}, {1.0}, 2, false), InvalidArgument);
+  EXPECT_THROW(assign_shards({1}, {-1.0}, 2, false), InvalidArgument);
+  EXPECT_THROW(assign_shards({1}, {std::nan("")}, 2, true), InvalidArgument);
+  EXPECT_THROW(assign_shards({1}, {}, 0, true), InvalidArgument);
+}
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    wide = register_module("wide", torch::nn::Linear(7, 999));
+    head = register_module("head", torch::nn::Linear(999, 3));
+    frozen = register_parameter("frozen", torch::ones({5}), /*requires_grad=*/false);
+    unused = register_parameter("unused", torch::ones({4}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return head(torch::tanh(wide(x))); }
+  torch::nn::Linear wide{nullptr}, head{nullptr};
+  at::Tensor frozen, unused;
+};
+TORCH_MODULE(Net);
+
+Net make(int seed) {
+  static std::mutex mutex;  // the seed is the process's, and ranks are threads of it
+  const std::lock_guard<std::mutex> lock(mutex);
+  torch::manual_seed(seed);
+  return Net();
+}
+
+void backward(Net& net, int step) {
+  const at::Tensor x = torch::sin(torch::arange(28).to(at::kFloat).view({4, 7}) * (step + 1));
+  net->forward(x).square().mean().backward();
+}
+
+/// Oracle: the plain optimizer, one rank, the same gradients.
+template <typename Optim, typename Options>
+void expect_steps_of_the_plain_one(const Options& options, bool whole) {
+  for (const int ranks : {1, 2, 3}) {
+    Net plain_net = make(0);
+    Optim plain(plain_net->parameters(), options);
+    for (int step = 0; step < 4; ++step) {
+      plain.zero_grad();
+      backward(plain_net, step);
+      plain.step();
+    }
+    run_ranks(ranks, [&](int rank, const Group& group) {
+      Net net = make(rank);  // rank 0's values count
+      std::vector<NamedTensor> named;
+      for (const auto& item : net->named_parameters()) named.push_back({item.key(), item.value()});
+      ShardedOptimizer<Optim> optimizer(named, group, options, {}, whole);
+      for (int step = 0; step < 4; ++step) {
+        optimizer.zero_grad(step % 2 == 0);
+        backward(net, step);
+        optimizer.step();
+      }
+      size_t elements = 0;
+      for (const at::Tensor& tensor : optimizer.shards().tensors()) elements += tensor.numel();
+      if (ranks > 1 && !whole) {
+        EXPECT_LT(elements, 10993 / ranks + 4200);
+      }
+      for (size_t i = 0; i < net->parameters().size(); ++i)
+        EXPECT_TRUE(net->parameters()[i].equal(plain_net->parameters()[i])) << i << ' ' << ranks;
+    });
+  }
+}
+
+TEST(ShardedOptimizerCpp, Parameters_AreThoseOfThePlainOptimizerBitForBit) {
+  expect_steps_of_the_plain_one<torch::optim::SGD>(torch::optim::SGDOptions(0.1).momentum(0.9),
+                                                   false);
+  expect_steps_of_the_plain_one<torch::optim::AdamW>(torch::optim::AdamWOptions(0.01), false);
+  expect_steps_of_the_plain_one<torch::optim::AdamW>(torch::optim::AdamWOptions(0.01), true);
+}
+
+TEST(ShardedOptimizerCpp, RanksWithOtherParameters_ThrowOnEveryRank) {
+  run_ranks(2, [](int rank, const Group& group) {
+    torch::nn::Linear layer(3, 4 + rank);
+    EXPECT_THROW(ShardedOptimizer<torch::optim::SGD>(*layer, group, torch::optim::SGDOptions(0.1)),
+                 RankMismatch);
+  });
+}
+
+TEST(ShardedOptimizerCpp, SparseGradientOrMemoryWithGaps_ThrowsAndNamesTheParameter) {
+  run_ranks(1, [](int, const Group& group) {
+    at::Tensor weight = torch::ones({4, 2}).requires_grad_();
+    ShardedOptimizer<torch::optim::SGD> optimizer({{"table", weight}}, group,
+                                                  torch::optim::SGDOptions(0.1));
+    weight.mutable_grad() = torch::ones({4, 2}).to_sparse();
+    try {
+      optimizer.step();
+      ADD_FAILURE() << "a sparse gradient was stepped";
+    } catch (const InvalidArgument& error) {
+      EXPECT_NE(std::string(error.what()).find("'table' is sparse"), std::string::npos);
+    }
+    const at::Tensor gaps = torch::ones({4, 4}).narrow(1, 0, 2);
+    EXPECT_THROW(ParameterShards({{"gaps", gaps}}, group, {}, false), InvalidArgument);
+  });
+}
+
+// What was stepped is undone, also where a parameter was changed since the last step.
+TEST(ParameterShardsTest, StepThatOneRankGivesUp_LeavesParametersBeforeIt) {
+  for (const bool changed : {false, true}) {
+    run_ranks(2, [&](int, const Group& group) {
+      Net net = make(0);
+      ShardedOptimizer<torch::optim::SGD> optimizer(*net, group, torch::optim::SGDOptions(0.1));
+      for (int step = 0; step < 2; ++step) {
+        optimizer.zero_grad();
+        backward(net, step);
+        optimizer.step();
+      }
+      const at::NoGradGuard no_grad;
+      std::vector<at::Tensor> before;
+      for (at::Tensor parameter : net->parameters()) {
+        if (changed) parameter.add_(1);
+        before.push_back(parameter.clone());
+      }
+      auto& shards = const_cast<ParameterShards&>(optimizer.shards());
+      shards.take_gradients();
+      for (at::Tensor mine : shards.tensors()) mine.mul_(3);
+      shards.drop_gradients();
+      shards.give_up("a test");
+      for (size_t i = 0; i < before.size(); ++i)
+        EXPECT_TRUE(net->parameters()[i].equal(before[i])) << i << changed;
+    });
+  }
+}
+
+TEST(ParameterShardsTest, MemoryThatWasReplaced_IsFoundAgain) {
+  run_ranks(2, [](int, const Group& group) {
+    Net net = make(0);
+    Net twin = make(0);
+    ShardedOptimizer<torch::optim::SGD> optimizer(*net, group, torch::optim::SGDOptions(0.1));
+    torch::optim::SGD plain(twin->parameters(), torch::optim::SGDOptions(0.1));
+    for (int step = 0; step < 3; ++step) {
+      if (step == 1) {
+        for (at::Tensor parameter : net->parameters()) parameter.set_data(parameter.data().clone());
+      }
+      optimizer.zero_grad();
+      plain.zero_grad();
+      backward(net, step);
+      backward(twin, step);
+      optimizer.step();
+      plain.step();
+      for (size_t i = 0; i < twin->parameters().size(); ++i)
+        EXPECT_TRUE(net->parameters()[i].equal(twin->parameters()[i])) << i << ' ' << step;
+    }
+    at::Tensor weight = net->wide->weight;
+    weight.set_data(weight.data().to(at::kDouble));
+    try {
+      optimizer.step();
+      ADD_FAILURE() << "another dtype was stepped";
+    } catch (const InvalidArgument& error) {
+      EXPECT_NE(std::string(error.what()).find("'wide.weight' has another dtype"),
+                std::string::npos);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace apex::parallel
