@@ -49,13 +49,24 @@ WRAPPERS: dict[str, tuple[str, Wrap]] = {
         "apex, gradient_as_bucket_view",
         lambda module: ApexDDP(module, gradient_as_bucket_view=True),
     ),
+    "apex_weighted": (
+        "apex, with a weight in each step",
+        lambda module: ApexDDP(module, gradient_average="weighted"),
+    ),
+    "apex_statistics": (
+        "apex, gradient_statistics",
+        lambda module: ApexDDP(module, gradient_statistics=True),
+    ),
     "apex_buffers": (
         "apex, broadcast_buffers",
         lambda module: ApexDDP(module, broadcast_buffers=True),
     ),
 }
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cudaMemcpyAsync")
-STEP_WRAPPERS = ["none", "torch", "torch_view", "torch_static", "apex", "apex_view"]
+STEP_WRAPPERS = [
+    *("none", "torch", "torch_view", "torch_static", "apex", "apex_view"),
+    *("apex_weighted", "apex_statistics"),
+]
 FORWARDS = 20  # per measurement
 FORWARD_WRAPPERS = ["none", "torch", "apex", "apex_buffers"]
 
@@ -122,7 +133,13 @@ def _stepper(
         module.zero_grad(set_to_none=True)
         module().backward()
 
-    return module, step
+    def weighted_step() -> None:
+        module.zero_grad(set_to_none=True)
+        loss = module()
+        with module.weight(4):
+            loss.backward()
+
+    return module, weighted_step if wrapper == "apex_weighted" else step
 
 
 def _added(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
