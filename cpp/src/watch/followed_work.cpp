@@ -2,6 +2,7 @@
 #include "watch/followed_work.h"
 
 #include <chrono>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -15,7 +16,9 @@
 #include "distributed/backends.h"
 #include "torch_version.h"
 #include "watch/forced_unwind.h"
+#include "watch/job_thread.h"
 #include "watch/notice.h"
+#include "watch/process_state.h"
 #include "watch/stall.h"
 #include "watch/timing.h"
 #include "watch/watched_group.h"
@@ -28,7 +31,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using distributed::StreamMark;
 
-/// Of the store's thread.
+/// Of looking_thread().
 struct Pursuit {
   WatchedGroupPtr watched;
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group{c10::intrusive_ptr<c10d::ProcessGroup>()};
@@ -37,6 +40,20 @@ struct Pursuit {
   std::optional<StallWatch> stall;
   Clock::time_point ended_at;  ///< when it was seen that a process has ended
 };
+
+/// Of this process. Not the store's, which is blocked while the process that keeps it is stopped.
+/// Never destroyed, as it may be looking when the process ends.
+JobThread& looking_thread() {
+  static auto* const mutex = new std::mutex;
+  static JobThread* thread = nullptr;
+  static int64_t pid = 0;
+  const std::lock_guard<std::mutex> lock(*mutex);
+  if (thread == nullptr || pid != this_pid()) {
+    thread = new JobThread;
+    pid = this_pid();
+  }
+  return *thread;
+}
 
 void add(Launched& launched, Launched::Call call) {
   std::deque<Launched::Call>& calls = launched.calls;
@@ -136,7 +153,7 @@ std::optional<std::chrono::milliseconds> look(Pursuit& pursuit) {
 }
 
 void look_later(const std::shared_ptr<Pursuit>& pursuit, std::chrono::milliseconds time) {
-  pursuit->watched->store->thread().run(
+  looking_thread().run(
       [pursuit] {
         try {
           if (const auto next = look(*pursuit)) look_later(pursuit, *next);

@@ -40,7 +40,7 @@ struct Launched {
   int64_t count = 0;       ///< calls, also those that are not kept
   int64_t every = 1;       ///< of so many calls one is kept
   std::vector<std::unique_ptr<distributed::StreamMark>> spare;
-  bool followed = false;  ///< by the store's thread
+  bool followed = false;  ///< see look_later()
 };
 
 struct WatchedGroup;

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "watch/stall.h"
 #include "watch/timing.h"
@@ -76,10 +77,20 @@ class LikeNccl final : public SilentBackend {
   const std::shared_ptr<Stream> stream_;
 };
 
+/// A store whose process is stopped, when it is.
+class BlockingStore final : public c10d::HashStore {
+ public:
+  int64_t add(const std::string& key, int64_t value) override {
+    while (stopped) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    return HashStore::add(key, value);
+  }
+  std::atomic<bool> stopped{false};
+};
+
 /// Rank 1 of three; rank 0 would wait until the others have read what it reports.
 class FollowedWork : public ::testing::Test {
  protected:
-  FollowedWork() : groups_(make_stored_groups(3, "group")) {
+  FollowedWork() : groups_(make_stored_groups(3, "group", store_)) {
     groups_[1]->setBackend(
         c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL,
         c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<LikeNccl>(1, 3, stream_)));
@@ -91,6 +102,7 @@ class FollowedWork : public ::testing::Test {
     known_->processes.emplace(2, child_.name());
   }
   ~FollowedWork() override {
+    store_->stopped = false;
     stream_->aborted = true;  // what is left ends
     apex::testing::stream_marks = nullptr;
   }
@@ -127,6 +139,7 @@ class FollowedWork : public ::testing::Test {
   }
 
   std::shared_ptr<Stream> stream_ = std::make_shared<Stream>();
+  const c10::intrusive_ptr<BlockingStore> store_ = c10::make_intrusive<BlockingStore>();
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;
   ChildProcess child_;
   WatchedGroupPtr known_;
@@ -145,6 +158,23 @@ TEST_F(FollowedWork, AnotherProcessEnds_CommunicatorIsAbortedAndTheRankIsNamed) 
       << said;
   // What the group's next collective adds to its error.
   EXPECT_NE(report_failure(*groups_[1], "all-reduce").find("rank 2 has ended"), std::string::npos);
+}
+
+TEST_F(FollowedWork, AnotherProcessEndsWhileTheStoreDoesNotAnswer_CommunicatorIsAborted) {
+  if (!this_process()) GTEST_SKIP() << "no /proc";
+  store_->stopped = true;
+  launch();
+  child_.become_zombie();
+  EXPECT_TRUE(is_aborted_soon());
+  EXPECT_NE(report_failure(*groups_[1], "all-reduce").find("rank 2 has ended"), std::string::npos);
+}
+
+TEST_F(FollowedWork, StoreDoesNotAnswerAndAllProcessesRun_NothingIsAborted) {
+  store_->stopped = true;
+  launch();
+  EXPECT_TRUE(stays_whole());
+  ++stream_->done;
+  EXPECT_TRUE(comes_true([this] { return !is_followed(); }));
 }
 
 TEST_F(FollowedWork, AnotherRankReportsAFailure_CommunicatorIsAborted) {
@@ -334,7 +364,7 @@ TEST_F(FollowedWork, ThousandsOfCallsInFlight_FewMarksAreKeptTheLastAmongThem) {
   EXPECT_EQ(known_->launched.calls.back().what, "all-reduce 4999");
 }
 
-TEST_F(FollowedWork, SeveralThreadsLaunch_MarksAreKeptInOrder) {
+TEST_F(FollowedWork, SeveralThreadsLaunch_FewMarksAreKept) {
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; ++i) {
     threads.emplace_back([this] {

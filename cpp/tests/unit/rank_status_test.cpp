@@ -88,7 +88,8 @@ TEST(RankStatus, Judge_CallsThatOthersRefused_CountUpToWhereTheGpuWaitsUnlessRef
 
 TEST(RankStatus, DecodedFromWhatIsNoStatus_ReportsNothingAboutAnybody) {
   for (const char* text : {"", "hello", "0 0", "-1 7", "1", "1 1", "\n\n"})
-    EXPECT_TRUE(!RankStatus::decode(text).failure || RankStatus::decode(text).failure->proof.empty())
+    EXPECT_TRUE(!RankStatus::decode(text).failure ||
+                RankStatus::decode(text).failure->proof.empty())
         << text;
   const RankStatus cut = RankStatus::decode("1 0 \"a\" 0 99999999999 5");
   ASSERT_TRUE(cut.failure);
