@@ -2,17 +2,23 @@
 #include "watch/followed_work.h"
 
 #include <chrono>
+#include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
 #include <thread>
 #include <utility>
+#include <vector>
 
+#include "comm/error_text.h"
 #include "distributed/backends.h"
 #include "torch_version.h"
 #include "watch/forced_unwind.h"
+#include "watch/job_thread.h"
 #include "watch/notice.h"
+#include "watch/process_state.h"
 #include "watch/stall.h"
 #include "watch/timing.h"
 #include "watch/watched_group.h"
@@ -25,22 +31,59 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using distributed::StreamMark;
 
-/// Of the store's thread.
+/// Of looking_thread().
 struct Pursuit {
   WatchedGroupPtr watched;
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group{c10::intrusive_ptr<c10d::ProcessGroup>()};
-  Launched::Call oldest;  ///< whose mark was not reached at the last look
+  std::deque<Launched::Call> calls;  ///< whose marks were not reached at the last look
   std::optional<Wait> wait;
   std::optional<StallWatch> stall;
   Clock::time_point ended_at;  ///< when it was seen that a process has ended
 };
+
+/// Of this process. Not the store's, which is blocked while the process that keeps it is stopped.
+/// Never destroyed, as it may be looking when the process ends.
+JobThread& looking_thread() {
+  static auto* const mutex = new std::mutex;
+  static JobThread* thread = nullptr;
+  static int64_t pid = 0;
+  const std::lock_guard<std::mutex> lock(*mutex);
+  if (thread == nullptr || pid != this_pid()) {
+    thread = new JobThread;
+    pid = this_pid();
+  }
+  return *thread;
+}
+
+void add(Launched& launched, Launched::Call call) {
+  std::deque<Launched::Call>& calls = launched.calls;
+  if (launched.count++ % launched.every == 0) {
+    calls.push_back(std::move(call));
+  } else {
+    launched.spare.push_back(std::exchange(calls.back(), std::move(call)).mark);
+  }
+  if (calls.size() < Launched::kMarks || launched.count % launched.every != 0) return;
+  launched.every *= 2;
+  for (size_t i = 0; i < Launched::kMarks / 2; ++i) {
+    launched.spare.push_back(std::move(calls[2 * i].mark));
+    calls[i] = std::move(calls[2 * i + 1]);
+  }
+  calls.resize(Launched::kMarks / 2);
+}
+
+/// What add() has kept.
+std::deque<Launched::Call> take_calls(Launched& launched) {
+  launched.count = 0;
+  launched.every = 1;
+  return std::exchange(launched.calls, {});
+}
 
 /// On a thread of its own: both wait for others.
 void give_up(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& what) {
   const std::string found = report_failure(*group, what);
   notify(
       "rank " + std::to_string(group->getRank()) + " of " + std::to_string(group->getSize()) +
-      ": " + what + " does not end" + found +
+      ": " + what + " does not end" + found + note_on_ranks(*group) +
       ". The communicator is aborted, so that this process does not wait for the timeout. What the "
       "GPU has received since, as gradients, is worth nothing: do not save it. The next collective "
       "of this group raises an error.");
@@ -53,26 +96,41 @@ void give_up(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::str
   }
 }
 
+/// Takes what has completed from `pursuit`, and then what was launched since. Returns whether there
+/// was any of that.
+bool goes_on(Pursuit& pursuit) {
+  std::vector<std::unique_ptr<StreamMark>> reached;
+  while (!pursuit.calls.empty() && pursuit.calls.front().mark->reached()) {
+    reached.push_back(std::move(pursuit.calls.front().mark));
+    pursuit.calls.pop_front();
+  }
+  if (reached.empty() && !pursuit.calls.empty()) return false;
+  pursuit.wait.reset();
+  pursuit.stall.reset();
+  pursuit.ended_at = {};
+  const std::lock_guard<std::mutex> lock(pursuit.watched->mutex);
+  Launched& launched = pursuit.watched->launched;
+  for (auto& mark : reached) launched.spare.push_back(std::move(mark));
+  if (!pursuit.calls.empty()) return true;
+  pursuit.calls = take_calls(launched);
+  launched.followed = !pursuit.calls.empty();
+  return true;
+}
+
 /// Whether `pursuit` goes on, and when.
 std::optional<std::chrono::milliseconds> look(Pursuit& pursuit) {
   const auto now = Clock::now();
   WatchedGroup& watched = *pursuit.watched;
-  if (!pursuit.oldest.mark || pursuit.oldest.mark->reached()) {
-    pursuit.wait.reset();
-    pursuit.stall.reset();
-    pursuit.ended_at = {};
-    const std::lock_guard<std::mutex> lock(watched.mutex);
-    if (pursuit.oldest.mark) watched.launched.spare = std::move(pursuit.oldest.mark);
-    pursuit.oldest = std::move(watched.launched.last);
-    if (pursuit.oldest.mark) return timing::kUnfinished;
-    watched.launched.followed = false;
-    return std::nullopt;
-  }
+  if (goes_on(pursuit))
+    return pursuit.calls.empty() ? std::nullopt : std::optional(timing::kUnfinished);
+  const Launched::Call& oldest = pursuit.calls.front();
   const auto group = pursuit.group.lock();
   if (!group) return std::nullopt;
   if (!pursuit.wait) {
-    pursuit.wait.emplace(*group, Wait::kOnDevice);
-    pursuit.stall.emplace(pursuit.watched, pursuit.oldest.number, pursuit.oldest.what);
+    // Others may not have introduced themselves before the host went on.
+    read_processes(pursuit.watched);
+    pursuit.wait.emplace(*group, oldest.number);
+    pursuit.stall.emplace(pursuit.watched, oldest.number, oldest.what);
   }
   pursuit.stall->poll();
   const bool failed = pursuit.wait->poll().kind != Verdict::kOk;
@@ -82,27 +140,30 @@ std::optional<std::chrono::milliseconds> look(Pursuit& pursuit) {
   const bool ended =
       pursuit.ended_at != Clock::time_point() && now - pursuit.ended_at > timing::kAlone;
   if (!failed && !ended) return timing::kNeighbours;
-  std::thread([group, what = pursuit.oldest.what] {
+  std::thread([group, what = oldest.what] {
     try {
       give_up(group, what);
     } catch (APEX_FORCED_UNWIND) {
       throw;
-    } catch (const std::exception& error) {
-      notify(std::string("the communicator could not be aborted: ") + error.what());
+    } catch (...) {
+      notify("the communicator could not be aborted: " + message_of(std::current_exception()));
     }
   }).detach();
   return std::nullopt;  // still `followed`, so it is not looked at again
 }
 
 void look_later(const std::shared_ptr<Pursuit>& pursuit, std::chrono::milliseconds time) {
-  pursuit->watched->store->thread().run(
+  looking_thread().run(
       [pursuit] {
         try {
           if (const auto next = look(*pursuit)) look_later(pursuit, *next);
         } catch (APEX_FORCED_UNWIND) {
           throw;
         } catch (...) {
-          // The group was shut down meanwhile, or memory has run out.
+          // The group was shut down meanwhile, or memory has run out. The next call is followed.
+          const std::lock_guard<std::mutex> lock(pursuit->watched->mutex);
+          take_calls(pursuit->watched->launched);
+          pursuit->watched->launched.followed = false;
         }
       },
       Clock::now() + time);
@@ -117,15 +178,17 @@ void follow_work(const c10d::ProcessGroup& group, const std::string& what) noexc
   std::unique_ptr<StreamMark> mark;
   {
     const std::lock_guard<std::mutex> lock(watched->mutex);
-    mark = std::move(launched.spare);
+    if (!launched.spare.empty()) {
+      mark = std::move(launched.spare.back());
+      launched.spare.pop_back();
+    }
   }
   if (!mark) mark = distributed::make_stream_mark();
   // Without the lock: it blocks where a GPU that waits has been given all that it takes.
   if (!mark || !mark->set()) return;
   {
     const std::lock_guard<std::mutex> lock(watched->mutex);
-    if (launched.last.mark) launched.spare = std::move(launched.last.mark);
-    launched.last = {std::move(mark), watched->calls.last_number(), what};
+    add(launched, {std::move(mark), watched->calls.last_number(), what});
     if (std::exchange(launched.followed, true)) return;
   }
   auto pursuit = std::make_shared<Pursuit>();

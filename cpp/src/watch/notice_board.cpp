@@ -17,6 +17,7 @@ void decode_entries(const std::string& entries, std::map<std::string, std::strin
     const size_t line = entries.find('\n', begin);
     if (line == std::string::npos || space > line) return;
     const auto length = static_cast<size_t>(std::atoll(entries.c_str() + begin));
+    if (length > entries.size() - line - 1) return;
     by_author[entries.substr(space + 1, line - space - 1)] = entries.substr(line + 1, length);
     begin = line + 1 + length;
   }

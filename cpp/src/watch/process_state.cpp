@@ -73,7 +73,8 @@ std::optional<ProcessName> this_process() {
 #ifdef _WIN32
   return std::nullopt;
 #else
-  static const std::string host = name_of_host();
+  // Never destroyed: the store's threads look at processes while this one ends.
+  static const auto& host = *new std::string(name_of_host());
   const int64_t pid = ::getpid();  // each time: it may have been forked
   const auto stat = read_stat(pid);
   if (!stat || host.empty()) return std::nullopt;

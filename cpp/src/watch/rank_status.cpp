@@ -62,13 +62,20 @@ Verdict judge(const RankStatuses& statuses, const Position& at) {
   Verdict verdict;
   const RankStatus::Hook* first = nullptr;
   int culprit = 0;
+  // This rank does not wait in a call that it has refused as well.
+  const auto own = statuses.find({at.rank, at.group});
+  const auto passed_over = [&](int64_t call) {
+    if (own == statuses.end() || !own->second.failure) return false;
+    const auto& mine = own->second.failure->refused;
+    return std::find(mine.begin(), mine.end(), call) != mine.end();
+  };
   for (const auto& [author, status] : statuses) {
     const std::string& group = author.second;
     const auto& failure = status.failure;
     if (!failure || (group != at.group && group != at.parent)) continue;
     const auto& refused = failure->refused;
     const auto holds_up = [&](int64_t call) {
-      return at.or_before ? call <= at.call : call == at.call;
+      return (at.or_before ? call <= at.call : call == at.call) && !passed_over(call);
     };
     if (refused.empty() ||
         (group == at.group && std::any_of(refused.begin(), refused.end(), holds_up)))

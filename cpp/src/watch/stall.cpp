@@ -396,7 +396,7 @@ void StallWatch::poll() {
     verdict_ = {};
     return;
   }
-  // A wait of the GPU is polled on the store's thread.
+  // A GPU may be busy for long: without the answers of others there is nothing to say.
   const bool late = !waiting_->on_device && verdict_.valid() &&
                     waited >= due_ + timing::until_alone(limit_) - limit_;
   if (!late || waiting_->alone.exchange(true)) return;

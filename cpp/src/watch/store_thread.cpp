@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "watch/store_thread.h"
 
-#include <condition_variable>
 #include <map>
 #include <mutex>
-#include <thread>
 #include <utility>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -37,38 +35,6 @@ StorePtr base_of(StorePtr store) {
 
 }  // namespace
 
-struct StoreThread::State {
-  std::mutex mutex;  ///< guards what follows
-  std::condition_variable news;
-  std::multimap<Clock::time_point, std::function<void()>> jobs;
-  bool ended = false;
-
-  // Of the thread.
-  StorePtr connection;
-  int64_t losses = 0;
-  Clock::time_point not_before;  ///< is a connection made again
-
-  static void loop(const std::shared_ptr<State>& state) {
-    for (std::unique_lock<std::mutex> lock(state->mutex);;) {
-      const auto first = state->jobs.begin();
-      if (first != state->jobs.end() && first->first <= Clock::now()) {
-        std::function<void()> job = std::move(first->second);
-        state->jobs.erase(first);
-        lock.unlock();
-        job();
-        job = nullptr;
-        lock.lock();
-      } else if (state->ended) {
-        return;
-      } else if (first == state->jobs.end()) {
-        state->news.wait(lock);
-      } else {
-        state->news.wait_until(lock, first->first);
-      }
-    }
-  }
-};
-
 std::shared_ptr<StoreThread> StoreThread::of(const StorePtr& store) {
   struct Known {
     c10::weak_intrusive_ptr<c10d::Store> base;  // keeps the address from being used again
@@ -86,23 +52,9 @@ std::shared_ptr<StoreThread> StoreThread::of(const StorePtr& store) {
   if (known != all->end()) {
     if (auto thread = known->second.thread.lock()) return thread;
   }
-  const auto state = std::make_shared<State>();
-  std::shared_ptr<StoreThread> made(new StoreThread(state));
-  std::thread([state] { State::loop(state); }).detach();
+  std::shared_ptr<StoreThread> made(new StoreThread);
   all->insert_or_assign(key, Known{c10::weak_intrusive_ptr<c10d::Store>(base), made});
   return made;
-}
-
-StoreThread::~StoreThread() {
-  const std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->ended = true;
-  state_->news.notify_all();
-}
-
-void StoreThread::run(std::function<void()> job, Clock::time_point at) {
-  const std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->jobs.emplace(at, std::move(job));
-  state_->news.notify_all();
 }
 
 StorePtr StoreThread::connected(const StorePtr& store) {
@@ -113,29 +65,29 @@ StorePtr StoreThread::connected(const StorePtr& store) {
   }
   const auto* const server = dynamic_cast<const c10d::TCPStore*>(store.get());
   if (server == nullptr) return store;
-  if (!state_->connection) {
-    if (state_->losses > 0) {
+  if (!connection_) {
+    if (losses_ > 0) {
       // torch's store tries for minutes, and logs it.
-      if (Clock::now() < state_->not_before) throw Error("the store was lost");
+      if (Clock::now() < not_before_) throw Error("the store was lost");
       const std::string why =
           distributed::wait_for_listener(server->getHost(), server->getPort(), timing::kProbe);
       if (!why.empty()) {
-        state_->not_before = Clock::now() + timing::kReconnect;
+        not_before_ = Clock::now() + timing::kReconnect;
         throw Error("the store was lost, and " + why);
       }
     }
-    state_->connection = store->clone();
+    connection_ = store->clone();
   }
-  return state_->connection;
+  return connection_;
 }
 
 void StoreThread::connection_lost() {
-  if (!state_->connection) return;
-  state_->connection.reset();
-  ++state_->losses;
+  if (!connection_) return;
+  connection_.reset();
+  ++losses_;
 }
 
-int64_t StoreThread::losses() const { return state_->losses; }
+int64_t StoreThread::losses() const { return losses_; }
 
 StorePtr StoreClient::view() {
   const StorePtr given = given_.lock();

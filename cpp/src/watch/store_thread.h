@@ -4,11 +4,15 @@
 /// The thread on which this process calls a store.
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <future>
 #include <memory>
+#include <utility>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "watch/job_thread.h"
 
 namespace apex::parallel {
 
@@ -23,12 +27,11 @@ class StoreThread {
 
   /// The one for `store`, or for what it adds a prefix to.
   static std::shared_ptr<StoreThread> of(const StorePtr& store);
-  ~StoreThread();  ///< what was posted is still run
-  StoreThread(const StoreThread&) = delete;
-  StoreThread& operator=(const StoreThread&) = delete;
 
-  /// Jobs that are due are run in the order of their times.
-  void run(std::function<void()> job, Clock::time_point at = Clock::now());
+  /// See JobThread; what was posted before this ends is still run.
+  void run(std::function<void()> job, Clock::time_point at = Clock::now()) {
+    thread_.run(std::move(job), at);
+  }
   /// On the thread: `store` over the connection of this process. A store that is no server is
   /// itself: a file is removed when as many stores on it have ended as there are ranks.
   /// @throws Error if the server cannot be reached; for a second more without trying.
@@ -39,10 +42,14 @@ class StoreThread {
   int64_t losses() const;
 
  private:
-  struct State;
-  explicit StoreThread(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  StoreThread() = default;
 
-  std::shared_ptr<State> state_;
+  JobThread thread_;
+
+  // Of the thread.
+  StorePtr connection_;
+  int64_t losses_ = 0;
+  Clock::time_point not_before_;  ///< is a connection made again
 };
 
 /// The store of a group, by way of its thread. Does not keep the store: one that outlives its group

@@ -39,6 +39,21 @@ milliseconds timeout_of(const c10d::ProcessGroup& group) {
   return distributed::gloo_timeout(*mutable_group.getBackend(at::kCPU)).value_or(milliseconds(0));
 }
 
+/// Of the ranks of `group`; empty if they are the same, or not known.
+std::vector<uint64_t> global_ranks(const c10d::ProcessGroup& group) {
+  auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
+  if (detail::has_backend(group, at::kCPU))
+    return distributed::gloo_global_ranks(*mutable_group.getBackend(at::kCPU));
+  if (!detail::has_backend(group, at::kCUDA)) return {};
+  const auto backend = mutable_group.getBackend(at::kCUDA);
+  if (!detail::is_nccl(backend->getBackendName())) return {};
+  try {
+    return backend->getBackendOptions()->global_ranks_in_group;
+  } catch (...) {
+    return {};  // not every NCCL backend has options
+  }
+}
+
 WatchedGroupPtr make_watched(const c10d::ProcessGroup& group, const StorePtr& store,
                              const WatchedGroupPtr& parent, const std::string& name) {
   const auto made = std::make_shared<WatchedGroup>();
@@ -89,9 +104,7 @@ WatchedGroupPtr if_own(WatchedGroupPtr one) {
 }  // namespace
 
 std::string note_on_ranks(const c10d::ProcessGroup& group) {
-  auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
-  if (!detail::has_backend(group, at::kCPU)) return {};
-  const auto ranks = distributed::gloo_global_ranks(*mutable_group.getBackend(at::kCPU));
+  const std::vector<uint64_t> ranks = global_ranks(group);
   bool same = true;
   std::string list;
   for (size_t i = 0; i < ranks.size(); ++i) {
@@ -173,10 +186,12 @@ bool WatchedGroup::knows_processes() {
 std::string WatchedGroup::key(c10d::Store& shared, const std::string& what) {
   if (parent) return parent->key(shared, what) + '/' + name;
   if (name_in_store_.empty()) {
-    // A group of this name may have been there before, on a store that outlives it.
+    // A group of this name may have been there before, on a store that outlives it; with fewer
+    // ranks, of which the others would not know how often.
     const std::string author = std::to_string(rank);
-    const int64_t times = shared.add("apex/introduced/" + group_name + "/" + author, 1);
-    name_in_store_ = group_name + "/" + std::to_string(times);
+    name_in_store_ = group_name + "/" + std::to_string(size);
+    const int64_t times = shared.add("apex/introduced/" + name_in_store_ + "/" + author, 1);
+    name_in_store_ += "/" + std::to_string(times);
     if (const auto process = this_process())
       NoticeBoard(key(shared, "process/" + process->host)).post(shared, author, process->encode());
   }
@@ -235,13 +250,13 @@ std::shared_future<void> read_processes(const WatchedGroupPtr& group) {
     const auto self = this_process();
     if (!self) return;
     for (const auto& [author, text] :
-         NoticeBoard(group->key(store, "process/" + self->host)).read(store)) {
+         NoticeBoard(group->root()->key(store, "process/" + self->host)).read(store)) {
       const int rank = std::atoi(author.c_str());
       if (rank == group->rank) continue;
       if (auto process = ProcessName::decode(text)) found.emplace(rank, std::move(*process));
     }
     const std::lock_guard<std::mutex> lock(group->mutex);
-    group->processes = std::move(found);
+    group->processes.merge(found);  // what is known stays: a rank is one process
   });
 }
 

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <deque>
 #include <functional>
 #include <future>
 #include <map>
@@ -32,9 +33,14 @@ struct Launched {
     int64_t number = 0;                             ///< of the last call when the mark was set
     std::string what;
   };
-  Call last;  ///< unless that is looked at
-  std::unique_ptr<distributed::StreamMark> spare;
-  bool followed = false;  ///< by the store's thread
+  /// At most so many marks are kept: of more calls every second, fourth, ..., and the last.
+  static constexpr size_t kMarks = 32;
+
+  std::deque<Call> calls;  ///< in their order; those that are looked at are not in it
+  int64_t count = 0;       ///< calls, also those that are not kept
+  int64_t every = 1;       ///< of so many calls one is kept
+  std::vector<std::unique_ptr<distributed::StreamMark>> spare;
+  bool followed = false;  ///< see look_later()
 };
 
 struct WatchedGroup;

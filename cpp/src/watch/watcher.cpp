@@ -47,14 +47,24 @@ struct Wait::State {
 };
 
 Wait::Wait(const c10d::ProcessGroup& group, Where where) {
+  begin(group, where == kInHook);
+  if (state_) state_->stall.emplace(state_->group);
+}
+
+Wait::Wait(const c10d::ProcessGroup& group, int64_t call) {
+  begin(group, /*in_hook=*/false);
+  if (!state_) return;
+  state_->at.call = call;
+  state_->at.or_before = true;
+}
+
+void Wait::begin(const c10d::ProcessGroup& group, bool in_hook) {
   WatchedGroupPtr known = find_watched(group);
   if (!known) return;
   state_ = std::make_unique<State>();
-  state_->at = known->position(where == kInHook);
-  state_->at.or_before = where == kOnDevice;
+  state_->at = known->position(in_hook);
   state_->following = known->board->follow(timing::between_looks(known->size));
   state_->compare_at = Clock::now() + state_->late;
-  if (where != kOnDevice) state_->stall.emplace(known);
   state_->group = std::move(known);
 }
 

@@ -5,6 +5,7 @@
 /// seen of their processes.
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -71,10 +72,11 @@ class Wait {
  public:
   enum Where {
     kInCall,
-    kInHook,    ///< of that call
-    kOnDevice,  ///< while the host goes on: also calls before the last may be unfinished
+    kInHook,  ///< of that call
   };
   explicit Wait(const c10d::ProcessGroup& group, Where where = kInCall);
+  /// The GPU waits in `call` or in one before it, while the host goes on.
+  Wait(const c10d::ProcessGroup& group, int64_t call);
   ~Wait();
   Wait(const Wait&) = delete;
   Wait& operator=(const Wait&) = delete;
@@ -85,6 +87,7 @@ class Wait {
  private:
   struct State;
   struct Comparison;
+  void begin(const c10d::ProcessGroup& group, bool in_hook);
   bool is_left_alone();
   void compare();
 

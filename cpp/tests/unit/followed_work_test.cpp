@@ -13,11 +13,13 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "watch/stall.h"
 #include "watch/timing.h"
@@ -35,18 +37,26 @@ using apex::testing::SilentBackend;
 struct Stream {
   std::atomic<int> given{0}, done{0};
   std::atomic<bool> aborted{false}, capturing{false}, is_full{false};
+  std::atomic<bool> set_throws{false}, query_throws{false};
+  std::atomic<int> marks{0};               ///< that there are
+  std::function<void()> on_abort = [] {};  ///< called by abort()
 };
 
 class Mark final : public distributed::StreamMark {
  public:
-  explicit Mark(std::shared_ptr<Stream> stream) : stream_(std::move(stream)) {}
+  explicit Mark(std::shared_ptr<Stream> stream) : stream_(std::move(stream)) { ++stream_->marks; }
+  ~Mark() override { --stream_->marks; }
   bool set() override {
+    if (stream_->set_throws) throw std::runtime_error("no memory");
     if (stream_->capturing) return false;
     while (stream_->is_full && !stream_->aborted) std::this_thread::yield();
     at_ = stream_->given.load();
     return true;
   }
-  bool reached() override { return stream_->aborted || stream_->done >= at_; }
+  bool reached() override {
+    if (stream_->query_throws) throw std::runtime_error("no memory");
+    return stream_->aborted || stream_->done >= at_;
+  }
 
  private:
   const std::shared_ptr<Stream> stream_;
@@ -58,16 +68,29 @@ class LikeNccl final : public SilentBackend {
   LikeNccl(int rank, int size, std::shared_ptr<Stream> stream)
       : SilentBackend(rank, size), stream_(std::move(stream)) {}
   const std::string getBackendName() const override { return "nccl"; }
-  void abort() override { stream_->aborted = true; }
+  void abort() override {
+    stream_->on_abort();
+    stream_->aborted = true;
+  }
 
  private:
   const std::shared_ptr<Stream> stream_;
 };
 
+/// A store whose process is stopped, when it is.
+class BlockingStore final : public c10d::HashStore {
+ public:
+  int64_t add(const std::string& key, int64_t value) override {
+    while (stopped) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    return HashStore::add(key, value);
+  }
+  std::atomic<bool> stopped{false};
+};
+
 /// Rank 1 of three; rank 0 would wait until the others have read what it reports.
 class FollowedWork : public ::testing::Test {
  protected:
-  FollowedWork() : groups_(make_stored_groups(3, "group")) {
+  FollowedWork() : groups_(make_stored_groups(3, "group", store_)) {
     groups_[1]->setBackend(
         c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL,
         c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<LikeNccl>(1, 3, stream_)));
@@ -79,6 +102,7 @@ class FollowedWork : public ::testing::Test {
     known_->processes.emplace(2, child_.name());
   }
   ~FollowedWork() override {
+    store_->stopped = false;
     stream_->aborted = true;  // what is left ends
     apex::testing::stream_marks = nullptr;
   }
@@ -115,6 +139,7 @@ class FollowedWork : public ::testing::Test {
   }
 
   std::shared_ptr<Stream> stream_ = std::make_shared<Stream>();
+  const c10::intrusive_ptr<BlockingStore> store_ = c10::make_intrusive<BlockingStore>();
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;
   ChildProcess child_;
   WatchedGroupPtr known_;
@@ -135,6 +160,23 @@ TEST_F(FollowedWork, AnotherProcessEnds_CommunicatorIsAbortedAndTheRankIsNamed) 
   EXPECT_NE(report_failure(*groups_[1], "all-reduce").find("rank 2 has ended"), std::string::npos);
 }
 
+TEST_F(FollowedWork, AnotherProcessEndsWhileTheStoreDoesNotAnswer_CommunicatorIsAborted) {
+  if (!this_process()) GTEST_SKIP() << "no /proc";
+  store_->stopped = true;
+  launch();
+  child_.become_zombie();
+  EXPECT_TRUE(is_aborted_soon());
+  EXPECT_NE(report_failure(*groups_[1], "all-reduce").find("rank 2 has ended"), std::string::npos);
+}
+
+TEST_F(FollowedWork, StoreDoesNotAnswerAndAllProcessesRun_NothingIsAborted) {
+  store_->stopped = true;
+  launch();
+  EXPECT_TRUE(stays_whole());
+  ++stream_->done;
+  EXPECT_TRUE(comes_true([this] { return !is_followed(); }));
+}
+
 TEST_F(FollowedWork, AnotherRankReportsAFailure_CommunicatorIsAborted) {
   launch();
   announce_failure(*groups_[0], "all-reduce");
@@ -146,6 +188,27 @@ TEST_F(FollowedWork, AnotherRankRefusedAnEarlierCall_CommunicatorIsAborted) {
   launch("second");
   refuse_call(*groups_[0], "second");
   launch("third");
+  EXPECT_TRUE(is_aborted_soon());
+}
+
+// All have thrown, and have gone on: nobody waits in that call.
+TEST_F(FollowedWork, AllRanksRefusedAnEarlierCall_NothingIsAborted) {
+  for (const auto& group : groups_) refuse_call(*group, "second");
+  launch("third");
+  EXPECT_TRUE(stays_whole());
+  EXPECT_EQ(known_->status.failure->what, "second");  // not yet reported as failed, either
+  EXPECT_FALSE(has_failed(*groups_[1]));
+}
+
+// The host of this rank is there already; the GPU is busy with the call before, and gets on.
+TEST_F(FollowedWork, GpuIsBusyBeforeACallThatAnotherRankRefused_IsAbortedWhenItComesThere) {
+  launch("second");
+  begin_call(*groups_[0], "second");
+  refuse_call(*groups_[0], "third");
+  launch("third");
+  EXPECT_TRUE(stays_whole());
+  EXPECT_FALSE(has_failed(*groups_[1]));
+  ++stream_->done;
   EXPECT_TRUE(is_aborted_soon());
 }
 
@@ -175,6 +238,21 @@ TEST_F(FollowedWork, GpuHasFinished_IsNotFollowedUntilTheNextLaunch) {
   EXPECT_TRUE(is_followed());
   child_.become_zombie();
   EXPECT_TRUE(is_aborted_soon());
+}
+
+// The host has launched all at once. What completes in between counts, not only the last one.
+TEST_F(FollowedWork, QueueIsFinishedOneByOneAfterAnotherProcessEnded_NothingIsAborted) {
+  child_.become_zombie();
+  for (int i = 0; i < 200; ++i) launch();
+  const auto until = std::chrono::steady_clock::now() + 2 * timing::kUnfinished + timing::kAlone +
+                     5 * timing::kNeighbours;
+  while (std::chrono::steady_clock::now() < until) {
+    ++stream_->done;
+    std::this_thread::sleep_for(timing::kUnfinished / 20);
+  }
+  EXPECT_FALSE(stream_->aborted);
+  EXPECT_TRUE(is_followed());
+  EXPECT_TRUE(is_aborted_soon());  // it stops there
 }
 
 // The GPU is busy all the time, and what was launched last has never completed.
@@ -251,6 +329,77 @@ TEST_F(FollowedWork, GraphIsCaptured_NothingIsFollowed) {
   stream_->capturing = true;
   launch();
   EXPECT_FALSE(is_followed());
+}
+
+TEST_F(FollowedWork, NoMarks_NothingIsFollowed) {
+  apex::testing::stream_marks = nullptr;
+  launch();
+  EXPECT_FALSE(is_followed());
+}
+
+TEST_F(FollowedWork, MarkCannotBeSet_TheNextCallIsFollowed) {
+  stream_->set_throws = true;
+  launch();
+  EXPECT_FALSE(is_followed());
+  stream_->set_throws = false;
+  launch();
+  EXPECT_TRUE(is_followed());
+}
+
+TEST_F(FollowedWork, MarkCannotBeAsked_TheNextCallIsFollowed) {
+  stream_->query_throws = true;
+  launch();
+  EXPECT_TRUE(comes_true([this] { return !is_followed(); }));
+  stream_->query_throws = false;
+  launch();
+  EXPECT_TRUE(is_followed());
+}
+
+TEST_F(FollowedWork, ThousandsOfCallsInFlight_FewMarksAreKeptTheLastAmongThem) {
+  for (int i = 0; i < 5000; ++i) launch("all-reduce " + std::to_string(i));
+  EXPECT_LE(stream_->marks, 2 * static_cast<int>(Launched::kMarks) + 1);
+  const std::lock_guard<std::mutex> lock(known_->mutex);
+  EXPECT_LE(known_->launched.calls.size(), Launched::kMarks);
+  ASSERT_FALSE(known_->launched.calls.empty());
+  EXPECT_EQ(known_->launched.calls.back().what, "all-reduce 4999");
+}
+
+TEST_F(FollowedWork, SeveralThreadsLaunch_FewMarksAreKept) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([this] {
+      for (int call = 0; call < 500; ++call) launch();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_TRUE(is_followed());
+  EXPECT_LE(stream_->marks, 2 * static_cast<int>(Launched::kMarks) + 4);
+}
+
+// Over NCCL a collective may return before others have introduced themselves.
+TEST_F(FollowedWork, ProcessesAreNotKnownYet_AreReadBeforeTheyAreLookedAt) {
+  if (!this_process()) GTEST_SKIP() << "no /proc";
+  known_->processes.clear();
+  known_->store
+      ->post([this](c10d::Store& store) {
+        NoticeBoard(known_->key(store, "process/" + this_process()->host))
+            .post(store, "2", child_.name().encode());
+      })
+      .wait();
+  launch();
+  child_.become_zombie();
+  EXPECT_TRUE(is_aborted_soon());
+  EXPECT_NE(report_failure(*groups_[1], "all-reduce").find("rank 2 has ended"), std::string::npos);
+}
+
+TEST_F(FollowedWork, AbortThrowsWhatIsNoException_IsSaid) {
+  Said said;
+  stream_->on_abort = [] { throw 42; };
+  launch();
+  for (const int rank : {0, 2}) announce_failure(*groups_[rank], "all-reduce");
+  ASSERT_TRUE(comes_true([&] { return said.texts().size() == 2; }));
+  EXPECT_NE(said.texts()[0].find("all-reduce does not end"), std::string::npos);
+  EXPECT_EQ(said.texts()[1], "the communicator could not be aborted: unknown error");
 }
 
 TEST_F(FollowedWork, GroupIsGone_IsNotFollowedAnyMore) {

@@ -51,6 +51,19 @@ TEST(NoticeBoard, TextsOfAuthors_AreReadAsTheyWerePostedLast) {
   }
 }
 
+// A length that is wrong is not to send the reader in circles.
+TEST(NoticeBoard, EntryOfAWrongLength_EndsWhatIsRead) {
+  for (const std::string wrong : {"-6 3 \n", "-1 3 \nabc", "99 3 \nabc", "9", "\n\n 5 ", "x y"}) {
+    c10d::HashStore store;
+    const NoticeBoard board("test");
+    board.post(store, "1", "before");
+    store.append("test", {wrong.begin(), wrong.end()});
+    const Texts texts = board.read(store);
+    ASSERT_EQ(texts.count("1"), 1U) << wrong;
+    EXPECT_EQ(texts.at("1"), "before") << wrong;
+  }
+}
+
 TEST(NoticeBoard, RanksPostAtOnce_NoneIsLost) {
   for (const StorePtr& store : stores()) {
     const NoticeBoard board("test");

@@ -64,6 +64,39 @@ TEST(RankStatus, Judge_WhoWaitsGivesUpIfItsGroupHasFailed) {
   EXPECT_EQ(kind("own", failed("a", {}, /*over=*/true)), Verdict::kFailed);
 }
 
+// Over NCCL the GPU may wait in a call before the last.
+TEST(RankStatus, Judge_CallsThatOthersRefused_CountUpToWhereTheGpuWaitsUnlessRefusedHere) {
+  Position there = here();
+  there.or_before = true;
+  const auto kind = [&](const std::vector<int64_t>& theirs, const std::vector<int64_t>& own) {
+    RankStatuses all{{{1, "own"}, failed("a", theirs)}};
+    if (!own.empty()) all[{0, "own"}] = failed("a", own);
+    return judge(all, there).kind;
+  };
+  EXPECT_EQ(kind({2}, {}), Verdict::kFailed);
+  EXPECT_EQ(kind({3}, {1}), Verdict::kFailed);
+  EXPECT_EQ(kind({4}, {}), Verdict::kOk);
+  EXPECT_EQ(kind({2}, {2}), Verdict::kOk);
+  EXPECT_EQ(kind({1, 2}, {2, 1}), Verdict::kOk);
+  EXPECT_EQ(kind({1, 2}, {1}), Verdict::kFailed);
+  EXPECT_EQ(judge({{{0, "own"}, failed("a", {2})}}, there).kind, Verdict::kOk);
+  // What another group has refused is no matter, and a failure is one of all calls.
+  EXPECT_EQ(judge({{{1, "parent"}, failed("a", {2})}}, there).kind, Verdict::kOk);
+  EXPECT_EQ(judge({{{1, "own"}, failed("a")}, {{0, "own"}, failed("a", {2})}}, there).kind,
+            Verdict::kFailed);
+}
+
+TEST(RankStatus, DecodedFromWhatIsNoStatus_ReportsNothingAboutAnybody) {
+  for (const char* text : {"", "hello", "0 0", "-1 7", "1", "1 1", "\n\n"})
+    EXPECT_TRUE(!RankStatus::decode(text).failure ||
+                RankStatus::decode(text).failure->proof.empty())
+        << text;
+  const RankStatus cut = RankStatus::decode("1 0 \"a\" 0 99999999999 5");
+  ASSERT_TRUE(cut.failure);
+  EXPECT_EQ(cut.failure->refused, std::vector<int64_t>{5});
+  EXPECT_TRUE(cut.failure->proof.empty());
+}
+
 TEST(RankStatus, Judge_HookThatFailedBefore_IsNamed) {
   const auto kind = [](const RankStatus& status, bool in_hook = false) {
     return judge({{{1, "own"}, status}}, here(in_hook)).kind;

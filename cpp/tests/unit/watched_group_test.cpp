@@ -4,14 +4,18 @@
 #include <support/stored_group.h>
 #include <support/stream_mark.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "distributed/backends.h"
 
@@ -78,6 +82,116 @@ TEST(WatchedGroup, SameNameAgain_HasAnotherNameThanBeforeAndTheSameOnEveryRank) 
     earlier = name;
     kept.insert(kept.end(), groups.begin(), groups.end());
   }
+}
+
+// As with ranks that are lost and replaced: not all have made the group equally often.
+TEST(WatchedGroup, SameNameWithFewerRanksInBetween_IsTheSameOnEveryRank) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::string> names;
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> kept;
+  for (const int size : {3, 2, 3, 2}) {
+    const auto groups = make_stored_groups(size, "again", store);
+    const std::string name = watched(*groups[0])->key(*store, "status");
+    for (const auto& group : groups) EXPECT_EQ(watched(*group)->key(*store, "status"), name);
+    EXPECT_EQ(std::count(names.begin(), names.end(), name), 0) << name;
+    names.push_back(name);
+    kept.insert(kept.end(), groups.begin(), groups.end());
+  }
+}
+
+TEST(WatchedGroup, TwoJobsShareAStoreByPrefixes_NothingOfTheOtherIsRead) {
+  if (!this_process()) GTEST_SKIP() << "no /proc";
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>> jobs;
+  for (const char* prefix : {"one", "other"})
+    jobs.push_back(
+        make_stored_groups(2, "group", c10::make_intrusive<c10d::PrefixStore>(prefix, store)));
+  watched(*jobs[1][0]);
+  const WatchedGroupPtr one = watched(*jobs[0][1]);
+  read_processes(one).wait();
+  EXPECT_TRUE(one->processes.empty());
+  watched(*jobs[0][0]);
+  read_processes(one).wait();
+  EXPECT_EQ(one->processes.size(), 1U);
+}
+
+// Over NCCL a collective may return before others have come to it.
+TEST(WatchedGroup, ReadProcesses_AgainFindsThoseWhoHaveToldSinceAndForgetsNobody) {
+  if (!this_process()) GTEST_SKIP() << "no /proc";
+  const auto groups = make_stored_groups(3, "late");
+  const WatchedGroupPtr one = watched(*groups[1]);
+  watched(*groups[0]);
+  read_processes(one).wait();
+  EXPECT_EQ(one->processes.size(), 1U);
+  one->processes[0].pid = -7;  // as it was when it was read
+  watched(*groups[2]);
+  read_processes(one).wait();
+  ASSERT_EQ(one->processes.size(), 2U);
+  EXPECT_EQ(one->processes[0].pid, -7);
+}
+
+TEST(WatchedGroup, ReadProcesses_OfAGroupThatWasMadeFromAnother_FindsThoseOfThat) {
+  if (!this_process()) GTEST_SKIP() << "no /proc";
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  const auto parents = make_stored_groups(2, "parent", store);
+  const auto own = make_stored_groups(2, "own", store);
+  for (size_t rank = 0; rank < 2; ++rank) watch_with(*own[rank], *parents[rank], "own");
+  const WatchedGroupPtr one = find_watched(*own[1]);
+  ASSERT_TRUE(one && one->parent);
+  read_processes(one).wait();
+  ASSERT_EQ(one->processes.size(), 1U);
+  EXPECT_EQ(one->processes.at(0).encode(), this_process()->encode());
+}
+
+TEST(WatchedGroup, ProcessesThatAreNoneOrOnAnotherHost_HaveNotEnded) {
+  if (!this_process()) GTEST_SKIP() << "no /proc";
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  const auto groups = make_stored_groups(6, "odd", store);
+  const WatchedGroupPtr one = watched(*groups[1]);
+  const NoticeBoard board(one->key(*store, "process/" + this_process()->host));
+  board.post(*store, "0", "rubbish");
+  board.post(*store, "2", "");
+  board.post(*store, "3", "0 0 " + this_process()->host);
+  board.post(*store, "4", ProcessName{"another", 1, 1}.encode());
+  board.post(*store, "5", ProcessName{"another", 1 << 30, 1}.encode());
+  read_processes(one).wait();
+  EXPECT_EQ(one->processes.size(), 3U);
+  EXPECT_TRUE(look_around(*one).empty());
+  one->processes[0] = *this_process();
+  one->processes[0].start_time -= 1;  // the number is used again
+  EXPECT_EQ(look_around(*one).count(0), 1U);
+}
+
+/// NCCL alone, with the ranks of the job that torch gives it.
+class Nccl final : public apex::testing::SilentBackend {
+ public:
+  Nccl(int rank, int size, std::vector<uint64_t> ranks, bool has_options)
+      : SilentBackend(rank, size), has_options_(has_options) {
+    options_->global_ranks_in_group = std::move(ranks);
+  }
+  const std::string getBackendName() const override { return "nccl"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return has_options_ ? options_ : Backend::getBackendOptions();
+  }
+
+ private:
+  const bool has_options_;
+  const c10::intrusive_ptr<Options> options_ = c10::make_intrusive<Options>("nccl");
+};
+
+TEST(WatchedGroup, NoteOnRanks_IsAlsoGivenOverNccl) {
+  const auto note = [](std::vector<uint64_t> ranks, bool has_options = true) {
+    const auto group =
+        c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(), 0, 2);
+    group->setBackend(c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL,
+                      c10::intrusive_ptr<c10d::Backend>(
+                          c10::make_intrusive<Nccl>(0, 2, std::move(ranks), has_options)));
+    return note_on_ranks(*group);
+  };
+  EXPECT_EQ(note({3, 5}), "; ranks count within the group, which is made of ranks 3, 5 of the job");
+  EXPECT_EQ(note({0, 1}), "");
+  EXPECT_EQ(note({}), "");
+  EXPECT_EQ(note({3, 5}, /*has_options=*/false), "");
 }
 
 TEST(WatchedGroup, ReadProcesses_FindsThoseOfTheOthersWhoHaveTold) {
