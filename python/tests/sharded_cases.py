@@ -246,22 +246,22 @@ def _resume(pair: Pair, rank: int, world: int, groups: list[list[Any]]) -> None:
     pair.sharded.consolidate_state_dict(to=None)
     state = pair.sharded.state_dict()
     pair.check_state(state, "consolidated")
-    fresh = pair.case.kind(
-        _groups(copy.deepcopy(pair.twin), pair.case.grouped), **pair.case.defaults
-    )
-    fresh.load_state_dict(copy.deepcopy(state))  # the plain one takes it
+    # The plain one takes it, and loads it as well: torch's casts some entries when it does.
+    fresh = pair.case.kind(_groups(pair.twin, pair.case.grouped), **pair.case.defaults)
+    fresh.load_state_dict(copy.deepcopy(state))
     if pick.random() < 0.5:
         state = copy.deepcopy(pair.plain.state_dict())
+    pair.plain = fresh
     first = pick.randrange(world) + 1
-    group = groups[first - 1][0 if rank < first else 1]
-    pair.sharded = pair.make(group=group)
+    pair.sharded = pair.make(group=groups[first - 1][0 if rank < first else 1])
     pair.sharded.load_state_dict(state)
-    if pair.schedulers:
-        old = pair.schedulers[0].state_dict()
-        pair.schedulers[0] = torch.optim.lr_scheduler.StepLR(pair.sharded, 2, 0.5)
-        pair.schedulers[0].load_state_dict(old)
-        for group_of, lr in zip(pair.sharded.param_groups, old["_last_lr"], strict=True):
-            group_of["lr"] = lr
+    for i, optimizer in enumerate((pair.sharded, pair.plain)):
+        if pair.schedulers:
+            old = pair.schedulers[i].state_dict()
+            pair.schedulers[i] = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+            pair.schedulers[i].load_state_dict(old)
+            for group, lr in zip(optimizer.param_groups, old["_last_lr"], strict=True):
+                group["lr"] = lr
 
 
 def run_seeds(rank: int, world: int, seeds: list[int]) -> None:

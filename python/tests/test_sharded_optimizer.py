@@ -7,11 +7,28 @@ More cases: ``python python/tests/test_sharded_optimizer.py --cases 1000``.
 from __future__ import annotations
 
 import argparse
+import copy
+import os
+import pathlib
+import signal
 import sys
+import threading
+import time
+from typing import Any
 
 import pytest
-from ddp_support import RankPool
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from ddp_support import RankPool, check, check_equal, check_same_on_all_ranks, raises
 from sharded_cases import run_seeds
+from torch import Tensor, nn
+
+from apex import amp
+from apex.optimizers import ShardedOptimizer
+from apex.parallel import DistributedDataParallel, OverlappedOptimizer
+
+pytestmark = pytest.mark.processes
 
 CASES = 40
 
@@ -25,6 +42,201 @@ def _run(pool: RankPool, first: int, count: int) -> None:
 
 def test_sharded_optimizer_random_programs_step_as_the_plain_one_does(ranks: RankPool) -> None:
     _run(ranks, 0, CASES)
+
+
+def _model(width: int = 4096) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def _sharded(model: nn.Module, kind: Any = torch.optim.AdamW, **options: Any) -> ShardedOptimizer:
+    return ShardedOptimizer(model.parameters(), kind, **{"lr": 0.1, **options})
+
+
+def _backward(model: nn.Module, step: int = 0) -> None:
+    model.zero_grad()
+    x = torch.sin(torch.arange(40.0).view(5, 8) * (step + 1))
+    model(x).square().mean().backward()
+
+
+def _arguments(rank: int, world: int) -> None:
+    model = _model(5)
+    for options, kind, error, text in (
+        ({"overlap_with_ddp": True}, torch.optim.SGD, ValueError, "overlap_with_ddp"),
+        ({}, torch.optim.LBFGS, ValueError, "LBFGS cannot be shared out"),
+        ({}, torch.optim.SparseAdam, ValueError, "SparseAdam cannot be shared out"),
+        ({}, "adam", TypeError, "the class of an optimizer"),
+        ({}, lambda params, lr: 3, TypeError, "made a int, not an optimizer"),
+        ({"ddp": model}, torch.optim.SGD, TypeError, "ddp has to be a DistributedDataParallel"),
+        ({"cost": lambda p: -1.0}, torch.optim.SGD, ValueError, "finite and not negative"),
+        ({"betas": 3}, torch.optim.SGD, TypeError, "betas"),
+        ({"whole_parameters": rank == 0}, torch.optim.SGD, RuntimeError, "whole_parameters="),
+        ({"cost": lambda p: 1.0 + rank}, torch.optim.SGD, RuntimeError, "costs="),
+    ):
+        with raises(error, text):
+            _sharded(model, kind, **options)
+    with raises(RuntimeError, "rank 1's model differs from rank 0's"):
+        _sharded(_model(5 + rank))
+    with raises(ValueError, "gaps in its memory"):
+        ShardedOptimizer([torch.ones(4, 4)[:, :2]], torch.optim.SGD, lr=0.1)
+    optimizer = _sharded(model)
+    with raises(RuntimeError, "call consolidate_state_dict"):
+        optimizer.state_dict()
+    with raises(ValueError, "there are ranks 0 to 1"):
+        optimizer.consolidate_state_dict(to=2)
+    with raises(TypeError, "cannot be copied or pickled"):
+        copy.deepcopy(optimizer)
+    with raises(ValueError, "cannot be shared out"):
+        _sharded(model, OverlappedOptimizer)
+    wrapped = DistributedDataParallel(_model(5))
+    with raises(ValueError, "ShardedOptimizer cannot be taken in parts"):
+        OverlappedOptimizer(_sharded(wrapped), wrapped)
+
+
+def test_sharded_optimizer_says_what_is_wrong_with_its_arguments(ranks: RankPool) -> None:
+    ranks.run(2, _arguments)
+
+
+def _checkpoints(rank: int, world: int) -> None:
+    model = _model()
+    optimizer = _sharded(model)
+    _backward(model)
+    optimizer.step()
+    optimizer.consolidate_state_dict(to=1)
+    if rank == 1:
+        state = optimizer.state_dict()
+        check_equal(sorted(state["state"]), [0, 1, 2, 3], "parameters")
+    else:
+        with raises(RuntimeError, "rank 0 has the state of its own share only"):
+            optimizer.state_dict()
+    optimizer.consolidate_state_dict(to=None)
+    state = copy.deepcopy(optimizer.state_dict())
+    other = torch.optim.AdamW(_model(7).parameters(), lr=0.1)
+    for p in other.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    other.step()
+    with raises(ValueError, "whose shape is"):
+        _sharded(model).load_state_dict(other.state_dict())
+    state["param_groups"].append(state["param_groups"][0])
+    with raises(ValueError, "of [4, 4] parameters, this optimizer of [4]"):
+        optimizer.load_state_dict(state)
+    _backward(model)
+    optimizer.step()
+    with raises(RuntimeError, "after the last step"):
+        optimizer.state_dict()
+    # Half of the elements, and of the state.
+    held = [t for one in optimizer.state.values() for t in one.values() if t.ndim > 0]
+    elements = sum(p.numel() for p in model.parameters())
+    check(sum(t.numel() for t in held) < 2 * elements / world * 1.02, "state of more than a share")
+
+
+def test_sharded_optimizer_state_is_on_the_rank_that_collects_it(ranks: RankPool) -> None:
+    ranks.run(2, _checkpoints)
+
+
+def _sparse(rank: int, world: int) -> None:
+    table = nn.Embedding(10, 4, sparse=True)
+    optimizer = _sharded(table, torch.optim.SGD)
+    before = table.weight.detach().clone()
+    table(torch.tensor([1, 2])).sum().backward()
+    with raises(ValueError, "gradient of parameter '0.0' is sparse"):
+        optimizer.step()
+    check_equal(table.weight.detach(), before, "weights")
+
+
+def test_sharded_optimizer_refuses_sparse_gradients(ranks: RankPool) -> None:
+    ranks.run(1, _sparse)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_sharded_optimizer_with_amp_steps_as_the_plain_one(ranks: RankPool, level: str) -> None:
+    ranks.run(2, _amp, level)
+
+
+def _amp(rank: int, world: int, level: str) -> None:
+    results = []
+    for sharded in (True, False):
+        model = _model()
+        kind, eps = torch.optim.AdamW, 1e-3  # in float16 torch's default is zero
+        optimizer: Any = (
+            _sharded(model, eps=eps) if sharded else kind(model.parameters(), lr=0.1, eps=eps)
+        )
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.sin(torch.arange(40.0).view(5, 8) * (step + 1))
+            with amp.scale_loss(model(x).float().square().mean(), optimizer) as loss:
+                loss.backward()
+            optimizer.step()
+        results.append([p.detach().clone() for p in amp.master_params(optimizer)])
+        results[-1] += [p.detach().clone() for p in model.parameters()]
+    for mine, theirs in zip(*results, strict=True):
+        check_equal(mine, theirs, level)
+    check_same_on_all_ranks(results[0], level)
+
+
+class Fails(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        if dist.get_rank() == 1:
+            raise ArithmeticError("no more numbers")
+
+
+def _raises(rank: int, world: int) -> None:
+    model = _model()
+    plain, failing = _sharded(model, torch.optim.SGD), _sharded(model, Fails)
+    _backward(model)
+    plain.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    begin = time.monotonic()
+    with raises(ArithmeticError if rank == 1 else RuntimeError, "no more numbers"):
+        failing.step()
+    check(time.monotonic() - begin < 20, "the others waited")
+    for p, old in zip(model.parameters(), before, strict=True):
+        check_equal(p.detach(), old, "parameters")
+
+
+def test_sharded_optimizer_step_that_raises_leaves_all_ranks_before_it(ranks: RankPool) -> None:
+    ranks.run(3, _raises)
+
+
+def _dies(rank: int, folder: str, moment: float) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    model = _model(60_000)
+    optimizer = _sharded(model)
+    states: list[list[Tensor]] = []
+    if rank == 1:
+        threading.Timer(moment, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    try:
+        for step in range(10_000):
+            states = [*states[-1:], [p.detach().clone() for p in model.parameters()]]
+            _backward(model, step)
+            optimizer.step()
+    except RuntimeError as error:
+        pathlib.Path(folder, "error").write_text(str(error))
+    now = [p.detach() for p in model.parameters()]
+    same = [all(map(torch.equal, now, state)) for state in states[-1:]]
+    pathlib.Path(folder, "result").write_text(f"{same[0]}")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("moment", [0.05, 0.33])
+def test_sharded_optimizer_survives_a_killed_rank_before_the_step(
+    tmp_path: pathlib.Path, moment: float
+) -> None:
+    """Oracle: what the survivor held before the step that raises."""
+    context = mp.get_context("spawn")
+    started = [context.Process(target=_dies, args=(r, str(tmp_path), moment)) for r in range(2)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(90)
+    assert started[1].exitcode == -signal.SIGKILL
+    assert (tmp_path / "result").read_text() == "True"
+    assert "rank 1" in (tmp_path / "error").read_text()
 
 
 def main() -> int:

@@ -90,6 +90,7 @@ class _Share:
         whole: bool,
     ) -> None:
         self.parameters = parameters
+        self.kinds = [_kind_of(p) for p in parameters]
         costs = [float(cost(p)) if p.requires_grad else 0.0 for p in parameters]
         self.core = _core.ParameterShards(names, parameters, name_of(group), costs, whole)
         self.shards: list[list[Piece]] = self.core.shards()
@@ -100,6 +101,10 @@ class _Share:
         """What this rank steps of these parameters, in their order."""
         wanted = {id(p) for p in parameters}
         return [(t, piece) for t, piece in self.own if id(self.parameters[piece[0]]) in wanted]
+
+
+def _kind_of(parameter: Tensor) -> tuple[Any, ...]:
+    return parameter.dtype, parameter.device, parameter.shape
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -269,7 +274,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What was put in place of parameters is shared out, if nothing has been stepped yet."""
         held = [p for share in self._shares for p in share.parameters]
         given = [p for group in self.param_groups for p in group["params"]]
-        if len(held) == len(given) and all(a is b for a, b in zip(held, given, strict=True)):
+        same = len(held) == len(given) and all(a is b for a, b in zip(held, given, strict=True))
+        if same and (
+            self.state or all(s.kinds == [_kind_of(p) for p in s.parameters] for s in self._shares)
+        ):
             return
         if self.state:
             raise RuntimeError(
@@ -293,7 +301,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             What ``closure`` returns.
 
         Raises:
-            RuntimeError: for a sparse gradient, and if another rank has ended or failed.
+            ValueError: for a sparse gradient, or a parameter that was given another dtype or device.
+            RuntimeError: if another rank has ended or failed.
         """
         result = None
         if closure is not None:

@@ -143,7 +143,14 @@ class OverlappedOptimizer(WrappedOptimizer):
                 f"expected an apex.parallel.DistributedDataParallel, got {type(model).__name__}."
             )
         kinds = {kind.__name__ for inner in _nested(optimizer) for kind in type(inner).__mro__}
-        for name in ("ZeroRedundancyOptimizer", "LBFGS", "FusedLAMB", "FusedNovoGrad"):
+        names = (
+            "ZeroRedundancyOptimizer",
+            "ShardedOptimizer",
+            "LBFGS",
+            "FusedLAMB",
+            "FusedNovoGrad",
+        )
+        for name in names:
             if name in kinds:
                 raise ValueError(f"a step of {name} cannot be taken in parts: use it as it is.")
         if model._mixed_precision is not None:
