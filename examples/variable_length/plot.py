@@ -22,9 +22,7 @@ def main(target: Path, files: list[Path]) -> None:
     figure, panel = pyplot.subplots(figsize=(7, 4))
     for number, file in enumerate(files):
         losses = json.loads(file.read_text())["losses"]
-        means = [
-            sum(losses[i : i + WINDOW]) / WINDOW for i in range(len(losses) - WINDOW + 1)
-        ]
+        means = [sum(losses[i : i + WINDOW]) / WINDOW for i in range(len(losses) - WINDOW + 1)]
         # Curves that lie on each other: the first is wide, the next ones on it thinner and thinner.
         panel.plot(
             range(WINDOW, len(losses) + 1),

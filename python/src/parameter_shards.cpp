@@ -38,8 +38,8 @@ std::vector<Pieces> to_tuples(const std::vector<std::vector<ParameterPiece>>& sh
 }
 
 void construct_shards(ParameterShards* self, const std::vector<std::string>& names,
-               const std::vector<at::Tensor>& parameters, const std::string& group,
-               const std::vector<double>& costs, bool whole) {
+                      const std::vector<at::Tensor>& parameters, const std::string& group,
+                      const std::vector<double>& costs, bool whole) {
   std::vector<parallel::NamedTensor> named;
   for (size_t i = 0; i < parameters.size(); ++i) named.push_back({names.at(i), parameters[i]});
   new (self) ParameterShards(std::move(named), c10d::resolve_process_group(group), costs, whole);
@@ -57,8 +57,8 @@ void init_parameter_shards(nb::module_& m) {
   nb::class_<ParameterShards>(m, "ParameterShards",
                               "What each rank steps of some parameters, and how the others get it. "
                               "Not thread safe.")
-      .def("__init__", &construct_shards, "names"_a, "parameters"_a, "group"_a, "costs"_a, "whole"_a,
-           NoGil())
+      .def("__init__", &construct_shards, "names"_a, "parameters"_a, "group"_a, "costs"_a,
+           "whole"_a, NoGil())
       .def("shards", [](const ParameterShards& self) { return to_tuples(self.shards()); })
       .def("tensors", &ParameterShards::tensors)
       .def("take_gradients", &ParameterShards::take_gradients, NoGil())

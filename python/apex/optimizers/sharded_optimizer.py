@@ -208,7 +208,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner_defaults = defaults
         self._shares: list[_Share] = []
         self._inner: torch.optim.Optimizer | None = None
-        self._whole_state: dict[str, Any] | None = None  # of consolidate_state_dict()
+        self._whole_state: dict[int, Any] | None = None  # of consolidate_state_dict()
         super().__init__(params, dict(defaults))
         self._share_out()
 
@@ -301,7 +301,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             What ``closure`` returns.
 
         Raises:
-            ValueError: for a sparse gradient, or a parameter that was given another dtype or device.
+            ValueError: for a sparse gradient, or a parameter that has another dtype or device.
             RuntimeError: if another rank has ended or failed.
         """
         result = None

@@ -37,11 +37,9 @@ APEX_API std::vector<std::vector<ParameterPiece>> assign_shards(const std::vecto
                                                                 int64_t ranks, bool whole);
 
 /// Lets each rank of a group step a share of the parameters, and gives every rank the result: what
-/// ShardedOptimizer is made of. Between ranks of one host the values go through shared memory.
-///
-///     take_gradients(); step an optimizer that holds tensors(); drop_gradients(); publish();
-///
-/// Not thread safe.
+/// ShardedOptimizer is made of. Between ranks of one host the values go through shared memory. A
+/// step is take_gradients(), that of an optimizer which holds tensors(), drop_gradients(), and
+/// publish(). Not thread safe.
 class APEX_API ParameterShards {
  public:
   /// Verifies that all ranks hold the same parameters, and broadcasts them from rank 0. Collective;

@@ -31,7 +31,7 @@ constexpr bool steps_elementwise_v =
 /// An optimizer whose work and state are shared out among the ranks of a group: each rank steps its
 /// share of the parameters, and gets the others' from those who have stepped it.
 ///
-///     apex::parallel::DistributedDataParallel model(Net());
+///     apex::parallel::DistributedDataParallel model(Net{});
 ///     apex::parallel::ShardedOptimizer<torch::optim::AdamW> optimizer(
 ///         *model.module(), model.process_group(), torch::optim::AdamWOptions(1e-3));
 ///     for (const auto& [x, y] : batches) {
