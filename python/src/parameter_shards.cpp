@@ -37,12 +37,18 @@ std::vector<Pieces> to_tuples(const std::vector<std::vector<ParameterPiece>>& sh
   return all;
 }
 
+std::vector<parallel::NamedTensor> with_names(const std::vector<std::string>& names,
+                                              const std::vector<at::Tensor>& parameters) {
+  std::vector<parallel::NamedTensor> named;
+  for (size_t i = 0; i < parameters.size(); ++i) named.push_back({names.at(i), parameters[i]});
+  return named;
+}
+
 void construct_shards(ParameterShards* self, const std::vector<std::string>& names,
                       const std::vector<at::Tensor>& parameters, const std::string& group,
                       const std::vector<double>& costs, bool whole) {
-  std::vector<parallel::NamedTensor> named;
-  for (size_t i = 0; i < parameters.size(); ++i) named.push_back({names.at(i), parameters[i]});
-  new (self) ParameterShards(std::move(named), c10d::resolve_process_group(group), costs, whole);
+  new (self) ParameterShards(with_names(names, parameters), c10d::resolve_process_group(group),
+                             costs, whole);
 }
 
 }  // namespace
@@ -59,6 +65,12 @@ void init_parameter_shards(nb::module_& m) {
                               "Not thread safe.")
       .def("__init__", &construct_shards, "names"_a, "parameters"_a, "group"_a, "costs"_a,
            "whole"_a, NoGil())
+      .def(
+          "add",
+          [](ParameterShards& self, const std::vector<std::string>& names,
+             const std::vector<at::Tensor>& parameters,
+             const std::vector<double>& costs) { self.add(with_names(names, parameters), costs); },
+          "names"_a, "parameters"_a, "costs"_a, NoGil())
       .def("shards", [](const ParameterShards& self) { return to_tuples(self.shards()); })
       .def("tensors", &ParameterShards::tensors)
       .def("take_gradients", &ParameterShards::take_gradients, NoGil())

@@ -71,7 +71,7 @@ def _arguments(rank: int, world: int) -> None:
         ({"cost": lambda p: -1.0}, torch.optim.SGD, ValueError, "finite and not negative"),
         ({"betas": 3}, torch.optim.SGD, TypeError, "betas"),
         ({"whole_parameters": rank == 0}, torch.optim.SGD, RuntimeError, "whole_parameters="),
-        ({"cost": lambda p: 1.0 + rank}, torch.optim.SGD, RuntimeError, "costs="),
+        ({"cost": lambda p: p.numel() ** rank}, torch.optim.SGD, RuntimeError, "cost="),
     ):
         with raises(error, text):
             _sharded(model, kind, **options)

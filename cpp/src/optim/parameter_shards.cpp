@@ -14,6 +14,7 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
+#include "plain_text.h"
 #include "tensor_parts.h"
 #include "transport/separate_group.h"
 #include "watch/watcher.h"
@@ -130,6 +131,23 @@ void copy_all(const std::vector<at::Tensor>& targets, const std::vector<at::Tens
 
 }  // namespace
 
+/// What a parameter's memory means. Cut in another order, the state of a piece would be that of
+/// other elements.
+struct ParameterShards::Form {
+  explicit Form(const at::Tensor& tensor)
+      : dtype(tensor.scalar_type()),
+        device(tensor.device()),
+        sizes(tensor.sizes().vec()),
+        strides(tensor.strides().vec()) {}
+  bool operator!=(const Form& other) const {
+    return dtype != other.dtype || device != other.device || sizes != other.sizes ||
+           strides != other.strides;
+  }
+  at::ScalarType dtype;
+  at::Device device;
+  std::vector<int64_t> sizes, strides;
+};
+
 /// What lies on one device.
 struct ParameterShards::OnDevice {
   std::vector<std::vector<at::Tensor>> memory;  ///< bytes of the pieces, by rank
@@ -157,39 +175,67 @@ std::vector<std::vector<ParameterPiece>> assign_shards(const std::vector<int64_t
 }
 
 struct ParameterShards::State {
-  std::vector<NamedTensor> parameters;
   c10::intrusive_ptr<c10d::ProcessGroup> group;
   size_t rank = 0;
+  bool whole = false;
+  std::vector<NamedTensor> parameters;
   Shards shards;
   std::vector<at::Tensor> tensors;
-  std::vector<int64_t> numels;  ///< of each parameter, and so on
-  std::vector<at::ScalarType> dtypes;
-  std::vector<at::Device> places;
-  std::vector<const void*> seen;  ///< where it lay
+  std::vector<Form> forms;        ///< of each parameter, when it was added
+  std::vector<const void*> seen;  ///< where each parameter lay at the last look
   std::vector<uint32_t>
-      versions;  ///< after the last publish(), of the parameters that are stepped here
+      versions;  ///< after the last publish(), of parameters that are stepped here
   std::map<std::string, OnDevice> devices;
-  int64_t steps = 0;  ///< published
+  int64_t steps = 0;   ///< published
+  bool began = false;  ///< a step that is not published yet: there is something to restore
 
   const std::vector<ParameterPiece>& own() const { return shards[rank]; }
+  bool alone() const { return shards.size() == 1; }
 
   const at::Tensor& of(const ParameterPiece& piece) const {
     return parameters[static_cast<size_t>(piece.parameter)].tensor;
   }
 
-  std::string me() const { return "rank " + std::to_string(rank) + ": "; }
+  [[noreturn]] void refuse(const NamedTensor& parameter, const std::string& why) const {
+    throw InvalidArgument("rank " + std::to_string(rank) + ": parameter '" + parameter.name + "' " +
+                          why);
+  }
 
   void require_usable(const NamedTensor& parameter) const {
     const at::Tensor& tensor = parameter.tensor;
-    const auto refuse = [&](const std::string& why) {
-      throw InvalidArgument(me() + "parameter '" + parameter.name + "' " + why);
-    };
-    if (!tensor.defined()) refuse("is undefined");
-    if (tensor.layout() != at::kStrided || !has_memory(tensor))
+    if (!tensor.defined()) refuse(parameter, "is undefined");
+    if (tensor.layout() != at::kStrided || !has_memory(tensor)) {
       refuse(
+          parameter,
           "is a tensor subclass, sparse, or on the meta device: its memory cannot be shared out");
-    if (!tensor.is_non_overlapping_and_dense())
-      refuse("has gaps in its memory: replace it by a contiguous one before the optimizer is made");
+    }
+    if (tensor.is_inference())
+      refuse(parameter, "was made in inference mode, and cannot be trained: clone it outside");
+    if (tensor.is_conj() || tensor.is_neg())
+      refuse(parameter, "is conjugated or negated when it is read: replace it by a clone");
+    if (!tensor.is_non_overlapping_and_dense()) {
+      refuse(parameter,
+             "has gaps in its memory: replace it by a contiguous one before the optimizer is made");
+    }
+  }
+
+  /// Elements that are stepped as those of two parameters would be stepped by two ranks.
+  void require_apart() const {
+    std::map<const char*, size_t> begins;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (parameters[i].tensor.numel() == 0) continue;
+      const auto* const begin = static_cast<const char*>(parameters[i].tensor.const_data_ptr());
+      const auto [at, is_new] = begins.emplace(begin, i);
+      const auto next = std::next(at);
+      const auto overlaps = [&](size_t left, const char* right) {
+        const at::Tensor& tensor = parameters[left].tensor;
+        return static_cast<const char*>(tensor.const_data_ptr()) + tensor.nbytes() > right;
+      };
+      if (!is_new || (at != begins.begin() && overlaps(std::prev(at)->second, begin)) ||
+          (next != begins.end() && overlaps(i, next->first))) {
+        refuse(parameters[i], "shares memory with another one, or was given twice: give it once");
+      }
+    }
   }
 
   at::Tensor values(const ParameterPiece& piece) const {
@@ -210,30 +256,27 @@ struct ParameterShards::State {
     }
   }
 
-  /// Whether a parameter's memory was replaced.
-  bool has_moved() const {
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      if (parameters[i].tensor.const_data_ptr() != seen[i]) return true;
-    }
-    return false;
-  }
-
-  void follow_memory() {
-    if (!has_moved()) return;
+  /// Returns whether a parameter's memory was replaced.
+  bool follow_memory() {
+    bool moved = false;
     for (size_t i = 0; i < parameters.size(); ++i) {
       const at::Tensor& tensor = parameters[i].tensor;
+      if (tensor.const_data_ptr() == seen[i]) continue;
+      moved = true;
       require_usable(parameters[i]);
-      if (tensor.scalar_type() == dtypes[i] && tensor.device() == places[i] &&
-          tensor.numel() == numels[i])
-        continue;
-      throw InvalidArgument(me() + "parameter '" + parameters[i].name +
-                            "' has another dtype, device or size than when the optimizer was made: "
-                            "change the model first, and make the optimizer then");
+      if (Form(tensor) != forms[i]) {
+        refuse(
+            parameters[i],
+            "has another dtype, device, shape or memory format than when the optimizer was made: "
+            "change the model first, and make the optimizer then");
+      }
     }
+    if (!moved) return false;
     find_memory();
     for (size_t i = 0; i < own().size(); ++i) {
       if (!is_whole(own()[i], of(own()[i]))) tensors[i].set_data(values(own()[i]));
     }
+    return true;
   }
 
   void make_buffers(OnDevice& device, at::Device at) {
@@ -248,7 +291,59 @@ struct ParameterShards::State {
                    ? host->allocateTensor(std::max<long>(1, static_cast<long>(bytes)), options)
                    : at::zeros({most}, options);
     }
-    copy_all(split_like(device.sent[0], device.memory[rank]), device.memory[rank]);
+    copy_all(split_like(device.sent[static_cast<size_t>(steps % 2)], device.memory[rank]),
+             device.memory[rank]);
+  }
+
+  void add(std::vector<NamedTensor> more, const std::vector<double>& costs) {
+    verify_same_model(more, {std::string("whole_parameters=") + (whole ? "True" : "False")}, group);
+    const size_t before = parameters.size();
+    std::vector<int64_t> numels;
+    std::vector<at::Tensor> given;
+    for (const NamedTensor& parameter : more) {
+      given.push_back(parameter.tensor);
+      numels.push_back(parameter.tensor.numel());
+    }
+    // What one rank alone refuses, the others have to hear of.
+    std::exception_ptr refused;
+    Shards added;
+    PlainText said;
+    parameters.insert(parameters.end(), more.begin(), more.end());
+    try {
+      for (const NamedTensor& parameter : more) require_usable(parameter);
+      require_apart();
+      added = assign_shards(numels, costs, static_cast<int64_t>(shards.size()), whole);
+      for (const auto& shard : added) {
+        for (const ParameterPiece& piece : shard)
+          said << piece.parameter << ':' << piece.end << ' ';
+        said << "| ";
+      }
+    } catch (const InvalidArgument&) {
+      refused = std::current_exception();
+      said << "refused";
+    }
+    try {
+      verify_same_model({}, {"cost=that shares parameters out as " + said.str()}, group);
+      if (refused) std::rethrow_exception(refused);
+    } catch (...) {
+      parameters.resize(before);
+      if (refused) std::rethrow_exception(refused);
+      throw;
+    }
+    broadcast_coalesced(given, group, 0, kBroadcastBytes, "broadcast of parameters");
+    for (const at::Tensor& tensor : given) forms.emplace_back(tensor);
+    for (size_t r = 0; r < shards.size(); ++r) {
+      for (ParameterPiece piece : added[r]) {
+        piece.parameter += static_cast<int64_t>(before);
+        shards[r].push_back(piece);
+        if (r != rank) continue;
+        tensors.push_back(is_whole(piece, of(piece)) ? of(piece) : values(piece));
+      }
+    }
+    find_memory();
+    remember_versions();
+    if (alone()) return;
+    for (auto& [name, device] : devices) make_buffers(device, at::Device(name));
   }
 
   void exchange(OnDevice& device, const std::string& what) {
@@ -273,23 +368,31 @@ struct ParameterShards::State {
     for (const ParameterPiece& piece : own()) versions.push_back(of(piece)._version());
   }
 
-  /// What somebody has changed since the last publish(), such as a checkpoint that was loaded.
-  void save_changes() {
-    if (shards.size() == 1) return;
-    bool changed = false;
+  /// A step begins. Saves what somebody has changed since the last publish(), such as a checkpoint
+  /// that was loaded.
+  void begin(bool moved) {
+    bool changed = moved;
     for (size_t i = 0; i < own().size(); ++i) changed |= of(own()[i])._version() != versions[i];
     for (auto& [name, device] : devices) {
       const auto& memory = device.memory[rank];
       device.saved = changed && !memory.empty() ? at::cat(memory) : at::Tensor();
     }
+    began = true;
+  }
+
+  void end() {
+    began = false;
+    for (auto& [name, device] : devices) device.saved = at::Tensor();
   }
 
   void restore() {
+    if (!began) return;
     for (auto& [name, device] : devices) {
       const at::Tensor& sent = device.sent[static_cast<size_t>(steps % 2)];
       const at::Tensor& before = device.saved.defined() ? device.saved : sent;
       copy_all(device.memory[rank], split_like(before, device.memory[rank]));
     }
+    end();
   }
 };
 
@@ -298,38 +401,19 @@ ParameterShards::ParameterShards(std::vector<NamedTensor> parameters,
                                  const std::vector<double>& costs, bool whole)
     : state_(std::make_unique<State>()) {
   if (!group) throw InvalidArgument("ParameterShards: the process group is null");
-  State& state = *state_;
-  state.parameters = std::move(parameters);
-  state.group = std::move(group);
-  state.rank = static_cast<size_t>(state.group->getRank());
-  std::string all_costs;
-  for (const double cost : costs) all_costs += std::to_string(cost) + ' ';
-  verify_same_model(
-      state.parameters,
-      {std::string("whole_parameters=") + (whole ? "True" : "False"), "costs=" + all_costs},
-      state.group);
-  std::vector<at::Tensor> values;
-  for (const NamedTensor& parameter : state.parameters) {
-    state.require_usable(parameter);
-    values.push_back(parameter.tensor);
-    state.numels.push_back(parameter.tensor.numel());
-    state.dtypes.push_back(parameter.tensor.scalar_type());
-    state.places.push_back(parameter.tensor.device());
-  }
-  broadcast_coalesced(values, state.group, 0, kBroadcastBytes, "broadcast of parameters");
-  state.shards = assign_shards(state.numels, costs, state.group->getSize(), whole);
-  state.find_memory();
-  for (const ParameterPiece& piece : state.own()) {
-    const at::Tensor& parameter = state.of(piece);
-    state.tensors.push_back(is_whole(piece, parameter) ? parameter : state.values(piece));
-  }
-  state.remember_versions();
-  const at::NoGradGuard no_grad;
-  if (state.shards.size() == 1) return;
-  for (auto& [name, device] : state.devices) state.make_buffers(device, at::Device(name));
+  state_->rank = static_cast<size_t>(group->getRank());
+  state_->shards.resize(static_cast<size_t>(group->getSize()));
+  state_->group = std::move(group);
+  state_->whole = whole;
+  add(std::move(parameters), costs);
 }
 
 ParameterShards::~ParameterShards() = default;
+
+void ParameterShards::add(std::vector<NamedTensor> parameters, const std::vector<double>& costs) {
+  const at::NoGradGuard no_grad;
+  state_->add(std::move(parameters), costs);
+}
 
 const std::vector<std::vector<ParameterPiece>>& ParameterShards::shards() const {
   return state_->shards;
@@ -340,16 +424,17 @@ const std::vector<at::Tensor>& ParameterShards::tensors() const { return state_-
 void ParameterShards::take_gradients() {
   State& state = *state_;
   const at::NoGradGuard no_grad;
-  state.follow_memory();
-  state.save_changes();
+  const bool moved = state.follow_memory();
   for (const NamedTensor& parameter : state.parameters) {
     const at::Tensor& grad = parameter.tensor.grad();
     if (grad.defined() && grad.layout() != at::kStrided) {
-      throw InvalidArgument(state.me() + "the gradient of parameter '" + parameter.name +
+      throw InvalidArgument("rank " + std::to_string(state.rank) + ": the gradient of parameter '" +
+                            parameter.name +
                             "' is sparse, and a sharded optimizer cannot step it: construct the "
                             "layer with sparse=False, or give it an optimizer of its own");
     }
   }
+  if (!state.alone()) state.begin(moved);
   for (size_t i = 0; i < state.tensors.size(); ++i) {
     const ParameterPiece& piece = state.own()[i];
     const at::Tensor& parameter = state.of(piece);
@@ -378,7 +463,7 @@ void ParameterShards::drop_gradients() {
 
 void ParameterShards::publish() {
   State& state = *state_;
-  if (state.shards.size() == 1) return;
+  if (state.alone()) return;
   const at::NoGradGuard no_grad;
   const std::string what =
       "publication of step " + std::to_string(state.steps + 1) + " of a ShardedOptimizer";
@@ -394,11 +479,12 @@ void ParameterShards::publish() {
       state.of(piece).unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
   }
   state.remember_versions();
+  state.end();
 }
 
 void ParameterShards::give_up(const std::string& why) noexcept {
   State& state = *state_;
-  if (state.shards.size() == 1) return;
+  if (state.alone()) return;
   try {
     const at::NoGradGuard no_grad;
     state.restore();

@@ -76,7 +76,9 @@ TEST(AssignShards, RunsOfElements_HoldEveryElementOnceAndCostTheSame) {
     for (const auto& shard : shards) {
       EXPECT_LE(cost_of(shard, numels, costs), each + 4096 + 64);
       for (const ParameterPiece& piece : shard) {
-        if (piece.end < numels[static_cast<size_t>(piece.parameter)]) EXPECT_EQ(piece.end % 64, 0);
+        if (piece.end < numels[static_cast<size_t>(piece.parameter)]) {
+          EXPECT_EQ(piece.end % 64, 0);
+        }
       }
     }
   }
@@ -186,6 +188,8 @@ TEST(ShardedOptimizerCpp, SparseGradientOrMemoryWithGaps_ThrowsAndNamesTheParame
     } catch (const InvalidArgument& error) {
       EXPECT_NE(std::string(error.what()).find("'table' is sparse"), std::string::npos);
     }
+    EXPECT_THROW(ParameterShards({{"one", weight}, {"view", weight.detach()[1]}}, group, {}, false),
+                 InvalidArgument);
     const at::Tensor gaps = torch::ones({4, 4}).narrow(1, 0, 2);
     EXPECT_THROW(ParameterShards({{"gaps", gaps}}, group, {}, false), InvalidArgument);
   });
@@ -246,6 +250,57 @@ TEST(ParameterShardsTest, MemoryThatWasReplaced_IsFoundAgain) {
     } catch (const InvalidArgument& error) {
       EXPECT_NE(std::string(error.what()).find("'wide.weight' has another dtype"),
                 std::string::npos);
+    }
+  });
+}
+
+TEST(ParameterShardsTest, ParametersAddedLater_AreStepped_AndUndoneTogether) {
+  run_ranks(2, [](int rank, const Group& group) {
+    const at::NoGradGuard no_grad;
+    std::vector<at::Tensor> all{torch::ones({9000}), torch::ones({5000}), torch::ones({7})};
+    ParameterShards shards({{"a", all[0]}}, group, {}, false);
+    shards.add({{"b", all[1]}, {"c", all[2]}}, {});
+    EXPECT_THROW(shards.add({{"again", all[1]}}, {}), InvalidArgument);
+    const auto step = [&] {
+      shards.take_gradients();
+      for (at::Tensor mine : shards.tensors()) mine.add_(2);
+      shards.drop_gradients();
+    };
+    step();
+    shards.publish();
+    for (const at::Tensor& one : all) EXPECT_TRUE(one.eq(3).all().item<bool>()) << rank;
+    all[1].mul_(2);
+    step();
+    shards.give_up("a test");
+    for (size_t i = 0; i < all.size(); ++i)
+      EXPECT_TRUE(all[i].eq(i == 1 ? 6 : 3).all().item<bool>()) << i << rank;
+  });
+}
+
+// A step that never began changes nothing, also after one that had something to save.
+TEST(ParameterShardsTest, GivingUpBeforeAStepBegins_ChangesNothing) {
+  run_ranks(2, [](int, const Group& group) {
+    const at::NoGradGuard no_grad;
+    at::Tensor one = torch::ones({9000});
+    ParameterShards shards({{"a", one}}, group, {}, false);
+    one.add_(1);
+    shards.take_gradients();
+    shards.publish();
+    one.add_(1);
+    shards.give_up("a test");
+    EXPECT_TRUE(one.eq(3).all().item<bool>());
+  });
+}
+
+TEST(ParameterShardsTest, CostsThatDifferALittle_ThrowOnEveryRank) {
+  run_ranks(2, [](int rank, const Group& group) {
+    std::vector<NamedTensor> parameters{{"a", torch::ones({9000})}, {"b", torch::ones({9000})}};
+    const double tiny = rank == 0 ? 1e-9 : 7e-9;
+    EXPECT_THROW(ParameterShards(parameters, group, {tiny, 2e-9}, false), RankMismatch);
+    if (rank == 0) {
+      EXPECT_THROW(ParameterShards(parameters, group, {-1.0, 1.0}, false), InvalidArgument);
+    } else {
+      EXPECT_THROW(ParameterShards(parameters, group, {1.0, 1.0}, false), RankMismatch);
     }
   });
 }

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -12,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from apex import _core
+from apex._internal import joining
 from apex._internal.group_names import name_of
 from apex._internal.groups import require_group
 from apex._internal.optimizer_steps import taking_parts
 
+from ._fused import implementation
 from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
@@ -30,7 +34,7 @@ from .fused_sgd import FusedSGD
 # what it changed there (some count their steps in a group) is copied back.
 #
 # Parameters that are added later are shared out for themselves: what was stepped before stays
-# where its state is.
+# where its state is. All are published together: after a failure all are those before the step.
 
 #: An element's step depends on nothing but that element: these may be cut anywhere.
 ELEMENTWISE: frozenset[Any] = frozenset(
@@ -78,29 +82,44 @@ def _default_cost(kind: Any) -> Callable[[Tensor], float]:
     )
 
 
-class _Share:
-    """Parameters that were given together, and who steps them."""
+class _Shares:
+    """The parameters of all groups, and who steps them."""
 
     def __init__(
-        self,
-        parameters: list[Tensor],
-        names: list[str],
-        group: dist.ProcessGroup,
-        cost: Callable[[Tensor], float],
-        whole: bool,
+        self, group: dist.ProcessGroup, cost: Callable[[Tensor], float], whole: bool
     ) -> None:
-        self.parameters = parameters
-        self.kinds = [_kind_of(p) for p in parameters]
-        costs = [float(cost(p)) if p.requires_grad else 0.0 for p in parameters]
-        self.core = _core.ParameterShards(names, parameters, name_of(group), costs, whole)
-        self.shards: list[list[Piece]] = self.core.shards()
+        self.group = group
+        self.cost = cost
+        self.whole = whole
+        self.core: Any = None
+        self.parameters: list[Tensor] = []
+        self.kinds: list[tuple[Any, ...]] = []
         #: What this rank steps, each with its piece.
-        self.own = list(zip(self.core.tensors(), self.shards[dist.get_rank(group)], strict=True))
+        self.own: list[tuple[Tensor, Piece]] = []
 
-    def of(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, Piece]]:
+    def add(self, groups: list[dict[str, Any]]) -> None:
+        """The parameters of these groups, shared out for themselves. Collective."""
+        parameters = [p for group in groups for p in group["params"]]
+        names: list[str] = []
+        for i, group in enumerate(groups):
+            given = group.get("param_names")
+            names += given if given else [f"{i}.{j}" for j in range(len(group["params"]))]
+        costs = [float(self.cost(p)) if p.requires_grad else 0.0 for p in parameters]
+        if self.core is None:
+            self.core = _core.ParameterShards(
+                names, parameters, name_of(self.group), costs, self.whole
+            )
+        else:
+            self.core.add(names, parameters, costs)
+        self.parameters += parameters
+        self.kinds += [_kind_of(p) for p in parameters]
+        pieces: list[Piece] = self.core.shards()[dist.get_rank(self.group)]
+        self.own = list(zip(self.core.tensors(), pieces, strict=True))
+
+    def of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """What this rank steps of these parameters, in their order."""
         wanted = {id(p) for p in parameters}
-        return [(t, piece) for t, piece in self.own if id(self.parameters[piece[0]]) in wanted]
+        return [t for t, piece in self.own if id(self.parameters[piece[0]]) in wanted]
 
 
 def _kind_of(parameter: Tensor) -> tuple[Any, ...]:
@@ -109,6 +128,13 @@ def _kind_of(parameter: Tensor) -> tuple[Any, ...]:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def _as_text(value: Any) -> str:
+    """What ranks compare: numbers, and what consists of them."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_as_text, value))})"
+    return repr(value) if isinstance(value, (int, float, str, type(None))) else "..."
 
 
 def _to_cpu(value: Any) -> Any:
@@ -201,13 +227,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             process_group = ddp.process_group
         self._optimizer_class = optimizer_class
         self._group = require_group(process_group, "ShardedOptimizer")
-        self._whole = (
-            optimizer_class not in ELEMENTWISE if whole_parameters is None else whole_parameters
+        if not isinstance(whole_parameters, (bool, type(None))):
+            raise TypeError(
+                "whole_parameters must be True, False or None, got "
+                f"{type(whole_parameters).__name__}."
+            )
+        if whole_parameters is None:
+            whole_parameters = optimizer_class not in ELEMENTWISE
+        self._new_shares = functools.partial(
+            _Shares, self._group, cost or _default_cost(optimizer_class), whole_parameters
         )
-        self._cost = _default_cost(optimizer_class) if cost is None else cost
         self._inner_defaults = defaults
-        self._shares: list[_Share] = []
         self._inner: torch.optim.Optimizer | None = None
+        self._has_state = False  # by a step or a state dict: Adagrad's constructor makes some, too
+        #: Settings that steps change. Some optimizers count in a group where they step some of it.
+        self._counted: set[str] = set()
+        self._whole_settings: list[dict[str, Any]] = []  # beside it, of the groups
         self._whole_state: dict[int, Any] | None = None  # of consolidate_state_dict()
         super().__init__(params, dict(defaults))
         self._share_out()
@@ -229,33 +264,55 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert self._inner is not None
         return self._inner
 
-    def _share(self, groups: list[dict[str, Any]]) -> _Share:
-        parameters = [p for group in groups for p in group["params"]]
-        names: list[str] = []
-        for i, group in enumerate(groups):
-            given = group.get("param_names")
-            names += given if given else [f"{i}.{j}" for j in range(len(group["params"]))]
-        return _Share(parameters, names, self._group, self._cost, self._whole)
-
     def _share_out(self) -> None:
         """Everything anew: at first, and when amp has put master weights in place of parameters."""
-        share = self._share(self.param_groups)
-        self._shares = [share]
+        shares = self._new_shares()
+        shares.add(self.param_groups)
         groups = [
-            {**_settings(group), "params": [t for t, _ in share.of(group["params"])]}
+            {**_settings(group), "params": shares.of(group["params"])}
             for group in self.param_groups
         ]
-        inner = self._optimizer_class(groups, **self._inner_defaults)
-        if not isinstance(inner, torch.optim.Optimizer):
-            raise TypeError(f"optimizer_class made a {type(inner).__name__}, not an optimizer.")
+        inner = self._make_inner(groups)
+        self._shares = shares
         self._inner = inner
         if isinstance(inner, FusedLAMB):
-            inner._normed = lambda: [g["params"] for g in self.param_groups]  # type: ignore[method-assign]
+            me = weakref.ref(self)
+            inner._normed = lambda: [  # type: ignore[method-assign]
+                group["params"] for one in (me(),) if one is not None for group in one.param_groups
+            ]
         taking_parts.add(inner)  # only steps of this object count
         self.defaults = inner.defaults
         for group, of_inner in zip(self.param_groups, inner.param_groups, strict=True):
+            if isinstance(inner, (FusedAdam, FusedSGD)):  # as for all parameters
+                kernels = implementation([group])
+                of_inner.update({name: kernels.get(name) for name in ("fused", "foreach")})
             for name, value in _settings(of_inner).items():
                 group.setdefault(name, value)
+
+    def _make_inner(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """What one rank's parameters alone are refused for, the others hear of."""
+        refused: Exception | None = None
+        inner: Any = None
+        try:
+            inner = self._optimizer_class(groups, **self._inner_defaults)
+            if not isinstance(inner, torch.optim.Optimizer):
+                raise TypeError(f"optimizer_class made a {type(inner).__name__}, not an optimizer.")
+            if isinstance(inner, torch.optim.LBFGS):
+                raise ValueError("a step of LBFGS cannot be shared out: use it as it is.")
+        except Exception as error:
+            refused = error
+        said = [f"optimizer_class={type(inner).__name__}"]
+        said += [f"{name}={_as_text(value)}" for name, value in self._inner_defaults.items()]
+        if refused is not None:
+            said = [f"optimizer_class=(refused: {type(refused).__name__})"]
+        try:
+            _core.verify_same_model([], [], said, name_of(self._group))
+        except RuntimeError:
+            if refused is None:
+                raise
+        if refused is not None:
+            raise refused
+        return inner  # type: ignore[no-any-return]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, which are shared out for themselves. Collective."""
@@ -264,22 +321,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         self._whole_state = None
         group = self.param_groups[-1]
-        share = self._share([group])
-        self._inner.add_param_group({**_settings(group), "params": [t for t, _ in share.own]})
-        self._shares.append(share)
+        try:
+            self._shares.add([group])
+        except BaseException:
+            del self.param_groups[-1]
+            raise
+        self._inner.add_param_group(
+            {**_settings(group), "params": self._shares.of(group["params"])}
+        )
         for name, value in _settings(self._inner.param_groups[-1]).items():
             group.setdefault(name, value)
 
     def _follow_groups(self) -> None:
         """What was put in place of parameters is shared out, if nothing has been stepped yet."""
-        held = [p for share in self._shares for p in share.parameters]
+        held = self._shares.parameters
         given = [p for group in self.param_groups for p in group["params"]]
         same = len(held) == len(given) and all(a is b for a, b in zip(held, given, strict=True))
-        if same and (
-            self.state or all(s.kinds == [_kind_of(p) for p in s.parameters] for s in self._shares)
-        ):
+        if same and (self._has_state or self._shares.kinds == [_kind_of(p) for p in held]):
             return
-        if self.state:
+        if self._has_state:
             raise RuntimeError(
                 "the parameters in the groups of a ShardedOptimizer were replaced after its first "
                 "step, so their state is lost: replace them before, or make a new optimizer."
@@ -291,8 +351,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps this rank's pieces and gets those of the others. Collective; blocks the host.
 
-        On an error, this rank's or another's, the parameters are those before the step, and the
-        process group cannot be used any more.
+        On an error, this rank's or another's, the parameters are those before the step (with one
+        rank they may be stepped), and the process group cannot be used any more.
 
         Args:
             closure: evaluated first, once.
@@ -302,32 +362,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: for a sparse gradient, or a parameter that has another dtype or device.
-            RuntimeError: if another rank has ended or failed.
+            RuntimeError: if another rank has ended or failed, and under ``join()``.
         """
+        if joining.current() is not None:
+            raise RuntimeError(
+                "a step of a ShardedOptimizer needs every rank, and under join() some have run out "
+                "of data: use the plain optimizer there."
+            )
         result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-        self._whole_state = None
-        self._follow_groups()
-        inner = self.optim
-        for group, of_inner in zip(self.param_groups, inner.param_groups, strict=True):
-            of_inner.update(_settings(group))
+        core = self._shares.core
         try:
-            for share in self._shares:
-                share.core.take_gradients()
-            inner.step()
+            if closure is not None:
+                with torch.enable_grad():
+                    result = closure()
+            self._whole_state = None
+            self._follow_groups()
+            core, inner = self._shares.core, self.optim
+            for group, of_inner in zip(self.param_groups, inner.param_groups, strict=True):
+                of_inner.update(_settings(group))
+            self._has_state = True
+            core.take_gradients()
+            try:
+                inner.step()
+            finally:
+                core.drop_gradients()
         except BaseException as error:
-            for share in self._shares:
-                share.core.give_up(f"{type(error).__name__}: {error}")
+            core.give_up(f"{type(error).__name__}: {error}")
             raise
-        finally:
-            for share in self._shares:
-                share.core.drop_gradients()
-        for share in self._shares:
-            share.core.publish()
+        core.publish()
         for group, of_inner in zip(self.param_groups, inner.param_groups, strict=True):
-            group.update(_settings(of_inner))
+            changed = {k: v for k, v in _settings(of_inner).items() if v is not group.get(k)}
+            self._counted.update(changed)
+            group.update(changed)
         return result
 
     # --- checkpoints ---
@@ -347,19 +413,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: there is no such rank.
         """
         world = dist.get_world_size(self._group)
-        if to is not None and not 0 <= to < world:
-            raise ValueError(f"to={to}: there are ranks 0 to {world - 1}, or None for all.")
+        if to is not None and (not isinstance(to, int) or not 0 <= to < world):
+            raise ValueError(f"to={to!r}: there are ranks 0 to {world - 1}, or None for all.")
         places = self._places()
-        mine = [
-            (
-                places[id(share.parameters[piece[0]])],
-                piece[1:],
-                {k: _to_cpu(v) for k, v in held.items()},
-            )
-            for share in self._shares
-            for tensor, piece in share.own
+        parameters = self._shares.parameters
+        mine: Any = [
+            (places[id(parameters[piece[0]])], piece[1:], {k: _to_cpu(v) for k, v in held.items()})
+            for tensor, piece in self._shares.own
             if (held := self.state.get(tensor))
         ]
+        settings = [
+            {k: _to_cpu(group[k]) for k in self._counted if k in group}
+            if of_inner["params"]
+            else None
+            for group, of_inner in zip(self.param_groups, self.optim.param_groups, strict=True)
+        ]
+        mine = (mine, settings)
         rank = dist.get_rank(self._group)
         everything: list[Any] | None = [None] * world if to in (None, rank) else None
         if to is None:
@@ -373,12 +442,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._whole_state = None
             return
         pieces: dict[int, list[tuple[tuple[int, int], dict[str, Any]]]] = {}
-        for of_rank in everything:
+        for of_rank, _ in everything:
             for place, span, held in of_rank:
                 pieces.setdefault(place, []).append((span, held))
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        ordered = [p for group in self.param_groups for p in group["params"]]
+        self._whole_settings = [
+            next((of_rank[1][i] for of_rank in everything if of_rank[1][i]), {})
+            for i in range(len(self.param_groups))
+        ]
         self._whole_state = {
-            place: _joined(parameters[place], sorted(found, key=lambda one: one[0]))
+            place: _joined(ordered[place], sorted(found, key=lambda one: one[0]))
             for place, found in sorted(pieces.items())
         }
 
@@ -400,9 +473,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = [
             {
                 **{k: v for k, v in group.items() if k != "params"},
+                **found,
                 "params": [places[id(p)] for p in group["params"]],
             }
-            for group in self.param_groups
+            for group, found in zip(self.param_groups, self._whole_settings, strict=True)
         ]
         result: dict[str, Any] = {"state": self._whole_state, "param_groups": groups}
         for hook in list(self._optimizer_state_dict_post_hooks.values()):
@@ -415,7 +489,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ranks: each rank keeps its share.
 
         Raises:
-            ValueError: it is of other groups, or of parameters of another size.
+            ValueError: it is of other groups, or the state of a parameter that is cut has another
+                shape than the parameter.
         """
         for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             replaced = hook(self, state_dict)
@@ -432,11 +507,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         keys = [key for group in loaded for key in group["params"]]
         places = self._places()
         inner = self.optim
-        own = {
-            id(t): (share.parameters[piece[0]], piece)
-            for share in self._shares
-            for t, piece in share.own
-        }
+        own = {id(t): (self._shares.parameters[piece[0]], piece) for t, piece in self._shares.own}
         local: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         count = 0
@@ -451,6 +522,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 count += 1
             groups.append({**_settings(of_inner), **_settings(group), "params": numbers})
         inner.load_state_dict({"state": local, "param_groups": groups})
+        self._has_state = True
         for group, of_inner in zip(self.param_groups, inner.param_groups, strict=True):
             group.update(_settings(of_inner))
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):

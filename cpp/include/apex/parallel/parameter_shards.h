@@ -45,15 +45,21 @@ class APEX_API ParameterShards {
   /// Verifies that all ranks hold the same parameters, and broadcasts them from rank 0. Collective;
   /// blocks the host.
   ///
-  /// @param parameters  in the same order on every rank; strided, without gaps in memory.
+  /// @param parameters  in the same order on every rank; strided, without gaps in memory, and
+  /// none on that of another one.
   /// @param costs,whole  see assign_shards(); the same on every rank.
-  /// @throws InvalidArgument for a parameter that is undefined, a tensor subclass, or has gaps;
+  /// @throws InvalidArgument for a parameter that is undefined, a tensor subclass, or has gaps, and
+  ///         for wrong costs;
   ///         RankMismatch if ranks differ; CommunicationError.
   ParameterShards(std::vector<NamedTensor> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
                   const std::vector<double>& costs, bool whole);
   ~ParameterShards();
   ParameterShards(const ParameterShards&) = delete;
   ParameterShards& operator=(const ParameterShards&) = delete;
+
+  /// More parameters, which are shared out for themselves: what a rank steps already stays with it.
+  /// Collective, as the constructor. Not between take_gradients() and publish().
+  void add(std::vector<NamedTensor> parameters, const std::vector<double>& costs);
 
   /// By rank.
   const std::vector<std::vector<ParameterPiece>>& shards() const;
@@ -70,16 +76,19 @@ class APEX_API ParameterShards {
   void drop_gradients();
 
   /// Gives every rank what the others have stepped. Either all of this rank's parameters are those
-  /// after the step, or it throws and they are those before, as the last publish() left them.
+  /// after the step, or it throws and they are those before take_gradients(): where they lie on one
+  /// device, and nobody has written to them through .data() since the last publish().
   /// Collective. Blocks the host (CPU), or is enqueued on the current stream (NCCL).
   /// @throws CommunicationError.
   void publish();
 
-  /// Instead of publish(): this rank's step failed. Undoes what it has written to parameters, and
-  /// lets the others know, who throw. The group cannot be used any more. Does not throw.
+  /// Instead of publish(): this rank's step failed. Undoes what it has written to parameters since
+  /// take_gradients(), and lets the others know, who throw. The group cannot be used any more. With
+  /// one rank does nothing. Does not throw.
   void give_up(const std::string& why) noexcept;
 
  private:
+  struct Form;
   struct OnDevice;
   struct State;
   std::unique_ptr<State> state_;
