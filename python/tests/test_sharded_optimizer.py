@@ -25,7 +25,7 @@ from sharded_cases import run_seeds
 from torch import Tensor, nn
 
 from apex import amp
-from apex.optimizers import ShardedOptimizer
+from apex.optimizers import FusedAdam, ShardedOptimizer
 from apex.parallel import DistributedDataParallel, OverlappedOptimizer
 
 pytestmark = pytest.mark.processes
@@ -77,11 +77,24 @@ def _arguments(rank: int, world: int) -> None:
             _sharded(model, kind, **options)
     with raises(RuntimeError, "rank 1's model differs from rank 0's"):
         _sharded(_model(5 + rank))
+    with raises(RuntimeError, "constructed with lr=0.1, rank 1 with lr=0.2"):
+        _sharded(model, lr=0.1 + 0.1 * rank)
+    # The matrix is rank 0's, the vector rank 1's.
+    mixed = [nn.Parameter(torch.ones(9, 9)), nn.Parameter(torch.ones(9))]
+    error, text = (ValueError, "2D") if rank == 1 else (RuntimeError, "refused: ValueError")
+    with raises(error, text):
+        ShardedOptimizer(mixed, torch.optim.Muon, lr=0.1)
+    with raises(TypeError, "whole_parameters must be True, False or None"):
+        _sharded(model, whole_parameters="no")
+    with raises(ValueError, "shares memory with another one"):
+        ShardedOptimizer([mixed[0], mixed[0].detach()[1]], torch.optim.SGD, lr=0.1)
     with raises(ValueError, "gaps in its memory"):
         ShardedOptimizer([torch.ones(4, 4)[:, :2]], torch.optim.SGD, lr=0.1)
     optimizer = _sharded(model)
     with raises(RuntimeError, "call consolidate_state_dict"):
         optimizer.state_dict()
+    with raises(ValueError, "to='x': there are ranks 0 to 1"):
+        optimizer.consolidate_state_dict(to="x")  # type: ignore[arg-type]
     with raises(ValueError, "there are ranks 0 to 1"):
         optimizer.consolidate_state_dict(to=2)
     with raises(TypeError, "cannot be copied or pickled"):
@@ -177,6 +190,82 @@ def _amp(rank: int, world: int, level: str) -> None:
     check_same_on_all_ranks(results[0], level)
 
 
+class Counts(torch.optim.SGD):
+    """Counts in a group, where it steps something of it."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            if group["params"]:
+                group["count"] = group.get("count", 0) + 1
+
+
+def _counted(rank: int, world: int) -> None:
+    model = _model()
+    groups = [{"params": [p]} for p in model.parameters()]
+    optimizer = ShardedOptimizer(groups, Counts, lr=0.1)
+    for step in range(3):
+        _backward(model, step)
+        optimizer.step()
+    optimizer.consolidate_state_dict(to=None)
+    found = [group["count"] for group in optimizer.state_dict()["param_groups"]]
+    check_equal(found, [3] * 4, "steps of each group, whoever has it")
+    later = ShardedOptimizer(groups, Counts, whole_parameters=True, lr=0.1)
+    later.load_state_dict(optimizer.state_dict())
+    check_equal([group["count"] for group in later.param_groups], [3] * 4, "loaded")
+
+
+def test_sharded_optimizer_saves_what_other_ranks_have_counted(ranks: RankPool) -> None:
+    ranks.run(3, _counted)
+
+
+def _mixed(rank: int, world: int) -> None:
+    """Which kernels FusedAdam takes depends on all parameters, not on those of a rank."""
+    nets = []
+    for sharded in (True, False):
+        torch.manual_seed(1)
+        held = [nn.Parameter(torch.randn(5000)) for _ in range(3)]
+        held.append(nn.Parameter(torch.randn(5000, dtype=torch.complex64)))
+        optimizer: Any = ShardedOptimizer(held, FusedAdam) if sharded else FusedAdam(held)
+        for step in range(3):
+            for p in held:
+                p.grad = torch.full_like(p, 0.3 + step)
+            optimizer.step()
+        nets.append([p.detach() for p in held])
+    for mine, theirs in zip(*nets, strict=True):
+        check_equal(mine, theirs, "parameters")
+
+
+def test_sharded_optimizer_takes_the_kernels_of_the_plain_one(ranks: RankPool) -> None:
+    ranks.run(2, _mixed)
+
+
+def _formats(rank: int, world: int) -> None:
+    net = nn.Conv2d(32, 64, 3)
+    optimizer = _sharded(net)
+    net(torch.ones(1, 32, 4, 4)).sum().backward()
+    optimizer.step()
+    net.to(memory_format=torch.channels_last)
+    with raises(ValueError, "parameter '0.0' has another dtype, device, shape or memory format"):
+        optimizer.step()
+
+
+def test_sharded_optimizer_refuses_another_memory_format(ranks: RankPool) -> None:
+    ranks.run(2, _formats)
+
+
+def _under_join(rank: int, world: int) -> None:
+    wrapped = DistributedDataParallel(_model(5))
+    optimizer = _sharded(wrapped)
+    with raises(RuntimeError, "ShardedOptimizer needs every rank"), wrapped.join():
+        _backward(wrapped)
+        optimizer.step()
+
+
+def test_sharded_optimizer_under_join_is_refused(ranks: RankPool) -> None:
+    ranks.run(2, _under_join)
+
+
 class Fails(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         super().step()
@@ -184,22 +273,46 @@ class Fails(torch.optim.SGD):
             raise ArithmeticError("no more numbers")
 
 
-def _raises(rank: int, world: int) -> None:
+def _nothing(rank: int, world: int) -> None:
+    pass
+
+
+def _raises(rank: int, world: int, how: str) -> None:
     model = _model()
     plain, failing = _sharded(model, torch.optim.SGD), _sharded(model, Fails)
+    if how == "added":
+        extra = nn.Parameter(torch.ones(20_000))
+        failing.add_param_group({"params": [extra]})
+        extra.grad = torch.ones(20_000)
     _backward(model)
     plain.step()
-    before = [p.detach().clone() for p in model.parameters()]
+    everything = [p for group in failing.param_groups for p in group["params"]]
+    if how == "changed":
+        for p in everything:
+            p.data = p.data * 2
+    before = [p.detach().clone() for p in everything]
+
+    def closure() -> None:
+        if rank == 1:
+            raise ArithmeticError("no more numbers")
+
     begin = time.monotonic()
     with raises(ArithmeticError if rank == 1 else RuntimeError, "no more numbers"):
-        failing.step()
+        if how == "closure":
+            plain.step(closure)
+        else:
+            failing.step()
     check(time.monotonic() - begin < 20, "the others waited")
-    for p, old in zip(model.parameters(), before, strict=True):
+    for p, old in zip(everything, before, strict=True):
         check_equal(p.detach(), old, "parameters")
 
 
-def test_sharded_optimizer_step_that_raises_leaves_all_ranks_before_it(ranks: RankPool) -> None:
-    ranks.run(3, _raises)
+@pytest.mark.parametrize("how", ["step", "closure", "added", "changed"])
+def test_sharded_optimizer_step_that_raises_leaves_all_ranks_before_it(
+    ranks: RankPool, how: str
+) -> None:
+    ranks.run(3, _raises, how)
+    ranks.run(1, _nothing)  # with other ranks the pool makes a new group: that one is of no use
 
 
 def _dies(rank: int, folder: str, moment: float) -> None:
