@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Draws what ddp.py, overlapped_optimizer.py or host_channel.py wrote.
+"""Draws what ddp.py, overlapped_optimizer.py, sharded.py or host_channel.py wrote.
 
 `python benchmarks/plot.py results/ddp.json` writes results/ddp.png.
 """
@@ -97,14 +97,16 @@ def draw(path: Path) -> Path:
                 variants[name]["ratio"]["q3"] + 0.012 * right, row, text, va="center", fontsize=8
             )
         panel.spines[["top", "right"]].set_visible(False)
-        base = variants["torch"]["seconds"]["median"]
+        reference = result.get("base", "torch")
+        base = variants[reference]["seconds"]["median"]
         panel.set_title(
-            f"{result['title']} ({result['megabytes']:g} MB); torch: {base * 1e3:.1f} ms a step",
+            f"{result['title']} ({result['megabytes']:g} MB); "
+            f"{data['titles'][reference]}: {base * 1e3:.1f} ms a step",
             fontsize=9, loc="left",
         )  # fmt: skip
-    panels[-1, 0].set_xlabel(
-        "step time / torch's default (median of rounds, quartiles)", fontsize=8
-    )
+    reference = results[0].get("base", "torch")
+    name = "torch's default" if reference == "torch" else data["titles"][reference]
+    panels[-1, 0].set_xlabel(f"step time / {name} (median of rounds, quartiles)", fontsize=8)
     figure.text(0.01, 0.004, _caption(data), fontsize=6.5, color="#555555")
     figure.tight_layout(rect=(0, 0.02, 1, 1))
     figure.savefig(target, dpi=130)

@@ -110,6 +110,7 @@ def measure(
         "model": model_name,
         "title": f"{models.MODELS[model_name][0]}, {optimizer}",
         "optimizer": optimizer,
+        "base": BASE,
         "megabytes": round(models.megabytes(model), 1),
         "parameters": sum(1 for _ in model.parameters()),
         "rounds": len(times[0]),
