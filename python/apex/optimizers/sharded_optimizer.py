@@ -280,12 +280,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             inner._normed = lambda: [  # type: ignore[method-assign]
                 group["params"] for one in (me(),) if one is not None for group in one.param_groups
             ]
+        if isinstance(inner, (FusedAdam, FusedSGD)):  # they choose by all parameters
+            kernels = implementation(self.param_groups)
+            for settings in (inner.defaults, *inner.param_groups):
+                settings.update({name: kernels.get(name) for name in ("fused", "foreach")})
         taking_parts.add(inner)  # only steps of this object count
         self.defaults = inner.defaults
         for group, of_inner in zip(self.param_groups, inner.param_groups, strict=True):
-            if isinstance(inner, (FusedAdam, FusedSGD)):  # as for all parameters
-                kernels = implementation([group])
-                of_inner.update({name: kernels.get(name) for name in ("fused", "foreach")})
             for name, value in _settings(of_inner).items():
                 group.setdefault(name, value)
 
