@@ -551,7 +551,9 @@ def _joined(
         if not isinstance(first, Tensor) or first.numel() != end - begin or first.ndim == 0:
             result[name] = first
             continue
-        whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=first.dtype)
+        whole = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=first.dtype, device=first.device
+        )
         flat = whole.as_strided((parameter.numel(),), (1,))
         for (begin, end), held in pieces:
             flat[begin:end] = held[name]
