@@ -36,7 +36,7 @@ using Op = c10d::ReduceOp::RedOpType;
 constexpr int64_t kWhole = int64_t{16} << 10;
 
 /// The sum of squares of the elements in [from, end), which are copied `to` where that is given.
-double squares_of(at::ScalarType dtype, const char* from, const char* end, char* to = nullptr) {
+double squares_of(at::ScalarType dtype, const char* from, const char* end, char* to) {
   const auto add = [&](auto zero) {
     using T = decltype(zero);
     const auto* const values = reinterpret_cast<const T*>(from);
@@ -229,28 +229,30 @@ HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::
   Message message = describe(HostKind::kSumWhole, real, 0);
   message.op = op;
   message.measured = sums != nullptr;
+  // Of bytes [begin, end): copies them `to` where that is given, and measures them where asked.
+  const auto take = [&](int64_t begin, int64_t end, char* to) {
+    if (sums != nullptr) {
+      sums->own += squares_of(real.scalar_type(), data + begin, data + end, to);
+    } else if (to != nullptr) {
+      copy_bytes(to, data + begin, static_cast<size_t>(end - begin));
+    }
+  };
   if (bytes <= kWhole) {
     message.place = stage_copy(*operation, {real});
-    if (sums != nullptr) sums->own = squares_of(real.scalar_type(), data, data + bytes);
+    take(0, bytes, nullptr);
   } else {
     message.kind = HostKind::kSumShares;
     if (const auto place = memory_->place_of(data, static_cast<size_t>(bytes))) {
       message.place = *place;
-      if (sums != nullptr) sums->own = squares_of(real.scalar_type(), data, data + bytes);
+      take(0, bytes, nullptr);
     } else {
       message.keeps_part = true;
       message.place = stage(*operation, static_cast<size_t>(bytes));
       char* const copy = operation->staged.get();
       const auto [begin, end] = part_of(rank_, bytes);
-      if (sums == nullptr) {
-        copy_bytes(copy, data, static_cast<size_t>(begin));
-        copy_bytes(copy + end, data + end, static_cast<size_t>(bytes - end));
-      } else {
-        const at::ScalarType dtype = real.scalar_type();
-        sums->own = squares_of(dtype, data, data + begin, copy) +
-                    squares_of(dtype, data + begin, data + end) +
-                    squares_of(dtype, data + end, data + bytes, copy + end);
-      }
+      take(0, begin, copy);
+      take(begin, end, nullptr);
+      take(end, bytes, copy + end);
     }
   }
   return post(std::move(operation), message);

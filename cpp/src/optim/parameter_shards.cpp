@@ -181,10 +181,9 @@ struct ParameterShards::State {
   std::vector<NamedTensor> parameters;
   Shards shards;
   std::vector<at::Tensor> tensors;
-  std::vector<Form> forms;        ///< of each parameter, when it was added
-  std::vector<const void*> seen;  ///< where each parameter lay at the last look
-  std::vector<uint32_t>
-      versions;  ///< after the last publish(), of parameters that are stepped here
+  std::vector<Form> forms;         ///< of each parameter, when it was added
+  std::vector<const void*> seen;   ///< where each parameter lay at the last look
+  std::vector<uint32_t> versions;  ///< after the last publish(), of those that are stepped here
   std::map<std::string, OnDevice> devices;
   int64_t steps = 0;   ///< published
   bool began = false;  ///< a step that is not published yet: there is something to restore
@@ -295,7 +294,7 @@ struct ParameterShards::State {
              device.memory[rank]);
   }
 
-  void add(std::vector<NamedTensor> more, const std::vector<double>& costs) {
+  void add(const std::vector<NamedTensor>& more, const std::vector<double>& costs) {
     verify_same_model(more, {std::string("whole_parameters=") + (whole ? "True" : "False")}, group);
     const size_t before = parameters.size();
     std::vector<int64_t> numels;
@@ -412,7 +411,7 @@ ParameterShards::~ParameterShards() = default;
 
 void ParameterShards::add(std::vector<NamedTensor> parameters, const std::vector<double>& costs) {
   const at::NoGradGuard no_grad;
-  state_->add(std::move(parameters), costs);
+  state_->add(parameters, costs);
 }
 
 const std::vector<std::vector<ParameterPiece>>& ParameterShards::shards() const {

@@ -31,6 +31,9 @@ bool may_be_in_place(const ReducerContext& context, const Parameter& parameter,
   return !is_cast && !place.in_parts && parameter.variable.is_non_overlapping_and_dense();
 }
 
+/// Numbers of reports, and sums of squares, are themselves in it.
+bool is_exact(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
+
 /// So much of a bucket may be reports: more is sent by itself.
 constexpr int64_t kMostOfReports = int64_t{16} << 10;
 
@@ -40,8 +43,7 @@ int64_t tail_of(const ReductionSite& site, const ReductionTraits& traits,
                 const ReducerContext& context) {
   const bool plain = site.kind == Kind::kFlat && site.device.is_cpu() && traits.has_peers &&
                      !traits.runs_user_code && !traits.has_later_messages;
-  const bool exact = site.dtype == at::kFloat || site.dtype == at::kDouble;
-  if (!plain || !exact || traits.shares_memory || !context.reads_reports()) return 0;
+  if (!plain || !is_exact(site.dtype) || traits.shares_memory || !context.reads_reports()) return 0;
   const int64_t numel = ReportExchange::tail_size(context.members, context.parameters.size());
   return numel * static_cast<int64_t>(c10::elementSize(site.dtype)) <= kMostOfReports ? numel : 0;
 }
@@ -60,11 +62,10 @@ PlannedBucket make_entry(const std::vector<int64_t>& members, const ReductionSit
   options.allreduce_always_fp32 = context.options.allreduce_always_fp32;
   options.measure_own = context.options.check_finite || context.options.gradient_statistics;
   options.measure_reduced = context.options.gradient_statistics;
-  const bool exact = site.dtype == at::kFloat || site.dtype == at::kDouble;
-  options.measured_on_the_way = options.measure_own && exact && site.kind == Kind::kInPlace &&
-                                reduction->traits().shares_memory;
-  options.sparse_dim = places[members.front()].sparse_dim;
   const ReductionTraits traits = reduction->traits();
+  options.measured_on_the_way = options.measure_own && is_exact(site.dtype) &&
+                                site.kind == Kind::kInPlace && traits.shares_memory;
+  options.sparse_dim = places[members.front()].sparse_dim;
   if (may_carry_report) options.tail = tail_of(site, traits, context);
   if (context.options.registered_buffers || traits.shares_memory || traits.across_hosts)
     options.allocate = registered_memory(site.group, context.statistics);

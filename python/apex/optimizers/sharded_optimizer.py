@@ -130,6 +130,12 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
+def _take_defaults(group: dict[str, Any], of_inner: dict[str, Any]) -> None:
+    """Settings that a group was not given are those of the optimizer inside."""
+    for name, value in _settings(of_inner).items():
+        group.setdefault(name, value)
+
+
 def _as_text(value: Any) -> str:
     """What ranks compare: numbers, and what consists of them."""
     if isinstance(value, (tuple, list)):
@@ -287,8 +293,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         taking_parts.add(inner)  # only steps of this object count
         self.defaults = inner.defaults
         for group, of_inner in zip(self.param_groups, inner.param_groups, strict=True):
-            for name, value in _settings(of_inner).items():
-                group.setdefault(name, value)
+            _take_defaults(group, of_inner)
 
     def _make_inner(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """What one rank's parameters alone are refused for, the others hear of."""
@@ -330,13 +335,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner.add_param_group(
             {**_settings(group), "params": self._shares.of(group["params"])}
         )
-        for name, value in _settings(self._inner.param_groups[-1]).items():
-            group.setdefault(name, value)
+        _take_defaults(group, self._inner.param_groups[-1])
 
     def _follow_groups(self) -> None:
         """What was put in place of parameters is shared out, if nothing has been stepped yet."""
         held = self._shares.parameters
-        given = [p for group in self.param_groups for p in group["params"]]
+        given = self._everything()
         same = len(held) == len(given) and all(a is b for a, b in zip(held, given, strict=True))
         if same and (self._has_state or self._shares.kinds == [_kind_of(p) for p in held]):
             return
@@ -399,10 +403,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # --- checkpoints ---
 
+    def _everything(self) -> list[Tensor]:
+        """All parameters, as a state dict numbers them."""
+        return [p for group in self.param_groups for p in group["params"]]
+
     def _places(self) -> dict[int, int]:
         """The number of each parameter in a state dict, by its id."""
-        everything = [p for group in self.param_groups for p in group["params"]]
-        return {id(p): i for i, p in enumerate(everything)}
+        return {id(p): i for i, p in enumerate(self._everything())}
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Collects the state of all ranks, for :meth:`state_dict`. Collective; blocks the host.
@@ -418,7 +425,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"to={to!r}: there are ranks 0 to {world - 1}, or None for all.")
         places = self._places()
         parameters = self._shares.parameters
-        mine: Any = [
+        pieces_here = [
             (places[id(parameters[piece[0]])], piece[1:], {k: _to_cpu(v) for k, v in held.items()})
             for tensor, piece in self._shares.own
             if (held := self.state.get(tensor))
@@ -429,7 +436,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             else None
             for group, of_inner in zip(self.param_groups, self.optim.param_groups, strict=True)
         ]
-        mine = (mine, settings)
+        mine = (pieces_here, settings)
         rank = dist.get_rank(self._group)
         everything: list[Any] | None = [None] * world if to in (None, rank) else None
         if to is None:
@@ -446,7 +453,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for of_rank, _ in everything:
             for place, span, held in of_rank:
                 pieces.setdefault(place, []).append((span, held))
-        ordered = [p for group in self.param_groups for p in group["params"]]
+        ordered = self._everything()
         self._whole_settings = [
             next((of_rank[1][i] for of_rank in everything if of_rank[1][i]), {})
             for i in range(len(self.param_groups))
@@ -539,6 +546,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return f"{type(self).__name__}({self.optim!r})"
 
 
+def _in_its_order(parameter: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """A new tensor of the kind of `value` and the layout of `parameter`, and its flat memory."""
+    whole = torch.empty_strided(
+        parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device
+    )
+    return whole, whole.as_strided((parameter.numel(),), (1,))
+
+
 def _joined(
     parameter: Tensor, pieces: list[tuple[tuple[int, int], dict[str, Any]]]
 ) -> dict[str, Any]:
@@ -551,10 +566,7 @@ def _joined(
         if not isinstance(first, Tensor) or first.numel() != end - begin or first.ndim == 0:
             result[name] = first
             continue
-        whole = torch.empty_strided(
-            parameter.shape, parameter.stride(), dtype=first.dtype, device=first.device
-        )
-        flat = whole.as_strided((parameter.numel(),), (1,))
+        whole, flat = _in_its_order(parameter, first)
         for (begin, end), held in pieces:
             flat[begin:end] = held[name]
         result[name] = whole
@@ -577,10 +589,7 @@ def _cut(
                 f"the state dict has '{name}' of shape {tuple(value.shape)} for parameter {key}, "
                 f"whose shape is {tuple(parameter.shape)}."
             )
-        like = torch.empty_strided(
-            parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device
-        )
-        result[name] = (
-            like.copy_(value).as_strided((parameter.numel(),), (1,))[slice(*span)].clone()
-        )
+        whole, flat = _in_its_order(parameter, value)
+        whole.copy_(value)
+        result[name] = flat[slice(*span)].clone()
     return result
