@@ -7,6 +7,10 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include <vector>
 
 #include <ATen/OpMathType.h>
 
@@ -21,47 +25,125 @@ namespace apex::parallel {
 // once more in double. Ranks get the same bits from the same values, whether they are scaled on the
 // way or not: what is decided by a norm is decided alike on all ranks.
 
-constexpr int64_t kSquareLanes = 16, kSquaresBlock = 512;
+constexpr int64_t kSquaresBlock = 512;
 constexpr double kLeastBlock = 1e-26, kMostBlock = 1e37;
 
 /// Of an all-reduce's tensor, where somebody asks for it.
+/// A rank reads the part of the message that it sums only once, then. All but `sent` is set when
+/// the all-reduce has completed, to the same bits on every rank.
 struct SquareSums {
-  double own = 0;      ///< what this rank gave; set when it is issued
-  double reduced = 0;  ///< the result; set when it has completed, to the same bits on every rank
+  double sent = 0;           ///< what this rank gave, but for that part; set when it is issued
+  std::vector<double> kept;  ///< by rank: of that part, what the rank itself gave
+  double reduced = 0;        ///< the result
 };
 
-template <typename Lane, typename T>
-double add_block_of_squares(const T* values, int64_t count) {
-  std::array<Lane, kSquareLanes> lanes{};
-  const int64_t whole = count - count % kSquareLanes;
-  for (int64_t i = 0; i < whole; i += kSquareLanes) {
-    for (int64_t lane = 0; lane < kSquareLanes; ++lane) {
-      const auto value = static_cast<Lane>(values[i + lane]);
-      lanes[static_cast<size_t>(lane)] += value * value;
+enum class SquareCopy { kNone, kPlain, kScaled };
+
+/// Of numbers that are added in their own type, what is measured is written to `out` on the way:
+/// the copy hides what reading takes. In vectors that stay in registers, though `out` may be `in`.
+template <SquareCopy copy, typename T>
+inline __attribute__((always_inline)) double add_packs(T* out, const T* in, T factor,
+                                                       int64_t count) {
+  using Pack [[gnu::vector_size(32)]] = T;
+  constexpr int64_t kEach = sizeof(Pack) / sizeof(T), kPacks = 4;
+  Pack lanes[kPacks] = {};
+  int64_t at = 0;
+  for (; at + kEach * kPacks <= count; at += kEach * kPacks) {
+    for (int64_t i = 0; i < kPacks; ++i) {
+      Pack values;
+      std::memcpy(&values, in + at + i * kEach, sizeof(Pack));
+      if constexpr (copy == SquareCopy::kScaled) values *= factor;
+      if constexpr (copy != SquareCopy::kNone)
+        std::memcpy(out + at + i * kEach, &values, sizeof(Pack));
+      lanes[i] += values * values;
     }
   }
-  for (int64_t i = whole; i < count; ++i) {
-    const auto value = static_cast<Lane>(values[i]);
-    lanes[static_cast<size_t>(i - whole)] += value * value;
+  T rest = 0;
+  for (; at < count; ++at) {
+    const T value = copy == SquareCopy::kScaled ? in[at] * factor : in[at];
+    if constexpr (copy != SquareCopy::kNone) out[at] = value;
+    rest += value * value;
+  }
+  auto sum = static_cast<double>(rest);
+  for (const Pack& pack : lanes) {
+    for (int64_t i = 0; i < kEach; ++i) sum += static_cast<double>(pack[i]);
+  }
+  return sum;
+}
+
+#if defined(__x86_64__)
+/// The same bits: the same lanes, and no multiply-add.
+template <SquareCopy copy, typename T>
+__attribute__((target("avx2"))) double add_packs_in_avx2(T* out, const T* in, T factor,
+                                                         int64_t count) {
+  return add_packs<copy>(out, in, factor, count);
+}
+#endif
+
+/// Of numbers that are added in another type.
+template <typename Lane, typename T>
+double add_lanes(const T* values, int64_t count) {
+  std::array<Lane, 16> lanes{};
+  for (int64_t at = 0; at < count; at += 16) {
+    for (int64_t i = 0; i < std::min<int64_t>(16, count - at); ++i) {
+      const auto value = static_cast<Lane>(values[at + i]);
+      lanes[static_cast<size_t>(i)] += value * value;
+    }
   }
   double sum = 0;
   for (const Lane one : lanes) sum += static_cast<double>(one);
   return sum;
 }
 
-/// `write(begin, end)` makes `values` of that block what they are: so they are in the cache.
-template <typename T, typename Write>
-double add_squares(const T* values, int64_t count, Write&& write) {
+template <SquareCopy copy, typename T>
+double add_block(T* out, const T* in, T factor, int64_t count) {
+  if constexpr (std::is_same_v<T, at::opmath_type<T>>) {
+#if defined(__x86_64__)
+    static const bool wide = __builtin_cpu_supports("avx2");
+    if (wide) return add_packs_in_avx2<copy>(out, in, factor, count);
+#endif
+    return add_packs<copy>(out, in, factor, count);
+  } else {
+    static_assert(copy != SquareCopy::kScaled);
+    if constexpr (copy == SquareCopy::kPlain)
+      std::memcpy(out, in, static_cast<size_t>(count) * sizeof(T));
+    return add_lanes<at::opmath_type<T>>(in, count);
+  }
+}
+
+/// Copies `in` to `out` as said, which may be the same memory, and returns the sum of squares of
+/// what lies there then. See Note [Sums of squares].
+template <SquareCopy copy, typename T>
+double add_squares(T* out, const T* in, T factor, int64_t count) {
   double sum = 0;
   for (int64_t begin = 0; begin < count; begin += kSquaresBlock) {
     const int64_t size = std::min(count - begin, kSquaresBlock);
-    write(begin, begin + size);
-    double block = add_block_of_squares<at::opmath_type<T>>(values + begin, size);
-    if (!(block > kLeastBlock && block < kMostBlock))
-      block = add_block_of_squares<double>(values + begin, size);
+    T* const to = copy == SquareCopy::kNone ? nullptr : out + begin;
+    const T* const from = in + begin;
+    double block = add_block<copy>(to, from, factor, size);
+    if (!(block > kLeastBlock && block < kMostBlock)) {
+      const T* const values = copy == SquareCopy::kNone ? from : to;
+      block = add_lanes<double>(values, size);
+    }
     sum += block;
   }
   return sum;
+}
+
+template <typename T>
+double squares_of(const T* values, int64_t count) {
+  return add_squares<SquareCopy::kNone, T>(nullptr, values, T(1), count);
+}
+
+/// The same bits, of a NaN as well.
+template <typename T>
+double copy_squares(T* out, const T* in, int64_t count) {
+  return add_squares<SquareCopy::kPlain>(out, in, T(1), count);
+}
+
+template <typename T>
+double copy_scaled_squares(T* out, const T* in, T factor, int64_t count) {
+  return add_squares<SquareCopy::kScaled>(out, in, factor, count);
 }
 
 }  // namespace apex::parallel

@@ -36,16 +36,13 @@ using Op = c10d::ReduceOp::RedOpType;
 constexpr int64_t kWhole = int64_t{16} << 10;
 
 /// The sum of squares of the elements in [from, end), which are copied `to` where that is given.
-double squares_of(at::ScalarType dtype, const char* from, const char* end, char* to) {
+double squares_between(at::ScalarType dtype, const char* from, const char* end, char* to) {
   const auto add = [&](auto zero) {
     using T = decltype(zero);
     const auto* const values = reinterpret_cast<const T*>(from);
     const int64_t numel = (end - from) / static_cast<int64_t>(sizeof(T));
-    return add_squares(values, numel, [&](int64_t begin, int64_t until) {
-      if (to == nullptr) return;
-      std::memcpy(reinterpret_cast<T*>(to) + begin, values + begin,
-                  static_cast<size_t>(until - begin) * sizeof(T));
-    });
+    return to == nullptr ? squares_of(values, numel)
+                         : copy_squares(reinterpret_cast<T*>(to), values, numel);
   };
   return dtype == at::kFloat ? add(float{}) : add(double{});
 }
@@ -232,7 +229,7 @@ HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::
   // Of bytes [begin, end): copies them `to` where that is given, and measures them where asked.
   const auto take = [&](int64_t begin, int64_t end, char* to) {
     if (sums != nullptr) {
-      sums->own += squares_of(real.scalar_type(), data + begin, data + end, to);
+      sums->sent += squares_between(real.scalar_type(), data + begin, data + end, to);
     } else if (to != nullptr) {
       copy_bytes(to, data + begin, static_cast<size_t>(end - begin));
     }
@@ -242,18 +239,13 @@ HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::
     take(0, bytes, nullptr);
   } else {
     message.kind = HostKind::kSumShares;
-    if (const auto place = memory_->place_of(data, static_cast<size_t>(bytes))) {
-      message.place = *place;
-      take(0, bytes, nullptr);
-    } else {
-      message.keeps_part = true;
-      message.place = stage(*operation, static_cast<size_t>(bytes));
-      char* const copy = operation->staged.get();
-      const auto [begin, end] = part_of(rank_, bytes);
-      take(0, begin, copy);
-      take(begin, end, nullptr);
-      take(end, bytes, copy + end);
-    }
+    const auto place = memory_->place_of(data, static_cast<size_t>(bytes));
+    message.keeps_part = !place;
+    message.place = place ? *place : stage(*operation, static_cast<size_t>(bytes));
+    char* const copy = operation->staged.get();
+    const auto [begin, end] = part_of(rank_, bytes);
+    take(0, begin, copy);
+    take(end, bytes, copy != nullptr ? copy + end : nullptr);
   }
   return post(std::move(operation), message);
 }

@@ -203,6 +203,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   void read_messages(Operation& operation);
   void take_message(Operation& operation, const std::vector<char*>& from);
   static void take_parts(const Operation& operation, const char* message);
+  void sum_whole(const Operation& operation, const std::vector<char*>& from) const;
   void take_parts_of_peers(const Operation& operation, const std::vector<char*>& from) const;
   void find_messages(Operation& operation);
   void sum_shares(Operation& operation, bool helps);

@@ -180,8 +180,7 @@ void HostChannel::take_message(Operation& operation, const std::vector<char*>& f
   switch (operation.kind) {
     case HostKind::kSumWhole:
     case HostKind::kReduce:
-      combine(operation.op, output.scalar_type(), output.numel(), {from.begin(), from.end()}, {out},
-              operation.squares ? &operation.squares->reduced : nullptr);
+      sum_whole(operation, from);
       break;
     case HostKind::kReduceScatter: {
       std::vector<const char*> shares;
@@ -228,6 +227,17 @@ void HostChannel::take_message(Operation& operation, const std::vector<char*>& f
     case HostKind::kSumShares:
       break;
   }
+}
+
+void HostChannel::sum_whole(const Operation& operation, const std::vector<char*>& from) const {
+  const at::Tensor& output = operation.output;
+  CombinedSquares squares;
+  SquareSums* const sums = operation.squares.get();
+  combine(operation.op, output.scalar_type(), output.numel(), {from.begin(), from.end()},
+          {static_cast<char*>(output.mutable_data_ptr())}, sums != nullptr ? &squares : nullptr);
+  if (sums == nullptr) return;
+  sums->kept.assign(static_cast<size_t>(size_), 0);  // all was measured when it was sent
+  sums->reduced = squares.of_result;
 }
 
 void HostChannel::take_parts_of_peers(const Operation& operation,
@@ -325,16 +335,26 @@ void HostChannel::sum_share(int share, const Operation& operation) const {
   const at::Tensor& tensor = operation.output;
   if (operation.keeps_part && share / each == rank_)
     at[rank_] = static_cast<char*>(tensor.mutable_data_ptr()) + begin;
-  double* const squares = common_->slots[operation.number % kRing].squares + share;
+  const auto owner = static_cast<size_t>(share / each);
+  CombinedSquares squares{owner};
   combine(operation.op, tensor.scalar_type(), (end - begin) / tensor.element_size(),
-          {at.begin(), at.end()}, at, operation.squares ? squares : nullptr);
+          {at.begin(), at.end()}, at, operation.squares ? &squares : nullptr);
+  Common::Slot& slot = common_->slots[operation.number % kRing];
+  slot.squares[share] = squares.of_result;
+  slot.kept[share] = squares.of_source;
 }
 
 /// The result lies in the copy, if there is one; but for a part that was kept.
 void HostChannel::take_result(const Operation& operation) const {
   if (operation.squares) {
-    const double* const squares = common_->slots[operation.number % kRing].squares;
-    operation.squares->reduced = std::accumulate(squares, squares + shares_of(operation), 0.0);
+    const Common::Slot& slot = common_->slots[operation.number % kRing];
+    SquareSums& sums = *operation.squares;
+    sums.kept.assign(static_cast<size_t>(size_), 0);
+    const int shares = shares_of(operation);
+    for (int share = 0; share < shares; ++share) {
+      sums.reduced += slot.squares[share];
+      sums.kept[static_cast<size_t>(share / (shares / size_))] += slot.kept[share];
+    }
   }
   if (!operation.staged) return;
   char* const data = static_cast<char*>(operation.output.mutable_data_ptr());

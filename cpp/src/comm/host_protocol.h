@@ -75,7 +75,9 @@ struct HostChannel::Common {
     /// 0, or rank + 1 of who does this share, with kDone when it is done.
     alignas(kCacheLine) std::atomic<uint8_t> claims[kShares] = {};
     std::atomic<uint32_t> done{0};  ///< shares
-    double squares[kShares] = {};   ///< of a measured sum, by share: written before it is done
+    /// Of a measured sum, by share, written before it is done: of the result, and of what the rank
+    /// gave whose part it is.
+    double squares[kShares] = {}, kept[kShares] = {};
   };
   alignas(kCacheLine) Bell bell;
   Slot slots[kRing];

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <type_traits>
 
 #include <ATen/Parallel.h>
@@ -47,7 +46,7 @@ constexpr bool is_bitwise(Op op) { return op == Op::BAND || op == Op::BOR || op 
 
 template <Op op, typename Stored>
 void combine_block(int64_t begin, int64_t numel, const std::vector<const char*>& from,
-                   const std::vector<char*>& to, double* squares) {
+                   const std::vector<char*>& to, CombinedSquares* squares) {
   using Value = Computed<Stored>;
   alignas(64) Value sum[kBlock];
   const auto at = [&](const char* of) { return reinterpret_cast<const Stored*>(of) + begin; };
@@ -61,6 +60,12 @@ void combine_block(int64_t begin, int64_t numel, const std::vector<const char*>&
     const auto scale = Value(1) / static_cast<Value>(from.size());
     for (int64_t i = 0; i < numel; ++i) sum[i] *= scale;
   }
+  if constexpr (!std::is_integral_v<Stored>) {
+    if (squares != nullptr) {  // before it is overwritten
+      squares->of_source = squares_of(at(from[squares->source]), numel);
+      squares->of_result = squares_of(sum, numel);
+    }
+  }
   if constexpr (!std::is_same_v<Value, Stored>) {
     auto* out = reinterpret_cast<Stored*>(to.front()) + begin;
     for (int64_t i = 0; i < numel; ++i) out[i] = static_cast<Stored>(sum[i]);
@@ -70,23 +75,21 @@ void combine_block(int64_t begin, int64_t numel, const std::vector<const char*>&
     for (char* one : to)
       std::memcpy(reinterpret_cast<Stored*>(one) + begin, sum, numel * sizeof(Stored));
   }
-  if constexpr (!std::is_integral_v<Stored>) {
-    if (squares != nullptr) *squares = add_squares(sum, numel, [](int64_t, int64_t) {});
-  }
 }
 
 template <Op op, typename Stored>
 void combine_as(int64_t numel, const std::vector<const char*>& from, const std::vector<char*>& to,
-                double* squares) {
+                CombinedSquares* squares) {
   const int64_t blocks = (numel + kBlock - 1) / kBlock;
-  std::vector<double> sums(squares != nullptr ? static_cast<size_t>(blocks) : 0);
+  std::vector<CombinedSquares> measured;
+  if (squares != nullptr) measured.assign(static_cast<size_t>(blocks), {squares->source});
   const auto part = [&](int64_t first, int64_t end) {
     // Any rank may sum a share, and every rank sums a small message: Note [Floating-point modes].
     const DefaultFloatingPointMode mode;
     for (int64_t block = first; block < end; ++block) {
       const int64_t begin = block * kBlock;
       combine_block<op, Stored>(begin, std::min(kBlock, numel - begin), from, to,
-                                sums.empty() ? nullptr : &sums[static_cast<size_t>(block)]);
+                                measured.empty() ? nullptr : &measured[static_cast<size_t>(block)]);
     }
   };
   const int64_t grain = kGrainBytes / static_cast<int64_t>(sizeof(Stored)) / kBlock;
@@ -95,12 +98,15 @@ void combine_as(int64_t numel, const std::vector<const char*>& from, const std::
   } else {
     at::parallel_for(0, blocks, grain, part);
   }
-  if (squares != nullptr) *squares = std::accumulate(sums.begin(), sums.end(), 0.0);
+  for (const CombinedSquares& block : measured) {
+    squares->of_source += block.of_source;
+    squares->of_result += block.of_result;
+  }
 }
 
 template <Op op>
 void combine_op(at::ScalarType dtype, int64_t numel, const std::vector<const char*>& from,
-                const std::vector<char*>& to, double* squares) {
+                const std::vector<char*>& to, CombinedSquares* squares) {
   if constexpr (!is_bitwise(op)) {
     switch (dtype) {
       case at::kFloat:
@@ -148,7 +154,7 @@ bool can_combine(Op op, at::ScalarType dtype) {
 }
 
 void combine(Op op, at::ScalarType dtype, int64_t numel, const std::vector<const char*>& from,
-             const std::vector<char*>& to, double* squares) {
+             const std::vector<char*>& to, CombinedSquares* squares) {
   switch (op) {
     case Op::SUM:
       return combine_op<Op::SUM>(dtype, numel, from, to, squares);

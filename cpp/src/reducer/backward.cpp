@@ -588,7 +588,7 @@ void Backward::complete(const std::function<void()>& meanwhile) {
     compare_replicas(table);
   }
   if (context_.options.gradient_statistics)
-    reporter_.gradients.conclude(reporter_.receive(), pass_.skipped);
+    reporter_.gradients.conclude(plan().entries, reporter_.receive(), pass_.skipped);
   order_by_need();
   if (options.gradient_as_bucket_view && !plan().holds_gradients && !pass_.failure)
     move_gradients_in(plan(), context_);

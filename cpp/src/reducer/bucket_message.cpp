@@ -701,7 +701,7 @@ std::vector<double> BucketMessage::own_squares() const {
   std::vector<double> squares;
   for (const Slot& slot : slots_) {
     double own = slot.used ? slot.own_squares : 0;
-    if (slot.used && square_sums_) own = unscaled(square_sums_->own, slot.early_scale);
+    if (slot.used && square_sums_) own = unscaled(square_sums_->sent, slot.early_scale);
     // Values of 64 bits may be finite where their squares are not.
     if (dtype_ == at::kDouble && std::isinf(own)) {
       const at::Tensor values = is_sparse() ? tensor_._values() : slot.view;
@@ -709,6 +709,13 @@ std::vector<double> BucketMessage::own_squares() const {
     }
     squares.push_back(own);
   }
+  return squares;
+}
+
+std::vector<double> BucketMessage::kept_squares() const {
+  if (!square_sums_) return {};
+  std::vector<double> squares = square_sums_->kept;
+  for (double& one : squares) one = unscaled(one, slots_.front().early_scale);
   return squares;
 }
 

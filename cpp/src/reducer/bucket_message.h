@@ -179,6 +179,10 @@ class BucketMessage {
   /// multi-tensor call, for which the host waits here.
   std::vector<double> own_squares() const;
 
+  /// With measured_on_the_way, of the message's only gradient, after the reduction: what is missing
+  /// in own_squares() on each rank, the same on all of them. Else empty.
+  std::vector<double> kept_squares() const;
+
   /// Forgets a message that is in flight, so that what still writes to it cannot be seen any more:
   /// a gradient that lies in it is taken away from its parameter. Gradients that were moved into a
   /// bucket, or are views of it, and were not packed yet are put back as tensors of their own.

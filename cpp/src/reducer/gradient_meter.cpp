@@ -59,15 +59,25 @@ void GradientMeter::read_devices() {
   on_device_.clear();
 }
 
-void GradientMeter::conclude(const StepTable& table, bool skipped) {
+void GradientMeter::conclude(const std::vector<PlannedBucket>& entries, const StepTable& table,
+                             bool skipped) {
   const ReducerOptions& options = context_.options;
   if (!options.gradient_statistics) return;
   read_devices();
+  std::vector<double> kept(static_cast<size_t>(context_.members.size));
+  for (const PlannedBucket& entry : entries) {
+    const std::vector<double> squares = entry.message.kept_squares();
+    if (squares.empty()) continue;
+    for (size_t rank = 0; rank < kept.size(); ++rank) kept[rank] += squares[rank];
+    own_[static_cast<size_t>(entry.message.slots().front().parameter)] +=
+        squares[static_cast<size_t>(context_.members.rank)];
+  }
   double count = 0;
   std::vector<RankGradient> ranks;
   for (int rank = 0; rank < context_.members.size; ++rank) {
     const StepReport& report = table.of(static_cast<size_t>(rank));
-    RankGradient gradient{report.squares, report.without_data ? 0.0 : 1.0};
+    RankGradient gradient{report.squares + kept[static_cast<size_t>(rank)],
+                          report.without_data ? 0.0 : 1.0};
     if (options.weighted) {
       gradient.samples = report.weight > 0 ? report.weight : 0;
       gradient.squares /= gradient.samples * gradient.samples;

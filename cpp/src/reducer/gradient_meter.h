@@ -27,10 +27,10 @@ class GradientMeter {
   /// All of this rank's are in their buckets: says so in `report`, with check_finite and
   /// gradient_statistics. Waits for a device.
   void measure_own(const std::vector<PlannedBucket>& entries, StepReport& report);
-  /// With gradient_statistics: these are complete; and all are. `skipped`: they do not count. Waits
-  /// for a device.
+  /// With gradient_statistics: these are complete.
   void add_reduced(const std::vector<BucketMessage::Slot>& slots, int64_t bucket);
-  void conclude(const StepTable& table, bool skipped);
+  /// And all are. `skipped`: they do not count. Waits for a device.
+  void conclude(const std::vector<PlannedBucket>& entries, const StepTable& table, bool skipped);
 
   /// The norm of conclude(), if all gradients are still those. Nothing on devices, where it would
   /// take as long to look.

@@ -30,9 +30,7 @@ void scaled_copy(const at::Tensor& target, const at::Tensor& source, double scal
   const T* const in = static_cast<const T*>(source.const_data_ptr());
   const T factor = static_cast<T>(scale);
   if (squares == nullptr) return multiply(out, in, factor, target.numel());
-  *squares = add_squares(out, target.numel(), [=](int64_t begin, int64_t end) {
-    multiply(out + begin, in + begin, factor, end - begin);
-  });
+  *squares = copy_scaled_squares(out, in, factor, target.numel());
 }
 
 /// `body(T{}, numbers)`: what a dense tensor consists of, two for each complex element.
@@ -54,9 +52,7 @@ void plain_copy(const at::Tensor& target, const at::Tensor& source, double* squa
     using T = decltype(zero);
     auto* const out = static_cast<T*>(target.mutable_data_ptr());
     const auto* const in = static_cast<const T*>(source.const_data_ptr());
-    *squares = add_squares(out, count, [=](int64_t begin, int64_t end) {
-      std::memcpy(out + begin, in + begin, static_cast<size_t>(end - begin) * sizeof(T));
-    });
+    *squares = copy_squares(out, in, count);
   });
 }
 
@@ -90,7 +86,7 @@ double sum_of_squares(const at::Tensor& tensor) {
   double squares = 0;
   dispatch_real(values, [&](auto zero, int64_t count) {
     const auto* const in = static_cast<const decltype(zero)*>(values.const_data_ptr());
-    squares = add_squares(in, count, [](int64_t, int64_t) {});
+    squares = squares_of(in, count);
   });
   return squares;
 }

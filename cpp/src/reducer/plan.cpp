@@ -63,8 +63,10 @@ PlannedBucket make_entry(const std::vector<int64_t>& members, const ReductionSit
   options.measure_own = context.options.check_finite || context.options.gradient_statistics;
   options.measure_reduced = context.options.gradient_statistics;
   const ReductionTraits traits = reduction->traits();
-  options.measured_on_the_way = options.measure_own && is_exact(site.dtype) &&
-                                site.kind == Kind::kInPlace && traits.shares_memory;
+  // What decides on the step has to be known before the sum.
+  options.measured_on_the_way = options.measure_reduced && !context.options.check_finite &&
+                                is_exact(site.dtype) && site.kind == Kind::kInPlace &&
+                                traits.shares_memory;
   options.sparse_dim = places[members.front()].sparse_dim;
   if (may_carry_report) options.tail = tail_of(site, traits, context);
   if (context.options.registered_buffers || traits.shares_memory || traits.across_hosts)

@@ -92,7 +92,7 @@ struct StepReport {
   int64_t settings = 0;     ///< fingerprint of those that may change between backwards
   double weight = 0;        ///< of its samples; see Note [Weighted means]
   int64_t non_finite = -1;  ///< the first parameter with a gradient that is not finite
-  double squares = 0;       ///< sum of squares of its gradient, before the average
+  double squares = 0;       ///< sum of squares of its gradient, as far as it was measured by then
   int64_t digest = 0;       ///< of the part of its state that is compared now; 0: none is
   detail::StepTimes times;  ///< see Note [Whose time it is]
 };

@@ -372,6 +372,7 @@ TEST(HostChannel, SquaresOfWhatIsSummed_AreThoseOfTheValues) {
           for (const bool shared : {false, true}) {
             std::vector<at::Tensor> inputs;
             std::vector<double> reduced(ranks);
+            std::vector<std::vector<double>> kept(ranks);
             for (int rank = 0; rank < ranks; ++rank)
               inputs.push_back((at::randn({numel}, at::kDouble) * scale).to(dtype));
             const auto exact = [](const at::Tensor& of) {
@@ -383,13 +384,15 @@ TEST(HostChannel, SquaresOfWhatIsSummed_AreThoseOfTheValues) {
               if (shared) mine = channels[rank]->allocate(numel, mine.options()).copy_(mine);
               const auto squares = std::make_shared<SquareSums>();
               auto work = channels[rank]->all_reduce("sum", mine, Op::AVG, squares);
-              const double own = exact(inputs[rank]);
-              require(std::abs(squares->own - own) <= 1e-5 * own, "own");
+              const double sent = squares->sent, own = exact(inputs[rank]);
               work->wait();
+              require(std::abs(sent + squares->kept[rank] - own) <= 1e-5 * own, "own");
               reduced[rank] = squares->reduced;
+              kept[rank] = squares->kept;
             }));
             EXPECT_NEAR(reduced[0], expected, 1e-5 * expected) << dtype << numel << ' ' << scale;
             for (const double one : reduced) EXPECT_EQ(one, reduced[0]);
+            for (const std::vector<double>& one : kept) EXPECT_EQ(one, kept[0]);
           }
         }
       }
@@ -400,7 +403,8 @@ TEST(HostChannel, SquaresOfWhatIsSummed_AreThoseOfTheValues) {
       if (rank == 1) mine.narrow(0, 39999, 1).fill_(nan);
       const auto squares = std::make_shared<SquareSums>();
       channels[rank]->all_reduce("sum", mine, Op::SUM, squares)->wait();
-      require(std::isnan(squares->own) == (rank == 1) && std::isnan(squares->reduced), "lost");
+      const double last = squares->sent + squares->kept[rank];
+      require(std::isnan(last) == (rank == 1) && std::isnan(squares->reduced), "lost");
     }));
   }
 }
