@@ -151,7 +151,8 @@ run_clang_tidy() {
   if [ -z "$tidy" ] || ! need cmake || ! need ninja; then return 3; fi
   # Configured, not built; without precompiled headers, which are those of another compiler.
   if ! cmake -S . -B "$build" -G Ninja -DAPEX_CUDA=OFF -DAPEX_BUILD_TESTS=ON -DAPEX_BUILD_EXAMPLES=ON \
-    -DAPEX_BUILD_PYTHON=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON \
+    -DAPEX_BUILD_PYTHON=ON -DAPEX_UNITY_BUILD=OFF -DCMAKE_EXPORT_COMPILE_COMMANDS=ON \
+    -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON \
     >"$build.log" 2>&1; then
     cat "$build.log"
     return 1

@@ -52,7 +52,7 @@ for part in ${parts[@]+"${parts[@]}"}; do
   fi
 done
 # By scikit-build-core's variable: the pip of older systems has no option for it.
-SKBUILD_CMAKE_DEFINE="${defines:+$defines;}APEX_UNITY_BUILD=ON" apex_install_package "$venv" || exit 1
+SKBUILD_CMAKE_DEFINE=$defines apex_install_package "$venv" || exit 1
 apex_quiet "$venv/bin/cmake" --build "$build" --parallel "$(apex_build_jobs)" || exit 1
 
 rm -rf "$results" "$build/test-results"
