@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""README's table of mistakes: what torch's wrapper and ours do about each, on two ranks over Gloo.
+"""The tables of mistakes in README and docs/features.md: two ranks over Gloo, with both wrappers.
 
 Two rows have their cases elsewhere: a rank that is late in test_stalls, batches of different sizes
 in test_ddp_weighted.
@@ -24,7 +24,7 @@ import apex.parallel
 
 pytestmark = pytest.mark.processes
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 40
 #: The step in which the mistake is made, by rank 1.
 MISTAKE = 5
@@ -201,17 +201,29 @@ def test_rank_that_ends_apex_names_it(ranks: RankPool) -> None:
         assert ("rank 1" in said and "has ended" in said) == (package == "apex"), said
 
 
-def test_readme_has_a_row_for_every_mistake_that_is_tested() -> None:
-    table = re.search(r"^\| mistake.*?(?=\n\n)", README.read_text(), re.M | re.S)
+SILENT = (
+    "model.module(x)",
+    "loads other weights",
+    "one optimizer step more",
+    "another order",
+    "batches of different sizes",
+)
+OTHERS = (
+    "does not use a parameter",
+    "exception in backward",
+    "leaves out a backward",
+    "one rank ends",
+    "one rank is late",
+)
+
+
+@pytest.mark.parametrize(
+    ("page", "rows"), [("README.md", SILENT + OTHERS), ("docs/features.md", SILENT)]
+)
+def test_table_has_a_row_for_every_mistake_that_is_tested(page: str, rows: tuple[str, ...]) -> None:
+    table = re.search(r"^\| mistake.*?(?=\n\n)", (ROOT / page).read_text(), re.M | re.S)
     assert table is not None
-    for words in (
-        "model.module(x)",
-        "loads other weights",
-        "another order",
-        "does not use a parameter",
-        "exception in backward",
-        "leaves out a backward",
-        "one rank ends",
-        "one optimizer step more",
-    ):
-        assert words in table[0], words
+    found = [row.split(" | ")[0] for row in table[0].splitlines()[2:]]
+    assert len(found) == len(rows)
+    for words in rows:
+        assert sum(words in mistake for mistake in found) == 1, words
