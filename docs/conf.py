@@ -47,6 +47,7 @@ def _use_sources() -> list[str]:
     # is missing.
     template = (ROOT / "python/src/build_info.py.in").read_text()
     said = {
+        "PROJECT_VERSION": _version(),
         "Libtorch_FULL_VERSION": torch.__version__,
         "Libtorch_CXX11_ABI": int(torch._C._GLIBCXX_USE_CXX11_ABI),
         "Libtorch_CUDA_VERSION": torch.version.cuda or "",

@@ -262,10 +262,12 @@ def test_wheel_empty_root_in_the_environment_is_none(prefix: Path, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.processes
 def test_readme_cpp_program_built_from_an_empty_folder_trains(prefix: Path, tmp_path: Path) -> None:
-    section = (ROOT / "README.md").read_text().partition("\n## C++\n")[2].partition("\n## ")[0]
-    blocks = dict(re.findall(r"```(cpp|cmake)\n(.*?)```", section, re.DOTALL))
-    (tmp_path / "train.cpp").write_text(blocks["cpp"])
-    (tmp_path / "CMakeLists.txt").write_text(blocks["cmake"])
+    """README has the program; its project file is the one of the quickstart."""
+    readme, quickstart = (ROOT / "README.md").read_text(), (ROOT / "docs/quickstart.md").read_text()
+    (program,) = re.findall(r"^```cpp\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    (project,) = re.findall(r"^```cmake\n(.*?)^```$", quickstart, re.DOTALL | re.MULTILINE)
+    (tmp_path / "train.cpp").write_text(program)
+    (tmp_path / "CMakeLists.txt").write_text(project)
     build = str(tmp_path / "build")
     status, output = cmake("-S", str(tmp_path), "-B", build, f"-Dapex_ROOT={prefix}", *generator())
     assert status == 0, output
