@@ -14,7 +14,8 @@
 #
 # What has passed its tests is moved into DIR; nothing else is left behind, wherever it fails or is interrupted.
 # Wheels and C++ packages are built from the unpacked source distribution, so it lacks nothing.
-# Environment: what scripts/venv.sh lists, but APEX_TORCH.
+# Environment: what scripts/venv.sh lists, except APEX_TORCH; APEX_SOURCE_URL, the address of the public repository
+# (https://github.com/OWNER/NAME), for absolute links in the long description and for the project's URLs.
 set -euo pipefail
 
 export PYTHONWARNINGS='ignore:Failed to initialize NumPy' # torch's, where there is no numpy
