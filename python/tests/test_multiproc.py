@@ -242,7 +242,7 @@ def test_processes_default_is_gpus_or_else_cores(job: Job, monkeypatch: pytest.M
 
 @pytest.mark.processes
 def test_several_launchers_in_one_folder_do_not_collide(job: Job) -> None:
-    meet = MEET.replace('os.environ["RANK"]', 'os.environ["JOB"] + os.environ["RANK"]')
+    meet = MEET.replace('os.environ["RANK"]', '(os.environ["JOB"] + os.environ["RANK"])')
     job.write(meet.replace('int(os.environ["WORLD_SIZE"])', "4"), 'print(os.environ["JOB"])\n')
     launchers = [job.start("--nproc=2", "job.py", JOB=name) for name in "ab"]
     for launcher, name in zip(launchers, "ab", strict=True):
