@@ -93,10 +93,14 @@ def parse(argv: Sequence[str] | None, environment: Mapping[str, str]) -> argpars
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--nproc", "--nproc-per-node", "--nproc_per_node", type=int, help="processes on this node"
+        "--nproc",
+        "--nproc-per-node",
+        "--nproc_per_node",
+        type=int,
+        help="processes (GPUs or cores)",
     )
     parser.add_argument("--nnodes", type=int, default=1, help="nodes of the job (default: 1)")
-    parser.add_argument("--node-rank", "--node_rank", type=int, default=0, help="of this node")
+    parser.add_argument("--node-rank", "--node_rank", type=int, default=0, help="node's rank")
     parser.add_argument(
         "--master-addr", "--master_addr", help="address of node 0 (several nodes: MASTER_ADDR)"
     )
@@ -192,7 +196,7 @@ def _report(failures: Mapping[int, ProcessFailure], logs: RankLogs) -> int:
         code, log = failure.exitcode, logs.files.get(rank)
         how = f"exit code {code}" if code > 0 else f"signal {failure.signal_name()}"
         print(f"multiproc: rank {rank} failed with {how}; see {log or 'above'}", file=sys.stderr)
-        lines = log.read_text(errors="replace").splitlines()[-40:] if log else []
+        lines = log.read_text(errors="replace").splitlines()[-40:] if log and log.is_file() else []
         print(*(f"  {line}\n" for line in lines), sep="", end="", file=sys.stderr)
     return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
 
