@@ -93,11 +93,7 @@ def parse(argv: Sequence[str] | None, environment: Mapping[str, str]) -> argpars
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--nproc",
-        "--nproc-per-node",
-        "--nproc_per_node",
-        type=int,
-        help="processes (GPUs or cores)",
+        "--nproc", "--nproc-per-node", "--nproc_per_node", type=int, help="default: GPUs or cores"
     )
     parser.add_argument("--nnodes", type=int, default=1, help="nodes of the job (default: 1)")
     parser.add_argument("--node-rank", "--node_rank", type=int, default=0, help="node's rank")
