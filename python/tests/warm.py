@@ -72,7 +72,7 @@ def run_script_on_ranks(
         mine = {**env, **{name: str(number) for name, number in place.items()}}
         more = [
             part
-            for option in script_options.appended(takes, arguments, None)
+            for option in script_options.appended(takes, arguments)
             for part in (option, mine[script_options.RANK_OPTIONS[option]])
         ]
         log = cwd / f"rank_{rank}.log"

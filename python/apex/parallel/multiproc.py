@@ -1,454 +1,201 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Start a training script once per GPU, or once per core where there is no GPU.
+"""Starts a training script once per GPU, or once per core where there is no GPU.
 
     python -m apex.parallel.multiproc [options] main.py [arguments of main.py]
 
-It runs on torchrun's elastic agent, without restarts: when one process fails, the others are
-stopped. The differences to ``torchrun`` are those that scripts written for NVIDIA's Apex rely on:
-``--rank``, ``--world-size`` and ``--local_rank`` are appended for scripts that take them (see
-:mod:`apex.parallel._multiproc.script` for how that is found out), a ``--world-size N`` among the
-script's arguments is the number of processes, and only rank 0 writes to the terminal: the others
-write to ``rank_<rank>.log``, in the current folder or that of ``--log-dir``.
+torchrun's agent runs the processes, and stops all of them when one fails. Scripts written for
+NVIDIA's Apex rely on three differences to ``torchrun``. ``--rank``, ``--world-size`` and
+``--local_rank`` are appended if the script's source defines them. A ``--world-size N`` among the
+script's arguments is the number of processes. Only rank 0 writes to the terminal, rank N to
+``rank_N.log``, which is removed if it is empty after a job without a failure.
 
-Every process finds ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``
-and ``MASTER_PORT`` in its environment, as ``init_process_group(init_method="env://")`` needs them,
-and ``OMP_NUM_THREADS``, the machine's cores divided by the processes, unless it is set already.
-
-Exit code: 0 if every process ended with 0; that of a failed process (128 + the signal's number if a
-signal ended it); 128 + the number of the signal that stopped the launcher; 2 for bad arguments.
+The environment holds what ``init_method="env://"`` needs, and ``OMP_NUM_THREADS``: unless it is set
+already, the cores of the node divided by its processes. The exit code is that of a process that
+failed, 128 + N if signal N ended it or the launcher, or 2 for bad arguments.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import sys
-import tempfile
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
-import torch
-from torch import distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch import cuda
+from torch.distributed import DistError, TCPStore
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from apex.parallel._multiproc import child, nodes, script
+from apex.parallel._multiproc import child, script
 
-#: How much of a failed rank's log is shown, and of how many ranks.
-TAIL_LINES = 40
-TAIL_RANKS = 4
-
-#: Where the nodes of a job meet unless told otherwise.
-DEFAULT_PORT = 29500
-
-#: What stops a job. The agent handles the same ones in the same way once it has processes.
-STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_FAILED_NODE = "apex_multiproc/failed_node"
 
 
-class LaunchError(Exception):
-    """The job cannot start; the message is one sentence for the user."""
+class RankLogs(LogsSpecs):
+    """Rank 0 writes to the terminal, each other rank to a file: ``files``, by rank."""
+
+    _root_log_dir: str
+    root_log_dir = ""  # abstract, and not used by the agent
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
+        self.files = {r: Path(self._root_log_dir, f"rank_{r}.log") for r in ranks.values() if r > 0}
+        stdouts = {local_rank: str(self.files.get(r, "")) for local_rank, r in ranks.items()}
+        none = dict.fromkeys(envs, "")  # child.py joins stderr to stdout
+        return LogsDest(stdouts=stdouts, stderrs=none, error_files=none)
 
 
-@dataclass(frozen=True)
-class Job:
-    """What to start on this node.
+class Rendezvous(StaticTCPRendezvous):
+    """torchrun's static rendezvous. Port 0 is any free one; a node that fails stops the others.
 
-    Args:
-        processes: on this node, at least 1.
-        nodes: in the whole job, each with as many processes.
-        node_rank: of this node, in 0..nodes-1.
-        master: address and port of node 0, or None on a single node: any free port.
-        timeout_s: how long to wait for the other nodes, in seconds.
-        log_dir: folder of the files ``rank_<rank>.log``.
-        script: the training script.
-        arguments: what the script is given, the same on every rank.
-        append: options that every process is given with a value of its own, as
-            ``_multiproc.script.appended`` explains.
+    Otherwise, ranks of other nodes would wait for a lost peer until their process group times out.
     """
 
-    processes: int
-    nodes: int
-    node_rank: int
-    master: tuple[str, int] | None
-    timeout_s: int
-    log_dir: Path
-    script: Path
-    arguments: tuple[str, ...]
-    append: tuple[str, ...]
+    _store: TCPStore
 
-    def log_file(self, rank: int) -> Path | None:
-        """Where this global rank writes; None: to the terminal."""
-        return None if rank == 0 else self.log_dir / child.LOG_FILE.format(rank)
+    def next_rendezvous(self) -> RendezvousInfo:
+        info = super().next_rendezvous()
+        where = RendezvousStoreInfo(self.master_addr, self._store.port)
+        return RendezvousInfo(info.store, info.rank, info.world_size, where)
 
-    def remove_empty_logs(self) -> None:
-        """Of this node's ranks: those that have said nothing leave no file behind."""
-        first = self.node_rank * self.processes
-        for log in filter(None, map(self.log_file, range(first, first + self.processes))):
-            with contextlib.suppress(OSError):
-                if log.stat().st_size == 0:
-                    log.unlink()
+    def num_nodes_waiting(self) -> int:
+        """The agent asks this each time it looks at its processes."""
+        try:
+            failed = self._store.get(_FAILED_NODE) if self._store.check([_FAILED_NODE]) else None
+        except DistError:
+            failed = b"0"  # its launcher keeps the store
+        if failed:
+            raise DistError(f"node {failed.decode()} has failed")
+        return 0
+
+    def report_failure(self) -> None:
+        """Stops the other nodes. The store ends with node 0, which lets them read it for 10 s."""
+        with contextlib.suppress(DistError):
+            if self._store is not None:
+                self._store.compare_set(_FAILED_NODE, "", str(self.rank))  # the first is named
+                self._store.set(f"stopped/{self.rank}", "")
+                if self.rank == 0:
+                    others = [f"stopped/{rank}" for rank in range(self.world_size)]
+                    self._store.wait(others, timedelta(seconds=10))
 
 
-def build_parser() -> argparse.ArgumentParser:
+def parse(argv: Sequence[str] | None, environment: Mapping[str, str]) -> argparse.Namespace:
+    """The command line, with a value for everything; exits with 2 if it contradicts itself."""
     parser = argparse.ArgumentParser(
         prog="python -m apex.parallel.multiproc",
-        description="Starts a training script once per GPU, or once per core where there is no "
-        "GPU, and stops all of them when one fails.",
-        epilog="A --world-size N among the script's arguments is the number of processes, as in "
-        "NVIDIA's Apex.",
+        usage="%(prog)s [options] script.py [arguments of script.py]",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--nproc",
-        "--nproc-per-node",
-        "--nproc_per_node",
-        dest="nproc",
-        type=_positive,
-        metavar="N",
-        help="processes on this node (default: its GPUs, or its cores if it has no GPU)",
+        "--nproc", "--nproc-per-node", "--nproc_per_node", type=int, help="default: GPUs or cores"
+    )
+    parser.add_argument("--nnodes", type=int, default=1, help="nodes of the job (default: 1)")
+    parser.add_argument("--node-rank", "--node_rank", type=int, default=0, help="node's rank")
+    parser.add_argument(
+        "--master-addr", "--master_addr", help="address of node 0 (several nodes: MASTER_ADDR)"
     )
     parser.add_argument(
-        "--nnodes", type=_positive, default=1, metavar="N", help="nodes of the job (default: 1)"
+        "--master-port", "--master_port", help="port of node 0 (several: MASTER_PORT or 29500)"
     )
+    parser.add_argument("--timeout-s", type=int, default=600, help="wait for nodes (default: 600)")
+    parser.add_argument("--log-dir", "--log_dir", default=".", help="folder of rank_<rank>.log")
     parser.add_argument(
-        "--node-rank",
-        "--node_rank",
-        type=_whole_number,
-        default=0,
-        metavar="R",
-        help="rank of this node, 0 to nnodes - 1 (default: 0)",
+        "--append", help="rank,world-size,local_rank or none (default: those the source defines)"
     )
-    parser.add_argument(
-        "--master-addr",
-        "--master_addr",
-        metavar="HOST",
-        help="address of node 0 (default: MASTER_ADDR from the environment with several nodes, "
-        "this machine with one)",
-    )
-    parser.add_argument(
-        "--master-port",
-        "--master_port",
-        type=_port,
-        metavar="PORT",
-        help="a free port of node 0 (default: MASTER_PORT from the environment or "
-        f"{DEFAULT_PORT} with several nodes, any free port with one)",
-    )
-    parser.add_argument(
-        "--timeout-s",
-        type=_positive,
-        default=600,
-        metavar="S",
-        help="how many seconds to wait for the other nodes (default: 600)",
-    )
-    parser.add_argument(
-        "--log-dir",
-        "--log_dir",
-        type=Path,
-        default=Path("."),
-        metavar="DIR",
-        help="folder of the files rank_<rank>.log, where all ranks but 0 write their output and "
-        "errors; after a job without a failure those that are empty are removed (default: the "
-        "current folder)",
-    )
-    parser.add_argument(
-        "--append",
-        type=_append_choice,
-        metavar="OPTIONS",
-        help="which of --rank, --world-size, --local_rank to append to the script's arguments: "
-        "names separated by commas, without dashes, or 'none' (default: those that the script's "
-        "source passes to add_argument)",
-    )
-    parser.add_argument("script", type=Path, help="the training script")
-    arguments = parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments"
-    )
-    arguments.required = False  # else, before Python 3.12, a missing script is "script, ..."
-    return parser
-
-
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-
-
-def _positive(text: str) -> int:
-    value = _whole_number(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
-
-
-def _port(text: str) -> int:
-    value = _whole_number(text)
-    if not 0 < value < 65536:
-        raise argparse.ArgumentTypeError(f"{value} is not a port number")
-    return value
-
-
-def _append_choice(text: str) -> tuple[str, ...]:
-    if text == "none":
-        return ()
-    options = tuple("--" + name.strip().lstrip("-") for name in text.split(","))
-    for option in options:
-        if option not in script.RANK_OPTIONS:
-            known = ", ".join(name[2:] for name in script.RANK_OPTIONS)
-            raise argparse.ArgumentTypeError(f"{option[2:]!r} is none of {known}")
-    return options
-
-
-def plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
-    """What the command line asks for, complete and free of contradictions.
-
-    Raises:
-        LaunchError: if it contradicts itself, or names what does not exist.
-    """
-    if not args.script.is_file():
-        raise LaunchError(f"there is no script {args.script}.")
-    if not 0 <= args.node_rank < args.nnodes:
-        raise LaunchError(
-            f"--node-rank {args.node_rank} is not one of {args.nnodes} nodes: "
-            f"give each node its own rank from 0 to {args.nnodes - 1}."
-        )
-    master = _master(args, environment)
-    takes = script.options_taken(args.script)
-    arguments, world = script.split_world_size(
-        args.arguments, keep=bool(takes & script.WORLD_SIZE_OPTIONS)
-    )
-    processes = args.nproc
-    if world is not None:
-        if world < 1 or world % args.nnodes:
-            raise LaunchError(
-                f"--world-size {world} cannot be divided over {args.nnodes} node(s): "
-                "it is the number of processes of the whole job."
-            )
-        if processes is not None and processes * args.nnodes != world:
-            raise LaunchError(
-                f"--nproc {processes} on {args.nnodes} node(s) is not the script's "
-                f"--world-size {world}: leave one of them out."
-            )
-        processes = world // args.nnodes
-    if processes is None:
-        processes = default_processes()
-    _check_log_dir(args.log_dir)
-    return Job(
-        processes=processes,
-        nodes=args.nnodes,
-        node_rank=args.node_rank,
-        master=master,
-        timeout_s=args.timeout_s,
-        log_dir=args.log_dir,
-        script=args.script,
-        arguments=tuple(arguments),
-        append=script.appended(takes, arguments, args.append),
-    )
-
-
-def _master(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, int] | None:
-    host, port = args.master_addr, args.master_port
-    if args.nnodes == 1:
-        if host is None and port is None:
-            return None
-        return host or "127.0.0.1", port or DEFAULT_PORT
-    host = host or environment.get("MASTER_ADDR")
-    if not host:
-        raise LaunchError(
-            f"{args.nnodes} nodes need to know where to meet: give every one of them the "
-            "--master-addr of node 0."
-        )
-    if port is None:
-        text = environment.get("MASTER_PORT", str(DEFAULT_PORT))
-        try:
-            port = _port(text)
-        except argparse.ArgumentTypeError:
-            raise LaunchError(
-                f"MASTER_PORT is {text!r} in the environment, which is no port number: "
-                "correct it, or give --master-port."
-            ) from None
-    return host, port
-
-
-def _check_log_dir(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(f"cannot make the --log-dir {folder}: {error.strerror}.") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise LaunchError(f"cannot write to the --log-dir {folder}: name another one.")
-
-
-def default_processes() -> int:
-    """One per visible GPU; without any, one per core that this process may use."""
-    return torch.cuda.device_count() or _cores()
+    parser.add_argument("script", type=Path)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    args = parser.parse_args(argv)
+    world = script.world_size(args.arguments)
+    if args.nproc is None:
+        args.nproc = world // max(args.nnodes, 1) if world else cuda.device_count() or _cores()
+    if args.nnodes > 1:
+        args.master_addr = args.master_addr or environment.get("MASTER_ADDR")
+        args.master_port = args.master_port or environment.get("MASTER_PORT", 29500)
+    port = args.master_port = str(args.master_port or 0)  # 0: any free one
+    chosen = [f"--{name}" for name in (args.append or "none").split(",") if name != "none"]
+    options = chosen if args.append else script.options_taken(args.script)
+    problems = {
+        f"there is no script {args.script}": not args.script.is_file(),
+        "--nproc and --timeout-s are at least 1": min(args.nproc, args.timeout_s) < 1,
+        "--node-rank is 0 to --nnodes - 1": not 0 <= args.node_rank < args.nnodes,
+        "several nodes need the --master-addr of node 0": args.nnodes > 1 and not args.master_addr,
+        f"{port!r} is not a port number": not port.isdecimal() or int(port) > 65535,
+        "--append takes rank, world-size, local_rank": {*options} - {*script.RANK_OPTIONS},
+        "--world-size is not --nproc x --nnodes": world not in (None, args.nproc * args.nnodes),
+    }
+    for problem in (sentence for sentence, is_so in problems.items() if is_so):
+        parser.error(problem)
+    args.append = script.appended(options, args.arguments)
+    return args
 
 
 def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def launch(job: Job) -> int:
-    """Run the job's processes of this node and wait for them; returns the exit code.
-
-    Blocks, and must be called from the main thread, where signals arrive. While it runs, SIGINT,
-    SIGTERM, SIGHUP and SIGQUIT stop the job.
-    """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // job.processes)))
-    child.adopt_orphans()
-    for number in STOPPING_SIGNALS:
-        signal.signal(number, _raise_signal)
-    with tempfile.TemporaryDirectory(prefix="apex_multiproc_") as folder:
-        _write_command(job, Path(folder))
-        command = [sys.executable, "-I", child.__file__, folder]
-        try:
-            if job.master is not None:
-                nodes.reach(job.master, job.node_rank, job.timeout_s)
-            with nodes.watch(job.master, job.nodes, job.node_rank, job.timeout_s):
-                elastic_launch(_config(job, folder), command[0])(*command[1:])
-            job.remove_empty_logs()
-            return 0
-        except ChildFailedError as error:
-            child.end_orphans()
-            return _report_failures(job, error.failures)
-        except SignalException as stopped:
-            return _stopped_by(stopped.sigval)
-        except nodes.NotMet as error:
-            _say(f"node {job.node_rank} could not meet the others: {error}.")
-            return 1
-        except dist.DistError as error:
-            child.end_orphans()
-            return _report_no_meeting(job, error)
-
-
-def _config(job: Job, folder: str) -> LaunchConfig:
-    address: str | None
-    if job.master is None:
-        backend, endpoint, address = "c10d", "localhost:0", "localhost"
-        options: dict[str, object] = {"timeout": job.timeout_s}
-    else:
-        host, port = job.master
-        backend, endpoint, address = "static", f"{host}:{port}", None
-        options = {"timeout": job.timeout_s, "rank": job.node_rank}
-    return LaunchConfig(
-        min_nodes=job.nodes,
-        max_nodes=job.nodes,
-        nproc_per_node=job.processes,
-        run_id=str(uuid.uuid4()) if job.master is None else "apex_multiproc",
+def launch(args: argparse.Namespace) -> int:
+    """Runs the processes of this node, and returns the exit code. Needs the main thread."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // args.nproc)))
+    # Ctrl-C ends a launcher that waits for other nodes; with processes, the agent handles signals.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    child.prctl(child.PR_SET_CHILD_SUBREAPER, 1)
+    master = args.master_addr or "127.0.0.1", int(args.master_port)
+    meeting = Rendezvous(*master, args.node_rank, args.nnodes, "multiproc", args.timeout_s)
+    logs = RankLogs(args.log_dir)
+    append = " ".join(f"{option}={script.RANK_OPTIONS[option]}" for option in args.append)
+    command = ("-I", child.__file__, str(os.getpid()), append, str(args.script), *args.arguments)
+    spec = WorkerSpec(
         role="rank",
-        rdzv_backend=backend,
-        rdzv_endpoint=endpoint,
-        rdzv_configs=options,
+        local_world_size=args.nproc,
+        entrypoint=sys.executable,
+        args=tuple(part.replace("$", "$$") for part in command),  # the agent substitutes $
+        rdzv_handler=meeting,
         max_restarts=0,
         monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=folder),
-        local_addr=address,
     )
-
-
-def _write_command(job: Job, folder: Path) -> None:
-    """What `_multiproc.child` reads; a file, because the agent rewrites `$` in arguments."""
-    command = {
-        "launcher": os.getpid(),
-        "command": [sys.executable, "-u", str(job.script), *job.arguments],
-        "append": job.append,
-        "log_dir": str(job.log_dir.absolute()),
-    }
-    (folder / child.COMMAND_FILE).write_text(json.dumps(command))
-
-
-def _raise_signal(number: int, _frame: object) -> None:
-    raise SignalException(f"signal {number}", signal.Signals(number))
-
-
-def _stopped_by(number: int) -> int:
-    # The processes are gone already; a second Ctrl-C must not interrupt the cleaning up.
-    for each in STOPPING_SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    child.end_orphans()
-    reason = nodes.reason_to_stop()
-    if reason is not None:
-        _say(f"{reason} The processes of this node were stopped.")
-        return 1
-    _say(f"stopped by {signal.Signals(number).name}, and all processes with it.")
-    return 128 + number
-
-
-def _report_failures(job: Job, failures: Mapping[int, ProcessFailure]) -> int:
-    """Say which ranks failed, and show the end of their logs; returns the exit code."""
-    own = _not_stopped(failures)
-    for rank in list(own)[:TAIL_RANKS]:
-        log = job.log_file(rank)
-        how = _how_it_ended(own[rank].exitcode)
-        if log is None:
-            _say(f"rank {rank} failed with {how}; its messages are above.")
-            continue
-        _say(f"rank {rank} failed with {how}; the end of {log}:")
-        with contextlib.suppress(OSError):
-            lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-            print(*(f"  {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
-    if len(own) > TAIL_RANKS:
-        rest = ", ".join(map(str, list(own)[TAIL_RANKS:]))
-        _say(f"ranks {rest} failed as well; their logs are in {job.log_dir}.")
-    if job.processes * job.nodes > 1:
-        _say("the other ranks were stopped.")
-    code = next(iter(own.values())).exitcode
-    return code if code > 0 else 128 - code
-
-
-def _not_stopped(failures: Mapping[int, ProcessFailure]) -> Mapping[int, ProcessFailure]:
-    """The failures that the agent did not cause itself, as far as exit codes tell.
-
-    It ends the other ranks with SIGTERM, and after half a minute with SIGKILL; a SIGKILL is more
-    often that of the kernel, which is out of memory.
-    """
-    for stopped in (-signal.SIGTERM, -signal.SIGKILL), (-signal.SIGTERM,):
-        own = {rank: f for rank, f in failures.items() if f.exitcode not in stopped}
-        if own:
-            return own
-    return failures
-
-
-def _how_it_ended(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"signal {signal.Signals(-code).name}"
-    return f"signal {-code}"
-
-
-def _report_no_meeting(job: Job, error: Exception) -> int:
-    where = "this machine" if job.master is None else "{}:{}".format(*job.master)
-    reason = str(error).strip().splitlines()[0]
-    _say(
-        f"node {job.node_rank} could not meet the others at {where} within {job.timeout_s} s; "
-        f"check --master-addr, --master-port and that all {job.nodes} node(s) were started "
-        f"({reason})."
-    )
-    return 1
-
-
-def _say(sentence: str) -> None:
-    print(f"multiproc: {sentence}", file=sys.stderr, flush=True)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code, or exits with 2 for bad arguments."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
     try:
-        job = plan(args, os.environ)
-    except LaunchError as error:
-        parser.exit(2, f"multiproc: {error}\n")
-    return launch(job)
+        os.makedirs(args.log_dir, exist_ok=True)
+        failures = LocalElasticAgent(spec, logs).run().failures
+        if not failures:
+            for log in logs.files.values():
+                with contextlib.suppress(OSError):  # another job may have removed it
+                    if log.stat().st_size == 0:
+                        log.unlink()
+            return 0
+        code, reason = _report(failures, logs), "a rank of this node has failed"
+    except SignalException as stopped:
+        code, reason = 128 + stopped.sigval, f"stopped by {stopped.sigval.name}"
+    except (OSError, DistError) as error:
+        code, reason = 1, f"node {args.node_rank}: {str(error).splitlines()[0]}"
+    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT:
+        signal.signal(number, signal.SIG_IGN)  # the rest takes seconds
+    meeting.report_failure()
+    child.kill_children()
+    print(f"multiproc: {reason}; all processes of this node have ended.", file=sys.stderr)
+    return code
+
+
+def _report(failures: Mapping[int, ProcessFailure], logs: RankLogs) -> int:
+    """Says which ranks failed, shows the end of their logs, and returns the exit code."""
+    first = next(iter(failures.values()))
+    for rank, failure in failures.items():
+        # The agent stops the others: with SIGTERM, and after 30 s with SIGKILL.
+        stopped = failure.exitcode == -signal.SIGTERM or failure.timestamp > first.timestamp + 25
+        if stopped and failure is not first:
+            continue
+        code, log = failure.exitcode, logs.files.get(rank)
+        how = f"exit code {code}" if code > 0 else f"signal {failure.signal_name()}"
+        print(f"multiproc: rank {rank} failed with {how}; see {log or 'above'}", file=sys.stderr)
+        lines = log.read_text(errors="replace").splitlines()[-40:] if log and log.is_file() else []
+        print(*(f"  {line}\n" for line in lines), sep="", end="", file=sys.stderr)
+    return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch(parse(None, os.environ)))
