@@ -24,6 +24,7 @@ from apex.parallel._engine import Engine, EngineOptions, refuse_backward
 from apex.parallel._hooks import Hooks, ReducedBucket
 from apex.parallel._join import Join, TorchJoin, TorchJoinHook
 from apex.parallel._mixed_precision import Casts, MixedPrecision
+from apex.parallel._read_through import ReadsThrough
 from apex.parallel._reducer import Reducer, flat_dist_call
 from apex.parallel._tensor_lists import (
     apply_flat_dist_call,
@@ -58,7 +59,7 @@ _NO_RANGE = contextlib.nullcontext()
 _IN_TRANSFORM = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 
 
-class DistributedDataParallel(nn.Module, DataParallelWrapper):
+class DistributedDataParallel(ReadsThrough, DataParallelWrapper):
     r"""Averages the gradients of a module over the processes of a group, during backward.
 
     Each process holds the whole module and works on its own part of the batch. At construction the
@@ -164,6 +165,10 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         RuntimeError: if there is no process group, the processes hold different models, or an
             optimizer steps parameters inside backward.
         ValueError: for arguments that contradict each other.
+
+    Attributes and methods of the module that the wrapper does not have are read through it:
+    ``model.fc`` is ``model.module.fc``, but for names that begin with an underscore. They are set
+    on ``model.module``.
 
     Construction, forward and backward are collective: every process of the group has to take part.
     Construction blocks until all processes have come. Not thread safe.
