@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from apex import _core
 from apex._internal.flat import flatten, unflatten
 from apex._internal.refused import DataParallelWrapper
 from apex._internal.tree import find_tensors
-from apex.parallel import _compile, _in_backward, _options, _torch_names
+from apex.parallel import _compile, _in_backward, _options, _state_dicts, _torch_names
 from apex.parallel._comm_hook import RegisteredHook
 from apex.parallel._engine import Engine, EngineOptions, refuse_backward
 from apex.parallel._hooks import Hooks, ReducedBucket
@@ -932,6 +932,23 @@ class DistributedDataParallel(ReadsThrough, DataParallelWrapper):
     def reducer(self) -> _torch_names.NoReducer:
         """An object without torch's attributes, whose errors say what there is instead."""
         return _torch_names.NoReducer()
+
+    # --- state dicts ---
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As that of ``nn.Module``, for keys with ``module.`` in front, and for keys without.
+
+        Every process loads the same: nothing is exchanged.
+
+        Raises:
+            RuntimeError: if some of the keys begin with ``module.`` and some do not; or as in
+                ``nn.Module``.
+        """
+        if isinstance(state_dict, Mapping):
+            state_dict = _state_dicts.with_prefix(self, state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
 
     # --- copies: the engine and the groups belong to the process ---
 
