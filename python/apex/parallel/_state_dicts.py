@@ -28,9 +28,9 @@ def with_prefix(wrapper: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[st
     bare = [key for key in state_dict if key not in names and _PREFIX + key in names]
     if own and bare:
         raise RuntimeError(
-            f"the state dict mixes keys with and without '{_PREFIX}' in front: '{own[0]}' and "
+            f"the state dict mixes keys with and without 'module.' in front: '{own[0]}' and "
             f"'{bare[0]}', {len(own)} and {len(bare)} of {len(state_dict)} keys. Either all keys "
-            f"or none of them have it."
+            "or none of them have it."
         )
     if own or (not bare and any(key.startswith(_PREFIX) for key in state_dict)):
         return state_dict
