@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from apex._internal.groups import backends_of
+from apex.parallel._engine import Engine
 
 #: Where torch keeps the names of parameters and buffers that a wrapper leaves alone.
 IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -55,3 +56,65 @@ def logging_data(wrapper: Any) -> dict[str, Any]:
         "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
         "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
     }
+
+
+class TorchNames:
+    """Base of the wrapper: what libraries look for on torch's class."""
+
+    _engine: Engine
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether training forwards take rank 0's buffers; may be set."""
+        return self._engine.broadcast_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, on: bool) -> None:
+        self._engine.broadcast_buffers = bool(on)
+
+    #: The same, under torch's newer name.
+    forward_sync_buffers = broadcast_buffers
+
+    #: False: training forwards leave buffers as they are, whatever ``broadcast_buffers`` says.
+    require_forward_param_sync: bool = True
+    #: torch's wrapper has a logger of its parts here; None is one of its values.
+    logger: None = None
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Before a wrapper is made of `module`: these parameters and buffers are left alone by it.
+
+        They are not compared, sent or averaged. Names are as in ``named_parameters()`` and
+        ``named_buffers()``, the same on every rank.
+        """
+        ignore(module, params_and_buffers_to_ignore)
+
+    def _remove_autograd_hooks(self) -> None:
+        """From now on, backward does not communicate; see :meth:`disable_allreduce`."""
+        wrapper: Any = self
+        wrapper.disable_allreduce()
+
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: Any, comm_hook_location: Any = None
+    ) -> None:
+        """Raises NotImplementedError."""
+        raise NotImplementedError(
+            "apex.parallel.DistributedDataParallel has no hooks for buffers: "
+            "broadcast_buffers=True takes rank 0's before each training forward; for anything else "
+            "reduce `module.buffers()` with torch.distributed after backward, on every rank."
+        )
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Options and counts under torch's names, and :meth:`statistics`."""
+        wrapper: Any = self
+        return {**logging_data(self), **wrapper.statistics()}
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """No effect: nothing is sampled, see :meth:`record_overlap`."""
+
+    @property
+    def reducer(self) -> NoReducer:
+        """An object without torch's attributes, whose errors say what there is instead."""
+        return NoReducer()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from apex import _core
 from apex._internal.flat import flatten, unflatten
 from apex._internal.refused import DataParallelWrapper
 from apex._internal.tree import find_tensors
-from apex.parallel import _compile, _in_backward, _options, _torch_names
+from apex.parallel import _compile, _in_backward, _options, _state_dicts, _torch_names
 from apex.parallel._comm_hook import RegisteredHook
 from apex.parallel._engine import Engine, EngineOptions, refuse_backward
 from apex.parallel._hooks import Hooks, ReducedBucket
 from apex.parallel._join import Join, TorchJoin, TorchJoinHook
 from apex.parallel._mixed_precision import Casts, MixedPrecision
+from apex.parallel._read_through import ReadsThrough
 from apex.parallel._reducer import Reducer, flat_dist_call
 from apex.parallel._tensor_lists import (
     apply_flat_dist_call,
@@ -58,7 +59,7 @@ _NO_RANGE = contextlib.nullcontext()
 _IN_TRANSFORM = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 
 
-class DistributedDataParallel(nn.Module, DataParallelWrapper):
+class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParallelWrapper):
     r"""Averages the gradients of a module over the processes of a group, during backward.
 
     Each process holds the whole module and works on its own part of the batch. At construction the
@@ -164,6 +165,10 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         RuntimeError: if there is no process group, the processes hold different models, or an
             optimizer steps parameters inside backward.
         ValueError: for arguments that contradict each other.
+
+    Attributes and methods of the module that the wrapper does not have are read through it:
+    ``model.fc`` is ``model.module.fc``, but for names that begin with an underscore. They are set
+    on ``model.module``.
 
     Construction, forward and backward are collective: every process of the group has to take part.
     Construction blocks until all processes have come. Not thread safe.
@@ -872,61 +877,22 @@ class DistributedDataParallel(nn.Module, DataParallelWrapper):
         covered = self._engine.parameters
         return clip(self.module, self._reducer, covered, max_norm, error_if_nonfinite)
 
-    # --- names that torch's class has for libraries ---
+    # --- state dicts ---
 
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Whether training forwards take rank 0's buffers; may be set."""
-        return self._engine.broadcast_buffers
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As that of ``nn.Module``, for keys with ``module.`` in front, and for keys without.
 
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, on: bool) -> None:
-        self._engine.broadcast_buffers = bool(on)
+        Every process loads the same: nothing is exchanged.
 
-    #: The same, under torch's newer name.
-    forward_sync_buffers = broadcast_buffers
-
-    #: False: training forwards leave buffers as they are, whatever ``broadcast_buffers`` says.
-    require_forward_param_sync: bool = True
-    #: torch's wrapper has a logger of its parts here; None is one of its values.
-    logger: None = None
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
-    ) -> None:
-        """Before a wrapper is made of `module`: these parameters and buffers are left alone by it.
-
-        They are not compared, sent or averaged. Names are as in ``named_parameters()`` and
-        ``named_buffers()``, the same on every rank.
+        Raises:
+            RuntimeError: if some of the keys begin with ``module.`` and some do not; or as in
+                ``nn.Module``.
         """
-        _torch_names.ignore(module, params_and_buffers_to_ignore)
-
-    def _remove_autograd_hooks(self) -> None:
-        """From now on, backward does not communicate; see :meth:`disable_allreduce`."""
-        self.disable_allreduce()
-
-    def _register_buffer_comm_hook(
-        self, state: Any, hook: Any, comm_hook_location: Any = None
-    ) -> None:
-        """Raises NotImplementedError."""
-        raise NotImplementedError(
-            "apex.parallel.DistributedDataParallel has no hooks for buffers: "
-            "broadcast_buffers=True takes rank 0's before each training forward; for anything else "
-            "reduce `module.buffers()` with torch.distributed after backward, on every rank."
-        )
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Options and counts under torch's names, and :meth:`statistics`."""
-        return {**_torch_names.logging_data(self), **self.statistics()}
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """No effect: nothing is sampled, see :meth:`record_overlap`."""
-
-    @property
-    def reducer(self) -> _torch_names.NoReducer:
-        """An object without torch's attributes, whose errors say what there is instead."""
-        return _torch_names.NoReducer()
+        if isinstance(state_dict, Mapping):
+            state_dict = _state_dicts.with_prefix(self, state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
 
     # --- copies: the engine and the groups belong to the process ---
 

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attributes of the wrapped module, read through its wrapper.
+
+Note [Attributes of the wrapped module]
+
+``model.fc`` of a wrapper is ``model.module.fc``. A name that the wrapper has is the wrapper's.
+Three kinds of names are not looked up in the module:
+
+- Names with an underscore in front. Libraries put marks there (``_hf_hook``, ``_orig_mod``), and
+  take an object that has one for the marked module itself.
+- ``parametrizations``. torch.nn.utils.parametrize asks each module whether it is parametrized, and
+  then takes its class for a generated one.
+- Any name, while there is no module yet: in the constructor, and in an object that copy or pickle
+  has made and not filled.
+
+Python calls __getattr__ also for a property that has raised AttributeError, and drops that error.
+It is raised again here: the property is the cause, and the name is not missing.
+
+A layer or tensor that is assigned to a name that only the module has would be registered in the
+wrapper, where no forward uses it and no gradient is averaged. So this is refused. Other values are
+set on the wrapper, as subclasses do in their constructors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+_NOT_LOOKED_UP = ("parametrizations",)
+
+
+class ReadsThrough(nn.Module):
+    """Base of a wrapper of ``self.module``; see Note [Attributes of the wrapped module]."""
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__
+        for kind in ("_modules", "_parameters", "_buffers"):
+            if kind in own and name in own[kind]:
+                return own[kind][name]
+        if _defines(type(self), name):
+            return object.__getattribute__(self, name)
+        return _of_module(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, (nn.Module, Tensor)):
+            _refuse_to_hide(self, name, value)
+        super().__setattr__(name, value)
+
+
+def _defines(kind: type, name: str) -> bool:
+    return any(name in vars(base) for base in kind.__mro__)
+
+
+def _module_of(wrapper: nn.Module, name: str) -> nn.Module | None:
+    """The module in which `name` is looked up."""
+    if name.startswith("_") or name in _NOT_LOOKED_UP:
+        return None
+    module: nn.Module | None = wrapper.__dict__.get("_modules", {}).get("module")
+    return module
+
+
+def _of_module(wrapper: nn.Module, name: str) -> Any:
+    own = type(wrapper).__name__
+    module = _module_of(wrapper, name)
+    if module is None:
+        raise AttributeError(f"'{own}' object has no attribute '{name}'", name=name, obj=wrapper)
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        if not _defines(type(module), name):
+            raise AttributeError(
+                f"'{own}' object has no attribute '{name}', and neither has the "
+                f"'{type(module).__name__}' that it wraps",
+                name=name,
+                obj=wrapper,
+            ) from error
+    return object.__getattribute__(module, name)  # raises what the property has raised
+
+
+def _refuse_to_hide(wrapper: nn.Module, name: str, value: nn.Module | Tensor) -> None:
+    """Raise AttributeError if `value` would hide a layer or tensor of the module."""
+    if name in wrapper.__dict__ or _defines(type(wrapper), name):
+        return
+    held = (wrapper.__dict__.get(kind, ()) for kind in ("_modules", "_parameters", "_buffers"))
+    module = _module_of(wrapper, name)
+    if module is None or any(name in names for names in held):
+        return
+    hidden = getattr(module, name, None)
+    if isinstance(hidden, (nn.Module, Tensor)) and hidden is not value:
+        raise AttributeError(
+            f"'{name}' is an attribute of the '{type(module).__name__}' that this "
+            f"{type(wrapper).__name__} wraps, and assigning it here would not change that: assign "
+            f"to .module.{name}, on every rank."
+        )

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The keys of state dicts that a wrapper loads: with and without ``module.`` in front."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+_PREFIX = "module."
+
+
+def with_prefix(wrapper: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict of `wrapper`, or of its module, with the keys that `wrapper` has.
+
+    What a key means depends on the names of the module: one that wraps another module has names of
+    its own that begin with ``module.``. Keys that fit neither, as those of older versions that the
+    module renames while it loads, are like the others.
+
+    Raises:
+        RuntimeError: if some keys are those of the wrapper and some those of its module.
+    """
+    names = {name for name, _ in wrapper.named_parameters(remove_duplicate=False)}
+    names |= {name for name, _ in wrapper.named_buffers(remove_duplicate=False)}
+    own = [key for key in state_dict if key in names]
+    bare = [key for key in state_dict if key not in names and _PREFIX + key in names]
+    if own and bare:
+        raise RuntimeError(
+            f"the state dict mixes keys with and without 'module.' in front: '{own[0]}' and "
+            f"'{bare[0]}', {len(own)} and {len(bare)} of {len(state_dict)} keys. Either all keys "
+            "or none of them have it."
+        )
+    if own or (not bare and any(key.startswith(_PREFIX) for key in state_dict)):
+        return state_dict
+    prefixed: OrderedDict[str, Any] = OrderedDict(
+        (_PREFIX + key, value) for key, value in state_dict.items()
+    )
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        # Versions, by the name of the module: "" is the one inside.
+        prefixed._metadata = {  # type: ignore[attr-defined]
+            (_PREFIX + name).removesuffix("."): version for name, version in metadata.items()
+        }
+    return prefixed
