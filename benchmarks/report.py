@@ -98,7 +98,7 @@ def google_benchmark(data: dict[str, Any]) -> str:
 def section(name: str) -> str:
     path = harness.RESULTS / f"{name}.json"
     if not path.exists():
-        return "Not measured yet.\n"
+        return ""
     data = json.loads(path.read_text())
     if "context" in data:
         return google_benchmark(data)

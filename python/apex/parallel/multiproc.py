@@ -197,5 +197,10 @@ def _report(failures: Mapping[int, ProcessFailure], logs: RankLogs) -> int:
     return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
 
 
+def main() -> int:
+    """The command ``apex-launch``."""
+    return launch(parse(None, os.environ))
+
+
 if __name__ == "__main__":
-    sys.exit(launch(parse(None, os.environ)))
+    sys.exit(main())
