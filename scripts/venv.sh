@@ -35,6 +35,25 @@ apex_quiet() {
   return "$status"
 }
 
+# apex_counted PIP...: as apex_quiet, and shows in a terminal how far the compilers are: "[12/36]".
+apex_counted() {
+  if [ ! -t 1 ]; then
+    apex_quiet "$@"
+    return
+  fi
+  local log status=0 at
+  log=$(mktemp)
+  (
+    set -o pipefail
+    "$@" --verbose 2>&1 | tee "$log" | sed -un 's/^ *\(\[[0-9]*\/[0-9]*\]\) .*/\1/p' |
+      while read -r at; do printf '\r%s ' "$at"; done
+  ) || status=$?
+  printf '\r'
+  if [ "$status" -ne 0 ]; then cat "$log" >&2; fi
+  rm -f "$log"
+  return "$status"
+}
+
 # apex_help: print the head of the script that was started.
 apex_help() {
   sed -n '3,${/^#/!q;s/^# \{0,1\}//;p;}' "$apex_script"
@@ -158,14 +177,14 @@ apex_install_package() {
     apex_error "there is no C++ compiler here: install one (Debian and Ubuntu: g++), or set CXX." ||
     return 1
   jobs=${CMAKE_BUILD_PARALLEL_LEVEL:-$(apex_build_jobs)}
-  echo "building and installing apex-parallel into $dir ($jobs at a time; minutes the first time)"
+  echo "building and installing apex-parallel into $dir ($jobs at a time; about five minutes of processor time)"
   rm -f "$stamp_file"
   if [ -z "${CMAKE_CXX_COMPILER_LAUNCHER:-}" ] && command -v ccache >/dev/null; then
     # Its way with precompiled headers, see its manual.
     export CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros}
   fi
   PATH="$dir/bin:$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$jobs \
-    apex_quiet "$dir/bin/python" -m pip install --no-build-isolation "$@" "$apex_root" || return 1
+    apex_counted "$dir/bin/python" -m pip install --no-build-isolation "$@" "$apex_root" || return 1
   echo "$stamp" >"$stamp_file"
 }
 

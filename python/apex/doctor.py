@@ -146,8 +146,13 @@ def _print(text: str, stream: TextIO) -> None:
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
-if __name__ == "__main__":
+def command() -> int:
+    """main() of a process of its own."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         # Python's own handler does not run while torch waits for a peer.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.exit(main())
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(command())
