@@ -65,7 +65,7 @@ class Net(nn.Module):
 
     @property
     def broken_in_a_part(self) -> int:
-        return self.fc.widht
+        return self.fc.wdth
 
 
 class Sub(DistributedDataParallel):
@@ -118,7 +118,7 @@ def _missing(rank: int, world: int) -> None:
     # A property that fails is not a missing attribute.
     with raises(AttributeError, "'NoneType' object has no attribute 'width'"):
         ddp.broken  # noqa: B018
-    with raises(AttributeError, "'Linear' object has no attribute 'widht'"):
+    with raises(AttributeError, "'Linear' object has no attribute 'wdth'"):
         ddp.broken_in_a_part  # noqa: B018
     with raises(AttributeError, "no attribute 'no_such_thing'"):
         Sub(Net()).broken_here  # noqa: B018
@@ -226,6 +226,15 @@ def _sets(rank: int, world: int) -> None:
             setattr(ddp, name, value)
         check(getattr(ddp, name) is before, f"{name} has changed")
     check_equal([n for n, _ in ddp.named_children()], ["module"], "children of the wrapper")
+    # Hazard: a second reference in the wrapper, which has keys of its own and goes stale.
+    ddp.fc = ddp.fc.to(torch.float64)
+    ddp.offset += 1
+    with torch.no_grad():
+        ddp.scale *= 2
+    check_equal((net.offset.item(), net.scale.item()), (1.5, 4.0), "what was changed in place")
+    ddp.double()
+    check(ddp.offset is net.offset and ddp.offset.dtype == torch.float64, "not stale")
+    check(all(key.startswith("module.") for key in ddp.state_dict()), "keys of the wrapper")
     ddp.module.fc = nn.Linear(4, 4)
     check(ddp.fc is net.fc, "the new layer")
     # Values are the wrapper's, as before, and so is what only the wrapper has.

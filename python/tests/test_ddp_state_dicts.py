@@ -154,6 +154,33 @@ def test_state_dict_with_mixed_or_wrong_keys_raises(ranks: RankPool) -> None:
     ranks.run(1, _refused)
 
 
+class Ambiguous(nn.Module):
+    """Its key ``module.weight`` is also that of the wrapper for its ``weight``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2))
+        self.module = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x) * self.weight
+
+
+def _ambiguous(rank: int, world: int) -> None:
+    source = build(Ambiguous, seed=3)
+    for name, given in (
+        ("without", source.state_dict()),
+        ("with prefix", DistributedDataParallel(source).state_dict()),
+    ):
+        ddp = DistributedDataParallel(build(Ambiguous, seed=4))
+        ddp.load_state_dict(given)
+        _check_loaded(ddp, source, name)
+
+
+def test_keys_that_fit_both_readings_are_taken_as_all_of_them_fit(ranks: RankPool) -> None:
+    ranks.run(1, _ambiguous)
+
+
 def _checkpoint_functions(rank: int, world: int) -> None:
     """torch.distributed.checkpoint strips ``module.`` for torch's own class only."""
     source = DistributedDataParallel(build(Net, seed=3))

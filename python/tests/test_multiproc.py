@@ -456,6 +456,43 @@ def test_failing_node_stops_the_other(job: Job, failing: int) -> None:
     assert job.living() == []
 
 
+# Hazard: the store ends with node 0's launcher, and whoever asks it then is told of a failure.
+OUTLIVES_NODE_0 = """
+    import os, socket, sys, time
+    while os.environ["GROUP_RANK"] == "1":
+        try:
+            socket.create_connection(("127.0.0.1", int(sys.argv[1]))).close()
+        except OSError:
+            time.sleep(1)  # the launcher looks ten times
+            break
+        time.sleep(0.1)
+    print("done")
+"""
+IMPATIENT = """
+import functools, sys
+from apex.parallel import multiproc
+multiproc.Agent = functools.partial(multiproc.Agent, exit_barrier_timeout=0.5)
+sys.exit(multiproc.main())
+"""
+
+
+@pytest.mark.processes
+@linux_only
+def test_node_that_works_longer_than_node_0_waits_ends_well(job: Job) -> None:
+    job.write(OUTLIVES_NODE_0)
+    port = str(free_port())
+    nodes = ["--nproc=1", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    for node in (0, 1):
+        logs = f"--log-dir=logs_{node}"
+        command = [sys.executable, "-c", IMPATIENT, *nodes, logs, f"--node-rank={node}"]
+        command += ["job.py", port]
+        job.launchers.append(
+            subprocess.Popen(command, cwd=job.folder, env=job.environment(), text=True)
+        )
+    assert [job.finish(launcher).returncode for launcher in job.launchers] == [0, 0]
+    assert (job.folder / "logs_1" / "rank_1.log").read_text() == "done\n"
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("node_rank", [0, 1])
 def test_missing_node_fails_when_time_is_up(job: Job, node_rank: int) -> None:

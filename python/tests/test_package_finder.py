@@ -50,7 +50,7 @@ def find(tmp_path: Path, *options: str, **environment: str) -> dict[str, str]:
 
 def configure(tmp_path: Path, *options: str, **environment: str) -> tuple[int, str]:
     """Configures this project, without tests."""
-    off = ["-DAPEX_BUILD_TESTS=OFF", "-DAPEX_BUILD_EXAMPLES=OFF"]
+    off = [f"-DAPEX_{part}=OFF" for part in ("BUILD_TESTS", "BUILD_EXAMPLES", "UNITY_BUILD")]
     return cmake("-S", str(ROOT), "-B", str(tmp_path / "build"), *off, *options, **environment)
 
 

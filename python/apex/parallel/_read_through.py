@@ -17,8 +17,10 @@ Python calls __getattr__ also for a property that has raised AttributeError, and
 It is raised again here: the property is the cause, and the name is not missing.
 
 A layer or tensor that is assigned to a name that only the module has would be registered in the
-wrapper, where no forward uses it and no gradient is averaged. So this is refused. Other values are
-set on the wrapper, as subclasses do in their constructors.
+wrapper, where no forward uses it and no gradient is averaged. So this is refused. That of the
+module itself is there already: ``model.fc = model.fc.to(device)`` and ``model.offset += 1`` have
+changed it, and a second reference would go stale. Other values are set on the wrapper, as
+subclasses do in their constructors.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ class ReadsThrough(nn.Module):
         return _of_module(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, (nn.Module, Tensor)):
-            _refuse_to_hide(self, name, value)
+        if isinstance(value, (nn.Module, Tensor)) and _is_of_module(self, name, value):
+            return
         super().__setattr__(name, value)
 
 
@@ -78,14 +80,14 @@ def _of_module(wrapper: nn.Module, name: str) -> Any:
     return object.__getattribute__(module, name)  # raises what the property has raised
 
 
-def _refuse_to_hide(wrapper: nn.Module, name: str, value: nn.Module | Tensor) -> None:
-    """Raise AttributeError if `value` would hide a layer or tensor of the module."""
+def _is_of_module(wrapper: nn.Module, name: str, value: nn.Module | Tensor) -> bool:
+    """Whether `value` is what the module has; raises if it would hide another layer or tensor."""
     if name in wrapper.__dict__ or _defines(type(wrapper), name):
-        return
+        return False
     held = (wrapper.__dict__.get(kind, ()) for kind in ("_modules", "_parameters", "_buffers"))
     module = _module_of(wrapper, name)
     if module is None or any(name in names for names in held):
-        return
+        return False
     hidden = getattr(module, name, None)
     if isinstance(hidden, (nn.Module, Tensor)) and hidden is not value:
         raise AttributeError(
@@ -93,3 +95,4 @@ def _refuse_to_hide(wrapper: nn.Module, name: str, value: nn.Module | Tensor) ->
             f"{type(wrapper).__name__} wraps, and assigning it here would not change that: assign "
             f"to .module.{name}, on every rank."
         )
+    return hidden is value

@@ -16,8 +16,9 @@ def with_prefix(wrapper: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[st
     """The state dict of `wrapper`, or of its module, with the keys that `wrapper` has.
 
     What a key means depends on the names of the module: one that wraps another module has names of
-    its own that begin with ``module.``. Keys that fit neither, as those of older versions that the
-    module renames while it loads, are like the others.
+    its own that begin with ``module.``. The wrapper's come first where all keys fit both. Keys that
+    fit neither, as those of older versions that the module renames while it loads, are like the
+    others.
 
     Raises:
         RuntimeError: if some keys are those of the wrapper and some those of its module.
@@ -25,8 +26,13 @@ def with_prefix(wrapper: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[st
     names = {name for name, _ in wrapper.named_parameters(remove_duplicate=False)}
     names |= {name for name, _ in wrapper.named_buffers(remove_duplicate=False)}
     own = [key for key in state_dict if key in names]
-    bare = [key for key in state_dict if key not in names and _PREFIX + key in names]
+    bare = [key for key in state_dict if _PREFIX + key in names]
+    if set(bare) <= set(own):
+        bare = []
+    elif set(own) <= set(bare):
+        own = []
     if own and bare:
+        bare = [key for key in bare if key not in own]
         raise RuntimeError(
             f"the state dict mixes keys with and without 'module.' in front: '{own[0]}' and "
             f"'{bare[0]}', {len(own)} and {len(bare)} of {len(state_dict)} keys. Either all keys "

@@ -35,6 +35,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from apex.parallel._multiproc import child, script
 
 _FAILED_NODE = "apex_multiproc/failed_node"
+_FINISHED = "apex_multiproc/node_0_finished"
 
 
 class RankLogs(LogsSpecs):
@@ -58,6 +59,7 @@ class Rendezvous(StaticTCPRendezvous):
     """
 
     _store: TCPStore
+    finished = False  # node 0's ranks: its launcher, and with it the store, may end
 
     def next_rendezvous(self) -> RendezvousInfo:
         info = super().next_rendezvous()
@@ -68,8 +70,9 @@ class Rendezvous(StaticTCPRendezvous):
         """The agent asks this each time it looks at its processes."""
         try:
             failed = self._store.get(_FAILED_NODE) if self._store.check([_FAILED_NODE]) else None
+            self.finished = self.finished or self._store.check([_FINISHED])
         except DistError:
-            failed = b"0"  # its launcher keeps the store
+            failed = None if self.finished else b"0"  # its launcher keeps the store
         if failed:
             raise DistError(f"node {failed.decode()} has failed")
         return 0
@@ -83,6 +86,16 @@ class Rendezvous(StaticTCPRendezvous):
                 if self.rank == 0:
                     others = [f"stopped/{rank}" for rank in range(self.world_size)]
                     self._store.wait(others, timedelta(seconds=10))
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's. Node 0's waits five minutes for the others when its ranks have finished."""
+
+    def _exit_barrier(self) -> None:
+        meeting = self._worker_group.spec.rdzv_handler
+        if meeting.rank == 0:
+            meeting._store.set(_FINISHED, "")
+        super()._exit_barrier()
 
 
 def parse(argv: Sequence[str] | None, environment: Mapping[str, str]) -> argparse.Namespace:
@@ -161,7 +174,7 @@ def launch(args: argparse.Namespace) -> int:
     )
     try:
         os.makedirs(args.log_dir, exist_ok=True)
-        failures = LocalElasticAgent(spec, logs).run().failures
+        failures = Agent(spec, logs).run().failures
         if not failures:
             for log in logs.files.values():
                 with contextlib.suppress(OSError):  # another job may have removed it
