@@ -93,9 +93,9 @@ class Agent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         meeting = self._worker_group.spec.rdzv_handler
-        if meeting.rank == 0:
+        if isinstance(meeting, Rendezvous) and meeting.rank == 0:
             meeting._store.set(_FINISHED, "")
-        super()._exit_barrier()
+        super()._exit_barrier()  # type: ignore[no-untyped-call]
 
 
 def parse(argv: Sequence[str] | None, environment: Mapping[str, str]) -> argparse.Namespace:
