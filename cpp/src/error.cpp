@@ -3,8 +3,8 @@
 
 namespace apex {
 
-// Constructors and destructors are out of line so that each class has one vtable and one type_info
-// and is caught across shared libraries.
+// Constructors and destructors are out of line, so that each class has one vtable and one type_info
+// and can be caught across shared libraries.
 Error::Error(const std::string& message) : std::runtime_error(message) {}
 Error::~Error() = default;
 

@@ -6,7 +6,8 @@
 
 namespace apex {
 
-/// FNV-1a, 64 bit (Fowler, Noll, Vo): tells apart what differs by mistake; not a defence.
+/// 64-bit FNV-1a hash (Fowler, Noll, Vo). It detects accidental differences; it is not
+/// cryptographic.
 class Fingerprint {
  public:
   Fingerprint& add(const void* data, size_t bytes) {

@@ -13,17 +13,18 @@ namespace apex::parallel {
 
 // Note [Floating-point modes]
 //
-// Each thread of a processor has a floating-point mode: how it rounds, and whether it replaces
-// subnormal numbers by zero, as torch.set_flush_denormal(True) and programs built with -ffast-math
-// ask. Threads inherit the mode of the thread that starts them. A rank computes its own gradient in
-// its own mode; all ranks receive the sum of these gradients. But what each rank computes from
-// received values for itself, a sum of small messages, the division by the number of ranks, the
-// merge of statistics, has to have the same bits on every rank. So all of that runs in the default
-// mode: it rounds to nearest, and keeps subnormal numbers. A loop on several threads sets the mode
-// on each of them.
+// Each thread has a floating-point mode. The mode selects the rounding, and whether subnormal
+// numbers are flushed to zero: torch.set_flush_denormal(True) and programs built with -ffast-math
+// turn this on. A thread inherits the mode of the thread that starts it. A rank computes its own
+// gradient in its own mode, and all ranks receive the sum of these gradients. But each rank also
+// computes from received values by itself: it sums small messages, divides by the number of ranks
+// and merges statistics. These results must have the same bits on every rank. So these computations
+// run in the default mode, which rounds to nearest and keeps subnormal numbers. A loop on several
+// threads sets the mode on each thread.
 
-/// While it lives, the calling thread computes in the default mode. Takes a few nanoseconds. Traps
-/// and sticky flags stay as they are. Does nothing on processors other than x86-64 and AArch64.
+/// RAII guard that puts the calling thread into the default floating-point mode. Takes a few
+/// nanoseconds. Traps and sticky flags stay as they are. Does nothing on processors other than
+/// x86-64 and AArch64.
 ///
 ///     const DefaultFloatingPointMode mode;
 ///     for (int64_t i = 0; i < numel; ++i) sum[i] += other[i];
@@ -43,13 +44,13 @@ class DefaultFloatingPointMode {
  private:
 #if defined(__x86_64__) || defined(_M_X64)
   using Register = uint32_t;
-  /// Of MXCSR: flush to zero (bit 15), rounding (13 and 14), denormals are zeros (6).
+  /// Bits of MXCSR: flush to zero (15), rounding (13 and 14), denormals are zeros (6).
   static constexpr Register kMode = 0xe040;
   static Register read() noexcept { return _mm_getcsr(); }
   static void write(Register value) noexcept { _mm_setcsr(value); }
 #elif defined(__aarch64__)
   using Register = uint64_t;
-  /// Of FPCR: flush to zero (bit 24), rounding (22 and 23), flush float16 to zero (19), alternate
+  /// Bits of FPCR: flush to zero (24), rounding (22 and 23), flush float16 to zero (19), alternate
   /// handling (1), flush inputs to zero (0).
   static constexpr Register kMode = 0x1c80003;
   static Register read() noexcept {
@@ -65,8 +66,8 @@ class DefaultFloatingPointMode {
   static void write(Register) noexcept {}
 #endif
 
-  /// For the compiler, arithmetic does not depend on the mode: but loads and stores do not move
-  /// past this.
+  /// A compiler barrier. The compiler does not know that arithmetic depends on the mode, but it
+  /// does not move loads and stores across this.
   static void keep_in_order() noexcept {
 #if defined(__GNUC__)
     __asm__ volatile("" : : : "memory");

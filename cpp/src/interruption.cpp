@@ -16,7 +16,7 @@ struct Check {
 };
 
 Check& check() {
-  static auto* const instance = new Check;  // never destroyed: threads may be left behind
+  static auto* const instance = new Check;  // never destroyed: other threads may outlive main()
   return *instance;
 }
 

@@ -3,7 +3,7 @@
 
 namespace apex {
 
-/// Asks the function that set_interruption_check() was given.
+/// Calls the function that was passed to set_interruption_check(). False without one.
 bool is_interrupted();
 
 }  // namespace apex

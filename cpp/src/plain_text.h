@@ -6,8 +6,8 @@
 
 namespace apex::parallel {
 
-/// A text whose numbers do not depend on the program's locale (std::locale::global()): what ranks
-/// compare is the same on all of them, and what users read has 1000 and not 1.000.
+/// A string stream that ignores the program's locale (std::locale::global()). Texts that ranks
+/// compare are then the same on all of them, and messages contain 1000, not 1.000.
 struct PlainText : std::ostringstream {
   PlainText() { imbue(std::locale::classic()); }
 };

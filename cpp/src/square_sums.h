@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Sums of squares beside another pass over the values. Pure.
+/// Sums of squares, computed while the values are copied or scaled. Pure.
 
 #include <algorithm>
 #include <array>
@@ -18,29 +18,31 @@ namespace apex::parallel {
 
 // Note [Sums of squares]
 //
-// They cost nothing beside a copy if the compiler makes vectors of them. So they are added in
-// lanes, one beside the other, whose order nobody has to change for that, and of values with 32
-// bits or less in float32: for a block, whose sum is added in double, so that little is lost
-// however many values there are. A block with squares that overflow or vanish in float32 is added
-// once more in double. Ranks get the same bits from the same values, whether they are scaled on the
-// way or not: what is decided by a norm is decided alike on all ranks.
+// A sum of squares is free during a copy if the compiler vectorizes it. So the values are added in
+// independent lanes, which the compiler can vectorize without reordering additions. Values of 32
+// bits or fewer are added in float32 within a block, and the sums of blocks are added in double, so
+// that precision does not degrade with the number of values. A block whose squares overflow or
+// underflow in float32 is added again in double. Ranks get the same bits from the same values,
+// whether the values are scaled during the pass or not. So all ranks take the same decision where
+// it depends on a norm.
 
 constexpr int64_t kSquaresBlock = 512;
 constexpr double kLeastBlock = 1e-26, kMostBlock = 1e37;
 
-/// Of an all-reduce's tensor, where somebody asks for it.
-/// A rank reads the part of the message that it sums only once, then. All but `sent` is set when
-/// the all-reduce has completed, to the same bits on every rank.
+/// Sums of squares of the tensor of an all-reduce, if the caller requests them. Each rank sums one
+/// part of the message. It measures its own values of that part only while it sums them, so that it
+/// reads them once. `kept` and `reduced` are set when the all-reduce has completed, to the same
+/// bits on every rank.
 struct SquareSums {
-  double sent = 0;           ///< what this rank gave, but for that part; set when it is issued
-  std::vector<double> kept;  ///< by rank: of that part, what the rank itself gave
+  double sent = 0;           ///< this rank's input without the part that it sums; set at issue
+  std::vector<double> kept;  ///< by rank: the rank's own input to the part that it sums
   double reduced = 0;        ///< the result
 };
 
 enum class SquareCopy { kNone, kPlain, kScaled };
 
-/// Of numbers that are added in their own type, what is measured is written to `out` on the way:
-/// the copy hides what reading takes. In vectors that stay in registers, though `out` may be `in`.
+/// The sum of squares of values that are added in their own type. `copy` chooses whether the values
+/// are also written to `out`, plain or scaled; `out` may be `in`. The lanes stay in registers.
 template <SquareCopy copy, typename T>
 inline __attribute__((always_inline)) double add_packs(T* out, const T* in, T factor,
                                                        int64_t count) {
@@ -72,7 +74,7 @@ inline __attribute__((always_inline)) double add_packs(T* out, const T* in, T fa
 }
 
 #if defined(__x86_64__)
-/// The same bits: the same lanes, and no multiply-add.
+/// Returns the same bits as add_packs(): it has the same lanes and no fused multiply-add.
 template <SquareCopy copy, typename T>
 __attribute__((target("avx2"))) double add_packs_in_avx2(T* out, const T* in, T factor,
                                                          int64_t count) {
@@ -80,7 +82,7 @@ __attribute__((target("avx2"))) double add_packs_in_avx2(T* out, const T* in, T 
 }
 #endif
 
-/// Of numbers that are added in another type.
+/// The sum of squares of values that are added in type Lane, not in their own.
 template <typename Lane, typename T>
 double add_lanes(const T* values, int64_t count) {
   std::array<Lane, 16> lanes{};
@@ -111,8 +113,9 @@ double add_block(T* out, const T* in, T factor, int64_t count) {
   }
 }
 
-/// Copies `in` to `out` as said, which may be the same memory, and returns the sum of squares of
-/// what lies there then. See Note [Sums of squares].
+/// Copies `in` to `out`, plain or scaled, and returns the sum of squares of the values written.
+/// With kNone it writes nothing and returns the sum of squares of `in`. `out` may be `in`. See Note
+/// [Sums of squares].
 template <SquareCopy copy, typename T>
 double add_squares(T* out, const T* in, T factor, int64_t count) {
   double sum = 0;
@@ -135,7 +138,7 @@ double squares_of(const T* values, int64_t count) {
   return add_squares<SquareCopy::kNone, T>(nullptr, values, T(1), count);
 }
 
-/// The same bits, of a NaN as well.
+/// A bitwise copy, also of NaNs.
 template <typename T>
 double copy_squares(T* out, const T* in, int64_t count) {
   return add_squares<SquareCopy::kPlain>(out, in, T(1), count);

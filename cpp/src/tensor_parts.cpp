@@ -25,7 +25,7 @@ struct Finder {
 };
 
 Finder& finder() {
-  static auto* const instance = new Finder;  // never destroyed: threads may be left behind
+  static auto* const instance = new Finder;  // never destroyed: other threads may outlive main()
   return *instance;
 }
 
@@ -67,7 +67,7 @@ void keep_error() {
 bool has_memory(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   if (!impl.has_storage() || tensor.is_meta() || tensor.layout() != at::kStrided) return false;
-  // Without the checks that throw where there is none.
+  // Skips the checks that throw if the storage has no data.
   return impl.unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() !=
              nullptr ||
          (tensor.numel() == 0 && !tensor.key_set().has(c10::DispatchKey::Python));
@@ -85,7 +85,7 @@ at::Tensor in_memory(const at::Tensor& tensor) {
   const c10::DispatchKeySet keys = tensor.key_set();
   if (tensor.unsafeGetTensorImpl()->has_storage() && !keys.has(c10::DispatchKey::Python) &&
       !keys.has(c10::DispatchKey::ZeroTensor) && tensor.numel() > 0) {
-    throw Error("its memory has been freed");  // resize_(0) of its storage: copying would crash
+    throw Error("its memory has been freed");  // by resize_(0) of its storage; a copy would crash
   }
   at::Tensor copy = at::empty(
       tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type()).device(tensor.device()));
@@ -102,7 +102,7 @@ std::string why_not_sendable(const at::Tensor& tensor) {
       } else if (part.layout() != at::kStrided) {
         out << "its layout is " << part.layout() << ", not strided";
       } else {
-        in_memory(part);  // throws where its operators cannot copy it
+        in_memory(part);  // throws if its operators cannot copy it
       }
       if (!out.str().empty()) return out.str();
     }

@@ -11,25 +11,26 @@ namespace apex {
 
 // Note [Tensors without memory]
 //
-// A strided tensor need not have memory: a subclass written in Python may hold other tensors and
-// answer every operator itself, a tensor on meta has a shape only, and one of zeros that autograd
-// has made has no elements stored. Their data pointer is null, and so is that of what an operator
-// such as cat makes of them. So whoever takes an address asks has_memory() first. Values are
-// synchronized part by part, if the tensor says which parts it has: an operator of a tensor of two
-// parts may copy one of them over the other. Of other tensors in_memory() is a copy that their own
-// operators make.
+// A strided tensor may have no memory. A subclass written in Python may hold inner tensors and
+// implement every operator itself, a meta tensor has only a shape, and a ZeroTensor of autograd
+// stores no elements. Their data pointers are null, and so are those of tensors that an operator
+// such as cat makes from them. So code calls has_memory() before it takes an address. If the parts
+// of a tensor are known, its values are synchronized part by part, because an operator on a tensor
+// of two parts may copy one of them over the other. Other tensors are copied by in_memory(), which
+// uses their own operators.
 
-/// Whether the values of `tensor` lie, strided, where its data pointer points.
+/// Whether the data pointer of `tensor` points to its values, with its strides.
 bool has_memory(const at::Tensor& tensor);
 
-/// The values of `tensor`, strided, in memory: itself if it has that, else a copy, which may have a
-/// history where gradients are enabled.
+/// The values of `tensor` in strided memory: `tensor` itself if it has memory, else a copy. The
+/// copy may have a grad_fn if grad mode is enabled.
 at::Tensor in_memory(const at::Tensor& tensor);
 
-/// In a handler of what an operator of a tensor without memory has thrown.
+/// Calls the `keep_error` function of set_tensor_parts(). Call it in the handler of an exception
+/// that an operator on a tensor without memory has thrown.
 void keep_error();
 
-/// Calls `operators`, which are those of a tensor without memory.
+/// Calls `operators`, which run operators on a tensor without memory.
 template <typename Operators>
 auto by_operators(const Operators& operators) {
   try {

@@ -13,8 +13,8 @@
 
 #include <apex/error.h>
 
-/// What differs between the versions of torch that this library is built with. Nothing else in it
-/// asks for a version. `scripts/matrix.sh` builds and tests it with each.
+/// Compatibility layer over the supported versions of torch. No other file of this library checks
+/// the version. `scripts/matrix.sh` builds and tests with each version.
 
 #define APEX_TORCH_AT_LEAST(major, minor) \
   (TORCH_VERSION_MAJOR > (major) ||       \
@@ -27,8 +27,8 @@ namespace apex::parallel::detail {
 using NodePtr =
     decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
-/// Whether collectives of tensors on a device of this type are possible. A group can say so itself
-/// since torch 2.13.
+/// Whether the group supports collectives of tensors on this type of device. c10d has a function
+/// for this since torch 2.13.
 inline bool has_backend(const c10d::ProcessGroup& group, c10::DeviceType type) {
 #if APEX_TORCH_AT_LEAST(2, 13)
   return const_cast<c10d::ProcessGroup&>(group).hasBackendForDeviceType(type);
@@ -39,16 +39,16 @@ inline bool has_backend(const c10d::ProcessGroup& group, c10::DeviceType type) {
 #endif
 }
 
-/// Its name in c10d's registry; empty for one without backends, which has none (a class written in
-/// Python).
+/// The name of the group in c10d's registry. Empty for a group without backends (a class written in
+/// Python), which has no name.
 inline std::string group_name_of(const c10d::ProcessGroup& group) {
   return group.getDeviceTypes().empty() ? std::string() : group.getGroupName();
 }
 
 // The collectives of one tensor have new names since torch 2.13, and the old ones are deprecated.
 
-/// `output` [ranks * n] is `input` [n] of every rank, in the order of the ranks. Does not block the
-/// host.
+/// Writes the `input` [n] of every rank to `output` [ranks * n], in the order of the ranks. Does
+/// not block the host.
 inline c10::intrusive_ptr<c10d::Work> all_gather_single(
     c10d::ProcessGroup& group, at::Tensor& output, at::Tensor& input,
     const c10d::AllgatherOptions& options = {}) {
@@ -59,7 +59,7 @@ inline c10::intrusive_ptr<c10d::Work> all_gather_single(
 #endif
 }
 
-/// `sizes` are lengths in the first dimension, by rank; empty for even ones. Does not block the
+/// The sizes are lengths in the first dimension, by rank; empty splits evenly. Does not block the
 /// host.
 inline c10::intrusive_ptr<c10d::Work> all_to_all_single(c10d::ProcessGroup& group,
                                                         at::Tensor& output, at::Tensor& input,
@@ -72,7 +72,7 @@ inline c10::intrusive_ptr<c10d::Work> all_to_all_single(c10d::ProcessGroup& grou
 #endif
 }
 
-/// Tensor.grad_dtype, which not every version has: the first of these where it is there.
+/// Tensor.grad_dtype. Overload resolution picks the second function if torch does not have it.
 template <typename Tensor>
 auto grad_dtype_of(const Tensor& leaf, int) -> decltype(leaf.grad_dtype()) {
   return leaf.grad_dtype();
@@ -82,22 +82,22 @@ std::optional<at::ScalarType> grad_dtype_of(const Tensor&, ...) {
   return std::nullopt;
 }
 
-/// The dtype that gradients of a leaf get, where that is not its own.
+/// The dtype of the gradients of a leaf, if it differs from the leaf's dtype.
 inline std::optional<at::ScalarType> other_grad_dtype(const at::Tensor& leaf) {
   const std::optional<at::ScalarType> dtype = grad_dtype_of(leaf, 0);
   return dtype == leaf.scalar_type() ? std::nullopt : dtype;
 }
 
-/// Whether a backend is one of NCCL's, by Backend::getBackendName(). Since torch 2.15,
-/// `init_process_group("nccl")` makes one that calls itself "nccl2", and "nccl-lazy" is a variant
-/// of it; the one before is still there.
+/// Whether Backend::getBackendName() names an NCCL backend. Since torch 2.15,
+/// `init_process_group("nccl")` makes a backend named "nccl2", and "nccl-lazy" is a variant of it.
+/// The older backend still exists.
 inline bool is_nccl(const std::string& backend_name) {
   return backend_name == "nccl" || backend_name == "nccl2" || backend_name == "nccl-lazy";
 }
 
-/// Since torch 2.14 a group can be reconfigured: its rank and its size change. What was made for
-/// the ranks before, such as plans and communicators, does not fit any more. The values of a group
-/// are equal in earlier versions.
+/// Checks that the group was not reconfigured. Since torch 2.14 a group's rank and size can change.
+/// Plans and communicators made before that are no longer valid. In earlier versions rank and size
+/// never change.
 /// @throws apex::Error if `group` has another rank or size than the given ones.
 inline void require_same_ranks(const c10d::ProcessGroup& group, int rank, int size,
                                const char* what) {
