@@ -30,7 +30,7 @@ at::Tensor in_memory(const at::Tensor& tensor);
 /// that an operator on a tensor without memory has thrown.
 void keep_error();
 
-/// Calls `operators`, which run operators on a tensor without memory.
+/// Calls `operators`, which use a tensor without memory. If it throws, calls keep_error() first.
 template <typename Operators>
 auto by_operators(const Operators& operators) {
   try {

@@ -28,24 +28,25 @@ namespace {
 // Note [Ranks in different layers]
 //
 // The collectives of a layer are matched by their order. A rank that has skipped or repeated one,
-// or is in backward while others are in forward, sends something else than they expect. If that is
-// larger, Gloo ends their process by an exception on a thread of its own; if it is smaller or
-// equal, values are mixed without a word. So the first message begins with a header that says which
-// exchange it is, and every rank reads all of them before any value. Values that do not fit into it
-// follow in a second one. Over Gloo the first is received into more room than it needs, which an
-// all-to-all allows, as each rank gives the lengths that it expects itself. (With as many values
-// for everybody it is the same as an all-gather; and a rank sends to all at once, where an
-// all-gather passes messages round a ring.) In shared memory it is one, of the same length for
-// every layer, so that headers can be read when the layers differ.
+// or is in backward while others are in forward, sends a message that its peers do not expect. If
+// that message is larger, Gloo ends the peer's process by an exception on a Gloo thread. If it is
+// smaller or equal, values are mixed without an error. So the first message begins with a header
+// that identifies the exchange, and every rank checks all headers before it reads a value. Values
+// that do not fit into the first message follow in a second one. Over Gloo the first message is an
+// all-to-all with a receive buffer that is larger than needed, which an all-to-all allows because
+// each rank chooses the lengths that it expects. (All ranks get the same values, so it works as an
+// all-gather. A rank sends to all peers at once, while Gloo's all-gather passes messages around a
+// ring.) In shared memory the first message is an all-gather. It has the same length for every
+// layer, so that headers can be read even if the layers differ.
 
 struct Header {
   static constexpr size_t kNameLength = 40;
-  int64_t bytes = 0;  ///< that follow
+  int64_t bytes = 0;  ///< size of the values that follow
   int64_t channels = 0;
-  int64_t number = 0;  ///< of the exchange in its group: a rank may have refused to be in one
+  int64_t number = 0;  ///< of this exchange in its group; refused exchanges also count
   Direction direction = Direction::kForward;
   int32_t name_length = 0;
-  char name[kNameLength] = {};  ///< the end of the layer's
+  char name[kNameLength] = {};  ///< the last characters of the layer's name
 
   bool matches(const Header& other) const {
     return bytes == other.bytes && channels == other.channels && number == other.number &&
@@ -56,15 +57,17 @@ struct Header {
 };
 static_assert(sizeof(Header) % sizeof(double) == 0, "what follows is aligned");
 
-/// For the first message of any rank. Over Gloo, where pages that nobody writes cost nothing;
+/// Receive buffer for the first message of one rank over Gloo. Pages that are not written cost
+/// nothing.
 constexpr int64_t kRoom = int64_t{1} << 20;
-/// and in shared memory: a header, and the values of some 500 channels.
+/// The same in shared memory: a header and the values of about 500 channels.
 constexpr int64_t kRoomInMemory = int64_t{8} << 10;
 
-/// From this size on, of all ranks together, the backend's own all-reduce is faster than to gather.
+/// If the messages of all ranks together are larger than this, the backend's all-reduce is faster
+/// than an all-gather and a local sum.
 constexpr size_t kMaxGatheredBytes = size_t{1} << 20;
 
-/// Of the exchanges in `group`, those that this rank has refused included.
+/// The number of the next exchange in `group`. Exchanges that this rank has refused also count.
 int64_t next_exchange(const c10d::ProcessGroup& group) {
   const WatchedGroupPtr known = watched(group);
   return known ? ++known->exchanges : 0;
@@ -123,7 +126,7 @@ void refuse_different(const c10d::ProcessGroup& group, const std::vector<Header>
     if (refused) text += ", its exchange number " + std::to_string(header.number);
     last = std::max(last, header.number);
   }
-  if (const WatchedGroupPtr known = watched(group)) {  // all raise, and go on with the same numbers
+  if (const WatchedGroupPtr known = watched(group)) {  // all ranks throw; their numbers stay equal
     for (int64_t behind = last - headers[rank].number; behind > 0; --behind) known->calls.add({});
     known->exchanges = last;
   }
@@ -141,8 +144,8 @@ bool talks_over_gloo(c10d::ProcessGroup& group, const at::Tensor& tensor) {
          distributed::gloo_timeout(*group.getBackend(at::kCPU)).has_value();
 }
 
-/// Every rank's `local`, one after the other. Without `with_values` only the headers are exchanged,
-/// which say how many there are.
+/// Checks the headers of all ranks, and concatenates the `local` of every rank. Without
+/// `with_values` it only exchanges the headers, and returns an undefined tensor.
 /// @throws RankMismatch if the headers differ.
 at::Tensor gather_with_headers(const Peers& peers, const at::Tensor& local, Direction direction,
                                int64_t channels, bool with_values = true) {
@@ -158,13 +161,14 @@ at::Tensor gather_with_headers(const Peers& peers, const at::Tensor& local, Dire
   const bool fits = with_values && kHeader + bytes <= room;
   const int64_t length = in_memory ? room : kHeader + (fits ? bytes : 0);
   std::vector<int64_t> lengths(ranks, length), rooms(ranks, room);
-  rooms[group.getRank()] = length;  // Gloo demands it
+  rooms[group.getRank()] = length;  // Gloo requires equal lengths here
   const at::Tensor share = at::zeros({length}, at::kByte);
   auto* const header = share.mutable_data_ptr<uint8_t>();
   std::memcpy(header, &mine, sizeof(mine));
   if (fits && bytes > 0) std::memcpy(header + kHeader, local.const_data_ptr(), local.nbytes());
   const at::Tensor received = at::empty({c10::sum_integers(rooms)}, at::kByte);
-  // Over Gloo without the layer, which a rank that only takes part under join() does not know.
+  // Over Gloo the name of the collective omits the layer: a rank that takes part only because of
+  // join() does not know the layer.
   const auto work = in_memory
                         ? issue_all_gather("exchange of a SyncBatchNorm", group, received, share)
                         : issue_all_to_all(describe({}, direction, channels), group, received,
@@ -194,7 +198,7 @@ at::Tensor gather_with_headers(const Peers& peers, const at::Tensor& local, Dire
   return gathered;
 }
 
-/// In the order of the ranks, rounded after each.
+/// Sums in the order of the ranks, and rounds to T after each addition.
 template <typename T>
 void sum_values(at::Tensor& sums, const at::Tensor& gathered) {
   T* const to = sums.mutable_data_ptr<T>();
@@ -244,7 +248,7 @@ at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Direction dir
 }
 
 void all_reduce(const Peers& peers, at::Tensor& tensor, Direction direction, int64_t channels) {
-  if (direction != Direction::kForward) {  // which its module announces
+  if (direction != Direction::kForward) {  // the module announces a forward
     announce_collective(4 * channels + (direction == Direction::kBackward    ? 1
                                         : tensor.scalar_type() == at::kFloat ? 2
                                                                              : 3));

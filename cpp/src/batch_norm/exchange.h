@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// The messages that the ranks of a synchronized batch norm exchange.
+/// Collectives of synchronized batch norm.
 
 #include <cstdint>
 #include <string>
@@ -14,23 +14,23 @@
 
 namespace apex::parallel::detail {
 
-/// With whom a layer talks.
+/// The ranks that a layer synchronizes with.
 struct Peers {
-  c10::intrusive_ptr<c10d::ProcessGroup> group;  ///< null: this rank alone
+  c10::intrusive_ptr<c10d::ProcessGroup> group;  ///< null: only this rank
   std::string layer;                             ///< for errors; may be empty
 
   explicit operator bool() const { return static_cast<bool>(group); }
 };
 
-/// The peers of that name; nobody for "" and for a group of one rank. Throws a RuntimeError that
-/// says what to do for a name nobody registered.
+/// Looks up a process group by name. Returns no group for "" and for a group of one rank. Throws a
+/// RuntimeError for a name that is not registered.
 APEX_API Peers find_peers(c10::string_view group_name, c10::string_view layer);
 
-/// Says which exchange it is. Ranks have to be in the same one.
+/// The kind of an exchange. All ranks must run the same kind at the same time.
 enum class Direction : int32_t { kForward, kBackward, kSecondDerivative };
 
-/// Lives while an operator checks its arguments, before its exchange. If that throws, the other
-/// ranks are told, which would wait.
+/// RAII guard for the argument checks of an operator, before its exchange. If a check throws, the
+/// destructor notifies the other ranks, which would otherwise wait.
 class APEX_API BeforeExchange {
  public:
   BeforeExchange(const Peers& peers, Direction direction);
@@ -44,18 +44,19 @@ class APEX_API BeforeExchange {
   int exceptions_;
 };
 
-/// Every rank's `local` [n], one after the other. Blocks the stream (CUDA) or the host (CPU). Over
-/// Gloo it throws RankMismatch, on every rank, where ranks are in different exchanges; see Note
+/// Concatenates the `local` [n] of every rank. Blocks the stream (CUDA) or the host (CPU). Over
+/// Gloo it throws RankMismatch on every rank if the ranks are in different exchanges; see Note
 /// [Ranks in different layers].
 APEX_API at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Direction direction,
                                int64_t channels);
 
-/// Sums `tensor` [n] over the ranks, in place, to the same bits on each of them. Otherwise as
-/// above.
+/// Sums `tensor` [n] over the ranks in place. Every rank gets the same bits. Blocks and throws like
+/// all_gather().
 APEX_API void all_reduce(const Peers& peers, at::Tensor& tensor, Direction direction,
                          int64_t channels);
 
-/// The operator of that name, on every device: a contiguous sum of `tensor` over the ranks.
+/// The operator apex::all_reduce_sum for all devices: the sum of `tensor` over the ranks,
+/// contiguous.
 APEX_API at::Tensor all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name,
                                    c10::string_view layer);
 

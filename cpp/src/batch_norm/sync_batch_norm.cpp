@@ -24,8 +24,8 @@ std::optional<at::Tensor> if_defined(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }
 
-/// The group that c10d knows by this name, or null. It asserts on unknown names; asking is the only
-/// way to know.
+/// The group that c10d has registered by this name, or null. c10d throws for an unknown name and
+/// offers no other query.
 c10::intrusive_ptr<c10d::ProcessGroup> registered_as(const std::string& name) {
   try {
     return c10d::resolve_process_group(name);
@@ -39,12 +39,12 @@ bool try_register(const std::string& name, const c10::intrusive_ptr<c10d::Proces
     c10d::register_process_group(name, group);
     return true;
   } catch (const std::exception&) {
-    return false;  // the name of a group that has ended
+    return false;  // the name belongs to a destroyed group
   }
 }
 
-/// The communicator of all ranks that layers without a group share; null with one rank. The first
-/// call of a job is collective.
+/// The process group of all ranks, which layers without a group of their own share. Null if there
+/// is one rank. The first call in a job is collective.
 c10::intrusive_ptr<c10d::ProcessGroup> group_of_all_ranks() {
   using WeakGroup = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
   if (!apex::distributed::is_initialized()) {
@@ -54,7 +54,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> group_of_all_ranks() {
   if (world->getSize() == 1) {
     return {};
   }
-  static std::mutex mutex;  // guards both, and is held while the group is made
+  static std::mutex mutex;  // guards `of` and `made`; held while the group is made
   static auto* const of = new WeakGroup{c10::intrusive_ptr<c10d::ProcessGroup>()};
   static auto* const made = new WeakGroup{c10::intrusive_ptr<c10d::ProcessGroup>()};
   const std::lock_guard<std::mutex> lock(mutex);
@@ -73,7 +73,7 @@ void require_input(const at::Tensor& input, const char* function) {
   }
 }
 
-/// Calls an operator of ours; what it refuses, as this library says it.
+/// Calls an operator, and converts c10's exceptions to this library's.
 template <typename Call>
 at::Tensor with_own_errors(Call&& call) {
   try {
@@ -223,7 +223,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> SyncBatchNormImpl::group_in_training() co
   if (options.process_group()) {
     return options.process_group();
   }
-  announce_collective(4 * options.num_features());  // first: those who follow make the group, too
+  announce_collective(4 * options.num_features());  // first: peers under join() also make the group
   return group_of_all_ranks();
 }
 
@@ -242,7 +242,7 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor&
       a.layer_name = layer_name;
       a.running_mean = running_mean;
       a.running_var = running_var;
-      // Of any type: libtorch's Module::to(dtype) casts counters, too.
+      // Its dtype may not be int64: libtorch's Module::to(dtype) also casts counters.
       a.num_batches_tracked = num_batches_tracked;
     }
     return sync_batch_norm(input, a);

@@ -15,7 +15,7 @@ namespace {
 
 using kernels::ReluMask;
 
-/// [R, C] or [N, C, S], without a copy.
+/// A view of `tensor` as [R, C] or [N, C, S], without a copy.
 template <typename Call>
 at::Tensor flat(const at::Tensor& tensor, const Call& call) {
   const auto& [batch, channels, plane] = call.sizes.planes;
@@ -24,7 +24,8 @@ at::Tensor flat(const at::Tensor& tensor, const Call& call) {
   return (moved ? tensor.movedim(1, -1) : tensor).view({batch * plane, channels});
 }
 
-/// The per-channel tensors of ATen's operators have the type that it computes in.
+/// `tensor` in the type that ATen computes in for `x`. Its operators require this type of
+/// per-channel tensors.
 at::Tensor computed(const at::Tensor& tensor, const at::Tensor& x) {
   return tensor.to(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).contiguous();
 }
@@ -33,7 +34,7 @@ OptionalTensor computed(const OptionalTensor& tensor, const at::Tensor& x) {
   return present(tensor) ? OptionalTensor(computed(*tensor, x)) : std::nullopt;
 }
 
-/// Of forward and inference, the mean and 1 / sqrt(variance + eps) given in float64.
+/// The normalizing pass of forward and inference. `mean` and `invstd` are float64.
 template <typename Arguments, typename Call>
 void normalize(const Arguments& a, const Call& call, const at::Tensor& mean,
                const at::Tensor& invstd) {
@@ -51,7 +52,7 @@ at::Tensor record_of(const at::Tensor& x, int64_t channels, int64_t count) {
   const at::Tensor record =
       at::zeros({kernels::statistics_length(channels)}, x.options().dtype(at::kDouble));
   if (count == 0) return record;
-  // With eps = 0 the variance can be computed from it; ATen gives 0 for a variance of 0.
+  // With eps = 0 the variance follows from invstd. ATen returns an invstd of 0 for a variance of 0.
   const auto [mean, invstd] = at::batch_norm_stats(x, 0.0);
   const at::Tensor variance = invstd.to(at::kDouble).square().reciprocal();
   record.narrow(0, 0, channels).copy_(mean);
@@ -69,7 +70,7 @@ ForwardResult forward_aten(const ForwardArguments& a, const ForwardCall& call) {
   const at::Tensor records = (call.peers ? gather_statistics(call.peers, record, channels) : record)
                                  .view({-1, kernels::statistics_length(channels)});
   const at::Tensor counts = records.select(1, 2 * channels);
-  // Of a rank without values ATen's merge would divide zero by zero.
+  // For a rank without values, ATen's merge would divide zero by zero.
   const at::Tensor weights = counts.clamp_min(std::numeric_limits<float>::min());
   const at::Tensor variances = records.narrow(1, channels, channels) / weights.unsqueeze(1);
   const auto [mean, invstd] = at::batch_norm_gather_stats_with_counts(
@@ -133,7 +134,7 @@ BackwardResult backward_aten(const BackwardArguments& a, const BackwardCall& cal
   }
   if (call.peers) all_reduce(call.peers, sums, Direction::kBackward, channels);
   if (call.dx.numel() > 0) {
-    // ATen divides by an int32; the number of values may be larger.
+    // ATen takes the number of values as an int32, which may overflow, so divide here.
     const at::Tensor one = at::ones({1}, x.options().dtype(at::kInt));
     if (call.training) {
       sums.div_(a.count->clamp_min(1));
@@ -148,7 +149,7 @@ BackwardResult backward_aten(const BackwardArguments& a, const BackwardCall& cal
   return call.results;
 }
 
-/// A step of one rank: tensors by name.
+/// The results of one forward and backward on one rank: tensors by name.
 using Results = std::vector<std::pair<const char*, at::Tensor>>;
 
 struct Trial {
@@ -157,7 +158,7 @@ struct Trial {
   bool rows;
 };
 
-/// No value lies near the edge of the ReLU, and no sum cancels.
+/// The values are chosen so that none is near the threshold of the ReLU, and no sum cancels.
 Trial make_trial(c10::Device device, at::ScalarType dtype, at::IntArrayRef shape, bool rows,
                  ReluMask mask) {
   const auto parameters = dtype == at::kDouble ? at::kDouble : at::kFloat;
@@ -185,7 +186,7 @@ Results run(const Implementation& implementation, Trial& trial) {
   const ForwardArguments forward{trial.x,     z,   weight, bias,       running_mean, running_var,
                                  num_batches, 0.1, 1e-5,   trial.rows, relu,         ""};
   const auto [y, m, s, n] = implementation.forward(forward, ForwardCall(forward));
-  // The masks of both are read from the same output.
+  // Both implementations read the ReLU mask from the same output.
   if (!trial.output.defined()) trial.output = y;
   const OptionalTensor count = n;
   const OptionalTensor output = z ? OptionalTensor(trial.output) : std::nullopt;
@@ -214,11 +215,11 @@ double tolerance(at::ScalarType dtype) {
                                : 3e-2;
 }
 
-/// Empty, or what is wrong with the kernels. Every kernel of the dtype runs, with several blocks
-/// that share a channel.
+/// Returns a description of the first error of the kernels, or an empty string. Runs every kernel
+/// of the dtype, with several blocks per channel.
 std::string compare(const Implementation& kernels, c10::Device device, at::ScalarType dtype) {
   for (const bool rows : {false, true}) {
-    for (const int64_t less : {0, 4, 2, 1}) {  // loads of 16 bytes, 8 and one element
+    for (const int64_t less : {0, 4, 2, 1}) {  // loads of 16 bytes, 8 bytes, one element
       for (const ReluMask mask : {ReluMask::kNone, ReluMask::kRecompute, ReluMask::kOutput}) {
         const auto shape =
             rows ? std::vector<int64_t>{2048, 16 - less} : std::vector<int64_t>{32, 2, 512 - less};
@@ -277,7 +278,7 @@ const Implementation& choose(const Implementation& kernels, const at::Tensor& x,
                     "APEX_SYNC_BATCH_NORM is '", name,
                     "'; it has to be apex (this library's CUDA kernels) or aten (torch's "
                     "operators).");
-  if (variable == nullptr && capturing) return kernels;  // the host may not wait
+  if (variable == nullptr && capturing) return kernels;  // a capture must not block the host
   std::string fault;
   if (variable == nullptr) fault = compare(kernels, x.device(), x.scalar_type());
   const bool aten = name == "aten" || !fault.empty();

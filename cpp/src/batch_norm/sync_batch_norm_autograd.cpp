@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Autograd of torch.ops.apex.*: each operator is a node whose backward calls an operator again, so
+// Autograd of torch.ops.apex.*. Each operator is a node whose backward calls operators again, so
 // that derivatives of any order, tracing and fake tensors work without special cases.
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -28,12 +28,12 @@ OptionalTensor or_none(const at::Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-/// A gradient nobody asked for arrives from the operator as an empty tensor.
+/// Replaces the empty tensor that the operator returns for a gradient that was not requested.
 Variable if_needed(bool needed, const at::Tensor& gradient) {
   return needed ? gradient : Variable();
 }
 
-/// Autograd numbers a node's edges by the tensors that were there, skipping absent ones.
+/// Counts a node's edges. Autograd numbers them without the absent tensors.
 class EdgeCounter {
  public:
   explicit EdgeCounter(AutogradContext* ctx) : ctx_(ctx) {}
@@ -52,8 +52,7 @@ OutputMask needed_gradients(AutogradContext* ctx, bool z, bool weight, bool bias
   return {needs_input, needs_z, needs_weight, edges.needs(bias)};
 }
 
-/// The tensors that have edges are arguments of their own, as autograd wants them; the others are
-/// in `a`.
+/// Tensors that have edges are separate arguments, as autograd requires. The others are in `a`.
 class BackwardFunction : public Function<BackwardFunction> {
  public:
   static variable_list forward(AutogradContext* ctx, const at::Tensor& grad_output,
@@ -80,10 +79,10 @@ class BackwardFunction : public Function<BackwardFunction> {
     const variable_list saved = ctx->get_saved_variables();
     const OptionalTensor output = or_none(saved[2]), weight = or_none(saved[3]),
                          bias = or_none(saved[4]), count = or_none(saved[7]);
-    // What the first derivative was asked for is one thing, what depends on x another: dweight
-    // does, through the statistics, too.
+    // Derivatives by x may be needed although the first backward did not compute dx, because
+    // dweight also depends on x through the statistics.
     const bool through_input = ctx->saved_data["needs_input"].toBool() || saved[1].requires_grad();
-    // A result that was not asked for is an empty placeholder, and so is its gradient.
+    // A result that was not requested is an empty placeholder, and so is its gradient.
     const auto gradient = [&](int64_t i, const char* needed) {
       return ctx->saved_data[needed].toBool() ? gradients[i] : Variable();
     };
@@ -99,7 +98,7 @@ class BackwardFunction : public Function<BackwardFunction> {
   }
 };
 
-/// What both batch norms need of their backward, whose node this is.
+/// Saves what the backward needs, for training and inference.
 template <typename Arguments>
 void save_for_backward(AutogradContext* ctx, const Arguments& a, const at::Tensor& output,
                        const at::Tensor& mean, const at::Tensor& invstd_or_var,
@@ -143,13 +142,13 @@ class ForwardFunction : public Function<ForwardFunction> {
     auto [output, mean, invstd, count] = call(a);
     save_for_backward(ctx, a, output, mean, invstd, count, a.group_name, a.layer);
     ctx->mark_non_differentiable({mean, invstd, count});
-    // Else autograd would make zeros as gradients of the statistics: three launches for nothing.
+    // Otherwise autograd creates zero gradients of the statistics: three launches for nothing.
     ctx->set_materialize_grads(false);
     return {output, mean, invstd, count};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    // Without a gradient, too: other ranks may have one, and wait for this one's sums.
+    // Continue without a gradient, because other ranks may have one and wait for this rank's sums.
     const at::Tensor dy =
         gradients[0].defined() ? gradients[0] : at::zeros_like(ctx->get_saved_variables().front());
     return backward_of_saved(ctx, dy);
@@ -189,12 +188,12 @@ class AllReduceSumFunction : public Function<AllReduceSumFunction> {
   }
 };
 
-/// Whether this call is part of a transform of torch.func or of a forward-mode derivative. A node
-/// has no rules for them and refuses.
+/// Whether this call is part of a transform of torch.func or of a forward-mode derivative. Custom
+/// autograd nodes do not support these.
 template <typename... Tensors>
 bool is_transformed(const Tensors&... tensors) {
-  // Included as long as a transform runs. (The headers that can be asked need one that torch does
-  // not ship.)
+  // This key is included while a transform runs. (functorch's headers have functions for this, but
+  // include a header that torch does not ship.)
   if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode)) {
     return true;
   }
@@ -204,8 +203,8 @@ bool is_transformed(const Tensors&... tensors) {
   return (has_tangent(or_undefined(tensors)) || ...);
 }
 
-/// Whether autograd has to know of a call with these arguments. Making a node costs as much as
-/// everything else that is done once per call; without one the call goes on below autograd.
+/// Whether a call with these arguments needs an autograd node. A node costs as much as all other
+/// per-call work, so calls without one skip autograd.
 template <typename... Tensors>
 bool needs_node(const Tensors&... tensors) {
   const auto concerns = [](const at::Tensor& tensor) {
@@ -214,7 +213,8 @@ bool needs_node(const Tensors&... tensors) {
   return at::GradMode::is_enabled() && (concerns(or_undefined(tensors)) || ...);
 }
 
-/// A tensor that was saved for some backward and is overwritten here has to be noticed there.
+/// Bumps the version of a tensor that is overwritten here. A backward that has saved it then
+/// detects the change.
 void mark_changed(const OptionalTensor& tensor) {
   if (present(tensor) && !tensor->is_inference()) {
     torch::autograd::impl::bump_version(*tensor);
@@ -227,7 +227,7 @@ void mark_changed(const ForwardArguments& a) {
   mark_changed(a.num_batches_tracked);
 }
 
-/// Inference mode passes autograd by, but what is overwritten may have been saved outside of it.
+/// Inference mode skips autograd, but the overwritten tensors may have been saved outside of it.
 ForwardResult forward_without_node(const ForwardArguments& a) {
   ForwardResult result;
   {

@@ -19,8 +19,8 @@ int64_t channel_dim(const at::Tensor& input, bool channel_last) {
 
 namespace {
 
-/// torch's name for "channels last" of that many dimensions, whose strides it knows without
-/// looking.
+/// torch's channels-last memory format for `dim` dimensions, if it has one. A tensor caches whether
+/// it is contiguous in these formats.
 std::optional<at::MemoryFormat> channels_last_format(int64_t dim) {
   if (dim == 4) {
     return at::MemoryFormat::ChannelsLast;
@@ -73,14 +73,15 @@ Sizes sizes_of(const at::Tensor& input, MemoryLayout layout) {
   for (int64_t d = 1; d < input.dim(); ++d) {
     plane *= d == dim ? 1 : input.size(d);
   }
-  // With one value per plane the two layouts are the same memory, and rows are read faster.
+  // With one value per plane both layouts have the same memory order, and the row kernels are
+  // faster.
   return {layout != MemoryLayout::kPlanes || plane == 1, {input.size(0), channels, plane}};
 }
 
 namespace {
 
-/// An argument on `meta` would send the whole call there, and memory that nobody has written would
-/// come back.
+/// An argument on `meta` would dispatch the whole call to the Meta kernel, which returns
+/// uninitialized memory.
 void check_device(const OptionalTensor& tensor, const at::Tensor& input, const char* name) {
   if (present(tensor)) {
     TORCH_CHECK_VALUE(tensor->device() == input.device(), "apex sync batch norm: ", name, " is on ",
@@ -112,7 +113,7 @@ void check_channels(const OptionalTensor& tensor, const c10::SymInt& channels, c
   }
 }
 
-/// Of what is updated in place: two channels in one place would both be written.
+/// Checks a tensor that is updated in place. Channels that share memory would overwrite each other.
 void check_own_memory(const OptionalTensor& tensor, const char* name) {
   if (present(tensor)) {
     TORCH_CHECK_VALUE(
@@ -121,7 +122,7 @@ void check_own_memory(const OptionalTensor& tensor, const char* name) {
   }
 }
 
-/// What has an element for each of the input's.
+/// Checks a tensor that must have the shape of the input.
 void check_elements(const OptionalTensor& tensor, const at::Tensor& input, bool same_type,
                     const char* name, const char* why) {
   if (present(tensor)) {
@@ -290,14 +291,14 @@ BackwardCall::BackwardCall(const BackwardArguments& a)
 
 // Note [Statistics of many ranks]
 //
-// Gathered, the statistics of a layer are 2 C + 1 numbers of each rank on every rank: 425 MB in a
-// forward of ResNet-50 on 1,000 ranks. So many ranks sum their moments instead: n, n mean and
-// m2 + n mean^2, of which mean and m2 are computed again. The difference in m2 loses digits where
-// the mean is large against the standard deviation: the variance is off by mean^2 / 2^52. That is
-// 2e-8 of it for a mean of 10^4 standard deviations, at which float32 inputs have lost three of
-// their seven digits. Moments about a shift would keep more, and the running mean suggests itself;
-// but the shift has to be the same on all ranks, bit for bit, and running means may differ, or not
-// be there.
+// An all-gather of the statistics of a layer gives every rank 2 C + 1 numbers from each rank. In a
+// forward of ResNet-50 on 1,000 ranks that is 425 MB. So large groups sum their moments instead: n,
+// n mean and m2 + n mean^2. Each rank computes mean and m2 from these sums. The subtraction for m2
+// loses digits if the mean is large compared to the standard deviation: the error of the variance
+// is mean^2 / 2^52. For a mean of 10^4 standard deviations the relative error is 2e-8, and float32
+// inputs have lost four of their seven digits at that mean. Moments about a shift, such as the
+// running mean, would keep more digits. But the shift must have the same bits on all ranks, and
+// running means may differ or be absent.
 
 at::Tensor gather_statistics(const Peers& peers, const at::Tensor& record, int64_t channels) {
   if (peers.group->getSize() <= kMostGatheredRanks)
@@ -310,7 +311,7 @@ at::Tensor gather_statistics(const Peers& peers, const at::Tensor& record, int64
   const at::Tensor weighted = mean * count;
   at::Tensor moments = at::cat({weighted, at::addcmul(m2, weighted, mean), count});
   all_reduce(peers, moments, Direction::kForward, channels);
-  const DefaultFloatingPointMode mode;  // every rank computes what follows for itself
+  const DefaultFloatingPointMode mode;  // every rank computes the following by itself
   const auto [sum, squares, total] = parts(moments);
   const at::Tensor mean_of_all = sum / total.clamp_min(1);
   const at::Tensor m2_of_all = at::addcmul(squares, sum, mean_of_all, /*value=*/-1).clamp_min_(0);

@@ -13,27 +13,28 @@
 #include "kernels/batch_norm_cpu.h"
 #include "kernels/channel_param.h"
 
-/// What the CPU, CUDA and fake implementations of the batch-norm operators have in common.
+/// Code shared by the CPU, CUDA and fake implementations of the batch-norm operators.
 
 namespace apex::parallel::detail {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-/// Where the channels of a tensor lie in memory.
+/// The order of a tensor's dimensions in memory.
 enum class MemoryLayout {
   kPlanes,     // [N, C, *] contiguous
   kRows,       // [N, *, C] contiguous (channel_last), or [N, C]
-  kMovedRows,  // [N, C, *] whose memory is [N, *, C]: torch.channels_last and its like
+  kMovedRows,  // [N, C, *] whose memory is [N, *, C]: torch.channels_last, channels_last_3d, ...
 };
 
-/// The layout the operators compute `input` in; any other strides are copied into kPlanes.
+/// The layout in which the operators compute on `input`. Tensors with other strides are copied to
+/// kPlanes.
 MemoryLayout layout_of(const at::Tensor& input, bool channel_last);
 at::Tensor to_layout(const at::Tensor& tensor, MemoryLayout layout);
 
-/// A tensor like this one, whose values are not set.
+/// An uninitialized tensor like `like`.
 at::Tensor empty_in_layout(const at::Tensor& like, MemoryLayout layout);
 
-/// The sizes that kernels see. With `rows` there are batch * plane rows of `channels` values.
+/// Sizes as the kernels take them. With `rows` there are batch * plane rows of `channels` values.
 struct Sizes {
   bool rows;
   kernels::Planes planes;
@@ -48,8 +49,8 @@ inline bool present(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined();
 }
 
-/// What the operators are called with, in the order of their schemas. They refer to what the caller
-/// holds.
+/// The arguments of the operators, in the order of their schemas. The members refer to objects of
+/// the caller.
 struct ForwardArguments {
   const at::Tensor& input;
   const OptionalTensor& z;
@@ -132,18 +133,18 @@ BackwardResult backward_kernel(const at::Tensor& grad_output, const at::Tensor& 
                channel_last, fuse_relu, needs, group_name, layer});
 }
 
-/// Refuses, with a ValueError, what the operators cannot honour. Works on fake tensors, too.
-/// Kernels trust what passes.
+/// Throws a ValueError or a TypeError for arguments that the operators do not support. The kernels
+/// rely on these checks. Also works on fake tensors.
 void check(const ForwardArguments& a);
 void check(const InferenceArguments& a);
 void check(const BackwardArguments& a);
 
-/// Results that nobody has written yet. Gradients that `a.needs` does not ask for are empty.
+/// Allocates uninitialized results. Gradients that `a.needs` does not request are empty.
 ForwardResult new_results(const ForwardArguments& a, MemoryLayout layout);
 BackwardResult new_results(const BackwardArguments& a, MemoryLayout layout);
 
-/// A training batch before anything is computed, on every device: checked, in one layout, with
-/// memory for the results. If a check fails, the other ranks are told.
+/// The checked input of a forward in training, on any device: in one layout, with memory for the
+/// results. If a check fails, the other ranks are notified.
 struct ForwardCall {
   explicit ForwardCall(const ForwardArguments& a);
 
@@ -153,9 +154,9 @@ struct ForwardCall {
   const OptionalTensor z;
   const Sizes sizes;
   const ForwardResult results;
-  const at::Tensor output, mean, invstd, count;  ///< of the results
-  /// Of batches, as an int64, which is what kernels count in: a copy where it is of another type.
-  /// Undefined without one.
+  const at::Tensor output, mean, invstd, count;  ///< the elements of `results`
+  /// num_batches_tracked as an int64, which the kernels count in. A copy if it has another dtype,
+  /// undefined if the layer has none.
   const at::Tensor counter;
 };
 
@@ -180,35 +181,35 @@ struct BackwardCall {
   const Peers peers;
   const kernels::ReluMask mask;
   const BackwardResult results;
-  const at::Tensor dx, dz;                   ///< of the results
-  const kernels::ChannelParam weight, bias;  ///< their gradients; absent if nobody wants them
+  const at::Tensor dx, dz;                   ///< elements of `results`
+  const kernels::ChannelParam weight, bias;  ///< their gradients; absent if not requested
   const bool reduces;                        ///< sums over a channel are needed
-  const bool writes_elements;                ///< dx or dz is
+  const bool writes_elements;                ///< dx or dz is needed
 };
 
-/// Of more ranks the moments are summed.
+/// With more ranks than this, moments are summed instead of gathered.
 constexpr int64_t kMostGatheredRanks = 64;
 
-/// Given this rank's `record` [kernels::statistics_length(channels)], for kernels::merge_ranks():
-/// the records of all ranks, one after the other; or, of more than kMostGatheredRanks, one that
-/// stands for all. One collective; never blocks the host on CUDA. See Note [Statistics of many
-/// ranks].
+/// Gathers each rank's `record` [kernels::statistics_length(channels)] for kernels::merge_ranks().
+/// Returns the records of all ranks, concatenated. With more than kMostGatheredRanks ranks, it
+/// returns one merged record. Runs one collective. Never blocks the host on CUDA. See Note
+/// [Statistics of many ranks].
 at::Tensor gather_statistics(const Peers& peers, const at::Tensor& record, int64_t channels);
 
-/// Writes back what was counted in a copy.
+/// Copies `counted` to `counter`, if it is a copy and not the same tensor.
 void store_counter(const OptionalTensor& counter, const at::Tensor& counted);
 
-/// Raises torch's own error for a training batch that has one value per channel.
+/// Throws torch's own error for a training batch that has one value per channel.
 void check_more_than_one_value(const at::Tensor& input, int64_t values_over_all_ranks);
 
 kernels::ChannelParam channel_param(const OptionalTensor& tensor);
 
-/// Of the arguments of the backward operator.
+/// The statistics in the arguments of the backward operator, as the kernels take them.
 kernels::ChannelStatistics channel_statistics(const at::Tensor& mean,
                                               const at::Tensor& invstd_or_var, bool constant,
                                               double eps);
 
-/// Calls `f` with a value of the C++ type of `type`, and returns what it does.
+/// Calls `f` with a value of the C++ type of `type`, and returns its result.
 template <typename F>
 auto visit_element_type(at::ScalarType type, F&& f) {
   switch (type) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Converting C++ modules to SyncBatchNorm and back.
+// Conversion of C++ modules to SyncBatchNorm and back.
 
 #include <apex/error.h>
 #include <apex/parallel/sync_batch_norm.h>
@@ -38,8 +38,8 @@ std::shared_ptr<SyncBatchNormImpl> to_sync(const BatchNormImpl& module, int dime
   return result;
 }
 
-/// Takes over the tensors of `module`. BatchNorm offers no constructor for that, but its members
-/// and named_parameters() are handles: both are pointed at the same storage and flags.
+/// A BatchNorm that shares the tensors of `module`. BatchNorm has no constructor for that. But its
+/// members and named_parameters() are handles of the same tensors, so set_data() changes both.
 template <typename BatchNormImpl>
 std::shared_ptr<BatchNormImpl> to_plain(const SyncBatchNormImpl& module) {
   torch::nn::BatchNormOptions options(module.options.num_features());
@@ -73,10 +73,10 @@ bool is_sync_batch_norm(const torch::nn::Module& module) {
   return module.as<SyncBatchNormImpl>() != nullptr;
 }
 
-/// What is replaced, by what, and what to say where that is impossible.
+/// Which modules to replace, how to make the replacement, and the remedy for the error message.
 struct Replacement {
   bool (*applies)(const torch::nn::Module&);
-  /// (module that applies, its full name) -> what takes its place.
+  /// (module to replace, its full name) -> its replacement.
   std::function<AnyModule(const torch::nn::Module&, const std::string&)> make;
   const char* remedy;
 };
@@ -95,7 +95,7 @@ class ReplaceInPlace {
  public:
   explicit ReplaceInPlace(const Replacement& replacement) : replacement_(replacement) {}
 
-  /// All replacements are made, and all refusals thrown, before the first change.
+  /// Makes all replacements, and throws all errors, before the first change to the model.
   void run(torch::nn::Module& model) {
     if (replacement_.applies(model)) {
       throw InvalidArgument(
@@ -172,16 +172,16 @@ class ReplaceInPlace {
   std::unordered_map<const torch::nn::Module*, AnyModule> made_;
 };
 
-// ---- anew --------------------------------------------------------------------------------------
+// ---- into a new Sequential ---------------------------------------------------------------------
 
-/// `model` with its elements replaced; those that stay are shared. (libtorch has no Sequential in a
-/// Sequential: an AnyModule cannot hold a forward that is a template.)
+/// A new Sequential with replaced elements. It shares the other elements with `model`. (libtorch
+/// allows no Sequential in a Sequential, because an AnyModule cannot hold a template forward.)
 torch::nn::Sequential rebuild(const torch::nn::Sequential& model, const Replacement& replacement) {
   if (model.is_empty()) {
     throw InvalidArgument("the model is null; construct it first, e.g. torch::nn::Sequential().");
   }
   torch::nn::Sequential result;
-  result->train(model->is_training());  // while it is empty: train() reaches into the elements
+  result->train(model->is_training());  // while it is empty: train() also changes the elements
   const auto children = model->named_children();
   size_t index = 0;
   for (auto element = model->begin(); element != model->end(); ++element, ++index) {
@@ -202,7 +202,7 @@ torch::nn::Sequential rebuild(const torch::nn::Sequential& model, const Replacem
   return result;
 }
 
-/// Throws for a class of the user's on top of `Known`, which would be lost.
+/// Throws if `module` is of a user's class derived from `Known`, which the replacement would lose.
 template <typename... Known>
 void refuse_derived(const torch::nn::Module& module, const std::string& path) {
   const std::type_info& type = typeid(module);

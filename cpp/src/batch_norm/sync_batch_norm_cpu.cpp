@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The batch-norm operators on the CPU: splits the work over threads, does what is per channel, and
-// talks to the other ranks once per direction.
+// The batch-norm operators on the CPU. This file splits the work over threads, does the work per
+// channel, and runs one collective per direction.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -23,16 +23,17 @@ using kernels::CpuKernels;
 using kernels::ReluMask;
 using kernels::Welford;
 
-// Below this many elements a thread costs more than it saves (at::parallel_for's usual grain).
+// With fewer elements than this, a thread costs more than it saves (at::parallel_for's usual
+// grain).
 constexpr int64_t kGrainElements = 32768;
 
 int64_t grain(int64_t elements_per_item) {
   return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_per_item));
 }
 
-/// Whether a pass over `arrays` arrays like this one writes its result past the caches: once they
-/// together are more than half of the last cache (others use it, too), whoever reads the result
-/// will not find it there.
+/// Whether a pass over `arrays` arrays of the size of `like` should write its result with
+/// non-temporal stores. If the arrays are larger than half of the last-level cache, which other
+/// code uses as well, the next reader will not find the result in the cache.
 bool outgrows_cache(const at::Tensor& like, int arrays) {
   return like.nbytes() * static_cast<size_t>(arrays) > kernels::last_cache_bytes() / 2;
 }
@@ -42,7 +43,7 @@ const T* data_or_null(const OptionalTensor& tensor) {
   return present(tensor) ? tensor->const_data_ptr<T>() : nullptr;
 }
 
-/// One entry per channel of each coefficient, as the row kernels want them.
+/// The coefficients of all channels, one array per coefficient, as the row kernels take them.
 template <typename Acc>
 struct RowCoefficients {
   std::vector<Acc> storage;
@@ -61,8 +62,9 @@ struct RowCoefficients {
   }
 };
 
-/// Runs part(begin, end, sums) over the rows, with zeroed sums[2 * channels] of its own per part,
-/// then combine(begin, end, sums) one part after the other, in order of the rows.
+/// Splits the rows into parts. Runs part(begin, end, sums) for all parts in parallel, each with its
+/// own zeroed sums[2 * channels]. Then runs combine(begin, end, sums) for the parts one by one, in
+/// row order.
 template <typename Part, typename Combine>
 void reduce_rows(int64_t rows, int64_t channels, const Part& part, const Combine& combine) {
   const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
@@ -112,7 +114,7 @@ void local_statistics(const T* x, const Sizes& sizes, double* mean, double* m2) 
       });
 }
 
-/// Mean and 1 / deviation of all channels, converted once.
+/// Mean and 1 / standard deviation of all channels, converted once.
 struct LoadedStatistics {
   std::vector<double> mean, invstd;
 
@@ -125,7 +127,7 @@ struct LoadedStatistics {
   }
 };
 
-/// Everything the normalizing pass knows about a channel.
+/// Weight and bias of all channels.
 struct Affine {
   ChannelParam weight;
   ChannelParam bias;
@@ -162,7 +164,7 @@ void normalize(const T* x, const T* z, T* y, const Sizes& sizes, const double* m
   });
 }
 
-/// Where the statistics of a batch go.
+/// The output arrays for the statistics of a batch.
 struct KeptStatistics {
   double* mean;
   double* invstd;
@@ -177,8 +179,8 @@ struct KeptStatistics {
   }
 };
 
-/// Merges every rank's statistics, of which `record` holds this one's. Returns the number of values
-/// of a channel.
+/// Merges the statistics of all ranks. `record` holds those of this rank. Returns the number of
+/// values per channel over all ranks.
 int64_t merge_statistics(const at::Tensor& input, const ForwardCall& call, const at::Tensor& record,
                          const KeptStatistics& kept) {
   const int64_t channels = call.sizes.planes.channels;
@@ -190,14 +192,14 @@ int64_t merge_statistics(const at::Tensor& input, const ForwardCall& call, const
     total += records[(rank + 1) * kernels::statistics_length(channels) - 1];
   }
   check_more_than_one_value(input, static_cast<int64_t>(total));
-  const DefaultFloatingPointMode mode;  // every rank merges for itself, and keeps what it finds
+  const DefaultFloatingPointMode mode;  // every rank merges by itself and keeps the result
   for (int64_t c = 0; c < channels; ++c) {
     kept.keep(c, kernels::merge_ranks(records, ranks, channels, c));
   }
   return static_cast<int64_t>(total);
 }
 
-/// Returns the number of values of a channel, over all ranks.
+/// Returns the number of values per channel over all ranks.
 template <typename T>
 int64_t forward_as(const ForwardArguments& a, const ForwardCall& call, const KeptStatistics& kept) {
   using Acc = typename CpuKernels<T>::Acc;
@@ -210,7 +212,7 @@ int64_t forward_as(const ForwardArguments& a, const ForwardCall& call, const Kep
   T* y = call.output.mutable_data_ptr<T>();
   const bool stream = outgrows_cache(call.x, z != nullptr ? 3 : 2);
   if (!call.peers && !sizes.rows) {
-    // Nobody to wait for: a channel is normalized while it is still in the cache.
+    // No collective is needed, so each channel is normalized while it is still in the cache.
     const CpuKernels<T>& k = kernels::cpu_kernels<T>();
     at::parallel_for(0, channels, grain(values), [&](int64_t b, int64_t e) {
       for (int64_t c = b; c < e; ++c) {
@@ -231,7 +233,7 @@ int64_t forward_as(const ForwardArguments& a, const ForwardCall& call, const Kep
   return total;
 }
 
-/// Of every rank's own reckoning: see Note [Floating-point modes].
+/// Every rank computes this by itself: see Note [Floating-point modes].
 double running_factor(const ForwardArguments& a, int64_t batches) {
   const DefaultFloatingPointMode mode;
   // Stored before the mode is restored.
@@ -271,7 +273,7 @@ at::Tensor inference_cpu(const InferenceArguments& a) {
   return call.output;
 }
 
-/// Into sum_dy[channels] and sum_dy_xmu[channels], which hold zeros.
+/// Writes the sums of this rank to sum_dy[channels] and sum_dy_xmu[channels], which must be zero.
 template <typename T>
 void local_reduction(const T* dy, const T* x, const T* y, const Sizes& sizes,
                      const RowCoefficients<typename CpuKernels<T>::Acc>& rows, ReluMask mask,
@@ -304,7 +306,7 @@ void local_reduction(const T* dy, const T* x, const T* y, const Sizes& sizes,
       });
 }
 
-/// A backward of elements of type T.
+/// The backward for elements of type T.
 template <typename T>
 class BackwardOf {
  public:
@@ -352,7 +354,7 @@ class BackwardOf {
 
   int64_t channels() const { return call_.sizes.planes.channels; }
 
-  /// While it is in the cache.
+  /// Reduces a channel and computes its gradients while it is still in the cache.
   void one_channel_after_the_other() {
     const kernels::Planes& planes = call_.sizes.planes;
     at::parallel_for(0, channels(), grain(values()), [&](int64_t b, int64_t e) {
@@ -390,9 +392,10 @@ class BackwardOf {
     });
   }
 
-  /// The sums of a channel, measured from its mean, after storing the gradients of its parameters.
+  /// Converts the sums of a channel to its exact mean, stores the gradients of its weight and bias,
+  /// and returns the sums.
   kernels::ReduceResult finish(int64_t c, kernels::ReduceResult sums) const {
-    // The kernels measure from `high`; the rest of the mean is taken off here.
+    // The kernels subtract only `high`, the rounded mean; the rest of the mean is subtracted here.
     sums.sum_dy_xmu -=
         (statistics_.mean[c] - static_cast<double>(forward_.columns[0][c])) * sums.sum_dy;
     call_.weight.store(c, sums.sum_dy_xmu * statistics_.invstd[c]);

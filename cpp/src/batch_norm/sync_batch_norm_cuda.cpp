@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The batch-norm operators on CUDA: two launches and at most one collective per direction, all on
-// the current stream; the host waits once per dtype, when the kernels are compared with ATen's.
+// the current stream. The host waits once per device and dtype, when the kernels are compared with
+// ATen's.
 //
 // Note [Counters between blocks]
-// Blocks that share a channel find out which of them is last by a counter that has to be zero
-// before the launch and is zero again after it. Launches on one stream follow each other, so that
-// each stream owns one zeroed array for good and nothing has to be cleared per call. That array is
-// not a tensor: CUDA graph trees (torch.compile(mode="reduce-overhead")) require that nothing that
-// a call allocates in torch's pools outlives it. A CUDA graph may be replayed on any stream, beside
-// anything: while capturing, the array is allocated in the graph's own memory and cleared by the
-// graph.
+// Blocks that share a channel use a counter to find out which block is the last. The counter must
+// be zero before a launch, and the launch leaves it at zero. Launches on one stream run in order.
+// So each stream keeps one zeroed array, and no call has to clear it. That array is not a tensor,
+// because CUDA graph trees (torch.compile(mode="reduce-overhead")) require that no allocation of a
+// call in torch's pools outlives the call. A CUDA graph may be replayed on any stream, concurrently
+// with other work. So during a capture the array is allocated in the graph's own memory, and the
+// graph clears it.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -49,18 +50,19 @@ bool is_capturing() {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
-/// The stream's own; null if there is no memory for them. See Note [Counters between blocks].
+/// The counters of the stream, or null if their allocation fails. See Note [Counters between
+/// blocks].
 unsigned* zeroed_counters(int64_t length, const c10::cuda::CUDAStream& stream) {
   struct Array {
     void* data = nullptr;
     int64_t length = 0;
   };
   static std::mutex mutex;
-  // Never freed: the CUDA context may be gone before static objects are.
+  // Never freed: the CUDA context may be destroyed before static objects are.
   static auto* owned = new std::map<std::pair<c10::DeviceIndex, c10::StreamId>, Array>();
   const std::lock_guard<std::mutex> lock(mutex);
   Array& array = (*owned)[{stream.device_index(), stream.id()}];
-  if (array.length < length) {  // launches may still use a shorter one: it stays
+  if (array.length < length) {  // launches may still use the shorter array
     const int64_t longer = std::max<int64_t>(length, 4096);
     const size_t bytes = static_cast<size_t>(longer) * sizeof(unsigned);
     void* data = nullptr;
@@ -103,8 +105,8 @@ const void* pointer(const OptionalTensor& tensor) {
   return present(tensor) ? tensor->const_data_ptr() : nullptr;
 }
 
-/// A call with the work area that its reducing launch needs; the tensors keep the memory alive
-/// until the launch is on the stream (the allocator orders its reuse behind it).
+/// A call with the work area of its reducing launch. The tensors keep the memory alive until the
+/// launch is enqueued; the allocator reuses memory in stream order.
 struct Prepared {
   kernels::CudaCall call;
   at::Tensor partial;

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The second derivative of synchronized batch norm.
 //
-// Per channel, with M values over all ranks, xhat = (x - mean) * r, g = weight * dy (behind the
+// Per channel, with M values over all ranks, xhat = (x - mean) * r, g = weight * dy (after the
 // ReLU's mask) and P(v) = v - mean(v) - xhat * mean(v * xhat), the backward is
-//     dx = r P(g),   dweight = sum of dy * xhat here,   dbias = sum of dy here.
-// P is symmetric, so that with G, u, v for the incoming gradients of dx, dweight and dbias
+//     dx = r P(g),   dweight = sum of dy * xhat,   dbias = sum of dy,
+// where dweight and dbias sum over this rank only. P is symmetric. With G, u, v for the incoming
+// gradients of dx, dweight and dbias, the loss is
 //     L = sum(g * r P(G)) + u * sum(dy * xhat) + v * sum(dy).
-// dy and weight follow directly. x enters through xhat and r: for dL/dxhat = h and dL/dr = S (xhat
-// held) it is r P(h) - r^2 xhat S / M, which is the backward of batch norm itself, where
+// The derivatives by dy and weight follow directly. x enters through xhat and r. With dL/dxhat = h
+// and dL/dr = S (for constant xhat), the derivative by x is r P(h) - r^2 xhat S / M. That is the
+// backward of batch norm itself, where
 //     h = u dy - r (g mean(G xhat) + G mean(g xhat))
 //     S = sum(g G) - M (mean(g) mean(G) + mean(g xhat) mean(G xhat)).
-// All sums go into one all-reduce.
+// One all-reduce carries all sums.
 
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/stack.h>
@@ -22,7 +24,7 @@
 namespace apex::parallel::detail {
 namespace {
 
-/// Moves between per-channel vectors and the shape of the input.
+/// Converts between per-channel vectors and the shape of the input.
 class Channels {
  public:
   Channels(const at::Tensor& input, bool channel_last)
@@ -43,7 +45,7 @@ class Channels {
   std::vector<int64_t> others_;
 };
 
-/// What the second derivative is made of, in the type that it is computed in: see above.
+/// The terms of the formulas above, in the compute type.
 struct Terms {
   explicit Terms(const BackwardArguments& a);
 
@@ -52,9 +54,9 @@ struct Terms {
   const bool training;
   const at::Tensor x;
   at::Tensor count, mean, r;
-  at::Tensor w, scale, xhat;  ///< weight and r, spread
+  at::Tensor w, scale, xhat;  ///< w and scale: weight and r, shaped to broadcast over the input
   at::Tensor mask;            ///< undefined without a ReLU
-  at::Tensor dy, g;           ///< behind the mask
+  at::Tensor dy, g;           ///< after the mask
 };
 
 Terms::Terms(const BackwardArguments& a)
@@ -69,7 +71,7 @@ Terms::Terms(const BackwardArguments& a)
   } else {
     r = a.invstd_or_var.to(acc);
     count = a.count->to(acc);
-    if (c10::GradMode::is_enabled()) {  // to be differentiated again: then as functions of x
+    if (c10::GradMode::is_enabled()) {  // for a further derivative: as functions of x
       mean = call_all_reduce_sum(channels.sum(x), a.group_name, a.layer) / count;
       const at::Tensor squares = channels.sum((x - channels.spread(mean)).square());
       r = (call_all_reduce_sum(squares, a.group_name, a.layer) / count + a.eps).rsqrt();
@@ -96,7 +98,8 @@ struct Gradients {
   at::Tensor dy, x, weight;
 };
 
-/// In training, where x moves the statistics. `big_g` and `u` are G and u, spread.
+/// In training, where the statistics depend on x. `big_g` and `u` are G and u, shaped to broadcast
+/// over the input.
 Gradients through_statistics(const Terms& t, const at::Tensor& big_g, const at::Tensor& u,
                              const BackwardArguments& a) {
   const at::Tensor e = u.defined() ? t.dy * u : at::zeros_like(t.x);
@@ -117,7 +120,7 @@ Gradients through_statistics(const Terms& t, const at::Tensor& big_g, const at::
           sum(t.dy * t.scale * projected)};
 }
 
-/// The statistics are constants, or x needs no gradient at all.
+/// If the statistics are constants, or x needs no gradient.
 Gradients past_statistics(const Terms& t, const at::Tensor& big_g, const at::Tensor& u) {
   Gradients result;
   if (big_g.defined()) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Takes the place of sync_batch_norm_cuda.cpp where the CUDA parts are not built: a CUDA tensor
-// meets one clear sentence instead of the dispatcher's list of backends.
+// Replaces sync_batch_norm_cuda.cpp in builds without CUDA. A CUDA tensor then causes a clear error
+// instead of the dispatcher's list of backends.
 
 #include <torch/library.h>
 

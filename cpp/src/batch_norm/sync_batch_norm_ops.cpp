@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Schemas of torch.ops.apex.*, the calls to them, their fake (Meta) kernels, and the one operator
-// that is the same on every device.
+// Schemas of torch.ops.apex.*, C++ calls of these operators, their fake (Meta) kernels, and the
+// registration of all_reduce_sum, which is the same on every device.
 
 #include "batch_norm/sync_batch_norm_ops.h"
 
@@ -14,7 +14,7 @@
 namespace apex::parallel::detail {
 namespace {
 
-// Results of sync_batch_norm: output, and what its backward needs: mean and 1 / sqrt(var + eps) in
+// Returns the output and the values that its backward needs: mean and 1 / sqrt(var + eps) in
 // float64, and the number of values per channel over all ranks as int64[1].
 constexpr const char* kForward =
     "sync_batch_norm(Tensor input, Tensor? z, Tensor? weight, Tensor? bias, "
@@ -22,10 +22,10 @@ constexpr const char* kForward =
     "float? momentum, float eps, bool channel_last, bool fuse_relu, str group_name, "
     "str layer='') -> (Tensor, Tensor, Tensor, Tensor)";
 
-// Results: gradients of input, z, weight and bias; those that `needs` does not ask for are empty,
-// and that of z without a fused ReLU, too (it is grad_output itself). Without a count the
-// statistics are constants, running mean and running variance of any floating type. `output` is
-// given where something was added before the fused ReLU.
+// Returns the gradients of input, z, weight and bias. A gradient that `needs` does not request is
+// empty. Without a fused ReLU the gradient of z is also empty, because it equals grad_output.
+// Without `count` the statistics are constants: running mean and running variance of any floating
+// type. `output` is needed if z was added before the fused ReLU.
 constexpr const char* kBackward =
     "sync_batch_norm_backward(Tensor grad_output, Tensor input, Tensor? output, Tensor? weight, "
     "Tensor? bias, Tensor mean, Tensor invstd_or_var, Tensor? count, float eps, bool channel_last, "
@@ -103,8 +103,7 @@ TORCH_LIBRARY_FRAGMENT(apex, m) {
   m.def(kBackward, tags);
   m.def(kInference, tags);
   m.def(kAllReduceSum, tags);
-  // How a process group of Python becomes one of the engine: as an object, which it then has a name
-  // for.
+  // Converts a process group of Python to the name that the operators take.
   m.def("process_group_name(__torch__.torch.classes.c10d.ProcessGroup group) -> str",
         &apex::parallel::process_group_name);
 }

@@ -3,8 +3,8 @@
 
 #include "batch_norm/sync_batch_norm_common.h"
 
-/// The operators as C++ calls that go through the dispatcher (so that autograd, fake tensors and
-/// tracing see them). Their schemas are in sync_batch_norm_ops.cpp.
+/// C++ calls of the operators through the dispatcher, so that autograd, fake tensors and tracing
+/// see them. Their schemas are in sync_batch_norm_ops.cpp.
 
 namespace apex::parallel::detail {
 
@@ -14,8 +14,8 @@ BackwardResult call(const BackwardArguments& a);
 at::Tensor call_all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name,
                                c10::string_view layer);
 
-/// The same results by torch's own operators, for transforms of torch.func and forward-mode
-/// derivatives. Throws a NotImplementedError where there are other ranks.
+/// Batch norm with torch's own operators, for transforms of torch.func and forward-mode
+/// derivatives. Throws a NotImplementedError in training with several ranks.
 ForwardResult forward_transformed(const ForwardArguments& a);
 at::Tensor inference_transformed(const InferenceArguments& a);
 
@@ -25,10 +25,12 @@ struct DoubleBackwardResult {
   at::Tensor weight;  // undefined without a weight
 };
 
-/// Given the gradients of a loss with respect to the results of the backward operator (any may be
-/// undefined), those with respect to its arguments. Of `a.needs` only the first counts: whether
-/// anything depends on the input. One collective, over all ranks, in training. Made of
-/// differentiable operators: with grad mode on, the result can be differentiated again.
+/// The backward of the backward operator. Takes the gradients of a loss with respect to that
+/// operator's results (any may be undefined). Returns the gradients with respect to its arguments.
+/// Reads only the first element of `a.needs`: whether the backward computed dx, or the input
+/// requires a gradient. Uses differentiable operators, so that the result can be differentiated
+/// again if grad mode is on. In training it runs one collective over all ranks, and two more if
+/// grad mode is on.
 DoubleBackwardResult double_backward(const BackwardArguments& a, const at::Tensor& gg_input,
                                      const at::Tensor& gg_z, const at::Tensor& gg_weight,
                                      const at::Tensor& gg_bias);

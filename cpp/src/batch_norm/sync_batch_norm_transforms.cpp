@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Batch norm under torch.func's transforms (vmap, grad, jvp, ...) and in forward-mode
-// differentiation: written with torch's own operators, which have the rules for these. Slower than
-// the kernels, and on one rank alone.
+// differentiation. It uses torch's own operators, which have the rules for these. It is slower than
+// the kernels and supports training on one rank only.
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/native_batch_norm.h>
