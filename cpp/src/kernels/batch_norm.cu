@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The launches of batch_norm_cuda.h.
+// Implementation of batch_norm_cuda.h.
 
 #include <cuda_runtime.h>
 
@@ -63,8 +63,8 @@ int visit_mask(ReluMask mask, F&& f) {
   }
 }
 
-/// The limits of one kernel: threads that its registers and shared memory let in. Asked for once
-/// per device and kernel.
+/// The limits of one kernel, given its registers and shared memory. Queried once per device and
+/// kernel.
 template <typename Kernel>
 DeviceLimits limits_of(const CudaCall& call, Kernel* kernel) {
   static std::mutex mutex;
@@ -72,7 +72,7 @@ DeviceLimits limits_of(const CudaCall& call, Kernel* kernel) {
   int device = 0;
   DeviceLimits limits = call.limits;
   if (cudaGetDevice(&device) != cudaSuccess) {
-    return limits;  // the launch will fail, and says why
+    return limits;  // the launch will fail with this error
   }
   const std::lock_guard<std::mutex> lock(mutex);
   const auto key = std::pair(device, reinterpret_cast<const void*>(kernel));
@@ -90,8 +90,8 @@ DeviceLimits limits_of(const CudaCall& call, Kernel* kernel) {
   return limits;
 }
 
-/// By a function instead of <<<>>>, which only nvcc reads: the tests compile this file for the
-/// host.
+/// Launches with a function, because the tests compile this file for the host, and only nvcc
+/// compiles <<<>>>.
 template <typename Kernel, typename Plan, typename... Arguments>
 int launch(const CudaCall& call, const Plan& plan, int threads, Kernel* kernel,
            const Arguments&... arguments) {

@@ -10,7 +10,7 @@
 namespace apex::kernels {
 namespace {
 
-/// torch has looked at the processor and at ATEN_CPU_CAPABILITY; both decide.
+/// Follows torch's choice, which depends on the processor and on ATEN_CPU_CAPABILITY.
 const CpuVariant& chosen_variant() {
   static const CpuVariant& variant = []() -> const CpuVariant& {
 #if defined(APEX_CPU_VARIANTS_X86)

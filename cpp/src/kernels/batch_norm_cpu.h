@@ -6,21 +6,22 @@
 
 #include "batch_norm_math.h"
 
-/// Batch norm on the CPU: serial kernels over a part of the data, on raw pointers. The caller
-/// splits the work over threads (planes: by channel; rows: by row) and does what is per channel.
+/// CPU kernels of batch norm. They are serial and work on raw pointers to a part of the data. The
+/// caller splits the work over threads (planes by channel, rows by row) and does the work per
+/// channel.
 ///
-/// Two layouts: `planes` is [N, C, S] (channels first), one channel at a time; `rows` is [R, C]
-/// (channels last), a range of rows at a time. The vectorized code is compiled once per instruction
-/// set, and `cpu_kernels` picks the widest that this machine has and that torch was allowed to use
-/// (ATEN_CPU_CAPABILITY is honoured).
+/// Layouts: `planes` is [N, C, S] (channels first), and a kernel processes one channel. `rows` is
+/// [R, C] (channels last), and a kernel processes a range of rows. The vectorized code is compiled
+/// once per instruction set. `cpu_kernels` picks the widest one that this machine has and that
+/// ATEN_CPU_CAPABILITY allows.
 
 namespace apex::kernels {
 
-/// How the gradient passes the fused ReLU.
+/// How backward computes the mask of the fused ReLU.
 enum class ReluMask {
   kNone,       // no ReLU
-  kRecompute,  // the value before the ReLU follows from x alone
-  kOutput,     // something was added before the ReLU: its sign is that of the output
+  kRecompute,  // from the value before the ReLU, which is recomputed from x
+  kOutput,     // from the sign of the output, if z was added before the ReLU
 };
 
 /// Sizes of the channels-first layout.
@@ -36,20 +37,22 @@ struct ReduceResult {
 };
 
 // Note [Error of the statistics]
-// Elements are summed as deviations d = x - s in their type of computation (unit roundoff u =
-// 2^-24, or 2^-53 for float64) over chunks of a bounded size; everything across lanes and chunks is
-// float64. A lane adds up at most k terms of a chunk of n values, so (Higham, Accuracy and
-// Stability of Numerical Algorithms, section 4.2) sum(d^2) is off by at most (k+3) u sum(d^2), and
-// sum(d) by (k+1) u sum|d|, which enters the correction sum(d)^2 / n: together 3 (k+3) u sum(d^2).
-// And sum(d^2) = m2 + n (mean - s)^2, where s is the chunk's own mean, or a value for which the
-// second term was seen to be no more than the first, or, once at least n values have been merged,
-// their mean: by Chan's identity these sums are together at most twice the whole m2. So
-//   |error of m2| <= 6 (k+3) u m2,  |error of the mean| <= the same factor times the deviation,
-// as long as k u |mean| is small against the deviation. c merges add what float64 can say of the
-// mean: it is off by e <= 2 c 2^-53 |mean|, and m2 by 2 e sum(n |difference of means|), which by
-// Cauchy and Schwarz is at most 3 e / deviation of it. Errors of one sign are common: values of a
-// 16-bit type lie on a coarse grid, the same few squares occur again and again, and each is always
-// rounded the same way.
+// Elements are summed as deviations d = x - s in their compute type (unit roundoff u = 2^-24, or
+// 2^-53 for float64) over chunks of bounded size. Sums across lanes and chunks are float64. A lane
+// adds at most k terms of a chunk of n values. So (Higham, Accuracy and Stability of Numerical
+// Algorithms, section 4.2) the error of sum(d^2) is at most (k+3) u sum(d^2). The error of sum(d)
+// is at most (k+1) u sum|d|, and enters the correction sum(d)^2 / n. Together that is at most 3
+// (k+3) u sum(d^2). And sum(d^2) = m2 + n (mean - s)^2. Here s is the mean of the chunk, or a value
+// for which the code has checked that the second term is at most the first, or, once at least n
+// values have been merged, their mean. By Chan's identity the total of these sums is at most twice
+// the total m2. So
+//   |error of m2| <= 6 (k+3) u m2,
+//   |error of the mean| <= the same factor times the standard deviation,
+// as long as k u |mean| is small compared to the standard deviation. After c merges in float64 the
+// mean has a further error e <= 2 c 2^-53 |mean|, and m2 one of 2 e sum(n |difference of means|).
+// By the Cauchy-Schwarz inequality, the latter is at most m2 * 3 e / (standard deviation). Errors
+// of the same sign are common: values of a 16-bit type lie on a coarse grid, so the same few
+// squares occur again and again, and each is always rounded the same way.
 
 /// The bound of Note [Error of the statistics] for m2 / n as a variance and |mean|, both exact.
 inline double variance_error(int64_t additions, double unit_roundoff, int64_t merges,
@@ -67,8 +70,9 @@ struct ElementwiseType<double> {
   using type = double;
 };
 
-/// T: float, double, at::Half, at::BFloat16. Pointers are to the start of the whole array. `stream`
-/// asks for results to be written past the caches, for those that are larger.
+/// The kernels for one element type T: float, double, at::Half or at::BFloat16. Pointers are to the
+/// start of the whole array. `stream` requests non-temporal stores, for results larger than the
+/// caches.
 template <typename T>
 struct CpuKernels {
   using Acc = typename ElementwiseType<T>::type;
@@ -77,16 +81,16 @@ struct CpuKernels {
   /// y = normalize(x) [+ z] [then ReLU]; z may be null.
   void (*planes_normalize)(const T* x, const T* z, T* y, Planes sizes, int64_t channel,
                            NormalizeCoefficients<Acc> coefficients, bool relu, bool stream);
-  /// `y` is read for ReluMask::kOutput only. sum_dy_xmu is relative to coefficients.high.
+  /// Reads `y` only for ReluMask::kOutput. sum_dy_xmu is relative to coefficients.high.
   ReduceResult (*planes_reduce)(const T* dy, const T* x, const T* y, Planes sizes, int64_t channel,
                                 NormalizeCoefficients<Acc> coefficients, ReluMask mask);
-  /// `dz` (may be null) gets the masked dy.
+  /// Writes the masked dy to `dz`, which may be null.
   void (*planes_gradient)(const T* dy, const T* x, const T* y, T* dx, T* dz, Planes sizes,
                           int64_t channel, NormalizeCoefficients<Acc> forward,
                           GradientCoefficients<Acc> backward, ReluMask mask, bool stream);
 
-  /// Merges the rows' statistics into mean[channels] and m2[channels], which summarize `count`
-  /// rows.
+  /// Merges the statistics of the rows into mean[channels] and m2[channels], which are those of
+  /// `count` earlier rows.
   void (*rows_statistics)(const T* x, int64_t begin, int64_t end, int64_t channels, double* mean,
                           double* m2, int64_t count);
   /// Coefficients are arrays of one entry per channel: high, scale, shift.
@@ -107,7 +111,7 @@ struct CpuKernels {
 template <typename T>
 const CpuKernels<T>& cpu_kernels();
 
-/// "default", "avx2" or "avx512": what cpu_kernels() picked.
+/// The instruction set that cpu_kernels() picked: "default", "avx2" or "avx512".
 const char* cpu_kernels_name();
 
 }  // namespace apex::kernels

@@ -11,17 +11,17 @@ namespace apex::kernels {
 inline namespace APEX_CPU_VARIANT {
 
 // Note [Chunks]
-// Deviations are taken from a value near the mean. For the first chunk of planes it is the mean of
-// their first few values; where these turn out to have been far from the others, its sums are taken
-// again from the mean, which is known by then. The first chunk of rows is short and read twice: for
-// its mean, and, from the first-level cache, for deviations from it. Every later chunk is read
-// once: its shift is the mean of all before it, which are at least as many values. That is close
-// enough: see Note [Error of the statistics], which also says why chunks have a largest size.
+// Deviations are taken from a shift near the mean. For the first chunk of planes the shift is the
+// mean of the first few values. If that is too far from the mean of the chunk, the sums are
+// computed again with the chunk's mean. The first chunk of rows is short and is read twice: for its
+// mean, and then, from the first-level cache, for the deviations from it. Every later chunk is read
+// once. Its shift is the mean of all values before it, which are at least as many. That is accurate
+// enough: see Note [Error of the statistics], which also explains why the chunk size is limited.
 constexpr int64_t kChunkElements = 4096;
 constexpr int64_t kFirstRows = 32;
 constexpr int64_t kChunkRows = 128;
 
-/// Calls full(offset) for whole packs of [0, n), then tail(offset, elements) for what is left.
+/// Calls full(offset) for the whole packs of [0, n), then tail(offset, elements) for the rest.
 template <int64_t kWidth, typename Full, typename Tail>
 inline void for_each_pack(int64_t n, const Full& full, const Tail& tail) {
   int64_t i = 0;
@@ -52,31 +52,32 @@ inline void for_each_pack_of_plane(int64_t n, const Full& full, const Short& sho
 }
 
 // Note [The end of a plane]
-// A plane that is no whole number of packs ends with the pack that ends where the plane does, which
-// overlaps the one before. Writing the same results twice is harmless; sums multiply the lanes that
-// were counted already by zero. A plane shorter than a pack is loaded and stored in part.
+// If the length of a plane is not a multiple of the pack width, the last pack is aligned to the end
+// of the plane and overlaps the pack before it. Writing the same results twice is harmless. Sums
+// multiply the lanes that were already counted by zero. A plane shorter than a pack is loaded and
+// stored in part.
 
 // ---- planes: [N, C, S], one channel ------------------------------------------------------------
 
-// A plane of less than a page ends before the processor has noticed that it is being read through,
-// and the next one of the channel is somewhere else: it has to be asked for.
+// A plane of less than a page ends before the hardware prefetcher detects the stream, and the
+// channel's next plane is not adjacent. So it needs a software prefetch.
 constexpr int64_t kShortPlaneBytes = 4096;
 
-/// Asks for the pack `elements` after `p`. Outside of the data that is harmless, but no pointer may
-/// go there.
+/// Prefetches the pack `elements` after `p`. The address may be outside of the data. A pointer may
+/// not, so this computes with integers.
 template <typename T>
 inline void prefetch(const T* p, int64_t elements) {
 #if defined(__GNUC__)
   constexpr uintptr_t kLine = 64;
   const auto start = reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(elements) * sizeof(T);
   for (uintptr_t offset = 0; offset < Pack<T>::kWidth * sizeof(T); offset += kLine) {
-    // NOLINTNEXTLINE(performance-no-int-to-ptr): an address that is not read from
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): the address is not dereferenced
     __builtin_prefetch(reinterpret_cast<const void*>(start + offset));
   }
 #endif
 }
 
-/// How far ahead a pass over planes of this size asks for data: 0 for not at all.
+/// The prefetch distance of a pass over planes of this size, in elements; 0 for no prefetch.
 template <typename T>
 inline int64_t stride_ahead(Planes sizes) {
   return sizes.plane * static_cast<int64_t>(sizeof(T)) < kShortPlaneBytes
@@ -89,7 +90,8 @@ struct ShiftedSums {
   double squares;
 };
 
-/// Of the deviations from `shift` of `segments` runs of `length` elements, `stride` apart.
+/// Sums the deviations from `shift`, and their squares, over `segments` runs of `length` elements,
+/// `stride` apart.
 template <typename T>
 ShiftedSums shifted_sums(const T* x, int64_t stride, int64_t segments, int64_t length,
                          typename Pack<T>::Acc shift, int64_t ahead) {
@@ -135,7 +137,8 @@ ShiftedSums shifted_sums(const T* x, int64_t stride, int64_t segments, int64_t l
   return {(sum0 + sum1).sum(), (square0 + square1).sum()};
 }
 
-/// Merges `segments` runs of `length` elements, `stride` apart: see Note [Chunks].
+/// Merges the statistics of one chunk into `all`: `segments` runs of `length` elements, `stride`
+/// apart. See Note [Chunks].
 template <typename T>
 void chunk_statistics(const T* x, int64_t stride, int64_t segments, int64_t length, int64_t ahead,
                       Welford<double>& all) {
@@ -144,7 +147,7 @@ void chunk_statistics(const T* x, int64_t stride, int64_t segments, int64_t leng
   const double count = static_cast<double>(segments * length);
   Acc shift = static_cast<Acc>(all.mean);
   if (all.count < count) {
-    // Whole packs, and a power of two of them: the sum of equal values is exact.
+    // A power-of-two number of packs, so that the sum of equal values is exact.
     const int64_t sample = length >= 4 * kWidth   ? 4 * kWidth
                            : length >= 2 * kWidth ? 2 * kWidth
                                                   : std::min(kWidth, length);
@@ -187,12 +190,12 @@ Welford<double> planes_statistics(const T* x, Planes sizes, int64_t channel) {
 }
 
 // Note [Past the caches]
-// A result that the caches cannot hold until somebody reads it is stored past them, where the
-// processor can: a usual store first fetches the line that it is about to overwrite. That takes
-// whole, aligned vectors, and lines that follow each other.
+// A result that would leave the caches before it is read is written with non-temporal stores, where
+// the processor has them. A normal store first fetches the cache line that it overwrites.
+// Non-temporal stores need whole, aligned vectors and consecutive cache lines.
 
-/// Whether vectors of T can be streamed to `to`, `step` elements apart from the first of one run to
-/// the next.
+/// Whether non-temporal stores to `to` are possible. The first elements of two runs are `step`
+/// elements apart.
 template <typename T>
 inline bool can_stream(const T* to, int64_t step) {
   constexpr int64_t kVector = static_cast<int64_t>(sizeof(Vec<float>));
@@ -200,7 +203,7 @@ inline bool can_stream(const T* to, int64_t step) {
                            step * static_cast<int64_t>(sizeof(T)) % kVector == 0);
 }
 
-/// What was streamed becomes visible to other threads before what is stored from now on.
+/// Orders the non-temporal stores before all later stores.
 inline void end_stream() {
 #if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
   _mm_sfence();
@@ -259,7 +262,7 @@ void planes_normalize(const T* x, const T* z, T* y, Planes sizes, int64_t channe
   run(x, z, y, sizes, channel, k, stream);
 }
 
-/// dy behind the ReLU. `centered` is x - high, `output` is only looked at for kOutput.
+/// dy after the mask of the ReLU. `centered` is x - high; `output` is only used for kOutput.
 template <typename T, ReluMask kMask>
 inline Pack<T> masked(const Pack<T>& dy, const Pack<T>& centered, const Pack<T>& output,
                       const Pack<T>& scale, const Pack<T>& shift) {
@@ -327,7 +330,7 @@ ReduceResult planes_reduce_as(const T* dy, const T* x, const T* y, Planes sizes,
       if (i < length && length > kWidth) {
         i = length - kWidth;
         add(sum1, dot1, P::load(g + i) * last, P::load(v + i), P::load(o + i));
-      } else if (i < length) {  // beyond the end dy is 0 and x is the center: nothing is added
+      } else if (i < length) {  // past the end dy is 0 and x is `high`: adds nothing
         add(sum1, dot1, P::load(g, length),
             select(P::first_elements(length), P::load(v, length), high), P::load(o, length));
       }

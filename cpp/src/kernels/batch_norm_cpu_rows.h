@@ -7,35 +7,37 @@
 
 #include "batch_norm_cpu_impl.h"
 
-/// The channels-last half of CpuKernels: [R, C], a range of rows.
+/// The channels-last kernels of CpuKernels. Each works on a range of rows of [R, C].
 
 // Note [Back to front]
-// The second pass over the rows starts where the first one ended, whose data the caches still have.
-// It goes back in blocks, and forward within a block: processors fetch ahead in that direction, and
-// steps back of half a kilobyte made the pass up to seven times slower (Zen 5).
+// The second pass over the rows starts where the first pass ended, because that data is still in
+// the caches. It goes through blocks backwards, and through the rows of a block forwards, in the
+// direction of the hardware prefetcher. Backward steps of half a kilobyte made the pass up to seven
+// times slower (Zen 5).
 
 namespace apex::kernels {
 inline namespace APEX_CPU_VARIANT {
 
 // Note [Bands]
-// One row after the other is how processors like to read, as long as what belongs to the channels
-// (sums, coefficients) stays in the first-level cache beside it. The passes that only read take
-// wider rows in bands of a few: side by side, so that the sums of a channel are loaded and stored
-// once per band, and each row in the order of memory. They take the narrowest in bands as well,
-// whose few sums would be waited for from one row to the next; such a band is little more than one
-// piece of memory. And most rows of 16-bit values, with twice the sums for the same bytes. A column
-// of many rows would be fewer loads still, but with a power of two of channels all its rows fall
-// into the same few sets of the cache; so do strips of some channels over all rows, which were
-// slower than two passes over everything even where the strip stayed in the second-level cache. The
-// passes that write never take bands: rows side by side that lie a power of two apart were up
-// to 2.7 times slower, as stores to the one look like loads of the other, and writing past the
-// caches wants lines that follow each other. (Zen 3; of rows of 0.5 to 2 KiB of sums, one at a time
-// took 0.7 of bands of four; with 64 bytes of sums, twice as long.)
+// Reading one row after the other is fastest, as long as the data per channel (sums, coefficients)
+// also fits into the first-level cache. The passes that only read process wider rows in bands, a
+// few rows at a time, so that the sums of a channel are loaded and stored once per band. They also
+// process the narrowest rows in bands, because each row would wait for the few sums of the row
+// before. Such a band is almost contiguous. Most rows of 16-bit values are processed in bands as
+// well, because they have twice the sums for the same bytes. Columns of many rows would need even
+// fewer loads. But if the number of channels is a power of two, all rows of a column map to the
+// same few cache sets. Strips of some channels over all rows have the same problem: they were
+// slower than two passes over everything, even where the strip stayed in the second-level cache.
+// The passes that write never use bands. With rows a power of two apart they were up to 2.7 times
+// slower, because the processor takes loads from one row for loads of what it stores to the other.
+// Non-temporal stores also need consecutive cache lines. (Zen 3: for rows with 0.5 to 2 KiB of
+// sums, one row at a time took 0.7 of the time of bands of four; with 64 bytes of sums, twice the
+// time.)
 constexpr int64_t kWideBytes = 2048;
 constexpr int64_t kNarrowBytes = 256;
 constexpr int64_t kBlockBytes = 65536;  // see Note [Back to front]
 
-/// Some rows side by side, as many as the compiler knows.
+/// A number of adjacent rows, known at compile time.
 template <int64_t kCount, bool kIsWide>
 struct Band {
   static constexpr int64_t kRows = kCount;
@@ -50,16 +52,16 @@ inline int64_t for_each_band_of(int64_t begin, int64_t end, const Each& each) {
   return begin;
 }
 
-// Rows of 16-bit values are half as long for the same sums, and bands of them read pieces too short
-// for processors to fetch ahead by themselves: all but the narrowest ask for what comes next. The
-// sums of backward, which read two arrays, take rows of 256 to 512 channels one at a time (Zen 4:
-// 0.4 to 0.9 of the time of bands).
+// Rows of 16-bit values have half the bytes for the same sums. Their bands read pieces that are too
+// short for the hardware prefetcher, so all but the narrowest use software prefetches. The sums of
+// backward read two arrays. For 256 to 512 channels they process one row at a time (Zen 4: 0.4 to
+// 0.9 of the time of bands).
 template <typename T>
 inline constexpr bool kHalfWidth = sizeof(T) < sizeof(typename Pack<T>::Acc);
-constexpr int64_t kBandBytes = 512;  // up to which bands of these are better for two arrays
+constexpr int64_t kBandBytes = 512;  // largest rows of 16-bit values with bands in backward
 
-/// each(first row, Band<>()) for all rows of [begin, end): see Note [Bands]. kArrays: how many of
-/// x, dy are read.
+/// Calls each(first row, Band<>()) for all rows of [begin, end); see Note [Bands]. kArrays is the
+/// number of arrays read: x, or x and dy.
 template <typename T, int kArrays, typename Each>
 inline void for_each_band(int64_t begin, int64_t end, int64_t channels, const Each& each) {
   constexpr int64_t kBand = 4;
@@ -74,7 +76,7 @@ inline void for_each_band(int64_t begin, int64_t end, int64_t channels, const Ea
   for_each_band_of<1, false>(begin, end, each);
 }
 
-/// each(row) for all rows of [begin, end): see Note [Back to front].
+/// Calls each(row) for all rows of [begin, end); see Note [Back to front].
 template <typename Each>
 inline void for_each_row_backwards(int64_t begin, int64_t end, int64_t row_bytes,
                                    const Each& each) {
@@ -86,10 +88,10 @@ inline void for_each_row_backwards(int64_t begin, int64_t end, int64_t row_bytes
   }
 }
 
-// Processors follow one or two streams by themselves, several side by side less well: bands of wide
-// rows ask for what comes next, this far ahead, which took a third to a half off them (Zen 5, data
-// in the third-level cache; it costs 15 % on Zen 3). Others gain a little where there is one
-// stream, and lose where there are two (Zen 3).
+// Prefetch distances in bytes. Hardware prefetchers handle one or two streams well, but not several
+// at once. So bands of wide rows use software prefetches, which saved a third to a half of the time
+// (Zen 5, data in the third-level cache; on Zen 3 they cost 15 %). Other passes gain a little with
+// one stream and lose with two (Zen 3).
 constexpr int64_t kAheadOfBands = 8192;
 constexpr int64_t kAheadOfRows = 2048;
 
@@ -98,7 +100,8 @@ inline void prefetch_ahead(const T* p) {
   prefetch(p, kBytes / static_cast<int64_t>(sizeof(T)));
 }
 
-/// Calls pack(c, load) for the channels from c on, kWidth at a time: load(p) loads as many.
+/// Calls each(c, load) for packs of kWidth channels from c on. load(p) loads one pack, or the rest
+/// after the last whole pack.
 template <typename T, typename Each>
 inline void for_each_channel_pack(int64_t channels, const Each& each) {
   using P = Pack<T>;
@@ -107,8 +110,8 @@ inline void for_each_channel_pack(int64_t channels, const Each& each) {
       [&](int64_t c, int64_t n) { each(c, [n](const T* p) { return P::load(p, n); }); });
 }
 
-/// Sums or coefficients per channel in the type of computation: columns of whole packs, zeros
-/// behind the last channel.
+/// Sums or coefficients per channel in the compute type. The columns are padded with zeros to whole
+/// packs.
 template <typename T>
 class ChannelColumns {
  public:
@@ -120,7 +123,8 @@ class ChannelColumns {
   Acc* column(int index) { return storage_.data() + index * padded_; }
   void clear(int index) { std::fill(column(index), column(index) + padded_, Acc(0)); }
 
-  /// From the order of the channels to that of the lanes, and back: see Note [Lanes].
+  /// Permutes a column from channel order to lane order; to_channels() reverses it. See Note
+  /// [Lanes].
   void to_lanes(int index) {
     for (Acc* p = column(index); p < column(index) + padded_; p += Pack<T>::kWidth) {
       Pack<T>::to_lanes(p);
@@ -131,7 +135,7 @@ class ChannelColumns {
       Pack<T>::to_elements(p);
     }
   }
-  /// A column of coefficients, in the order of the lanes.
+  /// Stores a column of coefficients in lane order and returns it.
   const Acc* set_coefficients(int index, const Acc* values, int64_t channels) {
     std::transform(values, values + channels, column(index), canonical<Acc>);
     to_lanes(index);
@@ -143,8 +147,8 @@ class ChannelColumns {
   std::vector<Acc> storage_;
 };
 
-/// Adds a band of rows to `sum`: the values themselves (center is null), or deviations from
-/// `center`, whose squares then go to `squares`.
+/// Adds a band of rows to `sum`. With kDeviations it adds the deviations from `center`, and their
+/// squares to `squares`. Otherwise it adds the values, and `center` is null.
 template <typename T, typename Rows, bool kDeviations>
 inline void add_band(const T* x, int64_t channels, const typename Pack<T>::Acc* center,
                      typename Pack<T>::Acc* sum, typename Pack<T>::Acc* squares) {
@@ -156,7 +160,7 @@ inline void add_band(const T* x, int64_t channels, const typename Pack<T>::Acc* 
       const P middle = P::load_lanes(center + c);
       P square = P::load_lanes(squares + c);
       for (int64_t r = 0; r < Rows::kRows; ++r) {
-        // Beyond the last channel there are zeros, in x as in the center.
+        // Past the last channel both x and center are zero.
         prefetch_ahead<kAhead>(x + r * channels + c);
         const P d = load(x + r * channels + c) - middle;
         total = total + d;
@@ -215,7 +219,7 @@ void rows_statistics(const T* x, int64_t begin, int64_t end, int64_t channels, d
     for (int column = 0; column < 3; ++column) {
       scratch.to_channels(column);
     }
-    for (int64_t c = 0; c < channels; ++c) {  // Chan's merge; its divisions are common to all
+    for (int64_t c = 0; c < channels; ++c) {  // Chan's merge; all channels share its divisions
       const double total = static_cast<double>(sum[c]);
       const double offset = total * inverse;
       const double chunk_m2 = static_cast<double>(squares[c]) - total * offset;

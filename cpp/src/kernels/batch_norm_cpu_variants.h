@@ -6,8 +6,8 @@
 
 #include "batch_norm_cpu.h"
 
-/// The CPU kernels as compiled for one instruction set. On processors other than x86-64 only the
-/// default exists (at::vec uses NEON there).
+/// The CPU kernels per instruction set. On processors other than x86-64 only the default exists
+/// (at::vec uses NEON there).
 
 namespace apex::kernels {
 

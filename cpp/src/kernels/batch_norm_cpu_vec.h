@@ -14,8 +14,8 @@
 
 #include "batch_norm_cpu.h"
 
-/// Loads and stores of a pair of vectors in the type that elements are computed in. Compiled once
-/// per instruction set: everything here lives in the namespace APEX_CPU_VARIANT.
+/// A pack of two SIMD vectors in the compute type of the elements, with its loads and stores. This
+/// file is compiled once per instruction set, in the namespace APEX_CPU_VARIANT.
 
 namespace apex::kernels {
 inline namespace APEX_CPU_VARIANT {
@@ -24,20 +24,20 @@ template <typename Acc>
 using Vec = at::vec::Vectorized<Acc>;
 
 // Note [Lanes]
-// A bfloat16 is the upper half of a float32. Of a vector of them, seen as 32-bit words, the
-// elements at odd places are float32 once their lower neighbours are masked, and those at even
-// places once they are shifted: two instructions where keeping the order takes five, and as much
-// less on the way back. So the first vector of a pack of bfloat16 holds the elements at even places
-// and the second the others; of other types, the first half and the second. What belongs to a
-// channel is put into that order beforehand (to_lanes). The words are little-endian, as libtorch's
-// platforms are.
+// A bfloat16 is the upper half of a float32. Take a vector of bfloat16 as 32-bit words. A mask
+// converts the elements at odd positions to float32, and a shift converts those at even positions.
+// That is two instructions; a conversion that keeps the order takes five. The conversion back saves
+// as much. So the first vector of a pack of bfloat16 holds the elements at even positions, and the
+// second vector holds the others. For other types they hold the first half and the second half.
+// Values per channel are permuted to this order beforehand (to_lanes). The words are little-endian,
+// as on all platforms of libtorch.
 //
 // Note [NaN in bfloat16]
-// Rounding to the nearest adds to the bits of the value, which makes a NaN whose lower half is
-// (nearly) all ones something else. No such NaN gets there: one from the data is a bfloat16, with
-// zeros there, one that an operation makes has a single bit set, operations pass on what they are
-// given, and coefficients are made canonical before use (canonical()). For that, relu() selects and
-// does not take a maximum, whose NaN in at::vec is all ones.
+// Rounding to nearest adds to the bits of the value. A NaN whose lower half is (nearly) all ones
+// would become another value. Such a NaN does not occur. A NaN from the data is a bfloat16, whose
+// lower half is zero. A NaN that an operation makes has a single bit set, and operations propagate
+// the NaNs of their operands. Coefficients are made canonical before use (canonical()). relu() uses
+// a select, because the maximum of at::vec returns a NaN of all ones.
 
 template <typename T>
 inline constexpr bool kEvenAndOdd = std::is_same_v<T, at::BFloat16>;
@@ -60,7 +60,8 @@ inline void widen(const at::BFloat16* p, Vec<float>& a, Vec<float>& b) {
   b = at::vec::cast<float>(words & Words(static_cast<int32_t>(0xffff0000u)));
 }
 
-/// The bits of the value rounded to bfloat16, to nearest and ties to even, in the upper half.
+/// The value rounded to bfloat16 (to nearest, ties to even). Its bits are in the upper half of each
+/// word.
 inline Vec<int32_t> round_to_bfloat16(const Vec<float>& value) {
   using Words = Vec<int32_t>;
   const Words bits = at::vec::cast<int32_t>(value);
@@ -74,7 +75,7 @@ inline Vec<int32_t> round_to_bfloat16(const Vec<float>& value) {
 #endif
 }
 
-/// How a pack goes to memory: through the caches, or past them (see Note [Past the caches]).
+/// How a pack is stored: normally, or with non-temporal stores (see Note [Past the caches]).
 enum class Store { kCached, kStream };
 
 template <Store kStore, typename T, typename Acc>
@@ -110,9 +111,9 @@ template <Store kStore>
 inline void narrow(const Vec<float>& a, const Vec<float>& b, at::BFloat16* p) {
   using Words = Vec<int32_t>;
 #if defined(CPU_CAPABILITY_AVX512)
-  // The even results are the upper halves of a, moved down, between the upper halves of b.
+  // The results at even positions are the upper halves of a, those at odd positions of b.
   constexpr __mmask32 kOdd = 0xaaaaaaaa;
-  // Named, since without optimization the intrinsics are macros, which cast.
+  // Named variables: without optimization the intrinsics are macros that cast their arguments.
   const __m512i first = round_to_bfloat16(a), odd = round_to_bfloat16(b);
   const __m512i even = _mm512_srli_epi32(first, 16);
   store_vector<kStore>(Words(_mm512_mask_blend_epi16(kOdd, even, odd)), p);
@@ -149,7 +150,7 @@ struct Pack {
     return pack;
   }
 
-  /// The first n < kWidth elements, and zeros.
+  /// Loads n < kWidth elements and fills the rest with zeros.
   static Pack load(const T* p, int64_t n) {
     T values[kWidth] = {};
     std::memcpy(values, p, static_cast<size_t>(n) * sizeof(T));
@@ -167,14 +168,14 @@ struct Pack {
     std::memcpy(p, values, static_cast<size_t>(n) * sizeof(T));
   }
 
-  /// kWidth values in the order of the lanes.
+  /// Loads kWidth values that are in lane order.
   static Pack load_lanes(const Acc* p) { return {Vec<Acc>::loadu(p), Vec<Acc>::loadu(p + kHalf)}; }
   void store_lanes(Acc* p) const {
     a.store(p);
     b.store(p + kHalf);
   }
 
-  /// From the order of the elements to that of the lanes, kWidth values in place, and back.
+  /// Permutes kWidth values in place from element order to lane order; to_elements() reverses it.
   static void to_lanes(Acc* p) {
     if constexpr (kEvenAndOdd<T>) {
       const auto [even, odd] =
@@ -242,7 +243,7 @@ inline Pack<T> fma(const Pack<T>& x, const Pack<T>& y, const Pack<T>& z) {
   return {at::vec::fmadd(x.a, y.a, z.a), at::vec::fmadd(x.b, y.b, z.b)};
 }
 
-/// x in the lanes that `lanes` marks with 1, y in those with 0.
+/// x in the lanes where `lanes` is 1, y where it is 0.
 template <typename T>
 inline Pack<T> select(const Pack<T>& lanes, const Pack<T>& x, const Pack<T>& y) {
   using V = Vec<typename Pack<T>::Acc>;
@@ -250,7 +251,7 @@ inline Pack<T> select(const Pack<T>& lanes, const Pack<T>& x, const Pack<T>& y) 
   return {V::blendv(y.a, x.a, lanes.a > zero), V::blendv(y.b, x.b, lanes.b > zero)};
 }
 
-/// `gradient` where the value is not <= 0, else 0.
+/// 0 where the value is <= 0, else `gradient`; a NaN in `value` keeps the gradient.
 template <typename T>
 inline Pack<T> relu_gradient(const Pack<T>& gradient, const Pack<T>& value) {
   using V = Vec<typename Pack<T>::Acc>;
@@ -259,7 +260,7 @@ inline Pack<T> relu_gradient(const Pack<T>& gradient, const Pack<T>& value) {
           V::blendv(gradient.b, zero, value.b <= zero)};
 }
 
-/// ReLU that lets NaN through, like torch's.
+/// ReLU that propagates NaN, like torch's.
 template <typename T>
 inline Pack<T> relu(const Pack<T>& x) {
   return relu_gradient(x, x);

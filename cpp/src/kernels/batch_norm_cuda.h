@@ -8,18 +8,19 @@
 #include "channel_param.h"
 #include "host_device.h"
 
-/// Batch norm on CUDA: launches on raw device pointers and a stream, nothing of torch's tensors.
+/// CUDA launches of batch norm on raw device pointers and a stream, without torch's tensors.
 ///
 /// Each direction is two launches: `launch_statistics`, [collective], `launch_normalize`, and
-/// `launch_reduce`, [collective], `launch_gradient`. Nothing here waits for the device; errors of a
-/// launch are returned as cudaError_t (0 is success). Thread safe for different streams and work
+/// `launch_reduce`, [collective], `launch_gradient`. No function waits for the device. Launch
+/// errors are returned as cudaError_t (0 is success). Thread safe for different streams and work
 /// areas.
 
 namespace apex::kernels {
 
 enum class ElementType : int { kFloat32, kFloat64, kFloat16, kBFloat16 };
 
-/// What all four launches share. `rows` selects channels last, with batch * plane rows.
+/// The arguments that all four launches share. `rows` selects channels last, with batch * plane
+/// rows.
 struct CudaCall {
   ElementType type;
   bool rows;
@@ -28,7 +29,7 @@ struct CudaCall {
   DeviceLimits limits;
   void* stream;        // cudaStream_t
   double* partial;     // partial_length(call) values, uninitialized
-  unsigned* counters;  // counters_length(call) zeros; zeros again when the launch is done
+  unsigned* counters;  // counters_length(call) zeros; the launch leaves them at zero
 };
 
 int64_t partial_length(const CudaCall& call);
@@ -47,8 +48,8 @@ struct NormalizeArguments {
   ChannelParam bias;
   bool relu;
   double eps;
-  // Training: the records of all ranks; what follows from them is written below. Evaluation: null,
-  // and the running statistics are what is normalized with.
+  // The records of all ranks in training, where the members below from running_mean on are written.
+  // Null in evaluation, which normalizes with the running statistics.
   const double* records;
   int64_t ranks;
   double momentum;             // kNoMomentum: cumulative average by num_batches
@@ -59,7 +60,7 @@ struct NormalizeArguments {
   double* invstd;
   int64_t* count;
 
-  /// What evaluation normalizes with.
+  /// The statistics that evaluation normalizes with.
   APEX_HOST_DEVICE ChannelStatistics constants() const {
     return {running_mean, running_var, true, eps};
   }
@@ -77,7 +78,7 @@ struct GradientArguments {
   ChannelParam weight;
   ChannelParam bias;
   ChannelStatistics statistics;
-  const int64_t* count;  // of values over all ranks; null where the statistics are constants
+  const int64_t* count;  // of values over all ranks; null if the statistics are constants
   double* sums;          // sum_dy[C], sum_dy_xmu[C]: written by reduce, read by gradient
   ChannelParam dweight;  // written by reduce
   ChannelParam dbias;

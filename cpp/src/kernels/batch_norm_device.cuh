@@ -5,7 +5,8 @@
 
 #include "batch_norm_cuda.h"
 
-/// Loads, block reductions and the "last block" rule of the CUDA kernels.
+/// Device functions that the CUDA kernels share: loads, block reductions, detection of the last
+/// block, and the arithmetic per channel.
 
 namespace apex::kernels {
 
@@ -24,7 +25,7 @@ __device__ __forceinline__ void store(T* p, const Packed<T, kVector>& packed) {
   *reinterpret_cast<Packed<T, kVector>*>(p) = packed;
 }
 
-/// For an array that only some variants of a kernel read; `otherwise` in the others.
+/// Loads from an array that only some variants of a kernel read. Returns `otherwise` in the others.
 template <bool kReads, typename T, int kVector>
 __device__ __forceinline__ Packed<T, kVector> load_if(const T* p,
                                                       const Packed<T, kVector>& otherwise) {
@@ -42,7 +43,7 @@ __device__ __forceinline__ Acc<T> widen(T value) {
   return static_cast<Acc<T>>(value);
 }
 
-/// Adds n values to running sums of one thread by the corrected two-pass formula, all in registers.
+/// Merges kCount values into the statistics of one thread by a two-pass formula, all in registers.
 template <typename A, int kCount>
 __device__ __forceinline__ void merge_registers(Welford<A>& all, const A (&values)[kCount]) {
   A sum = 0;
@@ -68,15 +69,15 @@ __device__ __forceinline__ double warp_sum(double value) {
   return value;
 }
 
-/// Two sums that travel through warps, blocks and memory together.
+/// Two sums that are reduced together.
 struct Sums {
   double first;
   double second;
 };
 
-/// A thread's statistics as moments about the common origin: plain sums, which any number of
-/// threads and blocks can add without a division. In float64, and about a value of the data, the
-/// cancellation in `from_moments` costs nothing that float32 data has.
+/// A thread's statistics as moments about the common origin. Moments are plain sums, which threads
+/// and blocks add without a division. They are float64 and the origin is a value of the data, so
+/// the cancellation in `from_moments` loses no digits that float32 data has.
 template <typename A>
 __device__ __forceinline__ Sums to_moments(A mean, A m2, A count) {
   const double sum = static_cast<double>(mean) * static_cast<double>(count);
@@ -92,7 +93,7 @@ __device__ __forceinline__ void from_moments(const Sums& s, double origin, doubl
   *m2 = squares < 0 ? 0.0 : squares;  // keeps NaN
 }
 
-/// Right in the first warp only. blockDim.x is a multiple of 32.
+/// Sums over the block. Only the first warp gets the result. blockDim.x must be a multiple of 32.
 __device__ __forceinline__ Sums block_sum(Sums s) {
   __shared__ Sums warps[32];
   s = {warp_sum(s.first), warp_sum(s.second)};
@@ -107,19 +108,19 @@ __device__ __forceinline__ Sums block_sum(Sums s) {
   return threadIdx.x < 32 ? Sums{warp_sum(all.first), warp_sum(all.second)} : all;
 }
 
-/// Adds up what `splits` blocks left in `slots`. Called by the first warp.
+/// Adds the sums that `splits` blocks have written to `slots`. Call it in the first warp.
 __device__ __forceinline__ Sums warp_sum_slots(const double* slots, int splits) {
   Sums all{0, 0};
   for (int i = threadIdx.x; i < splits; i += 32) {
-    all.first += __ldcg(slots + 2 * i);  // from the second-level cache: other blocks wrote it
+    all.first += __ldcg(slots + 2 * i);  // read from L2: other blocks wrote it
     all.second += __ldcg(slots + 2 * i + 1);
   }
   return {warp_sum(all.first), warp_sum(all.second)};
 }
 
-/// True in every thread of the block that is the last of `blocks` to get here for this counter.
-/// What the others wrote before is visible to it. atomicInc wraps the counter to zero with the
-/// last one, so that it is ready for the next launch.
+/// True in every thread of the last of `blocks` blocks that call this with the same counter. The
+/// earlier writes of the other blocks are visible to the last block. Its atomicInc wraps the
+/// counter to zero for the next launch.
 __device__ __forceinline__ bool is_last_block(unsigned* counter, unsigned blocks) {
   __shared__ bool last;
   __threadfence();
@@ -132,7 +133,7 @@ __device__ __forceinline__ bool is_last_block(unsigned* counter, unsigned blocks
   return last;
 }
 
-/// How many threads merge the ranks' records of a channel together: a power of two, at most a warp.
+/// The number of threads that merge the ranks' records of one channel: a power of two, at most 32.
 __device__ __forceinline__ int lanes_per_channel(int64_t ranks) {
   int lanes = 1;
   while (lanes < 32 && lanes < ranks) {
@@ -142,20 +143,20 @@ __device__ __forceinline__ int lanes_per_channel(int64_t ranks) {
 }
 
 // Note [Float64 in every block]
-// Every block computes the coefficients of its channels, in float64, before it touches an element.
-// GPUs for graphics and inference have one float64 unit for 32 or 64 float32 units, where a
-// division or a square root takes as long as several hundred float32 instructions. So there is none
-// of either on the way of all blocks, only what one block does per channel.
+// Every block computes the coefficients of its channels in float64 before it processes an element.
+// GPUs for graphics and inference have one float64 unit per 32 or 64 float32 units. On them a
+// float64 division or square root takes as long as several hundred float32 instructions. So the
+// code that every block runs has neither. Code that runs in one block per channel may have both.
 
-/// 1 / x within 2 units of the last place, for a normal float32 number x > 0: a float32 estimate
-/// and two steps of Newton's method.
+/// 1 / x with an error of at most 2 ulp, for x > 0 that is a normal number in float32. Uses a
+/// float32 estimate and two Newton steps.
 __device__ __forceinline__ double fast_reciprocal(double x) {
   double r = static_cast<double>(1.0f / static_cast<float>(x));
   r = r * fma(-x, r, 2.0);
   return r * fma(-x, r, 2.0);
 }
 
-/// 1 / sqrt(x) in the same way; exact for other numbers.
+/// 1 / sqrt(x) by the same method for 1e-30 < x < 1e30. Uses float64 functions for other numbers.
 __device__ __forceinline__ double fast_rsqrt(double x) {
   if (!(x > 1e-30 && x < 1e30)) {
     return 1.0 / sqrt(x);
@@ -180,9 +181,9 @@ struct Merged {
   double inverse_count = 0;
 };
 
-/// In each of the `lanes` neighbouring threads that merge them. All lanes of the warp have to be
-/// here; those that have no channel pass a negative one. The mean comes first, then the deviations
-/// from it: as exact as merging pairs, with one reciprocal.
+/// Merges the records of a channel in `lanes` neighbouring threads, which all get the result. All
+/// lanes of the warp must call this; those without a channel pass -1. It computes the mean first,
+/// then the deviations from it. That is as accurate as pairwise merges, and takes one reciprocal.
 __device__ __forceinline__ Merged merge_records(const double* records, int64_t ranks,
                                                 int64_t channels, int64_t channel, int lanes) {
   const int64_t first = channel < 0 ? ranks : threadIdx.x % lanes;
@@ -205,15 +206,15 @@ __device__ __forceinline__ Merged merge_records(const double* records, int64_t r
   return all;
 }
 
-/// 1 / sqrt(variance + eps) of a forward pass, or of running statistics.
+/// 1 / sqrt(variance + eps), from the forward pass or from running statistics.
 __device__ __forceinline__ double load_invstd(const ChannelStatistics& statistics,
                                               int64_t channel) {
   const double value = statistics.invstd_or_var.load(channel, 1);
   return statistics.constant ? fast_rsqrt(value + statistics.eps) : value;
 }
 
-/// What is done once per channel in the normalizing launch: statistics for the backward, and the
-/// running ones.
+/// The work per channel in the normalizing launch: writes the statistics for backward, and updates
+/// the running statistics.
 __device__ __forceinline__ void finish_channel(const NormalizeArguments& a, int64_t channel,
                                                const Merged& merged, double invstd) {
   const Welford<double> all{merged.mean, merged.m2, merged.count};
@@ -227,7 +228,7 @@ __device__ __forceinline__ void finish_channel(const NormalizeArguments& a, int6
   a.running_var.store(channel, update_running_var(a.running_var.load(channel, 0), all, factor));
 }
 
-/// What is done once per channel in the reducing launch. `all` is relative to `high`.
+/// The work per channel in the reducing launch. `all` is relative to `high`.
 __device__ __forceinline__ void finish_reduction(const GradientArguments& a, int64_t channel,
                                                  int64_t channels, const Sums& all, double high) {
   const double sum_dy_xmu = all.second - (a.statistics.load_mean(channel) - high) * all.first;
@@ -237,8 +238,9 @@ __device__ __forceinline__ void finish_reduction(const GradientArguments& a, int
   a.dweight.store(channel, sum_dy_xmu * load_invstd(a.statistics, channel));
 }
 
-/// What a block normalizes a channel with. The lanes that share the channel have to be here (see
-/// merge_records); `writes` says in which thread, and block, its statistics are written.
+/// The coefficients with which a block normalizes a channel. All lanes that share the channel must
+/// call this (see merge_records). `writes` is true in the one thread, of one block, that writes the
+/// channel's statistics.
 template <typename A>
 __device__ __forceinline__ NormalizeCoefficients<A> normalize_channel(const NormalizeArguments& a,
                                                                       int64_t channels,
@@ -261,7 +263,7 @@ __device__ __forceinline__ NormalizeCoefficients<A> normalize_channel(const Norm
                                                  a.bias.load(channel, 0));
 }
 
-/// What the forward pass normalized with; only its `high` if the ReLU's mask needs no more.
+/// The coefficients of the forward pass. Only `high` is set if the ReLU's mask needs no more.
 template <typename A, ReluMask kMask>
 __device__ __forceinline__ NormalizeCoefficients<A> forward_coefficients(const GradientArguments& a,
                                                                          int64_t channel) {
@@ -290,7 +292,7 @@ __device__ __forceinline__ A relu(A value) {
   return value > A(0) || value != value ? value : A(0);
 }
 
-/// dy behind the ReLU.
+/// dy after the mask of the ReLU.
 template <ReluMask kMask, typename A>
 __device__ __forceinline__ A masked(A dy, A centered, A output, const NormalizeCoefficients<A>& k) {
   if constexpr (kMask == ReluMask::kNone) {

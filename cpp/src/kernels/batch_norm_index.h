@@ -7,29 +7,29 @@
 #include "batch_norm_cpu.h"
 #include "host_device.h"
 
-/// How the CUDA kernels divide the elements among blocks and threads. Host code plans, device code
-/// follows; both are here, free of CUDA, so that the host's tests can walk every block and thread.
-/// All element indices are 64-bit.
+/// Launch geometry of the CUDA kernels: how blocks and threads divide the elements. The host code
+/// that plans and the device code that indexes are both here, without CUDA, so that host tests can
+/// walk every block and thread. All element indices are 64-bit.
 
 namespace apex::kernels {
 
-/// What a launch is shaped by: of a device, or of one kernel on it.
+/// The limits that shape a launch: those of a device, or of one kernel on it.
 struct DeviceLimits {
   int multiprocessors;
-  int threads_per_multiprocessor;  // that run at once
+  int threads_per_multiprocessor;  // resident at the same time
 };
 
 constexpr int kLoadBytes = 16;     // the widest load of one thread
 constexpr int kLoadsInFlight = 4;  // independent loads a thread issues before it uses the first
 constexpr int kMaxSplits = 1024;
-// Of a block. Blocks of this size come several at a time, so that one begins and ends while others
-// keep the memory busy.
+// Threads per block. Several blocks of this size are resident on a multiprocessor, so that some
+// keep the memory busy while another starts or ends.
 constexpr int kBlockThreads = 256;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// Elements per load: 16 bytes, or else 8, where every run of `run` elements starts aligned to
-/// that, else one.
+/// Elements per load: 16 bytes, or 8 bytes, if every run of `run` elements is aligned to that.
+/// Otherwise one element.
 inline int vector_width(int64_t run, int element_bytes, bool pointers_aligned) {
   for (const int width : {kLoadBytes / element_bytes, kLoadBytes / element_bytes / 2}) {
     if (pointers_aligned && run % width == 0) {
@@ -39,10 +39,10 @@ inline int vector_width(int64_t run, int element_bytes, bool pointers_aligned) {
   return 1;
 }
 
-/// How many parts each of `shared` things is divided into, and no more than is `useful`, where a
-/// device runs `blocks` blocks at once. Rounded down: with a few blocks more than there is room
-/// for, all would wait for these. Where that leaves more than a third of the device idle, it is
-/// filled a second time.
+/// The number of blocks that share each of `shared` channels or tiles, at most `useful`, on a
+/// device that runs `blocks` blocks at once. Rounded down, because a few blocks in excess would run
+/// alone at the end. If that leaves more than a third of the device idle, the launch fills the
+/// device a second time.
 inline int64_t count_splits(int64_t blocks, int64_t shared, int64_t useful) {
   const int64_t most = useful < kMaxSplits ? useful : kMaxSplits;
   int64_t splits = shared > 0 ? blocks / shared : 1;
@@ -55,8 +55,9 @@ inline int64_t count_splits(int64_t blocks, int64_t shared, int64_t useful) {
 
 // ---- channels first: [N, C, S] -----------------------------------------------------------------
 
-/// A channel is a sequence of units of `vector` elements, plane after plane; `splits` blocks share
-/// it, each a contiguous range. Block index = channel * splits + split.
+/// The plan of a channels-first launch. A channel is a sequence of units of `vector` elements,
+/// plane after plane. `splits` blocks share it, and each takes a contiguous range. Block index =
+/// channel * splits + split.
 struct PlanesPlan {
   Planes sizes;
   int vector;
@@ -68,8 +69,8 @@ struct PlanesPlan {
   int64_t blocks() const { return sizes.channels * splits; }
 };
 
-/// Few channels fill the device once with several blocks each; many get one block each, which is no
-/// larger than there is work for.
+/// With few channels, several blocks per channel fill the device once. With many channels, each
+/// gets one block, with no more threads than it has work for.
 inline PlanesPlan plan_planes(Planes sizes, int element_bytes, bool pointers_aligned,
                               DeviceLimits limits) {
   PlanesPlan plan{sizes, 1, 32, 1, 0, 0, 0};
@@ -88,7 +89,7 @@ inline PlanesPlan plan_planes(Planes sizes, int element_bytes, bool pointers_ali
   return plan;
 }
 
-/// No plan has more blocks, of whatever kernel on a device of these limits.
+/// An upper bound of the number of blocks in a plan, for any kernel on a device of these limits.
 inline int64_t most_planes_blocks(Planes sizes, int element_bytes, bool pointers_aligned,
                                   DeviceLimits limits) {
   const int threads = plan_planes(sizes, element_bytes, pointers_aligned, limits).threads;
@@ -135,8 +136,9 @@ struct PlaneCursor {
 
 // ---- channels last: [R, C] ---------------------------------------------------------------------
 
-/// A block owns `threads_x * vector` neighbouring channels (a tile) and a contiguous range of rows.
-/// Block index = split * tiles + tile; thread index = y * threads_x + x.
+/// The plan of a channels-last launch. A block owns `threads_x * vector` neighbouring channels (a
+/// tile) and a contiguous range of rows. Block index = split * tiles + tile; thread index = y *
+/// threads_x + x.
 struct RowsPlan {
   int64_t rows;
   int64_t channels;
@@ -155,11 +157,12 @@ struct RowsPlan {
   }
 };
 
-constexpr int kRowsThreads = 512;  // of a block that reduces
+constexpr int kRowsThreads = 512;  // per block of a reduction
 constexpr int kMaxTileChannels = 64;
 
 /// A row of threads covers 128 bytes. Reductions get one large block per multiprocessor, because
-/// the last block of a tile reads what all others left; passes that only map get as many as fit.
+/// the last block of a tile reads the sums of all others. Elementwise passes get as many blocks as
+/// fit.
 inline RowsPlan plan_rows(int64_t rows, int64_t channels, int element_bytes, bool pointers_aligned,
                           DeviceLimits limits, bool reduces) {
   const int threads = reduces ? kRowsThreads : kBlockThreads;

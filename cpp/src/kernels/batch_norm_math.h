@@ -9,15 +9,15 @@
 #include "welford.h"
 
 /// Per-channel arithmetic of batch norm (S. Ioffe and C. Szegedy, "Batch Normalization", 2015,
-/// algorithm 1 and the gradients of section 3), shared by the CPU and the CUDA kernels. Everything
-/// that happens once per channel is done in float64; elements are handled in float32 (float64 for
-/// float64 data) by one subtraction and one or two fused multiply-adds.
+/// algorithm 1 and the gradients of section 3), shared by the CPU and the CUDA kernels. The
+/// arithmetic per channel is float64. The arithmetic per element is float32 (float64 for float64
+/// data): one subtraction and one or two fused multiply-adds.
 ///
 /// Note [The mean in two parts]
-/// Data with mean 1e4 and deviation 1 would lose 5e-4 of its deviation if the mean were rounded to
-/// float32 before it is subtracted. `high` is the mean rounded to the element's type, so that
-/// x - high is exact for neighbouring values (Sterbenz), and the rest of the mean is folded into
-/// the additive constant: it costs nothing per element.
+/// If the mean were rounded to float32 before it is subtracted, data with mean 1e4 and standard
+/// deviation 1 would be off by 5e-4. `high` is the mean rounded to the compute type, so x - high is
+/// exact for values near it (Sterbenz). The rest of the mean is folded into the additive constant,
+/// and costs nothing per element.
 
 namespace apex::kernels {
 
@@ -47,9 +47,9 @@ struct GradientCoefficients {
   T shift;
 };
 
-/// `sum_dy` and `sum_dy_xmu` (sum of dy * (x - mean)) are over all ranks; `inverse_count` is 1 over
-/// the number of values, or zero if the statistics were constants (evaluation), whose gradient has
-/// no such terms.
+/// `sum_dy` and `sum_dy_xmu` (sum of dy * (x - mean)) are over all ranks. `inverse_count` is 1 over
+/// the number of values. It is zero if the statistics were constants (evaluation), which removes
+/// the terms of the sums.
 template <typename T>
 APEX_HOST_DEVICE GradientCoefficients<T> gradient_coefficients(double mean, double invstd,
                                                                double weight, double sum_dy,
@@ -67,13 +67,13 @@ APEX_HOST_DEVICE double inverse_deviation(const Welford<double>& all, double eps
   return 1.0 / sqrt((all.count > 0 ? all.m2 / all.count : 0.0) + eps);
 }
 
-/// What momentum is where there is none: the running statistics are a cumulative average. Not a
-/// number, as torch takes any number, a negative one too.
+/// The value for momentum=None, which makes the running statistics a cumulative average. It is NaN
+/// because torch accepts any number, even a negative one.
 constexpr double kNoMomentum = std::numeric_limits<double>::quiet_NaN();
 
-/// The weight of the newest batch in the running statistics. In a cumulative average it follows
-/// from `batches`, which counts this batch, too; where nobody counts (zero) the running statistics
-/// keep their values, as torch's do.
+/// The weight of the newest batch in the running statistics. For a cumulative average it is 1 /
+/// `batches`, which includes this batch. If batches are not counted (zero), the running statistics
+/// keep their values, as in torch.
 APEX_HOST_DEVICE double running_factor(double momentum, int64_t batches) {
   if (momentum == momentum) {
     return momentum;
@@ -81,7 +81,7 @@ APEX_HOST_DEVICE double running_factor(double momentum, int64_t batches) {
   return batches > 0 ? 1.0 / static_cast<double>(batches) : 0.0;
 }
 
-/// The running variance is the unbiased one. Nothing changes where no unbiased variance exists.
+/// The running variance is unbiased. With fewer than two values neither running statistic changes.
 APEX_HOST_DEVICE double update_running_mean(double running, const Welford<double>& all,
                                             double factor) {
   return all.count > 1 ? (1 - factor) * running + factor * all.mean : running;
@@ -92,10 +92,11 @@ APEX_HOST_DEVICE double update_running_var(double running, const Welford<double>
   return all.count > 1 ? (1 - factor) * running + factor * (all.m2 / (all.count - 1)) : running;
 }
 
-/// What the ranks exchange in the forward pass, in float64: mean[channels], m2[channels], count.
+/// The length of the record that the ranks exchange in forward, in float64: mean[channels],
+/// m2[channels], count.
 APEX_HOST_DEVICE int64_t statistics_length(int64_t channels) { return 2 * channels + 1; }
 
-/// One channel's statistics over all ranks; `gathered` holds `ranks` such records.
+/// The statistics of one channel over all ranks. `gathered` holds the records of `ranks` ranks.
 APEX_HOST_DEVICE Welford<double> merge_ranks(const double* gathered, int64_t ranks,
                                              int64_t channels, int64_t channel) {
   Welford<double> all;

@@ -3,12 +3,12 @@
 
 #include "batch_norm_device.cuh"
 
-/// Channels first: a block works on one channel.
+/// The channels-first kernels. A block works on one channel.
 
 namespace apex::kernels {
 
-/// Adds the sums of the blocks that share a channel. False in every block but the last, which has
-/// the total in its first warp.
+/// Adds the sums of the blocks that share a channel. Returns true in the last block, whose first
+/// warp gets the total, and false in the others.
 __device__ __forceinline__ bool merge_splits(const PlanesPlan& plan, int64_t channel, int split,
                                              double* partial, unsigned* counters, Sums& all) {
   if (plan.splits == 1) {
@@ -42,7 +42,8 @@ __global__ void __launch_bounds__(kBlockThreads)
       *num_batches += 1;
     }
   }
-  // Everything is measured from the channel's first value: small numbers keep their digits.
+  // All values are taken relative to the channel's first value, so that a large mean costs no
+  // digits.
   const A origin = plan.units > 0 ? widen(x[channel * plan.sizes.plane]) : A(0);
   Welford<A> mine;
   PlaneCursor cursor(plan, split, threadIdx.x);
@@ -80,8 +81,8 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-/// Calls f(number of loads) until the block's threads are through their units: several loads at a
-/// time as long as there are so many.
+/// Calls f(number of loads) until the thread has processed its units: kLoads at a time, then one at
+/// a time for the rest.
 template <int kLoads, typename F>
 __device__ __forceinline__ void walk(const PlanesPlan& plan, PlaneCursor& cursor, F&& f) {
   while (cursor.unit + (kLoads - 1) * int64_t{plan.threads} < cursor.end) {
@@ -96,7 +97,7 @@ template <typename T, int kVector, bool kAdd>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     planes_normalize_kernel(PlanesPlan plan, NormalizeArguments a) {
   using A = Acc<T>;
-  // Back to front: the statistics launch has just read the end, which may still be in the cache.
+  // Back to front, because the statistics launch has just read the end, which may be in the cache.
   const int64_t block = gridDim.x - 1 - static_cast<int64_t>(blockIdx.x);
   const int64_t channel = block / plan.splits;
   const int split = static_cast<int>(block % plan.splits);

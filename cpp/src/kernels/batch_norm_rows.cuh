@@ -3,19 +3,19 @@
 
 #include "batch_norm_device.cuh"
 
-/// Channels last: a block works on a tile of channels over a range of rows; a thread stays with its
-/// `kVector` channels.
+/// The channels-last kernels. A block works on a tile of channels over a range of rows. A thread
+/// works on the same `kVector` channels in all its rows.
 
 namespace apex::kernels {
 
-/// Where a thread of a block works.
+/// The position of a thread in the plan.
 struct RowsPlace {
   int64_t tile;
   int split;
   int x;
   int y;
-  int64_t channel;  // the thread's first
-  bool inside;      // its channels exist
+  int64_t channel;  // the thread's first channel
+  bool inside;      // whether its channels exist
 
   __device__ __forceinline__ RowsPlace(const RowsPlan& plan, int64_t block)
       : tile(block % plan.tiles),
@@ -26,8 +26,8 @@ struct RowsPlace {
         inside(channel < plan.channels) {}
 };
 
-/// The sums of a tile, over the rows of the block and then over the blocks that share the tile.
-/// Returns the tile's totals, [2][tile_channels], in the last block and null in the others.
+/// Adds the sums of a tile over the rows of the block, then over the blocks that share the tile.
+/// Returns the tile's totals [2][tile_channels] in the last block, and null in the others.
 template <int kVector>
 __device__ __forceinline__ const double* merge_tile(const RowsPlan& plan, const RowsPlace& place,
                                                     Sums (&mine)[kVector], double* partial,
@@ -63,8 +63,8 @@ __device__ __forceinline__ const double* merge_tile(const RowsPlan& plan, const 
   if (!is_last_block(counters + place.tile, plan.splits)) {
     return nullptr;
   }
-  // Several threads per sum, each over every n-th split. 2 * width and kRowsThreads are powers of
-  // two, and width is at most kMaxTileChannels, so that n >= 4.
+  // n threads per sum; each adds every n-th split. 2 * width and kRowsThreads are powers of two,
+  // and width is at most kMaxTileChannels, so n >= 4.
   double* scratch = &warps[0][0][0];
   const int n = kRowsThreads / (2 * width);
   const int column = threadIdx.x % (2 * width);
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kRowsThreads)
           const A d = widen(in[r].values[i]) - origin[i] - center;
           squares += d * d;
         }
-        const A delta = center - mean[i];  // Chan's merge; the shares are common to all channels
+        const A delta = center - mean[i];  // Chan's merge; all channels have the same shares
         mean[i] += delta * share;
         m2[i] += squares + delta * delta * weight;
       }
@@ -171,8 +171,8 @@ __global__ void __launch_bounds__(kRowsThreads)
   }
 }
 
-/// Calls f(offset, number of loads) until the thread is through its rows: several loads at a time
-/// as long as there are so many. They are plan.threads_y rows apart.
+/// Calls f(offset, number of loads) until the thread has processed its rows: kLoads at a time, then
+/// one at a time for the rest. The loads are plan.threads_y rows apart.
 template <int kLoads, typename F>
 __device__ __forceinline__ void walk(const RowsPlan& plan, const RowsPlace& place, F&& f) {
   const int64_t end = plan.end(place.split);
@@ -185,8 +185,8 @@ __device__ __forceinline__ void walk(const RowsPlan& plan, const RowsPlace& plac
   }
 }
 
-/// Loads in flight of a kernel that reads three arrays where `kThree`: the coefficients of eight
-/// channels leave no registers for four loads of each.
+/// Loads in flight per array. A kernel with kThree reads three arrays; the coefficients of eight
+/// channels then leave no registers for four loads of each.
 template <int kVector, bool kThree>
 constexpr int kRowsLoads = kThree && kVector == 8 ? 2 : kLoadsInFlight;
 
@@ -194,13 +194,13 @@ template <typename T, int kVector, bool kAdd>
 __global__ void __launch_bounds__(kBlockThreads)
     rows_normalize_kernel(RowsPlan plan, NormalizeArguments a) {
   using A = Acc<T>;
-  // Back to front: the statistics launch has just read the end, which may still be in the cache.
+  // Back to front, because the statistics launch has just read the end, which may be in the cache.
   const RowsPlace place(plan, gridDim.x - 1 - static_cast<int64_t>(blockIdx.x));
   __shared__ NormalizeCoefficients<A> shared[kMaxTileChannels];
   const int width = plan.tile_channels();
-  // Few ranks: a thread does a channel, and one round does the tile. Every block does this first,
-  // so that its length counts. Whole warps leave the loop, since their lanes exchange what they
-  // have.
+  // Every block runs this loop before its elements, so it must be short. With few ranks each thread
+  // handles one channel, and one iteration handles the tile. Only whole warps leave the loop,
+  // because the lanes of a warp exchange their sums.
   const int lanes = a.records != nullptr ? lanes_per_channel(a.ranks) : 1;
   const int at_once = kBlockThreads / lanes;
   for (int first = threadIdx.x / 32 * 32 / lanes; first < width; first += at_once) {

@@ -9,9 +9,9 @@
 
 #include "host_device.h"
 
-/// A per-channel array of any floating type and stride: weight, bias, running statistics and their
-/// gradients. Read and written once per channel, so the type is a run-time value, not a template
-/// argument.
+/// A per-channel array of any floating type and stride: weight, bias, running statistics and
+/// gradients. The type is a run-time value, not a template argument, because elements are read and
+/// written only once per channel.
 
 namespace apex::kernels {
 
@@ -61,13 +61,12 @@ struct ChannelParam {
   }
 };
 
-/// What a backward pass knows of the distribution of a channel: the mean and 1 / sqrt(variance +
-/// eps) that the forward pass left, or, where the statistics were constants, running mean and
-/// running variance as they are.
+/// The statistics of the channels in backward: mean and 1 / sqrt(variance + eps) from the forward.
+/// If the statistics were constants, running mean and running variance instead.
 struct ChannelStatistics {
   ChannelParam mean;
   ChannelParam invstd_or_var;
-  bool constant = false;  // then the second one is the variance
+  bool constant = false;  // if true, invstd_or_var is the variance
   double eps = 0;
 
   APEX_HOST_DEVICE double load_mean(int64_t channel) const { return mean.load(channel, 0); }

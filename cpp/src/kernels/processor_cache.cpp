@@ -27,8 +27,8 @@ size_t last_cache_bytes(const std::string& folder) {
 }
 
 size_t last_cache_bytes() {
-  // Not sysconf() first: on AMD's processors it tells the sum of all last caches of a socket
-  // (glibc 2.36 said 320 MiB where a core sees 32).
+  // sysconf() is only the fallback: on AMD processors it reports the sum of all last-level caches
+  // of a socket (320 MiB with glibc 2.36, where each core has 32 MiB).
   static const size_t found = last_cache_bytes("/sys/devices/system/cpu/cpu0/cache");
   if (found > 0) return found;
 #if defined(__linux__) && defined(_SC_LEVEL3_CACHE_SIZE)

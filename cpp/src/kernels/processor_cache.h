@@ -6,11 +6,11 @@
 
 namespace apex::kernels {
 
-/// Bytes of the last cache that a core sees; 32 MiB where the system does not tell.
+/// Size of the last-level cache of a core, in bytes; 32 MiB if the system does not report it.
 size_t last_cache_bytes();
 
-/// Of the caches that a folder of Linux's describes (/sys/devices/system/cpu/cpuN/cache); 0 if
-/// none.
+/// The same from a folder such as Linux's /sys/devices/system/cpu/cpuN/cache; 0 if it describes no
+/// cache.
 size_t last_cache_bytes(const std::string& folder);
 
 }  // namespace apex::kernels

@@ -5,17 +5,17 @@
 
 #include "host_device.h"
 
-/// Mean and sum of squared deviations of a stream of values, in parts that can be merged.
+/// Mergeable mean and sum of squared deviations of a stream of values.
 ///
 /// `update` is Welford's recurrence (B. P. Welford, Technometrics 4(3), 1962); `merge` is the
 /// pairwise rule of Chan, Golub and LeVeque ("Algorithms for computing the sample variance",
 /// The American Statistician 37(3), 1983, equations 2.1). Neither forms sum(x^2), so a mean that is
-/// large against the deviation costs no digits.
+/// large compared to the standard deviation costs no digits.
 ///
-/// The kernels do not call `update` per element: they reduce a small chunk (a register tile on the
+/// The kernels do not call `update` per element. They reduce a small chunk (a register tile on the
 /// GPU, 16 KiB in the first-level cache on the CPU) by the corrected two-pass formula of the same
-/// paper (equation 1.7), which divides once per chunk instead of once per element, and merge the
-/// chunks with `merge`. Counts are integers held in a double: exact up to 2^53.
+/// paper (equation 1.7), which divides once per chunk instead of once per element. Then they merge
+/// the chunks with `merge`. Counts are integers in a double, exact up to 2^53.
 
 namespace apex::kernels {
 
@@ -32,7 +32,7 @@ struct Welford {
     m2 += delta * (value - mean);
   }
 
-  /// Appends the values that `other` summarizes. Either side may be empty.
+  /// Merges the statistics of other values. Either side may be empty.
   APEX_HOST_DEVICE void merge(T other_mean, T other_m2, T other_count) {
     if (other_count == T(0)) {
       return;
@@ -47,8 +47,8 @@ struct Welford {
 
   APEX_HOST_DEVICE void merge(const Welford& other) { merge(other.mean, other.m2, other.count); }
 
-  /// Appends `n` values given as sums of deviations from `shift`: sum(x - shift), sum((x -
-  /// shift)^2). Exact where `shift` is close to the values' mean (the two-pass correction).
+  /// Merges `n` values, given as sum(x - shift) and sum((x - shift)^2). Accurate if `shift` is
+  /// close to the mean of the values (the two-pass correction).
   APEX_HOST_DEVICE void merge_shifted(T shift, T sum, T sum_squares, T n) {
     if (n == T(0)) {
       return;
