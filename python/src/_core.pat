@@ -1,8 +1,8 @@
-# What nanobind's stubgen leaves out of _core.pyi.
+# Attributes that nanobind's stubgen leaves out of _core.pyi.
 _core.__suffix__:
     __version__: str
 
-# And dictionaries of which it does not know what they hold.
+# Dictionaries whose value types stubgen does not know.
 _core.ModuleWatch.__init__:
     \from typing import Any
     def __init__(self, dictionaries: Sequence[dict[str, Any]]) -> None: ...

@@ -37,9 +37,8 @@ void translate(const std::exception_ptr& pointer, void*) {
   }
 }
 
-/// Lets Python see its signals while C++ waits: their handlers run. If one raises, that ends the
-/// wait. It is thrown as torch throws the errors of Python, so that it comes through autograd as
-/// what it is.
+/// Runs Python's signal handlers while C++ waits. If a handler raises, the exception ends the wait.
+/// It is thrown as torch's python_error, so that it passes through autograd unchanged.
 bool sees_signal(std::thread::id main_thread) {
   if (std::this_thread::get_id() != main_thread || Py_IsInitialized() == 0) return false;
   const nb::gil_scoped_acquire gil;

@@ -5,7 +5,7 @@
 
 namespace apex::python {
 
-/// Registers the translation of apex::Error and its kin to Python's built-in exceptions.
+/// Registers the translation of apex::Error and its subclasses to Python's built-in exceptions.
 void init_errors(nanobind::module_& m);
 
 }  // namespace apex::python

@@ -12,8 +12,8 @@ namespace apex::python {
 
 namespace {
 
-/// Remembers what the `_parameters` and `_modules` dictionaries of a module tree hold, by identity.
-/// Comparing them walks the dictionaries without running Python code: a few nanoseconds per entry,
+/// Detects changes of the `_parameters` and `_modules` dictionaries of a module tree. It compares
+/// the values by identity, without running Python code. That takes a few nanoseconds per entry,
 /// which is cheap enough for every forward.
 class ModuleWatch {
  public:
@@ -43,7 +43,7 @@ class ModuleWatch {
     return false;
   }
 
-  /// For the garbage collector: a module that refers to its wrapper, which owns this, is a circle.
+  /// For the garbage collector: a module may refer to its wrapper, which owns this, in a cycle.
   int traverse(visitproc visit, void* arg) const {
     for (const Entry& entry : entries_) {
       Py_VISIT(entry.dictionary.ptr());
@@ -57,7 +57,7 @@ class ModuleWatch {
  private:
   struct Entry {
     nb::dict dictionary;
-    // Owned, so that the address of a removed value is not taken by another object.
+    // Owned, so that no new object gets the address of a removed value.
     std::vector<nb::object> values;
   };
   std::vector<Entry> entries_;

@@ -5,7 +5,8 @@
 
 namespace apex::python {
 
-/// ModuleWatch: notices parameters and submodules that were added, removed or replaced.
+/// Registers ModuleWatch, which detects parameters and submodules that were added, removed or
+/// replaced.
 void init_module_watch(nanobind::module_& m);
 
 }  // namespace apex::python

@@ -9,7 +9,7 @@ namespace apex::python {
 
 namespace {
 
-/// Deeper nesting is taken for a cycle.
+/// Deeper nesting is assumed to be a cycle.
 constexpr int kMaxDepth = 32;
 
 void collect(PyObject* object, std::vector<at::Tensor>& tensors, int depth) {
@@ -38,7 +38,7 @@ void collect(PyObject* object, std::vector<at::Tensor>& tensors, int depth) {
     for (nb::handle item : nb::borrow(object)) collect(item.ptr(), tensors, depth + 1);
   } else if (PyObject* attributes = PyObject_GenericGetDict(object, nullptr)) {
     const nb::object owner = nb::steal(attributes);
-    // A module inside the output is not an output.
+    // The parameters of a module inside the output are not outputs.
     if (PyDict_GetItemString(attributes, "_parameters") == nullptr) {
       collect(attributes, tensors, depth + 1);
     }

@@ -8,9 +8,9 @@
 
 namespace apex::python {
 
-/// The tensors in what a module returned: a tensor, or tuples, lists, dicts, sets, dataclasses and
-/// other objects with attributes that hold tensors, nested. Tensors that do not require grad are
-/// left out. Needs the GIL.
+/// Finds the tensors in the output of a module: a tensor, or nested tuples, lists, dicts, sets,
+/// dataclasses and other objects with attributes. Skips tensors that do not require grad. Needs the
+/// GIL.
 std::vector<at::Tensor> output_tensors(nanobind::handle output);
 
 }  // namespace apex::python

@@ -21,12 +21,12 @@ namespace {
 using parallel::GradientBucket;
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
-/// What a hook sees: the methods of torch.distributed.GradBucket.
+/// The bucket that a hook receives. It has the methods of torch.distributed.GradBucket.
 struct BucketView {
   GradientBucket bucket;
 };
 
-/// Where the runner puts the result of a hook, on any thread.
+/// Receives the result of a hook from the runner, on any thread.
 struct Completion {
   FuturePtr future;
 };
@@ -40,7 +40,7 @@ class PythonCommHook final : public parallel::CommHook {
     runner_.reset();
   }
 
-  /// Not the function's: ranks compare names, and each may have a function of its own.
+  /// Not the name of the function: ranks compare hook names, and their functions may differ.
   std::string name() const override { return "Python function"; }
 
   FuturePtr run(GradientBucket& bucket) override {

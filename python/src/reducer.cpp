@@ -52,7 +52,7 @@ std::vector<NamedTensor> named(const std::vector<std::string>& names,
   return result;
 }
 
-/// What C++ says of options, with the names that they have in Python.
+/// Replaces the C++ names of options in an error message by their Python names.
 std::string in_python(std::string text) {
   for (const auto& [cpp, python] :
        {std::pair("limits.first_cap", "the first of bucket_cap_mb_list"),
@@ -66,8 +66,8 @@ std::string in_python(std::string text) {
   return text;
 }
 
-/// Process groups come by name: c10d's registry is the same in both languages, and
-/// the Python package has registered those that it did not know.
+/// Looks up process groups by name. Both languages share c10d's registry, and the Python package
+/// has registered the groups that were missing.
 std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups(const std::vector<std::string>& names) {
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> result;
   for (const std::string& name : names) result.push_back(c10d::resolve_process_group(name));
@@ -194,7 +194,7 @@ std::shared_ptr<parallel::CommHook> builtin_comm_hook(
                         "': choose fp16, bf16, fp16_fp32_sum or bf16_fp32_sum");
 }
 
-/// Owns a Python function; may be copied and dropped without the GIL.
+/// Owns a Python function. May be copied and destroyed without the GIL.
 std::shared_ptr<nb::object> held_without_gil(nb::object function) {
   return {new nb::object(std::move(function)), [](nb::object* object) {
             const nb::gil_scoped_acquire gil;
@@ -202,7 +202,7 @@ std::shared_ptr<nb::object> held_without_gil(nb::object function) {
           }};
 }
 
-/// Called without the GIL.
+/// Wraps a Python callback. The result is called without the GIL.
 std::function<void(const parallel::ReducedBucket&)> bucket_callback(nb::object callback) {
   return [held = held_without_gil(std::move(callback))](const parallel::ReducedBucket& bucket) {
     const nb::gil_scoped_acquire gil;
@@ -367,7 +367,7 @@ void init_reducer(nb::module_& m) {
           "watch_outputs",
           [](Reducer& self, nb::handle output) {
             const std::vector<at::Tensor> tensors = output_tensors(output);
-            // A backward on another thread may hold the reducer while it wants the interpreter.
+            // A backward on another thread may hold the reducer's lock while it waits for the GIL.
             const nb::gil_scoped_release no_gil;
             self.watch_outputs(tensors);
           },

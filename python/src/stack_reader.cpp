@@ -24,14 +24,15 @@ namespace apex::python {
 
 namespace {
 
-/// A thread that asks for the interpreter's lock while the interpreter ends would be ended by it.
-/// So the end waits for such threads, and none is started from then on. Never destroyed.
+/// Threads of this module that take the GIL. The interpreter kills a thread that takes the GIL
+/// during shutdown. So shutdown waits for these threads, and no new ones are started. Never
+/// destroyed.
 struct Threads {
-  std::mutex mutex;  ///< guards the rest; not held while the interpreter's lock is asked for
+  std::mutex mutex;  ///< guards the rest; not held while a thread waits for the GIL
   std::condition_variable done;
   bool ended = false;
   int running = 0;
-  int64_t pid = 0;  ///< of the process in which they run: not one that it has forked
+  int64_t pid = 0;  ///< of the process that started them, to detect a fork
 };
 
 Threads& threads() {
@@ -39,8 +40,8 @@ Threads& threads() {
   return *instance;
 }
 
-/// Runs `body` under the interpreter's lock, on a thread of its own: native code may hold the lock
-/// for long. False if the interpreter ends. `body` must not throw.
+/// Runs `body` with the GIL on a new thread, because native code may hold the GIL for long. False
+/// if the interpreter is shutting down. `body` must not throw.
 bool start_under_lock(std::function<void()> body) {
   {
     const std::lock_guard<std::mutex> lock(threads().mutex);
@@ -70,13 +71,14 @@ void end_threads() {
 }
 
 constexpr size_t kInner = 9, kOuter = 4;
-/// Python code lets go of the lock every few milliseconds; and the others wait for the answer.
+/// Timeout for the GIL. Python code releases it every few milliseconds, and the other ranks wait
+/// for this answer.
 constexpr std::chrono::milliseconds kPatience{300};
 constexpr const char* kNoLock =
     "Python: the interpreter's lock is not released; native code is running, or has stopped";
 
-/// Of the main thread: the innermost frames, and the outermost, where the program says what it
-/// does; without those by which torch calls modules. Under the interpreter's lock.
+/// The stack of the main thread: its innermost and outermost frames, without the frames in which
+/// torch calls modules. Needs the GIL.
 std::string format_stack() try {
   const nb::object frames = nb::module_::import_("sys").attr("_current_frames")();
   const nb::object main = nb::module_::import_("threading").attr("main_thread")().attr("ident");
@@ -97,7 +99,7 @@ std::string format_stack() try {
 }
 
 std::string read_stack() {
-  static std::atomic<bool> busy{false};  // with the one before, for which the lock was not released
+  static std::atomic<bool> busy{false};  // a previous call still waits for the GIL
   if (busy.exchange(true)) return kNoLock;
   const auto promise = std::make_shared<std::promise<std::string>>();
   std::future<std::string> stack = promise->get_future();
@@ -113,7 +115,7 @@ std::string read_stack() {
   return stack.wait_for(kPatience) == std::future_status::ready ? stack.get() : kNoLock;
 }
 
-/// To the loggers of Python, where it may take a while.
+/// Sends a notice to Python's loggers, on another thread because handlers may be slow.
 void log_notice(const std::string& text) {
   start_under_lock([text] {
     try {

@@ -5,7 +5,7 @@
 
 namespace apex::python {
 
-/// Where ranks wait for this process, it tells them where its Python code is.
+/// Registers functions that report the Python stack of this process to ranks that wait for it.
 void init_stack_reader(nanobind::module_& m);
 
 }  // namespace apex::python

@@ -20,26 +20,27 @@ namespace {
 
 using Parts = std::vector<at::Tensor>;
 
-/// `function`, from any thread. It lives as long as the process: threads may be left behind.
+/// Calls `function` from any thread. The function is never freed, because other threads may outlive
+/// main().
 Parts call(nb::handle function, const at::Tensor& tensor) {
   if (Py_IsInitialized() == 0) return {};
   const nb::gil_scoped_acquire gil;
   try {
     return nb::cast<Parts>(function(tensor));
   } catch (const nb::python_error& error) {
-    // The text alone, without the traceback.
+    // Only the message, without the traceback.
     throw Error(nb::str(error.value()).c_str());
   }
 }
 
-/// torch throws Python's errors as objects that refer to the thread's error.
+/// torch throws Python's errors as objects that refer to the error state of the thread.
 void keep_error() {
   try {
     throw;
   } catch (python_error& error) {
     error.persist();
   } catch (...) {
-    // Has nothing to do with Python.
+    // Not a Python error.
   }
 }
 

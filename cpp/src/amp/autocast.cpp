@@ -37,7 +37,7 @@ AutocastGuard::AutocastGuard(at::DeviceType device_type, std::optional<at::Scala
   at::autocast::set_autocast_enabled(device_type, enabled);
   at::autocast::set_autocast_cache_enabled(cache_enabled);
   if (changes_dtype_) {
-    // The cache knows parameters, but not the dtype that they were cast to.
+    // The cache's keys are parameters, without the dtype that they were cast to.
     at::autocast::clear_cache();
     at::autocast::set_autocast_dtype(device_type, *dtype);
   }

@@ -11,7 +11,8 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-/// torch's own node for `to` would make the gradient dense, which it cannot.
+/// A cast whose backward also takes sparse gradients. torch's own node for `to` would convert them
+/// to dense gradients, which it cannot.
 class Cast : public torch::autograd::Function<Cast> {
  public:
   static constexpr bool is_traceable = true;
@@ -32,8 +33,8 @@ class Cast : public torch::autograd::Function<Cast> {
 }  // namespace
 
 at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype) {
-  // Transforms of torch.func, and forward-mode derivatives, take no autograd function of C++, and
-  // make no sparse gradients.
+  // Transforms of torch.func and forward-mode derivatives do not support C++ autograd functions,
+  // and make no sparse gradients.
   const auto within_transform = c10::DispatchKey::FuncTorchDynamicLayerFrontMode;
   if (c10::impl::tls_is_dispatch_key_included(within_transform) ||
       tensor._fw_grad(/*level=*/0).defined())

@@ -25,7 +25,7 @@ void require(bool condition, const std::string& message) {
   if (!condition) throw InvalidArgument("LossScaler: " + message);
 }
 
-/// As float32, which the scale is.
+/// Checks the value as float32, the dtype of the scale.
 bool is_positive(double value) {
   const auto scale = static_cast<float>(value);
   return std::isfinite(scale) && scale > 0;
@@ -65,7 +65,7 @@ at::Tensor values_of(const at::Tensor& grad) {
   return grad._values();
 }
 
-/// `tensor` on `device`. A copy to the host has to be complete when the host reads it.
+/// `tensor` on `device`. A copy to the host is blocking, because the host reads it next.
 at::Tensor on_device(const at::Tensor& tensor, at::Device device) {
   return tensor.to(device, /*non_blocking=*/!device.is_cpu());
 }
@@ -97,13 +97,13 @@ void LossScaler::move_to(at::Device device) {
 
 at::Tensor LossScaler::scale(const at::Tensor& loss) {
   require(loss.defined(), "scale() was given an undefined loss; compute it first.");
-  // The scale itself would move there, and be lost.
+  // Otherwise the scale would move to the meta device and lose its value.
   require(!loss.is_meta(), "scale() was given a loss on the meta device, which has no value.");
   {
     at::NoGradGuard no_grad;
     move_to(loss.device());
   }
-  // Autograd keeps the factor, and update() writes to scale_: hence the copy.
+  // A copy, because autograd saves the factor and update() writes to scale_.
   return loss.to(at::kFloat) * scale_.clone().squeeze(0);
 }
 
@@ -204,7 +204,7 @@ void LossScaler::synchronize(const c10::intrusive_ptr<c10d::ProcessGroup>& group
   parallel::run_collective(what, *group, [&] {
     return parallel::issue_all_reduce(what, *group, flag, c10d::ReduceOp::MAX);
   });
-  // At least as large as every device's own flag, so those may stay.
+  // It is at least as large as the flag of every device, so those flags need no change.
   found_inf_on(flag.device()).copy_(flag);
 }
 
@@ -225,7 +225,8 @@ void LossScaler::update() {
     std::optional<at::Scalar> low, high;
     if (options_.min_scale()) low = *options_.min_scale();
     if (options_.max_scale()) high = *options_.max_scale();
-    // The counter is zero exactly after a change; a scale that was set by hand stays until then.
+    // The tracker is zero only after a change of the scale. A scale that was set by hand is not
+    // clamped before that.
     scale_.copy_(at::where(growth_tracker_ == 0, scale_.clamp(low, high), scale_));
   }
   clear_found_inf();

@@ -28,7 +28,7 @@ struct apex_group {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
 };
 
-/// One of the two.
+/// Exactly one of the members is set.
 struct apex_reducer {
   std::unique_ptr<apex::parallel::detail::NotifiedReducer> notified;
   std::unique_ptr<apex::parallel::Reducer> torch;
@@ -67,7 +67,7 @@ apex_status guarded(const char* function, const Call& call) noexcept {
     try {
       last_error() = std::string(function) + "(): " + apex::parallel::message_of(error);
     } catch (...) {
-      // No memory for the message.
+      // Out of memory for the message.
     }
     return status_of(error);
   }
@@ -99,26 +99,26 @@ at::ScalarType scalar_type(apex_dtype dtype) {
   throw InvalidArgument("there is no dtype " + std::to_string(static_cast<int>(dtype)));
 }
 
-/// a * b + c of numbers that are not negative.
+/// a * b + c for numbers that are not negative. Throws if it overflows.
 int64_t within_64_bits(int64_t a, int64_t b, int64_t c = 0) {
   if (b == 0 || a <= (std::numeric_limits<int64_t>::max() - c) / b) return a * b + c;
   throw InvalidArgument(
       "a tensor reaches over more than 2^63 bytes: look at its sizes and strides");
 }
 
-/// The number of elements, and how far the last lies from the first, in bytes. No strides:
-/// contiguous.
+/// Throws if the number of elements or the distance from the first element to the last, in bytes,
+/// exceeds 64 bits. Empty strides mean contiguous.
 void require_addressable(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
   int64_t numel = 1, end = 1;
   for (size_t i = 0; i < sizes.size(); ++i) {
-    const int64_t size = std::max<int64_t>(sizes[i], 1);  // as torch counts strides
+    const int64_t size = std::max<int64_t>(sizes[i], 1);  // like torch's strides
     numel = within_64_bits(numel, size);
     if (!strides.empty()) end = within_64_bits(size - 1, strides[i], end);
   }
   within_64_bits(std::max(numel, end), static_cast<int64_t>(c10::elementSize(dtype)));
 }
 
-/// torch's own error would be a page about its dispatcher.
+/// Checks the device itself, because torch's error would be a page about its dispatcher.
 at::Device device_of(int32_t number) {
   if (number == -1) return at::kCPU;
   const int32_t count =
@@ -207,7 +207,7 @@ void create_torch(const apex_group* group, void* const* parameters, const char* 
   }
   apex::parallel::ReducerOptions options;
   options.weighted = weighted;
-  // As a rank in C++ or Python has it that was given nothing, or bucket_cap_mb.
+  // 0 is the default of C++ and Python; otherwise the same as bucket_cap_mb.
   if (bucket_bytes != 0) options.limits = apex::parallel::BucketLimits::in_bytes(bucket_bytes);
   auto made = std::make_unique<apex_reducer>();
   made->torch = std::make_unique<apex::parallel::Reducer>(

@@ -51,7 +51,7 @@ NotifiedReducer::NotifiedReducer(c10::intrusive_ptr<c10d::ProcessGroup> group,
   options.limits.cap = bucket_bytes;
   options.limits.unit = BucketLimits::Unit::kBytes;
   options.weighted = weighted;
-  options.check_steps = false;  // what is written to the caller's memory is not seen
+  options.check_steps = false;  // the caller's writes are not detected
   core_ = std::make_shared<ReducerCore>(std::move(named), std::vector<GroupPtr>{std::move(group)},
                                         std::move(options));
   core_->begin();
@@ -60,9 +60,9 @@ NotifiedReducer::NotifiedReducer(c10::intrusive_ptr<c10d::ProcessGroup> group,
 NotifiedReducer::~NotifiedReducer() {
   if (ready_.empty()) return;
   try {
-    synchronize();  // the other ranks wait for it
+    synchronize();  // the other ranks wait for this one
   } catch (const std::exception&) {
-    // Nobody asks for these gradients any more.
+    // These gradients are no longer needed.
   }
 }
 
@@ -75,8 +75,9 @@ void NotifiedReducer::set_weight(double weight) {
 }
 
 void NotifiedReducer::begin_step() {
-  // Another tensor on the same memory: the engine reduces a gradient where it lies only if nobody
-  // else holds its memory, and this may be gone before an exchange that has failed is over.
+  // A second tensor on the same memory. The engine reduces a gradient in place only if it holds the
+  // only reference to its memory. The caller's memory may be freed before a failed exchange is
+  // over.
   for (size_t i = 0; i < gradients_.size(); ++i)
     variables_[i].mutable_grad() = gradients_[i].detach();
   core_->begin_by_hand();
@@ -103,15 +104,15 @@ void NotifiedReducer::synchronize() {
   if (ready_.empty()) begin_step();
   const std::vector<bool> ready = std::exchange(ready_, {});
   for (size_t i = 0; i < ready.size(); ++i) {
-    if (!ready[i]) variables_[i].mutable_grad() = at::Tensor();  // counts as zeros
+    if (!ready[i]) variables_[i].mutable_grad() = at::Tensor();  // the engine takes zeros for it
   }
-  // It was counted when the step began, and is not for the next one.
+  // The weight was used when the step began, and must not apply to the next step.
   core_->change([](ReducerState& state) { state.reporter.weight.leave(); });
   core_->end_by_hand();
   for (size_t i = 0; i < gradients_.size(); ++i) {
     const at::Tensor& average = variables_[i].grad();
     if (!average.defined()) {
-      gradients_[i].zero_();  // announced by nobody
+      gradients_[i].zero_();  // no rank announced it
     } else if (!average.is_alias_of(gradients_[i])) {
       gradients_[i].copy_(average);
     }

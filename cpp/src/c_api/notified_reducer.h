@@ -15,7 +15,7 @@ namespace apex::parallel::detail {
 
 class ReducerCore;
 
-/// The engine around gradients that somebody else computes, and says so one by one. See
+/// A reducer for gradients that the caller computes and announces one by one. See
 /// apex_reducer_create().
 class APEX_API NotifiedReducer {
  public:
@@ -26,7 +26,7 @@ class APEX_API NotifiedReducer {
   NotifiedReducer(const NotifiedReducer&) = delete;
   NotifiedReducer& operator=(const NotifiedReducer&) = delete;
 
-  /// Of the step that has not begun.
+  /// Sets the weight of the next step, which must not have begun.
   void set_weight(double weight);
   void gradient_ready(size_t index);
   void synchronize();
@@ -35,8 +35,8 @@ class APEX_API NotifiedReducer {
   void begin_step();
 
   const std::vector<at::Tensor> gradients_;  ///< the caller's memory
-  std::vector<at::Tensor> variables_;        ///< the parameters, as the engine knows them
-  std::vector<bool> ready_;                  ///< of this step; empty: it has not begun
+  std::vector<at::Tensor> variables_;        ///< the parameters that the engine gets
+  std::vector<bool> ready_;                  ///< announced in this step; empty before a step
   std::shared_ptr<ReducerCore> core_;
 };
 

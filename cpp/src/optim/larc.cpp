@@ -33,7 +33,7 @@ double* weight_decay_in(OptimizerOptions& options) {
   return known ? &known->weight_decay() : nullptr;
 }
 
-/// Where the options of a group keep their weight decay; null where they have none.
+/// A pointer to the weight decay in the options of a group; null if they have none.
 double* weight_decay_of(OptimizerParamGroup& group) {
   if (!group.has_options()) return nullptr;
   OptimizerOptions& options = group.options();
@@ -47,7 +47,7 @@ double* weight_decay_of(OptimizerParamGroup& group) {
   return nullptr;
 }
 
-/// Weight decay of every group, which is zero while this lives.
+/// RAII guard that sets the weight decay of every group to zero and keeps the values.
 class WeightDecays {
  public:
   explicit WeightDecays(std::vector<OptimizerParamGroup>& groups) {
@@ -69,11 +69,11 @@ class WeightDecays {
   const std::vector<double>& values() const { return values_; }
 
  private:
-  std::vector<double*> places_;  // in options, which stay where they are when groups move
+  std::vector<double*> places_;  // into options, which do not move when groups move
   std::vector<double> values_;
 };
 
-/// Parameters of one group, device and type, with their gradients.
+/// Parameters of one group with the same device and dtypes, and their gradients.
 struct Alike {
   Tensors params;
   Tensors grads;
@@ -103,8 +103,8 @@ std::map<Kind, Alike> sort_by_kind(const OptimizerParamGroup& group) {
   return kinds;
 }
 
-/// Multiplies the gradients by their factors, after their share of weight decay was added. Each
-/// factor stays a tensor of its device: the host never sees it.
+/// Adds weight decay to the gradients and multiplies them by their factors. The factors stay on the
+/// device, so the host never waits for them.
 void adapt_alike(const Alike& alike, double lr, double decay, const LARCOptions& options) {
   const at::ScalarType dtype =
       c10::promoteTypes(alike.params[0].scalar_type(), at::ScalarType::Float);
@@ -130,10 +130,10 @@ std::unique_ptr<OptimizerOptions> defaults_of(const std::unique_ptr<Optimizer>& 
 
 }  // namespace
 
-/// Swaps the groups and the state of a LARC with those of the wrapped optimizer, which are empty
-/// otherwise, and back. Options and states are held by pointer, and the elements of a swapped
-/// vector stay where they are: references that the wrapped optimizer holds while a closure runs
-/// stay good.
+/// RAII guard that moves the groups and the state of a LARC to the wrapped optimizer, whose own are
+/// otherwise empty, and back. Options and states are held by pointer, and a swap does not move the
+/// elements of a vector. So references that the wrapped optimizer holds while a closure runs stay
+/// valid.
 class LARC::Lent {
  public:
   explicit Lent(LARC& owner) : owner_(owner) { swap(); }
@@ -141,7 +141,7 @@ class LARC::Lent {
   Lent(const Lent&) = delete;
   Lent& operator=(const Lent&) = delete;
 
-  /// Gives back for as long as it lives.
+  /// RAII guard that moves both back to the LARC, while a closure runs.
   class Returned {
    public:
     explicit Returned(Lent& lent) : lent_(lent) { lent_.swap(); }
@@ -241,7 +241,7 @@ void LARC::adapt(const std::vector<double>& decays) {
 
 void LARC::save(torch::serialize::OutputArchive& archive) const {
   require_wrapped();
-  // Copies share the tensors, and this object is const.
+  // This object is const, so the wrapped optimizer gets copies, which share the tensors.
   auto& groups = wrapped_->param_groups();
   auto& state = wrapped_->state();
   const auto clear = [&] {

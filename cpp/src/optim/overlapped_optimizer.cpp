@@ -29,7 +29,7 @@ void clear(at::Tensor parameter, bool set_to_none) {
 
 OverlappedOptimizer::OverlappedOptimizer(torch::optim::Optimizer& optimizer, Reducer& reducer)
     : optimizer_(optimizer), reducer_(reducer) {
-  // A second one would take the callback of the first, whose updates would be lost.
+  // A second one would replace the callback of the first, whose updates would be lost.
   if (reducer.deferred()) {
     throw InvalidArgument(
         "OverlappedOptimizer: this reducer has an OverlappedOptimizer already (or set_deferred() "
@@ -49,7 +49,7 @@ OverlappedOptimizer::~OverlappedOptimizer() {
     reducer_.set_bucket_callback(nullptr);
     reducer_.set_deferred(false);
   } catch (const std::exception&) {
-    // The group is broken, and whoever waits next hears of it.
+    // The group is broken, and the next wait throws.
     try {
       reducer_.set_bucket_callback(nullptr);
     } catch (const std::exception&) {
@@ -71,7 +71,7 @@ OverlappedOptimizer::Tensors OverlappedOptimizer::in_flight() const {
   return tensors;
 }
 
-/// Steps these parameters only, with these options of the groups (nullptr: the present ones).
+/// Steps only these parameters, with these options of the groups (nullptr: the current options).
 void OverlappedOptimizer::update(const Tensors& parameters, const Settings* settings) {
   auto& groups = optimizer_.param_groups();
   std::vector<std::vector<at::Tensor>> all;
@@ -150,7 +150,7 @@ void OverlappedOptimizer::step() {
 
 void OverlappedOptimizer::zero_grad(bool set_to_none) {
   Tensors waiting = in_flight();
-  if (!waiting.empty() && !later_) {  // step() was not called: they are not needed
+  if (!waiting.empty() && !later_) {  // step() was not called, so these gradients are not used
     synchronize();
     waiting.clear();
   }

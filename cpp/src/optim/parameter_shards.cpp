@@ -23,23 +23,24 @@ namespace apex::parallel {
 
 // Note [Before or after a step]
 //
-// A rank that ends while others step must not leave them with parameters of which some are new and
-// some are old. Those of other ranks are written when all ranks have sent theirs. A rank's own are
-// stepped where they lie; but what it has sent last lies in a buffer until the next step has been
-// published, and is put back if that fails. So there are two buffers, which take turns. Nothing is
-// copied for it: the copy into a buffer is what the others read. Where parameters were changed
-// since they were sent, the buffer does not have them, and they are copied; not into the buffer,
-// from which a rank that is late may still read. (What is changed through .data() shows in no
-// version.)
+// If a rank ends during a step, the other ranks must not be left with a mix of new and old
+// parameters. So a rank writes the parameters of other ranks only after all ranks have sent theirs.
+// It steps its own parameters in place. But the values that it sent last stay in a buffer until the
+// next step is published, and are restored if that fails. So there are two buffers, which
+// alternate. This needs no extra copy, because the other ranks read from the buffer. If parameters
+// were changed after they were sent, the buffer does not have the changes, so the parameters are
+// saved in a copy. The buffer itself cannot be overwritten, because a late rank may still read it.
+// (Changes through .data() do not change the version of a tensor and are not detected.)
 //
-// Nobody reads a buffer any more when it has its turn again: a rank sends step k + 1 when it has
-// all of step k, and this rank begins with step k + 2 when it has had everybody's k + 1.
+// No rank reads a buffer any more when it is used again. A rank sends step k + 1 after it has
+// received all of step k, and this rank begins step k + 2 after it has received step k + 1 of all
+// ranks.
 
 namespace {
 
-/// Vectors of any processor, and cache lines, stay whole.
+/// Cut positions are multiples of this, so that SIMD vectors and cache lines are not split.
 constexpr int64_t kAlignment = 64;
-/// Of a parameter with fewer elements nothing is cut off.
+/// A parameter with fewer elements is not cut.
 constexpr int64_t kLeastToCut = 4096;
 
 using Shards = std::vector<std::vector<ParameterPiece>>;
@@ -98,7 +99,7 @@ bool is_whole(const ParameterPiece& piece, const at::Tensor& parameter) {
   return piece.begin == 0 && piece.end == parameter.numel();
 }
 
-/// All elements of a tensor without gaps, as they lie.
+/// A flat view of a tensor without gaps, in the order of its memory.
 at::Tensor flat_memory(const at::Tensor& tensor) {
   return tensor.detach().as_strided({tensor.numel()}, {1}, tensor.storage_offset());
 }
@@ -113,7 +114,7 @@ int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
   return bytes;
 }
 
-/// Views of `flat`, one behind the other, like `tensors`.
+/// Consecutive views of `flat` with the sizes of `tensors`.
 std::vector<at::Tensor> split_like(const at::Tensor& flat, const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> views;
   int64_t offset = 0;
@@ -124,15 +125,15 @@ std::vector<at::Tensor> split_like(const at::Tensor& flat, const std::vector<at:
   return views;
 }
 
-/// Copies into `targets`, which autograd does not see.
+/// Copies `sources` to `targets`, which autograd does not track.
 void copy_all(const std::vector<at::Tensor>& targets, const std::vector<at::Tensor>& sources) {
   if (!targets.empty()) at::_foreach_copy_(targets, sources);
 }
 
 }  // namespace
 
-/// What a parameter's memory means. Cut in another order, the state of a piece would be that of
-/// other elements.
+/// The dtype, device and memory layout of a parameter. If they change, the optimizer state of a
+/// piece belongs to other elements.
 struct ParameterShards::Form {
   explicit Form(const at::Tensor& tensor)
       : dtype(tensor.scalar_type()),
@@ -148,12 +149,12 @@ struct ParameterShards::Form {
   std::vector<int64_t> sizes, strides;
 };
 
-/// What lies on one device.
+/// The pieces and buffers on one device.
 struct ParameterShards::OnDevice {
   std::vector<std::vector<at::Tensor>> memory;  ///< bytes of the pieces, by rank
   std::array<at::Tensor, 2> sent;               ///< this rank's: see Note [Before or after a step]
-  at::Tensor saved;                             ///< the same, if changed since it was sent
-  bool shared = false;                          ///< with the ranks of the group, all of one host
+  at::Tensor saved;                             ///< this rank's, if changed since they were sent
+  bool shared = false;                          ///< `sent` is in memory that all ranks share
 };
 
 std::vector<std::vector<ParameterPiece>> assign_shards(const std::vector<int64_t>& numels,
@@ -182,11 +183,11 @@ struct ParameterShards::State {
   Shards shards;
   std::vector<at::Tensor> tensors;
   std::vector<Form> forms;         ///< of each parameter, when it was added
-  std::vector<const void*> seen;   ///< where each parameter lay at the last look
-  std::vector<uint32_t> versions;  ///< after the last publish(), of those that are stepped here
+  std::vector<const void*> seen;   ///< last known address of each parameter
+  std::vector<uint32_t> versions;  ///< of this rank's pieces after the last publish()
   std::map<std::string, OnDevice> devices;
   int64_t steps = 0;   ///< published
-  bool began = false;  ///< a step that is not published yet: there is something to restore
+  bool began = false;  ///< a step has begun and is not published, so restore() has work
 
   const std::vector<ParameterPiece>& own() const { return shards[rank]; }
   bool alone() const { return shards.size() == 1; }
@@ -218,7 +219,7 @@ struct ParameterShards::State {
     }
   }
 
-  /// Elements that are stepped as those of two parameters would be stepped by two ranks.
+  /// Throws if parameters share memory, because two ranks would step the same elements.
   void require_apart() const {
     std::map<const char*, size_t> begins;
     for (size_t i = 0; i < parameters.size(); ++i) {
@@ -303,7 +304,7 @@ struct ParameterShards::State {
       given.push_back(parameter.tensor);
       numels.push_back(parameter.tensor.numel());
     }
-    // What one rank alone refuses, the others have to hear of.
+    // If only one rank throws, the others must be notified.
     std::exception_ptr refused;
     Shards added;
     PlainText said;
@@ -367,8 +368,8 @@ struct ParameterShards::State {
     for (const ParameterPiece& piece : own()) versions.push_back(of(piece)._version());
   }
 
-  /// A step begins. Saves what somebody has changed since the last publish(), such as a checkpoint
-  /// that was loaded.
+  /// Begins a step. Saves parameters that were changed since the last publish(), for example by
+  /// loading a checkpoint.
   void begin(bool moved) {
     bool changed = moved;
     for (size_t i = 0; i < own().size(); ++i) changed |= of(own()[i])._version() != versions[i];
@@ -475,7 +476,7 @@ void ParameterShards::publish() {
   ++state.steps;
   for (size_t r = 0; r < state.shards.size(); ++r) {
     for (const ParameterPiece& piece : state.shards[r])
-      state.of(piece).unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
+      state.of(piece).unsafeGetTensorImpl()->bump_version();  // autograd did not see the write
   }
   state.remember_versions();
   state.end();
@@ -488,7 +489,7 @@ void ParameterShards::give_up(const std::string& why) noexcept {
     const at::NoGradGuard no_grad;
     state.restore();
   } catch (const std::exception&) {
-    // What is told to the others matters more.
+    // Notifying the other ranks matters more than this error.
   }
   announce_failure(*state.group, "a step of a ShardedOptimizer: " + why);
 }

@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Tells reducers of the steps of optimizers in C++: libtorch has no hook on these.
+/// Reports steps of C++ optimizers to the reducers, because libtorch's optimizers have no step
+/// hooks.
 
 #include <torch/optim/optimizer.h>
 
 namespace apex::parallel::detail {
 
-/// Who reports a step. A LossScaler and the optimizer that it steps both do, and one step must not
-/// count as two.
+/// The object that reports a step. A LossScaler and the optimizer that it steps both report it, and
+/// one step must not count as two.
 enum class Reporter { kItself, kLossScaler };
 
-/// `optimizer` has stepped: tells the reducers of its parameters. Does nothing while a StepInParts
-/// lives in this thread. Does not block.
+/// Reports a step of `optimizer` to the reducers of its parameters. Does nothing while this thread
+/// has a StepInParts. Does not block.
 void report_step(torch::optim::Optimizer& optimizer, Reporter reporter);
 
-/// While it lives, steps in this thread are parts of one that is reported for itself. How many
-/// parts there are may differ by rank.
+/// RAII guard that makes steps in this thread parts of one step, which is reported separately. The
+/// number of parts may differ by rank.
 class StepInParts {
  public:
   StepInParts();
