@@ -33,7 +33,7 @@ void init_host_backend(nb::module_& m) {
         const auto backend = c10d::resolve_process_group(group)->getBackend(at::kCPU);
         return static_cast<int64_t>(backend->getBackendOptions()->timeout.count());
       },
-      nb::arg("group"), "Milliseconds, of the registered group's collectives of CPU tensors.");
+      nb::arg("group"), "Timeout of the registered group's CPU collectives, in milliseconds.");
 }
 
 }  // namespace apex::python

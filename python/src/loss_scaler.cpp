@@ -50,7 +50,7 @@ void init_loss_scaler(nb::module_& m) {
       },
       "tensor"_a, "dtype"_a,
       nb::sig("def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor"),
-      "tensor.to(dtype), whose backward takes sparse gradients, too.");
+      "tensor.to(dtype) with a backward that also takes sparse gradients.");
   nb::class_<LossScaler>(m, "LossScaler",
                          "Scales a loss, unscales gradients, notices inf and nan, adapts the "
                          "scale. State lives on the device of the loss; nothing blocks the host "

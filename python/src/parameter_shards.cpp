@@ -59,9 +59,9 @@ void init_parameter_shards(nb::module_& m) {
       [](const std::vector<int64_t>& numels, const std::vector<double>& costs, int64_t ranks,
          bool whole) { return to_tuples(parallel::assign_shards(numels, costs, ranks, whole)); },
       "numels"_a, "costs"_a, "ranks"_a, "whole"_a,
-      "By rank the pieces (parameter, begin, end) that it steps.");
+      "The pieces (parameter, begin, end) that each rank steps.");
   nb::class_<ParameterShards>(m, "ParameterShards",
-                              "What each rank steps of some parameters, and how the others get it. "
+                              "The parameters that each rank steps, and their exchange. "
                               "Not thread safe.")
       .def("__init__", &construct_shards, "names"_a, "parameters"_a, "group"_a, "costs"_a,
            "whole"_a, NoGil())

@@ -249,7 +249,7 @@ void init_reducer(nb::module_& m) {
   nb::class_<JoinEvent>(m, "JoinEvent", "What ranks with data do next under join().")
       .def_ro("kind", &JoinEvent::kind)
       .def_ro("argument", &JoinEvent::argument)
-      .def_ro("end_follows", &JoinEvent::end_follows, "BACKWARD_END is announced, too.")
+      .def_ro("end_follows", &JoinEvent::end_follows, "Whether BACKWARD_END is announced afterwards.")
       .def_ro("active", &JoinEvent::active, "Ranks that have data.");
 
   nb::class_<ReducerOptions>(m, "ReducerOptions", "How gradients are reduced; see the C++ class.")
@@ -362,7 +362,7 @@ void init_reducer(nb::module_& m) {
             Reducer::optimizer_stepped(parameters, optimizer);
           },
           nb::arg("parameters"), nb::arg("optimizer"),
-          "Tells the reducers that own these parameters of a step.", release())
+          "Reports an optimizer step to the reducers of these parameters.", release())
       .def(
           "watch_outputs",
           [](Reducer& self, nb::handle output) {

@@ -54,7 +54,7 @@ void init_tensor_parts(nb::module_& m) {
             [held = function.release()](const at::Tensor& tensor) { return call(held, tensor); },
             keep_error);
       },
-      nb::arg("function"), "How to find the inner tensors of a subclass; set once, at import.");
+      nb::arg("function"), "Sets the function that finds the inner tensors of a subclass.");
   m.def(
       "tensor_parts",
       [](const Parts& tensors) {
@@ -69,7 +69,7 @@ void init_tensor_parts(nb::module_& m) {
         return found;
       },
       nb::arg("tensors"),
-      "Each tensor, or in its place those that hold its values, where they are known.");
+      "The tensors, with each subclass replaced by its inner tensors if they are known.");
 }
 
 }  // namespace apex::python
