@@ -249,7 +249,7 @@ void init_reducer(nb::module_& m) {
   nb::class_<JoinEvent>(m, "JoinEvent", "What ranks with data do next under join().")
       .def_ro("kind", &JoinEvent::kind)
       .def_ro("argument", &JoinEvent::argument)
-      .def_ro("end_follows", &JoinEvent::end_follows, "Whether BACKWARD_END is announced afterwards.")
+      .def_ro("end_follows", &JoinEvent::end_follows, "Whether BACKWARD_END will be announced.")
       .def_ro("active", &JoinEvent::active, "Ranks that have data.");
 
   nb::class_<ReducerOptions>(m, "ReducerOptions", "How gradients are reduced; see the C++ class.")

@@ -16,7 +16,7 @@ namespace {
 struct Registry {
   std::mutex mutex;  ///< guards the rest
   int64_t made = 0;
-  // One that is being destroyed cannot be locked any more, but has to be found.
+  // The raw pointer finds a reducer during its destruction, when its weak_ptr cannot be locked.
   std::vector<std::pair<const BackwardParticipant*, std::weak_ptr<BackwardParticipant>>> reducers;
   std::unordered_map<int, std::weak_ptr<BackwardSession>> sessions;  ///< by graph task
 };
@@ -69,13 +69,14 @@ std::shared_ptr<BackwardSession> BackwardSession::current() {
   return session;
 }
 
-/// Those for which the backward begins now: all of the graph, if this is the first output.
+/// The reducers for which the backward begins now. At the first output these are all reducers of
+/// the graph.
 BackwardSession::Participants BackwardSession::newly_reached(
     const std::shared_ptr<BackwardParticipant>& reached) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (reached_.count(reached.get()) != 0) return {};
   Participants reducers = all();
-  // Takes a while, and nobody else asks.
+  // This call is slow, and only needed with several reducers.
   const auto* const nodes =
       reducers.size() > 1 ? torch::autograd::get_current_graph_task_nodes_in_graph() : nullptr;
   const auto stays_out = [&](const auto& one) {

@@ -10,17 +10,18 @@ namespace apex::parallel {
 namespace {
 
 constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
-/// Of the running averages: what one step counts.
+/// The weight of one step in the running averages.
 constexpr double kShare = 0.05;
-/// Steps before outliers are looked for, and numbers that are kept: of so many steps at least.
+/// Outliers are detected after kWarmUp steps. At least kKept numbers, and kWarmUp steps, are kept.
 constexpr int64_t kWarmUp = 16;
 constexpr size_t kKept = 256;
-/// By how many standard deviations an outlier is off. Norms are not normal: of a distribution with
-/// tails like exp(-|x|), 10 is exceeded by one in 30,000.
+/// An outlier is off by more than this many standard deviations. Norms are not normally
+/// distributed: in a distribution with tails like exp(-|x|), one value in 30,000 exceeds 10.
 constexpr double kOff = 10;
-/// Of a normal distribution: its standard deviation by the median of the absolute deviations.
+/// Ratio of the standard deviation to the median absolute deviation, in a normal distribution.
 constexpr double kMedianToDeviation = 1.4826;
-/// Nobody asks about ranks that differ by less than this share, however alike they are otherwise.
+/// Lower limit of the standard deviation, as a relative difference, so that small differences are
+/// not outliers if the ranks are otherwise almost equal.
 constexpr double kLeastDeviation = 0.01;
 
 template <typename Values>
@@ -38,12 +39,12 @@ void keep(std::deque<double>& kept, double value, size_t most) {
   if (kept.size() > most) kept.pop_front();
 }
 
-/// Of a distribution whose deviations have this median.
+/// The standard deviation of a distribution with these absolute deviations.
 double deviation(const std::deque<double>& deviations) {
   return std::max(kLeastDeviation, kMedianToDeviation * median(deviations));
 }
 
-/// The median of `sorted` without one `value` that is in it; NaN if nothing is left.
+/// The median of `sorted` without its element `value`; NaN if no element is left.
 double median_without(const std::vector<double>& sorted, double value) {
   const size_t count = sorted.size() - 1;
   if (count == 0) return kUnknown;
@@ -66,8 +67,8 @@ void GradientHistory::add(int64_t backward, const std::vector<RankGradient>& ran
   find_outliers(ranks);
 }
 
-// With W samples in all, and w_r of rank r, the expectations are
-//   |G_r|^2: |G|^2 + tr(S) / w_r;     the global mean's: |G|^2 + tr(S) / W.
+// With W samples in total, w_r of rank r, and the global mean M, the expectations are
+//   E |G_r|^2 = |G|^2 + tr(S) / w_r,     E |M|^2 = |G|^2 + tr(S) / W.
 // The mean of the first, weighted by w_r / W, is |G|^2 + tr(S) n / W over n ranks.
 
 void GradientHistory::estimate_noise(const std::vector<RankGradient>& ranks, double squares) {

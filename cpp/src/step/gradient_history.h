@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// What follows from the norms of the ranks' gradients, over steps. Pure.
+/// Statistics of the norms of the ranks' gradients over steps: noise scale and outliers. Pure.
 
 #include <cstddef>
 #include <cstdint>
@@ -14,15 +14,15 @@ namespace apex::parallel {
 
 /// A rank's gradient in one step.
 struct RankGradient {
-  double squares = 0;  ///< sum of squares of the gradient of the mean over its samples
-  double samples = 1;  ///< how many; 0: it has none, and its squares do not count
+  double squares = 0;  ///< sum of squares of the gradient of the mean over the rank's samples
+  double samples = 1;  ///< number of samples; if 0, `squares` is ignored
 };
 
-/// Not thread safe.
+/// Computes GradientStatistics from the gradients of one step after another. Not thread safe.
 class GradientHistory {
  public:
-  /// @param squares  of the gradient of the mean over all samples; NaN: it was not left.
-  /// @param norm     of what was left in its place.
+  /// @param squares  of the gradient of the mean over all samples; NaN if it was not computed.
+  /// @param norm     of the reduced gradients.
   void add(int64_t backward, const std::vector<RankGradient>& ranks, double squares, double norm);
   const GradientStatistics& last() const { return last_; }
 
@@ -35,7 +35,8 @@ class GradientHistory {
   double signal_ = 0;
   int64_t estimates_ = 0;
   int64_t steps_ = 0;
-  // Of the last steps, by rank and step: logarithms of norms; and how far they were off.
+  // By rank and step, of the last steps: logarithms of norms, and their deviations from the other
+  // ranks and from earlier steps.
   std::deque<double> levels_;
   std::deque<double> from_others_;
   std::deque<double> from_before_;

@@ -14,8 +14,8 @@ namespace apex::parallel {
 
 namespace {
 
-/// Of `count` things in a row, the index of number `number` of `taken`, evenly spaced, the first
-/// and the last included.
+/// The index of sample `number` of `taken` evenly spaced samples of `count` items. The first and
+/// the last item are included.
 int64_t spread(size_t number, size_t taken, int64_t count) {
   if (taken == 1) return 0;
   return static_cast<int64_t>(number) * (count - 1) / static_cast<int64_t>(taken - 1);
@@ -30,10 +30,10 @@ void read_as(const void* memory, const std::array<int64_t, N>& offsets, size_t c
 
 }  // namespace
 
-/// Null where its elements cannot be read in place.
+/// Null if the elements of the parameter cannot be read in place.
 const void* ParameterSample::memory_of(const at::Tensor& parameter) {
-  // By the keys, which cost less than asking for device and layout: in every step. The key of the
-  // CPU is that of strided tensors; a wrapper subclass has no memory, whatever device it names.
+  // Checks dispatch keys, which is cheaper in every step than checks of device and layout. The CPU
+  // key implies a strided tensor. A wrapper subclass has no memory, whatever its device is.
   const c10::TensorImpl& impl = *parameter.unsafeGetTensorImpl();
   if (!impl.key_set().has(c10::DispatchKey::CPU) || impl.key_set().has(c10::DispatchKey::Python) ||
       !impl.is_non_overlapping_and_dense()) {
@@ -86,7 +86,7 @@ void ParameterSample::watch(const std::vector<at::Tensor>& parameters) {
 }
 
 ParameterSample::Change ParameterSample::take() {
-  // Ranks that flush denormal numbers to zero would read others than those that do not.
+  // Ranks that flush denormal numbers to zero would read other values than those that do not.
   const DefaultFloatingPointMode mode;
   Change change;
   for (Site& site : sites_) {
@@ -96,7 +96,7 @@ ParameterSample::Change ParameterSample::take() {
     for (size_t e = 0; e < site.count; ++e) {
       if (now[e] == site.values[e]) continue;
       const double distance = std::abs(now[e] - site.values[e]);
-      // A NaN that stays one has not moved.
+      // A NaN that is still NaN has not changed.
       change.any = change.any || !std::isnan(now[e]) || !std::isnan(site.values[e]);
       change.distance += distance;
     }

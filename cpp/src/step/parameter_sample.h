@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// A few elements of a few parameters, by which a write is noticed that moves no version counter.
+/// A sample of parameter elements, which detects writes that do not change a version counter.
 
 #include <array>
 #include <cstddef>
@@ -14,37 +14,36 @@ namespace apex::parallel {
 
 // Note [Writes that move no version]
 //
-// libtorch's SGD writes parameters through .data(), whose version counter is another one, and there
-// is no hook on the steps of libtorch's optimizers. So a program that only calls sgd.step() would
-// look as if it never updated a parameter, and one that calls it twice as if it had done so once.
-// The values tell: 32 elements, spread over 8 parameters of the bucket plan, are compared with what
-// they were in the last synchronized backward. All ranks take the same elements, since they have
-// the same plan, so how far these have moved is the same on all of them, too, where all have made
-// the same steps.
+// libtorch's SGD writes parameters through .data(), which has another version counter, and
+// libtorch's optimizers have no step hooks. So a program that only calls sgd.step() would look as
+// if it never updated a parameter, and one that calls it twice as if it had updated them once. So
+// values are compared: 32 elements, spread over 8 parameters of the bucket plan, with their values
+// in the last synchronized backward. All ranks have the same plan, so they sample the same
+// elements. If all ranks have made the same steps, these elements have moved by the same distance.
 
-/// Parameters on the CPU, strided, dense, of a floating or complex dtype; others are passed over.
-/// Not thread safe.
+/// Samples elements of parameters on the CPU that are strided, dense, and of a floating or complex
+/// dtype. Skips other parameters. Not thread safe.
 class ParameterSample {
  public:
-  /// What has happened to the elements.
+  /// The change of the sampled elements.
   struct Change {
-    bool any = false;     ///< one has another value
+    bool any = false;     ///< an element has another value
     double distance = 0;  ///< sum of the absolute differences
   };
 
   static constexpr size_t kParameters = 8;
   static constexpr size_t kElements = 4;
 
-  /// Takes elements of these parameters, evenly spaced, with the values that they have now.
+  /// Samples evenly spaced elements of these parameters, with their current values.
   void watch(const std::vector<at::Tensor>& parameters);
   bool empty() const { return sites_.empty(); }
 
-  /// The change since watch() or the last take(). A parameter that has become another in dtype,
-  /// device or size since does not count.
+  /// The change since watch() or the last take(). A parameter whose dtype, device or size has
+  /// changed since is ignored.
   Change take();
 
-  /// Of the values that the elements had then; 0 where there are none. The same on ranks with the
-  /// same parameters.
+  /// A fingerprint of the values at that time; 0 if there are none. It is the same on ranks with
+  /// the same parameters.
   int64_t fingerprint() const;
 
  private:

@@ -18,10 +18,11 @@ namespace {
 constexpr size_t kWords = 8;
 constexpr int64_t kBlock = kWords * sizeof(uint64_t);
 
-/// As FNV-1a, of words, in eight lanes beside each other, so that multiplications need not wait for
-/// each other. The shift brings high bits down, without which two sign bits cancel out.
+/// Like FNV-1a, but of words, in eight independent lanes, so that multiplications do not wait for
+/// each other. The shift mixes high bits into low bits; without it two flipped sign bits would
+/// cancel out.
 int64_t digest_of_memory(const void* memory, int64_t bytes) {
-  constexpr uint64_t kPrime = 0x9E3779B97F4A7C15ULL;  // odd, with bits all over
+  constexpr uint64_t kPrime = 0x9E3779B97F4A7C15ULL;  // odd, with well distributed bits
   std::array<uint64_t, kWords> lanes{};
   const auto add = [&](const std::array<uint64_t, kWords>& words) {
     for (size_t lane = 0; lane < kWords; ++lane) {
@@ -41,7 +42,7 @@ int64_t digest_of_memory(const void* memory, int64_t bytes) {
   return Fingerprint().add(lanes.data(), sizeof(lanes)).value();
 }
 
-/// Flat and without gaps.
+/// The tensor as a flat tensor without gaps.
 at::Tensor flat_memory(const at::Tensor& tensor) {
   const at::Tensor plain = tensor.detach();
   if (!plain.is_non_overlapping_and_dense()) return plain.contiguous().view({-1});
@@ -61,14 +62,15 @@ at::ScalarType word_of(size_t bytes) {
   }
 }
 
-/// Sums of words and of their squares, in which what cancels out in the first does not.
+/// The sum of the words and of their squares. Differences that cancel out in the first sum do not
+/// cancel out in the second.
 at::Tensor digest_on_device(const at::Tensor& flat) {
   const at::Tensor real = flat.is_complex() ? at::view_as_real(flat) : flat;
   const at::Tensor words = real.view(word_of(real.element_size())).to(at::kLong);
   return words.sum() + words.square().sum() * 0x9E3779B1;
 }
 
-/// Of the bytes [begin, end) of all that counts, one after the other. Not 0.
+/// The digest of the bytes [begin, end) of all tensors that are compared, concatenated. Never 0.
 int64_t digest_of(const std::vector<NamedTensor>& tensors, int64_t begin, int64_t end) {
   Fingerprint digest;
   std::vector<at::Tensor> on_device;
@@ -113,7 +115,7 @@ int64_t bytes_of_state(const at::Tensor& tensor) {
 int64_t digest_of_part(const std::vector<NamedTensor>& tensors, int64_t index, int64_t parts) {
   int64_t total = 0;
   for (const NamedTensor& one : tensors) total += bytes_of_state(one.tensor);
-  // Not total * index, which may be too large.
+  // Avoids total * index, which may overflow.
   const auto cut = [&](int64_t i) { return total / parts * i + total % parts * i / parts; };
   return digest_of(tensors, cut(index), cut(index + 1));
 }

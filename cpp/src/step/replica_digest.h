@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Digests of tensors that should be equal on all ranks, and what they tell. Knows no
+/// Digests of tensors that should be equal on all ranks, and their comparison. Without
 /// communication.
 
 #include <cstddef>
@@ -15,26 +15,27 @@
 
 namespace apex::parallel {
 
-/// Of its memory; 0: it does not count, as one without memory, a sparse one, or one on meta.
+/// The size of the tensor's memory. 0 if it is not compared: a tensor without memory, a sparse
+/// tensor, or one on meta.
 int64_t bytes_of_state(const at::Tensor& tensor);
 
-/// Of part `index` of `parts` of the memory of `tensors`, cut without regard to where one ends. Not
-/// 0. A bit more or less changes it, and on the CPU so do words that have changed places. Waits
-/// for a device.
+/// The digest of part `index` of `parts` equal parts of the memory of `tensors`, concatenated.
+/// Never 0. A flipped bit changes the digest; on the CPU swapped words change it as well. Waits for
+/// a device.
 int64_t digest_of_part(const std::vector<NamedTensor>& tensors, int64_t index, int64_t parts);
 
 /// The digest of each tensor.
 std::vector<int64_t> digests_of(const std::vector<NamedTensor>& tensors);
 
-/// Who differs from whom.
+/// The tensors and ranks that differ.
 struct Divergence {
-  std::vector<size_t> tensors;  ///< those that differ, in order
-  std::vector<int> apart;       ///< ranks that are not like the most; by majority or not
-  bool majority = false;        ///< more than half of the ranks are alike
-  int like = 0;                 ///< the first of the most ranks that are alike
+  std::vector<size_t> tensors;  ///< tensors that differ, in order
+  std::vector<int> apart;       ///< ranks outside of the largest group of equal ranks
+  bool majority = false;        ///< the largest group is more than half of the ranks
+  int like = 0;                 ///< the first rank of the largest group
 };
 /// @param digests  [ranks * tensors], by rank.
-/// @param counts   by tensor: whether it is looked at.
+/// @param counts   by tensor: whether it is compared.
 Divergence find_divergence(const std::vector<int64_t>& digests, size_t ranks,
                            const std::vector<bool>& counts);
 

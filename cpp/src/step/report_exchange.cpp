@@ -12,7 +12,7 @@ namespace apex::parallel::detail {
 
 namespace {
 
-/// Of 16 bits, of a word.
+/// Pieces of 16 bits in a word.
 constexpr int kPieces = 4;
 
 }  // namespace

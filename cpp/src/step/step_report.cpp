@@ -10,7 +10,7 @@ namespace apex::parallel {
 
 namespace {
 
-/// What is at which place of a row; the bits follow: used, then trainable.
+/// The words of a row. The bits per parameter follow: used, then trainable.
 enum Word : size_t {
   kFlags,
   kBackward,
@@ -58,7 +58,7 @@ void write_bits(const Bits& bits, int64_t* words) {
 
 struct Question {
   bool StepFacts::* answer;
-  const char* yes;  ///< what a rank has done that answers yes
+  const char* yes;  ///< what a rank has done if the fact is true
 };
 
 const Question kAsked[] = {
@@ -76,7 +76,8 @@ const char* const kReasons[] = {"",
                                 "parameters of another dtype, device or shape",
                                 "other parameters are trainable"};
 
-/// Processors of two kinds round differently; a step too many moves parameters further than this.
+/// Allowed ratio of distances. Different processors round differently; an additional step moves
+/// parameters by a larger ratio.
 constexpr double kSameDistance = 1.2;
 
 bool tells_moved(const StepFacts& facts) { return facts.moved > 0 && std::isfinite(facts.moved); }
@@ -94,7 +95,7 @@ bool moved_further(const StepFacts& facts, double shortest) {
   return tells_moved(facts) && facts.moved > kSameDistance * shortest;
 }
 
-/// "rank 0, rank 2": those of `ranks` reports for which `holds` is true.
+/// The ranks for whose report `holds` is true, as "rank 0, rank 2".
 template <typename Predicate>
 std::string names_of(const std::vector<StepReport>& ranks, Predicate&& holds) {
   std::string text;
@@ -223,7 +224,7 @@ bool StepTable::same_digests() const {
 
 double StepTable::total_weight() const {
   double total = 0;
-  // A rank without a gradient may have none.
+  // A rank without a gradient may have no weight (NaN).
   for (const StepReport& one : reports_) total += std::isnan(one.weight) ? 0 : one.weight;
   return total;
 }
@@ -255,7 +256,7 @@ bool StepTable::hooks_apart() const {
          any(ranks, [](const StepReport& one) { return !one.hook_failed; });
 }
 
-/// Which ranks have frozen what others train; empty: none has.
+/// Describes ranks that have frozen parameters that others train; empty if there are none.
 std::string StepTable::describe_sets(const Names& names) const {
   const std::vector<bool> first = trainable_set();
   for (size_t i = 0; i < parameters_; ++i) {
@@ -275,7 +276,7 @@ std::string StepTable::describe_sets(const Names& names) const {
   return {};
 }
 
-/// Which rank has no weight that could be used; empty: none.
+/// Describes a rank without a valid weight; empty if there is none.
 std::string StepTable::describe_weights() const {
   if (skipped()) return {};
   for (size_t rank = 0; rank < reports_.size(); ++rank) {
@@ -306,7 +307,7 @@ std::string StepTable::why_refused(const Names& names) const {
            "rank; "
            "to go on, clear the gradients (zero_grad) on every rank and run the next step";
   }
-  // Before the plan, since it says what is to be changed.
+  // Checked before the plan, because this message names the cause.
   const size_t words = words_for(parameters_);
   for (size_t rank = 1; rank < reports_.size(); ++rank) {
     if (std::equal(bits_of(rank) + words, bits_of(rank) + 2 * words, bits_of(0) + words)) continue;

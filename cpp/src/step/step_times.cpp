@@ -30,7 +30,7 @@ std::string describe_gap(const RankTimes& rank) {
                            : "between the gradients of '" + rank.gap_from_name + "' and " + to;
 }
 
-/// Of the others.
+/// The median over all ranks except `but`.
 double median_of(const std::vector<RankTimes>& ranks, size_t but, double RankTimes::* what) {
   std::vector<double> values;
   for (size_t r = 0; r < ranks.size(); ++r) {
@@ -55,7 +55,7 @@ std::string describe_straggler(const StragglerReport& report) {
     return text +
            format("%.1f ms more before backward (optimizer, data, forward)", before * kMilli);
   text += format("%.1f ms more in backward", within * kMilli);
-  // A gap that explains most of it; else all of backward is slower.
+  // Name the gap if it explains most of the difference; otherwise all of backward is slower.
   if (one.gap_s < within / 2) return text + ", spread over its gradients";
   return text + format(", %.1f ms of it ", one.gap_s * kMilli) + describe_gap(one);
 }
@@ -94,8 +94,7 @@ double at_share(std::vector<double> values, double share) {
   return values[below] + (values[above] - values[below]) * (place - static_cast<double>(below));
 }
 
-/// Between which two gradients its longest gap most often is, by the time spent there; and how long
-/// it is then.
+/// Finds the pair of gradients with the most time in longest gaps, and the length of that gap.
 void find_gap(RankTimes& times, const std::vector<StepTimes>& steps) {
   std::map<std::pair<int32_t, int32_t>, std::vector<double>> gaps;
   for (const StepTimes& step : steps)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Where the time of a rank's own part of a step goes. Pure.
+/// Measures the time that each rank spends in its own part of a step. Pure.
 
 #include <chrono>
 #include <cstddef>
@@ -17,25 +17,25 @@ namespace apex::parallel::detail {
 
 // Note [Whose time it is]
 //
-// Ranks end a step together, so a rank that is slow makes the step of all as long, and the times of
-// their steps say nothing about who it is. What does is each rank's own time: from the end of a
-// synchronized backward, when it has nothing left to wait for, to when it has sent all that the
-// others wait for in the next one; less what it has waited for them in between, as batch norms do.
-// A row of the step report has it (Note [One report per step]), so every rank knows those of all,
-// without a message of its own. What a program waits for by itself, in collectives of
-// torch.distributed, counts as its own, on all ranks alike. Where a rank has no data left and
-// follows the others, there is nothing to compare.
+// Ranks end a step together. So a slow rank makes the steps of all ranks equally long, and the step
+// times do not show which rank it is. The own time of each rank does. It runs from the end of a
+// synchronized backward, when the rank waits for nothing more, to the moment when it has sent
+// everything that its peers wait for in the next one. The time that the rank has waited for its
+// peers in between, for example in batch norms, is subtracted. The step report contains the own
+// time (Note [One report per step]), so every rank knows the times of all without another message.
+// If the program itself waits in collectives of torch.distributed, that counts as own time, on all
+// ranks equally. A rank that has no data left and follows the others has no own time.
 
-/// In microseconds.
+/// Times of one rank in one step, in microseconds.
 struct StepTimes {
-  int64_t own = 0;                     ///< 0: not known
-  int64_t backward = 0;                ///< of that
+  int64_t own = 0;                     ///< 0: unknown
+  int64_t backward = 0;                ///< the part of `own` in backward
   int64_t gap = 0;                     ///< the longest time between two gradients
   int32_t gap_from = -1, gap_to = -1;  ///< parameters; -1: before the first gradient
 };
 
-/// This rank's clock. `now` never goes back; `waited` is how long the process has waited for other
-/// ranks so far.
+/// Measures the StepTimes of this rank. `now` is monotonic. `waited` is the total time that this
+/// process has waited for other ranks.
 class StepClock {
  public:
   using Time = std::chrono::steady_clock::time_point;
@@ -43,11 +43,11 @@ class StepClock {
 
   void backward_began(Time now, Waited waited);
   void gradient_ready(size_t parameter, Time now, Waited waited);
-  /// All buckets are on their way, or may be as soon as the others'.
+  /// The times up to now. Call it when this rank has launched all its buckets.
   StepTimes times(Time now, Waited waited) const;
-  /// Nothing is left to wait for, or it returns to the program that will wait later.
+  /// The backward is complete, or returns to the program, which waits for it later.
   void ended(Time now, Waited waited);
-  /// The step does not count: it failed, or was of another kind.
+  /// The step is not measured: it failed, or was of another kind.
   void dropped() { ended_.reset(); }
 
  private:
@@ -57,11 +57,11 @@ class StepClock {
     int64_t since(const Moment& earlier) const;
   };
 
-  std::optional<Moment> ended_;  ///< the last backward
+  std::optional<Moment> ended_;  ///< end of the last backward
   Moment began_;
-  Moment last_;  ///< gradient
+  Moment last_;  ///< the last gradient
   int32_t last_parameter_ = -1;
-  StepTimes longest_;  ///< its gap
+  StepTimes longest_;  ///< the longest gap
 };
 
 /// Times of all ranks in the last steps.
@@ -69,13 +69,13 @@ class StepHistory {
  public:
   static constexpr size_t kSteps = 256;
 
-  /// By rank. One that is not known makes the step not count.
+  /// @param ranks  by rank. The step is ignored if the time of a rank is unknown.
   void add(const std::vector<StepTimes>& ranks);
-  /// Of no step: without ranks.
+  /// The report has no ranks if no step was added.
   StragglerReport report(const std::function<std::string(size_t parameter)>& name) const;
 
  private:
-  std::vector<std::vector<StepTimes>> steps_;  ///< a ring
+  std::vector<std::vector<StepTimes>> steps_;  ///< a ring buffer
   size_t next_ = 0;
 };
 

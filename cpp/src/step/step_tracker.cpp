@@ -33,7 +33,7 @@ void StepTracker::backward_began(bool changed, bool touched_changed) {
   facts_.sample = sample_.fingerprint();
   any_step_ = local_ = step_after_local_ = idle_step_ = all_reported_ = rebased_ = skipped_ = false;
   before_local_ = {};
-  stepped_.clear();  // also where no gradient of this rank follows
+  stepped_.clear();  // even if no gradient of this rank follows
 }
 
 }  // namespace apex::parallel

@@ -8,29 +8,29 @@
 
 namespace apex::parallel {
 
-/// What has happened on this rank since its last synchronized backward. Knows nothing of other
-/// ranks; not thread safe. See Note [Ranks that are out of step].
+/// Tracks the events on this rank since its last synchronized backward. Does not communicate. Not
+/// thread safe. See Note [Ranks that are out of step].
 class StepTracker {
  public:
   /// A gradient has arrived, in a backward that is synchronized or not.
   void gradient_arrived(bool synchronized);
-  /// An optimizer that holds parameters of this reducer has stepped. `all`: the steps of every
-  /// optimizer are reported, so there is no need to conclude any from the parameters.
+  /// An optimizer that holds parameters of this reducer has stepped. `all` means that the steps of
+  /// every optimizer are reported, so that none has to be inferred from the parameters.
   void optimizer_stepped(int64_t optimizer, bool all = true);
-  /// From here on looks at some of `parameters`, those of bucket plan number `plan` (from 1).
+  /// Samples `parameters`, those of bucket plan number `plan` (from 1), from now on.
   void sample(int64_t plan, const std::vector<at::Tensor>& parameters);
-  /// The last one, 0 for none.
+  /// The number of the last sampled plan; 0 if there is none.
   int64_t sampled_plan() const { return sampled_plan_; }
 
-  /// A synchronized backward begins. `changed`: a parameter was written since the last one began;
-  /// `touched_changed`: one was written since it got a gradient that was not synchronized.
+  /// A synchronized backward begins. `changed`: a parameter was written since the last one began.
+  /// `touched_changed`: a parameter was written after it got a gradient that was not synchronized.
   void backward_began(bool changed, bool touched_changed);
-  /// Of the backward that has begun.
+  /// The facts of the backward that has begun.
   const StepFacts& facts() const { return facts_; }
-  /// The backward that has begun is skipped on every rank, so a rank may leave out the optimizer's
-  /// step that follows, or take it: there is no gradient to step.
+  /// The backward that has begun is skipped on every rank. A rank may then call the optimizer's
+  /// step or not, because there is no gradient.
   void backward_skipped() { skipped_ = true; }
-  /// What has happened does not count, nor what happens to parameters before the next backward.
+  /// Ignores all events so far, and changes of parameters before the next backward.
   void forget() {
     *this = {};
     rebased_ = true;
@@ -42,12 +42,12 @@ class StepTracker {
   bool local_ = false;         ///< a gradient has arrived without synchronization since then
   bool step_after_local_ = false;
   bool idle_step_ = false;
-  bool skipped_ = false;       ///< the last synchronized backward
-  bool all_reported_ = false;  ///< some step since then, by a caller who reports all
+  bool skipped_ = false;       ///< the last synchronized backward was skipped
+  bool all_reported_ = false;  ///< a step since then was reported with `all`
   bool rebased_ = false;       ///< parameters were made equal on all ranks since then
   ParameterSample sample_;     ///< see Note [Writes that move no version]
   int64_t sampled_plan_ = 0;
-  ParameterSample::Change before_local_;  ///< of it, before the first gradient of `local_`
+  ParameterSample::Change before_local_;  ///< of sample_, before the first local gradient
   StepFacts facts_;
 };
 
