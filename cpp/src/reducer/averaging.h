@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Where the division by the number of ranks takes place. Pure.
+/// The factors by which gradients are multiplied before and after their sum. Pure.
 
 // Note [Averages in low precision]
 //
 // - NCCL's AVG multiplies by 1/N before it sums, and rounds 1/N and the product to the dtype. In
-//   bfloat16 that is exact where N is a power of two; for another N all averages are off by the
+//   bfloat16 that is exact if N is a power of two. For another N all averages are off by the
 //   rounding of 1/N, up to 0.4 %. In float16 a value below 2^-14 N (0.06 at 1,024 ranks) becomes
 //   subnormal. In float32 and float64 the error is that of one rounding.
-// - A copy into the bucket that multiplies by 1/N has the same errors, and so has a division after
-//   the sum that rounds 1/N to the dtype: see scale_in_place().
+// - A copy into the bucket that multiplies by 1/N has the same errors. So does a division after the
+//   sum that rounds 1/N to the dtype: see scale_in_place().
 //
-// So float16, and bfloat16 unless N is a power of two, are summed first and divided after, as
-// NVIDIA's Apex does. A float16 sum may then overflow where the average would not: above
-// 65,504 / N. The result is an infinity on every rank, which a dynamic loss scale answers by a
-// smaller scale; gradients that vanish would go unnoticed. gradient_predivide_factor moves a part
-// of the division in front of the sum, and allreduce_always_fp32 sums in float32.
+// So float16, and bfloat16 unless N is a power of two, are summed first and divided afterwards, as
+// in NVIDIA's Apex. A float16 sum may then overflow although the average would not, above
+// 65,504 / N. The result is an infinity on every rank, and a dynamic loss scaler reduces its scale.
+// Gradients that underflow would not be detected. gradient_predivide_factor moves a part of the
+// division before the sum, and allreduce_always_fp32 sums in float32.
 
 #include <cmath>
 #include <cstdint>
@@ -40,12 +40,11 @@ inline bool nccl_averages_well(at::ScalarType dtype, int64_t world_size) {
   return dtype == at::kFloat || dtype == at::kDouble || (dtype == at::kBFloat16 && power_of_two);
 }
 
-/// The division is part of a pass that is made anyway: of the collective where that divides, else
-/// of the copy into the bucket. float16 and bfloat16 are divided after the sum, see Note [Averages
-/// in low precision].
-/// @param divisor     by how many ranks the sum is divided: under join() perhaps those that have
-/// data.
-/// @param world_size  by how many a reduction that averages divides.
+/// The factors for a bucket. The division needs no extra pass: the collective divides if it can,
+/// otherwise the copy into the bucket does. float16 and bfloat16 are divided after the sum, see
+/// Note [Averages in low precision].
+/// @param divisor     number of ranks to divide by; under join() it may exclude ranks without data.
+/// @param world_size  number of ranks by which a reduction that averages divides.
 /// @param total_weight  of all ranks, with the option weighted: see Note [Weighted means].
 inline Averaging averaging_of(const ReducerOptions& options, const ReductionTraits& traits,
                               at::ScalarType dtype, int64_t divisor, int64_t world_size,

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// One synchronized backward of one reducer, from its first gradient until all are averages.
+/// One synchronized backward of one reducer, from its first gradient until all gradients are
+/// averages.
 
 #include <cstddef>
 #include <functional>
@@ -20,7 +21,7 @@ namespace apex::parallel::detail {
 
 class OverlapRecorder;
 
-/// What a reducer keeps from one backward to the next.
+/// The state that a reducer keeps from one backward to the next.
 struct ReducerState {
   ReducerState(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups,
                ReducerOptions options, const void* self)
@@ -28,19 +29,20 @@ struct ReducerState {
         book(context),
         reporter(context) {}
 
-  ReducerContext context;  ///< its monitor guards all below
+  ReducerContext context;  ///< its monitor guards all members below
   PlanBook book;
   StepReporter reporter;
-  /// Of a backward that was left: the parameters that were not waited for since.
+  /// The parameters of a deferred backward that have not been waited for.
   std::vector<int64_t> in_flight() const;
 
-  BucketPlan preset;          ///< used instead of one made from sizes, where it fits
+  BucketPlan preset;          ///< the user's plan, used if it fits
   bool step_skipped = false;  ///< in the last synchronized backward
-  std::shared_ptr<OverlapRecorder> recorder;  ///< only while times are taken
+  std::shared_ptr<OverlapRecorder> recorder;  ///< only while times are recorded
 };
 
-/// The phases are kRunning until send(), kEnding from there to complete() or to leave(), then
-/// kDeferred. Whoever calls catches what is thrown and calls fail(). Not thread safe.
+/// One synchronized backward. The phase is kRunning until send(), kEnding until complete() or
+/// leave(), and kDeferred after leave(). If a function throws, the caller must call fail(). Not
+/// thread safe.
 class Backward {
  public:
   Backward(ReducerState& state, BackwardPass pass);
@@ -48,32 +50,32 @@ class Backward {
   const BackwardPass& pass() const { return pass_; }
   BackwardPass& pass() { return pass_; }
 
-  // Gradients are computed.
+  // While gradients are computed.
   void gradient_ready(size_t index, const at::Tensor& incoming);
   void launch_ready(const at::Tensor& incoming);
-  /// No bucket is left to be launched by a plan before send().
+  /// Whether all buckets of the plan that can be launched before send() are launched.
   bool launched_all() const;
 
-  // They are.
-  /// Only the gradients: send() follows, or send_absent() and fail() where this has thrown.
+  // When all gradients are computed.
+  /// Sends only the gradients. Call send() next, or send_absent() and fail() if this has thrown.
   void send_gradients();
   void send();
   bool may_leave() const;
   void leave();
   void complete(const std::function<void()>& meanwhile);
-  /// Hands the gradients of this bucket out, and calls back. Of a backward that was left.
+  /// Completes one bucket of a deferred backward: hands out its gradients and calls the callback.
   void complete_entry(size_t index, const std::function<void()>& meanwhile);
-  /// What is left to do when complete() has returned. Throws what this backward has to throw; it is
-  /// over then.
+  /// Call it when complete() has returned. Throws the error of this backward, if there is one. The
+  /// backward is over then.
   void conclude();
 
-  /// Something was thrown: the other ranks get what they wait for, and nothing stays in flight.
-  /// Call in a catch block, or where autograd has given up.
+  /// Ends a backward after an exception. Sends what the other ranks wait for, and leaves nothing in
+  /// flight. Call it in a catch block, or when autograd has abandoned the backward.
   void fail() noexcept;
-  /// Of that only what the others wait for: fail() follows.
+  /// The first part of fail(): only sends what the other ranks wait for. Call fail() next.
   void send_absent() noexcept;
 
-  /// While gradients are computed: which of them the next bucket waits for.
+  /// While gradients are computed: names the gradients that the next bucket waits for.
   std::string describe() const;
 
   /// "parameter 'a' is updated inside backward ...".

@@ -10,41 +10,44 @@ namespace apex::parallel::detail {
 
 // Note [Weighted means]
 //
-// Ranks that hold different amounts of data compute the mean over the global batch if each sums its
-// losses, gradients are summed over the ranks, and the sum is divided by the number of all samples:
-// the sum of the ranks' weights. A row of the step report has each rank's, and is read before the
-// first bucket is unpacked: no collective more. What is otherwise divided while it is copied into a
-// bucket is multiplied while it is copied out, or there, if it is not. Every rank adds the same
-// numbers in the same order, so all divide by the same.
+// Ranks with different amounts of data compute the mean over the global batch as follows. Each rank
+// sums its losses, gradients are summed over the ranks, and the sum is divided by the total number
+// of samples, which is the sum of the ranks' weights. The step report contains the weight of each
+// rank, and is read before the first bucket is unpacked. So this needs no further collective. The
+// division takes place when gradients are copied out of the bucket, or in the bucket if they are
+// not copied. Every rank adds the same weights in the same order, so all ranks divide by the same
+// number.
 //
-// A sum in 16 bits may overflow where its terms do not, so these are multiplied by a power of two
-// that is less than one by the number of ranks. The last total would be no better a guide: it may
-// be larger by orders of magnitude than this one, as that of an epoch's last batch is.
+// A sum in 16 bits may overflow although its terms do not. So the terms are first multiplied by a
+// power of two of at most 1 / (number of ranks). The total weight of the last step would not be a
+// better factor, because it may differ from this one by orders of magnitude, as in the last batch
+// of an epoch.
 
 /// The weight of the samples whose gradients a rank has accumulated since the last synchronized
 /// backward. Not thread safe.
 class BatchWeight {
  public:
-  /// The backwards that follow are of samples with this weight, until leave(). `weight` has one
-  /// element, on any device; on the CPU it is read at once, else by value(). Does not block.
-  /// @throws Error if the last one was not left.
+  /// Sets the weight of the samples in the following backwards, until leave(). `weight` has one
+  /// element on any device. On the CPU it is read immediately, on other devices by value(). Does
+  /// not block.
+  /// @throws Error if leave() was not called after the last enter().
   void enter(const at::Tensor& weight);
   void enter(double weight);
   void leave() noexcept;
 
   /// A backward has reached parameters. Several backwards of the same samples count once.
   void backward_began();
-  /// NaN if a backward was of samples without a weight; one that is negative or not finite is not
-  /// hidden by others. May wait for a device.
+  /// The total weight. NaN if a backward had samples without a weight. A negative or non-finite
+  /// weight makes the total invalid, whatever the other weights are. May wait for a device.
   double value() const;
-  /// Backwards since the last reset() count.
+  /// Whether there were backwards since the last reset().
   bool accumulates() const { return missing_ || !numbers_.empty() || !on_device_.empty(); }
   /// The gradients are reduced, or dropped.
   void reset();
 
  private:
-  std::optional<double> number_;  ///< of the samples that were entered, or
-  at::Tensor tensor_;             ///< on a device
+  std::optional<double> number_;  ///< the current weight, or
+  at::Tensor tensor_;             ///< the current weight on a device
   bool entered_ = false;
   bool counted_ = false;  ///< since the last reset()
   bool missing_ = false;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// The gradients of one bucket, gathered into a message and handed out again. Knows nothing of
-/// autograd or communication.
+/// The message of one bucket: gathers its gradients into a buffer and hands the averages out.
+/// Without autograd and communication.
 
 #include <cstdint>
 #include <functional>
@@ -22,16 +22,16 @@ struct MessageOptions {
   bool gradient_as_bucket_view = false;  ///< leave gradients as views of the buffer
   bool allreduce_always_fp32 = false;    ///< half and bfloat16 gradients are summed as float32
   int64_t sparse_dim = 1;                ///< of a sparse message: the same on every rank
-  int64_t tail = 0;              ///< elements of a flat message that travel behind its gradients
-  bool measure_own = false;      ///< own_squares()
-  bool measure_reduced = false;  ///< Slot::squares, on the CPU
-  bool measured_on_the_way = false;  ///< both, of a message in place, by square_sums()
-  /// Where the memory of the buffer comes from, zeroed: (elements, options). Empty: from torch.
+  int64_t tail = 0;              ///< elements of a flat message after its gradients
+  bool measure_own = false;      ///< compute own_squares()
+  bool measure_reduced = false;  ///< compute Slot::squares, on the CPU
+  bool measured_on_the_way = false;  ///< the reduction of a message in place computes both
+  /// Allocates zeroed memory for the buffer: (elements, options). Empty: torch's allocator.
   std::function<at::Tensor(int64_t, const at::TensorOptions&)> allocate;
 };
 
-/// A gradient has another form than was recorded, or cannot be averaged in its form. The text goes
-/// on from "the gradient of parameter ...".
+/// Thrown if a gradient has another form than was recorded, or a form that cannot be averaged. The
+/// text continues "the gradient of parameter ...".
 class GradientForm : public Error {
  public:
   GradientForm(int64_t parameter, const std::string& what);
@@ -48,39 +48,39 @@ at::ScalarType message_dtype(at::ScalarType dtype, bool always_fp32);
 /// Whether a gradient of `variable` consists of several tensors, or one of another shape: see
 /// Note [Gradients of several parts] in the source.
 bool is_in_parts(const at::Tensor& grad, const at::Tensor& variable);
-/// Whether that is to be expected, where no rank has had a gradient yet.
+/// The expected answer of is_in_parts() if no rank has had a gradient yet.
 bool may_be_in_parts(const at::Tensor& variable);
 
-/// All member functions work on the current stream of the message's device and never block the
-/// host. Not thread safe.
+/// The message of one bucket. All member functions work on the current stream of the message's
+/// device and never block the host. Not thread safe.
 class BucketMessage {
  public:
   enum class Kind {
     kFlat,     ///< gradients are copied into one buffer (or are views of it)
-    kInPlace,  ///< a single dense gradient, reduced where it lies
+    kInPlace,  ///< a single dense gradient, reduced in place
     kSparse,   ///< a single gradient with sparse layout
   };
 
-  /// A gradient's place in the message.
+  /// The position of a gradient in the message.
   struct Slot {
     int64_t parameter;      ///< index of the parameter in the reducer
     at::Tensor variable;    ///< the parameter
     int64_t offset = 0;     ///< first element in the buffer
     int64_t numel = 0;      ///< elements of the gradient
     bool in_parts = false;  ///< see Note [Gradients of several parts]
-    /// The buffer seen with the parameter's shape, strides and dtype. Never handed out: whoever
-    /// holds a gradient may point it elsewhere (`grad.data = ...`), and with it every tensor that
-    /// is the same one.
+    /// A view of the buffer with the parameter's shape, strides and dtype. It is never handed out,
+    /// because the user may redirect a gradient (`grad.data = ...`), which changes every reference
+    /// to the same tensor.
     at::Tensor view;
-    at::Tensor handed;  ///< the last tensor like it that was handed out
-    at::Tensor stash;   ///< an unused gradient's value, kept until it is known to be unused by all
+    at::Tensor handed;  ///< the last alias of `view` that was handed out
+    at::Tensor stash;   ///< the value of an unused gradient, until no rank is known to use it
     bool used = false;  ///< this rank contributes a gradient in this backward
     at::Tensor
         early;  ///< the gradient that copy_early() has copied and left in place, until pack()
-    uint32_t early_version = 0;  ///< its version then
-    double early_scale = 1.0;    ///< what copy_early() multiplied by
+    uint32_t early_version = 0;  ///< its version at that time
+    double early_scale = 1.0;    ///< the factor of copy_early()
     bool moved = false;          ///< copy_early() took the gradient away, until unpack()
-    double own_squares = 0;      ///< of what was copied from here, on the CPU: see own_squares()
+    double own_squares = 0;      ///< of the copied gradient, on the CPU: see own_squares()
     double squares = 0;          ///< with measure_reduced: sum of squares of the reduced gradient
   };
 
@@ -103,11 +103,11 @@ class BucketMessage {
   /// Elements of gradients in the message.
   int64_t numel() const { return numel_; }
 
-  /// Copies the gradient of `slots()[index]`, times `scale`, ahead of pack(): right after it was
-  /// computed it is still in the cache. Only on the CPU, and only where that is one pass over the
-  /// memory; otherwise does nothing. pack() copies again what has changed since. With
-  /// gradient_as_bucket_view the gradient is taken away from its parameter, which gets the view in
-  /// unpack().
+  /// Copies the gradient of `slots()[index]`, times `scale`, before pack(), because it is still in
+  /// the cache right after it was computed. Works only on the CPU, and only if the copy is one pass
+  /// over the memory; otherwise does nothing. pack() copies a gradient again if it has changed
+  /// since. With gradient_as_bucket_view the gradient is taken away from its parameter, which gets
+  /// the view in unpack().
   void copy_early(size_t index, double scale);
 
   /// Before a backward adds to them: gradients that somebody has put where another one belongs, in
@@ -126,24 +126,22 @@ class BucketMessage {
   /// @param incoming  the gradient that autograd is accumulating just now, if it is.
   void pack(const std::vector<uint8_t>& used, double scale, const at::Tensor& incoming = {});
 
-  /// The message of a rank that contributes nothing to this bucket, which other ranks have packed:
-  /// zeros (with `poison`: NaN, for devices on which nobody reads reports). Undefined for a sparse
-  /// one.
+  /// The message of a rank that contributes nothing to this bucket: zeros, or NaN with `poison`,
+  /// for devices on which reports are not read. Undefined for a sparse message.
   ///
-  /// This rank may have run out of memory. So it lies in the message's own buffer, if there is one
-  /// and no member's gradient lies in it; else in a new tensor. In neither case does a gradient
-  /// change.
+  /// This rank may be out of memory. So the result uses the message's own buffer, if there is one
+  /// and it holds no gradient. Otherwise it is a new tensor. No gradient changes.
   /// @param idle  no reduction uses the buffer.
   at::Tensor absent(bool poison, bool idle);
 
   /// The tensor to reduce, valid between pack() and unpack(): contiguous, real-valued, or sparse.
   const at::Tensor& tensor() const { return tensor_; }
 
-  /// What the reduction of tensor(), or of what absent() gave, has to fill in; or null.
+  /// The sums that the reduction of tensor(), or of the result of absent(), must fill in; or null.
   const std::shared_ptr<SquareSums>& square_sums() const { return square_sums_; }
 
-  /// Of tensor(), or of what absent() gave: the gradients' part; what travels behind them; and
-  /// views of gradients, by slot.
+  /// Parts of tensor(), or of the result of absent(): the gradients, the tail after them, and views
+  /// of single gradients, by slot.
   at::Tensor gradients_of(const at::Tensor& tensor) const { return tensor.narrow(0, 0, numel_); }
   at::Tensor tail_of(const at::Tensor& tensor) const {
     return tensor.narrow(0, numel_, options_.tail);
@@ -155,40 +153,41 @@ class BucketMessage {
   /// in place, the gradient as a flat alias. Undefined before the first pack().
   at::Tensor gradients_buffer();
 
-  /// Replaces the gradients by `result`: same number of elements, any dtype.
-  /// Of a sparse one: replaces the message by the reduced tensor.
+  /// Replaces the gradients by `result`, which has the same number of elements and any dtype.
+  /// Replaces a sparse message by the reduced tensor.
   /// @throws InvalidArgument for another number of elements.
   void assign(const at::Tensor& result);
 
-  /// Multiplies the gradients by `scale` and hands every used member its
-  /// gradient: as a view of the buffer, or by one multi-tensor copy. Members that this rank did not
-  /// use are left for settle().
-  /// @param kept  by parameter index of the reducer: whether .grad was there before this backward.
+  /// Multiplies the gradients by `scale` and hands them to the used members, as views of the buffer
+  /// or by one multi-tensor copy. Members that this rank did not use are left for settle().
+  /// @param kept  by parameter index: whether .grad was defined before this backward.
   void unpack(double scale, const std::vector<uint8_t>& kept);
 
-  /// After unpack(): decides for members that this rank did not use. With `used_by_any` they get
-  /// the reduced gradient, otherwise they are left as they were before pack() (None stays None).
+  /// Call it after unpack(). Members that this rank did not use get the reduced gradient if
+  /// `used_by_any` is set for them. Otherwise they stay as they were before pack() (None stays
+  /// None).
   void settle(const std::vector<uint8_t>& used_by_any);
 
   /// True if a member was not used by this rank in the last pack().
   bool has_unused() const { return has_unused_; }
 
-  /// With measure_own: the sum of squares of each gradient that pack() has gathered, before it was
-  /// scaled, in the order of slots() (0 where this rank has none): not finite where a gradient is
-  /// not. On the CPU it was taken from the values as they were copied; elsewhere by one
-  /// multi-tensor call, for which the host waits here.
+  /// With measure_own: the sum of squares of each gradient that pack() has gathered, before
+  /// scaling, in the order of slots(). It is 0 if this rank has no gradient, and not finite if the
+  /// gradient is not. On the CPU it is computed during the copy. On a device it is one multi-tensor
+  /// call, for which the host waits here.
   std::vector<double> own_squares() const;
 
-  /// With measured_on_the_way, of the message's only gradient, after the reduction: what is missing
-  /// in own_squares() on each rank, the same on all of them. Else empty.
+  /// With measured_on_the_way, after the reduction: the part that is missing in own_squares(), by
+  /// rank, for the only gradient of the message. The same on all ranks. Otherwise empty.
   std::vector<double> kept_squares() const;
 
-  /// Forgets a message that is in flight, so that what still writes to it cannot be seen any more:
-  /// a gradient that lies in it is taken away from its parameter. Gradients that were moved into a
-  /// bucket, or are views of it, and were not packed yet are put back as tensors of their own.
+  /// Drops a message that is in flight, so that late writes to it stay invisible. A gradient in the
+  /// buffer is taken away from its parameter. Gradients that were moved into a bucket, or are views
+  /// of it, and were not packed yet become tensors of their own again.
   void abandon();
 
-  /// How many gradients the last pack() copied, and of these, how many copy_early() had copied.
+  /// The number of gradients that the last pack() copied; and of these, that copy_early() had
+  /// copied.
   int64_t copied() const { return copied_; }
   int64_t copied_early() const { return copied_early_; }
 
@@ -224,13 +223,13 @@ class BucketMessage {
   at::ScalarType dtype_ = at::kFloat;  ///< real-valued
   int64_t numel_ = 0;                  ///< in elements of dtype_
   at::Tensor buffer_;                  ///< flat: gradients, then the tail; in dtype_
-  at::Tensor home_;    ///< where views live if gradients have another dtype, else buffer_
-  at::Tensor tensor_;  ///< what is reduced in this backward
+  at::Tensor home_;    ///< memory of the views: buffer_, unless gradients have another dtype
+  at::Tensor tensor_;  ///< the tensor to reduce in this backward
   std::shared_ptr<SquareSums> square_sums_;  ///< of this backward; see measured_on_the_way
   at::Tensor own_on_device_;                 ///< own_squares() of a device
   bool packed_ = false;                      ///< between pack() and unpack()
   bool has_unused_ = false;
-  double owed_scale_ = 1.0;  ///< what gradients were multiplied by when they left buffer_
+  double owed_scale_ = 1.0;  ///< the factor of gradients when they left buffer_
   int64_t copied_ = 0;
   int64_t copied_early_ = 0;
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// What the parts of a reducer share.
+/// The state that all parts of a reducer share.
 
 #include <functional>
 #include <memory>
@@ -40,19 +40,19 @@ struct ReducerContext {
   StatisticsCounter statistics;
   int64_t plans_built = 0;
   int64_t backward_number = 0;  ///< from 1, of the last synchronized backward that has begun
-  Monitor monitor;          ///< guards what may change here, and all that the reducer is made of
-  int64_t divisor;          ///< of the average: the number of ranks, or of those that have data
+  Monitor monitor;          ///< guards the mutable members here, and all parts of the reducer
+  int64_t divisor;          ///< of the average: the number of ranks, or of ranks with data
   double total_weight = 0;  ///< of all ranks, with the option weighted
   bool joining = false;     ///< between begin_join() and end_join()
-  bool defers = false;      ///< backward may end before its buckets have arrived
+  bool defers = false;      ///< backward may end before its buckets have completed
   Phase phase = Phase::kIdle;
-  /// Under join(): the end of the backward in progress is to be announced, and its buckets follow
-  /// that, so that all come in the same order on ranks without data.
+  /// Under join(): the end of the backward in progress must be announced before its buckets are
+  /// launched, so that the order is the same on ranks without data.
   bool owes_end = false;
   bool waits_for_turn = false;  ///< see Note [Turns]
 
-  /// Whether ranks read each other's reports after every backward. Elsewhere than on the CPU the
-  /// host waits for the device. Under join() a rank without data knows what the others do by these.
+  /// Whether ranks read each other's reports after every backward. On a device the host then waits
+  /// for the device. Under join() a rank without data needs them to follow the others.
   bool reads_reports() const {
     return !members.alone() &&
            (members.device.is_cpu() || options.check_steps.value_or(false) ||
@@ -60,10 +60,10 @@ struct ReducerContext {
             options.replica_check_every.value_or(0) > 0 || joining);
   }
 
-  /// Whether a gradient that was reduced and is reduced again would count once for each rank.
+  /// Whether a gradient that is reduced twice would be multiplied by the number of ranks.
   bool leaves_sums() const { return !options.gradient_average || options.weighted; }
 
-  /// Of the settings that may change between backwards, those that all ranks must share.
+  /// Describes the settings that may change between backwards and must be the same on all ranks.
   std::string describe_settings() const {
     return (hook ? "the communication hook '" + hook->name() + "'"
                  : std::string("no communication hook")) +

@@ -5,10 +5,10 @@
 
 namespace apex::parallel::detail {
 
-/// Large tensors on the CPU with so many bytes were freed, and their memory is not needed again
-/// soon: gives what the C library's allocator holds of such back to the system, for some 64 MiB at
-/// a time. It would keep what does not lie at the end of its heap. Thread safe. Does nothing where
-/// the C library is not glibc.
+/// Call it when large CPU tensors with this many bytes were freed and their memory is not needed
+/// soon. Returns free memory of the C library's allocator to the system, once per about 64 MiB.
+/// Otherwise the allocator would keep all memory that is not at the end of its heap. Thread safe.
+/// Does nothing if the C library is not glibc.
 void return_freed_memory(size_t bytes) noexcept;
 
 }  // namespace apex::parallel::detail

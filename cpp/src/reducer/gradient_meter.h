@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// How large gradients are: this rank's as they go into buckets, and the reduced ones as they come
-/// out.
+/// Measures norms of gradients: those of this rank when they are packed, and the reduced ones when
+/// they are handed out.
 
 #include <cstddef>
 #include <cstdint>
@@ -24,16 +24,17 @@ class GradientMeter {
  public:
   explicit GradientMeter(ReducerContext& context) : context_(context) {}
 
-  /// All of this rank's are in their buckets: says so in `report`, with check_finite and
+  /// Call it when all gradients of this rank are packed. Fills in `report`, with check_finite and
   /// gradient_statistics. Waits for a device.
   void measure_own(const std::vector<PlannedBucket>& entries, StepReport& report);
-  /// With gradient_statistics: these are complete.
+  /// With gradient_statistics: adds reduced gradients that are complete.
   void add_reduced(const std::vector<BucketMessage::Slot>& slots, int64_t bucket);
-  /// And all are. `skipped`: they do not count. Waits for a device.
+  /// Call it when all reduced gradients are complete. With `skipped` they are ignored. Waits for a
+  /// device.
   void conclude(const std::vector<PlannedBucket>& entries, const StepTable& table, bool skipped);
 
-  /// The norm of conclude(), if all gradients are still those. Nothing on devices, where it would
-  /// take as long to look.
+  /// The norm from conclude(), if no gradient has changed since. Empty on devices, where the check
+  /// would take as long as the norm.
   std::optional<double> norm() const;
   const GradientStatistics& statistics() const { return history_.last(); }
   std::vector<ParameterNorms> norms() const;
@@ -46,10 +47,10 @@ class GradientMeter {
   std::vector<double> own_;      ///< by parameter
   std::vector<double> reduced_;  ///< by parameter
   std::vector<int64_t> buckets_;
-  std::vector<int64_t> on_device_;  ///< parameters whose `values_` are to be measured
+  std::vector<int64_t> on_device_;  ///< parameters whose `values_` are not measured yet
   std::vector<at::Tensor> values_;
   std::vector<ParameterNorms> norms_;  ///< of the last backward that was concluded
-  std::vector<int64_t> samples_;       ///< of its gradients: see sample()
+  std::vector<int64_t> samples_;       ///< of the gradients of that backward: see sample()
   GradientHistory history_;
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// The nodes that autograd runs for a reducer, without Python.
+/// The autograd hooks of a reducer, without Python.
 
 #include <cstddef>
 #include <memory>
@@ -18,8 +18,8 @@ class ReducerCore;
 std::unique_ptr<torch::autograd::FunctionPostHook> make_gradient_hook(
     std::weak_ptr<ReducerCore> core, size_t index);
 
-/// Runs when backward enters through an output of the model: BackwardSession::reach(). Keeps the
-/// reducer alive for as long as there may be something to synchronize.
+/// Runs when backward reaches an output of the model: BackwardSession::reach(). Keeps the reducer
+/// alive as long as there may be gradients to synchronize.
 std::unique_ptr<torch::autograd::FunctionPreHook> make_output_hook(
     std::shared_ptr<ReducerCore> core, std::shared_ptr<const WatchedOutput> output);
 

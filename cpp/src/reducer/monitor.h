@@ -11,18 +11,17 @@ namespace apex::parallel::detail {
 
 // Note [Who may touch a reducer]
 //
-// One thread at a time may change a reducer, and may take as long as other ranks and user code do:
-// a communication hook, a bucket callback, a wait for a rank that has died. A mutex that is held
-// for so long delays everybody, also who only looks, or wants to abort. So the right to change is
-// one thing and the mutex another: the thread that changes opens the monitor while it waits or runs
-// user code. Meanwhile others may read; what they read is as the changing thread has left it, which
-// opens only where that is consistent. User code may come back to the reducer on the same thread.
+// One thread at a time may change a reducer. It may take as long as other ranks and user code take:
+// a communication hook, a bucket callback, or a wait for a rank that has died. If it held a mutex
+// for that time, it would delay all other threads, also those that only read or want to abort. So
+// the right to change is separate from the mutex. The changing thread opens the monitor while it
+// waits or runs user code, and other threads may then read. The changing thread opens the monitor
+// only when the state is consistent. User code may call the reducer again on the same thread.
 
-/// Guards what belongs to one reducer.
+/// A monitor that guards the state of one reducer.
 class Monitor {
  public:
-  /// The right to change. Waits until no other thread has it; the thread that has it may take it
-  /// again.
+  /// The right to change. The constructor waits until no other thread has it. It is recursive.
   class Change {
    public:
     explicit Change(Monitor& monitor) : monitor_(&monitor) {
@@ -35,7 +34,7 @@ class Monitor {
       monitor.left_.wait(lock, [&] { return monitor.owner_.load() == std::thread::id(); });
       --monitor.waiting_;
       monitor.owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
-      lock.release();  // held until the outermost Change ends, but for open()
+      lock.release();  // held until the outermost Change ends, except in open()
       outermost_ = true;
     }
     Change(const Change&) = delete;
@@ -57,7 +56,7 @@ class Monitor {
     bool reopen_ = false;
   };
 
-  /// The right to read, for a moment: nobody waits for other ranks or runs user code under it.
+  /// The right to read, for a short time. Do not wait for other ranks or run user code with it.
   class Read {
    public:
     explicit Read(Monitor& monitor) {
@@ -71,7 +70,7 @@ class Monitor {
   /// Whether another thread has the right to change.
   bool is_taken() const { return owner_.load() != std::thread::id() && !is_mine(); }
 
-  /// For the thread that changes: others may read while `body` runs.
+  /// Called by the changing thread: other threads may read while `body` runs.
   template <typename Body>
   decltype(auto) open(Body&& body) {
     struct Closing {
@@ -101,11 +100,11 @@ class Monitor {
     mutex_.unlock();
   }
 
-  std::mutex mutex_;  ///< guards open_, and what the monitor guards: see above
+  std::mutex mutex_;  ///< guards open_ and the guarded state: see above
   std::condition_variable left_;
   std::atomic<std::thread::id> owner_{std::thread::id()};
-  int waiting_ = 0;    ///< threads, for the right to change
-  bool open_ = false;  ///< the owner's: it does not hold mutex_ just now
+  int waiting_ = 0;    ///< threads that wait for the right to change
+  bool open_ = false;  ///< the owner does not hold mutex_ now
 };
 
 }  // namespace apex::parallel::detail

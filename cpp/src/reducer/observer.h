@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Whoever wants to know when things happen in a backward.
+/// Observers of the events in a backward.
 
 #include <cstddef>
 #include <optional>
@@ -14,23 +14,23 @@
 
 namespace apex::parallel::detail {
 
-/// Called on the thread on which it happens, between one began() and the next completed() or
-/// dropped(). gradient_ready() may come from one thread while another is in launched() or
-/// in_flight(). Must not throw.
+/// The callbacks run on the thread of the event, between a began() and the next completed() or
+/// dropped(). gradient_ready() may run on one thread while another is in launched() or in_flight().
+/// Must not throw.
 class BackwardObserver {
  public:
   virtual ~BackwardObserver() = default;
-  /// @param device  of all parameters; nullopt: they are on several.
+  /// @param device  of all parameters; nullopt if they are on several devices.
   virtual void began(std::optional<c10::Device> /*device*/, size_t /*parameters*/) {}
   virtual void gradient_ready(size_t /*parameter*/) {}
-  /// A message is packed, and is handed over now.
+  /// A message is packed, and its reduction starts now.
   virtual void launched(size_t /*bucket*/, const BucketMessage& /*message*/) {}
-  /// It was, by `reduction`; called again for its next phase.
+  /// `reduction` has started. Called again for its next phase.
   virtual void in_flight(size_t /*bucket*/, const Reduction& /*reduction*/) {}
-  /// Somebody waits for it from now on; and has it.
+  /// The wait for a bucket begins (awaiting) and ends (arrived).
   virtual void awaiting(size_t /*bucket*/) {}
   virtual void arrived(size_t /*bucket*/) {}
-  /// backward() returns, its buckets are in flight.
+  /// backward() returns with buckets in flight.
   virtual void deferred() {}
   /// All gradients are averages.
   virtual void completed() {}
@@ -38,7 +38,7 @@ class BackwardObserver {
   virtual void dropped() {}
 };
 
-/// Those who look at a reducer. The reducer does not know who they are.
+/// The observers of a reducer.
 class Observers {
  public:
   void add(BackwardObserver* observer) { all_.push_back(observer); }
