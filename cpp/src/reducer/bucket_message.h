@@ -110,20 +110,18 @@ class BucketMessage {
   /// the view in unpack().
   void copy_early(size_t index, double scale);
 
-  /// Before a backward adds to them: gradients that somebody has put where another one belongs, in
-  /// a buffer of `all`, get memory of their own.
+  /// Call it before a backward adds to gradients. A gradient that the user has moved to the
+  /// position of another one, in a buffer of `all`, gets its own memory.
   void move_misplaced(const std::vector<const BucketMessage*>& all);
 
   /// Gathers the members' gradients into the message and multiplies by `scale`.
   ///
-  /// @param used  by parameter index of the reducer: whether this rank contributes; a used member
-  /// has
-  ///              a gradient. A member that is not used contributes its present gradient if it has
-  ///              one, else zeros.
-  /// One multi-tensor copy at most; gradients that already are views of the buffer are not copied,
-  /// and neither is that of a message in place, if nothing but its parameter and `incoming` refers
-  /// to its memory (see Note [Who may read a gradient's memory] in the source).
-  /// @param incoming  the gradient that autograd is accumulating just now, if it is.
+  /// This is at most one multi-tensor copy. Gradients that already are views of the buffer are not
+  /// copied. The gradient of a message in place is not copied if only its parameter and `incoming`
+  /// refer to its memory (see Note [Who may read a gradient's memory] in the source).
+  /// @param used  by parameter index: whether this rank contributes. A used member has a gradient.
+  ///              An unused member contributes its current gradient, or zeros without one.
+  /// @param incoming  the gradient that autograd is accumulating now, if there is one.
   void pack(const std::vector<uint8_t>& used, double scale, const at::Tensor& incoming = {});
 
   /// The message of a rank that contributes nothing to this bucket: zeros, or NaN with `poison`,
@@ -149,8 +147,8 @@ class BucketMessage {
   bool has_tail() const { return options_.tail > 0; }
   std::vector<at::Tensor> views_of(const at::Tensor& gradients) const;
 
-  /// The buffer that gradients are views of with gradient_as_bucket_view, [numel()]; of a message
-  /// in place, the gradient as a flat alias. Undefined before the first pack().
+  /// The buffer [numel()], of which gradients are views with gradient_as_bucket_view. For a message
+  /// in place, a flat alias of the gradient. Undefined before the first pack().
   at::Tensor gradients_buffer();
 
   /// Replaces the gradients by `result`, which has the same number of elements and any dtype.

@@ -17,12 +17,12 @@
 
 namespace apex::parallel::detail {
 
-/// Takes the times of one backward after another for OverlapReport. Nothing here waits, but
-/// report(). Not thread safe, but for what futures call back; the reducer serializes calls.
+/// Records the times of one backward after another for OverlapReport. Only report() waits. Not
+/// thread safe, except for the callbacks of futures; the reducer serializes calls.
 class OverlapRecorder final : public BackwardObserver {
  public:
-  /// Times are taken on the current stream of `device`. What the last backward has not completed is
-  /// forgotten.
+  /// Begins a backward, whose times are recorded on the current stream of `device`. Drops the last
+  /// backward if it is not completed.
   void began(std::optional<c10::Device> device, size_t parameters) override;
   void gradient_ready(size_t parameter) override;
   void launched(size_t bucket, const BucketMessage& message) override;
@@ -30,25 +30,25 @@ class OverlapRecorder final : public BackwardObserver {
   void awaiting(size_t bucket) override;
   void arrived(size_t bucket) override;
   void deferred() override;
-  /// If deferred() was not called, backward ends now. report() is of this backward from now on.
+  /// Ends the backward if deferred() was not called. report() then returns this backward.
   void completed() override;
   void dropped() override { current_.reset(); }
 
-  /// Of the last backward that was completed, without names; nullopt if none was. On a device, the
-  /// host waits until its streams are through with it.
+  /// The report of the last completed backward, without names; nullopt if there is none. On a
+  /// device, the host waits until its streams have completed that backward.
   std::optional<OverlapReport> report() const;
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  /// A moment: on the host, and in a stream.
+  /// A point in time, on the host and in a stream.
   struct Stamp {
     std::optional<Clock::time_point> host;
     std::optional<c10::Event> event;
   };
 
-  /// Where a future writes when it is completed, in whatever thread. Shared with it alone, so that
-  /// it may be completed when reducer and recorder are gone.
+  /// Written when a future is completed, on any thread. The future shares ownership, so it may
+  /// complete after the reducer and the recorder are destroyed.
   struct Arrival {
     Stamp stamp;
     std::atomic<bool> set{false};

@@ -25,7 +25,7 @@ namespace apex::parallel::detail {
 
 using AccumulatorPtr = NodePtr;
 
-/// Of a parameter that may be frozen and made in inference mode, where changes are not counted.
+/// The version of a parameter; 0 for an inference tensor, which has no version counter.
 inline uint32_t version_of(const at::Tensor& variable) {
   return variable.is_inference() ? 0 : static_cast<uint32_t>(variable._version());
 }
@@ -34,7 +34,7 @@ struct Parameter {
   std::string name;
   at::Tensor variable;
 
-  // What the hooks were made for; another value means that they have to be made again.
+  // The properties for which the hooks were made. If one changes, the hooks must be made again.
   bool trainable = false;
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::Device(at::kCPU);
@@ -43,20 +43,20 @@ struct Parameter {
   AccumulatorPtr accumulator;
   uintptr_t hook = 0;
 
-  /// Of several reducers that know it; see Note [One parameter, one reducer].
+  /// The reducer that averages it, if several share it; see Note [One parameter, one reducer].
   std::shared_ptr<ParameterOwner> owner;
 
   bool touched = false;          ///< got a gradient since the last synchronized backward
-  uint32_t touched_version = 0;  ///< of the parameter, when it got the last of these
+  uint32_t touched_version = 0;  ///< of the parameter, when it got the last such gradient
   uint32_t seen_version = 0;     ///< of the parameter, when the last synchronized backward began
 
-  // Without averaging, under join(), and with gradient_statistics: the gradient as the last
-  // synchronized backward left it.
+  // The gradient of the last synchronized backward. Set without averaging, under join(), and with
+  // gradient_statistics.
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> reduced{
       c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
   uint32_t reduced_version = 0;
 
-  /// .grad is what the last synchronized backward left, which was remembered.
+  /// Whether .grad is unchanged since the last synchronized backward (if `reduced` was set).
   bool holds_reduced() const {
     const at::Tensor& grad = variable.grad();
     const auto last = reduced.lock();
@@ -64,19 +64,20 @@ struct Parameter {
            grad._version() == reduced_version;
   }
 
-  /// What accumulates now is not averaged yet: the next synchronized backward takes it along.
+  /// A gradient accumulates that is not averaged yet. The next synchronized backward includes it.
   void touch() {
     touched = true;
     touched_version = version_of(variable);
   }
 };
 
-/// Outlives plans and backwards. Thread safe in retire(), own_all() and owns() only.
+/// The parameters of a reducer, with their hooks. It outlives plans and backwards. Only retire(),
+/// own_all() and owns() are thread safe.
 class ParameterTable {
  public:
   using MakeHook = std::function<std::unique_ptr<torch::autograd::FunctionPostHook>(size_t index)>;
 
-  /// @param self  tells the reducer apart from others that know the same parameters.
+  /// @param self  identifies the reducer among others that share its parameters.
   /// @throws InvalidArgument for an undefined tensor. A tensor that appears twice counts once.
   ParameterTable(std::vector<NamedTensor> parameters, const void* self);
   ~ParameterTable();
@@ -93,37 +94,39 @@ class ParameterTable {
   auto end() const { return parameters_.end(); }
   const std::vector<NamedTensor>& named() const { return named_; }
 
-  /// @throws InvalidArgument, naming `rank`, for a trainable one that is no leaf or whose dtype
-  /// cannot be averaged.
+  /// @throws InvalidArgument, naming `rank`, for a trainable parameter that is no leaf or whose
+  /// dtype cannot be averaged.
   void check_trainable(int rank) const;
 
-  /// Notes what each parameter is now, and hooks those that are trainable and not hooked yet. One
-  /// that was frozen stays hooked: a graph from before may still give it a gradient.
+  /// Records the properties of each parameter, and hooks trainable parameters without a hook. A
+  /// frozen parameter stays hooked, because an older graph may still give it a gradient.
   void hook(int rank, const MakeHook& make_hook);
   void unhook();
   bool ever_trainable() const { return ever_trainable_; }
 
-  /// Whether hooks have to be made again.
+  /// Whether hooks must be made again.
   bool changed() const;
-  /// Fingerprint of dtypes and shapes, which decide on the sizes of messages.
+  /// Fingerprint of dtypes and shapes, which determine the sizes of messages.
   int64_t kinds() const;
-  /// Whether dtypes, devices, shapes and strides are still the same; and which are trainable.
+  /// Whether dtypes, devices, shapes and strides are unchanged; same_set(): whether the set of
+  /// trainable parameters is.
   bool same_kind() const;
   bool same_set() const;
 
   void own_all();
   bool owns(const Parameter& parameter) const;
   bool owns_any() const;
-  /// By index: trainable now, and this reducer's.
+  /// Whether the parameter is trainable now and owned by this reducer.
   bool trains(size_t index) const {
     return parameters_[index].variable.requires_grad() && owns(parameters_[index]);
   }
   std::vector<bool> trained() const;
-  /// The reducer is gone; only graphs of its outputs refer to it. Others may take its parameters.
+  /// The reducer is destroyed, and only graphs of its outputs refer to it. Other reducers may take
+  /// its parameters.
   void retire();
   bool retired() const { return retired_.load(); }
 
-  /// Versions are compared with those of now from here on.
+  /// Resets the versions that later comparisons use to the current ones.
   void forget_versions();
 
  private:

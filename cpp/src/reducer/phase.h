@@ -3,17 +3,17 @@
 
 namespace apex::parallel::detail {
 
-/// Where a reducer is in its life. See may_follow() for what comes after what.
+/// The lifecycle phase of a reducer. may_follow() defines the transitions.
 enum class Phase {
   kIdle,      ///< between backwards
   kRunning,   ///< a synchronized backward is computing gradients
-  kEnding,    ///< they are computed; the rest of the buckets is launched, and all are awaited
-  kDeferred,  ///< backward has returned, its buckets are in flight
-  kFailed,    ///< a collective or a hook failed: the messages of the ranks do not match any more
+  kEnding,    ///< gradients are computed; it launches the remaining buckets and waits for all
+  kDeferred,  ///< backward has returned with buckets in flight
+  kFailed,    ///< a collective or a hook failed: the messages of the ranks no longer match
   kReleased,  ///< the process groups are gone
 };
 
-/// The transitions.
+/// The allowed transitions.
 constexpr bool may_follow(Phase from, Phase to) {
   switch (from) {
     case Phase::kIdle:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// A plan: which gradients travel together, in which order, and how each bucket is reduced.
+/// A bucket plan: the gradients in each bucket, the order of the buckets, and their reductions.
 
 #include <cstdint>
 #include <memory>
@@ -18,13 +18,13 @@
 
 namespace apex::parallel::detail {
 
-/// Where a parameter stands in a plan, and what it was when the plan was agreed on.
+/// The position of a parameter in a plan, and its properties when the plan was agreed on.
 struct Place {
-  int64_t bucket = -1;     ///< index into the plan's entries, -1: in none
-  size_t slot = 0;         ///< its place in that bucket
-  int32_t expected = 1;    ///< times it fires per backward, as this rank has recorded
+  int64_t bucket = -1;     ///< index into the plan's entries; -1: none
+  size_t slot = 0;         ///< its slot in that bucket
+  int32_t expected = 1;    ///< times it fires per backward, as recorded by this rank
   bool sparse = false;     ///< its gradient has sparse layout
-  int64_t sparse_dim = 0;  ///< and over how many of its dimensions
+  int64_t sparse_dim = 0;  ///< number of sparse dimensions
   bool in_parts = false;   ///< its gradient consists of several tensors
   bool trainable = false;  ///< on every rank
 };
@@ -34,13 +34,13 @@ struct PlannedBucket {
   BucketMessage message;
   std::unique_ptr<Reduction> reduction;
   ReductionTraits traits;
-  int64_t members = 0;  ///< parameters that have to fire before it is launched
-  int64_t pending = 0;  ///< of these, how many have not
+  int64_t members = 0;  ///< parameters that must fire before it is launched
+  int64_t pending = 0;  ///< members that have not fired yet
   bool launched = false;
-  bool completed = false;                  ///< awaited and unpacked, and its callback was called
-  std::vector<c10::Stream> producers;      ///< where its gradients were produced
-  std::optional<c10::Stream> unpacked_on;  ///< in the last backward that was complete
-  at::Tensor absent;  ///< what was sent instead of the message, see Note [Carried through]
+  bool completed = false;                  ///< waited for and unpacked, and its callback was called
+  std::vector<c10::Stream> producers;      ///< streams that produced its gradients
+  std::optional<c10::Stream> unpacked_on;  ///< in the last complete backward
+  at::Tensor absent;  ///< sent instead of the message, see Note [Carried through]
   bool user_code_failed = false;  ///< a communication hook threw
 
   PlannedBucket(BucketMessage of, std::unique_ptr<Reduction> by)
@@ -50,9 +50,9 @@ struct PlannedBucket {
     return averaging_of(context.options, traits, message.dtype(), context.divisor,
                         context.members.size, context.total_weight);
   }
-  /// What travels: the message, or what was sent instead.
+  /// The tensor that is reduced: the message, or the tensor sent instead.
   const at::Tensor& sent() const { return absent.defined() ? absent : message.tensor(); }
-  /// Ready for the next backward.
+  /// Prepares the bucket for the next backward.
   void reset();
 };
 
@@ -60,19 +60,19 @@ struct Plan {
   std::vector<Place> places;  ///< by parameter
   BucketPlan buckets;
   std::vector<PlannedBucket> entries;  ///< by bucket
-  bool carries_report = false;         ///< behind the gradients of the last bucket
+  bool carries_report = false;         ///< the report follows the gradients of the last bucket
   bool watches_unplanned = false;      ///< parameters outside the plan may get a gradient
-  bool preset = false;                 ///< given by the user: left as it is
-  bool ordered = false;                ///< as the next forward needs its buckets
-  int64_t number = 0;                  ///< of the reducer's plans, counted as they are built from 1
-  int64_t backwards = 0;               ///< with this plan
+  bool preset = false;                 ///< given by the user, not reordered
+  bool ordered = false;                ///< reordered for the next forward
+  int64_t number = 0;                  ///< among the reducer's plans, from 1
+  int64_t backwards = 0;               ///< number of backwards with this plan
   bool holds_gradients = false;        ///< its messages are those of the last backward
-  int64_t unused_for = 0;              ///< so many backwards with other plans
+  int64_t unused_for = 0;              ///< number of backwards with other plans since its last use
   int64_t kinds = 0;                   ///< of the parameters, see ParameterTable
 
-  /// Buckets ahead of the report.
+  /// The number of buckets before the report.
   size_t plain_buckets() const { return entries.size() - (carries_report ? 1 : 0); }
-  /// Whether collectives follow those that launch buckets.
+  /// Whether a reduction issues further collectives after the launch.
   bool has_later_messages() const;
   /// See BucketMessage::move_misplaced().
   void move_misplaced_gradients();
@@ -82,12 +82,12 @@ struct Plan {
 /// Makes the entries of `plan` from its buckets and places.
 void build_entries(Plan& plan, ReducerContext& context);
 
-/// Buckets for gradients that are in no entry, which are reduced at once, without hook.
+/// Buckets for gradients that are in no entry. They are reduced immediately, without the hook.
 std::vector<PlannedBucket> build_late_round(const std::vector<int64_t>& parameters,
                                             const std::vector<Place>& places,
                                             ReducerContext& context);
 
-/// For assign_buckets().
+/// The input of assign_buckets().
 std::vector<ParameterInfo> parameter_infos(const ReducerContext& context,
                                            const std::vector<Place>& places);
 

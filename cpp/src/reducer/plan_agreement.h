@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// How ranks come to the same plan: each tells what it has recorded, all read the same table.
+/// Collectives with which the ranks agree on a plan: each sends its recording, and all receive the
+/// same combined recording.
 
 #include <cstdint>
 #include <vector>
@@ -13,13 +14,13 @@
 
 namespace apex::parallel::detail {
 
-/// What all ranks have recorded. Collective; blocks the host. @throws CommunicationError.
-/// @param used_by_any  by parameter: some rank has a gradient.
+/// Combines the recordings of all ranks. Collective; blocks the host. @throws CommunicationError.
+/// @param used_by_any  by parameter: whether a rank has a gradient.
 Recording exchange_recordings(const Membership& members, const Recording& mine,
                               const std::vector<uint8_t>& used_by_any);
 
-/// Rank 0's plan, on every rank. `parameters` is the number of the model's parameters. Collective;
-/// blocks the host.
+/// Returns rank 0's plan on every rank. `parameters` is the number of the model's parameters.
+/// Collective; blocks the host.
 BucketPlan broadcast_plan(const Membership& members, const BucketPlan& plan, int64_t parameters);
 
 }  // namespace apex::parallel::detail

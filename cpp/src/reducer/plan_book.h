@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// The plan in force, and those of other sets of trainable parameters.
+/// The current plan, and the plans of other sets of trainable parameters.
 
 #include <cstdint>
 #include <memory>
@@ -15,53 +15,55 @@ namespace apex::parallel::detail {
 
 // Note [One plan per set]
 //
-// A plan belongs to a set of trainable parameters, and plans are kept: a program that trains two
-// models in turn has one for each. A rank takes the plan of the set that is trainable on it. Ranks
-// have to freeze and unfreeze alike, and if one does not, every rank has to know before messages of
-// different sizes meet:
+// A plan belongs to a set of trainable parameters. Plans are kept, so a program that alternates
+// between two models has one plan for each. A rank uses the plan of its current set of trainable
+// parameters. All ranks must freeze and unfreeze the same parameters. If one does not, every rank
+// must detect that before messages of different sizes meet:
 //
-// - While there is one plan, a rank with another set has no use for it, and leaves it as by
-//   relearn(): see Note [Carried through].
-// - While there are several, every backward begins with a row of each rank, for which it waits:
-//   who differs is known before the first bucket. A plan that has not served for a while is
-//   forgotten, so that a program that has unfrozen its model for good does not go on like this.
+// - While there is one plan, a rank with another set leaves the plan, as with relearn(): see Note
+//   [Carried through].
+// - While there are several plans, every backward begins with an exchange of rows and waits for it,
+//   so that differences are known before the first bucket. A plan that was not used for a while is
+//   dropped, so that a program that has permanently unfrozen its model does not keep paying for
+//   this.
 //
-// On devices where ranks do not read each other's reports nobody would hear of it: there a rank
-// takes its own set's plan, and forgets one that it leaves.
+// On devices on which ranks do not read each other's reports, a difference would not be detected.
+// There a rank uses the plan of its own set, and drops a plan when it leaves it.
 
-/// Not thread safe.
+/// The plans of a reducer. Not thread safe.
 class PlanBook {
  public:
   explicit PlanBook(const ReducerContext& context) : context_(context) {}
 
-  /// The plan in force; null where one is to be recorded.
+  /// The current plan; null if a plan must be recorded.
   Plan* current() { return left_ == ReasonToLeave::kNone ? in_force() : nullptr; }
   const Plan* current() const { return const_cast<PlanBook*>(this)->current(); }
 
   void forget();
-  /// This rank has no use for the plan any more; the others may.
+  /// This rank leaves the plan; the other ranks may still use it.
   void leave(ReasonToLeave reason);
-  /// All ranks have left it. `keep`: for the set that it belongs to; the same on every rank.
+  /// All ranks have left the plan. With `keep` it is kept for its set. Call it with the same value
+  /// on every rank.
   void left_by_all(bool keep);
   ReasonToLeave left() const { return left_; }
-  /// The plan that was left, if messages are sent by it until all ranks have left it.
+  /// The plan that this rank has left, if it still sends messages by it because others may use it.
   Plan* still_carried() {
     return left_ != ReasonToLeave::kNone && !several() ? in_force() : nullptr;
   }
 
-  /// The plan by which this rank sends in this backward; null if there is none.
+  /// The plan by which this rank sends messages in this backward; null if there is none.
   Plan* sends_by() { return left_ == ReasonToLeave::kNone ? in_force() : still_carried(); }
 
-  /// Whether every backward begins with a row of each rank.
+  /// Whether there are several plans, so that every backward begins with an exchange of rows.
   bool several() const { return plans_.size() > 1; }
-  /// Before a backward: takes the plan of this set, by parameter; none if there is none.
+  /// Before a backward: chooses the plan of this set (by parameter), or none if there is none.
   void choose(const std::vector<bool>& trainable);
-  /// By parameter; the set of the plan in force, if there is one.
+  /// The set of the current plan, by parameter, if there is one.
   std::optional<std::vector<bool>> set() const;
 
-  /// Makes a plan without buckets the one in force; another of the same set is replaced.
+  /// Adds a plan without buckets and makes it current. Replaces another plan of the same set.
   Plan& put(std::vector<Place> places);
-  /// A backward with the plan in force has ended.
+  /// A backward with the current plan has ended.
   void served();
 
  private:

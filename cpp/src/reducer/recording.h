@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// What a rank has recorded in a backward, to make a plan from. Pure.
+/// The recording of a backward, from which a plan is made. Pure.
 
 #include <cstdint>
 #include <vector>
@@ -10,24 +10,24 @@
 
 namespace apex::parallel::detail {
 
-/// What a rank has seen of one parameter in a backward that it recorded; of all ranks, the maximum.
+/// The recording of one parameter in a backward. Combined over ranks by the maximum.
 struct RecordedParameter {
-  int32_t sparse_dim = 0;  ///< over how many of its dimensions the gradient is sparse; 0: dense
-  int32_t fired = 0;       ///< how often
+  int32_t sparse_dim = 0;  ///< number of sparse dimensions of the gradient; 0: dense
+  int32_t fired = 0;       ///< how often its gradient was accumulated
   bool in_parts = false;   ///< the gradient consists of several tensors
 };
 
 struct Recording {
   std::vector<RecordedParameter> parameters;
-  std::vector<int64_t> ready_order;  ///< indices: of a rank, those that fired; of all, rank 0's
-                                     ///< order, then what other ranks use
+  std::vector<int64_t> ready_order;  ///< indices of one rank's fired parameters; when combined,
+                                     ///< rank 0's order, then parameters that only others use
 };
 
-/// [3 * parameters] int32, to be combined by the maximum over ranks.
+/// Encodes as [3 * parameters] int32, to be combined by the maximum over ranks.
 at::Tensor encode(const Recording& recording);
-/// [parameters] int64: the ready order, then -1.
+/// Encodes the ready order as [parameters] int64, padded with -1.
 at::Tensor encode_order(const Recording& recording);
-/// @param used_by_any  by parameter: some rank has a gradient.
+/// @param used_by_any  by parameter: whether a rank has a gradient.
 Recording decode(const at::Tensor& maximum, const at::Tensor& order_of_rank_0,
                  const std::vector<uint8_t>& used_by_any);
 

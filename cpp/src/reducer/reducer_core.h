@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// The inside of Reducer: its life between backwards, and what autograd calls. See docs/design.md
-/// for a map.
+/// The implementation of Reducer: its lifecycle between backwards, and the functions that autograd
+/// calls. docs/design.md gives an overview.
 
 #include <atomic>
 #include <cstdint>
@@ -21,8 +21,8 @@
 
 namespace apex::parallel::detail {
 
-/// Thread safe, see Note [Who may touch a reducer]. What is documented at Reducer is not repeated
-/// here.
+/// The implementation of Reducer. Thread safe, see Note [Who may touch a reducer]. See Reducer for
+/// the documentation of functions with the same names.
 class ReducerCore final : public BackwardParticipant,
                           public std::enable_shared_from_this<ReducerCore> {
  public:
@@ -33,27 +33,27 @@ class ReducerCore final : public BackwardParticipant,
   void begin();
   void retire() { context().parameters.retire(); }
 
-  // What the user calls.
+  // Called by the user.
   void prepare_for_forward();
   void watch_outputs(const std::vector<at::Tensor>& outputs);
   std::atomic<bool>& synchronizing() { return synchronizing_; }
   void release();
   void wait_for(const std::vector<int64_t>& parameters);
   std::vector<at::Tensor> buffers();
-  /// For who only looks, for a moment: `look(state)`.
+  /// Calls `look(state)` with the right to read. `look` must be short.
   template <typename Look>
   auto read(Look&& look) const {
     const Read read(context().monitor);
     return look(const_cast<const ReducerState&>(state_));
   }
-  /// For who changes something, at any time: `body(state)`.
+  /// Calls `body(state)` with the right to change, at any time.
   template <typename Body>
   void change(Body&& body) {
     const Change change(context().monitor);
     body(state_);
   }
-  /// For who changes something, when the last backward is complete: `body(state)`.
-  /// @throws apex::Error in a backward; names `what`.
+  /// Completes the last backward, then calls `body(state)` with the right to change.
+  /// @throws apex::Error in a backward; the message names `what`.
   template <typename Body>
   void between_backwards(const char* what, Body&& body) {
     refuse_in_backward(what);
@@ -61,17 +61,18 @@ class ReducerCore final : public BackwardParticipant,
     complete_deferred();
     body(state_);
   }
-  /// In between_backwards(): the next backward makes a new plan.
+  /// Makes the next backward record a new plan. Call it in between_backwards().
   void leave_plan(ReasonToLeave reason);
   const std::vector<NamedTensor>& parameters() const { return context().parameters.named(); }
   UnevenInputs& uneven_inputs() { return uneven_; }
 
-  /// A backward that is not autograd's: gradient_ready() in between. Throws what backward() would.
+  /// Begin and end of a backward without autograd. The caller calls gradient_ready() in between.
+  /// They throw the same errors as backward().
   void begin_by_hand();
   void shadow_backward_begin(const JoinEvent& event);
   void end_by_hand();
 
-  // What autograd calls.
+  // Called by autograd.
   bool has_outputs_in(const std::unordered_set<torch::autograd::Node*>& nodes) override {
     return outputs_.lie_in(nodes);
   }
@@ -85,8 +86,8 @@ class ReducerCore final : public BackwardParticipant,
   void abandon(const BackwardSession* session) noexcept override;
   std::string out_of_step() const override;
   std::string describe() const override;
-  /// By the hook of a parameter: its gradient was accumulated; `incoming` is what autograd has
-  /// added.
+  /// Called by the hook of a parameter after its gradient was accumulated. `incoming` is the
+  /// gradient that autograd has added.
   void gradient_ready(size_t index, const at::Tensor& incoming);
 
  private:
@@ -108,20 +109,20 @@ class ReducerCore final : public BackwardParticipant,
   void overtake_deferred();
 
   mutable ReducerState state_;
-  WatchedOutputs outputs_;  ///< guards itself
+  WatchedOutputs outputs_;  ///< has its own mutex
   std::atomic<bool> synchronizing_{true};
   std::unique_ptr<Backward> backward_;  ///< in progress, or deferred
   BackwardSession* session_ = nullptr;  ///< of the backward in progress
   std::exception_ptr early_failure_;    ///< of send_gradients(), until send()
   bool shares_channel_ = false;
-  std::shared_ptr<BackwardSession> by_hand_;  ///< of a backward that is not autograd's
+  std::shared_ptr<BackwardSession> by_hand_;  ///< of a backward without autograd
   UnevenInputs uneven_;
   std::vector<uint8_t> overtaken_;  ///< by parameter: used before its update
-  bool forward_since_ = false;      ///< since backward returned with buckets in flight
+  bool forward_since_ = false;      ///< a forward ran since the deferred backward returned
 };
 
-/// Those that are alive, in the order of construction; and of these, the owners of `parameters`.
-/// Thread safe.
+/// All live reducers, in the order of construction; and those that own one of `parameters`. Thread
+/// safe.
 std::vector<std::shared_ptr<ReducerCore>> all_reducers();
 std::vector<std::shared_ptr<ReducerCore>> owners_of(const std::vector<at::Tensor>& parameters);
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// How one bucket becomes its sum: the interface that the reducer knows, and the built-in answers,
-/// one source each.
+/// The interface for the reduction of one bucket, and the built-in implementations, one source file
+/// each.
 
 #include <functional>
 #include <memory>
@@ -21,17 +21,17 @@ using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 struct ReductionTraits {
   bool has_peers = true;  ///< other ranks contribute
-  bool averages = false;  ///< the result is divided by the world size already
+  bool averages = false;  ///< the result is already divided by the world size
   bool has_later_messages =
-      false;                    ///< collectives follow that of start(): in next_phase() or wait()
+      false;                    ///< next_phase() or wait() issues further collectives
   bool starts_at_wait = false;  ///< start() sends nothing
-  bool runs_user_code = false;  ///< start() may fail on one rank alone
-  bool fails_together = false;  ///< but is a CommunicationError then; see Note [Hooks that fail]
-  bool shares_memory = false;   ///< between ranks of one host: see HostBackend
-  bool across_hosts = false;    ///< inside each host first: so
+  bool runs_user_code = false;  ///< start() may fail on one rank only
+  bool fails_together = false;  ///< such a failure is a CommunicationError: Note [Hooks that fail]
+  bool shares_memory = false;   ///< sums in memory shared by the ranks of one host: see HostBackend
+  bool across_hosts = false;    ///< does that within each host first, then sums across hosts
 };
 
-/// One for each bucket of a plan, used in one backward after the other:
+/// The reduction of one bucket of a plan, reused in every backward:
 ///
 ///     start() -> next_phase() while has_next_phase() -> wait() -> deliver(), or drop() at any
 ///     time.
@@ -48,56 +48,56 @@ class Reduction {
 
   virtual ReductionTraits traits() const = 0;
 
-  /// For errors: "all-reduce of bucket ".
+  /// A prefix for errors, such as "all-reduce of bucket ".
   virtual std::string describe() const = 0;
 
-  /// Begins to reduce `tensor`: bucket.tensor(), or what bucket.absent() gave. Does not wait for
-  /// other ranks.
+  /// Begins to reduce `tensor`: bucket.tensor(), or the result of bucket.absent(). Does not wait
+  /// for other ranks.
   virtual void start(const BucketMessage& bucket, const at::Tensor& tensor,
                      const std::string& what) = 0;
 
-  /// The buckets behind this one may not be started yet: its collectives might come after theirs.
+  /// Whether later buckets must not be started yet, because their collectives might come before the
+  /// ones of this bucket.
   virtual bool holds_back_next() const { return false; }
 
-  /// Of a reduction that takes several collectives: whether another is to be issued when this one
-  /// has ended.
+  /// For a reduction with several collectives: whether another one follows the current one.
   virtual bool has_next_phase() const { return false; }
-  /// Waits for the present one and issues it.
+  /// Waits for the current collective and issues the next one.
   virtual void next_phase(const std::string& /*what*/) {}
 
-  /// Waits for the sum: the host on CPU backends, the current stream on NCCL. The second time it
-  /// does nothing.
+  /// Waits for the sum: the host on CPU backends, the current stream on NCCL. A second call does
+  /// nothing.
   /// @param meanwhile  see wait_collective(); may be empty.
   virtual void wait(const std::string& what, const std::function<void()>& meanwhile) = 0;
 
-  /// Backward returns before wait(): the other ranks must not need this one until then.
+  /// Called if backward returns before wait(). Other ranks must not depend on this rank until then.
   virtual void leave() {}
 
-  /// After wait(): puts the sum into the message, if it is not there already.
+  /// After wait(): writes the sum into the message, unless it is there already.
   virtual void deliver(BucketMessage& /*bucket*/) {}
 
-  /// Whether the sum is there; false before start(). Does not block.
+  /// Whether the sum is complete; false before start(). Does not block.
   virtual bool done() const = 0;
 
-  /// Completed when the sum is there; null where nothing tells.
+  /// A future that completes with the sum; null if the reduction has none.
   virtual FuturePtr future() const { return nullptr; }
 
-  /// Lets go of what is in flight; see BucketMessage::abandon().
+  /// Drops messages in flight; see BucketMessage::abandon().
   virtual void drop() noexcept = 0;
 };
 
-/// Where a reduction is needed.
+/// The bucket for which a reduction is chosen.
 struct ReductionSite {
   BucketMessage::Kind kind = BucketMessage::Kind::kFlat;
   at::Device device = at::Device(at::kCPU);
-  at::ScalarType dtype = at::kFloat;  ///< in which gradients are summed
-  size_t index = 0;                   ///< of the bucket, in the order of launches
+  at::ScalarType dtype = at::kFloat;  ///< dtype of the sum
+  size_t index = 0;                   ///< of the bucket, in launch order
   GroupPtr group;
-  std::vector<GroupPtr> all_groups;  ///< of the reducer, this one included
-  bool alone = false;                ///< there is one rank
-  bool plain_average = false;        ///< the result wanted is the sum divided by the world size
-  std::shared_ptr<CommHook> hook;    ///< of the user, or null
-  bool last_of_hook = false;         ///< the last bucket of the plan that the hook is given
+  std::vector<GroupPtr> all_groups;  ///< of the reducer, including `group`
+  bool alone = false;                ///< there is only one rank
+  bool plain_average = false;        ///< the wanted result is the sum divided by the world size
+  std::shared_ptr<CommHook> hook;    ///< the user's hook, or null
+  bool last_of_hook = false;         ///< the last bucket of the plan that the hook gets
 };
 
 /// The built-in choice.
@@ -106,8 +106,8 @@ std::unique_ptr<Reduction> choose_reduction(const ReductionSite& site);
 std::unique_ptr<Reduction> make_all_reduce(const ReductionSite& site);
 std::unique_ptr<Reduction> make_hook_reduction(const ReductionSite& site);
 std::unique_ptr<Reduction> make_sparse_reduction(const ReductionSite& site);
-/// With one rank: the sum is there already, and handing a message to a backend costs more than the
-/// rest of a step does.
+/// For one rank, where the tensor already is the sum. A call to a backend would cost more than the
+/// rest of a step.
 std::unique_ptr<Reduction> make_local_reduction();
 
 }  // namespace apex::parallel::detail

@@ -11,9 +11,9 @@
 
 namespace apex::parallel::detail {
 
-/// Allocates zeroed buffers in memory of the group's backend (with NCCL: user buffer registration;
-/// on the CPU: shared memory), and counts them; in torch's, with a warning, where it has none.
-/// `statistics` has to live as long.
+/// An allocator of zeroed buffers in memory of the group's backend (user buffer registration with
+/// NCCL, shared memory on the CPU). It counts the buffers. If the backend has no such memory, it
+/// warns and uses torch's allocator. `statistics` must outlive the result.
 std::function<at::Tensor(int64_t numel, const at::TensorOptions& options)> registered_memory(
     GroupPtr group, StatisticsCounter& statistics);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Whether all ranks hold the same state.
+/// Checks that all ranks hold the same state.
 
 #include <cstdint>
 #include <functional>
@@ -19,40 +19,42 @@ namespace apex::parallel::detail {
 
 // Note [Replicas]
 //
-// Ranks that hold other parameters than the others train on, and nothing fails: a bit that has
-// flipped, a checkpoint loaded on some ranks, an optimizer that stepped gradients of one rank. So
-// each report has a digest of a part of what should be equal, another part in each step, by the
-// number of the backward, so that all of it is compared every `replica_check_every` steps: for one
-// read of that part. Where digests differ, all ranks see it in the same report, and exchange those
-// of all tensors, which tell who differs, from what the most ranks have, and where first.
+// If a rank's parameters differ from those of the others, training continues without an error. The
+// cause may be a flipped bit, a checkpoint loaded on some ranks only, or an optimizer that stepped
+// the gradients of one rank. So each report contains a digest of a part of the state that should be
+// equal. The number of the backward selects the part, so that all of it is compared every
+// `replica_check_every` steps. The cost is one read of that part. If digests differ, all ranks see
+// that in the same report. They then exchange the digests of all tensors, which show the ranks that
+// differ from the majority, and the first tensor that differs.
 //
-// Besides the parameters that are, on request, other tensors: some of which have to be equal, as
-// master weights, and others that often are, as buffers of SyncBatchNorm. What differs in the first
-// round is none of these. Frozen parameters are not compared.
+// On request, other tensors are compared along with the parameters. Some of them must be equal,
+// such as master weights. Others often are, such as buffers of SyncBatchNorm; those that differ in
+// the first round are not compared. Frozen parameters are not compared.
 //
-// A digest cannot tell of what differs on purpose. Nothing is compared by default where ranks need
-// not begin or step alike (init_sync false, a communication hook, check_steps false), nor in a step
-// whose parameters were updated after a backward of this rank alone; and never under join() and
-// while backwards leave buckets in flight.
+// A digest cannot show whether a difference is intended. So by default nothing is compared if ranks
+// may begin or step differently (init_sync false, a communication hook, check_steps false), nor in
+// a step whose parameters were updated after a backward of only this rank. Nothing is ever compared
+// under join(), or while deferred backwards have buckets in flight.
 
-/// Not thread safe.
+/// The comparison of the state of all ranks. Not thread safe.
 class ReplicaCheck {
  public:
   explicit ReplicaCheck(ReducerContext& context) : context_(context) {}
 
-  /// What else should be equal: see Reducer::set_replicas().
+  /// Other tensors that should be equal: see Reducer::set_replicas().
   std::function<std::vector<Replica>()> others;
-  std::function<void()> taken_over;  ///< after resync(), where it is set
+  std::function<void()> taken_over;  ///< called after resync(), if set
 
-  /// Of the part of this backward, when this rank has computed its gradients; 0: none is compared.
+  /// The digest of the part of this backward; 0 if nothing is compared. Call it when this rank has
+  /// computed its gradients.
   int64_t digest(const StepFacts& facts);
-  /// Digests differ: which ranks, and where. Empty: what differs may, or was told of. Collective;
-  /// blocks the host.
+  /// Call it if digests differ. Describes the ranks and tensors that differ. Empty if they may
+  /// differ or were reported before. Collective; blocks the host.
   std::string locate();
-  /// After locate() has told: of what differs, all take over what most ranks have. Collective;
-  /// blocks the host.
+  /// After locate() has reported a difference: all ranks take over the differing tensors of the
+  /// majority. Collective; blocks the host.
   void resync();
-  /// Not if ranks differ again and again: something else keeps them apart, as optimizer states do.
+  /// False if ranks differ again and again. Then something else differs, such as optimizer states.
   bool resync_helps() const { return told_ <= kTries; }
 
  private:
@@ -64,16 +66,16 @@ class ReplicaCheck {
   bool same_lists();
 
   ReducerContext& context_;
-  std::vector<NamedTensor> state_;  ///< that counts: parameters, and others
-  std::vector<bool> may_differ_;    ///< of `state_`
-  size_t parameters_ = 0;           ///< so many of `state_`, the first ones
+  std::vector<NamedTensor> state_;  ///< the compared tensors: parameters, then others
+  std::vector<bool> may_differ_;    ///< by tensor of `state_`
+  size_t parameters_ = 0;           ///< number of parameters in `state_`
   std::set<std::string> differing_;
-  int64_t compared_ = 0;           ///< parts
-  int64_t told_ = 0;               ///< differences
-  int64_t since_told_ = 0;         ///< parts that were compared since the last one
-  bool with_buffers_ = true;       ///< what may differ is looked at
-  int like_ = 0;                   ///< the rank that the others take over from
-  std::vector<at::Tensor> apart_;  ///< what they take over
+  int64_t compared_ = 0;           ///< number of parts compared
+  int64_t told_ = 0;               ///< number of differences reported
+  int64_t since_told_ = 0;         ///< parts compared since the last reported difference
+  bool with_buffers_ = true;       ///< tensors that may differ are compared
+  int like_ = 0;                   ///< the rank whose tensors the others take over
+  std::vector<at::Tensor> apart_;  ///< the tensors that they take over
 };
 
 }  // namespace apex::parallel::detail

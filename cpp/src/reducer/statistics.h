@@ -7,7 +7,7 @@
 
 namespace apex::parallel::detail {
 
-/// The counts of a reducer. Thread safe.
+/// The counters of a reducer. Thread safe.
 class StatisticsCounter {
  public:
   void add(int64_t ReducerStatistics::* count, int64_t more = 1) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// What this rank says in the reports of a reducer, and what follows from those of all ranks.
+/// Makes this rank's step report, exchanges it, and evaluates the reports of all ranks.
 
 #include <cstdint>
 #include <functional>
@@ -19,11 +19,11 @@
 
 namespace apex::parallel::detail {
 
-/// Thrown inside the reducer, on every rank but the failed ones: an exception ended the backward of
-/// a rank, and the options say that the step is skipped then.
+/// Thrown inside the reducer if an exception ended the backward of another rank, and
+/// skip_failed_steps is set. Every rank except the failed ones throws it.
 struct StepSkipped {};
 
-/// Not thread safe.
+/// The step reports of one reducer. Not thread safe.
 class StepReporter {
  public:
   explicit StepReporter(ReducerContext& context)
@@ -33,9 +33,9 @@ class StepReporter {
         context_(context),
         exchange_(context.members, context.parameters.size()) {}
 
-  /// What this rank has done; the reducer tells it.
+  /// The events of this rank, which the reducer reports to it.
   StepTracker tracker;
-  /// Of this rank, where ranks read each other's reports; and what all have told.
+  /// The times of this rank, if ranks read each other's reports, and the times of all ranks.
   StepTimer timer;
   BatchWeight weight;  ///< with the option weighted
   ReplicaCheck replicas;
@@ -46,36 +46,37 @@ class StepReporter {
   std::vector<bool> trainable;  ///< by parameter, when this backward began
 
   void backward_began();
-  /// What was meant for this backward is not for a later one.
+  /// Clears the requests that were for this backward only.
   void backward_ended();
-  /// What there is to say if nothing went wrong.
+  /// The report of a backward without an exception.
   StepReport report(ReasonToLeave left) const;
-  /// The same of a rank whose backward an exception has ended.
+  /// The report of a backward that an exception has ended.
   StepReport failure();
-  /// The row in the tail of a bucket, see ReportExchange.
+  /// Writes the row into the tail of a bucket, see ReportExchange.
   void write(const StepReport& report, const std::vector<uint8_t>& used, const at::Tensor& tail);
-  /// Sends a row, unless it travels with `behind`, by which buckets were sent; null: there are
-  /// none. Does not wait.
+  /// Sends a row, unless the last bucket of `behind` carries it. `behind` is the plan by which
+  /// buckets were sent; null if there is none. Does not wait.
   void send(const StepReport& report, const std::vector<uint8_t>& used, Plan* behind);
 
-  /// The rows of all ranks, for the last that was sent. Blocks the host, with the monitor open.
+  /// The rows of all ranks of the last exchange. Blocks the host, with the monitor open.
   const StepTable& receive(const std::function<void()>& meanwhile = {});
-  /// Where nobody reads them: see ReportExchange.
+  /// For reports that are not read: see ReportExchange.
   void order() const { exchange_.order(); }
-  /// Before the next backward: what the others did in one in which this rank failed; null if it did
-  /// not. Blocks the host.
+  /// Call it before the next backward. If this rank failed in the last backward, returns the rows
+  /// of that backward; else null. Blocks the host.
   const StepTable* look_back();
   void drop() { exchange_.drop(); }
 
-  /// Throws RankMismatch or StepSkipped, on every rank, if nothing of this backward counts.
+  /// Throws RankMismatch or StepSkipped on every rank if this backward is invalid.
   void refuse(const StepTable& table);
-  /// Settings, or dtypes or shapes of parameters, differ; throws on every rank. Collective.
+  /// Throws on every rank. Call it if settings, or dtypes or shapes of parameters, differ.
+  /// Collective.
   [[noreturn]] void refuse_settings(const std::string& mine);
 
-  /// Returns the error if ranks are out of step, else an empty text. If the rows do not decide
-  /// that, it is collective. Blocks the host.
+  /// Returns the error if ranks are out of step, else an empty text. Collective if the rows are not
+  /// sufficient to decide that. Blocks the host.
   std::string compare(const StepTable& table);
-  /// What compare() will return, where that is known. Does not block.
+  /// The result of compare(), if it is already known. Does not block.
   std::string out_of_step() const;
 
   StepTable::Names names() const {
@@ -89,7 +90,7 @@ class StepReporter {
   ReducerContext& context_;
   mutable ReportExchange exchange_;
   bool failed_ = false;      ///< in the last backward
-  int64_t differences_ = 0;  ///< that the rows did not decide
+  int64_t differences_ = 0;  ///< differences for which the rows were not sufficient
 };
 
 }  // namespace apex::parallel::detail

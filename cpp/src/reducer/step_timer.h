@@ -10,8 +10,8 @@
 
 namespace apex::parallel::detail {
 
-/// Reads the clock for the step report, where ranks read each other's: for each gradient, and a few
-/// times for each backward. Not thread safe; the reducer serializes calls.
+/// Measures the times in the step report, if ranks read each other's reports. It reads the clock
+/// for each gradient and a few times per backward. Not thread safe; the reducer serializes calls.
 class StepTimer final : public BackwardObserver {
  public:
   explicit StepTimer(ReducerContext& context) : context_(context) { context.observers.add(this); }
@@ -31,7 +31,7 @@ class StepTimer final : public BackwardObserver {
     if (on_) clock_.ended(now(), time_waited());
     deferred_ = true;
   }
-  /// One that was deferred has ended before, and the program has gone on.
+  /// A deferred backward has already ended, in deferred().
   void completed() override {
     if (on_ && !deferred_) clock_.ended(now(), time_waited());
   }

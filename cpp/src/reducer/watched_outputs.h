@@ -10,24 +10,24 @@
 
 namespace apex::parallel::detail {
 
-/// An output that backward may come through; it lives as long as its hook.
+/// An output that backward may reach. It lives as long as its hook.
 struct WatchedOutput {
   torch::autograd::Node* node;
 };
 
-/// Those of one reducer. Thread safe; nothing is waited for under its mutex. (Not the reducer's
-/// monitor: another thread's backward may have that while it waits for other ranks, which may wait
-/// for this one.)
+/// The watched outputs of one reducer. Thread safe. Its mutex is never held during a wait. (It does
+/// not use the reducer's monitor: another thread's backward may hold that while it waits for other
+/// ranks, which may wait for this rank.)
 class WatchedOutputs {
  public:
   void add(const std::shared_ptr<const WatchedOutput>& output);
-  /// Whether one is among the nodes of a backward.
+  /// Whether an output is among the nodes of a backward.
   bool lie_in(const std::unordered_set<torch::autograd::Node*>& nodes);
 
  private:
   std::mutex mutex_;  ///< guards the rest
   std::vector<std::weak_ptr<const WatchedOutput>> outputs_;
-  size_t most_ = 0;  ///< so many, before those that are gone are removed
+  size_t most_ = 0;  ///< at this size, expired outputs are removed
 };
 
 }  // namespace apex::parallel::detail
