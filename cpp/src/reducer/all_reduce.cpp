@@ -18,14 +18,15 @@ namespace {
 
 // Note [Backends that hold what they have reduced]
 //
-// torch 2.15's NCCL backend holds the tensors of a collective until its watchdog, or the next
-// collective, finds it completed: for up to a second after wait(). If they were the gradients
-// themselves, a gradient that is kept for the next backward would seem to have another reader
-// (Note [Who may read a gradient's memory]) and be copied. So the backend gets a tensor with a
-// storage of its own on the same memory, which owns that memory up to wait() and no longer. Until
-// wait(), also if the reduction is dropped, the memory lives as long as the backend holds it.
+// torch 2.15's NCCL backend references the tensors of a collective until its watchdog, or the next
+// collective, finds it completed. That can be up to a second after wait(). If these tensors were
+// the gradients themselves, a gradient that is kept for the next backward would seem to have
+// another reader (Note [Who may read a gradient's memory]) and would be copied. So the backend gets
+// a tensor with its own storage on the same memory. That storage owns the memory only until wait().
+// Before wait(), even if the reduction is dropped, the memory lives as long as the backend
+// references it.
 
-/// A tensor on the memory of another, which it owns until the loan is ended.
+/// A tensor on the memory of another tensor, which it co-owns until end().
 class Loan {
  public:
   Loan() = default;
@@ -43,12 +44,12 @@ class Loan {
 
   const at::Tensor& tensor() const { return tensor_; }
 
-  /// Nothing uses the memory through tensor() any more.
+  /// Ends the co-ownership. The backend no longer uses the memory of tensor().
   void end() {
     if (owner_) *owner_ = c10::Storage();
     forget();
   }
-  /// Leaves the memory to those who hold tensor().
+  /// Drops this object's references. The memory lives as long as others hold tensor().
   void forget() {
     owner_.reset();
     tensor_ = at::Tensor();
@@ -73,7 +74,7 @@ class AllReduce final : public Reduction {
 
   void start(const BucketMessage& bucket, const at::Tensor& tensor,
              const std::string& what) override {
-    if (tensor.numel() == 0) return;  // on every rank, and not every backend takes it
+    if (tensor.numel() == 0) return;  // empty on every rank; some backends reject it
     const auto op = traits_.averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
     if (const auto& squares = bucket.square_sums()) {
       work_ = issue_measured_all_reduce(what, *group_, tensor, op, squares);
@@ -95,11 +96,11 @@ class AllReduce final : public Reduction {
   bool done() const override { return work_ && work_->isCompleted() && !work_->exception(); }
 
   FuturePtr future() const override {
-    if (traits_.shares_memory || traits_.across_hosts) return nullptr;  // it would take a thread
+    if (traits_.shares_memory || traits_.across_hosts) return nullptr;  // would need a thread
     try {
       return work_ ? work_->getFuture() : nullptr;
     } catch (const std::exception&) {
-      return nullptr;  // not every backend has them
+      return nullptr;  // some backends have no futures
     }
   }
 
@@ -116,7 +117,7 @@ class AllReduce final : public Reduction {
   const GroupPtr group_;
   const ReductionTraits traits_;
   c10::intrusive_ptr<c10d::Work> work_;
-  Loan loan_;  ///< of a gradient that is reduced where it lies, on a device
+  Loan loan_;  ///< of a gradient that is reduced in place, on a device
 };
 
 }  // namespace
@@ -127,7 +128,7 @@ std::unique_ptr<Reduction> make_all_reduce(const ReductionSite& site) {
   ReductionTraits traits;
   traits.shares_memory = host && host->shares_memory();
   traits.across_hosts = host && host->sums_by_host();
-  // NCCL and sums in shared memory divide while they sum; others leave the division to us.
+  // NCCL and sums in shared memory divide while they sum. With other backends the reducer divides.
   const bool nccl = type != at::kCPU && has_backend(*site.group, type) &&
                     is_nccl(site.group->getBackend(type)->getBackendName()) &&
                     nccl_averages_well(site.dtype, site.group->getSize());

@@ -20,58 +20,58 @@ namespace apex::parallel::detail {
 
 // Note [Order of launches]
 //
-// Collectives of one process group must be issued in the same order on every rank, but gradients
-// become ready in an order that may differ. So buckets have one order, the plan's, and a bucket is
-// launched only when all before it were. Only the thread that changes the reducer launches. The
-// report follows the last bucket, and what a reduction exchanges later follows the report.
+// Collectives of one process group must be issued in the same order on every rank, but the order in
+// which gradients become ready may differ. So a bucket is launched only after all buckets before it
+// in the plan. Only the thread with the right to change the reducer launches buckets. The report
+// follows the last bucket, and later collectives of a reduction follow the report.
 
 // Note [Carried through]
 //
-// Ranks that have begun a synchronized backward wait for each other's buckets. A rank that cannot
-// send its own, or does not want to, may therefore not just stay away: the messages of its next
-// backward would meet those that the others still wait for, of other sizes. So a backward that was
-// begun is carried through on every rank, with zeros where a rank has nothing to send, and a report
-// that tells why:
+// Ranks in a synchronized backward wait for each other's buckets. So a rank that cannot send its
+// buckets, or skips them, must still take part. Otherwise the messages of its next backward would
+// meet messages of other sizes, which the other ranks still wait for. So every rank carries a
+// backward through once it has begun. A rank without gradients sends zeros, and its report gives
+// the reason:
 //
-// - it failed: an exception ended its backward, in the module, in a hook, or in a callback. Then
-//   nothing of this backward counts: every rank throws, and all can go on with the next backward;
-// - it left the plan (relearn(), another communication hook, another set of trainable parameters),
-//   which may well have happened on all ranks: then all make a new plan and reduce their gradients
-//   by that. If some have kept the plan, every rank throws.
+// - It failed: an exception ended its backward, in the module, in a hook, or in a callback. Then
+//   this backward is invalid. Every rank throws, and all can continue with the next backward.
+// - It left the plan (relearn(), another communication hook, another set of trainable parameters).
+//   If all ranks have left it, they make a new plan and reduce their gradients by that plan. If
+//   some ranks have kept the plan, every rank throws.
 //
-// If it fails after its report, in user code that comes between two exchanges (a hook's next
-// phase), nobody knows what the others have received: that is the end of this reducer.
+// If a rank fails after its report, in user code between two exchanges (a hook's next phase), it is
+// unknown what the others have received. Then the reducer enters Phase::kFailed.
 
 // Note [Skipped steps]
 //
-// skip_step() is one more thing to report: the backward is carried through as always, with the
-// gradients that this rank has or without any, and when the reports are read every rank drops the
-// gradients. They are set to None on every rank, so that an optimizer finds nothing to step,
-// whether or not the loop asks. Sums that hold this step's gradients cannot be undone otherwise;
-// what accumulated before under no_sync() belongs to the same step.
+// skip_step() is a field of the report. The backward is carried through as always, with or without
+// gradients of this rank. When the reports are read, every rank drops the gradients and sets them
+// to None, so that an optimizer has nothing to step, even if the training loop does not check
+// step_skipped. This is the only way to undo sums that contain this step's gradients. Gradients
+// that accumulated before under no_sync() belong to the same step, and are dropped as well.
 //
 // With skip_failed_steps a failed backward ends in the same way.
 
 // Note [Backwards that end before their buckets have arrived]
 //
-// A step can take no less than its forward and then the longer of backward and communication, as
-// long as backward waits for the last bucket. It need not: the next forward can begin, and wait for
-// each parameter when it comes to it. Then what matters is that the buckets of the first layers
-// arrive first, although their gradients are the last to be computed. (Y. Peng et al., "A Generic
-// Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019; A. Jayarajan et
-// al., "Priority-based Parameter Propagation for Distributed DNN Training", MLSys 2019.)
+// If backward waits for the last bucket, a step takes at least its forward plus the longer of
+// backward and communication. But the next forward can begin earlier, and wait for each parameter
+// when it uses it. Then the buckets of the first layers should complete first, although their
+// gradients are computed last. (Y. Peng et al., "A Generic Communication Scheduler for Distributed
+// DNN Training Acceleration", SOSP 2019; A. Jayarajan et al., "Priority-based Parameter Propagation
+// for Distributed DNN Training", MLSys 2019.)
 //
-// Ranks have to launch in one order, so priorities that depend on what is ready are out. But a
-// fixed order does: what has arrived by the end of backward stays where it is, and so does the
-// bucket that is on the network then; the others are still waiting for the network, and are
-// launched in the order in which the next forward asks for them, the reverse of that in which
-// backward made them. How many have arrived is what rank 0 sees in the third backward with a plan.
-// A plan that was given is not reordered.
+// All ranks must launch in one order, so priorities cannot depend on which buckets are ready. A
+// fixed order works. Buckets that have completed by the end of backward keep their positions, and
+// so does the bucket that is on the network at that time. The other buckets still wait for the
+// network. They are launched in the order in which the next forward needs them, which is the
+// reverse of the order of backward. Rank 0 measures the number of completed buckets in the third
+// backward with a plan. A plan that the user has set is not reordered.
 //
-// In between, gradients are neither complete nor free to be added to. Whatever needs them completes
-// the deferred backward first: the next backward (at its first output), a change of plan, hook or
-// callback. A parameter that gets a gradient although nobody has waited for its last one was used
-// in forward before it was updated: that is an error.
+// While a backward is deferred, its gradients are not complete, and nothing may be added to them.
+// The next backward (at its first output), and any change of plan, hook or callback, first complete
+// the deferred backward. If a parameter gets a gradient before its last one was waited for, forward
+// used it before its update. That is an error.
 
 namespace {
 
@@ -82,7 +82,7 @@ constexpr const char* kSkippedTooLate =
     "OverlappedOptimizer had the gradients before that was known, so parameters may differ: use "
     "the same on every rank, and start again from a checkpoint";
 
-/// @param backwards  with this plan, this one included.
+/// @param backwards  number of backwards with this plan, including this one.
 bool is_to_be_ordered(const Plan& plan, int64_t backwards, const ReducerContext& context) {
   return context.defers && !plan.preset && !plan.ordered && backwards >= kOrderAfter;
 }
@@ -98,7 +98,7 @@ bool holds_same(const BucketPlan& left, const BucketPlan& right) {
   return members(left) == members(right);
 }
 
-/// Whether what a plan puts together can be one message, as the parameters are now.
+/// Whether each bucket of a plan can still be one message, with the current parameters.
 bool fits(const BucketPlan& plan, const std::vector<ParameterInfo>& infos) {
   for (const auto& bucket : plan.buckets) {
     const ParameterInfo& first = infos[bucket.front()];
@@ -110,7 +110,7 @@ bool fits(const BucketPlan& plan, const std::vector<ParameterInfo>& infos) {
   return true;
 }
 
-/// Parameters with a gradient on some rank that are in no bucket.
+/// Parameters in no bucket that have a gradient on some rank.
 std::vector<int64_t> outside(const Plan& plan, const std::vector<uint8_t>& used_by_any) {
   std::vector<int64_t> late;
   for (size_t i = 0; i < plan.places.size(); ++i) {
@@ -183,7 +183,7 @@ std::string Backward::describe() const {
   return text + ", or for the end of backward";
 }
 
-// --- gradients are computed ---
+// --- while gradients are computed ---
 
 void Backward::gradient_ready(size_t index, const at::Tensor& incoming) {
   const Parameter& parameter = context_.parameters[index];
@@ -195,12 +195,12 @@ void Backward::gradient_ready(size_t index, const at::Tensor& incoming) {
   GradientState& gradient = pass_.gradients[index];
   reporter_.tracker.gradient_arrived(/*synchronized=*/true);
   if (pass_.overtaken[index] != 0) pass_.fail(context_.me() + describe_overtaken(parameter));
-  // Each rank has written something else, since each has its own gradient. An optimizer's fused
-  // kernels do not move the version: refuse_step_in_backward().
+  // Each rank has its own gradient, so each rank has written other values. An optimizer's fused
+  // kernels do not change the version; refuse_early_step() detects those.
   if (!context_.members.alone() && version_of(parameter.variable) != parameter.seen_version)
     pass_.fail(describe_early_write(context_, parameter));
   ++gradient.fired;
-  // With views a gradient of this backward may be in its bucket already, and .grad be undefined.
+  // With gradient_as_bucket_view the gradient may be in its bucket already, and .grad undefined.
   if (parameter.variable.grad().defined()) pass_.used[index] = 1;
   if (gradient.stale && context_.leaves_sums()) {
     pass_.fail(
@@ -218,7 +218,7 @@ void Backward::gradient_ready(size_t index, const at::Tensor& incoming) {
   if (book_.current() != nullptr) count_down(index, incoming);
 }
 
-/// One gradient less that its bucket waits for.
+/// Decrements the number of gradients that the bucket waits for.
 void Backward::count_down(size_t index, const at::Tensor& incoming) {
   const Parameter& parameter = context_.parameters[index];
   const Place& place = plan().places[index];
@@ -281,19 +281,19 @@ bool Backward::launched_all() const {
 void Backward::launch(size_t index, const at::Tensor& incoming,
                       const std::function<void()>& packed) {
   PlannedBucket& entry = plan().entries[index];
-  pass_.next_launch = index + 1;  // first, so that a launch that throws is not tried again
+  pass_.next_launch = index + 1;  // first, so that a launch that throws is not retried
   try {
     launch_bucket(entry, index, pass_, incoming, context_, packed);
   } catch (const CommunicationError&) {
-    context_.fail();  // at once: nothing may be sent any more
+    context_.fail();  // immediately, because nothing more may be sent
     throw;
-  } catch (const Interrupted&) {  // in the hook; the others have heard
+  } catch (const Interrupted&) {  // in the hook; the others were notified
     context_.fail();
     throw;
   }
 }
 
-/// What is left of the buckets before `end`; calls `packed` before the one that carries the report.
+/// Launches the remaining buckets before `end`. Calls `packed` for the one that carries the report.
 void Backward::launch_buckets(size_t end, const std::function<void()>& packed) {
   Plan& plan = this->plan();
   for (size_t next = pass_.next_launch; next < end; ++next) {
@@ -303,7 +303,7 @@ void Backward::launch_buckets(size_t end, const std::function<void()>& packed) {
   }
 }
 
-/// What is left of the buckets, and the report behind them.
+/// Launches the remaining buckets, then the report.
 void Backward::launch_rest(StepReport report) {
   Plan& plan = this->plan();
   const auto packed = [&] {
@@ -325,7 +325,7 @@ void Backward::launch_rest(StepReport report) {
   reporter_.send(report, pass_.used, &plan);
 }
 
-/// Zeros for the buckets before `end`, and the report in the one that carries it.
+/// Launches zeros for the buckets before `end`, with the report in the one that carries it.
 void Backward::launch_absent(Plan& plan, size_t end, const StepReport& report) {
   const auto write = [&](const at::Tensor& tail) { reporter_.write(report, pass_.used, tail); };
   const auto launch = [&](bool without_user_code) {
@@ -336,20 +336,20 @@ void Backward::launch_absent(Plan& plan, size_t end, const StepReport& report) {
   } catch (const CommunicationError&) {
     throw;
   } catch (...) {
-    // The report that follows tells of a hook that fails, as it may do on all ranks. It may also be
-    // why the plan was left: what it says of that one matters to nobody.
+    // The hook failed, possibly on all ranks. The report that follows contains that. The failing
+    // hook may also be the reason why the plan was left; then its failure does not matter.
     look_at_hooks();
     if (!reporter_.hook_failed && &plan != book_.still_carried()) throw;
     launch(/*without_user_code=*/true);
   }
 }
 
-// --- they are: what this rank has to send ---
+// --- all gradients are computed: this rank sends ---
 
 void Backward::see_what_has_arrived() {
   const Plan* plan = book_.current();
   if (plan == nullptr || !is_to_be_ordered(*plan, plan->backwards + 1, context_)) return;
-  // Asking may mean asking a device, so no other backward does.
+  // done() may query a device, so other backwards do not call it.
   while (pass_.done < pass_.next_launch && plan->entries[pass_.done].reduction->done())
     ++pass_.done;
 }
@@ -381,8 +381,8 @@ void Backward::send() {
   reporter_.send(report, pass_.used, left);
 }
 
-/// Of the settings that may change between backwards, those that all ranks must share; and what
-/// decides on the sizes of messages.
+/// The settings that may change between backwards and must be the same on all ranks, and the kinds
+/// of the parameters, which determine the sizes of messages.
 std::string Backward::settings() const {
   return context_.describe_settings() + ' ' + std::to_string(context_.parameters.kinds());
 }
@@ -396,7 +396,7 @@ bool Backward::may_leave() const {
     return false;
   }
   if (!outside(*plan, pass_.used).empty()) return false;
-  // Members that this rank has not used are settled when the other ranks have reported theirs.
+  // Members that this rank has not used need the reports of the other ranks.
   return std::none_of(plan->entries.begin(), plan->entries.end(), [](const PlannedBucket& entry) {
     return entry.message.has_unused() || entry.reduction->has_next_phase();
   });
@@ -411,7 +411,7 @@ void Backward::leave() {
 
 // --- a backward without a plan ---
 
-/// What this rank has seen in this backward.
+/// This rank's recording of this backward.
 Recording Backward::recording() const {
   const ParameterTable& parameters = context_.parameters;
   Recording mine;
@@ -435,7 +435,7 @@ Recording Backward::recording() const {
   return mine;
 }
 
-/// After this, there is a plan, the same on every rank, and its buckets are on their way.
+/// Makes a plan, the same on every rank, and launches its buckets.
 void Backward::record(const std::function<void()>& meanwhile) {
   const StepTable& table = reporter_.receive(meanwhile);
   refuse(table);
@@ -454,12 +454,12 @@ void Backward::record(const std::function<void()>& meanwhile) {
       [&] { return exchange_recordings(context_.members, mine, pass_.used_by_any); });
   make_plan(mine, agreed, trainable);
   pass_.reported = false;
-  pass_.next_launch = 0;  // a rank without data has launched those of the plan that the others left
+  pass_.next_launch = 0;  // a rank without data has launched the old plan's buckets
   launch_rest(reporter_.report(ReasonToLeave::kNone));
 }
 
-/// All ranks have left the plan. Nothing is wanted of what was sent by it, but that it does not
-/// come in the way of what follows.
+/// All ranks have left the plan. The messages that were sent by it are only waited for, so that
+/// they do not collide with later messages.
 void Backward::leave_behind(bool keep) {
   if (Plan* left = book_.sends_by()) {
     context_.monitor.open([&] {
@@ -482,11 +482,11 @@ void Backward::make_plan(const Recording& mine, const Recording& agreed,
     places[i].in_parts =
         pass_.used_by_any[i] != 0 ? seen.in_parts : may_be_in_parts(parameters[i].variable);
     places[i].trainable = trainable[i];
-    // A rank goes by its own count; one that has none yet, by that of the others.
+    // A rank uses its own count, or that of the others if it has none yet.
     places[i].expected =
         std::max<int32_t>(1, mine.parameters[i].fired > 0 ? mine.parameters[i].fired : seen.fired);
   }
-  // Frozen with a gradient that it accumulated before: reduced now, but not expected again.
+  // A frozen parameter may have an older gradient: it is reduced now, but not expected again.
   std::vector<int64_t> ready;
   for (const int64_t i : agreed.ready_order) {
     if (trainable[i]) ready.push_back(i);
@@ -504,21 +504,21 @@ void Backward::make_plan(const Recording& mine, const Recording& agreed,
   build_entries(plan, context_);
 }
 
-// --- what the others have sent ---
+// --- receiving ---
 
 void Backward::refuse(const StepTable& table) {
   try {
     reporter_.refuse(table);
   } catch (...) {
     pass_.refused = true;
-    // Counted by no rank, since not by the failed ones.
+    // Not counted on any rank, because the failed ranks did not count it.
     if (Plan* plan = book_.current()) --plan->backwards;
     if (table.hooks_apart()) context_.fail();
     throw;
   }
 }
 
-/// Whether the reports of this backward have to be read here.
+/// Whether this rank must read the reports of this backward.
 bool Backward::must_read() const {
   if (pass_.recorded || context_.reads_reports() || context_.options.check_finite ||
       context_.options.weighted || context_.options.gradient_statistics) {
@@ -549,7 +549,7 @@ void Backward::judge(const std::function<void()>& meanwhile) {
   }
 }
 
-/// No rank had a sample: what it had is no gradient of a mean, and may be NaN.
+/// Clears gradients if no rank had a sample. They are then no gradients of a mean, and may be NaN.
 void Backward::clear_without_weight(const std::vector<BucketMessage::Slot>& slots) {
   if (!context_.options.weighted || context_.total_weight != 0 || pass_.skipped) return;
   TORCH_WARN_ONCE("apex: the weights of all ranks are 0, so all gradients of backward number ",
@@ -569,8 +569,8 @@ void Backward::complete(const std::function<void()>& meanwhile) {
   }
   if (book_.current() == nullptr) record(meanwhile);
   const ReducerOptions& options = context_.options;
-  // What a rank has to report has to be known before the first exchange that follows. A bucket
-  // callback, however, is to be called as soon as its bucket is there.
+  // Reports must be read before the first later exchange. But without one, a bucket callback should
+  // be called as soon as its bucket has completed.
   const bool judges_last = context_.bucket_callback && !options.check_finite && !options.weighted &&
                            !options.skip_failed_steps && !plan().has_later_messages();
   if (!judges_last) judge(meanwhile);
@@ -599,7 +599,7 @@ void Backward::complete_entry(size_t index, const std::function<void()>& meanwhi
   try {
     await_bucket(entry, index, meanwhile, context_);
   } catch (const CommunicationError&) {
-    // What failed here before says why, not that the others have not come since.
+    // The first failure is the cause, not the missing messages of the others.
     if (pass_.failure) std::rethrow_exception(pass_.failure);
     throw;
   }
@@ -609,7 +609,7 @@ void Backward::complete_entry(size_t index, const std::function<void()>& meanwhi
     hand_out_bucket(entry, pass_, context_);
     clear_without_weight(entry.message.slots());
   } catch (...) {
-    // Of this rank alone, while exchanges may follow: see Note [Carried through].
+    // Only this rank failed, and exchanges may follow: see Note [Carried through].
     pass_.failure = std::current_exception();
     return;
   }
@@ -619,11 +619,12 @@ void Backward::complete_entry(size_t index, const std::function<void()>& meanwhi
 
 void Backward::complete_entries(const std::function<void()>& meanwhile) {
   for (size_t b = 0; b < plan().entries.size(); ++b) {
-    if (!plan().entries[b].completed) complete_entry(b, meanwhile);  // else while it was left
+    if (!plan().entries[b].completed) complete_entry(b, meanwhile);  // else done while deferred
   }
 }
 
-/// Calls the bucket callback. What it throws is thrown when the other ranks have been served.
+/// Calls the bucket callback. Its exception is rethrown after all messages to other ranks were
+/// sent.
 void Backward::call_back(int64_t bucket, const std::vector<BucketMessage::Slot>& slots,
                          bool all_used) {
   if (!context_.bucket_callback || pass_.callback_error || pass_.failure || pass_.skipped) return;
@@ -640,7 +641,7 @@ void Backward::call_back(int64_t bucket, const std::vector<BucketMessage::Slot>&
   }
 }
 
-/// Decides for gradients that this rank does not have: from what the reports say.
+/// Settles gradients that this rank does not have, according to the reports.
 void Backward::settle() {
   Plan& plan = this->plan();
   bool missed = plan.watches_unplanned;
@@ -659,13 +660,13 @@ void Backward::settle() {
   }
   const std::vector<int64_t> late = outside(plan, pass_.used_by_any);
   if (missed || !late.empty()) context_.statistics.add(&ReducerStatistics::usage_reads);
-  // Every rank has read the same reports, so every rank comes here with the same list, and extends
-  // its plan alike.
+  // Every rank has read the same reports, so every rank has the same list here and extends its plan
+  // in the same way.
   if (!late.empty()) {
     reduce_late(late);
     std::vector<int64_t> more;
     for (const int64_t i : late) {
-      if (plan.places[i].trainable) more.push_back(i);  // else frozen with an older gradient
+      if (plan.places[i].trainable) more.push_back(i);  // otherwise frozen with an older gradient
     }
     if (!more.empty()) {
       const BucketPlan added =
@@ -693,7 +694,7 @@ void Backward::reduce_late(const std::vector<int64_t>& late) {
       context_);
 }
 
-/// With check_finite, of late gradients: in their sums, which are the same on every rank.
+/// With check_finite: checks the sums of late gradients, which are the same on every rank.
 void Backward::find_non_finite_sum(const std::vector<BucketMessage::Slot>& slots) {
   if (!context_.options.check_finite || !pass_.non_finite.empty()) return;
   for (const BucketMessage::Slot& slot : slots) {
@@ -709,7 +710,7 @@ void Backward::find_non_finite_sum(const std::vector<BucketMessage::Slot>& slots
   }
 }
 
-/// All ranks see the same digests, so all come here, and go on alike.
+/// All ranks see the same digests, so all take the same decisions here.
 void Backward::compare_replicas(const StepTable& table) {
   if (table.same_digests() || pass_.skipped || !pass_.out_of_step.empty()) return;
   const std::string why = reporter_.replicas.locate();
@@ -724,14 +725,15 @@ void Backward::compare_replicas(const StepTable& table) {
   if (action == OnDivergence::kWarn) return;
   reporter_.replicas.resync();
   reporter_.tracker.forget();
-  // Where nothing was updated by these gradients yet, nothing is: one rank's are not of this state.
+  // Skip the step unless the callback has already used these gradients: one rank computed its
+  // gradients at a different state.
   pass_.skipped = !context_.bucket_callback;
 }
 
 void Backward::order_by_need() {
   if (!is_to_be_ordered(plan(), plan().backwards, context_)) return;
   BucketPlan ordered = plan().buckets;
-  // One more is on the network.
+  // One more bucket is on the network.
   const size_t stay = std::min(pass_.done + 1, ordered.buckets.size());
   std::reverse(ordered.buckets.begin() + static_cast<int64_t>(stay), ordered.buckets.end());
   const auto count = static_cast<int64_t>(context_.parameters.size());
@@ -742,7 +744,7 @@ void Backward::order_by_need() {
   build_entries(plan(), context_);
 }
 
-// --- it is over ---
+// --- the end of a backward ---
 
 void Backward::conclude() {
   if (pass_.failure) {
@@ -759,13 +761,13 @@ void Backward::conclude() {
   plan().reset();
   context_.enter(Phase::kIdle);
   book_.served();
-  // Ranks without a gradient in it recorded nothing that later steps could go by.
+  // Ranks without a gradient in a skipped step recorded nothing that later steps could use.
   if (pass_.skipped && recorded) book_.forget();
   context_.statistics.add(&ReducerStatistics::backwards);
   pass_.rethrow();
 }
 
-/// No gradient of this backward counts: see Note [Skipped steps].
+/// Drops all gradients of this backward: see Note [Skipped steps].
 void Backward::call_off() {
   state_.step_skipped = true;
   for (Parameter& parameter : context_.parameters) {
@@ -791,7 +793,8 @@ void Backward::remember_reduced() {
   }
 }
 
-/// After the first backward with a plan, which is the same one on every rank.
+/// Samples parameters after the first backward with a plan. That is the same backward on every
+/// rank.
 void Backward::sample_parameters() {
   if (plan().number == reporter_.tracker.sampled_plan() || context_.members.alone() ||
       !context_.options.check_steps.value_or(true)) {
@@ -806,8 +809,8 @@ void Backward::sample_parameters() {
 
 void Backward::fail() noexcept {
   if (context_.phase == Phase::kRunning) {
-    // Whatever accumulated is still local, or half way: the next synchronized backward takes it
-    // along.
+    // Accumulated gradients are still local, at least in part. The next synchronized backward
+    // includes them.
     for (size_t i = 0; i < pass_.used.size(); ++i) {
       if (pass_.used[i] != 0) context_.parameters[i].touch();
     }
@@ -816,15 +819,15 @@ void Backward::fail() noexcept {
   if (!pass_.refused && !pass_.reported) {
     send_failure();
   } else if (!pass_.refused && !hooks_failed_together()) {
-    context_.fail();  // nobody hears of it
+    context_.fail();  // the other ranks are not notified
   }
   if (pass_.reported) reporter_.drop();  // it may lie in a message of this backward
   drop_messages();
-  // The other ranks skip the step, so this one does.
+  // The other ranks skip the step, so this rank skips it as well.
   if (context_.options.skip_failed_steps && context_.phase == Phase::kIdle) call_off();
 }
 
-/// Whether the communication hook of this rank has.
+/// Records whether the communication hook of this rank has failed.
 void Backward::look_at_hooks() {
   const Plan* plan = book_.current();
   if (plan == nullptr) return;
@@ -832,7 +835,7 @@ void Backward::look_at_hooks() {
     reporter_.hook_failed = reporter_.hook_failed || entry.user_code_failed;
 }
 
-/// The communication hook of every rank has failed, in the same bucket.
+/// Whether the communication hook of every rank has failed, in the same bucket.
 bool Backward::hooks_failed_together() const {
   const Plan* plan = book_.current();
   return plan != nullptr &&
@@ -841,7 +844,7 @@ bool Backward::hooks_failed_together() const {
          });
 }
 
-/// The others are told. Does not wait for them, unless a communication hook does.
+/// Notifies the other ranks. Does not wait for them, unless a communication hook does.
 void Backward::send_failure() noexcept {
   if (context_.phase == Phase::kFailed || context_.phase == Phase::kReleased) return;
   try {

@@ -35,8 +35,8 @@ struct ReducerState {
   /// The parameters of a deferred backward that have not been waited for.
   std::vector<int64_t> in_flight() const;
 
-  BucketPlan preset;          ///< the user's plan, used if it fits
-  bool step_skipped = false;  ///< in the last synchronized backward
+  BucketPlan preset;                          ///< the user's plan, used if it fits
+  bool step_skipped = false;                  ///< in the last synchronized backward
   std::shared_ptr<OverlapRecorder> recorder;  ///< only while times are recorded
 };
 

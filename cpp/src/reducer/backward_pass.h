@@ -45,8 +45,7 @@ struct BackwardPass {
   std::string out_of_step;  ///< the ranks are out of step; has priority over the others
   std::string non_finite;
   std::exception_ptr callback_error;  ///< thrown by the bucket callback
-  std::exception_ptr
-      failure;  ///< thrown while gradients were handed out; this backward is invalid
+  std::exception_ptr failure;  ///< thrown while gradients were handed out; this backward is invalid
 
   void fail(std::string text) {
     if (error.empty()) error = std::move(text);

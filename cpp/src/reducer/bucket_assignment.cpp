@@ -15,14 +15,14 @@ namespace {
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 constexpr int64_t kMebi = int64_t{1} << 20;
 
-// Where nothing was chosen. A step over a link of 1 Gbit/s between CPUs takes 6 to 12 % longer with
-// buckets of 25 or 40 MiB than with any size from 0.5 to 4 MiB, which do not differ
-// (docs/performance.md). On one machine it is the number of collectives that costs.
+// Default bucket sizes. Over a link of 1 Gbit/s between CPUs, a step takes 6 to 12 % longer with
+// buckets of 25 or 40 MiB than with 0.5 to 4 MiB, among which there is no difference
+// (docs/performance.md). On one machine the number of collectives determines the cost.
 constexpr int64_t kCpuBytes = 8 * kMebi;
 constexpr int64_t kDeviceElements = 10'000'000;
 constexpr int64_t kFirstBytes = kMebi;
 
-/// The bucket that is being filled for one (dtype, device).
+/// The bucket that is currently filled for one (dtype, device).
 struct OpenBucket {
   at::ScalarType dtype;
   at::Device device;
@@ -35,7 +35,7 @@ int64_t bytes_of(const ParameterInfo& parameter) {
   return parameter.numel * static_cast<int64_t>(c10::elementSize(parameter.dtype));
 }
 
-/// What limits say of the (dtype, device) of one parameter.
+/// Evaluates the limits for the (dtype, device) of one parameter.
 class Caps {
  public:
   Caps(const std::vector<ParameterInfo>& parameters, const std::vector<int64_t>& ready_order,
@@ -57,7 +57,7 @@ class Caps {
   int64_t first(const ParameterInfo& of) const {
     if (by_trigger_) return kUnlimited;
     if (limits_.cap > 0) return limits_.first_cap > 0 ? limits_.first_cap : limits_.cap;
-    int64_t together = 0;  // of those that do not travel alone
+    int64_t together = 0;  // of gradients that share a bucket
     for (const int64_t index : order_) {
       const ParameterInfo& other = parameters_[index];
       const bool same = other.dtype == of.dtype && other.device == of.device;
@@ -119,7 +119,7 @@ BucketPlan assign_buckets(const std::vector<ParameterInfo>& parameters,
     const ParameterInfo& parameter = parameters[index];
     const int64_t size = caps.size(parameter);
     if (parameter.sparse || size >= caps.later(parameter)) {
-      // Large enough to travel alone: the small ones around it stay together.
+      // Large enough for its own bucket. Small gradients before and after it stay together.
       plan.buckets.push_back({index});
     } else {
       auto bucket = std::find_if(open.begin(), open.end(), [&](const OpenBucket& candidate) {
@@ -142,7 +142,7 @@ BucketPlan assign_buckets(const std::vector<ParameterInfo>& parameters,
   }
   for (OpenBucket& bucket : open) close(bucket);
 
-  // A bucket can be launched when its last member is ready; that decides the order.
+  // A bucket can be launched when its last member is ready, so buckets are ordered by that.
   std::vector<int64_t> position(parameters.size(), 0);
   for (size_t i = 0; i < ready_order.size(); ++i)
     position[ready_order[i]] = static_cast<int64_t>(i);

@@ -22,10 +22,10 @@ struct MessageOptions {
   bool gradient_as_bucket_view = false;  ///< leave gradients as views of the buffer
   bool allreduce_always_fp32 = false;    ///< half and bfloat16 gradients are summed as float32
   int64_t sparse_dim = 1;                ///< of a sparse message: the same on every rank
-  int64_t tail = 0;              ///< elements of a flat message after its gradients
-  bool measure_own = false;      ///< compute own_squares()
-  bool measure_reduced = false;  ///< compute Slot::squares, on the CPU
-  bool measured_on_the_way = false;  ///< the reduction of a message in place computes both
+  int64_t tail = 0;                      ///< elements of a flat message after its gradients
+  bool measure_own = false;              ///< compute own_squares()
+  bool measure_reduced = false;          ///< compute Slot::squares, on the CPU
+  bool measured_on_the_way = false;      ///< the reduction of a message in place computes both
   /// Allocates zeroed memory for the buffer: (elements, options). Empty: torch's allocator.
   std::function<at::Tensor(int64_t, const at::TensorOptions&)> allocate;
 };

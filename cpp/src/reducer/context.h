@@ -40,11 +40,11 @@ struct ReducerContext {
   StatisticsCounter statistics;
   int64_t plans_built = 0;
   int64_t backward_number = 0;  ///< from 1, of the last synchronized backward that has begun
-  Monitor monitor;          ///< guards the mutable members here, and all parts of the reducer
-  int64_t divisor;          ///< of the average: the number of ranks, or of ranks with data
-  double total_weight = 0;  ///< of all ranks, with the option weighted
-  bool joining = false;     ///< between begin_join() and end_join()
-  bool defers = false;      ///< backward may end before its buckets have completed
+  Monitor monitor;              ///< guards the mutable members here, and all parts of the reducer
+  int64_t divisor;              ///< of the average: the number of ranks, or of ranks with data
+  double total_weight = 0;      ///< of all ranks, with the option weighted
+  bool joining = false;         ///< between begin_join() and end_join()
+  bool defers = false;          ///< backward may end before its buckets have completed
   Phase phase = Phase::kIdle;
   /// Under join(): the end of the backward in progress must be announced before its buckets are
   /// launched, so that the order is the same on ranks without data.

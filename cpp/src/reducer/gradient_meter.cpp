@@ -102,8 +102,8 @@ void GradientMeter::conclude(const std::vector<PlannedBucket>& entries, const St
   for (size_t i = 0; i < own_.size(); ++i) samples_.push_back(sample(i));
 }
 
-/// Of elements of a gradient: whoever multiplies it changes them. GradScaler.unscale_() does not
-/// change its version. 0: there is nothing to read.
+/// A fingerprint of a few elements of a gradient, which detects that the gradient was scaled.
+/// GradScaler.unscale_() does not change its version. 0 if the gradient cannot be read.
 int64_t GradientMeter::sample(size_t parameter) const {
   const at::Tensor& grad = context_.parameters[parameter].variable.grad();
   if (!grad.defined() || !grad.is_cpu() || grad.layout() != at::kStrided || !has_memory(grad) ||
@@ -127,7 +127,7 @@ std::optional<double> GradientMeter::norm() const {
       if (norms_[i].norm > 0) return std::nullopt;  // taken away since
       continue;
     }
-    // Without a norm it was left as it had been before.
+    // A gradient without a norm was not changed by the backward.
     const bool same =
         one.holds_reduced() && norms_[i].norm > 0 && samples_[i] != 0 && samples_[i] == sample(i);
     if (!same) return std::nullopt;

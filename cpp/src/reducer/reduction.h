@@ -20,12 +20,11 @@ namespace apex::parallel::detail {
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 struct ReductionTraits {
-  bool has_peers = true;  ///< other ranks contribute
-  bool averages = false;  ///< the result is already divided by the world size
-  bool has_later_messages =
-      false;                    ///< next_phase() or wait() issues further collectives
-  bool starts_at_wait = false;  ///< start() sends nothing
-  bool runs_user_code = false;  ///< start() may fail on one rank only
+  bool has_peers = true;            ///< other ranks contribute
+  bool averages = false;            ///< the result is already divided by the world size
+  bool has_later_messages = false;  ///< next_phase() or wait() issues further collectives
+  bool starts_at_wait = false;      ///< start() sends nothing
+  bool runs_user_code = false;      ///< start() may fail on one rank only
   bool fails_together = false;  ///< such a failure is a CommunicationError: Note [Hooks that fail]
   bool shares_memory = false;   ///< sums in memory shared by the ranks of one host: see HostBackend
   bool across_hosts = false;    ///< does that within each host first, then sums across hosts
