@@ -22,14 +22,14 @@ namespace apex::parallel::detail {
 
 namespace {
 
-/// Of gradients that were multiplied by `scale`: the sum of squares before.
+/// The sum of squares of gradients before they were multiplied by `scale`.
 double unscaled(double squares, double scale) { return squares / (scale * scale); }
 
 /// Gradients and buffers are handled below autograd: no versions, no view tracking, no graph.
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
-/// The part of `buffer` for a slot, seen as its parameter: with its shape, and its strides if they
-/// leave no gaps.
+/// A view of a slot's part of `buffer`, with the shape of its parameter, and with its strides if
+/// they leave no gaps.
 at::Tensor view_of(const at::Tensor& buffer, const BucketMessage::Slot& slot,
                    at::ScalarType dtype) {
   const at::Tensor& like = slot.variable;
@@ -42,19 +42,20 @@ at::Tensor view_of(const at::Tensor& buffer, const BucketMessage::Slot& slot,
   return flat.view(like.sizes());
 }
 
-/// The gradient without its history, if it has one (backward with create_graph=True), strided, and
-/// in memory.
+/// The gradient as a strided tensor in memory, without a grad_fn (which it has after a backward
+/// with create_graph=True).
 at::Tensor dense(const at::Tensor& grad) {
   return in_memory(grad.requires_grad() ? grad.detach() : grad);
 }
 
 // Note [Gradients of several parts]
 //
-// The gradient of a parameter that is a subclass may be plain, or a subclass like the parameter.
-// One whose values its operators copy is handled like any gradient: a copy goes into the bucket,
-// and the average is copied back into it. If it consists of several tensors, or of one of another
-// shape, each of them is averaged: its slot in the bucket is flat and holds one after the other.
-// Which form a gradient has is recorded, as its sparse layout is, and has to stay.
+// If a parameter is a tensor subclass, its gradient may be a plain tensor or a subclass like the
+// parameter. A subclass whose operators can copy its values is handled like any gradient: a copy
+// goes into the bucket, and the average is copied back. If the gradient consists of several
+// tensors, or of one tensor of another shape, each of these tensors is averaged. Its slot in the
+// bucket is flat and holds them one after the other. The form of a gradient is recorded, like a
+// sparse layout, and must not change.
 
 int64_t numel_of_parts(const at::Tensor& tensor) {
   int64_t numel = 0;
@@ -62,7 +63,7 @@ int64_t numel_of_parts(const at::Tensor& tensor) {
   return numel;
 }
 
-/// The parts of a gradient, one after the other.
+/// The parts of a gradient, concatenated to a flat tensor.
 at::Tensor joined(const at::Tensor& grad, const BucketMessage::Slot& slot) {
   std::vector<at::Tensor> flat;
   for (const at::Tensor& part : parts_of(grad)) {
@@ -92,38 +93,38 @@ void write_parts(const at::Tensor& grad, const BucketMessage::Slot& slot) {
   }
 }
 
-/// True if the gradient lies where the slot's view of the buffer lies, element by element.
+/// True if the gradient has the same memory and layout as the slot's view of the buffer.
 bool lies_in(const at::Tensor& grad, const BucketMessage::Slot& slot) {
   return slot.numel > 0 && has_memory(grad) && !grad.is_conj() && !grad.is_neg() &&
          grad.const_data_ptr() == slot.view.const_data_ptr() && grad.sizes() == slot.view.sizes() &&
          grad.strides() == slot.view.strides() && grad.scalar_type() == slot.view.scalar_type();
 }
 
-/// A gradient whose own operators, or parts, hold its values.
+/// Whether the gradient is a subclass without memory, whose values its operators or parts provide.
 bool is_subclass(const at::Tensor& grad) {
   return grad.layout() == at::kStrided && grad.numel() > 0 && !has_memory(grad);
 }
 
-/// A tensor of its own on the same memory, to be handed out as a gradient.
+/// A separate tensor on the same memory, to be handed out as a gradient.
 at::Tensor handed_out(const at::Tensor& view) { return view.variable_data(); }
 
 // Note [Who may read a gradient's memory]
 //
-// Autograd may keep an incoming gradient without copying it if nobody else holds that *tensor*,
-// although others hold its *memory*: of `a.view(-1) + b.view(-1)`, .grad of a and b are views of
-// one gradient; of `x + position.unsqueeze(0)`, .grad is a view of what flows on to x; and the
-// argument of backward() becomes .grad of an output that is a parameter. So, while backward is
-// running, a gradient is scaled and reduced where it lies only if its storage has no other owner.
-// Counting them must leave out who is about to let go: while a gradient is being accumulated, the
-// engine still holds the one that came in, and if that is a view, its base.
+// Autograd may keep an incoming gradient without copying it if there is no other reference to that
+// *tensor*, although its *memory* has other owners. For `a.view(-1) + b.view(-1)`, .grad of a and b
+// are views of one gradient. For `x + position.unsqueeze(0)`, .grad is a view of the gradient that
+// flows on to x. And the argument of backward() becomes .grad of an output that is a parameter. So
+// while backward runs, a gradient is scaled and reduced in place only if its storage has no other
+// owner. The count excludes references that are about to end: during the accumulation of a
+// gradient, the engine still holds the incoming gradient and, if that is a view, its base.
 //
-// When backward has ended, the sum is written into a gradient that was there before it began:
-// autograd itself has added to that memory, and it may be a part of a buffer that the caller keeps.
-// A gradient that this backward made is replaced if its memory has another owner.
+// When backward has ended, the sum is written into a gradient that existed before the backward,
+// because autograd itself has added to that memory, and it may be part of a buffer of the caller. A
+// gradient that this backward made is replaced if its memory has another owner.
 
 bool has_one_owner(const at::Tensor& grad, const at::Tensor& incoming) {
-  if (grad.requires_grad() || grad.grad_fn()) return false;  // its history may have saved it
-  if (!has_memory(grad)) return false;                       // nobody knows
+  if (grad.requires_grad() || grad.grad_fn()) return false;  // its graph may have saved it
+  if (!has_memory(grad)) return false;                       // owners are unknown
   size_t owners = 1;
   if (incoming.defined() && !incoming.is_same(grad) && incoming.use_count() == 1 &&
       has_memory(incoming) && incoming.storage().is_alias_of(grad.storage())) {
@@ -199,12 +200,12 @@ void BucketMessage::allocate() {
 
 // Note [Gradients that move into their bucket]
 //
-// With gradient_as_bucket_view a gradient that was copied is not needed any more. It is let go of
-// at once, and not when the bucket is full: the memory then serves the next gradients of the same
-// backward, while it is in the cache, where otherwise a bucket's worth of it would be mapped and
-// faulted in again in every step. Until unpack() sets it to the view, .grad is undefined rather
-// than the view: a further gradient of this backward must not be added to what was scaled already.
-// It arrives alone instead, and is scaled before it is added.
+// With gradient_as_bucket_view a gradient is no longer needed once it was copied. It is freed
+// immediately, not when the bucket is full. The next gradients of the same backward then reuse its
+// memory while it is in the cache. Otherwise memory of the size of a bucket would be mapped and
+// page faulted again in every step. Until unpack() sets .grad to the view, .grad is undefined. It
+// is not the view, because a further gradient of this backward must not be added to values that are
+// already scaled. That gradient arrives alone instead, and is scaled before it is added.
 
 void BucketMessage::copy_early(size_t index, double scale) {
   if (kind_ != Kind::kFlat || !device_.is_cpu()) return;
@@ -213,7 +214,7 @@ void BucketMessage::copy_early(size_t index, double scale) {
   Slot& slot = slots_[index];
   at::Tensor& grad = slot.variable.mutable_grad();
   if (!grad.defined() || has_home() || lies_in(grad, slot)) return;
-  // The gradient of another slot, which its own copy may overwrite: pack() sees to it.
+  // This is the memory of another slot, whose own copy may overwrite it. pack() handles this.
   if (has_memory(grad) && grad.storage().is_alias_of(home_.storage())) return;
   if (slot.moved) {
     slot.view.add_(values_of(grad, slot), slot.early_scale);
@@ -236,9 +237,9 @@ void BucketMessage::copy_early(size_t index, double scale) {
   }
 }
 
-// Swapped gradients, for instance, of two parameters whose gradients are views: what is copied to
-// one place may be overwritten where it comes from before it is read, or, in memory that the ranks
-// share, by their sum. Later than here nobody knows which bucket is packed first.
+// An example is a swap of the gradients of two parameters, if the gradients are views. A source may
+// be overwritten before it is copied, by another copy or, in memory shared by the ranks, by their
+// sum. This runs here because later the order in which buckets are packed is unknown.
 
 void BucketMessage::move_misplaced(const std::vector<const BucketMessage*>& all) {
   const BelowAutograd guard;
@@ -253,7 +254,7 @@ void BucketMessage::move_misplaced(const std::vector<const BucketMessage*>& all)
   }
 }
 
-/// Whether the buffer holds the gradient of this slot, times `scale`, already.
+/// Whether the buffer already holds the gradient of this slot, times `scale`.
 bool BucketMessage::is_copied(const Slot& slot, double scale) const {
   const at::Tensor& grad = slot.variable.grad();
   if (slot.moved) return !grad.defined();
@@ -290,7 +291,7 @@ void BucketMessage::pack(const std::vector<uint8_t>& used, double scale,
 void BucketMessage::pack_flat(double scale) {
   const bool is_new = !buffer_.defined();
   allocate();
-  // Where gradients are copied in, scaling costs nothing on top.
+  // If gradients are copied in, the copy also scales them at no extra cost.
   const double while_copying = device_.is_cpu() && !has_home() ? scale : 1.0;
   std::vector<at::Tensor> targets;
   std::vector<at::Tensor> sources;
@@ -302,14 +303,14 @@ void BucketMessage::pack_flat(double scale) {
     const at::Tensor& grad = slot.variable.grad();
     const bool copied = is_copied(slot, while_copying);
     slot.early = at::Tensor();
-    slot.moved &= copied;  // else somebody has set another gradient since
+    slot.moved &= copied;  // else the user has set another gradient
     if (copied) {
       ++copied_early_;
     } else if (!grad.defined()) {
       slot.own_squares = 0;
       zeros.push_back(slot.view);
     } else if (lies_in(grad, slot)) {
-      // Already in the buffer. An unused one may have to be put back as it was.
+      // Already in the buffer. An unused gradient may have to be restored later.
       if (!slot.used) slot.stash = slot.view.clone();
       scale_own(slot, slot.view, while_copying);
     } else {
@@ -330,16 +331,16 @@ void BucketMessage::pack_flat(double scale) {
   tensor_ = buffer_;
 }
 
-/// See Note [Gradients that move into their bucket]. In a backward that is recorded all gradients
-/// are there before the first bucket is: so what moves goes back to the system, too, or both would
-/// take memory, and the allocator would keep the one of them.
+/// See Note [Gradients that move into their bucket]. In a recorded backward all gradients exist
+/// before the first bucket does. So the memory of moved gradients is also returned to the system.
+/// Otherwise the allocator would keep it in addition to the buckets.
 void BucketMessage::move_in(std::vector<Slot*>& slots, std::vector<at::Tensor>& targets,
                             std::vector<at::Tensor>& sources, double scale, bool is_new) {
   size_t kept = 0;
   for (size_t i = 0; i < slots.size(); ++i) {
     Slot& slot = *slots[i];
     at::Tensor& grad = slot.variable.mutable_grad();
-    // A subclass stays one: unpack() gives it its values.
+    // A subclass is not moved; unpack() writes its values.
     const bool moves = slot.used && grad.layout() == at::kStrided && !grad.requires_grad() &&
                        has_memory(grad) && !slot.in_parts &&
                        slot.view.scalar_type() == slot.variable.scalar_type() &&
@@ -362,7 +363,7 @@ void BucketMessage::move_in(std::vector<Slot*>& slots, std::vector<at::Tensor>& 
   sources.resize(kept);
 }
 
-/// What is left to be copied: in one pass each where that is possible, also if they are measured.
+/// Copies the remaining gradients. If possible, each is copied and measured in one pass.
 void BucketMessage::copy_in(const std::vector<Slot*>& slots, std::vector<at::Tensor> targets,
                             std::vector<at::Tensor> sources, double scale) {
   if (options_.measure_own && device_.is_cpu()) {
@@ -383,7 +384,7 @@ void BucketMessage::copy_in(const std::vector<Slot*>& slots, std::vector<at::Ten
   multi_tensor_copy(std::move(targets), std::move(sources), scale);
 }
 
-/// Multiplies what lies in the message already, and measures it before.
+/// Measures and then multiplies a gradient that is already in the message.
 void BucketMessage::scale_own(Slot& slot, const at::Tensor& values, double scale) {
   double* const squares = square_sums_ ? nullptr : own_squares_of(slot);
   if (squares != nullptr) {
@@ -402,7 +403,7 @@ at::Tensor BucketMessage::absent(bool poison, bool idle) {
   if (options_.measured_on_the_way) square_sums_ = std::make_shared<SquareSums>();
   at::Tensor tensor;
   if (idle && buffer_.defined() && !gradients_lie_in_buffer()) {
-    for (Slot& slot : slots_) slot.early = at::Tensor();  // it was there
+    for (Slot& slot : slots_) slot.early = at::Tensor();  // they were in the buffer
     tensor = buffer_.zero_();
   } else {
     tensor = at::zeros({numel_ + options_.tail}, at::TensorOptions().dtype(dtype_).device(device_));
@@ -410,7 +411,7 @@ at::Tensor BucketMessage::absent(bool poison, bool idle) {
   return poison ? tensor.fill_(std::numeric_limits<double>::quiet_NaN()) : tensor;
 }
 
-/// Also that of a member which was moved there, or set by the user.
+/// Whether a gradient uses the buffer's memory, even if it was moved there or set by the user.
 bool BucketMessage::gradients_lie_in_buffer() const {
   return std::any_of(slots_.begin(), slots_.end(), [this](const Slot& slot) {
     const at::Tensor& grad = slot.variable.grad();
@@ -422,8 +423,8 @@ bool BucketMessage::gradients_lie_in_buffer() const {
 void BucketMessage::pack_in_place(double scale, const at::Tensor& incoming) {
   Slot& slot = slots_.front();
   const at::Tensor& own = slot.variable.grad();
-  tensor_ = slot.view = at::Tensor();  // they may refer to the same memory since the last backward
-  // An unused gradient must be left as it is until it is known whether another rank used it.
+  tensor_ = slot.view = at::Tensor();  // they may still refer to this gradient's memory
+  // An unused gradient must not change until it is known whether another rank used it.
   const bool in_place = slot.used && own.defined() && has_memory(own) && !own.is_conj() &&
                         !own.is_neg() && same_dense_layout(own, slot.variable) &&
                         c10::toRealValueType(own.scalar_type()) == dtype_ &&
@@ -457,12 +458,12 @@ void BucketMessage::pack_sparse(double scale) {
         options_.sparse_dim, slot.variable.dim() - options_.sparse_dim, slot.variable.sizes(),
         slot.variable.options().layout(at::kSparse));
   } else if (grad.layout() != at::kSparse || grad.sparse_dim() != options_.sparse_dim) {
-    // Ranks exchange entries of one form, the recorded one.
+    // All ranks exchange entries in the recorded form.
     grad = dense(grad).to_sparse(options_.sparse_dim);
   }
   tensor_ = grad.coalesce();
   if (own_squares_of(slot) != nullptr) slot.own_squares = sum_of_squares(tensor_._values());
-  // Values may alias the gradient's own: scale a copy.
+  // The values may alias those of the gradient, so scale a copy.
   if (scale != 1.0 || tensor_.is_same(grad)) tensor_ = tensor_.mul(scale);
 }
 
@@ -519,7 +520,7 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
     if (slot.used) slot.variable.mutable_grad() = tensor_;
     return;
   }
-  // Where all gradients are copied out, scaling costs nothing on top.
+  // If all gradients are copied out, the copy also scales them at no extra cost.
   const bool scales_copies = scale != 1.0 && device_.is_cpu() && kind_ == Kind::kFlat &&
                              !options_.gradient_as_bucket_view && !has_unused_ &&
                              (dtype_ == at::kFloat || dtype_ == at::kDouble) &&
@@ -544,9 +545,9 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
     if (moved) {
       grad = view_as_gradient(slot);
     } else if (!grad.defined() || lies_in(grad, slot)) {
-      // Undefined: the caller took it away.
+      // If undefined, the user has cleared it.
     } else if (is_subclass(grad)) {
-      // Which memory is shared, and with whom, is not known: see has_one_owner().
+      // It is unknown whether its memory has other owners: see has_one_owner().
       const bool immutable = !slot.in_parts && grad._is_zerotensor();
       if (!kept[slot.parameter] || grad.requires_grad() || immutable)
         grad = by_operators([&] { return grad.detach().clone(); });
@@ -558,7 +559,7 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
     } else {
       if (grad.requires_grad() || grad.layout() != at::kStrided ||
           !(kept[slot.parameter] || has_one_owner(grad, {}))) {
-        // A gradient with a history keeps it for whoever holds it; the reduced one is a new tensor.
+        // A gradient with a grad_fn stays unchanged for its holders; the reduced one is new.
         grad = at::empty_like(slot.view, slot.variable.options(), at::MemoryFormat::Preserve);
       }
       targets.push_back(grad);
@@ -573,7 +574,7 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
   if (!has_unused_) let_go();
 }
 
-/// Bitwise the same sums of squares on every rank, whatever was copied there.
+/// Copies the averages to gradients. The sums of squares have the same bits on every rank.
 void BucketMessage::copy_out(const std::vector<Slot*>& slots, std::vector<at::Tensor> targets,
                              std::vector<at::Tensor> sources, double scale) {
   if (!options_.measure_reduced || !device_.is_cpu() || square_sums_)
@@ -585,7 +586,7 @@ void BucketMessage::copy_out(const std::vector<Slot*>& slots, std::vector<at::Te
   }
 }
 
-/// In the order of the slot's view: that of `values` may be another one than on other ranks.
+/// Sums in the order of the slot's view, because the layout of `values` may differ between ranks.
 void BucketMessage::measure_reduced(Slot& slot, const at::Tensor& values) {
   if (!options_.measure_reduced || !device_.is_cpu() || square_sums_) return;
   const bool in_order = !slot.view.defined() || is_sparse() || same_dense_layout(values, slot.view);
@@ -595,9 +596,10 @@ void BucketMessage::measure_reduced(Slot& slot, const at::Tensor& values) {
   slot.squares = sum_of_squares(ordered);
 }
 
-/// Of memory that is the gradients' own: it is freed with them, not in the next backward.
+/// Releases references to memory of the gradients, so that it is freed with them and not in the
+/// next backward.
 void BucketMessage::let_go() {
-  // The caller may ask for the buckets themselves.
+  // With gradient_as_bucket_view the user may request the buffers.
   if (kind_ != Kind::kInPlace || options_.gradient_as_bucket_view) return;
   tensor_ = at::Tensor();
   for (Slot& slot : slots_) slot.view = at::Tensor();
@@ -613,7 +615,7 @@ at::Tensor BucketMessage::values_of(const at::Tensor& grad, const Slot& slot) co
   return slot.in_parts ? joined(grad, slot) : dense(grad);
 }
 
-/// Copies the slot's view into a gradient that is a subclass, which stays what it is.
+/// Copies the slot's view into a gradient that is a subclass, without replacing the gradient.
 void BucketMessage::write_subclass(at::Tensor& grad, const Slot& slot) const {
   if (slot.in_parts) {
     write_parts(grad, slot);
@@ -622,11 +624,11 @@ void BucketMessage::write_subclass(at::Tensor& grad, const Slot& slot) const {
   }
 }
 
-/// The slot's view, as a tensor that its holder may change.
+/// An alias of the slot's view that the user may change.
 at::Tensor BucketMessage::view_as_gradient(Slot& slot) const {
-  // A gradient's own memory must not have one more owner.
+  // The memory of a gradient must not get another owner.
   if (kind_ != Kind::kFlat) return handed_out(slot.view);
-  // That of the last backward, if nobody has changed it.
+  // Reuse the alias of the last backward if it is unchanged.
   if (!slot.handed.defined() || !lies_in(slot.handed, slot) || slot.handed.requires_grad()) {
     slot.handed = handed_out(slot.view);
   }
@@ -645,7 +647,7 @@ void BucketMessage::settle(const std::vector<uint8_t>& used_by_any) {
       continue;
     }
     at::Tensor& grad = slot.variable.mutable_grad();
-    at::Tensor values = slot.view;  // as on ranks that have used it
+    at::Tensor values = slot.view;  // the same as on ranks that have used it
     if (is_sparse()) {
       grad = tensor_;
       values = tensor_._values();
@@ -653,7 +655,7 @@ void BucketMessage::settle(const std::vector<uint8_t>& used_by_any) {
       if (!grad.defined()) grad = by_operators([&] { return at::zeros_like(slot.variable); });
       write_subclass(grad, slot);
     } else if (grad.defined() && lies_in(grad, slot)) {
-      // A view of the buffer: the reduced values are there.
+      // A view of the buffer already has the reduced values.
     } else if (kind_ == Kind::kFlat && options_.gradient_as_bucket_view &&
                slot.view.scalar_type() == slot.variable.scalar_type()) {
       grad = view_as_gradient(slot);
@@ -673,7 +675,7 @@ void BucketMessage::settle(const std::vector<uint8_t>& used_by_any) {
   let_go();
 }
 
-/// Before gradients are gathered, since some are scaled where they lie.
+/// Runs before gradients are gathered, because some are scaled in place.
 void BucketMessage::measure_on_device() {
   std::vector<at::Tensor> values;
   std::vector<int64_t> places;
@@ -702,7 +704,7 @@ std::vector<double> BucketMessage::own_squares() const {
   for (const Slot& slot : slots_) {
     double own = slot.used ? slot.own_squares : 0;
     if (slot.used && square_sums_) own = unscaled(square_sums_->sent, slot.early_scale);
-    // Values of 64 bits may be finite where their squares are not.
+    // A float64 value may be finite although its square is not.
     if (dtype_ == at::kDouble && std::isinf(own)) {
       const at::Tensor values = is_sparse() ? tensor_._values() : slot.view;
       if (at::isfinite(values).all().item<bool>()) own = std::numeric_limits<double>::max();
@@ -725,14 +727,14 @@ void BucketMessage::abandon() {
   tensor_ = at::Tensor();
   for (Slot& slot : slots_) {
     at::Tensor& grad = slot.variable.mutable_grad();
-    // What was moved is this rank's own gradient until it is packed.
+    // A moved gradient is still this rank's own gradient until it is packed.
     if (slot.moved && !packed && !grad.defined()) grad = slot.view.div(slot.early_scale);
     if (packed && slot.view.defined() && grad.defined() && lies_in(grad, slot)) grad = at::Tensor();
     slot.moved = false;
     slot.stash = slot.early = slot.handed = at::Tensor();
   }
   owed_scale_ = 1.0;
-  // In-flight collectives keep their reference to the old buffer and write to nobody's memory.
+  // Collectives in flight keep a reference to the old buffer, which has no other user.
   buffer_ = home_ = at::Tensor();
   for (Slot& slot : slots_) slot.view = at::Tensor();
 }

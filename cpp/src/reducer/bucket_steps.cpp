@@ -21,7 +21,7 @@ namespace apex::parallel::detail {
 
 namespace {
 
-/// The current stream waits for those on which gradients were produced.
+/// Makes the current stream wait for the streams that produced the gradients.
 void join_producers(const PlannedBucket& entry) {
   const at::Device device = entry.message.device();
   if (device.is_cpu() || entry.producers.empty()) return;
@@ -30,14 +30,15 @@ void join_producers(const PlannedBucket& entry) {
   for (const c10::Stream& producer : entry.producers) {
     if (producer == current) continue;
     foreign = true;
-    // Recorded now, hence after every gradient that the producer has been asked for so far.
+    // Recorded now, after every gradient that was enqueued on the producer so far.
     c10::Event event(device.type());
     event.record(producer);
     event.block(current);
   }
   if (!foreign) return;
   for (const BucketMessage::Slot& slot : entry.message.slots()) {
-    // The allocator must not reuse a gradient for its producer's stream while this one reads it.
+    // The allocator must not reuse a gradient's memory on the producer's stream while this stream
+    // reads it.
     const at::Tensor& grad = slot.variable.grad();
     if (!grad.defined()) continue;
     for (const at::Tensor& part : parts_of(grad)) part.record_stream(current);
@@ -51,9 +52,9 @@ void keep_for_current_stream(const at::Tensor& tensor) {
   for (const at::Tensor& part : parts_of(tensor)) part.record_stream(current);
 }
 
-/// Gradients, and a buffer that was made in a hook, belong to the streams that made them; the one
-/// that ends backward reads and writes them, and until it is done their memory must not serve those
-/// streams again. Who made them is not known in a backward that is recorded.
+/// Gradients, and a buffer that a hook made, belong to the streams that made them. The stream that
+/// ends backward reads and writes them, and until it is done the allocator must not reuse their
+/// memory on the other streams. In a recorded backward the streams that made them are unknown.
 void keep_for_current_stream(PlannedBucket& entry) {
   BucketMessage& message = entry.message;
   if (message.device().is_cpu()) return;
@@ -69,7 +70,7 @@ void keep_for_current_stream(PlannedBucket& entry) {
     keep_for_current_stream(slot.variable.grad());
 }
 
-/// Errors of `call` about the form of a gradient name its parameter.
+/// Calls `call`, and adds the name of the parameter to errors about the form of a gradient.
 template <typename Call>
 void naming(const ReducerContext& context, const Call& call) {
   try {
@@ -82,20 +83,20 @@ void naming(const ReducerContext& context, const Call& call) {
   }
 }
 
-/// For errors; with one rank nothing is sent, and nothing named.
+/// The name of a bucket for errors. Empty with one rank, because nothing is sent.
 std::string name_of(const PlannedBucket& entry, size_t index, const ReducerContext& context) {
   return entry.traits.has_peers || entry.traits.runs_user_code
              ? describe_bucket(entry, index, context)
              : "";
 }
 
-/// A part of a bucket's reduction, in which a communication hook may run or fail.
+/// Runs a part of a bucket's reduction in which a communication hook may run and fail.
 template <typename Body>
 void run(PlannedBucket& entry, ReducerContext& context, Body&& body) {
   entry.user_code_failed = entry.traits.runs_user_code;  // unless it returns
   try {
     context.monitor.open(std::forward<Body>(body));
-  } catch (const Interrupted&) {  // of this rank alone
+  } catch (const Interrupted&) {  // only on this rank
     entry.user_code_failed = false;
     throw;
   }
@@ -127,7 +128,7 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
     context.statistics.add(&ReducerStatistics::reduced_in_shared_memory);
   if (entry.traits.across_hosts) context.statistics.add(&ReducerStatistics::reduced_by_host);
   const std::string what = name_of(entry, index, context);
-  entry.launched = true;  // if packing throws, zeros have to be sent instead
+  entry.launched = true;  // set now: zeros must be sent if packing throws
   if (!entry.traits.starts_at_wait)
     context.observers.tell(&BackwardObserver::launched, index, message);
   start(entry, message.tensor(), what, context);
@@ -137,25 +138,25 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
 void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
                    bool without_user_code, ReducerContext& context,
                    const std::function<void(const at::Tensor& tail)>& write_report) {
-  // Where nobody reads reports, nobody would notice zeros.
+  // If reports are not read, zeros would not be detected.
   const bool poison = failed && !context.reads_reports();
   for (size_t b = 0; b < end; ++b) {
     PlannedBucket& entry = entries[b];
     if (entry.launched || entry.traits.starts_at_wait) continue;
     entry.launched = true;
     if (without_user_code && entry.traits.runs_user_code) continue;
-    // Also one of before the failure, whose hook has collectives that it has not issued yet.
+    // Also for a bucket from before the failure, whose hook may have collectives left to issue.
     if (b > 0) let_next_pass(entries[b - 1], b - 1, context);
     const c10::OptionalDeviceGuard guard(entry.message.device());
-    // The buffer may be in use: by the last backward, whose stream this thread's does not wait for.
+    // The last backward may still use the buffer, on a stream that this one does not wait for.
     if (entry.unpacked_on) entry.producers.push_back(*entry.unpacked_on);
     join_producers(entry);
-    // And by an earlier backward through a plan that was left, in which it was sent like this.
+    // An earlier backward by a plan that was left may also still send this buffer.
     const bool idle = !entry.absent.defined();
     entry.absent = entry.message.absent(poison, idle);
     if (entry.message.has_tail()) write_report(entry.message.tail_of(entry.absent));
     keep_for_current_stream(entry.absent);
-    // Named as by the ranks whose gradients travel in it: see Note [Ranks in different
+    // The name must be the same as on ranks that send gradients: see Note [Ranks in different
     // collectives].
     start(entry, entry.absent, describe_bucket(entry, b, context), context);
     entry.reduction->leave();
@@ -197,7 +198,7 @@ void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()
 
 void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerContext& context) {
   const c10::OptionalDeviceGuard guard(entry.message.device());
-  const DefaultFloatingPointMode mode;  // for the factor as well
+  const DefaultFloatingPointMode mode;  // also for the computation of the factor
   const at::Device device = entry.message.device();
   if (!device.is_cpu())
     entry.unpacked_on = c10::impl::VirtualGuardImpl(device.type()).getStream(device);

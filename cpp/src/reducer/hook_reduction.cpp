@@ -64,7 +64,7 @@ class HookReduction final : public Reduction {
       if (future_->hasError())
         throw Error("its future holds this error: " + message_of(future_->exception_ptr()));
     } catch (const CommunicationError&) {
-      throw;  // others hear of it already
+      throw;  // the other ranks are already notified
     } catch (const Interrupted&) {
       throw;
     } catch (...) {
@@ -74,7 +74,7 @@ class HookReduction final : public Reduction {
   }
 
   bool holds_back_next() const override {
-    // Also one that has failed: so every rank fails before the next bucket, however soon it did.
+    // Also if it has failed, so that every rank fails before the next bucket is launched.
     return future_ && hook_->may_chain() && (!future_->completed() || future_->hasError());
   }
 
@@ -147,7 +147,7 @@ class HookReduction final : public Reduction {
     const auto timeout = distributed::gloo_timeout(*group_->getBackend(at::kCPU));
     return hooks_failed_alike(all_groups_, group_, what, cause, begun,
                               timeout.value_or(std::chrono::milliseconds(0)), [] {
-                                advance_host_channels();  // others may need this rank to get here
+                                advance_host_channels();  // progress that other ranks may need
                                 return !is_interrupted();
                               });
   }
@@ -157,7 +157,7 @@ class HookReduction final : public Reduction {
            std::to_string(group_->getSize()) + ": ";
   }
 
-  /// What a hook's future yields: a tensor, or a list of one.
+  /// The result of a hook's future: a tensor, or a list of one tensor.
   at::Tensor tensor_of(const c10::IValue& value) const {
     if (value.isTensorList() && value.toTensorVector().size() == 1)
       return value.toTensorVector().front();
@@ -180,7 +180,7 @@ class HookReduction final : public Reduction {
   const bool alone_;
   const size_t index_;
   const bool is_last_;
-  const bool heard_;      ///< who waits hears of a failure
+  const bool heard_;      ///< waiting ranks are notified of a failure
   GradientBucket given_;  ///< to the hook
   bool finishing_ = false;
   FuturePtr future_;

@@ -13,8 +13,8 @@ namespace apex::parallel::detail {
 
 namespace {
 
-/// Autograd's compiled mode traces hooks; ours reduce gradients while the trace would only be
-/// recorded.
+/// Compiled autograd traces hooks. The hooks of the reducer would reduce gradients during the
+/// trace.
 constexpr const char* kNoCompiledAutograd =
     "apex's gradient reducer cannot be traced by compiled autograd: run backward() without "
     "torch._dynamo.config.compiled_autograd (torch.compile of the model itself is fine)";
@@ -26,7 +26,7 @@ class GradientHook final : public torch::autograd::FunctionPostHook {
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
                                             const torch::autograd::variable_list& inputs) override {
-    // By reference: one more owner of the gradient that came in would count, see has_one_owner().
+    // By reference, because has_one_owner() would count another reference to the incoming gradient.
     static const at::Tensor none;
     if (const auto core = core_.lock())
       core->gradient_ready(index_, inputs.empty() ? none : inputs.front());

@@ -38,7 +38,7 @@ FuturePtr completed(const at::Tensor& value) {
   return future;
 }
 
-/// c10d moves bytes; not every backend knows every dtype.
+/// The tensor as bytes, because some backends do not support every dtype.
 at::Tensor bytes(const at::Tensor& tensor) { return tensor.view(at::kByte); }
 
 class CompressHook final : public CommHook {
@@ -73,20 +73,19 @@ class Fp32AccumulateHook final : public CommHook {
 
   bool may_chain() const override { return false; }
 
-  // On the CPU the second collective is issued at the end of backward: from a callback it would
-  // come in another order on every rank. On a device both are enqueued at once, on a stream of
-  // their own.
+  // On the CPU the second collective is issued at the end of backward. From a callback, its order
+  // would differ between ranks. On a device both are enqueued immediately, on a separate stream.
   bool has_finish(const GradientBucket& bucket) const override {
     return world_ > 1 && bucket.buffer.is_cpu();
   }
 
   FuturePtr run(GradientBucket& bucket) override {
-    if (world_ == 1) return completed(bucket.buffer.to(wire_));  // rounded as anywhere else
+    if (world_ == 1) return completed(bucket.buffer.to(wire_));  // rounded as with more ranks
     if (!bucket.buffer.is_cpu()) return run_on_device(bucket);
     Exchange exchange = scatter(bucket.buffer);
     FuturePtr future = exchange.work->getFuture();
     exchanges_[bucket.index] = std::move(exchange);
-    // Its own value may be anything of the backend's; finish() takes what was received.
+    // The value of the backend's future is unspecified; finish() uses the received tensor.
     const at::Tensor buffer = bucket.buffer;
     return future->then(
         [buffer](c10::ivalue::Future& done) {
@@ -114,8 +113,8 @@ class Fp32AccumulateHook final : public CommHook {
 
  private:
   struct Exchange {
-    at::Tensor sent;      ///< [world, share] in wire
-    at::Tensor received;  ///< [world, share] in wire: this rank's share, by rank
+    at::Tensor sent;      ///< [world, share] in the communication dtype
+    at::Tensor received;  ///< [world, share] in that dtype: this rank's share, by sender
     c10::intrusive_ptr<c10d::Work> work;
   };
 
@@ -131,7 +130,7 @@ class Fp32AccumulateHook final : public CommHook {
     return exchange;
   }
 
-  /// This rank's share of the average, [share] in wire.
+  /// This rank's share of the average, [share] in the communication dtype.
   at::Tensor sum(const Exchange& exchange) const {
     at::Tensor total = at::sum(exchange.received.view({world_, -1}), {0}, false, at::kFloat);
     return total.div_(world_).to(wire_);

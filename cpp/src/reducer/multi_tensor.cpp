@@ -33,7 +33,8 @@ void scaled_copy(const at::Tensor& target, const at::Tensor& source, double scal
   *squares = copy_scaled_squares(out, in, factor, target.numel());
 }
 
-/// `body(T{}, numbers)`: what a dense tensor consists of, two for each complex element.
+/// Calls `body(T{}, numbers)` with the real type of a dense tensor and its number of real numbers
+/// (two per complex element).
 template <typename Body>
 void dispatch_real(const at::Tensor& tensor, Body&& body) {
   const int64_t numbers = tensor.numel() * (tensor.is_complex() ? 2 : 1);
@@ -42,7 +43,7 @@ void dispatch_real(const at::Tensor& tensor, Body&& body) {
                                   [&] { body(scalar_t{}, numbers); });
 }
 
-/// Of tensors without gaps.
+/// Copies a tensor without gaps.
 void plain_copy(const at::Tensor& target, const at::Tensor& source, double* squares) {
   if (squares == nullptr) {
     std::memcpy(target.mutable_data_ptr(), source.const_data_ptr(), target.nbytes());
@@ -56,7 +57,7 @@ void plain_copy(const at::Tensor& target, const at::Tensor& source, double* squa
   });
 }
 
-/// Its memory is not its value: conjugated or negated when read.
+/// Whether the tensor is lazily conjugated or negated, so that its memory is not its value.
 bool is_lazy(const at::Tensor& tensor) { return tensor.is_conj() || tensor.is_neg(); }
 
 }  // namespace

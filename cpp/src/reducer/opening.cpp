@@ -46,7 +46,7 @@ void choose_plan(ReducerState& state) {
     if (table.all_left()) book.left_by_all(/*keep=*/false);
     trainable = table.trainable_set();
   } else if (reporter.without_data) {
-    // What is trainable is for those who have data to say.
+    // The ranks with data determine the set of trainable parameters.
     trainable = book.set().value_or(trainable);
   }
   book.choose(trainable);
@@ -62,7 +62,7 @@ BackwardPass open_pass(ReducerState& state, std::vector<uint8_t>& overtaken) {
     several = several || (device && *device != parameter.device);
     device = parameter.device;
   }
-  if (!device) device = c10::Device(at::kCPU);  // frozen on this rank, and zeros for the others
+  if (!device) device = c10::Device(at::kCPU);  // all are frozen here: this rank sends zeros
   if (several) device.reset();
   context.observers.tell(&BackwardObserver::began, device, parameters.size());
 
@@ -83,7 +83,7 @@ BackwardPass open_pass(ReducerState& state, std::vector<uint8_t>& overtaken) {
       parameter.seen_version = version;
     }
     pass.kept[i] = grad.defined();
-    // What accumulated without synchronization is part of this reduction.
+    // Gradients that accumulated without synchronization are part of this reduction.
     pass.used[i] = parameter.touched && owned && grad.defined();
     if (!context.leaves_sums() && !context.joining) continue;
     pass.gradients[i].stale = parameter.holds_reduced();

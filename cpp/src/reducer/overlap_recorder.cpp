@@ -20,15 +20,15 @@ int64_t bytes_of(const at::Tensor& message) {
 
 // Note [When a bucket has arrived]
 //
-// The wait for a bucket begins when backward has nothing left to compute; most have arrived long
-// before. So the arrival is taken from the future of its Work: on the CPU from the time at which
-// the future is completed, in the backend's thread. On a device the future is complete as soon as
-// the collective is in its stream; the callback then runs on a stream of torch's pool that waits
-// for the collective's, and an event recorded there has the time of arrival, while neither the host
-// nor the stream of backward waits.
+// The wait for a bucket begins when backward has nothing left to compute, and most buckets have
+// completed long before. So the time of completion is taken from the future of the Work. On the CPU
+// that is the time when the backend's thread completes the future. On a device the future is
+// complete as soon as the collective is enqueued. Its callback runs on a stream of torch's pool
+// that waits for the collective's stream. An event recorded there has the time of completion, and
+// neither the host nor the stream of backward waits.
 //
-// A Work without a future, or a callback that comes late, leaves the moment at which the wait
-// returned (on a device: at which the waiting stream went on), which is never before the arrival.
+// If a Work has no future, or its callback is late, the end of the wait is used instead (on a
+// device, the time when the waiting stream continues). It is never before the completion.
 
 void OverlapRecorder::began(std::optional<c10::Device> device, size_t parameters) {
   current_ = std::make_unique<Backward>();
@@ -46,7 +46,7 @@ OverlapRecorder::Stamp OverlapRecorder::now(const std::optional<c10::Device>& de
     event.record(c10::impl::VirtualGuardImpl(device->type()).getStream(*device));
     stamp.event = std::move(event);
   } catch (const std::exception&) {
-    // A device without timed events: report() finds that they are missing.
+    // The device has no timed events. report() detects that they are missing.
   }
   return stamp;
 }
@@ -66,15 +66,15 @@ void OverlapRecorder::launched(size_t bucket, const BucketMessage& message) {
 }
 
 void OverlapRecorder::in_flight(size_t bucket, const Reduction& reduction) {
-  // With several devices neither clock would tell: the callback of one that is not the CPU comes at
-  // once.
+  // With several devices neither clock is usable: the callback of a device other than the CPU runs
+  // immediately.
   if (!current_ || bucket >= current_->buckets.size()) return;
   current_->buckets[bucket].shared_memory = reduction.traits().shares_memory;
   current_->buckets[bucket].by_host = reduction.traits().across_hosts;
   auto arrival = std::make_shared<Arrival>();
   const FuturePtr future = reduction.future();
   if (!future) {
-    if (reduction.traits().has_peers) return;  // nothing tells when
+    if (reduction.traits().has_peers) return;  // the time is unknown
     arrival->stamp = now(current_->device);
     arrival->set.store(true, std::memory_order_release);
     current_->buckets[bucket].arrival = std::move(arrival);
@@ -119,8 +119,8 @@ double OverlapRecorder::seconds_to(const Backward& backward, const Stamp& stamp,
   return backward.begin.event->elapsedTime(*stamp.event) * 1e-3;
 }
 
-/// A device has no clock in common with the host. So an event is recorded now, and the host's clock
-/// read when the device gets there.
+/// A device has no common clock with the host. So this records an event now, and reads the host's
+/// clock when the device reaches the event.
 double OverlapRecorder::began_at(const Backward& backward, bool by_device) {
   const auto seconds = [](Clock::time_point time) {
     return std::chrono::duration<double>(time.time_since_epoch()).count();
@@ -138,7 +138,7 @@ bool OverlapRecorder::timed_by_device(const Backward& backward) {
     backward.begin.event->elapsedTime(*backward.ended.event);
     return true;
   } catch (const c10::Error&) {
-    return false;  // it has events, but they give no times
+    return false;  // its events have no times
   }
 }
 
@@ -154,8 +154,8 @@ OverlapReport OverlapRecorder::report_of(const Backward& backward, OverlapClock 
     bucket.shared_memory = stamps.shared_memory;
     bucket.by_host = stamps.by_host;
     bucket.launched_s = seconds(stamps.launched);
-    // That a gradient is missing is known when the bucket is sent all the same; so are usage
-    // numbers.
+    // A bucket with a missing gradient is ready only when it is launched. So is one of
+    // used-parameter masks.
     bool has_all = !stamps.parameters.empty();
     for (const int64_t parameter : stamps.parameters) {
       const Stamp& gradient = backward.gradients[parameter];
@@ -166,12 +166,12 @@ OverlapReport OverlapRecorder::report_of(const Backward& backward, OverlapClock 
     if (!has_all) bucket.ready_s = bucket.launched_s;
     bucket.awaited_s = seconds(stamps.awaiting);
     bucket.arrived_s = seconds(stamps.arrived);
-    // The host's clock says nothing about when a future of a device is completed.
+    // The host's clock does not show when a device completes a future.
     if (clock != OverlapClock::kHostOnly && stamps.arrival &&
         stamps.arrival->set.load(std::memory_order_acquire)) {
       bucket.arrived_s = std::min(bucket.arrived_s, seconds(stamps.arrival->stamp));
     }
-    // Events of different streams are in order but for the resolution of their clock.
+    // Events of different streams are ordered only up to the resolution of their clock.
     bucket.ready_s = std::min(bucket.ready_s, bucket.launched_s);
     bucket.arrived_s = std::max(bucket.arrived_s, bucket.launched_s);
     buckets.push_back(std::move(bucket));

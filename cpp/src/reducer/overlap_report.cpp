@@ -20,7 +20,7 @@ struct Interval {
 
 using Intervals = std::vector<Interval>;
 
-/// The same points in time, as intervals in order that do not touch.
+/// The union of the intervals, as sorted intervals that do not touch.
 Intervals united(Intervals intervals) {
   std::sort(intervals.begin(), intervals.end(),
             [](const Interval& left, const Interval& right) { return left.begin < right.begin; });
@@ -35,7 +35,7 @@ Intervals united(Intervals intervals) {
   return result;
 }
 
-/// How long both go on; each is united().
+/// The duration of the intersection; both arguments are results of united().
 double seconds_in_both(const Intervals& left, const Intervals& right) {
   double seconds = 0;
   for (size_t l = 0, r = 0; l < left.size() && r < right.size();) {
@@ -108,7 +108,7 @@ OverlapReport summarize_overlap(double last_gradient_s, double backward_s,
   Intervals idle{{last_gradient_s, backward_s}};
   for (const BucketOverlap& bucket : buckets) {
     flights.push_back({bucket.launched_s, bucket.arrived_s});
-    // What a deferred backward has left is hidden by the next forward, until that waits.
+    // Buckets of a deferred backward are hidden by the next forward until it waits for them.
     const double waits_from = std::max(bucket.awaited_s, backward_s);
     if (waits_from < bucket.arrived_s) idle.push_back({waits_from, bucket.arrived_s});
   }

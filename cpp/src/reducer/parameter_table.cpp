@@ -123,8 +123,8 @@ void ParameterTable::unhook() {
 
 bool ParameterTable::changed() const {
   return std::any_of(parameters_.begin(), parameters_.end(), [](const Parameter& parameter) {
-    // Module.double() and its like replace the accumulator, and with it the hook, also where the
-    // dtype is the same again afterwards.
+    // Module.double() and similar calls replace the accumulator and its hook, even if the dtype is
+    // restored afterwards.
     return !same_trainable(parameter) || !detail::same_kind(parameter) ||
            (parameter.trainable && torch::autograd::impl::try_get_grad_accumulator(
                                        parameter.variable) != parameter.accumulator);
@@ -154,8 +154,8 @@ void ParameterTable::own_all() {
 
 bool ParameterTable::owns(const Parameter& parameter) const {
   const void* owner = parameter.owner->load(std::memory_order_relaxed);
-  // Retired, and nobody else has taken it: graphs of this reducer's outputs are synchronized all
-  // the same.
+  // This reducer is retired, and no other one has taken the parameter. Graphs of its outputs are
+  // still synchronized.
   return owner == self_ || (owner == nullptr && retired_.load(std::memory_order_relaxed));
 }
 

@@ -11,14 +11,16 @@ namespace apex::parallel::detail {
 
 // Note [Parameters that a rank does not use]
 //
-// A rank that produced no gradient for a parameter has to know whether another rank did: if so it
-// needs the average, if not its .grad must stay as it is (None, for an optimizer that skips such
-// parameters). Every rank's report says which parameters it used. A rank looks there if it missed a
-// gradient itself; one that has all of them needs to know nothing, and on devices does not wait.
+// A rank without a gradient for a parameter must know whether another rank has one. If so, it needs
+// the average. If not, its .grad must stay unchanged (None, for an optimizer that skips such
+// parameters). Every rank's report contains its used-parameter mask. A rank reads the masks if it
+// has no gradient for some parameter. A rank with all gradients does not need them, and on devices
+// it does not wait.
 //
-// Parameters outside the plan (no rank had a gradient when the plan was recorded) are looked up by
-// every rank: if one of them did get a gradient somewhere, every rank learns of it in the same
-// step, they are reduced in a second round, and are part of the plan from then on.
+// Every rank also reads the masks for parameters outside the plan (those without a gradient on any
+// rank when the plan was recorded). If one of them has a gradient on some rank, every rank sees
+// that in the same step. These parameters are reduced in a second round, and belong to the plan
+// from then on.
 
 namespace {
 
@@ -31,14 +33,14 @@ bool may_be_in_place(const ReducerContext& context, const Parameter& parameter,
   return !is_cast && !place.in_parts && parameter.variable.is_non_overlapping_and_dense();
 }
 
-/// Numbers of reports, and sums of squares, are themselves in it.
+/// Whether the dtype represents the words of reports, and sums of squares, without rounding.
 bool is_exact(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
 
-/// So much of a bucket may be reports: more is sent by itself.
+/// The maximum size of the reports in a bucket. Larger reports are sent separately.
 constexpr int64_t kMostOfReports = int64_t{16} << 10;
 
-/// Elements behind the gradients of the last bucket, in which the reports travel; 0: they do not.
-/// See Note [How reports travel].
+/// The size of the tail of the last bucket, which carries the reports; 0 if they are sent
+/// separately. See Note [How reports travel].
 int64_t tail_of(const ReductionSite& site, const ReductionTraits& traits,
                 const ReducerContext& context) {
   const bool plain = site.kind == Kind::kFlat && site.device.is_cpu() && traits.has_peers &&
@@ -63,7 +65,7 @@ PlannedBucket make_entry(const std::vector<int64_t>& members, const ReductionSit
   options.measure_own = context.options.check_finite || context.options.gradient_statistics;
   options.measure_reduced = context.options.gradient_statistics;
   const ReductionTraits traits = reduction->traits();
-  // What decides on the step has to be known before the sum.
+  // check_finite decides on the step before the sum is known.
   options.measured_on_the_way = options.measure_reduced && !context.options.check_finite &&
                                 is_exact(site.dtype) && site.kind == Kind::kInPlace &&
                                 traits.shares_memory;
@@ -77,7 +79,7 @@ PlannedBucket make_entry(const std::vector<int64_t>& members, const ReductionSit
   return entry;
 }
 
-/// @param parameter  of the bucket.
+/// @param parameter  one of the bucket's parameters.
 ReductionSite site_of(Kind kind, const Parameter& parameter, size_t index,
                       const ReducerContext& context) {
   ReductionSite site;
@@ -93,8 +95,8 @@ ReductionSite site_of(Kind kind, const Parameter& parameter, size_t index,
   return site;
 }
 
-/// Gradients that stay in buckets which the ranks of a host share are summed there without a copy;
-/// where a gradient lies otherwise, a part of it would be copied there and back in every step.
+/// Whether gradient views lie in buckets that the ranks of a host share. Such gradients are summed
+/// in place. Of other gradients a part would be copied to shared memory and back in every step.
 bool views_are_shared(const Parameter& parameter, const ReducerContext& context) {
   if (!context.options.gradient_as_bucket_view || !parameter.device.is_cpu()) return false;
   ReductionSite site = site_of(Kind::kFlat, parameter, 0, context);
@@ -111,7 +113,7 @@ Kind kind_of(const std::vector<int64_t>& members, const std::vector<Place>& plac
                                                                        : Kind::kFlat;
 }
 
-/// Whether a parameter that is in no bucket may get a gradient all the same.
+/// Whether a parameter in no bucket may still get a gradient.
 bool has_unplanned(const Plan& plan, const ReducerContext& context) {
   return !context.options.static_graph &&
          std::any_of(plan.places.begin(), plan.places.end(),

@@ -18,7 +18,7 @@ Recording exchange_recordings(const Membership& members, const Recording& mine,
 }
 
 BucketPlan broadcast_plan(const Membership& members, const BucketPlan& plan, int64_t parameters) {
-  // [2, parameters]: members of all buckets in order, and where buckets end; -1 behind the last.
+  // [2, parameters]: the members of all buckets in order, and the ends of buckets; padded with -1.
   at::Tensor code = at::full({2, parameters}, -1, at::kLong);
   auto fields = code.accessor<int64_t, 2>();
   int64_t member = 0;

@@ -8,10 +8,10 @@ namespace apex::parallel::detail {
 
 namespace {
 
-/// For how many sets plans are kept; one more, and that which has not served for longest goes.
+/// The maximum number of plans. Another one replaces the least recently used plan.
 constexpr size_t kMostSets = 4;
-/// For how many backwards of other plans a plan is kept: GANs train their critic up to a hundred
-/// times for one step of the generator.
+/// A plan is dropped after this many backwards with other plans. GANs train their critic up to a
+/// hundred times per step of the generator.
 constexpr int64_t kKeptFor = 128;
 
 bool trains_same(const Plan& plan, const std::vector<bool>& trainable) {
@@ -57,8 +57,8 @@ void PlanBook::switch_to(std::optional<size_t> plan) {
 }
 
 void PlanBook::choose(const std::vector<bool>& trainable) {
-  // What has changed may have been changed back. All parameters are read for that, so only when a
-  // plan was left: this runs before every backward.
+  // A change may have been reverted. That check reads all parameters, so it runs only if a plan was
+  // left, because this function runs before every backward.
   const auto changed_back = [&] {
     return in_force_ && in_force()->kinds == context_.parameters.kinds();
   };

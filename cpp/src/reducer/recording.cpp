@@ -37,7 +37,7 @@ Recording decode(const at::Tensor& maximum, const at::Tensor& order_of_rank_0,
     agreed.ready_order.push_back(order[i]);
     listed[order[i]] = true;
   }
-  // Used elsewhere but not on rank 0: in the order in which backward usually goes.
+  // Parameters that rank 0 does not use follow in the usual order of backward.
   for (int64_t i = count - 1; i >= 0; --i) {
     if (used_by_any[i] != 0 && !listed[i]) agreed.ready_order.push_back(i);
   }

@@ -90,7 +90,7 @@ void require_fits(const BucketPlan& plan, const detail::ParameterTable& paramete
   }
 }
 
-/// @throws Error where it would be too late for this rank to skip a step.
+/// @throws Error if it is too late for this rank to skip a step.
 void refuse_to_skip(const detail::ReducerContext& context) {
   const char* reason = nullptr;
   if (context.defers || (context.bucket_callback && !context.options.skip_failed_steps)) {
@@ -261,7 +261,7 @@ void Reducer::end_join() {
   core_->uneven_inputs().follow();
   core_->change([this](ReducerState& state) {
     core_->uneven_inputs().end();
-    // Ranks without data have not done what the others did.
+    // Ranks without data had other events than the others.
     state.reporter.tracker.forget();
     state.context.parameters.forget_versions();
   });
@@ -308,7 +308,7 @@ void Reducer::release_all() {
 }
 
 at::Tensor Reducer::skip_step() {
-  core_->prepare_for_forward();  // there may be none before the backward
+  core_->prepare_for_forward();  // there may be no forward before the backward
   core_->change([](ReducerState& state) {
     refuse_to_skip(state.context);
     state.reporter.wants_skip = true;

@@ -127,7 +127,7 @@ void ReducerCore::hook_parameters() {
   });
 }
 
-// --- what the user calls ---
+// --- called by the user ---
 
 void ReducerCore::refuse_in_backward(const char* what) const {
   const Read read(context().monitor);
@@ -139,8 +139,8 @@ void ReducerCore::prepare_for_forward() {
   forward_since_ = true;
   if (in_backward(context().phase) || !context().parameters.changed()) return;
   complete_deferred();
-  // A change of dtype, device, shape or strides leaves the buckets without use. Which parameters
-  // are trainable is looked at when a backward begins.
+  // After a change of dtype, device, shape or strides the buckets cannot be used. The set of
+  // trainable parameters is checked when a backward begins.
   const bool same_kind = context().parameters.same_kind();
   if (!same_kind) context().parameters.unhook();
   hook_parameters();
@@ -152,8 +152,9 @@ void ReducerCore::watch_outputs(const std::vector<at::Tensor>& outputs) {
   for (const at::Tensor& output : outputs) {
     if (!output.defined() || !output.requires_grad()) continue;
     const auto& node = output.grad_fn();
-    // A leaf has no node to hook (and keeps its hooks for ever): it is a parameter, hooked already,
-    // or nothing to do with parameters. Outputs of one operation need one hook.
+    // A leaf has no node to hook (and would keep hooks indefinitely). It is either a parameter,
+    // which is hooked already, or unrelated to parameters. The outputs of one operation need one
+    // hook.
     if (!node || node.get() == last) continue;
     last = node.get();
     auto watched = std::make_shared<const WatchedOutput>(WatchedOutput{last});
@@ -193,7 +194,7 @@ void ReducerCore::wait_for(const std::vector<int64_t>& parameters) {
                             " is not one of the " + std::to_string(context().parameters.size()) +
                             " parameters");
     }
-    // Not so in a checkpointed segment that backward runs again.
+    // Not in a checkpointed segment that backward runs again.
     if (context().phase != Phase::kDeferred) return;
     const Plan& plan = *state_.book.current();
     const int64_t bucket = plan.places[index].bucket;
@@ -217,7 +218,7 @@ std::vector<at::Tensor> ReducerCore::buffers() {
   return buffers;
 }
 
-// --- a backward that is not autograd's ---
+// --- a backward without autograd ---
 
 void ReducerCore::begin_by_hand() {
   const Change change(context().monitor);
@@ -229,8 +230,8 @@ void ReducerCore::begin_by_hand() {
 void ReducerCore::shadow_backward_begin(const JoinEvent& event) {
   refuse_in_backward("shadow_backward_begin()");
   const Change change(context().monitor);
-  // What the others have cleared must not count here either, nor what they divide among themselves;
-  // what has never been reduced still has to.
+  // Gradients that the others have cleared must not count here, nor gradients that they average
+  // among themselves. But gradients that were never reduced must count.
   const bool counts = uneven_.counts_kept(event);
   for (Parameter& parameter : context().parameters) {
     if (!counts && !parameter.touched) parameter.variable.mutable_grad() = at::Tensor();
@@ -244,7 +245,7 @@ void ReducerCore::shadow_backward_begin(const JoinEvent& event) {
   backward_ = std::make_unique<Backward>(state_, std::move(pass));
   Plan* plan = state_.book.current();
   if (plan == nullptr) return;
-  for (PlannedBucket& entry : plan->entries) entry.pending = 0;  // nothing here is waited for
+  for (PlannedBucket& entry : plan->entries) entry.pending = 0;  // no gradient is waited for
   if (!event.end_follows) backward_->launch_ready({});
 }
 
@@ -258,14 +259,15 @@ void ReducerCore::end_by_hand() {
   session->end();
 }
 
-// --- what autograd calls ---
+// --- called by autograd ---
 
 void ReducerCore::own_parameters() {
   const Change change(context().monitor);
   if (!in_backward(context().phase)) context().parameters.own_all();
 }
 
-/// Gradients that were cleared in the middle of an accumulation: their samples do not count.
+/// Resets weights if gradients were cleared during an accumulation, because their samples no longer
+/// count.
 void ReducerCore::forget_cleared_weights() {
   if (!state_.reporter.weight.accumulates()) return;
   bool touched = false, kept = false;
@@ -276,7 +278,8 @@ void ReducerCore::forget_cleared_weights() {
   if (touched && !kept) state_.reporter.weight.reset();
 }
 
-/// Samples that reach a discriminator which is frozen are no batch of it.
+/// Whether this reducer trains a parameter. Samples that reach a frozen discriminator are not one
+/// of its batches.
 bool ReducerCore::trains_any() const {
   for (size_t i = 0; i < context().parameters.size(); ++i) {
     if (context().parameters.trains(i)) return true;
@@ -294,12 +297,12 @@ void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
     uneven_.announce_local_backward();
     return;
   }
-  // All may be taken by another reducer: see Note [One parameter, one reducer]. A rank on which all
-  // are frozen takes part: others may have gradients, or hear that they have not frozen alike.
+  // Another reducer may own all parameters: see Note [One parameter, one reducer]. A rank with only
+  // frozen parameters takes part: others may have gradients, or must see that the ranks differ.
   if (context().parameters.ever_trainable() && context().parameters.owns_any()) {
     begin_backward(session);
   } else {
-    state_.reporter.wants_skip = false;  // not of a later backward
+    state_.reporter.wants_skip = false;  // must not apply to a later backward
     uneven_.announce_local_backward();
   }
 }
@@ -330,11 +333,12 @@ void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session
   if (backward_->launched_all()) session_->turn_over(this);
 }
 
-/// Before a backward: completes the last one, and notes which parameters nobody has waited for.
+/// Before a backward: completes the last one, and records the parameters that forward did not wait
+/// for.
 void ReducerCore::overtake_deferred() {
   const std::vector<int64_t> overtaken = state_.in_flight();
   complete_deferred();
-  // A second backward of the same forward has used nothing since.
+  // Without a forward since then, no parameter was used before its update.
   if (!std::exchange(forward_since_, false)) return;
   for (const int64_t i : overtaken) overtaken_[i] = 1;
 }
@@ -345,15 +349,14 @@ void ReducerCore::gradient_ready(size_t index, const at::Tensor& incoming) {
   if (!context().parameters.owns(parameter) ||
       (context().parameters.retired() && !in_backward(context().phase)))
     return;
-  if (!parameter.variable.requires_grad()) return;  // frozen since its forward
+  if (!parameter.variable.requires_grad()) return;  // frozen after its forward
   if (!in_backward(context().phase) && !begin_at_gradient(index, incoming)) return;
   context().waits_for_turn = session_ != nullptr && !session_->is_turn_of(this);
   backward_->gradient_ready(index, incoming);
   if (session_ != nullptr && backward_->launched_all()) session_->turn_over(this);
 }
 
-/// A gradient that did not come through a watched output: begins a backward, if it is to be
-/// synchronized.
+/// Begins a synchronized backward at a gradient, if backward did not reach a watched output.
 bool ReducerCore::begin_at_gradient(size_t index, const at::Tensor& incoming) {
   Parameter& parameter = context().parameters[index];
   if (!synchronizing_.load()) {
@@ -366,7 +369,7 @@ bool ReducerCore::begin_at_gradient(size_t index, const at::Tensor& incoming) {
     return false;
   }
   begin_backward(BackwardSession::current());
-  // This gradient is there already; if it is the one that came in, this backward has made it.
+  // This gradient is already accumulated. If it is the incoming one, this backward has made it.
   const at::Tensor& grad = parameter.variable.grad();
   if (grad.defined() && incoming.defined() && has_memory(grad) && has_memory(incoming) &&
       incoming.storage().is_alias_of(grad.storage())) {
@@ -375,10 +378,10 @@ bool ReducerCore::begin_at_gradient(size_t index, const at::Tensor& incoming) {
   return true;
 }
 
-// --- a backward ends ---
+// --- the end of a backward ---
 
-/// Runs a part of the end of a backward; if it throws, the other ranks are told as far as they can
-/// be, and it is over.
+/// Runs a part of the end of a backward. If it throws, notifies the other ranks if possible, and
+/// ends the backward.
 void ReducerCore::or_fail(const std::function<void()>& body) {
   const auto end = [this] {
     session_ = nullptr;
@@ -406,7 +409,7 @@ void ReducerCore::or_fail(const std::function<void()>& body) {
 
 void ReducerCore::send_gradients(const BackwardSession* session) noexcept {
   const Change change(context().monitor);
-  // Where the end is announced first, ranks without data do what this one does by reducer.
+  // If the end is announced first, ranks without data follow this rank reducer by reducer.
   if (session_ != session || context().owes_end) return;
   try {
     backward_->send_gradients();
@@ -462,7 +465,7 @@ void ReducerCore::abandon(const BackwardSession* session) noexcept {
   try {
     uneven_.announce_end();
   } catch (const RankMismatch&) {
-    // Others are elsewhere in this backward: they have seen that, too, and raise as well.
+    // The others are in another part of this backward. They see that as well, and also throw.
   } catch (...) {
     context().fail();
   }

@@ -25,7 +25,7 @@ at::Tensor allocate(const GroupPtr& group, StatisticsCounter& statistics, int64_
       if (backend->supportsTensorAlloc(device.index())) {
         at::Tensor buffer = backend->allocateTensor(static_cast<long>(numel), options);
         statistics.add(&ReducerStatistics::buffers_registered);
-        // That of a HostBackend is zeroed: to write there takes memory.
+        // Memory of a HostBackend is already zeroed, and a write would allocate its pages.
         return device.is_cpu() ? buffer : buffer.zero_();
       }
       reason = backend->getBackendName() + " has no memory of its own here";

@@ -45,11 +45,11 @@ bool ReplicaCheck::compares() const {
   return options.replica_check_every || (by_default && context_.reads_reports());
 }
 
-/// @param at_others  not what they were last time, either.
+/// @param at_others  list the other tensors again, not only the first time.
 void ReplicaCheck::look(bool at_others) {
   if (!at_others && !state_.empty()) return;
   state_.clear();
-  // What is frozen a rank may write by itself, as a memory bank or an average.
+  // A rank may write frozen parameters by itself, for example a memory bank or a moving average.
   for (const NamedTensor& one : context_.parameters.named()) {
     if (one.tensor.requires_grad()) state_.push_back(one);
   }
@@ -66,11 +66,12 @@ void ReplicaCheck::look(bool at_others) {
 
 int64_t ReplicaCheck::digest(const StepFacts& facts) {
   if (!compares()) return 0;
-  // As an optimizer does that looks at the gradient elsewhere, and goes back: on purpose other.
+  // This difference may be intended: some optimizers move parameters to evaluate a gradient
+  // elsewhere, and move them back.
   if (facts.updated_locally && !context_.options.replica_check_every) return 0;
   const int64_t part = context_.backward_number % parts();
-  // Others may be other tensors by now. They come last, so they lie in the last parts, unless
-  // there is one part; a list that has become longer or shorter is found in the next round.
+  // The other tensors may have changed since. They come last, so they are in the last parts, unless
+  // there is only one part. A list with another length is detected in the next round.
   int64_t before = 0, total = 0;
   for (size_t i = 0; i < state_.size(); ++i) {
     const int64_t bytes = bytes_of_state(state_[i].tensor);
@@ -81,7 +82,7 @@ int64_t ReplicaCheck::digest(const StepFacts& facts) {
                        static_cast<double>(before) * static_cast<double>(parts());
   look(/*at_others=*/part == 0 || reaches);
   ++compared_;
-  if (++since_told_ > 2 * parts()) told_ = 0;  // it was mended
+  if (++since_told_ > 2 * parts()) told_ = 0;  // it was fixed
   return digest_of_part(state_, part, parts());
 }
 
@@ -106,8 +107,8 @@ std::string ReplicaCheck::locate() {
   since_told_ = 0;
   if (!raises && (told_ & (told_ - 1)) != 0) return {};
   look(/*at_others=*/true);
-  // They may hold other things: then what may differ does not count from here on, and if that does
-  // not help, parameters alone do.
+  // The lists of tensors may differ between ranks. Then tensors that may differ are excluded from
+  // now on. If the lists still differ, only parameters are compared.
   for (int i = 0; i < 2 && !same_lists(); ++i) {
     if (with_buffers_) {
       with_buffers_ = false;

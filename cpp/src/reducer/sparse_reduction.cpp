@@ -25,7 +25,7 @@ at::Tensor padded(const at::Tensor& tensor, int64_t rows) {
   return result;
 }
 
-/// By rank. A complex tensor comes back as pairs of real numbers.
+/// The tensors of all ranks, by rank. Complex tensors are returned as pairs of real numbers.
 std::vector<at::Tensor> all_gather(at::Tensor mine, c10d::ProcessGroup& group) {
   if (mine.is_complex()) mine = at::view_as_real(mine);
   std::vector<int64_t> shape = mine.sizes().vec();
@@ -38,9 +38,9 @@ std::vector<at::Tensor> all_gather(at::Tensor mine, c10d::ProcessGroup& group) {
   return all.unbind(0);
 }
 
-/// The sum over ranks of sparse COO tensors of one shape, coalesced, by all-gathers: of the number
-/// of entries and of the entries, padded to the largest number. Works on every backend that gathers
-/// dense tensors. Blocks the host until the numbers of entries are known.
+/// The coalesced sum over ranks of sparse COO tensors of one shape. Uses one all-gather of the
+/// numbers of entries, and others of the entries, padded to the largest number. Works on every
+/// backend that gathers dense tensors. Blocks the host until the numbers of entries are known.
 at::Tensor sparse_all_reduce(const at::Tensor& tensor, const GroupPtr& group) {
   const at::Tensor mine = tensor.coalesce();
   const at::Device device = control_device(group, mine.device());
@@ -61,14 +61,15 @@ at::Tensor sparse_all_reduce(const at::Tensor& tensor, const GroupPtr& group) {
     const at::Tensor received = complex ? at::view_as_complex(values[rank]) : values[rank];
     all_values.push_back(received.narrow(0, 0, entries[rank]));
   }
-  const DefaultFloatingPointMode mode;  // every rank sums for itself
+  const DefaultFloatingPointMode mode;  // every rank sums by itself
   return at::sparse_coo_tensor(at::cat(all_indices).t(), at::cat(all_values), mine.sizes(),
                                mine.options())
       .coalesce();
 }
 
-/// The size of a sparse gradient is not known before every rank has told its own, which the host
-/// waits for: so all is exchanged in wait(), when the other buckets are on their way.
+/// The reduction of a sparse gradient. Its size is only known when every rank has sent its number
+/// of entries, and the host waits for that. So everything is exchanged in wait(), after the other
+/// buckets were launched.
 class SparseReduction final : public Reduction {
  public:
   explicit SparseReduction(GroupPtr group) : group_(std::move(group)) {}

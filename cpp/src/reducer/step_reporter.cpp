@@ -28,15 +28,15 @@ StepReport StepReporter::report(ReasonToLeave left) const {
   report.left = left;
   report.without_data = without_data;
   if (context_.options.weighted && !without_data) report.weight = weight.value();
-  // Where nobody reads it, the row is the same in most steps.
+  // If the row is not read, it stays the same in most steps.
   if (!context_.reads_reports() && !context_.members.alone()) return report;
   report.backward = context_.backward_number;
   report.facts = tracker.facts();
   report.times = timer.times();
   report.skips = wants_skip;
   report.compared = context_.options.check_steps.value_or(true) && !context_.joining;
-  // Ranks that began with other parameters, or whose hook averages over some ranks only, may move
-  // them differently.
+  // If ranks began with different parameters, or a hook averages over some ranks only, parameters
+  // may move by different distances.
   if (!context_.options.init_sync || context_.hook) report.facts.moved = 0;
   return report;
 }
@@ -55,7 +55,8 @@ void StepReporter::write(const StepReport& report, const std::vector<uint8_t>& u
 }
 
 void StepReporter::send(const StepReport& report, const std::vector<uint8_t>& used, Plan* behind) {
-  // The same words on every rank up to the number: one that has left the plan is in it as well.
+  // The name must be the same on every rank, except for the number. A rank that has left the plan
+  // also uses it.
   const std::string what =
       "exchange of reports, of backward number " + std::to_string(context_.backward_number);
   if (behind == nullptr || behind->entries.empty())
@@ -112,9 +113,8 @@ std::string StepReporter::compare(const StepTable& table) {
     case StepTable::Difference::kUnknown:
       break;
   }
-  // Ranks may differ in who updates what for good reason, in every step; and all parameters are
-  // much to read.
-  // With an OverlappedOptimizer this rank may have updated them since the backward began.
+  // Ranks may update different parameters on purpose in every step, and reading all parameters is
+  // slow. With an OverlappedOptimizer this rank may have updated them since the backward began.
   if (context_.defers) return {};
   ++differences_;
   const bool asked = (differences_ & (differences_ - 1)) == 0;
@@ -130,7 +130,7 @@ std::string StepReporter::out_of_step() const {
              : std::string();
 }
 
-/// Of those that are trainable. Collective; blocks the host.
+/// Whether the trainable parameters differ between ranks. Collective; blocks the host.
 bool StepReporter::parameters_differ(const std::vector<bool>& trainable) const {
   Fingerprint fingerprint;
   for (size_t i = 0; i < trainable.size(); ++i) {

@@ -15,7 +15,7 @@ namespace apex::parallel::detail {
 
 namespace {
 
-/// What a rank announces, as numbers: whether it has data first.
+/// Encodes the announcement of a rank as numbers. The first one is whether the rank has data.
 std::vector<int64_t> encode(const JoinEvent* mine) {
   if (mine == nullptr) return std::vector<int64_t>(5);
   return {1, mine->kind, mine->argument, mine->gradients_kept, mine->end_follows};
@@ -43,7 +43,7 @@ JoinEvent UnevenInputs::announce(const JoinEvent& event) {
   try {
     return context_.monitor.open([&] { return exchange(&event); });
   } catch (...) {
-    context_.owes_end = false;  // it was an error on every rank, and nobody waits for it
+    context_.owes_end = false;  // an error on every rank, so no rank waits for it
     throw;
   }
 }
@@ -64,8 +64,8 @@ void UnevenInputs::announce_end() {
 
 JoinEvent UnevenInputs::exchange(const JoinEvent* mine) {
   announces_ends_ = announces_ends_ || (mine != nullptr && mine->kind == JoinEvent::kCustom);
-  // Gathered, not summed: a rank that does not join is in the all-reduce of a bucket. Gloo would
-  // take a sum for it, and end the process because its size is another.
+  // An all-gather, not an all-reduce: a rank that does not join is in the all-reduce of a bucket.
+  // Gloo would match the two all-reduces and end the process because their sizes differ.
   const std::vector<int64_t> said = encode(mine);
   const auto fields = static_cast<int64_t>(said.size());
   const at::Tensor all =

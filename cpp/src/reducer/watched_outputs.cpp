@@ -7,7 +7,7 @@ namespace apex::parallel::detail {
 
 void WatchedOutputs::add(const std::shared_ptr<const WatchedOutput>& output) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  // Whoever holds many outputs does not have them looked through in every forward.
+  // If the user holds many outputs, they are not scanned in every forward.
   if (outputs_.size() >= most_) {
     outputs_.erase(std::remove_if(outputs_.begin(), outputs_.end(),
                                   [](const auto& held) { return held.expired(); }),
