@@ -11,8 +11,8 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-/// A cast whose backward also takes sparse gradients. torch's own node for `to` would convert them
-/// to dense gradients, which it cannot.
+/// A cast whose backward also takes sparse gradients. torch's own node for `to` tries to make them
+/// dense, and throws.
 class Cast : public torch::autograd::Function<Cast> {
  public:
   static constexpr bool is_traceable = true;

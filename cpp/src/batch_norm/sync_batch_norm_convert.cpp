@@ -202,7 +202,8 @@ torch::nn::Sequential rebuild(const torch::nn::Sequential& model, const Replacem
   return result;
 }
 
-/// Throws if `module` is of a user's class derived from `Known`, which the replacement would lose.
+/// Throws if a user has derived the class of `module` from `Known`. A replacement would lose the
+/// behaviour of that class.
 template <typename... Known>
 void refuse_derived(const torch::nn::Module& module, const std::string& path) {
   const std::type_info& type = typeid(module);

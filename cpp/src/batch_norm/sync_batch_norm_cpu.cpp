@@ -392,8 +392,8 @@ class BackwardOf {
     });
   }
 
-  /// Converts the sums of a channel to its exact mean, stores the gradients of its weight and bias,
-  /// and returns the sums.
+  /// Corrects the sums of a channel for the rounding of its mean, stores the gradients of its
+  /// weight and bias, and returns the sums.
   kernels::ReduceResult finish(int64_t c, kernels::ReduceResult sums) const {
     // The kernels subtract only `high`, the rounded mean; the rest of the mean is subtracted here.
     sums.sum_dy_xmu -=

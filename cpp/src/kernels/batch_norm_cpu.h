@@ -41,11 +41,11 @@ struct ReduceResult {
 // 2^-53 for float64) over chunks of bounded size. Sums across lanes and chunks are float64. A lane
 // adds at most k terms of a chunk of n values. So (Higham, Accuracy and Stability of Numerical
 // Algorithms, section 4.2) the error of sum(d^2) is at most (k+3) u sum(d^2). The error of sum(d)
-// is at most (k+1) u sum|d|, and enters the correction sum(d)^2 / n. Together that is at most 3
-// (k+3) u sum(d^2). And sum(d^2) = m2 + n (mean - s)^2. Here s is the mean of the chunk, or a value
-// for which the code has checked that the second term is at most the first, or, once at least n
-// values have been merged, their mean. By Chan's identity the total of these sums is at most twice
-// the total m2. So
+// is at most (k+1) u sum|d|, and enters the correction sum(d)^2 / n. Both together are at most
+//   3 (k+3) u sum(d^2), where sum(d^2) = m2 + n (mean - s)^2.
+// The shift s is one of three values: the mean of the chunk, a value for which the code has checked
+// that the second term is at most the first, or the mean of earlier values, if these are at least
+// n. By Chan's identity the total of these sums is at most twice the total m2. So
 //   |error of m2| <= 6 (k+3) u m2,
 //   |error of the mean| <= the same factor times the standard deviation,
 // as long as k u |mean| is small compared to the standard deviation. After c merges in float64 the

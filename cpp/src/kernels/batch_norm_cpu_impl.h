@@ -53,9 +53,9 @@ inline void for_each_pack_of_plane(int64_t n, const Full& full, const Short& sho
 
 // Note [The end of a plane]
 // If the length of a plane is not a multiple of the pack width, the last pack is aligned to the end
-// of the plane and overlaps the pack before it. Writing the same results twice is harmless. Sums
-// multiply the lanes that were already counted by zero. A plane shorter than a pack is loaded and
-// stored in part.
+// of the plane and overlaps the pack before it. Writing the same results twice is harmless. In sums,
+// the lanes that were already counted get the factor zero. A plane shorter than a pack is loaded
+// and stored in part.
 
 // ---- planes: [N, C, S], one channel ------------------------------------------------------------
 
@@ -63,8 +63,8 @@ inline void for_each_pack_of_plane(int64_t n, const Full& full, const Short& sho
 // channel's next plane is not adjacent. So it needs a software prefetch.
 constexpr int64_t kShortPlaneBytes = 4096;
 
-/// Prefetches the pack `elements` after `p`. The address may be outside of the data. A pointer may
-/// not, so this computes with integers.
+/// Prefetches the pack `elements` after `p`. The address may be outside of the data. It is computed
+/// with integers, because pointer arithmetic outside of an array is undefined.
 template <typename T>
 inline void prefetch(const T* p, int64_t elements) {
 #if defined(__GNUC__)

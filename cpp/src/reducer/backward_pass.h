@@ -31,7 +31,7 @@ struct BackwardPass {
   std::vector<uint8_t> used;         ///< by parameter: this rank has a gradient
   std::vector<uint8_t> kept;         ///< by parameter: .grad was defined when this backward began
   std::vector<uint8_t> overtaken;    ///< by parameter: forward used it before its update
-  std::vector<uint8_t> used_by_any;  ///< by parameter, at the end, if it was read
+  std::vector<uint8_t> used_by_any;  ///< by parameter: a rank has a gradient; set at the end
   int64_t clock = 0;                 ///< gradients so far
   bool recorded = false;             ///< it had no plan when it began
   bool skipped = false;              ///< a rank has skipped this step: see Note [Skipped steps]

@@ -46,8 +46,8 @@ class BatchWeight {
   void reset();
 
  private:
-  std::optional<double> number_;  ///< the current weight, or
-  at::Tensor tensor_;             ///< the current weight on a device
+  std::optional<double> number_;  ///< the current weight, if it is known on the host
+  at::Tensor tensor_;             ///< the current weight, if it is on a device
   bool entered_ = false;
   bool counted_ = false;  ///< since the last reset()
   bool missing_ = false;

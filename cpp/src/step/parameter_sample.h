@@ -42,8 +42,8 @@ class ParameterSample {
   /// changed since is ignored.
   Change take();
 
-  /// A fingerprint of the values at that time; 0 if there are none. It is the same on ranks with
-  /// the same parameters.
+  /// A fingerprint of the values at the last watch() or take(); 0 if there are none. It is the same
+  /// on ranks with the same parameters.
   int64_t fingerprint() const;
 
  private:

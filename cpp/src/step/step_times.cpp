@@ -94,7 +94,8 @@ double at_share(std::vector<double> values, double share) {
   return values[below] + (values[above] - values[below]) * (place - static_cast<double>(below));
 }
 
-/// Finds the pair of gradients with the most time in longest gaps, and the length of that gap.
+/// Finds the pair of gradients between which the longest gaps take the most time over all steps,
+/// and the median length of these gaps.
 void find_gap(RankTimes& times, const std::vector<StepTimes>& steps) {
   std::map<std::pair<int32_t, int32_t>, std::vector<double>> gaps;
   for (const StepTimes& step : steps)
