@@ -68,7 +68,8 @@ int64_t ReplicaCheck::digest(const StepFacts& facts) {
   if (!compares()) return 0;
   // As an optimizer does that looks at the gradient elsewhere, and goes back: on purpose other.
   if (facts.updated_locally && !context_.options.replica_check_every) return 0;
-  const int64_t part = context_.backward_number % parts();
+  all_compared_ = all_next_;
+  const int64_t part = all_next_ ? 0 : context_.backward_number % parts();
   // Others may be other tensors by now. They come last, so they lie in the last parts, unless
   // there is one part; a list that has become longer or shorter is found in the next round.
   int64_t before = 0, total = 0;
@@ -82,7 +83,11 @@ int64_t ReplicaCheck::digest(const StepFacts& facts) {
   look(/*at_others=*/part == 0 || reaches);
   ++compared_;
   if (++since_told_ > 2 * parts()) told_ = 0;  // it was mended
-  return digest_of_part(state_, part, parts());
+  return digest_of_part(state_, part, all_next_ ? 1 : parts());
+}
+
+void ReplicaCheck::received() {
+  if (std::exchange(all_compared_, false)) all_next_ = false;
 }
 
 /// Whether all ranks have tensors of the same names and sizes. Collective.

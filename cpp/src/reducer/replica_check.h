@@ -30,6 +30,9 @@ namespace apex::parallel::detail {
 // master weights, and others that often are, as buffers of SyncBatchNorm. What differs in the first
 // round is none of these. Frozen parameters are not compared.
 //
+// A rank that has loaded state sends a digest of all of it once, in place of a part. If the others
+// have not, their digests differ from that in any case, and those of all tensors decide.
+//
 // A digest cannot tell of what differs on purpose. Nothing is compared by default where ranks need
 // not begin or step alike (init_sync false, a communication hook, check_steps false), nor in a step
 // whose parameters were updated after a backward of this rank alone; and never under join() and
@@ -44,8 +47,12 @@ class ReplicaCheck {
   std::function<std::vector<Replica>()> others;
   std::function<void()> taken_over;  ///< after resync(), where it is set
 
+  /// Compares all of the state in the next backward, as after loading it.
+  void compare_all_next() { all_next_ = true; }
   /// Of the part of this backward, when this rank has computed its gradients; 0: none is compared.
   int64_t digest(const StepFacts& facts);
+  /// The digests of all ranks have been received, and count.
+  void received();
   /// Digests differ: which ranks, and where. Empty: what differs may, or was told of. Collective;
   /// blocks the host.
   std::string locate();
@@ -71,6 +78,8 @@ class ReplicaCheck {
   int64_t compared_ = 0;           ///< parts
   int64_t told_ = 0;               ///< differences
   int64_t since_told_ = 0;         ///< parts that were compared since the last one
+  bool all_next_ = false;          ///< see compare_all_next()
+  bool all_compared_ = false;      ///< the last digest is of all parts
   bool with_buffers_ = true;       ///< what may differ is looked at
   int like_ = 0;                   ///< the rank that the others take over from
   std::vector<at::Tensor> apart_;  ///< what they take over

@@ -306,6 +306,11 @@ class APEX_API Reducer {
   /// called after OnDivergence::kResync. Not during backward.
   void set_replicas(std::function<std::vector<Replica>()> replicas,
                     std::function<void()> taken_over = {});
+  /// Compares all of the state in the next synchronized backward instead of a part, as after
+  /// loading a checkpoint. Every rank may call it, or only some; what is compared then is the same.
+  /// Has no effect where replicas are not compared: see ReducerOptions::replica_check_every. Does
+  /// not block.
+  void check_replicas_next();
 
   /// For an optimizer that is about to step these parameters: a step inside of backward, in a
   /// gradient's hook, would use this rank's gradient instead of the average. May be left out.
