@@ -41,9 +41,9 @@ enum class OnDivergence {
   kRaise,   ///< backward throws RankMismatch on every rank
   kWarn,    ///< a notice (on_notice()); a difference that stays is reported the 1st, 2nd, 4th, ...
             ///< time
-  kResync,  ///< a notice; every rank takes the state that most ranks hold (the first, on a tie) and
-            ///< skips the step; kRaise if ranks differ for the fourth time without a clean round in
-            ///< between
+  kResync,  ///< a notice; every rank takes the state that most ranks hold (on a tie, the lowest
+            ///< rank's) and skips the step; kRaise if ranks differ for the fourth time without a
+            ///< clean round in between
 };
 
 /// Something that should be equal on all ranks; see Reducer::set_replicas().
