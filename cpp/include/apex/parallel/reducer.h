@@ -330,8 +330,8 @@ class APEX_API Reducer {
   /// bump tensor versions. `optimizer` is any number that identifies the optimizer. LARC,
   /// OverlappedOptimizer and amp::LossScaler report their steps themselves; for parameters on the
   /// CPU, steps of other optimizers are detected from how far the parameters have moved. `all`
-  /// means that the caller reports the steps of all optimizers, so that movement need not be
-  /// compared between ranks. Thread safe; does not block.
+  /// means that the caller reports the steps of all optimizers, so that none has to be inferred
+  /// from the parameters. Thread safe; does not block.
   static void optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer,
                                 bool all = true);
 
@@ -466,10 +466,11 @@ class APEX_API Reducer {
   ReducerStatistics statistics() const;
 
   /// With `on`, records the times of each synchronized backward from the next one on, for
-  /// overlap_report(). Costs a clock read per gradient and a few per bucket. On other devices than
-  /// the CPU it records timed events instead, and a stream of torch's pool waits for each bucket;
-  /// neither the host nor the stream of backward waits. Inactive while a device graph is captured.
-  /// `false` discards the last report and costs one branch. Waits for a deferred backward.
+  /// overlap_report(). Costs a clock read per gradient and a few per bucket. On devices other than
+  /// the CPU it also records a timed event each time, and a stream of torch's pool waits for each
+  /// bucket; neither the host nor the stream of backward waits. Inactive while a device graph is
+  /// captured. `false` discards the last report and leaves a cost of one branch. Waits for a
+  /// deferred backward.
   /// @throws Error while a backward is running, and what wait() throws.
   void record_overlap(bool on);
 
