@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The CUDA kernels of batch norm, every block and thread of them, on the host: a step of several
-// ranks against float64, whatever the sizes, types, layouts, alignments and orders of threads.
+// Every block and thread of the batch-norm CUDA kernels on the host: a step of several ranks
+// against float64, for all sizes, types, layouts, alignments and orders of threads.
 //
 // Inputs are new in every run; a failure prints the seed, and APEX_TEST_SEED repeats it. Every
-// array ends where memory that cannot be touched begins.
+// array ends at inaccessible memory.
 
 #include "kernels/batch_norm_cuda.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The CPU kernels of every instruction set that this machine has, against a wider type.
+// The CPU kernels of every instruction set of this host, compared with a wider type.
 //
 // Inputs are new in every run; a failure prints the seed, and APEX_TEST_SEED repeats it.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Walks every block and thread of the CUDA kernels' plans on the host: each element is visited
-// exactly once, whatever the sizes and alignments.
+// exactly once, for all sizes and alignments.
 
 #include "kernels/batch_norm_index.h"
 

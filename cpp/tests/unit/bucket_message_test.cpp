@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Oracles: gradients in float64, computed apart from the message; the very bits, or the address,
-// where a gradient has to stay as it is. Ranks are messages whose tensors the test adds up.
+// Oracles: float64 gradients computed without the message; the same bits, or the same address,
+// where a gradient must not change. Ranks are messages whose tensors the test adds up.
 
 #include "reducer/bucket_message.h"
 

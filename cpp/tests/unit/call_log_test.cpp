@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Ranks as logs.
+// Ranks are represented by their logs.
 
 #include "watch/call_log.h"
 

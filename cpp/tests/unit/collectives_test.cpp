@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Oracle: what the test lets each rank do. Ranks share a store, or are threads over a backend of
-// the tests. Works end when the test ends them: by what is called during a wait, so that none of
-// them waits for a clock.
+// Oracle: what the test makes each rank do. Ranks share a store, or are threads over the tests'
+// backend. Works complete when the test says so, in calls during a wait, so no test depends on
+// time.
 
 #include "comm/collectives.h"
 

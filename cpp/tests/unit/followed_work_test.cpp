@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A backend that behaves like NCCL: the host does not wait, and abort() makes its stream go on.
+// Uses a backend that behaves like NCCL: the host does not wait, and abort() lets its stream
+// continue.
 
 #include "watch/followed_work.h"
 

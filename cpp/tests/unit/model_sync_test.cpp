@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Ranks are threads. Oracles: the root's bytes, as copied before; sums in float64; the first thing
-// that the test has made different.
+// Ranks are threads. Oracles: a copy of the root's bytes; float64 sums; the first difference that
+// the test has made.
 
 #include <apex/parallel/model_sync.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Oracle: the source in float64 times the scale; the very bits where nothing is converted.
+// Oracle: the float64 source times the scale, and identical bits without a conversion.
 
 #include "reducer/multi_tensor.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The oracle is a table: what each rank has reported, and what follows for another.
+// Oracle: a table of the ranks' reports and the resulting decision of another rank.
 
 #include "watch/rank_status.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Ranks are threads that share a store. The oracle is what the test itself lets each of them do.
+// Ranks are threads that share a store. Oracle: what the test makes each of them do.
 
 #include "watch/watcher.h"
 

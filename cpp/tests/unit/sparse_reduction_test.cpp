@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Ranks are threads. Oracle: the dense sum in float64 of what each rank puts in.
+// Ranks are threads. Oracle: the dense float64 sum of the ranks' inputs.
 
 #include <memory>
 #include <string>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Verdicts by a table; and ranks as threads that share a store, of which the test lets some wait.
+// Table tests of verdicts, and ranks as threads that share a store, some of which wait.
 
 #include "watch/stall.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The C++ door: functional calls, module and conversion, with ranks as threads.
+// The C++ interface: functional calls, module and conversion, with ranks as threads.
 
 #include <apex/error.h>
 #include <apex/parallel/sync_batch_norm.h>

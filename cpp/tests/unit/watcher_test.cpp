@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Ranks share a store. What happens on the store's thread is awaited, up to a minute.
+// Ranks share a store. Tests wait up to a minute for results of the store's thread.
 
 #include "watch/watcher.h"
 

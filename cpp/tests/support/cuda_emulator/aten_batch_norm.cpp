@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// ATen's operators of synchronized batch norm, which it has for CUDA only, on the CPU, and so on
-// the fake device: with the shapes, types and special cases of CUDA's.
+// ATen's operators of synchronized batch norm, which ATen has only for CUDA, for the CPU and thus
+// for the fake device, with the shapes, types and special cases of the CUDA versions.
 
 #include <ATen/ATen.h>
 #include <torch/library.h>
