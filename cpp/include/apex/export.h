@@ -2,7 +2,7 @@
 #pragma once
 
 #ifdef __cplusplus
-#include <cstddef>  // tells which standard library this is
+#include <cstddef>  // defines the macros of the standard library
 #endif
 
 /// Symbol visibility. The library is built with hidden visibility; APEX_API marks public symbols.

@@ -58,7 +58,7 @@ class HierarchyWork final : public SlicedWork {
   bool isCompleted() override;
   bool isSuccess() const override;
   /// @throws Error if a peer of this host has exited or reported a failure; the network's error if
-  ///         that fails or the timeout has passed. As in Gloo, the timeout starts anew with each
+  ///         that fails or the timeout has passed. As in Gloo, the timeout restarts with each
   ///         stage.
   bool wait_for(std::chrono::milliseconds slice) override;
 

@@ -241,7 +241,7 @@ void remember_processes(const c10d::ProcessGroup& group) noexcept try {
   if (!one || one->processes_read.exchange(true)) return;
   read_processes(one).wait_until(Clock::now() + one->patience);
 } catch (...) {
-  // As above.
+  // A collective that fails reports the problem with the store.
 }
 
 std::shared_future<void> read_processes(const WatchedGroupPtr& group) {

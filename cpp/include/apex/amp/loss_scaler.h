@@ -116,7 +116,7 @@ class APEX_API LossScaler {
   /// @throws CommunicationError if the all-reduce fails; InvalidArgument for a null group.
   void synchronize(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-  /// Whether found_inf() is set. Blocks the host until the gradients have been looked at.
+  /// Whether found_inf() is set. Blocks the host until the gradients have been checked.
   bool overflowed() const;
 
   /// Clears found_inf().

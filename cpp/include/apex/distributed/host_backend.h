@@ -37,7 +37,7 @@ namespace apex::distributed {
 /// @param global_ranks  the job's rank of each rank of the group, for errors; empty: they are
 ///                      equal.
 /// @throws apex::InvalidArgument if `group` has no store, or `timeout` is not positive.
-/// @throws apex::CommunicationError if a rank does not come within the timeout.
+/// @throws apex::CommunicationError if a rank does not connect within the timeout.
 APEX_API void add_host_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                std::chrono::milliseconds timeout, const std::string& name = "",
                                const std::vector<uint64_t>& global_ranks = {});
