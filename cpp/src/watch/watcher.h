@@ -29,8 +29,7 @@ namespace apex::parallel {
 // - A rank that waits in a collective of that group for longer than usual polls the store, sees the
 //   failure, and gives up as well, instead of waiting for ranks that will not join.
 // - Every rank knows the processes of the ranks on its own host, and checks whether they have
-// exited
-//   or are stopped. This proof is passed on to ranks on other hosts, and ends the wait.
+//   exited or are stopped. This proof is passed on to ranks on other hosts, and ends the wait.
 // - Without proof, the error names the ranks that have not reported when patience ends: they are
 //   stopped, cut off, or in another part of the program.
 //

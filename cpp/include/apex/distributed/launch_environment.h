@@ -40,8 +40,7 @@ struct LaunchRanks {
 /// PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS (MPICH, Intel MPI); else SLURM_PROCID,
 /// SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID (srun). nullopt if none of them is set.
 ///
-/// @throws apex::InvalidArgument when a launcher's rank is set without its size, when a value is
-/// not
+/// @throws apex::InvalidArgument when a launcher's rank is set without its size, when a value is not
 ///   a number, or when the rank is not below the size.
 APEX_API std::optional<LaunchRanks> read_launch_ranks(
     const EnvironmentLookup& lookup = process_environment);
@@ -59,8 +58,7 @@ struct MasterAddress {
 /// 29500, torch's default.
 ///
 /// @throws apex::InvalidArgument when the address is unknown (the message names the variable to
-/// set),
-///   or when the port is not a number from 1 to 65535.
+///   set), or when the port is not a number from 1 to 65535.
 APEX_API MasterAddress read_master_address(const std::optional<LaunchRanks>& ranks,
                                            const EnvironmentLookup& lookup = process_environment);
 
