@@ -20,7 +20,7 @@ class SilentBackend : public c10d::Backend {
  public:
   using Backend::Backend;
   const std::string getBackendName() const override { return "silent"; }
-  /// Short, but long enough to matter: ranks wait for an eighth of it, and for half a second.
+  /// The shortest useful timeout: an eighth of it is half a second, the minimum patience.
   std::chrono::milliseconds timeout() const { return std::chrono::seconds(4); }
   /// Global rank of each rank, as Gloo reports for a subgroup.
   std::vector<uint64_t> global_ranks;

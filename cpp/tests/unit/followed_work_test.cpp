@@ -258,7 +258,7 @@ TEST_F(FollowedWork, QueueIsFinishedOneByOneAfterAnotherProcessEnded_NothingIsAb
 
 // The GPU is busy all the time, and the latest launch never completes.
 TEST_F(FollowedWork, HostIsAlwaysAhead_NothingIsAborted) {
-  child_.become_zombie();  // the process would count as ended
+  child_.become_zombie();  // otherwise a reason to abort
   const auto until = std::chrono::steady_clock::now() + timing::kUnfinished + 2 * timing::kAlone;
   while (std::chrono::steady_clock::now() < until) {
     launch();

@@ -69,7 +69,7 @@ class FakeDeviceReducer : public ::testing::TestWithParam<Setting> {
     EXPECT_EQ(fake::detector().errors(), Strings{});
   }
 
-  /// The detector's first error contains `part`.
+  /// Expects the detector's first error to contain `part`.
   void expect_error(const std::string& part) {
     expects_errors_ = true;
     const Strings errors = fake::detector().errors();

@@ -40,8 +40,8 @@ struct LaunchRanks {
 /// PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS (MPICH, Intel MPI); else SLURM_PROCID,
 /// SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID (srun). nullopt if none of them is set.
 ///
-/// @throws apex::InvalidArgument when a launcher's rank is set without its size, when a value is not
-///   a number, or when the rank is not below the size.
+/// @throws apex::InvalidArgument when a launcher's rank is set without its size, when a value is
+///   not a number, or when the rank is not below the size.
 APEX_API std::optional<LaunchRanks> read_launch_ranks(
     const EnvironmentLookup& lookup = process_environment);
 
