@@ -19,8 +19,8 @@ namespace apex::parallel {
 /// @param may_be_stuck  the end of the process waits at most one second for it.
 void end_elsewhere(std::function<void()> end, bool may_be_stuck) noexcept;
 
-/// Blocks until all separate groups whose last reference was dropped are destroyed; see Note [Where
-/// a group ends]. The caller must not hold the GIL.
+/// Blocks until all separate groups whose last reference was dropped are destroyed; see
+/// Note [Where a group ends]. The caller must not hold the GIL.
 APEX_API void finish_dropped_groups();
 
 }  // namespace apex::parallel

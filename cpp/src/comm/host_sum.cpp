@@ -84,8 +84,8 @@ void combine_as(int64_t numel, const std::vector<const char*>& from, const std::
   std::vector<CombinedSquares> measured;
   if (squares != nullptr) measured.assign(static_cast<size_t>(blocks), {squares->source});
   const auto part = [&](int64_t first, int64_t end) {
-    // Any rank may sum a share, and every rank sums small messages; see Note [Floating-point
-    // modes].
+    // Any rank may sum a share, and every rank sums small messages; see
+    // Note [Floating-point modes].
     const DefaultFloatingPointMode mode;
     for (int64_t block = first; block < end; ++block) {
       const int64_t begin = block * kBlock;

@@ -10,9 +10,9 @@
 namespace apex::parallel {
 
 /// Changes all of `tensor` by calls of `change(part)`, which overwrites each element of `part` by a
-/// function of that element alone. Runs on this thread in the default floating-point mode; see Note
-/// [Floating-point modes]. On devices other than the CPU it is a single call. For a sparse tensor
-/// it changes the values.
+/// function of that element alone. Runs on this thread in the default floating-point mode; see
+/// Note [Floating-point modes]. On devices other than the CPU it is a single call. For a sparse
+/// tensor it changes the values.
 ///
 ///     change_received(sum, [&](const at::Tensor& part) { scale_in_place(part, 1.0 / world_size);
 ///     });

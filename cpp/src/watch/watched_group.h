@@ -25,8 +25,8 @@
 
 namespace apex::parallel {
 
-/// Collectives in flight that the host does not wait for; see Note [Collectives that the host does
-/// not wait for].
+/// Collectives in flight that the host does not wait for; see
+/// Note [Collectives that the host does not wait for].
 struct Launched {
   struct Call {
     std::unique_ptr<distributed::StreamMark> mark;  ///< recorded after the call

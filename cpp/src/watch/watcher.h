@@ -60,9 +60,9 @@ namespace apex::parallel {
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 struct WatchedGroup;
 
-/// Records that this rank calls the collective `what` of `group`; see Note [Ranks in different
-/// collectives]. The first call publishes this rank's process through the group's store, so once
-/// that collective completes, every rank has published its process.
+/// Records that this rank calls the collective `what` of `group`; see
+/// Note [Ranks in different collectives]. The first call publishes this rank's process through the
+/// group's store, so once that collective completes, every rank has published its process.
 APEX_API void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
 /// Scope of a wait in this rank's last call of `group`. Used by one thread at a time.

@@ -14,9 +14,9 @@
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
-// Parameters that are frozen and unfrozen, in the same way on all ranks or not. See Note [One plan
-// per set]. Oracle: the float64 average over ranks. The thread backend fails if messages do not
-// match.
+// Parameters that are frozen and unfrozen, in the same way on all ranks or not. See
+// Note [One plan per set]. Oracle: the float64 average over ranks. The thread backend fails if
+// messages do not match.
 
 namespace apex::parallel {
 namespace {

@@ -16,8 +16,8 @@
 #include <support/toy_model.h>
 
 // Gradients whose memory has another reader: autograd, another parameter's .grad, the caller.
-// Oracle: the same program without a reducer in float64, averaged. See Note [Who may read a
-// gradient's memory].
+// Oracle: the same program without a reducer in float64, averaged. See
+// Note [Who may read a gradient's memory].
 
 namespace apex::parallel {
 namespace {

@@ -15,8 +15,8 @@
 #include <support/toy_model.h>
 
 // Several reducers that share a parameter. Oracle: the float64 average of the ranks' gradients,
-// reduced once by whichever reducer. No message of one reducer may match another's. See Note [One
-// parameter, one reducer].
+// reduced once by whichever reducer. No message of one reducer may match another's. See
+// Note [One parameter, one reducer].
 
 namespace apex::parallel {
 namespace {
@@ -191,8 +191,8 @@ TEST(ReducerOwner, ForwardsInAnotherOrderOnEachRank_GradientsAreAveragedOnce) {
 }
 
 /// One rank does not use a shared layer, and backward goes through one of the two reducers that
-/// share it. That reducer then owns the layer on every rank. See Note [One backward, all its
-/// reducers].
+/// share it. That reducer then owns the layer on every rank. See
+/// Note [One backward, all its reducers].
 TEST(ReducerOwner, OneRankDoesNotUseTheSharedLayer_BackwardThroughTheOther_IsAveraged) {
   run_ranks(kWorld, [](int rank, const Group& group) {
     ToyModel first = ToyModel::mlp({4, 6, 2}, 1);

@@ -16,8 +16,8 @@
 #include <support/toy_model.h>
 
 // Steps that all ranks skip together, and steps inside backward, which are refused. Oracle: the
-// float64 average over ranks; after a skipped step no rank has a gradient. See Note [Skipped
-// steps].
+// float64 average over ranks; after a skipped step no rank has a gradient. See
+// Note [Skipped steps].
 
 namespace apex::parallel {
 namespace {
