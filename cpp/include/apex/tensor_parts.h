@@ -19,9 +19,10 @@ namespace apex {
 ///                    parts.
 /// @param keep_error  called while handling an exception that such an operator has thrown. The
 ///                    exception may be rethrown later on another thread, so keep_error has to move
-///                    what it needs from thread-local state into it. Python's module sets functions
-///                    that call `__tensor_flatten__` and fetch Python's error. Thread safe; does
-///                    not block.
+///                    what it needs from thread-local state into it.
+///
+/// Python's module sets functions that call `__tensor_flatten__` and fetch Python's error. Thread
+/// safe; does not block.
 APEX_API void set_tensor_parts(
     std::function<std::vector<at::Tensor>(const at::Tensor& tensor)> parts,
     std::function<void()> keep_error = {});

@@ -49,9 +49,7 @@ std::vector<int> HostChannel::waited_for(const Operation& operation) const {
   for (const auto& before : pending_) {
     if (before->number > operation.number) break;
     if (before->begun) continue;
-    if (before->message)
-      return add_if(has_not_finished(before->number - kRing));  // waits for its
-                                                                // slot
+    if (before->message) return add_if(has_not_finished(before->number - kRing));  // for its slot
     return add_if([&](const Control& peer) { return peer.posted.load() <= before->number; });
   }
   if (operation.kind != HostKind::kSumShares) return add_if(has_not_finished(operation.number));

@@ -62,10 +62,8 @@ struct HostChannel::Message {
 /// In shared memory, at the start of each rank's first block; written by that rank.
 struct HostChannel::Control {
   alignas(kCacheLine) std::atomic<uint64_t> posted{0};    ///< number of collectives posted
-  alignas(kCacheLine) std::atomic<uint64_t> finished{0};  ///< number of collectives that this rank
-                                                          ///< has finished reading
-  std::atomic<uint64_t> handed_over[kRing / 64] = {};     ///< bit per slot: the kept part is now in
-                                                          ///< the message
+  alignas(kCacheLine) std::atomic<uint64_t> finished{0};  ///< collectives that it no longer reads
+  std::atomic<uint64_t> handed_over[kRing / 64] = {};     ///< bit per slot: its part is there
   std::atomic<End> end{End::kNone};
   char why[256] = {};  ///< error message if it has failed; written before `end`
   alignas(kCacheLine) Message ring[kRing];

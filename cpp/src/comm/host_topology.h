@@ -30,8 +30,7 @@ namespace apex::parallel {
 /// Direct links between the ranks of a backend; at most one is set.
 struct HostLinks {
   std::shared_ptr<HostChannel> channel;      ///< set if all ranks are on one host
-  std::shared_ptr<HostHierarchy> hierarchy;  ///< set if they are on several hosts, at least one
-                                             ///< with several ranks
+  std::shared_ptr<HostHierarchy> hierarchy;  ///< set if on several hosts, not one rank each
 };
 
 /// Connects the ranks of `backend`, which supports all-gather on the CPU. Both links are null if

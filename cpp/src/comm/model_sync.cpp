@@ -289,8 +289,7 @@ void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group
   for (size_t i = 0; i < chunk.size(); ++i) {
     if (!changed[i]) continue;
     const at::Tensor& target = chunk[i];
-    std::optional<c10::InferenceMode> inference;  // required to write tensors created in inference
-                                                  // mode
+    std::optional<c10::InferenceMode> inference;  // to write tensors created in it
     if (target.is_inference()) inference.emplace();
     if (has_memory(target) && parts[i].is_alias_of(target)) {
       target.unsafeGetTensorImpl()->bump_version();  // written without autograd's knowledge

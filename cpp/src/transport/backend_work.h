@@ -106,12 +106,10 @@ class BackendWork final : public SlicedWork {
   const uint64_t number_;
   const std::chrono::milliseconds timeout_ = c10d::kUnsetTimeout;
   const std::shared_ptr<BackendWorks> works_;          ///< null once this Work was dropped
-  const int exceptions_ = std::uncaught_exceptions();  ///< number of uncaught exceptions when it
-                                                       ///< was issued
+  const int exceptions_ = std::uncaught_exceptions();  ///< at the time of issue
   Parts parts_;
   Tensors outputs_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  ///< source and destination of copies
-                                                           ///< after all parts complete
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  ///< copied when all parts complete
   int divisor_ = 1;
   std::mutex settling_;  ///< taken before mutex_, which guards completed_ and exception_
   std::mutex making_;    ///< guards creation of future_

@@ -143,7 +143,6 @@ HostBackendPtr connect_backend(const c10d::ProcessGroup& parent, const std::stri
 /// The result of host_backend_of() for a group; removed some calls after the group is gone.
 struct Attachment {
   std::mutex mutex;  ///< held while the ranks meet; per group, since groups may meet concurrently
-                     ///< thread
   std::optional<HostBackendPtr> backend;
 };
 

@@ -30,8 +30,7 @@ namespace apex::parallel {
 struct Launched {
   struct Call {
     std::unique_ptr<distributed::StreamMark> mark;  ///< recorded after the call
-    int64_t number = 0;                             ///< number of the last call when the mark was
-                                                    ///< recorded
+    int64_t number = 0;                             ///< last call when the mark was recorded
     std::string what;
   };
   /// Maximum number of marks. With more calls, only every second, fourth, ... and the last are
@@ -62,22 +61,18 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   WatchedGroupPtr parent;              ///< another group over the same ranks, see watch_with()
   CallLog calls;
   std::atomic<int64_t> exchanges{0};     ///< number of batch-norm exchanges
-  std::atomic<int64_t> hooks_failed{0};  ///< number of failures on all ranks; see Note [Hooks that
-                                         ///< fail]
-  std::atomic<int> waits{0};             ///< this rank's waits that take longer than usual, and
-                                         ///< their start:
+  std::atomic<int64_t> hooks_failed{0};  ///< on all ranks; see Note [Hooks that fail]
+  std::atomic<int> waits{0};             ///< waits that take longer than usual; began at:
   std::atomic<std::chrono::steady_clock::time_point> waits_since{};
   std::atomic<bool> stalled{false};         ///< `stall` is not empty
   std::atomic<bool> told_elsewhere{false};  ///< the stall board says that this rank does not wait
   std::atomic<bool> processes_read{false};
-  std::atomic<bool> has_reports{false};  ///< about other groups; they end when this group is used
-                                         ///< again
+  std::atomic<bool> has_reports{false};  ///< about other groups, until this group is used
 
   std::mutex mutex;                                   ///< guards what follows
   RankStatus status;                                  ///< this rank's status as posted
   std::vector<std::weak_ptr<WatchedGroup>> reported;  ///< see has_reports
-  ReportKeys old_reports;                ///< see find_reports(); used in the group that owns the
-                                         ///< board
+  ReportKeys old_reports;                ///< see find_reports(); in the group with the board
   std::map<int, ProcessName> processes;  ///< processes of other ranks
   Launched launched;
   std::string stall;    ///< a printed verdict about this rank's last call

@@ -223,9 +223,7 @@ bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& gro
     for (bool last = false;;) {
       bool apart = false, alike = false;
       for (const WatchedGroupPtr& one : all) {
-        if (!one->board->answered_since(began))
-          continue;  // otherwise the copy may be from an
-                     // earlier failure
+        if (!one->board->answered_since(began)) continue;  // else from an earlier failure
         const auto answer = one->board->read(
             [&](const RankStatuses& statuses) { return hooks_alike(statuses, one->position()); });
         apart = apart || (answer && !*answer);

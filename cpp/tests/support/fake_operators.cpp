@@ -155,8 +155,7 @@ class Call {
   const c10::FunctionSchema& schema_;
   std::vector<Passed> passed_;
   std::vector<RaceDetector::Access> accesses_;
-  size_t results_ = 0;                                ///< number of tensors among the results so
-                                                      ///< far
+  size_t results_ = 0;                                ///< number of result tensors so far
   std::vector<std::pair<size_t, at::Tensor>> fresh_;  ///< results with their own memory, by index
   bool with_host_ = false;                            ///< CPU tensors take part
   bool returns_value_ = false;  ///< returns something other than a tensor, so the host waits

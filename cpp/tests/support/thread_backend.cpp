@@ -267,8 +267,7 @@ void run_ranks(int world_size, const RankFunction& body) {
 void run_ranks(const std::shared_ptr<ThreadBackendControl>& control, const RankFunction& body,
                const std::string& group_name) {
   settle_vector_functions();
-  at::detail::getDefaultCPUGenerator();  // the first call creates it; make it before there are
-                                         // threads
+  at::detail::getDefaultCPUGenerator();  // created in the first call, before threads
   std::mutex mutex;
   std::optional<RankError> first;
   // c10d's registry of group names is per process; this mode makes it per thread.

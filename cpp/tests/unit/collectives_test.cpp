@@ -378,8 +378,7 @@ TEST(CollectiveIssue, OnEitherStream_ComputesTheSame_AndOnTheCurrentOneIsNotAsyn
 }
 
 TEST(CollectiveIssue, EveryCollectiveThatCannotBeIssued_ThrowsNamed) {
-  const at::Tensor tensor = at::zeros({2}).expand({2, 2});  // the ranks do not meet for such a
-                                                            // tensor
+  const at::Tensor tensor = at::zeros({2}).expand({2, 2});  // ranks do not meet for it
   const std::vector<std::function<void(c10d::ProcessGroup&)>> calls{
       [&](auto& group) { issue_all_reduce("it", group, tensor); },
       [&](auto& group) { issue_broadcast("it", group, tensor, 0); },

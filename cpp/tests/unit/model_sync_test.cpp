@@ -307,8 +307,7 @@ TEST(AllReduceCoalesced, TensorWithoutMemory_CountsAsItsValues) {
     const at::Tensor ones = at::ones({2, 2}, at::kFloat);
     const at::Tensor zeros = at::_efficientzerotensor({2, 2}, at::kFloat);
     if (rank == 1) {
-      EXPECT_ANY_THROW(all_reduce_coalesced({zeros}, group, 1.0));  // a tensor that cannot be
-                                                                    // written
+      EXPECT_ANY_THROW(all_reduce_coalesced({zeros}, group, 1.0));  // cannot be written
     } else {
       all_reduce_coalesced({ones}, group, 1.0);
       EXPECT_TRUE(ones.eq(1.0).all().item<bool>());

@@ -45,8 +45,7 @@ void expect_product(const at::Tensor& target, const at::Tensor& source, double s
 
 struct Arrangement {
   const char* name;
-  at::Tensor (*of)(const at::Tensor& values);  ///< the same values [2, 3, 4, 5] in another memory
-                                               ///< layout
+  at::Tensor (*of)(const at::Tensor& values);  ///< same values, another memory layout
 };
 
 const Arrangement kArrangements[] = {

@@ -88,8 +88,7 @@ TEST(ReducerRegisteredBuffers, BackendWithMemory_Buckets_LieThereAndGradientsAre
     control->allocate_tensors();
     run_ranks(control, [&](int rank, const Group& group) {
       ToyModel model = ToyModel::mlp({4, 8, 8, 2}, 1);
-      ReducerOptions options = small_buckets(60);  // several parameters each: a single one is
-                                                   // reduced in place
+      ReducerOptions options = small_buckets(60);  // single parameters are reduced in place
       options.registered_buffers = true;
       options.gradient_as_bucket_view = views;
       Reducer reducer(model.parameters, {group}, options);

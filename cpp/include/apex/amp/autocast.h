@@ -12,7 +12,6 @@ namespace apex::amp {
 /// RAII guard for autocast on one device type. While it lives, torch's autocast runs matrix
 /// products and convolutions in `dtype`, losses and other operators that need more range in float32
 /// (on CUDA softmax, for example), and all others in the dtype of their inputs.
-/// each.
 ///
 ///     torch::Tensor loss;
 ///     {

@@ -180,8 +180,7 @@ struct ReducerStatistics {
   int64_t gradients_copied_early = 0;    ///< those of them copied as soon as computed (on the CPU)
   int64_t reduced_in_place = 0;          ///< collectives directly on a gradient's memory
   int64_t reduced_in_shared_memory = 0;  ///< collectives in shared memory, all ranks on one host
-  int64_t reduced_by_host = 0;     ///< collectives in each host's shared memory, then between the
-                                   ///< hosts
+  int64_t reduced_by_host = 0;     ///< summed in each host's shared memory, then between hosts
   int64_t buffers_registered = 0;  ///< buckets whose memory came from the backend
   int64_t steps_skipped = 0;       ///< backwards that ended without gradients, see skip_step()
   int64_t deferred = 0;            ///< backwards that returned before their buckets had arrived
@@ -371,7 +370,7 @@ class APEX_API Reducer {
   ///
   /// backward() still waits, as without this setting, when it records the plan or the order, when
   /// this rank misses a gradient or a parameter is outside the plan (without static_graph), with
-  /// check_finite or check_steps, under join(), and with hooks of two phases. A new plan is
+  /// check_finite or check_steps, under join(), and with hooks that use finish(). A new plan is
   /// recorded. Every rank has to make the same call.
   void set_deferred(bool on);
   /// The value set by set_deferred(); false by default. Does not block.

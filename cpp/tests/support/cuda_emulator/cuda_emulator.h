@@ -14,7 +14,6 @@
 /// barriers show as wrong results under one of the orders. Missing fences are not detected, nor are
 /// races whose results are correct in every order. Shared memory starts as NaN (bytes of 0xff) in
 /// every block.
-/// block.
 ///
 /// Launches from several host threads are serialized.
 namespace apex::testing::cuda {
