@@ -39,7 +39,7 @@ namespace apex::parallel {
 // Note [When the store is lost]
 //
 // Usually the process that hosts the store is a rank. When it exits, no rank can report any more.
-// Gloo also does not always notice a closed connection (about one in a hundred killed ranks), and a
+// Gloo also does not always notice a closed connection (one in a few hundred killed ranks), and a
 // rank would then wait until the timeout. So it checks the processes of its host, and gives up once
 // one has exited and neither the collective nor the store makes progress for two more seconds. The
 // processes that exited first are recorded, since later exits are ranks that have given up.

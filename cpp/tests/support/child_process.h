@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// A child process that a test can pause, kill or inspect.
+/// A child process that a test can stop, resume or kill.
 
 #include <array>
 #include <csignal>

@@ -23,8 +23,8 @@ namespace apex::testing::fake {
 /// and rounds both 1/N and the products to the dtype.
 struct MirrorRules {
   std::string backend_name = "mirror";
-  /// Keeps works and tensors after wait() until it is destroyed, as torch's nccl2 does until its
-  /// watchdog has checked them.
+  /// The group keeps works and tensors after wait() until it is destroyed. torch's nccl2 keeps them
+  /// until its watchdog has checked them.
   bool holds_what_it_had = false;
   std::shared_ptr<std::vector<std::string>> issued = {};  ///< receives the name of each collective
 };
