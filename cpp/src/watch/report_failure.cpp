@@ -57,9 +57,10 @@ bool collect(const WatchedGroupPtr& group, const std::string& what, Findings& fi
   }
 }
 
-/// The store ends with the process that hosts it, and ranks that learn of the failure late or read
-/// slowly then find nothing. Usually this is rank 0, which therefore waits shortly for the
-/// `others`. They may have failed in the parent group.
+/// Reports on rank 0, which usually hosts the store, would be lost with its process when other
+/// ranks learn of the failure late or read slowly. So rank 0 waits shortly until `others` ranks
+/// have read them. All ranks count on the parent's board, since some may have failed in the parent
+/// group.
 void leave_store(const WatchedGroupPtr& group, int64_t others) {
   const WatchedGroupPtr root = group->root();
   const auto until = Clock::now() + timing::kUntilAllHaveRead;

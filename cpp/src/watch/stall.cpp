@@ -71,7 +71,8 @@ milliseconds limit_of(const WatchedGroup& group) {
                                          : milliseconds(stall_ms());
 }
 
-/// The interval also applies if this rank prints no verdicts, or prints later than other ranks.
+/// Poll interval of a group. At most that of the default stall time, also if this rank's own
+/// verdicts are off, so that it answers in time for other ranks' verdicts.
 milliseconds between_answers(const WatchedGroup& group) {
   const milliseconds limit = limit_of(group);
   return timing::between_answers(limit > milliseconds(0) ? std::min(limit, kDefaultTime)
