@@ -405,6 +405,7 @@ class APEX_API Reducer {
   /// without data counts as zeros. False divides by the number of ranks that still have data.
   void begin_join(bool divide_by_initial_world_size);
   void end_join();
+  /// Announces what this rank does next.
   ///
   /// Backwards of synchronized batch norms (apex::parallel::sync_batch_norm and its module) are
   /// announced as kCustom with the argument 4 * n + k. k = 1 is a backward with n channels; k = 2
