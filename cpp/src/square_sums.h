@@ -41,6 +41,22 @@ struct SquareSums {
 
 enum class SquareCopy { kNone, kPlain, kScaled };
 
+/// Adds the lanes and `rest` as a tree, which keeps the chain of dependent additions short.
+template <typename Pack, typename T>
+inline __attribute__((always_inline)) double sum_of_lanes(const Pack (&lanes)[4], T rest) {
+  constexpr size_t kEach = sizeof(Pack) / sizeof(T);
+  const Pack pack = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+  double sums[kEach];
+  for (size_t i = 0; i < kEach; ++i) sums[i] = static_cast<double>(pack[i]);
+  for (size_t width = kEach / 2; width > 0; width /= 2) {
+    for (size_t i = 0; i < width; ++i) sums[i] += sums[i + width];
+  }
+  return sums[0] + static_cast<double>(rest);
+}
+
+/// Whether the sum of a block in float32 is reliable: no square has overflowed or underflowed.
+inline bool in_range(double block) { return block > kLeastBlock && block < kMostBlock; }
+
 /// The sum of squares of values that are added in their own type. `copy` chooses whether the values
 /// are also written to `out`, plain or scaled; `out` may be `in`. The lanes stay in registers.
 template <SquareCopy copy, typename T>
@@ -66,11 +82,7 @@ inline __attribute__((always_inline)) double add_packs(T* out, const T* in, T fa
     if constexpr (copy != SquareCopy::kNone) out[at] = value;
     rest += value * value;
   }
-  auto sum = static_cast<double>(rest);
-  for (const Pack& pack : lanes) {
-    for (int64_t i = 0; i < kEach; ++i) sum += static_cast<double>(pack[i]);
-  }
-  return sum;
+  return sum_of_lanes(lanes, rest);
 }
 
 #if defined(__x86_64__)
@@ -124,7 +136,7 @@ double add_squares(T* out, const T* in, T factor, int64_t count) {
     T* const to = copy == SquareCopy::kNone ? nullptr : out + begin;
     const T* const from = in + begin;
     double block = add_block<copy>(to, from, factor, size);
-    if (!(block > kLeastBlock && block < kMostBlock)) {
+    if (!in_range(block)) {
       const T* const values = copy == SquareCopy::kNone ? from : to;
       block = add_lanes<double>(values, size);
     }

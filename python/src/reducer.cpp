@@ -354,6 +354,7 @@ void init_reducer(nb::module_& m) {
             self.set_replicas(std::move(list), std::move(after));
           },
           nb::arg("replicas"), nb::arg("taken_over"))
+      .def("check_replicas_next", &Reducer::check_replicas_next, release())
       .def_static("optimizer_steps", &Reducer::optimizer_steps, nb::arg("parameters"), release())
       .def_static("release_all", &Reducer::release_all, release())
       .def_static(

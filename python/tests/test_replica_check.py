@@ -322,6 +322,65 @@ def test_replica_check_finds_silent_misuse(ranks: RankPool) -> None:
     ranks.run(3, _misuse)
 
 
+def _load(rank: int, world: int) -> None:
+    """State that differs after load_state_dict() is found in the next backward, not in 100."""
+    later = {"gradient_as_bucket_view": True}
+    for trained, options in ((0, {}), (3, {}), (3, later)):
+        for who in ("all ranks", "rank 1"):
+            torch.manual_seed(7)
+            ddp = DistributedDataParallel(Net(), on_divergence="raise", **options)  # type: ignore[arg-type]
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+            for step in range(trained):
+                train(ddp, optimizer, rank, step, False)
+            state = copy.deepcopy(ddp.state_dict())
+            other = {name: value + rank for name, value in state.items()}
+            if who == "rank 1" and rank != 1:
+                other = state
+            if who == "all ranks" or rank == 1:
+                ddp.load_state_dict(other)
+            texts = ["hold the same state", f"backward number {trained + 1})"]
+            if who == "rank 1":
+                texts[0] = "rank 1 holds another state"
+                if trained == 0:  # the other ranks have never updated anything
+                    texts = ["rank 1 updated the parameters since"]
+            with raises(RuntimeError, *texts):
+                train(ddp, optimizer, rank, 9, False)
+            if who == "all ranks":
+                ddp.load_state_dict(state)
+            elif rank == 1:  # the same as the others have: they have loaded nothing
+                ddp.load_state_dict({name.removeprefix("module."): v for name, v in state.items()})
+            for step in range(4):
+                train(ddp, optimizer, rank, step, False)
+            check_same_on_all_ranks(list(ddp.parameters()), "parameters")
+    # What ranks hold on purpose is not compared.
+    for quiet in ({"replica_check_every": 0}, {"init_sync": False}):
+        ddp = DistributedDataParallel(Net(), on_divergence="raise", **quiet)  # type: ignore[arg-type]
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        train(ddp, optimizer, rank, 0, False)
+        ddp.load_state_dict({name: value + rank for name, value in ddp.state_dict().items()})
+        train(ddp, optimizer, rank, 1, False)
+    # A failed backward leaves the comparison to the next one.
+    ddp = DistributedDataParallel(nn.Linear(6, 3), on_divergence="raise", on_failure="skip")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    train(ddp, optimizer, rank, 0, False)
+    ddp.load_state_dict({name: value + rank for name, value in ddp.state_dict().items()})
+    loss = ddp(torch.randn(4, 6)).square().mean()
+    if rank == 1:
+        handle = ddp.module.weight.register_hook(lambda grad: 1 / 0)
+        with raises(ZeroDivisionError, "division"):
+            loss.backward()
+        handle.remove()
+    else:
+        loss.backward()
+        check(ddp.step_skipped, "the failed step was not skipped")
+    with raises(RuntimeError, "hold the same state"):
+        train(ddp, optimizer, rank, 2, False)
+
+
+def test_replica_check_compares_what_was_loaded_at_once(ranks: RankPool) -> None:
+    ranks.run(3, _load)
+
+
 def _options(rank: int, world: int) -> None:
     for wrong in (-1, 1.5, True, "often"):
         with raises(ValueError, "replica_check_every is a number of steps"):

@@ -9,28 +9,28 @@
 
 /* Data-parallel training from C, and from languages that call C.
  *
- * Every function returns a status; apex_last_error() has the message of the last one that was not
- * APEX_OK on this thread: which rank, what happened, what to do. No C++ exception leaves a
- * function. Outputs are written on success only. Strings are UTF-8 and are copied.
+ * Every function returns a status. After a status other than APEX_OK, apex_last_error() returns
+ * the message on the same thread: which rank, what happened, and the remedy. No C++ exception
+ * leaves a function. Outputs are written on success only. Strings are UTF-8 and are copied.
  *
- * Two ways to average gradients:
+ * There are two ways to average gradients:
  *
- *   - The caller computes gradients in memory of its own and tells when each is there:
+ *   - The caller computes gradients in its own memory and announces each one:
  *     apex_reducer_create(), apex_reducer_gradient_ready(), apex_reducer_synchronize(). Gradients
- *     travel in buckets while the caller computes the next ones.
+ *     are sent in buckets while the caller computes the next ones.
  *   - The caller uses libtorch's autograd (tch, JavaCPP): apex_reducer_create_torch() takes
- * pointers to at::Tensor. Gradients are then averaged when backward() returns.
+ *     pointers to at::Tensor. Gradients are averaged when backward() returns.
  *
- * Functions that name a group or a reducer are collective: every rank calls them, in the same
- * order, except where they say otherwise. They block the caller; on CUDA the current stream.
- * Handles are not thread safe.
+ * Unless stated otherwise, functions with a group or a reducer are collective: every rank calls
+ * them in the same order. They block the caller; on CUDA the current stream. Handles are not
+ * thread safe.
  */
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* In C++ the type is fixed: a number that has no name here can be read, and is refused. */
+/* In C++ the enum type is fixed, so that a number without a name here can be read and refused. */
 #ifdef __cplusplus
 #define APEX_ENUM_TYPE : int
 #else
@@ -61,7 +61,7 @@ typedef enum apex_reduce_op APEX_ENUM_TYPE {
   APEX_MAX = 2
 } apex_reduce_op;
 
-/* A tensor in memory that the caller owns, and keeps while a call or a reducer uses it. */
+/* A tensor in the caller's memory, which has to stay valid while a call or a reducer uses it. */
 typedef struct apex_tensor {
   void* data;             /* the first element; NULL only without elements */
   int64_t dim;            /* number of dimensions; 0: one element */
@@ -74,75 +74,77 @@ typedef struct apex_tensor {
 typedef struct apex_group apex_group;
 typedef struct apex_reducer apex_reducer;
 
-/* The message of the last failure on this thread; "" before one. Valid until the next failure. */
+/* The message of the last failure on this thread; "" if none. Valid until the next failure. */
 APEX_API const char* apex_last_error(void);
 
 /* "0.1.0" */
 APEX_API const char* apex_version(void);
 
-/* Joins the job: apex::distributed::init_process_group(). `backend`: "gloo" (CPU), "nccl" (CUDA) or
- * "cpu:gloo,cuda:nccl". `init_method`: NULL for the launcher's environment variables (torchrun,
- * srun, mpirun), "tcp://host:port" or "file:///path". `rank` and `world_size`: -1 for the
- * launcher's. `timeout_ms`: 0 for the default. Once in a process at a time. */
+/* Joins the job: apex::distributed::init_process_group(). `backend`: "gloo" (CPU), "nccl" (CUDA)
+ * or "cpu:gloo,cuda:nccl". `init_method`: NULL for the launcher's environment variables
+ * (torchrun, srun, mpirun), "tcp://host:port" or "file:///path". `rank` and `world_size`: -1 for
+ * the launcher's. `timeout_ms`: 0 for the default. At most one group per process at a time. */
 APEX_API apex_status apex_init(const char* backend, const char* init_method, int rank,
                                int world_size, int64_t timeout_ms, apex_group** group);
-/* Leaves the job and frees the group; reducers of it have to be destroyed before. Does not block.
- * NULL: nothing. */
+/* Leaves the job and frees the group. Destroy its reducers first. Does not block. Ignores NULL. */
 APEX_API void apex_shutdown(apex_group* group);
 
-/* Not collective. -1 for NULL. */
+/* Not collective. Return -1 for NULL. */
 APEX_API int apex_rank(const apex_group* group);
 APEX_API int apex_world_size(const apex_group* group);
 
-/* In place, of contiguous tensors of the same shape and dtype on every rank. */
+/* In place, on contiguous tensors of the same shape and dtype on every rank. */
 APEX_API apex_status apex_all_reduce(apex_group* group, const apex_tensor* tensor,
                                      apex_reduce_op op);
 APEX_API apex_status apex_broadcast(apex_group* group, const apex_tensor* tensor, int root);
 APEX_API apex_status apex_barrier(apex_group* group);
 
-/* Averages gradients in the caller's memory. All ranks have to give the same parameters: shapes,
- * strides and dtypes are compared (APEX_RANK_MISMATCH), and the parameters become rank 0's.
+/* Averages gradients in the caller's memory. All ranks have to pass the same parameters: shapes,
+ * strides and dtypes are compared (APEX_RANK_MISMATCH), and rank 0's parameters are broadcast.
  *
  * `parameters`, `gradients`: [count]; gradients[i] has the shape and dtype of parameters[i],
- * float32 or another floating dtype. The memory stays where it is, and belongs to the caller.
- * `bucket_bytes`: size at which a bucket is closed; 0 for the default. The first step records the
- * order in which gradients are announced, rank 0's for all, and sends them at its end; from the
- * second step on, buckets in that order are sent as they fill. A reducer has connections of its
- * own, where the backend has them (gloo): several of a group are not mixed up. */
+ * float32 or another floating dtype. The memory belongs to the caller and must not move.
+ * `bucket_bytes`: size at which a bucket is closed; 0 for the default. The first step records
+ * the order in which gradients are announced and reduces at its end. All ranks use rank 0's
+ * order. From the second step on, buckets are launched as they fill. A reducer has its own
+ * connections if the backend supports it (gloo), so several reducers of a group do not
+ * interfere. */
 APEX_API apex_status apex_reducer_create(apex_group* group, const apex_tensor* parameters,
                                          const apex_tensor* gradients, size_t count,
                                          int64_t bucket_bytes, apex_reducer** reducer);
 
-/* The same, of sums of gradients over samples: they are divided by the sum of all ranks' weights
- * (apex_reducer_set_weight()), which gives the gradient of the mean over all samples, however many
- * each rank has. */
+/* The same for sums of gradients over samples: divides them by the sum of all ranks' weights
+ * (apex_reducer_set_weight()). The result is the gradient of the mean over all samples, however
+ * they are split over the ranks. */
 APEX_API apex_status apex_reducer_create_weighted(apex_group* group, const apex_tensor* parameters,
                                                   const apex_tensor* gradients, size_t count,
                                                   int64_t bucket_bytes, apex_reducer** reducer);
 
-/* How much the samples count whose gradients come next, such as their number: of a weighted
- * reducer. One of apex_reducer_create_weighted() needs it in every step, before its first gradient;
- * one of apex_reducer_create_torch_weighted() before each backward on other samples, and weights
- * add up while it does not synchronize. Not negative; a sum of 0 leaves zeros. One that is missing
- * or refused fails the end of the step on every rank. Not collective. */
+/* Sets the weight, such as the number of samples, of the next gradients of a weighted reducer. A
+ * reducer of apex_reducer_create_weighted() needs it in every step, before the first gradient. A
+ * reducer of apex_reducer_create_torch_weighted() needs it before each backward on new samples;
+ * weights add up while it does not synchronize. Not negative; if the weights sum to 0, gradients
+ * become zero. If a weight is missing or refused, the end of the step fails on every rank. Not
+ * collective. */
 APEX_API apex_status apex_reducer_set_weight(apex_reducer* reducer, double weight);
 
-/* gradients[index] is computed, and is not changed before apex_reducer_synchronize(). After the
- * first step, sends its bucket if that is full and those before it were sent. Does not wait for
- * other ranks. In any order, once per gradient and step; APEX_INVALID_ARGUMENT otherwise. */
+/* Announces that gradients[index] is computed and will not change before
+ * apex_reducer_synchronize(). After the first step, launches the gradient's bucket if it is full
+ * and all earlier buckets are launched. Does not wait for other ranks. In any order, once per
+ * gradient and step; APEX_INVALID_ARGUMENT otherwise. */
 APEX_API apex_status apex_reducer_gradient_ready(apex_reducer* reducer, size_t index);
 
-/* The end of backward: sends what was not sent, waits, and writes the average over the ranks to
- * every gradient. One that was not announced on this rank counts as zeros here; one that no rank
- * has announced becomes zero. */
+/* Ends the step: launches the remaining buckets, waits, and writes the average over the ranks to
+ * every gradient. A gradient that this rank did not announce counts as zero; one that no rank
+ * announced becomes zero. */
 APEX_API apex_status apex_reducer_synchronize(apex_reducer* reducer);
 
-/* The engine of apex::parallel::Reducer, around parameters of libtorch: parameters[i] points to an
- * at::Tensor (tch: Tensor::as_ptr(), JavaCPP: Tensor.address()), whose tensor the reducer shares.
- * `names`: [count], for messages, or NULL. `bucket_bytes`: as bucket_cap_mb in C++ and Python, of
- * which ranks may be in the same job: the first bucket has at most 1 MiB. Every backward averages
- * the gradients of those that require them, until the reducer is destroyed; its errors leave
- * backward() as C++ exceptions. */
+/* apex::parallel::Reducer for libtorch parameters. parameters[i] points to an at::Tensor (tch:
+ * Tensor::as_ptr(), JavaCPP: Tensor.address()), which the reducer shares. `names`: [count], for
+ * messages, or NULL. `bucket_bytes`: like bucket_cap_mb in C++ and Python, so that ranks in
+ * these languages can be in the same job; the first bucket has at most 1 MiB. Every backward
+ * averages the gradients of parameters that require them, until the reducer is destroyed. Errors
+ * leave backward() as C++ exceptions. */
 APEX_API apex_status apex_reducer_create_torch(apex_group* group, void* const* parameters,
                                                const char* const* names, size_t count,
                                                int64_t bucket_bytes, apex_reducer** reducer);
@@ -152,14 +154,14 @@ APEX_API apex_status apex_reducer_create_torch_weighted(apex_group* group, void*
                                                         int64_t bucket_bytes,
                                                         apex_reducer** reducer);
 
-/* Before each forward; of apex_reducer_create_torch(). Not collective. */
+/* Call before each forward, for apex_reducer_create_torch(). Not collective. */
 APEX_API apex_status apex_reducer_prepare_forward(apex_reducer* reducer);
 
-/* 0: backward adds up gradients and sends nothing, until 1; of apex_reducer_create_torch(). Not
- * collective, but the same on every rank. */
+/* For apex_reducer_create_torch(): 0 makes backward accumulate gradients without communication,
+ * until it is set to 1. Not collective, but has to be the same on every rank. */
 APEX_API apex_status apex_reducer_set_synchronizing(apex_reducer* reducer, int on);
 
-/* Not collective. NULL: nothing. */
+/* Not collective. Ignores NULL. */
 APEX_API void apex_reducer_destroy(apex_reducer* reducer);
 
 #ifdef __cplusplus

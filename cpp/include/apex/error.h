@@ -6,9 +6,9 @@
 
 #include <apex/export.h>
 
-/// The errors this library throws. Each message says what happened, on which rank and for which
-/// parameter where that is known, the likely cause, and what to do. In Python they arrive as the
-/// built-in exception named beside each class.
+/// Exceptions of this library. A message says what happened, the rank and the parameter where
+/// known, the likely cause, and the remedy. Python receives them as the built-in exception named
+/// with each class.
 
 namespace apex {
 
@@ -36,16 +36,16 @@ class APEX_API RankMismatch : public Error {
   ~RankMismatch() override;
 };
 
-/// A collective failed or timed out (Python: RuntimeError). The process group is usually unusable
-/// afterwards and has to be created anew.
+/// A collective failed or timed out (Python: RuntimeError). Usually the process group is unusable
+/// afterwards and has to be created again.
 class APEX_API CommunicationError : public Error {
  public:
   explicit CommunicationError(const std::string& message);
   ~CommunicationError() override;
 };
 
-/// A rank contributed a gradient that is infinite or NaN, and ReducerOptions::check_finite asked to
-/// be told (Python: RuntimeError). Thrown on every rank; gradients are reduced, and not finite.
+/// With ReducerOptions::check_finite: a rank contributed an infinite or NaN gradient (Python:
+/// RuntimeError). Thrown on every rank, after the gradients were reduced.
 class APEX_API NonFiniteGradient : public Error {
  public:
   explicit NonFiniteGradient(const std::string& message);

@@ -2,10 +2,10 @@
 #pragma once
 
 #ifdef __cplusplus
-#include <cstddef>  // tells which standard library this is
+#include <cstddef>  // defines the macros of the standard library
 #endif
 
-/// Symbol visibility. The library is built with hidden visibility; what is public carries APEX_API.
+/// Symbol visibility. The library is built with hidden visibility; APEX_API marks public symbols.
 
 #if defined(__GLIBCXX__) && !_GLIBCXX_USE_CXX11_ABI
 #error \

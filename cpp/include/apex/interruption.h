@@ -8,18 +8,18 @@
 
 namespace apex {
 
-/// A wait for other ranks was ended from this process. The process group cannot be used afterwards.
+/// This process ended a wait for other ranks. The process group cannot be used afterwards.
 class APEX_API Interrupted : public Error {
  public:
   explicit Interrupted(const std::string& message);
   ~Interrupted() override;
 };
 
-/// Sets what whoever waits for other ranks over Gloo for more than a quarter of a second asks about
-/// twenty times a second, on the thread that waits: whether to end the wait, by Interrupted. It may
-/// throw instead; then the wait ends by that. For one that never does, an empty function. Python's
-/// module sets one that lets the main thread see signals: what their handlers raise ends the wait
-/// (KeyboardInterrupt for Ctrl-C). Thread safe; blocks nothing.
+/// Sets a function that can end a wait for other ranks over Gloo. After a quarter of a second of
+/// waiting, the waiting thread calls it about twenty times a second. If it returns true, the wait
+/// throws Interrupted; if it throws, the wait throws that exception. An empty function removes it.
+/// Python's module sets one that, on the main thread, runs pending signal handlers. What a handler
+/// raises (KeyboardInterrupt for Ctrl-C) ends the wait. Thread safe; does not block.
 APEX_API void set_interruption_check(std::function<bool()> interrupted);
 
 }  // namespace apex

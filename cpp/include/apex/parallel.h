@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// All of apex's C++ interface.
+/// Includes all headers of apex's C++ interface.
 
 #include <apex/amp/autocast.h>
 #include <apex/amp/cast.h>

@@ -10,23 +10,26 @@
 
 namespace apex {
 
-/// Sets how the engine finds the tensors that a tensor without memory of its own consists of: for a
-/// subclass written in Python, its inner tensors. The function returns them in one order on every
-/// rank, or nothing if it does not know the tensor, whose values are then read and written by its
-/// own operators. What it throws is the reason why the tensor cannot be synchronized.
+/// Sets how the reducer finds the inner tensors of a tensor without its own storage, such as a
+/// tensor subclass written in Python. `parts` returns them in the same order on every rank, or an
+/// empty list for an unknown tensor, whose values are then read and written by its own operators.
+/// If it throws, the exception says why the tensor cannot be synchronized.
 ///
-/// @param parts       called for such tensors only, on any thread; empty: no tensor is known.
-/// @param keep_error  called while an exception is handled that such an operator has thrown. The
-///                    exception may be thrown again later, on another thread: what it refers to in
-///                    the thread's state is to be moved into it.
-/// Python's module sets functions that call `__tensor_flatten__`, and fetch Python's error. Thread
-/// safe; blocks nothing.
+/// @param parts       called only for such tensors, on any thread; empty: no tensor has known
+///                    parts.
+/// @param keep_error  called while handling an exception that such an operator has thrown. The
+///                    exception may be rethrown later on another thread, so keep_error has to move
+///                    what it needs from thread-local state into it.
+///
+/// Python's module sets functions that call `__tensor_flatten__` and fetch Python's error. Thread
+/// safe; does not block.
 APEX_API void set_tensor_parts(
     std::function<std::vector<at::Tensor>(const at::Tensor& tensor)> parts,
     std::function<void()> keep_error = {});
 
-/// The tensors that hold the values of `tensor`: what that function finds, and theirs; or `tensor`
-/// itself, if it has memory of its own or nobody knows its parts. Throws what the function throws.
+/// The tensors that hold the values of `tensor`: its inner tensors, found recursively by the
+/// function above, or `tensor` itself if it has its own storage or its parts are unknown. Throws
+/// what that function throws.
 APEX_API std::vector<at::Tensor> parts_of(const at::Tensor& tensor);
 
 }  // namespace apex

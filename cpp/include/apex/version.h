@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// The one place where the version of this package is written. CMake, the Python distribution and
-/// `apex.__version__` read it from here.
+/// The version of this package. CMake, the Python distribution and `apex.__version__` read it from
+/// this file.
 
 #define APEX_VERSION_MAJOR 0
 #define APEX_VERSION_MINOR 1

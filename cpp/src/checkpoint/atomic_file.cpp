@@ -23,7 +23,7 @@ namespace {
 
 [[noreturn]] void fail() { throw Error(std::generic_category().message(errno)); }
 
-/// Waits until `file` is on the disk. File systems without such a promise refuse with EINVAL.
+/// Syncs `file` to disk. File systems without fsync return EINVAL.
 void wait_for_disk(int file) {
   while (::fsync(file) != 0) {
     if (errno == EINVAL) return;
@@ -34,7 +34,7 @@ void wait_for_disk(int file) {
 }  // namespace
 
 AtomicFile::AtomicFile(std::string path) : path_(std::move(path)) {
-  // rename() would replace a link, or a device, itself.
+  // rename() would replace a link or a device itself.
   std::error_code error;
   if (std::filesystem::is_symlink(path_, error)) {
     path_ = std::filesystem::weakly_canonical(path_, error).string();
@@ -43,18 +43,18 @@ AtomicFile::AtomicFile(std::string path) : path_(std::move(path)) {
   struct stat older{};
   const bool replaces = ::stat(path_.c_str(), &older) == 0;
   if (replaces && !S_ISREG(older.st_mode)) throw Error("it is not a file");
-  // In the same folder: a rename replaces a file at once within one file system only.
+  // In the same folder, since rename() is atomic only within a file system.
   const std::filesystem::path whole(path_);
   std::string name = whole.filename().string();
   std::string end = "." + std::to_string(::getpid()) + ".part";
-  if (1 + name.size() + end.size() > NAME_MAX) {  // as long as names may be: cut, and still its own
+  if (1 + name.size() + end.size() > NAME_MAX) {  // truncated to NAME_MAX; the hash keeps it unique
     end.insert(0, "." + std::to_string(std::hash<std::string>()(name)));
     name.resize(std::min(name.size(), NAME_MAX - 1 - end.size()));
   }
   temporary_ = (whole.parent_path() / ("." + name + end)).string();
   file_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   if (file_ < 0) fail();
-  // Where that is not allowed, the file belongs to somebody else, and its permissions to him.
+  // If fchmod() is not permitted, another user owns the file.
   if (replaces) static_cast<void>(!::fchmod(file_, older.st_mode & 0777));
 }
 
@@ -79,11 +79,11 @@ void AtomicFile::commit() {
   if (::close(std::exchange(file_, -1)) != 0) fail();
   if (std::rename(temporary_.c_str(), path_.c_str()) != 0) fail();
   temporary_.clear();
-  // The name, too.
+  // Sync the new directory entry as well.
   const std::string folder = std::filesystem::path(path_).parent_path().string();
   const int opened =
       ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (opened < 0) return;  // a folder that may be written, but not read
+  if (opened < 0) return;  // the folder may be writable but not readable
   ::fsync(opened);
   ::close(opened);
 }

@@ -6,13 +6,13 @@
 
 namespace apex::parallel::detail {
 
-/// A file that appears under its name when it is complete and on the disk, or never. A symbolic
-/// link stays one, and what it leads to is replaced; an older file's permissions stay. What is no
-/// file, a device for one, is refused. Functions throw apex::Error with the system's reason.
+/// Writes a file atomically: it appears under its name once it is complete and synced to disk, or
+/// not at all. Follows a symbolic link and keeps an existing file's permissions. Refuses paths that
+/// are not regular files, such as devices. Functions throw apex::Error with the system's reason.
 class AtomicFile {
  public:
   explicit AtomicFile(std::string path);
-  /// Without commit(): deletes what was written.
+  /// Without commit(), deletes the temporary file.
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
@@ -21,7 +21,7 @@ class AtomicFile {
   void commit();
 
  private:
-  std::string path_;  ///< to where symbolic links lead
+  std::string path_;  ///< with symbolic links resolved
   std::string temporary_;
   int file_ = -1;
 };

@@ -44,7 +44,7 @@ std::string quoted(const std::string& path) { return "the checkpoint '" + path +
 
 std::string sampler_key(int64_t rank) { return "sampler" + std::to_string(rank); }
 
-/// One sentence of what torch has to say.
+/// The first line of torch's message.
 std::string reason(const std::exception_ptr& error) {
   const std::string text = message_of(error);
   return text.substr(0, text.find('\n'));
@@ -71,7 +71,7 @@ class Ranks {
   int64_t rank() const { return group_ ? group_->getRank() : 0; }
   int64_t size() const { return group_ ? group_->getSize() : 1; }
 
-  /// `number` of every rank.
+  /// Gathers `number` of every rank.
   std::vector<int64_t> gather(int64_t number) const {
     if (size() == 1) return {number};
     const at::Tensor all =
@@ -80,7 +80,7 @@ class Ranks {
     return {data, data + all.numel()};
   }
 
-  /// `bytes` of every rank, of any length.
+  /// Gathers `bytes` of every rank; lengths may differ.
   std::vector<at::Tensor> gather(const at::Tensor& bytes) const {
     const std::vector<int64_t> sizes = gather(bytes.numel());
     if (size() == 1) return {bytes};
@@ -95,7 +95,7 @@ class Ranks {
     return found;
   }
 
-  /// `bytes` of rank `root`, of which every rank knows the length.
+  /// Broadcasts `bytes` of rank `root`; every rank knows the length.
   at::Tensor broadcast(const at::Tensor& bytes, int64_t length, int64_t root) const {
     if (size() == 1) return bytes;
     at::Tensor all = rank() == root ? bytes : at::empty({length}, at::kByte);
@@ -108,7 +108,7 @@ class Ranks {
     return all;
   }
 
-  /// Throws on every rank what the first rank with an error has to say.
+  /// Throws the error of the first rank that has one, on every rank.
   void agree(const std::string& error) const {
     const std::vector<int64_t> lengths = gather(static_cast<int64_t>(error.size()));
     const auto failed =
@@ -125,7 +125,7 @@ class Ranks {
   at::Device device_ = at::kCPU;
 };
 
-/// What `call` throws, as text; empty if it returns.
+/// The message of the exception that `call` throws; empty if it returns.
 template <typename Call>
 std::string error_of(const Call& call) {
   try {
@@ -136,9 +136,9 @@ std::string error_of(const Call& call) {
   }
 }
 
-/// The whole file; `missing` tells that there is none.
+/// Reads the whole file. Sets `missing` if it does not exist.
 at::Tensor read_file(const std::string& path, bool* missing) {
-  // Not blocking: a fifo may have no writer.
+  // O_NONBLOCK, because a fifo may have no writer.
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) {
     *missing = errno == ENOENT;
@@ -170,7 +170,8 @@ std::string form_of(const at::Tensor& tensor) {
   return text.str();
 }
 
-/// libtorch takes over tensors of any shape, and reads the bytes of one dtype as those of another.
+/// Checks shapes and dtypes. libtorch loads tensors of any shape, and reinterprets the bytes of
+/// another dtype.
 void require_same_forms(const torch::nn::Module& module, InputArchive& archive,
                         const std::string& path) {
   const auto compare = [&](const auto& items, bool buffers) {
@@ -194,8 +195,8 @@ void require_same_forms(const torch::nn::Module& module, InputArchive& archive,
   }
 }
 
-/// "torch::optim::SGD of 4 and 2 parameters": class, and parameters of each group. That of LARC is
-/// the wrapped optimizer's, as its archive is.
+/// "torch::optim::SGD of 4 and 2 parameters": the class, and the parameter count of each group. For
+/// LARC it describes the wrapped optimizer, as its archive does.
 std::string describe(const torch::optim::Optimizer& optimizer) {
   std::string kind, counts;
   for (const auto& group : optimizer.param_groups()) {
@@ -209,17 +210,17 @@ std::string describe(const torch::optim::Optimizer& optimizer) {
   return kind + " of " + (counts.empty() ? "0" : counts) + " parameters";
 }
 
-// What ranks compare of their parts, as one number.
+// Bits of the number in which ranks compare their parts.
 constexpr int64_t kSampler = 1, kScaler = 2, kLoads = 4, kOptimizer = 8;
 
-/// Only rank 0 writes: what it does not have would not be in the file, and nobody would miss it
-/// before it is loaded.
+/// Only rank 0 writes. A part that rank 0 lacks would be missing from the file, unnoticed until the
+/// file is loaded.
 void require_same_parts(const char* function, const std::vector<int64_t>& by_rank) {
   const auto other = std::find_if(by_rank.begin(), by_rank.end(),
                                   [&](int64_t given) { return given != by_rank.front(); });
   if (other == by_rank.end()) return;
   const int64_t here = *other, first = by_rank.front();
-  // The first number that either function exchanges, so that ranks in both notice it.
+  // save() and load() both exchange this number first, so that ranks in different ones notice it.
   if (((here ^ first) & kLoads) != 0) {
     throw InvalidArgument("Checkpoint: rank " + std::to_string(other - by_rank.begin()) +
                           (here & kLoads ? " is in load(), and rank 0 in save()"
@@ -315,7 +316,7 @@ void Checkpoint::write(const std::string& path, int64_t step,
     archive.write(sampler_key(static_cast<int64_t>(rank)), samplers[rank], /*is_buffer=*/true);
   }
   detail::AtomicFile file(path);
-  // Errors wait until torch has finished: it writes in a destructor, too.
+  // Keep the error until torch has finished, since torch also writes in a destructor.
   std::exception_ptr failed;
   archive.save_to([&](const void* data, size_t size) {
     try {
@@ -332,7 +333,7 @@ void Checkpoint::write(const std::string& path, int64_t step,
 void Checkpoint::save(const std::string& path, int64_t step) {
   const Ranks ranks(group_, device());
   require_same_parts("save", ranks.gather(given()));
-  // Looked at by every rank, so that no other waits for one that throws.
+  // Every rank checks every rank's step, so that no rank waits for one that throws.
   const std::vector<int64_t> steps = ranks.gather(step);
   const auto negative =
       std::find_if(steps.begin(), steps.end(), [](int64_t one) { return one < 0; });
@@ -374,14 +375,14 @@ void Checkpoint::read(const std::string& path, const at::Tensor& bytes, int64_t*
     if (!archive.try_read(name, inner)) throw Error("it has no " + name);
     return inner;
   };
-  // All that can be known beforehand is looked at before anything is changed.
+  // Check everything that can be checked before anything is changed.
   InputArchive model = nested("model");
   require_same_forms(model_, model, "");
   std::vector<InputArchive> inner;
   for (const Part& part : parts_) {
     inner.push_back(nested(part.name));
     if (part.optimizer == nullptr) continue;
-    // libtorch would end in an assertion, after it has changed some of it.
+    // libtorch would fail an assertion after changing some of the state.
     archive.read(description_key(part.name), value);
     const std::string here = describe(*part.optimizer);
     if (value.toStringRef() == here) continue;
@@ -407,7 +408,7 @@ void Checkpoint::read(const std::string& path, const at::Tensor& bytes, int64_t*
   archive.read("step", value);
   *step = value.toInt();
 
-  // Optimizers first: one with updates in flight makes them, and they belong to the old model.
+  // Load optimizers first: pending updates are applied then, and they belong to the old model.
   std::string name;
   try {
     for (size_t i = 0; i < parts_.size(); ++i) {

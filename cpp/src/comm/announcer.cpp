@@ -12,13 +12,13 @@ namespace {
 using Announce = std::function<void(int64_t)>;
 
 struct Announcer {
-  std::mutex mutex;  ///< guards the rest; not held while ranks hear
+  std::mutex mutex;  ///< guards the rest; not held during announcements
   const void* owner = nullptr;
   std::shared_ptr<const Announce> announce;
 };
 
 Announcer& announcer() {
-  static auto* const instance = new Announcer;  // never destroyed: threads may be left behind
+  static auto* const instance = new Announcer;  // never destroyed: threads may outlive main()
   return *instance;
 }
 

@@ -6,17 +6,18 @@
 
 namespace apex::parallel {
 
-/// Where ranks have different numbers of batches (join()), those that have run out of data hear of
-/// every collective before it begins, and take part in it. A reducer hears its own; this is for
-/// those that know no reducer. One owner at a time, the last. Thread safe.
+/// Announcements of collectives under join(), where ranks have different numbers of batches: ranks
+/// without data receive each announcement and take part in the collective. A reducer announces its
+/// own collectives; this is for code without a reducer. The last owner replaces the one before it.
+/// Thread safe.
 void set_announcer(const void* owner, std::function<void(int64_t)> announce);
 void clear_announcer(const void* owner);
 
-/// This rank is about to issue a collective, which the argument tells. Waits for the other ranks;
-/// does nothing outside of join().
+/// Announces the collective that this rank is about to issue, as described by `argument`. Waits for
+/// the other ranks; does nothing outside of join().
 void announce_collective(int64_t argument);
 
-/// Whether announce_collective() has somebody to tell: this rank is under join() and has data.
+/// Whether announce_collective() has an effect: this rank is under join() and has data.
 bool announces_collectives();
 
 }  // namespace apex::parallel

@@ -18,8 +18,8 @@
 
 namespace apex::parallel {
 
-// Either the sleeper is counted before ring() looks, or the bell has been rung before the kernel
-// compares.
+// No lost wakeup: either ring() sees the sleeper's count, or the kernel sees the new value of
+// rings_.
 
 void Bell::ring() noexcept {
   rings_.fetch_add(1);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// To sleep until another process has done something.
+/// A futex event in shared memory, to wait for another process.
 
 #include <atomic>
 #include <chrono>
@@ -9,16 +9,14 @@
 
 namespace apex::parallel {
 
-/// In memory that processes share; rung whenever anything there has changed. To miss nothing, ask
-/// for rings(), look at what is waited for, and only then sleep until there are more of them.
-/// Thread safe. A process that is killed while it sleeps counts as a sleeper ever after, which
-/// costs those who ring a system call.
+/// Lives in shared memory and is rung after every change there. To miss no change: read rings(),
+/// check the condition, then sleep() with that number. Thread safe. A process that is killed while
+/// it sleeps stays counted as a sleeper, which costs each ring() a system call.
 class Bell {
  public:
   uint32_t rings() const { return rings_.load(); }
   void ring() noexcept;
-  /// Blocks until it has been rung since there were so many rings, or for so long; may return
-  /// early.
+  /// Blocks until rings() differs from `heard`, or for `longest`; may return early.
   void sleep(uint32_t heard, std::chrono::nanoseconds longest) noexcept;
 
  private:

@@ -12,8 +12,8 @@
 
 namespace apex::parallel {
 
-/// What is known of process groups, for as long as they are there. Holds no group; but the address
-/// of one, so that no other takes it, until it was taken or is seen to be gone. Not thread safe.
+/// Values by process group. Keeps only a weak reference, which reserves the group's address until
+/// its value was taken or the group is found expired. Not thread safe.
 template <typename Value>
 class ByGroup {
  public:
@@ -24,7 +24,7 @@ class ByGroup {
   }
 
   void put(const c10d::ProcessGroup& group, Value value) {
-    // The pointer counts references, so the group is not to be const.
+    // intrusive_ptr changes the reference count, so the group must not be const.
     auto strong = c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(
         const_cast<c10d::ProcessGroup*>(&group));
     entries_.insert_or_assign(&group, Entry{Weak(strong), std::move(value)});
@@ -38,7 +38,7 @@ class ByGroup {
     return value;
   }
 
-  /// Those of groups that are gone; to be destroyed by a caller who holds no lock.
+  /// Values of groups that are gone. The caller has to destroy them without holding a lock.
   std::vector<Value> take_gone() {
     std::vector<Value> gone;
     for (auto entry = entries_.begin(); entry != entries_.end();) {

@@ -47,13 +47,14 @@ class TakesTime {
   const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
 };
 
-/// From this size on a tensor alone is received where it lies; others by way of a copy.
+/// A single tensor of at least this size is received in place; others through a copy.
 constexpr int64_t kInPlaceBytes = int64_t{1} << 20;
-/// Of so many bytes at most is a message in shared memory, which keeps the memory of its largest.
+/// Largest piece of a broadcast in shared memory, whose blocks stay as large as the largest
+/// message.
 constexpr int64_t kPieceBytes = int64_t{32} << 20;
 
-/// Whether the host waits for the group's collectives, and may stop waiting without consequences
-/// for the backend: others end the communicator when a wait times out.
+/// Whether the host waits for the group's collectives and may stop waiting without harm. Other
+/// backends abort the communicator when a wait times out.
 bool can_stop_waiting(const c10d::ProcessGroup& group) {
   auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
   if (!detail::has_backend(group, at::kCPU)) return false;
@@ -63,19 +64,19 @@ bool can_stop_waiting(const c10d::ProcessGroup& group) {
   });
 }
 
-/// Whether wait() is of the current stream: NCCL.
+/// Whether wait() blocks the current stream instead of the host: NCCL.
 bool host_does_not_wait(const c10d::ProcessGroup& group) {
   auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
   return detail::has_backend(group, at::kCUDA) &&
          detail::is_nccl(mutable_group.getBackend(at::kCUDA)->getBackendName());
 }
 
-/// The communication hook of another rank has failed, which says all.
+/// The communication hook of another rank has failed; `text` is the complete message.
 struct HookFailed {
   std::string text;
 };
 
-/// What the interruption check has thrown, on its way through the handlers of other errors.
+/// An exception of the interruption check, which the handlers of other errors let pass.
 struct Passing {
   std::exception_ptr error;
 };
@@ -109,7 +110,7 @@ void throw_if_bad(const Verdict& verdict) {
   }
 }
 
-/// Calls `ended_within(slice)` until it returns true, or another rank reports a failure.
+/// Calls `ended_within(slice)` until it returns true. Throws if another rank reports a failure.
 void wait_or_hear(const c10d::ProcessGroup& group,
                   const std::function<bool(std::chrono::milliseconds)>& ended_within,
                   const std::function<void()>& meanwhile = {}, bool in_hook = false) {
@@ -123,8 +124,8 @@ void wait_or_hear(const c10d::ProcessGroup& group,
   }
 }
 
-/// In a catch block: what was thrown while `what` was waited for goes on as a CommunicationError,
-/// unless it says more than that.
+/// In a catch block: rethrows the current exception as a CommunicationError about waiting for
+/// `what`, unless it already is a more specific error.
 [[noreturn]] void throw_on(const std::string& what, const c10d::ProcessGroup& group) {
   try {
     throw;
@@ -135,7 +136,7 @@ void wait_or_hear(const c10d::ProcessGroup& group,
   } catch (const Passing& passing) {
     std::rethrow_exception(passing.error);
   } catch (const HookFailed& failed) {
-    // A hook may have failed because a rank is lost, which is looked for.
+    // A hook may have failed because a rank is lost, so look for one.
     throw_communication_error(what, group, std::make_exception_ptr(Error(failed.text)),
                               kHooksApart);
   } catch (...) {
@@ -150,7 +151,7 @@ void require_memory(const std::string& what, const at::Tensor& tensor) {
                         "tensor, or one on the meta device)");
 }
 
-/// For each collective: the backend that carries such tensors, or null.
+/// The backend that carries these tensors in each collective, or null.
 c10::intrusive_ptr<HostBackend> host_backend_for(const std::string& what,
                                                  const c10d::ProcessGroup& group,
                                                  at::ArrayRef<at::Tensor> tensors) {
@@ -167,7 +168,7 @@ std::vector<bool> broadcast_in_memory(const std::string& what, const c10d::Proce
                                       int64_t root) {
   std::vector<bool> changed(parts.size());
   std::vector<at::Tensor> message;
-  std::vector<size_t> part_of;  // by piece of the message
+  std::vector<size_t> part_of;  // per piece of the message
   int64_t bytes = 0;
   const auto send = [&] {
     const auto news = std::make_shared<std::vector<uint8_t>>(message.size());
@@ -198,14 +199,14 @@ bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group,
         group, [&](std::chrono::milliseconds slice) { return sliced->wait_for(slice); }, meanwhile);
     return true;
   }
-  // In this order: whether it has completed may not be asked while a graph is captured.
+  // Order matters: isCompleted() must not be called during graph capture.
   if (!can_stop_waiting(group) || work.isCompleted()) return work.wait();
   const auto ended_within = [&](std::chrono::milliseconds slice) {
     try {
       work.wait(slice);
       return true;
     } catch (...) {
-      return work.isCompleted();  // else it is the end of the slice
+      return work.isCompleted();  // false: the slice timed out
     }
   };
   wait_or_hear(group, ended_within, meanwhile);
@@ -272,7 +273,7 @@ c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::P
     return call_collective(what, group,
                            [&] { return backend->_allgather_base(output, input, options); });
   if (!detail::has_backend(group, gathered.device().type())) {
-    // A group that is written in Python, which has the collectives of lists only.
+    // A group written in Python, which only has collectives of lists.
     std::vector<std::vector<at::Tensor>> outputs{gathered.view({-1}).chunk(group.getSize())};
     std::vector<at::Tensor> inputs{share.view({-1})};
     return call_collective(what, group, [&] { return group.allgather(outputs, inputs, options); });
@@ -329,12 +330,12 @@ std::vector<bool> broadcast_changes(const std::string& what, c10d::ProcessGroup&
   if (where_it_lies || !receives) return changed;
   const std::vector<at::Tensor> received = flat.split_with_sizes(lengths);
   if (!flat.is_cpu()) {
-    const c10::InferenceMode any;  // also of tensors that were made in it
+    const c10::InferenceMode any;  // for tensors created in inference mode
     at::_foreach_copy_(parts, received);
     return changed;
   }
-  // What has not changed is not written: a forward that awaits its backward may have saved it.
-  // Bytes are compared, since -0.0 equals 0.0, and a NaN does not equal itself.
+  // Unchanged parts are not written: a forward whose backward is pending may have saved them.
+  // Compares bytes, since -0.0 equals 0.0, and a NaN does not equal itself.
   for (size_t i = 0; i < parts.size(); ++i) {
     const auto length = static_cast<size_t>(lengths[i]);
     changed[i] = std::memcmp(parts[i].const_data_ptr(), received[i].const_data_ptr(), length) != 0;
@@ -355,7 +356,7 @@ void wait_for_ranks(const std::string& what, const c10d::ProcessGroup& group,
                     const std::function<bool(std::chrono::milliseconds)>& ended_within) {
   using Clock = std::chrono::steady_clock;
   const WatchedGroupPtr known = find_watched(group);
-  std::optional<Clock::time_point> seen;  // that a process has ended
+  std::optional<Clock::time_point> seen;  // when a process was first seen to have exited
   try {
     wait_or_hear(group, [&](std::chrono::milliseconds slice) {
       if (ended_within(slice)) return true;

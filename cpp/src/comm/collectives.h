@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Every collective that this package calls, and every wait for one: with errors that say which
-/// rank, which operation and who is lost; see Note [Who is lost].
+/// Issues and waits for every collective of this package. Errors name the rank, the operation and
+/// the lost rank; see Note [Who is lost].
 
 #include <chrono>
 #include <cstdint>
@@ -24,8 +24,8 @@
 
 namespace apex::parallel {
 
-/// Throws CommunicationError that carries the rank, `what`, the cause, and what report_failure()
-/// finds out, for which it blocks; call it in a catch block or with a captured exception.
+/// Throws CommunicationError with the rank, `what`, the cause, and the result of report_failure(),
+/// which blocks. Call it in a catch block or with a captured exception.
 inline constexpr const char* kLookAtOthers =
     "another rank has probably stopped, has fewer batches, which join() covers, or left this step; "
     "look at its output first, then start again with a new process group";
@@ -34,13 +34,13 @@ inline constexpr const char* kLookAtOthers =
                                                      const std::exception_ptr& cause,
                                                      const char* advice = kLookAtOthers);
 
-/// Why a reducer ends whose hook has failed on some ranks only.
+/// The advice when a reducer stops because its hook has failed on some ranks only.
 inline constexpr const char* kHooksApart =
     "not on every rank, so the messages of the ranks do not match any more; fix the hook, then "
     "start "
     "again with a new process group and a new wrapper";
 
-/// Whether a rank that waits in `group` hears what others report: over Gloo, with a store.
+/// Whether a rank that waits in `group` receives failure reports: over Gloo, with a store.
 bool hears_reports(const c10d::ProcessGroup& group);
 
 /// Issues a collective: `call()` returns its Work.
@@ -56,20 +56,20 @@ c10::intrusive_ptr<c10d::Work> call_collective(const std::string& what,
   }
 }
 
-/// How NCCL is to run a collective.
+/// Where NCCL runs a collective.
 enum class Enqueue {
   kOnOwnStream,
-  kOnCurrentStream,  ///< without an event in between; there may be no Work
+  kOnCurrentStream,  ///< without an event in between; Work may be null
 };
 
-/// The collectives, each of one tensor, in place. Those of CPU tensors take host_backend_of(),
-/// whose first call waits for other ranks; besides that they do not.
+/// Collectives of one tensor, in place. CPU tensors go through host_backend_of(), whose first call
+/// waits for other ranks. Later calls do not.
 c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& tensor,
                                                 c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM,
                                                 Enqueue on = Enqueue::kOnOwnStream);
-/// Where ranks share memory (ReductionTraits::shares_memory): issue_all_reduce() of floating-point
-/// elements on the CPU, which are measured on the way.
+/// issue_all_reduce() of floating-point CPU elements that also computes their sums of squares. Only
+/// where ranks share memory (ReductionTraits::shares_memory).
 c10::intrusive_ptr<c10d::Work> issue_measured_all_reduce(
     const std::string& what, c10d::ProcessGroup& group, const at::Tensor& tensor,
     c10d::ReduceOp::RedOpType op, const std::shared_ptr<SquareSums>& squares);
@@ -79,48 +79,48 @@ c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::Pr
 c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& gathered, const at::Tensor& share,
                                                 Enqueue on = Enqueue::kOnOwnStream);
-/// By rank so many elements each; no numbers: as many for everybody.
+/// Number of elements per rank; empty lists mean equal shares.
 c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& received, const at::Tensor& sent,
                                                 const std::vector<int64_t>& received_numel = {},
                                                 const std::vector<int64_t>& sent_numel = {});
 
 /// Waits for `work` as its backend does: the host for CPU backends, the current stream for NCCL.
-/// Over Gloo it gives up when another rank has reported a failure of the group: those who failed
-/// are not to be waited for. If it takes long, `meanwhile` is called now and then, and may throw
-/// RankMismatch to end the wait.
+/// Over Gloo it stops waiting when another rank has reported a failure of the group, since the
+/// failed rank will not join. During long waits `meanwhile` is called from time to time; it may
+/// throw RankMismatch to end the wait.
 APEX_API void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what,
                               const c10d::ProcessGroup& group,
                               const std::function<void()>& meanwhile = {});
 
-/// How long threads of this process have blocked so far, because other ranks were not there yet, in
-/// wait_collective() and wait_future(). Of all threads, since a step may go from one to another.
+/// Total time that threads of this process have blocked on other ranks in wait_collective() and
+/// wait_future(). Summed over all threads, since a step may move between threads.
 std::chrono::nanoseconds time_waited() noexcept;
 
-/// Issues a collective by `issue()` and waits for it; `issue` may give no Work.
+/// Issues a collective with `issue()`, which may return null, and waits for it.
 template <typename Issue>
 void run_collective(const std::string& what, const c10d::ProcessGroup& group, Issue&& issue) {
   if (const c10::intrusive_ptr<c10d::Work> work = issue()) wait_collective(work, what, group);
 }
 
-/// Broadcasts `parts`, flat tensors of bytes on one device, together, and waits. Returns which of
-/// them this rank has written: on the CPU those whose bytes differ from the root's.
+/// Broadcasts `parts`, flat byte tensors on one device, in one message, and waits. Returns which
+/// parts this rank has written: on the CPU, the parts whose bytes differ from the root's.
 std::vector<bool> broadcast_changes(const std::string& what, c10d::ProcessGroup& group,
                                     const std::vector<at::Tensor>& parts, int64_t root);
 
-/// HostBackend::all_gather_parts() of bytes on the CPU, where ranks share memory; waits.
+/// HostBackend::all_gather_parts() for bytes on the CPU, where ranks share memory; waits.
 void all_gather_parts(const std::string& what, c10d::ProcessGroup& group,
                       const std::vector<std::vector<at::Tensor>>& parts, const at::Tensor& staged);
 
-/// Waits until `ended_within(slice)` returns true: for something that the ranks of `group` do
-/// together without a collective of it, such as to connect. There is no connection yet that breaks
-/// when a rank is killed: so it fails soon after a process of this host has ended, and besides that
-/// as wait_collective() does. Slices are short. The processes are known after remember_processes().
+/// Waits until `ended_within(slice)` returns true. For joint work of the ranks of `group` that is
+/// not one of its collectives, such as connecting: no connection exists yet that would break when a
+/// rank is killed. Fails soon after a process of this host has exited, and otherwise like
+/// wait_collective(). Slices are short. The processes are known after remember_processes().
 void wait_for_ranks(const std::string& what, const c10d::ProcessGroup& group,
                     const std::function<bool(std::chrono::milliseconds slice)>& ended_within);
 
-/// wait_collective() for the future of a communication hook. Returns also if that completed with an
-/// error; throws if other ranks have reported a failure meanwhile.
+/// wait_collective() for the future of a communication hook. Also returns if the future completed
+/// with an error. Throws if another rank has reported a failure meanwhile.
 void wait_future(c10::ivalue::Future& future, const std::string& what,
                  const c10d::ProcessGroup& group);
 

@@ -18,7 +18,7 @@ namespace apex::parallel {
 
 namespace {
 
-/// Threads on which backends end.
+/// Threads that destroy backends.
 struct Endings {
   struct Ending {
     std::thread thread;
@@ -30,7 +30,7 @@ struct Endings {
   const int64_t pid = this_pid();
 };
 
-// Never destroyed: what still runs at the end of the process is waited for before.
+// Never destroyed; an atexit handler waits for the threads that still run.
 Endings& endings() {
   static auto* all = [] {
     std::atexit(finish_dropped_groups);
@@ -43,7 +43,7 @@ Endings& endings() {
 
 void end_elsewhere(std::function<void()> end, bool may_be_stuck) noexcept try {
   Endings& all = endings();
-  if (all.pid != this_pid()) {  // forked: what it would join is not there
+  if (all.pid != this_pid()) {  // forked: there is no thread to join
     new std::function<void()>(std::move(end));
     return;
   }
@@ -55,7 +55,7 @@ void end_elsewhere(std::function<void()> end, bool may_be_stuck) noexcept try {
   all.running.erase(std::remove_if(all.running.begin(), all.running.end(), joined),
                     all.running.end());
   auto done = std::make_shared<std::atomic<bool>>(false);
-  // Shared, so that it is at hand if there is no thread to be had.
+  // Shared, so that it can still be called here if no thread can be created.
   const auto called = std::make_shared<std::function<void()>>(std::move(end));
   const auto call = [called] {
     (*called)();
@@ -71,18 +71,18 @@ void end_elsewhere(std::function<void()> end, bool may_be_stuck) noexcept try {
     call();
   }
 } catch (...) {
-  // There is nobody to tell.
+  // No caller can handle an error here.
 }
 
 void finish_dropped_groups() {
-  if (endings().pid != this_pid()) return;  // forked: the threads are not there
+  if (endings().pid != this_pid()) return;  // forked: the threads do not exist
   std::vector<Endings::Ending> running;
   {
     const std::lock_guard<std::mutex> lock(endings().mutex);
     running.swap(endings().running);
   }
-  // A collective that failed may wait for its rank until the timeout. All others are over soon, and
-  // their threads must not outlive the interpreter: they may have to let go of Python objects.
+  // A failed collective may wait for its rank until the timeout. All other threads end soon, and
+  // must not outlive the interpreter, since they may have to release Python objects.
   constexpr std::chrono::milliseconds kLook{1}, kLongest{1000};
   auto left = kLongest;
   for (Endings::Ending& ending : running) {

@@ -8,7 +8,7 @@
 
 namespace apex::parallel {
 
-/// What an exception says, without torch's backtrace.
+/// The message of an exception, without torch's backtrace.
 inline std::string message_of(const std::exception_ptr& cause) {
   try {
     std::rethrow_exception(cause);

@@ -21,8 +21,8 @@
 #include <sched.h>
 #endif
 
-// Making a channel, and issuing collectives. What ranks do then is in host_channel_parts.cpp, how
-// they wait in host_channel_wait.cpp.
+// Creates a channel and issues collectives. host_channel_parts.cpp makes progress on them, and
+// host_channel_wait.cpp waits.
 
 namespace apex::parallel {
 
@@ -32,10 +32,10 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using Op = c10d::ReduceOp::RedOpType;
 
-/// Up to this size every rank sums an all-reduce whole: one exchange instead of two.
+/// Up to this size every rank sums the whole message: one exchange instead of two.
 constexpr int64_t kWhole = int64_t{16} << 10;
 
-/// The sum of squares of the elements in [from, end), which are copied `to` where that is given.
+/// The sum of squares of the elements in [from, end); also copies them to `to` unless it is null.
 double squares_between(at::ScalarType dtype, const char* from, const char* end, char* to) {
   const auto add = [&](auto zero) {
     using T = decltype(zero);
@@ -55,7 +55,7 @@ int processors() {
   return static_cast<int>(std::thread::hardware_concurrency());
 }
 
-/// Of this process. Never destroyed.
+/// The channels of this process. Never destroyed.
 struct AllChannels {
   std::mutex mutex;
   std::vector<HostChannel*> channels;
@@ -96,7 +96,7 @@ HostChannel::HostChannel(int rank, std::shared_ptr<HostMemory> memory, std::vect
 }
 
 HostChannel::~HostChannel() {
-  // In a forked process a mutex may be held by a thread that is not there.
+  // In a forked process, a thread that does not exist may hold a mutex.
   if (this_pid() != pid_) return;
   {
     const std::lock_guard<std::mutex> lock(all_channels().mutex);
@@ -121,19 +121,19 @@ at::Tensor HostChannel::allocate(int64_t numel, const at::TensorOptions& options
       data, {numel}, [memory = std::move(memory)](void*) mutable { memory.reset(); }, options);
 }
 
-/// In the channels of this process other than `but`; returns whether there is anything to come.
+/// Advances the channels of this process other than `but`; returns whether any has pending work.
 bool HostChannel::advance_others(const HostChannel* but) {
-  std::vector<at::Tensor> released;  // let go of when no mutex is held: see Held
+  std::vector<at::Tensor> released;  // released while no mutex is held: see Held
   const std::lock_guard<std::mutex> lock(all_channels().mutex);
   bool more = false;
   for (HostChannel* const channel : all_channels().channels) {
     if (channel == but || channel->pid_ != this_pid()) continue;
     const Lock other(channel->mutex_, std::try_to_lock);
-    if (!other) continue;  // its own thread sees to it
+    if (!other) continue;  // the thread that holds it makes progress
     try {
       if (channel->failure_.empty()) channel->advance(/*helps=*/true);
     } catch (const std::exception&) {
-      // Who waits there will hear.
+      // The callers that wait on that channel get the error.
     }
     for (at::Tensor& tensor : channel->released_) released.push_back(std::move(tensor));
     channel->released_.clear();
@@ -159,15 +159,15 @@ void HostChannel::require_usable() const {
   if (!failure_.empty()) throw Error("a collective of this group has failed before: " + failure_);
 }
 
-/// Memory for peers to read: in the first block, if there is room, which all peers have mapped, so
-/// that it can be read when this process has ended. Returns where it lies.
+/// Allocates memory for peers to read and returns its location. Prefers the first block, which all
+/// peers have mapped, so that it stays readable after this process has exited.
 HostPlace HostChannel::stage(Operation& operation, size_t bytes) {
   operation.staged = memory_->allocate(bytes, /*in_first=*/true);
   if (!operation.staged) operation.staged = memory_->allocate(bytes);
   return *memory_->place_of(operation.staged.get(), bytes);
 }
 
-/// A copy of all of `parts` there, one behind the other.
+/// A copy of all `parts` in such memory, one after another.
 HostPlace HostChannel::stage_copy(Operation& operation, const std::vector<at::Tensor>& parts) {
   size_t bytes = 0;
   for (const at::Tensor& part : parts) bytes += part.nbytes();
@@ -180,7 +180,7 @@ HostPlace HostChannel::stage_copy(Operation& operation, const std::vector<at::Te
   return place;
 }
 
-/// Of a collective to which each rank gives as much as `each`.
+/// Describes a collective to which each rank contributes a message like `each`.
 HostChannel::Message HostChannel::describe(HostKind kind, const at::Tensor& each, int64_t root) {
   Message message;
   message.kind = kind;
@@ -226,7 +226,7 @@ HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::
   Message message = describe(HostKind::kSumWhole, real, 0);
   message.op = op;
   message.measured = sums != nullptr;
-  // Of bytes [begin, end): copies them `to` where that is given, and measures them where asked.
+  // For bytes [begin, end): copies them to `to` unless it is null, and measures them if requested.
   const auto take = [&](int64_t begin, int64_t end, char* to) {
     if (sums != nullptr) {
       sums->sent += squares_between(real.scalar_type(), data + begin, data + end, to);
@@ -273,7 +273,7 @@ HostChannel::WorkPtr HostChannel::broadcast(const std::string& what, std::vector
   return post(std::move(operation), message);
 }
 
-/// `of` holds what `each` holds for each rank: one tensor, or one for each.
+/// Checks that `of` holds one `each` per rank: in one tensor, or in one tensor per rank.
 void HostChannel::require_shares(const std::string& what, const std::vector<at::Tensor>& of,
                                  const at::Tensor& each) const {
   const bool one = of.size() == 1;
@@ -360,7 +360,7 @@ HostChannel::WorkPtr HostChannel::scatter(const std::string& what, const at::Ten
     const at::Tensor own = shares[rank_];
     shares.erase(shares.begin() + rank_);
     message.place = stage_copy(*operation, shares);
-    if (own.numel() > 0)  // it may be the same
+    if (own.numel() > 0)  // source and destination may overlap
       std::memmove(received.mutable_data_ptr(), own.const_data_ptr(), own.nbytes());
   }
   return post(std::move(operation), message);
@@ -416,7 +416,7 @@ HostChannel::WorkPtr HostChannel::all_to_all(const std::string& what, const at::
   operation->received = bytes_of(received, received_numel);
   const std::vector<int64_t> lengths = bytes_of(sent, sent_numel);
   const int64_t own = lengths[rank_];
-  // What is for whom, then the data; but for this rank's own.
+  // The byte count for each rank, then the data, except for this rank's own.
   const size_t head = sizeof(int64_t) * static_cast<size_t>(size_);
   const auto before = [&](const std::vector<int64_t>& bytes) {
     return std::accumulate(bytes.begin(), bytes.begin() + rank_, int64_t{0});
@@ -431,9 +431,9 @@ HostChannel::WorkPtr HostChannel::all_to_all(const std::string& what, const at::
   copy_bytes(staged, lengths.data(), head);
   copy_bytes(staged + head, data, begin);
   copy_bytes(staged + head + begin, data + end, sent.nbytes() - end);
-  if (own == operation->received[rank_]) {  // else begin() says so
+  if (own == operation->received[rank_]) {  // else begin() reports the mismatch
     char* const to = static_cast<char*>(received.mutable_data_ptr()) + before(operation->received);
-    if (own > 0) std::memmove(to, data + begin, static_cast<size_t>(own));  // it may be the same
+    if (own > 0) std::memmove(to, data + begin, static_cast<size_t>(own));  // may overlap
   }
   return post(std::move(operation), message);
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Collectives between processes of one host, over memory that they share.
+/// Collectives between processes of one host, over shared memory.
 
 #include <atomic>
 #include <chrono>
@@ -27,52 +27,54 @@ namespace apex::parallel {
 
 // Note [Sums in shared memory]
 //
-// Ranks number their collectives, and all issue the same in the same order. A rank that issues
-// number k puts its message where its peers can read it, describes it in slot k of a ring, and says
-// so: `posted` = k + 1. Whoever finds that all have posted k does its part:
+// Ranks number their collectives, and all ranks issue the same ones in the same order. A rank that
+// issues number k puts its message where its peers can read it, describes it in slot k of a ring,
+// and publishes it with `posted` = k + 1. A rank that finds number k posted by all ranks does its
+// part:
 //
-// - a large all-reduce is cut into shares. Whoever claims one sums it, in the order of the ranks,
-//   straight out of all messages, and writes the sum over the same share of all of them: nobody
-//   else reads or writes that share, and one pass over memory does it. When all shares are done,
-//   the messages hold the result;
-// - of everything else each rank takes what it needs.
+// - A large all-reduce is cut into shares. The rank that claims a share sums it in rank order,
+//   directly from all messages, and writes the sum over the same share of all messages. No other
+//   rank reads or writes that share, so one pass over memory is enough. When all shares are done,
+//   the messages hold the result.
+// - For every other collective, each rank copies what it needs.
 //
-// There is no thread: a rank claims shares when it issues, asks for or waits for a collective,
-// first those of its own part of the message, and while it waits those of the others, too. So a
-// rank that computes is not waited for once it has posted: those who wait do its part.
+// There is no thread. A rank claims shares when it issues, polls or waits for a collective: first
+// the shares of its own part of the message, and while it waits also those of other ranks. A rank
+// that is busy computing therefore delays no peer once it has posted, because waiting ranks do its
+// part.
 //
-// A message in shared memory is summed where it lies. Any other is copied there, and back, but for
-// its rank's own part, which stays where it is, and which only that rank can sum; until it loses
-// interest: then it hands its part over, by copying that, too.
+// A message in shared memory is summed in place. Any other message is copied there and back, except
+// for its rank's own part. That part stays in private memory, where only its rank can sum it. When
+// the rank stops working on the collective, it hands the part over by copying it as well.
 //
-// In which order shares are done does not matter for the result. A slot of the ring is used again
-// when all ranks have finished with the collective in it; what a rank issues before that is posted
-// later, by whatever it does next in the channel. It does not block: the room may depend on a
-// collective that this rank has yet to issue, in another channel. A message and its memory are held
-// as long as peers may read or write there.
+// The order in which shares are done does not affect the result. A slot of the ring is reused when
+// all ranks have finished with the collective in it. A collective issued before that is posted
+// later, by the rank's next call on the channel. Issuing does not block for the slot, since that
+// slot may depend on a collective that this rank has yet to issue in another channel. A message and
+// its memory are kept alive as long as peers may read or write there.
 //
-// To wait is to look for some microseconds, if there are as many processors as ranks, and then to
-// sleep until somebody rings the bell (a futex). Sleep is short, and between two a rank looks
-// whether those that it waits for still run. While it waits in one channel, it does what it can in
-// the others of its process: two ranks may wait for each other in two of them.
+// Waiting spins for some microseconds if there are at least as many processors as ranks, and then
+// sleeps until the bell (a futex) is rung. Sleeps are short, and between two sleeps a rank checks
+// whether the peers that it waits for still run. While it waits in one channel, it also advances
+// the other channels of its process, since two ranks may wait for each other in two of them.
 
 class HostChannel;
 struct HostOperation;
 enum class HostKind : uint8_t;
 
-/// A collective of a HostChannel. It makes progress while it is asked or waited for.
+/// A collective of a HostChannel. It makes progress while it is polled or waited for.
 class HostWork final : public SlicedWork {
  public:
   HostWork(std::shared_ptr<HostChannel> channel, std::shared_ptr<HostOperation> operation);
   /// Does not block, but may do this rank's part.
   bool isCompleted() override;
   bool isSuccess() const override;
-  /// @throws Error if a peer has ended, says that it has failed, or is in another collective, or
-  /// when time is up.
+  /// @throws Error if a peer has exited, has reported a failure, or is in another collective, or on
+  ///         timeout.
   bool wait_for(std::chrono::milliseconds slice) override { return wait_for(slice, {}); }
-  /// The same until `interrupted` says so (see HostChannel::wake()).
+  /// The same, but also returns when `interrupted` returns true; see HostChannel::wake().
   bool wait_for(std::chrono::milliseconds slice, const std::function<bool()>& interrupted);
-  /// From now on it has so long to complete, in place of the channel's timeout.
+  /// Sets the time to complete from now on, instead of the channel's timeout.
   void within(std::chrono::milliseconds timeout);
   /// Hands this rank's part over, as the destructor does.
   void leave() override;
@@ -85,7 +87,7 @@ class HostWork final : public SlicedWork {
   std::optional<std::chrono::steady_clock::time_point> deadline_;
 };
 
-/// Thread safe.
+/// Collectives between the ranks of one host; see Note [Sums in shared memory]. Thread safe.
 class HostChannel : public std::enable_shared_from_this<HostChannel> {
  public:
   using WorkPtr = c10::intrusive_ptr<HostWork>;
@@ -94,71 +96,74 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
     std::unique_ptr<PeerMemory> memory;  ///< null for this rank
     HostPlace first;                     ///< its first block
     std::optional<ProcessName> process;  ///< empty for ranks that are threads
-    int named = -1;                      ///< its rank as errors have it; -1: the same as here
+    int named = -1;                      ///< its rank in error messages; -1: the same as here
   };
 
-  /// So large has the first block of each rank's memory to be: few programs need another.
+  /// Size of the first block of each rank's memory; few programs need a second block.
   static constexpr size_t kFirstBytes = size_t{1} << 30;
   static constexpr int kMostRanks = 64;
 
-  /// Prepares `memory`, whose first block is untouched; before peers can see it.
+  /// Prepares `memory`, whose first block is untouched. Call it before peers can see the block.
   static void prepare(HostMemory& memory);
 
   /// @param peers  by rank.
   HostChannel(int rank, std::shared_ptr<HostMemory> memory, std::vector<Peer> peers,
               std::chrono::milliseconds timeout);
 
-  /// Peers that wait for this rank hear that it has left.
+  /// Peers that wait for this rank are notified that it has left.
   ~HostChannel();
   HostChannel(const HostChannel&) = delete;
   HostChannel& operator=(const HostChannel&) = delete;
 
-  /// Whether these can be done here; the same on every rank for the same message.
+  /// Whether the channel supports this all-reduce; the same on every rank for the same message.
   static bool can_all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op);
 
-  /// Issue a collective. Tensors are contiguous, on the CPU, and stay as they are until it has
-  /// completed. `what` names it in errors. None of these waits for other ranks.
-  /// @throws Error if the channel has failed before, or the process was forked since it was made.
-  /// @param squares  what to measure, of floating-point elements: on every rank or on none.
+  /// Issue a collective. Tensors are contiguous, on the CPU, and must not change until it has
+  /// completed. `what` names it in errors. None of these functions waits for other ranks.
+  /// @throws Error if the channel has failed before, or in a process forked since its construction.
+  /// @param squares  which sums of squares to compute, for floating-point elements: on every rank
+  ///                 or on none.
   WorkPtr all_reduce(const std::string& what, const at::Tensor& tensor,
                      c10d::ReduceOp::RedOpType op, std::shared_ptr<SquareSums> squares = nullptr);
-  /// `parts` travel as one message. With `changed`, which has one entry for each and outlives the
-  /// call, a part is written, and its entry set, only if its bytes are others than the root's.
+  /// Sends `parts` as one message. `changed` has one entry per part and outlives the call. If
+  /// given, a part is written, and its entry set, only if its bytes differ from the root's.
   WorkPtr broadcast(const std::string& what, std::vector<at::Tensor> parts, int64_t root,
                     std::shared_ptr<std::vector<uint8_t>> changed = nullptr);
-  /// `gathered` has `share` of every rank, in the order of the ranks: one tensor, or one for each.
+  /// Gathers `share` of every rank, in rank order, into one tensor or into one tensor per rank.
   WorkPtr all_gather(const std::string& what, std::vector<at::Tensor> gathered,
                      const at::Tensor& share);
-  /// Overwrites `parts[rank]` by those of that rank, none of them before all ranks have given
-  /// theirs: in total as many bytes on every rank. This rank's go through `staged`, which it has
-  /// from allocate(), with room for them; it stays as it is while peers may read there.
+  /// Overwrites `parts[rank]` on every rank by that rank's parts, after all ranks have posted
+  /// theirs. The total number of bytes is the same on every rank. This rank's parts are copied to
+  /// `staged`, memory of that size from allocate(), which must not change while peers may read
+  /// there.
   WorkPtr all_gather_parts(const std::string& what,
                            const std::vector<std::vector<at::Tensor>>& parts,
                            const at::Tensor& staged);
-  /// all_gather() on rank `root` only; the others give no `gathered`.
+  /// all_gather() on rank `root` only; the other ranks pass no `gathered`.
   WorkPtr gather(const std::string& what, std::vector<at::Tensor> gathered, const at::Tensor& share,
                  int64_t root);
-  /// Rank `root` has in `sent` what each rank receives, as `gathered` above; the others give none.
+  /// Sends each rank its share of the root's `sent` (shaped like `gathered` above); other ranks
+  /// pass none.
   WorkPtr scatter(const std::string& what, const at::Tensor& received,
                   const std::vector<at::Tensor>& sent, int64_t root);
-  /// As all_reduce(), but only rank `root` gets the result; the tensors of the others stay as they
-  /// are.
+  /// As all_reduce(), but only rank `root` gets the result. Other ranks' tensors are unchanged.
   WorkPtr reduce(const std::string& what, const at::Tensor& tensor, c10d::ReduceOp::RedOpType op,
                  int64_t root);
-  /// Each rank gets its share of an all_reduce() of `sent`, which is as `gathered` above.
+  /// Gives each rank its share of the sum of `sent` (shaped like `gathered` above).
   WorkPtr reduce_scatter(const std::string& what, const at::Tensor& received,
                          const std::vector<at::Tensor>& sent, c10d::ReduceOp::RedOpType op);
-  /// Numbers of elements of the first dimension, by rank; none given: the same number for each.
+  /// Numbers of rows (first dimension) per rank; empty lists mean equal shares.
   WorkPtr all_to_all(const std::string& what, const at::Tensor& received, const at::Tensor& sent,
                      const std::vector<int64_t>& received_numel,
                      const std::vector<int64_t>& sent_numel);
 
-  /// This rank cannot go on, for a reason outside the channel: peers that wait for it hear of it.
+  /// Notifies peers that wait for this rank that it cannot continue, for a reason outside the
+  /// channel.
   void give_up(const std::string& why) noexcept;
-  /// Those who wait look at what has changed, also at what HostWork::wait_for() was given.
+  /// Makes waiting ranks check again, including the `interrupted` of HostWork::wait_for().
   void wake() noexcept;
 
-  /// A zeroed tensor in shared memory: all_reduce() of it copies nothing.
+  /// A zeroed tensor in shared memory; all_reduce() does not copy it.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options);
 
   int size() const { return size_; }
@@ -172,14 +177,14 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   struct Message;
   static constexpr size_t kCacheLine = 64;
   static constexpr uint64_t kRing = 256;
-  static constexpr int kShares = 64;  ///< of an all-reduce, at most
+  static constexpr int kShares = 64;  ///< maximum per all-reduce
   static constexpr uint8_t kDone = 0x80;
   enum class End : uint32_t { kNone, kFailed, kLeft };
   using Operation = HostOperation;
   using Lock = std::unique_lock<std::mutex>;
   class Held;
 
-  // Issuing: host_channel.cpp.
+  // Issue collectives: host_channel.cpp.
   HostPlace stage(Operation& operation, size_t bytes);
   HostPlace stage_copy(Operation& operation, const std::vector<at::Tensor>& parts);
   void require_shares(const std::string& what, const std::vector<at::Tensor>& of,
@@ -194,7 +199,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   HostChannel& in_this_process();
   void require_usable() const;
 
-  // Doing what can be done: host_channel_parts.cpp.
+  // Make progress: host_channel_parts.cpp.
   void post_issued();
   void advance(bool helps = false);
   static bool advance_others(const HostChannel* but);
@@ -213,7 +218,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   bool finish(Operation& operation, bool in_order);
   void complete(Operation& operation);
 
-  // What is where.
+  // Look up state of messages and shares.
   const Message& message_of(int rank, uint64_t number) const;
   bool all_posted(uint64_t number) const;
   bool all_finished(uint64_t number) const;
@@ -222,7 +227,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   bool all_shares_done(const Operation& operation) const;
   std::pair<int64_t, int64_t> part_of(int rank, int64_t bytes) const;
 
-  // Waiting: host_channel_wait.cpp.
+  // Wait: host_channel_wait.cpp.
   bool wait(Lock& lock, const std::function<bool()>& done, const Operation& operation,
             std::chrono::steady_clock::time_point until);
   std::vector<int> waited_for(const Operation& operation) const;
@@ -243,14 +248,14 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   mutable std::mutex mutex_;  ///< guards all below; not held while this thread sleeps
   std::vector<Peer> peers_;
   std::vector<Control*> controls_;  ///< by rank
-  Common* common_ = nullptr;        ///< at rank 0
+  Common* common_ = nullptr;        ///< in rank 0's memory
   uint64_t next_ = 0;
-  std::deque<std::shared_ptr<Operation>> pending_;  ///< in order; held while peers may use them
+  std::deque<std::shared_ptr<Operation>> pending_;  ///< in order; kept while peers may use them
   std::string failure_;
   std::vector<at::Tensor> released_;  ///< see Held
 };
 
-/// Does what this process can do for collectives that are in flight; for who waits elsewhere.
+/// Advances the collectives in flight of this process, for callers that wait elsewhere.
 void advance_host_channels();
 
 }  // namespace apex::parallel

@@ -9,13 +9,13 @@
 #include "comm/host_protocol.h"
 #include "comm/host_sum.h"
 
-// What a rank does for the collectives in flight.
+// Makes progress on the collectives in flight.
 
 namespace apex::parallel {
 
 namespace {
 
-/// Of so many bytes at least is a share of an all-reduce, unless there are more ranks.
+/// Minimum size of a share of an all-reduce, unless there are more ranks than such shares.
 constexpr int64_t kShareBytes = int64_t{256} << 10;
 
 const char* text_of(c10d::ReduceOp::RedOpType op) {
@@ -37,8 +37,8 @@ bool HostChannel::all_finished(uint64_t number) const {
                      [&](const Control* one) { return one->finished.load() > number; });
 }
 
-/// Posts what was issued, as far as the ring has room: until all ranks have finished with the
-/// collective that was in the slot, it may be read.
+/// Posts issued collectives as far as the ring has free slots. A slot may be read until all ranks
+/// have finished with its collective.
 void HostChannel::post_issued() {
   Control& mine = *controls_[rank_];
   for (uint64_t number = mine.posted.load(); number < next_; ++number) {
@@ -59,11 +59,11 @@ void HostChannel::post_issued() {
   }
 }
 
-/// Does what this rank can do now.
-/// @param helps  also shares of parts that belong to others.
+/// Does the work that this rank can do now.
+/// @param helps  also claim shares of other ranks' parts.
 void HostChannel::advance(bool helps) {
   post_issued();
-  bool in_order = true;  // nothing before is unfinished
+  bool in_order = true;  // all earlier collectives are finished
   for (auto next = pending_.begin(); next != pending_.end();) {
     Operation& operation = **next;
     if (!operation.begun) {
@@ -85,7 +85,7 @@ void HostChannel::advance(bool helps) {
   }
 }
 
-/// Says so if this rank needs nothing more of it; returns whether it may be forgotten.
+/// Publishes that this rank is finished with it; returns whether it may be forgotten.
 bool HostChannel::finish(Operation& operation, bool in_order) {
   if (!in_order) return false;
   std::atomic<uint64_t>& finished = controls_[rank_]->finished;
@@ -100,7 +100,7 @@ bool HostChannel::finish(Operation& operation, bool in_order) {
   return true;
 }
 
-/// The result is there, and no peer uses this rank's memory any more.
+/// The result is complete, and no peer uses this rank's memory any more.
 void HostChannel::complete(Operation& operation) {
   operation.completed = true;
   released_.push_back(std::move(operation.output));
@@ -109,19 +109,19 @@ void HostChannel::complete(Operation& operation) {
   operation.staged.reset();
 }
 
-/// All ranks have posted it.
+/// Called once all ranks have posted it.
 void HostChannel::begin(Operation& operation) {
   check_messages(operation);
   try {
     if (operation.kind == HostKind::kSumShares) {
-      // When others have done it all, they may have ended since.
+      // If other ranks have done all shares, they may have exited since.
       if (!all_shares_done(operation)) find_messages(operation);
     } else {
       read_messages(operation);
     }
   } catch (const std::exception& error) {
     if (!failure_.empty()) throw;
-    // Most likely because its owner is gone.
+    // Most likely because the owner of the memory has exited.
     const std::string ended = ended_process();
     fail(ended.empty() ? error.what() : ended);
   }
@@ -140,7 +140,7 @@ void HostChannel::check_messages(const Operation& operation) {
                               " is in: " + operation.what + ", while " + name_of(peer) +
                               " is in: " + said;
     if (std::strncmp(other.what, mine.what, sizeof(mine.what)) != 0) fail(texts);
-    // The kind follows from these.
+    // The kind is determined by these fields.
     if (other.dtype != mine.dtype || other.numel != mine.numel || other.op != mine.op ||
         other.root != mine.root) {
       const auto details = [](const Message& message) {
@@ -153,7 +153,7 @@ void HostChannel::check_messages(const Operation& operation) {
   }
 }
 
-/// Takes what this rank needs of the messages.
+/// Copies what this rank needs from the messages.
 void HostChannel::read_messages(Operation& operation) {
   if (!has_one_reader(operation.kind) || operation.root == rank_) {
     std::vector<char*> from;
@@ -167,12 +167,12 @@ void HostChannel::read_messages(Operation& operation) {
     }
     take_message(operation, from);
   }
-  // What lies in another block is mapped when it is first read, for which this process has to be
-  // there; then it has completed when all have finished.
+  // A message outside the first block is mapped when it is first read, which requires that this
+  // process is alive. Such a collective completes only when all ranks have finished.
   operation.completed = !operation.staged || message_of(rank_, operation.number).place.block == 0;
 }
 
-/// @param from  the messages by rank; null for those that are not read.
+/// @param from  messages by rank; null for messages that are not read.
 void HostChannel::take_message(Operation& operation, const std::vector<char*>& from) {
   const at::Tensor& output = operation.output;
   char* out = output.defined() ? static_cast<char*>(output.mutable_data_ptr()) : nullptr;
@@ -193,7 +193,7 @@ void HostChannel::take_message(Operation& operation, const std::vector<char*>& f
       if (operation.root != rank_) take_parts(operation, from[operation.root]);
       break;
     case HostKind::kScatter:
-      if (operation.root == rank_) break;  // it has its own
+      if (operation.root == rank_) break;  // the root has its share already
       copy_bytes(out, from[operation.root] + bytes * (rank_ - (rank_ > operation.root)), bytes);
       break;
     case HostKind::kAllGather:
@@ -236,7 +236,7 @@ void HostChannel::sum_whole(const Operation& operation, const std::vector<char*>
   combine(operation.op, output.scalar_type(), output.numel(), {from.begin(), from.end()},
           {static_cast<char*>(output.mutable_data_ptr())}, sums != nullptr ? &squares : nullptr);
   if (sums == nullptr) return;
-  sums->kept.assign(static_cast<size_t>(size_), 0);  // all was measured when it was sent
+  sums->kept.assign(static_cast<size_t>(size_), 0);  // everything was measured when it was sent
   sums->reduced = squares.of_result;
 }
 
@@ -280,13 +280,13 @@ bool HostChannel::all_shares_done(const Operation& operation) const {
   return done == static_cast<uint32_t>(shares_of(operation));
 }
 
-/// Each rank's part has as many.
+/// Every rank's part has the same number of shares.
 int HostChannel::shares_of(const Operation& operation) const {
   const auto wanted = static_cast<int>(std::min<int64_t>(kShares, operation.bytes / kShareBytes));
   return std::max(1, wanted / size_) * size_;
 }
 
-/// Of a message, the bytes that belong to a rank, from and to: whole cache lines.
+/// Byte range [begin, end) of a message that belongs to a rank, in whole cache lines.
 std::pair<int64_t, int64_t> HostChannel::part_of(int rank, int64_t bytes) const {
   const auto line = static_cast<int64_t>(kCacheLine);
   const int64_t part = (bytes / size_ + line - 1) / line * line;
@@ -302,7 +302,7 @@ bool HostChannel::keeps_part(int rank, const Operation& operation) const {
          (controls_[rank]->handed_over[slot / 64].load() & bit) == 0;
 }
 
-/// Claims shares and sums them: of the own part, and, if this rank helps, of all.
+/// Claims shares and sums them: shares of the own part, and with `helps` of all parts.
 void HostChannel::sum_shares(Operation& operation, bool helps) {
   Common::Slot& slot = common_->slots[operation.number % kRing];
   const int shares = shares_of(operation);
@@ -344,7 +344,7 @@ void HostChannel::sum_share(int share, const Operation& operation) const {
   slot.kept[share] = squares.of_source;
 }
 
-/// The result lies in the copy, if there is one; but for a part that was kept.
+/// Copies the result back from the staged copy, except for a part that was kept.
 void HostChannel::take_result(const Operation& operation) const {
   if (operation.squares) {
     const Common::Slot& slot = common_->slots[operation.number % kRing];
@@ -370,10 +370,10 @@ void HostChannel::hand_over(Operation& operation) {
   if (operation.completed || !operation.keeps_part) return;
   const auto [begin, end] = part_of(rank_, operation.bytes);
   const char* const data = static_cast<const char*>(operation.output.const_data_ptr());
-  // What this rank has summed of it already is copied as it is.
+  // Shares of it that are already summed are copied as well.
   copy_bytes(operation.staged.get() + begin, data + begin, static_cast<size_t>(end - begin));
   operation.keeps_part = false;
-  if (operation.message) {  // peers will read there that it is not kept
+  if (operation.message) {  // peers read the flag there
     operation.message->keeps_part = false;
     return;
   }

@@ -8,7 +8,7 @@
 #include "comm/host_channel.h"
 #include "comm/host_protocol.h"
 
-// How a rank waits, and what it hears of peers that will not come.
+// How a rank waits, and how it learns that a peer has failed.
 
 namespace apex::parallel {
 
@@ -19,9 +19,9 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 constexpr microseconds kSpin{50};
-/// A sleep, after which the peer is looked at.
+/// Length of a sleep, after which the peer is checked.
 constexpr milliseconds kNap{20};
-/// The same, if others of this process's channels may need it.
+/// The same, if other channels of this process may need this thread.
 constexpr microseconds kShortNap{500};
 
 void relax() {
@@ -32,7 +32,7 @@ void relax() {
 
 }  // namespace
 
-/// The ranks that `operation` cannot go on without.
+/// The ranks that `operation` waits for.
 std::vector<int> HostChannel::waited_for(const Operation& operation) const {
   std::vector<int> ranks;
   const auto add_if = [&](auto&& is_late) {
@@ -45,7 +45,7 @@ std::vector<int> HostChannel::waited_for(const Operation& operation) const {
     return [number](const Control& peer) { return peer.finished.load() <= number; };
   };
   if (operation.completed) return ranks;  // by another thread, while this one slept
-  // Messages are read in order: what comes before may be what holds it up.
+  // Messages are read in order, so an earlier collective may be the one that blocks.
   for (const auto& before : pending_) {
     if (before->number > operation.number) break;
     if (before->begun) continue;
@@ -74,7 +74,7 @@ bool HostChannel::wait(Lock& lock, const std::function<bool()>& done, const Oper
   const Clock::time_point spin_until = looked + (spins_ ? kSpin : microseconds(0));
   for (;;) {
     require_usable();
-    // The bell first: what it announces is looked at after that, or else it has been rung since.
+    // Read the bell first: a change after this point rings it again.
     const uint32_t rings = common_->bell.rings();
     advance(/*helps=*/true);
     if (done()) return true;
@@ -117,7 +117,7 @@ std::string HostChannel::name_of(int peer) const {
   return "rank " + std::to_string(named < 0 ? peer : named);
 }
 
-/// Fails if a peer that `operation` waits for will not come any more.
+/// Fails if a peer that `operation` waits for has ended.
 void HostChannel::check_ends(const Operation& operation, bool processes) {
   for (const int peer : waited_for(operation)) {
     std::string end;
@@ -135,13 +135,13 @@ void HostChannel::check_ends(const Operation& operation, bool processes) {
     if (end.empty() && processes && process && state_of(*process) == ProcessState::kEnded)
       end = describe_ended(peer);
     if (end.empty()) continue;
-    // It may have come just before.
+    // It may have arrived just before it ended.
     const std::vector<int> still = waited_for(operation);
     if (std::find(still.begin(), still.end(), peer) != still.end()) fail(end);
   }
 }
 
-/// How this rank has ended; peers look at it only while they wait for this rank.
+/// Publishes how this rank has ended; peers check it only while they wait for this rank.
 void HostChannel::tell_end(End end) noexcept {
   controls_[rank_]->end.store(end);
   common_->bell.ring();
@@ -162,7 +162,7 @@ void HostChannel::give_up(const std::string& why) noexcept {
   try {
     fail(why);
   } catch (const std::exception&) {
-    // Said.
+    // fail() has recorded the error.
   }
 }
 
@@ -189,7 +189,7 @@ bool HostWork::isCompleted() {
   try {
     channel_->advance();
   } catch (const std::exception&) {
-    return false;  // wait() tells
+    return false;  // wait() reports the error
   }
   return operation_->completed;
 }

@@ -33,15 +33,16 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using Op = c10d::ReduceOp::RedOpType;
 
-/// A share of up to so many bytes is not cut into pieces: one exchange instead of two.
+/// A share of at most this size is not cut into pieces: one exchange instead of two.
 constexpr int64_t kWholeShare = int64_t{64} << 10;
-/// No fewer bytes to a piece.
+/// Minimum size of a piece.
 constexpr int64_t kLeastPiece = int64_t{4} << 10;
-/// Between two looks at what others in this process wait for.
+/// Interval at which the waiting thread advances other channels of this process.
 constexpr milliseconds kNap{20};
 constexpr milliseconds kLong{1000};
 
-/// Bytes of `of`, which it holds: what travels may outlive its operation, if that has failed.
+/// `bytes` bytes of `of` as a tensor that keeps `of` alive: a message may outlive its failed
+/// operation.
 at::Tensor bytes_of(const at::Tensor& of, char* data, int64_t bytes) {
   return at::from_blob(data, {bytes}, [held = of](void*) mutable { held.reset(); }, at::kByte);
 }
@@ -58,10 +59,10 @@ char* data_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.mutab
 enum class Stage : uint8_t {
   kHostSums,    ///< stage 1 runs
   kExchanging,  ///< stage 2 runs
-  kExchanged,   ///< the piece of this rank is summed
+  kExchanged,   ///< this rank's piece is summed
   kGathering,   ///< stage 3 runs
-  kSummed,      ///< the share of this rank is summed, or it has none
-  kHandedOut,   ///< stage 4 runs, or has ended: `results` tell
+  kSummed,      ///< this rank's share is summed, or it has none
+  kHandedOut,   ///< stage 4 runs or has ended; see `results`
 };
 
 struct HierarchyOperation {
@@ -69,20 +70,20 @@ struct HierarchyOperation {
   at::Tensor tensor;  ///< real-valued and flat
   Op op = Op::SUM;
   std::atomic<Stage> stage{Stage::kHostSums};
-  HostChannel::WorkPtr sum;  ///< of the host; null where there is one rank
-  char* share = nullptr;     ///< of this rank, in `tensor`
+  HostChannel::WorkPtr sum;  ///< of the host; null with one rank
+  char* share = nullptr;     ///< this rank's share, in `tensor`
   int64_t numel = 0;         ///< of the share
   bool in_pieces = false;
   at::Tensor received;  ///< from the column
   at::Tensor piece;
-  c10::intrusive_ptr<c10d::Work> exchange;          ///< that runs in the column
+  c10::intrusive_ptr<c10d::Work> exchange;          ///< in progress in the column
   c10::intrusive_ptr<c10::ivalue::Future> arrival;  ///< its future
   std::vector<HostChannel::WorkPtr> results;
 };
 
 using OperationPtr = std::shared_ptr<HierarchyOperation>;
 
-/// What the thread of a hierarchy, its Works and it itself share.
+/// State shared by a hierarchy, its thread and its Works.
 class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
  public:
   HierarchyCore(HostLayout where, HierarchyLinks links)
@@ -96,7 +97,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
 
   const HierarchyLinks& links() const { return links_; }
 
-  /// False in a process that was forked since: it has no such thread, which may hold a mutex.
+  /// False in a forked child: the thread does not exist there and may have held a mutex.
   bool is_own() const { return this_pid() == pid_; }
 
   void require_own_process() const {
@@ -123,7 +124,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
     changed_.notify_all();
   }
 
-  /// Whether the result is there, within that time.
+  /// Waits at most `slice`; returns whether the result is complete.
   bool wait_for(HierarchyOperation& operation, milliseconds slice) {
     require_own_process();
     const Clock::time_point until = Clock::now() + slice;
@@ -172,7 +173,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
     }
   }
 
-  /// Its thread ends when all has been carried through.
+  /// The thread ends once all operations are completed.
   void close() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -186,7 +187,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
     return failure_ != nullptr;
   }
 
-  /// After close(): blocks until its thread has ended, and the connections have.
+  /// After close(): blocks until the thread has ended and the connections are closed.
   void end() {
     thread_.join();
     links_.exchange.reset();
@@ -215,10 +216,10 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
     }
   }
 
-  /// Takes each operation as far as it can go; returns whether any has moved.
+  /// Moves each operation as far as possible; returns whether any has moved.
   bool advance(const std::vector<OperationPtr>& operations) {
     bool moved = false;
-    Stage before = Stage::kHandedOut;  // the operation in front is there
+    Stage before = Stage::kHandedOut;  // stage of the operation in front
     for (const OperationPtr& one : operations) {
       while (step(*one, before)) moved = true;
       before = std::min(before, one->stage.load());
@@ -232,7 +233,8 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
     return true;
   }
 
-  /// One stage further, if what it waits for has come, and all before it have entered that stage.
+  /// Moves one stage further if the input has arrived and all earlier operations entered that
+  /// stage.
   bool step(HierarchyOperation& operation, Stage before) {
     switch (operation.stage.load()) {
       case Stage::kHostSums:
@@ -266,8 +268,8 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
     return false;
   }
 
-  /// Until something has changed: a message that is summed in the host rings the channel's bell,
-  /// one that comes from the network calls notice().
+  /// Sleeps until something has changed: a message summed in the host rings the channel's bell, and
+  /// a message from the network calls notice().
   void sleep(const std::vector<OperationPtr>& operations) {
     for (const OperationPtr& one : operations) {
       if (one->stage != Stage::kHostSums) continue;
@@ -297,9 +299,9 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
   }
 
   static bool has_arrived(HierarchyOperation& operation) {
-    // Not the Work: Gloo's says so a little after its future has called back.
+    // Not the Work: Gloo marks it complete slightly after its future's callback.
     if (!operation.arrival->completed()) return false;
-    operation.exchange->wait();  // throws what went wrong
+    operation.exchange->wait();  // rethrows its error
     operation.exchange.reset();
     operation.arrival.reset();
     return true;
@@ -340,14 +342,14 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
     return end - begin;
   }
 
-  /// Sums what has come of the hosts: the share, or this rank's piece of it.
+  /// Sums the hosts' contributions to the share, or to this rank's piece of it.
   void sum_hosts(HierarchyOperation& operation) {
     const auto size = static_cast<int64_t>(operation.tensor.element_size());
     const int64_t numel =
         operation.in_pieces ? piece_numel(operation, layout.host) : operation.numel;
     char* to = operation.share;
     if (operation.in_pieces) {
-      // Of equal length everywhere: that of the first, which is the longest.
+      // All pieces have the length of the first, which is the longest.
       operation.piece = at::empty({piece_numel(operation, 0) * size}, at::kByte);
       to = data_of(operation.piece);
     }
@@ -399,10 +401,10 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
   std::thread thread_;
 
   std::mutex issuing_;  ///< guards the order of messages; taken before mutex_
-  std::mutex mutex_;    ///< guards all below; not held while anything is waited for or called
+  std::mutex mutex_;    ///< guards all below; not held during waits and calls
   std::condition_variable changed_;
-  std::deque<OperationPtr> queue_;  ///< in order; without those that were handed out
-  std::atomic<bool> news_{false};   ///< since the thread has looked
+  std::deque<OperationPtr> queue_;  ///< in order; without handed-out operations
+  std::atomic<bool> news_{false};   ///< since the thread last checked
   bool closing_ = false;
   std::exception_ptr failure_;
 };
@@ -416,7 +418,7 @@ HostHierarchy::HostHierarchy(HostLayout layout, HierarchyLinks links)
 
 HostHierarchy::~HostHierarchy() {
   if (!core_->is_own()) {
-    // A forked child has no such thread, and cannot end it.
+    // A forked child does not have the thread, so it cannot end it.
     static_cast<void>(new std::shared_ptr<HierarchyCore>(std::move(core_)));
     return;
   }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// All-reduces between processes of several hosts: inside each host over memory, between the hosts
-/// over the network.
+/// All-reduces between processes of several hosts: over shared memory inside each host, over the
+/// network between hosts.
 
 #include <chrono>
 #include <functional>
@@ -21,33 +21,32 @@ namespace apex::parallel {
 
 // Note [Sums over several hosts]
 //
-// An all-reduce has these stages, each on connections of its own:
+// An all-reduce has these stages, each with its own connections:
 //
-//   1. the ranks of a host sum the message in their memory (HostChannel);
-//   2. the ranks of a column (see Note [Columns]) each have their host's sum of one share, exchange
-//      these, and sum them in the order of the hosts: with two hosts, or a small share, every rank
-//      gets the whole share of every host; else every rank gets a piece of it of every host, sums
-//      that, and
-//   3. the sums of the pieces are gathered in the column;
-//   4. every rank of a host gets the shares that its peers have (another HostChannel).
+//   1. The ranks of a host sum the message in shared memory (HostChannel).
+//   2. Each rank of a column (see Note [Columns]) holds its host's sum of one share. The column
+//      exchanges these and sums them in host order. With two hosts, or for a small share, every
+//      rank receives every host's whole share. Otherwise every rank receives and sums one piece of
+//      it.
+//   3. The sums of the pieces are gathered in the column.
+//   4. Every rank of a host gets the shares that its peers have (another HostChannel).
 //
-// On the network this is what an all-reduce in a ring of the hosts takes. A sum in a ring, however,
-// begins at another host for each part of a message, so that with three hosts its bits depend on
-// the size of buckets; here they do not, nor on the stage taken: (sum of host 0 + sum of host 1)
-// + ..., each in the order of its ranks. float16 and bfloat16 are summed in float32 inside a host
-// and between hosts, and rounded after each, since what travels has 16 bits. Averages are those of
-// a host's ranks first, and then of the hosts: nothing overflows that would not in the end. They
-// are to be had only where all hosts have as many ranks.
+// The network traffic is that of a ring all-reduce between hosts. A ring, however, starts the sum
+// of each part of a message at another host, so with three hosts its bits depend on the bucket
+// size. Here they depend neither on that nor on the path taken: the result is (sum of host 0 + sum
+// of host 1) + ..., each in rank order. float16 and bfloat16 are summed in float32 inside a host
+// and between hosts, and rounded after each of the two, since messages are 16-bit. AVG averages
+// over a host's ranks first and then over hosts, so it overflows only if the result does. AVG
+// requires the same number of ranks on every host.
 //
-// Messages pass each stage in the order in which they were issued, on every rank; that is why a
-// stage needs connections of its own: whether message 2 is in stage 1 before message 1 is in stage
-// 4 differs from rank to rank.
+// On every rank, messages pass each stage in the order of issue. Each stage needs its own
+// connections, because ranks differ in whether message 2 enters stage 1 before message 1 enters
+// stage 4.
 //
-// Somebody has to take a message from one stage to the next, while the rank computes, waits in
-// another part of the program, or has failed and left zeros for the others. Over a channel alone
-// peers can do the part of a rank that is away; but nobody else can use its connections. So there
-// is a thread, as Gloo has some; it sleeps unless a message has arrived somewhere. It takes
-// messages up to stage 4, and no further: who waits for the result reads it.
+// A message has to move from stage to stage while the rank computes, waits elsewhere, or has failed
+// and left zeros for the others. In a channel, peers can do an absent rank's part, but they cannot
+// use its network connections. So there is a thread, like Gloo's, which sleeps until a message
+// arrives. It moves messages up to stage 4; the caller that waits for the result does the rest.
 
 class HierarchyCore;
 struct HierarchyOperation;
@@ -58,8 +57,9 @@ class HierarchyWork final : public SlicedWork {
   HierarchyWork(std::shared_ptr<HierarchyCore> core, std::shared_ptr<HierarchyOperation> operation);
   bool isCompleted() override;
   bool isSuccess() const override;
-  /// @throws Error if a peer of this host has ended or says that it has failed; the network's error
-  /// if that fails, or the timeout is over, which counts from where a stage begins, as Gloo's does.
+  /// @throws Error if a peer of this host has exited or reported a failure; the network's error if
+  ///         that fails or the timeout has passed. As in Gloo, the timeout restarts with each
+  ///         stage.
   bool wait_for(std::chrono::milliseconds slice) override;
 
  private:
@@ -67,40 +67,40 @@ class HierarchyWork final : public SlicedWork {
   const std::shared_ptr<HierarchyOperation> operation_;
 };
 
-/// What the stages travel on.
+/// The connections of the stages.
 struct HierarchyLinks {
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
-  std::shared_ptr<HostChannel> sums;     ///< stage 1; null where this rank is alone on its host
-  std::shared_ptr<HostChannel> results;  ///< stage 4; so is this
-  BackendPtr exchange;  ///< stage 2: the ranks of the column; null for ranks in none
-  BackendPtr gather;    ///< stage 3; null, too, if there are two hosts
+  std::shared_ptr<HostChannel> sums;     ///< stage 1; null if this rank is alone on its host
+  std::shared_ptr<HostChannel> results;  ///< stage 4; null in the same case
+  BackendPtr exchange;  ///< stage 2, among the ranks of the column; null for ranks outside columns
+  BackendPtr gather;    ///< stage 3; also null with two hosts
 };
 
-/// Thread safe.
+/// All-reduces over several hosts; see Note [Sums over several hosts]. Thread safe.
 class HostHierarchy {
  public:
   using WorkPtr = c10::intrusive_ptr<HierarchyWork>;
 
   HostHierarchy(HostLayout layout, HierarchyLinks links);
-  /// What was issued is carried through, on another thread, unless something has failed.
+  /// Issued collectives are completed on another thread, unless something has failed.
   ~HostHierarchy();
   HostHierarchy(const HostHierarchy&) = delete;
   HostHierarchy& operator=(const HostHierarchy&) = delete;
 
-  /// Whether averages can be had, or sums only.
+  /// Whether AVG is supported, or SUM only.
   bool averages() const;
 
-  /// `tensor` is contiguous, on the CPU, of a dtype and `op` that a HostChannel takes, AVG only if
-  /// averages(), and stays as it is until the work has completed. `what`
-  /// names it in errors. Does not wait for other ranks, as HostChannel::all_reduce() does not.
-  /// @throws Error if one has failed before, or the process was forked since.
+  /// `tensor` is contiguous, on the CPU, of a dtype and `op` that a HostChannel takes (AVG only if
+  /// averages()), and must not change until the work has completed. `what` names it in errors. Like
+  /// HostChannel::all_reduce(), does not wait for other ranks.
+  /// @throws Error if an earlier one has failed, or in a process forked since.
   WorkPtr all_reduce(const std::string& what, const at::Tensor& tensor,
                      c10d::ReduceOp::RedOpType op);
 
-  /// A zeroed tensor, in memory from which all_reduce() copies nothing inside the host.
+  /// A zeroed tensor in memory that all_reduce() does not copy inside the host.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options) const;
 
-  /// Something has failed elsewhere: what was issued is not carried through.
+  /// A failure elsewhere: issued collectives are abandoned.
   void give_up(const std::string& why) noexcept;
 
  private:

@@ -36,14 +36,14 @@ size_t round_up(size_t value, size_t to) { return (value + to - 1) / to * to; }
 char* map(int fd, size_t bytes) {
   void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) throw_system_error("shared memory could not be mapped (mmap)");
-  ::madvise(data, bytes, MADV_HUGEPAGE);  // not every system has them
+  ::madvise(data, bytes, MADV_HUGEPAGE);  // not every system supports huge pages
   return static_cast<char*>(data);
 }
 
 void unmap(char* data, size_t bytes) { ::munmap(data, bytes); }
 
 int make_file(size_t bytes) {
-  // Beyond it the system would end the process, by SIGXFSZ.
+  // A larger file would end the process by SIGXFSZ.
   rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes)
     throw Error("no shared memory: files may have " + std::to_string(limit.rlim_cur) +
@@ -125,7 +125,7 @@ void HostMemory::reserve(size_t reserved) {
   take(blocks_.front(), round_up(reserved, kAlignment));
 }
 
-/// The first gap that is large enough.
+/// Takes the first gap that is large enough.
 HostMemory::Taken HostMemory::take(Block& block, size_t bytes) {
   const auto gap = std::find_if(block.free.begin(), block.free.end(),
                                 [&](const auto& one) { return one.second >= bytes; });
@@ -133,14 +133,14 @@ HostMemory::Taken HostMemory::take(Block& block, size_t bytes) {
   const auto [offset, length] = *gap;
   block.free.erase(gap);
   if (length > bytes) block.free.emplace(offset + bytes, length - bytes);
-  // The owner may have written to the end of a block, to be recognized by it.
+  // The owner may have written an identification at the end of a block.
   const bool to_end = offset + bytes == block.bytes;
   const size_t dirty = to_end ? bytes : std::min(bytes, block.used - std::min(block.used, offset));
   block.used = std::max(block.used, offset + bytes);
   return {block.data + offset, dirty};
 }
 
-/// Under the mutex.
+/// Requires the mutex.
 HostMemory::Taken HostMemory::take_anywhere(size_t bytes) {
   for (Block& block : blocks_) {
     if (const Taken taken = take(block, bytes); taken.data != nullptr) return taken;
@@ -240,7 +240,7 @@ char* PeerMemory::at(const HostPlace& place) {
       close_file(fd);
       throw;
     }
-    close_file(fd);  // the mapping keeps it
+    close_file(fd);  // the mapping keeps the file alive
     found = mapped_.emplace(place.block, mapping).first;
   }
   return found->second.data + place.offset;

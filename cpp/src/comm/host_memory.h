@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Memory that processes of one host share.
+/// Memory shared between processes of one host.
 
 #include <cstddef>
 #include <cstdint>
@@ -16,52 +16,52 @@ namespace apex::parallel {
 
 // Note [Memory between processes]
 //
-// A block is an anonymous file (memfd_create) that its owner maps, and that peers open through
-// /proc/PID/fd and map, too. So it has no name, no limit of a mount applies to it, it is gone with
-// the last process that maps it, however that ends, and the kernel lets nobody open it who might
-// not trace the owner: no other user. Its size is sealed, so that no peer can be made to fault.
+// A block is an anonymous file (memfd_create) that its owner maps. Peers open it through
+// /proc/PID/fd and map it as well. It has no name and is not subject to the limit of a mount. It is
+// freed with the last process that maps it, however that process ends. The kernel refuses access to
+// processes that may not trace the owner, so other users have none. Its size is sealed, so that a
+// peer cannot be made to fault.
 //
-// Blocks are larger than what is asked of them, since pages that nobody touches cost nothing, and
-// live as long as the memory: what is freed is used again for the next bucket. Peers map a block
-// when they first come to it, except the first, which they map in the handshake: what lies there
-// can be read when its owner has ended.
+// Blocks are larger than requested, since untouched pages cost nothing, and live as long as the
+// HostMemory: freed memory is reused for the next bucket. Peers map a block on first use. They map
+// the first block in the handshake, so that it stays readable after its owner has exited.
 
-/// Where something lies in a process, for its peers. Trivially copyable: it is written into shared
-/// memory.
+/// Location of data in a process, for its peers. Trivially copyable, since it is written into
+/// shared memory.
 struct HostPlace {
-  int32_t fd = -1;     ///< of the block, in its owner
-  uint32_t block = 0;  ///< counts the owner's blocks
-  uint64_t bytes = 0;  ///< of the block
+  int32_t fd = -1;     ///< the owner's file descriptor of the block
+  uint32_t block = 0;  ///< index of the block in its owner
+  uint64_t bytes = 0;  ///< size of the block
   uint64_t offset = 0;
 };
 
-/// This process's blocks. Thread safe.
+/// The shared memory blocks of this process. Thread safe.
 class HostMemory : public std::enable_shared_from_this<HostMemory> {
  public:
-  /// With a first block of `first_bytes`, zeroed.
-  /// @throws Error if the system gives none.
+  /// Creates a first block of `first_bytes`, zeroed.
+  /// @throws Error if the system refuses.
   static std::shared_ptr<HostMemory> create(size_t first_bytes);
   ~HostMemory();
   HostMemory(const HostMemory&) = delete;
   HostMemory& operator=(const HostMemory&) = delete;
 
-  /// The beginning of the first block, of which allocate() gives nothing before `reserved`.
+  /// Start of the first block; allocate() returns nothing below `reserved`.
   char* first() const { return first_; }
   HostPlace first_place() const;
   void reserve(size_t reserved);
 
-  /// So many bytes, aligned to 64, not initialized; freed with the last pointer. Keeps the memory
-  /// alive.
-  /// @param in_first  from the first block; null if that is full.
-  /// @throws Error if the system gives no more.
+  /// Allocates `bytes`, aligned to 64, not initialized; freed with the last pointer, which keeps
+  /// this object alive.
+  /// @param in_first  only from the first block; null if that is full.
+  /// @throws Error if the system has no memory.
   std::shared_ptr<char> allocate(size_t bytes, bool in_first = false);
-  /// The same, zeroed. What nobody has had before is zero, and takes no memory until it is written.
+  /// The same, zeroed. Memory that was never used is zero, and takes no pages until it is written.
   std::shared_ptr<char> allocate_zeroed(size_t bytes);
 
-  /// Where `data` lies for peers; nothing if it is not of this memory.
+  /// Location of `data` for peers; nullopt if it is outside of this memory.
   std::optional<HostPlace> place_of(const void* data, size_t bytes) const;
 
-  /// Reads the same memory in this process: for ranks that are threads.
+  /// The same memory in this process, for ranks that are threads.
   void* at(const HostPlace& place) const;
 
  private:
@@ -70,11 +70,11 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
     char* data = nullptr;
     size_t bytes = 0;
     std::map<size_t, size_t> free;  ///< offset to length, merged
-    size_t used = 0;                ///< nothing behind this offset was ever given out
+    size_t used = 0;                ///< offsets from here on were never used
   };
   struct Taken {
     char* data = nullptr;
-    size_t dirty = 0;  ///< so many bytes, from the beginning, may not be zero
+    size_t dirty = 0;  ///< leading bytes that may not be zero
   };
   HostMemory() = default;
   void add_block(size_t bytes);
@@ -89,19 +89,19 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
   std::vector<Block> blocks_;
 };
 
-/// What is mapped of a peer's blocks. Not thread safe.
+/// The mappings of a peer's blocks. Not thread safe.
 class PeerMemory {
  public:
   /// Of another process.
   explicit PeerMemory(int64_t pid) : pid_(pid) {}
-  /// Of another rank in this process: the same addresses.
+  /// Of another rank in this process, which has the same addresses.
   explicit PeerMemory(std::shared_ptr<HostMemory> same) : same_(std::move(same)) {}
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
-  /// What lies there; maps its block if that is new.
-  /// @throws Error if it cannot be opened or is not what the owner says.
+  /// Address of `place` in this process; maps its block on first use.
+  /// @throws Error if the block cannot be opened or does not match the owner's description.
   char* at(const HostPlace& place);
 
  private:

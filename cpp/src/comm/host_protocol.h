@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// What the processes of a HostChannel write for each other, and what a rank keeps of a collective
-/// in flight. For the sources of HostChannel.
+/// The layout of shared memory between the processes of a HostChannel, and a rank's state of a
+/// collective in flight. Internal to HostChannel.
 
 #include <atomic>
 #include <cstddef>
@@ -36,47 +36,47 @@ enum class HostKind : uint8_t {
   kReduceScatter,
 };
 
-/// Only the message of the root is read.
+/// Whether only the root's message is read.
 inline bool has_one_source(HostKind kind) {
   return kind == HostKind::kBroadcast || kind == HostKind::kScatter;
 }
 
-/// Only the root reads messages.
+/// Whether only the root reads messages.
 inline bool has_one_reader(HostKind kind) {
   return kind == HostKind::kGather || kind == HostKind::kReduce;
 }
 
-/// What a rank says of a collective. In shared memory.
+/// A rank's description of a collective. In shared memory.
 struct HostChannel::Message {
   HostKind kind = HostKind::kSumWhole;
-  bool keeps_part = false;  ///< the rank's own part of the message is not there
-  bool measured = false;    ///< SquareSums are asked for: by all ranks or by none
+  bool keeps_part = false;  ///< the message lacks its rank's own part
+  bool measured = false;    ///< computes SquareSums: on all ranks or on none
   c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM;
   at::ScalarType dtype = at::kByte;
   int32_t root = 0;
-  int64_t numel = 0;  ///< has to be the same on all ranks
+  int64_t numel = 0;  ///< must be the same on all ranks
   HostPlace place;
   char what[168] = {};
 };
 
-/// In shared memory, at the beginning of each rank's first block; written by its rank.
+/// In shared memory, at the start of each rank's first block; written by that rank.
 struct HostChannel::Control {
-  alignas(kCacheLine) std::atomic<uint64_t> posted{0};    ///< collectives
-  alignas(kCacheLine) std::atomic<uint64_t> finished{0};  ///< this rank reads no more of so many
-  std::atomic<uint64_t> handed_over[kRing / 64] = {};     ///< bits by slot: its part is there now
+  alignas(kCacheLine) std::atomic<uint64_t> posted{0};    ///< number of collectives posted
+  alignas(kCacheLine) std::atomic<uint64_t> finished{0};  ///< collectives that it no longer reads
+  std::atomic<uint64_t> handed_over[kRing / 64] = {};     ///< bit per slot: its part is there
   std::atomic<End> end{End::kNone};
-  char why[256] = {};  ///< it has failed; written before `end`
+  char why[256] = {};  ///< error message if it has failed; written before `end`
   alignas(kCacheLine) Message ring[kRing];
 };
 
-/// In shared memory, behind rank 0's Control; written by all.
+/// In shared memory, after rank 0's Control; written by all ranks.
 struct HostChannel::Common {
   struct Slot {
-    /// 0, or rank + 1 of who does this share, with kDone when it is done.
+    /// 0, or rank + 1 of the rank that does this share, with kDone when it is done.
     alignas(kCacheLine) std::atomic<uint8_t> claims[kShares] = {};
-    std::atomic<uint32_t> done{0};  ///< shares
-    /// Of a measured sum, by share, written before it is done: of the result, and of what the rank
-    /// gave whose part it is.
+    std::atomic<uint32_t> done{0};  ///< number of shares done
+    /// For a measured sum, per share, written before it is done: squares of the result, and of the
+    /// part that its rank kept.
     double squares[kShares] = {}, kept[kShares] = {};
   };
   alignas(kCacheLine) Bell bell;
@@ -89,27 +89,27 @@ struct HostOperation {
   c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM;
   int root = 0;
   std::string what;
-  std::unique_ptr<HostChannel::Message> message;  ///< until it is posted
-  at::Tensor output;                              ///< held, and written
-  /// Likewise: of a broadcast one behind the other in the message; gathered, one for each rank.
+  std::unique_ptr<HostChannel::Message> message;  ///< null once it is posted
+  at::Tensor output;                              ///< kept alive, and written
+  /// Also kept alive and written. Broadcast: consecutive in the message. Gather: one per rank.
   std::vector<at::Tensor> parts;
-  /// Of all_gather_parts(): the first part of each rank, and behind the last one. Else empty.
+  /// For all_gather_parts(): the first part of each rank, then the number of parts. Else empty.
   std::vector<size_t> first_parts;
-  /// By part: whether it was written. Null: all of them are.
+  /// Per part, whether it was written. Null: all parts are written.
   std::shared_ptr<std::vector<uint8_t>> changed;
-  std::shared_ptr<SquareSums> squares;  ///< of an all-reduce; null: nobody asks
-  int64_t bytes = 0;                    ///< of it
-  std::vector<int64_t> received;        ///< all-to-all: bytes of each rank in output
-  std::shared_ptr<char> staged;         ///< what peers read, if it is a copy
-  std::vector<char*> messages;          ///< summed by shares: of each rank, as its peers see them
-  bool keeps_part = false;              ///< of its own message, the part is in `output` only
-  bool begun = false;                   ///< all ranks have posted it, and this one has looked at it
-  bool completed = false;               ///< the result is there
+  std::shared_ptr<SquareSums> squares;  ///< for an all-reduce; null: not requested
+  int64_t bytes = 0;                    ///< size of the all-reduce
+  std::vector<int64_t> received;        ///< all-to-all: bytes from each rank in output
+  std::shared_ptr<char> staged;         ///< the copy that peers read, if any
+  std::vector<char*> messages;          ///< for sums by shares: each rank's message as peers see it
+  bool keeps_part = false;              ///< its own part of the message is in `output` only
+  bool begun = false;                   ///< all ranks have posted it, and this rank has started it
+  bool completed = false;               ///< the result is complete
 };
 
-/// The mutex, held. Tensors are let go of when it is not: their last reference may be Python's,
-/// whose lock another thread may hold while it waits for this one. Throws in a forked process,
-/// where the mutex may be held by a thread that is not there.
+/// Holds the mutex. Tensors are released after unlocking: the last reference may be a Python
+/// object's, and another thread may hold the GIL while it waits for this mutex. Throws in a forked
+/// process, where the mutex may be held by a thread that does not exist.
 class HostChannel::Held {
  public:
   explicit Held(HostChannel& channel)
@@ -131,7 +131,7 @@ class HostChannel::Held {
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 static_assert(std::atomic<uint8_t>::is_always_lock_free);
 
-/// Of an empty tensor there may be no address.
+/// An empty tensor may have a null address.
 inline void copy_bytes(void* to, const void* from, size_t bytes) {
   if (bytes > 0) std::memcpy(to, from, bytes);
 }

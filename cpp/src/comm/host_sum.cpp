@@ -20,9 +20,9 @@ namespace {
 
 using Op = c10d::ReduceOp::RedOpType;
 
-/// Of a thread: stays in the first cache level.
+/// Elements per block of a thread; fits the L1 cache.
 constexpr int64_t kBlock = 2048;
-/// Less is not worth another thread.
+/// Minimum work per thread.
 constexpr int64_t kGrainBytes = int64_t{256} << 10;
 
 template <typename Stored>
@@ -32,7 +32,7 @@ using Computed =
 
 template <Op op, typename Value>
 Value combined(Value left, Value right) {
-  // Not a number wins, as with Gloo's comparison it may or may not.
+  // NaN wins. Gloo's comparison is inconsistent about it.
   if constexpr (op == Op::MAX) return right > left || right != right ? right : left;
   if constexpr (op == Op::MIN) return right < left || right != right ? right : left;
   if constexpr (op == Op::PRODUCT) return static_cast<Value>(left * right);
@@ -61,7 +61,7 @@ void combine_block(int64_t begin, int64_t numel, const std::vector<const char*>&
     for (int64_t i = 0; i < numel; ++i) sum[i] *= scale;
   }
   if constexpr (!std::is_integral_v<Stored>) {
-    if (squares != nullptr) {  // before it is overwritten
+    if (squares != nullptr) {  // before the source is overwritten
       squares->of_source = squares_of(at(from[squares->source]), numel);
       squares->of_result = squares_of(sum, numel);
     }
@@ -84,7 +84,8 @@ void combine_as(int64_t numel, const std::vector<const char*>& from, const std::
   std::vector<CombinedSquares> measured;
   if (squares != nullptr) measured.assign(static_cast<size_t>(blocks), {squares->source});
   const auto part = [&](int64_t first, int64_t end) {
-    // Any rank may sum a share, and every rank sums a small message: Note [Floating-point modes].
+    // Any rank may sum a share, and every rank sums small messages; see
+    // Note [Floating-point modes].
     const DefaultFloatingPointMode mode;
     for (int64_t block = first; block < end; ++block) {
       const int64_t begin = block * kBlock;

@@ -27,17 +27,17 @@ namespace {
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-/// What a rank says of itself, and then of what it has found.
+/// A rank's description of itself, and its findings about the others.
 struct Introduction {
-  char process[192] = {};  ///< ProcessName, encoded; empty: this rank wants no channel
+  char process[192] = {};  ///< ProcessName, encoded; empty: this rank declines the channel
   HostPlace first;
-  uint64_t number = 0;  ///< to be found at numbered()
+  uint64_t number = 0;  ///< expected at kNumberAt in its memory
 };
 struct Finding {
-  char problem[256] = {};  ///< empty: it can read everybody's memory
+  char problem[256] = {};  ///< empty: it can read all ranks' memory
 };
 
-/// Where the random number lies in a first block, behind all that the channel uses.
+/// Offset of the random number in a first block, behind all memory that the channel uses.
 constexpr size_t kNumberAt = HostChannel::kFirstBytes - sizeof(uint64_t);
 
 template <typename Text, size_t size>
@@ -45,7 +45,7 @@ void put(Text (&field)[size], const std::string& text) {
   std::memcpy(field, text.data(), std::min(text.size(), size - 1));
 }
 
-/// Of every rank.
+/// Gathers the record of every rank.
 template <typename Record>
 std::vector<Record> exchange(c10d::Backend& backend, const Record& mine) {
   const auto bytes = static_cast<int64_t>(sizeof(Record));
@@ -63,7 +63,7 @@ bool is_switched_off() {
   return value != nullptr && std::strcmp(value, "0") == 0;
 }
 
-/// A rank's memory for one channel, and what it says of it.
+/// A rank's memory for one channel, and its description.
 struct Offer {
   Introduction mine;
   Finding finding;
@@ -88,8 +88,8 @@ Offer make_offer() {
   return offer;
 }
 
-/// Which process each rank is; none if one of them wants no channel, or two are the same. All ranks
-/// see the same: those that differ in what they read here would differ in what they do.
+/// The process of each rank; empty if a rank declines the channel or two ranks are the same
+/// process. Uses only gathered data, so all ranks take the same decision.
 std::vector<ProcessName> processes_of(const std::vector<Introduction>& ranks) {
   std::vector<ProcessName> processes;
   std::set<std::pair<std::string, int64_t>> different;
@@ -101,7 +101,7 @@ std::vector<ProcessName> processes_of(const std::vector<Introduction>& ranks) {
   return processes;
 }
 
-/// Maps the memory of `among`, ranks of this host; notes the first problem.
+/// Maps the memory of `among`, ranks of this host; records the first problem.
 std::vector<HostChannel::Peer> map_peers(int self, const std::vector<int>& among,
                                          const std::vector<Introduction>& ranks, Finding& finding) {
   std::vector<HostChannel::Peer> peers(among.size());
@@ -111,7 +111,7 @@ std::vector<HostChannel::Peer> map_peers(int self, const std::vector<int>& among
     peer.process = ProcessName::decode(ranks[rank].process);
     peer.first = ranks[rank].first;
     peer.named = among[i];
-    // Who has none says why.
+    // A rank without memory reports the reason itself.
     if (among[i] == self || peer.first.fd < 0 || finding.problem[0] != 0) continue;
     try {
       peer.memory = std::make_unique<PeerMemory>(peer.process->pid);
@@ -125,7 +125,7 @@ std::vector<HostChannel::Peer> map_peers(int self, const std::vector<int>& among
   return peers;
 }
 
-/// Whether no rank has found a problem; else each logs the first.
+/// Whether no rank has found a problem; otherwise each rank logs the first one.
 bool all_are_fine(c10d::Backend& backend, const Finding& mine, const char* what) {
   const std::vector<Finding> findings = exchange(backend, mine);
   for (size_t rank = 0; rank < findings.size(); ++rank) {
@@ -138,8 +138,8 @@ bool all_are_fine(c10d::Backend& backend, const Finding& mine, const char* what)
   return true;
 }
 
-/// For ranks on several hosts.
-/// @param sums   this rank's memory for the first stage, and `ranks` what all say of theirs.
+/// Connects ranks on several hosts.
+/// @param sums   this rank's memory for the first stage; `ranks` describes every rank's.
 std::shared_ptr<HostHierarchy> connect_hosts(const HostLayout& layout, Offer sums,
                                              const std::vector<Introduction>& ranks,
                                              const BackendPtr& gloo, const StorePtr& store,
@@ -165,7 +165,7 @@ std::shared_ptr<HostHierarchy> connect_hosts(const HostLayout& layout, Offer sum
     links.results = std::make_shared<HostChannel>(layout.place, std::move(results.memory),
                                                   std::move(result_peers), timeout);
   }
-  // In the store, nobody has used a name with this number before.
+  // The random number makes the key prefix unique in the store.
   const std::string name = "apex/hosts/" + std::to_string(ranks.front().number) + "/" +
                            std::to_string(layout.place) + "/";
   try {

@@ -39,9 +39,9 @@ Membership::Membership(std::vector<GroupPtr> given)
 
 // Note [The last reference to a group]
 //
-// The group that the user gave outlives destroy_process_group() as long as a reducer holds it, and
-// a reducer lives as long as a graph that its hooks are in. So whoever drops the last loss may drop
-// the last reference to that group, too: Note [Where a group ends].
+// A reducer keeps the user's group alive after destroy_process_group(), and a graph with the
+// reducer's hooks keeps the reducer alive. So dropping the last loss may drop the last reference to
+// that group; see Note [Where a group ends].
 Membership::~Membership() {
   std::vector<GroupPtr> own = std::move(groups);
   own.push_back(std::move(parent));
@@ -57,15 +57,15 @@ Membership::~Membership() {
 
 void Membership::separate(bool on_cpu) {
   if (alone()) return;
-  // Ranks may have failed to construct different numbers of reducers; a name must be new to all of
-  // them.
+  // Ranks may have constructed different numbers of reducers, since a construction may fail; the
+  // name has to be new on all of them.
   static std::atomic<int64_t> next_name{0};
   const at::Tensor mine = at::tensor({next_name.load(), int64_t{on_cpu}}, at::kLong);
   const at::Tensor all =
       all_reduce("naming of a communicator", mine, c10d::ReduceOp::MAX).wait().contiguous();
   const int64_t name = all.const_data_ptr<int64_t>()[0];
   const bool connects = all.const_data_ptr<int64_t>()[1] != 0;
-  // Other threads may be ahead.
+  // Other threads may have advanced it already.
   for (int64_t next = next_name;
        next <= name && !next_name.compare_exchange_weak(next, name + 1);) {
   }

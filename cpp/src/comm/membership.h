@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// The ranks that work together, and small messages between them.
+/// The ranks that train together, and small control messages between them.
 
 #include <functional>
 #include <string>
@@ -15,11 +15,11 @@ namespace apex::parallel {
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-/// A control message in flight: a small tensor of every rank, combined.
+/// A control message in flight: the combination of a small tensor of every rank.
 class ControlMessage {
  public:
   ControlMessage() = default;
-  /// Without `work` the result is there already (one rank).
+  /// Without `work` the result is already complete (one rank).
   ControlMessage(std::string what, GroupPtr group, c10::intrusive_ptr<c10d::Work> work,
                  at::Tensor result)
       : what_(std::move(what)),
@@ -33,10 +33,10 @@ class ControlMessage {
   /// @throws CommunicationError.
   at::Tensor wait(const std::function<void()>& meanwhile = {}) const;
 
-  /// Of a message on a device: the current stream waits for it, the host does not.
+  /// For a message on a device: the current stream waits for it, the host does not.
   void order() const;
 
-  /// Whether wait() would return at once, and not throw. Does not block.
+  /// Whether wait() would return immediately without throwing. Does not block.
   bool arrived() const;
 
  private:
@@ -46,15 +46,16 @@ class ControlMessage {
   at::Tensor result_;
 };
 
-/// Which ranks, by which groups. A value; groups may be exchanged for others over the same ranks.
+/// A set of ranks and the groups that connect them. A value type; groups may be replaced by others
+/// over the same ranks.
 struct Membership {
-  GroupPtr parent;               ///< the group that the user gave
-  std::vector<GroupPtr> groups;  ///< carry buckets, in turn; none after release()
-  bool shares_groups = true;     ///< with other users of `parent`, also on the CPU
+  GroupPtr parent;               ///< the group that the user passed
+  std::vector<GroupPtr> groups;  ///< carry buckets, in turn; empty after release()
+  bool shares_groups = true;     ///< with other users of `parent`, also for CPU tensors
   int rank = 0;
   int size = 1;
   at::Device device =
-      at::Device(at::kCPU);  ///< of control messages, where a group has no CPU backend
+      at::Device(at::kCPU);  ///< device of control messages if a group has no CPU backend
 
   Membership() = default;
   explicit Membership(std::vector<GroupPtr> given);
@@ -64,9 +65,9 @@ struct Membership {
   Membership& operator=(const Membership&) = default;
   Membership& operator=(Membership&&) = default;
 
-  /// Exchanges `groups` for communicators of their own, where the backend has them: see
+  /// Replaces `groups` by separate communicators where the backend supports it; see
   /// make_separate_group(). Collective.
-  /// @param on_cpu  whether buckets are on the CPU; on any rank, it counts for all.
+  /// @param on_cpu  whether buckets are on the CPU; true on any rank counts for all.
   /// @throws CommunicationError.
   void separate(bool on_cpu);
   bool released() const { return groups.empty(); }
@@ -75,17 +76,17 @@ struct Membership {
   const GroupPtr& control() const { return groups.front(); }
   const GroupPtr& group_of(size_t bucket) const { return groups[bucket % groups.size()]; }
 
-  /// Issue a message over control(): `mine` is a small tensor of any device, of equal shape on
+  /// Issue a message over control(). `mine` is a small tensor on any device, of equal shape on
   /// every rank. With one rank no backend is called. Errors name `what`.
   /// @throws CommunicationError.
   ControlMessage all_reduce(const std::string& what, const at::Tensor& mine,
                             c10d::ReduceOp::RedOpType op) const;
   ControlMessage broadcast(const std::string& what, const at::Tensor& mine) const;  ///< rank 0's
-  /// [size * numel], by rank; in the memory of `gathered`, if that is defined.
+  /// [size * numel], in rank order; stored in `gathered` if that is defined.
   ControlMessage all_gather(const std::string& what, const at::Tensor& mine,
                             const at::Tensor& gathered = {}) const;
 
-  /// Where control messages travel.
+  /// The device of control messages.
   at::Device control_device() const;
 };
 

@@ -49,7 +49,7 @@ std::string join(const Range& range) {
   return out.str();
 }
 
-/// What a tensor without memory of its own consists of.
+/// Describes the inner tensors of a tensor without its own storage.
 std::string describe_parts(const at::Tensor& tensor) {
   PlainText out;
   try {
@@ -57,7 +57,7 @@ std::string describe_parts(const at::Tensor& tensor) {
       if (part.is_same(tensor)) return " without memory";
       out << " of " << part.scalar_type() << ' ' << join(part.sizes());
     }
-  } catch (const std::exception&) {  // see why_not_sendable()
+  } catch (const std::exception&) {  // why_not_sendable() reports it
     out << " of unknown parts";
   }
   return out.str();
@@ -104,7 +104,7 @@ at::Tensor all_gather_host(const at::Tensor& mine, at::Device device, const Grou
   return all.cpu();
 }
 
-/// A model as compared: a line for each setting, an empty one, a line for each tensor.
+/// A parsed model description: a line per setting, an empty line, a line per tensor.
 struct Description {
   explicit Description(const std::string& text) {
     std::vector<std::string>* lines = &settings;
@@ -138,7 +138,7 @@ std::string difference(int64_t rank, const std::string& reference, const std::st
   const Description actual(other);
   PlainText out;
   out << "rank " << rank << "'s model differs from rank 0's: ";
-  // First those of the rank that gives more: what only one gives is what its user has written.
+  // Start with the rank that has more settings: one that only one rank has was set by its user.
   const bool more = actual.settings.size() > expected.settings.size();
   std::vector<std::string> settings = more ? actual.settings : expected.settings;
   const std::vector<std::string>& others = more ? expected.settings : actual.settings;
@@ -198,7 +198,7 @@ void verify_same_model(const std::vector<NamedTensor>& tensors,
   const at::Tensor all = all_gather_host(mine, device, group);
   if (all.eq(all[0]).all().item<bool>()) return;
 
-  // The ranks differ, and since all of them hold the same table all of them come here.
+  // All ranks have the same table, so all of them reach this point.
   const int64_t longest = all.select(1, 1).max().item<int64_t>();
   at::Tensor padded = at::zeros({std::max<int64_t>(longest, 1)}, at::kByte);
   std::memcpy(padded.data_ptr(), text.data(), text.size());
@@ -228,7 +228,7 @@ void require_sendable(const std::vector<NamedTensor>& tensors, const std::string
 
 namespace {
 
-/// Tensors that can travel in one message.
+/// Tensors that fit in one message.
 struct Batch {
   at::Device device;
   at::ScalarType dtype;
@@ -267,8 +267,8 @@ at::Tensor as_bytes(const at::Tensor& tensor) {
   return in_memory(tensor).resolve_conj().resolve_neg().contiguous().view(-1).view(at::kByte);
 }
 
-/// Copies `values` into `target`, of the same shape. Where `target` is expanded, so that many of
-/// its elements are one in memory, copy_() would refuse.
+/// Copies `values` into `target`, of the same shape. Also works for an expanded `target`, whose
+/// elements share memory, where copy_() would refuse.
 void overwrite(at::Tensor target, at::Tensor values) {
   if (has_memory(target)) {
     for (int64_t dim = 0; dim < target.dim(); ++dim) {
@@ -282,17 +282,17 @@ void overwrite(at::Tensor target, at::Tensor values) {
 
 void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group, int64_t root,
                      const std::string& what) {
-  // Of each tensor: its memory, or a copy where that is not in order.
+  // For each tensor its memory, or a copy if the memory is not in logical order.
   std::vector<at::Tensor> parts;
   for (const at::Tensor& tensor : chunk) parts.push_back(as_bytes(tensor));
   const std::vector<bool> changed = broadcast_changes(what, *group, parts, root);
   for (size_t i = 0; i < chunk.size(); ++i) {
     if (!changed[i]) continue;
     const at::Tensor& target = chunk[i];
-    std::optional<c10::InferenceMode> inference;  // tensors that were made in it are written in it
+    std::optional<c10::InferenceMode> inference;  // to write tensors created in it
     if (target.is_inference()) inference.emplace();
     if (has_memory(target) && parts[i].is_alias_of(target)) {
-      target.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
+      target.unsafeGetTensorImpl()->bump_version();  // written without autograd's knowledge
     } else {
       overwrite(target, parts[i].view(target.scalar_type()).view(target.sizes()));
     }
@@ -364,7 +364,7 @@ void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr
       offset += tensor.numel();
       if (tensor.is_conj() || tensor.is_neg() || !has_memory(tensor) ||
           at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
-        overwrite(tensor, result);  // multi-tensor functions do not take these
+        overwrite(tensor, result);  // multi-tensor functions do not support these
       } else {
         targets.push_back(tensor);
         results.push_back(result);

@@ -5,8 +5,8 @@
 
 namespace apex::parallel {
 
-/// While it lives, what the collectives that this thread issues on a HostBackend are called, in
-/// errors and for ranks that compare what they are in; c10d's calls have no such argument.
+/// Scope guard that names the collectives which this thread issues on a HostBackend. The name
+/// appears in errors and in the comparison between ranks; c10d's calls have no argument for it.
 class NamedCollective {
  public:
   explicit NamedCollective(const std::string& name) : before_(current_) { current_ = &name; }
@@ -14,7 +14,7 @@ class NamedCollective {
   NamedCollective(const NamedCollective&) = delete;
   NamedCollective& operator=(const NamedCollective&) = delete;
 
-  /// That of the innermost one on this thread; without one, `otherwise`.
+  /// The name of the innermost guard on this thread, or `otherwise`.
   static std::string current(const char* otherwise) {
     return current_ == nullptr ? otherwise : *current_;
   }

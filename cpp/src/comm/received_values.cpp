@@ -13,8 +13,8 @@ namespace apex::parallel {
 
 namespace {
 
-/// Operators do not start other threads, which would compute in their own mode, for so few
-/// elements.
+/// Up to this number of elements, operators start no other threads, which would compute in their
+/// own floating-point mode.
 constexpr int64_t kOneThread = 32768;
 
 }  // namespace

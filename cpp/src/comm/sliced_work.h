@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// A Work of a CPU transport, which the host waits for in slices.
+/// A Work of a CPU transport that the host waits for in short slices.
 
 #include <algorithm>
 #include <chrono>
@@ -14,12 +14,13 @@
 
 namespace apex::parallel {
 
-/// Has no future. wait() of a slice would throw at its end, which costs more than the slice.
+/// Has no future. c10d's wait(timeout) throws at the end of a slice, which costs more than the
+/// slice.
 class SlicedWork : public c10d::Work {
  public:
   using Work::Work;
 
-  /// Blocks for `slice` at most; returns whether it has completed.
+  /// Blocks for at most `slice`; returns whether it has completed.
   /// @throws Error as wait() does.
   virtual bool wait_for(std::chrono::milliseconds slice) = 0;
 
@@ -39,8 +40,8 @@ class SlicedWork : public c10d::Work {
 
   void synchronize() override { wait(); }
 
-  /// It has to complete on the other ranks without this one, which does something else before it
-  /// waits, for as long as that takes.
+  /// Lets the other ranks complete it without this rank, which is going to do something else for an
+  /// unknown time before it waits.
   virtual void leave() {}
 };
 

@@ -13,12 +13,13 @@
 
 #include <apex/distributed/process_group.h>
 
-/// The backends, each made in a translation unit of its own: gloo.cpp, and nccl.cpp or, in builds
-/// without NCCL, no_nccl.cpp.
+/// Backends of process groups. Each is created in its own translation unit: gloo.cpp, and nccl.cpp
+/// or, in builds without NCCL, no_nccl.cpp.
 
 namespace apex::distributed {
 
-/// 100 years. The nanoseconds of a clock end after 292, and milliseconds::max() means: no limit.
+/// 100 years. A clock's nanoseconds overflow after 292 years, and milliseconds::max() means no
+/// limit.
 constexpr std::chrono::hours kLongestTimeout{100 * 365 * 24};
 
 struct BackendRequest {
@@ -32,53 +33,52 @@ struct BackendRequest {
   NcclOptions nccl;
 };
 
-/// A backend of this package's own, for which the host waits as for Gloo's. It may have one of
-/// those over the same ranks.
+/// A backend of this package for which the host waits, as for Gloo. It may contain a Gloo backend
+/// over the same ranks.
 class HasGloo {
  public:
   virtual ~HasGloo() = default;
-  /// @throws Error where it has none, or was shut down.
+  /// @throws Error if it has none, or was shut down.
   virtual const c10::intrusive_ptr<c10d::Backend>& gloo() const = 0;
 };
 
 /// Connects to all ranks; blocks for at most the timeout.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request);
 
-/// Another Gloo backend over all or some of the ranks of `given`, which is or has one, with its
-/// options, connected through `store`, in which nothing may have used the keys before. Blocks for
-/// at most the timeout.
+/// Creates another Gloo backend over all or some of the ranks of `given`, which is or contains one,
+/// with its options. Connects through `store`, whose keys must be unused. Blocks for at most the
+/// timeout.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(
     const c10::intrusive_ptr<c10d::Backend>& given, const c10::intrusive_ptr<c10d::Store>& store,
     int rank, int size);
 
-/// How long a backend of Gloo's, or of this package's own, waits for other ranks; nothing for
-/// others.
+/// The timeout of a Gloo backend or a backend of this package; nullopt for others.
 std::optional<std::chrono::milliseconds> gloo_timeout(c10d::Backend& backend);
 
-/// By rank of a group over one of those; empty for the default group, and for other backends.
+/// Global ranks of such a backend's ranks; empty for the default group and for other backends.
 std::vector<uint64_t> gloo_global_ranks(c10d::Backend& backend);
 
-/// Returns at once; NCCL connects at the first collective.
+/// Returns immediately; NCCL connects at the first collective.
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& request);
 
-/// A place in a stream of a GPU.
+/// A recorded position in a CUDA stream.
 class StreamMark {
  public:
   virtual ~StreamMark() = default;
-  /// Behind what the current stream was given so far. False while a graph is captured there: the
-  /// mark is where it was.
+  /// Records the current position of the current stream. Returns false during graph capture, and
+  /// then leaves the mark unchanged.
   virtual bool set() = 0;
-  /// Whether the stream has come there. On any thread; does not block.
+  /// Whether the stream has reached the mark. May be called on any thread; does not block.
   virtual bool reached() = 0;
 };
 
-/// On the current device; null in a build without NCCL.
+/// Creates a mark on the current device; null in a build without NCCL.
 std::unique_ptr<StreamMark> make_stream_mark();
 
 /// Throws apex::InvalidArgument in a build without NCCL.
 void require_nccl();
 
-/// GPUs that this process sees; 0 without a driver and in a build without NCCL.
+/// Number of GPUs that this process sees; 0 without a driver and in a build without NCCL.
 int visible_gpus();
 
 /// Makes GPU `index` the current device of the calling thread.

@@ -56,7 +56,7 @@ std::string name_of(Op::RedOpType op) {
   }
 }
 
-/// Gloo, NCCL and shared memory take different ones. These are what all of them take, so that a
+/// Gloo, NCCL and shared memory support different sets. This is their intersection, so that a
 /// program does not depend on where its ranks run.
 void require_reducible(const at::Tensor& tensor, Op::RedOpType op, const char* what,
                        const c10d::ProcessGroup& group) {
@@ -70,7 +70,7 @@ void require_reducible(const at::Tensor& tensor, Op::RedOpType op, const char* w
   if (op == Op::SUM && (floating || complex || integer)) return;
   if (op == Op::AVG && (floating || complex)) return;
   if (ordered && (floating || integer)) return;
-  parallel::refuse_call(group, what);  // for ranks that have given something else
+  parallel::refuse_call(group, what);  // notifies ranks whose arguments are valid
   throw InvalidArgument(std::string(what) + ": there is no " + name_of(op) + " of " +
                         c10::toString(dtype) +
                         " over ranks; there are SUM, PRODUCT, MIN and MAX of uint8, int8, int32, "
@@ -81,13 +81,13 @@ void require_reducible(const at::Tensor& tensor, Op::RedOpType op, const char* w
 /// Whether the group's backend for `tensor` has no AVG.
 bool lacks_average(const at::Tensor& tensor, c10d::ProcessGroup& group) {
   const auto type = tensor.device().type();
-  if (!parallel::detail::has_backend(group, type)) return true;  // written in Python: nobody knows
+  if (!parallel::detail::has_backend(group, type)) return true;  // written in Python: unknown
   if (!gloo_timeout(*group.getBackend(type))) return false;
   const auto host = tensor.is_cpu() ? parallel::host_backend_of(group) : nullptr;
   return !host || !host->averages();
 }
 
-/// What is only moved travels as bytes: backends do not take every dtype.
+/// Data that is only moved is sent as bytes, since backends do not support every dtype.
 at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
 
 }  // namespace
@@ -100,14 +100,14 @@ void all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op, const Gr
   require_reducible(tensor, op, kWhat, *among);
   const at::Tensor real = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
   const bool divides = op == Op::AVG && lacks_average(real, *among);
-  // As elsewhere, an average of a narrow dtype is rounded once.
+  // An average of a 16-bit dtype is rounded once, as in the other backends.
   const at::Tensor sent =
       divides ? real.to(at::promote_types(real.scalar_type(), at::kFloat)) : real;
   parallel::run_collective(kWhat, *among, [&] {
     return parallel::issue_all_reduce(kWhat, *among, sent, divides ? Op::SUM : op);
   });
   if (!divides) return;
-  const parallel::DefaultFloatingPointMode mode;  // also of the conversion
+  const parallel::DefaultFloatingPointMode mode;  // also for the conversion
   parallel::change_received(sent,
                             [size = among->getSize()](const at::Tensor& part) { part.div_(size); });
   if (!sent.is_same(real)) real.copy_(sent);

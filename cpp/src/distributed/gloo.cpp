@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Libtorch exports its Gloo backend, but plain wheels ship none of Gloo's headers. Where they are
-// missing, gloo_standin/ declares the few names that ProcessGroupGloo.hpp mentions. Objects of
-// those types are made, used and destroyed inside libtorch alone; here they are only behind
-// pointers, and no symbol of theirs may be emitted by this file.
+// libtorch exports its Gloo backend, but plain wheels do not ship Gloo's headers. If they are
+// missing, gloo_standin/ declares the few names that ProcessGroupGloo.hpp mentions. Only libtorch
+// creates, uses and destroys objects of these types. This file handles pointers to them, and must
+// not emit any of their symbols.
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupWrapper.hpp>
 
@@ -14,9 +14,9 @@ namespace apex::distributed {
 
 namespace {
 
-/// Gloo writes to sockets whose other end may be gone, for which the system ends the process by
-/// SIGPIPE, without a word. Python ignores that signal; so does this, unless the program has chosen
-/// what is to happen.
+/// Gloo may write to a socket whose peer has exited, and the system then kills this process
+/// silently with SIGPIPE. Python ignores that signal, and so does this function, unless the program
+/// has set an action for it.
 void ignore_broken_pipes() {
   struct sigaction now{};
   if (sigaction(SIGPIPE, nullptr, &now) != 0) return;
@@ -28,7 +28,7 @@ void ignore_broken_pipes() {
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request) {
   ignore_broken_pipes();
-  // Heeds GLOO_SOCKET_IFNAME, else binds to the address of this machine's host name.
+  // Uses GLOO_SOCKET_IFNAME if set, else the address of this host's name.
   auto options = c10d::ProcessGroupGloo::Options::create_default(request.timeout);
   options->group_name = request.group_name;
   options->global_ranks_in_group = request.global_ranks;
@@ -38,16 +38,16 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
 
 namespace {
 
-// Plain casts: that of intrusive pointers leaks a reference (torch 2.13), and with it the threads
-// of the group.
+// Use plain casts: intrusive_ptr's cast leaks a reference (torch 2.13), and with it the threads of
+// the group.
 
-/// TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every backend.
+/// Removes the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL adds to every backend.
 c10d::Backend& unwrapped(c10d::Backend& backend) {
   auto* const wrapper = dynamic_cast<c10d::ProcessGroupWrapper*>(&backend);
   return wrapper ? *wrapper->getWrappedPg() : backend;
 }
 
-/// Of a backend for which the host waits; else null.
+/// The options of a backend for which the host waits; null for others.
 c10::intrusive_ptr<c10d::Backend::Options> options_of(c10d::Backend& given) {
   c10d::Backend& backend = unwrapped(given);
   const bool waits = dynamic_cast<HasGloo*>(&backend) != nullptr ||
@@ -68,7 +68,7 @@ std::vector<uint64_t> gloo_global_ranks(c10d::Backend& backend) {
   return options ? options->global_ranks_in_group : std::vector<uint64_t>();
 }
 
-// Not by Backend::split(): it connects to the store anew, which takes a quarter of a second.
+// Does not use Backend::split(), which reconnects to the store and takes a quarter of a second.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(
     const c10::intrusive_ptr<c10d::Backend>& given, const c10::intrusive_ptr<c10d::Store>& store,
     int rank, int size) {

@@ -31,7 +31,7 @@ std::optional<int> read_int(const EnvironmentLookup& lookup, const std::string& 
   return parse_int(name, *value, lowest, highest);
 }
 
-// The variables of one launcher; the first size that is set counts.
+// The variables of one launcher; the first size that is set is used.
 struct LauncherVariables {
   const char* launcher;
   const char* rank;
@@ -88,7 +88,7 @@ std::string default_host(const std::optional<LaunchRanks>& ranks, const Environm
 int default_port(const std::optional<LaunchRanks>& ranks, const EnvironmentLookup& lookup) {
   constexpr int kTorchDefault = 29500;
   if (ranks && ranks->launcher != "torchrun") {
-    // Below the range that systems hand out to outgoing connections.
+    // Below the usual range of ephemeral ports.
     const auto job = lookup("SLURM_JOB_ID");
     return job ? 15000 + std::abs(std::atoi(job->c_str())) % 14000 : kTorchDefault;
   }
@@ -154,8 +154,8 @@ std::optional<LaunchRanks> read_launch_ranks(const EnvironmentLookup& lookup) {
         break;
       }
     }
-    // Without its rank a launcher's size means nothing: a SLURM batch script, say. Only for the
-    // variables that people set by hand is it a mistake worth an error.
+    // A launcher's size without its rank is ignored, since e.g. a SLURM batch script has it. It is
+    // an error only for the variables that users set by hand.
     if (!rank && !(size && names.launcher == std::string("torchrun"))) {
       continue;
     }
@@ -195,8 +195,8 @@ MasterAddress read_master_address(const std::optional<LaunchRanks>& ranks,
 }
 
 std::string first_slurm_host(const std::string& node_list) {
-  // Grammar: hosts separated by commas; a host may hold bracketed lists of numbers or ranges whose
-  // zeros count, e.g. rack[1-2]n[001-016].
+  // Grammar: hosts separated by commas. A host may contain bracketed lists of numbers or ranges
+  // with significant leading zeros, e.g. rack[1-2]n[001-016].
   std::string host;
   for (size_t i = 0; i < node_list.size() && node_list[i] != ','; ++i) {
     if (node_list[i] != '[') {

@@ -22,7 +22,7 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& reques
 
 namespace {
 
-/// Without exceptions: it may be asked while the process ends, when the driver is gone.
+/// Never throws: it may be used while the process exits, after the driver has shut down.
 class Event final : public StreamMark {
  public:
   Event() { cudaEventCreateWithFlags(&event_, cudaEventDisableTiming); }
@@ -37,16 +37,17 @@ class Event final : public StreamMark {
         c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None)
       return false;
     if (cudaEventRecord(event_, c10::cuda::getCurrentCUDAStream()) == cudaSuccess) return true;
-    cudaGetLastError();  // it is no error of what comes next
+    cudaGetLastError();  // clear the error, so that the next call does not return it
     return false;
   }
   bool reached() override {
-    // Another thread may be capturing a graph, which this call would end otherwise.
+    // Another thread may be capturing a graph, which this call would invalidate in the default
+    // mode.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal;
     if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) return true;
     const cudaError_t state = cudaEventQuery(event_);
     cudaThreadExchangeStreamCaptureMode(&mode);
-    cudaGetLastError();  // which is of this thread
+    cudaGetLastError();  // clear this thread's error
     return state != cudaErrorNotReady;
   }
 

@@ -22,7 +22,7 @@
 #include "watch/process_state.h"
 #include "watch/watched_group.h"
 
-/// Of libtorch at run time; none in one that does not tell.
+/// The version of libtorch at run time; null if libtorch does not have this function.
 extern "C" __attribute__((weak)) uint64_t aoti_torch_abi_version();
 
 namespace apex::distributed {
@@ -34,7 +34,7 @@ using BackendType = c10d::ProcessGroup::BackendType;
 constexpr std::chrono::minutes kDefaultTimeout{30};
 constexpr std::chrono::minutes kDefaultNcclTimeout{10};
 
-/// What init_process_group() made.
+/// State of init_process_group().
 struct World {
   Group group;
   /// The default group's store; those of other groups are nested in it.
@@ -49,15 +49,15 @@ struct World {
 };
 
 // Note [Groups at process end]
-// A program may end without destroy_process_group(). A group whose last reference goes away with
-// the static objects takes its threads down after parts of libtorch that they need are gone, and
-// its destructor may wait for a collective that other ranks never join. So the slot that holds the
-// default group and its subgroups is never destroyed: what is left in it ends with the process.
+// A program may exit without destroy_process_group(). If the last reference to a group dropped with
+// the static objects, its threads would end after parts of libtorch that they need are gone, and
+// its destructor could wait for a collective that other ranks never join. So the slot that holds
+// the default group and its subgroups is never destroyed, and its contents end with the process.
 //
-// world_mutex() guards the slot, and device_index in it. meeting_mutex(), which is locked first, is
-// held by init_process_group(), new_group() and destroy_process_group() from begin to end: the slot
-// changes under both. So other threads may use the groups that are there while ranks meet, which
-// may be what another rank waits for before it comes.
+// world_mutex() guards the slot, including its device_index. init_process_group(), new_group() and
+// destroy_process_group() lock meeting_mutex() first and hold it from begin to end; they change the
+// slot under both mutexes. So other threads may use existing groups while ranks meet. Another rank
+// may depend on that use before it joins the meeting.
 std::mutex& meeting_mutex() {
   static auto* mutex = new std::mutex;
   return *mutex;
@@ -73,8 +73,8 @@ std::unique_ptr<World>& world_slot() {
   return *slot;
 }
 
-// Objects of libtorch have another layout in every minor version, so what follows would write
-// beside them.
+// The layout of libtorch's objects differs between minor versions, so code built for another
+// version would corrupt memory.
 void require_same_torch() {
   if (aoti_torch_abi_version == nullptr) return;
   const uint64_t version = aoti_torch_abi_version();
@@ -86,8 +86,8 @@ void require_same_torch() {
               ": build apex and this program with the libtorch that they run with");
 }
 
-/// In a forked process: the threads that the groups of its parent would join when they end are not
-/// there. So these groups are forgotten, and never end. Called under both mutexes.
+/// In a forked process, the threads that the parent's groups would join do not exist. So these
+/// groups are leaked. Called under both mutexes.
 void forget_world_of_parent() {
   if (!world_slot() || world_slot()->pid == parallel::this_pid()) return;
   const World* const parents = world_slot().release();
@@ -153,10 +153,10 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& backend,
 }
 
 // Note [Store layout]
-// torch.distributed keeps the keys of a backend under "default_pg" (default group only), then
-// "<group name>/", then "<device>/", where the default group is called "0", later ones by their
-// number, and a backend that serves all devices lies under the first of them. The same nesting
-// here lets C++ and Python ranks find each other. Each PrefixStore adds a "/" of its own.
+// torch.distributed stores the keys of a backend under "default_pg" (default group only), then
+// "<group name>/", then "<device>/". The default group is named "0", later groups by their number,
+// and a backend for all devices is stored under the first device. This function uses the same
+// nesting, so that C++ and Python ranks find each other. Each PrefixStore adds a "/".
 Group make_group(const std::string& name, const std::string& description,
                  const c10::intrusive_ptr<c10d::Store>& store,
                  const std::vector<DeviceBackend>& backends, BackendRequest request) {
@@ -183,7 +183,7 @@ Group make_group(const std::string& name, const std::string& description,
   return group;
 }
 
-// make_group() with errors that say what to look at.
+// make_group() with errors that name the likely cause.
 Group connect_group(const std::string& who, const std::string& name, const std::string& description,
                     const c10::intrusive_ptr<c10d::Store>& store,
                     const std::vector<DeviceBackend>& backends, const BackendRequest& request) {
@@ -203,7 +203,7 @@ Group connect_group(const std::string& who, const std::string& name, const std::
   }
 }
 
-// Rank, size and meeting place from the options, the address and the launcher, in this order.
+// Rank, size and address from the options, the URL and the launcher, in this order.
 Rendezvous plan_rendezvous(const ProcessGroupOptions& options,
                            const std::optional<LaunchRanks>& launched) {
   const InitMethod method = parse_init_method(options.init_method());
@@ -233,7 +233,7 @@ Rendezvous plan_rendezvous(const ProcessGroupOptions& options,
     plan.agent_store = agent;
   } else if (method.kind == InitMethod::Kind::kTcp) {
     plan.master = {method.host, method.port};
-    // The agent listens at its own address only.
+    // torchrun's agent listens at its own address only.
     plan.agent_store = agent && process_environment("MASTER_ADDR") == method.host &&
                        process_environment("MASTER_PORT") == std::to_string(method.port);
   }
@@ -329,7 +329,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> new_group(const std::vector<int>& ranks,
       world.device_index = gpu;
     }
   }
-  // Counted on every rank, members or not, so that names agree.
+  // Every rank counts, also ranks that are not members, so that names agree.
   const std::string name = std::to_string(world.next_name++);
   const auto position = std::find(members.begin(), members.end(), self);
   if (position == members.end()) {
@@ -379,7 +379,7 @@ void barrier(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   c10d::BarrierOptions options;
   {
     const std::lock_guard<std::mutex> lock(world_mutex());
-    // NCCL would guess the GPU from the rank.
+    // Without device_ids, NCCL derives the GPU from the rank.
     if (world_slot() && world_slot()->device_index >= 0 &&
         target->getBackendType() == BackendType::NCCL) {
       options.device_ids = {world_slot()->device_index};

@@ -30,7 +30,7 @@ bool contains(const std::string& text, const char* part) {
                            std::to_string(rendezvous.timeout.count()) + " ms: " + why);
 }
 
-// The likely cause and what to do about it, from what libtorch's store says.
+// The likely cause and the remedy, from the message of libtorch's store.
 std::string advice(const std::string& message, const Rendezvous& rendezvous) {
   const std::string port = std::to_string(rendezvous.master.port);
   if (contains(message, "EADDRINUSE") || contains(message, "address already in use")) {
@@ -56,7 +56,7 @@ std::string identity() {
   return "process " + std::to_string(getpid()) + " on " + host;
 }
 
-// Writes `value` unless another process has written there; returns what is there now.
+// Writes `value` if `key` is unset; returns the current value.
 std::string claim(const c10::intrusive_ptr<c10d::Store>& store, const std::string& key,
                   const std::string& value) {
   return store->compareSet(key, std::string(), value);
@@ -96,7 +96,7 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous) {
   }
   try {
     if (rendezvous.kind == InitMethod::Kind::kFile) {
-      // torch would look for it again and again, for longer than the timeout.
+      // torch would retry for longer than the timeout.
       const auto folder = std::filesystem::absolute(rendezvous.path).parent_path();
       if (!std::filesystem::is_directory(folder))
         throw Error("there is no folder '" + folder.string() + "'");
@@ -129,7 +129,7 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous) {
 }
 
 void check_peers(const c10::intrusive_ptr<c10d::Store>& store, const Rendezvous& rendezvous) {
-  // A process that joins a second time must not meet its own notes of the first.
+  // A process that joins a second time must not find its entries of the first time.
   static std::atomic<int> joins{0};
   const auto notes =
       c10::make_intrusive<c10d::PrefixStore>("apex/" + std::to_string(joins++), store);

@@ -36,7 +36,7 @@ class Socket {
   int descriptor_;
 };
 
-// 0 when the connection was made, else an errno.
+// Returns 0 once connected, else an errno.
 int try_connect(const addrinfo& address, milliseconds limit) {
   const Socket socket(address);
   if (socket.descriptor() < 0) {
@@ -98,7 +98,7 @@ std::string wait_for_listener(const std::string& host, int port, milliseconds ti
         reason = describe(error);
       }
     }
-    // Rank 0, or its name, may come up later than this process.
+    // Rank 0, or its DNS name, may appear later than this process.
     if (left() <= pause) {
       return reason;
     }

@@ -6,13 +6,12 @@
 
 namespace apex::distributed {
 
-/// Blocks until something accepts TCP connections at host:port, for at most `timeout`. Returns ""
-/// when it does, else why the last attempt failed, as the end of a sentence: "the host name is
-/// unknown (...)", "nothing listens there (Connection refused)".
+/// Blocks until host:port accepts TCP connections, for at most `timeout`. Returns "" on success,
+/// else why the last attempt failed, as the end of a sentence: "the host name is unknown (...)",
+/// "nothing listens there (Connection refused)".
 ///
-/// libtorch's store, left alone with an address that nobody listens at, tries for twice its timeout
-/// and fills the terminal with stack traces; so the address is tried out before it is given to the
-/// store.
+/// libtorch's store retries an address without a listener for twice its timeout and prints many
+/// stack traces, so the address is probed before the store uses it.
 std::string wait_for_listener(const std::string& host, int port, std::chrono::milliseconds timeout);
 
 }  // namespace apex::distributed

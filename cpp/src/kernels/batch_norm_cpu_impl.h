@@ -53,9 +53,9 @@ inline void for_each_pack_of_plane(int64_t n, const Full& full, const Short& sho
 
 // Note [The end of a plane]
 // If the length of a plane is not a multiple of the pack width, the last pack is aligned to the end
-// of the plane and overlaps the pack before it. Writing the same results twice is harmless. In sums,
-// the lanes that were already counted get the factor zero. A plane shorter than a pack is loaded
-// and stored in part.
+// of the plane and overlaps the pack before it. Writing the same results twice is harmless. In
+// sums, the lanes that were already counted get the factor zero. A plane shorter than a pack is
+// loaded and stored in part.
 
 // ---- planes: [N, C, S], one channel ------------------------------------------------------------
 

@@ -29,10 +29,10 @@ inline namespace APEX_CPU_VARIANT {
 // same few cache sets. Strips of some channels over all rows have the same problem: they were
 // slower than two passes over everything, even where the strip stayed in the second-level cache.
 // The passes that write never use bands. With rows a power of two apart they were up to 2.7 times
-// slower, because the processor mistakes a load from one row for a load of data that was just stored
-// to another. Non-temporal stores also need consecutive cache lines. (Zen 3: for rows with 0.5 to 2
-// KiB of sums, one row at a time took 0.7 of the time of bands of four; with 64 bytes of sums,
-// twice the time.)
+// slower, because the processor mistakes a load from one row for a load of data that was just
+// stored to another. Non-temporal stores also need consecutive cache lines. (Zen 3: for rows with
+// 0.5 to 2 KiB of sums, one row at a time took 0.7 of the time of bands of four; with 64 bytes of
+// sums, twice the time.)
 constexpr int64_t kWideBytes = 2048;
 constexpr int64_t kNarrowBytes = 256;
 constexpr int64_t kBlockBytes = 65536;  // see Note [Back to front]

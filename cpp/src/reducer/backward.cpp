@@ -306,6 +306,7 @@ void Backward::launch_buckets(size_t end, const std::function<void()>& packed) {
 /// Launches the remaining buckets, then the report.
 void Backward::launch_rest(StepReport report) {
   Plan& plan = this->plan();
+  report.digest = reporter_.replicas.digest(report.facts);
   const auto packed = [&] {
     reporter_.gradients.measure_own(plan.entries, report);
     if (plan.carries_report) {
@@ -369,10 +370,7 @@ void Backward::send() {
   see_what_has_arrived();
   context_.enter(Phase::kEnding);
   StepReport report = reporter_.report(book_.left());
-  if (book_.current() != nullptr) {
-    report.digest = reporter_.replicas.digest(report.facts);
-    return launch_rest(report);
-  }
+  if (book_.current() != nullptr) return launch_rest(report);
   const std::string mine = settings();
   report.settings = Fingerprint().add(mine.data(), mine.size()).value();
   Plan* const left = book_.still_carried();
@@ -581,10 +579,12 @@ void Backward::complete(const std::function<void()>& meanwhile) {
     pass_.fail(context_.me() + kSkippedTooLate);
   settle();
   context_.observers.tell(&BackwardObserver::completed);
-  if (context_.reads_reports() && !pass_.recorded) {
+  if (context_.reads_reports()) {
     const StepTable& table = reporter_.receive();
-    reporter_.timer.history.add(table.times());
-    pass_.out_of_step = reporter_.compare(table);
+    if (!pass_.recorded) {
+      reporter_.timer.history.add(table.times());
+      pass_.out_of_step = reporter_.compare(table);
+    }
     compare_replicas(table);
   }
   if (context_.options.gradient_statistics)
@@ -712,7 +712,9 @@ void Backward::find_non_finite_sum(const std::vector<BucketMessage::Slot>& slots
 
 /// All ranks see the same digests, so all take the same decisions here.
 void Backward::compare_replicas(const StepTable& table) {
-  if (table.same_digests() || pass_.skipped || !pass_.out_of_step.empty()) return;
+  if (pass_.skipped || !pass_.out_of_step.empty()) return;
+  reporter_.replicas.received();
+  if (table.same_digests()) return;
   const std::string why = reporter_.replicas.locate();
   if (why.empty()) return;
   const OnDivergence action = context_.options.on_divergence;

@@ -380,6 +380,10 @@ void Reducer::set_replicas(std::function<std::vector<Replica>()> replicas,
   });
 }
 
+void Reducer::check_replicas_next() {
+  core_->change([](ReducerState& state) { state.reporter.replicas.compare_all_next(); });
+}
+
 void Reducer::optimizer_steps(const std::vector<at::Tensor>& parameters) {
   for (const auto& core : detail::owners_of(parameters)) {
     core->read([&](const ReducerState& state) { refuse_early_step(state.context, parameters); });

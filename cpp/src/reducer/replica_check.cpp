@@ -69,7 +69,8 @@ int64_t ReplicaCheck::digest(const StepFacts& facts) {
   // This difference may be intended: some optimizers move parameters to evaluate a gradient
   // elsewhere, and move them back.
   if (facts.updated_locally && !context_.options.replica_check_every) return 0;
-  const int64_t part = context_.backward_number % parts();
+  all_compared_ = all_next_;
+  const int64_t part = all_next_ ? 0 : context_.backward_number % parts();
   // The other tensors may have changed since. They come last, so they are in the last parts, unless
   // there is only one part. A list with another length is detected in the next round.
   int64_t before = 0, total = 0;
@@ -83,7 +84,11 @@ int64_t ReplicaCheck::digest(const StepFacts& facts) {
   look(/*at_others=*/part == 0 || reaches);
   ++compared_;
   if (++since_told_ > 2 * parts()) told_ = 0;  // it was fixed
-  return digest_of_part(state_, part, parts());
+  return digest_of_part(state_, part, all_next_ ? 1 : parts());
+}
+
+void ReplicaCheck::received() {
+  if (std::exchange(all_compared_, false)) all_next_ = false;
 }
 
 /// Whether all ranks have tensors of the same names and sizes. Collective.

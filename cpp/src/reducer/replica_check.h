@@ -31,6 +31,10 @@ namespace apex::parallel::detail {
 // such as master weights. Others often are, such as buffers of SyncBatchNorm; those that differ in
 // the first round are not compared. Frozen parameters are not compared.
 //
+// A rank that has loaded state sends a digest of all of it once, instead of a part. If the other
+// ranks have not loaded state, their digests differ from that one in any case, and the digests of
+// all tensors decide.
+//
 // A digest cannot show whether a difference is intended. So by default nothing is compared if ranks
 // may begin or step differently (init_sync false, a communication hook, check_steps false), nor in
 // a step whose parameters were updated after a backward of only this rank. Nothing is ever compared
@@ -45,9 +49,13 @@ class ReplicaCheck {
   std::function<std::vector<Replica>()> others;
   std::function<void()> taken_over;  ///< called after resync(), if set
 
+  /// Compares the whole state in the next backward. Call it after state was loaded.
+  void compare_all_next() { all_next_ = true; }
   /// The digest of the part of this backward; 0 if nothing is compared. Call it when this rank has
   /// computed its gradients.
   int64_t digest(const StepFacts& facts);
+  /// Call it when the digests of all ranks have been received, in a valid backward.
+  void received();
   /// Call it if digests differ. Describes the ranks and tensors that differ. Empty if they may
   /// differ or were reported before. Collective; blocks the host.
   std::string locate();
@@ -73,6 +81,8 @@ class ReplicaCheck {
   int64_t compared_ = 0;           ///< number of parts compared
   int64_t told_ = 0;               ///< number of differences reported
   int64_t since_told_ = 0;         ///< parts compared since the last reported difference
+  bool all_next_ = false;          ///< see compare_all_next()
+  bool all_compared_ = false;      ///< the last digest is of the whole state
   bool with_buffers_ = true;       ///< tensors that may differ are compared
   int like_ = 0;                   ///< the rank whose tensors the others take over
   std::vector<at::Tensor> apart_;  ///< the tensors that they take over

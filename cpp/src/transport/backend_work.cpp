@@ -31,7 +31,7 @@ class GlooWork final : public SlicedWork {
     try {
       return work_->wait(slice);
     } catch (...) {
-      return work_->isCompleted() && work_->wait();  // else it is the end of the slice
+      return work_->isCompleted() && work_->wait();  // false: the slice timed out
     }
   }
 
@@ -67,7 +67,8 @@ BackendWork::BackendWork(BackendWork&& dropped)
 
 BackendWork::~BackendWork() {
   if (!works_ || parts_.empty()) return;
-  // What was refused while it was issued has no result, but peers are in what was issued before.
+  // If it was refused while being issued, it has no result, but peers may be in parts already
+  // issued.
   if (std::uncaught_exceptions() > exceptions_) {
     copies_.clear();
     divisor_ = 1;
@@ -110,7 +111,7 @@ bool BackendWork::isCompleted() {
   try {
     return wait_for(milliseconds(0));
   } catch (...) {
-    return true;  // wait() tells
+    return true;  // wait() reports the error
   }
 }
 
@@ -165,11 +166,11 @@ void BackendWork::complete_future() noexcept {
       future_->markCompleted(c10::IValue(outputs_));
     }
   } catch (...) {
-    // A callback's own.
+    // The exception of a callback.
   }
 }
 
-/// Once: by whoever is first to see that all parts have completed, or that one has failed.
+/// Runs once, for the first caller that sees all parts completed or one failed.
 void BackendWork::settle(std::exception_ptr error) {
   const std::lock_guard<std::mutex> lock(settling_);
   if (is_over()) return;
@@ -187,8 +188,8 @@ void BackendWork::settle(std::exception_ptr error) {
   }
   copies_.clear();
   finish(error);
-  // A part holds its channel: peers learn that this rank has left when the last one is gone.
-  Parts ended;  // outlives the lock
+  // A part holds its channel: peers see that this rank has left when the last part is destroyed.
+  Parts ended;  // destroyed after the lock is released
   const std::lock_guard<std::mutex> held(mutex_);
   ended.swap(parts_);
 }
@@ -216,7 +217,7 @@ void BackendWorks::add_dropped(BackendWork&& work) {
     dropped_.emplace(number, c10::make_intrusive<BackendWork>(std::move(work)));
     some_dropped_ = true;
   }
-  // Who drops all of them does not wait for any.
+  // A program that drops all works waits for none, so complete finished ones here.
   dropped_have_completed(std::numeric_limits<uint64_t>::max(), Clock::now());
 }
 
@@ -230,7 +231,7 @@ bool BackendWorks::dropped_have_completed(uint64_t before, Clock::time_point unt
     try {
       if (!first->wait_for(std::max(left, milliseconds(0)))) return false;
     } catch (...) {
-      // Nobody asks for its result; the later ones fail, too.
+      // No caller uses its result; later works fail as well.
     }
     lock.lock();
     dropped_.erase(first->getSequencenumber());
@@ -243,7 +244,7 @@ void BackendWorks::end() {
   if (this_pid() != pid_) return;
   bool busy = false;
   std::vector<std::thread> threads;
-  std::map<uint64_t, BackendWorkPtr> dropped;  // outlives the lock
+  std::map<uint64_t, BackendWorkPtr> dropped;  // destroyed after the lock is released
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     ended_ = true;
@@ -274,12 +275,12 @@ void BackendWorks::run() {
     work->await();
     lock.lock();
     ++in_callback_;
-    // Whoever calls back may wait for what is in the queue.
+    // A callback may wait for a work that is still queued.
     if (!futures_.empty() && !ended_ && in_callback_ == threads_.size())
       threads_.emplace_back([self = shared_from_this()] { self->run(); });
     lock.unlock();
     work->complete_future();
-    work.reset();  // its tensors may be Python's
+    work.reset();  // its tensors may be held by Python
     lock.lock();
     --in_callback_;
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// The Work of a HostBackend, and what becomes of a Work that nobody waits for.
+/// The Work of a HostBackend, and completion of Works that their callers do not wait for.
 
 #include <atomic>
 #include <chrono>
@@ -31,34 +31,34 @@ namespace apex::parallel {
 
 class BackendWorks;
 
-/// The elements of `tensor` in order, in memory without gaps.
+/// The elements of `tensor` in logical order, in contiguous memory.
 at::Tensor in_order(const at::Tensor& tensor);
 
-/// A collective of a HostBackend: one or several of those that it is made of.
+/// A collective of a HostBackend. Consists of one or several collectives of its links.
 class BackendWork final : public SlicedWork {
  public:
   using Tensors = std::vector<at::Tensor>;
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
   /// @param what     names it in errors.
-  /// @param timeout  c10d::kUnsetTimeout: that of whatever carries it.
+  /// @param timeout  c10d::kUnsetTimeout: the timeout of the link in use.
   BackendWork(int rank, c10d::OpType type, const char* title, std::string what, uint64_t number,
               std::chrono::milliseconds timeout, const Tensors& inputs, Tensors outputs,
               std::shared_ptr<BackendWorks> works);
-  /// What is left to do for `dropped`.
+  /// Takes over the remaining work of a dropped Work.
   explicit BackendWork(BackendWork&& dropped);
   ~BackendWork() override;
 
-  // While it is issued.
+  // Called while it is issued.
 
   const std::string& what() const { return what_; }
-  /// Memory in order, from where the elements of `tensor` go when all parts have completed.
-  /// @param with_elements  which are in it already.
+  /// Contiguous memory whose elements are copied to `tensor` when all parts have completed.
+  /// @param with_elements  whether it starts with the elements of `tensor`.
   at::Tensor output(const at::Tensor& tensor, bool with_elements = false);
   Tensors outputs(const Tensors& tensors);
-  /// The elements of `tensors` come from `flat`, one behind the other.
+  /// Fills `tensors` from consecutive elements of `flat` when all parts have completed.
   void split_later(const at::Tensor& flat, const Tensors& tensors);
-  /// The outputs, after that.
+  /// Then divides the outputs.
   void divide_later(int by) { divisor_ = by; }
   template <typename Part>
   void add(c10::intrusive_ptr<Part> part) {
@@ -67,15 +67,15 @@ class BackendWork final : public SlicedWork {
     }
     parts_.push_back(std::move(part));
   }
-  /// A collective of Gloo's.
+  /// Adds a collective of Gloo.
   void add(c10::intrusive_ptr<c10d::Work> part);
 
-  // From then on.
+  // Called after it is issued.
 
   bool isCompleted() override;
   bool isSuccess() const override { return is_over() && !exception_; }
-  /// @throws Error if a rank has ended, has failed, or is in another collective, or when its time
-  /// is up, which ends the group.
+  /// @throws Error if a rank has exited, has failed, or is in another collective, and on timeout,
+  ///         after which the group is unusable.
   bool wait_for(std::chrono::milliseconds slice) override;
   void leave() override {
     for (const auto& part : parts()) part->leave();
@@ -83,9 +83,9 @@ class BackendWork final : public SlicedWork {
   Tensors result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return number_; }
   FuturePtr getFuture() override;
-  /// Waits; what is wrong is in exception().
+  /// Waits; errors are in exception().
   void await() noexcept;
-  /// After await(). Runs the callbacks.
+  /// Call after await(). Runs the future's callbacks.
   void complete_future() noexcept;
 
  private:
@@ -95,7 +95,7 @@ class BackendWork final : public SlicedWork {
     const std::lock_guard<std::mutex> lock(mutex_);
     return completed_;
   }
-  /// Held by whoever waits for them: settle() drops them.
+  /// A copy that the waiting thread holds, because settle() drops the parts.
   Parts parts() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return parts_;
@@ -105,30 +105,31 @@ class BackendWork final : public SlicedWork {
   const std::string what_;
   const uint64_t number_;
   const std::chrono::milliseconds timeout_ = c10d::kUnsetTimeout;
-  const std::shared_ptr<BackendWorks> works_;          ///< null once it was dropped
-  const int exceptions_ = std::uncaught_exceptions();  ///< when it was issued
+  const std::shared_ptr<BackendWorks> works_;          ///< null once this Work was dropped
+  const int exceptions_ = std::uncaught_exceptions();  ///< at the time of issue
   Parts parts_;
   Tensors outputs_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  ///< to what, when all have completed
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  ///< copied when all parts complete
   int divisor_ = 1;
   std::mutex settling_;  ///< taken before mutex_, which guards completed_ and exception_
-  std::mutex making_;    ///< guards that future_ is made once
+  std::mutex making_;    ///< guards creation of future_
   FuturePtr future_;
 };
 
 using BackendWorkPtr = c10::intrusive_ptr<BackendWork>;
 
-/// The works of a backend that their callers do not wait for. Those with a future are waited for on
-/// threads that there are from the first future on. A callback may wait for another future: then
-/// there is one thread more. Those that were dropped complete when a later one is waited for.
+/// Works of a backend that their callers do not wait for. Works with a future are waited for on
+/// threads, which exist from the first future on. If a callback waits for another future, one more
+/// thread is started. Dropped works complete when a later work is waited for.
 class BackendWorks : public std::enable_shared_from_this<BackendWorks> {
  public:
-  /// Completes its future.
+  /// Waits for `work` on a thread and completes its future.
   void add_future(BackendWorkPtr work);
   void add_dropped(BackendWork&& work);
-  /// Those with lower numbers than `before`; waits for them.
+  /// Waits for dropped works with numbers below `before`.
   bool dropped_have_completed(uint64_t before, std::chrono::steady_clock::time_point until);
-  /// Threads end when all futures have completed. Not here: a callback of one may be who calls.
+  /// Threads end when all futures have completed. Does not join them, since the caller may be a
+  /// callback of a future.
   void end();
 
  private:

@@ -36,7 +36,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 constexpr const char* kAllToAll = "apex:all_to_all";
 
-/// What `one` makes of each.
+/// Maps `one` over the tensors.
 template <typename One>
 auto each(const Tensors& tensors, One&& one) {
   std::vector<std::decay_t<decltype(one(tensors.front()))>> all;
@@ -82,7 +82,7 @@ const at::Tensor& only(const Tensors& tensors, const std::string& what) {
   return tensors.front();
 }
 
-/// `lists` has one list, of a tensor for each rank.
+/// Returns the only list in `lists`, which has a tensor for each rank.
 const Tensors& only_list(const std::vector<Tensors>& lists, int ranks, const char* what) {
   TORCH_CHECK_VALUE(lists.size() == 1, what, ": takes one list of tensors, got ", lists.size());
   const Tensors& list = lists.front();
@@ -91,7 +91,7 @@ const Tensors& only_list(const std::vector<Tensors>& lists, int ranks, const cha
   return list;
 }
 
-/// `sizes` are those of a tensor's rows, by rank; empty: the same number for each.
+/// Checks `sizes`, the number of rows of a tensor for each rank; empty means equal shares.
 void require_split(const at::Tensor& tensor, const std::vector<int64_t>& sizes, int ranks) {
   const int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 1;
   for (const int64_t size : sizes) {
@@ -120,7 +120,7 @@ HostBackend::HostBackend(const distributed::BackendRequest& request,
 
 void HostBackend::end(bool may_be_stuck) {
   if (this_pid() != pid_) {
-    // Forked: threads that Gloo would join are not there.
+    // Forked: the threads that Gloo would join do not exist.
     gloo_.release();
     return;
   }
@@ -178,7 +178,7 @@ at::Tensor HostBackend::allocateTensor(long size, at::TensorOptions options) {
   return at::zeros({size}, options);
 }
 
-// --- issuing ---
+// --- issuing collectives ---
 
 BackendWorkPtr HostBackend::begin(c10d::OpType type, const char* title, milliseconds timeout,
                                   const Tensors& inputs, Tensors outputs) {
@@ -187,7 +187,7 @@ BackendWorkPtr HostBackend::begin(c10d::OpType type, const char* title, millisec
                                           ++issued_, timeout, inputs, std::move(outputs), works_);
 }
 
-/// Whether a collective of these takes the channel.
+/// Whether a collective of these tensors uses the channel.
 bool HostBackend::in_memory(const Tensors& tensors) const {
   return shares_memory() && in_host_memory(tensors);
 }
@@ -205,7 +205,7 @@ bool HostBackend::is_root(int64_t root, const std::string& what) const {
   return root == rank_;
 }
 
-/// What rank `root` has, of a tensor for each rank; nothing on the others.
+/// The root's list with a tensor for each rank; empty on other ranks.
 Tensors HostBackend::list_of_root(const std::vector<Tensors>& lists, int64_t root,
                                   const char* what) const {
   if (is_root(root, what)) return only_list(lists, size_, what);
@@ -230,7 +230,7 @@ void HostBackend::add_all_reduce(BackendWork& work, const at::Tensor& tensor, Op
   work.add(links_.hierarchy->all_reduce(work.what(), tensor, divides ? Op::SUM : op));
 }
 
-/// Several tensors travel as one.
+/// Several tensors are sent in one message.
 WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   constexpr const char* kTitle = "apex:all_reduce";
   TORCH_CHECK_VALUE(!tensors.empty(), kTitle, ": takes a tensor");
@@ -238,7 +238,8 @@ WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o
   const at::Tensor& first = tensors.front();
   const bool here =
       (shares_memory() || sums_by_host()) && in_host_memory(tensors) && can_reduce(tensors, op);
-  // Gloo's allreduce() of several tensors sums these, too. It has no averages.
+  // Gloo's allreduce() of several tensors sums across them; the coalesced one does not. No AVG in
+  // Gloo.
   const auto by_gloo = [&] {
     c10d::AllreduceCoalescedOptions sums;
     static_cast<c10d::AllreduceOptions&>(sums) = options;
@@ -313,7 +314,7 @@ WorkPtr HostBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options
   return work;
 }
 
-/// Of each input, from all ranks, into the list of outputs at its place.
+/// Gathers each input from all ranks into the list of outputs of the same index.
 WorkPtr HostBackend::all_gather_each(c10d::OpType type, const char* title,
                                      const c10d::AllgatherOptions& options,
                                      const std::vector<Tensors>& outputs, const Tensors& inputs) {
@@ -382,7 +383,7 @@ WorkPtr HostBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
   return work;
 }
 
-/// Of the list of inputs at its place, into each output.
+/// Reduce-scatters each list of inputs into the output of the same index.
 WorkPtr HostBackend::reduce_scatter_each(c10d::OpType type, const char* title,
                                          const c10d::ReduceScatterOptions& options,
                                          const Tensors& outputs,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// A c10d backend for CPU tensors: over shared memory inside a host, and Gloo for the rest.
+/// A c10d backend for CPU tensors: shared memory inside a host, Gloo for everything else.
 
 #include <atomic>
 #include <chrono>
@@ -25,25 +25,25 @@ namespace apex::parallel {
 
 // Note [The backend of a host]
 //
-// Where all ranks of a group share memory, its collectives are those of a HostChannel. Where they
-// are on several hosts, of which one has several ranks, all-reduces are those of a HostHierarchy.
-// All else is Gloo's: point-to-point messages, sparse tensors, a monitored barrier, and groups
-// whose ranks share no memory. What goes which way follows from the arguments that all ranks of a
-// collective have in common, so that ranks that call the same meet.
+// If all ranks of a group share memory, its collectives run on a HostChannel. If they are on
+// several hosts, at least one of which has several ranks, all-reduces run on a HostHierarchy. Gloo
+// does the rest: point-to-point messages, sparse tensors, a monitored barrier, and groups whose
+// ranks share no memory. The choice depends only on arguments that all ranks of a collective have
+// in common, so that all of them make the same choice.
 //
-// A collective makes progress while a rank waits for it or asks for it, as in HostChannel. Who asks
-// for its future waits for it somewhere else: from the first future on, a thread of the backend
-// waits for the collectives that have one, in the order in which they were issued; another one
-// does, while a callback runs. What its caller drops belongs to the next collective of the group:
-// that one has completed when both have.
+// As in HostChannel, a collective makes progress while a rank waits for it or polls it. Works with
+// a future are different, because the program waits for the future elsewhere. From the first future
+// on, a thread of the backend waits for these works in the order of issue; while a callback runs,
+// another thread does. A work that its caller drops becomes part of the group's next collective,
+// which completes when both have completed.
 //
-// Memory that is not contiguous is copied, in the order of its elements: ranks may have different
+// Non-contiguous tensors are copied in the order of their elements, since ranks may have different
 // strides.
 
 class BackendWork;
 class BackendWorks;
 
-/// Thread safe, as HostChannel is: concurrent calls are ordered by who comes first, which has to be
+/// Thread safe, like HostChannel. Concurrent calls are ordered by arrival, and the order has to be
 /// the same on all ranks.
 class HostBackend final : public c10d::Backend, public distributed::HasGloo {
  public:
@@ -52,8 +52,8 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
 
   static constexpr const char* kName = "apex";
 
-  /// Over the ranks of `request`, which `gloo` and `links` connect. Without `gloo` it has the
-  /// collectives of the channel only.
+  /// Over the ranks of `request`, which `gloo` and `links` connect. Without `gloo` only the
+  /// channel's collectives are available.
   HostBackend(const distributed::BackendRequest& request, c10::intrusive_ptr<Backend> gloo,
               HostLinks links);
   ~HostBackend() override { shutdown(); }
@@ -118,19 +118,19 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   void shutdown() override { end(/*may_be_stuck=*/true); }
 
   bool supportsTensorAlloc(c10::DeviceIndex) override { return shares_memory() || sums_by_host(); }
-  /// A zeroed tensor of `size` elements in memory from which an all-reduce copies nothing.
+  /// A zeroed tensor of `size` elements in memory that an all-reduce does not copy.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
   const c10::intrusive_ptr<Backend>& gloo() const override;
 
-  // Beyond c10d, for this package.
+  // Additions to c10d's interface, for this package.
 
   const HostLinks& links() const { return links_; }
   bool shares_memory() const { return links_.channel != nullptr; }
   bool sums_by_host() const { return links_.hierarchy != nullptr; }
-  /// Whether AVG is summed and divided at once; else it is a sum, which is divided later.
+  /// Whether AVG is computed in one step; otherwise it is a sum that is divided afterwards.
   bool averages() const;
-  /// Whether allreduce() of such a tensor, with memory on the CPU, is one of those.
+  /// Whether allreduce() of such a CPU tensor uses the channel or the hierarchy.
   bool can_all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) const;
   /// HostChannel::all_reduce() of a contiguous tensor, where ranks share memory.
   WorkPtr all_reduce_measured(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op,
@@ -140,9 +140,9 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
                             const std::shared_ptr<std::vector<uint8_t>>& changed);
   /// HostChannel::all_gather_parts(), where ranks share memory.
   WorkPtr all_gather_parts(const std::vector<Tensors>& parts, const at::Tensor& staged);
-  /// A collective has failed: sums that are on their way between hosts are not carried through.
+  /// A collective has failed: abandons sums in flight between hosts.
   void give_up(const std::string& why) noexcept;
-  /// shutdown(), as end_elsewhere() has it.
+  /// shutdown(); for `may_be_stuck` see end_elsewhere().
   void end(bool may_be_stuck);
 
  private:
@@ -166,11 +166,11 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   HostLinks links_;
   const std::shared_ptr<BackendWorks> works_;
   std::atomic<uint64_t> issued_{0};
-  std::atomic<bool> timeout_is_set_{false};  ///< by setTimeout()
+  std::atomic<bool> timeout_is_set_{false};  ///< setTimeout() was called
 };
 
-/// One with a Gloo backend of its own; see connect_host().
-/// @throws what Gloo throws, if the ranks of `request` do not come.
+/// Creates a backend with its own Gloo backend; see connect_host().
+/// @throws what Gloo throws if the ranks of `request` do not connect.
 c10::intrusive_ptr<HostBackend> make_host_backend(const distributed::BackendRequest& request);
 
 }  // namespace apex::parallel

@@ -36,12 +36,12 @@ using std::chrono::milliseconds;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using BackendType = c10d::ProcessGroup::BackendType;
 
-/// Past the timeout, at which connecting ends by itself where the store answers.
+/// Grace period after the timeout, at which connecting ends by itself if the store answers.
 constexpr milliseconds kAtTheLatest{500};
 
-/// A connection to a store serves one call at a time, and who waits for a key in it keeps others
-/// from it: another thread, perhaps, which is about to write what the waiting thread of a peer
-/// waits for. So this one asks again and again.
+/// A store connection serves one call at a time, so a thread that waits for a key blocks other
+/// threads. One of them may be about to write the key that a peer waits for. So this class polls
+/// instead of waiting in the store.
 class PatientStore final : public c10d::PrefixStore {
  public:
   using PrefixStore::PrefixStore;
@@ -77,18 +77,18 @@ class SeparateGroup final : public c10d::ProcessGroup {
   }
 
   ~SeparateGroup() override { end(); }
-  /// In place of the destructor, as long as there are weak references.
+  /// Called instead of the destructor while weak references exist.
   void release_resources() override { end(); }
 
  private:
   void end() noexcept {
     if (!own_) return;
-    if (this_pid() != pid_) {  // forked: the threads that it would join are not there
+    if (this_pid() != pid_) {  // forked: the threads to join do not exist
       own_.release();
       return;
     }
     const bool failed = has_failed(*this);
-    // Other ranks are not waited for that will not come.
+    // Do not wait for ranks that will not join.
     if (failed) own_->give_up("a collective of this group has failed");
     own_->end(failed);
     ProcessGroup::release_resources();
@@ -99,9 +99,8 @@ class SeparateGroup final : public c10d::ProcessGroup {
   c10::intrusive_ptr<HostBackend> own_;
 };
 
-/// Gloo tells a rank that it is connected before the others have seen as much. If it let go of the
-/// group at once, they would find a closed connection; so it does not come back before everybody is
-/// there.
+/// Gloo reports a connection before the peers have seen it. If this rank dropped the group right
+/// away, peers would find a closed connection. So wait until every rank has connected.
 void meet(c10d::Backend& backend) {
   std::vector<at::Tensor> nothing{at::zeros({1}, at::kInt)};
   backend.allreduce(nothing, c10d::AllreduceOptions())->wait();
@@ -109,18 +108,18 @@ void meet(c10d::Backend& backend) {
 
 using HostBackendPtr = c10::intrusive_ptr<HostBackend>;
 
-/// What `make()` makes, on another thread: the ranks of `parent` may meet in the store, whose
-/// process may be stopped, and whose calls have no deadline.
+/// Runs `make()` on another thread. The ranks of `parent` may have to meet in the store, whose
+/// process may be stopped and whose calls have no deadline.
 HostBackendPtr connect_backend(const c10d::ProcessGroup& parent, const std::string& what,
                                milliseconds timeout, std::function<HostBackendPtr()> make) {
-  begin_call(parent, what);  // from here on this rank hears of failures, and reports its own
+  begin_call(parent, what);  // from here on this rank receives and sends failure reports
   HostBackendPtr backend;
   std::promise<HostBackendPtr> promise;
   std::future<HostBackendPtr> made = promise.get_future();
   std::thread([make = std::move(make), promise = std::move(promise)]() mutable {
     try {
       HostBackendPtr backend = make();
-      make = nullptr;  // whoever waits may rely on it that nothing is held any more
+      make = nullptr;  // after the future is set, this thread holds no reference
       promise.set_value(std::move(backend));
     } catch (...) {
       make = nullptr;
@@ -141,23 +140,22 @@ HostBackendPtr connect_backend(const c10d::ProcessGroup& parent, const std::stri
   return backend;
 }
 
-/// What host_backend_of() has made for a group; it ends some calls after the group.
+/// The result of host_backend_of() for a group; removed some calls after the group is gone.
 struct Attachment {
-  std::mutex
-      mutex;  ///< held while the ranks meet: those of another group may meet on another thread
+  std::mutex mutex;  ///< held while the ranks meet; per group, since groups may meet concurrently
   std::optional<HostBackendPtr> backend;
 };
 
 std::shared_ptr<Attachment> attachment_of(const c10d::ProcessGroup& group) {
-  constexpr uint64_t kLooksEvery = 256;  // whether groups are gone
+  constexpr uint64_t kLooksEvery = 256;  // how often to check for expired groups
   struct Attachments {
     std::mutex mutex;
     uint64_t calls = 0;
     ByGroup<std::shared_ptr<Attachment>> by_group;
   };
-  // Never destroyed: groups may be used while the process ends.
+  // Never destroyed: groups may be used while the process exits.
   static auto* const all = new Attachments;
-  std::vector<std::shared_ptr<Attachment>> gone;  // outlives the lock
+  std::vector<std::shared_ptr<Attachment>> gone;  // destroyed after the lock is released
   const std::lock_guard<std::mutex> lock(all->mutex);
   const auto* const found = all->by_group.find(group);
   std::shared_ptr<Attachment> attachment = found ? *found : std::make_shared<Attachment>();
@@ -186,7 +184,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
     HostLinks links = connect_host(attached ? *attached : *given, connects ? given : nullptr,
                                    request.store, request.timeout);
     BackendPtr gloo;
-    if (!links.channel) {  // which does all that a reducer calls
+    if (!links.channel) {  // the channel has every collective that a reducer uses
       if (!connects) return HostBackendPtr();
       gloo = distributed::make_gloo_backend_like(given, request.store, request.rank, request.size);
       meet(*gloo);
@@ -196,7 +194,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
   if (!own) return parent;
   c10::intrusive_ptr<c10d::ProcessGroup> group =
       c10::make_intrusive<SeparateGroup>(request.store, request.rank, request.size, std::move(own));
-  // Before others are added, which keep their name and their device.
+  // Before other backends are added, which keep their name and device.
   group->setGroupName(name);
   group->setBoundDeviceId(parent->getBoundDeviceId());
   for (const c10::Device& device : parent->getDeviceTypes()) {

@@ -12,30 +12,31 @@ namespace apex::parallel {
 // Note [An order of one's own]
 //
 // Collectives of a process group are matched by the order in which each rank issues them. A reducer
-// issues its own when gradients are ready, from autograd's threads, and whatever else uses the
-// group, another reducer or a collective in the module, may come before a bucket on one rank and
-// after it on another: because a layer was not used there, or is frozen. Collectives of equal size
-// are then swapped without a word. So the traffic of a reducer has connections of its own, on which
-// the order is the reducer's alone.
+// issues its collectives when gradients are ready, from autograd's threads. Other users of the
+// group, such as another reducer or a collective in the module, may come before a bucket on one
+// rank and after it on another, for example because a layer was unused or frozen there. Collectives
+// of equal size are then swapped silently. So a reducer has its own connections, on which it alone
+// determines the order.
 
-/// A group over the same ranks as `parent`, with a channel in shared memory, or connections, of its
-/// own for CPU tensors and the same timeout. Backends other than Gloo, as NCCL, are shared with
-/// `parent`: communicators that run at the same time on one GPU may wait for each other. Returns
-/// `parent` if there is nothing to separate: one rank, no store, no Gloo. Not registered under a
-/// name; ends with its last reference.
+/// Creates a group over the same ranks as `parent`, with the same timeout and, for CPU tensors, its
+/// own channel in shared memory or its own connections. Backends other than Gloo, such as NCCL, are
+/// shared with `parent`: communicators that run concurrently on one GPU may deadlock. Returns
+/// `parent` if there is nothing to separate (one rank, no store, or no Gloo). The group is not
+/// registered under a name and ends with its last reference.
 ///
-/// Collective over `parent`, every rank with the same arguments. Blocks until all ranks have come.
+/// Collective over `parent`, with the same arguments on every rank. Blocks until all ranks have
+/// joined.
 /// @param name      must be new in the parent's store.
-/// @param connects  whether ranks that do not share memory are worth a connection to each other;
-/// else they share the parent's.
-/// @throws CommunicationError if they do not: a process has ended, or time is up.
+/// @param connects  whether ranks that do not share memory get new connections; otherwise they use
+///                  the parent's.
+/// @throws CommunicationError if ranks do not join: a process has exited, or on timeout.
 c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
     const c10::intrusive_ptr<c10d::ProcessGroup>& parent, const std::string& name,
     bool connects = true);
 
-/// The backend "apex" between the ranks of `group`: its own, or one that was attached to a group
-/// over Gloo, at the first call, where all its ranks share memory; else null. The first call is
-/// collective, and blocks. Thread safe.
+/// The backend "apex" between the ranks of `group`: its own, or one that the first call attaches to
+/// a group over Gloo if all its ranks share memory; otherwise null. The first call is collective
+/// and blocks. Thread safe.
 /// @throws CommunicationError in the first call.
 c10::intrusive_ptr<HostBackend> host_backend_of(const c10d::ProcessGroup& group);
 

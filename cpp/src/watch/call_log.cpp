@@ -7,8 +7,8 @@
 
 namespace apex::parallel {
 
-/// Ranks may count their backwards differently, and yet be in the same one; and buffers that differ
-/// are for the broadcast itself to find.
+/// Removes the backward number, which ranks may count differently, and the list of buffers, whose
+/// differences the broadcast itself reports.
 std::string CallLog::in_common(const std::string& what) {
   return what.substr(0, std::min(what.find(", of backward number"), what.find(" ('")));
 }

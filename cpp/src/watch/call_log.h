@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Finds ranks that are in different collectives of one group.
+/// Detects ranks that are in different collectives of one group.
 
 #include <array>
 #include <chrono>
@@ -13,35 +13,36 @@ namespace apex::parallel {
 
 // Note [Ranks in different collectives]
 //
-// Collectives of a group are matched by their order. Where ranks call different ones, Gloo pairs
-// messages of one kind and lets the others wait until the timeout. So every rank numbers its calls,
-// and who waits for long compares its last calls with those that another rank has left in the
-// store, if any, or leaves its own there. If two ranks have called something else under the same
-// number, they are apart for certain, however late any of them is.
+// Collectives of a group are matched by their order. If ranks call different ones, Gloo pairs
+// messages of one kind and lets other ranks wait until the timeout. So every rank numbers its
+// calls. A rank that waits for long compares its last calls with those that another rank has left
+// in the store, or leaves its own there if there are none. If two ranks have made different calls
+// under the same number, they are in different collectives for certain, however late either rank
+// is.
 
 /// The last collectives that this rank has called in one group. Thread safe.
 class CallLog {
  public:
-  /// Of the name of a collective, what all ranks that are in it have in common.
+  /// The part of a collective's name that all ranks in it have in common.
   static std::string in_common(const std::string& what);
 
   struct Last {
-    int64_t number = 0;  ///< 0: there was none
+    int64_t number = 0;  ///< 0: no call yet
     std::string what;
     std::chrono::steady_clock::time_point began;
   };
 
-  /// Without `what` it is a number that this rank passes over: there is nothing to compare.
+  /// Without `what`, skips a number: there is nothing to compare.
   void add(const std::string& what);
   int64_t last_number();
   Last last();
 
-  /// As a text, to be compared on another rank.
+  /// Encodes the log as text, to be compared on another rank.
   std::string encode(int rank);
-  /// "rank 1 is in: c, while rank 0 is in: b", by the first number under which `theirs`, what
-  /// encode() gave on another rank, has something else; or an empty text.
+  /// Compares with `theirs`, the encode() of another rank. Returns "rank 1 is in: c, while rank 0
+  /// is in: b" for the first number with different calls, or an empty text.
   std::string difference(int rank, const std::string& theirs);
-  /// Whether `theirs` ends with an earlier call than this.
+  /// Whether the last call in `theirs` is earlier than this rank's last call.
   bool goes_further_than(const std::string& theirs);
 
  private:
@@ -54,7 +55,7 @@ class CallLog {
   std::mutex mutex_;  ///< guards the rest
   std::array<Call, kKept> last_;
   int64_t calls_ = 0;
-  std::chrono::steady_clock::time_point began_;  ///< the last one
+  std::chrono::steady_clock::time_point began_;  ///< when the last call began
 };
 
 }  // namespace apex::parallel

@@ -31,18 +31,19 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using distributed::StreamMark;
 
-/// Of looking_thread().
+/// A group's unfinished collectives; used on looking_thread().
 struct Pursuit {
   WatchedGroupPtr watched;
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group{c10::intrusive_ptr<c10d::ProcessGroup>()};
-  std::deque<Launched::Call> calls;  ///< whose marks were not reached at the last look
+  std::deque<Launched::Call> calls;  ///< calls whose marks were not reached at the last check
   std::optional<Wait> wait;
   std::optional<StallWatch> stall;
-  Clock::time_point ended_at;  ///< when it was seen that a process has ended
+  Clock::time_point ended_at;  ///< when a process was first seen to have exited
 };
 
-/// Of this process. Not the store's, which is blocked while the process that keeps it is stopped.
-/// Never destroyed, as it may be looking when the process ends.
+/// The checking thread of this process. It is not the store's thread, which blocks while the
+/// process that hosts the store is stopped. Never destroyed, since it may be running when the
+/// process exits.
 JobThread& looking_thread() {
   static auto* const mutex = new std::mutex;
   static JobThread* thread = nullptr;
@@ -71,14 +72,14 @@ void add(Launched& launched, Launched::Call call) {
   calls.resize(Launched::kMarks / 2);
 }
 
-/// What add() has kept.
+/// Takes the calls that add() has kept.
 std::deque<Launched::Call> take_calls(Launched& launched) {
   launched.count = 0;
   launched.every = 1;
   return std::exchange(launched.calls, {});
 }
 
-/// On a thread of its own: both wait for others.
+/// Runs on a separate thread, because both steps wait for other ranks.
 void give_up(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& what) {
   const std::string found = report_failure(*group, what);
   notify(
@@ -96,8 +97,8 @@ void give_up(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::str
   }
 }
 
-/// Takes what has completed from `pursuit`, and then what was launched since. Returns whether there
-/// was any of that.
+/// Removes completed calls from `pursuit`, then adds calls launched since. Returns whether any had
+/// completed or was added.
 bool goes_on(Pursuit& pursuit) {
   std::vector<std::unique_ptr<StreamMark>> reached;
   while (!pursuit.calls.empty() && pursuit.calls.front().mark->reached()) {
@@ -117,7 +118,7 @@ bool goes_on(Pursuit& pursuit) {
   return true;
 }
 
-/// Whether `pursuit` goes on, and when.
+/// Returns the time until the next check, or nullopt to stop following.
 std::optional<std::chrono::milliseconds> look(Pursuit& pursuit) {
   const auto now = Clock::now();
   WatchedGroup& watched = *pursuit.watched;
@@ -127,7 +128,7 @@ std::optional<std::chrono::milliseconds> look(Pursuit& pursuit) {
   const auto group = pursuit.group.lock();
   if (!group) return std::nullopt;
   if (!pursuit.wait) {
-    // Others may not have introduced themselves before the host went on.
+    // Other ranks may not have published their processes before.
     read_processes(pursuit.watched);
     pursuit.wait.emplace(*group, oldest.number);
     pursuit.stall.emplace(pursuit.watched, oldest.number, oldest.what);
@@ -149,7 +150,7 @@ std::optional<std::chrono::milliseconds> look(Pursuit& pursuit) {
       notify("the communicator could not be aborted: " + message_of(std::current_exception()));
     }
   }).detach();
-  return std::nullopt;  // still `followed`, so it is not looked at again
+  return std::nullopt;  // `followed` stays set, so nothing checks this group again
 }
 
 void look_later(const std::shared_ptr<Pursuit>& pursuit, std::chrono::milliseconds time) {
@@ -160,7 +161,8 @@ void look_later(const std::shared_ptr<Pursuit>& pursuit, std::chrono::millisecon
         } catch (APEX_FORCED_UNWIND) {
           throw;
         } catch (...) {
-          // The group was shut down meanwhile, or memory has run out. The next call is followed.
+          // The group was shut down meanwhile, or memory is exhausted. The next call is followed
+          // again.
           const std::lock_guard<std::mutex> lock(pursuit->watched->mutex);
           take_calls(pursuit->watched->launched);
           pursuit->watched->launched.followed = false;
@@ -184,7 +186,7 @@ void follow_work(const c10d::ProcessGroup& group, const std::string& what) noexc
     }
   }
   if (!mark) mark = distributed::make_stream_mark();
-  // Without the lock: it blocks where a GPU that waits has been given all that it takes.
+  // Without the lock: set() blocks if the queue of a waiting GPU is full.
   if (!mark || !mark->set()) return;
   {
     const std::lock_guard<std::mutex> lock(watched->mutex);
@@ -198,7 +200,7 @@ void follow_work(const c10d::ProcessGroup& group, const std::string& what) noexc
           const_cast<c10d::ProcessGroup*>(&group)));
   look_later(pursuit, timing::kUnfinished);
 } catch (...) {
-  // As without it, torch's watchdog ends the process after the timeout.
+  // Not followed: torch's watchdog ends the process after the timeout.
 }
 
 }  // namespace apex::parallel

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Collectives that the host does not wait for.
+/// Watches collectives that the host does not wait for.
 
 #include <string>
 
@@ -13,20 +13,20 @@ namespace apex::parallel {
 
 // Note [Collectives that the host does not wait for]
 //
-// wait() of NCCL's makes a stream wait, and returns. Where a rank is gone, the GPU waits for it,
-// and the host as soon as it asks the GPU for something; within a host NCCL does not notice, and
-// torch's watchdog ends the process after the timeout, ten minutes, without naming anybody. So a
-// thread looks now and then whether what was launched has completed. If not, it looks at what
-// others report, and at the processes of its host, as a rank does that waits by itself. When one
-// has failed or has ended, this rank reports so, says it on standard error, and aborts the group's
-// communicators: the GPU goes on, with whatever its buffers hold, and the group's next collective
-// raises an error that names who is gone.
+// wait() of an NCCL Work makes a stream wait and returns. If a rank is gone, the GPU waits for it,
+// and so does the host at its next synchronization. Within a host NCCL does not notice. torch's
+// watchdog ends the process after the timeout of ten minutes without naming a rank. So a thread
+// checks periodically whether launched collectives have completed. If not, it checks other ranks'
+// reports and the processes of its host, like a rank that waits on the CPU. When a rank has failed
+// or exited, this rank reports that, prints it to stderr, and aborts the group's communicators. The
+// GPU then continues with undefined buffer contents, and the group's next collective raises an
+// error that names the lost rank.
 //
-// A rank may end after its last collective, while the GPUs of others still work on it: so a process
-// that has ended is proof only when nothing has completed for two seconds more.
+// A rank may exit after its last collective while other ranks' GPUs still work on it. So an exited
+// process counts as lost only if nothing completes for two more seconds.
 
-/// After wait() of the collective `what` of `group`, on the thread that called it: what its stream
-/// does next waits for that. Nothing while a graph is captured, or without NCCL.
+/// Call after wait() of the collective `what` of `group`, on the same thread, whose current stream
+/// waits for the collective. Does nothing during graph capture or without NCCL.
 APEX_API void follow_work(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
 }  // namespace apex::parallel

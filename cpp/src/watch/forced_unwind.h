@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// A thread that asks for Python's lock while the interpreter ends is ended, by an exception that
-/// has to get through: `catch (APEX_FORCED_UNWIND) { throw; }` before `catch (...)`.
+/// A thread that requests the GIL while the interpreter exits is terminated by an exception that
+/// must not be swallowed: put `catch (APEX_FORCED_UNWIND) { throw; }` before `catch (...)`.
 
 #if defined(__GLIBCXX__) || __has_include(<cxxabi.h>)
 #include <cxxabi.h>

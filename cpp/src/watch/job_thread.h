@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// A thread that runs jobs when they are due.
+/// A thread that runs jobs at given times.
 
 #include <chrono>
 #include <functional>
@@ -9,17 +9,17 @@
 
 namespace apex::parallel {
 
-/// Nobody waits for the thread: one that is blocked in a job is left behind. Thread safe.
+/// The thread is detached: if it is blocked in a job, it is left behind. Thread safe.
 class JobThread {
  public:
   using Clock = std::chrono::steady_clock;
 
   JobThread();
-  ~JobThread();  ///< jobs that are due are still run
+  ~JobThread();  ///< due jobs still run
   JobThread(const JobThread&) = delete;
   JobThread& operator=(const JobThread&) = delete;
 
-  /// Jobs that are due are run in the order of their times.
+  /// Schedules `job`. Due jobs run in the order of their times.
   void run(std::function<void()> job, Clock::time_point at = Clock::now());
 
  private:

@@ -17,7 +17,7 @@ namespace {
 
 using Callback = std::function<void(const std::string&)>;
 
-/// Never destroyed, as threads may be left behind.
+/// Never destroyed, since threads may outlive main().
 struct Slot {
   std::mutex mutex;
   std::shared_ptr<const Callback> callback;
@@ -49,7 +49,7 @@ void notify(const std::string& text) {
   } catch (APEX_FORCED_UNWIND) {
     throw;
   } catch (...) {
-    // It is on standard error already.
+    // The text was written to stderr already.
   }
 }
 

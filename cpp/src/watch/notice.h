@@ -5,8 +5,8 @@
 
 namespace apex::parallel {
 
-/// Writes "apex: TEXT" to standard error and passes TEXT to the callback of on_notice(). Thread
-/// safe; blocks only as long as the callback does.
+/// Writes "apex: TEXT" to stderr and passes TEXT to the callback of on_notice(). Thread safe;
+/// blocks only as long as the callback does.
 void notify(const std::string& text);
 
 }  // namespace apex::parallel

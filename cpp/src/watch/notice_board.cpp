@@ -34,14 +34,14 @@ void NoticeBoard::post(c10d::Store& store, const std::string& author,
   } else {
     store.set(key_ + '/' + std::to_string(store.add(key_ + "/next", 1)), bytes);
   }
-  store.add(key_ + "/posts", 1);  // then: who sees it finds the entry
+  store.add(key_ + "/posts", 1);  // last, so that a rank that sees the count finds the entry
 }
 
 int64_t NoticeBoard::posts(c10d::Store& store) const { return store.add(key_ + "/posts", 0); }
 
 std::map<std::string, std::string> NoticeBoard::read(c10d::Store& store) const {
   std::map<std::string, std::string> by_author;
-  if (posts(store) == 0) return by_author;  // to get what is not there would block
+  if (posts(store) == 0) return by_author;  // get() of an unset key would block
   if (store.hasExtendedApi()) {
     decode_entries(as_text(store.get(key_)), by_author);
     return by_author;

@@ -21,8 +21,8 @@ struct Stat {
   uint64_t start_time = 0;
 };
 
-/// From /proc/PID/stat, see proc(5): fields 3 and 22. The second is a name in parentheses that may
-/// hold anything.
+/// Reads fields 3 and 22 of /proc/PID/stat, see proc(5). Field 2 is a name in parentheses that may
+/// contain any character.
 std::optional<Stat> read_stat(int64_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string text;
@@ -38,7 +38,7 @@ std::optional<Stat> read_stat(int64_t pid) {
   return fields ? std::optional<Stat>(stat) : std::nullopt;
 }
 
-/// See pretend_host(); empty: as it is.
+/// See pretend_host(); empty: the real host.
 std::string& pretended_host() {
   static auto* const name = new std::string;
   return *name;
@@ -73,9 +73,9 @@ std::optional<ProcessName> this_process() {
 #ifdef _WIN32
   return std::nullopt;
 #else
-  // Never destroyed: the store's threads look at processes while this one ends.
+  // Never destroyed: the store's threads check processes while this process exits.
   static const auto& host = *new std::string(name_of_host());
-  const int64_t pid = ::getpid();  // each time: it may have been forked
+  const int64_t pid = ::getpid();  // read each time, since the process may have forked
   const auto stat = read_stat(pid);
   if (!stat || host.empty()) return std::nullopt;
   return ProcessName{pretended_host().empty() ? host : pretended_host(), pid, stat->start_time};
@@ -84,7 +84,7 @@ std::optional<ProcessName> this_process() {
 
 int64_t this_pid() {
 #if defined(__linux__)
-  // A system call each time would be a tenth of a small collective.
+  // Cached, because a system call costs a tenth of a small collective.
   static std::atomic<int64_t> pid{0};
   static const int asked = ::pthread_atfork(nullptr, nullptr, [] { pid = 0; });
   int64_t known = pid.load(std::memory_order_relaxed);
@@ -105,13 +105,13 @@ ProcessState state_of(const ProcessName& process) {
   if (!self || self->host != process.host) return ProcessState::kUnknown;
   const auto stat = read_stat(process.pid);
 #ifndef _WIN32
-  // /proc may be out of reach for other reasons.
+  // /proc may be unreadable for other reasons.
   if (!stat)
     return ::kill(static_cast<pid_t>(process.pid), 0) != 0 && errno == ESRCH
                ? ProcessState::kEnded
                : ProcessState::kUnknown;
 #endif
-  // A zombie has ended: its parent has not asked for its status yet.
+  // A zombie has exited: its parent has not waited for it yet.
   if (stat->start_time != process.start_time || stat->state == 'Z' || stat->state == 'X')
     return ProcessState::kEnded;
   return stat->state == 'T' || stat->state == 't' ? ProcessState::kStopped : ProcessState::kUnknown;

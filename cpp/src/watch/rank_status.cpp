@@ -62,7 +62,7 @@ Verdict judge(const RankStatuses& statuses, const Position& at) {
   Verdict verdict;
   const RankStatus::Hook* first = nullptr;
   int culprit = 0;
-  // This rank does not wait in a call that it has refused as well.
+  // If this rank has refused the call as well, it does not wait in it.
   const auto own = statuses.find({at.rank, at.group});
   const auto passed_over = [&](int64_t call) {
     if (own == statuses.end() || !own->second.failure) return false;
@@ -81,12 +81,12 @@ Verdict judge(const RankStatuses& statuses, const Position& at) {
         (group == at.group && std::any_of(refused.begin(), refused.end(), holds_up)))
       verdict.kind = Verdict::kFailed;
   }
-  // Whoever has heard of a hook reports a failure, for which the hook is the reason.
+  // A rank that learns of a failed hook also reports a failure; the hook is the cause.
   const int64_t here = 2 * at.call + (at.in_hook ? 1 : 0);
   for (const auto& [author, status] : statuses) {
     const auto& hook = status.hook;
     if (author.second != at.group || !hook || hook->generation != at.generation) continue;
-    // Once its collective has begun, a hook may have failed because another rank is lost.
+    // A hook that has begun its collective may have failed because another rank is lost.
     if (hook->begun || (hook->position >= here && verdict.kind == Verdict::kOk)) continue;
     if (first != nullptr && hook->position >= first->position) continue;
     first = &*hook;
@@ -102,8 +102,8 @@ std::optional<bool> hooks_alike(const RankStatuses& statuses, const Position& at
   const auto mine = statuses.find({at.rank, at.group});
   if (mine == statuses.end() || !mine->second.hook ||
       mine->second.hook->generation != at.generation)
-    return std::nullopt;  // what was posted has not come back yet
-  // A rank whose hook has failed again has got past this failure, which it has only if all were
+    return std::nullopt;  // this rank's own post is not in the copy yet
+  // A rank with a newer hook failure has continued after this one, which it does only if all were
   // alike.
   for (const auto& [author, status] : statuses) {
     if (author.second == at.group && status.hook && status.hook->generation > at.generation)
@@ -115,8 +115,8 @@ std::optional<bool> hooks_alike(const RankStatuses& statuses, const Position& at
         (group == at.group || group == at.parent))
       return false;
     if (group != at.group || !status.hook || status.hook->generation != at.generation) continue;
-    // Not whether it had begun: the same error comes before the collective on a rank whose future
-    // is complete at once, and after it on another.
+    // Ignores `begun`: the same error occurs before the collective on a rank whose future completes
+    // at once, and after it on another rank.
     if (status.hook->position != mine->second.hook->position ||
         status.hook->what != mine->second.hook->what)
       return false;
@@ -127,7 +127,7 @@ std::optional<bool> hooks_alike(const RankStatuses& statuses, const Position& at
 
 Findings find(const RankStatuses& statuses, const Position& at, const ReportKeys& old) {
   Findings findings;
-  for (const bool own : {true, false}) {  // what is reported about this group counts most
+  for (const bool own : {true, false}) {  // reports about this group come first
     for (const auto& [author, status] : statuses) {
       const auto& [rank, group] = author;
       const auto& failure = status.failure;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// What a rank reports about a group when something is wrong, and what follows from the reports of
-/// all ranks. Pure.
+/// A rank's report about a group after a problem, and the decisions that follow from all ranks'
+/// reports. Pure.
 
 #include <cstdint>
 #include <map>
@@ -14,24 +14,24 @@
 
 namespace apex::parallel {
 
-/// By rank: what has become of its process, "has ended (process 17)".
+/// What happened to the process of each rank, such as "has ended (process 17)".
 using Proof = std::map<int, std::string>;
 
-/// What one rank has reported about one group.
+/// One rank's report about one group.
 struct RankStatus {
   /// A collective of the group has failed on this rank.
   struct Failure {
     std::string what;
-    Proof proof;  ///< against others
-    /// Not empty: the rank has thrown instead of making these calls, and goes on. A rank that is
-    /// slow may still come to an earlier one.
+    Proof proof;  ///< about other ranks
+    /// Not empty: the rank threw instead of making these calls, and continues. A slow rank may
+    /// still make an earlier call.
     std::vector<int64_t> refused;
-    bool over = false;  ///< the rank has gone on since, in the group that this one was made from
+    bool over = false;  ///< the rank has continued since, in the parent group
   };
   /// See Note [Hooks that fail].
   struct Hook {
-    int64_t generation = 0;  ///< how many have failed on all ranks before
-    int64_t position = 0;    ///< twice the number of a call, plus one for its hook
+    int64_t generation = 0;  ///< number of earlier failures on all ranks
+    int64_t position = 0;    ///< twice the number of a call, plus one for the call's hook
     bool begun = false;      ///< the hook may have issued its collective
     std::string what;
     std::string cause;
@@ -43,53 +43,53 @@ struct RankStatus {
   static RankStatus decode(const std::string& text);
 };
 
-/// By rank, and name of the group that it is about. Groups over the same ranks, of which one was
-/// made from the other, share them.
+/// Reports by rank and by name of the group concerned. A group and its parent, which has the same
+/// ranks, share them.
 using RankStatuses = std::map<std::pair<int, std::string>, RankStatus>;
 using ReportKeys = std::set<RankStatuses::key_type>;
 
-/// Whose reports count for a rank, and where it is.
+/// Where a rank waits, and whose reports concern it.
 struct Position {
   std::string group;
   std::string
-      parent;  ///< the group that it was made from, whose failures are its own; may be empty
+      parent;  ///< the group that it was made from, whose failures also concern it; may be empty
   int rank = 0;
   int size = 1;
-  int64_t call = 0;  ///< the number of its last call
+  int64_t call = 0;  ///< number of its last call
   bool in_hook = false;
-  int64_t generation = 0;  ///< of hooks
-  bool or_before = false;  ///< or in a call before that
+  int64_t generation = 0;  ///< generation of hook failures
+  bool or_before = false;  ///< the rank may also wait in an earlier call
 };
 
-/// What a rank that waits has found out.
+/// What a waiting rank has found out.
 struct Verdict {
   enum Kind {
-    kOk,      ///< nothing is known but that other ranks are late
+    kOk,      ///< other ranks may just be late
     kFailed,  ///< another rank reports that a collective of the group has failed
-    kHook,    ///< the communication hook of another rank has failed; text: which, and why
+    kHook,    ///< the communication hook of another rank has failed; text: which one, and the cause
     kApart,   ///< the ranks are in different collectives; text: which
-    kLost,    ///< a process of the group has ended, and the store with it
+    kLost,    ///< a process of the group has exited, and the store is lost as well
   };
   Kind kind = kOk;
   std::string text;
 };
 
-/// "rank 3", "ranks 1, 2": of many, the first ones.
+/// "rank 3", "ranks 1, 2"; a long list is shortened.
 std::string list_of(const std::vector<int>& ranks);
 
-/// Whether a rank that waits there has to give up.
+/// Whether a rank that waits at `at` has to stop waiting.
 Verdict judge(const RankStatuses& statuses, const Position& at);
 
-/// Whether the hooks of all ranks have failed in the same call; nullopt: not all have reported.
+/// Whether the hooks of all ranks have failed in the same call; nullopt if a report is missing.
 std::optional<bool> hooks_alike(const RankStatuses& statuses, const Position& at);
 
-/// What is known of a failure of the group at `at`.
+/// What is known about a failure of a group.
 struct Findings {
-  std::map<int, std::string> reports;  ///< of other ranks: the collective that failed there
-  Proof proof;                         ///< against those that have not reported
+  std::map<int, std::string> reports;  ///< by other rank: the collective that failed there
+  Proof proof;                         ///< about ranks without a report
 };
 
-/// `old`: reports that count for their own group only.
+/// `old`: reports that concern only the group they name.
 Findings find(const RankStatuses& statuses, const Position& at, const ReportKeys& old = {});
 
 }  // namespace apex::parallel

@@ -15,9 +15,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Reports the failure, and collects what the others report, until all are accounted for or
-/// patience ends. `first_seen`: what this rank has seen by itself, and at first: others end, too,
-/// when they have given up. Returns whether the store answers.
+/// Reports the failure and collects other ranks' reports, until every rank is accounted for or
+/// patience ends. `first_seen`: processes that this rank itself saw exited at first; later, ranks
+/// that have given up exit as well. Returns whether the store answers.
 bool collect(const WatchedGroupPtr& group, const std::string& what, Findings& findings,
              Proof& first_seen) {
   const auto began = Clock::now();
@@ -27,16 +27,16 @@ bool collect(const WatchedGroupPtr& group, const std::string& what, Findings& fi
     group->report(
         [&](RankStatus& status) { status.failure = RankStatus::Failure{what, seen, {}, false}; });
   };
-  report();  // first: others may be waiting for this rank
+  report();  // first, since other ranks may be waiting for this rank
   if (group->parent) group->parent->expect_more(group);
   if (!group->knows_processes()) read_processes(group);
   const auto following = group->board->follow(timing::while_collecting(group->size));
   for (;;) {
     if (first_seen.empty()) first_seen = seen.empty() ? look_around(*group) : seen;
-    // The copy in memory may be of an earlier failure.
+    // The copy in memory may be from an earlier failure.
     const bool answered = group->board->answered_since(began);
     if (answered) findings = group->find_reports();
-    // What was seen before the reports were read: a rank that has reported may end.
+    // Count what was seen before the reports were read, since a rank may exit after reporting.
     const bool reports_are_newer = group->board->answered_since(seen_at);
     if (reports_are_newer) proven = seen;
     for (const auto& [rank, state] : proven) {
@@ -57,9 +57,10 @@ bool collect(const WatchedGroupPtr& group, const std::string& what, Findings& fi
   }
 }
 
-/// The process that keeps the store takes it along when it ends, so that those who hear of the
-/// failure late, or read slowly, find nothing. As a rule it is rank 0, which waits a little for
-/// the `others`; they may have failed in the group that this one was made from.
+/// Reports on rank 0, which usually hosts the store, would be lost with its process when other
+/// ranks learn of the failure late or read slowly. So rank 0 waits shortly until `others` ranks
+/// have read them. All ranks count on the parent's board, since some may have failed in the parent
+/// group.
 void leave_store(const WatchedGroupPtr& group, int64_t others) {
   const WatchedGroupPtr root = group->root();
   const auto until = Clock::now() + timing::kUntilAllHaveRead;
@@ -73,7 +74,7 @@ void leave_store(const WatchedGroupPtr& group, int64_t others) {
     return answered ? count->load() : -1;
   };
   int64_t left = add(1) - 1;
-  const char* const agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");  // torchrun keeps it
+  const char* const agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");  // torchrun's store
   if (group->rank != 0 || (agent != nullptr && std::string(agent) == "True")) return;
   for (; left >= 0 && left < others && Clock::now() < until; left = add(0) - 1)
     root->board->wait_for_news(Clock::now() + timing::kLook);
@@ -120,7 +121,7 @@ std::string investigate(const WatchedGroupPtr& group, const std::string& what) {
   }
   group->remember_reports();
   const std::string text = describe(findings, *group, what, answers);
-  // Without proof everybody had the time to come.
+  // Without proof, patience has ended, so every live rank had time to report.
   const size_t there =
       findings.proof.empty() ? findings.reports.size() : group->size - 1 - findings.proof.size();
   if (answers) leave_store(group, static_cast<int64_t>(there));

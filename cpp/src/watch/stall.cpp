@@ -26,7 +26,7 @@ namespace {
 using Clock = StallWatch::Clock;
 using std::chrono::milliseconds;
 
-/// Of the process; never destroyed, as the store's threads are not waited for.
+/// State of the process. Never destroyed, since store threads are not joined.
 struct Stalls {
   std::mutex mutex;  ///< guards the rest
   std::vector<std::function<std::string()>> readers;
@@ -43,7 +43,8 @@ Stalls& stalls() {
 
 constexpr milliseconds kDefaultTime{10000};
 
-/// Milliseconds. What is no number is said, and the default; negative ones are never, as 0 is.
+/// In milliseconds. A value that is not a number is reported and replaced by the default; a
+/// negative value turns verdicts off, like 0.
 int64_t read_stall_time() {
   constexpr double kLeast = 0.1, kMost = 1e6;
   const char* const given = std::getenv("APEX_STALL_SECONDS");
@@ -64,25 +65,27 @@ std::atomic<int64_t>& stall_ms() {
   return time;
 }
 
-/// After which a verdict of that group is due.
+/// The stall time of this group.
 milliseconds limit_of(const WatchedGroup& group) {
   return group.timeout > milliseconds(0) ? std::min(milliseconds(stall_ms()), group.timeout / 3)
                                          : milliseconds(stall_ms());
 }
 
-/// Also where this rank gives none, or later than others.
+/// Poll interval of a group. At most that of the default stall time, also if this rank's own
+/// verdicts are off, so that it answers in time for other ranks' verdicts.
 milliseconds between_answers(const WatchedGroup& group) {
   const milliseconds limit = limit_of(group);
   return timing::between_answers(limit > milliseconds(0) ? std::min(limit, kDefaultTime)
                                                          : kDefaultTime);
 }
 
-/// Groups that were made from one share its board.
+/// A group and the groups made from it share this board.
 std::string key_of(WatchedGroup& group, c10d::Store& store) {
   return group.root()->key(store, "stall");
 }
 
-/// What ranks have printed last: ranks that wait in several of these groups may wait for one rank.
+/// Key of the last printed verdict. Shared, because ranks that wait in several of these groups may
+/// wait for the same rank.
 std::string key_of_said(WatchedGroup& group, c10d::Store& store) {
   return key_of(group, store) + "/said";
 }
@@ -105,7 +108,7 @@ std::string read_state() {
     } catch (APEX_FORCED_UNWIND) {
       throw;
     } catch (...) {
-      // It has nothing to add.
+      // The reader has nothing to add.
     }
     if (!more.empty()) lines += (lines.empty() ? "" : "\n") + more;
   }
@@ -127,11 +130,11 @@ Whereabouts whereabouts(WatchedGroup& group, bool waits) {
   return at;
 }
 
-/// In which group the rank of `asked` waits, or else has called last.
+/// The position of the rank of `asked`: the group in which it waits, or else its latest call.
 Whereabouts latest_of(const WatchedGroup& asked) {
   Whereabouts latest;
   for (const WatchedGroupPtr& group : all_watched()) {
-    // Where ranks are threads of one process.
+    // Skips other ranks of the group if ranks are threads of one process.
     if (group->group_name == asked.group_name && group->rank != asked.rank) continue;
     Whereabouts at = whereabouts(*group, group->waits > 0);
     const bool known = at.call != 0;
@@ -143,7 +146,7 @@ Whereabouts latest_of(const WatchedGroup& asked) {
   return latest;
 }
 
-/// One key for each rank: what it has said before is of no use.
+/// One key per rank: its earlier posts are obsolete.
 std::string key_of_rank(WatchedGroup& group, c10d::Store& store, int rank) {
   return key_of(group, store) + '/' + std::to_string(rank);
 }
@@ -170,7 +173,7 @@ void add_state_reader(std::function<std::string()> read) {
 
 namespace {
 
-/// Asks, and answers where somebody waits. Returns how often ranks had asked.
+/// Polls, and answers if a rank is waiting. Returns how often ranks had asked.
 int64_t look_and_answer(WatchedGroup& group, c10d::Store& store, int64_t seen) {
   const int64_t asked = store.add(key_of(group, store) + "/asked", 0);
   if (asked == seen) return asked;
@@ -181,7 +184,7 @@ int64_t look_and_answer(WatchedGroup& group, c10d::Store& store, int64_t seen) {
   return asked;
 }
 
-/// Comes again and again; ends with the group, and with the store.
+/// Reschedules itself; stops with the group or the store.
 void answer(const std::weak_ptr<WatchedGroup>& weak, int64_t seen) {
   const WatchedGroupPtr group = weak.lock();
   if (!group) return;
@@ -192,13 +195,13 @@ void answer(const std::weak_ptr<WatchedGroup>& weak, int64_t seen) {
   }
   bool goes_on = true;
   try {
-    // A process that has ended may have kept the store, whose loss torch logs with every call.
+    // An exited process may have hosted the store, and torch logs every call to a lost store.
     if (look_around(*group, ProcessState::kEnded).empty())
       group->store->run([&](c10d::Store& store) { seen = look_and_answer(*group, store, seen); });
   } catch (APEX_FORCED_UNWIND) {
     throw;
   } catch (...) {
-    goes_on = group->store->is_there();  // it may be reached again
+    goes_on = group->store->is_there();  // the store may become reachable again
   }
   if (goes_on) {
     group->store->thread().run([weak, seen] { answer(weak, seen); },
@@ -222,19 +225,19 @@ void answer_stalls(const WatchedGroupPtr& group) {
                              Clock::now() + between_answers(*group));
 }
 
-/// What is known of a wait on the store's thread, which may still have it when it is over.
+/// State of a wait on the store's thread, which may outlive the wait.
 struct StallWatch::Waiting {
   Waiting(WatchedGroupPtr of, int64_t number, std::string name = {}, bool device = false)
       : group(std::move(of)), call(number), what(std::move(name)), on_device(device) {}
 
   const WatchedGroupPtr group;
   const int64_t call;
-  const std::string what;  ///< of a GPU
+  const std::string what;  ///< of a GPU wait
   const bool on_device;
   const Clock::time_point since = Clock::now() - timing::kUsual;
   std::atomic<bool> over{false};
-  std::atomic<bool> alone{false};      ///< it was said that the store does not answer
-  std::optional<int64_t> said_before;  ///< how often, when this rank asked first
+  std::atomic<bool> alone{false};      ///< it was printed that the store does not answer
+  std::optional<int64_t> said_before;  ///< number of printed verdicts when this rank asked first
 
   void ask(c10d::Store& store, Round& round);
   void speak(c10d::Store& store, const Round& round);
@@ -243,7 +246,7 @@ struct StallWatch::Waiting {
   void print(const std::string& verdict) const;
 };
 
-/// As this rank sees it, without the others.
+/// This rank's view, without the others' posts.
 Stall StallWatch::Waiting::stall() const {
   Stall stall;
   stall.rank = group->rank;
@@ -283,7 +286,7 @@ void StallWatch::Waiting::ask(c10d::Store& store, Round& round) {
   round.asked_at = Clock::now();
 }
 
-/// For the error of this rank.
+/// Adds the verdict to this rank's own error.
 void StallWatch::Waiting::take_over(const Said& said) const {
   if (over || said.times <= *said_before || said.verdict.empty()) return;
   const std::lock_guard<std::mutex> lock(group->mutex);
@@ -293,7 +296,7 @@ void StallWatch::Waiting::take_over(const Said& said) const {
 
 void StallWatch::Waiting::speak(c10d::Store& store, const Round& round) {
   if (over || alone) return;
-  // The store has answered late: nobody had the time to.
+  // The store has answered late, so other ranks had no time to answer.
   if (Clock::now() - round.asked_at < timing::until_answered(limit_of(*group))) return;
   const std::string key = key_of_said(*group, store);
   const Said before = Said::decode(round.said);
@@ -336,7 +339,7 @@ StallWatch::StallWatch(const WatchedGroupPtr& group)
     : StallWatch(std::make_shared<Waiting>(group, group->calls.last_number())) {
   group->waits_since = waiting_->since;
   ++group->waits;
-  if (group->stalled.exchange(false)) {  // of an earlier wait in the same call
+  if (group->stalled.exchange(false)) {  // from an earlier wait in the same call
     const std::lock_guard<std::mutex> lock(group->mutex);
     group->stall.clear();
   }
@@ -363,7 +366,7 @@ void StallWatch::post(bool waits) {
   });
 }
 
-/// What this rank has told the others is that it does not wait: somebody was waiting already.
+/// This rank has answered that it does not wait, although another rank was waiting; correct that.
 void StallWatch::correct() {
   if (posted_) return;
   if (!waiting_->group->root()->told_elsewhere.exchange(false)) return;
@@ -390,13 +393,13 @@ void StallWatch::poll() {
   }
   const bool done =
       verdict_.valid() && verdict_.wait_for(milliseconds(0)) == std::future_status::ready;
-  if (done) {  // the same again, later: it may be held up by something else then
+  if (done) {  // repeat later: the cause may have changed
     due_ *= 2;
     round_.reset();
     verdict_ = {};
     return;
   }
-  // A GPU may be busy for long: without the answers of others there is nothing to say.
+  // A GPU may just be busy, so without other ranks' answers there is no verdict.
   const bool late = !waiting_->on_device && verdict_.valid() &&
                     waited >= due_ + timing::until_alone(limit_) - limit_;
   if (!late || waiting_->alone.exchange(true)) return;

@@ -14,7 +14,7 @@ namespace apex::parallel {
 
 namespace {
 
-/// At most so many are described; the others are only counted.
+/// Maximum number of ranks that are described; the rest is only counted.
 constexpr size_t kMost = 4;
 
 std::string seconds_of(double seconds) {
@@ -30,7 +30,7 @@ std::string indented(const std::string& lines) {
   return text;
 }
 
-/// Whether `other` has come to where this rank waits.
+/// Whether `other` has reached the call in which this rank waits.
 bool has_come(const Stall& stall, const Whereabouts& other) {
   const Whereabouts& mine = stall.mine;
   if (!stall.on_device) return other.waits && other.group == mine.group && other.call == mine.call;
@@ -54,7 +54,7 @@ Cause cause_of(const Stall& stall, int rank) {
                   : "continue it (kill -CONT), or detach the debugger"};
   }
   const auto found = stall.others.find(rank);
-  // Of one that waits no answer is expected, and it takes back what it has posted.
+  // A waiting rank is not expected to answer again; when it stops waiting, it corrects its post.
   if (found == stall.others.end() ||
       (!found->second.waits && found->second.asked < stall.mine.asked)) {
     return {who + " does not answer",
@@ -86,7 +86,8 @@ Cause cause_of(const Stall& stall, int rank) {
       "ranks with fewer batches need join()"};
 }
 
-/// Which gradient a backward waits for. A stack changes all the time, and is not always to be had.
+/// The gradient that a backward waits for. A stack trace changes all the time and is not always
+/// available.
 std::string place_in_backward(const std::string& lines) {
   std::istringstream in(lines);
   std::string text, line;
@@ -100,9 +101,9 @@ struct Ranks {
   std::vector<int> late, waiting;
 };
 
-/// Whether another rank of `late` has not even come to where `rank` waits, in this group or
-/// another: as in a broadcast, which some leave, and go on to the next collective, while others
-/// wait for one that passes it on.
+/// Whether another rank of `late` has not reached the call in which `rank` waits, in this group or
+/// another. In a broadcast, for example, some ranks leave early and go on to the next collective,
+/// while others still wait for a rank that forwards the data.
 bool is_held_up(const Stall& stall, int rank, const std::vector<int>& late) {
   const auto found = stall.others.find(rank);
   if (stall.on_device || stall.processes.count(rank) != 0 || found == stall.others.end() ||
@@ -152,7 +153,8 @@ Ranks sorted(const Stall& stall) {
 bool is_stall(const Stall& stall) { return !stall.on_device || !sorted(stall).late.empty(); }
 
 std::string signature(const Stall& stall) {
-  // Several ranks may wait in different calls for the same one: so what counts is where that is.
+  // Several ranks may wait for the same rank in different calls, so compare the position of that
+  // rank.
   const std::vector<int> late = sorted(stall).late;
   const bool known = std::all_of(late.begin(), late.end(), [&](int rank) {
     return stall.others.count(rank) != 0 || stall.processes.count(rank) != 0;
@@ -242,7 +244,7 @@ std::string describe(const Stall& stall) {
   for (size_t i = 0; i < std::min(late.size(), kMost); ++i) {
     const Cause cause = cause_of(stall, late[i]);
     text += "\n  where: " + cause.where;
-    if (cause.why == before) continue;  // as the one above
+    if (cause.why == before) continue;  // same cause as the rank above
     before = cause.why;
     text += "\n  why:   " + cause.why + "\n  next:  " + cause.next;
   }

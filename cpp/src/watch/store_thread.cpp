@@ -19,7 +19,7 @@ namespace apex::parallel {
 
 namespace {
 
-/// A prefix has no getter.
+/// PrefixStore has no getter for its prefix.
 struct Prefix : c10d::PrefixStore {
   static const std::string& of(const c10d::PrefixStore& store) { return store.*(&Prefix::prefix_); }
 };
@@ -37,10 +37,10 @@ StorePtr base_of(StorePtr store) {
 
 std::shared_ptr<StoreThread> StoreThread::of(const StorePtr& store) {
   struct Known {
-    c10::weak_intrusive_ptr<c10d::Store> base;  // keeps the address from being used again
+    c10::weak_intrusive_ptr<c10d::Store> base;  // reserves the address
     std::weak_ptr<StoreThread> thread;
   };
-  // Never destroyed: groups may be made while the process ends.
+  // Never destroyed: groups may be created while the process exits.
   static auto* const mutex = new std::mutex;
   static auto* const all = new std::map<std::pair<int64_t, const void*>, Known>;
   const StorePtr base = base_of(store);
@@ -67,7 +67,7 @@ StorePtr StoreThread::connected(const StorePtr& store) {
   if (server == nullptr) return store;
   if (!connection_) {
     if (losses_ > 0) {
-      // torch's store tries for minutes, and logs it.
+      // torch's store would retry for minutes and log it.
       if (Clock::now() < not_before_) throw Error("the store was lost");
       const std::string why =
           distributed::wait_for_listener(server->getHost(), server->getPort(), timing::kProbe);
@@ -106,7 +106,7 @@ void StoreClient::run(const Body& body) {
   } catch (APEX_FORCED_UNWIND) {
     throw;
   } catch (...) {
-    if (!view_) throw;  // not by the thread's connection
+    if (!view_) throw;  // the connection was not in use
     thread_->connection_lost();
   }
   store = view();
@@ -125,7 +125,7 @@ std::shared_future<void> StoreClient::post(Body body) {
     } catch (...) {
       error = std::current_exception();
     }
-    body = nullptr;  // whoever waits may rely on it that nothing is held any more
+    body = nullptr;  // after the future is set, this thread holds no reference
     self.reset();
     if (error) {
       done->set_exception(error);

@@ -18,27 +18,28 @@ namespace apex::parallel {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-/// One for each store, however many groups share it, with a connection of its own. A call of a
-/// store blocks for as long as the process that keeps the store is stopped, so no other thread
-/// makes one; and a call that blocks would keep the user's own from their connection. Thread safe.
+/// One thread per store, shared by all groups on it, with its own connection. A store call blocks
+/// while the process that hosts the store is stopped, so no other thread makes one. On the user's
+/// connection, a blocked call would also block the user's calls. Thread safe.
 class StoreThread {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// The one for `store`, or for what it adds a prefix to.
+  /// The thread for `store`, or for the store inside a prefix store.
   static std::shared_ptr<StoreThread> of(const StorePtr& store);
 
-  /// See JobThread; what was posted before this ends is still run.
+  /// See JobThread. Jobs that were posted before destruction still run.
   void run(std::function<void()> job, Clock::time_point at = Clock::now()) {
     thread_.run(std::move(job), at);
   }
-  /// On the thread: `store` over the connection of this process. A store that is no server is
-  /// itself: a file is removed when as many stores on it have ended as there are ranks.
-  /// @throws Error if the server cannot be reached; for a second more without trying.
+  /// On the thread: `store` over this process's own connection. A store without a server is
+  /// returned as is: a file store removes its file once as many stores on it were destroyed as
+  /// there are ranks.
+  /// @throws Error if the server cannot be reached; then for one second without trying again.
   StorePtr connected(const StorePtr& store);
-  /// On the thread: a call has failed. The next one makes another connection.
+  /// On the thread: a call has failed. The next call makes a new connection.
   void connection_lost();
-  /// On the thread: so often was a connection lost.
+  /// On the thread: the number of lost connections.
   int64_t losses() const;
 
  private:
@@ -46,14 +47,14 @@ class StoreThread {
 
   JobThread thread_;
 
-  // Of the thread.
+  // Used on the thread.
   StorePtr connection_;
   int64_t losses_ = 0;
-  Clock::time_point not_before_;  ///< is a connection made again
+  Clock::time_point not_before_;  ///< earliest time of the next connection attempt
 };
 
-/// The store of a group, by way of its thread. Does not keep the store: one that outlives its group
-/// keeps its port. Thread safe.
+/// Access to a group's store through its thread. Does not keep the store alive, because a store
+/// that outlives its group keeps its port. Thread safe.
 class StoreClient : public std::enable_shared_from_this<StoreClient> {
  public:
   using Clock = std::chrono::steady_clock;
@@ -61,16 +62,16 @@ class StoreClient : public std::enable_shared_from_this<StoreClient> {
 
   explicit StoreClient(const StorePtr& store) : given_(store), thread_(StoreThread::of(store)) {}
 
-  /// Runs `body` on the thread, after what was posted before. The future is ready when that is
-  /// done, and `body` is gone; or holds what it threw.
+  /// Runs `body` on the thread, after earlier posts. The future is ready when `body` has run and is
+  /// destroyed; it holds the exception of `body`.
   std::shared_future<void> post(Body body);
-  /// The same; returns whether it was done, without an error, before `until`.
+  /// The same; returns whether `body` has run without an error before `until`.
   bool call(Body body, Clock::time_point until);
-  /// On the thread: `body(view)`, where the view is the group's store over the thread's connection;
-  /// again over another connection if it throws. @throws Error if the store is gone, or cannot be
-  /// reached, and what `body` throws.
+  /// On the thread: calls `body(view)` with the group's store over the thread's connection. If that
+  /// throws, calls it once more over a new connection.
+  /// @throws Error if the store is gone or cannot be reached, and what `body` throws.
   void run(const Body& body);
-  /// Whether somebody holds the store.
+  /// Whether the store still exists.
   bool is_there() const { return static_cast<bool>(given_.lock()); }
 
   StoreThread& thread() { return *thread_; }
@@ -80,8 +81,8 @@ class StoreClient : public std::enable_shared_from_this<StoreClient> {
 
   const c10::weak_intrusive_ptr<c10d::Store> given_;
   const std::shared_ptr<StoreThread> thread_;
-  StorePtr view_;       ///< of the thread, as the next
-  int64_t losses_ = 0;  ///< before it was made
+  StorePtr view_;       ///< used on the thread, like losses_
+  int64_t losses_ = 0;  ///< losses() when view_ was made
 };
 
 }  // namespace apex::parallel

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// How long is waited for what, in one place.
+/// All wait times and intervals of the watcher.
 
 #include <algorithm>
 #include <chrono>
@@ -12,63 +12,62 @@ using std::chrono::milliseconds;
 
 // --- a rank waits in a collective ---
 
-/// A wait that takes longer is unusual: from then on the rank looks at what others report.
+/// A longer wait is unusual: from then on the rank checks other ranks' reports.
 constexpr milliseconds kUsual{250};
-/// Between two looks at what is known in this process.
+/// Interval of checks of data in this process.
 constexpr milliseconds kSlice{50};
-/// Between two calls of the store, by the number of ranks: all together they make 1,000 a second,
-/// up to 10,000 ranks, and 5 a second each at most. A store answers some 30,000.
+/// Interval of store calls. Up to 10,000 ranks make 1,000 calls a second in total, and each at most
+/// 5. A store answers some 30,000 a second.
 constexpr milliseconds between_looks(int ranks) {
   return std::clamp(milliseconds(ranks), milliseconds(200), milliseconds(10000));
 }
-/// Between two looks at the processes of this host.
+/// Interval of checks of the processes of this host.
 constexpr milliseconds kNeighbours{200};
-/// Until a rank looks whether the others wait in the same collective; doubled each time.
+/// Time until a rank checks whether others wait in the same collective; doubled each time.
 constexpr milliseconds kLate{2000};
-/// From when a process of this host has ended, while the store does not answer either, or a GPU has
-/// not finished what it was to do with it.
+/// How long after a process of this host has exited a rank stops waiting, if the store does not
+/// answer or a GPU has not completed its collective.
 constexpr milliseconds kAlone{2000};
-/// Until it is looked whether a GPU has finished what it was given: then a rank looks at what
-/// others report, and at the processes.
+/// Time until the first check whether a GPU has completed its collectives. If not, the rank checks
+/// other ranks' reports and the processes.
 constexpr milliseconds kUnfinished{1000};
-/// What a process that has ended sent before arrives within this.
+/// Data that a process sent before it exited arrives within this time.
 constexpr milliseconds kOnTheWay{500};
 
-/// Until a connection to the store that was lost is made again, and to see whether it can be.
+/// Time until a lost connection to the store is made again; and the time limit of a probe for it.
 constexpr milliseconds kReconnect{1000};
 constexpr milliseconds kProbe{200};
 
-// --- a stall: parts of the time after which it is said who holds everybody up ---
+// --- a stall: fractions of the stall time ---
 
-/// Until a rank that waits says where it is, and asks the others.
+/// Until a waiting rank posts its position and asks the others.
 constexpr milliseconds until_asked(milliseconds stall) { return stall * 4 / 10; }
-/// Between two looks of the others whether they are asked: at least one comes before the verdict.
+/// Interval at which ranks poll for questions; at least one poll comes before the verdict.
 constexpr milliseconds between_answers(milliseconds stall) { return stall * 3 / 10; }
-/// Who has not answered after that does not.
+/// A rank that has not answered by then counts as not answering.
 constexpr milliseconds until_answered(milliseconds stall) { return stall * 45 / 100; }
-/// Until the verdict is printed without the store, which has not answered.
+/// Until a verdict is printed without the store, if that has not answered.
 constexpr milliseconds until_alone(milliseconds stall) { return stall * 13 / 10; }
 
 // --- a collective has failed ---
 
-/// How long the store and other ranks are waited for: an eighth of the group's timeout, within
-/// these.
+/// Patience with the store and with other ranks: an eighth of the group's timeout, within these
+/// limits.
 constexpr milliseconds kLeastPatience{500};
 constexpr milliseconds kMostPatience{5000};
-/// Between two looks of a rank that collects reports; all ranks together make 10,000 calls a
-/// second.
+/// Interval of polls while collecting reports; all ranks together make 10,000 calls a second.
 constexpr milliseconds while_collecting(int ranks) {
   return std::max(milliseconds(20), milliseconds(ranks / 10));
 }
-/// Once there is proof of who is lost: for more of it; and for that of others, where the store has
-/// not answered yet.
+/// Further waits once there is proof of a lost rank: for more proof; and for other ranks' proof if
+/// the store has not answered yet.
 constexpr milliseconds kAfterProof{100};
 constexpr milliseconds kForOthers{300};
-/// Between two looks at what is known in this process, meanwhile.
+/// Interval of checks of data in this process meanwhile.
 constexpr milliseconds kLook{20};
-/// The rank that keeps the store waits so long for those that still read it.
+/// How long the rank that hosts the store waits for ranks that still read it.
 constexpr milliseconds kUntilAllHaveRead{2000};
-/// What was found out is not asked for again.
+/// How long the result of report_failure() is reused.
 constexpr milliseconds kVerdictHolds{10000};
 
 }  // namespace apex::parallel::timing

@@ -20,12 +20,12 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/// Never destroyed, as threads may be left behind.
+/// Never destroyed, since threads may outlive main().
 struct Groups {
-  std::mutex introduction;  ///< held while a rank introduces itself, which waits for the store
+  std::mutex introduction;  ///< held while a rank publishes its process, which waits for the store
   std::mutex mutex;         ///< guards what follows
   ByGroup<WatchedGroupPtr> by_group;
-  ByGroup<int64_t> makers;  ///< the process that made it
+  ByGroup<int64_t> makers;  ///< the process that created each group
 };
 
 Groups& groups() {
@@ -39,7 +39,7 @@ milliseconds timeout_of(const c10d::ProcessGroup& group) {
   return distributed::gloo_timeout(*mutable_group.getBackend(at::kCPU)).value_or(milliseconds(0));
 }
 
-/// Of the ranks of `group`; empty if they are the same, or not known.
+/// The job's ranks of the ranks of `group`; empty if they are the same or unknown.
 std::vector<uint64_t> global_ranks(const c10d::ProcessGroup& group) {
   auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
   if (detail::has_backend(group, at::kCPU))
@@ -50,7 +50,7 @@ std::vector<uint64_t> global_ranks(const c10d::ProcessGroup& group) {
   try {
     return backend->getBackendOptions()->global_ranks_in_group;
   } catch (...) {
-    return {};  // not every NCCL backend has options
+    return {};  // not all NCCL backends have options
   }
 }
 
@@ -89,14 +89,14 @@ WatchedGroupPtr make_watched(const c10d::ProcessGroup& group, const StorePtr& st
   return made;
 }
 
-/// Also one of the process that this one was forked from.
+/// Also finds an entry that the parent process made before a fork.
 WatchedGroupPtr find_any(const c10d::ProcessGroup& group) {
   const std::lock_guard<std::mutex> lock(groups().mutex);
   const WatchedGroupPtr* const found = groups().by_group.find(group);
   return found == nullptr ? nullptr : *found;
 }
 
-/// A forked process is no rank: what it says would be taken for its parent's word.
+/// A forked process is not a rank: its posts would be taken for its parent's.
 WatchedGroupPtr if_own(WatchedGroupPtr one) {
   return one && one->pid == this_pid() ? std::move(one) : nullptr;
 }
@@ -186,8 +186,8 @@ bool WatchedGroup::knows_processes() {
 std::string WatchedGroup::key(c10d::Store& shared, const std::string& what) {
   if (parent) return parent->key(shared, what) + '/' + name;
   if (name_in_store_.empty()) {
-    // A group of this name may have been there before, on a store that outlives it; with fewer
-    // ranks, of which the others would not know how often.
+    // A store that outlives a group may have seen an earlier group of this name, possibly with
+    // fewer ranks, so the key includes the size and counts instances per rank.
     const std::string author = std::to_string(rank);
     name_in_store_ = group_name + "/" + std::to_string(size);
     const int64_t times = shared.add("apex/introduced/" + name_in_store_ + "/" + author, 1);
@@ -211,7 +211,7 @@ WatchedGroupPtr find_or_make(const c10d::ProcessGroup& group, const WatchedGroup
   const std::lock_guard<std::mutex> introduction(groups().introduction);
   if (auto one = find_any(group)) return if_own(std::move(one));
   WatchedGroupPtr one = make_watched(group, store, parent, name);
-  std::vector<WatchedGroupPtr> gone;  // outlives the lock
+  std::vector<WatchedGroupPtr> gone;  // destroyed after the lock is released
   const std::lock_guard<std::mutex> lock(groups().mutex);
   gone = groups().by_group.take_gone();
   groups().by_group.put(group, one);
@@ -233,7 +233,7 @@ void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& paren
   const WatchedGroupPtr known = watched(parent);
   if (known) find_or_make(group, known, name);
 } catch (...) {
-  // A collective that fails will say what is wrong with the store.
+  // A collective that fails reports the problem with the store.
 }
 
 void remember_processes(const c10d::ProcessGroup& group) noexcept try {
@@ -241,7 +241,7 @@ void remember_processes(const c10d::ProcessGroup& group) noexcept try {
   if (!one || one->processes_read.exchange(true)) return;
   read_processes(one).wait_until(Clock::now() + one->patience);
 } catch (...) {
-  // As above.
+  // A collective that fails reports the problem with the store.
 }
 
 std::shared_future<void> read_processes(const WatchedGroupPtr& group) {
@@ -256,7 +256,7 @@ std::shared_future<void> read_processes(const WatchedGroupPtr& group) {
       if (auto process = ProcessName::decode(text)) found.emplace(rank, std::move(*process));
     }
     const std::lock_guard<std::mutex> lock(group->mutex);
-    group->processes.merge(found);  // what is known stays: a rank is one process
+    group->processes.merge(found);  // keeps known entries: a rank is one process
   });
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// What this rank knows of each process group: its name in the store, the processes behind its
-/// ranks, and what the ranks have reported.
+/// This process's knowledge of each process group: its name in the store, the processes of its
+/// ranks, and the ranks' reports.
 
 #include <atomic>
 #include <chrono>
@@ -25,20 +25,21 @@
 
 namespace apex::parallel {
 
-/// Collectives that the host does not wait for: see Note [Collectives that the host does not wait
-/// for].
+/// Collectives in flight that the host does not wait for; see
+/// Note [Collectives that the host does not wait for].
 struct Launched {
   struct Call {
-    std::unique_ptr<distributed::StreamMark> mark;  ///< behind it
-    int64_t number = 0;                             ///< of the last call when the mark was set
+    std::unique_ptr<distributed::StreamMark> mark;  ///< recorded after the call
+    int64_t number = 0;                             ///< last call when the mark was recorded
     std::string what;
   };
-  /// At most so many marks are kept: of more calls every second, fourth, ..., and the last.
+  /// Maximum number of marks. With more calls, only every second, fourth, ... and the last are
+  /// kept.
   static constexpr size_t kMarks = 32;
 
-  std::deque<Call> calls;  ///< in their order; those that are looked at are not in it
-  int64_t count = 0;       ///< calls, also those that are not kept
-  int64_t every = 1;       ///< of so many calls one is kept
+  std::deque<Call> calls;  ///< in order; without calls that are being checked
+  int64_t count = 0;       ///< number of calls, including those not kept
+  int64_t every = 1;       ///< one of this many calls is kept
   std::vector<std::unique_ptr<distributed::StreamMark>> spare;
   bool followed = false;  ///< see look_later()
 };
@@ -47,103 +48,103 @@ struct WatchedGroup;
 using WatchedGroupPtr = std::shared_ptr<WatchedGroup>;
 
 struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
-  std::string name;  ///< among the groups that share a board; empty without a parent
+  std::string name;  ///< unique among groups that share a board; empty without a parent
   std::string group_name;
-  std::string note;  ///< which ranks of the job these are, see note_on_ranks()
-  int64_t pid = 0;   ///< of this process
+  std::string note;  ///< the ranks' numbers in the job, see note_on_ranks()
+  int64_t pid = 0;   ///< process that created this object
   int rank = 0;
   int size = 1;
-  std::chrono::milliseconds timeout{0};   ///< of its collectives; 0: unknown
-  std::chrono::milliseconds patience{0};  ///< with the store, and with other ranks
+  std::chrono::milliseconds timeout{0};   ///< timeout of its collectives; 0: unknown
+  std::chrono::milliseconds patience{0};  ///< how long to wait for the store and for other ranks
   std::shared_ptr<StoreClient> store;
-  std::shared_ptr<StatusBoard> board;  ///< both are those of `parent`, if there is one
+  std::shared_ptr<StatusBoard> board;  ///< store and board are the parent's if there is one
   WatchedGroupPtr parent;              ///< another group over the same ranks, see watch_with()
   CallLog calls;
-  std::atomic<int64_t> exchanges{0};     ///< of batch norms, which number them
-  std::atomic<int64_t> hooks_failed{0};  ///< times, on all ranks; see Note [Hooks that fail]
-  std::atomic<int> waits{0};             ///< of this rank that take longer than usual; since when:
+  std::atomic<int64_t> exchanges{0};     ///< number of batch-norm exchanges
+  std::atomic<int64_t> hooks_failed{0};  ///< on all ranks; see Note [Hooks that fail]
+  std::atomic<int> waits{0};             ///< waits that take longer than usual; began at:
   std::atomic<std::chrono::steady_clock::time_point> waits_since{};
   std::atomic<bool> stalled{false};         ///< `stall` is not empty
-  std::atomic<bool> told_elsewhere{false};  ///< on the board of stalls: that it does not wait
+  std::atomic<bool> told_elsewhere{false};  ///< the stall board says that this rank does not wait
   std::atomic<bool> processes_read{false};
-  std::atomic<bool> has_reports{false};  ///< that are over when this group is used again
+  std::atomic<bool> has_reports{false};  ///< about other groups, until this group is used
 
   std::mutex mutex;                                   ///< guards what follows
-  RankStatus status;                                  ///< of this rank, as it was posted
+  RankStatus status;                                  ///< this rank's status as posted
   std::vector<std::weak_ptr<WatchedGroup>> reported;  ///< see has_reports
-  ReportKeys old_reports;                ///< see find_reports(); in the group that has the board
-  std::map<int, ProcessName> processes;  ///< of other ranks
+  ReportKeys old_reports;                ///< see find_reports(); in the group with the board
+  std::map<int, ProcessName> processes;  ///< processes of other ranks
   Launched launched;
-  std::string stall;    ///< the verdict that a rank has printed about this rank's last call
-  Proof ended_first;    ///< seen when the store was lost
-  std::string verdict;  ///< what report_failure() has found
-  std::chrono::steady_clock::time_point verdict_until;  ///< it is not asked for again until then
+  std::string stall;    ///< a printed verdict about this rank's last call
+  Proof ended_first;    ///< processes seen exited when the store was lost
+  std::string verdict;  ///< result of report_failure()
+  std::chrono::steady_clock::time_point verdict_until;  ///< the result is reused until then
 
-  /// The group that has the store and the board.
+  /// The group that owns the store and the board.
   WatchedGroupPtr root() { return parent ? parent : shared_from_this(); }
-  /// Of no other group that one process is in.
+  /// A name that no other group of this process has.
   const std::string& label() const { return name.empty() ? group_name : name; }
   Position position(bool in_hook = false);
-  /// Changes the status of this rank, and posts it; does not wait for that.
+  /// Changes this rank's status and posts it without waiting.
   std::shared_future<void> report(const std::function<void(RankStatus&)>& change);
-  /// What this rank has reported about `about` is over when this group is used again.
+  /// Marks this rank's report about `about` as over once this group is used again.
   void expect_more(const WatchedGroupPtr& about);
   void go_on();
-  /// Of other ranks, in this group, and in those that share its board: but not what was found in an
-  /// earlier failure of one of these.
+  /// Reports of other ranks about this group and the groups that share its board, without those
+  /// from an earlier failure of one of these.
   Findings find_reports();
   void remember_reports();
   bool has_failed();
   bool knows_processes();
 
-  /// A key of the store, the same on all ranks; on the store's thread. At first this rank tells the
-  /// others there which process it is. `what`: "status", "calls", "left" (ranks that have read the
-  /// reports), "stall", or "process/HOST".
+  /// A key of the store, the same on all ranks; used on the store's thread. The first call also
+  /// publishes this rank's process. `what`: "status", "calls", "left" (number of ranks that have
+  /// read the reports), "stall", or "process/HOST".
   std::string key(c10d::Store& shared, const std::string& what);
 
  private:
-  std::string name_in_store_;  ///< the group's, and how often there was one; of the store's thread
+  std::string name_in_store_;  ///< group name and instance number; used on the store's thread
 };
 
-/// To be added to messages that name ranks of `group`: which ranks of the job these are. Empty
-/// where they are the same.
+/// A note for messages that name ranks of `group`: these ranks' numbers in the job. Empty if the
+/// numbers are the same.
 std::string note_on_ranks(const c10d::ProcessGroup& group);
 
-/// What is known of `group`; at first this rank tells the others, through the store, which process
-/// it is. Null for groups of one rank or without a store, and in a forked process.
+/// The entry of `group`. The first call publishes this rank's process through the store. Null for
+/// groups of one rank or without a store, and in a forked process.
 WatchedGroupPtr watched(const c10d::ProcessGroup& group);
 
-/// All that this process knows.
+/// All groups that this process watches.
 std::vector<WatchedGroupPtr> all_watched();
 
-/// The same, or null where watched() has not been called.
+/// Like watched(), but null if that has not been called.
 WatchedGroupPtr find_watched(const c10d::ProcessGroup& group);
 
-/// Who waits in `group` hears also of failures of `parent`, which has the same ranks. For groups
-/// that nobody uses apart from it, as a failure of `parent` is one of `group` from then on. After a
-/// first collective of `parent`, and before one of `group`.
-/// `name`: of `group`, the same on all ranks, and of no other group that was made from `parent`.
+/// Makes waits in `group` also react to failures of `parent`, which has the same ranks. A failure
+/// of `parent` then counts as one of `group`, so this is for groups that are used only together
+/// with their parent. Call it after a first collective of `parent` and before one of `group`.
+/// `name` has to be the same on all ranks, and unique among groups made from `parent`.
 void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent,
                 const std::string& name) noexcept;
 
-/// Reads which process each rank of this host is, so that it is known when the store is lost. (Of
-/// those on other hosts nothing could be seen, and to read them all would take every rank as long
-/// as there are ranks.) After a first collective of the group. Returns at once if it was called
-/// before.
+/// Reads the processes of the ranks on this host, so that they are known if the store is lost.
+/// Processes on other hosts cannot be observed, and reading all of them would take time
+/// proportional to the number of ranks. Call it after a first collective of the group. Later calls
+/// return immediately.
 void remember_processes(const c10d::ProcessGroup& group) noexcept;
 
-/// The same, each time, and without waiting for it.
+/// The same, but reads on every call, and does not wait.
 std::shared_future<void> read_processes(const WatchedGroupPtr& group);
 
-/// Looks at the processes of this host: what has become of those that have ended or are stopped.
+/// Checks the processes of this host; returns those that have exited or are stopped.
 Proof look_around(WatchedGroup& group, std::optional<ProcessState> only = {});
 
-/// Notes that this process has made `group`.
+/// Records that this process has created `group`.
 void made_here(const c10d::ProcessGroup& group);
 
-/// @throws Error in a process that was forked since the group was made, where made_here() was
-/// called, or else since it was used for the first time: it would read and write the connections of
-/// its parent, and wait for threads that it does not have.
+/// @throws Error in a process that was forked after made_here(), or else after the first use of the
+///         group. The child would use its parent's connections, and wait for threads that it does
+///         not have.
 void require_own_process(const c10d::ProcessGroup& group);
 
 }  // namespace apex::parallel

@@ -13,18 +13,18 @@ namespace apex::parallel {
 
 using Clock = std::chrono::steady_clock;
 
-/// What the comparison with other ranks has found, on the store's thread.
+/// Result of the comparison with other ranks, made on the store's thread.
 struct Wait::Comparison {
-  std::string written;  ///< this rank's calls, where others look; of the store's thread
+  std::string written;  ///< this rank's calls as written to the store; used on the store's thread
 
-  std::mutex mutex;  ///< guards the rest; not held while the store is called
+  std::mutex mutex;  ///< guards the rest; not held during store calls
   std::string difference;
 };
 
 namespace {
 
-/// Every rank that waits reads what all others have posted. A traceback says at its end what it is
-/// about, and other texts at their beginning.
+/// Shortened, since every waiting rank reads all posts. A traceback has the message at its end,
+/// other texts at their beginning.
 std::string shortened(const std::string& cause) {
   constexpr size_t kBegin = 150, kEnd = 450;
   if (cause.size() <= kBegin + kEnd) return cause;
@@ -69,7 +69,7 @@ void Wait::begin(const c10d::ProcessGroup& group, bool in_hook) {
 }
 
 Wait::~Wait() {
-  if (!state_ || state_->late == timing::kLate) return;  // compared nothing
+  if (!state_ || state_->late == timing::kLate) return;  // no comparison was made
   state_->group->store->post(
       [group = state_->group, comparison = state_->comparison](c10d::Store& store) {
         if (!comparison->written.empty())
@@ -80,7 +80,7 @@ Wait::~Wait() {
 Verdict Wait::poll() {
   if (!state_) return {};
   State& state = *state_;
-  // What is in memory may be of an earlier wait.
+  // The copy in memory may be from an earlier wait.
   if (state.group->board->answered_since(state.began)) {
     Verdict verdict =
         state.group->board->read([&](const RankStatuses& all) { return judge(all, state.at); });
@@ -91,7 +91,7 @@ Verdict Wait::poll() {
     if (!state.comparison->difference.empty())
       return {Verdict::kApart, state.comparison->difference};
   }
-  // A GPU may be busy for long with something else: then there is nothing to compare, or to say.
+  // A GPU may just be busy with other work: then there is nothing to compare or to report.
   if (state.stall) {
     if (Clock::now() >= state.compare_at) compare();
     state.stall->poll();
@@ -148,7 +148,7 @@ void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexce
     one->stall.clear();
   }
 } catch (...) {
-  // A collective that fails will say what is wrong with the store.
+  // A collective that fails reports the problem with the store.
 }
 
 bool others_wait(const c10d::ProcessGroup& group) {
@@ -174,7 +174,7 @@ void refuse_call(const c10d::ProcessGroup& group, const std::string& what) noexc
   begin_call(group, {});
   const WatchedGroupPtr one = watched(group);
   if (!one) return;
-  one->expect_more(one);  // it is over for this rank
+  one->expect_more(one);  // the report is over for this rank
   one->report([&](RankStatus& status) {
        if (!status.failure) status.failure.emplace();
        if (status.failure->refused.empty() && !status.failure->what.empty()) return;
@@ -184,7 +184,7 @@ void refuse_call(const c10d::ProcessGroup& group, const std::string& what) noexc
      })
       .wait_until(Clock::now() + one->patience);
 } catch (...) {
-  // The others wait until their timeout.
+  // The other ranks wait until their timeout.
 }
 
 void announce_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
@@ -194,7 +194,7 @@ void announce_failure(const c10d::ProcessGroup& group, const std::string& what) 
          [&](RankStatus& status) { status.failure = RankStatus::Failure{what, {}, {}, false}; })
       .wait_until(Clock::now() + one->patience);
 } catch (...) {
-  // The others wait until their timeout.
+  // The other ranks wait until their timeout.
 }
 
 bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& group,
@@ -215,15 +215,15 @@ bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& gro
   const auto give_up = [&] {
     for (const GroupPtr& one : groups) announce_failure(*one, what);
   };
-  // A hook whose collective has failed has waited for the timeout already, as a rank may be lost:
-  // if its error is every rank's own, the others are not far.
+  // A hook whose collective has failed may already have waited for a lost rank until the timeout.
+  // If every rank's hook has failed with its own error, the other reports arrive soon.
   const auto began = Clock::now();
   const auto until = began + (begun ? all.front()->patience : timeout);
   try {
     for (bool last = false;;) {
       bool apart = false, alike = false;
       for (const WatchedGroupPtr& one : all) {
-        if (!one->board->answered_since(began)) continue;  // else it may be of an earlier failure
+        if (!one->board->answered_since(began)) continue;  // else from an earlier failure
         const auto answer = one->board->read(
             [&](const RankStatuses& statuses) { return hooks_alike(statuses, one->position()); });
         apart = apart || (answer && !*answer);
@@ -237,7 +237,7 @@ bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& gro
       all.front()->board->wait_for_news(std::min(until, Clock::now() + timing::kLook));
       last = !look_around(*all.front(), ProcessState::kEnded).empty();
     }
-  } catch (...) {  // the interruption check's own
+  } catch (...) {  // thrown by the interruption check
     give_up();
     throw;
   }

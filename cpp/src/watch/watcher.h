@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Who holds up a rank that waits in a collective: what the others have reported, and what can be
-/// seen of their processes.
+/// Finds out why a rank waits in a collective, from other ranks' reports and from the state of
+/// their processes.
 
 #include <chrono>
 #include <cstdint>
@@ -21,67 +21,65 @@ namespace apex::parallel {
 
 // Note [Who is lost]
 //
-// A backend tells that a neighbour's connection is gone, or that time is up; not which rank is to
-// blame: with a ring, whoever waits for a survivor that has given up sees the survivor's connection
-// close. So a rank whose collective fails says so in the group's store at once, and then looks what
-// the others have to say:
+// A backend reports that a neighbour's connection is closed, or a timeout, but not which rank
+// caused it. In a ring, a rank that waits for a survivor sees the survivor's connection close once
+// the survivor gives up. So a rank whose collective fails reports that in the group's store
+// immediately, and then reads the other ranks' reports:
 //
-// - a rank that waits in a collective of that group, and for longer than usual, looks into the
-//   store now and then, hears of the failure, and gives up, too, instead of waiting for those who
-//   will not come;
-// - every rank knows the processes of those on its own host, and sees whether they have ended or
-//   are stopped. That is proof, which is passed on to ranks on other hosts, and with it nobody is
-//   waited for;
-// - without proof, those who have not said anything when patience ends are named: they are stopped,
-//   cut off, or in another part of the program.
+// - A rank that waits in a collective of that group for longer than usual polls the store, sees the
+//   failure, and gives up as well, instead of waiting for ranks that will not join.
+// - Every rank knows the processes of the ranks on its own host, and checks whether they have
+//   exited or are stopped. This proof is passed on to ranks on other hosts, and ends the wait.
+// - Without proof, the error names the ranks that have not reported when patience ends: they are
+//   stopped, cut off, or in another part of the program.
 //
-// The store may be on a process that is stopped: a call of it can block for ever. So all calls are
-// made on one thread, and who wants to know looks at what that has found: see StatusBoard.
+// The store may be hosted by a stopped process, where a call can block indefinitely. So one thread
+// makes all calls, and other threads read its results; see StatusBoard.
 
 // Note [When the store is lost]
 //
-// As a rule the process that keeps the store is a rank. When it ends, nobody can report any more;
-// and Gloo does not always notice that a connection has been closed (one in some hundred killed
-// ranks), so that who waits would do so until the timeout. So it looks at the processes of its
-// host, and gives up when one has ended and nothing has come of the collective, or of the store,
-// for two seconds more. Those that end first are remembered: the others have given up.
+// Usually the process that hosts the store is a rank. When it exits, no rank can report any more.
+// Gloo also does not always notice a closed connection (one in a few hundred killed ranks), and a
+// rank would then wait until the timeout. So it checks the processes of its host, and gives up once
+// one has exited and neither the collective nor the store makes progress for two more seconds. The
+// processes that exited first are recorded, since later exits are ranks that have given up.
 
 // Note [Hooks that fail]
 //
-// A rank whose communication hook has failed has not issued the collective in which the hooks of
-// the others may be waiting. Whatever it sends next over that communicator would be taken for it.
-// So it sends nothing, says through the store in which call it has failed, and looks there what the
-// others say:
+// A rank whose communication hook has failed has not issued the collective that the hooks of other
+// ranks may be waiting for. Whatever it sends next over that communicator would be matched with
+// that collective. So it sends nothing, reports the call in which it failed through the store, and
+// reads the other ranks' reports:
 //
-// - all hooks have failed in the same call: nobody waits for anything, and all can go on;
-// - a rank that waits for something behind that call, or for the hook in it, has heard, has given
-//   up, and says so. Then the messages of the ranks do not match any more.
+// - If all hooks have failed in the same call, no rank waits, and all ranks can continue.
+// - A rank that waits for something after that call, or for the hook in it, sees the report, gives
+//   up, and reports that. The ranks' messages then do not match any more.
 //
-// A rank that waits for something before that call goes on waiting: it will come.
+// A rank that waits for something before that call keeps waiting, because that will arrive.
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 struct WatchedGroup;
 
-/// Notes that this rank calls the collective `what` of `group`; see Note [Ranks in different
-/// collectives]. Before the first, tells the others, through the group's store, which process this
-/// is: when that has ended, every rank has done so.
+/// Records that this rank calls the collective `what` of `group`; see
+/// Note [Ranks in different collectives]. The first call publishes this rank's process through the
+/// group's store, so once that collective completes, every rank has published its process.
 APEX_API void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
-/// While it lives, this rank waits in its last call of `group`. Of one thread at a time.
+/// Scope of a wait in this rank's last call of `group`. Used by one thread at a time.
 class Wait {
  public:
   enum Where {
     kInCall,
-    kInHook,  ///< of that call
+    kInHook,  ///< in the hook of that call
   };
   explicit Wait(const c10d::ProcessGroup& group, Where where = kInCall);
-  /// The GPU waits in `call` or in one before it, while the host goes on.
+  /// A wait of the GPU in `call` or an earlier one, while the host continues.
   Wait(const c10d::ProcessGroup& group, int64_t call);
   ~Wait();
   Wait(const Wait&) = delete;
   Wait& operator=(const Wait&) = delete;
 
-  /// What is known by now. Does not block: the store's thread asks the store.
+  /// What is known so far. Does not block: the store's thread calls the store.
   Verdict poll();
 
  private:
@@ -94,39 +92,40 @@ class Wait {
   std::unique_ptr<State> state_;
 };
 
-/// To be added to the error of a rank on which the collective `what` of `group` has failed: who is
-/// lost, and where others have failed. Empty without a store. Blocks for at most an eighth of the
-/// group's timeout, five seconds at most, plus two on the rank that keeps the store; for less than
-/// one if a process of this host has ended. What was found is returned at once for ten seconds.
-/// Never throws.
+/// A text for the error of a rank on which the collective `what` of `group` has failed: which ranks
+/// are lost, and where other ranks have failed. Empty without a store. Blocks for at most an eighth
+/// of the group's timeout, and five seconds at most, plus two on the rank that hosts the store.
+/// Blocks less than one second if a process of this host has exited. The result is reused for ten
+/// seconds. Never throws.
 std::string report_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
-/// For a rank that throws instead of calling the collective `what` of `group`, because of its
-/// arguments: ranks that wait for it in that call hear of it, and give up. Blocks as the store
-/// does, for no longer than report_failure().
+/// For a rank that throws instead of calling the collective `what` of `group` because of its
+/// arguments: notifies the ranks that wait in that call, which give up. Blocks on the store, for no
+/// longer than report_failure().
 void refuse_call(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
-/// For a rank that leaves a collective of `group` without an error of that: those who wait in it
-/// give up. Blocks as above.
+/// For a rank that leaves a collective of `group` without an error of the collective: makes the
+/// ranks that wait in it give up. Blocks like refuse_call().
 void announce_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
-/// Whether ranks that wait in `group`, or in one that shares its board, were told that this rank
-/// does not: what it does next matters to them.
+/// Whether this rank has answered ranks that wait in `group`, or in a group that shares its board,
+/// that it does not wait. Its next wait then has to correct that.
 bool others_wait(const c10d::ProcessGroup& group);
 
-/// What this rank has printed because its last call of `group` took long; else an empty text.
+/// The verdict that this rank has printed because its last call of `group` took long; else "".
 std::string stall_verdict(const c10d::ProcessGroup& group);
 
-/// Whether one of these was called for it on this rank, but refuse_call().
+/// Whether report_failure(), announce_failure() or hooks_failed_alike() has failed the group on
+/// this rank.
 bool has_failed(const c10d::ProcessGroup& group) noexcept;
 
-/// For a rank whose communication hook has failed in `what`, the last call of `group`, one of the
-/// `groups` of a reducer: tells the others, with the `cause`, and returns whether the hooks of all
-/// ranks have failed there. If not, the groups have failed. Blocks until the others are there, for
-/// the group's timeout at most; `meanwhile` is called now and then, and may throw. For groups that
-/// hears_reports() is true of.
+/// For a rank whose communication hook has failed in `what`, the last call of `group`, which is one
+/// of the `groups` of a reducer. Reports the `cause` to the other ranks, and returns whether the
+/// hooks of all ranks have failed in this call. If not, the groups have failed. Blocks until the
+/// other ranks have reported, for at most the group's timeout. `meanwhile` is called from time to
+/// time and may throw. Requires hears_reports().
 ///
-/// `begun`: the hook may have issued its collective. Then the others are waited for less long.
+/// `begun`: the hook may have issued its collective. The wait for other ranks is then shorter.
 bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& group,
                         const std::string& what, const std::string& cause, bool begun,
                         std::chrono::milliseconds timeout, const std::function<bool()>& meanwhile);

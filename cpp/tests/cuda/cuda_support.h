@@ -13,20 +13,20 @@
 
 namespace apex::testing {
 
-/// Why tests that need a GPU cannot run here; empty where they can.
+/// Why tests that need a GPU cannot run; empty if they can.
 inline std::string why_no_gpu() {
   return c10::cuda::device_count() > 0 ? "" : "no CUDA device is visible";
 }
 
-/// Skips the test, with the reason, where there is no GPU.
+/// Skips the test, with the reason, if there is no GPU.
 #define APEX_REQUIRE_GPU()                                         \
   do {                                                             \
     const std::string apex_reason = ::apex::testing::why_no_gpu(); \
     if (!apex_reason.empty()) GTEST_SKIP() << apex_reason;         \
   } while (false)
 
-/// Ranks over NCCL that share the first GPU. Before NCCL 2.30 that is only possible if each rank
-/// claims to be another host, so that they talk over sockets; from then on a switch allows it.
+/// Ranks over NCCL that share the first GPU. Before NCCL 2.30 each rank has to pretend to be
+/// another host, so that they use sockets. NCCL 2.30 has an option for it.
 inline std::vector<ProcessSpec> ranks_on_one_gpu(
     const std::string& scenario, int world_size,
     const std::map<std::string, std::string>& environment = {}) {

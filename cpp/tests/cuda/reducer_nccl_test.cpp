@@ -13,7 +13,7 @@
 #include <apex/parallel/reducer.h>
 #include <cuda/cuda_support.h>
 
-// The reducer on real processes over NCCL, all on the first GPU.
+// The reducer in real processes over NCCL, all on the first GPU.
 
 namespace {
 
@@ -52,7 +52,7 @@ void train() {
   const int world = group->getSize();
   const at::ScalarType dtype = flag("TEST_BFLOAT16") ? at::kBFloat16 : at::kFloat;
   const std::vector<int64_t> widths{6, 300, 300, 3};
-  // Another seed per rank: rank 0's values are taken at construction.
+  // A different seed per rank, since construction broadcasts rank 0's values.
   ToyModel model = ToyModel::mlp(widths, 10 + rank, dtype).clone(at::device(at::kCUDA));
   ToyModel reference = ToyModel::mlp(widths, 10, dtype).clone(at::kDouble);
   ReducerOptions options;
@@ -77,7 +77,7 @@ void train() {
                                                               ": error " + std::to_string(error));
     }
     model.sgd_step(1e-3);
-    // The reference follows the model, so that rounding does not add up.
+    // The reference follows the model, so that rounding errors do not accumulate.
     const at::NoGradGuard no_grad;
     for (size_t i = 0; i < model.size(); ++i) reference[i].copy_(model[i]);
   }
@@ -102,7 +102,7 @@ void average_on_the_wire() {
     ReducerOptions options;
     options.gradient_average = average;
     Reducer reducer(parameters, {group}, options);
-    for (int step = 0; step < 2; ++step) {  // the first learns, the second follows the plan
+    for (int step = 0; step < 2; ++step) {  // the first records the plan, the second uses it
       at::Tensor loss = at::zeros({}, at::device(at::kCUDA));
       for (auto& parameter : parameters) {
         parameter.tensor.mutable_grad() = at::Tensor();
@@ -121,7 +121,7 @@ void average_on_the_wire() {
   apex::distributed::destroy_process_group();
 }
 
-/// Rank 1 does not use the second parameter in odd steps; nobody ever uses the third.
+/// Rank 1 does not use the second parameter in odd steps; no rank uses the third.
 void unused_on_one_rank() {
   const auto group = join();
   const int rank = group->getRank();

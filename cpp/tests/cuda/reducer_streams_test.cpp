@@ -18,8 +18,8 @@
 #include <apex/parallel/reducer.h>
 #include <cuda/cuda_support.h>
 
-// The reducer and CUDA streams, over a group of one rank (NCCL in this process where it is built
-// in, Gloo otherwise): what must be waited for must be waited for by streams, whoever reduces.
+// The reducer and CUDA streams, over a group of one rank (NCCL in this process if it is built in,
+// Gloo otherwise). All waits have to be made by streams, for every backend.
 
 namespace apex::testing {
 namespace {
@@ -65,7 +65,7 @@ class CudaReducer : public ::testing::TestWithParam<bool> {
   std::filesystem::path path_;
 };
 
-/// Makes `later` wait for what `earlier` has been asked for so far.
+/// Makes `later` wait for the work enqueued on `earlier` so far.
 void order(const c10::Stream& earlier, const c10::Stream& later) {
   c10::Event event(at::kCUDA);
   event.record(earlier);
@@ -73,9 +73,9 @@ void order(const c10::Stream& earlier, const c10::Stream& later) {
 }
 
 TEST_P(CudaReducer, GradientsProducedOnSideStreams_AreComplete) {
-  // Parameter 0 is the last to get its gradient, on a stream that is free. The gradients of the
-  // others come from streams that sleep first: a bucket that is packed without waiting for these
-  // would hold what their memory held before, which is the last step's gradient or nothing.
+  // Parameter 0 gets its gradient last, on an idle stream. The other gradients come from streams
+  // that sleep first. A bucket that is packed without waiting for these would hold the old contents
+  // of their memory: the last step's gradient or nothing.
   constexpr int kParameters = 4;
   constexpr int64_t kNumel = 1 << 16;
   std::vector<c10::cuda::CUDAStream> streams;
@@ -88,7 +88,7 @@ TEST_P(CudaReducer, GradientsProducedOnSideStreams_AreComplete) {
   }
   c10::cuda::device_synchronize();
   for (int i = 0; i < kParameters; ++i) {
-    // A gradient is accumulated on the stream on which its accumulator was made.
+    // A gradient is accumulated on the stream that was current when its accumulator was created.
     const c10::cuda::CUDAStreamGuard guard(streams[i]);
     accumulators.push_back(torch::autograd::impl::grad_accumulator(parameters[i].tensor));
   }
@@ -121,11 +121,11 @@ TEST_P(CudaReducer, GradientsProducedOnSideStreams_AreComplete) {
       EXPECT_EQ(grad.max().item<double>(), 10 * step + i + 1) << "step " << step << ", " << i;
     }
   }
-  EXPECT_EQ(reducer.statistics().launched_in_backward, 2);  // of three backwards, one learns
+  EXPECT_EQ(reducer.statistics().launched_in_backward, 2);  // of three backwards, one records
 }
 
 TEST_P(CudaReducer, BackwardCalledOnASideStream_GradientsAreReadyThere) {
-  // The results are used on the stream that called backward(), without waiting on the host.
+  // The results are used on the stream that called backward(), without a host wait.
   ToyModel model = ToyModel::mlp({6, 300, 300, 3}, 1).clone(at::device(at::kCUDA));
   ToyModel reference = ToyModel::mlp({6, 300, 300, 3}, 1).clone(at::kDouble);
   ReducerOptions options;

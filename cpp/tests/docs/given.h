@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-// What the C++ blocks of documentation and header comments take for granted: names that the text
-// around them introduces. Blocks are compiled, not linked: python/tests/test_docs_cpp.py.
+// Declarations for the C++ code blocks in documentation and header comments: names that the
+// surrounding text introduces. Blocks are compiled, not linked: python/tests/test_docs_cpp.py.
 
 #include <cstdint>
 #include <functional>

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The CUDA kernels of batch norm, every block and thread of them, on the host: a step of several
-// ranks against float64, whatever the sizes, types, layouts, alignments and orders of threads.
+// Every block and thread of the batch-norm CUDA kernels on the host: a step of several ranks
+// against float64, for all sizes, types, layouts, alignments and orders of threads.
 //
 // Inputs are new in every run; a failure prints the seed, and APEX_TEST_SEED repeats it. Every
-// array ends where memory that cannot be touched begins.
+// array ends at inaccessible memory.
 
 #include "kernels/batch_norm_cuda.h"
 
@@ -32,8 +32,8 @@ namespace {
 using testing::cuda::last_error;
 using testing::cuda::set_order;
 
-/// Values that end at a page without access, and begin at a multiple of 16 bytes or, if not
-/// `aligned`, of their own size only.
+/// An array that ends at an inaccessible page. It starts at a multiple of 16 bytes, or, if not
+/// `aligned`, at a multiple of the element size only.
 template <typename T>
 class Guarded {
  public:
@@ -78,8 +78,8 @@ class Guarded {
   T* data_;
 };
 
-/// Relative errors of one rounding to T and to the type it is computed in; the error of one to a
-/// value so small that T has fewer digits for it.
+/// Relative rounding errors of T and of its compute type, and the absolute error for values so
+/// small that T has fewer digits.
 template <typename T>
 struct Traits;
 template <>
@@ -109,7 +109,7 @@ struct Traits<c10::BFloat16> {
 
 constexpr double kNearZero = 1e-4;
 
-/// One parameter, of the type that goes with T.
+/// A parameter of the type that goes with T.
 template <typename T>
 struct Param {
   using Value = std::conditional_t<std::is_same_v<T, c10::Half>, float, T>;
@@ -119,16 +119,16 @@ struct Param {
   Guarded<Value> values;
 };
 
-// A device with so few multiprocessors has no more blocks than the work asks for; one with many
-// shares channels and tiles among blocks.
+// With few multiprocessors, a launch has no more blocks than there is work for. With many, channels
+// and tiles are split over blocks.
 constexpr DeviceLimits kSmall{2, 1024};
 constexpr DeviceLimits kLarge{132, 2048};
 
-/// What a case is about.
+/// The parameters of a case.
 struct Case {
   bool rows = false;
-  Planes sizes{};                  // of one rank; the batch is of each rank
-  std::vector<int64_t> batches{};  // of the ranks
+  Planes sizes{};                  // of one rank; batch is per rank
+  std::vector<int64_t> batches{};  // of each rank
   bool aligned = true;
   DeviceLimits limits = kSmall;
   bool z = false;
@@ -166,7 +166,7 @@ class BatchNormCuda : public ::testing::Test {
     }
   }
 
-  /// One rank's part.
+  /// One rank's data.
   struct Rank {
     Rank(const Case& c, int64_t batch)
         : count(batch * c.sizes.channels * c.sizes.plane),
@@ -196,13 +196,13 @@ class BatchNormCuda : public ::testing::Test {
     Guarded<double> sums;
     Param<T> dweight, dbias;
 
-    /// As its forward pass left them.
+    /// The statistics that its forward has produced.
     ChannelStatistics statistics() {
       return {{mean.data(), ParamType::kFloat64}, {invstd.data(), ParamType::kFloat64}, false, 0};
     }
   };
 
-  /// A call with a work area that is used up to its end; counters have to come back as zeros.
+  /// A call whose work area is used up to its end; counters have to be zero afterwards.
   struct Work {
     Work(const Case& c, int64_t batch)
         : call{Traits<T>::kElement,
@@ -291,7 +291,7 @@ class BatchNormCuda : public ::testing::Test {
       ASSERT_EQ(launch_normalize(work.call, a), 0) << last_error();
     }
 
-    // In a type that is wider than float64 where there is one.
+    // Computed in a wider type than float64 where available.
     std::vector<long double> mean(channels), m2(channels);
     std::vector<double> invstd(channels);
     int64_t count = 0;
@@ -310,7 +310,7 @@ class BatchNormCuda : public ::testing::Test {
     const double factor = std::isnan(c.momentum) ? 1.0 / 5 : c.momentum;
     constexpr double kRounding = Traits<T>::kRounding;
     constexpr double kUnit = Traits<T>::kUnit;
-    // The mean is a float64: of a large one the last digits are missing.
+    // The mean is a float64, so a large mean loses its last digits.
     const double lost = 4 * 0x1p-52 * std::fabs(c.mean);
     const double param_unit = std::is_same_v<T, c10::Half> ? 0x1p-24 : kUnit;
     for (int64_t k = 0; k < channels; ++k) {
@@ -347,7 +347,7 @@ class BatchNormCuda : public ::testing::Test {
                         (256 * kRounding + lost) * (1 + std::fabs(part) + std::fabs(more)) +
                         Traits<T>::kTiny)
             << "y at " << i;
-        // On which side of the ReLU such a value lies is a matter of rounding.
+        // For such a value, rounding decides on which side of the ReLU it lies.
         if (std::fabs(part + more) < kNearZero) {
           rank.dy[i] = static_cast<T>(0.0f);
         }
@@ -434,7 +434,7 @@ class BatchNormCuda : public ::testing::Test {
     }
   }
 
-  /// Statistics that are given: y, and gradients without the terms of the batch.
+  /// With given statistics: y, and gradients without the batch terms.
   void check_evaluation(const Case& c) {
     SCOPED_TRACE(c.name());
     const int64_t channels = c.sizes.channels;
@@ -553,7 +553,7 @@ TYPED_TEST(BatchNormCuda, ManyBlocks_ShareChannelsAndTiles_MatchFloat64) {
 }
 
 TYPED_TEST(BatchNormCuda, LaunchShapes_UpToResNet50_MatchFloat64) {
-  // Each shape in one type of its size; half and bfloat16 take turns.
+  // Each shape in one type of its size; half and bfloat16 alternate.
   int number = 0;
   const int turn = std::is_same_v<TypeParam, c10::BFloat16> ? 1 : 0;
   for (const auto& [shape, input] : testing::launch_shapes()) {
@@ -614,7 +614,7 @@ TYPED_TEST(BatchNormCuda, LargeMean_IsNoLessExact) {
     c.sizes = {0, 4, 400};
     c.batches = std::vector<int64_t>{6, 3};
     c.limits = kLarge;
-    // More than one value of the type lies within a deviation.
+    // One standard deviation contains more than one value of the type.
     c.mean = std::is_same_v<TypeParam, c10::BFloat16> ? 100
              : std::is_same_v<TypeParam, c10::Half>   ? 1000
                                                       : 1e4;
@@ -637,7 +637,7 @@ TYPED_TEST(BatchNormCuda, Evaluation_RunningStatistics_AreConstants) {
 }
 
 TYPED_TEST(BatchNormCuda, OnlyOneGradient_IsWritten) {
-  // What is not asked for has no memory.
+  // Outputs that are not requested have no memory.
   for (const bool rows : {false, true}) {
     Case c;
     c.rows = rows;
@@ -666,13 +666,13 @@ TYPED_TEST(BatchNormCuda, OnlyOneGradient_IsWritten) {
   }
 }
 
-/// What a thread stores is read by its own next load, if that comes later.
+/// y overlaps z: if a thread stored before its next load, that load would read the result.
 TYPED_TEST(BatchNormCuda, LoadsInFlight_OfAllArrays_ComeBeforeStores) {
   constexpr int kVector = kLoadBytes / int{sizeof(TypeParam)};
   for (const bool rows : {false, true}) {
     Case c;
     c.rows = rows;
-    // Four loads of each thread of one block, `next` elements apart.
+    // Four loads per thread of one block, `next` elements apart.
     const int64_t next = int64_t{kBlockThreads} * kVector;
     c.sizes = rows ? Planes{4 * next / 16, 16, 1} : Planes{1, 1, 4 * next};
     c.batches = std::vector<int64_t>{c.sizes.batch};
@@ -720,7 +720,7 @@ TYPED_TEST(BatchNormCuda, LoadsInFlight_OfAllArrays_ComeBeforeStores) {
   }
 }
 
-/// The driver is asked once for each kernel and device.
+/// The driver is queried once per kernel and device.
 TYPED_TEST(BatchNormCuda, Blocks_AreThoseThatTheDeviceRunsAtOnce) {
   Case c;
   c.sizes = {0, 1, 1 << 17};

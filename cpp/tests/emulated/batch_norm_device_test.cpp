@@ -11,8 +11,8 @@
 #include "emulated/emulated_launch.h"
 #include "support/cuda_emulator/cuda_emulator.h"
 
-// What the CUDA kernels of batch norm share, in kernels so small that many orders of their threads
-// can be tried.
+// Device code shared by the batch-norm CUDA kernels, in kernels small enough to try many thread
+// orders.
 
 namespace apex::kernels {
 namespace {
@@ -33,7 +33,7 @@ inline __global__ void hand_over_kernel(double* values, unsigned* counter, doubl
 }
 
 TEST(BatchNormDevice, LastBlock_InAnyOrder_SeesWhatAllHaveWritten) {
-  unsigned counter = 0;  // once and for all launches
+  unsigned counter = 0;  // shared by all launches
   for (uint64_t order = 0; order < 100; ++order) {
     set_order(order);
     std::vector<double> values(5 * 64);
@@ -75,7 +75,7 @@ TEST(BatchNormDevice, FastReciprocals_AnyNumber_AreThoseOfFloat64) {
     EXPECT_NEAR(fast_reciprocal(x) * x, 1, 0x1p-51) << x;
     EXPECT_NEAR(fast_rsqrt(x) * std::sqrt(x), 1, 0x1p-51) << x;
   }
-  // What no float32 is near to, as variances of float64 data may be.
+  // Values far from any float32, as variances of float64 data may be.
   for (const double x : {0.0, 1e-300, 1e-40, 1e40, 1e300, HUGE_VAL}) {
     EXPECT_EQ(fast_rsqrt(x), 1 / std::sqrt(x));
   }

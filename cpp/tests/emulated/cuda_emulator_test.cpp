@@ -8,7 +8,7 @@
 
 #include "emulated/emulated_launch.h"
 
-// What the emulator computes, and what it notices.
+// What the emulator computes and what it detects.
 
 namespace apex::testing::cuda {
 namespace {
@@ -33,7 +33,7 @@ TEST_P(CudaEmulator, Threads_EachRunsOnce_WithItsOwnIndex) {
   }
 }
 
-/// Reverses 128 values of a block by way of shared memory.
+/// Reverses 128 values of a block through shared memory.
 template <bool kWait>
 __global__ void reverse_kernel(int* values) {
   __shared__ int copy[128];
@@ -115,7 +115,7 @@ TEST_P(CudaEmulator, AtomicInc_EveryBlockOnce_WrapsToZeroAndOneIsLast) {
   EXPECT_EQ(last, 1);
 }
 
-/// The last of the blocks adds up what all of them wrote.
+/// The last block adds up what all blocks wrote.
 template <bool kWait>
 __global__ void sum_kernel(int* values, unsigned* counter, int* sum) {
   __shared__ bool is_last;

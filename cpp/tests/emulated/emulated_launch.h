@@ -5,7 +5,7 @@
 
 namespace apex::testing::cuda {
 
-/// A launch of a kernel of a test's own.
+/// Launches a kernel that a test defines.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(unsigned blocks, unsigned threads, void (*kernel)(Parameters...),
                    Arguments... arguments) {

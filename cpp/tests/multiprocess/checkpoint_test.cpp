@@ -35,7 +35,7 @@
 #include <apex/parallel/larc.h>
 #include <support/processes.h>
 
-// Whole training checkpoints, on two processes.
+// Complete training checkpoints on two processes.
 
 namespace {
 
@@ -55,7 +55,7 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-/// A run of training that can be stopped after any step.
+/// A training run that can be stopped after any step.
 struct Run {
   Run()
       : model(Net()),
@@ -102,14 +102,14 @@ std::string error_of(const Call& call) {
   return "no error";
 }
 
-/// An error names the file and the cause, in one line, on every rank.
+/// Checks that an error names the file and the cause, in one line, on every rank.
 void expect(const std::string& error, const std::string& path, const std::string& cause) {
   require(error.find(path) != std::string::npos && error.find(cause) != std::string::npos &&
               error.find('\n') == std::string::npos,
           "not one line with '" + path + "' and '" + cause + "': " + error);
 }
 
-/// Oracle: a run that nothing has stopped, to the same bits.
+/// Oracle: an uninterrupted run, bit for bit.
 void stop_and_resume() {
   apex::distributed::init_process_group("gloo");
   const fs::path folder = std::getenv("TEST_FOLDER");
@@ -130,7 +130,7 @@ void stop_and_resume() {
   require(resumed.scaler.get_scale() == whole.scaler.get_scale(), "another scale");
   require(resumed.sampler.index() == whole.sampler.index(), "other samples");
 
-  // Wrapped or not, with less than was saved.
+  // With and without the wrapper, with fewer parts than were saved.
   Net alone;
   require(Checkpoint(alone).load(path) == 2, "a part of the checkpoint alone");
   apex::distributed::destroy_process_group();
@@ -140,8 +140,8 @@ void stop_and_resume() {
           "without a group");
 }
 
-/// Hazards: an older checkpoint is lost when writing fails; one rank throws and the others wait; a
-/// model is half loaded.
+/// Hazards: a failed write loses an older checkpoint; one rank throws and the others wait; a model
+/// is partly loaded.
 void bad_files() {
   apex::distributed::init_process_group("gloo");
   const bool first = apex::distributed::rank() == 0;
@@ -151,7 +151,7 @@ void bad_files() {
   run.train(1);
   run.checkpoint.save(path, 7);
 
-  // The disk is full, for rank 0.
+  // The disk is full on rank 0.
   ::signal(SIGXFSZ, SIG_IGN);
   rlimit before{};
   ::getrlimit(RLIMIT_FSIZE, &before);
@@ -172,7 +172,7 @@ void bad_files() {
   expect(error_of([&] { run.checkpoint.load(nowhere); }), nowhere, "No such file or directory");
   expect(error_of([&] { run.checkpoint.load(folder.string()); }), folder.string(), "not a file");
 
-  // What is no file stays what it is, and nobody waits for its other end; a link stays a link.
+  // A path that is not a file is left alone, and opening it does not block; a link stays a link.
   const std::string fifo = (folder / "fifo").string(), link = (folder / "link").string();
   if (first) {
     require(::mkfifo(fifo.c_str(), 0600) == 0, "no fifo");
@@ -189,7 +189,7 @@ void bad_files() {
   require((fs::status(path).permissions() & fs::perms::group_read) == fs::perms::none,
           "others may read it now");
 
-  // One rank alone.
+  // Only one rank calls it.
   const std::string uneven = (folder / "uneven.ckpt").string();
   expect(error_of([&] { Checkpoint(run.model).save(uneven, first ? 1 : -1); }), "save()",
          "the step of rank 1 is -1; it must not be negative");
@@ -213,7 +213,7 @@ void bad_files() {
   expect(error_of([&] { scaled.load(path); }), "load()", "rank 1 gives a scaler");
   expect(error_of([&] { scaled.resume(uneven); }), "load()", "rank 1 gives a scaler");
 
-  // Truncated, empty, of something else.
+  // A truncated file, an empty one, and another kind of file.
   for (const auto size : {fs::file_size(path) / 2, uintmax_t{0}}) {
     const std::string part = (folder / ("part" + std::to_string(size))).string();
     if (first) {
@@ -226,7 +226,7 @@ void bad_files() {
   if (first) torch::save(run.model, foreign);
   expect(error_of([&] { run.checkpoint.load(foreign); }), foreign, "not written by");
 
-  // Of another model, and of another set of parts.
+  // A checkpoint of another model, and one with other parts.
   const at::Tensor parameters = run.parameters();
   Net wide(9);
   torch::optim::Adam optimizer(wide->parameters());
@@ -243,7 +243,7 @@ void bad_files() {
   Net narrow;
   Checkpoint(narrow).save(other, 0);
   expect(error_of([&] { run.checkpoint.load(other); }), other, "it has no optimizer0");
-  // Optimizers of another class, or of other parameters.
+  // Optimizers of another class, or with other parameters.
   torch::optim::SGD sgd(run.model.parameters(), 0.1);
   apex::parallel::LARC larc(torch::optim::SGD(run.model.parameters(), 0.1));
   torch::optim::Adam groups({run.model->fc1->parameters(), run.model->fc2->parameters()});
@@ -262,7 +262,7 @@ void bad_files() {
   require(Checkpoint(run.model).optimizer(sgd).load(kinds) == 3, "LARC's is the wrapped one's");
   require(run.parameters().equal(parameters), "changed by what was refused");
 
-  // Names as long as the file system takes them, which leaves no room for another beside them.
+  // Names of the maximum length, which leave no room for the suffix of a temporary file.
   const std::string longest = (folder / std::string(255, 'n')).string();
   run.checkpoint.save(longest, 5);
   require(run.checkpoint.load(longest) == 5, "another step");
@@ -270,7 +270,7 @@ void bad_files() {
   expect(error_of([&] { run.checkpoint.save(longer, 5); }), longer, "File name too long");
   expect(error_of([&] { run.checkpoint.load(longer); }), longer, "File name too long");
 
-  // Samplers of another number of ranks.
+  // Samplers saved with another number of ranks.
   const auto alone = apex::distributed::new_group({0});
   if (first) {
     Checkpoint(run.model).sampler(run.sampler).process_group(alone).save(other, 0);
@@ -291,7 +291,7 @@ struct LongNames : torch::nn::Module {
   torch::nn::Linear fc{nullptr};
 };
 
-/// Hazard: a name that is longer than a file name, or a buffer for it, may be.
+/// Hazard: a name longer than a file name, or than its buffer, may be.
 void long_names() {
   apex::distributed::init_process_group("gloo");
   struct Identity : apex::parallel::CommHook {
@@ -321,15 +321,15 @@ void long_names() {
   apex::distributed::destroy_process_group();
 }
 
-/// Hazard: a forked child writes to its parent's connections, or waits in them.
+/// Hazard: a forked child writes to its parent's connections, or waits on them.
 void forked() {
   apex::distributed::init_process_group("gloo");
-  // Before anything was sent, so that only who has made the group can tell whose it is.
+  // Before anything was sent, so that only the creation of the group identifies the owner.
   const pid_t early = ::fork();
   if (early == 0) {
     ::alarm(20);
     const std::string error = error_of([] { apex::distributed::all_reduce(torch::ones({2})); });
-    apex::distributed::destroy_process_group();  // does not join threads that are not there
+    apex::distributed::destroy_process_group();  // does not join threads that do not exist
     const bool refused = error.find("was forked") != std::string::npos;
     ::_exit(refused && !apex::distributed::is_initialized() ? 0 : 1);
   }

@@ -39,7 +39,7 @@ std::string variable(const char* name) {
   return value == nullptr ? "" : value;
 }
 
-// Backend, init_method, timeout, rank and size of a process come by these variables.
+// A process gets its backend, init_method, timeout, rank and size from these variables.
 dist::ProcessGroupOptions options_from_environment() {
   dist::ProcessGroupOptions options;
   if (!variable("TEST_INIT_METHOD").empty()) {
@@ -82,7 +82,7 @@ const Scenario kCollectives("collectives", [] {
   dist::barrier();
   dist::destroy_process_group();
   require(!dist::is_initialized(), "still initialized");
-  dist::destroy_process_group();  // Does nothing.
+  dist::destroy_process_group();  // no effect
   std::cout << "rank " << rank << " of " << size << std::endl;
 });
 
@@ -130,11 +130,11 @@ void check_tensor_collectives(const Group& group) {
   }
   for (const at::ScalarType dtype :
        {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexDouble}) {
-    at::Tensor average = filled(4, 30000, dtype);  // float16 has no sum of them
+    at::Tensor average = filled(4, 30000, dtype);  // their sum overflows float16
     dist::all_reduce(average, Op::AVG, group);
     require(average.equal(filled(4, 30000, dtype)), "the average is wrong");
   }
-  // What only some ways between ranks would take is refused on all.
+  // All backends refuse an operation that only some of them support.
   const std::pair<Op::RedOpType, at::ScalarType> refused[] = {
       {Op::SUM, at::kUInt16}, {Op::SUM, at::kShort},        {Op::SUM, at::kBool},
       {Op::AVG, at::kInt},    {Op::MAX, at::kComplexFloat}, {Op::SUM, at::kFloat8_e4m3fn},
@@ -161,10 +161,10 @@ void check_tensor_collectives(const Group& group) {
           "dtypes differ");
 }
 
-// By shared memory, and through the group.
+// Through shared memory, and through the group.
 const Scenario kGroupsOfOwnMaking("groups_of_own_making", [] {
   const Group world = init();
-  // As a program with a store of its own has it.
+  // Like a program with its own store.
   const auto store = c10::make_intrusive<c10d::PrefixStore>("own", world->getStore());
   const auto group =
       c10::make_intrusive<c10d::ProcessGroup>(store, world->getRank(), world->getSize());
@@ -209,7 +209,7 @@ const Scenario kTensorCollectives("tensor_collectives", [] {
     }
   }
   dist::barrier();
-  // A dtype that only rank 1 gives: rank 0 does not wait for the timeout.
+  // Rank 1 alone passes this dtype; rank 0 does not wait for the timeout.
   const Group apart = dist::new_group({0, 1}, "", std::chrono::minutes(5));
   dist::all_reduce(at::zeros({2}), c10d::ReduceOp::SUM, apart);
   std::string text;
@@ -222,11 +222,11 @@ const Scenario kTensorCollectives("tensor_collectives", [] {
   require(text.find(dist::rank() == 1 ? "no SUM of Short" : "another rank reports") !=
               std::string::npos,
           "the other rank's arguments were refused, and here: " + text);
-  dist::barrier();  // nobody ends before all have heard
+  dist::barrier();  // no rank exits before all are notified
   dist::destroy_process_group();
 });
 
-// A rank that writes to one that has ended would end, too.
+// A rank that writes to an exited rank would be killed as well.
 const Scenario kBrokenPipes("broken_pipes", [] {
   struct sigaction chosen{};
   chosen.sa_handler = [](int) {};
@@ -261,7 +261,7 @@ const Scenario kSubgroups("subgroups", [] {
     } catch (const InvalidArgument&) {
     }
   }
-  // The refused ones have used up no name.
+  // Refused calls have not used up a name.
   require(all_reduce(dist::new_group({0, 1, 2}), 1.0) == 3.0, "all-reduce is wrong");
   const Group everybody = dist::new_group();
   require(everybody != dist::get_default_group() && everybody->getSize() == 3, "not a new group");
@@ -274,7 +274,7 @@ const Scenario kLogLines("log_lines", [] {
   init();
   dist::log("two\nlines");
   dist::log_once("once");
-  dist::barrier();  // nobody ends before all have connected
+  dist::barrier();  // no rank exits before all have connected
   dist::destroy_process_group();
 });
 
@@ -283,7 +283,7 @@ const Scenario kTwice("twice", [] {
   dist::ProcessGroupOptions nowhere;
   nowhere.init_method("file://" + path + "/no/such");
   try {
-    dist::init_process_group("gloo", nowhere);  // at once, and not in half an hour
+    dist::init_process_group("gloo", nowhere);  // fails immediately, not after half an hour
     require(false, "a file in no folder was taken");
   } catch (const CommunicationError& error) {
     require(
@@ -292,7 +292,7 @@ const Scenario kTwice("twice", [] {
   }
   nowhere.init_method("file:///proc/apex").timeout(std::chrono::seconds(5));
   try {
-    dist::init_process_group("gloo", nowhere);  // torch would try again, past the timeout
+    dist::init_process_group("gloo", nowhere);  // torch would retry past the timeout
     require(false, "a file that cannot be made was taken");
   } catch (const CommunicationError& error) {
     require(std::string(error.what()).find("No such file") != std::string::npos, error.what());
@@ -313,8 +313,8 @@ const Scenario kTwice("twice", [] {
   }
 });
 
-// Rank 1 comes to new_group() only when rank 0, which waits for it there on one thread, has come to
-// all_reduce() on another.
+// Rank 0 waits in new_group() on one thread. Rank 1 calls new_group() only after rank 0 has reached
+// all_reduce() on another thread.
 const Scenario kNewGroupBeside("new_group_beside", [] {
   init();
   for (int round = 0; round < 20; ++round) {
@@ -336,7 +336,7 @@ const Scenario kNoDestroy("no_destroy", [] {
   require(all_reduce(group, 1.0) == 2.0, "all-reduce is wrong");
 });
 
-// Rank 0 ends with a collective under way that rank 1, which outlives it, never joins.
+// Rank 0 exits with a pending collective that rank 1, which outlives it, never joins.
 const Scenario kPendingAtEnd("pending_at_end", [] {
   const Group group = init();
   std::vector<at::Tensor> tensors{at::full({1}, dist::rank() == 0 ? getpid() : 0, at::kLong)};
@@ -392,7 +392,7 @@ class TemporaryFolder {
   return ::testing::AssertionSuccess();
 }
 
-// Processes that are expected to fail by themselves.
+// For processes that are expected to fail on their own.
 std::vector<ProcessResult> run_to_the_end(const std::vector<ProcessSpec>& specs) {
   RunOptions options;
   options.stop_at_failure = false;
@@ -551,7 +551,7 @@ TEST(ProcessGroup, WorldSize_DiffersBetweenRanks_IsFound) {
   auto specs = ranks_of("collectives", 2, {{"TEST_TIMEOUT_MS", "4000"}});
   specs[1].environment["WORLD_SIZE"] = "3";
   const auto results = run_to_the_end(specs);
-  // Whoever comes second is told; the other one waits for it in vain.
+  // The second process gets the error; the first waits for it in vain.
   int told = 0;
   for (const ProcessResult& result : results) {
     EXPECT_TRUE(failed_with(result, {}));
@@ -584,7 +584,7 @@ TEST(ProcessGroup, NcclWithoutGpu_FailsAtOnce) {
     auto specs =
         ranks_of("collectives", 2, {{"TEST_BACKEND", backend}, {"CUDA_VISIBLE_DEVICES", "-1"}});
     specs.pop_back();
-    // Without CUDA parts the build says so, with them the missing GPU is named.
+    // A build without CUDA reports that; one with CUDA reports the missing GPU.
     EXPECT_TRUE(failed_with(run_to_the_end(specs)[0], {"NCCL", "gloo backend"})) << backend;
   }
 }

@@ -77,7 +77,7 @@ void train() {
                                                               ": error " + std::to_string(error));
     }
     model.sgd_step(1e-3);
-    // The reference follows the model, so that rounding does not add up.
+    // The reference follows the model, so that rounding errors do not accumulate.
     at::NoGradGuard no_grad;
     for (size_t i = 0; i < model.size(); ++i) reference[i].copy_(model[i]);
   }
@@ -96,8 +96,8 @@ void train() {
 
 const apex::testing::Scenario kTrain("reducer_train", train);
 
-/// Rank TEST_LOST ends in the middle of the third backward; the others must be told, not left
-/// waiting.
+/// Rank TEST_LOST exits in the middle of the third backward; the others must get an error instead
+/// of waiting.
 void lose_a_rank() {
   const std::string lost = std::getenv("TEST_LOST");
   apex::distributed::ProcessGroupOptions group_options;
@@ -123,7 +123,7 @@ void lose_a_rank() {
       require(text.find("all-reduce of bucket") != std::string::npos &&
                   text.find("'fc") != std::string::npos,
               "the message names neither bucket nor parameter: " + text);
-      // Also if that is rank 0, which keeps the store.
+      // Also if it is rank 0, which hosts the store.
       require(text.find("rank " + lost + " has ended (process") != std::string::npos,
               "the message does not say which rank is lost: " + text);
       std::_Exit(0);  // the group is broken
@@ -132,8 +132,8 @@ void lose_a_rank() {
   require(false, "backward() returned although a rank was gone");
 }
 
-/// Rank 0, with the store, ends while rank 2 waits for rank 1, which is there and does not come:
-/// nothing of that closes a connection on which rank 2 waits.
+/// Rank 0, which hosts the store, exits while rank 2 waits for rank 1, which is alive but does not
+/// join. No connection that rank 2 waits on is closed.
 void left_alone() {
   apex::distributed::ProcessGroupOptions group_options;
   group_options.timeout(std::chrono::seconds(60));
@@ -167,8 +167,8 @@ const apex::testing::Scenario kLeftAlone("reducer_left_alone", left_alone);
 
 const apex::testing::Scenario kLoseARank("reducer_lose_a_rank", lose_a_rank);
 
-/// Gradients that travel as bfloat16 and are summed in float32 are rounded once, and alike
-/// everywhere.
+/// Gradients that are sent as bfloat16 and summed in float32 are rounded once, with the same result
+/// on every rank.
 void narrow_wire() {
   const auto group = apex::distributed::init_process_group("gloo");
   const int rank = group->getRank();
@@ -202,8 +202,8 @@ void narrow_wire() {
   apex::distributed::destroy_process_group();
 }
 
-/// Oracle: the plain loop, to the same bits, with the same plan. Hazard: over Gloo's sockets a sum
-/// of three ranks depends on the place in the bucket, and so on the plan.
+/// Oracle: the plain loop with the same plan, bit for bit. Hazard: over Gloo's sockets a sum over
+/// three ranks depends on the position in the bucket, and so on the plan.
 void overlapped_updates() {
   const auto group = apex::distributed::init_process_group("gloo");
   std::optional<apex::parallel::BucketPlan> plan;
@@ -246,15 +246,15 @@ void overlapped_updates() {
     for (const at::Tensor& parameter : parameters) flat.push_back(parameter.detach().flatten());
     return at::cat(flat);
   };
-  train(/*overlapped=*/true);  // finds a plan
+  train(/*overlapped=*/true);  // records a plan
   require(train(true).equal(train(false)), "other bits than the plain loop with the same plan");
   apex::distributed::destroy_process_group();
 }
 
 const apex::testing::Scenario kOverlappedUpdates("overlapped_updates", overlapped_updates);
 
-/// A hook over the reducer's communicator fails for bucket TEST_BUCKET: it throws, has no future,
-/// or one with an error.
+/// A hook over the reducer's communicator that fails for bucket TEST_BUCKET: it throws, returns no
+/// future, or returns one with an error.
 struct FailingHook : apex::parallel::CommHook {
   explicit FailingHook(c10::intrusive_ptr<c10d::ProcessGroup> group) : group(std::move(group)) {}
   std::string name() const override { return "failing"; }
@@ -294,9 +294,9 @@ std::string error_of_backward(const at::Tensor& loss) {
   return "nothing was thrown";
 }
 
-/// Rank 1's hook fails, in the third backward, when the others' are waiting for it. Hazards: they
-/// wait for the timeout, or take what rank 1 sends next for the hook's message, by which Gloo ends
-/// a process.
+/// Rank 1's hook fails in the third backward while the others' hooks wait for it. Hazards: they
+/// wait for the timeout, or match rank 1's next message with the hook's, in which case Gloo aborts
+/// the process.
 void hook_fails_on_one_rank() {
   const auto group = apex::distributed::init_process_group("gloo");
   const std::string me = "rank " + std::to_string(group->getRank()) + " of 3: ";
@@ -308,7 +308,7 @@ void hook_fails_on_one_rank() {
     return y.square().mean();
   };
   ReducerOptions options;
-  options.limits.cap = 1;  // a bucket for each parameter, of different sizes
+  options.limits.cap = 1;  // one bucket per parameter, of different sizes
   {
     ToyModel model = ToyModel::mlp({6, 40, 5, 3}, 1);
     Reducer reducer(model.parameters, {group}, options);
@@ -335,7 +335,7 @@ void hook_fails_on_one_rank() {
       require(next.find("start again with a new process group") != std::string::npos, next);
     }
   }
-  // All processes are there, and go on.
+  // All processes are alive and continue.
   ToyModel model = ToyModel::mlp({6, 3}, 1);
   Reducer reducer(model.parameters, {apex::distributed::new_group()}, options);
   loss_of(model, reducer, 4).backward();
@@ -344,8 +344,8 @@ void hook_fails_on_one_rank() {
 
 const apex::testing::Scenario kHookFails("reducer_hook_fails_on_one_rank", hook_fails_on_one_rank);
 
-/// Hazard: messages of two reducers of one group are matched by their order alone, and so are those
-/// of the program.
+/// Hazard: messages of two reducers on one group, and of the program, are matched only by their
+/// order.
 void several_notified() {
   apex_group* group = nullptr;
   const auto ok = [](apex_status status) { require(status == APEX_OK, apex_last_error()); };
@@ -382,8 +382,7 @@ void several_notified() {
 const apex::testing::Scenario kSeveralNotified("several_notified_reducers", several_notified);
 const apex::testing::Scenario kNarrowWire("reducer_narrow_wire", narrow_wire);
 
-/// Nothing is sent in between, so that a rank may be done with the reducer while others still
-/// connect.
+/// Nothing is sent in between, so a rank may destroy the reducer while others still connect.
 void connect_and_drop() {
   const auto group = apex::distributed::init_process_group("gloo");
   const ToyModel model = ToyModel::mlp({3, 3}, 1);
@@ -395,7 +394,7 @@ void connect_and_drop() {
 
 const apex::testing::Scenario kConnectAndDrop("reducer_connect_and_drop", connect_and_drop);
 
-/// Two layers of the same size, which ranks run in another order: their names tell.
+/// Two layers of the same size that ranks run in different orders; only their names differ.
 void swapped_layers() {
   const auto group = apex::distributed::init_process_group("gloo");
   torch::nn::Sequential layers(torch::nn::BatchNorm1d(3), torch::nn::BatchNorm1d(3));
@@ -419,7 +418,7 @@ void swapped_layers() {
 
 const apex::testing::Scenario kSwappedLayers("sync_batch_norm_swapped_layers", swapped_layers);
 
-/// Without a group: over all ranks, and over none where that was asked for.
+/// Without a group: over all ranks, or over none if requested.
 void default_ranks_of_batch_norm() {
   const auto group = apex::distributed::init_process_group("gloo");
   const int rank = group->getRank();
@@ -464,8 +463,8 @@ struct NormalizedNet : torch::nn::Module {
   torch::nn::Sequential layers;
 };
 
-/// Oracle: one process that has the samples of all ranks that still have some, in float64.
-/// Hazard: a rank without data that misses one exchange of a layer, or takes part in one too many.
+/// Oracle: one float64 process with the samples of all ranks that still have data. Hazard: a rank
+/// without data misses an exchange of a layer, or takes part in one too many.
 void join_with_batch_norm() {
   const auto group = apex::distributed::init_process_group("gloo");
   const int rank = group->getRank();
@@ -581,8 +580,8 @@ TEST(OverlappedOptimizerProcesses, SamePlan_ThreeRanksOverGloo_HasTheBitsOfThePl
   }
 }
 
-/// Which way the hook fails, for which bucket, whether it blocks, through shared memory or not, and
-/// whether on all ranks.
+/// How the hook fails, for which bucket, whether it blocks, whether shared memory is used, and
+/// whether it fails on all ranks.
 using HookFault = std::tuple<const char*, const char*, const char*, const char*, const char*>;
 class ReducerProcessesHook : public ::testing::TestWithParam<HookFault> {};
 

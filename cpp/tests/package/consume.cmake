@@ -6,16 +6,16 @@
 #   TARGETS          what to build, separated by | (default: everything)
 #   PROGRAM          what to run, relative to BINARY; none: nothing is run
 #   EXPECT           a regular expression that the program's output has to match
-#   TORCH, STANDARD  for another compiler than that of the library: if the consumer cannot be built, the
-#                    compiler is asked to compile the headers of that libtorch, as that standard. If it
-#                    cannot, the test is skipped.
+#   TORCH, STANDARD  for a compiler other than the library's: if the consumer does not build, checks
+#                    whether that compiler can compile this libtorch's headers with this standard, and
+#                    skips the test if it cannot.
 
 cmake_minimum_required(VERSION 3.22)
 string(REPLACE "|" ";" options "${OPTIONS}")
 string(REPLACE "|" ";" targets "${TARGETS}")
 
 file(REMOVE_RECURSE "${BINARY}")
-# CTest and scikit-build-core leave settings in the environment that a user's shell does not have.
+# CTest and scikit-build-core set environment variables that a user's shell does not have.
 foreach(name IN ITEMS LD_LIBRARY_PATH LIBRARY_PATH CPATH CXXFLAGS LDFLAGS Libtorch_ROOT Torch_ROOT)
   unset(ENV{${name}})
 endforeach()

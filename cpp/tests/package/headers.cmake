@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Compiles every public header alone, without code generation. Run with cmake -P; needs INCLUDE,
-# SOURCES, CXX, STANDARD, TORCH and BINARY. Left out are the umbrella, which programs of other tests
-# include, and headers that the source of the same name includes before anything else: building the
-# library without precompiled headers (preset `includes`, and clang-tidy) is the test of these.
+# SOURCES, CXX, STANDARD, TORCH and BINARY. Leaves out the umbrella header, which programs of other
+# tests include, and headers that the source of the same name includes first: a build of the library
+# without precompiled headers (preset `includes`, and clang-tidy) tests these.
 file(GLOB_RECURSE headers RELATIVE ${INCLUDE} ${INCLUDE}/apex/*.h)
 list(REMOVE_ITEM headers apex/parallel.h)
 list(LENGTH headers count)
@@ -20,8 +20,8 @@ foreach(source IN LISTS sources)
 endforeach()
 list(LENGTH headers compiled)
 
-# Parsing libtorch is most of what a header takes. So one is compiled in front of another that includes
-# it: to that one it gives nothing that it does not have anyway.
+# Most of the time goes into parsing libtorch. So a header is compiled in front of another header
+# that includes it, which does not change what the second one sees.
 set(later ${headers})
 foreach(header IN LISTS headers)
   foreach(user IN LISTS headers)

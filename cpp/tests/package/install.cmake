@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Installs the C++ package of a build tree to STAGING and moves it to PREFIX. Run with cmake -P; needs
-# BUILD, CONFIG, STAGING, PREFIX and TORCH: as in a wheel, which finds torch beside its own folder and
-# knows no other, torch is put there, by a link.
+# Installs the C++ package of a build tree to STAGING and moves it to PREFIX. Run with cmake -P;
+# needs BUILD, CONFIG, STAGING, PREFIX and TORCH. A package in a wheel looks for torch only beside
+# its own folder, so a link to torch is put there.
 file(REMOVE_RECURSE "${STAGING}" "${PREFIX}")
 execute_process(
   COMMAND ${CMAKE_COMMAND} --install ${BUILD} --prefix ${STAGING} --component apex_cpp
@@ -22,7 +22,7 @@ foreach(wanted IN ITEMS
     message(SEND_ERROR "${wanted} was not installed, only ${files}")
   endif()
 endforeach()
-# Nothing of it may know where it was installed first.
+# No installed file may contain the path of the first installation.
 foreach(file IN LISTS files)
   if(file MATCHES "\\.(cmake|pc)$")
     file(READ "${PREFIX}/${file}" text)

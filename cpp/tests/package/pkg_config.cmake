@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Builds and runs SOURCE with what pkg-config says of the package in PREFIX. Run with cmake -P; needs
-# PKG_CONFIG, CXX, PREFIX, SOURCE, BINARY and EXPECT; PKG_CONFIG_OPTION is one more for pkg-config.
+# Builds and runs SOURCE with the flags that pkg-config reports for the package in PREFIX. Run with
+# cmake -P; needs PKG_CONFIG, CXX, PREFIX, SOURCE, BINARY and EXPECT. PKG_CONFIG_OPTION is an
+# additional option of pkg-config.
 file(GLOB_RECURSE pc "${PREFIX}/*/apex.pc")
 get_filename_component(folder "${pc}" DIRECTORY)
 set(ENV{PKG_CONFIG_PATH} "${folder}")

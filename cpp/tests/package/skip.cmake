@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# A test that this machine cannot run: says why. CTest counts it as skipped by these words.
+# Prints why this machine cannot run a test. CTest recognizes a skipped test by this text.
 message("SKIPPED: ${REASON}")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# A tree configured for the static library, its archive taken from ARCHIVE instead of compiled; installed
-# from there, found by a consumer and by pkg-config. The program has to hold the operators, which only
-# static initializers mention, and must not need a shared apex. Run with cmake -P; needs SOURCE, CONSUME,
-# BINARY, GENERATOR, MAKE_PROGRAM, CXX, ARCHIVE, TORCH, CUDA, READELF and PKG_CONFIG (may be empty).
+# Configures a tree for the static library and takes its archive from ARCHIVE instead of compiling
+# it. Installs from there; a consumer and pkg-config then use it. The program has to contain the
+# operators, which only static initializers refer to, and must not need a shared apex. Run with
+# cmake -P; needs SOURCE, CONSUME, BINARY, GENERATOR, MAKE_PROGRAM, CXX, ARCHIVE, TORCH, CUDA,
+# READELF and PKG_CONFIG (may be empty).
 set(tree ${BINARY}/tree)
 set(prefix ${BINARY}/prefix)
 file(REMOVE_RECURSE "${BINARY}")

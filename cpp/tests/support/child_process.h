@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// A child process to which a test may do things.
+/// A child process that a test can stop, resume or kill.
 
 #include <array>
 #include <csignal>
@@ -14,7 +14,7 @@
 
 namespace apex::testing {
 
-/// A child that tells its name, and then waits for ever.
+/// A child that reports its process name and then sleeps until it is killed.
 class ChildProcess {
  public:
   ChildProcess() {

@@ -11,7 +11,7 @@
 
 namespace apex::testing {
 
-/// A store that counts what this process asks it for.
+/// A store that counts this process's calls.
 template <typename Base>
 class Counting final : public Base {
  public:

@@ -14,9 +14,9 @@ namespace {
 struct State {
   std::mutex mutex;
   Graph* graph = nullptr;
-  int64_t number = 0;  ///< of the latest capture
+  int64_t number = 0;  ///< number of the latest capture
   c10::StreamId origin = 0;
-  std::map<c10::StreamId, RaceDetector::Clock> streams;  ///< and how far each was asked
+  std::map<c10::StreamId, RaceDetector::Clock> streams;  ///< captured streams and their clocks
   std::map<RaceDetector::Block, bool> inside, outside;  ///< memory used so far, and whether written
 };
 

@@ -24,19 +24,19 @@ namespace {
 
 using Block = RaceDetector::Block;
 
-/// Behind each storage: where the detector knows it.
+/// Stored with each storage: its block in the detector.
 struct Memory {
   Block block;
   std::shared_ptr<void> data;
   size_t bytes;
 };
 
-/// All memory that is allocated, by its first address.
+/// All allocated memory, by first address.
 class Memories {
  public:
   static Memories& instance() {
     static Memories* const memories =
-        new Memories;  // never destroyed: static tensors are freed after it
+        new Memories;  // never destroyed: static tensors are freed later
     return *memories;
   }
 
@@ -78,7 +78,7 @@ const Memory* memory_of(const c10::DataPtr& pointer) {
   return static_cast<const Memory*>(pointer.get_context());
 }
 
-/// Each thread begins on stream 0, as on other devices.
+/// Each thread starts on stream 0, as on other devices.
 thread_local c10::StreamId current = 0;
 
 std::atomic<bool> timed_events{false};
@@ -93,7 +93,8 @@ class FakeAllocator final : public c10::Allocator {
     if (bytes > largest_block.load())
       throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
                                   "the fake device has no memory left");
-    // Even an empty tensor has an address of its own. Multiples of 16, as other devices have.
+    // An empty tensor has a unique address as well. Addresses are multiples of 16, as on other
+    // devices.
     void* const data = std::aligned_alloc(64, (bytes / 64 + 1) * 64);
     if (data == nullptr) throw std::bad_alloc();
     auto memory = std::make_unique<Memory>(
@@ -112,7 +113,7 @@ void host_waits(const Mark& mark, const std::string& what) {
   detector().host_waits(mark.clock, what);
 }
 
-/// Streams are numbers, and an event is the mark that was recorded.
+/// Streams are numbers, and an event is a recorded mark.
 class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
  public:
   c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
@@ -125,7 +126,7 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream getStream(c10::Device) const override { return current_stream(); }
   c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
   c10::Stream getNewStream(c10::Device, int = 0) const override { return new_stream("new"); }
-  // A pool would order its users by chance.
+  // A pool would order its users at random.
   c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
     return new_stream("pool");
   }
@@ -174,7 +175,7 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
   }
 };
 
-/// Says that the device is there: autograd asks before it looks after its streams.
+/// Reports that the device exists; autograd checks this before it uses its streams.
 class FakeHooks final : public at::PrivateUse1HooksInterface {
  public:
   bool isBuilt() const override { return true; }
@@ -185,11 +186,11 @@ class FakeHooks final : public at::PrivateUse1HooksInterface {
   void setCurrentDevice(c10::DeviceIndex) const override {}
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
-  // All memory is the host's, where a copy that does not block needs nothing special.
+  // All memory is host memory, so non-blocking copies need no pinned memory.
   c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(at::kCPU); }
 };
 
-// Before any tensor, for the life of the program: torch keeps these pointers.
+// Registered before any tensor, for the life of the program: torch keeps these pointers.
 const bool registered = [] {
   c10::impl::registerDeviceGuard(c10::DeviceType::PrivateUse1, new FakeGuard);
   c10::SetAllocator(c10::DeviceType::PrivateUse1, new FakeAllocator);
@@ -241,7 +242,7 @@ void* allocate_for_good(size_t bytes) {
 }
 
 RaceDetector& detector() {
-  // Never destroyed: static tensors are freed after it.
+  // Never destroyed: static tensors are freed later.
   static RaceDetector* const instance = [] {
     auto* made = new RaceDetector;
     made->new_stream("default");
@@ -252,7 +253,7 @@ RaceDetector& detector() {
 
 namespace {
 
-/// By address: the storage may be another one on the same memory.
+/// Looked up by address, since another storage may use the same memory.
 std::optional<Memory> memory_behind(const at::Tensor& tensor) {
   return Memories::instance().find({tensor.storage().data(), tensor.storage().nbytes(), false});
 }

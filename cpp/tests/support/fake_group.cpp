@@ -29,7 +29,7 @@ class MirrorWork final : public c10d::Work {
   }
 
   ~MirrorWork() override {
-    // A work that nobody waits for is held by the backend until it is over, on the device.
+    // Without wait(), the backend keeps the tensors until the work is complete on the device.
     for (const at::Tensor& tensor : kept_) used_on(tensor, stream_);
   }
 
@@ -104,7 +104,7 @@ class MirrorBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
                                                std::vector<int64_t>&, std::vector<int64_t>&,
                                                const c10d::AllToAllOptions&) override {
-    // Every other rank sends what this one sends to itself.
+    // Every other rank sends what this rank sends to itself.
     return issue("all-to-all", c10d::OpType::ALLTOALL_BASE, {input}, {output},
                  [input, output, size = size_] {
                    host_alias(output)
@@ -129,7 +129,7 @@ class MirrorBackend final : public c10d::Backend {
   const c10::Stream stream_;
   const MirrorRules rules_;
   Tensors held_;
-  at::Tensor sent_;  ///< in the last broadcast of this rank
+  at::Tensor sent_;  ///< by this rank's last broadcast
 };
 
 }  // namespace

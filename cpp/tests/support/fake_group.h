@@ -9,24 +9,24 @@
 
 namespace apex::testing::fake {
 
-/// A process group for tensors of the fake device, seen from rank 0 of `world_size`; the other
-/// ranks are mirror images that pass the same tensors. So a sum is world_size times the tensor, a
-/// gathered tensor is the rank's own, repeated, and what another rank broadcasts is what this one
-/// has broadcast before, if that had as many bytes.
+/// A process group for tensors of the fake device, as seen from rank 0 of `world_size`. The other
+/// ranks are mirror images that pass the same tensors. So a sum is world_size times the tensor, and
+/// a gathered tensor is the rank's own, repeated. A broadcast from another rank delivers what this
+/// rank has broadcast before, if that had the same size in bytes.
 ///
-/// In the order of streams it is like NCCL: each collective is put into a stream of the group's
-/// own, which waits for the stream that is current; Work::wait() makes the current stream wait,
-/// never the host; the tensors are kept until then (or, if nobody waits for the work, for the
-/// group's stream); and a future's value is ready on the stream that waits for it.
+/// Stream order is that of NCCL. Each collective is enqueued on the group's own stream, which waits
+/// for the current stream. Work::wait() makes the current stream wait, never the host. Tensors are
+/// kept until wait() (or, without wait(), for the group's stream). A future's value is ready on the
+/// stream that waits for it.
 ///
-/// With the name of one of NCCL's backends it averages as NCCL does: it multiplies by 1/N, and
-/// rounds that and the products to the dtype, before it sums.
+/// With the name of an NCCL backend, it averages like NCCL: it multiplies by 1/N before the sum,
+/// and rounds both 1/N and the products to the dtype.
 struct MirrorRules {
   std::string backend_name = "mirror";
-  /// Holds works and tensors after wait(), until it is destroyed, as torch's nccl2 does until its
-  /// watchdog has looked.
+  /// The group keeps works and tensors after wait() until it is destroyed. torch's nccl2 keeps them
+  /// until its watchdog has checked them.
   bool holds_what_it_had = false;
-  std::shared_ptr<std::vector<std::string>> issued = {};  ///< gets the name of each collective
+  std::shared_ptr<std::vector<std::string>> issued = {};  ///< receives the name of each collective
 };
 c10::intrusive_ptr<c10d::ProcessGroup> make_mirror_group(int world_size, const std::string& name,
                                                          const MirrorRules& rules = {});

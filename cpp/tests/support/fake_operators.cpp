@@ -15,10 +15,10 @@
 #include <ATen/core/stack.h>
 #include <torch/library.h>
 
-// Operators of the fake device: one boxed function for all of them. It shows the CPU's kernel the
-// same memory as tensors of the CPU, and tells the detector what the operator's schema says of its
-// arguments: a written one is written, one that is only viewed (annotated, but not written) is not
-// touched, any other is read.
+// Operators of the fake device: one boxed function for all of them. It calls the CPU kernel on CPU
+// tensors with the same memory. It reports accesses to the detector according to the operator's
+// schema: an argument that is written is a write, one that is only viewed (annotated, but not
+// written) is no access, and any other is a read.
 
 namespace apex::testing::fake {
 namespace {
@@ -51,7 +51,7 @@ c10::Storage alias_of(const c10::Storage& storage) {
           /*resizable=*/false};
 }
 
-/// One operator on its way to the CPU's kernel and back.
+/// One operator call, run by the CPU kernel.
 class Call {
  public:
   explicit Call(const c10::FunctionSchema& schema) : schema_(schema) {}
@@ -88,7 +88,7 @@ class Call {
     return value;
   }
 
-  /// `again` is given to the capture in progress: it computes the operator's results once more.
+  /// `again` is passed to the capture in progress: it recomputes the operator's results.
   void finish(bool non_blocking, std::function<std::vector<at::Tensor>()> again) {
     if (accesses_.empty()) return;  // a view
     const c10::Stream stream = current_stream();
@@ -110,7 +110,7 @@ class Call {
  private:
   struct Passed {
     at::Tensor original;
-    at::Tensor alias;  ///< the original itself, where that is a tensor of the CPU
+    at::Tensor alias;  ///< the original itself if that is a CPU tensor
   };
 
   at::Tensor tensor_to_host(const at::Tensor& tensor, const c10::AliasInfo* alias) {
@@ -155,10 +155,10 @@ class Call {
   const c10::FunctionSchema& schema_;
   std::vector<Passed> passed_;
   std::vector<RaceDetector::Access> accesses_;
-  size_t results_ = 0;                                ///< tensors among the results so far
-  std::vector<std::pair<size_t, at::Tensor>> fresh_;  ///< those with memory of their own, by number
-  bool with_host_ = false;                            ///< tensors of the CPU take part
-  bool returns_value_ = false;  ///< other than a tensor: the host has to know it
+  size_t results_ = 0;                                ///< number of result tensors so far
+  std::vector<std::pair<size_t, at::Tensor>> fresh_;  ///< results with their own memory, by index
+  bool with_host_ = false;                            ///< CPU tensors take part
+  bool returns_value_ = false;  ///< returns something other than a tensor, so the host waits
 };
 
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -228,8 +228,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("record_stream", record_stream);
-  // They have kernels for all devices: of copy_, which knows the devices by name; and of
-  // multi-tensor operators, which take one tensor after the other, unlike those of a GPU.
+  // These operators have kernels for all devices. copy_ dispatches on device names. Multi-tensor
+  // operators would process one tensor after another, unlike on a GPU.
   for (const char* name : {"copy_", "_foreach_copy_", "_foreach_mul_.Scalar", "_foreach_zero_"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Messages for sums over several hosts, and what they have to give. Oracle: the same arithmetic in
-/// the order that Note [Sums over several hosts] promises, bit for bit, and float64.
+/// Messages for sums over several hosts, and their expected results. Oracles: the same arithmetic
+/// in the order of Note [Sums over several hosts], bit for bit, and float64.
 
 #include <algorithm>
 #include <cstdint>
@@ -20,12 +20,12 @@
 
 namespace apex::testing {
 
-/// By rank: its host.
+/// The host of each rank.
 using Places = std::vector<int>;
 
 using Op = c10d::ReduceOp::RedOpType;
 
-/// The same on every rank but for its values.
+/// A message that is the same on every rank except for its values.
 struct HostMessage {
   Op op = Op::SUM;
   at::ScalarType dtype = at::kFloat;
@@ -45,7 +45,7 @@ inline at::Tensor values(const HostMessage& one, int rank) {
   return at::randn({one.numel}, generator, wide).to(one.dtype);
 }
 
-/// Of ranks or hosts, in their order.
+/// Combines the inputs of ranks or hosts in their order.
 inline at::Tensor combined(const std::vector<at::Tensor>& inputs, Op op) {
   const at::ScalarType dtype = inputs[0].scalar_type();
   const bool narrow = dtype == at::kHalf || dtype == at::kBFloat16;
@@ -64,7 +64,7 @@ inline at::Tensor combined(const std::vector<at::Tensor>& inputs, Op op) {
   return sum.to(dtype);
 }
 
-/// Hosts in order, ranks in order.
+/// The expected result: combines the ranks of each host, then the hosts.
 inline at::Tensor reference(const HostMessage& one, const Places& places) {
   std::vector<std::string> names;
   for (const int host : places) names.push_back(std::to_string(host));
@@ -77,7 +77,7 @@ inline at::Tensor reference(const HostMessage& one, const Places& places) {
   return combined(of_hosts, one.op);
 }
 
-/// Largest error against float64, relative to the largest value that may occur.
+/// Maximum error against float64, relative to the largest possible value.
 inline double error_of(const at::Tensor& result, const HostMessage& one, const Places& places) {
   if (one.numel == 0) return 0;
   HostMessage exact = one;

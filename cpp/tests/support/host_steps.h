@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Defines APEX_HOST_STEP for sources of the engine that are included behind this header.
+/// Defines APEX_HOST_STEP for library sources that are included after this header.
 
 #include <functional>
 
 namespace apex::testing {
-/// Called at every step of the protocol that this process makes.
+/// Called at every step of the protocol in this process.
 inline std::function<void(const char*)> at_step;
 }  // namespace apex::testing
 

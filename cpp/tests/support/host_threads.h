@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Ranks of one host as threads over the same memory.
+/// Ranks of one host as threads that share memory.
 
 #include <chrono>
 #include <exception>
@@ -21,7 +21,7 @@ namespace apex::testing {
 
 using Channels = std::vector<std::shared_ptr<parallel::HostChannel>>;
 
-/// By rank.
+/// One channel per rank.
 inline Channels connect_channels(int ranks,
                                  std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
   using namespace parallel;
@@ -43,7 +43,7 @@ inline Channels connect_channels(int ranks,
   return channels;
 }
 
-/// Runs `body(rank)` on a thread for each rank; returns what each has thrown, or "".
+/// Runs `body(rank)` on one thread per rank; returns each rank's exception message, or "".
 inline std::vector<std::string> on_ranks(int ranks, const std::function<void(int)>& body) {
   std::vector<std::string> errors(ranks);
   std::vector<std::thread> threads;

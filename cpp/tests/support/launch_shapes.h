@@ -8,8 +8,9 @@
 
 #include "kernels/batch_norm_index.h"
 
-/// Every launch shape that the CUDA kernels of batch norm get, up to the inputs of ResNet-50: what
-/// of a plan decides which code a thread runs, with the smallest input that leads there.
+/// All launch shapes of the batch-norm CUDA kernels, up to the inputs of ResNet-50. A shape is the
+/// part of a plan that decides which code a thread runs. Each comes with the smallest input that
+/// produces it.
 
 namespace apex::testing {
 
@@ -27,11 +28,11 @@ constexpr std::array<std::array<int64_t, 2>, 12> kResNet50{{{64, 112},
                                                             {512, 7},
                                                             {2048, 7}}};
 
-/// By multiprocessors and threads: an H200, an A100, a T4, and the emulator's.
+/// Multiprocessors and threads of an H200, an A100, a T4, and the emulator.
 constexpr std::array<kernels::DeviceLimits, 4> kDevices{
     {{132, 2048}, {108, 2048}, {40, 1024}, {2, 1024}}};
 
-/// What a launch gets, and its plan follows from.
+/// The input of a launch, which determines its plan.
 struct LaunchInput {
   kernels::Planes sizes;
   bool rows;  // channels last
@@ -41,8 +42,8 @@ struct LaunchInput {
   int64_t elements() const { return sizes.batch * sizes.channels * sizes.plane; }
 };
 
-/// How the threads of a block run through `units` of which each takes one at a time: some have
-/// none; some run the unrolled loop; some run the loop after it.
+/// How the threads of a block loop over `units`, one unit at a time: whether some threads have no
+/// unit, some run the unrolled loop, and some run the remainder loop.
 struct LoopShape {
   bool idle, unrolled, rest;
   LoopShape(int64_t units, int64_t threads)
@@ -57,7 +58,7 @@ using LaunchShape = std::array<int, 12>;
 inline LaunchShape shape_of(const kernels::PlanesPlan& plan) {
   const int64_t last = plan.units - (plan.splits - 1) * plan.units_per_split;
   const LoopShape first_loop(plan.units_per_split, plan.threads), last_loop(last, plan.threads);
-  // A step of a thread stays in its plane, or leaves it, or passes over whole planes.
+  // A thread's step stays within its plane, crosses into the next, or skips whole planes.
   const int step = plan.units_per_plane > plan.threads ? 0 : plan.units_per_plane == 0 ? 2 : 1;
   const int several = 2 * (plan.sizes.batch > 1) + (plan.sizes.channels > 1);
   return {0,
@@ -84,8 +85,8 @@ inline LaunchShape shape_of(const kernels::RowsPlan& plan, bool reduces) {
 }
 
 /// Calls f(sizes) for [N, C], [N, C, L], [N, C, H, W] and [N, C, D, H, W], from 1 x 1 up, and for
-/// the inputs of ResNet-50 with up to 256 images. A kernel sees the product of what follows the
-/// channels.
+/// the inputs of ResNet-50 with up to 256 images. A kernel sees the product of the dimensions after
+/// the channels.
 template <typename F>
 void for_each_input(F&& f) {
   for (const int64_t batch : {1, 2, 3, 4, 5, 8, 9, 16, 31, 32, 64, 100, 128, 256, 1000, 4096}) {
@@ -105,7 +106,7 @@ void for_each_input(F&& f) {
   }
 }
 
-/// The smallest input for each shape.
+/// The smallest input of each shape.
 inline std::map<LaunchShape, LaunchInput> launch_shapes() {
   std::map<LaunchShape, LaunchInput> found;
   for_each_input([&](const kernels::Planes& sizes) {

@@ -80,7 +80,7 @@ std::vector<char*> pointers(std::vector<std::string>& strings) {
   return result;
 }
 
-/// A running process; killed and reaped at the latest when this is destroyed.
+/// A running process; the destructor kills and reaps it.
 class Child {
  public:
   explicit Child(const ProcessSpec& spec) {
@@ -120,7 +120,7 @@ class Child {
     }
   }
 
-  /// Readable when there is output, and at its end; -1 after that.
+  /// Readable while there is output or end of output; -1 afterwards.
   int output() const { return output_; }
   const ProcessResult& result() const { return result_; }
 
@@ -131,7 +131,7 @@ class Child {
     }
   }
 
-  /// Reads what is there; at the end of the output reaps the process.
+  /// Reads available output; at its end reaps the process.
   void read_some() {
     char buffer[4096];
     const ssize_t count = read(output_, buffer, sizeof(buffer));
@@ -228,7 +228,7 @@ std::vector<ProcessResult> run_processes(const std::vector<ProcessSpec>& specs,
         child->kill_it();
       }
     }
-    // After a kill the pipes end at once, so there is no need of a limit.
+    // After a kill the pipes close immediately, so no time limit is needed.
     if (poll(waiting.data(), waiting.size(), left > 0 ? static_cast<int>(left) : -1) > 0) {
       for (size_t i = 0; i < waiting.size(); ++i) {
         if (waiting[i].revents != 0) {

@@ -8,31 +8,31 @@
 #include <string>
 #include <vector>
 
-/// Ranks as real processes: the test executable starts itself again, once per rank.
+/// Ranks as real processes: the test executable launches itself once per rank.
 
 namespace apex::testing {
 
-/// What a process does is a scenario: a named function that is compiled into the executable.
-/// A scenario that returns ends its process with status 0; one that throws prints
-/// "error: <message>" and ends it with status 1.
+/// A scenario is what a process runs: a named function compiled into the executable. If it returns,
+/// the process exits with status 0. If it throws, the process prints "error: <message>" and exits
+/// with status 1.
 class Scenario {
  public:
   /// For objects at namespace scope. Names are unique.
   Scenario(const char* name, std::function<void()> body);
 };
 
-/// In main(), before GoogleTest: runs the scenario that the command line names, if any, and gives
-/// the exit status.
+/// Call in main() before GoogleTest. Runs the scenario named on the command line, if any, and
+/// returns the exit status.
 std::optional<int> run_scenario(int argc, char** argv);
 
-/// Throws std::runtime_error(message) unless `condition`: for scenarios, where GoogleTest's
-/// assertions would go unnoticed.
+/// Throws std::runtime_error(message) unless `condition`. For scenarios, where GoogleTest does not
+/// see failed assertions.
 void require(bool condition, const std::string& message);
 
 struct ProcessSpec {
   std::string scenario;
-  /// On top of the environment of this process, from which every variable of a launcher (RANK,
-  /// MASTER_ADDR, SLURM_*, ...) is taken out. Gloo is bound to the loopback interface.
+  /// Added to this process's environment, without its launcher variables (RANK, MASTER_ADDR,
+  /// SLURM_*, ...). Gloo is bound to the loopback interface.
   std::map<std::string, std::string> environment;
 };
 
@@ -40,9 +40,9 @@ struct ProcessResult {
   /// Exit status, or -1 when a signal ended the process.
   int status = -1;
   int signal = 0;
-  /// Killed because time was up, or because another process failed.
+  /// Killed on timeout, or because another process failed.
   bool killed = false;
-  /// stdout and stderr, in the order of writing.
+  /// stdout and stderr, interleaved as written.
   std::string output;
 };
 
@@ -52,8 +52,8 @@ struct RunOptions {
   bool stop_at_failure = true;
 };
 
-/// Runs all processes at the same time and waits for all of them; kills what is left at the
-/// timeout. No process outlives the call, or the test.
+/// Runs all processes concurrently and waits for them; kills the remaining ones at the timeout. No
+/// process outlives the call or the test.
 std::vector<ProcessResult> run_processes(const std::vector<ProcessSpec>& specs,
                                          const RunOptions& options = {});
 
@@ -62,13 +62,13 @@ std::vector<ProcessResult> run_processes(const std::vector<ProcessSpec>& specs,
 std::vector<ProcessSpec> ranks_of(const std::string& scenario, int world_size,
                                   const std::map<std::string, std::string>& environment = {});
 
-/// "" when every process ended with status 0, else what each of them did and wrote.
+/// "" if every process exited with status 0, else the status and output of each.
 std::string failures_of(const std::vector<ProcessResult>& results);
 
-/// A TCP port of 127.0.0.1 that was free a moment ago.
+/// A TCP port of 127.0.0.1 that was free when checked.
 int free_port();
 
-/// A listening socket on 127.0.0.1 for as long as it lives.
+/// Holds a listening socket on 127.0.0.1.
 class OccupiedPort {
  public:
   OccupiedPort();

@@ -7,7 +7,7 @@
 namespace apex::testing {
 namespace {
 
-/// One mistake races in every step; the first reports are those that help.
+/// One mistake causes a race in every step; only the first reports are useful.
 constexpr size_t kMaxErrors = 100;
 
 using Lock = std::lock_guard<std::mutex>;
@@ -47,7 +47,7 @@ void RaceDetector::free(Block block) {
   const auto found = blocks_.find(block);
   if (found == blocks_.end()) return;
   BlockState& state = found->second;
-  // The owner reuses the memory when the streams that were told of have come this far.
+  // The owner reuses the memory when the registered streams have reached this point.
   Clock known = clocks_[state.owner];
   merge(known, host_);
   for (const Stream stream : state.told) merge(known, clocks_[stream]);
@@ -112,7 +112,7 @@ void RaceDetector::operate(Stream stream, const std::string& what,
                names_[use.stream] + "' " + (use.writes ? "writes" : "reads") +
                ", without waiting for it");
       }
-      // Whoever is ordered with this access is ordered with what came before it, too.
+      // An operation ordered after this access is also ordered after earlier covered accesses.
       const bool covered = access.begin <= use.begin && use.end <= access.end;
       return covered && known && (access.writes || (!use.writes && use.stream == stream));
     };

@@ -11,21 +11,22 @@
 
 namespace apex::testing {
 
-/// Finds accesses to a device's memory that nothing orders, from the order in which the host asked
-/// for them: it needs no device, and it does not depend on which interleaving happens to come up.
+/// Detects unordered accesses to a device's memory. It needs no device: it uses the order in which
+/// the host enqueues operations, so the result does not depend on the actual interleaving.
 ///
 /// Each stream has a vector clock (L. Lamport, "Time, Clocks, and the Ordering of Events in a
 /// Distributed System", CACM 1978; F. Mattern, "Virtual Time and Global States of Distributed
-/// Systems", 1989): entry t of the clock of stream s says up to which operation of t everything is
-/// over before the next operation of s begins. Two accesses to the same bytes, one of which writes,
-/// are a race unless one is known to the other's stream.
+/// Systems", 1989). Entry t of stream s's clock is the last operation of t that completes before
+/// the next operation of s begins. Two accesses to the same bytes, at least one of them a write,
+/// are a race unless one is ordered before the other.
 ///
-/// Memory is reused as by a caching allocator: what was freed may serve the stream for which it was
-/// allocated at once, whatever other streams still do with it, unless used_on() has told of them.
-/// So an error is also a write to younger memory of that stream which does not know of such a use.
+/// Memory is reused as in a caching allocator: a freed block may be reused immediately on the
+/// stream for which it was allocated, even if other streams still use it, unless used_on() has
+/// registered them. So a write to reused memory is also an error if it is not ordered after such a
+/// use.
 ///
-/// What one host thread has waited for counts as known to all: host threads are assumed to be
-/// ordered among themselves. Thread safe.
+/// All host threads are assumed to be ordered among each other: what one of them has waited for
+/// counts for all. Thread safe.
 class RaceDetector {
  public:
   using Stream = int64_t;  ///< from new_stream()
@@ -34,7 +35,7 @@ class RaceDetector {
 
   struct Access {
     Block block;
-    size_t begin;  ///< the bytes [begin, end) of the block
+    size_t begin;  ///< byte range [begin, end) of the block
     size_t end;
     bool writes;
   };
@@ -44,37 +45,35 @@ class RaceDetector {
 
   Block allocate(Stream owner);
   void free(Block block);
-  /// The allocator keeps the block until what `stream` has been asked for before it is freed is
-  /// over.
+  /// Keeps a freed block until the work enqueued on `stream` before the free is complete.
   void used_on(Block block, Stream stream);
 
-  /// One operation is put into `stream`.
+  /// Records an operation on `stream`.
   void operate(Stream stream, const std::string& what, const std::vector<Access>& accesses);
 
-  /// What is over when all that `stream` has been asked for so far is over.
+  /// A clock that is complete once all work enqueued on `stream` so far is complete.
   Clock record(Stream stream) const;
-  /// The same of all streams.
+  /// The same for all streams.
   Clock record_all() const;
-  /// What `stream` is asked for from now on begins after `clock`.
+  /// Later operations of `stream` begin after `clock`.
   void wait(Stream stream, const Clock& clock);
 
   /// The host blocks until `clock` is over, because of `what`.
   void host_waits(const Clock& clock, const std::string& what);
-  /// Whether the host knows that `clock` is over.
+  /// Whether the host has waited for `clock`.
   bool host_knows(const Clock& clock) const;
 
-  /// Adds to what was found.
+  /// Adds to errors().
   void fail(std::string error);
 
-  /// What was found since the last reset(), one sentence each.
+  /// Errors since the last reset(), one sentence each.
   std::vector<std::string> errors() const;
-  /// Why the host has waited since then.
+  /// Reasons for host waits since then.
   std::vector<std::string> host_waits() const;
   int64_t operations() const;
-  int64_t uses_told() const;  ///< calls of used_on()
+  int64_t uses_told() const;  ///< number of calls of used_on()
 
-  /// Forgets what was counted and found, and orders everything so far before everything from now
-  /// on.
+  /// Clears counters and errors, and orders all past operations before all future ones.
   void reset();
 
  private:
@@ -92,7 +91,7 @@ class RaceDetector {
     std::vector<Use> uses;
     std::set<Stream> told;
   };
-  /// A use of freed memory that its owner may not know of when it uses the memory again.
+  /// A use of freed memory that may not be ordered before the owner's reuse of that memory.
   struct Ghost {
     uint64_t freed;
     Use use;
@@ -109,7 +108,7 @@ class RaceDetector {
   std::map<Block, BlockState> blocks_;
   std::map<Stream, std::vector<Ghost>> ghosts_;  ///< by owner
   Block next_block_ = 0;
-  uint64_t now_ = 0;  ///< of allocations and frees
+  uint64_t now_ = 0;  ///< counts allocations and frees
   std::vector<std::string> errors_;
   std::vector<std::string> host_waits_;
   int64_t operations_ = 0;

@@ -20,12 +20,12 @@ inline at::Tensor forward(apex::parallel::Reducer& reducer, const ToyModel& mode
   return y;
 }
 
-/// What a rank is given in a step: other numbers for each.
+/// A rank's input in a step; differs between ranks.
 inline at::Tensor batch(int rank, int number) { return random_batch(5, 4, 10 * number + rank); }
 
 inline at::Tensor loss_of(const at::Tensor& output) { return output.square().mean(); }
 
-/// Compares gradients with those of `sum`, in which the ranks' gradients were added up, over
+/// Compares gradients with the gradients of `sum`, which accumulated those of all ranks, divided by
 /// `world`.
 inline void expect_mean_of(const ToyModel& model, const ToyModel& sum, int world,
                            const std::string& where) {
@@ -44,7 +44,7 @@ inline void expect_average(const ToyModel& model, int world, int number, const s
   expect_mean_of(model, reference, world, where + ", step " + std::to_string(number));
 }
 
-/// What() of the exception that `call` throws, or empty.
+/// what() of the exception that `call` throws, or "".
 inline std::string thrown_by(const std::function<void()>& call) {
   try {
     call();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Ranks of one process that share a store and call no collective: what they tell each other there.
+/// Ranks of one process that share a store and call no collective: tests what they write there.
 
 #include <chrono>
 #include <cstdint>
@@ -14,19 +14,19 @@
 
 namespace apex::testing {
 
-/// For programs that compile in the parts which ask a backend for its timeout: they define
-/// apex::distributed::gloo_timeout() and gloo_global_ranks() by this one.
+/// For programs that compile in code which asks a backend for its timeout. They define
+/// apex::distributed::gloo_timeout() and gloo_global_ranks() with this class.
 class SilentBackend : public c10d::Backend {
  public:
   using Backend::Backend;
   const std::string getBackendName() const override { return "silent"; }
-  /// As short as makes a difference: ranks are waited for for an eighth, and for half a second.
+  /// The shortest useful timeout: an eighth of it is half a second, the minimum patience.
   std::chrono::milliseconds timeout() const { return std::chrono::seconds(4); }
-  /// By rank, as Gloo has them for a group of some ranks of the job.
+  /// Global rank of each rank, as Gloo reports for a subgroup.
   std::vector<uint64_t> global_ranks;
 };
 
-/// One group for each rank, as if they were in processes of their own.
+/// One group per rank, as in separate processes.
 inline std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> make_stored_groups(
     int size, const std::string& name,
     const c10::intrusive_ptr<c10d::Store>& store = c10::make_intrusive<c10d::HashStore>()) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Marks in the stream of a GPU that is not there.
+/// Stream marks without a GPU.
 
 #include <functional>
 #include <memory>
@@ -10,7 +10,8 @@
 
 namespace apex::testing {
 
-/// What apex::distributed::make_stream_mark() gives in this program; empty: null.
+/// Creates the marks of apex::distributed::make_stream_mark() in this program; if empty, they are
+/// null.
 inline std::function<std::unique_ptr<distributed::StreamMark>()> stream_marks;
 
 inline std::unique_ptr<distributed::StreamMark> make_stream_mark() {

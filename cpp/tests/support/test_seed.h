@@ -8,7 +8,7 @@
 
 namespace apex::testing {
 
-/// A new seed per run; APEX_TEST_SEED repeats one.
+/// A new seed per run; APEX_TEST_SEED sets it.
 inline uint64_t fresh_seed() {
   const char* given = std::getenv("APEX_TEST_SEED");
   return given != nullptr ? std::stoull(given) : std::random_device{}();

@@ -25,7 +25,7 @@ Pieces one_each(const std::vector<at::Tensor>& tensors) {
   return pieces;
 }
 
-// The world-size parts, in rank order, of a tensor that holds one part per rank.
+// Splits a tensor into one equal part per rank, in rank order.
 std::vector<at::Tensor> parts_of(const at::Tensor& tensor, int world) {
   at::AutoDispatchBelowADInplaceOrView guard;
   TORCH_CHECK(tensor.is_contiguous() && tensor.numel() % world == 0,
@@ -39,7 +39,7 @@ std::vector<at::Tensor> parts_of(const at::Tensor& tensor, int world) {
   return parts;
 }
 
-// The same, of as many elements of the first dimension as `lengths` says; none given: equal parts.
+// The same with `lengths` rows per rank; empty means equal parts.
 std::vector<at::Tensor> parts_of(const at::Tensor& tensor, int world,
                                  const std::vector<int64_t>& lengths) {
   if (lengths.empty()) return parts_of(tensor, world);
@@ -80,10 +80,10 @@ std::string message_of(const std::exception_ptr& error) {
   }
 }
 
-// MKL looks up the kernel of a vector function in that function's first call. Where two threads
-// make that call at once, one of them may be given a kernel of low accuracy for it (oneMKL before
-// 2025.0, which torch's wheels hold; pytorch/pytorch#188792): a rank's activations are off by 1e-4,
-// once. So one thread calls them before there are ranks.
+// MKL looks up the kernel of a vector function in that function's first call. If two threads make
+// this call concurrently, one of them may get a low-accuracy kernel for it (oneMKL before 2025.0,
+// which torch's wheels contain; pytorch/pytorch#188792). A rank's activations are then off by 1e-4,
+// once. So one thread calls these functions before ranks start.
 void settle_vector_functions() {
   using Function = at::Tensor (*)(const at::Tensor&);
   static const bool settled = [] {
@@ -267,11 +267,10 @@ void run_ranks(int world_size, const RankFunction& body) {
 void run_ranks(const std::shared_ptr<ThreadBackendControl>& control, const RankFunction& body,
                const std::string& group_name) {
   settle_vector_functions();
-  at::detail::getDefaultCPUGenerator();  // made by the first call, which two threads may make at
-                                         // once
+  at::detail::getDefaultCPUGenerator();  // created in the first call, before threads
   std::mutex mutex;
   std::optional<RankError> first;
-  // The registry of groups by name is one per process; in this mode it is one per thread.
+  // c10d's registry of group names is per process; this mode makes it per thread.
   c10d::set_thread_isolation_mode(true);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < control->world_size(); ++rank) {

@@ -15,12 +15,12 @@ namespace apex::testing {
 
 /// A c10d backend whose ranks are threads of one process, for CPU tensors.
 ///
-/// Every collective returns at once and is completed by a worker thread of the control when the
-/// last rank has issued it, however late a test lets that be (ThreadBackendControl). Collectives
-/// that differ between ranks at the same position fail on every rank, so a wrong launch order is
-/// found and never averaged away; so is a write to a tensor that is still being reduced.
+/// Collectives return immediately. A worker thread of the control completes each one once every
+/// rank has issued it and the test lets it run (ThreadBackendControl). Collectives that differ
+/// between ranks at the same position fail on every rank, so a wrong launch order is detected
+/// instead of averaged. A write to a tensor that is still being reduced is detected as well.
 ///
-/// A dispatched c10d operation on a ProcessGroup with this backend takes the same way as on Gloo.
+/// Operations on a ProcessGroup with this backend are dispatched by c10d as for Gloo.
 class ThreadBackend final : public c10d::Backend {
  public:
   ThreadBackend(int rank, std::shared_ptr<ThreadBackendControl> control);
@@ -68,14 +68,14 @@ class ThreadBackend final : public c10d::Backend {
   std::atomic<int64_t> timeout_ms_;
 };
 
-/// The process group of `rank` on `control`. Call it once per rank, in the thread of that rank.
-/// A program that needs several groups makes several controls.
+/// The process group of `rank` on `control`. Call it once per rank, in that rank's thread. A
+/// program with several groups creates several controls.
 c10::intrusive_ptr<c10d::ProcessGroup> make_thread_group(
     int rank, const std::shared_ptr<ThreadBackendControl>& control);
 
-/// While it lives, `c10d::resolve_process_group(name)` gives `group` to the calling thread (and to
-/// autograd functions that were recorded in it); other threads may use the same name for theirs.
-/// Inside run_ranks() only. Destroy it in the thread that made it.
+/// While this object lives, `c10d::resolve_process_group(name)` returns `group` on the calling
+/// thread and in autograd functions recorded on it. Other threads may use the same name for their
+/// own groups. Only inside run_ranks(). Destroy it on the thread that created it.
 class ScopedGroupName {
  public:
   ScopedGroupName(std::string name, const c10::intrusive_ptr<c10d::ProcessGroup>& group);
@@ -87,12 +87,12 @@ class ScopedGroupName {
   const std::string name_;
 };
 
-/// What run_ranks() throws: "rank 1: <message>".
+/// The exception of run_ranks(): "rank 1: <message>".
 class RankError : public std::runtime_error {
  public:
   RankError(int rank, const std::string& message, std::exception_ptr cause);
   int rank() const { return rank_; }
-  /// The exception as the rank threw it.
+  /// The original exception of the rank.
   std::exception_ptr cause() const { return cause_; }
 
  private:
@@ -103,10 +103,10 @@ class RankError : public std::runtime_error {
 using RankFunction =
     std::function<void(int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group)>;
 
-/// Runs `body` once per rank, each in a thread of its own with its own process group, and joins
-/// all. When one throws, the collectives of the others fail, so that they end as well; the
-/// exception that came first is rethrown as RankError. The group of each rank is registered under
-/// `group_name` (unless empty) for c10d::resolve_process_group(). One run_ranks at a time.
+/// Runs `body` once per rank, each on its own thread with its own process group, and joins all
+/// threads. If a rank throws, the other ranks' collectives fail, so that their threads end as well.
+/// The first exception is rethrown as RankError. Each rank's group is registered under `group_name`
+/// (unless empty) for c10d::resolve_process_group(). Only one run_ranks() at a time.
 void run_ranks(int world_size, const RankFunction& body);
 void run_ranks(const std::shared_ptr<ThreadBackendControl>& control, const RankFunction& body,
                const std::string& group_name = "");

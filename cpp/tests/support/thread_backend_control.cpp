@@ -22,7 +22,7 @@ std::exception_ptr make_error(const std::string& message) {
 struct Collective {
   explicit Collective(int world) : contributions(world), works(world) {}
   std::vector<Contribution> contributions;
-  std::vector<c10::intrusive_ptr<ThreadWork>> works;  // null: not there yet
+  std::vector<c10::intrusive_ptr<ThreadWork>> works;  // null: not arrived yet
   int arrived = 0;
   bool scheduled = false;
   bool finished = false;
@@ -46,7 +46,7 @@ void ThreadWork::complete(std::exception_ptr error) {
   if (claimed_.exchange(true)) {
     return;
   }
-  // The future first, as Gloo does: callbacks have run when wait() returns.
+  // Complete the future first, as Gloo does: callbacks have run when wait() returns.
   if (error) {
     future_->setError(error);
   } else {
@@ -99,7 +99,7 @@ struct ThreadBackendControl::State {
   bool allocates = false, allocation_fails = false;
   std::set<const void*> allocated;
 
-  // All below: with the mutex held.
+  // The functions below require the mutex.
 
   std::shared_ptr<Collective> get(uint64_t seq) {
     auto& slot = collectives[seq];
@@ -117,7 +117,7 @@ struct ThreadBackendControl::State {
     return held.count(seq) || (hold_predicate && hold_predicate(record));
   }
 
-  // Hands the collective to the worker when it failed, or when all are there and nothing holds it.
+  // Schedules the collective if it has failed, or if all ranks have arrived and nothing holds it.
   void schedule(uint64_t seq) {
     const auto found = collectives.find(seq);
     if (found == collectives.end()) {
@@ -125,7 +125,7 @@ struct ThreadBackendControl::State {
     }
     Collective& collective = *found->second;
     if (collective.error) {
-      ready.push_back(seq);  // again for late arrivals
+      ready.push_back(seq);  // again for ranks that arrive late
     } else if (!collective.scheduled && collective.arrived == world_size && !dropped.count(seq) &&
                !is_held(seq, collective)) {
       collective.scheduled = true;
@@ -186,7 +186,7 @@ void ThreadBackendControl::State::run_worker(const std::shared_ptr<State>& state
         errors[rank] = found->second;
       }
     }
-    // Taken out: a rank that arrives late at a failed collective is served by a turn of its own.
+    // Taken out: a rank that arrives late at a failed collective is handled in a later turn.
     std::vector<c10::intrusive_ptr<ThreadWork>> works(state->world_size);
     works.swap(collective->works);
     lock.unlock();
@@ -202,7 +202,7 @@ void ThreadBackendControl::State::run_worker(const std::shared_ptr<State>& state
         errors.assign(errors.size(), error);
       }
     }
-    // A callback may look at the control, so the collective counts as completed before it runs.
+    // A callback may query the control, so the collective counts as completed before callbacks run.
     lock.lock();
     if (!error) {
       state->completed.push_back(seq);
@@ -215,7 +215,7 @@ void ThreadBackendControl::State::run_worker(const std::shared_ptr<State>& state
     }
     lock.lock();
     collective->finished = true;
-    collective->contributions.assign(state->world_size, {});  // lets go of the tensors
+    collective->contributions.assign(state->world_size, {});  // releases the tensors
     state->changed.notify_all();
   }
 }
@@ -236,7 +236,7 @@ ThreadBackendControl::~ThreadBackendControl() {
     state_->stop = true;
     state_->changed.notify_all();
   }
-  // A callback on the worker may be what let go of the last reference.
+  // A callback on the worker may have dropped the last reference.
   if (worker_.get_id() == std::this_thread::get_id()) {
     worker_.detach();
   } else {
@@ -315,7 +315,7 @@ bool ThreadBackendControl::allocates() const {
 at::Tensor ThreadBackendControl::allocate(int64_t size, const at::TensorOptions& options) {
   std::lock_guard<std::mutex> lock(state_->mutex);
   if (state_->allocation_fails) throw std::runtime_error("no more memory here\nsecond line");
-  at::Tensor tensor = at::full({size}, 7, options);  // what comes from a pool holds anything
+  at::Tensor tensor = at::full({size}, 7, options);  // pool memory has arbitrary content
   state_->allocated.insert(tensor.const_data_ptr());
   return tensor;
 }

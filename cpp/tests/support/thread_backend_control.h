@@ -19,15 +19,15 @@ namespace apex::testing {
 
 class ThreadBackendControl;
 
-/// The handle of one rank on one collective. Completed by the control's worker thread; callbacks of
-/// its future run there, too, and must not wait for another collective of the same control.
+/// One rank's handle on a collective. The control's worker thread completes it and runs the
+/// callbacks of its future, which must not wait for another collective of the same control.
 class ThreadWork final : public c10d::Work {
  public:
   ThreadWork(int rank, c10d::OpType type, uint64_t seq, std::chrono::milliseconds timeout,
              std::vector<at::Tensor> results, std::weak_ptr<ThreadBackendControl> control);
 
-  /// Blocks until completion. Throws what the collective failed with, or, after `timeout` (0: that
-  /// of the backend), an error that says which ranks have not arrived.
+  /// Blocks until completion. Throws the collective's error, or, after `timeout` (0: the
+  /// backend's), an error that names the ranks that have not arrived.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override {}
   void abort() override;
@@ -48,14 +48,14 @@ class ThreadWork final : public c10d::Work {
   std::atomic<bool> claimed_{false};
 };
 
-/// The place where the ranks of one group meet, shared by all of them, and the remote control of
-/// tests. Every function may be called from any thread at any time, before or after the collective
-/// it speaks of was issued. `seq` counts the collectives of a rank on this group from 0.
+/// The meeting point of one group's ranks, with which tests control their collectives. Every
+/// function may be called from any thread at any time, before or after the collective was issued.
+/// `seq` counts a rank's collectives on this group from 0.
 class ThreadBackendControl final : public std::enable_shared_from_this<ThreadBackendControl> {
  public:
   using Predicate = std::function<bool(const CollectiveRecord&)>;
 
-  /// `timeout` is that of every wait().
+  /// `timeout` applies to every wait().
   static std::shared_ptr<ThreadBackendControl> create(
       int world_size, std::chrono::milliseconds timeout = std::chrono::seconds(20));
   ~ThreadBackendControl();
@@ -67,57 +67,57 @@ class ThreadBackendControl final : public std::enable_shared_from_this<ThreadBac
 
   // --- delays ---
 
-  /// Collective `seq` does not run until release(seq), also when every rank has issued it.
+  /// Collective `seq` does not run before release(seq), even if every rank has issued it.
   void hold(uint64_t seq);
-  /// Holds every collective for which `predicate` is true of rank 0's record, from now on.
+  /// From now on holds every collective whose rank-0 record satisfies `predicate`.
   void hold_if(Predicate predicate);
   /// Holds everything from now on.
   void hold_all();
-  /// Lets collective `seq` run as soon as all ranks are there, whatever holds it. Releasing 1
-  /// before 0 completes 1 first.
+  /// Runs collective `seq` once all ranks have issued it, whatever holds it. Releasing 1 before 0
+  /// completes 1 first.
   void release(uint64_t seq);
-  /// Lets everything run, now and in future.
+  /// Runs everything, now and in future.
   void release_all();
 
   // --- faults ---
 
-  /// Rank `rank`'s wait() on collective `seq` throws `message`; other ranks are served.
+  /// wait() on collective `seq` throws `message` on `rank`; other ranks are not affected.
   void fail_on_rank(uint64_t seq, int rank, const std::string& message);
   /// wait() on collective `seq` throws `message` on every rank; no tensor is changed.
   void fail(uint64_t seq, const std::string& message);
-  /// The call that issues collective `seq` on `rank` throws `message`; wait() of the other ranks
-  /// says so.
+  /// The call that issues collective `seq` on `rank` throws `message`; wait() on the other ranks
+  /// reports that.
   void fail_on_issue(uint64_t seq, int rank, const std::string& message);
   /// Collective `seq` never completes: wait() throws after the timeout.
   void drop(uint64_t seq);
   /// Every pending and every later collective fails with `message` on every rank.
   void abort(const std::string& message);
-  /// Says that `rank` will issue nothing more: what others wait for it to join fails at once.
+  /// `rank` will issue no more collectives: those that need it fail immediately.
   void leave(int rank);
 
   // --- memory ---
 
-  /// The backend has memory of its own from now on; with `fails`, asking for it throws.
+  /// From now on the backend allocates tensors; with `fails`, the allocation throws.
   void allocate_tensors(bool fails = false);
   bool allocates() const;
-  /// What allocateTensor() does.
+  /// Implements allocateTensor().
   at::Tensor allocate(int64_t size, const at::TensorOptions& options);
-  /// Addresses that it has handed out.
+  /// Addresses of the tensors that it has allocated.
   std::set<const void*> allocated() const;
 
   // --- observation ---
 
-  /// What `rank` has issued so far, in order.
+  /// The collectives that `rank` has issued so far, in order.
   std::vector<CollectiveRecord> log(int rank) const;
-  /// Number of collectives that `rank` has issued, of any kind or of one (`op` as in
+  /// Number of collectives that `rank` has issued, in total or of one kind (`op` as in
   /// CollectiveRecord).
   size_t issued(int rank) const;
   size_t issued(int rank, const std::string& op) const;
-  /// Sequence numbers in the order of completion (failed ones are not in it).
+  /// Sequence numbers in order of completion, without failed ones.
   std::vector<uint64_t> completed() const;
   /// Blocks until every rank has issued collective `seq`; throws after the timeout.
   void wait_until_issued(uint64_t seq);
-  /// Blocks until collective `seq` has run and all ranks' handles say so; throws after the timeout.
+  /// Blocks until collective `seq` is complete on all ranks; throws after the timeout.
   void wait_until_completed(uint64_t seq);
 
   // --- for ThreadBackend ---

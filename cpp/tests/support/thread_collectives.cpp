@@ -35,7 +35,7 @@ const char* name_of(ReduceOpType op) {
   }
 }
 
-// The elements in memory order, which is what a real backend sends.
+// The elements in memory order, as a real backend sends them.
 at::Tensor flat(const at::Tensor& tensor) {
   return tensor.as_strided({tensor.numel()}, {1}, tensor.storage_offset());
 }
@@ -169,7 +169,7 @@ void complete_contribution(Contribution& contribution) {
 
 std::optional<std::string> find_mismatch(int rank_a, const CollectiveRecord& a, int rank_b,
                                          const CollectiveRecord& b) {
-  // In an all-to-all, every pair of ranks has lengths of its own: run_collective() compares them.
+  // In an all-to-all, lengths differ per pair of ranks; run_collective() compares them.
   if (a.op == b.op && a.reduce_op == b.reduce_op && a.root == b.root && a.dtype == b.dtype &&
       (a.sizes == b.sizes || a.op == "alltoall_base")) {
     return std::nullopt;
@@ -182,7 +182,7 @@ std::optional<std::string> find_mismatch(int rank_a, const CollectiveRecord& a, 
 }
 
 void run_collective(std::vector<Contribution>& ranks) {
-  // Below autograd: parameters that require grad are valid outputs, as with a real backend.
+  // Below autograd, since parameters that require grad are valid outputs, as with a real backend.
   at::AutoDispatchBelowADInplaceOrView guard;
   check_snapshots(ranks);
   const CollectiveRecord& record = ranks[0].record;
@@ -196,7 +196,7 @@ void run_collective(std::vector<Contribution>& ranks) {
         }
       }
     } else if (record.op.find("allgather") != std::string::npos) {
-      // Copies of all inputs first: an output may be the same memory as an input.
+      // Copy all inputs first, since an output may share memory with an input.
       std::vector<at::Tensor> sources;
       for (size_t rank = 0; rank < world; ++rank) {
         sources.push_back(flat(ranks[rank].inputs[tensor][0]).clone());

@@ -10,29 +10,29 @@
 #include <string>
 #include <vector>
 
-/// The arithmetic of the collectives of ThreadBackend: no threads, no state.
+/// The arithmetic of ThreadBackend's collectives: no threads, no state.
 
 namespace apex::testing {
 
 using ReduceOpType = c10d::ReduceOp::RedOpType;
 
-/// One collective as one rank issued it.
+/// A collective as issued by one rank.
 struct CollectiveRecord {
-  /// Position in the order in which this rank issued its collectives on this group, from 0.
+  /// Position in this rank's order of collectives on the group, from 0.
   uint64_t seq = 0;
   /// "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base",
   /// "allgather_into_tensor_coalesced", "reduce_scatter", "_reduce_scatter_base", "alltoall_base"
   /// or "barrier".
   std::string op;
-  /// Elements that this rank puts in, over all tensors.
+  /// Elements that this rank contributes, over all tensors.
   int64_t numel = 0;
   /// Type of the first tensor; Undefined for a barrier.
   at::ScalarType dtype = at::ScalarType::Undefined;
-  /// UNUSED where nothing is reduced.
+  /// UNUSED for collectives without a reduction.
   ReduceOpType reduce_op = ReduceOpType::UNUSED;
   /// Root rank of broadcast and reduce, else -1.
   int64_t root = -1;
-  /// What the options of an all-reduce and of `_allgather_base` say.
+  /// asyncOp in the options of all-reduces and of `_allgather_base`.
   bool async_op = true;
   /// Address of the first input tensor on this rank.
   const void* data_ptr = nullptr;
@@ -45,32 +45,31 @@ struct CollectiveRecord {
   std::string describe() const;
 };
 
-/// What one rank brings to one collective. `inputs[i]` and `outputs[i]` belong to the i-th tensor;
-/// a tensor that is exchanged in world-size pieces has one entry per rank, others have one entry.
+/// One rank's contribution to a collective. `inputs[i]` and `outputs[i]` belong to the i-th tensor.
+/// A tensor that is exchanged in world-size pieces has one entry per rank; others have one entry.
 struct Contribution {
   CollectiveRecord record;
   std::vector<std::vector<at::Tensor>> inputs;
   std::vector<std::vector<at::Tensor>> outputs;
-  /// Copies of the inputs at the time of issue, to notice a caller that writes to a buffer that is
-  /// still being reduced.
+  /// Copies of the inputs at issue time, to detect a write to a buffer that is still being reduced.
   std::vector<at::Tensor> snapshots;
 };
 
-/// Throws when a tensor is not a dense CPU tensor or `op` does not exist for its dtype, as the
-/// real backends do.
+/// Throws if a tensor is not a dense CPU tensor or `op` does not support its dtype, as real
+/// backends do.
 void check_contribution(const Contribution& contribution);
 
 /// Fills `contribution.snapshots` and the fields of `contribution.record` that follow from the
 /// tensors.
 void complete_contribution(Contribution& contribution);
 
-/// Why two ranks cannot be in the same collective, or nothing when they can.
+/// Why two ranks cannot be in the same collective; nullopt if they can.
 std::optional<std::string> find_mismatch(int rank_a, const CollectiveRecord& a, int rank_b,
                                          const CollectiveRecord& b);
 
-/// Runs a collective. `contributions[r]` is that of rank r. Sums and other reductions are formed in
-/// the tensors' own dtype as ((rank 0 + rank 1) + rank 2) + ..., so every run has the same bits.
-/// Throws when an input changed since it was issued.
+/// Runs a collective. `contributions[r]` is rank r's. Reductions are computed in the tensors' dtype
+/// as ((rank 0 + rank 1) + rank 2) + ..., so every run has the same bits. Throws if an input has
+/// changed since it was issued.
 void run_collective(std::vector<Contribution>& contributions);
 
 }  // namespace apex::testing

@@ -13,7 +13,7 @@ ToyModel ToyModel::mlp(const std::vector<int64_t>& widths, uint64_t seed, at::Sc
   auto add = [&](const std::string& name, at::IntArrayRef shape) {
     at::Tensor value = at::randn(shape, generator, at::kDouble) * 0.5;
     if (at::isComplexType(dtype)) {
-      // Small: the complex tanh has poles.
+      // Small values, since the complex tanh has poles.
       value = at::complex(value, at::randn(shape, generator, at::kDouble)) * 0.1;
     }
     model.parameters.push_back({name, value.to(dtype).requires_grad_()});

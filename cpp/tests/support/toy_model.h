@@ -11,8 +11,8 @@
 
 namespace apex::testing {
 
-/// A multilayer perceptron as a list of parameters, small enough to compare with float64 and large
-/// enough to fill several buckets. No torch::nn: its headers take half a minute to compile.
+/// A multilayer perceptron as a list of parameters. Small enough for a float64 reference, large
+/// enough to fill several buckets. Without torch::nn, whose headers take half a minute to compile.
 struct ToyModel {
   std::vector<apex::parallel::NamedTensor> parameters;
 
@@ -27,7 +27,7 @@ struct ToyModel {
   /// tanh between the layers; rows of x are samples.
   at::Tensor forward(const at::Tensor& x) const;
 
-  /// The same values as independent leaves of another dtype, or on another device.
+  /// Independent leaves with the same values, in another dtype or on another device.
   ToyModel clone(const at::TensorOptions& options) const;
 
   void zero_grad();

@@ -36,7 +36,7 @@ bool averages(const std::string& backend, at::DeviceType of_backend, at::DeviceT
   return make_all_reduce(site)->traits().averages;
 }
 
-// Who divides must divide once: gradients are scaled before and after by what the traits say.
+// Exactly one side divides. The traits determine how gradients are scaled before and after.
 TEST(AllReduce, NcclOnItsDevice_Averages_AndNobodyElse) {
   for (const char* name : {"nccl", "nccl2", "nccl-lazy"}) {
     EXPECT_TRUE(averages(name, at::kCUDA, at::kCUDA, true)) << name;
@@ -48,7 +48,7 @@ TEST(AllReduce, NcclOnItsDevice_Averages_AndNobodyElse) {
   EXPECT_FALSE(averages("nccl", at::kCPU, at::kCPU, true));
 }
 
-// NCCL rounds 1/N, and each product with it, to the dtype before it sums.
+// NCCL rounds 1/N and each product with it to the dtype before the sum.
 TEST(AllReduce, NcclAveragesOnlyWhereThatRoundsNoMoreThanADivision) {
   const auto on_nccl = [](at::ScalarType dtype, int world) {
     return averages("nccl", at::kCUDA, at::kCUDA, true, dtype, world);

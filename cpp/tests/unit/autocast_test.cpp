@@ -71,7 +71,7 @@ TEST(AutocastGuard, Exception_LeavesTheScope_RestoresWhatWasBefore) {
   at::autocast::decrement_nesting();
 }
 
-/// Whether a second use of `weight` finds the cast of the first.
+/// Whether a second use of `weight` reuses the cast of the first.
 bool cast_is_remembered(const at::Tensor& weight) {
   const auto cast = [&] { return at::autocast::cached_cast(at::kBFloat16, weight, at::kCPU); };
   return cast().is_same(cast());

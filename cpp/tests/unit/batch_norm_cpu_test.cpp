@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The CPU kernels of every instruction set that this machine has, against a wider type.
+// The CPU kernels of every instruction set of this host, compared with a wider type.
 //
 // Inputs are new in every run; a failure prints the seed, and APEX_TEST_SEED repeats it.
 
@@ -22,7 +22,7 @@
 namespace apex::kernels {
 namespace {
 
-/// Those torch would use here, or any below.
+/// The variant that torch would use here, and all lower ones.
 std::vector<const CpuVariant*> usable_variants() {
   std::vector<const CpuVariant*> variants{&cpu_variant_default()};
 #if defined(APEX_CPU_VARIANTS_X86)
@@ -56,8 +56,7 @@ const CpuKernels<at::BFloat16>& kernels_of<at::BFloat16>(const CpuVariant& v) {
   return *v.bfloat16;
 }
 
-/// Memory that starts with a cache line, as that of tensors does: only there results can go past
-/// the caches.
+/// Memory aligned to a cache line, like that of tensors. Only such results can bypass the caches.
 template <typename T>
 struct LineAllocator {
   using value_type = T;
@@ -71,7 +70,8 @@ struct LineAllocator {
 template <typename T>
 using Lines = std::vector<T, LineAllocator<T>>;
 
-/// `got` is `want` rounded to T, after at most a few roundings of values of size `size` on the way.
+/// Expects `got` to be `want` rounded to T, after at most a few roundings of values of magnitude
+/// `size`.
 template <typename T>
 void expect_rounded(T got, double want, double size, const std::string& what) {
   using Acc = typename CpuKernels<T>::Acc;
@@ -84,7 +84,7 @@ void expect_rounded(T got, double want, double size, const std::string& what) {
       << what;
 }
 
-/// Mean and squared deviations of `count` values, `stride` apart, by two passes.
+/// Mean and squared deviations of `count` values, `stride` apart, computed in two passes.
 template <typename T>
 Welford<long double> two_pass(const std::vector<const T*>& runs, int64_t length, int64_t stride) {
   Welford<long double> all;
@@ -113,7 +113,7 @@ class BatchNormCpu : public ::testing::Test {
   }
 
   using Acc = typename CpuKernels<T>::Acc;
-  // Large against the deviation, yet more than one value of T within it.
+  // Large compared to the standard deviation, which still contains more than one value of T.
   static constexpr double kLargeMean = std::is_same_v<T, at::BFloat16> ? 100
                                        : std::is_same_v<T, at::Half>   ? 1000
                                                                        : 1e4;
@@ -121,14 +121,14 @@ class BatchNormCpu : public ::testing::Test {
   // The narrowest pack: two vectors of 32 bytes.
   static constexpr int64_t kWidth = 64 / static_cast<int64_t>(sizeof(Acc));
 
-  /// What batch_norm_cpu.h promises of statistics whose lanes add up at most `additions` terms.
+  /// The error bound of batch_norm_cpu.h for statistics whose lanes add at most `additions` terms.
   static void expect_statistics(const Welford<double>& got, const Welford<long double>& want,
                                 int64_t additions, int64_t merges, const std::string& what) {
     const double mean = static_cast<double>(want.mean);
     const double variance = static_cast<double>(want.m2 / want.count);
     const double bound = variance_error(additions, kRounding, merges, variance, std::fabs(mean));
     EXPECT_NEAR(got.m2 / got.count, variance, bound) << what;
-    // Where every value is the same, the sum is exact, and so is the mean.
+    // If all values are equal, the sum is exact, and so is the mean.
     EXPECT_NEAR(got.mean, mean, variance > 0 ? bound / std::sqrt(variance) : 0) << what;
   }
 
@@ -175,7 +175,7 @@ TYPED_TEST(BatchNormCpu, RowsStatistics_AnyWidthAndParts_StayWithinTheBound) {
     for (const int64_t channels : {1, 3, 8, 15, 16, 17, 32, 33, 70}) {
       const int64_t rows = 701;
       auto x = this->random_values(rows * channels, -this->kLargeMean);
-      for (int64_t i = 0; i < rows * channels; ++i) {  // another mean for each channel
+      for (int64_t i = 0; i < rows * channels; ++i) {  // a different mean for each channel
         x[i] =
             static_cast<T>(static_cast<float>(x[i]) - 16.0f * static_cast<float>(i % channels % 7));
       }
@@ -193,7 +193,8 @@ TYPED_TEST(BatchNormCpu, RowsStatistics_AnyWidthAndParts_StayWithinTheBound) {
 }
 
 TYPED_TEST(BatchNormCpu, PlanesStatistics_FirstValuesFarFromTheOthers_AreNoLessExact) {
-  // Deviations are taken from the mean of the first few, which here is far from that of all.
+  // Deviations are taken from the mean of the first few values, which here is far from the overall
+  // mean.
   using T = TypeParam;
   const int64_t count = 4096;
   std::vector<T> x(count, static_cast<T>(9984.0f));
@@ -204,19 +205,19 @@ TYPED_TEST(BatchNormCpu, PlanesStatistics_FirstValuesFarFromTheOthers_AreNoLessE
   for (const CpuVariant* variant : usable_variants()) {
     const Welford<double> got =
         kernels_of<T>(*variant).planes_statistics(x.data(), Planes{1, 1, count}, 0);
-    // Few roundings where the deviations are as small as they can be, a hundred times that
-    // elsewhere.
+    // Few roundings if the deviations are minimal, a hundred times as many otherwise.
     const double relative = std::fabs(static_cast<double>(got.m2 / want.m2 - 1));
     EXPECT_LE(relative, 200 * this->kRounding) << variant->name;
   }
 }
 
-/// Elements of either layout, and how to find them: of planes one channel is computed, of rows all.
+/// Elements in either layout, and their positions. In planes layout one channel is computed, in
+/// rows layout all of them.
 template <typename T>
 struct Elementwise {
   bool rows;
   Planes sizes;
-  Lines<T> x, dy, extra;  // extra: what is added forward, the output backward
+  Lines<T> x, dy, extra;  // extra: forward, the tensor to add; backward, the output
 
   int64_t count() const { return static_cast<int64_t>(x.size()); }
   int64_t channel(int64_t i) const {
@@ -229,7 +230,7 @@ struct Elementwise {
   }
 };
 
-/// Sizes around whole packs of every instruction set, and rows too wide for one at a time.
+/// Sizes around full packs of every instruction set, and rows too wide for one pass.
 template <typename T, typename Fixture>
 std::vector<Elementwise<T>> elementwise_cases(Fixture& fixture) {
   std::vector<Elementwise<T>> cases;
@@ -250,7 +251,7 @@ std::vector<Elementwise<T>> elementwise_cases(Fixture& fixture) {
   return cases;
 }
 
-/// each(kernels, case, what to say of a failure) for all cases in every instruction set.
+/// Calls each(kernels, case, failure message) for all cases in every instruction set.
 template <typename T, typename Fixture, typename Each>
 void for_each_elementwise_case(Fixture& fixture, const Each& each) {
   const auto cases = elementwise_cases<T>(fixture);
@@ -354,7 +355,7 @@ TYPED_TEST(BatchNormCpu, Gradient_EveryMask_IsTheFormulaAndStreamedTheSame) {
         const double value = mask == ReluMask::kOutput ? static_cast<double>(data.extra[i])
                                                        : centered * scale[c] + shift[c];
         if (mask == ReluMask::kRecompute && std::fabs(value) < 1e-5) {
-          continue;  // too close to say on which side the kernel sees it
+          continue;  // too close to zero: the kernel may see the other sign
         }
         const double g = mask == ReluMask::kNone || value > 0 ? static_cast<double>(data.dy[i]) : 0;
         const double product = g * dy_scale[c];
@@ -402,7 +403,7 @@ TEST(BatchNormCpuBFloat16, Results_AreRoundedToNearestAndTiesToEven) {
   for (int64_t i = 0; i < count; ++i) {
     x[i] = T(static_cast<unsigned short>(i), T::from_bits());
   }
-  // Products of 8 by 9 bits have ties; 1.00390625 is 257 / 256, and the last one overflows.
+  // Products of 8 by 9 bits can be ties; 1.00390625 is 257 / 256, and the last factor overflows.
   for (const float factor : {1.00390625f, 1.5f, 0.3f, 3e-20f, 1e20f}) {
     const std::vector<float> scale(32, factor);
     for (const CpuVariant* variant : usable_variants()) {
@@ -510,7 +511,7 @@ TYPED_TEST(BatchNormCpu, PlanesReduce_AnyLength_StaysWithinTheBound) {
       }
       const ReduceResult got = kernels_of<T>(*variant).planes_reduce(
           dy.data(), x.data(), nullptr, sizes, 0, k, ReluMask::kRecompute);
-      // Each lane adds up rounded products of rounded deviations, at most 4096 elements' worth.
+      // Each lane adds rounded products of rounded deviations, for at most 4096 elements.
       const int64_t packs = (std::min<int64_t>(plane, 4096) + this->kWidth - 1) / this->kWidth;
       const double bound =
           static_cast<double>((plane < 4096 ? 2 * packs : packs) + 3) * this->kRounding +

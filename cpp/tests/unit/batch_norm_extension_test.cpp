@@ -11,7 +11,7 @@
 
 #include "batch_norm/sync_batch_norm_common.h"
 
-// Batch norm for another device, as docs/extending.md shows it: written with torch's operators, so
+// Batch norm for another device, as in docs/extending.md. It is written with torch's operators, so
 // that the test can call it on the CPU.
 
 namespace apex::parallel::detail {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Walks every block and thread of the CUDA kernels' plans on the host: each element is visited
-// exactly once, whatever the sizes and alignments.
+// exactly once, for all sizes and alignments.
 
 #include "kernels/batch_norm_index.h"
 
@@ -20,7 +20,7 @@ namespace {
 constexpr DeviceLimits kLarge{132, 2048};
 constexpr DeviceLimits kSmall{2, 1024};
 
-/// Whether every load of `vector` elements has been visited once.
+/// Expects that every load of `vector` elements was visited once.
 void expect_once(const std::vector<uint8_t>& visits) {
   const auto wrong = std::find_if(visits.begin(), visits.end(), [](uint8_t n) { return n != 1; });
   ASSERT_EQ(wrong, visits.end()) << "load " << wrong - visits.begin() << " of " << visits.size()
@@ -90,8 +90,8 @@ TEST(BatchNormIndex, Planes_MoreThanTwoToThe31Elements_OffsetsStayRight) {
 }
 
 TEST(BatchNormIndex, Planes_LargeBatches_FillTheDevice) {
-  // Registers let two to eight blocks into a multiprocessor. With that many blocks at once, no
-  // round of them may leave more than a third of the device idle.
+  // Registers limit a multiprocessor to two to eight blocks. With that many resident blocks, no
+  // wave may leave more than a third of the device idle.
   for (const auto& [channels, side] : testing::kResNet50) {
     for (const int64_t batch : {32, 256}) {
       for (const int resident : {2, 3, 4, 5, 6, 7, 8}) {
@@ -99,7 +99,7 @@ TEST(BatchNormIndex, Planes_LargeBatches_FillTheDevice) {
         const PlanesPlan plan = plan_planes(sizes, 2, true, {132, resident * kBlockThreads});
         EXPECT_LE(plan.blocks(), most_planes_blocks(sizes, 2, true, kLarge));
         if (batch * channels * side * side < 25'000'000) {
-          continue;  // too little work for that
+          continue;  // too little work to fill the device
         }
         const double rounds =
             static_cast<double>(plan.blocks() * plan.threads) / (132.0 * resident * kBlockThreads);
@@ -116,7 +116,7 @@ void expect_rows_cover(int64_t rows, int64_t channels, int element_bytes, bool a
   const RowsPlan plan = plan_rows(rows, channels, element_bytes, aligned, limits, reduces);
   ASSERT_EQ(plan.threads(), reduces ? kRowsThreads : kBlockThreads);
   ASSERT_LE(plan.tile_channels(), kMaxTileChannels);
-  // What merge_tile relies on: powers of two, several threads per sum, whole warps per column.
+  // Required by merge_tile: powers of two, several threads per sum, whole warps per column.
   ASSERT_EQ(kRowsThreads % (2 * plan.tile_channels()), 0);
   ASSERT_EQ(32 % plan.threads_x, 0);
   ASSERT_EQ(channels % plan.vector, 0);
@@ -157,7 +157,7 @@ TEST(BatchNormIndex, Rows_LargeBatches_FillTheDeviceOnce) {
   for (const auto& [channels, side] : testing::kResNet50) {
     for (const int bytes : {2, 4}) {
       const int64_t rows = 256 * side * side;
-      // One block that reduces per multiprocessor, four that map: never one more, and hardly less.
+      // Per multiprocessor one reducing block or four mapping blocks: never more, and hardly fewer.
       const int64_t reducing = plan_rows(rows, channels, bytes, true, kLarge, true).blocks();
       EXPECT_LE(reducing, 132) << channels << " of " << side;
       EXPECT_GE(reducing, 128) << channels << " of " << side;

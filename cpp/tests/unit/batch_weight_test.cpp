@@ -11,7 +11,7 @@
 
 #include "reducer/averaging.h"
 
-// What a rank's samples weigh, by a sequence of blocks and backwards; and by what is multiplied.
+// A rank's weight after a sequence of blocks and backwards, and the resulting factors.
 
 namespace apex::parallel::detail {
 namespace {
@@ -111,7 +111,7 @@ TEST(Averaging, Weighted_FloatIsSummedAsItIs) {
   EXPECT_EQ(factors.after, 1.0 / 48);
 }
 
-// Terms that fit have a sum that does; by a power of two, which is undone exactly.
+// If the terms fit into half, so does their sum: the scale is a power of two and is undone exactly.
 TEST(Averaging, Weighted_HalfIsScaledByTheNumberOfRanks) {
   for (const int64_t ranks : {1, 2, 3, 4, 5, 8}) {
     const Averaging factors = averaging_of(weighted(), {}, at::kHalf, ranks, ranks, 48);

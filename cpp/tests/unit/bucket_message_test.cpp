@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Oracles: gradients in float64, computed apart from the message; the very bits, or the address,
-// where a gradient has to stay as it is. Ranks are messages whose tensors the test adds up.
+// Oracles: float64 gradients computed without the message; the same bits, or the same address,
+// where a gradient must not change. Ranks are messages whose tensors the test adds up.
 
 #include "reducer/bucket_message.h"
 
@@ -29,7 +29,7 @@ at::Tensor random_like(const at::Tensor& tensor) {
       .copy_(at::randn(tensor.sizes(), tensor.is_complex() ? at::kComplexDouble : at::kDouble));
 }
 
-/// Parameters of every form: dense in several orders, with gaps, a scalar, and without elements.
+/// Parameters of every form: dense in several orders, with gaps, a scalar, and an empty one.
 std::vector<at::Tensor> parameters_of(at::ScalarType dtype) {
   std::vector<at::Tensor> result{
       at::zeros({3, 5}, dtype),
@@ -43,7 +43,7 @@ std::vector<at::Tensor> parameters_of(at::ScalarType dtype) {
   return result;
 }
 
-/// A message of one rank with all that belongs to it.
+/// A message of one rank and its state.
 struct Rank {
   std::vector<at::Tensor> variables;
   BucketMessage message;
@@ -125,7 +125,7 @@ TEST(BucketMessage, TwoRanks_PackedSummedAndUnpacked_IsTheScaledSumInEverySettin
   for (const Setting& setting : every_setting()) {
     Rank one(Kind::kFlat, parameters_of(setting.dtype), setting.options());
     Rank other(Kind::kFlat, parameters_of(setting.dtype), setting.options());
-    for (int step = 0; step < 3; ++step) {  // the first one makes the buffer
+    for (int step = 0; step < 3; ++step) {  // the first step creates the buffer
       const std::string where = setting.name() + ", step " + std::to_string(step);
       one.set_random_gradients();
       other.set_random_gradients();
@@ -174,8 +174,8 @@ TEST(BucketMessage, EveryMember_HasAPlaceOfItsOwnThatViewsOfShow) {
   }
 }
 
-// In half, a small gradient divided by the number of ranks is zero, and a sum of large ones is not
-// finite.
+// In half, a small gradient divided by the number of ranks underflows to zero, and a sum of large
+// ones overflows.
 TEST(BucketMessage, LowPrecisionSummedInFloat32_NeitherUnderflowsNorOverflows) {
   for (const bool views : {false, true}) {
     for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
@@ -195,7 +195,7 @@ TEST(BucketMessage, LowPrecisionSummedInFloat32_NeitherUnderflowsNorOverflows) {
   }
 }
 
-// What a rank did not use is known to be unused by all only after the reduction.
+// Only the reduction shows whether a parameter that this rank did not use is unused on all ranks.
 TEST(BucketMessage, UnusedMember_Settled_IsAsBeforeOrTheSum) {
   at::manual_seed(testing::fresh_seed());
   for (const Setting& setting : every_setting()) {
@@ -215,7 +215,7 @@ TEST(BucketMessage, UnusedMember_Settled_IsAsBeforeOrTheSum) {
         used[1] = 0;
         rank.message.pack(used, 0.5);
         EXPECT_TRUE(rank.message.has_unused()) << where;
-        rank.message.tensor().add_(1.0);  // another rank's
+        rank.message.tensor().add_(1.0);  // another rank's contribution
         rank.message.unpack(2.0, rank.all());
         Used by_any = used;
         by_any[1] = used_by_any;
@@ -242,7 +242,7 @@ TEST(BucketMessage, UnusedMember_Settled_IsAsBeforeOrTheSum) {
   }
 }
 
-// A gradient in a bucket of views may be pointed anywhere before the next backward.
+// With views, a gradient may be replaced by any other part of the buffer before the next backward.
 TEST(BucketMessage, GradientsThatLieElsewhereInTheBuffer_Packed_AreWhatTheyHold) {
   for (const bool early : {false, true}) {
     Rank rank(Kind::kFlat, {at::zeros({4, 4}).requires_grad_(), at::zeros({4, 4}).requires_grad_()},
@@ -275,7 +275,7 @@ TEST(BucketMessage, GradientsThatAreViewsAlready_Packed_AreNotCopied) {
     rank.message.unpack(1.0, rank.all());
     const auto before = rank.gradients();
     rank.message.pack(rank.all(), 0.5);
-    // The member without elements and the one with gaps take a copy of nothing, or of little.
+    // The empty member, and the one with gaps, take a copy of nothing or of little.
     if (views) {
       EXPECT_LE(rank.message.copied(), 1);
     }
@@ -286,8 +286,8 @@ TEST(BucketMessage, GradientsThatAreViewsAlready_Packed_AreNotCopied) {
   }
 }
 
-// Note [Who may read a gradient's memory]: what this backward has made may be somebody else's, too;
-// what was there before is the caller's, who expects it to be written.
+// Note [Who may read a gradient's memory]: a gradient that this backward has created may be shared.
+// One that existed before is the caller's, who expects it to be written.
 TEST(BucketMessage, GradientWhoseMemoryHasAnotherOwner_Unpacked_IsWrittenOnlyIfItWasThereBefore) {
   for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
     for (const bool kept : {false, true}) {
@@ -306,7 +306,7 @@ TEST(BucketMessage, GradientWhoseMemoryHasAnotherOwner_Unpacked_IsWrittenOnlyIfI
 TEST(BucketMessage, GradientWithHistory_Unpacked_HistoryKeepsItsValue) {
   for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
     Rank rank(kind, {at::full({3}, 2.0).requires_grad_()});
-    const at::Tensor with_history = rank.variables[0] * 2;  // as of backward(create_graph=True)
+    const at::Tensor with_history = rank.variables[0] * 2;  // as from backward(create_graph=True)
     rank.grad(0) = with_history;
     rank.message.pack({1}, 0.5);
     rank.message.unpack(0.5, {1});
@@ -338,8 +338,8 @@ TEST(BucketMessageInPlace, OnlyOwner_IsReducedWhereItLies) {
   }
 }
 
-// Hazard: memory of the last backward is held until the bucket is packed again, so that the next
-// forward, and the gradients of the next backward, have to do without it.
+// Hazard: the last backward's memory stays allocated until the bucket is packed again, so the next
+// forward and the next gradients cannot use it.
 TEST(BucketMessageInPlace, Unpacked_OnlyTheGradientHoldsItsMemory) {
   for (const uint8_t used : {0, 1}) {
     Rank rank(Kind::kInPlace, {at::zeros({5}).requires_grad_()});
@@ -352,7 +352,7 @@ TEST(BucketMessageInPlace, Unpacked_OnlyTheGradientHoldsItsMemory) {
   }
 }
 
-// Hazard: in a backward that is recorded all gradients are there when the first bucket is packed.
+// Hazard: in a recorded backward all gradients exist when the first bucket is packed.
 TEST(BucketMessage, GradientsThatBecomeViews_Packed_HaveLetGoOfTheirMemory) {
   using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
   for (const bool views : {false, true}) {
@@ -374,7 +374,8 @@ TEST(BucketMessage, GradientsThatBecomeViews_Packed_HaveLetGoOfTheirMemory) {
   }
 }
 
-// The engine still holds what came in while a gradient is accumulated; a third owner may read it.
+// During accumulation the autograd engine still holds the incoming gradient; a third owner may read
+// it.
 TEST(BucketMessageInPlace, IncomingGradientOnTheSameMemory_IsNotAnotherOwner) {
   for (const bool third : {false, true}) {
     Rank rank(Kind::kInPlace, {at::zeros({6}).requires_grad_()});
@@ -515,7 +516,7 @@ TEST(BucketMessage, Tail_TravelsBehindTheGradients_AndIsNotScaled) {
   }
 }
 
-// A rank that cannot take part sends it in the place of its message, which it may hold.
+// A rank that cannot take part sends this in place of its message, which may still be in use.
 TEST(BucketMessage, Absent_HasTheFormOfTheMessageAndNoneOfItsValues) {
   at::manual_seed(testing::fresh_seed());
   for (const Setting& setting : every_setting()) {
@@ -536,7 +537,7 @@ TEST(BucketMessage, Absent_HasTheFormOfTheMessageAndNoneOfItsValues) {
   EXPECT_FALSE(sparse.message.absent(false, false).defined());
 }
 
-// Where memory has run out another buffer cannot be had, and the other ranks would wait.
+// When memory is exhausted, no new buffer can be allocated, and the other ranks would wait.
 TEST(BucketMessage, AbsentWhileIdle_LiesInTheMessagesOwnBuffer_UnlessGradientsDo) {
   at::manual_seed(testing::fresh_seed());
   for (const Setting& setting : every_setting()) {
@@ -551,7 +552,7 @@ TEST(BucketMessage, AbsentWhileIdle_LiesInTheMessagesOwnBuffer_UnlessGradientsDo
       }
       const auto before = cleared ? std::vector<at::Tensor>() : rank.gradients();
       const at::Tensor absent = rank.message.absent(/*poison=*/true, /*idle=*/true);
-      // In low precision the views lie in another buffer than the sums in float32.
+      // In low precision the views are in another buffer than the float32 sums.
       const bool in_use = !cleared && setting.views &&
                           rank.grad(0).scalar_type() == setting.dtype &&
                           c10::toRealValueType(setting.dtype) == rank.message.dtype();
@@ -570,7 +571,7 @@ TEST(BucketMessage, AssignedResult_OfAnyDtypeAndShape_IsUnpacked) {
     rank.grad(0) = at::ones({2, 3});
     rank.message.pack({1}, 1.0);
     rank.message.assign(at::arange(6, at::kDouble).view({3, 2}));
-    rank.message.assign(rank.message.tensor().view({-1}));  // what is there already
+    rank.message.assign(rank.message.tensor().view({-1}));  // the same values again
     rank.message.unpack(2.0, {1});
     EXPECT_TRUE(rank.grad(0).equal(at::arange(6, at::kFloat).view({2, 3}) * 2));
   }
@@ -661,7 +662,7 @@ TEST(BucketMessageEarlyCopy, GradientOrScaleChangedSince_IsCopiedAgain) {
   }
 }
 
-// It arrives alone, since .grad was taken away, and must be scaled as the first one was.
+// It arrives alone, since .grad was taken away, and must be scaled like the first one.
 TEST(BucketMessageEarlyCopy, FurtherGradientOfThisBackward_IsAddedScaled) {
   Rank rank(Kind::kFlat, {at::zeros({3}).requires_grad_()},
             Setting{at::kFloat, true, false}.options());
@@ -704,7 +705,7 @@ TEST(BucketMessageEarlyCopy, WhatIsNotOnePass_IsLeftToPack) {
   }
 }
 
-// A collective that was given up may write to its memory at any time.
+// An abandoned collective may write to its memory at any time.
 TEST(BucketMessage, AbandonedInFlight_LateWritesReachNoGradient_AndTheNextStepIsRight) {
   for (const bool views : {false, true}) {
     for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
@@ -712,7 +713,7 @@ TEST(BucketMessage, AbandonedInFlight_LateWritesReachNoGradient_AndTheNextStepIs
                 Setting{at::kFloat, views, false}.options());
       rank.grad(0) = at::full({4}, 3.0);
       rank.message.pack({1}, 1.0);
-      rank.message.unpack(1.0, {1});  // from now on a view, where gradients are
+      rank.message.unpack(1.0, {1});  // from now on gradients are views if enabled
       rank.message.pack({1}, 1.0);
       const at::Tensor in_flight = rank.message.tensor();
       rank.message.abandon();
@@ -786,14 +787,14 @@ TEST(BucketMessage, OwnSquares_AreByMember_AndShowWhatIsNotFinite) {
   sparse.grad(0) = sparse_rows({1, 1}, -2.0);
   sparse.message.pack({1}, 0.5);
   EXPECT_EQ(sparse.message.own_squares(), std::vector<double>{2 * 16.0});
-  // Finite, though their squares are not.
+  // Finite values whose squares overflow.
   Rank huge(Kind::kFlat, {at::zeros({2}, at::kDouble).requires_grad_()}, measuring());
   huge.grad(0) = at::full({2}, 1e200, at::kDouble);
   huge.message.pack({1}, 0.5);
   EXPECT_EQ(huge.message.own_squares(), std::vector<double>{std::numeric_limits<double>::max()});
 }
 
-// The oracle is a sum in float64 of what lies in .grad: before, in a copy; and after.
+// Oracle: float64 sums of .grad before (from a copy) and after.
 TEST(BucketMessage, Squares_AreOfGradientsBeforeAndAfter_WhateverTheWayOfCopying) {
   for (const at::ScalarType dtype :
        {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kComplexFloat}) {
@@ -818,7 +819,7 @@ TEST(BucketMessage, Squares_AreOfGradientsBeforeAndAfter_WhateverTheWayOfCopying
           }
           if (way >= 1) rank.message.copy_early(0, 0.5);
           if (way == 2 && views &&
-              rank.grad(0).defined() == false) {  // one more for what has moved
+              rank.grad(0).defined() == false) {  // another gradient for one that has moved
             const at::Tensor more = at::ones({37}, dtype);
             rank.grad(0) = more;
             const at::Tensor sum = rank.message.slots()[0].view * 2 + more;
@@ -849,7 +850,7 @@ TEST(BucketMessage, Squares_AreOfGradientsBeforeAndAfter_WhateverTheWayOfCopying
   }
 }
 
-// What is multiplied as it is copied out is multiplied in the buffer when somebody asks for it.
+// If values are scaled while they are copied out, buffers() scales the buffer on request.
 TEST(BucketMessage, GradientsBuffer_AfterAScaledUnpack_HoldsWhatGradientsHold) {
   Rank rank(Kind::kFlat, {at::zeros({4}).requires_grad_(), at::zeros({4}).requires_grad_()}, {});
   for (const int round : {1, 2}) {
@@ -866,8 +867,8 @@ TEST(BucketMessage, GradientsBuffer_AfterAScaledUnpack_HoldsWhatGradientsHold) {
   }
 }
 
-// Autograd hands out zeros that have no memory. In its place a gradient has to be one that can be
-// written to.
+// Autograd creates zeros without memory. They have to be replaced by a gradient that can be
+// written.
 TEST(BucketMessage, GradientWithoutMemory_InEveryKind_IsZerosAndBecomesTheSum) {
   for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
     for (const bool views : {false, true}) {
@@ -886,7 +887,7 @@ TEST(BucketMessage, GradientWithoutMemory_InEveryKind_IsZerosAndBecomesTheSum) {
   }
 }
 
-/// A variable and a gradient that consist of two tensors each.
+/// A variable and a gradient made of two inner tensors each.
 struct InParts {
   InParts() {
     set_tensor_parts([this](const at::Tensor& tensor) {
@@ -916,7 +917,7 @@ TEST(BucketMessage, GradientInParts_EveryPartIsAveragedWhereItIs) {
   EXPECT_TRUE(gradient.parts[0].eq(2.0).all().item<bool>());
   EXPECT_TRUE(gradient.parts[1].eq(3.0).all().item<bool>());
   EXPECT_TRUE(other.grad().eq(5.0).all().item<bool>());
-  variable.mutable_grad() = at::Tensor();  // it is its own gradient
+  variable.mutable_grad() = at::Tensor();  // breaks the cycle: it is its own gradient
 }
 
 TEST(BucketMessage, GradientOfAnotherForm_Packed_ThrowsAndSaysWhichParameter) {

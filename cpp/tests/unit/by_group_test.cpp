@@ -27,7 +27,7 @@ TEST(ByGroup, FindsWhatWasPutLast_UntilItIsTaken) {
   EXPECT_EQ(by_group.find(*one), nullptr);
 }
 
-// The address of a group that is gone would soon be another's.
+// The address of an expired group could otherwise be reused by another group.
 TEST(ByGroup, GroupsThatAreGone_AreTakenAndNoOtherHasTheirAddress) {
   ByGroup<std::shared_ptr<int>> by_group;
   const auto stays = make_group();

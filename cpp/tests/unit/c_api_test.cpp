@@ -41,7 +41,7 @@ TEST(NotifiedReducer, AnyOrderOfNotifications_Synchronize_GradientsAreAverages) 
         for (const at::Tensor& parameter : parameters)
           EXPECT_EQ(parameter.ne(0).sum().item<int>(), 0);
         for (int step = 1; step <= 3; ++step) {
-          // Every rank in another order, and rank 2 misses one.
+          // A different order on every rank, and rank 2 omits one.
           for (size_t i = 0; i < gradients.size(); ++i) {
             const size_t index = (i + static_cast<size_t>(rank)) % gradients.size();
             gradients[index].fill_((rank + 1) * step);
@@ -61,7 +61,8 @@ TEST(NotifiedReducer, AnyOrderOfNotifications_Synchronize_GradientsAreAverages) 
   }
 }
 
-// Rank r has r + 1 samples in the first step, rank 1 none in the second, and nobody in the third.
+// In the first step rank r has r + 1 samples, in the second rank 1 has none, in the third no rank
+// has any.
 TEST(NotifiedReducer, Weighted_GradientsAreSumsByTheSumOfWeights) {
   run_ranks(3, [&](int rank, const Group& group) {
     std::vector<at::Tensor> gradients{at::zeros({4}), at::zeros({2, 2})};
@@ -73,7 +74,7 @@ TEST(NotifiedReducer, Weighted_GradientsAreSumsByTheSumOfWeights) {
         sum += weight[r] * (r + 1);
         total += weight[r];
       }
-      reducer.set_weight(7);  // the last one counts
+      reducer.set_weight(7);  // the last call counts
       reducer.set_weight(weight[rank]);
       for (size_t i = 0; i < gradients.size(); ++i) {
         gradients[i].fill_(weight[rank] * (rank + 1));
@@ -84,7 +85,7 @@ TEST(NotifiedReducer, Weighted_GradientsAreSumsByTheSumOfWeights) {
       for (const at::Tensor& gradient : gradients)
         EXPECT_TRUE(at::allclose(gradient, at::full_like(gradient, mean))) << gradient;
     }
-    // What was given for the last step is not for this one; and then it goes on.
+    // A weight applies to its own step only; afterwards training continues.
     gradients[0].fill_(1);
     gradients[1].fill_(1);
     reducer.gradient_ready(0);
@@ -120,7 +121,7 @@ TEST(NotifiedReducer, ExpandedTensors_ParametersAreTaken_GradientsAreRefused) {
   });
 }
 
-/// The process's own group of one rank, by a file.
+/// This process's group of one rank, over a file store.
 class CApi : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -166,9 +167,9 @@ TEST_F(CApi, BadArguments_AnyFunction_StatusAndMessage) {
   bad = good;
   bad.device = -2;
   refused(apex_broadcast(group_, &bad, 0), "device of a tensor is -2");
-  bad.device = 256;  // as many as an index has values: it would be that of device 0
+  bad.device = 256;  // wraps around to device 0 in an 8-bit index
   refused(apex_broadcast(group_, &bad, 0), "device of a tensor is 256");
-  // Of a kind that this libtorch may not have at all: its own error is a page about dispatchers.
+  // A device type that this libtorch may not support; its own error is a page about dispatchers.
   bad.device = 100;
   for (const auto call : {+[](apex_group* group, const apex_tensor* tensor) {
                             return apex_all_reduce(group, tensor, APEX_SUM);
@@ -180,7 +181,7 @@ TEST_F(CApi, BadArguments_AnyFunction_StatusAndMessage) {
     EXPECT_LT(std::string(apex_last_error()).size(), 150u) << apex_last_error();
   }
   refused(apex_broadcast(group_, &good, 3), "no rank 3");
-  // Hazard: what overflows is taken for a small tensor, and written past its end.
+  // Hazard: an overflowed size looks like a small tensor, and memory past its end is written.
   const int64_t most = std::numeric_limits<int64_t>::max();
   const int64_t huge[][2] = {
       {most / 4 + 1, 1}, {int64_t{1} << 32, int64_t{1} << 32}, {most, 0}, {0, most}};

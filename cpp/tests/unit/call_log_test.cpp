@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Ranks as logs.
+// Ranks are represented by their logs.
 
 #include "watch/call_log.h"
 
@@ -10,7 +10,7 @@ namespace {
 
 class CallLogTest : public ::testing::Test {
  protected:
-  /// What rank 1 finds.
+  /// The difference as seen by rank 1.
   std::string difference() { return one_.difference(1, zero_.encode(0)); }
 
   CallLog zero_, one_;
@@ -59,7 +59,7 @@ TEST_F(CallLogTest, NumberOfBackwardAndNamesOfBuffers_AreNotCompared) {
   EXPECT_EQ(difference(), "");
 }
 
-// A rank that refuses a call passes it over.
+// A rank that refuses a call skips its number.
 TEST_F(CallLogTest, NumberThatWasPassedOver_IsNotCompared) {
   zero_.add("a");
   one_.add({});

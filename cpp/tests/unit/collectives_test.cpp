@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Oracle: what the test lets each rank do. Ranks share a store, or are threads over a backend of
-// the tests. Works end when the test ends them: by what is called during a wait, so that none of
-// them waits for a clock.
+// Oracle: what the test makes each rank do. Ranks share a store, or are threads over the tests'
+// backend. Works complete when the test says so, in calls during a wait, so no test depends on
+// time.
 
 #include "comm/collectives.h"
 
@@ -41,8 +41,8 @@ std::chrono::steady_clock::time_point minute_from_now() {
   return std::chrono::steady_clock::now() + std::chrono::minutes(1);
 }
 
-/// Ends when it is told to; a wait of limited time throws when that is over, as Gloo's does. After
-/// a minute it fails, so that a wait which nobody ends is a failed test.
+/// Completes when the test says so. A wait with a timeout throws at the timeout, as Gloo's does.
+/// Fails after a minute, so that a wait which never ends fails the test.
 class PendingWork final : public c10d::Work {
  public:
   void end(std::exception_ptr error = nullptr, bool completed = true) {
@@ -82,7 +82,7 @@ c10::intrusive_ptr<PendingWork> pending() { return c10::make_intrusive<PendingWo
 
 std::exception_ptr cable() { return std::make_exception_ptr(std::runtime_error("cable")); }
 
-/// The text of the CommunicationError that `call` throws.
+/// The message of the CommunicationError that `call` throws.
 std::string communication_error(const std::function<void()>& call) {
   try {
     call();
@@ -101,7 +101,7 @@ void expect_has(const std::string& text, const std::string& part) {
   EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in: " << text;
 }
 
-/// While it lives, waits that take long ask it.
+/// Installs an interruption check for long waits while it lives.
 class InterruptionCheck {
  public:
   explicit InterruptionCheck(std::function<bool()> check) {
@@ -146,7 +146,7 @@ TEST(Collectives, CauseOfEveryKind_IsToldWithoutABacktrace) {
   }
 }
 
-// Ranks of a group of some ranks count anew: a message that says "rank 1" misleads.
+// Ranks of a subgroup are renumbered, so a message with "rank 1" alone would mislead.
 TEST(Collectives, GroupOfSomeRanks_ErrorNamesTheRanksOfTheJob) {
   const auto groups = make_stored_groups(2, "some");
   EXPECT_EQ(note_on_ranks(*groups[0]), "");
@@ -198,7 +198,7 @@ TEST(CollectiveWait, WorkThatWasAborted_Throws) {
              "x failed: the collective did not complete (");
 }
 
-// Whoever has failed will not come: a wait for it would last until the timeout.
+// A failed rank will not join: a wait for it would last until the timeout.
 TEST(CollectiveWait, AnotherRankReportsAFailure_Ends) {
   for (const bool refuses : {false, true}) {
     const auto groups = make_stored_groups(2, refuses ? "refuses" : "reports");
@@ -230,7 +230,7 @@ TEST(CollectiveWait, RanksInDifferentCollectives_EachIsToldWhereTheOtherIs) {
     });
   }
   for (std::thread& rank : ranks) rank.join();
-  // One finds it; the other does, too, or hears of the failure first.
+  // One rank finds the difference; the other finds it as well or receives the failure first.
   const std::string all = texts[0] + texts[1];
   expect_has(all, "the ranks are in different collectives: ");
   for (size_t rank = 0; rank < 2; ++rank) {
@@ -250,7 +250,8 @@ TEST(CollectiveWait, MeanwhileFindsAMismatch_PassesAsItIs) {
   }
 }
 
-// What the check throws belongs to the caller (KeyboardInterrupt); the others must not wait for it.
+// The check's exception (KeyboardInterrupt) goes to the caller; other ranks must not wait for this
+// rank.
 TEST(CollectiveWait, Interrupted_EndsByThatError_AndTheOthersHearOfIt) {
   struct OfTheCaller {};
   for (const bool throws : {false, true}) {
@@ -283,7 +284,7 @@ TEST(CollectiveWait, Interrupted_EndsByThatError_AndTheOthersHearOfIt) {
   }
 }
 
-/// Of a backend whose wait is a stream's: nothing else may be asked while a graph is captured.
+/// A Work that waits on a stream: no other query is allowed during graph capture.
 class StreamWork final : public c10d::Work {
  public:
   bool isCompleted() override {
@@ -327,7 +328,7 @@ TEST(CollectiveFuture, CompletedOrLate_Returns) {
   }
 }
 
-// What an error of the hook means for the group depends on the other ranks' hooks.
+// The effect of a hook's error on the group depends on the other ranks' hooks.
 TEST(CollectiveFuture, ErrorInTheFuture_Returns_FailureOfAnotherRank_Throws) {
   const auto group = make_stored_groups(2, "future's")[0];
   const auto future = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
@@ -377,7 +378,7 @@ TEST(CollectiveIssue, OnEitherStream_ComputesTheSame_AndOnTheCurrentOneIsNotAsyn
 }
 
 TEST(CollectiveIssue, EveryCollectiveThatCannotBeIssued_ThrowsNamed) {
-  const at::Tensor tensor = at::zeros({2}).expand({2, 2});  // for which ranks do not meet before
+  const at::Tensor tensor = at::zeros({2}).expand({2, 2});  // ranks do not meet for it
   const std::vector<std::function<void(c10d::ProcessGroup&)>> calls{
       [&](auto& group) { issue_all_reduce("it", group, tensor); },
       [&](auto& group) { issue_broadcast("it", group, tensor, 0); },
@@ -390,7 +391,7 @@ TEST(CollectiveIssue, EveryCollectiveThatCannotBeIssued_ThrowsNamed) {
   }
 }
 
-/// Stands for Gloo, and notes what it is asked for; all of it is done at once, by doing nothing.
+/// Stands in for Gloo: records calls, and completes them without doing anything.
 class RecordingBackend final : public SilentBackend {
  public:
   using SilentBackend::SilentBackend;
@@ -404,7 +405,7 @@ class RecordingBackend final : public SilentBackend {
   }
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor&,
                                                  const c10d::AllgatherOptions&) override {
-    output.zero_();  // as from ranks that say nothing of themselves
+    output.zero_();  // as from ranks without a process name
     return note("allgather");
   }
   c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor&, at::Tensor&, std::vector<int64_t>& to,
@@ -438,7 +439,7 @@ struct RecordedGroup {
   }
 };
 
-// Ranks have to meet for a channel: one that asks for it where the others do not waits for ever.
+// Ranks have to meet to create a channel; a rank that tries it alone waits indefinitely.
 TEST(CollectiveIssue, NotContiguous_DoesNotMeetForAChannel) {
   using Calls = std::vector<std::string>;
   const at::Tensor tensor = at::zeros({4, 4});
@@ -449,8 +450,8 @@ TEST(CollectiveIssue, NotContiguous_DoesNotMeetForAChannel) {
   RecordedGroup met("met");
   issue_all_reduce("x", *met.group, tensor);
   ASSERT_GE(met.backend->calls.size(), 2u);
-  EXPECT_EQ(met.backend->calls.front(), "allgather");  // who is on this host?
-  EXPECT_EQ(met.backend->calls.back(), "allreduce");   // nobody who says so
+  EXPECT_EQ(met.backend->calls.front(), "allgather");  // which ranks are on this host?
+  EXPECT_EQ(met.backend->calls.back(), "allreduce");   // none has a process name
   met.backend->calls.clear();
   issue_all_reduce("x", *met.group, tensor);
   issue_broadcast("x", *met.group, tensor, 0);

@@ -28,7 +28,7 @@
 
 namespace {
 
-/// A return type of a user's own.
+/// A user-defined return type.
 struct Prediction {
   at::Tensor scores;
   std::string label;
@@ -70,10 +70,10 @@ TEST(DistributedDataParallelCpp, Holder_Trained_KeepsRanksEqualAndFollowsTheWhol
   run_ranks(2, [](int rank, const Group& group) {
     torch::manual_seed(rank);
     DistributedDataParallel model(Net(), group);
-    model.eval();  // batch norm must not see slices here
+    model.eval();  // batch norm must not see slices of the batch
     Net reference;
     {
-      // torch's archives are not made for several threads, which ranks are here.
+      // torch's archives are not thread safe, and ranks are threads here.
       static std::mutex one_at_a_time;
       const std::lock_guard<std::mutex> lock(one_at_a_time);
       std::stringstream stream;
@@ -194,7 +194,7 @@ TEST(DistributedDataParallelCpp, Weighted_UnevenBatches_IsTheMeanOverAllSamples)
   });
 }
 
-// The oracle is torch's function, on gradients that were copied.
+// Oracle: torch's function on copies of the gradients.
 TEST(DistributedDataParallelCpp, GradientStatistics_NormsAndClipping_AreThoseOfTorch) {
   run_ranks(2, [](int rank, const Group& group) {
     torch::manual_seed(0);
@@ -224,7 +224,7 @@ TEST(DistributedDataParallelCpp, GradientStatistics_NormsAndClipping_AreThoseOfT
   });
 }
 
-// Plain batch norm is each rank's own, and so may be other buffers.
+// Plain batch norm is per rank, and so may be other buffers.
 TEST(DistributedDataParallelCpp, StateOfOneRankChanges_Backward_ThrowsAndNamesIt) {
   run_ranks(3, [](int rank, const Group& group) {
     torch::manual_seed(rank);
@@ -233,7 +233,7 @@ TEST(DistributedDataParallelCpp, StateOfOneRankChanges_Backward_ThrowsAndNamesIt
     DistributedDataParallel model(net,
                                   DistributedDataParallelOptions()
                                       .process_group(group)
-                                      .check_steps(false)  // which sees it, too
+                                      .check_steps(false)  // it would detect this as well
                                       .replica_check_every(2)
                                       .on_divergence(OnDivergence::kRaise));
     const auto step = [&] {
@@ -324,8 +324,8 @@ TEST(DistributedDataParallelCpp, NullModule_Constructed_SaysSo) {
   EXPECT_THROW(Checkpoint{holder}, InvalidArgument);
 }
 
-// Hazard: rank 1 gets its parameters from rank 0 when it has run out of data, so only one of them
-// has updated them since; a few times of that, and ranks are not asked any more.
+// Hazard: rank 1 receives rank 0's parameters when it has run out of data, so only rank 0 has
+// updated them since. After a few such differences the check would be turned off.
 TEST(DistributedDataParallelCpp, StepOfOneRankAfterManyJoins_NextBackward_ThrowsOnEveryRank) {
   run_ranks(2, [](int rank, const Group& group) {
     DistributedDataParallel model(Net(), group);
@@ -422,7 +422,7 @@ TEST(DistributedDataParallelCpp, Join_UnevenBatches_EndsAlikeWithTheBuffersOfALo
         }
       }
       EXPECT_EQ(model.reducer().statistics().backwards, 4);
-      // Counted by rank 1 alone; with broadcast_buffers the first forward took rank 0's.
+      // Counted by rank 1 alone; with broadcast_buffers the first forward took rank 0's count.
       EXPECT_EQ(model->bn->num_batches_tracked.item<int64_t>(), 4);
       std::vector<at::Tensor> mine{
           torch::cat({model->fc1->weight.detach().view(-1), model->bn->running_mean.view(-1)})};
@@ -430,7 +430,7 @@ TEST(DistributedDataParallelCpp, Join_UnevenBatches_EndsAlikeWithTheBuffersOfALo
       for (int r = 0; r < 3; ++r) all[0].push_back(torch::empty_like(mine[0]));
       group->allgather(all, mine)->wait();
       for (const at::Tensor& other : all[0]) EXPECT_TRUE(other.equal(mine[0]));
-      // An even join changes nothing, and afterwards backward is as before.
+      // An even join changes nothing, and later backwards work as before.
       {
         auto guard = model.join();
         EXPECT_THROW(static_cast<void>(model.join()), InvalidArgument);
@@ -451,7 +451,7 @@ TEST(DistributedDataParallelCpp, Options_Chained_ReachTheEngineOrAreRefused) {
   EXPECT_EQ(options.limits().cap, 512 * 1024);
   EXPECT_EQ(options.limits().first_cap, 512 * 1024);
   EXPECT_EQ(options.limits().unit, BucketLimits::Unit::kBytes);
-  // The numbers of Python, python/apex/parallel/_options.py.
+  // The values of Python's bucket_cap_mb, python/apex/parallel/_options.py.
   const auto limits = [](double mib) {
     return DistributedDataParallelOptions().bucket_cap_mb(mib).limits();
   };
@@ -466,7 +466,7 @@ TEST(DistributedDataParallelCpp, Options_Chained_ReachTheEngineOrAreRefused) {
   for (const double mib : {0.0, -1.0, std::numeric_limits<double>::quiet_NaN()})
     EXPECT_THROW(DistributedDataParallelOptions().bucket_cap_mb(mib), InvalidArgument);
   run_ranks(2, [](int, const Group& group) {
-    // One parameter each, since a bucket is closed by the first that reaches its size.
+    // One parameter per bucket, since the first parameter that reaches the size closes its bucket.
     DistributedDataParallel model(
         Net(), DistributedDataParallelOptions(group).limits({1}).static_graph(true));
     EXPECT_TRUE(model.static_graph());
@@ -679,7 +679,7 @@ TEST(DistributedDataParallelCpp, Join_ExceptionInTheLoop_LeavesWithoutWaitingFor
           throw std::range_error("the user's");
         },
         std::range_error);
-    // Nobody announces anything any more.
+    // Forwards are not announced any more.
     model.forward(torch::ones({1, 4})).sum().backward();
     EXPECT_EQ(model.reducer().statistics().backwards, 1);
   });

@@ -12,8 +12,8 @@
 namespace apex::parallel {
 namespace {
 
-// The hazard: the thread of a group that ends lets go of a Python object when the interpreter has
-// ended, which aborts the process.
+// Hazard: the thread that destroys a group releases a Python object after the interpreter has
+// exited, which aborts the process.
 TEST(Endings, GroupThatMayBeStuckAndIsNot_IsWaitedForAtTheEndOfTheProcess) {
   const auto ended = std::make_shared<std::atomic<bool>>(false);
   end_elsewhere(

@@ -14,7 +14,7 @@
 #include <support/fake_group.h>
 #include <support/toy_model.h>
 
-// What the other tests on the fake device lean on: values are right, and misuse is found.
+// The other tests on the fake device rely on this: values are correct, and misuse is detected.
 
 namespace apex::testing {
 namespace {
@@ -28,7 +28,7 @@ class FakeDevice : public ::testing::Test {
     if (expects_errors_) return;
     EXPECT_EQ(fake::detector().errors(), Strings{});
   }
-  /// Instead of a clean run.
+  /// Expects this error instead of a clean run.
   void expect_error(const std::string& part) {
     expects_errors_ = true;
     const Strings errors = fake::detector().errors();
@@ -137,7 +137,7 @@ TEST_F(FakeDevice, MemoryOfAnotherStream_MustBeKept) {
 }
 
 TEST_F(FakeDevice, BackwardOfSeveralStreams_IsOrderedByAutograd) {
-  // Nothing of ours: torch's engine has to be clean here, or what is found elsewhere would mean
+  // Uses none of our code: if torch's engine alone caused errors, findings elsewhere would mean
   // nothing.
   const c10::Stream main = fake::current_stream();
   const c10::Stream side = fake::new_stream("side");

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A backend that behaves like NCCL: the host does not wait, and abort() makes its stream go on.
+// Uses a backend that behaves like NCCL: the host does not wait, and abort() lets its stream
+// continue.
 
 #include "watch/followed_work.h"
 
@@ -33,12 +34,12 @@ using apex::testing::ChildProcess;
 using apex::testing::make_stored_groups;
 using apex::testing::SilentBackend;
 
-/// A stream: how far it was filled, and how far it has come.
+/// A stream: how much work it was given, and how much it has completed.
 struct Stream {
   std::atomic<int> given{0}, done{0};
   std::atomic<bool> aborted{false}, capturing{false}, is_full{false};
   std::atomic<bool> set_throws{false}, query_throws{false};
-  std::atomic<int> marks{0};               ///< that there are
+  std::atomic<int> marks{0};               ///< number of live marks
   std::function<void()> on_abort = [] {};  ///< called by abort()
 };
 
@@ -77,7 +78,7 @@ class LikeNccl final : public SilentBackend {
   const std::shared_ptr<Stream> stream_;
 };
 
-/// A store whose process is stopped, when it is.
+/// A store whose host process can be stopped.
 class BlockingStore final : public c10d::HashStore {
  public:
   int64_t add(const std::string& key, int64_t value) override {
@@ -87,7 +88,7 @@ class BlockingStore final : public c10d::HashStore {
   std::atomic<bool> stopped{false};
 };
 
-/// Rank 1 of three; rank 0 would wait until the others have read what it reports.
+/// Rank 1 of three. Rank 0 would wait until the others have read its report.
 class FollowedWork : public ::testing::Test {
  protected:
   FollowedWork() : groups_(make_stored_groups(3, "group", store_)) {
@@ -103,7 +104,7 @@ class FollowedWork : public ::testing::Test {
   }
   ~FollowedWork() override {
     store_->stopped = false;
-    stream_->aborted = true;  // what is left ends
+    stream_->aborted = true;  // remaining work ends
     apex::testing::stream_marks = nullptr;
   }
 
@@ -127,7 +128,7 @@ class FollowedWork : public ::testing::Test {
   bool is_aborted_soon() {
     return comes_true([this] { return stream_->aborted.load(); });
   }
-  /// For longer than anything takes that ends in an abort.
+  /// Waits longer than any abort takes.
   bool stays_whole() {
     const auto until = std::chrono::steady_clock::now() + timing::kUnfinished + timing::kAlone +
                        3 * timing::kNeighbours;
@@ -156,7 +157,7 @@ TEST_F(FollowedWork, AnotherProcessEnds_CommunicatorIsAbortedAndTheRankIsNamed) 
                       std::to_string(child_.name().pid) + ")"),
             std::string::npos)
       << said;
-  // What the group's next collective adds to its error.
+  // The text that the group's next collective adds to its error.
   EXPECT_NE(report_failure(*groups_[1], "all-reduce").find("rank 2 has ended"), std::string::npos);
 }
 
@@ -183,7 +184,7 @@ TEST_F(FollowedWork, AnotherRankReportsAFailure_CommunicatorIsAborted) {
   EXPECT_TRUE(is_aborted_soon());
 }
 
-// The host has gone on to later calls, while the GPU waits in the one that was refused.
+// The host has continued to later calls, while the GPU waits in the call that was refused.
 TEST_F(FollowedWork, AnotherRankRefusedAnEarlierCall_CommunicatorIsAborted) {
   launch("second");
   refuse_call(*groups_[0], "second");
@@ -191,16 +192,16 @@ TEST_F(FollowedWork, AnotherRankRefusedAnEarlierCall_CommunicatorIsAborted) {
   EXPECT_TRUE(is_aborted_soon());
 }
 
-// All have thrown, and have gone on: nobody waits in that call.
+// All ranks have thrown and continued: no rank waits in that call.
 TEST_F(FollowedWork, AllRanksRefusedAnEarlierCall_NothingIsAborted) {
   for (const auto& group : groups_) refuse_call(*group, "second");
   launch("third");
   EXPECT_TRUE(stays_whole());
-  EXPECT_EQ(known_->status.failure->what, "second");  // not yet reported as failed, either
+  EXPECT_EQ(known_->status.failure->what, "second");  // and is not reported as failed yet
   EXPECT_FALSE(has_failed(*groups_[1]));
 }
 
-// The host of this rank is there already; the GPU is busy with the call before, and gets on.
+// This rank's host has reached the call; its GPU is busy with an earlier one and makes progress.
 TEST_F(FollowedWork, GpuIsBusyBeforeACallThatAnotherRankRefused_IsAbortedWhenItComesThere) {
   launch("second");
   begin_call(*groups_[0], "second");
@@ -216,11 +217,11 @@ TEST_F(FollowedWork, AnotherRankRefusesALaterCall_NothingIsAborted) {
   launch("second");
   begin_call(*groups_[0], "second");
   refuse_call(*groups_[0], "third");
-  EXPECT_TRUE(stays_whole());  // the GPU may be busy with something else
+  EXPECT_TRUE(stays_whole());  // the GPU may be busy with other work
   EXPECT_TRUE(is_followed());
 }
 
-// A rank may end after its last collective, while the GPUs of others still work on it.
+// A rank may exit after its last collective while other ranks' GPUs still work on it.
 TEST_F(FollowedWork, GpuComesThereAfterAnotherProcessEnded_NothingIsAborted) {
   launch();
   child_.become_zombie();
@@ -240,7 +241,7 @@ TEST_F(FollowedWork, GpuHasFinished_IsNotFollowedUntilTheNextLaunch) {
   EXPECT_TRUE(is_aborted_soon());
 }
 
-// The host has launched all at once. What completes in between counts, not only the last one.
+// The host has launched everything at once. Every completion counts, not only the last.
 TEST_F(FollowedWork, QueueIsFinishedOneByOneAfterAnotherProcessEnded_NothingIsAborted) {
   child_.become_zombie();
   for (int i = 0; i < 200; ++i) launch();
@@ -252,12 +253,12 @@ TEST_F(FollowedWork, QueueIsFinishedOneByOneAfterAnotherProcessEnded_NothingIsAb
   }
   EXPECT_FALSE(stream_->aborted);
   EXPECT_TRUE(is_followed());
-  EXPECT_TRUE(is_aborted_soon());  // it stops there
+  EXPECT_TRUE(is_aborted_soon());  // it stops here
 }
 
-// The GPU is busy all the time, and what was launched last has never completed.
+// The GPU is busy all the time, and the latest launch never completes.
 TEST_F(FollowedWork, HostIsAlwaysAhead_NothingIsAborted) {
-  child_.become_zombie();  // so it would be
+  child_.become_zombie();  // otherwise a reason to abort
   const auto until = std::chrono::steady_clock::now() + timing::kUnfinished + 2 * timing::kAlone;
   while (std::chrono::steady_clock::now() < until) {
     launch();
@@ -267,7 +268,7 @@ TEST_F(FollowedWork, HostIsAlwaysAhead_NothingIsAborted) {
   EXPECT_FALSE(stream_->aborted);
 }
 
-// A stream takes so many launches; then the host waits, in the middle of this.
+// A stream has a limited queue; when it is full, the host waits inside the call.
 TEST_F(FollowedWork, HostWaitsForRoomInTheStream_CommunicatorIsAborted) {
   if (!this_process()) GTEST_SKIP() << "no /proc";
   launch();
@@ -278,7 +279,7 @@ TEST_F(FollowedWork, HostWaitsForRoomInTheStream_CommunicatorIsAborted) {
   host.join();
 }
 
-/// What is said meanwhile, with stalls of 400 ms.
+/// Collects notices, with a stall time of 400 ms.
 class Said {
  public:
   Said() : before_(stall_time()) {
@@ -376,7 +377,7 @@ TEST_F(FollowedWork, SeveralThreadsLaunch_FewMarksAreKept) {
   EXPECT_LE(stream_->marks, 2 * static_cast<int>(Launched::kMarks) + 4);
 }
 
-// Over NCCL a collective may return before others have introduced themselves.
+// Over NCCL a collective may return before other ranks have published their processes.
 TEST_F(FollowedWork, ProcessesAreNotKnownYet_AreReadBeforeTheyAreLookedAt) {
   if (!this_process()) GTEST_SKIP() << "no /proc";
   known_->processes.clear();
@@ -408,7 +409,7 @@ TEST_F(FollowedWork, GroupIsGone_IsNotFollowedAnyMore) {
   known_.reset();
   groups_.clear();
   EXPECT_TRUE(comes_true([&] {
-    watched(*make_stored_groups(2, "other")[0]);  // which forgets those that are gone
+    watched(*make_stored_groups(2, "other")[0]);  // it removes expired groups
     return weak.expired();
   }));
 }

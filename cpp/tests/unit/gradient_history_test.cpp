@@ -19,7 +19,7 @@ std::vector<RankGradient> of(const std::vector<double>& norms) {
   return ranks;
 }
 
-// tr(S) = 6 and |G|^2 = 5 of ranks with 1, 2 and 3 samples, put into the expectations.
+// Inputs are the expected values for tr(S) = 6 and |G|^2 = 5, of ranks with 1, 2 and 3 samples.
 TEST(GradientHistory, NoiseAndSignal_OfTheirExpectations_AreExact) {
   GradientHistory history;
   const std::vector<RankGradient> ranks{{5 + 6.0 / 1, 1}, {5 + 6.0 / 2, 2}, {5 + 6.0 / 3, 3}};
@@ -38,9 +38,9 @@ TEST(GradientHistory, RanksWithoutSamples_DoNotCount) {
   EXPECT_NEAR(history.last().noise, 6, 1e-12);
   EXPECT_TRUE(std::isnan(history.last().rank_norms[1]));
   EXPECT_TRUE(history.last().outliers.empty());
-  history.add(2, {{4, 1}, {kNan, 0}}, 4, 2);  // one alone tells nothing
+  history.add(2, {{4, 1}, {kNan, 0}}, 4, 2);  // one rank alone gives no estimate
   EXPECT_TRUE(std::isnan(history.last().noise));
-  EXPECT_NEAR(history.last().noise_scale, 1.2, 1e-12);  // what is known
+  EXPECT_NEAR(history.last().noise_scale, 1.2, 1e-12);  // the earlier estimate
 }
 
 TEST(GradientHistory, NegativeSignal_GivesNoNoiseScale) {

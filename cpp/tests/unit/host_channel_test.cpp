@@ -26,8 +26,8 @@
 
 #include <apex/error.h>
 
-/// The protocol with ranks as threads over the same memory, so that ThreadSanitizer sees all of it.
-/// Oracles: sums in float64 in the order of the ranks, and the same bits on every rank.
+/// The protocol with ranks as threads that share memory, so that ThreadSanitizer covers all of it.
+/// Oracles: float64 sums in rank order, and the same bits on every rank.
 
 namespace apex::parallel {
 namespace {
@@ -59,11 +59,11 @@ at::Tensor values(int64_t numel, at::ScalarType dtype, uint64_t seed) {
   return at::randn({numel}, generator, at::TensorOptions(at::kDouble)).to(dtype);
 }
 
-/// By all the book: float64, in the order of the ranks, rounded once for 16 bits.
+/// The exact result: float64, in rank order, rounded once for 16-bit dtypes.
 at::Tensor reference(const std::vector<at::Tensor>& inputs, Op op) {
   const at::ScalarType dtype = inputs[0].scalar_type();
   if (dtype == at::kFloat || dtype == at::kDouble || at::isComplexType(dtype)) {
-    // The same arithmetic.
+    // These dtypes use the same arithmetic.
     at::Tensor sum = inputs[0].clone();
     for (size_t rank = 1; rank < inputs.size(); ++rank) {
       if (op == Op::MAX) sum = at::maximum(sum, inputs[rank]);
@@ -92,7 +92,7 @@ at::Tensor reference(const std::vector<at::Tensor>& inputs, Op op) {
   return sum.to(dtype);
 }
 
-/// One collective of a random program: the same on every rank but for `in_shared`.
+/// A collective of a random program: the same on every rank except for `in_shared`.
 struct Case {
   enum Kind {
     kAllReduce,
@@ -137,7 +137,7 @@ at::Tensor input_of(const Case& one, int rank) {
   return values(one.numel, one.dtype, one.seed * 16 + static_cast<uint64_t>(rank));
 }
 
-/// Issues the collective; the returned function waits for it and checks what it gave.
+/// Issues the collective; the returned function waits for it and checks the result.
 std::function<void()> issue(HostChannel& channel, const Case& one, int rank, int ranks,
                             bool in_shared) {
   const std::string what = "case of seed " + std::to_string(one.seed);
@@ -173,7 +173,7 @@ std::function<void()> issue(HostChannel& channel, const Case& one, int rank, int
       };
     }
     case Case::kAllToAll: {
-      // Rank r has r + k elements for rank k.
+      // Rank r sends r + k elements to rank k.
       std::vector<int64_t> sent_numel, received_numel;
       int64_t sent = 0, received = 0;
       for (int peer = 0; peer < ranks; ++peer) {
@@ -197,8 +197,7 @@ std::function<void()> issue(HostChannel& channel, const Case& one, int rank, int
       };
     }
     case Case::kAllGatherParts: {
-      // Each rank gives what it has in two parts, of which one may be empty; rank r r elements
-      // less.
+      // Each rank sends two parts, one of which may be empty. Rank r sends r elements fewer.
       std::vector<std::vector<at::Tensor>> parts;
       for (int peer = 0; peer < ranks; ++peer) {
         const int64_t numel = std::max<int64_t>(0, one.numel - peer);
@@ -247,7 +246,7 @@ std::function<void()> issue(HostChannel& channel, const Case& one, int rank, int
       };
     }
     case Case::kReduceScatter: {
-      // Of what all ranks give, each gets the part with its number.
+      // Each rank gets the share of its index.
       const at::Tensor out = at::empty_like(mine);
       auto work = channel.reduce_scatter(what, out, {mine.repeat({ranks})}, one.op);
       return [=] {
@@ -259,7 +258,7 @@ std::function<void()> issue(HostChannel& channel, const Case& one, int rank, int
   return {};
 }
 
-/// Issues up to `ahead` collectives before it waits for the first.
+/// Issues up to `ahead` collectives before waiting for the first.
 void run_program(HostChannel& channel, int rank, int ranks, uint64_t seed, int count,
                  size_t ahead) {
   std::mt19937_64 program(seed);
@@ -333,8 +332,8 @@ TEST(HostChannel, SixteenBitsAreSummedInFloatAndRoundedOnce) {
   }));
 }
 
-// Oracle: the sums of a rank in the default mode. Every rank sums a small message for itself, and
-// any rank may sum a share of a large one.
+// Oracle: the sums of a rank in the default floating-point mode. Every rank sums small messages
+// itself, and any rank may sum a share of a large one.
 TEST(HostChannel, RankThatFlushesOrRoundsUpward_SumsAsTheOthersDo) {
   const int ranks = 3;
   const Channels channels = testing::connect_channels(ranks);
@@ -360,9 +359,9 @@ TEST(HostChannel, RankThatFlushesOrRoundsUpward_SumsAsTheOthersDo) {
   }
 }
 
-// Oracle: the sums in float64. The result's has the same bits on every rank, also on one that
-// flushes denormal numbers, and whoever sums what. A gradient may lie in memory of its own or in
-// shared one.
+// Oracle: float64 sums. The squares of the result have the same bits on every rank, also on one
+// that flushes denormals, whichever rank sums which share. A gradient may be in private or shared
+// memory.
 TEST(HostChannel, SquaresOfWhatIsSummed_AreThoseOfTheValues) {
   for (const int ranks : {2, 3}) {
     const Channels channels = testing::connect_channels(ranks);
@@ -424,7 +423,7 @@ TEST(HostChannel, BroadcastOfChanges_WritesWhatDiffersAndSaysSo) {
   const int ranks = 3;
   const Channels channels = testing::connect_channels(ranks);
   expect_no_errors(on_ranks(ranks, [&](int rank) {
-    // A NaN equals itself here, and -0.0 is not 0.0.
+    // Compared as bytes: a NaN equals itself, and -0.0 differs from 0.0.
     std::vector<at::Tensor> parts{at::full({3}, std::nanf("")), at::zeros({70000}, at::kByte),
                                   at::empty({0}), at::zeros({2}), at::full({1}, 5, at::kLong)};
     if (rank == 0) parts[3].neg_();
@@ -438,7 +437,7 @@ TEST(HostChannel, BroadcastOfChanges_WritesWhatDiffersAndSaysSo) {
   }));
 }
 
-// The hazard: a rank that waited for room in one channel would not come to issue in the other.
+// Hazard: a rank that waits for a slot in one channel never issues in the other.
 TEST(HostChannel, ManyMoreThanTheRingInTwoChannels_IssuedInAnotherOrder_Complete) {
   const int ranks = 2, count = 700;
   const Channels first = testing::connect_channels(ranks),
@@ -449,7 +448,7 @@ TEST(HostChannel, ManyMoreThanTheRingInTwoChannels_IssuedInAnotherOrder_Complete
     for (const bool other : {false, true}) {
       HostChannel& channel = *(other == (rank == 0) ? first : second)[rank];
       for (int i = 0; i < count; ++i) {
-        // Every third is summed by shares, and keeps its part.
+        // Every third message is summed by shares and keeps its part.
         tensors.push_back(at::full({i % 3 == 0 ? 9000 : 4}, i + rank, at::kDouble));
         works.push_back(channel.all_reduce("one of many", tensors.back(), Op::SUM));
       }
@@ -477,7 +476,7 @@ TEST(HostChannel, WorkThatNobodyWaitsForHoldsNobodyUp) {
     for (int round = 0; round < 30; ++round) {
       at::Tensor forgotten = at::full({6000}, rank, at::kFloat);
       channels[rank]->all_reduce("forgotten", forgotten, Op::SUM);
-      forgotten = at::Tensor();  // its memory is held for the peers
+      forgotten = at::Tensor();  // its memory stays alive for the peers
       at::Tensor next = at::full({6000}, rank + 1, at::kFloat);
       channels[rank]->all_reduce("next", next, Op::SUM)->wait();
       require(next.eq(6).all().item<bool>(), "the next sum");
@@ -508,7 +507,7 @@ TEST(HostChannel, TensorOutlivesItsChannel) {
   EXPECT_TRUE(kept.eq(3).all().item<bool>());
 }
 
-// --- what goes wrong ---
+// --- failures ---
 
 struct Mismatch {
   const char* name;
@@ -525,7 +524,7 @@ TEST_P(HostChannelMismatch, EveryRankThrowsAndSaysWho) {
     EXPECT_NE(errors[rank].find("rank "), std::string::npos) << errors[rank];
     EXPECT_NE(errors[rank].find(GetParam().said), std::string::npos) << errors[rank];
   }
-  // And it stays so.
+  // The failure is permanent.
   const auto again = on_ranks(
       2, [&](int rank) { channels[rank]->all_reduce("again", at::ones({1}), Op::SUM)->wait(); });
   for (const std::string& error : again)
@@ -567,7 +566,7 @@ INSTANTIATE_TEST_SUITE_P(
                  "different collectives"},
         Mismatch{"lengths",
                  [](HostChannel& channel, int rank) {
-                   // Rank 1 gets more than it expects, and rank 0 less.
+                   // Rank 1 receives more than it expects, rank 0 less.
                    const int64_t numel = rank == 0 ? 6 : 2;
                    channel
                        .all_to_all("exchange", at::empty({4}), at::ones({numel}), {2, 2},
@@ -596,7 +595,7 @@ TEST(HostChannel, RankThatDoesNotComeIsNamedWhenTimeIsUp) {
   const auto errors = on_ranks(3, [&](int rank) {
     if (rank != 1) channels[rank]->all_reduce("sum", at::ones({3}), Op::SUM)->wait();
   });
-  // Whoever is second may hear it from the first.
+  // The second rank may receive the report of the first.
   for (const int rank : {0, 2}) {
     const bool named = errors[rank].find("waited for rank 1 longer than the timeout of 150 ms") !=
                            std::string::npos ||
@@ -612,7 +611,7 @@ TEST(HostChannel, WaitEndsAtItsOwnTime) {
   EXPECT_THROW(work->wait(milliseconds(30)), Error);
   auto other = channels[1]->all_reduce("sum", at::ones({3}), Op::SUM);
   EXPECT_TRUE(other->wait());
-  EXPECT_TRUE(work->wait());  // and can be waited for again
+  EXPECT_TRUE(work->wait());  // waiting twice is allowed
   EXPECT_TRUE(work->isCompleted());
 }
 
@@ -624,7 +623,7 @@ TEST(HostMemory, FreedMemoryIsUsedAgain) {
   for (int i = 0; i < 20; ++i) held.push_back(memory->allocate(size_t{3} << 20));
   char* const first = held.front().get();
   held.clear();
-  EXPECT_EQ(memory->allocate(size_t{50} << 20).get(), first);  // the gaps have been merged
+  EXPECT_EQ(memory->allocate(size_t{50} << 20).get(), first);  // the gaps were merged
 }
 
 TEST(HostMemory, Zeroed_IsZero_AndNewMemoryIsNotTakenBeforeItIsWritten) {
@@ -643,7 +642,7 @@ TEST(HostMemory, Zeroed_IsZero_AndNewMemoryIsNotTakenBeforeItIsWritten) {
     EXPECT_TRUE(std::all_of(data.get(), data.get() + bytes, [](char one) { return one == 0; }));
     std::memset(data.get(), 1, bytes);
   }
-  // Half of it new.
+  // Half of it was never used.
   const auto data = memory->allocate_zeroed(2 * bytes);
   EXPECT_TRUE(std::all_of(data.get(), data.get() + 2 * bytes, [](char one) { return one == 0; }));
 }

@@ -31,8 +31,8 @@
 #include "watch/process_state.h"
 #include "watch/watched_group.h"
 
-/// Ranks as processes over Gloo, which say that they are on several hosts. Oracle: that of
-/// support/host_messages.h. Ranks as threads: host_hierarchy_threads_test.cpp.
+/// Ranks as processes over Gloo that claim to be on several hosts. Oracle: support/host_messages.h.
+/// For ranks as threads see host_hierarchy_threads_test.cpp.
 
 namespace apex::parallel {
 namespace {
@@ -47,7 +47,7 @@ using testing::values;
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 struct Outcome {
-  int status = -1;   ///< of waitpid(); -1: it had to be killed
+  int status = -1;   ///< from waitpid(); -1: it had to be killed
   std::string said;  ///< "done", or the error
 };
 
@@ -63,7 +63,7 @@ void require(bool condition, const std::string& what) {
   if (!condition) throw std::runtime_error(what);
 }
 
-/// A folder for the store of one run.
+/// A temporary folder for the store of one run.
 class Folder {
  public:
   Folder() {
@@ -78,7 +78,7 @@ class Folder {
   fs::path path;
 };
 
-/// A group as of a script, over Gloo and a store in `file`.
+/// A group as a script creates it, over Gloo and a store in `file`.
 GroupPtr make_group(int rank, int size, const fs::path& file, milliseconds timeout) {
   distributed::BackendRequest request;
   const auto store = c10::make_intrusive<testing::Counting<c10d::FileStore>>(file.string(), size);
@@ -102,7 +102,7 @@ Rank connect(int rank, const Places& places, const fs::path& folder, millisecond
   return self;
 }
 
-/// Runs the ranks. `body` is called in each process, and what it throws is what the rank says.
+/// Runs the ranks. Calls `body` in each process; its exception becomes the rank's outcome.
 std::vector<Outcome> run(const Places& places, const std::function<void(Rank&)>& body,
                          const std::function<void(pid_t)>& on_stop = {},
                          const std::function<void(int)>& before = {},
@@ -181,7 +181,7 @@ at::Tensor message_of(Rank& self, const HostMessage& one) {
   return shared;
 }
 
-/// Messages of every kind, several in flight; the same on every rank but for where they lie.
+/// Messages of every kind, several in flight; the same on every rank except for their memory.
 void random_program(Rank& self, uint64_t seed, int rounds) {
   std::mt19937_64 random(seed);
   std::mt19937_64 alone(seed * 100 + static_cast<uint64_t>(self.rank));
@@ -213,7 +213,7 @@ class HostHierarchyTest : public ::testing::TestWithParam<Places> {
  protected:
   void SetUp() override {
     at::set_num_threads(1);
-    at::ones({10}).sum();  // what starts once, before the forks
+    at::ones({10}).sum();  // starts what starts once, before forking
   }
 };
 
@@ -224,7 +224,7 @@ TEST_P(HostHierarchyTest, SumsAreThoseOfHostsInOrder_BitForBit) {
   }));
 }
 
-// The hazard: bits that depend on how gradients are put into buckets.
+// Hazard: bits that depend on how gradients are split into buckets.
 TEST_P(HostHierarchyTest, SumsDoNotDependOnTheSizeOfMessages) {
   expect_done(run(GetParam(), [](Rank& self) {
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
@@ -247,8 +247,8 @@ TEST_P(HostHierarchyTest, SumsDoNotDependOnTheSizeOfMessages) {
   }));
 }
 
-// Nobody has to call anything for the others to go on; as where a backward has failed, or ends
-// before its buckets have arrived.
+// Other ranks make progress without calls of this rank, as after a failed backward, or when
+// backward ends before its buckets have arrived.
 TEST_P(HostHierarchyTest, RankThatIsElsewhere_HoldsNobodyUp) {
   expect_done(run(GetParam(), [](Rank& self) {
     HostMessage one;
@@ -263,19 +263,19 @@ TEST_P(HostHierarchyTest, RankThatIsElsewhere_HoldsNobodyUp) {
         works.push_back(self.hierarchy->all_reduce("a message", message, Op::SUM));
       std::vector<at::Tensor> nothing{at::zeros({1})};
       if (self.rank == away) {
-        works.clear();  // it does not even keep them
+        works.clear();  // it drops even the works
       } else {
         for (const auto& work : works) work->wait();
         for (const at::Tensor& message : messages) check(message, one, self.places);
       }
-      // Over the network, where the rank that is away does nothing for the hierarchy.
+      // Over the network, where the absent rank does nothing for the hierarchy.
       self.group->allreduce(nothing)->wait();
     }
   }));
 }
 
-// More messages than the rings of the channels hold, of which one rank issues its own and goes
-// elsewhere: nobody waits in issuing a message for what that rank would do only in a wait.
+// More messages than the channels' rings hold. One rank issues its messages and leaves. Issuing
+// must not wait for something that this rank would do only in a wait.
 TEST_P(HostHierarchyTest, ManyMessagesOfARankThatIsElsewhere) {
   expect_done(run(GetParam(), [](Rank& self) {
     const auto size = static_cast<int64_t>(self.places.size());
@@ -297,7 +297,7 @@ TEST_P(HostHierarchyTest, ManyMessagesOfARankThatIsElsewhere) {
   }));
 }
 
-/// Sends itself `signal` at its step number `step`.
+/// Sends `signal` to itself at step `step`.
 void hit_at(int step, int signal) {
   static std::atomic<int> steps;
   steps = 0;
@@ -306,7 +306,7 @@ void hit_at(int step, int signal) {
   };
 }
 
-/// A message of each size, two in flight.
+/// Sends a message of each size, two in flight.
 void train(Rank& self) {
   HostMessage small, large;
   small.numel = 100;
@@ -329,8 +329,8 @@ void train(Rank& self) {
   }
 }
 
-/// Of the steps at which a rank is hit, every fourth, another one of four for each layout; all with
-/// APEX_TEST_EVERY_STEP=1 in the environment, which takes minutes.
+/// Tests every fourth step, a different one of the four for each layout. APEX_TEST_EVERY_STEP=1
+/// tests all steps, which takes minutes.
 bool is_tried(int step, const Places& places) {
   const char* const every = std::getenv("APEX_TEST_EVERY_STEP");
   if (every != nullptr && std::string(every) == "1") return true;
@@ -339,7 +339,7 @@ bool is_tried(int step, const Places& places) {
   return (step + layout) % 4 == 0;
 }
 
-/// How many steps a rank makes.
+/// The number of steps of a rank.
 int count_steps(const Places& places, int victim) {
   int ends[2];
   require(::pipe(ends) == 0, "no pipe");
@@ -357,8 +357,8 @@ int count_steps(const Places& places, int victim) {
   return count;
 }
 
-// The hazard: survivors on the rank's own host see its process end, those on others see a
-// connection close or nothing at all, and each waits for another that has given up.
+// Hazard: survivors on the rank's host see its process exit. Survivors on other hosts see a closed
+// connection or nothing, and each waits for another survivor that has given up.
 TEST_P(HostHierarchyTest, RankKilledAtAnyStep_IsNamedByEverySurvivor) {
   const Places& places = GetParam();
   for (const int victim : {0, static_cast<int>(places.size()) - 1}) {
@@ -377,11 +377,11 @@ TEST_P(HostHierarchyTest, RankKilledAtAnyStep_IsNamedByEverySurvivor) {
         if (static_cast<int>(rank) == victim) continue;
         const Outcome& outcome = outcomes[rank];
         ASSERT_NE(outcome.status, -1) << "rank " << rank << " hangs";
-        // "done": the victim had done all that this rank needed.
+        // "done": the victim had finished its part for this rank.
         const std::string named = "rank " + std::to_string(victim);
         EXPECT_TRUE(outcome.said == "done" || outcome.said.find(named) != std::string::npos)
             << "rank " << rank << ": " << outcome.said;
-        // It was seen that the process has ended, and not waited for until the timeout.
+        // The exit of the process was detected without waiting for the timeout.
         EXPECT_EQ(outcome.said.find("imed out"), std::string::npos) << outcome.said;
       }
     }
@@ -453,13 +453,13 @@ TEST(HostHierarchy, OneHost_TakesTheChannel) {
   }));
 }
 
-/// What this process holds of the system.
+/// System resources of this process.
 struct Held {
   size_t files = 0, mappings = 0, threads = 0;
 };
 
 Held held() {
-  finish_dropped_groups();  // which end on threads of their own
+  finish_dropped_groups();  // they end on separate threads
   const auto entries = [](const char* folder) {
     const fs::directory_iterator all(folder);
     return static_cast<size_t>(std::distance(begin(all), end(all)));
@@ -471,15 +471,15 @@ Held held() {
   return now;
 }
 
-/// Calls `round(i)` again and again, after each of which this process is to hold no more.
+/// Calls `round(i)` repeatedly; after each call the process must not hold more resources.
 void repeat(int rounds, const std::function<void(int)>& round) {
   Held first;
   for (int i = 0; i < rounds; ++i) {
     round(i);
     Held now = held();
-    if (i == 2) first = now;  // what is kept for the next is there
+    if (i == 2) first = now;  // resources kept for later rounds exist by now
     if (i <= 2) continue;
-    // A thread that has told its result may take a moment to end.
+    // A thread that has delivered its result may take a moment to exit.
     for (int look = 0; look < 1000 && now.threads > first.threads; ++look) {
       ::poll(nullptr, 0, 1);
       now = held();
@@ -494,7 +494,7 @@ void repeat(int rounds, const std::function<void(int)>& round) {
   }
 }
 
-/// What a rank asks of the store when a wrapper is made, after its group: the most of all ranks.
+/// Store requests of a rank for creating a wrapper after its group: the maximum over ranks.
 int64_t most_requests_of_a_wrapper(const Places& places, bool on_cpu) {
   const size_t bytes = places.size() * sizeof(int64_t);
   void* const shared =
@@ -519,9 +519,9 @@ int64_t most_requests_of_a_wrapper(const Places& places, bool on_cpu) {
   return most;
 }
 
-// The hazard: N ranks that each ask for all others keep the store busy for minutes from N = 1,000
-// on. (Gloo's own connections between CPU ranks of several hosts do so; none are made for GPUs, and
-// none on one host.) A store in a file, for which each text is a request.
+// Hazard: if N ranks each query all others, the store is busy for minutes from N = 1,000 on.
+// (Gloo's own connections between CPU ranks of several hosts do that; none are made for GPUs or on
+// one host.) Uses a file store, where each text is one request.
 TEST(StoreTraffic, OfAWrapper_GrowsWithTheRanksOfThisHostOnly) {
   const int64_t two = most_requests_of_a_wrapper({0, 0}, /*on_cpu=*/true);
   EXPECT_LE(most_requests_of_a_wrapper({0, 0, 0, 0}, true), two + 2 * 2);
@@ -541,8 +541,8 @@ TEST_P(HostGroups, OfReducersThatEnd_LeaveNoFileMappingOrThread) {
   }));
 }
 
-// A group of a script that ends tells nobody. The hazard: a later one of its name and at its
-// address, with a store at the address of its store, is taken for it.
+// A script's group ends without notice. Hazard: a later group with the same name and address, and
+// with a store at the same address, is taken for it.
 TEST_P(HostGroups, OfScriptsThatEnd_LeaveNothingToLaterOnesOfTheirNameAndAddress) {
   expect_done(run(GetParam(), [](Rank& self) {
     c10::weak_intrusive_ptr<HostBackend> before{c10::intrusive_ptr<HostBackend>()};
@@ -571,7 +571,7 @@ TEST(HostHierarchy, ForkedChildIsNoRank) {
     const auto before = self.hierarchy->all_reduce("before the fork", at::ones({3}), Op::SUM);
     const pid_t child = ::fork();
     if (child == 0) {
-      ::alarm(20);  // the thread for which the child would wait is not there
+      ::alarm(20);  // the child would wait for a thread that does not exist
       const auto is_refused = [](const auto& call) {
         try {
           call();

@@ -24,9 +24,9 @@
 
 #include "comm/endings.h"
 
-/// Ranks of several hosts as threads: those of a host over the same memory, columns over the tests'
-/// backend, so that ThreadSanitizer sees all of it, and the network can be late, out of order or
-/// down. Oracle: that of support/host_messages.h. Ranks as processes: host_hierarchy_test.cpp.
+/// Ranks of several hosts as threads. The ranks of a host share memory, and columns use the tests'
+/// backend. So ThreadSanitizer covers everything, and the network can be late, out of order or
+/// down. Oracle: support/host_messages.h. For ranks as processes see host_hierarchy_test.cpp.
 
 namespace apex::parallel {
 namespace {
@@ -92,11 +92,11 @@ class Job {
 
   const Places places;
   std::vector<std::shared_ptr<HostHierarchy>> ranks;
-  /// The network: by column.
+  /// The network, by column.
   std::vector<std::shared_ptr<ThreadBackendControl>> exchanges, gathers;
 };
 
-/// One that takes every stage there is.
+/// A message large enough to use every stage.
 HostMessage large(uint64_t seed, bool in_shared = true) {
   HostMessage one;
   one.numel = 40009;
@@ -138,7 +138,7 @@ TEST_P(HostHierarchyThreads, SumsAreThoseOfHostsInOrder_BitForBit) {
   }));
 }
 
-// The hazard: messages pass the stages in the order of arrival, which differs from rank to rank.
+// Hazard: messages pass the stages in order of arrival, which differs between ranks.
 TEST_P(HostHierarchyThreads, MessagesThatArriveInReverse_AreSummedAllTheSame) {
   const Job job(GetParam());
   constexpr uint64_t kMessages = 8;
@@ -191,7 +191,7 @@ TEST_P(HostHierarchyThreads, MoreMessagesThanAChannelHolds_OfARankThatLooksOnlyA
   }));
 }
 
-// As autograd's threads issue what the main thread waits for.
+// Autograd's threads issue collectives that the main thread waits for.
 TEST_P(HostHierarchyThreads, OneThreadIssuesAndAnotherWaits) {
   const Job job(GetParam());
   expect_no_errors(on_ranks(job.size(), [&](int rank) {
@@ -277,7 +277,7 @@ TEST_P(HostHierarchyThreads, RankThatGivesUpWhileOthersWait_IsHeard) {
       at::Tensor message = job.message_of(large(1), rank);
       if (rank == who) {
         job.ranks[rank]->give_up("out of memory");
-        // Its process ends.
+        // Its process exits.
         for (const auto& network : {job.exchanges, job.gathers}) {
           for (const auto& control : network) control->abort("connection closed by peer");
         }

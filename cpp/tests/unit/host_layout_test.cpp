@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-/// Who is where, by the table.
+/// Table tests of layouts.
 
 namespace apex::parallel {
 namespace {

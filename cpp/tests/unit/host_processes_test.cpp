@@ -22,8 +22,8 @@
 #include <filesystem>
 #include <vector>
 
-/// Ranks as processes, one of which is ended or stopped at every step of the protocol in turn:
-/// enumerated, not drawn.
+/// Ranks as processes. One of them is killed or stopped at every step of the protocol in turn:
+/// enumerated, not sampled.
 
 namespace apex::parallel {
 namespace {
@@ -31,7 +31,7 @@ namespace {
 namespace fs = std::filesystem;
 using std::chrono::seconds;
 
-/// What a rank tells the others, through pipes.
+/// A rank's message to the others, through pipes.
 struct Introduction {
   char process[192] = {};
   HostPlace first;
@@ -57,7 +57,7 @@ void read_all(int fd, void* data, size_t bytes) {
   }
 }
 
-/// A rank's pipes to and from the parent, which passes everything on.
+/// A rank's pipes to and from the parent, which forwards all messages.
 struct Link {
   int to_parent[2];
   int from_parent[2];
@@ -88,8 +88,8 @@ std::shared_ptr<HostChannel> connect(int rank, int ranks, const Link& link,
   return std::make_shared<HostChannel>(rank, memory, std::move(peers), timeout);
 }
 
-/// Every kind of collective, small and large, in shared memory and not, and one behind another.
-/// Sums are checked; throws what went wrong.
+/// Every kind of collective, small and large, in shared memory and not, several in a row. Checks
+/// the sums; throws the error.
 void train(HostChannel& channel, int rank, int ranks) {
   const double sum = ranks * (ranks - 1) / 2.0;
   const auto check = [](const at::Tensor& tensor, double expected, const char* what) {
@@ -124,11 +124,11 @@ void train(HostChannel& channel, int rank, int ranks) {
 }
 
 struct Outcome {
-  int status = -1;  ///< of waitpid()
+  int status = -1;  ///< from waitpid()
   std::string said;
 };
 
-/// Runs the ranks. `act(rank)` is called in each process before it trains.
+/// Runs the ranks. Calls `act(rank)` in each process before it trains.
 std::vector<Outcome> run(int ranks, const std::function<void(int rank)>& act,
                          const std::function<void(pid_t)>& on_stop = {}) {
   std::vector<Link> links(static_cast<size_t>(ranks));
@@ -199,8 +199,8 @@ std::vector<Outcome> run(int ranks, const std::function<void(int rank)>& act,
   return outcomes;
 }
 
-/// How many steps a rank makes. Waiting makes more of them, so the count is of one that does not
-/// sleep; steps beyond are not reached, and nothing happens then.
+/// The number of steps of a rank that does not sleep. Waiting adds steps; a step that is not
+/// reached has no effect.
 int count_steps(int ranks, int victim) {
   int pipe_of_count[2];
   EXPECT_EQ(::pipe(pipe_of_count), 0);
@@ -227,7 +227,7 @@ int open_files() {
   return count;
 }
 
-/// In the process that is to be hit: sends itself `signal` at its step number `step`.
+/// In the victim: sends `signal` to itself at step `step`.
 void hit_at(int step, int signal) {
   static int steps;
   steps = 0;
@@ -240,13 +240,13 @@ class HostProcesses : public ::testing::TestWithParam<std::tuple<int, int>> {
  protected:
   void SetUp() override {
     at::set_num_threads(1);
-    at::ones({10}).sum();     // what starts once, before the forks
-    finish_dropped_groups();  // of earlier tests
+    at::ones({10}).sum();     // starts what starts once, before forking
+    finish_dropped_groups();  // from earlier tests
   }
 };
 
-// The hazard: a rank that is killed between two stores leaves its peers waiting for what it had
-// announced, or reading what it had half written.
+// Hazard: a rank that is killed between two stores leaves its peers waiting for something it had
+// announced, or reading something half written.
 TEST_P(HostProcesses, RankKilledAtAnyStepIsNamedWithinASecond) {
   const auto [ranks, victim] = GetParam();
   const int files = open_files();
@@ -262,12 +262,12 @@ TEST_P(HostProcesses, RankKilledAtAnyStepIsNamedWithinASecond) {
       if (rank == victim) continue;
       ASSERT_TRUE(WIFEXITED(outcomes[rank].status)) << "rank " << rank << " hangs";
       const std::string said = outcomes[rank].said.c_str();
-      // "done": the victim had done all that this rank needed.
+      // "done": the victim had finished its part for this rank.
       const std::string named = "rank " + std::to_string(victim) + ", process ";
       EXPECT_TRUE(said == "done" || said.find(named) != std::string::npos) << said;
     }
   }
-  EXPECT_LE(open_files(), files);  // threads of earlier tests may still close some of theirs
+  EXPECT_LE(open_files(), files);  // threads of earlier tests may still close files
 }
 
 TEST_P(HostProcesses, RankStoppedAtAnyStepOnlyDelays) {
@@ -281,7 +281,7 @@ TEST_P(HostProcesses, RankStoppedAtAnyStepOnlyDelays) {
           if (rank == v) hit_at(step, SIGSTOP);
         },
         [](pid_t child) {
-          ::poll(nullptr, 0, 25);  // longer than a nap: the peers look at the process
+          ::poll(nullptr, 0, 25);  // longer than a sleep, so that peers check the process
           ::kill(child, SIGCONT);
         });
     for (const Outcome& outcome : outcomes) EXPECT_EQ(outcome.said.c_str(), std::string("done"));
@@ -316,13 +316,13 @@ TEST(HostProcess, ForkedChildIsNoRank) {
   ::close(said[0]);
   ::waitpid(child, nullptr, 0);
   EXPECT_NE(text.find("was forked"), std::string::npos) << text;
-  // The parent is as it was.
+  // The parent is not affected.
   at::Tensor one = at::ones({3});
   channel->all_reduce("in the parent", one, Op::SUM)->wait();
 }
 
-// The hazard: a rank that has left reads no more, and whoever wakes up takes it for one that is
-// waited for, although the result has come.
+// Hazard: a rank that has left reads no more, and a waking rank counts it as missing although the
+// result is complete.
 TEST(HostProcess, WhatAnotherThreadCompletesDuringASleep_NeedsNoRankThatHasLeft) {
   auto channels = testing::connect_channels(3);
   const std::vector<at::Tensor> tensors{at::ones({3}), at::zeros({3}), at::zeros({3})};
@@ -334,7 +334,7 @@ TEST(HostProcess, WhatAnotherThreadCompletesDuringASleep_NeedsNoRankThatHasLeft)
     if (step != "sleeps" || std::exchange(slept, true)) return;
     channels[0]->broadcast("broadcast", {tensors[0]}, 0);
     EXPECT_TRUE(work->isCompleted());  // as another thread would
-    ::poll(nullptr, 0, 25);            // longer than a nap: the peers are looked at
+    ::poll(nullptr, 0, 25);            // longer than a sleep, so that peers are checked
   };
   EXPECT_NO_THROW(work->wait());
   testing::at_step = nullptr;

@@ -46,7 +46,7 @@ Numbers numbers(const Tensor& tensor) {
   return Numbers(flat.data_ptr<double>(), flat.data_ptr<double>() + flat.numel());
 }
 
-/// One parameter after a LARC step around plain SGD, on plain numbers.
+/// One parameter after a LARC step around plain SGD, in plain arithmetic.
 Numbers reference(const Numbers& p, const Numbers& g, double lr, double decay,
                   const LARCOptions& options) {
   double p_norm = 0, g_norm = 0;
@@ -151,7 +151,7 @@ TEST(LARC, Step_GroupsWithOwnSettingsAndMixedTypes_EachByItsOwn) {
 TEST(LARC, Step_LowPrecision_NormsDoNotOverflow) {
   for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16}) {
     const Tensor param = parameter(torch::full({1000}, 60, dtype));
-    param.mutable_grad() = torch::full({1000}, 4096, dtype);  // its square is beyond float16
+    param.mutable_grad() = torch::full({1000}, 4096, dtype);  // its square overflows float16
     const auto expected = reference(numbers(param), numbers(param.grad()), 0.1, 0, LARCOptions());
     LARC optimizer(SGD(Tensors{param}, SGDOptions(0.1)));
     optimizer.step();
@@ -161,7 +161,7 @@ TEST(LARC, Step_LowPrecision_NormsDoNotOverflow) {
   }
 }
 
-/// A step with a gradient of ones, decay 0.1 and a rate of 1 leaves the gradient that LARC makes.
+/// With a gradient of ones, decay 0.1 and learning rate 1, the step leaves LARC's gradient.
 void expect_decay_folded_in(LARC& optimizer, const Tensor& param) {
   param.mutable_grad() = torch::ones_like(param);
   const double p_norm = param.detach().norm().item<double>();
@@ -174,7 +174,7 @@ void expect_decay_folded_in(LARC& optimizer, const Tensor& param) {
 
 TEST(LARC, Step_EveryOptimizerOfTorch_TakesItsWeightDecay) {
   using namespace torch::optim;
-  // Not parallel to the gradient of ones: else decay would cancel out.
+  // Not parallel to the gradient of ones, since decay would then cancel out.
   const Tensor param = parameter(torch::tensor({-9.0f, 3.0f, 5.0f, 20.0f}));
   const Tensors params{param};
   LARC sgd(SGD(params, SGDOptions(1.0).weight_decay(0.1)));
@@ -197,7 +197,7 @@ TEST(LARC, Step_Closure_AdaptsAfterEachEvaluationAndReturnsTheLoss) {
   std::vector<double> norms;
   const Tensor loss = optimizer.step([&] {
     if (param.grad().defined()) norms.push_back(param.grad().norm().item<double>());
-    optimizer.zero_grad();  // the groups are LARC's own while the closure runs
+    optimizer.zero_grad();  // LARC owns the groups while the closure runs
     EXPECT_FALSE(param.grad().defined());
     EXPECT_EQ(optimizer.param_groups().size(), 1u);
     const Tensor value = (param * torch::arange(1, 7)).square().sum();
@@ -262,7 +262,7 @@ TEST(LARC, Optimizer_ItsWholeInterface_ConcernsTheWrappedOne) {
   scheduler.step();
   scheduler.step();
   EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.05);
-  // With clipping the step of a huge gradient is trust * |p|, whatever the rate is.
+  // With clipping, the step for a huge gradient is trust * |p| for any learning rate.
   param.mutable_grad() = torch::full({2}, 1e4);
   added.mutable_grad() = torch::full({3}, 1e4);
   larc.state().clear();

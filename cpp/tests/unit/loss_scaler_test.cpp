@@ -142,7 +142,7 @@ TEST(LossScaler, Step_CleanOrOverflowed_UnscalesOnceAndStepsOrNot) {
   EXPECT_THROW(scaler.unscale_(sgd), InvalidArgument);
   scaler.update();
   set_gradient(8);
-  scaler.unscale_(sgd);  // to be clipped, for one
+  scaler.unscale_(sgd);  // e.g. for clipping
   EXPECT_TRUE(parameter.grad().eq(1).all().item<bool>());
   parameter.mutable_grad().mul_(0.5);
   EXPECT_TRUE(scaler.step(sgd));
@@ -274,8 +274,8 @@ TEST(LossScaler, Options_OutOfRange_ThrowInvalidArgument) {
   };
   refused([](LossScalerOptions& o) { o.init_scale(0); });
   refused([](LossScalerOptions& o) { o.init_scale(kInf); });
-  refused([](LossScalerOptions& o) { o.init_scale(1e39); });   // of float32, infinite
-  refused([](LossScalerOptions& o) { o.init_scale(1e-50); });  // and zero
+  refused([](LossScalerOptions& o) { o.init_scale(1e39); });   // infinite in float32
+  refused([](LossScalerOptions& o) { o.init_scale(1e-50); });  // zero in float32
   refused([](LossScalerOptions& o) { o.init_scale(8).max_scale(4); });
   refused([](LossScalerOptions& o) { o.growth_factor(1); });
   refused([](LossScalerOptions& o) { o.backoff_factor(1); });

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Ranks are threads. Oracles: the root's bytes, as copied before; sums in float64; the first thing
-// that the test has made different.
+// Ranks are threads. Oracles: a copy of the root's bytes; float64 sums; the first difference that
+// the test has made.
 
 #include <apex/parallel/model_sync.h>
 
@@ -158,7 +158,7 @@ TEST(VerifySameModel, SettingsThatDiffer_AreNamedBeforeTensors) {
   }
 }
 
-// Hazard: a rank whose program has set a locale, and a Python program, which has not.
+// Hazard: a rank whose program has set a locale, with a Python program that has not.
 TEST(VerifySameModel, LocaleWithThousandsSeparators_NumbersAreThoseOfEveryRank) {
   struct Dots : std::numpunct<char> {
     char do_thousands_sep() const override { return '.'; }
@@ -197,7 +197,7 @@ at::Tensor bytes_of(const at::Tensor& tensor) {
   return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(at::kByte).clone();
 }
 
-/// Random bits, and so NaNs of every kind where there are any.
+/// Random bits, including NaNs of every kind.
 at::Tensor random_bits(at::IntArrayRef sizes, at::ScalarType dtype) {
   if (dtype == at::kBool) return at::randint(2, sizes).to(at::kBool);
   const at::Tensor like = at::empty(sizes, dtype);
@@ -205,12 +205,12 @@ at::Tensor random_bits(at::IntArrayRef sizes, at::ScalarType dtype) {
   return at::randint(256, {numel}, at::kByte).view(dtype).view(sizes);
 }
 
-/// Tensors of every form; each call gives other values.
+/// Tensors of every form, with different values in each call.
 std::vector<at::Tensor> tensors_of_every_form() {
   std::vector<at::Tensor> all;
   for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kBool,
                                      at::kByte, at::kInt, at::kLong, at::kComplexFloat}) {
-    all.push_back(random_bits({3}, dtype));  // the next one is not aligned in the message
+    all.push_back(random_bits({3}, dtype));  // misaligns the next tensor in the message
     all.push_back(random_bits({2, 3, 2, 2}, dtype).contiguous(at::MemoryFormat::ChannelsLast));
     all.push_back(random_bits({4, 3}, dtype).t());
     all.push_back(random_bits({4, 6}, dtype).slice(1, 0, 6, 2));
@@ -221,7 +221,7 @@ std::vector<at::Tensor> tensors_of_every_form() {
   all.push_back(at::_neg_view(at::randn({3})));
   all.push_back(at::randn({5}).requires_grad_());
   all.push_back(at::empty({3}, at::TensorOptions(at::kMeta)));
-  all.push_back(all.front());  // the same one again
+  all.push_back(all.front());  // a duplicate
   all.emplace_back();
   return all;
 }
@@ -255,7 +255,7 @@ TEST(BroadcastCoalesced, TensorsOfEveryForm_AreTheRootsBitForBit_WhateverTheMess
   }
 }
 
-// A slice that leaves gaps belongs to a larger tensor.
+// A slice with gaps belongs to a larger tensor.
 TEST(BroadcastCoalesced, TensorWithGaps_NothingBetweenIsWritten) {
   run_ranks(2, [&](int rank, const Group& group) {
     const at::Tensor whole = at::full({4, 4}, rank + 1.0);
@@ -265,7 +265,7 @@ TEST(BroadcastCoalesced, TensorWithGaps_NothingBetweenIsWritten) {
   });
 }
 
-/// A tensor without memory, for which these stand.
+/// A tensor without its own storage, represented by these inner tensors.
 struct WithParts {
   explicit WithParts(std::vector<at::Tensor> of) : parts(std::move(of)) {
     set_tensor_parts([this](const at::Tensor& tensor) {
@@ -289,7 +289,7 @@ TEST(BroadcastCoalesced, TensorWithoutMemory_ItsPartsAreSent) {
   });
 }
 
-// copy_() refuses to write to them.
+// copy_() refuses to write to expanded tensors.
 TEST(BroadcastCoalesced, ExpandedTensors_AreTheRootsAndStayExpanded) {
   run_ranks(2, [&](int rank, const Group& group) {
     const at::Tensor row = at::full({3, 1}, rank + 1.0).expand({3, 4});
@@ -307,7 +307,7 @@ TEST(AllReduceCoalesced, TensorWithoutMemory_CountsAsItsValues) {
     const at::Tensor ones = at::ones({2, 2}, at::kFloat);
     const at::Tensor zeros = at::_efficientzerotensor({2, 2}, at::kFloat);
     if (rank == 1) {
-      EXPECT_ANY_THROW(all_reduce_coalesced({zeros}, group, 1.0));  // it cannot be written to
+      EXPECT_ANY_THROW(all_reduce_coalesced({zeros}, group, 1.0));  // cannot be written
     } else {
       all_reduce_coalesced({ones}, group, 1.0);
       EXPECT_TRUE(ones.eq(1.0).all().item<bool>());
@@ -377,12 +377,12 @@ TEST(BroadcastCoalesced, ManyTensors_TravelInMessagesOfTheGivenSize_OneThatIsLar
   });
 }
 
-// A forward that awaits its backward may have saved what has not changed; autograd has to refuse
-// what has.
+// A forward whose backward is pending may have saved an unchanged tensor. For a changed one
+// autograd has to raise an error.
 TEST(BroadcastCoalesced, OnlyWhatHasChanged_IsWritten_AndAutogradSeesThat) {
   run_ranks(2, [&](int rank, const Group& group) {
     const at::Tensor same = at::tensor({1.0, double{NAN}, -0.0});
-    const at::Tensor zero = at::full({1}, rank == 0 ? -0.0 : 0.0);  // equal, and not the same bits
+    const at::Tensor zero = at::full({1}, rank == 0 ? -0.0 : 0.0);  // equal, but different bits
     const at::Tensor large = at::full({1 << 18}, rank + 1.0, at::kFloat);
     const std::vector<int64_t> before{same._version(), zero._version(), large._version()};
     broadcast_coalesced({same, zero}, group);
@@ -456,7 +456,7 @@ TEST(AllReduceCoalesced, TensorsOfEveryForm_AreTheScaledSumInFloat64_ByOneMessag
       all.push_back(complex ? at::conj(values({3})) : at::_neg_view(values({3})));
       all.push_back(values({}));
       all.push_back(values({0}));
-      all.push_back(all[0]);  // again: it is added up once
+      all.push_back(all[0]);  // a duplicate: added only once
     }
     return all;
   };

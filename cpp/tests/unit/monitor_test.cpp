@@ -35,7 +35,7 @@ TEST(Monitor, Opened_OtherThreads_ReadButDoNotChange) {
       });
       changing.get_future().wait();
     });
-    value = 2;  // before the other thread has its turn
+    value = 2;  // before the other thread runs
   }
   other.join();
   EXPECT_EQ(value, 3);
@@ -58,7 +58,7 @@ TEST(Monitor, UserCodeOfTheSameThread_ComesBack_ReadsAndChanges) {
       const Monitor::Read read(monitor);
       ++value;
     }
-    // Open again: another thread may read.
+    // Open again, so another thread may read.
     EXPECT_EQ(std::async(std::launch::async,
                          [&] {
                            const Monitor::Read read(monitor);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Oracle: the source in float64 times the scale; the very bits where nothing is converted.
+// Oracle: the float64 source times the scale, and identical bits without a conversion.
 
 #include "reducer/multi_tensor.h"
 
@@ -35,7 +35,7 @@ at::Tensor random_values(at::IntArrayRef sizes, at::ScalarType dtype) {
   return at::randn(sizes, at::isComplexType(dtype) ? at::kComplexDouble : at::kDouble).to(dtype);
 }
 
-/// Every element differs from the float64 product by a few roundings of its own dtype at most.
+/// Every element differs from the float64 product by at most a few roundings of its dtype.
 void expect_product(const at::Tensor& target, const at::Tensor& source, double scale) {
   const at::Tensor expected = source.to(at::kDouble) * scale;
   const double tolerance = 4 * std::max(epsilon_of(target.scalar_type()), 1e-15);
@@ -45,7 +45,7 @@ void expect_product(const at::Tensor& target, const at::Tensor& source, double s
 
 struct Arrangement {
   const char* name;
-  at::Tensor (*of)(const at::Tensor& values);  ///< the same values [2, 3, 4, 5], lying otherwise
+  at::Tensor (*of)(const at::Tensor& values);  ///< same values, another memory layout
 };
 
 const Arrangement kArrangements[] = {
@@ -87,7 +87,7 @@ TEST(MultiTensorCopy, EveryDtypeAndLayout_OneCall_IsTheSourceTimesTheScale) {
   }
 }
 
-// What one pass serves is left out of the list for the others: nothing may move to a neighbour.
+// Tensors that one path handles are removed from the list of the others: results must not shift.
 TEST(MultiTensorCopy, EveryPathInOneList_EachTargetHasItsOwnSource) {
   std::vector<at::Tensor> targets, sources;
   for (int i = 0; i < 20; ++i) {
@@ -110,7 +110,7 @@ TEST(MultiTensorCopy, NothingToCopy_DoesNothing) {
   multi_tensor_copy({at::zeros({0})}, {at::zeros({0}, at::kDouble)}, 2.0);
 }
 
-// Their memory holds another number than they stand for.
+// Their memory holds other numbers than their values.
 TEST(MultiTensorCopy, ConjugatedAndNegated_CopyTheirValueAndNotTheirMemory) {
   at::manual_seed(testing::fresh_seed());
   for (const double scale : {1.0, 0.5}) {
@@ -131,7 +131,7 @@ TEST(MultiTensorCopy, ConjugatedAndNegated_CopyTheirValueAndNotTheirMemory) {
   }
 }
 
-// Slots of a bucket are neighbours in one buffer.
+// Slots of a bucket are adjacent in one buffer.
 TEST(MultiTensorCopy, TargetsAreNeighboursInOneBuffer_NothingElseIsWritten) {
   for (const at::ScalarType from : {at::kFloat, at::kDouble}) {
     const at::Tensor buffer = at::full({10}, 9.0, at::kFloat);
@@ -153,7 +153,7 @@ TEST(MultiTensorCopy, OneSourceTwice_OntoItself_OrExpanded_IsTheProduct) {
   EXPECT_TRUE(x.equal(at::arange(6, at::kFloat).view({2, 3})));
 }
 
-// A signalling NaN becomes a quiet one wherever it is computed with.
+// Any arithmetic turns a signalling NaN into a quiet one.
 TEST(MultiTensorCopy, NoScale_NaNsKeepTheirBits) {
   const at::Tensor bits =
       at::tensor({int64_t{0x7fa00001}, int64_t{0xffc12345}, int64_t{0x80000000}}, at::kLong)
@@ -226,7 +226,7 @@ TEST(SameDenseLayout, ShapeStrideAndGaps_AllCount) {
   EXPECT_FALSE(same_dense_layout(gaps, gaps));
 }
 
-// Hazard: squares that overflow, or vanish, in float32; and copies that get other bits.
+// Hazards: squares that overflow or underflow in float32, and copies with other bits.
 TEST(SumOfSquares, OfAnyValues_IsThatOfDoubles_AndTheSameBitsHoweverTheyCame) {
   at::manual_seed(1);
   for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {

@@ -21,7 +21,7 @@ namespace {
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using Texts = std::map<std::string, std::string>;
 
-/// One of each kind: a file's has no append().
+/// One store of each kind; a file store has no append().
 std::vector<StorePtr> stores() {
   c10d::TCPStoreOptions options;
   options.port = 0;
@@ -51,7 +51,7 @@ TEST(NoticeBoard, TextsOfAuthors_AreReadAsTheyWerePostedLast) {
   }
 }
 
-// A length that is wrong is not to send the reader in circles.
+// A wrong length must not make the reader loop.
 TEST(NoticeBoard, EntryOfAWrongLength_EndsWhatIsRead) {
   for (const std::string wrong : {"-6 3 \n", "-1 3 \nabc", "99 3 \nabc", "9", "\n\n 5 ", "x y"}) {
     c10d::HashStore store;
@@ -82,7 +82,7 @@ TEST(NoticeBoard, RanksPostAtOnce_NoneIsLost) {
   }
 }
 
-// A look at what a thousand ranks have posted is one request, and a reading takes two more.
+// Polling the posts of a thousand ranks is one request, and reading takes two more.
 TEST(NoticeBoard, ManyRanks_AreReadInAFewRequests) {
   const auto store = c10::make_intrusive<apex::testing::CountingStore>();
   const NoticeBoard board("test");

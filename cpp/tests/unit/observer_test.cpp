@@ -6,12 +6,12 @@
 
 #include "reducer/observer.h"
 
-// Who looks at a reducer is told what happens, from when it was added until it was removed.
+// An observer of a reducer receives events from when it is added until it is removed.
 
 namespace apex::parallel::detail {
 namespace {
 
-/// How many gradients were computed while no bucket was on its way: nothing was hidden behind them.
+/// Counts gradients computed while no bucket was in flight, so that no communication was hidden.
 class LonelyGradients final : public BackwardObserver {
  public:
   void began(std::optional<c10::Device>, size_t) override {
@@ -51,7 +51,7 @@ TEST(Observers, TellsThoseThatWereAdded_UntilTheyAreRemoved) {
     observers.tell(&BackwardObserver::arrived, size_t{0});
     observers.tell(&BackwardObserver::gradient_ready, size_t{0});
   };
-  backward();  // nobody looks
+  backward();  // without an observer
   observers.add(&first);
   observers.add(&second);
   backward();

@@ -25,8 +25,8 @@
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
-// Random training programs with the optimizers of C++, in which one rank makes another step than
-// the others, or none does. APEX_TEST_PROGRAMS=2000 runs so many instead of 200.
+// Random training programs with C++ optimizers, in which one rank makes a different step than the
+// others, or none does. APEX_TEST_PROGRAMS=2000 sets their number; default 200.
 
 namespace apex::parallel::optimizer_steps {
 namespace {
@@ -79,18 +79,18 @@ enum class Fault { kNone, kTwice, kTwiceInnermost, kSkip, kBeforeBackward };
 constexpr const char* kFaults[] = {"none", "steps twice", "steps the wrapped optimizer again",
                                    "skips a step", "steps before backward"};
 
-/// How one case trains.
+/// The parameters of a case.
 struct Program {
   Kind kind = Kind::kSgd;
   Fault fault = Fault::kNone;
   int world = 2;
-  int rank = 0;  ///< at fault
-  int at = 0;    ///< in this step
+  int rank = 0;  ///< the rank at fault
+  int at = 0;    ///< the step at which it differs
   int steps = 0;
   bool views = false;
   bool set_to_none = true;
-  bool accumulates = false;  ///< a backward under no_sync() comes first
-  int64_t cap = 1;           ///< of a bucket, in elements
+  bool accumulates = false;  ///< with a backward under no_sync() first
+  int64_t cap = 1;           ///< bucket size, in elements
   double learning_rate = 0.1;
   double weight_decay = 0;
 
@@ -124,7 +124,7 @@ Program program_of(uint64_t seed) {
   return program;
 }
 
-/// One rank's optimizer, whatever its kind.
+/// One rank's optimizer, of any kind.
 class Stepper {
  public:
   Stepper(const Program& program, Layers& net, DistributedDataParallel<Layers>& model)
@@ -198,15 +198,15 @@ class Stepper {
 };
 
 Layers make_layers(uint64_t seed) {
-  static std::mutex mutex;  // the seed is the process's, and ranks are threads of it
+  static std::mutex mutex;  // the seed is per process, and ranks are threads
   const std::lock_guard<std::mutex> lock(mutex);
   torch::manual_seed(seed);
   return Layers();
 }
 
-/// What a rank saw.
+/// The result on one rank.
 struct Outcome {
-  int raised_in = -1;  ///< step; -1: never
+  int raised_in = -1;  ///< step of the error; -1: none
   std::string error;
   std::vector<at::Tensor> parameters;
 };
@@ -262,8 +262,8 @@ void check(const Program& program, const std::vector<Outcome>& ranks) {
     }
     EXPECT_EQ(outcome.raised_in, first.raised_in);
     EXPECT_NE(outcome.error.find("out of step"), std::string::npos) << outcome.error;
-    // In the first backward whose gradients meet those of other parameters. One that ends before
-    // its buckets have arrived raises where these are waited for.
+    // In the first backward whose gradients meet those of other parameters. A deferred backward
+    // raises where its buckets are waited for.
     const bool may_defer =
         program.kind == Kind::kOverlapped || program.kind == Kind::kOverlappedLarc;
     EXPECT_GE(outcome.raised_in, program.at);
@@ -279,8 +279,9 @@ std::vector<Outcome> run(const Program& program, uint64_t seed) {
   return ranks;
 }
 
-// Nothing moves here: what ranks know comes from the optimizers alone. A scaler and the LARC in it
-// report one step, and so do the parts of one; if not, all ranks would look alike.
+// No parameter moves here: ranks know about steps only from the optimizers. A scaler and the LARC
+// inside it report one step, and so do the parts of an optimizer. Otherwise all ranks would look
+// alike.
 TEST(OptimizerStepsCpp, OptimizersOfThisLibraryWithoutEffect_SecondStep_IsReportedByThem) {
   for (const Kind kind :
        {Kind::kLarc, Kind::kOverlapped, Kind::kOverlappedLarc, Kind::kScaler, Kind::kScalerLarc}) {

@@ -52,7 +52,7 @@ TEST(OverlapReport, TimesOfBuckets_AreSummarized) {
       {"in another order", 10, 13, {bucket(11, 13, 11), bucket(1, 2, 10)}, 3, 2, 1.0 / 3, {2, 0}},
       {"awaited while gradients are computed", 10, 11, {bucket(1, 5, 2)}, 4, 0, 1, {0}},
       {"no time at all", 10, 10, {bucket(4, 4, 10)}, 0, 0, 1, {0}},
-      // A deferred backward: the next forward hides what is left, until it waits.
+      // A deferred backward: the next forward hides the rest until it waits.
       {"there before it is awaited", 10, 10, {bucket(9, 15, 16)}, 6, 0, 1, {0}},
       {"awaited before it is there", 10, 10, {bucket(9, 15, 12)}, 6, 3, 0.5, {3}},
       {"waiting exposes all that are in flight",

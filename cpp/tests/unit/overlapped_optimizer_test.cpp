@@ -24,7 +24,7 @@ namespace {
 using apex::testing::run_ranks;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-constexpr int kSteps = 9;  // the plan is learnt in the first and ordered after the third
+constexpr int kSteps = 9;  // the plan is recorded in the first and ordered after the third
 
 struct NetImpl : torch::nn::Module {
   NetImpl() {
@@ -49,7 +49,7 @@ DistributedDataParallelOptions options_for(const Group& group, bool views) {
 }
 
 Net make() {
-  static std::mutex mutex;  // the seed is the process's, and ranks are threads of it
+  static std::mutex mutex;  // the seed is per process, and ranks are threads
   const std::lock_guard<std::mutex> lock(mutex);
   torch::manual_seed(0);
   return Net();
@@ -65,7 +65,7 @@ void train(Model& model, Optimizer& optimizer, torch::optim::SGD& sgd, int rank)
     optimizer.zero_grad();
     model.forward(batch(rank, step)).square().mean().backward();
     optimizer.step();
-    // As a scheduler does, before the updates that are left.
+    // Like a scheduler, before the remaining updates.
     static_cast<torch::optim::SGDOptions&>(sgd.param_groups()[0].options()).lr(0.5 / (step + 2));
   }
 }
@@ -88,13 +88,13 @@ TEST_P(OverlappedOptimizerTest, Parameters_AreThoseOfThePlainLoopBitForBit) {
       train(model, optimizer, sgd, rank);
       EXPECT_GE(model.reducer().statistics().deferred, kSteps - 4);
       EXPECT_FALSE(model.reducer().in_flight().empty());
-    }  // makes the updates that are left
+    }  // makes the remaining updates
     net->before = nullptr;
     EXPECT_TRUE(model.reducer().in_flight().empty());
     for (size_t i = 0; i < plain.parameters().size(); ++i) {
       EXPECT_TRUE(model.parameters()[i].equal(plain.parameters()[i])) << i;
     }
-    // And the reducer is as it was.
+    // The reducer's settings are restored.
     const int64_t deferred = model.reducer().statistics().deferred;
     model.forward(batch(rank, 0)).square().mean().backward();
     EXPECT_EQ(model.reducer().statistics().deferred, deferred);
@@ -132,7 +132,7 @@ TEST_P(OverlappedOptimizerTest, ForwardThatDoesNotWait_NextBackward_Throws) {
 
 TEST_P(OverlappedOptimizerTest, SavedWithUpdatesInFlight_Archive_HoldsTheStateAfterThem) {
   run_ranks(2, [&](int rank, const Group& group) {
-    static std::mutex one_at_a_time;  // torch's archives are not made for several threads
+    static std::mutex one_at_a_time;  // torch's archives are not thread safe
     Net net = make();
     DistributedDataParallel model(net, options_for(group, GetParam()));
     const auto momentum = torch::optim::SGDOptions(0.5).momentum(0.9);
@@ -173,7 +173,7 @@ TEST_P(OverlappedOptimizerTest, GradientClearedByOthers_Synchronize_ThrowsNaming
     net->before = [&](const torch::nn::Module& module) { optimizer.wait_for(module); };
     train(model, optimizer, sgd, rank);
     ASSERT_FALSE(model.reducer().in_flight().empty());
-    // Those that are reduced in place: views come when all is there.
+    // Gradients that are reduced in place; views appear once all buckets are complete.
     model.zero_grad();
     try {
       optimizer.synchronize();

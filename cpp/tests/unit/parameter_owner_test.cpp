@@ -13,14 +13,14 @@ TEST(ParameterOwner, OneParameter_AllWhoAsk_ShareOnePlaceAsLongAsOneHoldsIt) {
   auto first = owner_of(parameter);
   EXPECT_EQ(first->load(), nullptr);
   first->store(this);
-  const auto second = owner_of(parameter.alias());  // another tensor on the same memory
+  const auto second = owner_of(parameter.alias());  // another tensor with the same memory
   EXPECT_EQ(second->load(), nullptr);
   auto third = owner_of(parameter);
   EXPECT_EQ(third, first);
   first.reset();
   EXPECT_EQ(owner_of(parameter)->load(), this);
   third.reset();
-  EXPECT_EQ(owner_of(parameter)->load(), nullptr);  // nobody knew it any more
+  EXPECT_EQ(owner_of(parameter)->load(), nullptr);  // no reference was left
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-/// As libtorch's SGD writes: the version counter of `parameter` does not move.
+/// Writes like libtorch's SGD, which does not bump the version of `parameter`.
 void write_behind(const at::Tensor& parameter, double value) {
   parameter.variable_data().add_(value);
 }
@@ -84,7 +84,7 @@ TEST(ParameterSample, WhatCannotBeReadInPlace_IsPassedOver) {
   EXPECT_TRUE(sample.empty());
 }
 
-// The hazard: an address of before, read after the memory is gone.
+// Hazard: an old address is read after its memory was freed.
 TEST(ParameterSample, ParameterThatBecameAnother_IsReadWhereItIs_OrNotAtAll) {
   at::Tensor parameter = at::zeros({4});
   ParameterSample sample;
@@ -97,7 +97,7 @@ TEST(ParameterSample, ParameterThatBecameAnother_IsReadWhereItIs_OrNotAtAll) {
   EXPECT_FALSE(sample.take().any);
 }
 
-// The hazard: a rank that flushes denormal numbers reads zeros, where others do not.
+// Hazard: a rank that flushes denormals reads zeros where other ranks do not.
 TEST(ParameterSample, DenormalNumbersWhereTheyAreFlushed_AreReadAsTheyAre) {
   const at::Tensor parameter = at::full({4}, 1e-40F);
   ParameterSample usual, flushing;

@@ -87,7 +87,7 @@ TEST(LaunchRanks, OtherLaunchers_TheirVariables_AreRead) {
 TEST(LaunchRanks, SeveralLaunchers_InnermostWins) {
   std::map<std::string, std::string> all = {
       {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "2"}, {"SLURM_STEP_NUM_TASKS", "3"}};
-  // The step's size counts, not that of the job.
+  // The step's size is used, not the job's.
   EXPECT_EQ(read_launch_ranks(variables(all))->world_size, 3);
   all.insert({{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "4"}});
   EXPECT_EQ(read_launch_ranks(variables(all))->launcher, "Open MPI");
@@ -238,7 +238,7 @@ TEST(Gpus, LocalRank_PicksItsOwn) {
   const auto none = variables({});
   EXPECT_EQ(choose_gpu(0, 8, none), 0);
   EXPECT_EQ(choose_gpu(7, 8, none), 7);
-  // One GPU per task, as srun --gpus-per-task=1 shows it.
+  // One GPU per task, as with srun --gpus-per-task=1.
   EXPECT_EQ(choose_gpu(3, 1, variables({{"CUDA_VISIBLE_DEVICES", "3"}})), 0);
 }
 

@@ -5,7 +5,7 @@
 
 #include <gtest/gtest.h>
 
-// The oracle is what the test itself does to a process.
+// Oracle: what the test itself does to a process.
 
 namespace apex::parallel {
 namespace {

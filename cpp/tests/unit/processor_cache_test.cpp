@@ -12,7 +12,7 @@
 namespace apex::kernels {
 namespace {
 
-/// A folder like Linux's for the caches of a processor.
+/// A folder like Linux's description of a processor's caches.
 class ProcessorCache : public testing::Test {
  protected:
   ProcessorCache() : folder_(testing::TempDir() + "/caches-" + std::to_string(::getpid())) {}

@@ -159,7 +159,7 @@ TEST_F(RaceDetectorTest, MemoryThatIsOlderThanTheFree_IsNotReused) {
   read(b_, old);
   detector_.free(old);
   write(a_, other);
-  write(c_, detector_.allocate(c_));  // of another stream's pool
+  write(c_, detector_.allocate(c_));  // from another stream's pool
   EXPECT_EQ(found(), 0);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The oracle is a table: what each rank has reported, and what follows for another.
+// Oracle: a table of the ranks' reports and the resulting decision of another rank.
 
 #include "watch/rank_status.h"
 
@@ -57,14 +57,14 @@ TEST(RankStatus, Judge_WhoWaitsGivesUpIfItsGroupHasFailed) {
   EXPECT_EQ(kind("another made from parent", failed("a")), Verdict::kOk);
   EXPECT_EQ(kind("own", failed("a", /*refused=*/{3})), Verdict::kFailed);
   EXPECT_EQ(kind("own", failed("a", /*refused=*/{2})), Verdict::kOk);
-  // And again, before this rank has come to the first.
+  // Refused twice, before this rank has reached the first call.
   EXPECT_EQ(kind("own", failed("a", /*refused=*/{3, 4})), Verdict::kFailed);
   EXPECT_EQ(kind("parent", failed("a", /*refused=*/{3})), Verdict::kOk);
-  // Over for a rank that went on in the parent; not for one that still waits.
+  // Over for a rank that has continued in the parent, but not for one that still waits.
   EXPECT_EQ(kind("own", failed("a", {}, /*over=*/true)), Verdict::kFailed);
 }
 
-// Over NCCL the GPU may wait in a call before the last.
+// Over NCCL the GPU may wait in an earlier call than the last.
 TEST(RankStatus, Judge_CallsThatOthersRefused_CountUpToWhereTheGpuWaitsUnlessRefusedHere) {
   Position there = here();
   there.or_before = true;
@@ -80,7 +80,7 @@ TEST(RankStatus, Judge_CallsThatOthersRefused_CountUpToWhereTheGpuWaitsUnlessRef
   EXPECT_EQ(kind({1, 2}, {2, 1}), Verdict::kOk);
   EXPECT_EQ(kind({1, 2}, {1}), Verdict::kFailed);
   EXPECT_EQ(judge({{{0, "own"}, failed("a", {2})}}, there).kind, Verdict::kOk);
-  // What another group has refused is no matter, and a failure is one of all calls.
+  // Refusals in another group do not matter, but a failure concerns all calls.
   EXPECT_EQ(judge({{{1, "parent"}, failed("a", {2})}}, there).kind, Verdict::kOk);
   EXPECT_EQ(judge({{{1, "own"}, failed("a")}, {{0, "own"}, failed("a", {2})}}, there).kind,
             Verdict::kFailed);
@@ -102,14 +102,14 @@ TEST(RankStatus, Judge_HookThatFailedBefore_IsNamed) {
     return judge({{{1, "own"}, status}}, here(in_hook)).kind;
   };
   EXPECT_EQ(kind(hook(5)), Verdict::kHook);  // in call 2
-  EXPECT_EQ(kind(hook(6)), Verdict::kOk);    // this rank has still to get there
+  EXPECT_EQ(kind(hook(6)), Verdict::kOk);    // this rank has not reached it yet
   EXPECT_EQ(kind(hook(6), /*in_hook=*/true), Verdict::kHook);
   EXPECT_EQ(kind(hook(7), /*in_hook=*/true), Verdict::kOk);
   EXPECT_EQ(kind(hook(5, /*begun=*/true)), Verdict::kOk);
   EXPECT_EQ(kind(hook(5, false, /*generation=*/1)), Verdict::kOk);
   const Verdict first = judge({{{1, "own"}, hook(5)}, {{2, "own"}, hook(4)}}, here());
   EXPECT_EQ(first.text, "rank 2 reports that h failed there: why");
-  // Whoever has heard of it reports a failure.
+  // A rank that learns of a failed hook reports a failure.
   const Verdict later = judge({{{1, "own"}, hook(9)}, {{2, "own"}, failed("a")}}, here());
   EXPECT_EQ(later.kind, Verdict::kHook);
 }
@@ -126,9 +126,9 @@ TEST(RankStatus, HooksAlike_AreSoIfAllFailedInTheSameCall) {
   EXPECT_EQ(alike(hook(6), hook(6, false, 0, "another")), false);
   EXPECT_EQ(alike(hook(6), failed("a")), false);
   EXPECT_EQ(alike(hook(6), failed("a", /*refused=*/{3})), std::nullopt);
-  // What this rank has posted has not come back yet: it is still that of the last time.
+  // This rank's post has not come back yet, so the board shows its previous one.
   EXPECT_EQ(alike(hook(4, false, -1), hook(6)), std::nullopt);
-  // A rank that has got past it, and fails again.
+  // A rank that has continued and then fails again.
   RankStatus past = hook(8, false, /*generation=*/1);
   past.failure = failed("a").failure;
   EXPECT_EQ(alike(hook(6), past), true);
@@ -144,7 +144,7 @@ TEST(RankStatus, Find_TakesWhatStillCounts) {
                                  here());
   EXPECT_EQ(findings.reports, (std::map<int, std::string>{{1, "b"}, {2, "c"}}));
   EXPECT_EQ(findings.proof, (Proof{{3, "has ended"}}));  // rank 1 has reported since
-  // What was found before, when the other group failed.
+  // From an earlier failure, of the other group.
   const RankStatuses earlier{{{1, "another"}, proven}, {{1, "own"}, failed("b")}};
   EXPECT_TRUE(find({{{1, "another"}, proven}}, here(), {{1, "another"}}).reports.empty());
   EXPECT_EQ(find(earlier, here(), {{1, "another"}, {1, "own"}}).reports.at(1), "b");

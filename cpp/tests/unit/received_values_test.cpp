@@ -24,7 +24,7 @@ const std::function<void()> kModes[] = {
     [] { std::fesetround(FE_UPWARD); },
 };
 
-/// On a thread of its own, whose mode ends with it.
+/// On a separate thread, whose mode ends with it.
 void in_each_mode(const std::function<void()>& body) {
   for (const auto& set_mode : kModes) {
     std::thread([&] {
@@ -36,7 +36,7 @@ void in_each_mode(const std::function<void()>& body) {
 
 volatile float tiny = 1e-38F, three = 3.0F, ten = 10.0F;
 
-/// Of two results; compared as bits, since subnormal numbers may equal zero in such a mode.
+/// Two results, compared as bits, since denormals may equal zero in such a mode.
 struct Results {
   uint32_t half_of_tiny, third;
 
@@ -85,7 +85,7 @@ TEST(ChangeReceived, InAnyMode_OnSeveralThreads_IsTheDefaultsResult) {
   at::set_num_threads(before);
 }
 
-/// The factor is not rounded to the dtype: by which all averages would be off.
+/// The factor is not rounded to the dtype, which would bias all averages.
 TEST(ScaleInPlace, LowPrecision_RoundsTheProductsOnly) {
   for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16, at::kFloat}) {
     for (const int ranks : {3, 7, 1000}) {

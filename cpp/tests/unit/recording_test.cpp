@@ -10,7 +10,7 @@
 namespace apex::parallel::detail {
 namespace {
 
-/// As the ranks' messages are combined.
+/// Combines recordings as the ranks' messages do.
 Recording agree(const std::vector<Recording>& ranks, const std::vector<uint8_t>& used_by_any) {
   at::Tensor maximum = encode(ranks.front());
   for (const Recording& rank : ranks) maximum = at::maximum(maximum, encode(rank));

@@ -18,8 +18,8 @@
 #include <support/fake_group.h>
 #include <support/toy_model.h>
 
-// A whole training step as a graph: what a GPU would refuse to capture is reported by the fake
-// device, and replays train like the plain loop.
+// A complete training step as a graph. The fake device reports what a GPU would refuse to capture,
+// and replays train like the plain loop.
 
 namespace apex::testing {
 namespace {
@@ -33,8 +33,8 @@ constexpr int kWorld = 2;
 constexpr double kLearningRate = 0.1;
 const std::vector<int64_t> kWidths{6, 20, 20, 20, 3};
 
-/// Trains a model on the fake device by replays of one step, beside its float64 reference on the
-/// CPU. All ranks see the same batches, so that averages are the model's own gradients.
+/// Trains a model on the fake device by replaying one step, next to its float64 reference on the
+/// CPU. All ranks have the same batches, so averages equal the model's own gradients.
 class CapturedTraining {
  public:
   CapturedTraining() : guard_(fake::new_stream("training")) {
@@ -59,7 +59,7 @@ class CapturedTraining {
     run_step(reducer);
     graph.end();
     EXPECT_EQ(static_cast<int64_t>(fake::detector().host_waits().size()), waits);
-    // What is captured is computed here, too, but not on a GPU.
+    // The fake device also runs captured operations, unlike a GPU.
     for (size_t i = 0; i < model.size(); ++i) fake::host_alias(model[i].detach()).copy_(values[i]);
   }
 
@@ -87,7 +87,7 @@ class CapturedTraining {
 
   fake::Graph graph;
   ToyModel model;
-  bool in_callback = false;  ///< the optimizer
+  bool in_callback = false;  ///< the optimizer runs in the bucket callback
 
  private:
   void take_batch(int step) { batch_.copy_(random_batch(12, 6, step), /*non_blocking=*/true); }
@@ -174,7 +174,7 @@ INSTANTIATE_TEST_SUITE_P(
     });
 
 TEST(CapturedStepRefused, ParameterWithoutGradient_NeedsTheHost) {
-  // Whether others have a gradient for it is read by the host: not in a graph.
+  // The host reads whether other ranks have a gradient for it, which a graph cannot do.
   fake::detector().reset();
   CapturedTraining training;
   Reducer reducer(training.model.parameters, {fake::make_mirror_group(kWorld, "wire")}, {});

@@ -18,8 +18,8 @@
 #include <support/toy_model.h>
 
 // Backwards that one rank cannot run as the others expect, and steps in which ranks do different
-// things. The oracle is the average over ranks in float64; the thread backend fails where messages
-// do not match. See Note [Carried through] and Note [Ranks that are out of step].
+// things. Oracle: the float64 average over ranks. The thread backend fails if messages do not
+// match. See Note [Carried through] and Note [Ranks that are out of step].
 
 namespace apex::parallel {
 namespace {
@@ -53,7 +53,7 @@ void clear_in_place(ToyModel& model) {
 
 struct Place {
   const char* name;
-  size_t parameter;  ///< whose gradient's hook throws
+  size_t parameter;  ///< its gradient's hook throws
 };
 
 class ReducerException : public ::testing::TestWithParam<std::tuple<int64_t, bool, bool, Place>> {};
@@ -103,8 +103,8 @@ INSTANTIATE_TEST_SUITE_P(Table, ReducerException,
                                                               Place{"middle layer", 2},
                                                               Place{"first layer", 0})));
 
-/// In the loss, say: the reducer has not heard of that backward. The next one of that rank meets
-/// the one that the others are in.
+/// For example in the loss: the reducer has not seen that backward. The rank's next backward joins
+/// the one in which the others are.
 TEST(ReducerException, BeforeBackwardReachesTheModel_TheNextBackwardAverages) {
   run_ranks(kWorld, [](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp(kWidths, 1);
@@ -142,8 +142,8 @@ TEST(ReducerException, DifferentLayersOnDifferentRanks_EveryRankThrows_AndTheNex
   });
 }
 
-/// When all buckets of the rank are full; and the others may have something else to say, or call a
-/// collective right after.
+/// All buckets of the rank are full. The others may report something else, or call a collective
+/// right after.
 TEST(ReducerException, BehindTheLastGradient_EveryRankThrows_AndTheNextStepIsRight) {
   for (const std::string also : {"", "freezes", "writes"}) {
     for (const int64_t cap : {1, 1 << 20}) {
@@ -156,8 +156,8 @@ TEST(ReducerException, BehindTheLastGradient_EveryRankThrows_AndTheNextStepIsRig
         model.zero_grad();
         if (rank == 0 && also == "freezes") model[2].set_requires_grad(false);
         if (rank == 0 && also == "writes")
-          at::NoGradGuard(), model[2].detach().mul_(1);  // to the same values
-        // After all accumulators, which autograd prefers to other nodes.
+          at::NoGradGuard(), model[2].detach().mul_(1);  // with unchanged values
+        // After all accumulators, which autograd runs before other nodes.
         at::Tensor x = batch(rank, 1).to(at::kFloat).requires_grad_().mul(1);
         x.register_hook([&](const at::Tensor&) -> void {
           if (rank == 1) throw std::runtime_error("user error");
@@ -235,7 +235,7 @@ TEST(ReducerException, SparseBucket_OneRankThrows_EveryRankThrows_AndTheNextStep
 
 struct Misstep {
   const char* said;
-  std::function<void(Reducer&, ToyModel&, int)> act;  ///< what rank 1 does besides, in step 3
+  std::function<void(Reducer&, ToyModel&, int)> act;  ///< rank 1's additional action in step 3
 };
 
 std::vector<at::Tensor> tensors_of(const ToyModel& model) {
@@ -310,8 +310,8 @@ TEST(ReducerOutOfStep, ForwardThatBackwardReachesLast_IsNotTakenForSkipped) {
     Reducer reducer(model.parameters, {group});
     for (int number = 0; number < 4; ++number) {
       model.zero_grad();
-      // Of the first forward, rank 1 uses no parameter; all buckets are gone before backward comes
-      // there.
+      // Rank 1 uses no parameter of the first forward; all buckets are launched before backward
+      // reaches them.
       reducer.prepare_for_forward();
       const at::Tensor x = batch(rank, number).requires_grad_() * 1.0;
       const at::Tensor first = rank == 1 ? x : model.forward(x);
@@ -331,12 +331,12 @@ TEST(ReducerOutOfStep, WhatRanksMayDoDifferently_DoesNotThrow) {
     for (int number = 0; number < 4; ++number) {
       model.zero_grad();
       if (rank == 1) {
-        forward(reducer, model, random_batch(5, 4, 3));  // to draw the graph
-        reducer.prepare_for_forward();                   // of a forward that raises
+        forward(reducer, model, random_batch(5, 4, 3));  // to build the graph
+        reducer.prepare_for_forward();                   // of a forward that throws
       }
       step(reducer, model, rank, number);
       expect_average(model, number, "evaluation on one rank");
-      // One rank steps, the others receive: as a sharded optimizer does.
+      // One rank steps and the others receive, as in a sharded optimizer.
       if (rank == 0) model.sgd_step(0.1);
       for (size_t i = 0; i < model.size(); ++i) {
         std::vector<at::Tensor> values{model[i].detach().clone()};
@@ -375,7 +375,7 @@ TEST(ReducerLeavesPlan, OneRankOnly_EveryRankThrowsNamingIt_AndAllCanGoOn) {
       const std::string error = thrown_by([&] { step(reducer, model, rank, 2); });
       EXPECT_NE(error.find("rank 1 asked for a new bucket plan"), std::string::npos) << error;
       EXPECT_NE(error.find(way.said), std::string::npos) << error;
-      // Repaired: the others do the same.
+      // Recovers when the other ranks do the same.
       if (rank != 1) way.act(reducer);
       for (int number = 3; number < 6; ++number) {
         model.zero_grad();
@@ -446,7 +446,7 @@ TEST(ReducerException, CommunicationHookThatThrowsOnOneRank_EveryRankThrows_NowA
     throws = rank == 1;
     EXPECT_NE(thrown_by([&] { step(reducer, model, rank, 1); }), "");
     throws = false;
-    // What the hooks of the ranks have sent does not match any more.
+    // The messages that the ranks' hooks have sent do not match any more.
     EXPECT_NE(thrown_by([&] { step(reducer, model, rank, 2); }).find("start again"),
               std::string::npos);
   });

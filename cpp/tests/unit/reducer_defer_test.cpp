@@ -25,7 +25,7 @@ using apex::testing::ToyModel;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 constexpr int kWorld = 2;
-constexpr int kSettled = 4;  // backwards until one is deferred
+constexpr int kSettled = 4;  // backwards until the first deferred one
 
 ToyModel toy_model() { return ToyModel::mlp({4, 8, 8, 8, 2}, 1); }
 
@@ -90,12 +90,12 @@ TEST_P(ReducerDefer, CollectivesHeldBack_BackwardReturns_AndEachParameterIsWaite
     ASSERT_GT(plan.size(), 2u);
     const uint64_t first = control->issued(rank);
     for (uint64_t seq = first; seq < first + plan.size(); ++seq) control->hold(seq);
-    backward(reducer, deferred.model, batch(rank, 7));  // returns, although nothing can arrive
+    backward(reducer, deferred.model, batch(rank, 7));  // returns although no bucket can arrive
     EXPECT_EQ(reducer.statistics().deferred, 2);
     EXPECT_EQ(reducer.in_flight().size(), deferred.model.size());
     EXPECT_TRUE(deferred.reported.empty());
 
-    // The second bucket alone.
+    // Releases only the second bucket.
     control->release(first + 1);
     reducer.wait_for(plan[1]);
     EXPECT_EQ(deferred.reported, plan[1]);
@@ -125,7 +125,7 @@ TEST_P(ReducerDefer, NextBackwardWithoutWaiting_CompletesTheLastAndThrowsNamingA
           << error.what();
       EXPECT_NE(std::string(error.what()).find("'fc"), std::string::npos) << error.what();
     }
-    // And goes on.
+    // Training continues.
     deferred.reducer->wait();
     deferred.model.zero_grad();
     backward(*deferred.reducer, deferred.model, batch(rank, 9));
@@ -140,8 +140,7 @@ TEST_P(ReducerDefer, PlanHookOrCallbackChanged_WaitsFirst) {
     deferred.settle(rank);
     for (int what = 0; what < 4; ++what) {
       backward(*deferred.reducer, deferred.model, batch(rank, what));
-      EXPECT_EQ(deferred.reducer->in_flight().empty(), what > 1)
-          << what;  // the plan is learnt anew
+      EXPECT_EQ(deferred.reducer->in_flight().empty(), what > 1) << what;  // a new plan is recorded
       if (what == 0) deferred.reducer->buffers();
       if (what == 1) deferred.reducer->relearn();
       if (what == 2) deferred.reducer->set_comm_hook(nullptr);
@@ -153,7 +152,7 @@ TEST_P(ReducerDefer, PlanHookOrCallbackChanged_WaitsFirst) {
   });
 }
 
-/// A forward that waited for everything before it begins would leave nothing to overlap.
+/// A forward that waited for everything at its start would leave nothing to overlap.
 TEST_P(ReducerDefer, NextForwardBegins_NothingIsWaitedFor) {
   const auto control = ThreadBackendControl::create(kWorld);
   run_ranks(control, [&](int rank, const Group& group) {
@@ -172,8 +171,7 @@ TEST_P(ReducerDefer, NextForwardBegins_NothingIsWaitedFor) {
   });
 }
 
-/// What is in flight is dropped: nothing may read or write the buckets afterwards, or wait for
-/// them.
+/// In-flight buckets are dropped: afterwards, no code may read or write them, or wait for them.
 TEST_P(ReducerDefer, Released_NothingIsInFlightAnyMore) {
   const auto control = ThreadBackendControl::create(kWorld);
   run_ranks(control, [&](int rank, const Group& group) {
@@ -201,7 +199,7 @@ TEST_P(ReducerDefer, RankThatMissesAGradient_WaitsAtOnceAndTheOthersDoNot) {
     if (rank == 0) {
       y.square().mean().backward();
     } else {
-      deferred.model[5].sum().backward();  // one parameter only
+      deferred.model[5].sum().backward();  // only one parameter
     }
     EXPECT_EQ(deferred.reducer->statistics().deferred - before, rank == 0 ? 1 : 0);
     deferred.reducer->wait();
@@ -220,8 +218,8 @@ INSTANTIATE_TEST_SUITE_P(Plans, ReducerDeferOrder,
 
 TEST_P(ReducerDeferOrder, BucketsThatArriveLate_AreSentInTheOrderOfTheNextForward) {
   const bool is_extended = GetParam() != Origin::kLearnt;
-  const int plan_at = is_extended ? 1 : 0;   // the plan is as it will stay after this step
-  const int order_at = is_extended ? 4 : 2;  // in the third backward with it
+  const int plan_at = is_extended ? 1 : 0;   // from this step on the plan does not change
+  const int order_at = is_extended ? 4 : 2;  // in the third backward with that plan
   const auto control = ThreadBackendControl::create(kWorld);
   run_ranks(control, [&](int rank, const Group& group) {
     Deferred deferred(group);
@@ -237,7 +235,7 @@ TEST_P(ReducerDeferOrder, BucketsThatArriveLate_AreSentInTheOrderOfTheNextForwar
       const uint64_t first = control->issued(rank);
       const size_t buckets = learnt.size();
       if (step == order_at) {
-        // All but the first arrive after backward: when rank 0, which looks, waits for the first.
+        // All but the first arrive after backward, when rank 0, which records, waits for the first.
         for (uint64_t seq = first + 1; seq < first + buckets; ++seq) control->hold(seq);
         deferred.reducer->set_bucket_callback([&](const ReducedBucket&) {
           if (rank == 0) control->release_all();
@@ -258,7 +256,8 @@ TEST_P(ReducerDeferOrder, BucketsThatArriveLate_AreSentInTheOrderOfTheNextForwar
     EXPECT_EQ(deferred.reducer->statistics().plans_extended, is_extended ? 1 : 0);
     const auto plan = deferred.reducer->plan()->buckets;
     ASSERT_GT(learnt.size(), 3u);
-    // What had arrived, and the one on the wire, stay; at most those two, if the first was in time.
+    // Arrived buckets and the one in flight keep their place; at most those two, if the first was
+    // in time.
     size_t stay = 0;
     while (stay < plan.size() && plan[stay] == learnt[stay]) ++stay;
     EXPECT_GE(stay, 1u);

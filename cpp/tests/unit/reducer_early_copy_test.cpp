@@ -12,8 +12,8 @@
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
-// Gradients that are copied into their bucket as soon as they are computed, and what may happen to
-// them between that and the launch of the bucket. See Note [Gradients that move into their bucket].
+// Gradients that are copied into their bucket as soon as they are computed, and changes to them
+// before the bucket is launched. See Note [Gradients that move into their bucket].
 
 namespace apex::parallel {
 namespace {
@@ -24,12 +24,12 @@ using apex::testing::ToyModel;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 constexpr size_t kFirstWeight = 0;
-constexpr size_t kLastWeight = 4;  // its gradient is the first to be ready
+constexpr size_t kLastWeight = 4;  // its gradient is ready first
 
-/// 0: gradients keep their memory. 1: they are views of the buckets.
+/// 0: gradients keep their memory. 1: gradients are views of the buckets.
 class ReducerEarlyCopy : public ::testing::TestWithParam<bool> {
  protected:
-  /// All parameters in one bucket, which is launched when the first layer's gradients are there.
+  /// All parameters in one bucket, which is launched when the first layer's gradients are ready.
   ReducerOptions one_bucket() const {
     ReducerOptions options;
     options.gradient_as_bucket_view = GetParam();
@@ -47,7 +47,7 @@ class ReducerEarlyCopy : public ::testing::TestWithParam<bool> {
     y.square().mean().backward();
   }
 
-  /// The average over ranks of what each one's backward accumulates, in float64.
+  /// The float64 average over ranks of the gradients that each rank's backward accumulates.
   static ToyModel expected(int world, const std::function<void(ToyModel&, int)>& backward) {
     ToyModel sum = model().clone(at::kDouble);
     for (int rank = 0; rank < world; ++rank) backward(sum, rank);
@@ -90,7 +90,7 @@ TEST_P(ReducerEarlyCopy, GradientChangedByAHookBeforeTheLaunch_Average_IsOfTheCh
       if (grad.defined()) {
         grad.mul_(3.0);
       } else {
-        grad = at::full_like(model[kLastWeight], 7.0);  // it had moved
+        grad = at::full_like(model[kLastWeight], 7.0);  // the gradient has moved
       }
     });
     step(reducer, model, batch(rank));
@@ -109,11 +109,11 @@ TEST_P(ReducerEarlyCopy, GradientChangedByAHookBeforeTheLaunch_Average_IsOfTheCh
 }
 
 TEST_P(ReducerEarlyCopy, ParameterFiresAgainBeforeTheLaunch_Average_IsOfTheSum) {
-  run_ranks(3, [&](int rank, const Group& group) {  // 1/3 is no power of two
+  run_ranks(3, [&](int rank, const Group& group) {  // 1/3 is not a power of two
     ToyModel model = this->model();
     Reducer reducer(model.parameters, {group}, one_bucket());
-    // A reentrant backward, as of a checkpointed segment, that this rank has not run while
-    // learning.
+    // A reentrant backward, as from a checkpointed segment, that this rank has not run while
+    // recording.
     bool again = false;
     model[kFirstWeight].register_hook([&](const at::Tensor&) -> void {
       if (!again) return;
@@ -148,7 +148,7 @@ TEST_P(ReducerEarlyCopy, BackwardFailsBeforeTheLaunch_Gradients_AreTheRanksOwnAn
     for (size_t i = kLastWeight; i < model.size(); ++i) {
       EXPECT_LT(relative_error(model[i].grad(), own[i].grad()), 1e-5) << model.parameters[i].name;
     }
-    // Not cleared, so it is part of the next reduction.
+    // Not cleared, so it is included in the next reduction.
     const at::Tensor y = model.forward(batch(rank));
     reducer.watch_outputs({y});
     y.square().mean().backward();

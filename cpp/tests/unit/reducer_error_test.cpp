@@ -63,7 +63,7 @@ TEST(ReducerConstruction, OptionsThatDiffer_Construct_ThrowsOnEveryRankNamingThe
 }
 
 TEST(ReducerConstruction, SettingOfOneRankOnly_Construct_ThrowsOnEveryRankNamingIt) {
-  // As where one rank is a Python program with an option that C++ does not have.
+  // One rank is, for example, a Python program with an option that C++ does not have.
   run_ranks(2, [&](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 2}, 1);
     ReducerOptions options;
@@ -163,7 +163,7 @@ TEST(ReducerConstruction, NothingTrainable_Backward_DoesNothing) {
   });
 }
 
-// --- failures in mid-backward ---
+// --- failures during backward ---
 
 class ReducerFailure : public ::testing::TestWithParam<bool> {};
 
@@ -196,7 +196,7 @@ TEST_P(ReducerFailure, CollectiveFails_Backward_ThrowsToItsCallerAndTheNextReduc
     expect_contains(message, "'fc1.weight'");
   });
 
-  // The same parameters, a new group: as after a restart.
+  // The same parameters and a new group, as after a restart.
   run_ranks(2, [&](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
     Reducer reducer(model.parameters, {group});
@@ -218,7 +218,7 @@ TEST(Reducer, UserErrorInBackward_NextBackward_StartsClean) {
     options.limits.cap = 1;
     Reducer reducer(model.parameters, {group}, options);
     bool fail = false;
-    // On both ranks in the same place, after some buckets have gone out.
+    // On both ranks at the same place, after some buckets were launched.
     model[2].register_hook([&](const at::Tensor&) -> void {
       if (fail) throw std::runtime_error("user error");
     });
@@ -244,7 +244,7 @@ TEST(Reducer, UserErrorInBackward_NextBackward_StartsClean) {
   });
 }
 
-/// As torch since 2.14 allows: its size is that of now.
+/// As torch 2.14 and later allow: the group's size can change.
 class ReconfiguredGroup final : public c10d::ProcessGroup {
  public:
   ReconfiguredGroup(const Group& given, int rank, int size)
@@ -279,7 +279,7 @@ TEST(Reducer, GroupReconfigured_Backward_ThrowsUntilTheSizeIsThatOfConstruction)
 
 // --- communication hooks ---
 
-/// Doubles what an all-reduce would have given.
+/// Doubles the result of an all-reduce.
 class DoublingHook final : public CommHook {
  public:
   explicit DoublingHook(Group group) : group_(std::move(group)) {}

@@ -17,7 +17,7 @@
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
-// Bucket callbacks, opt-in checks, uneven inputs, chained hooks, and letting go of groups.
+// Bucket callbacks, opt-in checks, uneven inputs, chained hooks, and release of groups.
 
 namespace apex::parallel {
 namespace {
@@ -58,7 +58,7 @@ TEST(ReducerBucketCallback, LaterBucketOnItsWay_IsCalledForTheEarlierOne) {
     ToyModel model = ToyModel::mlp({4, 8, 8, 2}, 1);
     Reducer reducer(model.parameters, {group}, small_buckets());
     backward(reducer, model, random_batch(4, 4, 0));
-    // Every collective of this backward but the first waits for the first bucket's callback.
+    // All later collectives of this backward wait for the first bucket's callback.
     const uint64_t first = control->issued(rank);
     const size_t buckets = reducer.plan()->buckets.size();
     for (uint64_t seq = first + 1; seq < first + buckets; ++seq) control->hold(seq);
@@ -67,7 +67,7 @@ TEST(ReducerBucketCallback, LaterBucketOnItsWay_IsCalledForTheEarlierOne) {
     reducer.set_bucket_callback([&](const ReducedBucket& bucket) {
       order.push_back(bucket.index);
       parameters.insert(parameters.end(), bucket.parameters.begin(), bucket.parameters.end());
-      EXPECT_EQ(reducer.statistics().backwards, 1);  // the engine may be asked
+      EXPECT_EQ(reducer.statistics().backwards, 1);  // the reducer may be queried
       for (uint64_t seq = first + 1; seq < first + buckets; ++seq) control->release(seq);
     });
     model.zero_grad();
@@ -88,7 +88,7 @@ TEST(ReducerRegisteredBuffers, BackendWithMemory_Buckets_LieThereAndGradientsAre
     control->allocate_tensors();
     run_ranks(control, [&](int rank, const Group& group) {
       ToyModel model = ToyModel::mlp({4, 8, 8, 2}, 1);
-      ReducerOptions options = small_buckets(60);  // of several parameters: others are in place
+      ReducerOptions options = small_buckets(60);  // single parameters are reduced in place
       options.registered_buffers = true;
       options.gradient_as_bucket_view = views;
       Reducer reducer(model.parameters, {group}, options);
@@ -146,14 +146,13 @@ TEST(ReducerCheckFinite, NanOnOneRank_ThrowsOnEveryRankNamingRankAndParameter) {
               model.parameters[2].name + "' (1 of 3 ranks");
       model[2].remove_hook(hook);
       model.zero_grad();
-      backward(reducer, model, random_batch(4, 4, 2));  // goes on
+      backward(reducer, model, random_batch(4, 4, 2));  // training continues
       EXPECT_EQ(reducer.statistics().backwards, 3);
     });
   }
 }
 
-/// A sum that is reduced again would be counted once per rank. All parameters are in the first
-/// bucket.
+/// Reducing a sum again would count it once per rank. All parameters are in the first bucket.
 TEST(ReducerSum, GradientsNotCleared_NextBackward_Throws) {
   run_ranks(2, [&](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 2}, 1);
@@ -203,12 +202,12 @@ TEST(ReducerRelease, BackwardAfterIt_Throws_AndTheGroupIsFree) {
   });
 }
 
-/// Tells on which thread it ends.
+/// Records the thread on which it is destroyed.
 class EndingGroup final : public c10d::ProcessGroup {
  public:
   explicit EndingGroup(std::promise<std::thread::id>& ended) : ProcessGroup(0, 1), ended_(ended) {}
   ~EndingGroup() override { end(); }
-  /// In place of the destructor, as long as there are weak references.
+  /// Called instead of the destructor while weak references exist.
   void release_resources() override { end(); }
 
  private:
@@ -219,7 +218,7 @@ class EndingGroup final : public c10d::ProcessGroup {
   bool told_ = false;
 };
 
-/// Who drops a loss in Python holds the interpreter's lock, for which a group's threads may wait.
+/// A thread that drops a loss in Python holds the GIL, which a group's threads may need.
 TEST(ReducerLastReference, GraphOutlivesEveryOtherHolderOfTheGroup_GroupEndsOnAnotherThread) {
   std::promise<std::thread::id> ended;
   ToyModel model = ToyModel::mlp({4, 2}, 1);
@@ -237,7 +236,8 @@ TEST(ReducerLastReference, GraphOutlivesEveryOtherHolderOfTheGroup_GroupEndsOnAn
   EXPECT_NE(where.get(), std::this_thread::get_id());
 }
 
-/// What a hook holds (a group, error feedback) is not kept by whoever still refers to the reducer.
+/// What a hook holds (a group, error feedback) is released even if other references to the reducer
+/// exist.
 TEST(ReducerRelease, CommunicationHookAndCallback_AreLetGo) {
   run_ranks(2, [](int, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
@@ -263,7 +263,7 @@ TEST(ReducerSetPlan, PlanThatFits_IsUsedFromTheNextBackwardOn) {
     Reducer reducer(model.parameters, {group}, small_buckets());
     BucketPlan plan;
     plan.buckets = {{3, 0}, {2, 1}};
-    reducer.set_plan(rank == 0 ? plan : BucketPlan());  // rank 0's counts
+    reducer.set_plan(rank == 0 ? plan : BucketPlan());  // all ranks use rank 0's plan
     for (int step = 0; step < 3; ++step) {
       model.zero_grad();
       backward(reducer, model, random_batch(4, 4, step));  // the same on both ranks
@@ -305,14 +305,14 @@ TEST(ReducerSetPlan, ParametersOfTwoDtypesInOneBucket_AreRefusedByName) {
   });
 }
 
-/// What one rank alone knows has to ride on the last message, however many there are.
+/// Information that only one rank has is sent with the last message, for any number of buckets.
 TEST(ReducerLateParameter, OneRankUsesIt_SeveralFlatBuckets_IsAveragedOnEveryRank) {
   run_ranks(3, [](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 8, 8, 2}, 1);
     const at::Tensor extra = at::ones({3}).requires_grad_();
     std::vector<NamedTensor> parameters = model.parameters;
     parameters.push_back({"extra", extra});
-    BucketPlan flat;  // no bucket of one parameter, which would be reduced in place
+    BucketPlan flat;  // no bucket with one parameter, which would be reduced in place
     flat.buckets = {{5, 4}, {3, 2}, {1, 0}};
     Reducer reducer(parameters, {group}, small_buckets());
     reducer.set_plan(flat);
@@ -434,7 +434,7 @@ TEST(ReducerCommHook, CollectivesFromCallbacks_ComeInOneOrderOnEveryRank) {
         ToyModel reference = model.clone(at::kDouble);
         reference.forward(random_batch(4, 4, step)).square().mean().backward();
         for (size_t i = 0; i < model.size(); ++i) {
-          // Summed twice over three ranks that hold the same.
+          // Summed twice over three ranks with the same values.
           EXPECT_LT(relative_error(model[i].grad(), reference[i].grad() * 9), 1e-5);
         }
       }
@@ -442,7 +442,7 @@ TEST(ReducerCommHook, CollectivesFromCallbacks_ComeInOneOrderOnEveryRank) {
   }
 }
 
-/// float16 is no narrower than bfloat16, and has no number for what bfloat16 can hold.
+/// float16 and bfloat16 have the same width, and float16 cannot represent large bfloat16 values.
 TEST(ReducerCommHook, GradientsAsNarrowAsTheWire_AreSentAsTheyAre) {
   run_ranks(2, [](int, const Group& group) {
     const at::Tensor p = at::ones({4}, at::kBFloat16).requires_grad_();

@@ -14,9 +14,9 @@
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
-// Parameters that are frozen and unfrozen, alike on all ranks or not. See Note [One plan per set].
-// The oracle is the average over ranks in float64; the thread backend fails where messages do not
-// match.
+// Parameters that are frozen and unfrozen, in the same way on all ranks or not. See
+// Note [One plan per set]. Oracle: the float64 average over ranks. The thread backend fails if
+// messages do not match.
 
 namespace apex::parallel {
 namespace {
@@ -33,7 +33,7 @@ at::Tensor batch(int rank, int step) {
   return apex::testing::random_batch(6, 4, 100 * step + rank);
 }
 
-/// What one rank freezes in one step: indices of parameters.
+/// The parameters (indices) that one rank freezes in one step.
 using Frozen = std::vector<size_t>;
 
 void freeze(ToyModel& model, const Frozen& frozen) {
@@ -51,12 +51,12 @@ class ReducerFreeze : public ::testing::TestWithParam<std::tuple<int64_t, bool>>
     return options;
   }
 
-  /// Runs the steps, `by_step[s][r]` frozen on rank r in step s. Where ranks differ every one of
-  /// them throws, naming the first parameter in which they do; else each gradient is the average.
+  /// Runs the steps, with `by_step[s][r]` frozen on rank r in step s. If ranks differ, every rank
+  /// throws and names the first parameter that differs; otherwise each gradient is the average.
   void run(const std::vector<std::vector<Frozen>>& by_step) const {
     run_ranks(kWorld, [&](int rank, const Group& group) {
       ToyModel model = ToyModel::mlp({4, 6, 6, 2}, 1);
-      // One that never gets a gradient, so that every backward asks after parameters outside the
+      // One that never gets a gradient, so that every backward has to check parameters outside the
       // plan.
       auto parameters = model.parameters;
       parameters.push_back({"unused", at::ones({3}).requires_grad_()});
@@ -67,7 +67,7 @@ class ReducerFreeze : public ::testing::TestWithParam<std::tuple<int64_t, bool>>
         model.zero_grad();
         freeze(model, ranks[rank]);
         reducer.prepare_for_forward();
-        // So that there is a backward where all parameters are frozen.
+        // So that there is a backward even if all parameters are frozen.
         const at::Tensor y = model.forward(batch(rank, step).requires_grad_());
         reducer.watch_outputs({y});
         const std::string error = thrown_by([&] { y.square().mean().backward(); });
@@ -155,19 +155,19 @@ TEST_P(ReducerFreeze, InTheFirstBackward_EveryRankThrows_AndAllCanGoOn) {
   run({{{}, {3}, {}}, {{3}, {3}, {}}, none, none});
 }
 
-/// A plan that was left for another reason, on ranks that differ in what they train, too.
+/// The plan is discarded for another reason while ranks differ in what they train.
 TEST_P(ReducerFreeze, RelearntAndFrozenAlike_NextBackwards_AreRight) {
   run_ranks(kWorld, [&](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 6, 6, 2}, 1);
     Reducer reducer(model.parameters, {group}, options());
     for (int step = 0; step < 12; ++step) {
       model.zero_grad();
-      if (step % 5 == 3) reducer.relearn();  // also where two plans are kept
+      if (step % 5 == 3) reducer.relearn();  // also with two stored plans
       freeze(model, step % 4 < 2 ? Frozen{} : Frozen{0, 1});
       reducer.prepare_for_forward();
       const at::Tensor y = model.forward(batch(rank, step));
       reducer.watch_outputs({y});
-      const bool alone = step == 7 && rank == 1;  // in the middle of a rhythm
+      const bool alone = step == 7 && rank == 1;  // in the middle of a periodic pattern
       if (alone) reducer.relearn();
       const std::string error = thrown_by([&] { y.square().mean().backward(); });
       EXPECT_EQ(error.find("rank 1 asked for a new bucket plan") != std::string::npos, step == 7)
@@ -204,7 +204,7 @@ TEST_P(ReducerFreeze, EveryRankFreezesAlike_LaterBackwards_OverlapWithOneMorePla
       const auto after = reducer.statistics();
       EXPECT_EQ(after.plans_learnt, step < 2 ? 1 : 2) << step;
       const bool steady = step == 1 || step > 2;
-      // The last bucket may carry the report.
+      // The last bucket may contain the report.
       if (steady) {
         EXPECT_LE(after.launched_at_end - before.launched_at_end, 1) << step;
       }
@@ -240,7 +240,7 @@ TEST(ReducerFreezeKind, ParametersOfAnotherDtype_NextBackward_IsRightByANewPlan)
   });
 }
 
-/// A program that trains two models in turn.
+/// A program that alternates between two models.
 TEST_P(ReducerFreeze, SetsThatComeAgain_HaveTheirPlansAndOverlap) {
   const std::vector<Frozen> period{{}, {}, {0, 1, 2, 3}, {4, 5}};
   run_ranks(2, [&](int rank, const Group& group) {
@@ -268,7 +268,7 @@ TEST_P(ReducerFreeze, SetsThatComeAgain_HaveTheirPlansAndOverlap) {
   });
 }
 
-/// The hazard: ranks that forget a plan at different times would meet in different exchanges.
+/// Hazard: ranks that forget a plan at different times would take part in different exchanges.
 TEST_P(ReducerFreeze, SetThatDoesNotComeAgain_IsForgotten_AndLearntWhenItDoes) {
   run_ranks(2, [&](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 6, 6, 2}, 1);
@@ -291,7 +291,7 @@ TEST_P(ReducerFreeze, RhythmsThatChange_AlikeOrOnSomeRanks_AreRightOrThrowOnEver
     std::mt19937 random(seed);
     std::vector<std::vector<Frozen>> by_step{std::vector<Frozen>(kWorld)};
     while (by_step.size() < 40) {
-      // A few periods of one rhythm, in which ranks now and then do something else.
+      // A few periods of a pattern, with occasional deviations.
       std::vector<size_t> period(1 + random() % 4);
       for (size_t& set : period) set = random() % sets.size();
       for (size_t step = 0; step < 3 * period.size(); ++step) {

@@ -15,9 +15,9 @@
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
-// Gradients whose memory somebody else reads: autograd, another parameter's .grad, the caller. The
-// oracle is the same program without a reducer in float64, averaged. See Note [Who may read a
-// gradient's memory].
+// Gradients whose memory has another reader: autograd, another parameter's .grad, the caller.
+// Oracle: the same program without a reducer in float64, averaged. See
+// Note [Who may read a gradient's memory].
 
 namespace apex::parallel {
 namespace {
@@ -27,11 +27,11 @@ using apex::testing::run_ranks;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 constexpr int kWorld = 2;
-constexpr int64_t kSide = 160;  // 100 KiB: reduced in place where that is allowed
+constexpr int64_t kSide = 160;  // 100 KiB: reduced in place if allowed
 
 using Tensors = std::vector<at::Tensor>;
 
-/// A program over parameters; runs backward itself, scaled by a number of the rank.
+/// A program over parameters. It runs backward itself, scaled by a rank-dependent number.
 struct Program {
   const char* name;
   std::vector<std::vector<int64_t>> shapes;
@@ -107,7 +107,8 @@ TEST_P(ReducerMemory, GradientsThatShareMemory_SeveralSteps_EqualTheReference) {
       program.run(p, rank + step + 1.0);
       Tensors expected(p.size());
       for (int r = 0; r < kWorld; ++r) {
-        // Each from nothing: accumulating into gradients that share memory adds to both.
+        // Each starts without gradients: accumulating into gradients that share memory adds to
+        // both.
         for (const at::Tensor& variable : reference) variable.mutable_grad() = at::Tensor();
         program.run(reference, r + step + 1.0);
         for (size_t i = 0; i < p.size(); ++i) {
@@ -127,7 +128,7 @@ INSTANTIATE_TEST_SUITE_P(Table, ReducerMemory,
                          ::testing::Combine(::testing::Range(size_t{0}, std::size(kPrograms)),
                                             ::testing::Bool(), ::testing::Bool()));
 
-/// A function that has no gradient to pass on: there is no memory to compare with.
+/// A function without an incoming gradient: there is no memory to compare with.
 struct PassesNothingOn : torch::autograd::Function<PassesNothingOn> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) {
     return x.clone();
@@ -183,7 +184,7 @@ TEST(ReducerMemory, ViewOfAGradientThatAHookKeeps_HoldsWhatItHeld) {
   });
 }
 
-/// Whoever replaces a gradient's memory, or writes it between backwards, is believed.
+/// A caller may replace a gradient's memory, or write it between backwards.
 TEST(ReducerMemory, GradientThatIsReplacedOrRestrided_Backward_SendsWhatItHolds) {
   for (const bool views : {true, false}) {
     const std::vector<std::function<void(const at::Tensor&)>> ways{
@@ -216,7 +217,7 @@ TEST(ReducerMemory, GradientThatIsReplacedOrRestrided_Backward_SendsWhatItHolds)
   }
 }
 
-/// It is reduced where it lies only in a backward that uses it.
+/// It is reduced in place only in a backward that uses it.
 TEST(ReducerMemory, LargeParameterUnusedEverywhere_Backward_LeavesItsGradient) {
   run_ranks(kWorld, [&](int rank, const Group& group) {
     const at::Tensor used = at::ones({3}).requires_grad_();
@@ -226,7 +227,7 @@ TEST(ReducerMemory, LargeParameterUnusedEverywhere_Backward_LeavesItsGradient) {
     Reducer reducer({{"used", used}, {"large", large}}, {group}, options);
     for (int step = 0; step < 4; ++step) {
       used.mutable_grad() = at::Tensor();
-      // Other values on each rank: an average of equal ones would change nothing.
+      // Different values per rank, since the average of equal ones would change nothing.
       large.mutable_grad() = step < 2 ? at::Tensor() : at::full({kSide, kSide}, rank + 7.0F);
       reducer.prepare_for_forward();
       at::Tensor y = used.sum() * (rank + 1.0);
@@ -269,7 +270,7 @@ TEST(ReducerMemory, BackwardThatRaisesBeforeAnyGradient_LeavesGradients) {
   }
 }
 
-/// Ranks exchange entries of one form, whatever form a rank's gradient has.
+/// Ranks exchange entries in one form, for any form of a rank's gradient.
 TEST(ReducerMemory, SparseGradientOfAnotherForm_Backward_IsAveraged) {
   run_ranks(kWorld, [&](int rank, const Group& group) {
     const at::Tensor table = at::zeros({4, 2}).requires_grad_();

@@ -15,7 +15,7 @@
 #include <support/fake_group.h>
 #include <support/toy_model.h>
 
-// Times of a backward on a device: taken by events, without a wait of the host and without a race.
+// Times of a backward on a device, from events: without host waits and without races.
 
 namespace apex::testing {
 namespace {
@@ -43,7 +43,8 @@ class FakeDeviceOverlap : public ::testing::Test {
     return options;
   }
 
-  /// One that learns and one whose times are taken, which must not make the host wait.
+  /// Runs one backward that records the plan and one that is timed, which must not make the host
+  /// wait.
   OverlapReport report_of(Reducer& reducer) {
     reducer.record_overlap(true);
     const double began = now();
@@ -60,7 +61,7 @@ class FakeDeviceOverlap : public ::testing::Test {
     const Strings all = fake::detector().host_waits();
     EXPECT_EQ(Strings(all.begin() + waits, all.end()), Strings{});
     const OverlapReport report = reducer.overlap_report().value();
-    // The simulated device's own time goes faster than the host's.
+    // The simulated device's clock runs faster than the host's.
     EXPECT_GT(report.began_s, began - 60);
     EXPECT_LE(report.began_s + report.backward_s, now());
     return report;
@@ -92,8 +93,8 @@ TEST_F(FakeDeviceOverlap, TimedEvents_TimesAreThoseOfTheStreams) {
   expect_in_order(report);
   ASSERT_GE(report.buckets.size(), 3u);
   for (const BucketOverlap& bucket : report.buckets) {
-    // One operation is a millisecond: an event that is not behind the all-reduce would not have its
-    // time.
+    // One operation takes a millisecond, so an event recorded before the all-reduce would have an
+    // earlier time.
     EXPECT_GE(bucket.arrived_s, bucket.launched_s + 0.9e-3);
     EXPECT_LE(bucket.ready_s, report.last_gradient_s);
   }
@@ -118,11 +119,11 @@ TEST_F(FakeDeviceOverlap, EventsWithoutTimes_TimesAreThoseOfTheHostAndSaySo) {
   const OverlapReport report = report_of(reducer);
   EXPECT_EQ(report.clock, OverlapClock::kHostOnly);
   expect_in_order(report);
-  // Futures of a device are complete at once, which says nothing.
+  // Futures on a device complete immediately, which gives no information.
   for (const BucketOverlap& bucket : report.buckets) EXPECT_LE(bucket.awaited_s, bucket.arrived_s);
 }
 
-/// Two all-reduces; the second one when backward has ended.
+/// Two all-reduces; the second is issued when backward has ended.
 class TwoPhases final : public parallel::CommHook {
  public:
   explicit TwoPhases(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {}

@@ -17,8 +17,8 @@
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
-// Times of a backward and its buckets, on ranks that are threads. What is compared are orders of
-// events that the tests bring about, never durations.
+// Times of a backward and its buckets, with ranks as threads. Compares the order of events that the
+// tests enforce, never durations.
 
 namespace apex::parallel {
 namespace {
@@ -46,7 +46,7 @@ void backward(Reducer& reducer, ToyModel& model, int seed) {
   y.square().mean().backward();
 }
 
-/// The first layer's gradient, the last to be computed, comes after the first bucket has arrived.
+/// The first layer's gradient, which is computed last, comes after the first bucket has arrived.
 void backward_behind_first_bucket(ThreadBackendControl& control, Reducer& reducer, ToyModel& model,
                                   int rank) {
   const uint64_t first = control.issued(rank);
@@ -101,9 +101,9 @@ TEST(ReducerOverlap, RecordedOrNot_ReportIsOfTheLastBackwardOrAbsent) {
       }
       EXPECT_GE(bucket.bytes, 4 * elements);
     }
-    reducer.record_overlap(true);  // it is on already
+    reducer.record_overlap(true);  // it is already on
     EXPECT_TRUE(reducer.overlap_report());
-    // Not synchronized, not reported.
+    // A backward without synchronization is not reported.
     reducer.set_synchronizing(false);
     backward(reducer, model, rank);
     reducer.set_synchronizing(true);
@@ -125,7 +125,7 @@ TEST(ReducerOverlap, BackwardThatLearns_IsReportedToo) {
     ASSERT_TRUE(report);
     expect_in_order(*report);
     EXPECT_EQ(members(*report), reducer.plan()->buckets);
-    // Gradients were ready one after the other, and sent after the last one.
+    // Gradients were ready one by one, and sent after the last one.
     for (const BucketOverlap& bucket : report->buckets) {
       EXPECT_LE(bucket.ready_s, report->last_gradient_s);
       EXPECT_LE(report->last_gradient_s, bucket.launched_s);
@@ -179,7 +179,7 @@ TEST(ReducerOverlap, RankThatMissesAGradient_IsReadyWhenItIsSent) {
     const auto step = [&](bool skips) {
       model.zero_grad();
       reducer.prepare_for_forward();
-      // Without the last bias on rank 1.
+      // Rank 1 does not use the last bias.
       at::Tensor y = apex::testing::random_batch(4, 4, rank).to(at::kFloat);
       for (size_t i = 0; i < model.size(); i += 2) {
         y = y.matmul(model[i].t());
@@ -204,7 +204,7 @@ TEST(ReducerOverlap, RankThatMissesAGradient_IsReadyWhenItIsSent) {
 }
 
 TEST(ReducerOverlap, DeferredBackward_IsReportedWhenAllIsThere_AndForwardHidesTheRest) {
-  constexpr int kSettled = 4;  // backwards until one is deferred
+  constexpr int kSettled = 4;  // backwards until the first deferred one
   const auto control = ThreadBackendControl::create(kWorld);
   run_ranks(control, [&](int rank, const Group& group) {
     ToyModel model = toy_model();
@@ -224,7 +224,7 @@ TEST(ReducerOverlap, DeferredBackward_IsReportedWhenAllIsThere_AndForwardHidesTh
     backward(reducer, model, rank);
     ASSERT_EQ(reducer.statistics().deferred, deferred + 1);
     EXPECT_EQ(reducer.overlap_report()->backward_s, before->backward_s) << "nothing has arrived";
-    // When both ranks' backwards have returned.
+    // Once both ranks' backwards have returned.
     std::vector<at::Tensor> meeting{at::zeros({1})};
     group->allreduce(meeting)->wait();
     for (uint64_t seq = first; seq < first + buckets; ++seq) {
@@ -329,7 +329,7 @@ TEST(ReducerOverlap, RankWithoutData_ReportsTheBackwardThatItShadows) {
   });
 }
 
-/// A collective that cannot be asked when it was done, as of a backend without futures.
+/// A collective whose completion time is unknown, as from a backend without futures.
 class SilentWork final : public c10d::Work {
  public:
   explicit SilentWork(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
@@ -402,7 +402,7 @@ TEST(ReducerOverlap, OneRank_NothingIsInFlight) {
     expect_in_order(*report);
     ASSERT_GT(report->buckets.size(), 1u);
     for (const BucketOverlap& bucket : report->buckets) {
-      EXPECT_LE(bucket.arrived_s, bucket.awaited_s);  // long before anybody asked
+      EXPECT_LE(bucket.arrived_s, bucket.awaited_s);  // long before the wait
     }
   });
 }

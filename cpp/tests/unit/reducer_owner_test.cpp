@@ -14,9 +14,9 @@
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
-// Several reducers that know one parameter. The oracle is the average of the ranks' gradients in
-// float64: reduced once, whoever does it, and no message of one reducer meets another's. See Note
-// [One parameter, one reducer].
+// Several reducers that share a parameter. Oracle: the float64 average of the ranks' gradients,
+// reduced once by whichever reducer. No message of one reducer may match another's. See
+// Note [One parameter, one reducer].
 
 namespace apex::parallel {
 namespace {
@@ -36,7 +36,7 @@ void expect_average(const ToyModel& model, int number, const std::string& where)
   apex::testing::expect_average(model, kWorld, number, where);
 }
 
-/// With the first layer of another model.
+/// A model with the first layer of another model.
 ToyModel sharing(ToyModel model, const ToyModel& other) {
   for (size_t i = 0; i < 2; ++i) model[i] = other[i];
   return model;
@@ -113,7 +113,8 @@ TEST(ReducerOwner, BackwardThroughAnOutputOfTheReplacedOne_IsAveragedOnce) {
   });
 }
 
-/// Destruction is not collective: the newer one is gone on one rank, and not yet on the other.
+/// Destruction is not collective: the newer reducer is destroyed on one rank but not yet on the
+/// other.
 TEST(ReducerOwner, NewerOneIsGoneOnOneRankOnly_ForwardOfTheOlderOne_TakesItsParametersOver) {
   run_ranks(kWorld, [](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
@@ -158,8 +159,7 @@ TEST(ReducerOwner, SharedLayers_OneBackwardThroughBoth_GradientsAreAveragedOnce)
   });
 }
 
-/// Ranks run forwards in another order, and one runs more of them: what they have in common is the
-/// graph.
+/// Ranks run forwards in different orders, and one runs more of them. Only the graph is the same.
 TEST(ReducerOwner, ForwardsInAnotherOrderOnEachRank_GradientsAreAveragedOnce) {
   run_ranks(kWorld, [](int rank, const Group& group) {
     ToyModel first = ToyModel::mlp({4, 6, 2}, 1);
@@ -190,15 +190,16 @@ TEST(ReducerOwner, ForwardsInAnotherOrderOnEachRank_GradientsAreAveragedOnce) {
   });
 }
 
-/// A rank that does not use a shared layer, and a backward through one of two reducers that know
-/// it: that one owns it then, on every rank. See Note [One backward, all its reducers].
+/// One rank does not use a shared layer, and backward goes through one of the two reducers that
+/// share it. That reducer then owns the layer on every rank. See
+/// Note [One backward, all its reducers].
 TEST(ReducerOwner, OneRankDoesNotUseTheSharedLayer_BackwardThroughTheOther_IsAveraged) {
   run_ranks(kWorld, [](int rank, const Group& group) {
     ToyModel first = ToyModel::mlp({4, 6, 2}, 1);
     ToyModel second = sharing(ToyModel::mlp({4, 6, 2}, 2), first);
     Reducer one(first.parameters, {group});
     Reducer two(second.parameters, {group});
-    // On rank 0 only the last layer of the first model is used.
+    // Rank 0 uses only the last layer of the first model.
     const auto run = [](int r, const ToyModel& f, const at::Tensor& x) {
       const at::Tensor hidden = at::cat({x, x}, 1).narrow(1, 0, 6);
       return r == 0 ? at::linear(hidden.to(f[2].scalar_type()), f[2], f[3]) : f.forward(x);
@@ -223,7 +224,7 @@ TEST(ReducerOwner, OneRankDoesNotUseTheSharedLayer_BackwardThroughTheOther_IsAve
   });
 }
 
-/// The graph came through all outputs, also through those that this rank did not reach: none was
+/// The graph contains all outputs, including those that this rank did not reach, so none was
 /// skipped.
 TEST(ReducerOwner, ExceptionBeforeTheOutputsOfAnotherReducer_ItsNextStep_IsNotOutOfStep) {
   run_ranks(kWorld, [](int rank, const Group& group) {
@@ -236,7 +237,7 @@ TEST(ReducerOwner, ExceptionBeforeTheOutputsOfAnotherReducer_ItsNextStep_IsNotOu
     second.register_hook([&](const at::Tensor&) -> void {
       if (fail) throw std::runtime_error("user error");
     });
-    // Nodes run from the last to the first: the hook's after the older one's output, before the
+    // Nodes run from last to first: the hook's node after the older reducer's output and before the
     // newer one's.
     const at::Tensor again = forward(older, model, batch(rank, 0));
     const std::string error =
@@ -251,10 +252,10 @@ TEST(ReducerOwner, ExceptionBeforeTheOutputsOfAnotherReducer_ItsNextStep_IsNotOu
   });
 }
 
-/// The first output that backward comes to begins it for all reducers in the graph, so each hears
-/// of the exception.
+/// The first output that backward reaches starts it for all reducers in the graph, so each of them
+/// sees the exception.
 TEST(ReducerOwner, ExceptionBeforeTheSecondReducerIsReached_EveryRankThrows_AndTheNextStepIsRight) {
-  // Also where both send by one group, of which the messages have one order: see Note [Turns].
+  // Also if both use one group, whose messages have one order: see Note [Turns].
   for (const auto& [learning, shares] : std::vector<std::pair<bool, bool>>{
            {true, false}, {false, false}, {true, true}, {false, true}}) {
     const auto second = apex::testing::ThreadBackendControl::create(kWorld);
@@ -293,8 +294,8 @@ TEST(ReducerOwner, ExceptionBeforeTheSecondReducerIsReached_EveryRankThrows_AndT
   }
 }
 
-/// Layers of equal size, so that swapped messages would fit. What a rank leaves out is sent at the
-/// end there, after the other reducer's buckets if it were not for Note [Turns].
+/// Layers of equal size, so that swapped messages would fit. Messages for layers that a rank leaves
+/// out are sent at the end. Without Note [Turns], they would follow the other reducer's buckets.
 TEST(ReducerOwner, TwoReducersOnOneGroup_LayersLeftOutOnSomeRanks_GradientsAreTheirOwnAverages) {
   constexpr int kRanks = 3;
   run_ranks(kRanks, [](int rank, const Group& group) {
@@ -302,7 +303,7 @@ TEST(ReducerOwner, TwoReducersOnOneGroup_LayersLeftOutOnSomeRanks_GradientsAreTh
     ToyModel front = ToyModel::mlp(widths, 1);
     ToyModel back = ToyModel::mlp(widths, 2);
     ReducerOptions options;
-    options.limits.cap = options.limits.first_cap = 1;  // a bucket for each parameter
+    options.limits.cap = options.limits.first_cap = 1;  // one bucket per parameter
     Reducer one(front.parameters, {group}, options);
     Reducer two(back.parameters, {group}, options);
     const std::vector<std::vector<size_t>> used{{0, 1, 2}, {0, 2}, {1}};

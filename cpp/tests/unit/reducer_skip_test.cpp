@@ -15,9 +15,9 @@
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
-// Steps that all ranks skip together, and steps inside of backward, which are refused. The oracle
-// is the average over ranks in float64; in a skipped step no gradient is left on any rank. See Note
-// [Skipped steps].
+// Steps that all ranks skip together, and steps inside backward, which are refused. Oracle: the
+// float64 average over ranks; after a skipped step no rank has a gradient. See
+// Note [Skipped steps].
 
 namespace apex::parallel {
 namespace {

@@ -24,9 +24,9 @@
 #include <support/fake_group.h>
 #include <support/toy_model.h>
 
-// The reducer and streams, without a GPU: whatever one stream does to memory that another has used
-// must be ordered by events, memory must be kept for the streams that use it, and the host must not
-// wait. Values cannot tell here, since operators run at once: fake::detector() does.
+// The reducer and streams, without a GPU. Accesses of different streams to the same memory must be
+// ordered by events, memory must be kept alive for the streams that use it, and the host must not
+// wait. Values cannot show this, since operators run immediately; fake::detector() checks it.
 
 namespace apex::testing {
 namespace {
@@ -45,13 +45,13 @@ at::TensorOptions on_device() { return at::device(fake::device()); }
 
 int64_t host_waits() { return static_cast<int64_t>(fake::detector().host_waits().size()); }
 
-/// The waits of the host since there were `before` of them.
+/// Host waits after the first `before`.
 Strings host_waits_since(int64_t before) {
   const Strings all = fake::detector().host_waits();
   return {all.begin() + before, all.end()};
 }
 
-/// How gradients are kept, and how many ranks there are; one of them sends nothing.
+/// How gradients are stored, and the number of ranks; a single rank sends nothing.
 struct Setting {
   bool views;
   int world;
@@ -69,7 +69,7 @@ class FakeDeviceReducer : public ::testing::TestWithParam<Setting> {
     EXPECT_EQ(fake::detector().errors(), Strings{});
   }
 
-  /// The first sentence the detector has to say is about what contains `part`.
+  /// Expects the detector's first error to contain `part`.
   void expect_error(const std::string& part) {
     expects_errors_ = true;
     const Strings errors = fake::detector().errors();
@@ -83,7 +83,7 @@ class FakeDeviceReducer : public ::testing::TestWithParam<Setting> {
   bool expects_errors_ = false;
 };
 
-/// A model whose ranks all see the same batches, so that averages are its own gradients, next to a
+/// A model with the same batches on all ranks, so that averages are its own gradients, next to a
 /// float64 reference on the CPU.
 struct Training {
   ToyModel model = ToyModel::mlp(kWidths, 1).clone(on_device());
@@ -130,7 +130,7 @@ TEST_P(FakeDeviceReducer, OrdinaryTraining_HasNoRaceAndTheHostDoesNotWait) {
     training.backward(reducer, step);
     training.expect_gradients(2e-5);
     training.optimizer_step();
-    if (step == 0) before = host_waits();  // it learns, together with the other ranks
+    if (step == 0) before = host_waits();  // it records the plan together with the other ranks
   }
   EXPECT_EQ(host_waits_since(before), Strings{});
   const auto buckets = static_cast<int64_t>(reducer.plan()->buckets.size());
@@ -151,7 +151,7 @@ TEST_P(FakeDeviceReducer, EveryOption_HasNoRace) {
       {"trigger", [](ReducerOptions& options) { options.trigger_parameters = {2, 4}; }, false},
       {"static_graph", [](ReducerOptions& options) { options.static_graph = true; }, false},
       {"check_finite", [](ReducerOptions& options) { options.check_finite = true; }, true},
-      // One rank has nobody to be compared with.
+      // A single rank has no rank to compare with.
       {"check_steps", [](ReducerOptions& options) { options.check_steps = true; }, world_ > 1},
   };
   for (const Case& each : cases) {
@@ -207,7 +207,7 @@ TEST_P(FakeDeviceReducer, SeveralGroupsInTurn_HaveNoRace) {
 TEST_P(FakeDeviceReducer, CommunicationHooks_HaveNoRaceAndTheHostDoesNotWait) {
   for (const bool accumulates_wide : {false, true}) {
     SCOPED_TRACE(accumulates_wide ? "fp32 accumulate" : "compress");
-    // With one rank only: mirror images cannot know another rank's share of what is accumulated.
+    // One rank only: mirror images do not know another rank's share of the accumulated values.
     for (const int world : {1, 2}) {
       const Group group = fake::make_mirror_group(world, "wire");
       Training training(3);
@@ -262,12 +262,12 @@ TEST_P(FakeDeviceReducer, ParameterWithoutGradient_IsAllTheHostWaitsFor) {
     if (step == 1) before = host_waits();
   }
   EXPECT_GT(reducer.plan()->buckets.size(), 2U);
-  EXPECT_EQ(reducer.statistics().usage_reads, 2);  // once a backward, however many buckets
+  EXPECT_EQ(reducer.statistics().usage_reads, 2);  // one per backward, for any number of buckets
   EXPECT_EQ(host_waits() - before, world_ > 1 ? 2 : 0);
 }
 
-// A rank without data goes by what the others report: were that not read, they would leave a plan
-// that it still sends by.
+// A rank without data follows the others' reports. Without reading them, the others could discard a
+// plan that it still uses.
 TEST_P(FakeDeviceReducer, UnderJoin_ReportsAreRead) {
   if (world_ == 1) GTEST_SKIP() << "nothing is sent";
   Training training(8);
@@ -290,7 +290,7 @@ TEST_P(FakeDeviceReducer, UnderJoin_ReportsAreRead) {
   EXPECT_EQ(waits_in_step(5), 0);
 }
 
-/// Operations that a reducer adds to a backward in which so many of 20 parameters are not used.
+/// Operations that a reducer adds to a backward in which `unused` of 20 parameters are not used.
 int64_t operations_added(const Group& group, const ReducerOptions& options, size_t unused) {
   std::vector<NamedTensor> parameters;
   for (int i = 0; i < 20; ++i)
@@ -314,7 +314,7 @@ int64_t operations_added(const Group& group, const ReducerOptions& options, size
 TEST_P(FakeDeviceReducer, ParametersWithoutGradient_CostNoOperationsEach) {
   options_.limits.cap = 1 << 20;
   EXPECT_EQ(operations_added(group_, options_, 10), operations_added(group_, options_, 2));
-  // A copy into the bucket and one back, the sum, and the report.
+  // A copy into the bucket, a copy back, the sum, and the report.
   if (world_ > 1) {
     EXPECT_LE(operations_added(group_, options_, 0), GetParam().views ? 4 : 5);
   }
@@ -363,7 +363,7 @@ TEST_P(FakeDeviceReducer, GradientsAfterBackward_AreReadyOnTheCallersStreamOnly)
 }
 
 TEST_P(FakeDeviceReducer, DeferredBackward_IsReadyWhereItWasWaitedFor) {
-  options_.limits.cap = 450;  // none in place
+  options_.limits.cap = 450;  // no bucket in place
   Training training(8);
   Reducer reducer(training.model.parameters, {group_}, options_);
   reducer.set_deferred(true);
@@ -376,12 +376,12 @@ TEST_P(FakeDeviceReducer, DeferredBackward_IsReadyWhereItWasWaitedFor) {
     reducer.wait();
     training.expect_gradients(2e-5);
     training.optimizer_step();
-    if (step == 4) before = host_waits();  // has learnt, and put the buckets in order
+    if (step == 4) before = host_waits();  // the plan is recorded and the buckets are ordered
   }
   EXPECT_GT(reducer.statistics().deferred, 0);
   EXPECT_EQ(host_waits_since(before), Strings{});
   EXPECT_EQ(fake::detector().errors(), Strings{});
-  if (world_ == 1) return;  // nothing is on its way
+  if (world_ == 1) return;  // nothing is in flight
   const at::Tensor buffer = reducer.buffers().front();
   training.backward(reducer, 7);
   ASSERT_FALSE(reducer.in_flight().empty());
@@ -390,7 +390,7 @@ TEST_P(FakeDeviceReducer, DeferredBackward_IsReadyWhereItWasWaitedFor) {
   expect_error("aten::add on stream 'default' reads what all-reduce on stream 'wire' writes");
 }
 
-/// A backward of `training` that fails half way, when the buckets of the last layers were launched.
+/// A backward of `training` that fails halfway, after the buckets of the last layers were launched.
 void fail_backward(
     Training& training, Reducer& reducer, const std::function<void()>& first_of_all = [] {}) {
   training.model.zero_grad();
@@ -422,16 +422,17 @@ TEST_P(FakeDeviceReducer, BackwardThatFails_LeavesMemoryToThoseThatUseIt) {
     fail_backward(training, reducer);
     EXPECT_GT(reducer.statistics().launched_in_backward, launched);
     training.model.zero_grad();
-    at::ones({4}, on_device());  // where buffers and gradients were
+    at::ones({4}, on_device());  // reuses the memory of buffers and gradients
     training.backward(reducer, 2);
     EXPECT_EQ(fake::detector().errors(), Strings{});
   }
 }
 
-// Fails: the stream that ends backward does not say that it uses a buffer that a hook has made.
+// Fails if the stream that ends backward does not register its use of a buffer made by a hook.
 TEST_P(FakeDeviceReducer, BuffersMadeOnAnotherStream_AreKeptForTheStreamThatCalledBackward) {
-  // After a backward that failed buffers are made anew, by the hook that packs the first gradient:
-  // on the stream on which gradients are accumulated, which is that on which the reducer was made.
+  // After a failed backward, the hook that packs the first gradient allocates new buffers, on the
+  // stream on which gradients are accumulated. This is the stream on which the reducer was
+  // constructed.
   Training training(3);
   Reducer reducer(training.model.parameters, {group_}, options_);
   const c10::Stream main = fake::current_stream();
@@ -450,8 +451,8 @@ TEST_P(FakeDeviceReducer, BuffersMadeOnAnotherStream_AreKeptForTheStreamThatCall
   at::ones({4}, on_device());
 }
 
-/// Parameters whose gradients are produced each on a stream of its own: parameter 0's last, so that
-/// its stream is the one that launches.
+/// Parameters whose gradients are produced on separate streams. Parameter 0's comes last, so its
+/// stream launches.
 class SideStreams {
  public:
   SideStreams(int count, int64_t numel) : main_(fake::current_stream()) {
@@ -461,7 +462,7 @@ class SideStreams {
           {"p" + std::to_string(i), at::ones({numel}, on_device()).requires_grad_()});
     }
     for (int i = 0; i < count; ++i) {
-      // A gradient is accumulated on the stream on which its accumulator was made.
+      // A gradient is accumulated on the stream on which its accumulator was created.
       fake::order(main_, streams[i]);
       const c10::StreamGuard guard(streams[i]);
       accumulators_.push_back(torch::autograd::impl::grad_accumulator(parameters[i].tensor));
@@ -505,7 +506,7 @@ class SideStreams {
     }
   }
 
-  /// What these streams may do at any time: something of their own, in memory of their own.
+  /// Unrelated work of these streams, in other memory.
   void work_of_their_own() const {
     for (const c10::Stream& stream : streams) {
       const c10::StreamGuard guard(stream);
@@ -522,7 +523,7 @@ class SideStreams {
 };
 
 TEST_P(FakeDeviceReducer, GradientsOfSideStreams_AreWaitedFor) {
-  // All in one bucket, two in each, and each in place where it lies.
+  // All in one bucket, two per bucket, and each in place.
   for (const int64_t cap : {int64_t{1} << 20, int64_t{32}, int64_t{1}}) {
     SCOPED_TRACE(cap);
     options_.limits.cap = cap;
@@ -557,14 +558,14 @@ TEST_P(FakeDeviceReducer, GradientsOfSideStreams_AreKeptForTheStreamThatPacksThe
     side.zero_grad();
     fake::detector().reset();
     side.backward(reducer, step);
-    side.work_of_their_own();  // where gradients were that are views of the bucket now
+    side.work_of_their_own();  // in the old memory of gradients that are now views of the bucket
     side.expect_gradients(step);
     EXPECT_EQ(fake::detector().errors(), Strings{});
   }
 }
 
-// Fails: when backward ends, gradients of other streams are packed (while learning) and copied into
-// without being kept for the stream that called it.
+// Fails if gradients of other streams are packed (while recording) or written at the end of
+// backward without being kept for the stream that called backward.
 TEST_P(FakeDeviceReducer, GradientsOfSideStreams_AreKeptForTheStreamThatCalledBackward) {
   for (const int64_t cap : {int64_t{1} << 20, int64_t{1}}) {
     SCOPED_TRACE(cap);
@@ -581,7 +582,7 @@ TEST_P(FakeDeviceReducer, GradientsOfSideStreams_AreKeptForTheStreamThatCalledBa
   }
 }
 
-/// Autograd's thread for the device may still let go of a backward that has failed.
+/// Autograd's thread for the device may still be releasing a failed backward.
 void wait_for_end_of_backward(Reducer& reducer) {
   for (;;) {
     try {
@@ -592,10 +593,10 @@ void wait_for_end_of_backward(Reducer& reducer) {
   }
 }
 
-/// The other ranks wait for the messages of one that has run out of memory in backward.
+/// The other ranks wait for the messages of a rank that has run out of memory in backward.
 TEST_P(FakeDeviceReducer, BackwardThatRunsOutOfMemory_SendsAllItsMessages) {
   if (world_ == 1) GTEST_SKIP() << "nothing is sent";
-  options_.limits.cap = 450;  // none in place
+  options_.limits.cap = 450;  // no bucket in place
   fake::MirrorRules rules;
   rules.issued = std::make_shared<Strings>();
   Training training(4);
@@ -616,7 +617,7 @@ TEST_P(FakeDeviceReducer, BackwardThatRunsOutOfMemory_SendsAllItsMessages) {
   training.expect_gradients(2e-5);
 }
 
-/// One parameter whose gradients are `values`, averaged over `world` mirror images.
+/// A parameter with gradients `values`, averaged over `world` mirror images.
 at::Tensor averaged(const at::Tensor& values, int world, int64_t cap) {
   fake::MirrorRules rules;
   rules.backend_name = "nccl";
@@ -636,14 +637,14 @@ at::Tensor averaged(const at::Tensor& values, int world, int64_t cap) {
   return fake::peek(parameters[0].tensor.grad());
 }
 
-// NCCL's AVG rounds 1/N to the dtype, and each value times that, before it sums.
+// NCCL's AVG rounds 1/N to the dtype, and each value times that, before the sum.
 TEST(FakeNccl, AveragesInLowPrecision_AreSumsThatAreDivided) {
   fake::detector().reset();
   struct Case {
     at::ScalarType dtype;
     int world;
-    double scale;  ///< of the gradients
-    double error;  ///< of one of them
+    double scale;  ///< scale of the gradients
+    double error;  ///< error of one gradient
   };
   const std::vector<Case> cases{{at::kBFloat16, 3, 1, 0.008}, {at::kBFloat16, 4, 1, 0},
                                 {at::kBFloat16, 7, 1, 0.008}, {at::kHalf, 1024, 1e-3, 0},
@@ -682,7 +683,7 @@ TEST(FakeNccl, GradientsThatAreKept_WhileTheBackendHoldsThem_AreReducedInPlace) 
   EXPECT_EQ(fake::detector().errors(), Strings{});
 }
 
-/// Buffers of batch norm, say: receiving them takes no operation for each.
+/// E.g. buffers of batch norm: receiving them must not take one operation each.
 TEST(FakeNccl, TensorsOfSeveralDtypes_Broadcast_ArriveInOneCopy) {
   fake::detector().reset();
   const Group group = fake::make_mirror_group(2, "wire");
@@ -698,7 +699,7 @@ TEST(FakeNccl, TensorsOfSeveralDtypes_Broadcast_ArriveInOneCopy) {
   parallel::broadcast_coalesced(sources, group, 0);
   const int64_t before = fake::detector().operations();
   parallel::broadcast_coalesced(targets, group, 1);
-  // An empty tensor has no operation; the transposed one is received by itself.
+  // An empty tensor needs no operation; the transposed one is received separately.
   EXPECT_LE(fake::detector().operations() - before, 1 + 1 + 2);
   for (size_t i = 0; i < sources.size(); ++i) {
     EXPECT_TRUE(fake::peek(targets[i]).equal(fake::peek(sources[i]))) << i;

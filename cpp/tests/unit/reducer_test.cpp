@@ -50,7 +50,7 @@ struct Mode {
 
 class ReducerModes : public ::testing::TestWithParam<Mode> {};
 
-// Three steps of SGD against one process that sees the whole batch in float64.
+// Three steps of SGD against one process with the whole batch in float64.
 TEST_P(ReducerModes, Gradients_SeveralSteps_EqualConcatenatedBatchInFloat64) {
   const Mode mode = GetParam();
   const bool complex = at::isComplexType(mode.dtype);
@@ -84,7 +84,7 @@ TEST_P(ReducerModes, Gradients_SeveralSteps_EqualConcatenatedBatchInFloat64) {
       }
       model.sgd_step(0.05 / factor);
       reference.sgd_step(0.05);
-      // Both ways to clear gradients.
+      // Both ways of clearing gradients.
       if (step % 2 == 0) {
         model.zero_grad();
       } else {
@@ -95,7 +95,7 @@ TEST_P(ReducerModes, Gradients_SeveralSteps_EqualConcatenatedBatchInFloat64) {
     EXPECT_EQ(reducer.statistics().backwards, 4);
     EXPECT_EQ(reducer.statistics().plans_learnt, 1);
     if (!mode.delay) {
-      // One bucket alone carries the report.
+      // With a single bucket, that bucket carries the report.
       EXPECT_EQ(reducer.statistics().launched_in_backward > 0, reducer.plan()->buckets.size() > 1)
           << "nothing overlapped";
     } else {
@@ -127,7 +127,7 @@ INSTANTIATE_TEST_SUITE_P(
                       Mode{"Predivided", 2, at::kFloat, 40, true, false, true, 8, 1e-5}),
     [](const auto& info) { return std::string(info.param.name); });
 
-// A step on one rank's slice with gradients cleared; what a training loop does.
+// A step on one rank's slice with cleared gradients, as in a training loop.
 void train_step(Reducer& reducer, ToyModel& model, const at::Tensor& x) {
   model.zero_grad();
   reducer.prepare_for_forward();
@@ -139,7 +139,7 @@ void train_step(Reducer& reducer, ToyModel& model, const at::Tensor& x) {
 TEST(Reducer, RanksThatFinishInDifferentOrder_Backward_LaunchInTheSameOrder) {
   const auto control = ThreadBackendControl::create(2);
   run_ranks(control, [](int rank, const Group& group) {
-    // Two branches; which comes first in backward depends on the rank from the second step on.
+    // Two branches; from the second step on, the order in backward depends on the rank.
     ToyModel a = ToyModel::mlp({4, 6, 2}, 1);
     ToyModel b = ToyModel::mlp({4, 6, 2}, 2);
     std::vector<NamedTensor> all = a.parameters;
@@ -160,7 +160,7 @@ TEST(Reducer, RanksThatFinishInDifferentOrder_Backward_LaunchInTheSameOrder) {
       loss_of(y).backward();
     }
   });
-  // The backend fails collectives that differ between ranks; compare the logs all the same.
+  // The backend fails if collectives differ between ranks; compare the logs as well.
   const auto first = control->log(0);
   const auto second = control->log(1);
   ASSERT_EQ(first.size(), second.size());
@@ -175,7 +175,7 @@ TEST(Reducer, Bucket_Full_IsLaunchedWhileBackwardStillRuns) {
     train_step(reducer, model, apex::testing::random_batch(4, 4, rank));
     size_t issued_when_first_layer_fired = 0;
     const size_t before = control->issued(rank);
-    // The first layer's gradient is the last to come.
+    // The first layer's gradient comes last.
     model[0].register_hook(
         [&](const at::Tensor&) { issued_when_first_layer_fired = control->issued(rank) - before; });
     train_step(reducer, model, apex::testing::random_batch(4, 4, 2 + rank));
@@ -195,7 +195,7 @@ TEST(Reducer, DelayAllreduce_Backward_LaunchesOneBucketAtTheEnd) {
     const size_t reduced = control->issued(rank, "allreduce");
     train_step(reducer, model, apex::testing::random_batch(4, 4, 2 + rank));
     EXPECT_EQ(control->issued(rank, "allreduce") - reduced, 1u);
-    EXPECT_EQ(control->issued(rank) - before, 1u);  // which carries the report
+    EXPECT_EQ(control->issued(rank) - before, 1u);  // it carries the report
   });
 }
 
@@ -294,7 +294,7 @@ TEST(Reducer, ViewsKeptBetweenSteps_Backward_CopiesNothing) {
     reducer.watch_outputs({y});
     loss_of(y).backward();
     EXPECT_EQ(reducer.statistics().gradients_copied, before);
-    // And the gradients are what buffers() hands out.
+    // The gradients are the tensors of buffers().
     std::set<const void*> storages;
     for (const auto& buffer : reducer.buffers()) storages.insert(buffer.storage().data());
     for (auto& parameter : model.parameters) {
@@ -308,12 +308,12 @@ TEST(Reducer, ViewsKeptBetweenSteps_Backward_CopiesNothing) {
 struct UsageCase {
   const char* name;
   bool views;
-  int64_t cap;  // 1: every parameter alone
+  int64_t cap;  // 1: one bucket per parameter
 };
 
 class ReducerUsage : public ::testing::TestWithParam<UsageCase> {};
 
-// Two branches, each rank takes its own choice per step. Reference: every rank's loss in float64.
+// Two branches; each rank chooses per step. Reference: every rank's loss in float64.
 TEST_P(ReducerUsage, BranchesChosenPerRankAndStep_Backward_AverageWithZerosAndNoneStaysNone) {
   const UsageCase usage = GetParam();
   // choice[step][rank]: bit 0 branch a, bit 1 branch b
@@ -332,7 +332,7 @@ TEST_P(ReducerUsage, BranchesChosenPerRankAndStep_Backward_AverageWithZerosAndNo
     for (size_t step = 0; step < std::size(choice); ++step) {
       auto loss = [&](const ToyModel& x, const ToyModel& y, int who) {
         const at::Tensor input = apex::testing::random_batch(4, 4, 10 * step + who);
-        // Something that requires grad also where no branch is taken.
+        // An output that requires grad even if no branch is taken.
         at::Tensor out = at::zeros({4, 2}, at::kDouble).requires_grad_();
         if (choice[step][who] & 1) out = out + x.forward(input);
         if (choice[step][who] & 2) out = out + y.forward(input);
@@ -384,7 +384,7 @@ TEST(Reducer, ZeroGradientEverywhere_Backward_IsNotTakenForUnused) {
     Reducer reducer(model.parameters, {group}, small_buckets(256 * 128));
     train_step(reducer, model, apex::testing::random_batch(4, 256, rank));
     model.zero_grad();
-    // Rank 0 computes exact zeros, rank 1 nothing at all.
+    // Rank 0 computes exact zeros, rank 1 computes nothing.
     const at::Tensor x = apex::testing::random_batch(4, 256, rank);
     at::Tensor y = rank == 0 ? model.forward(x) * 0.0 : at::zeros({4, 1}).requires_grad_() * 1.0;
     reducer.watch_outputs({y});
@@ -533,7 +533,7 @@ TEST(Reducer, AutogradGrad_ThroughWatchedOutput_DoesNotSynchronize) {
     const at::Tensor x = apex::testing::random_batch(4, 4, rank).to(at::kFloat).requires_grad_();
     const at::Tensor y = model.forward(x);
     reducer.watch_outputs({y});
-    if (rank == 0) {  // on one rank only: would hang or fail if it took part in anything
+    if (rank == 0) {  // on one rank only: it would hang or fail if it took part in a collective
       const auto grads = torch::autograd::grad({y.sum()}, {x});
       EXPECT_TRUE(grads[0].defined());
     }
@@ -602,7 +602,7 @@ TEST(Reducer, AlwaysFp32_HalfGradients_AreSummedWithoutOverflow) {
       options.gradient_as_bucket_view = views;
       Reducer reducer({{"p", p}}, {group}, options);
       for (int step = 0; step < 2; ++step) {
-        // 4 * 40000 overflows float16 (65504), their average does not.
+        // 4 * 40000 overflows float16 (65504); the average does not.
         (p * 40000.0).sum().backward();
         EXPECT_EQ(p.grad().scalar_type(), at::kHalf);
         EXPECT_LT(relative_error(p.grad(), at::full({8}, 40000.0)), 1e-3) << rank;
@@ -705,7 +705,7 @@ TEST(Reducer, ParameterFrozenAndThawed_NextForward_LearnsAnew) {
         EXPECT_LT(relative_error(model[i].grad(), reference[i].grad()), 1e-5) << step;
       }
     }
-    EXPECT_EQ(reducer.statistics().plans_learnt, 2);  // that of all parameters was kept
+    EXPECT_EQ(reducer.statistics().plans_learnt, 2);  // the plan of all parameters was kept
   });
 }
 
@@ -713,7 +713,7 @@ TEST(Reducer, TriggerParameters_Plan_ClosesBucketsThere) {
   run_ranks(2, [&](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 6, 6, 2}, 1);
     ReducerOptions options;
-    options.trigger_parameters = {4};  // the last weight: first layer to be ready in backward
+    options.trigger_parameters = {4};  // the last weight: the first layer to be ready in backward
     Reducer reducer(model.parameters, {group}, options);
     train_step(reducer, model, apex::testing::random_batch(4, 4, rank));
     const auto plan = reducer.plan();
@@ -734,7 +734,7 @@ TEST(Reducer, DroppedWhileOutputsLive_Backward_StillSynchronizes) {
     }
     y.sum().backward();
     EXPECT_LT(relative_error(model[0].grad(), at::full({2, 4}, 1.5)), 1e-6);
-    // With the graph gone the hooks are gone too.
+    // The hooks are destroyed with the graph.
     y = at::Tensor();
     model.zero_grad();
     model.forward(at::full({1, 4}, rank + 1.0)).sum().backward();

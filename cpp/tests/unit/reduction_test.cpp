@@ -15,7 +15,7 @@
 #include "reducer/averaging.h"
 #include "reducer/reduction.h"
 
-// Another way to reduce a bucket is a class of its own; nothing else has to know it.
+// Another way to reduce a bucket is a class of its own; no other code has to know it.
 
 namespace apex::parallel {
 namespace {
@@ -99,7 +99,7 @@ TEST(Averaging, EveryWay_BeforeAndAfter_GiveTheAverage) {
           const auto [before, after] = detail::averaging_of(options, traits, dtype, divisor, 8);
           EXPECT_DOUBLE_EQ(before * (averages ? 1.0 / 8 : 1.0) * after,
                            1.0 / static_cast<double>(divisor));
-          // Dividing first would push small gradients of 16 bits below their smallest number.
+          // Dividing first would underflow small 16-bit gradients.
           if (dtype == at::kHalf || dtype == at::kBFloat16) {
             EXPECT_EQ(before, averages ? 1.0 : 1.0 / factor);
           }

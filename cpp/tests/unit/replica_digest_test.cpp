@@ -37,7 +37,7 @@ std::vector<int64_t> parts_of(const std::vector<NamedTensor>& tensors, int64_t p
   return digests;
 }
 
-// Every bit of every tensor that counts lies in one part, and changes its digest.
+// Every bit of every counted tensor is in one part and changes that part's digest.
 TEST(ReplicaDigest, EachBit_ChangesTheDigestOfOnePart) {
   const std::vector<NamedTensor> tensors = state();
   for (const int64_t parts : {1, 3, 7, 100, 5000}) {
@@ -77,7 +77,7 @@ TEST(ReplicaDigest, WordsThatChangePlaces_ChangeIt) {
   }
 }
 
-// Hazard: sums in which bits cancel out, as those of signs do in a sum of words.
+// Hazard: sums in which bits cancel out, like sign bits in a sum of words.
 TEST(ReplicaDigest, SignsOfManyValues_ChangeIt) {
   at::manual_seed(2);
   for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kInt}) {
@@ -119,7 +119,7 @@ TEST(Divergence, MostRanks_AreRight) {
   EXPECT_EQ(found.apart, (std::vector<int>{1, 3}));
   EXPECT_TRUE(found.majority);
   EXPECT_EQ(found.like, 0);
-  // What does not count makes nobody differ.
+  // Tensors that are not counted cause no difference.
   const Divergence less = find_divergence(digests, 5, {true, true, false});
   EXPECT_EQ(less.tensors, std::vector<size_t>{1});
   EXPECT_EQ(less.apart, std::vector<int>{1});

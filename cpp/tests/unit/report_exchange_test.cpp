@@ -8,7 +8,7 @@
 
 #include "step/report_exchange.h"
 
-// Rows that travel in the sum of a bucket, without ranks: what each of them writes is added up.
+// Report rows sent in the sum of a bucket, tested without ranks: each rank's row is added up.
 
 namespace apex::parallel::detail {
 namespace {
@@ -20,8 +20,8 @@ Membership member(int rank, int size) {
   return members;
 }
 
-// Hazards: pieces that are not exact in the bucket's dtype, a sum that was divided, and zeros of
-// other ranks that are not zeros.
+// Hazards: pieces that are not exact in the bucket's dtype, a divided sum, and other ranks' zeros
+// that are not zero.
 TEST(ReportExchange, RowsInASum_DividedOrNot_AreThoseOfEachRank) {
   constexpr size_t kParameters = 70;
   for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Ranks are threads that share a store. The oracle is what the test itself lets each of them do.
+// Ranks are threads that share a store. Oracle: what the test makes each of them do.
 
 #include "watch/watcher.h"
 
@@ -26,7 +26,7 @@ using StoredGroups = std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>;
 
 const std::string kAllReported = "; every rank has reported this failure, and none has ended";
 
-/// What report_failure() says to each rank; all call it at once.
+/// The texts of report_failure() on each rank; all ranks call it at the same time.
 std::vector<std::string> reports(const StoredGroups& groups,
                                  const std::vector<std::string>& collectives) {
   std::vector<std::string> texts(groups.size());
@@ -52,7 +52,7 @@ TEST(ReportFailure, RanksFailInOtherCollectives_EachIsToldWhere) {
   EXPECT_EQ(texts[1], kAllReported + "; rank 0 failed in a");
 }
 
-// Of N ranks each waits for all others; with a key for each, every look took N requests.
+// Each of N ranks waits for all others; with a key per rank, every poll would take N requests.
 TEST(ReportFailure, ManyRanksAreSilent_ALookTakesFewRequests) {
   constexpr int kRanks = 200;
   const auto store = c10::make_intrusive<apex::testing::CountingStore>();
@@ -60,8 +60,8 @@ TEST(ReportFailure, ManyRanksAreSilent_ALookTakesFewRequests) {
   watched(*groups[0]);
   const int64_t before = store->requests();
   reports({groups[0]}, {"a"});
-  const int64_t looks = 500 / 40 + 2;  // in half a second, with 40 ms between two
-  // Rank 0, which may keep the store, asks for each farewell of the ranks that were not lost: none.
+  const int64_t looks = 500 / 40 + 2;  // for half a second, with 40 ms between polls
+  // Rank 0, which may host the store, polls for the ranks that were not lost: none here.
   EXPECT_LT(store->requests() - before, 2 * looks + 20);
 }
 
@@ -72,7 +72,7 @@ TEST(ReportFailure, RanksSayNothing_AreNamed) {
             "came to this collective");
 }
 
-// With proof nobody is waited for.
+// With proof, no rank is waited for.
 TEST(ReportFailure, ProcessOfARankHasEnded_IsNamedByWhoHadNotAskedBefore) {
   if (!this_process()) GTEST_SKIP() << "no /proc";
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
@@ -88,7 +88,7 @@ TEST(ReportFailure, ProcessOfARankHasEnded_IsNamedByWhoHadNotAskedBefore) {
   EXPECT_EQ(texts, std::vector<std::string>(2, expected));
 }
 
-// Ranks of another host cannot see for themselves that a process has ended.
+// Ranks of another host cannot see that a process has exited.
 TEST(ReportFailure, ProofOfAnotherRank_IsPassedOn) {
   if (!this_process()) GTEST_SKIP() << "no /proc";
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
@@ -96,7 +96,7 @@ TEST(ReportFailure, ProofOfAnotherRank_IsPassedOn) {
   const ChildProcess child;
   child.become_zombie();
   const WatchedGroupPtr zero = watched(*groups[0]), one = watched(*groups[1]);
-  zero->processes.emplace(1, *this_process());  // so that it does not read them
+  zero->processes.emplace(1, *this_process());  // prevents reading the processes
   one->processes.emplace(2, child.name());
   const auto texts = reports({groups[0], groups[1]}, {"a", "a"});
   const std::string expected =
@@ -104,7 +104,7 @@ TEST(ReportFailure, ProofOfAnotherRank_IsPassedOn) {
   EXPECT_EQ(texts, std::vector<std::string>(2, expected));
 }
 
-// A reducer's messages have a group of their own; the other ranks may wait in the user's.
+// A reducer's messages use a separate group; other ranks may wait in the user's group.
 TEST(ReportFailure, OneRankFailsInTheGroupThatIsHeardToo_BothHaveReported) {
   const auto parents = make_stored_groups(2, "parent");
   const auto own = make_stored_groups(2, "own");
@@ -121,7 +121,7 @@ TEST(ReportFailure, NothingHasFailed_SaysSo) {
   EXPECT_FALSE(has_failed(*groups[0]));
 }
 
-/// What ranks have posted, by those who can see it.
+/// The posts of all ranks, by author.
 RankStatuses posted(c10d::Store& store, const WatchedGroupPtr& group) {
   RankStatuses all;
   for (const auto& [author, text] : NoticeBoard(group->key(store, "status")).read(store))
@@ -150,12 +150,12 @@ TEST(ReportFailure, CallIsRefused_IsInTheStoreByItsNumberUntilTheRankGoesOn) {
   EXPECT_EQ(failure().refused, std::vector<int64_t>{2});
   EXPECT_FALSE(failure().over);
   EXPECT_FALSE(has_failed(*groups[1]));
-  begin_call(*groups[1], "c");  // it goes on
+  begin_call(*groups[1], "c");  // it continues
   one->report([](RankStatus&) {}).wait();
   EXPECT_TRUE(failure().over);
 }
 
-// A refusal does not take back what was reported before.
+// A refusal does not withdraw an earlier report.
 TEST(ReportFailure, RefusedAfterAFailure_HasStillFailed) {
   const auto groups = make_stored_groups(2, "refused");
   announce_failure(*groups[1], "a");
@@ -163,7 +163,7 @@ TEST(ReportFailure, RefusedAfterAFailure_HasStillFailed) {
   EXPECT_TRUE(has_failed(*groups[1]));
 }
 
-// What was reported about a group that was made from another is over when that one goes on.
+// A report about a group made from another one is over when the parent continues.
 TEST(ReportFailure, ParentGoesOn_ItsReportIsOver) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   const auto parents = make_stored_groups(2, "parent", store);

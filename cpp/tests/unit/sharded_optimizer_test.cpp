@@ -39,7 +39,7 @@ double cost_of(const std::vector<ParameterPiece>& shard, const std::vector<int64
   return cost;
 }
 
-/// Every element in one piece, in order.
+/// Checks that every element is in one piece, in order.
 void expect_complete(const Shards& shards, const std::vector<int64_t>& numels) {
   std::vector<int64_t> next(numels.size(), 0);
   std::vector<int> pieces(numels.size(), 0);
@@ -118,7 +118,7 @@ struct NetImpl : torch::nn::Module {
 TORCH_MODULE(Net);
 
 Net make(int seed) {
-  static std::mutex mutex;  // the seed is the process's, and ranks are threads of it
+  static std::mutex mutex;  // the seed is per process, and ranks are threads
   const std::lock_guard<std::mutex> lock(mutex);
   torch::manual_seed(seed);
   return Net();
@@ -129,7 +129,7 @@ void backward(Net& net, int step) {
   net->forward(x).square().mean().backward();
 }
 
-/// Oracle: the plain optimizer, one rank, the same gradients.
+/// Oracle: the plain optimizer on one rank with the same gradients.
 template <typename Optim, typename Options>
 void expect_steps_of_the_plain_one(const Options& options, bool whole) {
   for (const int ranks : {1, 2, 3}) {
@@ -141,7 +141,7 @@ void expect_steps_of_the_plain_one(const Options& options, bool whole) {
       plain.step();
     }
     run_ranks(ranks, [&](int rank, const Group& group) {
-      Net net = make(rank);  // rank 0's values count
+      Net net = make(rank);  // all ranks take rank 0's values
       std::vector<NamedTensor> named;
       for (const auto& item : net->named_parameters()) named.push_back({item.key(), item.value()});
       ShardedOptimizer<Optim> optimizer(named, group, options, {}, whole);
@@ -195,7 +195,7 @@ TEST(ShardedOptimizerCpp, SparseGradientOrMemoryWithGaps_ThrowsAndNamesTheParame
   });
 }
 
-// What was stepped is undone, also where a parameter was changed since the last step.
+// Undoes the step, also if a parameter was changed since the last step.
 TEST(ParameterShardsTest, StepThatOneRankGivesUp_LeavesParametersBeforeIt) {
   for (const bool changed : {false, true}) {
     run_ranks(2, [&](int, const Group& group) {
@@ -277,7 +277,7 @@ TEST(ParameterShardsTest, ParametersAddedLater_AreStepped_AndUndoneTogether) {
   });
 }
 
-// A step that never began changes nothing, also after one that had something to save.
+// A step that never began changes nothing, even after an earlier step saved state.
 TEST(ParameterShardsTest, GivingUpBeforeAStepBegins_ChangesNothing) {
   run_ranks(2, [](int, const Group& group) {
     const at::NoGradGuard no_grad;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Ranks are threads. Oracle: the dense sum in float64 of what each rank puts in.
+// Ranks are threads. Oracle: the dense float64 sum of the ranks' inputs.
 
 #include <memory>
 #include <string>
@@ -23,9 +23,9 @@ using apex::testing::ThreadBackendControl;
 constexpr int kRanks = 3;
 constexpr const char* kWhat = "all-reduce of bucket 0";
 
-/// The entries of one rank: where they lie, not sorted, some perhaps twice.
+/// The entries of one rank: their positions, not sorted, some possibly duplicated.
 struct Entries {
-  std::vector<std::vector<int64_t>> indices;  ///< by sparse dimension
+  std::vector<std::vector<int64_t>> indices;  ///< per sparse dimension
   int64_t count() const { return static_cast<int64_t>(indices.front().size()); }
 };
 
@@ -33,7 +33,7 @@ struct Case {
   const char* name;
   std::vector<int64_t> sizes;
   std::vector<Entries> of_rank;
-  int64_t distinct;  ///< places, over all ranks
+  int64_t distinct;  ///< distinct positions over all ranks
 
   int64_t sparse_dim() const { return static_cast<int64_t>(of_rank[0].indices.size()); }
 };
@@ -64,7 +64,7 @@ at::Tensor gradient_of(const Case& one, int rank, at::ScalarType dtype) {
   return at::sparse_coo_tensor(at::stack(rows), values, one.sizes, at::TensorOptions(dtype));
 }
 
-/// A gradient's way through its bucket on one rank.
+/// A gradient that passes through its bucket on one rank.
 struct Bucket {
   at::Tensor parameter;
   BucketMessage message;
@@ -129,7 +129,7 @@ TEST(SparseReduction, EntriesOfThreeRanks_IsTheirSum_CoalescedAndOnEveryRankTheS
   }
 }
 
-// The other buckets are on their way before the host waits for numbers of entries.
+// The other buckets are in flight before the host waits for the number of entries.
 TEST(SparseReduction, Started_SendsNothingBeforeItIsWaitedFor_AndOnce) {
   const Case one = cases()[1];
   const auto control = ThreadBackendControl::create(kRanks);
@@ -179,7 +179,7 @@ TEST(SparseReduction, Dropped_IsNotSent_AndTheNextOneIsRight) {
   });
 }
 
-// The gradient that a rank put in may be read by others; the sum is a tensor of its own.
+// A rank's input gradient may have other readers, so the sum is a separate tensor.
 TEST(SparseReduction, SumUnpacked_LeavesWhatWasPutIn) {
   for (const Case& one : {cases()[1], cases()[5]}) {
     run_ranks(kRanks, [&](int rank, const GroupPtr& group) {

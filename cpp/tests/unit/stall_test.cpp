@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Verdicts by a table; and ranks as threads that share a store, of which the test lets some wait.
+// Table tests of verdicts, and ranks as threads that share a store, some of which wait.
 
 #include "watch/stall.h"
 
@@ -72,7 +72,7 @@ TEST(StallVerdict, Said_IsDecodedAsItWas) {
   EXPECT_EQ(Said::decode({}).times, 0);
 }
 
-/// The GPU of rank 0 of 3 waits in call 7; the hosts of ranks 1 and 2 have come to these.
+/// The GPU of rank 0 of 3 waits in call 7; the hosts of ranks 1 and 2 have reached these calls.
 Stall on_device(int64_t of_1, int64_t of_2) {
   Stall one = stall();
   one.on_device = true;
@@ -111,8 +111,8 @@ TEST(StallVerdict, GpusOfTwoRanksWaitInDifferentCalls_SignatureIsTheSame) {
   EXPECT_EQ(signature(one), signature(two));
 }
 
-// In a broadcast some ranks have gone on to the next call, and others wait for rank 1 to pass it
-// on.
+// In a broadcast some ranks have moved on to the next call, while others wait for rank 1 to forward
+// the data.
 TEST(StallVerdict, RanksWaitInTheNextCallAndInTheLast_WhoHasComeToNeitherIsNamed) {
   const auto seen = [](int rank, int64_t call) {
     Stall one = stall();
@@ -134,14 +134,14 @@ TEST(StallVerdict, RanksWaitInTheNextCallAndInTheLast_WhoHasComeToNeitherIsNamed
   stopped.others.erase(1);
   stopped.processes[1] = "is stopped (process 5)";
   expect_has(describe(stopped), "who:   rank 1 holds it up; ranks 2, 3 wait as well\n");
-  // Buffers and gradients travel in groups of their own.
+  // Buffers and gradients use separate groups.
   Stall in_another = seen(0, 7);
   in_another.others[2].group = "buffers";
   in_another.others[1].reached["buffers"] = 5;
   expect_has(describe(in_another), "who:   rank 1 holds it up; ranks 2, 3 wait as well\n");
-  in_another.others[1].reached["buffers"] = 6;  // rank 2 waits for somebody else
+  in_another.others[1].reached["buffers"] = 6;  // rank 2 waits for another rank
   expect_has(describe(in_another), "who:   ranks 1, 2 hold it up; rank 3 waits as well\n");
-  // It has made both calls since: then ranks are not at the same place.
+  // It has made both calls since, so the ranks are at different places.
   Stall apart = seen(0, 7);
   apart.others[1].reached = {{"group", 7}};
   expect_has(describe(apart), "who:   ranks 1, 2 hold it up; rank 3 waits as well\n");
@@ -162,7 +162,7 @@ TEST(StallVerdict, RankThatIsInNoCollective_IsNamedWithWhatItDoes) {
   expect_has(text, "give up in 20 s");
 }
 
-// Told by an earlier stall: it was in call 6 then.
+// From an earlier stall, when it was in call 6.
 TEST(StallVerdict, RanksInOtherCalls_AreNotTakenForOnesThatWaitHere) {
   Stall one = stall();
   one.others[1] = in_call(6, true);
@@ -190,8 +190,8 @@ TEST(StallVerdict, RankThatDoesNotAnswer_IsNamed) {
   expect_has(describe(one), "where: rank 2 does not answer\n");
 }
 
-// What it has posted in an earlier stall says nothing about this one.
-// Calls of other groups have the same numbers.
+// A post of an earlier stall says nothing about this one. Calls of other groups may have the same
+// numbers.
 TEST(StallVerdict, RankThatWaitsInAnotherGroup_IsNotTakenForOneThatWaitsHere) {
   Stall one = stall();
   one.size = 2;
@@ -259,13 +259,14 @@ TEST(StallVerdict, ManyAreLate_AFewAreDescribed) {
   EXPECT_LT(text.size(), 1500U);
 }
 
-/// With stalls of 400 ms.
+/// With a stall time of 400 ms.
 class StallTest : public ::testing::Test {
  protected:
   StallTest() : before_(stall_time()) { set_stall_time(milliseconds(400)); }
   ~StallTest() override { set_stall_time(before_); }
 
-  /// Waits as the first `waiting` ranks of the groups do, until a verdict comes or for that long.
+  /// Waits like the first `waiting` ranks of the groups, until a verdict comes or for the given
+  /// time.
   static std::string verdict(const std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>& groups,
                              size_t waiting, std::chrono::seconds longest) {
     const std::string before = stall_report();
@@ -291,7 +292,7 @@ class StallTest : public ::testing::Test {
 TEST_F(StallTest, OneRankStaysAway_ItAloneIsNamed) {
   const auto groups = make_stored_groups(4, "away");
   const std::string text = verdict(groups, 3, std::chrono::seconds(60));
-  // So that it posts at once when it comes.
+  // So that it posts immediately when it starts to wait.
   EXPECT_TRUE(others_wait(*groups[3]));
   EXPECT_FALSE(others_wait(*groups[0]));
   expect_has(text, "who:   rank 3 holds it up; ranks ");
@@ -326,7 +327,7 @@ TEST_F(StallTest, OneRankPrints_VerdictIsPartOfTheErrorOfAllThatWait) {
   EXPECT_EQ(printed, 1);
 }
 
-// It may be held up by something else, in the same call and even in the same wait.
+// The cause may change within the same call and even within the same wait.
 TEST_F(StallTest, PlaceChanges_IsSaidAgainAndElseNot) {
   static std::string* const place = new std::string("backward number 1, first place");
   static std::mutex* const mutex = new std::mutex;
@@ -360,14 +361,14 @@ TEST_F(StallTest, PlaceChanges_IsSaidAgainAndElseNot) {
   expect_has(stall_verdict(*groups[0]), "second place");
 }
 
-// A wait that is over has no verdict, and takes back what it has posted.
+// A wait that has ended gets no verdict, and its post is corrected.
 TEST_F(StallTest, WaitEndsBefore_NothingIsPrinted) {
   const auto groups = make_stored_groups(2, "short");
   const std::string before = stall_report();
   begin_call(*groups[0], "a");
   {
     Wait wait(*groups[0]);
-    // It is taken to have begun a quarter of a second before.
+    // The wait counts as having begun a quarter of a second earlier.
     const auto until = std::chrono::steady_clock::now() + milliseconds(100);
     while (std::chrono::steady_clock::now() < until) {
       wait.poll();

@@ -7,14 +7,14 @@
 
 #include "step/step_report.h"
 
-// What rows of numbers mean, without ranks: each is written, read and judged.
+// Report rows without ranks: each is written, read and judged.
 
 namespace apex::parallel {
 namespace {
 
 using Difference = StepTable::Difference;
 
-/// One rank, with what it says of its parameters.
+/// One rank's row, and its description of its parameters.
 struct Row {
   StepReport report;
   std::vector<uint8_t> used;
@@ -152,7 +152,7 @@ TEST(StepReport, PlanLeftBySome_IsRefusedWithTheReason_AndByAllIsNot) {
   expect_contains(refused(all), "rank 0 asked for a new bucket plan (relearn())");
   EXPECT_FALSE(table_of(all).all_left());
   all[1].report.left = ReasonToLeave::kCommHook;
-  all[2].report.without_data = true;  // follows the others
+  all[2].report.without_data = true;  // follows the other ranks
   EXPECT_EQ(refused(all), "");
   EXPECT_TRUE(table_of(all).all_left());
   EXPECT_FALSE(table_of(all).all_left_for(ReasonToLeave::kRelearn));
@@ -170,7 +170,7 @@ TEST(StepReport, ParameterFrozenOnSomeRanks_IsNamedWithThem_BeforeThePlan) {
   for (Row& row : all) row.report.left = ReasonToLeave::kSet;
   EXPECT_EQ(refused(all), "");
   all[0].trainable[0] = false;
-  all[0].report.without_data = true;  // has nothing to say of that
+  all[0].report.without_data = true;  // its row has no such information
   EXPECT_EQ(refused(all), "");
 }
 
@@ -196,14 +196,14 @@ TEST(StepReport, IdleStepOfOneRank_IsCertain_AndDescribed) {
   EXPECT_EQ(table_of(all).difference(), Difference::kNone);
   all[2].report.facts.idle_step = false;
   all[2].report.compared = false;
-  EXPECT_EQ(table_of(all).difference(), Difference::kNone);  // gives no answer
+  EXPECT_EQ(table_of(all).difference(), Difference::kNone);  // it gives no answer
 }
 
 TEST(StepReport, UpdatesThatDiffer_AreDecidedByTheSamples_WhereAllHaveOne) {
   for (const auto fact : {&StepFacts::updated, &StepFacts::updated_locally}) {
     std::vector<Row> all = rows(2);
     all[1].report.facts.*fact = true;
-    EXPECT_EQ(table_of(all).difference(), Difference::kUnknown);  // a sharded optimizer, say
+    EXPECT_EQ(table_of(all).difference(), Difference::kUnknown);  // e.g. a sharded optimizer
     all[1].report.facts.sample = 5;
     EXPECT_EQ(table_of(all).difference(), Difference::kCertain);
     expect_contains(table_of(all).describe_difference(), "rank 1 updated the parameters");
@@ -231,7 +231,7 @@ TEST(StepReport, ParametersMovedFurtherOnOneRank_IsADifference_AndDescribed) {
   }
 }
 
-// Processors of two kinds round differently.
+// Two kinds of processors may round differently.
 TEST(StepReport, ParametersMovedAlmostAlikeOrByNothingOrNan_IsNoDifference) {
   for (const double other : {0.999999, 0.0, std::numeric_limits<double>::quiet_NaN(),
                              std::numeric_limits<double>::infinity()}) {

@@ -29,7 +29,7 @@ TEST(StepClock, WhatWasWaited_IsNotItsOwn) {
   clock.ended(kBegin, milliseconds(5));
   clock.backward_began(kBegin + milliseconds(100), milliseconds(35));
   clock.gradient_ready(3, kBegin + milliseconds(110), milliseconds(35));
-  clock.gradient_ready(1, kBegin + milliseconds(170), milliseconds(55));  // 40 of them its own
+  clock.gradient_ready(1, kBegin + milliseconds(170), milliseconds(55));  // 40 ms of them its own
   clock.gradient_ready(0, kBegin + milliseconds(180), milliseconds(55));
   const StepTimes times = clock.times(kBegin + milliseconds(200), milliseconds(60));
   EXPECT_EQ(times.own, 145000);
@@ -47,7 +47,7 @@ TEST(StepClock, AfterAFailure_TheNextStepDoesNotCount) {
   EXPECT_EQ(clock.times(kBegin + milliseconds(2), {}).own, 0);
 }
 
-// Gaps are of one backward.
+// A gap lies within one backward.
 TEST(StepClock, NextBackward_ForgetsTheGap) {
   StepClock clock;
   clock.ended(kBegin, {});
@@ -62,7 +62,7 @@ TEST(StepClock, NextBackward_ForgetsTheGap) {
   EXPECT_EQ(times.gap_to, 2);
 }
 
-/// In milliseconds.
+/// All times in milliseconds.
 StepTimes times(double own, double backward, double gap = 0, int32_t from = 0, int32_t to = 1) {
   StepTimes made;
   made.own = static_cast<int64_t>(own * 1000);
@@ -119,7 +119,7 @@ TEST(StepHistory, SlowDataOnOneRank_IsBeforeBackward) {
       << to_string(report);
 }
 
-// Five percent, with noise of as much; and equal ranks with noise.
+// One rank is five percent slower, with noise of five percent; and equal ranks with noise.
 TEST(StepHistory, FivePercentSlower_IsFoundWithin200StepsAndEqualRanksAreNot) {
   std::mt19937 random(1);
   std::lognormal_distribution<double> noise(0, 0.05);

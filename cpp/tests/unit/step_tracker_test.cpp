@@ -8,7 +8,7 @@
 namespace apex::parallel {
 namespace {
 
-/// One synchronized step, and what it found.
+/// Runs one synchronized step and returns its facts.
 StepFacts step(StepTracker& tracker, bool changed = false) {
   tracker.backward_began(changed, /*touched_changed=*/false);
   tracker.gradient_arrived(/*synchronized=*/true);
@@ -25,8 +25,8 @@ TEST(StepTracker, OrdinarySteps_Facts_TellOnlyOfTheUpdate) {
   }
 }
 
-// The hazard: after a skipped step some ranks step their optimizer, which has no gradient, and
-// others do not. A few such harmless differences would end the comparison.
+// Hazard: after a skipped step some ranks step their optimizer, which has no gradient, and others
+// do not. A few such harmless differences would turn the comparison off.
 TEST(StepTracker, StepAfterASkippedBackward_NextBackward_TellsOfNoUpdate) {
   StepTracker tracker;
   step(tracker);
@@ -43,11 +43,11 @@ TEST(StepTracker, OptimizerThatStepsTwice_NextBackward_TellsOfAnIdleStep) {
   StepTracker tracker;
   step(tracker);
   tracker.optimizer_stepped(1);
-  tracker.optimizer_stepped(2);  // another one
+  tracker.optimizer_stepped(2);  // another optimizer
   EXPECT_FALSE(step(tracker).idle_step);
   tracker.optimizer_stepped(1);
   tracker.optimizer_stepped(1);
-  const StepFacts facts = step(tracker);  // whose kernels moved no version
+  const StepFacts facts = step(tracker);  // its kernels bumped no version
   EXPECT_TRUE(facts.idle_step);
   EXPECT_TRUE(facts.updated);
   EXPECT_FALSE(step(tracker).updated);
@@ -63,7 +63,7 @@ TEST(StepTracker, BackwardWithoutAGradientOfThisRank_Step_IsNotIdle) {
   }
 }
 
-// As libtorch's SGD: no version moves, and nobody reports it.
+// Like libtorch's SGD: no version is bumped, and no step is reported.
 TEST(StepTracker, WriteBehindTheVersions_NextBackward_TellsOfItAndHowFar) {
   StepTracker tracker;
   const at::Tensor parameter = at::zeros({4});
@@ -80,7 +80,7 @@ TEST(StepTracker, WriteBehindTheVersions_NextBackward_TellsOfItAndHowFar) {
   facts = step(tracker);
   EXPECT_FALSE(facts.updated);
   EXPECT_EQ(facts.moved, 0);
-  // Before a local gradient, and after it.
+  // Writes before and after a local gradient.
   parameter.variable_data().add_(0.5);
   tracker.gradient_arrived(/*synchronized=*/false);
   facts = step(tracker);
@@ -106,7 +106,7 @@ TEST(StepTracker, StepsOfAllOptimizersReported_HowFarParametersMoved_IsNoAnswer)
   }
 }
 
-// The hazard: after join() parameters are written on the ranks that had run out of data.
+// Hazard: after join(), parameters are written on the ranks that had run out of data.
 TEST(StepTracker, Forgotten_WhatIsWrittenBeforeTheNextBackward_DoesNotCount) {
   StepTracker tracker;
   const at::Tensor parameter = at::zeros({4});
@@ -122,13 +122,13 @@ TEST(StepTracker, UpdateAfterALocalBackward_NextBackward_TellsOfIt) {
   StepTracker tracker;
   step(tracker);
   tracker.gradient_arrived(/*synchronized=*/false);
-  EXPECT_FALSE(step(tracker).updated_locally);  // accumulated only
+  EXPECT_FALSE(step(tracker).updated_locally);  // only accumulated
   tracker.gradient_arrived(/*synchronized=*/false);
   tracker.optimizer_stepped(1);
   EXPECT_TRUE(step(tracker).updated_locally);
   tracker.gradient_arrived(/*synchronized=*/false);
   tracker.backward_began(/*changed=*/true, /*touched_changed=*/true);
-  EXPECT_TRUE(tracker.facts().updated_locally);  // by whoever did not tell
+  EXPECT_TRUE(tracker.facts().updated_locally);  // by an optimizer that did not report
 }
 
 }  // namespace

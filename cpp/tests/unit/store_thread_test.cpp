@@ -33,7 +33,7 @@ std::shared_ptr<StoreClient> client_of(const StorePtr& store) {
   return std::make_shared<StoreClient>(store);
 }
 
-/// A store whose process is stopped until `go`.
+/// A store whose host process is stopped until `go`.
 class StoppedStore final : public c10d::HashStore {
  public:
   int64_t add(const std::string& key, int64_t value) override {
@@ -50,7 +50,7 @@ TEST(StoreThread, GroupsOfOneStore_ShareIt) {
   EXPECT_NE(StoreThread::of(c10::make_intrusive<c10d::HashStore>()), thread);
 }
 
-// A call that blocks in a connection would keep the user's own calls waiting.
+// A blocked call on the user's connection would block the user's own calls.
 TEST(StoreThread, ServerWithPrefixes_IsReachedByOneConnectionOfItsOwn) {
   c10d::TCPStoreOptions options;
   options.port = 0;
@@ -74,7 +74,7 @@ TEST(StoreThread, ServerWithPrefixes_IsReachedByOneConnectionOfItsOwn) {
   }
 }
 
-// A file is removed when as many stores on it have ended as there are ranks.
+// A file store removes its file when as many stores on it were destroyed as there are ranks.
 TEST(StoreThread, File_IsUsedItself) {
   const std::string path = ::testing::TempDir() + "apex_store_thread_test";
   const StorePtr file = c10::make_intrusive<c10d::FileStore>(path, 1);
@@ -108,7 +108,7 @@ TEST(StoreThread, StoreIsStopped_CallerIsNotHeldUpAndTheCallIsMadeLater) {
   EXPECT_EQ(count, 1);
 }
 
-/// Listens, and lets a test cut the connections that it has passed on to a server.
+/// A proxy in front of a server that lets a test cut its connections.
 class Relay {
  public:
   explicit Relay(uint16_t to) : to_(to), listener_(::socket(AF_INET, SOCK_STREAM, 0)) {
@@ -178,7 +178,7 @@ c10::intrusive_ptr<c10d::TCPStore> tcp_store(uint16_t port, bool is_server) {
   return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
 }
 
-// The rank would hear of nothing any more, and be taken for one that is silent.
+// Without a new connection, the rank would receive no reports and appear silent.
 TEST(StoreThread, ConnectionIsCut_IsMadeAgain) {
   const auto server = tcp_store(0, true);
   Relay relay(server->getPort());

@@ -19,8 +19,8 @@
 #include <support/fake_device.h>
 #include <support/thread_backend.h>
 
-// Batch norm by ATen's operators, and when it is chosen. SyncBatchNormFake runs with
-// APEX_SYNC_BATCH_NORM=aten as well.
+// Batch norm by ATen's operators, and the conditions for using them. SyncBatchNormFake also runs
+// with APEX_SYNC_BATCH_NORM=aten.
 
 namespace apex::parallel {
 namespace {
@@ -28,7 +28,7 @@ namespace {
 namespace fake = testing::fake;
 using testing::cuda::Fault;
 
-/// Gathered of a few ranks, summed of many; see Note [Statistics of many ranks].
+/// Few ranks gather, many ranks sum; see Note [Statistics of many ranks].
 TEST(SyncBatchNormAten, RanksThatChooseDifferently_ExchangeTheSame_EqualWholeBatch) {
   for (const int world : {5, 70}) {
     std::vector<int64_t> cuts{0};
@@ -98,7 +98,7 @@ class SyncBatchNormChoice : public ::testing::Test {
     fake::detector().reset();
   }
 
-  /// Launches of a forward, whose result is right.
+  /// The number of launches of a forward; checks its result.
   static int64_t launches_of_forward(at::ScalarType dtype) {
     const at::Tensor x = at::randn({4, 3, 5}).to(dtype);
     const at::Tensor on_device = x.to(fake::device(), /*non_blocking=*/true);

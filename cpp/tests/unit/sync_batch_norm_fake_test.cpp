@@ -22,8 +22,8 @@
 #include <support/fake_device.h>
 #include <support/fake_group.h>
 
-// The CUDA operators of batch norm, with their kernels emulated, on the fake device: the results
-// are the CPU's, streams are ordered, the host never waits, and what is launched is counted.
+// The CUDA operators of batch norm, with emulated kernels, on the fake device. Results equal the
+// CPU's, streams are ordered, the host never waits, and launches are counted.
 
 namespace apex::testing {
 namespace {
@@ -33,13 +33,13 @@ using Strings = std::vector<std::string>;
 
 constexpr int kWorld = 2;
 
-/// This program runs both ways.
+/// Whether this run uses ATen's operators; the program runs both ways.
 bool by_aten() {
   const char* const value = std::getenv("APEX_SYNC_BATCH_NORM");
   return value != nullptr && std::string(value) == "aten";
 }
 
-/// A batch of a layer with the tensors that go with it.
+/// A layer's batch with its other tensors.
 struct Layer {
   at::Tensor x, z, dy, weight, bias, running_mean, running_var, num_batches;
 
@@ -119,7 +119,7 @@ class SyncBatchNormFake : public ::testing::Test {
     cuda::set_order(0);
   }
 
-  /// Copies to the device and back would wait.
+  /// Copies to the device and back would make the host wait.
   static at::Tensor on_device(const at::Tensor& tensor) {
     return tensor.to(fake::device(), /*non_blocking=*/true);
   }
@@ -187,7 +187,7 @@ TEST_P(SyncBatchNormFakeCases, ForwardAndBackward_EqualTheCpus) {
   EXPECT_EQ(cuda::launches() - launches, by_aten() ? 0 : 4);
   const Results want = run(whole, on_host);
 
-  // Channels-last memory stays that; other strides become contiguous.
+  // Channels-last memory is kept; other strides become contiguous.
   EXPECT_EQ(got.y.strides(),
             memory == Memory::kStrided ? got.y.contiguous().strides() : host.x.strides());
   EXPECT_EQ(got.gradients[0].strides(), got.y.strides());
@@ -205,7 +205,7 @@ TEST_P(SyncBatchNormFakeCases, ForwardAndBackward_EqualTheCpus) {
     expect_close(got.gradients[i], part(want.gradients[i]), unit, "dz");
     ++i;
   }
-  // Of parameters each rank has the gradient of its own part.
+  // Each rank has the parameter gradients of its own part.
   const int64_t ranks = grouped ? kWorld : 1;
   expect_close(got.gradients[i], want.gradients[i].div(ranks), 2 * unit, "dweight");
   expect_close(got.gradients[i + 1], want.gradients[i + 1].div(ranks), 2 * unit, "dbias");
@@ -237,7 +237,7 @@ TEST_F(SyncBatchNormFake, FirstStepOnAStream_LeavesNoTensor) {
   const c10::StreamGuard guard(other);
   const size_t blocks = fake::allocated_blocks();
   parallel::sync_batch_norm(layer.x, layer.arguments());
-  EXPECT_LE(fake::allocated_blocks(), blocks);  // autograd's thread may still free what was before
+  EXPECT_LE(fake::allocated_blocks(), blocks);  // autograd's thread may still free earlier blocks
 }
 
 TEST_F(SyncBatchNormFake, Step_WithAGroup_TakesTwoLaunchesAndOneCollectivePerDirection) {
@@ -245,7 +245,7 @@ TEST_F(SyncBatchNormFake, Step_WithAGroup_TakesTwoLaunchesAndOneCollectivePerDir
   Layer layer = move(make(at::kFloat, {4, 6, 7, 7}, 6, false));
   SyncBatchNormArguments arguments = layer.arguments();
   arguments.process_group = fake::make_mirror_group(kWorld, "wire");
-  run(layer, arguments);  // makes the counters of this stream
+  run(layer, arguments);  // creates this stream's counters
   layer.x.requires_grad_();
   fake::detector().reset();
   const at::Tensor y = parallel::sync_batch_norm(layer.x, arguments);
@@ -264,7 +264,7 @@ TEST_F(SyncBatchNormFake, ManyRanks_SumMoments_EqualTheCpus) {
   on_device.process_group = fake::make_mirror_group(kRanks, "wire");
   const Results got = run(device, on_device);
   const Results want = run(whole, whole.arguments());
-  const double unit = by_aten() ? 1e-5 : 1e-6;  // which rounds the mean to float32
+  const double unit = by_aten() ? 1e-5 : 1e-6;  // ATen rounds the mean to float32
   expect_close(got.y, want.y.narrow(0, 0, 3), unit, "y");
   expect_close(got.gradients[0], want.gradients[0].narrow(0, 0, 3), 4 * unit, "dx");
   expect_close(device.running_mean, whole.running_mean, 1e-6, "running_mean");
@@ -389,7 +389,7 @@ TEST_F(SyncBatchNormFake, BackwardOperator_TensorsThatDoNotFit_AreRefusedBeforeA
   EXPECT_THROW(call(x, x, channels, few, count), c10::ValueError);
   EXPECT_THROW(call(x, x, channels, channels, on_device(at::empty({0}, at::kLong))),
                c10::ValueError);
-  EXPECT_THROW(call(x, x, channels, at::ones({3}), count), c10::ValueError);  // of the CPU
+  EXPECT_THROW(call(x, x, channels, at::ones({3}), count), c10::ValueError);  // on the CPU
   EXPECT_EQ(cuda::launches(), launches);
 }
 
@@ -412,7 +412,7 @@ TEST_F(SyncBatchNormFake, SecondDerivative_EqualsTheCpus) {
 }
 
 TEST_F(SyncBatchNormFake, TwoStreams_AtOnce_DoNotShareWhatTheirBlocksCountWith) {
-  // Otherwise the detector would find that nothing orders their launches.
+  // Otherwise the detector would report that their launches are not ordered.
   const Layer layer = move(make(at::kFloat, {4, 6, 7, 7}, 6, false));
   const c10::Stream other = fake::new_stream("other");
   fake::order(fake::current_stream(), other);
@@ -434,8 +434,8 @@ TEST_F(SyncBatchNormFake, CapturedStep_Replays_EqualTheCpus) {
     const Results results = run(device, arguments);
     graph.end();
     EXPECT_EQ(graph.errors(), Strings{});
-    // Two launches and a collective each way. The counters of the reducing ones are the graph's
-    // own, as it may be replayed beside anything, and it clears them.
+    // Two launches and a collective each way. The reducing kernels' counters belong to the graph,
+    // which may be replayed beside any other work, and it clears them.
     if (!by_aten()) {
       EXPECT_EQ(graph.size(), 2u * (3 + 1));
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The C++ door: functional calls, module and conversion, with ranks as threads.
+// The C++ interface: functional calls, module and conversion, with ranks as threads.
 
 #include <apex/error.h>
 #include <apex/parallel/sync_batch_norm.h>
@@ -68,7 +68,7 @@ TEST(SyncBatchNorm, Forward_ThreeUnevenRanks_EqualsWholeBatch) {
   });
 }
 
-/// See Note [Statistics of many ranks]: what they sum instead of gathering it gives the same.
+/// See Note [Statistics of many ranks]: summing instead of gathering gives the same result.
 TEST(SyncBatchNorm, ManyUnevenRanks_SumMoments_EqualWholeBatchToTheSecondDerivative) {
   constexpr int kRanks = 70;
   std::vector<int64_t> cuts{0};
@@ -111,7 +111,7 @@ TEST(SyncBatchNorm, ManyUnevenRanks_SumMoments_EqualWholeBatchToTheSecondDerivat
   for (const at::Tensor& of_rank : running_var) EXPECT_TRUE(of_rank.equal(running_var[0]));
 }
 
-/// The layer needs the result at once: on a stream of NCCL's own it would wait for that one twice.
+/// The layer needs the result immediately: on NCCL's own stream it would have to wait twice.
 TEST(SyncBatchNorm, Exchanges_AreAskedForOnTheCurrentStream) {
   const auto control = ThreadBackendControl::create(2);
   run_ranks(control, [&](int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
@@ -122,7 +122,7 @@ TEST(SyncBatchNorm, Exchanges_AreAskedForOnTheCurrentStream) {
     ASSERT_EQ(log.size(), 2U);
     EXPECT_EQ(log[0].op, "_allgather_base");
     EXPECT_FALSE(log[0].async_op);
-#if APEX_TORCH_AT_LEAST(2, 8)  // an all-reduce's option is not passed on before
+#if APEX_TORCH_AT_LEAST(2, 8)  // older versions do not pass on an all-reduce's option
     EXPECT_FALSE(log[1].async_op);
 #endif
   });
@@ -137,7 +137,7 @@ TEST(SyncBatchNorm, Forward_OneValueInAll_ThrowsInvalidArgumentOnEveryRank) {
   });
 }
 
-/// A graph that is saved with the name finds the group of that name in the process that loads it.
+/// A saved graph contains the group's name and finds the group of that name in the loading process.
 TEST(SyncBatchNorm, GroupThatHasAName_IsKnownByThatNameAndNoOther) {
   run_ranks(1, [](int, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
     const std::string name = "of the sync batch norm test";
@@ -308,7 +308,7 @@ TEST(SyncBatchNormConvert, ModelItselfInPlace_IsRefused) {
   EXPECT_NE(refusal([&] { convert_sync_batch_norm(*bn); }), "");
 }
 
-/// Children of every kind in which a BatchNorm can be exchanged.
+/// Children of every kind in which a BatchNorm can be replaced.
 struct NetworkImpl : torch::nn::Module {
   NetworkImpl() {
     shared = torch::nn::BatchNorm2d(4);
@@ -360,7 +360,7 @@ TEST(SyncBatchNormConvert, ContainersInAModuleInPlace_KeepNamesSharingAndOutput)
 
   convert_sync_batch_norm(*model);
   EXPECT_EQ(names(), before);
-  EXPECT_EQ(count(static_cast<SyncBatchNormImpl*>(nullptr)), 4);  // one of them twice
+  EXPECT_EQ(count(static_cast<SyncBatchNormImpl*>(nullptr)), 4);  // one of them occurs twice
   EXPECT_EQ(count(static_cast<torch::nn::BatchNorm2dImpl*>(nullptr)), 0);
   EXPECT_EQ(model->list->ptr(1), model->dict[std::string("again")]);
   EXPECT_EQ(model->body->ptr(1), model->body->named_children()["bn"]);
@@ -373,7 +373,7 @@ TEST(SyncBatchNormConvert, ContainersInAModuleInPlace_KeepNamesSharingAndOutput)
   EXPECT_EQ(count(static_cast<torch::nn::BatchNorm2dImpl*>(nullptr)), 4);
 }
 
-/// BatchNorm has no ReLU of its own: the model would compute something else.
+/// BatchNorm has no ReLU, so the reverted model would compute something else.
 TEST(SyncBatchNormConvert, RevertOfFusedRelu_IsRefusedByNameAndNothingChanges) {
   auto model = convert_sync_batch_norm(small_model());
   model->ptr(1)->as<SyncBatchNormImpl>()->options.fuse_relu(true);

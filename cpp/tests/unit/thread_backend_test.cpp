@@ -108,7 +108,8 @@ TEST(ThreadBackend, GatherAndScatter_AllForms_MoveThePieces) {
     EXPECT_TRUE(at::equal(outputs[0][0], at::full({3}, 1.0)));
     EXPECT_TRUE(at::equal(outputs[0][1], at::full({3}, 2.0)));
 
-    // The backend's own functions: the names of the group's vary between versions of libtorch.
+    // Calls the backend directly, since the group's function names vary between versions of
+    // libtorch.
     const auto backend = group->getBackend(at::kCPU);
     const auto want = at::cat({at::full({3}, 1.0), at::full({3}, 2.0)});
     auto whole = at::zeros({6});
@@ -170,7 +171,7 @@ TEST(ThreadBackend, Hold_UntilReleased_WorkStaysPending) {
     control->wait_until_issued(0);
     EXPECT_FALSE(work->isCompleted());
     EXPECT_TRUE(at::equal(tensor, at::ones({2})));
-    // Another collective overtakes it; it also keeps the ranks together until both have looked.
+    // Another collective completes first; it also keeps the ranks together until both have checked.
     all_reduce(group, at::ones({1}))->wait();
     if (rank == 0) {
       control->release(0);
@@ -235,7 +236,7 @@ TEST(ThreadBackend, Order_DiffersBetweenRanks_EveryRankIsTold) {
     const auto second = all_reduce(group, at::ones({rank == 2 ? 4 : 3}));
     EXPECT_TRUE(contains(error_of(first), "collective 0 differs between ranks"));
     EXPECT_TRUE(contains(error_of(second), "collective 1 differs between ranks"));
-    // What agrees goes on.
+    // Matching collectives still work.
     all_reduce(group, at::ones({1}))->wait();
   });
 }

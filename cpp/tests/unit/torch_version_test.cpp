@@ -12,7 +12,7 @@
 namespace apex::parallel::detail {
 namespace {
 
-/// As torch since 2.14 allows: rank and size are those of now.
+/// As torch 2.14 and later allow: rank and size can change.
 class ReconfiguredGroup final : public c10d::ProcessGroup {
  public:
   ReconfiguredGroup() : ProcessGroup(c10::make_intrusive<c10d::HashStore>(), 0, 4) {}

@@ -21,7 +21,7 @@
 
 namespace apex::distributed {
 
-// The library's ask Gloo, which is not compiled into this program.
+// The library's version queries Gloo, which is not compiled into this program.
 std::optional<std::chrono::milliseconds> gloo_timeout(c10d::Backend& backend) {
   auto* const silent = dynamic_cast<testing::SilentBackend*>(&backend);
   return silent == nullptr ? std::nullopt : std::optional(silent->timeout());
@@ -69,11 +69,11 @@ TEST(WatchedGroup, OneRank_HasNobodyToTell) {
   EXPECT_EQ(store->getNumKeys(), 0);
 }
 
-// A store that outlives its groups holds what an earlier one of this name has reported.
+// A store that outlives its groups still holds the reports of an earlier group of this name.
 TEST(WatchedGroup, SameNameAgain_HasAnotherNameThanBeforeAndTheSameOnEveryRank) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   std::string earlier;
-  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> kept;  // a group is known by its address
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> kept;  // groups are identified by address
   for (int time = 0; time < 2; ++time) {
     const auto groups = make_stored_groups(2, "again", store);
     const std::string name = watched(*groups[0])->key(*store, "status");
@@ -84,7 +84,7 @@ TEST(WatchedGroup, SameNameAgain_HasAnotherNameThanBeforeAndTheSameOnEveryRank) 
   }
 }
 
-// As with ranks that are lost and replaced: not all have made the group equally often.
+// As when ranks are lost and replaced: ranks have created the group different numbers of times.
 TEST(WatchedGroup, SameNameWithFewerRanksInBetween_IsTheSameOnEveryRank) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::string> names;
@@ -115,7 +115,7 @@ TEST(WatchedGroup, TwoJobsShareAStoreByPrefixes_NothingOfTheOtherIsRead) {
   EXPECT_EQ(one->processes.size(), 1U);
 }
 
-// Over NCCL a collective may return before others have come to it.
+// Over NCCL a collective may return before other ranks have joined it.
 TEST(WatchedGroup, ReadProcesses_AgainFindsThoseWhoHaveToldSinceAndForgetsNobody) {
   if (!this_process()) GTEST_SKIP() << "no /proc";
   const auto groups = make_stored_groups(3, "late");
@@ -123,7 +123,7 @@ TEST(WatchedGroup, ReadProcesses_AgainFindsThoseWhoHaveToldSinceAndForgetsNobody
   watched(*groups[0]);
   read_processes(one).wait();
   EXPECT_EQ(one->processes.size(), 1U);
-  one->processes[0].pid = -7;  // as it was when it was read
+  one->processes[0].pid = -7;  // as when it was read
   watched(*groups[2]);
   read_processes(one).wait();
   ASSERT_EQ(one->processes.size(), 2U);
@@ -158,11 +158,11 @@ TEST(WatchedGroup, ProcessesThatAreNoneOrOnAnotherHost_HaveNotEnded) {
   EXPECT_EQ(one->processes.size(), 3U);
   EXPECT_TRUE(look_around(*one).empty());
   one->processes[0] = *this_process();
-  one->processes[0].start_time -= 1;  // the number is used again
+  one->processes[0].start_time -= 1;  // the process id is reused
   EXPECT_EQ(look_around(*one).count(0), 1U);
 }
 
-/// NCCL alone, with the ranks of the job that torch gives it.
+/// NCCL only, with the ranks of the job that torch passes to it.
 class Nccl final : public apex::testing::SilentBackend {
  public:
   Nccl(int rank, int size, std::vector<uint64_t> ranks, bool has_options)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Ranks share a store. What happens on the store's thread is awaited, up to a minute.
+// Ranks share a store. Tests wait up to a minute for results of the store's thread.
 
 #include "watch/watcher.h"
 
@@ -66,7 +66,7 @@ TEST(Watcher, AnotherRankRefusesThisCall_IsHeard) {
   EXPECT_TRUE(becomes(wait, Verdict::kFailed));
 }
 
-// A wait costs the store a call at a time, and nothing once it is over.
+// A wait makes one store call at a time, and none once it has ended.
 TEST(Watcher, WaitIsOver_StoreIsNotAskedAnyMore) {
   const auto stall = stall_time();
   set_stall_time(std::chrono::milliseconds(0));  // see stall_test.cpp
@@ -78,14 +78,14 @@ TEST(Watcher, WaitIsOver_StoreIsNotAskedAnyMore) {
     const int64_t before = store->requests();
     EXPECT_TRUE(comes_true([&] { return store->requests() >= before + 2; }));
   }
-  one->report([](RankStatus&) {}).wait();  // what it was asking has come
+  one->report([](RankStatus&) {}).wait();  // a pending poll has completed
   const int64_t before = store->requests();
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
   EXPECT_EQ(store->requests(), before);
   set_stall_time(stall);
 }
 
-// A store answers some 30,000 requests a second, and all ranks ask one.
+// A store answers some 30,000 requests a second, and all ranks share one store.
 TEST(Watcher, ManyRanksWait_AllTogetherAskAThousandTimesASecond) {
   const auto stall = stall_time();
   set_stall_time(std::chrono::milliseconds(0));  // see stall_test.cpp
@@ -104,7 +104,7 @@ TEST(Watcher, ManyRanksWait_AllTogetherAskAThousandTimesASecond) {
     }
     one->report([](RankStatus&) {}).wait();
     const double seconds = waited.count();
-    // The first look of a wait, and one that was under way; of all ranks, afterwards.
+    // The first poll of a wait, and one in progress; for all ranks, afterwards.
     EXPECT_LE(static_cast<double>(store->requests() - before) - 4,
               seconds * std::min(5.0, 1000.0 / ranks))
         << ranks;
@@ -112,7 +112,7 @@ TEST(Watcher, ManyRanksWait_AllTogetherAskAThousandTimesASecond) {
   set_stall_time(stall);
 }
 
-// Ranks that are in different collectives wait until the timeout.
+// Ranks in different collectives wait until the timeout.
 TEST(Watcher, RanksInDifferentCollectives_WhoComesSecondIsTold) {
   const auto groups = make_stored_groups(3, "group");
   for (const auto& group : groups) begin_call(*group, "a");
@@ -132,7 +132,7 @@ TEST(Watcher, RanksInDifferentCollectives_WhoComesSecondIsTold) {
   EXPECT_NE(text.find(" is in: c"), std::string::npos) << text;
 }
 
-/// A store whose process is stopped, when it is.
+/// A store whose host process can be stopped.
 class StoppingStore final : public c10d::HashStore {
  public:
   std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
@@ -176,7 +176,7 @@ TEST(Watcher, WaitThatComparedIsOver_ItsCallsAreNotLeftForTheNext) {
   EXPECT_EQ(left(), "");
 }
 
-// The others give up when they see it, and end, too: the first is to blame.
+// The others give up when they see it and exit as well: the first exit is the cause.
 TEST(Watcher, ProcessOfARankHasEnded_IsRememberedAsTheFirst) {
   if (!this_process()) GTEST_SKIP() << "no /proc";
   const auto groups = make_stored_groups(4, "group");
@@ -188,7 +188,7 @@ TEST(Watcher, ProcessOfARankHasEnded_IsRememberedAsTheFirst) {
   known->processes.emplace(2, gone.name());
   known->processes.emplace(3, stopped.name());
   Wait wait(*groups[0]);
-  EXPECT_EQ(wait.poll().kind, Verdict::kOk);  // the store may answer yet
+  EXPECT_EQ(wait.poll().kind, Verdict::kOk);  // the store may still answer
   const Proof first{{2, "has ended (process " + std::to_string(gone.name().pid) + ")"}};
   EXPECT_EQ(known->ended_first, first);
 }
@@ -209,8 +209,8 @@ bool alike(const c10::intrusive_ptr<c10d::ProcessGroup>& group, bool begun,
                             [] { return true; });
 }
 
-// A hook whose collective has begun may have failed because another rank is lost: a rank that waits
-// must not take the first to report for the culprit.
+// A hook whose collective has begun may have failed because another rank is lost: a waiting rank
+// must not blame the first rank that reports.
 TEST(HookFailure, OfOneRank_IsNamedUnlessItsCollectiveHadBegun) {
   for (const bool begun : {false, true}) {
     const auto groups = make_stored_groups(2, begun ? "begun" : "not begun");
@@ -226,7 +226,7 @@ TEST(HookFailure, OfOneRank_IsNamedUnlessItsCollectiveHadBegun) {
   }
 }
 
-// A rank that is quick may fail again before another has seen that all have failed alike.
+// A fast rank may fail again before another has seen that all hooks have failed alike.
 TEST(HookFailure, OfAllRanksAgainAndAgain_AllGoOn) {
   const auto groups = make_stored_groups(3, "group");
   std::vector<int> times(groups.size());

@@ -132,7 +132,7 @@ TEST(BatchNormMath, RunningStatistics_Factor_UsesUnbiasedVariance) {
 
 TEST(BatchNormMath, RunningFactor_NoMomentum_AveragesOverCountedBatches) {
   EXPECT_DOUBLE_EQ(running_factor(kNoMomentum, 4), 0.25);
-  EXPECT_EQ(running_factor(kNoMomentum, 0), 0.0);  // nobody counts: nothing changes
+  EXPECT_EQ(running_factor(kNoMomentum, 0), 0.0);  // no values: nothing changes
 }
 
 TEST(BatchNormMath, RunningStatistics_OneValue_ChangeNothing) {

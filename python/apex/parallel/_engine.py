@@ -148,6 +148,11 @@ class Engine:
         """By the present reducer."""
         return 0 if self.reducer is None else int(self.reducer.statistics()["steps_skipped"])
 
+    def check_replicas_next(self) -> None:
+        """Lets the next backward compare all of the state of all ranks."""
+        if self.reducer is not None:
+            self.reducer.check_replicas_next()
+
     def set_static_graph(self) -> None:
         """As the option ``static_graph``. Collective."""
         options = {**self._options.reducer, "static_graph": True}

@@ -884,7 +884,8 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
     ) -> Any:
         """As that of ``nn.Module``, for keys with ``module.`` in front, and for keys without.
 
-        Every process loads the same: nothing is exchanged.
+        Every process has to load the same. Nothing is exchanged here: where replicas are compared
+        (``replica_check_every``), the next backward compares all of the state at once.
 
         Raises:
             RuntimeError: if some of the keys begin with ``module.`` and some do not; or as in
@@ -892,7 +893,10 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         """
         if isinstance(state_dict, Mapping):
             state_dict = _state_dicts.with_prefix(self, state_dict)
-        return super().load_state_dict(state_dict, strict, assign)
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        finally:  # an error may have left some of it loaded
+            self._engine.check_replicas_next()
 
     # --- copies: the engine and the groups belong to the process ---
 

@@ -9,10 +9,9 @@
 
 namespace apex::amp {
 
-/// While it lives, operators on one type of device run in a lower precision where that is safe:
-/// matrix products and convolutions in `dtype`, losses and what else needs its range in float32 (on
-/// CUDA softmax, for one), the rest in the dtype of their inputs. torch's autocast decides for
-/// each.
+/// RAII guard for autocast on one device type. While it lives, torch's autocast runs matrix
+/// products and convolutions in `dtype`, losses and other operators that need more range in float32
+/// (on CUDA softmax, for example), and all others in the dtype of their inputs.
 ///
 ///     torch::Tensor loss;
 ///     {
@@ -21,23 +20,22 @@ namespace apex::amp {
 ///     }
 ///     scaler.scale(loss).backward();
 ///
-/// Backward runs outside of it, in the precision that forward chose. Guards nest, also for
-/// different devices or dtypes, and are destroyed in reverse order, on the thread that made them:
-/// autocast is a setting of the thread, which other threads do not see. An exception that leaves
-/// the scope restores what was before, as any other way out.
+/// Run backward outside of the guard; it uses the dtypes that forward chose. Guards nest, also for
+/// different devices or dtypes, and are destroyed in reverse order, on the thread that created
+/// them: autocast is a thread-local setting. An exception that leaves the scope also restores the
+/// previous state.
 ///
-/// Parameters that were cast are remembered, so that a second use costs nothing, until the
-/// outermost guard ends; a guard that changes the dtype forgets those of the other one. Blocks
-/// nothing.
+/// Casts of parameters are cached until the outermost guard ends, so that a second use is free. A
+/// guard that changes the dtype clears the cache. Does not block.
 class APEX_API AutocastGuard {
  public:
-  /// @param device_type operators on this kind of device are concerned, and no others
-  /// @param dtype at::kHalf or at::kBFloat16; none: the thread's setting, at first at::kHalf for
-  ///        CUDA and at::kBFloat16 for CPU
-  /// @param enabled false: operators run as if there was no autocast, for a part of a model that
-  ///        needs its full precision inside of another guard
-  /// @param cache_enabled false: no cast is remembered, which a CUDA graph may need; a setting of
-  ///        the thread for all types of devices
+  /// @param device_type the device type whose operators are affected
+  /// @param dtype at::kHalf or at::kBFloat16; nullopt: the thread's setting, by default at::kHalf
+  ///              for CUDA and at::kBFloat16 for CPU
+  /// @param enabled false: turns autocast off, for a part of a model that needs full precision
+  ///                inside another guard
+  /// @param cache_enabled false: does not cache casts, which a CUDA graph may need; a setting of
+  ///                      the thread for all device types
   /// @throws InvalidArgument for a device type without autocast, or another dtype
   explicit AutocastGuard(at::DeviceType device_type,
                          std::optional<at::ScalarType> dtype = std::nullopt, bool enabled = true,

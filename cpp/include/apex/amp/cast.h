@@ -7,9 +7,9 @@
 
 namespace apex::amp {
 
-/// `tensor.to(dtype)` for a parameter, differentiable, also by sparse gradients, as those of an
-/// embedding: the gradient arrives in the dtype of `tensor`, and in the layout that it has. Any
-/// shape, device and floating dtypes. Enqueued on the current stream; blocks nothing. Thread safe.
+/// A differentiable `tensor.to(dtype)` for parameters, which also supports sparse gradients, such
+/// as those of an embedding. The gradient has the dtype of `tensor`, and keeps its layout. Any
+/// shape, device and floating dtypes. Enqueued on the current stream; does not block. Thread safe.
 ///
 ///     const torch::Tensor low = apex::amp::cast(model.parameters()[0], torch::kBFloat16);
 APEX_API at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype);

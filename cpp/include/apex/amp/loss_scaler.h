@@ -24,12 +24,12 @@ class OutputArchive;
 
 namespace apex::amp {
 
-/// How a loss scale starts and changes.
+/// Options of LossScaler: the initial loss scale and how it changes.
 struct LossScalerOptions {
   LossScalerOptions() = default;
   /* implicit */ LossScalerOptions(double init_scale) : init_scale_(init_scale) {}
 
-  /// First scale; positive and finite.
+  /// Initial scale; positive and finite.
   TORCH_ARG(double, init_scale) = 65536.0;
   /// The scale is multiplied by this after `growth_interval` clean updates in a row; above 1.
   TORCH_ARG(double, growth_factor) = 2.0;
@@ -37,15 +37,15 @@ struct LossScalerOptions {
   TORCH_ARG(double, backoff_factor) = 0.5;
   /// Number of clean updates in a row before the scale grows; at least 1.
   TORCH_ARG(int64_t, growth_interval) = 2000;
-  /// Floor and cap that a change of the scale respects; none by default.
+  /// Bounds for changes of the scale; none by default.
   TORCH_ARG(std::optional<double>, min_scale);
   TORCH_ARG(std::optional<double>, max_scale);
-  /// False: the scale never changes and gradients are not looked at.
+  /// False: the scale is fixed and gradients are not checked.
   TORCH_ARG(bool, dynamic) = true;
 };
 
-/// Scales a loss so that low-precision gradients do not underflow, unscales the gradients, notices
-/// inf and nan in them, and adapts the scale.
+/// A loss scaler: scales the loss so that low-precision gradients do not underflow, unscales the
+/// gradients, detects inf and NaN in them, and adapts the scale.
 ///
 /// One training step:
 ///
@@ -53,9 +53,9 @@ struct LossScalerOptions {
 ///     scaler.step(optimizer);  // not if a gradient overflowed
 ///     scaler.update();
 ///
-/// DistributedDataParallel has averaged the gradients by then, so every rank sees the same
-/// overflow. Where ranks have different gradients, they have to agree, between unscale_() and
-/// step():
+/// DistributedDataParallel has averaged the gradients at this point, so every rank sees the same
+/// overflow. If ranks have different gradients, call synchronize() between unscale_() and step() to
+/// agree on it:
 ///
 ///     scaler.unscale_(optimizer);
 ///     scaler.synchronize(group);
@@ -66,8 +66,8 @@ struct LossScalerOptions {
 ///
 /// The scale, the number of clean updates and the overflow flags are one-element tensors that keep
 /// their addresses once the scaler is on its device, so a step can be captured in a CUDA graph.
-/// Functions block the host only where they say so; work is enqueued on the current streams. Not
-/// thread safe. Copying is not possible.
+/// Functions do not block the host unless documented; work is enqueued on the current streams. Not
+/// thread safe.
 class APEX_API LossScaler {
  public:
   /// @throws InvalidArgument for options outside the ranges above, or min_scale above max_scale.
@@ -78,31 +78,32 @@ class APEX_API LossScaler {
 
   const LossScalerOptions& options() const { return options_; }
 
-  /// `loss`, of any shape and floating dtype, as float32 times the scale; differentiable. The first
-  /// call decides the device on which the scaler keeps its state; a loss on another moves it there.
+  /// Returns `loss`, of any shape and floating dtype, as float32 times the scale; differentiable.
+  /// The first call selects the device of the scaler's state; a loss on another device moves the
+  /// state there.
   /// @throws InvalidArgument for a loss that is undefined or on the meta device.
   at::Tensor scale(const at::Tensor& loss);
 
-  /// The scale: float32, shape [1], the scaler's own memory.
+  /// The scale: float32, shape [1]. Shares the scaler's memory.
   at::Tensor scale_tensor() const { return scale_; }
 
-  /// Multiplies every gradient by 1/scale, in place, and if dynamic remembers whether one of them
-  /// held inf or nan before. Any mix of floating dtypes and devices, strided, or sparse COO and
-  /// coalesced; undefined ones (of parameters that were not used) are passed over. One multi-tensor
-  /// operation per device and dtype.
+  /// Multiplies every gradient by 1/scale in place. If dynamic, it also records whether one of them
+  /// held inf or NaN before. Any mix of floating dtypes and devices, strided, or sparse COO and
+  /// coalesced. Skips undefined gradients (of unused parameters). One multi-tensor operation per
+  /// device and dtype.
   /// @throws InvalidArgument for a sparse gradient that is not coalesced, a dtype that is not
   ///         floating, or a gradient on the meta device; nothing is changed then.
   void unscale_(const std::vector<at::Tensor>& grads);
 
-  /// The same with all gradients of an optimizer: what has to be done before they are looked at,
-  /// e.g. clipped, between backward and step().
-  /// @throws InvalidArgument if that was done since the last update().
+  /// The same for all gradients of an optimizer. Call it between backward and step() before reading
+  /// the gradients, e.g. to clip them.
+  /// @throws InvalidArgument on a second call for this optimizer since the last update().
   void unscale_(torch::optim::Optimizer& optimizer);
 
-  /// unscale_(optimizer) if that was not done, then optimizer.step(), unless overflowed(). Returns
-  /// whether it stepped. Blocks the host until the gradients have been looked at, if dynamic. One
-  /// flag serves all optimizers: unscale the gradients of all before the first step.
-  /// @throws InvalidArgument if that was done since the last update().
+  /// Calls unscale_(optimizer) unless that was done, then optimizer.step() unless overflowed().
+  /// Returns whether it stepped. If dynamic, blocks the host until the gradients have been checked.
+  /// All optimizers share one flag, so unscale the gradients of all of them before the first step.
+  /// @throws InvalidArgument on a second call for this optimizer since the last update().
   bool step(torch::optim::Optimizer& optimizer);
 
   /// New float32 tensor of shape [1] on the scaler's device: above zero if a gradient since the
@@ -115,13 +116,13 @@ class APEX_API LossScaler {
   /// @throws CommunicationError if the all-reduce fails; InvalidArgument for a null group.
   void synchronize(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-  /// Whether found_inf() is set. Blocks the host until the gradients have been looked at.
+  /// Whether found_inf() is set. Blocks the host until the gradients have been checked.
   bool overflowed() const;
 
-  /// Forgets what was found.
+  /// Clears found_inf().
   void clear_found_inf();
 
-  /// Adapts the scale to what was found, and forgets it. Does nothing else if not dynamic.
+  /// Adapts the scale according to found_inf(), and clears it. If not dynamic, only clears it.
   void update();
 
   /// The scale as a number. Blocks the host if the state is on another device.
@@ -129,7 +130,7 @@ class APEX_API LossScaler {
   /// @throws InvalidArgument if `scale` is not positive and finite.
   void set_scale(double scale);
 
-  /// Clean updates in a row since the scale changed last. Blocks like get_scale().
+  /// Clean updates in a row since the last change of the scale. Blocks like get_scale().
   int64_t growth_tracker() const;
   /// @throws InvalidArgument if `count` is negative.
   void set_growth_tracker(int64_t count);
@@ -150,7 +151,7 @@ class APEX_API LossScaler {
   std::unordered_map<const torch::optim::Optimizer*, Stage> stages_;  // since the last update()
   at::Tensor scale_;                                                  // float32 [1]
   at::Tensor growth_tracker_;                                         // int32 [1]
-  /// float32 [1] for every device that had gradients, by device type and index.
+  /// float32 [1] for every device that had gradients, keyed by device type and index.
   std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, at::Tensor> found_inf_;
 };
 

@@ -9,46 +9,48 @@
 
 #include <apex/export.h>
 
-/// Collectives of tensors, for programs without Python: as torch.distributed's of the same names,
-/// with errors that say who is lost. Between ranks of one host they go through shared memory.
+/// Collectives on tensors for programs without Python. Names and semantics are those of
+/// torch.distributed; errors name the lost rank. Ranks of one host use shared memory.
 ///
-/// Every rank of `group` (null: the default group) has to call the same one, with tensors of the
-/// same shape and dtype. They block: the host on CPU backends, the current stream on NCCL. They may
-/// be called from any thread, in the same order on every rank. None of them is recorded by
-/// autograd. Ranks with other shapes, dtypes or operations are found out where they share memory;
-/// elsewhere backends mix the values, or end the process, as they do for torch.distributed.
+/// Every rank of `group` (null: the default group) has to call the same function, with tensors of
+/// the same shape and dtype. Calls block the host on CPU backends, and the current stream on NCCL.
+/// They may be made from any thread, in the same order on every rank. Autograd does not record
+/// them. Over shared memory, mismatched shapes, dtypes or operations are detected. Elsewhere
+/// backends mix the values or end the process, as with torch.distributed.
 ///
-/// All throw apex::CommunicationError when a rank does not come within the group's timeout, has
-/// ended, or is in another collective, and apex::InvalidArgument without a default group or for a
-/// tensor that is undefined, not contiguous, or on the meta device.
+/// All functions throw apex::CommunicationError if a rank does not join within the group's timeout,
+/// has exited, or is in another collective. They throw apex::InvalidArgument without a default
+/// group, or for a tensor that is undefined, not contiguous, or on the meta device.
 
 namespace apex::distributed {
 
-/// `tensor` becomes the sum (or what `op` says) over all ranks; the same bits on every rank. SUM,
-/// PRODUCT, MIN and MAX of uint8, int8, int32, int64, float16, bfloat16, float32 and float64; AVG
-/// of the floating ones, rounded once; SUM and AVG of complex64 and complex128.
-/// @throws InvalidArgument for others, before anything is sent: the group stays usable.
+/// Replaces `tensor` by the sum (or the result of `op`) over all ranks; the same bits on every
+/// rank. SUM, PRODUCT, MIN and MAX take uint8, int8, int32, int64, float16, bfloat16, float32 and
+/// float64. AVG takes the floating dtypes and rounds once. SUM and AVG also take complex64 and
+/// complex128.
+/// @throws InvalidArgument for other dtypes, before anything is sent: the group stays usable.
 APEX_API void all_reduce(const at::Tensor& tensor,
                          c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM,
                          const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
 
-/// `tensor` becomes that of rank `root`.
+/// Replaces `tensor` by that of rank `root`.
 APEX_API void broadcast(const at::Tensor& tensor, int root = 0,
                         const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
 
-/// `tensor` [...] of every rank, as [world_size, ...].
+/// Gathers `tensor` [...] of every rank into a tensor [world_size, ...].
 APEX_API at::Tensor all_gather(const at::Tensor& tensor,
                                const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
 
-/// Of `tensor` [world_size, ...], the sum over all ranks of the entry [...] with this rank's
-/// number. float16 and bfloat16 are summed in float32.
-/// @throws InvalidArgument unless the first dimension is the number of ranks, and for a dtype of
-///         which all_reduce() has no SUM.
+/// Sums `tensor` [world_size, ...] over all ranks, and returns the entry [...] at this rank's
+/// index. float16 and bfloat16 are summed in float32.
+/// @throws InvalidArgument unless the first dimension is the number of ranks, and for a dtype that
+///         SUM of all_reduce() does not take.
 APEX_API at::Tensor reduce_scatter(const at::Tensor& tensor,
                                    const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
 
-/// Whether every rank has the same `tensor`: shape, dtype and every bit; the same answer on every
-/// rank. The shapes may differ, of at most 16 dimensions. Waits for the host on every device.
+/// Whether every rank has the same `tensor`, in shape, dtype and every bit; the result is the same
+/// on every rank. Shapes may differ and have at most 16 dimensions. Blocks the host on every
+/// device.
 APEX_API bool ranks_agree(const at::Tensor& tensor,
                           const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
 

@@ -12,9 +12,9 @@
 
 namespace apex::distributed {
 
-/// Gives `group` the c10d backend "apex" for CPU tensors: collectives over memory that the ranks of
-/// a host share, and Gloo for everything else. What init_process_group("apex") does, for programs
-/// that make their process groups on their own:
+/// Adds the c10d backend "apex" for CPU tensors to `group`. It runs collectives over shared memory
+/// between the ranks of a host, and over Gloo otherwise. init_process_group("apex") does the same;
+/// this function is for programs that create their process groups themselves:
 ///
 ///     #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 ///     #include <apex/distributed/host_backend.h>
@@ -25,18 +25,19 @@ namespace apex::distributed {
 ///     std::vector<at::Tensor> tensors{at::ones({1000})};
 ///     group->allreduce(tensors)->wait();
 ///
-/// Sums are in the order of the ranks, so every rank has the same bits. A collective makes progress
-/// while a rank waits for it or asks whether it has completed; once a program asks for the future
-/// of one, a thread does so.
+/// Sums are in rank order, so every rank has the same bits. A collective makes progress while a
+/// rank waits for it or polls it. Once a program asks for the future of a collective, a thread
+/// makes that progress.
 ///
-/// Collective over the ranks of `group`, whose store has keys of no other group; blocks until all
-/// of them have connected. Thread safe.
+/// Collective over the ranks of `group`. No other group may use the keys of its store. Blocks until
+/// all ranks have connected. Thread safe.
 ///
 /// @param timeout       for connecting, and for each collective.
-/// @param name          of the group, in errors.
-/// @param global_ranks  of its ranks in the job, for errors; empty: the same.
+/// @param name          name of the group in errors.
+/// @param global_ranks  the job's rank of each rank of the group, for errors; empty: they are
+///                      equal.
 /// @throws apex::InvalidArgument if `group` has no store, or `timeout` is not positive.
-/// @throws apex::CommunicationError if a rank does not come within the timeout.
+/// @throws apex::CommunicationError if a rank does not connect within the timeout.
 APEX_API void add_host_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                std::chrono::milliseconds timeout, const std::string& name = "",
                                const std::vector<uint64_t>& global_ranks = {});

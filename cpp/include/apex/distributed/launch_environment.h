@@ -10,18 +10,18 @@
 
 #include <apex/export.h>
 
-/// What a launcher tells a process about its place in the job. Everything here is a pure function
-/// of its arguments, blocks nothing, and may be called from any thread.
+/// Reads a process's place in the job from the launcher's environment variables. All functions are
+/// pure functions of their arguments, do not block, and may be called from any thread.
 
 namespace apex::distributed {
 
-/// Gives the value of an environment variable, or nothing where it is unset or empty.
+/// Returns the value of an environment variable, or nullopt if it is unset or empty.
 using EnvironmentLookup = std::function<std::optional<std::string>(const std::string& name)>;
 
-/// The lookup in this process's environment.
+/// Looks up a variable in this process's environment.
 APEX_API std::optional<std::string> process_environment(const std::string& name);
 
-/// The ranks as the launcher gave them.
+/// The ranks that the launcher assigned.
 struct LaunchRanks {
   /// "torchrun", "Open MPI", "MPI" (PMI, e.g. MPICH and Intel MPI), "MVAPICH" or "SLURM". Any
   /// launcher that sets RANK and WORLD_SIZE is called "torchrun".
@@ -29,35 +29,36 @@ struct LaunchRanks {
   /// 0 <= rank < world_size.
   int rank = 0;
   int world_size = 1;
-  /// Position among the processes of this machine, where the launcher says it.
+  /// Position among the processes of this host, if the launcher sets it.
   std::optional<int> local_rank;
-  /// Number of processes on this machine, where the launcher says it.
+  /// Number of processes on this host, if the launcher sets it.
   std::optional<int> local_world_size;
 };
 
 /// Reads RANK, WORLD_SIZE, LOCAL_RANK (torchrun and its like); else OMPI_COMM_WORLD_RANK, _SIZE,
 /// _LOCAL_RANK, _LOCAL_SIZE (Open MPI); else MV2_COMM_WORLD_RANK, ... (MVAPICH); else PMI_RANK,
 /// PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS (MPICH, Intel MPI); else SLURM_PROCID,
-/// SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID (srun). Nothing when none of them is there.
+/// SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID (srun). nullopt if none of them is set.
 ///
-/// @throws apex::InvalidArgument when a launcher's rank is there without its size, when a value is
-///   no number, or when the rank is not below the size.
+/// @throws apex::InvalidArgument when a launcher's rank is set without its size, when a value is
+///   not a number, or when the rank is not below the size.
 APEX_API std::optional<LaunchRanks> read_launch_ranks(
     const EnvironmentLookup& lookup = process_environment);
 
-/// Where rank 0 listens.
+/// The address on which rank 0 listens.
 struct MasterAddress {
   std::string host;
   int port = 0;
 };
 
-/// Reads MASTER_ADDR and MASTER_PORT. Where they are unset: under SLURM the host is the first of
-/// SLURM_STEP_NODELIST (or SLURM_JOB_NODELIST) and the port is derived from SLURM_JOB_ID, so that
-/// two jobs on one machine differ; under MPI the host is 127.0.0.1 if all processes are on one
-/// machine (or the first SLURM host inside a SLURM job) and the port is 29500, torch's default.
+/// Reads MASTER_ADDR and MASTER_PORT. If they are unset under SLURM, the host is the first of
+/// SLURM_STEP_NODELIST (or SLURM_JOB_NODELIST), and the port is derived from SLURM_JOB_ID, so that
+/// two jobs on one host use different ports. If they are unset under MPI, the host is 127.0.0.1
+/// when all processes are on one host (or the first SLURM host inside a SLURM job), and the port is
+/// 29500, torch's default.
 ///
-/// @throws apex::InvalidArgument when the address cannot be known (the message names the variable
-///   to set), or when the port is no number from 1 to 65535.
+/// @throws apex::InvalidArgument when the address is unknown (the message names the variable to
+///   set), or when the port is not a number from 1 to 65535.
 APEX_API MasterAddress read_master_address(const std::optional<LaunchRanks>& ranks,
                                            const EnvironmentLookup& lookup = process_environment);
 
@@ -70,38 +71,38 @@ APEX_API std::string first_slurm_host(const std::string& node_list);
 struct InitMethod {
   enum class Kind { kEnv, kTcp, kFile };
   Kind kind = Kind::kEnv;
-  /// Of tcp://.
+  /// Host and port of a tcp:// address.
   std::string host;
   int port = 0;
-  /// Of file://.
+  /// Path of a file:// address.
   std::string path;
-  /// From "?rank=0&world_size=2" at the end of the address.
+  /// From the query "?rank=0&world_size=2" of the address.
   std::optional<int> rank;
   std::optional<int> world_size;
 };
 
-/// Understands "env://", "tcp://host:port", "tcp://[::1]:port" and "file:///absolute/path", each
+/// Parses "env://", "tcp://host:port", "tcp://[::1]:port" and "file:///absolute/path", each
 /// with an optional query of rank and world_size.
 ///
 /// @throws apex::InvalidArgument for anything else.
 APEX_API InitMethod parse_init_method(const std::string& url);
 
-/// Which backend serves which device.
+/// The backend that serves a device type.
 struct DeviceBackend {
   c10::DeviceType device = c10::DeviceType::CPU;
   /// "gloo" or "nccl".
   std::string backend;
 };
 
-/// "gloo" serves CPU and CUDA, "nccl" CUDA; "cpu:gloo,cuda:nccl" says it by device. Letter case
-/// does not matter.
+/// Parses a backend string. "gloo" serves CPU and CUDA, "nccl" CUDA; "cpu:gloo,cuda:nccl" lists
+/// backends by device. Case-insensitive.
 ///
 /// @throws apex::InvalidArgument for an unknown backend or device, a device named twice, or NCCL
 ///   for the CPU.
 APEX_API std::vector<DeviceBackend> parse_backend(const std::string& backend);
 
-/// The GPU of a process: its local rank. A process that sees one GPU because CUDA_VISIBLE_DEVICES
-/// names one (SLURM's --gpus-per-task=1 does so) uses that one, index 0.
+/// The GPU index of a process: its local rank. If CUDA_VISIBLE_DEVICES names one GPU only (as with
+/// SLURM's --gpus-per-task=1), the index is 0.
 ///
 /// @throws apex::InvalidArgument when there are no GPUs or fewer than the local rank needs.
 APEX_API int choose_gpu(int local_rank, int visible_gpus,

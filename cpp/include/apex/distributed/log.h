@@ -5,9 +5,8 @@
 
 #include <apex/export.h>
 
-/// Lines of output that tell which rank has written them. Not collective; they may be called from
-/// any thread. A line is written to stderr in one piece, so that those of several ranks of a
-/// terminal do not mix.
+/// Logging with the rank as prefix. Not collective; callable from any thread. A line is written to
+/// stderr in one write, so that lines of several ranks in a terminal do not mix.
 
 namespace apex::distributed {
 
@@ -16,7 +15,7 @@ namespace apex::distributed {
 ///     apex::distributed::log("read " + std::to_string(count) + " images");
 APEX_API void log(const std::string& message);
 
-/// Writes `message` on rank 0 and nothing on other ranks; always without a default group.
+/// Writes `message` on rank 0 only. Without a default group, every process writes it.
 ///
 ///     apex::distributed::log_once("epoch " + std::to_string(epoch));
 APEX_API void log_once(const std::string& message);

@@ -13,89 +13,88 @@
 
 /// Process groups for programs without Python.
 ///
-/// A C++ program calls init_process_group() once, in every process of the job, however the job was
-/// started (torchrun --no-python, srun, mpirun, by hand), and passes what it returns to
-/// apex::parallel, or calls its collectives (allreduce, broadcast, ...) itself.
+/// A C++ program calls init_process_group() once in every process of the job, for any launcher
+/// (torchrun --no-python, srun, mpirun) or none. It passes the result to apex::parallel, or calls
+/// its collectives (allreduce, broadcast, ...) directly.
 ///
-/// The keys in the store have the layout of torch.distributed.init_process_group, so processes
-/// written in C++ and in Python can be ranks of one job.
+/// The layout of the store's keys is that of torch.distributed.init_process_group, so a job can
+/// have C++ and Python ranks.
 ///
-/// All functions may be called from any thread, but, as in torch.distributed, every rank has to
-/// call init_process_group(), new_group() and barrier() in the same order. While one thread waits
-/// in new_group(), others may use the groups that there are.
+/// All functions may be called from any thread. As in torch.distributed, every rank has to call
+/// init_process_group(), new_group() and barrier() in the same order. While one thread waits in
+/// new_group(), other threads may use existing groups.
 
 namespace apex::distributed {
 
-/// What only NCCL has. Unset: NCCL's own choice.
+/// Options of NCCL. Unset fields leave the choice to NCCL.
 struct NcclOptions {
-  /// Collectives run on a stream of high priority, so that they start before computation that was
-  /// queued earlier on others.
+  /// Run collectives on a high-priority stream, so that they start before computation that was
+  /// queued earlier on other streams.
   TORCH_ARG(bool, high_priority_stream) = false;
-  /// Fewest and most thread blocks (CTAs) of a collective, from 1: more move data faster, fewer
-  /// leave more of the GPU to the computation that they overlap with.
+  /// Minimum and maximum number of thread blocks (CTAs) of a collective, from 1. More CTAs give
+  /// more bandwidth; fewer leave more of the GPU to overlapped computation.
   TORCH_ARG(std::optional<int>, min_ctas);
   TORCH_ARG(std::optional<int>, max_ctas);
 };
 
-/// How a process joins a job; all of it may be left out:
+/// How a process joins a job. All fields are optional:
 ///
 ///     apex::distributed::init_process_group(
 ///         "gloo", apex::distributed::ProcessGroupOptions().timeout(std::chrono::seconds(60)));
 struct ProcessGroupOptions {
-  /// "env://" (launcher's variables, MASTER_ADDR and MASTER_PORT), "tcp://host:port" (rank 0
-  /// listens there) or "file:///path" (a file that all ranks can write, on one machine or on a
-  /// file system with locks; it must not exist before).
+  /// "env://" (the launcher's variables, MASTER_ADDR and MASTER_PORT), "tcp://host:port" (rank 0
+  /// listens there) or "file:///path" (a new file that all ranks can write, on one host or on a
+  /// file system with locks).
   TORCH_ARG(std::string, init_method) = "env://";
-  /// Override what the launcher says; both or neither.
+  /// Override the launcher's values. Set both or neither.
   TORCH_ARG(std::optional<int>, rank);
   TORCH_ARG(std::optional<int>, world_size);
-  /// Overrides LOCAL_RANK. Where nobody says it, the rank modulo the number of visible GPUs is
-  /// taken for NCCL, and the rank itself by local_rank().
+  /// Overrides LOCAL_RANK. If neither is set, NCCL uses the rank modulo the number of visible GPUs,
+  /// and local_rank() returns the rank.
   TORCH_ARG(std::optional<int>, local_rank);
-  /// Limit for each step: to reach rank 0, for all ranks to arrive there, to connect to each other,
-  /// and for each collective. Unset: 30 minutes, 10 for NCCL (torch's defaults). At most 100 years,
-  /// which longer ones are taken for.
+  /// Limit for each step: reaching rank 0, the arrival of all ranks there, connecting to each
+  /// other, and each collective. Unset: 30 minutes, or 10 for NCCL (torch's defaults). Values above
+  /// 100 years are treated as 100 years.
   TORCH_ARG(std::optional<std::chrono::milliseconds>, timeout);
-  /// GPU of this process, for NCCL. Unset: that of the local rank.
+  /// GPU of this process, for NCCL. Unset: the GPU of the local rank.
   TORCH_ARG(std::optional<int>, device_index);
-  /// No effect on other backends.
+  /// Ignored by other backends.
   TORCH_ARG(NcclOptions, nccl);
 };
 
 /// Joins the job and returns its group, which is also registered under its name for
-/// c10d::resolve_process_group(). With NCCL the process's current CUDA device is set (to
-/// options.device_index, else to the local rank's GPU) before anything else uses CUDA.
-/// Blocks until all ranks are there or the timeout has passed.
+/// c10d::resolve_process_group(). With NCCL it sets the process's current CUDA device
+/// (options.device_index, else the local rank's GPU) before any other use of CUDA. Blocks until all
+/// ranks have joined or the timeout has passed.
 ///
-/// `backend` is "nccl" (CUDA tensors), "gloo" (CPU tensors, and CUDA tensors by way of the host),
-/// "apex" (CPU tensors, over shared memory inside a host: see host_backend.h) or per device,
+/// `backend` is "nccl" (CUDA tensors), "gloo" (CPU tensors, and CUDA tensors through the host),
+/// "apex" (CPU tensors, over shared memory inside a host; see host_backend.h), or a list by device,
 /// "cpu:gloo,cuda:nccl".
 ///
-/// With Gloo, SIGPIPE is ignored from then on if it was at its default, as in Python: a rank that
-/// has ended would take those along that write to it.
+/// With Gloo, SIGPIPE is ignored from then on if it had its default action, as in Python. Otherwise
+/// a write to a rank that has exited would kill this process.
 ///
 /// Under torchrun the store of its agent is used (TORCHELASTIC_USE_AGENT_STORE), otherwise rank 0
 /// hosts it.
 ///
-/// @throws apex::InvalidArgument, at once and before anything is sent: a missing or malformed
+/// @throws apex::InvalidArgument, immediately and before anything is sent: a missing or malformed
 ///   environment variable (named in the message), an unknown backend, impossible options.nccl, NCCL
-///   without a GPU or in a
-///   build without CUDA, a second call without destroy_process_group().
+///   without a GPU or in a build without CUDA, a second call without destroy_process_group().
 /// @throws apex::InvalidArgument, after the ranks have met: two ranks disagree on the world size,
 ///   or two processes have the same rank.
 /// @throws apex::CommunicationError within the timeout: rank 0 unreachable, its port in use, ranks
 ///   that did not arrive.
-/// @throws apex::Error, first of all, if libtorch is of another minor version than apex was built
-/// for.
+/// @throws apex::Error, before everything else, if libtorch has another minor version than the one
+///   that apex was built for.
 APEX_API c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
     const std::string& backend, const ProcessGroupOptions& options = {});
 
-/// A group of some of the ranks, e.g. for SyncBatchNorm within a machine or for a second
+/// Creates a group of some of the ranks, e.g. for SyncBatchNorm within a host or for a second
 /// communicator. `ranks` are ranks of the default group, in any order; the new group numbers them
-/// in ascending order. All ranks of the default group must call it, members or not, in the same
-/// order. Returns null to ranks that are no members. `backend`: empty for that of the default
-/// group. `nccl`: of this group alone, for instance fewer CTAs for gradients and high priority for
-/// batch-norm statistics. Blocks members until all of them are there.
+/// in ascending order. All ranks of the default group must call it in the same order, also ranks
+/// that are not members; these get null. `backend`: empty for that of the default group. `nccl`
+/// applies to this group only, for instance fewer CTAs for gradients and high priority for
+/// batch-norm statistics. Blocks members until all of them have joined.
 ///
 /// @throws apex::InvalidArgument for duplicate or unknown ranks, impossible `nccl`, or without a
 ///   default group.
@@ -104,12 +103,12 @@ APEX_API c10::intrusive_ptr<c10d::ProcessGroup> new_group(
     const std::vector<int>& ranks, const std::string& backend = "",
     std::optional<std::chrono::milliseconds> timeout = std::nullopt, const NcclOptions& nccl = {});
 
-/// The same for all ranks: a second communicator.
+/// The same for all ranks, as a second communicator.
 APEX_API c10::intrusive_ptr<c10d::ProcessGroup> new_group(
     std::optional<std::chrono::milliseconds> timeout = std::nullopt, const NcclOptions& nccl = {});
 
-/// Whether init_process_group() was called, without destroy_process_group() since. A default group
-/// that torch.distributed made in Python is not seen here.
+/// Whether init_process_group() was called without destroy_process_group() since. Does not see a
+/// default group that torch.distributed created in Python.
 APEX_API bool is_initialized();
 
 /// The group that init_process_group() returned.
@@ -124,21 +123,20 @@ APEX_API int rank(const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
 /// @throws apex::InvalidArgument without a default group.
 APEX_API int world_size(const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
 
-/// Position of this process among those of its machine: options.local_rank, else the launcher's,
+/// Position of this process among those of its host: options.local_rank, else the launcher's value,
 /// else the rank.
 /// @throws apex::InvalidArgument without a default group.
 APEX_API int local_rank();
 
-/// Blocks until every rank of `group` (null: the default group) is here.
-/// @throws apex::CommunicationError when one does not come within the group's timeout.
+/// Blocks until every rank of `group` (null: the default group) has called it.
+/// @throws apex::CommunicationError if a rank does not call it within the group's timeout.
 /// @throws apex::InvalidArgument without a default group.
 APEX_API void barrier(const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
 
-/// Shuts down and forgets the default group and all groups of new_group(). Does nothing without
-/// them. Groups that the caller still holds must not be used any more. A program that ends without
-/// this call ends cleanly, too; with NCCL, call it so that pending collectives are ended in order.
-/// In a process that was forked since they were made, it only forgets them: init_process_group()
-/// may follow there.
+/// Shuts down and forgets the default group and all groups of new_group(). Does nothing if there
+/// are none. Groups that the caller still holds must not be used any more. A program that exits
+/// without this call still exits cleanly; with NCCL, call it to end pending collectives in order.
+/// In a forked child it only forgets the parent's groups, and init_process_group() may follow.
 APEX_API void destroy_process_group();
 
 }  // namespace apex::distributed

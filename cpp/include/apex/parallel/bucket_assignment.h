@@ -9,37 +9,37 @@
 
 #include <apex/export.h>
 
-/// Which gradients travel together. Pure functions: no tensors, no communication, no state.
+/// Assigns parameters to gradient buckets. Pure functions: no tensors, no communication, no state.
 
 namespace apex::parallel {
 
-/// What the assignment needs to know of one parameter.
+/// Properties of a parameter that decide its bucket.
 struct ParameterInfo {
   int64_t numel = 0;                             ///< elements; 0 is allowed
   at::ScalarType dtype = at::ScalarType::Float;  ///< dtype of the gradient
   at::Device device = at::Device(at::DeviceType::CPU);
-  bool sparse = false;  ///< its gradient has sparse layout: a bucket of its own
+  bool sparse = false;  ///< its gradient has sparse layout; it gets a bucket of its own
 };
 
-/// How large a bucket may grow. Sizes are counted per (dtype, device), since a bucket holds one
-/// dtype on one device.
+/// Size limits of a bucket. They apply per (dtype, device), since a bucket holds one dtype on one
+/// device.
 struct BucketLimits {
   enum class Unit { kElements, kBytes };
 
-  /// A bucket is closed as soon as it holds at least this much; a parameter that reaches it alone
-  /// is a bucket of its own (and can be reduced where it is, without a copy). 0 means by device: on
-  /// the CPU 8 MiB, elsewhere the 10,000,000 elements of NVIDIA Apex, the first bucket 1 MiB where
-  /// there has to be more than one.
+  /// A bucket is closed as soon as it holds at least this much. A single parameter of this size is
+  /// a bucket of its own, and can be reduced in place without a copy. 0 chooses by device: 8 MiB on
+  /// the CPU; elsewhere NVIDIA Apex's 10,000,000 elements, with a first bucket of 1 MiB if there is
+  /// more than one bucket.
   int64_t cap = 0;
 
-  /// The same for the first bucket of each (dtype, device); 0 means `cap`. A small first bucket
-  /// starts the communication early. Excludes a `cap` of 0.
+  /// The limit for the first bucket of each (dtype, device); 0 means `cap`. A small first bucket
+  /// starts communication early. Must be 0 if `cap` is 0.
   int64_t first_cap = 0;
 
   Unit unit = Unit::kElements;
 
-  /// Buckets of `bytes`, the first of each (dtype, device) of at most 1 MiB, as torch's: what
-  /// `bucket_cap_mb` means in every language, so that the ranks of a job agree.
+  /// Buckets of `bytes`, the first of each (dtype, device) at most 1 MiB, as in torch. Defines
+  /// `bucket_cap_mb` for every language, so that all ranks of a job agree.
   static BucketLimits in_bytes(int64_t bytes) {
     constexpr int64_t kMostOfFirst = int64_t{1} << 20;
     return {bytes, bytes < kMostOfFirst ? bytes : kMostOfFirst, Unit::kBytes};
@@ -48,8 +48,8 @@ struct BucketLimits {
 
 /// A partition of parameters into buckets.
 struct BucketPlan {
-  /// Parameter indices by bucket, buckets in the order in which every rank launches them: by the
-  /// time at which the last member of each becomes ready.
+  /// Parameter indices of each bucket. Buckets are in the launch order of every rank: by the time
+  /// at which the last member of each becomes ready.
   std::vector<std::vector<int64_t>> buckets;
 
   bool operator==(const BucketPlan& other) const { return buckets == other.buckets; }
@@ -61,11 +61,12 @@ struct BucketPlan {
 /// @param ready_order  indices into `parameters`, each at most once, first ready first; parameters
 ///                     that are not listed are in no bucket.
 /// @param limits       the size at which a bucket is closed.
-/// @param closing      indices at which every open bucket is closed (with the parameter inside),
-///                     whatever its size; when not empty, `limits` is ignored and what follows the
-///                     last of them forms the last buckets.
-/// @throws InvalidArgument when a limit is negative or excludes another, or an index is out of
-/// range or repeated. Thread safe; the same input gives the same plan on every rank and platform.
+/// @param closing      indices of parameters that close every open bucket, after being added to it.
+///                     If not empty, `limits` is ignored, and the parameters after the last of
+///                     them form the last buckets.
+/// @throws InvalidArgument for a negative limit, limits that contradict each other, or an index
+///         that is out of range or repeated. Thread safe. The same input gives the same plan on
+///         every rank and platform.
 APEX_API BucketPlan assign_buckets(const std::vector<ParameterInfo>& parameters,
                                    const std::vector<int64_t>& ready_order,
                                    const BucketLimits& limits,

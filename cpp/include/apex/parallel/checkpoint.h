@@ -30,8 +30,8 @@ namespace apex::parallel {
 
 class OverlappedOptimizer;
 
-/// All that a training run needs to go on after it was stopped: model, optimizers, loss scaler,
-/// samplers and the number of steps, in one file.
+/// Saves and restores everything that a training run needs to resume: model, optimizers, loss
+/// scaler, samplers and the number of steps, in one file.
 ///
 ///     apex::parallel::Checkpoint checkpoint(model);
 ///     checkpoint.optimizer(optimizer).scaler(scaler);
@@ -42,55 +42,57 @@ class OverlappedOptimizer;
 ///     }
 ///
 /// save(), load() and resume() are collective: every rank calls them with the same parts. They
-/// block the host. Rank 0 alone reads and writes the file, so it needs no file system that the
-/// ranks share; samplers are saved for each rank. An error on one rank is an error on every rank.
-/// The parts have to outlive this object. Not thread safe.
+/// block the host. Only rank 0 reads and writes the file, so no shared file system is needed.
+/// Samplers are saved for each rank. An error on one rank is thrown on every rank. The parts have
+/// to outlive this object. Not thread safe.
 ///
-/// The file is an archive of torch::save(); its parts are under "model", "optimizer0", "scaler" and
-/// "sampler0" (of rank 0, as bytes), "step" and "world_size"; "optimizer0_is" says of which class.
+/// The file is an archive of torch::save(). Its keys are "model", "optimizer0", "optimizer0_is"
+/// (the class of that optimizer), "scaler", "sampler0" (the sampler of rank 0, as bytes), "step"
+/// and "world_size".
 class APEX_API Checkpoint {
  public:
-  /// The model, on one device: a module, its holder, a pointer to it, or DistributedDataParallel
-  /// around it.
+  /// The model, on one device: a module, a module holder, a pointer to a module, or
+  /// DistributedDataParallel around one.
   /// @throws InvalidArgument for a holder or a pointer that is null.
   explicit Checkpoint(torch::nn::Module& model) : model_(model) {}
   template <typename Model, typename = decltype(static_cast<torch::nn::Module&>(
                                 *std::declval<Model&>().operator->()))>
   explicit Checkpoint(Model& model) : Checkpoint(module_in(model)) {}
 
-  /// Adds a part. Several optimizers are told apart by their order.
+  /// Adds a part. Several optimizers are identified by their order.
   /// @throws InvalidArgument for a second scaler.
   Checkpoint& optimizer(torch::optim::Optimizer& optimizer);
   Checkpoint& optimizer(OverlappedOptimizer& optimizer);
   Checkpoint& scaler(amp::LossScaler& scaler);
   /// A sampler of libtorch's data loader, e.g. torch::data::samplers::DistributedRandomSampler. It
-  /// can be loaded by as many ranks as have saved it.
+  /// can be loaded only with the world size that saved it.
   Checkpoint& sampler(torch::data::samplers::Sampler<>& sampler);
-  /// Null, and without it: the default group; this process alone where there is none.
+  /// Default, also for null: the default group, or this process alone without a default group.
   Checkpoint& process_group(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-  /// Writes all parts and `step`. The file is complete or not there: rank 0 writes another one in
-  /// the same folder, waits until it is on the disk, and renames it. An older file of this name
-  /// stays as it is if that fails, and keeps its permissions if not. A symbolic link is followed;
-  /// anything else that is no file is refused. A process that is killed while it writes leaves
-  /// .NAME.PID.part behind; a NAME too long for that is cut.
+  /// Writes all parts and `step`. The write is atomic: rank 0 writes a temporary file in the same
+  /// folder, syncs it to disk, and renames it. If that fails, an existing file is unchanged;
+  /// otherwise its permissions are kept. Follows a symbolic link; refuses anything else that is not
+  /// a regular file. A process that is killed while it writes leaves .NAME.PID.part behind; a NAME
+  /// that is too long for that is truncated.
   /// @throws apex::Error on every rank, naming the file and the cause.
-  /// @throws InvalidArgument on every rank for a negative step, and if the ranks have given
-  ///         different parts (numbers of optimizers, a scaler, a sampler), or some are in load();
+  /// @throws InvalidArgument on every rank for a negative step, if the ranks have different parts
+  ///         (numbers of optimizers, a scaler, a sampler), or if some ranks are in load();
   ///         CommunicationError.
   void save(const std::string& path, int64_t step);
 
-  /// Reads all parts from rank 0's file into the ranks' objects and returns the step. What the file
-  /// has besides is passed over.
-  /// @throws apex::Error on every rank, naming the file: if it cannot be read, is truncated or
-  ///         something else, or lacks a part; if a parameter has another shape or dtype, or an
-  ///         optimizer is of another class or has other numbers of parameters, before anything is
-  ///         changed; if a part does not fit otherwise, after which the parts must not be used.
-  /// @throws InvalidArgument on every rank, with nothing changed, if the ranks have given different
+  /// Reads all parts from rank 0's file into the ranks' objects and returns the step. Ignores other
+  /// contents of the file.
+  /// @throws apex::Error on every rank, naming the file, with nothing changed: if it cannot be
+  ///         read, is truncated or not a checkpoint, or lacks a part; if a parameter has another
+  ///         shape or dtype; if an optimizer is of another class or has other numbers of
+  ///         parameters. For any other mismatch of a part it also throws apex::Error, and the parts
+  ///         must not be used afterwards.
+  /// @throws InvalidArgument on every rank, with nothing changed, if the ranks have different
   ///         parts; CommunicationError.
   int64_t load(const std::string& path);
 
-  /// load(), or 0, with nothing changed, if rank 0 has no such file.
+  /// Like load(), but returns 0 with nothing changed if the file does not exist on rank 0.
   int64_t resume(const std::string& path);
 
  private:
@@ -98,7 +100,7 @@ class APEX_API Checkpoint {
     std::string name;
     std::function<void(torch::serialize::OutputArchive&)> save;
     std::function<void(torch::serialize::InputArchive&)> load;
-    const torch::optim::Optimizer* optimizer;  ///< whose class is compared, or null
+    const torch::optim::Optimizer* optimizer;  ///< the optimizer whose class is compared, or null
   };
 
   template <typename Model>

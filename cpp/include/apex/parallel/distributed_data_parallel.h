@@ -40,14 +40,14 @@
 
 namespace apex::parallel {
 
-/// Everything that can be chosen, set as options of torch::nn are:
+/// Options of DistributedDataParallel, set like options of torch::nn:
 ///
 ///     apex::parallel::DistributedDataParallel model(
 ///         Net(), apex::parallel::DistributedDataParallelOptions().bucket_cap_mb(25)
 ///                    .gradient_as_bucket_view(true));
 ///
-/// A process group alone is options, too: DistributedDataParallel(Net(), group). Options that
-/// contradict each other are refused by the wrapper's constructor.
+/// A process group alone converts to options: DistributedDataParallel(Net(), group). The wrapper's
+/// constructor refuses options that contradict each other.
 class DistributedDataParallelOptions {
  public:
   DistributedDataParallelOptions() = default;
@@ -55,17 +55,17 @@ class DistributedDataParallelOptions {
       c10::intrusive_ptr<c10d::ProcessGroup> process_group)
       : process_group_(std::move(process_group)) {}
 
-  /// The ranks that take part; by default those of apex::distributed::init_process_group().
+  /// The ranks that take part; default: all ranks of apex::distributed::init_process_group().
   TORCH_ARG(c10::intrusive_ptr<c10d::ProcessGroup>, process_group);
 
-  /// Take rank 0's buffers (running statistics of batch norm, for one) at construction and before
+  /// Broadcast rank 0's buffers (e.g. running statistics of batch norm) at construction and before
   /// each training forward.
   TORCH_ARG(bool, broadcast_buffers) = false;
 
  public:
-  /// Size at which a bucket is closed, in MiB; the first bucket of each dtype at 1 MiB at most. An
-  /// infinite one is a single bucket after that. The option of this name in Python: ranks of both
-  /// languages that give the same number agree. For another first bucket, give limits().
+  /// Size at which a bucket is closed, in MiB. The first bucket of each dtype holds at most 1 MiB;
+  /// use limits() to change that. Infinity means a single bucket after the first. Python's option
+  /// of this name has the same meaning, so ranks of both languages with the same value agree.
   /// @throws InvalidArgument if it is not positive.
   DistributedDataParallelOptions& bucket_cap_mb(double mib) {
     if (!(mib > 0)) {
@@ -79,7 +79,7 @@ class DistributedDataParallelOptions {
     return *this;
   }
 
-// The members of ReducerOptions that have this name, where they are documented.
+// Options of the same name in ReducerOptions, which documents them.
 #define APEX_REDUCER_ARG(T, name)                 \
   DistributedDataParallelOptions& name(T value) { \
     reducer_.name = std::move(value);             \
@@ -105,7 +105,7 @@ class DistributedDataParallelOptions {
   APEX_REDUCER_ARG(OnDivergence, on_divergence)
 #undef APEX_REDUCER_ARG
 
-  /// The options of the engine below, as a plain struct.
+  /// The options of the reducer, as a plain struct.
   ReducerOptions& reducer() noexcept { return reducer_; }
   const ReducerOptions& reducer() const noexcept { return reducer_; }
 
@@ -115,7 +115,7 @@ class DistributedDataParallelOptions {
 
 namespace detail {
 
-/// The class of the module that a holder or a smart pointer refers to.
+/// The module class that a holder or a smart pointer refers to.
 template <typename Wrapped, typename = void>
 struct ModuleOf {
   using type = torch::nn::Module;
@@ -127,8 +127,8 @@ struct ModuleOf<Wrapped, std::void_t<decltype(*std::declval<Wrapped&>())>> {
   static constexpr bool known = std::is_base_of_v<torch::nn::Module, type>;
 };
 
-/// The addresses of a module's own parameters. Not by Module::parameters(), which copies the names:
-/// for 400 parameters that took 45 us in every forward, and this takes 1.
+/// The addresses of a module's own parameters. Module::parameters() copies the names, which took 45
+/// us in every forward for 400 parameters; this takes 1 us.
 struct OwnParameters : torch::nn::Module {
   static void add_addresses(const torch::nn::Module& module, std::vector<const void*>& addresses) {
     for (const auto& item : module.*(&OwnParameters::parameters_))
@@ -146,15 +146,15 @@ struct TakesArguments<
 }  // namespace detail
 
 /// Wraps a module so that backward averages its gradients over the ranks of a process group while
-/// it is still running; see Reducer for what happens when.
+/// backward is still running. Reducer describes the steps.
 ///
-/// It takes a module holder (`TORCH_MODULE(Net)`'s `Net`, `torch::nn::Sequential`), a
-/// `std::shared_ptr` or `std::unique_ptr` to a module, or a module itself, by reference: that one
-/// has to outlive the wrapper. The wrapper is not a module: parameters keep their names, and
-/// `torch::save(model, path)` writes what the unwrapped module would, from any rank.
+/// The wrapped module is a module holder (`TORCH_MODULE(Net)`'s `Net`, `torch::nn::Sequential`), a
+/// `std::shared_ptr` or `std::unique_ptr` to a module, or a reference to a module, which has to
+/// outlive the wrapper. The wrapper is not a module: parameters keep their names, and
+/// `torch::save(model, path)` on any rank writes what it would write for the unwrapped module.
 ///
-/// Construction is collective and blocks the host; forward() is collective only where it
-/// synchronizes buffers. Not thread safe. What was moved from throws apex::Error when it is used.
+/// Construction is collective and blocks the host. forward() is collective only if it synchronizes
+/// buffers. Not thread safe. A moved-from wrapper throws apex::Error when it is used.
 template <typename Wrapped>
 class DistributedDataParallel {
   static_assert(detail::ModuleOf<Wrapped>::known,
@@ -169,10 +169,10 @@ class DistributedDataParallel {
                 "the class of the module itself");
 
  public:
-  /// Verifies that all ranks hold the same model and takes rank 0's parameters, frozen ones
-  /// included.
+  /// Verifies that all ranks hold the same model and broadcasts rank 0's parameters, including
+  /// frozen ones.
   /// @throws InvalidArgument, RankMismatch, CommunicationError as Reducer does; InvalidArgument for
-  ///         a null module, or if there is no process group.
+  ///         a null module, or without a process group.
   explicit DistributedDataParallel(Wrapped module, DistributedDataParallelOptions options = {})
       : module_(required(std::move(module))),
         options_(with_group(std::move(options))),
@@ -189,7 +189,7 @@ class DistributedDataParallel {
     }
   }
 
-  /// The same around a module that somebody else owns, and that outlives the wrapper.
+  /// The same for a module that the caller owns and that outlives the wrapper.
   explicit DistributedDataParallel(Module& module, DistributedDataParallelOptions options = {})
       : DistributedDataParallel(Wrapped(std::shared_ptr<Module>(std::shared_ptr<void>(), &module)),
                                 std::move(options)) {}
@@ -263,11 +263,11 @@ class DistributedDataParallel {
   ///       }
   ///     }
   ///
-  /// `divide_by_initial_world_size`: gradients are divided by the number of ranks, so that a rank
-  /// without data counts as zeros; else by the number of ranks that still have data. SyncBatchNorm
-  /// over all ranks is covered; other modules with collectives of their own are not. Optimizer
-  /// states are not exchanged: where these matter (momentum), all ranks should end together.
-  /// @throws InvalidArgument inside of another join().
+  /// `divide_by_initial_world_size`: true divides gradients by the number of ranks, so that a rank
+  /// without data counts as zeros. False divides by the number of ranks that still have data.
+  /// Covers SyncBatchNorm over all ranks, but not other modules with their own collectives.
+  /// Optimizer states are not exchanged: if they matter (momentum), all ranks should end together.
+  /// @throws InvalidArgument inside another join().
   Join join(bool divide_by_initial_world_size = true) {
     begin_join(divide_by_initial_world_size);
     return Join([this] { end_join(); }, [this] { leave_join(); });
@@ -293,10 +293,11 @@ class DistributedDataParallel {
     require_here();
     return reducer_->gradient_statistics();
   }
-  /// As torch::nn::utils::clip_grad_norm_(parameters(), max_norm), whose result it has: multiplies
-  /// all gradients by max_norm / norm if that is less than 1, and returns the norm from before.
-  /// With the option gradient_statistics gradients on the CPU are not read for that, if they are as
-  /// backward has left them: see Reducer::gradient_norm(). The host waits for a device.
+  /// Clips like torch::nn::utils::clip_grad_norm_(parameters(), max_norm), with the same result:
+  /// multiplies all gradients by max_norm / norm if that is less than 1, and returns the norm
+  /// before clipping. With the option gradient_statistics, CPU gradients that are still as backward
+  /// left them are not read again for the norm; see Reducer::gradient_norm(). On other devices the
+  /// host waits.
   double clip_grad_norm_(double max_norm) {
     require_here();
     const std::optional<double> norm = reducer_->gradient_norm();
@@ -317,7 +318,7 @@ class DistributedDataParallel {
   auto* operator->() { return &own(); }
   const auto* operator->() const { return &own(); }
 
-  /// As the module's own.
+  /// Same as the module's own functions.
   std::vector<at::Tensor> parameters(bool recurse = true) const {
     return own().parameters(recurse);
   }
@@ -333,14 +334,14 @@ class DistributedDataParallel {
   void eval() { own().eval(); }
   bool is_training() const { return own().is_training(); }
 
-  /// The module's to(device), to(dtype), to(device, dtype). Every rank has to do the same, and not
-  /// between a forward and its backward; the next forward plans buckets anew.
+  /// Calls the module's to(device), to(dtype) or to(device, dtype). Every rank has to make the same
+  /// call, outside of a forward and its backward. The next forward plans new buckets.
   template <typename... Args>
   void to(Args&&... args) {
     own().to(std::forward<Args>(args)...);
   }
 
-  /// What the module reads and writes, so that torch::save() and torch::load() take the wrapper.
+  /// Serialize the wrapped module, so that torch::save() and torch::load() accept the wrapper.
   void save(torch::serialize::OutputArchive& archive) const { own().save(archive); }
   void load(torch::serialize::InputArchive& archive) { own().load(archive); }
   friend torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
@@ -374,13 +375,13 @@ class DistributedDataParallel {
     reducer_->set_comm_hook(std::move(hook));
   }
 
-  /// Whether the options promised that the same parameters get gradients in every backward.
+  /// The option static_graph.
   bool static_graph() const noexcept { return options_.static_graph(); }
 
-  /// As given, with the process group that is used.
+  /// The options as passed in, with the process group in use.
   const DistributedDataParallelOptions& options() const noexcept { return options_; }
 
-  /// The engine, for its counters and plan.
+  /// The reducer, for its counters and plan.
   Reducer& reducer() {
     require_here();
     return *reducer_;
@@ -396,8 +397,8 @@ class DistributedDataParallel {
     return options;
   }
 
-  /// Of the module's parameters. One that the reducer holds lives, so that no other has its
-  /// address.
+  /// Addresses of the module's parameters. The reducer keeps its parameters alive, so no other
+  /// tensor can have the address of one of them.
   std::vector<const void*> identities() const {
     std::vector<const void*> found;
     found.reserve(parameters_.size());
@@ -462,7 +463,7 @@ class DistributedDataParallel {
     try {
       if (reducer_) reducer_->end_join();
     } catch (const std::exception&) {
-      // The exception that ended the loop is on its way and says what happened.
+      // The exception that ended the loop is propagating and has the cause.
     }
   }
 
@@ -483,7 +484,7 @@ class DistributedDataParallel {
       throw;
     }
     if (root < 0) return;
-    // The messages of apex.parallel's join() in Python, whose ranks may be in the same job.
+    // Must match the messages of apex.parallel's join() in Python, whose ranks may be in this job.
     std::vector<at::Tensor> tensors = module_->parameters();
     for (const at::Tensor& buffer : module_->buffers()) {
       if (buffer.layout() == at::kStrided) tensors.push_back(buffer);
@@ -499,7 +500,7 @@ class DistributedDataParallel {
           "the rank that went to the end of join() is a Python program with master weights "
           "(apex.amp), which ranks in C++ have not: train at level O1 in jobs of both languages");
     }
-    // Nobody goes on, and perhaps ends, before all have what was sent.
+    // A barrier: no rank continues, or exits, before every rank has received the broadcasts.
     all_reduce_coalesced({at::zeros({1}, device())}, process_group(), 1.0, "end of join()");
   }
 
@@ -527,14 +528,14 @@ class DistributedDataParallel {
     for (const auto& item : module_->named_parameters())
       named.push_back({item.key(), item.value()});
     if (options_.broadcast_buffers()) {
-      // Compared between ranks, since buffers travel in one message. Not as in Python, whose
-      // messages have a header.
+      // Compared between ranks, since all buffers travel in one message. Python's messages have a
+      // header and differ, so its setting has another value.
       options.settings.push_back("broadcast_buffers=C++");
       options.settings.insert(options.settings.end(), buffers_.begin(), buffers_.end());
     }
     auto reducer = std::make_unique<Reducer>(std::move(named), std::vector{process_group()},
                                              std::move(options));
-    // Ranks compute these together; other buffers may become each rank's own at any time.
+    // Ranks compute these buffers together. The values of other buffers may differ between ranks.
     std::vector<Replica> buffers;
     for (const auto& module : own().named_modules("", /*include_self=*/false)) {
       if (module.value()->template as<SyncBatchNormImpl>() == nullptr) continue;
@@ -553,7 +554,7 @@ class DistributedDataParallel {
       std::string line =
           "buffer '" + item.key() + "'=" + c10::toString(item.value().scalar_type()) + " [";
       for (const int64_t size : item.value().sizes()) line += " " + std::to_string(size);
-      // Those that cannot be sent are refused, on all ranks or none.
+      // Buffers that cannot be sent: all ranks refuse them, or none.
       line += item.value().is_meta() ? " ] on meta" : " ]";
       if (item.value().layout() != at::kStrided) line += " not strided";
       lines.push_back(std::move(line));
@@ -572,8 +573,9 @@ class DistributedDataParallel {
     }
     std::vector<at::Tensor> buffers;
     for (const auto& item : module_->named_buffers()) {
-      // Written without counting as a change of what an earlier forward saved, as batch norm's own
-      // update of them is: its backward in training reads the statistics of the batch.
+      // variable_data(): the write does not bump the version of what an earlier forward saved.
+      // Batch norm's own update does not either, because its backward in training reads the batch
+      // statistics.
       const bool running =
           ends_with(item.key(), "running_mean") || ends_with(item.key(), "running_var");
       buffers.push_back(running ? item.value().variable_data() : item.value());
@@ -588,14 +590,14 @@ class DistributedDataParallel {
 
   Wrapped module_;
   DistributedDataParallelOptions options_;  ///< with the process group
-  std::vector<std::string> buffers_;        ///< as the ranks have compared them
+  std::vector<std::string> buffers_;        ///< as the ranks compared them
   bool joining_ = false;
   std::unique_ptr<Reducer> reducer_;
   std::shared_ptr<detail::NoSyncGuards> no_sync_;
-  std::vector<const void*> parameters_;  ///< that the reducer holds: see identities()
+  std::vector<const void*> parameters_;  ///< the reducer's parameters; see identities()
 };
 
-/// A module that is a variable: DistributedDataParallel model(net) for NetImpl net.
+/// Deduces the wrapper for a module variable: DistributedDataParallel model(net) for NetImpl net.
 template <typename Module,
           typename = std::enable_if_t<std::is_base_of_v<torch::nn::Module, Module>>>
 DistributedDataParallel(Module&, DistributedDataParallelOptions = {})

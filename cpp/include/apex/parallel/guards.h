@@ -8,25 +8,24 @@
 
 #include <apex/parallel/reducer.h>
 
-/// What DistributedDataParallel::no_sync(), weight() and join() return: settings that end with a
-/// scope.
+/// Scope guards that DistributedDataParallel::no_sync(), weight() and join() return.
 
 namespace apex::parallel {
 
 namespace detail {
 
-/// The living guards of no_sync().
+/// State shared by the live guards of no_sync().
 struct NoSyncGuards {
   Reducer& reducer;
   int count = 0;
-  bool before = true;  ///< the first of them
+  bool before = true;  ///< the setting before the first guard
 };
 
 }  // namespace detail
 
-/// While it lives, backward does not communicate and gradients accumulate; what accumulated is part
-/// of the next synchronized backward. Several may live at a time, and end in any order; the wrapper
-/// has to outlive them. Every rank has to do the same.
+/// While this guard lives, backward does not communicate, and gradients accumulate. The next
+/// synchronized backward includes what accumulated. Several guards may live at a time and end in
+/// any order. The wrapper has to outlive them. Every rank has to do the same.
 class [[nodiscard]] NoSync {
  public:
   explicit NoSync(std::shared_ptr<detail::NoSyncGuards> guards) : guards_(std::move(guards)) {
@@ -44,8 +43,8 @@ class [[nodiscard]] NoSync {
   const std::shared_ptr<detail::NoSyncGuards> guards_;
 };
 
-/// While it lives, backwards are of samples with a weight: see Reducer::begin_weight(). One at a
-/// time; the wrapper has to outlive it.
+/// While this guard lives, backwards are for samples of a given weight; see
+/// Reducer::begin_weight(). Only one at a time. The wrapper has to outlive it.
 class [[nodiscard]] Weight {
  public:
   template <typename Number>
@@ -62,26 +61,27 @@ class [[nodiscard]] Weight {
 
 // Note [A destructor that throws]
 //
-// Join's is the only one. The end of its scope is a collective: this rank follows the others, and
-// takes their parameters. If that fails, the model of this rank is not that of the others, and a
-// destructor that kept this to itself would let the program save it, or train on. So it throws
-// (noexcept(false)), but not while another exception is on its way, which says more; and nothing is
-// left to be released then. A program that wants no such destructor calls end() behind its loop:
-// then the destructor does nothing.
+// Only Join's destructor throws. The end of its scope is a collective: this rank follows the other
+// ranks and receives their parameters. If that fails, this rank's model differs from theirs, and a
+// destructor that hid the error would let the program save this model or train on. So the
+// destructor throws (noexcept(false)), except while another exception propagates, which has the
+// actual cause. Nothing is left to release at that point. A program that does not want a throwing
+// destructor calls end() after its loop, which makes the destructor a no-op.
 
-/// For ranks with different numbers of batches: lives around the loop over them, on every rank. At
-/// its end a rank that is through first takes part in the others' backwards with zeros, until every
-/// rank is through; then it has the parameters and buffers of one that went to the end. Blocks
-/// meanwhile. An exception that leaves the loop ends it without waiting for anybody. The wrapper
-/// has to outlive it, and stay where it is.
+/// For ranks with different numbers of batches: construct it before the loop over batches, on every
+/// rank. At its end, a rank that finishes early takes part in the others' backwards with zeros
+/// until every rank has finished. It then receives the parameters and buffers of a rank that had
+/// data to the end. Blocks meanwhile. If an exception leaves the loop, the guard ends without
+/// waiting for other ranks. The wrapper has to outlive the guard and must not be moved.
 class [[nodiscard]] Join {
  public:
-  /// `end` follows the other ranks, and may throw; `leave`, instead of it, does not.
+  /// `end` follows the other ranks and may throw. `leave` is called instead after an exception, and
+  /// must not throw.
   Join(std::function<void()> end, std::function<void()> leave)
       : end_(std::move(end)), leave_(std::move(leave)), exceptions_(std::uncaught_exceptions()) {}
 
-  /// end(), or, while an exception is on its way, without waiting for anybody.
-  /// @throws CommunicationError, RankMismatch: what went wrong while it followed the others.
+  /// Calls end(). While an exception propagates, leaves without waiting for other ranks.
+  /// @throws CommunicationError, RankMismatch: errors while following the other ranks.
   ~Join() noexcept(false) {
     if (std::uncaught_exceptions() == exceptions_) {
       end();
@@ -92,7 +92,7 @@ class [[nodiscard]] Join {
   Join(const Join&) = delete;
   Join& operator=(const Join&) = delete;
 
-  /// Blocks until every rank has called it. Does nothing the second time.
+  /// Blocks until every rank has called it. Idempotent.
   void end() {
     if (const auto end = std::exchange(end_, nullptr)) end();
   }

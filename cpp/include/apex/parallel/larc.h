@@ -13,58 +13,57 @@
 
 namespace apex::parallel {
 
-/// How LARC adapts learning rates.
+/// Options of LARC.
 struct LARCOptions {
   LARCOptions() = default;
   /* implicit */ LARCOptions(double trust_coefficient) : trust_coefficient_(trust_coefficient) {}
 
-  /// Share of a parameter's norm that a step may change at most, before the learning rate;
-  /// positive.
+  /// The largest change of a parameter in one step, relative to its norm and before the learning
+  /// rate; positive.
   TORCH_ARG(double, trust_coefficient) = 0.02;
-  /// True: the learning rate is only ever scaled down (LARC). False: it is multiplied by the local
-  /// rate, whatever that is (LARS).
+  /// True only scales the learning rate down (LARC). False always multiplies it by the local rate
+  /// (LARS).
   TORCH_ARG(bool, clip) = true;
   /// Added to the gradient's norm; not negative.
   TORCH_ARG(double, eps) = 1e-8;
 };
 
-/// Adapts the learning rate of every parameter to the ratio of its norm to its gradient's, around
-/// any optimizer:
+/// An optimizer wrapper that adapts each parameter's learning rate to the ratio of the parameter's
+/// norm to its gradient's norm. It wraps any optimizer:
 ///
 ///     apex::parallel::LARC optimizer(
 ///         torch::optim::SGD(model.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)));
 ///
 /// Algorithm: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017),
-/// equation 6, with clipping; the arithmetic of the Python class `apex.parallel.LARC.LARC`. For a
-/// parameter p with gradient g, weight decay w and the group's learning rate lr, with both norms
+/// equation 6, with clipping. The arithmetic is that of the Python class `apex.parallel.LARC.LARC`.
+/// For a parameter p with gradient g, weight decay w, the group's learning rate lr, and both norms
 /// above zero:
 ///
 ///    local = trust_coefficient * |p| / (|g| + w * |p| + eps)
 ///    g <- (g + w * p) * (clip ? min(local / lr, 1) : local)
 ///
-/// after which the wrapped optimizer steps with weight decay 0. A parameter whose norm or gradient
-/// norm is zero keeps its gradient and takes no weight decay; one without a gradient is passed by.
+/// The wrapped optimizer then steps with weight decay 0. A parameter whose norm or gradient norm is
+/// zero keeps its gradient and gets no weight decay. Parameters without a gradient are skipped.
 ///
-/// The wrapped optimizer's parameter groups, defaults and state belong to this object once it is
-/// wrapped, and are lent to it while it steps, saves or loads. So everything that takes an
-/// Optimizer works: zero_grad(), add_param_group(), learning rate schedulers, and torch::save and
-/// torch::load, whose archives are those of the wrapped optimizer alone: LARC keeps no state of its
-/// own.
+/// This object owns the wrapped optimizer's parameter groups, defaults and state, and moves them
+/// back while the wrapped optimizer steps, saves or loads. Everything that takes an Optimizer
+/// therefore works: zero_grad(), add_param_group(), learning rate schedulers, torch::save and
+/// torch::load. Archives hold only the wrapped optimizer, since LARC has no state.
 ///
-/// Parameters and gradients: dense, real, floating, any mix of dtypes and devices. Norms are
-/// computed in float32 (float64 for float64), by one multi-tensor operation per group, device and
-/// dtype. Weight decay is known of the options of torch's own optimizers; a group with options of
-/// another class counts as one without.
+/// Parameters and gradients may be dense, real and floating, in any mix of dtypes and devices.
+/// Norms are computed in float32 (float64 for float64), with one multi-tensor operation per group,
+/// device and dtype. LARC can read the weight decay from the options of torch's own optimizers
+/// only; a group with options of another class counts as one without weight decay.
 ///
-/// Nothing is copied to the host, and LARC itself does not block it. Not thread safe.
+/// Copies nothing to the host and does not block it. Not thread safe.
 class APEX_API LARC : public torch::optim::Optimizer {
  public:
-  /// Takes an optimizer over.
-  /// @throws InvalidArgument if there is none, or for options outside of the ranges above.
+  /// Takes ownership of an optimizer.
+  /// @throws InvalidArgument for null, or for options outside of the ranges above.
   explicit LARC(std::unique_ptr<torch::optim::Optimizer> optimizer,
                 const LARCOptions& options = {});
 
-  /// Takes a temporary, or an optimizer that was moved: LARC(torch::optim::SGD(...)).
+  /// Takes ownership of a temporary or a moved optimizer: LARC(torch::optim::SGD(...)).
   template <typename Wrapped,
             typename = std::enable_if_t<std::is_base_of_v<torch::optim::Optimizer, Wrapped> &&
                                         !std::is_same_v<LARC, Wrapped> &&
@@ -75,22 +74,22 @@ class APEX_API LARC : public torch::optim::Optimizer {
              options) {}
 
   ~LARC() override;
-  /// One that was moved from has no parameters; step(), save() and load() throw apex::Error.
+  /// A moved-from LARC has no parameters; its step(), save() and load() throw apex::Error.
   LARC(LARC&& other);
   LARC& operator=(LARC&& other);
 
   const LARCOptions& options() const { return options_; }
 
   /// Adapts the gradients in place and runs the wrapped optimizer's step.
-  /// @param closure passed on; the gradients are adapted after each evaluation. It may use this
-  ///        object, but not call step(), save() or load().
-  /// @return what the wrapped optimizer returns: the loss, undefined without a closure.
-  /// @throws InvalidArgument if a gradient is sparse, complex or integer: before anything is
-  ///         changed, unless it is the closure's second evaluation or a later one. Whatever the
-  ///         wrapped optimizer and the closure throw.
+  /// @param closure passed to the wrapped optimizer; gradients are adapted after each evaluation.
+  ///                It may use this object, but must not call step(), save() or load().
+  /// @return the wrapped optimizer's result: the loss, undefined without a closure.
+  /// @throws InvalidArgument for a sparse, complex or integer gradient, before anything is changed,
+  ///         unless this happens in the closure's second or a later evaluation. Also throws what
+  ///         the wrapped optimizer and the closure throw.
   torch::Tensor step(LossClosure closure = nullptr) override;
 
-  /// As the wrapped optimizer would.
+  /// Same archive as the wrapped optimizer's.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 

@@ -12,8 +12,8 @@
 
 #include <ATen/core/Tensor.h>
 
-/// Finding the tensors in what a module's forward returned: a tensor, or tuples, pairs, arrays,
-/// vectors, optionals and maps of such, nested. A type of your own takes part by a function `void
+/// Finds the tensors in the result of a module's forward: a tensor, or nested tuples, pairs,
+/// arrays, vectors, optionals and maps of tensors. To support your own type, define `void
 /// collect_tensors(const YourType&, std::vector<at::Tensor>&)` in its namespace.
 
 namespace apex::parallel {
@@ -23,7 +23,7 @@ namespace detail {
 template <typename T>
 void collect(const T& value, std::vector<at::Tensor>& tensors);
 
-/// Last choice: nothing to find.
+/// Fallback: a type without tensors.
 template <typename T>
 auto collect_own(const T&, std::vector<at::Tensor>&, long) -> void {}
 

@@ -15,9 +15,9 @@
 
 namespace apex::parallel {
 
-/// Lets the last buckets of a backward arrive while the next forward is already running: backward()
-/// returns when the last bucket was sent, step() updates the parameters whose gradients have
-/// arrived, and the others are updated when forward waits for them, part by part:
+/// Overlaps the last buckets of a backward with the next forward. backward() returns when the last
+/// bucket is launched. step() updates the parameters whose gradients have arrived. The remaining
+/// parameters are updated part by part, when forward waits for them:
 ///
 ///     apex::parallel::DistributedDataParallel model(
 ///         Net(), apex::parallel::DistributedDataParallelOptions().bucket_cap_mb(2));
@@ -31,41 +31,42 @@ namespace apex::parallel {
 ///     }
 ///     optimizer.synchronize();
 ///
-/// Modules in C++ have no hooks, so the waiting is written into forward; a parameter that was used
-/// without it is an error in the next backward. Between backward and that, gradients and parameters
-/// are not final: synchronize() before reading or changing them, saving them, or clipping. Results
-/// are those without it, bit for bit with the same bucket plan. See Reducer::set_deferred() for
-/// when backward waits at once.
+/// C++ modules have no forward hooks, so forward() has to call wait_for() itself. A parameter that
+/// was used without it is an error in the next backward. Until the updates are made, gradients and
+/// parameters are not final: call synchronize() before reading, changing, saving or clipping them.
+/// With the same bucket plan, results are bit for bit those of the wrapped optimizer alone.
+/// Reducer::set_deferred() lists the cases in which backward still waits.
 ///
 /// Source: Y. Peng et al., "A Generic Communication Scheduler for Distributed DNN Training
-/// Acceleration", SOSP 2019. Not thread safe. At most one for a reducer, on every rank.
+/// Acceleration", SOSP 2019. Not thread safe. At most one per reducer, and the same on every rank.
 class APEX_API OverlappedOptimizer {
  public:
-  /// Both have to outlive it. Takes the reducer's bucket callback. The optimizer has to treat each
-  /// parameter by itself (torch::optim::LBFGS does not); its groups' options are those of step()
-  /// even if a scheduler changes them before the last update.
-  /// @throws InvalidArgument if the reducer has one already, or set_deferred() was called on it.
+  /// Both arguments have to outlive this object, which takes over the reducer's bucket callback.
+  /// The optimizer has to step each parameter independently (torch::optim::LBFGS does not). The
+  /// options of its groups are those at step(), even if a scheduler changes them before the last
+  /// update.
+  /// @throws InvalidArgument if the reducer already has an OverlappedOptimizer, or after
+  ///         set_deferred() on it.
   OverlappedOptimizer(torch::optim::Optimizer& optimizer, Reducer& reducer);
 
-  /// Makes the updates that are left, unless communication fails, and gives the reducer back as it
-  /// was.
+  /// Makes the remaining updates, unless communication fails, and restores the reducer's settings.
   ~OverlappedOptimizer();
   OverlappedOptimizer(const OverlappedOptimizer&) = delete;
   OverlappedOptimizer& operator=(const OverlappedOptimizer&) = delete;
 
-  /// Updates the parameters whose gradients have arrived, and has the others updated when theirs
-  /// do.
+  /// Updates the parameters whose gradients have arrived, and schedules the update of the others
+  /// for when theirs arrive.
   void step();
 
-  /// Clears gradients; those that are still needed, when they have been used. Do not clear them
-  /// otherwise.
-  /// @throws Error from wait_for(), synchronize() or the next backward if that was done: an update
-  /// is lost.
+  /// Clears gradients. A gradient that a pending update still needs is cleared after that update.
+  /// Do not clear gradients in any other way.
+  /// @throws Error from wait_for(), synchronize() or the next backward if they were cleared in
+  ///         another way, since an update is lost then.
   void zero_grad(bool set_to_none = true);
 
-  /// Returns when the gradients of these parameters are complete and the updates that were asked
-  /// for are made. Others than the reducer's are passed over. On CPU backends the host waits, on
-  /// NCCL the stream.
+  /// Returns when the gradients of these parameters are complete and the pending updates of them
+  /// are made. Ignores parameters that the reducer does not have. On CPU backends the host waits,
+  /// on NCCL the stream.
   void wait_for(const std::vector<at::Tensor>& parameters);
   void wait_for(const torch::nn::Module& module) { wait_for(module.parameters()); }
 
@@ -75,7 +76,7 @@ class APEX_API OverlappedOptimizer {
   /// The wrapped optimizer.
   const torch::optim::Optimizer& optimizer() const { return optimizer_; }
 
-  /// As the wrapped optimizer, after synchronize(); for torch::save() and torch::load().
+  /// The wrapped optimizer's archive, after synchronize(); for torch::save() and torch::load().
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 

@@ -20,16 +20,16 @@
 
 namespace apex::parallel {
 
-/// Whether an element's step depends on nothing but that element, so that parameters may be cut:
-/// those of libtorch. Specialize it for one of your own.
+/// Whether Optim steps each element independently of the others, so that a parameter may be split
+/// between ranks. True for these optimizers of libtorch. Specialize it for your own.
 template <typename Optim>
 constexpr bool steps_elementwise_v =
     std::is_same_v<Optim, torch::optim::SGD> || std::is_same_v<Optim, torch::optim::Adam> ||
     std::is_same_v<Optim, torch::optim::AdamW> || std::is_same_v<Optim, torch::optim::Adagrad> ||
     std::is_same_v<Optim, torch::optim::RMSprop>;
 
-/// An optimizer whose work and state are shared out among the ranks of a group: each rank steps its
-/// share of the parameters, and gets the others' from those who have stepped it.
+/// An optimizer whose work and state are sharded over the ranks of a group. Each rank steps its
+/// share of the parameters and receives the other shares from the ranks that stepped them.
 ///
 ///     apex::parallel::DistributedDataParallel model(Net{});
 ///     apex::parallel::ShardedOptimizer<torch::optim::AdamW> optimizer(
@@ -40,9 +40,10 @@ constexpr bool steps_elementwise_v =
 ///       optimizer.step();
 ///     }
 ///
-/// Gradients are full and the same on every rank, as the wrapper leaves them; clip and unscale them
-/// as usual. Parameters are those of the plain optimizer, bit for bit where elements are stepped by
-/// themselves (steps_elementwise_v); others get whole parameters.
+/// Gradients are complete and the same on every rank, as the wrapper leaves them; clip and unscale
+/// them as usual. The resulting parameters are bit for bit those of the plain optimizer if elements
+/// are stepped independently (steps_elementwise_v). For other optimizers a rank gets whole
+/// parameters.
 ///
 /// Algorithm: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 /// Models", SC 2020, stage 1. Not thread safe.
@@ -52,15 +53,16 @@ class ShardedOptimizer {
                 "a step of LBFGS is one of all parameters and cannot be shared out");
 
  public:
-  /// Collective; blocks the host. The values of the parameters are rank 0's afterwards.
-  /// @param defaults  of Optim, such as torch::optim::AdamWOptions(1e-3).
+  /// Collective; blocks the host. Broadcasts rank 0's parameters.
+  /// @param defaults  options of Optim, such as torch::optim::AdamWOptions(1e-3).
   /// @throws as ParameterShards().
   template <typename Options>
   ShardedOptimizer(const torch::nn::Module& module, c10::intrusive_ptr<c10d::ProcessGroup> group,
                    Options defaults)
       : ShardedOptimizer(named_parameters_of(module), std::move(group), std::move(defaults)) {}
 
-  /// @param costs  of each parameter's step; empty: its number of elements. See assign_shards().
+  /// @param costs  cost of each parameter's step; empty: its number of elements. See
+  ///               assign_shards().
   template <typename Options>
   ShardedOptimizer(std::vector<NamedTensor> parameters,
                    c10::intrusive_ptr<c10d::ProcessGroup> group, Options defaults,
@@ -72,11 +74,11 @@ class ShardedOptimizer {
   ShardedOptimizer(const ShardedOptimizer&) = delete;
   ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
 
-  /// Steps this rank's share and gets those of the others. Collective; blocks the host (CPU), or is
+  /// Steps this rank's share and receives the others. Collective. Blocks the host (CPU), or is
   /// enqueued on the current stream (NCCL).
-  /// @throws CommunicationError, InvalidArgument for a sparse gradient, and what Optim throws: on
-  /// this rank, and a CommunicationError on the others. Parameters are then those before the step,
-  /// and the group cannot be used any more.
+  /// @throws CommunicationError, InvalidArgument for a sparse gradient, and what Optim throws. The
+  ///         other ranks then throw CommunicationError. Parameters are restored to their values
+  ///         before the step, and the group cannot be used any more.
   void step() {
     try {
       shards_.take_gradients();
@@ -94,7 +96,7 @@ class ShardedOptimizer {
                                /*all=*/false);
   }
 
-  /// Of all parameters.
+  /// Clears the gradients of all parameters.
   void zero_grad(bool set_to_none = true) {
     for (const NamedTensor& parameter : parameters_) {
       at::Tensor& grad = parameter.tensor.mutable_grad();
@@ -107,9 +109,9 @@ class ShardedOptimizer {
     }
   }
 
-  /// The optimizer of this rank's share: its options, which have to be the same on every rank, for
-  /// schedulers; and its state. torch::save() of it holds this rank's share, for a run with as many
-  /// ranks.
+  /// The optimizer of this rank's share. Its options, which schedulers may change, have to be the
+  /// same on every rank. torch::save() of it holds this rank's state, to be loaded with the same
+  /// world size.
   Optim& optimizer() { return optimizer_; }
   const ParameterShards& shards() const { return shards_; }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A program of somebody else's: calls into the library, catches its errors, and prints what
-// consume.cmake looks for. Few headers, so that building it takes a second or two.
+// A consumer program: calls the library, catches its errors, and prints what consume.cmake looks
+// for. Few headers, so that it builds in a second or two.
 
 #include <cstdio>
 #include <string>

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// One rank of a job whose other ranks may be Python programs (python/tests/test_cpp_python_job.py):
-// trains a small model for a few steps in the way named in the second argument, and writes its
-// parameters, as raw float32, to the file named in the first. The ways: sgd, larc, no_sync (SGD,
-// two backwards for each step; with bucket_cap_mb), join (SGD, with two batches more on each
-// further rank).
+// One rank of a job whose other ranks may be Python programs (python/tests/test_cpp_python_job.py).
+// Trains a small model for a few steps in the mode given by the second argument, and writes its
+// parameters, as raw float32, to the file given by the first. Modes: sgd, larc, no_sync (SGD with
+// two backwards per step and bucket_cap_mb), join (SGD, with two more batches on each further
+// rank).
 
 #include <cstdio>
 #include <exception>

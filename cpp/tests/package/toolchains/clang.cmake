@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Found as the tests have found it, see CMakeLists.txt of the folder above.
+# Finds clang in the same way as CMakeLists.txt of the folder above.
 set(apex_clang_names clang++)
 foreach(version RANGE 22 14 -1)
   list(APPEND apex_clang_names clang++-${version})

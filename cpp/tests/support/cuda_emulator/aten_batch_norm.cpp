@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// ATen's operators of synchronized batch norm, which it has for CUDA only, on the CPU, and so on
-// the fake device: with the shapes, types and special cases of CUDA's.
+// ATen's operators of synchronized batch norm, which ATen has only for CUDA, for the CPU and thus
+// for the fake device, with the shapes, types and special cases of the CUDA versions.
 
 #include <ATen/ATen.h>
 #include <torch/library.h>
@@ -48,7 +48,7 @@ std::tuple<Tensor, Tensor> gather_stats(const Tensor& x, const Tensor& mean, con
   expect_computed(x, invstd);
   Tensor all_mean = at::zeros_like(mean[0]), squares = at::zeros_like(mean[0]), n = counts[0] * 0;
   for (int64_t rank = 0; rank < mean.size(0); ++rank) {
-    const Tensor share = 1 / (n + counts[rank]);  // the first of no values gives NaN, as on CUDA
+    const Tensor share = 1 / (n + counts[rank]);  // no values so far: NaN, as on CUDA
     const Tensor var = invstd[rank].reciprocal().square() - eps;
     squares =
         squares + var * counts[rank] + (all_mean - mean[rank]).square() * n * counts[rank] * share;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The launches of batch_norm_cuda.h on the fake device: the emulator computes them, and the device
-// is told of the memory they use, in the stream they are put into.
+// The launches of batch_norm_cuda.h on the fake device. The emulator computes them, and the
+// device's detector records the memory they use on their stream.
 
 #include <support/fake_device.h>
 

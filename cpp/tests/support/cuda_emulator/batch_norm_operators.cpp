@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The CUDA operators of batch norm, registered for the fake device. Their headers come first, so
-// that the name of the dispatch key is replaced in that one file only.
+// The CUDA operators of batch norm, registered for the fake device. Their headers are included
+// first, so that the name of the dispatch key is replaced in that one file only.
 
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAException.h>

@@ -39,30 +39,30 @@ enum class State { kReady, kAtBarrier, kExchanging, kOver };
 struct Thread {
   State state = State::kReady;
   Place where{};
-  // Two slots in turns: a lane that is one exchange ahead does not overwrite what others still
-  // read.
+  // Two slots in turn: a lane that is one exchange ahead does not overwrite a value that others
+  // still read.
   std::array<uint64_t, 2> brought{};
   int exchanges = 0;
 };
 
-/// A stack for the threads of one index, one block after the other.
+/// A stack for the threads of one index, reused block after block.
 struct Fiber {
   bool begun = false;
   ucontext_t begin;
-  jmp_buf turn;  // where it gave its turn; unlike contexts, these do not ask the kernel for a
-                 // signal mask
+  jmp_buf turn;  // where it yielded; unlike contexts, jmp_buf does not save the signal mask with a
+                 // system call
 };
 
-/// A block that has begun, and the place that it has.
+/// A block in progress, and its state.
 struct Block {
   uint3 index{};
   bool over = true;
   std::vector<Thread> threads;
-  std::vector<char> shared;  // its variables while another block has its turn
+  std::vector<char> shared;  // its shared variables while another block runs
   std::array<Fiber, kMostThreads> fibers;
 };
 
-/// What the calling thread has of the program's thread_local variables.
+/// The calling thread's thread_local variables of the program.
 struct ThreadLocals {
   char* begin = nullptr;
   size_t bytes = 0;
@@ -70,7 +70,7 @@ struct ThreadLocals {
 
 ThreadLocals thread_locals() {
   ThreadLocals found;
-  // The program itself comes first.
+  // The program itself is listed first.
   dl_iterate_phdr(
       [](dl_phdr_info* info, size_t, void* out) {
         for (int i = 0; i < info->dlpi_phnum; ++i) {
@@ -85,9 +85,8 @@ ThreadLocals thread_locals() {
   return found;
 }
 
-/// The turns of blocks and of their threads, all on one thread of the emulator's own: __shared__
-/// variables are its thread_local ones, and nothing else is, so that they can be exchanged with the
-/// block.
+/// Schedules blocks and their threads on one thread of the emulator. Its thread_local variables are
+/// exactly the __shared__ variables, so they can be swapped with the block.
 class Emulator {
  public:
   static Emulator& instance() {
@@ -122,7 +121,7 @@ class Emulator {
       device_turn_.wait(turn, [this] { return !device_busy_; });
     }
     if (!failed_) return cudaSuccess;
-    // Threads that wait for ever are given up, with what is on their stacks.
+    // Threads that wait indefinitely are dropped with their stacks.
     for (Block& resident : blocks_) {
       for (Fiber& fiber : resident.fibers) fiber.begun = false;
       resident.over = true;
@@ -212,13 +211,13 @@ class Emulator {
     }
   }
 
-  /// Returns with the next turn.
+  /// Yields; returns with the thread's next turn.
   void give_turn(State state) {
     block_->threads[running_].state = state;
     if (_setjmp(block_->fibers[running_].turn) == 0) _longjmp(scheduler_, 1);
   }
 
-  /// Returns when the thread gives its turn.
+  /// Runs a thread until it yields.
   void take_turn(unsigned index) {
     running_ = index;
     ::threadIdx = {index, 0, 0};
@@ -250,7 +249,7 @@ class Emulator {
         if (!block.over) resident.push_back(&block);
       }
       if (resident.empty()) return;
-      // Mostly the same again, so that one can get far ahead of another.
+      // Mostly keeps the same block, so that one block can get far ahead of another.
       const bool stays = std::find(resident.begin(), resident.end(), block_) != resident.end();
       if (!stays || (resident.size() > 1 && random_below(4) == 0)) {
         block_ = resident[resident.size() > 1 ? random_below(resident.size()) : 0];
@@ -263,7 +262,7 @@ class Emulator {
     }
   }
 
-  /// Gives up to `turns` threads of the block a turn.
+  /// Gives the threads of the block up to `turns` turns.
   void run_block(size_t turns) {
     std::vector<Thread>& threads = block_->threads;
     for (const unsigned i : order(static_cast<unsigned>(threads.size()))) {
@@ -289,7 +288,7 @@ class Emulator {
     }
   }
 
-  /// Lets the lanes of a warp go on if all have come.
+  /// Resumes the lanes of a warp once all have arrived.
   void release_warp(unsigned warp) {
     const unsigned begin = warp * kWarp;
     const auto first = block_->threads.begin() + begin;
@@ -311,7 +310,7 @@ class Emulator {
     }
   }
 
-  /// Who waits where: one thread of each kind.
+  /// Describes the waiting threads, one of each kind.
   std::string describe() const {
     std::ostringstream text;
     const Thread* before = nullptr;
@@ -354,8 +353,8 @@ class Emulator {
   ThreadLocals shared_;
   const std::function<void()>* body_ = nullptr;
   std::array<Block, kMostResident> blocks_;
-  Block* block_ = nullptr;  // whose turn it is
-  unsigned running_ = 0;    // its thread
+  Block* block_ = nullptr;  // the block that runs
+  unsigned running_ = 0;    // the thread that runs
   jmp_buf scheduler_;
   char* stacks_;
 };

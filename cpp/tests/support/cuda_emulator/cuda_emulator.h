@@ -4,39 +4,38 @@
 #include <cstdint>
 #include <string>
 
-/// Runs the project's CUDA kernels on the host, thread by thread, from the same source: every
-/// index, barrier and exchange between lanes is the one that a GPU computes; only the order in
-/// which threads run is the emulator's, and memory is the host's.
+/// Runs the project's CUDA kernels on the host, thread by thread, from the same source. Every
+/// index, barrier and exchange between lanes is computed as on a GPU. Only the order of threads is
+/// the emulator's, and memory is host memory.
 ///
-/// A launch is over when it returns. Its threads take turns: each runs until it has to wait for
-/// others. Reported, as an error of the launch, are barriers that not all threads of a block reach,
-/// or reach in different places, and exchanges that not all lanes of a warp take part in. Missing
-/// barriers show as wrong results under one of the orders. Not noticed are missing fences, and
-/// races that no order of turns gets wrong. Shared memory starts as NaN (bytes of 0xff) in every
-/// block.
+/// A launch is complete when it returns. Its threads take turns: each runs until it has to wait for
+/// other threads. A launch returns an error if not all threads of a block reach a barrier, if they
+/// reach different barriers, or if not all lanes of a warp take part in an exchange. Missing
+/// barriers show as wrong results under one of the orders. Missing fences are not detected, nor are
+/// races whose results are correct in every order. Shared memory starts as NaN (bytes of 0xff) in
+/// every block.
 ///
-/// Launches of several host threads are run one after the other.
+/// Launches from several host threads are serialized.
 namespace apex::testing::cuda {
 
-/// The order of turns: 0 ascending and 1 descending, one block after the other; anything else
-/// shuffled, with that seed, and a few blocks at a time. 0 at first.
+/// Sets the order of turns. 0 (the default) is ascending and 1 descending, one block after the
+/// other. Any other value is the seed of a shuffled order, with a few blocks at a time.
 void set_order(uint64_t seed);
 
-/// Launches since the program began.
+/// Number of launches since the program began.
 int64_t launches();
 
-/// Blocks of the last launch.
+/// Number of blocks of the last launch.
 unsigned blocks();
 
-/// Launches are planned for device `number` from now on, which runs so many threads at once. 0 and
-/// 2048 at first.
+/// Plans later launches for device `number` with this many resident threads. Default: 0 and 2048.
 void set_device(int number, int resident_threads);
 
-/// What goes wrong with launches from now on; nothing at first.
+/// The fault of later launches; none by default.
 enum class Fault { kNone, kLaunchesFail, kBlocksAreLost };
 void set_fault(Fault fault);
 
-/// What was wrong with the last launch that returned an error.
+/// Message of the last launch that returned an error.
 std::string last_error();
 
 }  // namespace apex::testing::cuda

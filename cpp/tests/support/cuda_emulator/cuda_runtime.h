@@ -9,16 +9,17 @@
 #include <functional>
 #include <type_traits>
 
-/// Stands in for CUDA's header of this name, so that a host compiler compiles device code, and
-/// kernels run on the host (cuda_emulator.h): what the kernels of this project use of CUDA, and
-/// nothing more.
+/// Stand-in for CUDA's header of this name. It lets a host compiler compile device code, and runs
+/// kernels on the host (cuda_emulator.h). Declares only the parts of CUDA that this project's
+/// kernels use.
 
 #define __global__
 #define __device__
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-// The emulator runs all blocks on one thread, and exchanges its thread_local variables with them.
+// The emulator runs all blocks on one thread and swaps that thread's thread_local variables per
+// block.
 #define __shared__ static thread_local
 
 struct uint3 {
@@ -60,11 +61,11 @@ namespace apex::testing::cuda::detail {
 
 struct Device {
   int number = 0;
-  int resident_threads = 2048;  // of a multiprocessor, in every kernel
+  int resident_threads = 2048;  // per multiprocessor, for every kernel
 };
 Device& device();
 
-/// Where in a kernel a thread waits.
+/// The place in a kernel where a thread waits.
 struct Place {
   const char* file;
   int line;
@@ -72,7 +73,7 @@ struct Place {
 
 cudaError_t run(const cudaLaunchConfig_t& config, const std::function<void()>& thread);
 void barrier(const Place& where);
-/// What `lane ^ lane_mask` of the thread's warp brings.
+/// The value of lane `lane ^ lane_mask` of the thread's warp.
 uint64_t exchange(unsigned mask, uint64_t value, int lane_mask, const Place& where);
 
 }  // namespace apex::testing::cuda::detail
@@ -102,7 +103,7 @@ inline void __syncthreads(const char* file = __builtin_FILE(), int line = __buil
   apex::testing::cuda::detail::barrier({file, line});
 }
 
-/// All threads take turns on one processor, which sees its own writes in order.
+/// A no-op: all threads run on one processor, which sees its own writes in order.
 inline void __threadfence() {}
 
 template <typename T>

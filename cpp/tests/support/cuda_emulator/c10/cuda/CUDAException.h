@@ -7,7 +7,7 @@
 
 #include <support/cuda_emulator/cuda_emulator.h>
 
-/// Stands in for torch's header of this name on the fake device.
+/// Stand-in for torch's header of this name, on the fake device.
 
 #define C10_CUDA_CHECK(call)                                                                  \
   do {                                                                                        \

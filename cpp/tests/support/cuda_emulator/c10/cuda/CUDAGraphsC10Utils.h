@@ -4,7 +4,7 @@
 #include <support/fake_capture.h>
 #include <support/fake_device.h>
 
-/// Stands in for torch's header of this name: captures of the fake device.
+/// Stand-in for torch's header of this name: captures of the fake device.
 
 namespace c10::cuda {
 

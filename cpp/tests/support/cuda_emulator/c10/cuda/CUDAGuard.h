@@ -3,7 +3,7 @@
 
 #include <c10/core/Device.h>
 
-/// Stands in for torch's header of this name: there is one fake device.
+/// Stand-in for torch's header of this name: there is one fake device.
 
 namespace c10::cuda {
 

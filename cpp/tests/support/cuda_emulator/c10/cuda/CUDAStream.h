@@ -7,7 +7,7 @@
 
 #include <support/fake_device.h>
 
-/// Stands in for torch's header of this name: the streams of the fake device.
+/// Stand-in for torch's header of this name: the streams of the fake device.
 
 namespace c10::cuda {
 
@@ -16,7 +16,7 @@ class CUDAStream {
   explicit CUDAStream(const c10::Stream& stream) : stream_(stream) {}
   c10::DeviceIndex device_index() const { return stream_.device_index(); }
   c10::StreamId id() const { return stream_.id(); }
-  /// Its number, and no address.
+  /// The stream's number, not an address.
   cudaStream_t stream() const { return reinterpret_cast<cudaStream_t>(stream_.id()); }
 
  private:
