@@ -12,7 +12,7 @@ namespace apex::python {
 /// methods of torch.distributed.GradBucket and `completion` takes the result.
 std::shared_ptr<parallel::CommHook> make_python_comm_hook(nanobind::object runner);
 
-/// GradBucket and Completion.
+/// Registers GradBucket and Completion.
 void init_python_comm_hook(nanobind::module_& m);
 
 }  // namespace apex::python

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Conversion of at::Tensor between Python and C++ that keeps identity: the same TensorImpl, hence
-/// the same leaf, grad and grad accumulator. DLPack would make a new tensor.
+/// Type caster of at::Tensor between Python and C++. Both sides share the TensorImpl, and so the
+/// leaf, its grad and its grad accumulator. DLPack would make a new tensor.
 
 #include <ATen/core/Tensor.h>
 #include <nanobind/nanobind.h>

@@ -236,7 +236,7 @@ int64_t forward_as(const ForwardArguments& a, const ForwardCall& call, const Kep
 /// Every rank computes this by itself: see Note [Floating-point modes].
 double running_factor(const ForwardArguments& a, int64_t batches) {
   const DefaultFloatingPointMode mode;
-  // Stored before the mode is restored.
+  // volatile, so that it is computed before the mode is restored.
   const volatile double factor =
       kernels::running_factor(a.momentum.value_or(kernels::kNoMomentum), batches);
   return factor;

@@ -44,7 +44,7 @@ int visit_vector(const CudaCall& call, F&& f) {
     if (vector == kFull) {
       return f(tag, std::integral_constant<int, kFull>{});
     }
-    if (vector == 1) {  // also half of two
+    if (vector == 1) {  // also kFull / 2 of float64
       return f(tag, std::integral_constant<int, 1>{});
     }
     return f(tag, std::integral_constant<int, kFull / 2>{});

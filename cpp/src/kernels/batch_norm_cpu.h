@@ -54,7 +54,7 @@ struct ReduceResult {
 // of the same sign are common: values of a 16-bit type lie on a coarse grid, so the same few
 // squares occur again and again, and each is always rounded the same way.
 
-/// The bound of Note [Error of the statistics] for m2 / n as a variance and |mean|, both exact.
+/// The error bound of Note [Error of the statistics] for the exact variance m2 / n and mean.
 inline double variance_error(int64_t additions, double unit_roundoff, int64_t merges,
                              double variance, double mean) {
   return 6.0 * static_cast<double>(additions + 3) * unit_roundoff * variance +

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The CPU kernels for one instruction set. The build gives this file its compiler flags; at::vec
-// asks for the two macros.
+// The CPU kernels for one instruction set. The build sets the compiler flags of this file; at::vec
+// requires the two macros.
 #define CPU_CAPABILITY AVX512
 #define CPU_CAPABILITY_AVX512
 #define APEX_CPU_VARIANT cpu_avx512

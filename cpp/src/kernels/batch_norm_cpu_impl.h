@@ -33,7 +33,7 @@ inline void for_each_pack(int64_t n, const Full& full, const Tail& tail) {
   }
 }
 
-/// The same for a plane: see Note [The end of a plane].
+/// Like for_each_pack(), for a plane: see Note [The end of a plane].
 template <int64_t kWidth, typename Full, typename Short>
 inline void for_each_pack_of_plane(int64_t n, const Full& full, const Short& shorter) {
   if (n < kWidth) {
@@ -176,7 +176,7 @@ Welford<double> planes_statistics(const T* x, Planes sizes, int64_t channel) {
       const int64_t segments = std::min(kChunkElements / plane, sizes.batch - n);
       chunk_statistics(start, stride, segments, plane, ahead, all);
       n += segments;
-    } else {  // part of one
+    } else {  // part of a plane
       const int64_t length = std::min(kChunkElements, plane - s);
       chunk_statistics(start, stride, 1, length, 0, all);
       s += length;

@@ -78,7 +78,7 @@ class Backward {
   /// While gradients are computed: names the gradients that the next bucket waits for.
   std::string describe() const;
 
-  /// "parameter 'a' is updated inside backward ...".
+  /// The error "parameter 'a' is updated inside backward ...".
   static std::string describe_early_write(const ReducerContext& context,
                                           const Parameter& parameter);
   static std::string describe_overtaken(const Parameter& parameter);

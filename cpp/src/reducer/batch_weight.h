@@ -42,7 +42,7 @@ class BatchWeight {
   double value() const;
   /// Whether there were backwards since the last reset().
   bool accumulates() const { return missing_ || !numbers_.empty() || !on_device_.empty(); }
-  /// The gradients are reduced, or dropped.
+  /// Call it when the gradients were reduced or dropped.
   void reset();
 
  private:

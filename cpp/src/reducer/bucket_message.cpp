@@ -316,7 +316,7 @@ void BucketMessage::pack_flat(double scale) {
     } else {
       const at::Tensor source = values_of(grad, slot);
       targets.push_back(slot.view);
-      // The same memory in another layout cannot be copied onto itself.
+      // A copy within the same memory, to another layout, would overwrite its source.
       sources.push_back(source.storage().is_alias_of(home_.storage()) ? source.clone() : source);
       copied_slots.push_back(&slot);
     }

@@ -93,7 +93,7 @@ std::string name_of(const PlannedBucket& entry, size_t index, const ReducerConte
 /// Runs a part of a bucket's reduction in which a communication hook may run and fail.
 template <typename Body>
 void run(PlannedBucket& entry, ReducerContext& context, Body&& body) {
-  entry.user_code_failed = entry.traits.runs_user_code;  // unless it returns
+  entry.user_code_failed = entry.traits.runs_user_code;  // cleared if it returns
   try {
     context.monitor.open(std::forward<Body>(body));
   } catch (const Interrupted&) {  // only on this rank

@@ -124,7 +124,7 @@ std::optional<double> GradientMeter::norm() const {
   for (size_t i = 0; i < norms_.size(); ++i) {
     const Parameter& one = context_.parameters[i];
     if (!one.variable.grad().defined()) {
-      if (norms_[i].norm > 0) return std::nullopt;  // taken away since
+      if (norms_[i].norm > 0) return std::nullopt;  // cleared since
       continue;
     }
     // A gradient without a norm was not changed by the backward.

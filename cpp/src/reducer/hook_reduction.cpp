@@ -181,7 +181,7 @@ class HookReduction final : public Reduction {
   const size_t index_;
   const bool is_last_;
   const bool heard_;      ///< waiting ranks are notified of a failure
-  GradientBucket given_;  ///< to the hook
+  GradientBucket given_;  ///< the bucket that the hook got
   bool finishing_ = false;
   FuturePtr future_;
   std::string what_;

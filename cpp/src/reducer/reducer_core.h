@@ -113,7 +113,7 @@ class ReducerCore final : public BackwardParticipant,
   std::atomic<bool> synchronizing_{true};
   std::unique_ptr<Backward> backward_;  ///< in progress, or deferred
   BackwardSession* session_ = nullptr;  ///< of the backward in progress
-  std::exception_ptr early_failure_;    ///< of send_gradients(), until send()
+  std::exception_ptr early_failure_;    ///< thrown in send_gradients(), rethrown by send()
   bool shares_channel_ = false;
   std::shared_ptr<BackwardSession> by_hand_;  ///< of a backward without autograd
   UnevenInputs uneven_;

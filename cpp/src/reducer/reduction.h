@@ -99,7 +99,7 @@ struct ReductionSite {
   bool last_of_hook = false;         ///< the last bucket of the plan that the hook gets
 };
 
-/// The built-in choice.
+/// Chooses a built-in reduction.
 std::unique_ptr<Reduction> choose_reduction(const ReductionSite& site);
 
 std::unique_ptr<Reduction> make_all_reduce(const ReductionSite& site);

@@ -47,7 +47,7 @@ class StepTimer final : public BackwardObserver {
   ReducerContext& context_;
   StepClock clock_;
   bool on_ = false;
-  bool deferred_ = false;  ///< the last backward
+  bool deferred_ = false;  ///< the last backward was deferred
 };
 
 }  // namespace apex::parallel::detail

@@ -36,7 +36,7 @@ class UnevenInputs {
   JoinEvent announce(const JoinEvent& event);
   /// Waits, on a rank without data, for the next step of the ranks with data. Collective.
   JoinEvent await_event();
-  /// Under join() only.
+  /// Announces a backward that is not synchronized. Does nothing outside of join().
   void announce_local_backward();
   /// Announces the end of a backward, if `owes_end` is set. Until then ranks without data take part
   /// in the collectives that modules announce.

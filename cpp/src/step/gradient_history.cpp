@@ -69,7 +69,7 @@ void GradientHistory::add(int64_t backward, const std::vector<RankGradient>& ran
 
 // With W samples in total, w_r of rank r, and the global mean M, the expectations are
 //   E |G_r|^2 = |G|^2 + tr(S) / w_r,     E |M|^2 = |G|^2 + tr(S) / W.
-// The mean of the first, weighted by w_r / W, is |G|^2 + tr(S) n / W over n ranks.
+// Over n ranks, the mean of |G_r|^2 weighted by w_r / W has the expectation |G|^2 + tr(S) n / W.
 
 void GradientHistory::estimate_noise(const std::vector<RankGradient>& ranks, double squares) {
   double samples = 0, mean = 0, count = 0;

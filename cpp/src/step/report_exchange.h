@@ -46,7 +46,7 @@ class ReportExchange {
   /// The tail was sent with its bucket.
   /// @param done        whether the sum is complete; does not block.
   /// @param await       waits for the sum and returns it.
-  /// @param divided_by  what the backend divides sums by.
+  /// @param divided_by  the number by which the backend divides sums.
   void sent_behind(std::function<bool()> done,
                    std::function<at::Tensor(const std::function<void()>& meanwhile)> await,
                    int divided_by);

@@ -84,7 +84,7 @@ struct StepReport {
   int64_t backward = 0;       ///< number of this synchronized backward, from 1
   bool failed = false;        ///< an exception ended it: the rank sent zeros for the rest
   bool hook_failed = false;   ///< the exception came from its communication hook
-  bool skips = false;         ///< skip_step(): no rank is to use a gradient of this backward
+  bool skips = false;         ///< skip_step(): no rank may use a gradient of this backward
   bool without_data = false;  ///< under join(): the rank follows the others
   bool compared = true;       ///< `facts` are compared
   ReasonToLeave left = ReasonToLeave::kNone;  ///< why it has left the plan and sent zeros
