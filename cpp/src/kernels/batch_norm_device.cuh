@@ -239,7 +239,7 @@ __device__ __forceinline__ void finish_reduction(const GradientArguments& a, int
 }
 
 /// The coefficients with which a block normalizes a channel. All lanes that share the channel must
-/// call this (see merge_records). `writes` is true in the one thread, of one block, that writes the
+/// call this (see merge_records). `writes` selects the single thread of the launch that writes the
 /// channel's statistics.
 template <typename A>
 __device__ __forceinline__ NormalizeCoefficients<A> normalize_channel(const NormalizeArguments& a,

@@ -567,8 +567,8 @@ void Backward::complete(const std::function<void()>& meanwhile) {
   }
   if (book_.current() == nullptr) record(meanwhile);
   const ReducerOptions& options = context_.options;
-  // Reports must be read before the first later exchange. But without one, a bucket callback should
-  // be called as soon as its bucket has completed.
+  // If later exchanges follow, the reports must be read before them. Otherwise a bucket callback is
+  // called as soon as its bucket has completed.
   const bool judges_last = context_.bucket_callback && !options.check_finite && !options.weighted &&
                            !options.skip_failed_steps && !plan().has_later_messages();
   if (!judges_last) judge(meanwhile);
