@@ -111,9 +111,9 @@ void throw_if_bad(const Verdict& verdict) {
 }
 
 /// Calls `ended_within(slice)` until it returns true. Throws if another rank reports a failure.
-void wait_or_hear(const c10d::ProcessGroup& group,
-                  const std::function<bool(std::chrono::milliseconds)>& ended_within,
-                  const std::function<void()>& meanwhile = {}, bool in_hook = false) {
+void wait_with_reports(const c10d::ProcessGroup& group,
+                       const std::function<bool(std::chrono::milliseconds)>& ended_within,
+                       const std::function<void()>& meanwhile = {}, bool in_hook = false) {
   if (ended_within(others_wait(group) ? timing::kLook : timing::kUsual)) return;
   Wait wait(group, in_hook ? Wait::kInHook : Wait::kInCall);
   while (!ended_within(timing::kSlice)) {
@@ -195,7 +195,7 @@ std::vector<bool> broadcast_in_memory(const std::string& what, const c10d::Proce
 bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group,
                    const std::function<void()>& meanwhile) {
   if (auto* const sliced = dynamic_cast<SlicedWork*>(&work)) {
-    wait_or_hear(
+    wait_with_reports(
         group, [&](std::chrono::milliseconds slice) { return sliced->wait_for(slice); }, meanwhile);
     return true;
   }
@@ -209,7 +209,7 @@ bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group,
       return work.isCompleted();  // false: the slice timed out
     }
   };
-  wait_or_hear(group, ended_within, meanwhile);
+  wait_with_reports(group, ended_within, meanwhile);
   return work.wait();
 }
 
@@ -217,7 +217,7 @@ bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group,
 
 std::chrono::nanoseconds time_waited() noexcept { return std::chrono::nanoseconds(waited_ns); }
 
-bool hears_reports(const c10d::ProcessGroup& group) {
+bool receives_reports(const c10d::ProcessGroup& group) {
   return can_stop_waiting(group) && watched(group) != nullptr;
 }
 
@@ -358,7 +358,7 @@ void wait_for_ranks(const std::string& what, const c10d::ProcessGroup& group,
   const WatchedGroupPtr known = find_watched(group);
   std::optional<Clock::time_point> seen;  // when a process was first seen to have exited
   try {
-    wait_or_hear(group, [&](std::chrono::milliseconds slice) {
+    wait_with_reports(group, [&](std::chrono::milliseconds slice) {
       if (ended_within(slice)) return true;
       if (!known) return false;
       if (!seen && !look_around(*known, ProcessState::kEnded).empty()) seen = Clock::now();
@@ -388,7 +388,7 @@ void wait_future(c10::ivalue::Future& future, const std::string& what,
         shared->done = true;
         shared->ended.notify_all();
       });
-      wait_or_hear(
+      wait_with_reports(
           group,
           [&](std::chrono::milliseconds slice) {
             std::unique_lock<std::mutex> lock(shared->mutex);

@@ -41,7 +41,7 @@ inline constexpr const char* kHooksApart =
     "again with a new process group and a new wrapper";
 
 /// Whether a rank that waits in `group` receives failure reports: over Gloo, with a store.
-bool hears_reports(const c10d::ProcessGroup& group);
+bool receives_reports(const c10d::ProcessGroup& group);
 
 /// Issues a collective: `call()` returns its Work.
 template <typename Call>

@@ -54,7 +54,7 @@ namespace apex::parallel {
 // its memory are kept alive as long as peers may read or write there.
 //
 // Waiting spins for some microseconds if there are at least as many processors as ranks, and then
-// sleeps until the bell (a futex) is rung. Sleeps are short, and between two sleeps a rank checks
+// sleeps until the futex event is notified. Sleeps are short, and between two sleeps a rank checks
 // whether the peers that it waits for still run. While it waits in one channel, it also advances
 // the other channels of its process, since two ranks may wait for each other in two of them.
 

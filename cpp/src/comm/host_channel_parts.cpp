@@ -55,7 +55,7 @@ void HostChannel::post_issued() {
     APEX_HOST_STEP("described");
     mine.posted.store(number + 1);
     APEX_HOST_STEP("posted");
-    common_->bell.ring();
+    common_->event.notify();
   }
 }
 
@@ -92,7 +92,7 @@ bool HostChannel::finish(Operation& operation, bool in_order) {
   if (finished.load() <= operation.number) {
     finished.store(operation.number + 1);
     APEX_HOST_STEP("finished");
-    common_->bell.ring();
+    common_->event.notify();
   }
   // Peers read a copy until they have finished.
   if (operation.staged && !all_finished(operation.number)) return false;
@@ -319,7 +319,7 @@ void HostChannel::sum_shares(Operation& operation, bool helps) {
     APEX_HOST_STEP("summed");
     slot.claims[share].fetch_or(kDone);
     slot.done.fetch_add(1);
-    common_->bell.ring();
+    common_->event.notify();
   }
 }
 
@@ -380,7 +380,7 @@ void HostChannel::hand_over(Operation& operation) {
   const uint64_t slot = operation.number % kRing;
   controls_[rank_]->handed_over[slot / 64].fetch_or(uint64_t{1} << slot % 64);
   APEX_HOST_STEP("handed over");
-  common_->bell.ring();
+  common_->event.notify();
 }
 
 }  // namespace apex::parallel

@@ -74,8 +74,8 @@ bool HostChannel::wait(Lock& lock, const std::function<bool()>& done, const Oper
   const Clock::time_point spin_until = looked + (spins_ ? kSpin : microseconds(0));
   for (;;) {
     require_usable();
-    // Read the bell first: a change after this point rings it again.
-    const uint32_t rings = common_->bell.rings();
+    // Read the count first: a change after this point increments it.
+    const uint32_t seen = common_->event.count();
     advance(/*helps=*/true);
     if (done()) return true;
     const Clock::time_point now = Clock::now();
@@ -87,7 +87,7 @@ bool HostChannel::wait(Lock& lock, const std::function<bool()>& done, const Oper
     check_ends(operation);
     lock.unlock();
     const std::chrono::nanoseconds nap = advance_others(this) ? kShortNap : kNap;
-    common_->bell.sleep(rings, std::min<std::chrono::nanoseconds>(nap, until - now));
+    common_->event.wait(seen, std::min<std::chrono::nanoseconds>(nap, until - now));
     lock.lock();
     if (Clock::now() - looked < kNap) continue;
     check_ends(operation, /*processes=*/true);
@@ -95,7 +95,7 @@ bool HostChannel::wait(Lock& lock, const std::function<bool()>& done, const Oper
   }
 }
 
-void HostChannel::wake() noexcept { common_->bell.ring(); }
+void HostChannel::wake() noexcept { common_->event.notify(); }
 
 /// The first peer whose process has ended, in words, or "".
 std::string HostChannel::ended_process() const {
@@ -144,7 +144,7 @@ void HostChannel::check_ends(const Operation& operation, bool processes) {
 /// Publishes how this rank has ended; peers check it only while they wait for this rank.
 void HostChannel::tell_end(End end) noexcept {
   controls_[rank_]->end.store(end);
-  common_->bell.ring();
+  common_->event.notify();
 }
 
 void HostChannel::fail(const std::string& why) {

@@ -268,7 +268,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
     return false;
   }
 
-  /// Sleeps until something has changed: a message summed in the host rings the channel's bell, and
+  /// Sleeps until something has changed: a message summed in the host notifies the channel, and
   /// a message from the network calls notice().
   void sleep(const std::vector<OperationPtr>& operations) {
     for (const OperationPtr& one : operations) {

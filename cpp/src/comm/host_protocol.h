@@ -16,7 +16,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include "comm/bell.h"
+#include "comm/futex_event.h"
 #include "comm/host_channel.h"
 #include "comm/host_memory.h"
 #include "comm/host_step.h"
@@ -79,7 +79,7 @@ struct HostChannel::Common {
     /// part that its rank kept.
     double squares[kShares] = {}, kept[kShares] = {};
   };
-  alignas(kCacheLine) Bell bell;
+  alignas(kCacheLine) FutexEvent event;
   Slot slots[kRing];
 };
 

@@ -31,7 +31,7 @@ class HookReduction final : public Reduction {
         alone_(site.alone),
         index_(site.index),
         is_last_(site.last_of_hook),
-        heard_(!alone_ && hears_reports(*group_)) {}
+        fails_together_(!alone_ && receives_reports(*group_)) {}
 
   ReductionTraits traits() const override {
     ReductionTraits traits;
@@ -39,7 +39,7 @@ class HookReduction final : public Reduction {
     traits.averages = true;
     traits.has_later_messages = true;
     traits.runs_user_code = true;
-    traits.fails_together = heard_;
+    traits.fails_together = fails_together_;
     return traits;
   }
 
@@ -131,10 +131,10 @@ class HookReduction final : public Reduction {
   [[noreturn]] void throw_failed(const std::string& what, const std::exception_ptr& error,
                                  bool begun) const {
     const std::string cause = message_of(error);
-    if (heard_ && !failed_alike(what, cause, begun))
+    if (fails_together_ && !failed_alike(what, cause, begun))
       throw_communication_error(what, *group_, error, kHooksApart);
     // No other rank is notified, so the messages of the ranks may not match any more.
-    if (!heard_ && !alone_ && begun)
+    if (!fails_together_ && !alone_ && begun)
       throw_communication_error(what, *group_, error, kOwnErrorOrTheirs);
     try {
       std::rethrow_exception(error);
@@ -180,8 +180,8 @@ class HookReduction final : public Reduction {
   const bool alone_;
   const size_t index_;
   const bool is_last_;
-  const bool heard_;      ///< waiting ranks are notified of a failure
-  GradientBucket given_;  ///< the bucket that the hook got
+  const bool fails_together_;  ///< waiting ranks are notified of a failure
+  GradientBucket given_;       ///< the bucket that the hook got
   bool finishing_ = false;
   FuturePtr future_;
   std::string what_;

@@ -83,7 +83,7 @@ int64_t ReplicaCheck::digest(const StepFacts& facts) {
                        static_cast<double>(before) * static_cast<double>(parts());
   look(/*at_others=*/part == 0 || reaches);
   ++compared_;
-  if (++since_told_ > 2 * parts()) told_ = 0;  // it was fixed
+  if (++since_reported_ > 2 * parts()) reported_ = 0;  // it was fixed
   return digest_of_part(state_, part, all_next_ ? 1 : parts());
 }
 
@@ -108,9 +108,9 @@ bool ReplicaCheck::same_lists() {
 
 std::string ReplicaCheck::locate() {
   const bool raises = context_.options.on_divergence != OnDivergence::kWarn;
-  ++told_;
-  since_told_ = 0;
-  if (!raises && (told_ & (told_ - 1)) != 0) return {};
+  ++reported_;
+  since_reported_ = 0;
+  if (!raises && (reported_ & (reported_ - 1)) != 0) return {};
   look(/*at_others=*/true);
   // The lists of tensors may differ between ranks. Then tensors that may differ are excluded from
   // now on. If the lists still differ, only parameters are compared.
@@ -135,7 +135,7 @@ std::string ReplicaCheck::locate() {
   }
   const Divergence found = find_divergence(digests, ranks, counts);
   if (found.tensors.empty()) {
-    --told_;
+    --reported_;
     look(/*at_others=*/true);
     return {};
   }

@@ -63,7 +63,7 @@ class ReplicaCheck {
   /// majority. Collective; blocks the host.
   void resync();
   /// False if ranks differ again and again. Then something else differs, such as optimizer states.
-  bool resync_helps() const { return told_ <= kTries; }
+  bool resync_helps() const { return reported_ <= kTries; }
 
  private:
   static constexpr int64_t kTries = 3;
@@ -79,8 +79,8 @@ class ReplicaCheck {
   size_t parameters_ = 0;           ///< number of parameters in `state_`
   std::set<std::string> differing_;
   int64_t compared_ = 0;           ///< number of parts compared
-  int64_t told_ = 0;               ///< number of differences reported
-  int64_t since_told_ = 0;         ///< parts compared since the last reported difference
+  int64_t reported_ = 0;           ///< number of differences reported
+  int64_t since_reported_ = 0;     ///< parts compared since the last reported difference
   bool all_next_ = false;          ///< see compare_all_next()
   bool all_compared_ = false;      ///< the last digest is of the whole state
   bool with_buffers_ = true;       ///< tensors that may differ are compared

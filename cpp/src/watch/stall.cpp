@@ -180,7 +180,7 @@ int64_t look_and_answer(WatchedGroup& group, c10d::Store& store, int64_t seen) {
   Whereabouts at = latest_of(group);
   at.asked = asked;
   post(store, group, at);
-  group.told_elsewhere = !at.waits;
+  group.reported_elsewhere = !at.waits;
   return asked;
 }
 
@@ -369,7 +369,7 @@ void StallWatch::post(bool waits) {
 /// This rank has answered that it does not wait, although another rank was waiting; correct that.
 void StallWatch::correct() {
   if (posted_) return;
-  if (!waiting_->group->root()->told_elsewhere.exchange(false)) return;
+  if (!waiting_->group->root()->reported_elsewhere.exchange(false)) return;
   posted_ = true;
   post(!waiting_->on_device);
 }

@@ -153,7 +153,7 @@ void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexce
 
 bool others_wait(const c10d::ProcessGroup& group) {
   const WatchedGroupPtr one = find_watched(group);
-  return one && one->root()->told_elsewhere;
+  return one && one->root()->reported_elsewhere;
 }
 
 std::string stall_verdict(const c10d::ProcessGroup& group) {

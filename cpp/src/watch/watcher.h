@@ -123,7 +123,7 @@ bool has_failed(const c10d::ProcessGroup& group) noexcept;
 /// of the `groups` of a reducer. Reports the `cause` to the other ranks, and returns whether the
 /// hooks of all ranks have failed in this call. If not, the groups have failed. Blocks until the
 /// other ranks have reported, for at most the group's timeout. `meanwhile` is called from time to
-/// time and may throw. Requires hears_reports().
+/// time and may throw. Requires receives_reports().
 ///
 /// `begun`: the hook may have issued its collective. The wait for other ranks is then shorter.
 bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& group,

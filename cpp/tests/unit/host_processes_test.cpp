@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "support/host_steps.h"
 
-#include "../../src/comm/bell.cpp"
+#include "../../src/comm/futex_event.cpp"
 #include "../../src/comm/host_channel.cpp"
 #include "../../src/comm/host_channel_parts.cpp"
 #include "../../src/comm/host_channel_wait.cpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "comm/bell.h"
+#include "comm/futex_event.h"
 
 #include <climits>
 
@@ -18,20 +18,20 @@
 
 namespace apex::parallel {
 
-// No lost wakeup: either ring() sees the sleeper's count, or the kernel sees the new value of
-// rings_.
+// No lost wakeup: either notify() sees the sleeper's count, or the kernel sees the new value of
+// count_.
 
-void Bell::ring() noexcept {
-  rings_.fetch_add(1);
+void FutexEvent::notify() noexcept {
+  count_.fetch_add(1);
   APEX_HOST_STEP("rung");
 #if defined(__linux__)
   if (sleepers_.load() == 0) return;
-  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&rings_), FUTEX_WAKE, INT_MAX, nullptr, nullptr,
+  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&count_), FUTEX_WAKE, INT_MAX, nullptr, nullptr,
             0);
 #endif
 }
 
-void Bell::sleep(uint32_t heard, std::chrono::nanoseconds longest) noexcept {
+void FutexEvent::wait(uint32_t seen, std::chrono::nanoseconds longest) noexcept {
   sleepers_.fetch_add(1);
   APEX_HOST_STEP("sleeps");
 #if defined(__linux__)
@@ -39,9 +39,9 @@ void Bell::sleep(uint32_t heard, std::chrono::nanoseconds longest) noexcept {
   timespec time{};
   time.tv_sec = seconds.count();
   time.tv_nsec = static_cast<long>((longest - seconds).count());
-  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&rings_), FUTEX_WAIT, heard, &time, nullptr, 0);
+  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&count_), FUTEX_WAIT, seen, &time, nullptr, 0);
 #else
-  (void)heard;
+  (void)seen;
   std::this_thread::sleep_for(
       std::min<std::chrono::nanoseconds>(longest, std::chrono::microseconds(100)));
 #endif

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+/// A futex event in shared memory, to wait for another process.
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace apex::parallel {
+
+/// Lives in shared memory. Whoever changes something there calls notify(). To miss no change: read
+/// count(), check the condition, then wait() with that number. Thread safe. A process that is
+/// killed while it waits stays counted as a sleeper, which costs each notify() a system call.
+class FutexEvent {
+ public:
+  uint32_t count() const { return count_.load(); }
+  void notify() noexcept;
+  /// Blocks until count() differs from `seen`, or for `longest`; may return early.
+  void wait(uint32_t seen, std::chrono::nanoseconds longest) noexcept;
+
+ private:
+  std::atomic<uint32_t> count_{0};
+  std::atomic<uint32_t> sleepers_{0};
+};
+
+static_assert(std::atomic<uint32_t>::is_always_lock_free);
+
+}  // namespace apex::parallel
