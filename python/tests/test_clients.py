@@ -170,6 +170,60 @@ def test_ignite_training_step_equals_a_loop_with_amp(level: str, accumulated: in
         assert torch.equal(ours, direct)
 
 
+#: Behind the program of the page, on each rank: one process, with all samples of each step.
+EPOCHS_OF_ONE_PROCESS = """
+alone = torch.nn.Linear(4, 1)
+alone.load_state_dict(before)
+optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+x, y = data.tensors
+for epoch in range(3):
+    for batch in torch.arange(24).split(8):
+        optimizer.zero_grad()
+        loss_of(alone(x[batch]), y[batch]).backward()
+        optimizer.step()
+    if rank == 0:
+        print("expected:", loss_of(alone(x), y).item())
+for ours, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+    torch.testing.assert_close(ours, wanted)
+if rank == 0:
+    import pathlib
+
+    (file,) = pathlib.Path("checkpoints").iterdir()
+    read = torch.load(file, weights_only=False)
+    assert set(read["model"]) == {"weight", "bias"} and set(read) == set(saved)
+    torch.testing.assert_close(read["model"]["weight"], model.module.weight, rtol=0, atol=0)
+    prefixed = {f"module.{name}": tensor for name, tensor in read["model"].items()}
+    for to_load, state in (
+        (model.module, read["model"]), (model, read["model"]), (model, prefixed)
+    ):
+        torch.nn.init.zeros_(model.module.weight)
+        Checkpoint.load_objects({"model": to_load}, {"model": state})
+        assert torch.equal(model.module.weight, read["model"]["weight"])
+"""
+
+
+@pytest.mark.processes
+def test_ignite_program_of_the_page_equals_one_process(tmp_path: Path) -> None:
+    client("ignite.engine")
+    code = program_of("libraries.md", "import ignite")
+    seed = "torch.manual_seed(idist.get_rank())  # other weights on each rank\n"
+    code = code.replace("model = DDP(", f"{seed}model = DDP(")
+    code = code.replace(
+        "optimizer = ",
+        "before = {name: t.clone() for name, t in model.module.state_dict().items()}\noptimizer = ",
+        1,
+    ).replace("idist.finalize()", "rank = idist.get_rank()\nidist.finalize()")
+    printed = run_program(code + EPOCHS_OF_ONE_PROCESS, 2, tmp_path, "ignite")
+    losses = [float(loss) for loss in re.findall(r"^epoch \d: (.*)$", printed, re.M)]
+    expected = [float(loss) for loss in re.findall(r"^expected: (.*)$", printed, re.M)]
+    assert len(losses) == 3
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0.0)
+    # The negative control: ranks that train alone.
+    plain = code.replace("trainer.run(", "model.disable_allreduce()\ntrainer.run(")
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        run_program(plain + EPOCHS_OF_ONE_PROCESS, 2, tmp_path, "ignite")
+
+
 @pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad, FusedAdam])
 def test_accelerate_steps_our_optimizers_as_a_loop_does(kind: Any) -> None:
     accelerator = client("accelerate").Accelerator(cpu=True)
