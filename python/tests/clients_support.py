@@ -46,10 +46,10 @@ def program_of(page: str, text: str) -> str:
     return str(found)
 
 
-def run_program(code: str, ranks: int, folder: Path) -> str:
+def run_program(code: str, ranks: int, folder: Path, package: str = "accelerate") -> str:
     """What rank 0 prints when that many ranks run it. It finds the clients and these modules."""
     script = folder / "program.py"
-    script.write_text(f"import clients_support\nclients_support.load('accelerate')\n{code}")
+    script.write_text(f"import clients_support\nclients_support.load({package!r})\n{code}")
     environment = {
         **os.environ, "PYTHONPATH": str(Path(__file__).parent), "CUDA_VISIBLE_DEVICES": "",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1",

@@ -16,8 +16,16 @@ import pytest
 import torch
 from amp_support import fresh_amp  # noqa: F401
 from clients_support import client, load, program_of, run_program
-from ddp_support import RankPool, check_near, check_same_on_all_ranks, forget_amp
+from ddp_support import (
+    RankPool,
+    check,
+    check_equal,
+    check_near,
+    check_same_on_all_ranks,
+    forget_amp,
+)
 from torch import nn
+from transformers_support import job
 
 from apex import amp
 from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
@@ -106,6 +114,51 @@ def test_timm_models_on_two_ranks_equal_the_whole_batch(
     ranks.run(2, _whole_batch, name, options)
 
 
+def _keeps_and_saves(rank: int, world: int, folder: str) -> None:
+    utils, models = load("timm.utils"), load("timm.models")
+    torch.manual_seed(rank)
+    ddp = DistributedDataParallel(load("timm").create_model("resnet10t", num_classes=3))
+    check(utils.unwrap_model(ddp) is ddp.module, "unwrapped")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    averages = [kind(ddp.module, decay=0.5) for kind in (utils.ModelEmaV2, utils.ModelEmaV3)]
+    wanted = {name: tensor.clone() for name, tensor in ddp.module.named_parameters()}
+    for _ in range(2):
+        ddp(torch.randn(4, 3, 64, 64)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, parameter in ddp.module.named_parameters():
+            wanted[name] = wanted[name].lerp(parameter.detach(), 0.5)
+        for average in averages:
+            average.update(ddp)
+    for average in averages:
+        inner = utils.unwrap_model(average)
+        check_same_on_all_ranks(list(inner.parameters()), "averages")
+        for name, parameter in inner.named_parameters():
+            check_near(parameter, wanted[name], name, 1e-6)
+    if rank > 0:
+        return
+    saver = utils.CheckpointSaver(
+        ddp, optimizer, model_ema=averages[1], checkpoint_dir=folder, recovery_dir=folder
+    )
+    saver.save_checkpoint(0, 1.0)
+    saved = f"{folder}/last.pth.tar"
+    expected = {name: tensor.clone() for name, tensor in ddp.module.state_dict().items()}
+    for model in (ddp, ddp.module):  # names without module. are for both
+        nn.init.zeros_(ddp.module.fc.weight)
+        check_equal(models.resume_checkpoint(model, saved, optimizer), 1, "epoch")
+        for name, tensor in ddp.module.state_dict().items():
+            check_equal(tensor, expected[name], name)
+    nn.init.zeros_(ddp.module.fc.weight)
+    models.load_checkpoint(ddp, saved, use_ema=True)
+    check_equal(ddp.module.fc.weight, averages[1].module.fc.weight, "the average")
+
+
+@pytest.mark.processes
+def test_timm_averages_saves_and_loads_a_wrapped_model(ranks: RankPool, tmp_path: Path) -> None:
+    client("timm")
+    ranks.run(2, _keeps_and_saves, str(tmp_path))
+
+
 def test_timm_fusedlamb_is_ours_behind_timms_own_assertion(monkeypatch: pytest.MonkeyPatch) -> None:
     """timm refuses its fused optimizers where there is no CUDA; ours would run there."""
     create = client("timm.optim").create_optimizer_v2
@@ -170,6 +223,60 @@ def test_ignite_training_step_equals_a_loop_with_amp(level: str, accumulated: in
         assert torch.equal(ours, direct)
 
 
+#: Behind the program of the page, on each rank: one process, with all samples of each step.
+EPOCHS_OF_ONE_PROCESS = """
+alone = torch.nn.Linear(4, 1)
+alone.load_state_dict(before)
+optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+x, y = data.tensors
+for epoch in range(3):
+    for batch in torch.arange(24).split(8):
+        optimizer.zero_grad()
+        loss_of(alone(x[batch]), y[batch]).backward()
+        optimizer.step()
+    if rank == 0:
+        print("expected:", loss_of(alone(x), y).item())
+for ours, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+    torch.testing.assert_close(ours, wanted)
+if rank == 0:
+    import pathlib
+
+    (file,) = pathlib.Path("checkpoints").iterdir()
+    read = torch.load(file, weights_only=False)
+    assert set(read["model"]) == {"weight", "bias"} and set(read) == set(saved)
+    torch.testing.assert_close(read["model"]["weight"], model.module.weight, rtol=0, atol=0)
+    prefixed = {f"module.{name}": tensor for name, tensor in read["model"].items()}
+    for to_load, state in (
+        (model.module, read["model"]), (model, read["model"]), (model, prefixed)
+    ):
+        torch.nn.init.zeros_(model.module.weight)
+        Checkpoint.load_objects({"model": to_load}, {"model": state})
+        assert torch.equal(model.module.weight, read["model"]["weight"])
+"""
+
+
+@pytest.mark.processes
+def test_ignite_program_of_the_page_equals_one_process(tmp_path: Path) -> None:
+    client("ignite.engine")
+    code = program_of("libraries.md", "import ignite")
+    seed = "torch.manual_seed(idist.get_rank())  # other weights on each rank\n"
+    code = code.replace("model = DDP(", f"{seed}model = DDP(")
+    code = code.replace(
+        "optimizer = ",
+        "before = {name: t.clone() for name, t in model.module.state_dict().items()}\noptimizer = ",
+        1,
+    ).replace("idist.finalize()", "rank = idist.get_rank()\nidist.finalize()")
+    printed = run_program(code + EPOCHS_OF_ONE_PROCESS, 2, tmp_path, "ignite")
+    losses = [float(loss) for loss in re.findall(r"^epoch \d: (.*)$", printed, re.M)]
+    expected = [float(loss) for loss in re.findall(r"^expected: (.*)$", printed, re.M)]
+    assert len(losses) == 3
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0.0)
+    # The negative control: ranks that train alone.
+    plain = code.replace("trainer.run(", "model.disable_allreduce()\ntrainer.run(")
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        run_program(plain + EPOCHS_OF_ONE_PROCESS, 2, tmp_path, "ignite")
+
+
 @pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad, FusedAdam])
 def test_accelerate_steps_our_optimizers_as_a_loop_does(kind: Any) -> None:
     accelerator = client("accelerate").Accelerator(cpu=True)
@@ -189,6 +296,43 @@ def test_accelerate_steps_our_optimizers_as_a_loop_does(kind: Any) -> None:
         model.parameters(), twin.parameters(), start.parameters(), strict=True
     ):
         assert torch.equal(found, wanted) and not torch.equal(found, old)
+
+
+def _saves_state(rank: int, world: int, folder: str) -> None:
+    x, y = torch.randn(4, 3), torch.randn(4, 1)
+    with job(rank, world):
+        accelerator = load("accelerate").Accelerator(cpu=True)
+        check_equal(accelerator.num_processes, world, "processes")
+        model, optimizer = model_and_optimizer()
+        optimizer = accelerator.prepare(optimizer)
+        ddp = DistributedDataParallel(model)
+        accelerator.register_for_checkpointing(ddp)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            accelerator.backward(nn.functional.mse_loss(ddp(x), y))
+            optimizer.step()
+
+        step()
+        accelerator.save_state(folder)
+        saved = [parameter.detach().clone() for parameter in ddp.parameters()]
+        step()
+        expected = [parameter.detach().clone() for parameter in ddp.parameters()]
+        accelerator.load_state(folder)
+        for parameter, old in zip(ddp.parameters(), saved, strict=True):
+            check_equal(parameter, old, "loaded")
+        step()
+        for parameter, wanted in zip(ddp.parameters(), expected, strict=True):
+            check_equal(parameter, wanted, "continued")
+        check_same_on_all_ranks(list(ddp.parameters()), "parameters")
+
+
+@pytest.mark.processes
+def test_accelerate_saves_and_loads_the_state_of_a_wrapped_model(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    client("accelerate")
+    ranks.run(2, _saves_state, str(tmp_path))
 
 
 #: Behind the program of the page, on each rank: one process, with the samples of all ranks.

@@ -302,6 +302,33 @@ def test_evaluated_saved_and_resumed_equals_the_run_that_was_not_bitwise(
     ranks.run(2, _resumes, str(tmp_path))
 
 
+def _reads_through(rank: int, world: int, folder: str) -> None:
+    """What scripts call on a model of transformers, on the wrapped one."""
+    ddp = DistributedDataParallel(language_model())
+    model = ddp.module
+    check(ddp.config is model.config and ddp.dtype == torch.float64, "attributes")
+    tokens = torch.tensor([[1, 2, 3]])
+    generated = [
+        one.eval().generate(input_ids=tokens, max_new_tokens=3, do_sample=False)
+        for one in (ddp, model)
+    ]
+    check_equal(generated[0], generated[1], "generated")
+    ddp.train()
+    ddp.gradient_checkpointing_enable()
+    ddp(input_ids=tokens, labels=tokens).loss.backward()
+    check(model.is_gradient_checkpointing, "checkpointing")
+    check_same_on_all_ranks([p.grad for p in ddp.parameters()], "gradients")
+    if rank == 0:
+        ddp.save_pretrained(folder)
+        read = type(model).from_pretrained(folder)
+        for name, tensor in model.state_dict().items():
+            check_equal(read.state_dict()[name], tensor, name)
+
+
+def test_methods_of_a_model_are_called_on_its_wrapper(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _reads_through, str(tmp_path))
+
+
 def test_program_of_the_page_logs_the_mean_over_all_labels(tmp_path: Path) -> None:
     code = program_of("libraries.md", "WeightedTrainer").replace("trainer.train()", STEPS_OF_ONE)
     printed = run_program(code, 2, tmp_path)

@@ -266,8 +266,11 @@ def _positional_as_torch(rank: int, world: int) -> None:
     words = f"pass device_ids=[{rank}], output_device={rank} by keyword."
     with raises(TypeError, "the third positional argument is delay_allreduce", words):
         DistributedDataParallel(model, [rank], rank)
-    with raises(TypeError, "output_device=None by keyword."):
-        DistributedDataParallel(model, [rank], None, 0, True)
+    with raises(TypeError, f"pass device_ids=None, output_device={rank} by keyword."):
+        DistributedDataParallel(model, None, rank)
+    for devices in ([rank], None):
+        with raises(TypeError, "the fourth positional argument is shared_param, not torch's dim"):
+            DistributedDataParallel(model, devices, None, 0, True)
     ddp = DistributedDataParallel(model, [rank], delay_allreduce=True)
     check(ddp.delay_allreduce, "an option of Apex's by keyword")
 

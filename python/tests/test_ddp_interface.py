@@ -139,7 +139,7 @@ def _pickled(rank: int, world: int) -> bytes:
 @pytest.mark.parametrize("arguments", [
     ((), {"device_ids": [0]}), ((), {"device_ids": [0], "output_device": 0}), (([0],), {}),
     (([torch.device("cpu")],), {}), ((), {"device_ids": []}), ((), {"device_ids": [-1]}),
-    ((), {"dim": 0}),
+    ((), {"dim": 0}), (([0], None), {}), ((None,), {}), ((None, None), {}),
     ((), {"device_ids": None, "output_device": None, "find_unused_parameters": True}),
 ])  # fmt: skip
 def test_device_ids_on_cpu_are_accepted(ranks: RankPool, arguments: Any) -> None:
@@ -156,7 +156,7 @@ def test_negative_device_id_is_the_device_of_the_module() -> None:
 
 def _with_arguments(rank: int, world: int, args: Any, kwargs: Any) -> None:
     ddp = DistributedDataParallel(SPEC.make(), *args, **kwargs)
-    check_equal(ddp.message_size, 10_000_000, "message_size")
+    check_equal((ddp.message_size, ddp.delay_allreduce), (10_000_000, False), "options")
     check_step(ddp, _loss, f"{args} {kwargs}")
 
 

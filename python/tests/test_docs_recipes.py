@@ -7,7 +7,10 @@ parameters that one process gets from all samples, in float64; counts that add u
 
 from __future__ import annotations
 
+import csv
 import re
+import sys
+import types
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,15 +29,32 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 RECIPES = dict(re.findall(r"^## (.*?)\n.*?^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S))
 
 
+class Board:
+    """What the recipes call of TensorBoard's writer, where TensorBoard is not installed."""
+
+    def __init__(self, folder: str) -> None:
+        self.file = open(f"{folder}.txt", "w")
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.file.write(f"{name} {step} {value!r}\n")
+
+    def close(self) -> None:
+        self.file.close()
+
+
 def _run(code: str, rank: int, folder: str) -> dict[str, Any]:
-    """Runs a recipe in this rank's group; returns its variables."""
+    """Runs a recipe in this rank's group; returns its variables. Files are in `folder`."""
     names: dict[str, Any] = {}
     torch.manual_seed(100 + rank)
+    code = re.sub(r'"(best\.pt|log\.csv|runs)', rf'"{folder}/\1', code)
+    board = types.ModuleType("torch.utils.tensorboard")
+    board.SummaryWriter = Board  # type: ignore[attr-defined]
     with (
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),
+        mock.patch.dict(sys.modules, {board.__name__: board}),
     ):
-        exec(compile(code.replace('"best.pt', f'"{folder}/best.pt'), str(PAGE), "exec"), names)
+        exec(compile(code, str(PAGE), "exec"), names)
     return names
 
 
@@ -49,6 +69,8 @@ def _agrees(rank: int, world: int, code: str, folder: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_leaves_ranks_alike(ranks: RankPool, recipe: str, tmp_path: Path) -> None:
     ranks.run(2, _agrees, RECIPES[recipe], str(tmp_path))
+    if "CSV" in recipe:
+        assert {file.name for file in tmp_path.iterdir()} == {"log.csv", "runs.txt"}
     if recipe == "Keep the best model":
         assert [file.name for file in tmp_path.iterdir()] == ["best.pt"]
         assert set(torch.load(tmp_path / "best.pt")) == {"weight", "bias"}
@@ -97,6 +119,51 @@ def _counts_all(rank: int, world: int, code: str) -> None:
 
 def test_evaluation_recipe_counts_every_sample_once(ranks: RankPool) -> None:
     ranks.run(2, _counts_all, RECIPES["Evaluate on all ranks"])
+
+
+def _logs(rank: int, world: int, code: str, folder: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        _run(code, rank, folder)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _logged(world: int) -> list[tuple[int, float, float]]:
+    """What one process logs that has the samples of all ranks."""
+    draws = []
+    for seed in range(world):
+        torch.manual_seed(100 + seed)
+        net = nn.Linear(10, 1, dtype=torch.float64)
+        draws.append([torch.randn(8, 10, dtype=torch.float64) for _ in range(20)])
+        if seed == 0:
+            model = net
+    rows, losses = [], []
+    for step, parts in enumerate(zip(*draws, strict=True), 1):
+        loss = model(torch.cat(parts)).square().mean()
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        losses.append(loss.item())
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.data -= 0.1 * gradient
+        if step % 10 == 0:
+            norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
+            rows.append((step, sum(losses[-10:]) / 10, norm))
+    return rows
+
+
+def test_logging_recipe_logs_the_loss_and_norm_of_the_whole_batch(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(2, _logs, RECIPES["Log to TensorBoard and to a CSV file"], str(tmp_path))
+    with open(tmp_path / "log.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    expected = _logged(2)
+    board = (tmp_path / "runs.txt").read_text().splitlines()
+    for row, (step, loss, norm) in zip(table, expected, strict=True):
+        assert int(row["step"]) == step
+        assert float(row["loss"]) == pytest.approx(loss, rel=1e-12)
+        assert float(row["norm"]) == pytest.approx(norm, rel=1e-12)
+        assert f"loss {step} {row['loss']}" in board and f"norm {step} {row['norm']}" in board
 
 
 def test_recipes_are_found() -> None:

@@ -54,17 +54,24 @@ def suggests_keywords(constructor: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
-def refuse_positional_output_device(device_ids: Sequence[Any], third: Any) -> None:
-    """Raise TypeError for ``(module, [device], device)``, torch's order.
+def third_behind_device_ids(device_ids: Sequence[Any] | None, third: Any, fourth: Any) -> bool:
+    """delay_allreduce of ``(module, device_ids, third, fourth)``; None is torch's output_device.
 
-    The third argument is Apex's delay_allreduce, which rank 1 would take for True and rank 0 for
-    False.
+    Raises TypeError for a device, as torch's class takes it: the third argument is Apex's
+    delay_allreduce, which rank 1 would take for True and rank 0 for False.
     """
-    if not isinstance(third, bool):
+    if third is None and fourth is not None:
+        raise TypeError(
+            f"the fourth positional argument is shared_param, not torch's dim, and got {fourth!r}: "
+            "pass torch's arguments behind output_device by keyword."
+        )
+    if third is not None and not isinstance(third, bool):
+        devices = None if device_ids is None else list(device_ids)
         raise TypeError(
             f"the third positional argument is delay_allreduce, not torch's output_device, and got "
-            f"{third!r}: pass device_ids={list(device_ids)!r}, output_device={third!r} by keyword."
+            f"{third!r}: pass device_ids={devices!r}, output_device={third!r} by keyword."
         )
+    return bool(third)
 
 
 def switch(name: str, value: Any) -> bool:

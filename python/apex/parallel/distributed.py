@@ -223,10 +223,12 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             raise TypeError(
                 f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}."
             )
-        if isinstance(message_size, (list, tuple)) and device_ids is None:
-            # DistributedDataParallel(module, [device]), as torch's class is called.
-            _options.refuse_positional_output_device(message_size, delay_allreduce)
-            message_size, device_ids = _options.MESSAGE_SIZE, message_size
+        if (message_size is None or isinstance(message_size, (list, tuple))) and device_ids is None:
+            # DistributedDataParallel(module, [device], None), as torch's class is called.
+            device_ids, message_size = message_size, _options.MESSAGE_SIZE
+            delay_allreduce = _options.third_behind_device_ids(
+                device_ids, delay_allreduce, shared_param
+            )
         first_bucket_bytes = _options.FIRST_BUCKET_BYTES
         if bucket_cap_mb_list:
             bucket_cap_mb, first_bucket_bytes = _options.bucket_caps(bucket_cap_mb_list)
