@@ -224,6 +224,40 @@ def test_data_of_another_shape_makes_a_new_plan(ranks: RankPool, options: dict[s
     ranks.run(2, _resized, options)
 
 
+class _Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(64, 16)
+        self.last = nn.Linear(16, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x.flatten().abs() * 100).long() % self.words.num_embeddings
+        return self.last(self.words(ids)).square()
+
+
+def _resizes_words(rank: int, world: int, holds: str) -> None:
+    """Hazard: the accumulator of the old shape lives on, in the old reducer or in a graph.
+
+    transformers' ``resize_token_embeddings()`` does this: ``.data`` of another shape and a new
+    output layer.
+    """
+    ddp = DistributedDataParallel(_Words())
+    for step, rows in enumerate((70, 64, 64, 80)):
+        torch.manual_seed(step)
+        held = ddp(data(rank)) if holds == "graph" else None
+        ddp.module.words.weight.data = torch.randn(rows, 16)
+        if holds == "reducer":
+            ddp.module.last = nn.Linear(16, rows, bias=False)
+        ddp.zero_grad()
+        check_step(ddp, lambda model, rank: model(data(rank)).sum(), f"{rows} rows")
+        del held
+
+
+@pytest.mark.parametrize("holds", ["reducer", "graph", "nothing"])
+def test_data_of_another_shape_while_its_accumulator_is_alive(ranks: RankPool, holds: str) -> None:
+    ranks.run(2, _resizes_words, holds)
+
+
 def _apart(rank: int, world: int, kind: str, channel: str) -> None:
     """Every rank leaves the plan, so that they would meet with messages of other sizes."""
     with host_channel(channel):

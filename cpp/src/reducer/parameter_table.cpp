@@ -15,6 +15,16 @@ namespace apex::parallel::detail {
 
 namespace {
 
+/// The gradient accumulator of a parameter. `.data` of another shape leaves the accumulator in
+/// place, and autograd then refuses gradients of the new shape for as long as a graph or another
+/// reducer keeps that accumulator alive. So an accumulator of another shape is replaced.
+AccumulatorPtr accumulator_of(const at::Tensor& variable) {
+  AccumulatorPtr accumulator = torch::autograd::impl::grad_accumulator(variable);
+  if (accumulator->input_metadata(0).is_same_shape(variable)) return accumulator;
+  torch::autograd::impl::get_autograd_meta(variable)->grad_accumulator_.reset();
+  return torch::autograd::impl::grad_accumulator(variable);
+}
+
 void check(const NamedTensor& parameter, int rank) {
   const at::Tensor& tensor = parameter.tensor;
   const at::ScalarType dtype = tensor.scalar_type();
@@ -105,7 +115,7 @@ void ParameterTable::hook(int rank, const MakeHook& make_hook) {
     if (!parameter.trainable) continue;
     ever_trainable_ = true;
     check(named_[i], rank);
-    const AccumulatorPtr accumulator = torch::autograd::impl::grad_accumulator(parameter.variable);
+    const AccumulatorPtr accumulator = accumulator_of(parameter.variable);
     if (accumulator == parameter.accumulator) continue;
     if (parameter.accumulator) parameter.accumulator->del_post_hook(parameter.hook);
     parameter.accumulator = accumulator;
