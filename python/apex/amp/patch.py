@@ -382,6 +382,6 @@ def install(handle: AmpHandle, patches: PatchSet) -> None:
     for name in ("torch.jit", "torch.jit._script", "torch.jit._trace"):
         if hasattr(sys.modules.get(name), "script"):
             patches.replace(sys.modules[name], "script", functools.partial(wrap_script, patches))
-    # torch.compiler restores it from the second
+    # A context of torch.compiler assigns one of the two to the other.
     for module in (torch.autograd, torch.autograd.graph):
         patches.replace(module, "_engine_run_backward", functools.partial(wrap_backward, handle))
