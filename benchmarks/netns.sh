@@ -1,20 +1,18 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Simulate two hosts on one machine: two network namespaces joined by a rate-limited link, one rank
-# in each, with Gloo. Shows how much communication is hidden behind backward, for different bucket
-# sizes (--script ddp), or also behind the next forward (--script overlapped_optimizer). With
-# --ranks-per-host, the ranks of a host are in one PID namespace, so that they can share memory, as
-# in a container.
+# Simulate two hosts on one machine: two network namespaces joined by a rate-limited link, one rank in each, with Gloo.
+# Shows how much communication is hidden behind backward, for different bucket sizes (--script ddp), or also behind the
+# next forward (--script overlapped_optimizer). With --ranks-per-host, the ranks of a host are in one PID namespace, so
+# that they can share memory, as in a container.
 #
 #   benchmarks/netns.sh [--links "1gbit/0 200mbit/1ms"] [--script ddp] [--ranks-per-host 1]
 #                       [ARGUMENT of the script ...]
 #
-# A link is RATE/DELAY in tc's notation. DELAY (0, or a number of ms) is that of one direction.
-# Frames are jumbo frames of 9000 bytes. Needs root, ip and tc (iproute2) and the kernel's veth and
-# tbf. A delay needs netem; without it, delayed_link.py joins TUN devices. Creates the namespaces
-# apex-a-PID and apex-b-PID and removes them at the end. PYTHON selects the interpreter (default:
-# python3), OUT or --output the folder of the results (default: benchmarks/results). Takes about six
-# minutes per link (ddp), or three.
+# A link is RATE/DELAY in tc's notation. DELAY (0, or a number of ms) is that of one direction. Frames are jumbo frames of
+# 9000 bytes. Needs root, ip and tc (iproute2) and the kernel's veth and tbf. A delay needs netem; without it,
+# delayed_link.py joins TUN devices. Creates the namespaces apex-a-PID and apex-b-PID and removes them at the end. PYTHON
+# selects the interpreter (default: python3), OUT or --output the folder of the results (default: benchmarks/results).
+# Takes about six minutes per link (ddp), or three.
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
@@ -120,7 +118,7 @@ join_by_relay() { # join_by_relay RATE DELAY, in mbit or gbit and in ms
   bring_up
 }
 
-host_in() {  # host_in NAMESPACE FIRST_RANK NAME LINK; status and output are those of its first rank
+host_in() { # host_in NAMESPACE FIRST_RANK NAME LINK; status and output are those of its first rank
   # shellcheck disable=SC2016  # for the inner shell
   exec ip netns exec "$1" env FIRST="$2" RANKS="$ranks" WORLD_SIZE=$((2 * ranks)) MASTER_ADDR=10.99.0.1 \
     MASTER_PORT=29541 GLOO_SOCKET_IFNAME=link0 BENCHMARK_COMMAND="$command" \
@@ -131,8 +129,8 @@ host_in() {  # host_in NAMESPACE FIRST_RANK NAME LINK; status and output are tho
     "$python" "$here/$script.py" --output "$output" --name "$3" --link "$4" "${arguments[@]}"
 }
 
-# Wait at most three minutes. Otherwise the remaining load of the last link would count as another
-# program's, and the next results would be marked as provisional.
+# Wait at most three minutes. Otherwise the remaining load of the last link would count as another program's, and the next
+# results would be marked as provisional.
 let_load_fall() {
   local tries
   for ((tries = 0; tries < 36; ++tries)); do
