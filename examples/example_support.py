@@ -153,7 +153,7 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, write: str = "--chec
 
 
 # --- the place of this process in its job ---
-# --- the place of this process in its job ---
+
 
 def launched() -> bool:
     """Whether a launcher started this process, alone or with others.
