@@ -67,7 +67,8 @@ def resnet(units: list[int], expansion: int, classes: int = 1000) -> nn.Sequenti
 
 
 class Transformer(nn.Module):
-    """Encoder over [N, T] tokens to logits [N, T, vocabulary]; 24.4 million parameters in 148."""
+    """Encoder over [N, T] tokens to logits [N, T, vocabulary]; 24.4 million elements in 148
+    tensors."""
 
     def __init__(
         self, width: int = 384, layers: int = 12, heads: int = 6, vocabulary: int = 4096

@@ -46,7 +46,7 @@ class FullValue:
         #: The master weight was created with several ranks, without values that only one rank
         #: knows. If it has more digits than the parameter, the script has written them.
         self.known_to_all = False
-        #: The master weight was stepped; and: nothing was loaded after the last step.
+        #: Whether the master weight was stepped, and whether nothing was loaded since then.
         self.stepped = self.settled = False
         #: The gradients at the end of a scale_loss context: ``mark`` of the model's gradient,
         #: address of the master's.

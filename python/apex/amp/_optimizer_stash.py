@@ -158,7 +158,7 @@ class OptimizerStash(MasterWeights):
         it.
 
         With `only_seen`, check only gradients that the last context has left and that were written
-        since then with a version change. This is free if there are none.
+        since then with a version change. This mode costs nothing.
         """
         models, masters, before = [], [], []
         for master, param, record in self._model_of.values():

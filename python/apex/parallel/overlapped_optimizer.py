@@ -129,9 +129,8 @@ class OverlappedOptimizer(WrappedOptimizer):
     A parameter has to be used in the forward of the module that owns it, or of a module that
     contains that one, in all steps alike. Compiled modules are waited for as a whole. If a
     parameter was used otherwise before its update, backward raises RuntimeError: ours, or torch's
-    about a variable modified by an inplace operation. In these cases backward waits for all
-    buckets: if it records or orders a plan, if this process misses a gradient, with
-        ``check_finite`` and
+    about a variable modified by an inplace operation. Backward waits for all buckets if it records
+    or orders a plan, if this process misses a gradient, with ``check_finite`` and
     ``check_reduction=True``, under ``join()``, and with communication hooks of two phases.
     Construct it on every process. Not thread safe.
     """
