@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-# What the first registered exit handler prints runs last, after ours.
+# The output of the first registered exit handler comes last, after ours.
 SCRIPT = """
 import atexit, contextlib, os, sys
 
