@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The recipes of docs/recipes.md on two ranks with a seed each (test_docs_snippets.py: on one).
+"""The recipes of docs/recipes.md on two ranks with different seeds (test_docs_snippets.py: on one).
 
-Oracles: every wrapped model has the same bits on both ranks; of the loss over the whole batch the
-parameters that one process gets from all samples, in float64; counts that add up.
+References: every wrapped model is bitwise equal on both ranks. With a loss over the whole batch,
+the parameters equal those that one process gets from all samples in float64. Counts add up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RECIPES = dict(re.findall(r"^## (.*?)\n.*?^```python\n(.*?)^```$", PAGE.read_tex
 
 
 def _run(code: str, rank: int, folder: str) -> dict[str, Any]:
-    """Runs a recipe in this rank's group; returns its variables."""
+    """Run a recipe in this rank's group. Returns its variables."""
     names: dict[str, Any] = {}
     torch.manual_seed(100 + rank)
     with (
@@ -55,7 +55,7 @@ def test_recipe_leaves_ranks_alike(ranks: RankPool, recipe: str, tmp_path: Path)
 
 
 def _contrastive(draws: list[list[tuple[Tensor, Tensor]]], weight: Tensor, bias: Tensor) -> Tensor:
-    """What one process gets from the samples of all ranks, by SGD at a rate of 0.1."""
+    """The result of one process on the samples of all ranks, with SGD at a rate of 0.1."""
     weight, bias = weight.clone().requires_grad_(), bias.clone().requires_grad_()
     for step in range(len(draws[0])):
         x = torch.cat([rank[step][0] for rank in draws])
