@@ -136,7 +136,7 @@ class LeaveAlone(Leave):
 
 
 class Quantized(Tensor):
-    """Integers and their scale, as quantized base weights with adapters have. Only its values are read."""
+    """Integers and their scale, as in quantized base weights. Only its values are read."""
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor) -> Quantized:

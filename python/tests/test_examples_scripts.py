@@ -40,13 +40,13 @@ class Script:
     """A script with a small workload.
 
     Args:
-            path: relative to examples/.
-            arguments: make the workload small.
-            two_ranks: arguments for two processes; None if a launcher starts them.
-            loss: upper bound for the last epoch's printed loss; None if the script prints no
-                losses.
-            final: a regular expression that the output of N ranks contains; {ranks} becomes N.
-            needs: the start of the error without a required option; None if it needs none.
+        path: relative to examples/.
+        arguments: make the workload small.
+        two_ranks: arguments for two processes; None if a launcher starts them.
+        loss: upper bound for the last epoch's printed loss; None if the script prints no
+            losses.
+        final: a regular expression that the output of N ranks contains; {ranks} becomes N.
+        needs: the start of the error if scikit-learn is missing; None if it is not needed.
     """
 
     path: str
@@ -151,10 +151,10 @@ class Alone:
     """A one-process run that a test examines. Such runs are executed in parallel.
 
     Args:
-            script: relative to examples/.
-            arguments: of the script.
-            forked: from a process that has imported torch.
-            scikit_learn: whether it can be imported.
+        script: relative to examples/.
+        arguments: of the script.
+        forked: from a process that has imported torch.
+        scikit_learn: whether it can be imported.
     """
 
     script: str
