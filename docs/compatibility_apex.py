@@ -13,9 +13,9 @@ from typing import NamedTuple
 PAGE = Path(__file__).with_suffix(".md")
 
 SAME = "same"  #: Same arguments, same effect.
-DIFFERS = "differs"  #: There, and the note says what is different.
-REFUSED = "refused"  #: There; using it raises an error with advice.
-ABSENT = "absent"  #: Not there; the note says what to use, or why nobody needs it.
+DIFFERS = "differs"  #: Exists; the note describes the difference.
+REFUSED = "refused"  #: Exists; using it raises an error with advice.
+ABSENT = "absent"  #: Does not exist; the note names a replacement, or why none is needed.
 
 MEANING = {
     SAME: "the same arguments and effect",

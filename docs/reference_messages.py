@@ -28,7 +28,7 @@ CPP_KINDS = {
 class Message(NamedTuple):
     text: str
     kind: str
-    file: str  #: below the repository
+    file: str  #: relative to the repository
 
 
 def all_messages() -> list[Message]:

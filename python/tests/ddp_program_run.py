@@ -584,7 +584,7 @@ class Machine:
                 error = ""
                 try:
                     getattr(self, op.kind)(op)
-                except Exception as failed:  # noqa: BLE001  (all ranks are told)
+                except Exception as failed:  # noqa: BLE001  (reported to all ranks)
                     error = "".join(traceback.format_exception(failed)[-3:])
                 self._agree(f"op {index} ({op.kind})", error or self.wrong)
                 if self.checks:

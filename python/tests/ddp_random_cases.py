@@ -53,7 +53,7 @@ SUBCLASSES = {"wrapper": Wrapper, "open": OpenWrapper, "mixed": Wrapper, "pair":
 class Layer(nn.Module):
     """One small operation on [ROWS, WIDTH], in its own dtype.
 
-    Subclasses are weights of some kinds, but for the float64 reference (`as_plain`).
+    The weights of some kinds are tensor subclasses, except in the float64 reference (`as_plain`).
     """
 
     def __init__(self, kind: str, dtype: torch.dtype, as_plain: bool = False) -> None:

@@ -252,7 +252,7 @@ def test_averaged_model_averages_the_master_weights(level: str, average: str) ->
     model, optimizer = initialize(*build(0, "sgd"), level)
     reference, _ = build(0, "sgd")
     averaged = swa.AveragedModel(model, **options)
-    of_float32 = swa.AveragedModel(reference, **options)  # averages a model at O2, too
+    of_float32 = swa.AveragedModel(reference, **options)  # also averages a model at O2
     want = swa.AveragedModel(reference, **options)
     for step in range(30):
         train(model, optimizer, range(step, step + 1))

@@ -246,8 +246,8 @@ def test_checkpointed_blocks_skipped_by_rank_average(ranks: RankPool, reentrant:
 
 
 def _learns_the_count_from_others(rank: int, world: int) -> None:
-    """A rank that missed the layer when the plan was learnt uses it as often as the others
-    later."""
+    """A rank that did not use the layer when the plan was recorded later uses it the same number of
+    times as the others."""
     model = build(Blocks)
     model.how, model.reentrant = "shared_twice", True
     ddp = DistributedDataParallel(model, message_size=1)

@@ -77,7 +77,7 @@ def batch(rank: int, step: int, rows: int = 3) -> Tensor:
 
 
 class Pieces:
-    """A backend that counts graphs, and notes what was on its way when each piece's backward
+    """A backend that counts graphs, and records the buckets in flight when each piece's backward
     began."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Uneven inputs under torch.distributed.algorithms.join.Join, alone and beside a sharded
-optimizer."""
+"""Uneven inputs under torch.distributed.algorithms.join.Join, alone and together with
+a sharded optimizer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank's backward fails, early or when all its gradients are there: every rank raises, and
-every later backward is right.
+"""One rank's backward fails, early or when all its gradients are ready. Every rank raises, and
+every later backward is correct.
 
-Oracles: each exchange ends within the group's timeout, and check_step()'s averages in float64.
+References: each exchange ends within the group's timeout, and check_step()'s averages in float64.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Layers shared by several wrappers, which ranks use in different ways.
 
-The oracles: the average over ranks in one process in float64, and the time limit of the pool. Ranks
-run forwards in another order, and evaluate what others do not: that must not decide who averages
-what."""
+The references: the average over ranks in one process in float64, and the time limit of the pool.
+Ranks run forwards in different orders, and some evaluate models that others do not. This must not
+affect which wrapper averages a gradient."""
 
 from __future__ import annotations
 

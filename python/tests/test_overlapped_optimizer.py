@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""OverlappedOptimizer: updates made in the next forward, the same bit for bit as those made at
-once."""
+"""OverlappedOptimizer: updates in the next forward are bitwise equal to immediate updates."""
 
 from __future__ import annotations
 

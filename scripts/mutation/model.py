@@ -26,9 +26,9 @@ class Mutant:
     replacement: str = ""
     statement: bool = False
     area: str = ""
-    number: int = -1  #: what APEX_MUTANT selects
-    occurrence: int = 0  #: among equal changes of equal lines of the file
-    turn: float = 0.0  #: from 0 to 1 in the order in which those of the area were drawn
+    number: int = -1  #: selected by APEX_MUTANT
+    occurrence: int = 0  #: index among equal changes of equal lines of the file
+    turn: float = 0.0  #: from 0 to 1, the order in which the area's mutants were drawn
     key: str = field(default="", init=False)
 
     def name(self) -> str:

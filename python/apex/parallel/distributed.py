@@ -161,7 +161,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             and skips the step; it raises the fourth time without a clean round in between.
         registered_buffers: allocate the buckets from the backend's own memory, if it has any. NCCL
             registers this memory with the communicator, and may then reduce without copying.
-            Other backends log a warning once and use torch's memory.
+            Without such memory, a warning is logged once and torch's memory is used.
 
     Raises:
         RuntimeError: if there is no process group, the processes hold different models, or an
