@@ -11,7 +11,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 def boot_of_host() -> str:
     """An identifier of the running kernel, equal for all processes under one boot, containers
-    included. Where the system does not provide one, the host name.
+    included. It is the host name if the system does not provide a boot id.
     """
     try:
         return _BOOT_ID.read_text().strip() or socket.gethostname()

@@ -128,7 +128,7 @@ def _hook_add_param_group(optimizer: torch.optim.Optimizer, stash: OptimizerStas
 def _with_params(
     groups: list[dict[str, Any]], state: Any, instead: dict[int, torch.Tensor]
 ) -> dict[str, Any]:
-    """The groups and the state of an optimizer, with some parameters replaced by id."""
+    """The groups and the state of an optimizer, with the parameters of the given ids replaced."""
     return {
         "param_groups": [
             {**group, "params": [instead.get(id(param), param) for param in group["params"]]}

@@ -251,7 +251,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._has_state = False
         #: Settings that steps change. Some optimizers count their steps in a group that they step.
         self._counted: set[str] = set()
-        # further settings of the groups, next to it
+        # the groups' settings that go with _whole_state
         self._whole_settings: list[dict[str, Any]] = []
         self._whole_state: dict[int, Any] | None = None  # from consolidate_state_dict()
         super().__init__(params, dict(defaults))
@@ -290,7 +290,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             inner._normed = lambda: [  # type: ignore[method-assign]
                 group["params"] for one in (me(),) if one is not None for group in one.param_groups
             ]
-        if isinstance(inner, (FusedAdam, FusedSGD)):  # these choose their kernels by all parameters
+        if isinstance(inner, (FusedAdam, FusedSGD)):  # their kernels depend on all parameters
             kernels = implementation(self.param_groups)
             for settings in (inner.defaults, *inner.param_groups):
                 settings.update({name: kernels.get(name) for name in ("fused", "foreach")})

@@ -70,9 +70,9 @@ def convert_syncbn_model(
     norm. Convert before tracing; a SyncBatchNorm cannot be scripted.
 
     Raises:
-        TypeError: for a batch norm with behavior set on the module (``forward``), whose place in
-            the model the error names; for a lazy batch norm that has not seen its first input; or
-            for a compiled one.
+        TypeError: for a batch norm with behavior set on the module (``forward``); the error names
+            its place in the model. Also for a lazy batch norm that has not seen its first input,
+            and for a compiled one.
         ValueError: if this rank is not a member of the process group.
             In all cases, nothing has been changed.
     """
